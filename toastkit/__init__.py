@@ -1,0 +1,3 @@
+"""toastkit: language models on one's own machine, as a Unix pipeline."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,28 @@
+"""The one table of commands. Man pages, completion, `bin/` and the tests are held against it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """name: without the `toast-` prefix. summary: one line, also the man page's `.Nd`.
+    reads, writes: what goes in on stdin and out on stdout ("text", "frames", "json", ...)."""
+
+    name: str
+    summary: str
+    reads: str
+    writes: str
+
+
+COMMANDS = (
+    Command("tokenize", "turn a prompt into token frames", "text", "frames"),
+    Command("prefill", "run a prompt through the model into a session", "frames", "frames"),
+    Command("decode", "answer a prompt, or emit logits step by step", "text or frames",
+            "text or frames"),
+    Command("entropy-gear", "annotate logits with entropy and gear", "frames", "frames"),
+    Command("sample", "draw tokens from logits", "frames", "frames"),
+    Command("detokenize", "turn token frames into text", "frames", "text"),
+    Command("frames", "convert, check and count frames", "frames or json", "frames or json"),
+    Command("feed", "send tokens to a waiting decode", "ids, json or frames", "frames"),
+)

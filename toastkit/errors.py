@@ -1,0 +1,103 @@
+"""The error tree. Every error a user can cause is one of these; anything else is a bug.
+
+    ToastError               exit  70   base class; raised directly only for "cannot happen"
+    ├── UsageError                 64   flags or arguments that make no sense together
+    ├── DataError                  65   a prompt, a file's content, a template, a checkpoint
+    │   └── FrameError             65   a stream of frames; names the byte offset
+    ├── NoInputError               66   no such model, session, file
+    ├── UnavailableError           69   a daemon, a provider or a helper program is not there
+    ├── CannotCreateError          73   an output, a session or a FIFO cannot be made
+    ├── IOFailure                  74   disk full, read error
+    ├── BusyError                  75   the session is locked by another writer
+    └── Interrupted               130   Ctrl-C
+
+Exit codes follow sysexits(3). A message is one line in git's voice: lower case, what failed first,
+the subject in it, no full stop.
+"""
+
+from __future__ import annotations
+
+
+class ToastError(Exception):
+    """Base of all errors shown to a user.
+
+    message: one line. hint: one line on what to do about it, or None.
+    stage: the command in which it happened, or None while that is still this process.
+    """
+
+    code = 70
+
+    def __init__(self, message: str, hint: str | None = None, stage: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.stage = stage
+
+
+class UsageError(ToastError):
+    code = 64
+
+
+class DataError(ToastError):
+    code = 65
+
+
+class FrameError(DataError):
+    """A broken stream. offset: bytes from the start of the stream to the frame that is broken."""
+
+    def __init__(self, message: str, offset: int, hint: str | None = None):
+        super().__init__(message, hint)
+        self.offset = offset
+
+
+class NoInputError(ToastError):
+    code = 66
+
+
+class UnavailableError(ToastError):
+    code = 69
+
+
+class CannotCreateError(ToastError):
+    code = 73
+
+
+class IOFailure(ToastError):
+    code = 74
+
+
+class BusyError(ToastError):
+    code = 75
+
+
+class Interrupted(ToastError):
+    code = 130
+
+    def __init__(self, message: str = "interrupted", hint: str | None = None):
+        super().__init__(message, hint)
+
+
+class RemoteError(ToastError):
+    """An error frame that came down the pipe: it has been told already where it happened.
+
+    code: the exit code the origin ended with. stage: the command in which it happened.
+    """
+
+    def __init__(self, code: int, stage: str, message: str, hint: str | None = None):
+        super().__init__(message, hint, stage)
+        self.code = code
+
+
+def from_os_error(error: OSError, doing: str) -> ToastError:
+    """The ToastError for an OSError. doing: what failed, e.g. "cannot write session x"."""
+    import errno
+
+    reason = (error.strerror or str(error)).lower()
+    text = f"{doing}: {reason}"
+    if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO):
+        return IOFailure(text)
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return CannotCreateError(text)
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR):
+        return NoInputError(text)
+    return IOFailure(text)
