@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizer, chat messages and template, streaming detokenizer, stop strings."""

@@ -1,0 +1,38 @@
+# Two commands matter: `make demo` and `make test`. Both do all the set-up themselves.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+# The stamp is older than pyproject.toml: installed for other requirements, install again.
+$(VENV)/stamp: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+.PHONY: demo test check lint types man format clean
+demo: $(VENV)/stamp            ## the whole pipeline, six processes, on the embedded model
+	sh examples/demo.sh
+
+test: $(VENV)/stamp            ## every test
+	$(BIN)/python -m pytest
+
+check: lint types test         ## formatter, linter, types, man pages, tests
+
+lint: $(VENV)/stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/stamp
+	$(BIN)/mypy toastkit
+
+man:                           ## needs mandoc
+	mandoc -T lint -W warning man/man1/*.1 man/man5/*.5
+
+format: $(VENV)/stamp
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,300 @@
+"""Every mlx_lm cache class: saved, restored, and going on exactly as if it had never been saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+mx = pytest.importorskip("mlx.core")
+
+from mlx_lm.models import cache as mlx_caches  # noqa: E402
+from mlx_lm.models.cache import (  # noqa: E402
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from toastkit.errors import DataError  # noqa: E402
+from toastkit.session import caches as codecs  # noqa: E402
+from toastkit.session.directory import Session  # noqa: E402
+from toastkit.session.layout import KINDS  # noqa: E402
+
+MODEL = "ab" * 32
+HEADS, KEY, VALUE = 2, 64, 128
+
+MAKERS: dict[str, Callable[[], list]] = {
+    "kv": lambda: [KVCache(), KVCache()],
+    "concatenate": lambda: [ConcatenateKVCache()],
+    "quantized": lambda: [QuantizedKVCache(32, 4), QuantizedKVCache(64, 8)],
+    "chunked": lambda: [ChunkedKVCache(300)],
+    "rotating": lambda: [RotatingKVCache(200, keep=4), RotatingKVCache(1000)],
+    "arrays": lambda: [ArraysCache(2), ArraysCache(1)],
+    "hybrid": lambda: [KVCache(), ArraysCache(2), RotatingKVCache(64)],
+    "list": lambda: [CacheList(ArraysCache(2), KVCache()), CacheList(KVCache(), KVCache())],
+}
+CUT_MAKERS = ("kv", "quantized", "cut_list", "long_window")
+MAKERS["cut_list"] = lambda: [CacheList(KVCache(), QuantizedKVCache()), KVCache()]
+MAKERS["long_window"] = lambda: [RotatingKVCache(4000), KVCache()]
+
+
+class Stream:
+    """Random keys and values, the same for the same seed: a stand-in for a model."""
+
+    def __init__(self, seed: int, dtype):
+        self.key = mx.random.key(seed)
+        self.dtype = dtype
+
+    def draw(self, *shape: int):
+        self.key, key = mx.random.split(self.key)
+        return mx.random.normal(shape, key=key).astype(self.dtype)
+
+    def run(self, cache: list, steps: int) -> list:
+        """Feeds one chunk to every layer; returns all that the caches gave back."""
+        return [array for layer in cache for array in self._run_one(layer, steps)]
+
+    def _run_one(self, cache, steps: int) -> list:
+        if isinstance(cache, CacheList):
+            return [array for part in cache.caches for array in self._run_one(part, steps)]
+        if isinstance(cache, ArraysCache):
+            entry = self.draw(1, 3, 5)
+            cache[0] = entry if cache[0] is None else cache[0] * 0.5 + entry
+            return [cache[0]]
+        if isinstance(cache, ChunkedKVCache):
+            cache.maybe_trim_front()
+        keys, values = self.draw(1, HEADS, steps, KEY), self.draw(1, HEADS, steps, VALUE)
+        return flat(cache.update_and_fetch(keys, values))
+
+
+def flat(value) -> list:
+    if isinstance(value, (tuple, list)):
+        return [array for item in value for array in flat(item)]
+    return [value]
+
+
+def same(a: list, b: list) -> bool:
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and x.shape == y.shape and bool(mx.array_equal(x, y))
+        for x, y in zip(a, b)
+    )
+
+
+def save(path: Path, n: int, cache: list) -> None:
+    with Session.open(path, MODEL) as session:
+        session.commit(range(n), cache, None)
+
+
+def load(path: Path, n: int, make: Callable[[], list]) -> list:
+    with Session.open(path, MODEL, write=False) as session:
+        return session.restore(n, make)
+
+
+CHUNKS = [(1,), (255,), (256,), (257, 1), (100, 1, 1, 150), (512, 3, 1)]
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_a_restored_cache_goes_on_bit_for_bit(tmp_path: Path, name: str, chunks: tuple[int, ...]):
+    make = MAKERS[name]
+    live, stream = make(), Stream(1, mx.bfloat16)
+    for steps in chunks:
+        stream.run(live, steps)
+    save(tmp_path / "s", sum(chunks), live)
+    restored, again = load(tmp_path / "s", sum(chunks), make), Stream(1, mx.bfloat16)
+    again.key = stream.key
+    for steps in (1, 1, 40, 1, 300, 1):
+        assert same(stream.run(live, steps), again.run(restored, steps))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("name", ["kv", "quantized", "rotating", "arrays"])
+def test_dtypes(tmp_path: Path, name: str, dtype):
+    live, stream = MAKERS[name](), Stream(2, dtype)
+    stream.run(live, 30)
+    save(tmp_path / "s", 30, live)
+    restored, again = load(tmp_path / "s", 30, MAKERS[name]), Stream(2, dtype)
+    again.key = stream.key
+    assert same(stream.run(live, 2), again.run(restored, 2))
+
+
+@pytest.mark.parametrize("n", [1, 100, 256, 299, 300])
+@pytest.mark.parametrize("name", CUT_MAKERS)
+def test_cut_back(tmp_path: Path, name: str, n: int):
+    make = MAKERS[name]
+    live, stream = make(), Stream(3, mx.float32)
+    stream.run(live, 300)
+    save(tmp_path / "s", 300, live)
+    with Session.open(tmp_path / "s", MODEL, write=False) as session:
+        assert session.reusable([*range(n), 999]) == n
+    restored, again = load(tmp_path / "s", n, make), Stream(3, mx.float32)
+    again.key = stream.key
+    mlx_caches.trim_prompt_cache(live, 300 - n)
+    for steps in (1, 5, 1):
+        assert same(stream.run(live, steps), again.run(restored, steps))
+
+
+def test_cut_back_of_chunks_and_windows(tmp_path: Path):
+    cache, stream = [ChunkedKVCache(100)], Stream(4, mx.float32)
+    for _ in range(5):
+        stream.run(cache, 60)
+    assert cache[0].start_position == 140
+    save(tmp_path / "s", 300, cache)
+    with Session.open(tmp_path / "s", MODEL) as session:
+        assert session.reusable([*range(270), 999]) == 270
+        assert session.reusable([*range(190), 999]) == 0  # its chunk begins at 100, which is gone
+        (restored,) = session.restore(270, lambda: [ChunkedKVCache(100)])
+    assert restored.offset == 270 and restored.start_position == 140
+    assert same(
+        list(restored.keys_and_values()), [a[:, :, :130] for a in cache[0].keys_and_values()]
+    )
+    window = [RotatingKVCache(100)]
+    stream.run(window, 120)
+    save(tmp_path / "w", 120, window)
+    with Session.open(tmp_path / "w", MODEL) as session:
+        assert session.reusable([*range(119), 999]) == 0
+        assert session.reusable(range(121)) == 120
+
+
+def test_concatenated_cache_cut_back(tmp_path: Path):
+    cache, stream = [ConcatenateKVCache()], Stream(4, mx.float32)
+    stream.run(cache, 300)
+    save(tmp_path / "s", 300, cache)
+    (restored,) = load(tmp_path / "s", 70, lambda: [ConcatenateKVCache()])
+    assert restored.offset == 70
+    assert same(
+        list(restored.keys_and_values()), [a[:, :, :70] for a in cache[0].keys_and_values()]
+    )
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_empty_caches(tmp_path: Path, name: str):
+    make = MAKERS[name]
+    save(tmp_path / "s", 5, make())
+    restored = load(tmp_path / "s", 5, make)
+    assert all(layer.empty() for layer in restored)
+    assert same(Stream(5, mx.float32).run(restored, 3), Stream(5, mx.float32).run(make(), 3))
+
+
+def test_commits_that_grow_and_go_back(tmp_path: Path):
+    """A long session: each commit's state is what a fresh save of the same caches would be."""
+    make = MAKERS["cut_list"]
+    path = tmp_path / "s"
+    stream = Stream(6, mx.bfloat16)
+    live, tokens = make(), []
+    for turn, (back, steps) in enumerate(
+        [(0, 300), (0, 1), (40, 90), (0, 200), (511, 2), (1, 600)]
+    ):
+        kept = tokens[: len(tokens) - back]
+        tokens = kept + [turn] * steps
+        with Session.open(path, MODEL) as session:
+            assert session.reusable(tokens) == len(kept)
+            restored = session.restore(len(kept), make)
+            mlx_caches.trim_prompt_cache(live, back)
+            key = stream.key
+            expected = stream.run(live, steps)
+            stream.key = key
+            assert same(expected, stream.run(restored, steps))
+            session.commit(tokens, restored, None)
+            stream.run(restored, 1)  # the session must not keep what the caches do next
+            session.commit([*tokens, 77], restored, None)
+        tokens = [*tokens, 77]
+        stream.key = key
+        stream.run(live, steps)
+        mlx_caches.trim_prompt_cache(live, steps)
+        stream.run(live, 1)
+
+
+def test_arrays_with_padding_lengths_and_gaps(tmp_path: Path):
+    cache = ArraysCache(3, left_padding=[2, 0])
+    cache.prepare(lengths=[5, 7])
+    cache[1] = mx.arange(6, dtype=mx.uint32).reshape(2, 3)
+    cache[2] = mx.zeros((2, 0, 4), dtype=mx.float16)
+    save(tmp_path / "s", 1, [cache])
+    (restored,) = load(tmp_path / "s", 1, lambda: [ArraysCache(3)])
+    assert restored[0] is None
+    assert same(
+        [restored[1], restored[2], restored.lengths, restored.left_padding],
+        [cache[1], cache[2], cache.lengths, cache.left_padding],
+    )
+
+
+def test_values_without_bytes(tmp_path: Path):
+    """An index cache as of DeepSeek's sparse attention: keys only."""
+    make: Callable[[], list] = lambda: [KVCache()]  # noqa: E731
+    cache = make()
+    keys = mx.random.normal((1, 1, 300, 8))
+    cache[0].update_and_fetch(keys, mx.zeros((1, 1, 300, 0)))
+    save(tmp_path / "s", 300, cache)
+    for n in (300, 10):
+        (restored,) = load(tmp_path / "s", n, make)
+        got = restored.update_and_fetch(keys[:, :, :1], mx.zeros((1, 1, 1, 0)))
+        assert same([got[0][:, :, :n]], [keys[:, :, :n]]) and got[1].shape == (1, 1, n + 1, 0)
+
+
+def test_room_to_grow(tmp_path: Path):
+    cache = [KVCache()]
+    Stream(7, mx.float32).run(cache, 300)
+    save(tmp_path / "s", 300, cache)
+    for n, room in ((300, 512), (256, 256), (1, 256)):
+        assert load(tmp_path / "s", n, lambda: [KVCache()])[0].keys.shape[2] == room
+
+
+class Subclass(KVCache):
+    """Holds who knows what besides."""
+
+
+class LayerCache:
+    """An architecture's own."""
+
+
+@pytest.mark.parametrize(
+    "cache", [Subclass(), LayerCache(), None, CacheList(KVCache(), Subclass())]
+)
+def test_unknown_classes_are_refused(tmp_path: Path, cache):
+    with Session.open(tmp_path / "s", MODEL) as session:
+        session.commit([1], None, None)
+        with pytest.raises(DataError, match="cannot save a cache of class "):
+            session.commit([1, 2], [KVCache(), cache], None)
+    with Session.open(tmp_path / "s", MODEL) as session:
+        assert session.tokens == [1]
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: [KVCache()], "it has 2 layers, the model 1"),
+        (lambda: [RotatingKVCache(50), KVCache()], "layer 1: it is a RotatingKVCache, the model's"),
+        (lambda: [KVCache(), RotatingKVCache(60)], "layer 1: max_size is 50, the model's 60"),
+    ],
+)
+def test_another_models_caches_are_refused(tmp_path: Path, make, problem: str):
+    cache = [KVCache(), RotatingKVCache(50)]
+    Stream(8, mx.float32).run(cache, 3)
+    save(tmp_path / "s", 3, cache)
+    if problem.startswith("layer 1: it is"):
+        problem = "layer 0: it is a KVCache, the model's a RotatingKVCache"
+    with pytest.raises(DataError) as caught:
+        load(tmp_path / "s", 3, make)
+    assert caught.value.message == f"cannot read session {tmp_path / 's'}: {problem}"
+
+
+def test_a_wrong_checksum_names_the_layer(tmp_path: Path):
+    cache = [KVCache(), KVCache()]
+    Stream(9, mx.float32).run(cache, 10)
+    save(tmp_path / "s", 10, cache)
+    file = tmp_path / "s" / "cache.bin"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DataError, match="s: layer 1: the checksum of values is wrong"):
+        load(tmp_path / "s", 10, lambda: [KVCache(), KVCache()])
+
+
+def test_every_class_of_the_table_has_a_codec():
+    assert set(codecs.CODECS) == set(KINDS) - {"CacheList"}
+    assert all(hasattr(mlx_caches, name) for name in KINDS)

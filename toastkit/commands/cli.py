@@ -1,0 +1,189 @@
+"""What every executable shares: the click command, its common options, and the one place where an
+error becomes a line on stderr and an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from toastkit import __version__
+from toastkit.commands import COMMANDS
+from toastkit.errors import RemoteError, ToastError, UsageError, from_os_error
+
+SUMMARIES = {command.name: command.summary for command in COMMANDS}
+
+
+def command(name: str, **settings: Any):
+    """Decorator: a click command `toast-NAME` with the options that all have.
+
+    Every option can also be set by an environment variable, TOAST_ and its name in capitals.
+    """
+
+    def wrap(function):
+        for decorate in reversed(_common_options()):
+            function = decorate(function)
+        settings.setdefault("help", SUMMARIES[name].capitalize() + ".")
+        context = {
+            "auto_envvar_prefix": "TOAST",
+            "help_option_names": ["-h", "--help"],
+            "max_content_width": 100,
+        }
+        return click.command(name=name, context_settings=context, **settings)(function)
+
+    return wrap
+
+
+def _common_options() -> list:
+    flag = {"is_flag": True, "expose_value": False, "is_eager": True, "allow_from_autoenv": False}
+    shells = click.Choice(["bash", "zsh", "fish"])
+    return [
+        click.option("-v", "--verbose", is_flag=True, help="Say on stderr what is being done."),
+        click.option("-q", "--quiet", is_flag=True, help="Say nothing on stderr but errors."),
+        click.option("--debug", is_flag=True, help="Show a traceback when something fails."),
+        click.option("--man", **flag, callback=_show_page, help="Open the manual page."),
+        click.option("--version", **flag, callback=_show_version, help="Print the version."),
+        click.option(
+            "--completion", type=shells, expose_value=False, is_eager=True,
+            allow_from_autoenv=False, callback=_show_completion,
+            help="Print a completion script for a shell.",
+        ),
+    ]  # fmt: skip
+
+
+def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        click.echo(f"toast-{context.command.name} {__version__}")
+        context.exit()
+
+
+def _show_page(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        from toastkit.commands.man import open_page
+
+        open_page(f"toast-{context.command.name}", 1)
+
+
+def _show_completion(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    if value:
+        from click.shell_completion import get_completion_class
+
+        name = f"toast-{context.command.name}"
+        variable = f"_{name}_complete".replace("-", "_").upper()
+        shell = get_completion_class(value)
+        assert shell is not None  # click knows the three that Choice lets through
+        click.echo(shell(context.command, {}, name, variable).source())
+        context.exit()
+
+
+def given(context: click.Context, *names: str) -> list[str]:
+    """Those of the named parameters that were given on the command line, as flags."""
+    source = click.core.ParameterSource.COMMANDLINE
+    options = {p.name: p.opts[-1] for p in context.command.params}
+    return [options[n] for n in names if context.get_parameter_source(n) is source]
+
+
+def refuse_together(context: click.Context, reason: str, *names: str) -> None:
+    """Raises UsageError if one of the parameters was given on the command line."""
+    wrong = given(context, *names)
+    if wrong:
+        raise UsageError(f"{wrong[0]} {reason}")
+
+
+def say(line: str) -> None:
+    """One line on stderr, after the command's name."""
+    print(f"{_program()}: {line}", file=sys.stderr, flush=True)
+
+
+def _program() -> str:
+    context = click.get_current_context(silent=True)
+    if context is not None:
+        return f"toast-{context.command.name}"
+    return os.path.basename(sys.argv[0])
+
+
+def run(entry: click.Command) -> NoReturn:
+    """Runs a command to its exit code: the body of every executable's `main`."""
+    name = f"toast-{entry.name}"
+    sys.exit(_outcome(entry, name))
+
+
+def _outcome(entry: click.Command, name: str) -> int:
+    debug = "--debug" in sys.argv[1:]
+    try:
+        code = _invoke(entry, name)
+        sys.stdout.flush()
+        return code
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.ClickException as error:
+        return _report(name, UsageError(_one_line(error), hint=f"{name} --help"), debug)
+    except ToastError as error:
+        return _report(name, error, debug)
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except BrokenPipeError:
+        die_by_sigpipe()
+    except OSError as error:
+        return _report(name, from_os_error(error, error.filename or "i/o"), debug)
+    except Exception as error:
+        text = f"bug: {type(error).__name__}: {error}".replace("\n", " ")
+        return _report(name, ToastError(text, hint="--debug shows where"), debug)
+
+
+def _invoke(entry: click.Command, name: str) -> int:
+    """What click's own main does, without its opinion on closed pipes and exit codes."""
+    variable = f"_{name}_complete".replace("-", "_").upper()
+    if instruction := os.environ.get(variable):
+        from click.shell_completion import shell_complete
+
+        return shell_complete(entry, {}, name, variable, instruction)
+    with entry.make_context(name, sys.argv[1:]) as context:
+        code = entry.invoke(context)
+    return code if isinstance(code, int) else 0
+
+
+def _report(name: str, error: ToastError, debug: bool) -> int:
+    if debug:
+        import traceback
+
+        traceback.print_exception(error.__cause__ or error)
+    if not isinstance(error, RemoteError):
+        print_error(error, name)
+    elif not _stdin_is_live():
+        print_error(error, f"{name}: {error.stage}")
+    return error.code
+
+
+def print_error(error: ToastError, name: str) -> None:
+    """The one form in which users see an error."""
+    print(f"{name}: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"  hint: {error.hint}", file=sys.stderr)
+
+
+def _stdin_is_live() -> bool:
+    """Whether stdin is a pipe: then the stage that failed has said so itself. A stream from a file
+    brings an error of another day, which nobody has seen yet."""
+    import stat
+
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+def _one_line(error: click.ClickException) -> str:
+    text = " ".join(error.format_message().split()).rstrip(".")
+    return text[:1].lower() + text[1:] if text[1:2].islower() else text
+
+
+def die_by_sigpipe() -> NoReturn:
+    """Ends this process as a closed pipe ends any Unix filter: quietly, by SIGPIPE."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGPIPE)
+    os._exit(141)  # where SIGPIPE is blocked

@@ -1,0 +1,190 @@
+"""toast-decode: text in, text out; frames in, frames out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import click
+
+from toastkit.commands import cli, options
+from toastkit.errors import DataError, UsageError
+from toastkit.frames import End, Frame, Text, Token, starts_frames
+
+ONLY_TEXT = (
+    "session", "system", "messages", "raw", "template_arg", "no_generation_prompt", "truncate",
+    "each_line", "chunk", "fork", "require_hit", *options.SAMPLING_NAMES, "logit_bias", "ban",
+    "seed", "ignore_eos", "top", "stop", "keep_special", "echo", "as_json", "no_newline",
+    "fail_on_length",
+)  # fmt: skip
+ONLY_FRAMES = ("greedy", "force", "steps", "inline")
+
+
+@cli.command("decode")
+@click.argument("prompt", nargs=-1)
+@options.model
+@options.session
+@options.prompting
+@options.reading
+@options.sampling
+@options.max_tokens
+@options.stop
+@options.keep_special
+@options.echo
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON object per token.")
+@click.option("--no-newline", is_flag=True, help="Do not end an answer with a newline.")
+@click.option(
+    "--fail-on-length", is_flag=True, help="Exit with 65 if an answer was cut off by a limit."
+)
+@click.option("--greedy", is_flag=True, help="Frames: take the most likely token, need no sampler.")
+@click.option(
+    "--force", metavar="FILE|-", help="Frames: follow the token ids of a file, or of stdin's frames."
+)
+@click.option(
+    "--steps", type=click.IntRange(0), metavar="N", help="Frames: stop after N passes."
+)
+@options.inline
+@options.engine
+@click.pass_context
+def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
+    first = _first_byte(prompt, flags)
+    if starts_frames(first):
+        if prompt:
+            raise UsageError("stdin holds frames: there is no room for a prompt")
+        cli.refuse_together(context, "is for text, but stdin holds frames", *ONLY_TEXT)
+        return _filter(flags, first)
+    cli.refuse_together(context, "is for frames, but there are none on stdin", *ONLY_FRAMES)
+    return _answer(prompt, flags, first)
+
+
+def _first_byte(prompt: tuple[str, ...], flags: dict[str, Any]) -> bytes:
+    """The byte of stdin that tells frames from text, b"" where stdin is not to be read."""
+    from toastkit.commands.prompt import stdin_has_text
+
+    if flags["messages"] is not None or not ("-" in prompt or stdin_has_text()):
+        return b""
+    return os.read(0, 1)
+
+
+def _filter(flags: dict[str, Any], first: bytes) -> int:
+    """Frames in, frames out: the middle of a pipeline."""
+    from toastkit.commands.engines import Engines
+    from toastkit.commands.pipes import run_filter
+    from toastkit.stages.decode import decode as stage
+    from toastkit.stages.feeds import ForcedFeed, GreedyFeed, forced_ids
+    from toastkit.stages.options import StepOptions
+    from toastkit.stages.shared import DecodeEnd
+
+    if flags["greedy"] and flags["force"] is not None:
+        raise UsageError("--greedy and --force exclude each other")
+    own: Any = None
+    if flags["greedy"]:
+        own = GreedyFeed()
+    elif flags["force"] is not None:
+        own = ForcedFeed(None if flags["force"] == "-" else forced_ids(flags["force"]))
+    settings = StepOptions(flags["max_tokens"], flags["steps"], flags["inline"])
+    engines = Engines(flags)
+
+    def build(frames, signals):
+        runs = DecodeEnd(signals, own, settings.inline or own is not None)
+        if isinstance(own, ForcedFeed):
+            frames = own.listen(frames)
+        return stage(frames, engines, runs, settings, signals)
+
+    return run_filter(build, "decode", first)
+
+
+def _answer(prompt: tuple[str, ...], flags: dict[str, Any], first: bytes) -> int:
+    """Text in, text out: all stages in this process."""
+    from toastkit.commands.detokenize import TextWriter, check_length
+    from toastkit.commands.pipes import Signals
+    from toastkit.commands.prompt import prompt_tokenizer, prompts
+    from toastkit.stages.options import Outcome
+    from toastkit.stages.poll import reader_gone
+
+    wanted = prompts(prompt, flags, first)
+    if not flags["each_line"]:
+        wanted = iter(list(wanted))  # read before the model is loaded: a bad prompt costs nothing
+    signals = Signals()
+    tokenizer = prompt_tokenizer(flags)
+    outcome = Outcome()
+    put = JsonWriter() if flags["as_json"] else TextWriter(not flags["no_newline"])
+    stage = _stages(wanted, tokenizer, flags, signals, reader_gone, outcome)
+    signals.patient = True
+    try:
+        for frame in stage:
+            put(frame)
+    except BrokenPipeError:
+        stage.close()
+        if signals:
+            return 128 + signals.signal
+        raise
+    finally:
+        stage.close()
+    if signals:
+        return 128 + signals.signal
+    return check_length(outcome, flags["fail_on_length"])
+
+
+def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
+    """The generator of all stages, as the flags ask for them."""
+    from toastkit.commands.engines import load
+    from toastkit.commands.progress import read_options
+    from toastkit.commands.sample import xtc_special_ids
+    from toastkit.gears.monitor import MonitorOptions
+    from toastkit.model.config import sampling_defaults
+    from toastkit.stages.detokenize import TextOptions
+    from toastkit.stages.options import StepOptions
+
+    chain = options.sampling_options(flags, sampling_defaults(tokenizer.files), None)
+    first = tokenizer.head(None)
+    chain.validate(first.vocab)
+    engine = load(tokenizer.files, flags)
+    # Imported after load(): MLX's kernel cache has to be in place first.
+    from toastkit.stages.answer import AnswerOptions, answer
+    from toastkit.stages.local import LocalRuns
+    from toastkit.stages.sample import DrawOptions
+
+    limit = StepOptions(max_tokens=flags["max_tokens"])
+    settings = AnswerOptions(
+        read=read_options(flags),
+        draw=DrawOptions(chain, flags["top"], limit, flags["ignore_eos"], flags["as_json"]),
+        text=TextOptions(flags["stop"], flags["keep_special"], flags["echo"]),
+        monitor=MonitorOptions(),
+        telemetry=flags["as_json"],
+        xtc_special_ids=tuple(xtc_special_ids(chain, first)),
+    )
+    runs = LocalRuns(flags["session"], signals, reader_gone)
+    return answer(wanted, tokenizer, engine, runs, settings, signals, outcome)
+
+
+class JsonWriter:
+    """Writes a JSON object per token, with the text that became certain with it, and one at the
+    end of each answer."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def __call__(self, frame: Frame) -> None:
+        if type(frame) is Text:
+            self._text += frame.s
+        elif type(frame) is Token:
+            self._write(
+                {
+                    "pos": frame.pos, "id": frame.id, "text": self._text,
+                    "logprob": frame.logprob, "entropy": frame.entropy, "gear": frame.gear,
+                    **({"top": frame.top} if frame.top else {}),
+                }
+            )  # fmt: skip
+        elif type(frame) is End:
+            self._write({"end": frame.reason, "n": frame.n, "text": self._text})
+
+    def _write(self, value: dict) -> None:
+        self._text = ""
+        print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def main() -> None:
+    cli.run(decode)

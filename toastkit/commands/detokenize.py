@@ -1,0 +1,83 @@
+"""toast-detokenize: token frames into text."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from toastkit.commands import cli, options
+from toastkit.frames import End, Frame, Head, Text
+
+
+@cli.command("detokenize")
+@options.model
+@options.stop
+@options.keep_special
+@options.echo
+@click.option("--frames", "as_frames", is_flag=True, help="Write text frames among the others.")
+@click.option("--no-newline", is_flag=True, help="Do not end an answer with a newline.")
+@click.option(
+    "--fail-on-length", is_flag=True, help="Exit with 65 if an answer was cut off by a limit."
+)
+@click.pass_context
+def detokenize(context: click.Context, **flags) -> int:
+    from toastkit.commands.pipes import run_filter
+    from toastkit.model.files import locate
+    from toastkit.stages.detokenize import TextOptions
+    from toastkit.stages.detokenize import detokenize as stage
+    from toastkit.stages.options import Outcome
+    from toastkit.stages.pipe_feed import PipeFeed
+    from toastkit.text.tokenizer import Tokenizer
+
+    if flags["as_frames"]:
+        cli.refuse_together(context, "is for text, not with --frames", "no_newline")
+    settings = TextOptions(flags["stop"], flags["keep_special"], flags["echo"])
+    outcome = Outcome()
+    tokenizers: dict[str, Tokenizer] = {}
+
+    def tokenizer_for(head: Head) -> Tokenizer:
+        name = flags["model"] or head.model
+        if name not in tokenizers:
+            tokenizers[name] = Tokenizer(locate(name))
+        return tokenizers[name]
+
+    write = None if flags["as_frames"] else TextWriter(not flags["no_newline"])
+    code = run_filter(
+        lambda frames, signals: stage(frames, tokenizer_for, settings, PipeFeed(), outcome),
+        "detokenize",
+        write=write,
+    )
+    return code or check_length(outcome, flags["fail_on_length"])
+
+
+class TextWriter:
+    """Writes the text of text frames to stdout at once, and a newline where an answer has none."""
+
+    def __init__(self, newline: bool):
+        self._newline = newline
+        self._last = "\n"
+
+    def __call__(self, frame: Frame) -> None:
+        if type(frame) is Text:
+            self._write(frame.s)
+        elif type(frame) is End and self._newline and not self._last.endswith("\n"):
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        sys.stdout.buffer.write(text.encode("utf-8"))
+        sys.stdout.buffer.flush()
+        self._last = text or self._last
+
+
+def check_length(outcome, fail_on_length: bool) -> int:
+    """The exit code for how the answers ended: 0, or DataError under --fail-on-length."""
+    from toastkit.errors import DataError
+
+    if fail_on_length and "length" in outcome.reasons:
+        raise DataError(f"the answer was cut off after {outcome.tokens} tokens")
+    return 0
+
+
+def main() -> None:
+    cli.run(detokenize)

@@ -1,0 +1,78 @@
+"""toast-feed: tokens of one's own to a waiting decode."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from toastkit.commands import cli
+from toastkit.errors import UsageError
+from toastkit.frames import starts_frames
+
+
+@cli.command("feed")
+@click.argument("ids", nargs=-1, type=click.IntRange(0, 2**32 - 1), metavar="[ID]...")
+@click.option("--run", metavar="DIR", help="The run to feed (default: the one that a head names).")
+@click.option("--session", metavar="DIR|NAME", help="Feed the run of this session.")
+@click.option("--end", is_flag=True, help="End the run after the last ID.")
+@click.option("--ignore-eos", is_flag=True, help="Do not end the run at an end-of-turn token.")
+@click.pass_context
+def feed(context: click.Context, ids: tuple[int, ...], **flags) -> int:
+    if flags["run"] is not None and flags["session"] is not None:
+        raise UsageError("--run and --session exclude each other")
+    path = flags["run"] or (flags["session"] and _run_of(flags["session"]))
+    if ids or flags["end"]:
+        return _send(ids, path, flags["end"])
+    return _follow(path, flags["ignore_eos"])
+
+
+def _run_of(name: str) -> str:
+    """The one run of a session that has a feed."""
+    from toastkit.errors import NoInputError
+    from toastkit.session.names import resolve
+
+    feeds = sorted((resolve(name) / "runs").glob("*/feed"))
+    if len(feeds) != 1:
+        many = "no run" if not feeds else f"{len(feeds)} runs"
+        raise NoInputError(f"session {name} has {many} to feed", hint="name one with --run")
+    return str(feeds[0].parent)
+
+
+def _send(ids: tuple[int, ...], path: str | None, end: bool) -> int:
+    """Sends the ids of the command line."""
+    from pathlib import Path
+
+    from toastkit.session.feed import FeedWriter
+
+    if path is None:
+        raise UsageError("which run? give --run or --session")
+    writer = FeedWriter(Path(path) / "feed")
+    for number, token in enumerate(ids, 1):
+        writer.send(None, token, end=end and number == len(ids))
+    if end and not ids:
+        writer.send(None, None, end=True)
+    writer.close()
+    return 0
+
+
+def _follow(path: str | None, ignore_eos: bool) -> int:
+    """Sends what comes on stdin: frames, JSON lines or bare ids; tokens also go to stdout."""
+    from toastkit.commands.frames import json_frames
+    from toastkit.commands.pipes import WatchedInput, run_filter
+    from toastkit.stages.feeding import bare_ids, feed_tokens
+
+    first = sys.stdin.buffer.read1(1) if sys.stdin is not None else b""
+    if starts_frames(first):
+        return run_filter(
+            lambda frames, signals: feed_tokens(frames, path, ignore_eos), "feed", first
+        )
+    source = WatchedInput(first)
+    frames = json_frames(source) if first in (b"{", b"\n") else bare_ids(source)
+    if first != b"{" and path is None:
+        raise UsageError("which run? give --run or --session, or let a head frame name it")
+    return run_filter(lambda _, signals: feed_tokens(frames, path, ignore_eos), "feed")
+
+
+def main() -> None:
+    cli.run(feed)

@@ -1,0 +1,169 @@
+"""toast-frames: look into a stream of frames, convert it, check it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import click
+
+from toastkit.commands import cli, options
+from toastkit.errors import DataError, FrameError, UsageError
+from toastkit.frames import KINDS, End, Frame, Head
+
+
+@cli.command("frames")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON lines.")
+@click.option("--from-json", is_flag=True, help="Read JSON lines.")
+@click.option("--validate", is_flag=True, help="Check the stream and say how long it is.")
+@click.option("--stat", is_flag=True, help="Count instead of copying (with --json, as JSON).")
+@click.option("--kinds", metavar="K,K", help="Only frames of these kinds.")
+@click.option("--slice", "span", metavar="A:B", help="Only frames A up to B, heads not counted.")
+@click.option(
+    "--arrays", type=click.Choice(["topk", "base64", "none"]), default="topk", show_default=True,
+    help="How --json writes logits.",
+)
+@click.option(
+    "--top", type=click.IntRange(1), default=10, show_default=True, metavar="N",
+    help="Entries that a top-k list holds.",
+)
+@options.inline
+@click.pass_context
+def frames(context: click.Context, **flags) -> int:
+    if flags["validate"] and (flags["stat"] or flags["as_json"]):
+        raise UsageError("--validate goes with neither --stat nor --json")
+    if not flags["as_json"] or flags["stat"]:
+        cli.refuse_together(context, "is for --json", "arrays", "top")
+    kinds = _kinds(flags["kinds"])
+    start, stop = _span(flags["span"])
+
+    def chosen(source: Iterable[Frame]) -> Iterator[Frame]:
+        from toastkit.stages.inspect import choose, make_inline
+
+        if flags["inline"]:
+            source = make_inline(source)
+        return choose(source, kinds, start, stop)
+
+    if flags["validate"]:
+        return _validate(flags)
+    if flags["stat"]:
+        return _statistics(flags, chosen)
+    return _copy(flags, chosen)
+
+
+def _kinds(text: str | None) -> frozenset[str] | None:
+    if text is None:
+        return None
+    kinds = frozenset(part.strip() for part in text.split(",") if part.strip())
+    if unknown := sorted(kinds - set(KINDS)):
+        import difflib
+
+        near = difflib.get_close_matches(unknown[0], KINDS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"kinds are {', '.join(KINDS)}"
+        raise UsageError(f"no such kind of frame: {unknown[0]}", hint=hint)
+    return kinds
+
+
+def _span(text: str | None) -> tuple[int, int | None]:
+    if text is None:
+        return 0, None
+    match = re.fullmatch(r"(\d*):(\d*)", text)
+    if not match:
+        raise UsageError(f"--slice takes A:B, not {text!r}")
+    return int(match[1] or 0), int(match[2]) if match[2] else None
+
+
+def json_frames(stream: Any) -> Iterator[Frame]:
+    """Frames from JSON lines; a DataError names the line."""
+    from toastkit.stages.jsonl import from_json
+
+    for number, line in enumerate(lines(stream), 1):
+        if line.strip():
+            try:
+                yield from_json(line)
+            except DataError as error:
+                raise DataError(f"cannot read line {number}: {error.message}") from error
+
+
+def lines(stream: Any) -> Iterator[bytes]:
+    """The lines of a stream with a `read1`, each as soon as it is whole."""
+    held = b""
+    while data := stream.read1(1 << 16):
+        *whole, held = (held + data).split(b"\n")
+        yield from whole
+    if held:
+        yield held
+
+
+def _copy(flags: dict[str, Any], chosen: Callable) -> int:
+    from toastkit.commands.pipes import WatchedInput, run_filter
+
+    write = _json_writer(flags) if flags["as_json"] else None
+
+    def build(source, signals):
+        return chosen(json_frames(WatchedInput()) if flags["from_json"] else source)
+
+    return run_filter(build, "frames", write=write)
+
+
+def _json_writer(flags: dict[str, Any]) -> Callable[[Frame], None]:
+    from toastkit.stages.arrays import LogitsReader
+    from toastkit.stages.jsonl import to_json
+
+    reader = LogitsReader()
+
+    def write(frame: Frame) -> None:
+        if type(frame) is Head:
+            reader.begin(frame)
+        print(to_json(frame, flags["arrays"], flags["top"], reader.read), flush=True)
+
+    return write
+
+
+def _statistics(flags: dict[str, Any], chosen: Callable) -> int:
+    from toastkit.stages.inspect import Statistics
+
+    statistics = Statistics()
+    for frame in chosen(_input(flags)):
+        statistics.add(frame)
+    summary = statistics.summary()
+    if flags["as_json"]:
+        print(json.dumps(summary))
+        return 0
+    for name, value in summary.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{k} {n}" for k, n in value.items())
+        if value not in (None, ""):
+            print(f"{name.replace('_', ' '):18} {value}")
+    return 0
+
+
+def _validate(flags: dict[str, Any]) -> int:
+    count = runs = 0
+    inside = False
+    for frame in _input(flags):
+        count += 1
+        if type(frame) is Head:
+            runs += 1
+            inside = True
+        elif runs == 0:
+            raise FrameError(f"frame {count} comes before any head", 0)
+        elif type(frame) is End:
+            inside = False
+    still_open = ", the last one without an end" if inside else ""
+    print(f"ok: {count} frames, {runs} runs{still_open}")
+    return 0
+
+
+def _input(flags: dict[str, Any]) -> Iterable[Frame]:
+    from toastkit.frames import FrameReader
+
+    stream = sys.stdin.buffer
+    return json_frames(stream) if flags["from_json"] else FrameReader(stream)
+
+
+def main() -> None:
+    cli.run(frames)

@@ -1,0 +1,33 @@
+"""Finds a manual page: installed beside the program, or in the checkout; and opens it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+from typing import NoReturn
+
+from toastkit.errors import NoInputError, UnavailableError
+
+
+def find_page(name: str, section: int) -> Path:
+    """The page NAME(SECTION). Raises NoInputError where it is not installed."""
+    file = f"man{section}/{name}.{section}"
+    checkout = Path(__file__).parents[2] / "man"
+    prefixes = {sysconfig.get_path("data"), sys.prefix, str(Path.home() / ".local")}
+    for base in (checkout, *(Path(p) / "share" / "man" for p in sorted(prefixes))):
+        if (base / file).is_file():
+            return base / file
+    raise NoInputError(f"the manual page {name}({section}) is not installed")
+
+
+def open_page(name: str, section: int) -> NoReturn:
+    """Becomes man(1), or mandoc(1) where there is no man."""
+    page = find_page(name, section)
+    for program in ("man", "mandoc"):
+        if shutil.which(program):
+            sys.stdout.flush()
+            os.execlp(program, program, str(page))
+    raise UnavailableError(f"neither man nor mandoc is installed: the page is {page}")

@@ -1,0 +1,189 @@
+"""Options that mean the same in every command that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from toastkit.errors import UsageError
+
+Decorator = Callable[[Callable], Callable]
+
+
+def together(*decorators: Decorator) -> Decorator:
+    """Several option decorators as one, in the order in which --help shows them."""
+
+    def wrap(function: Callable) -> Callable:
+        for decorate in reversed(decorators):
+            function = decorate(function)
+        return function
+
+    return wrap
+
+
+model = click.option(
+    "-m", "--model", metavar="MODEL",
+    help="Checkpoint: a directory, a hub id (org/name), or crumb, the embedded model (default).",
+)  # fmt: skip
+session = click.option(
+    "--session", metavar="DIR|NAME", help="Keep the model's state there and resume it."
+)
+inline = click.option(
+    "--inline", is_flag=True, help="Put logits into the stream itself, to save or to move it."
+)
+max_tokens = click.option(
+    "-n", "--max-tokens", type=click.IntRange(1), metavar="N",
+    help="Most tokens of an answer (default: as many as the context holds).",
+)  # fmt: skip
+stop = click.option(
+    "--stop", multiple=True, metavar="TEXT", help="End the answer before TEXT. Repeatable."
+)
+keep_special = click.option(
+    "--keep-special", is_flag=True, help="Print special tokens such as end-of-turn marks."
+)
+echo = click.option("--echo", is_flag=True, help="Print the prompt before the answer.")
+
+engine = together(
+    click.option(
+        "--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", show_default=True,
+        help="Where to compute.",
+    ),
+    click.option(
+        "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]),
+        help="Type of activations (default: float32 on the CPU, the checkpoint's own elsewhere).",
+    ),
+)  # fmt: skip
+reading = together(
+    click.option("--chunk", type=click.IntRange(1), metavar="N", help="Prompt tokens per pass."),
+    click.option(
+        "--fork", metavar="DIR|NAME", help="Start from the state of a session and leave it as is."
+    ),
+    click.option(
+        "--require-hit", is_flag=True,
+        help="Fail unless all that the session holds can be reused.",
+    ),
+)  # fmt: skip
+prompting = together(
+    click.option("--raw", is_flag=True, help="Continue the text as it stands: no chat template."),
+    click.option("--system", metavar="TEXT", help="System message."),
+    click.option(
+        "--messages", metavar="FILE", help="Conversation as a JSON list of {role, content}."
+    ),
+    click.option(
+        "--template-arg", multiple=True, metavar="K=V", help="Variable for the chat template."
+    ),
+    click.option(
+        "--no-generation-prompt", is_flag=True,
+        help="Do not open the assistant's turn: the prompt is a beginning of others.",
+    ),
+    click.option("--truncate", is_flag=True, help="Cut the beginning of a prompt that is too long."),
+    click.option("--each-line", is_flag=True, help="Each line of stdin is a prompt of its own."),
+)  # fmt: skip
+sampling = together(
+    click.option("--temp", "--temperature", "temperature", type=float, metavar="T",
+                 help="Temperature; 0 takes the most likely token."),
+    click.option("--top-k", type=int, metavar="K", help="Keep the K most likely tokens; 0 is off."),
+    click.option("--top-p", type=float, metavar="P",
+                 help="Keep the most likely tokens that hold probability P; 1 is off."),
+    click.option("--min-p", type=float, metavar="P",
+                 help="Drop tokens less likely than P times the most likely; 0 is off."),
+    click.option("--min-tokens-to-keep", type=int, metavar="N", help="Least that min-p keeps."),
+    click.option("--typical-p", type=float, metavar="P",
+                 help="Keep the most typical tokens that hold probability P; 1 is off."),
+    click.option("--xtc-probability", type=float, metavar="P",
+                 help="How often to exclude the top choices."),
+    click.option("--xtc-threshold", type=float, metavar="P",
+                 help="Probability that makes a token a top choice."),
+    click.option("--repetition-penalty", "--repeat-penalty", "repetition_penalty", type=float,
+                 metavar="X", help="Divide the logits of recent tokens by X; 1 is off."),
+    click.option("--presence-penalty", type=float, metavar="X",
+                 help="Subtract X from the logit of each recent token."),
+    click.option("--frequency-penalty", type=float, metavar="X",
+                 help="Subtract X for each time a token is among the recent ones."),
+    click.option("--penalty-context", "--repeat-last-n", "penalty_context", type=int, metavar="N",
+                 help="How many tokens are recent."),
+    click.option("--logit-bias", multiple=True, metavar="ID=B",
+                 help="Add B to the logit of token ID. Repeatable."),
+    click.option("--ban", multiple=True, type=int, metavar="ID", help="Never draw token ID."),
+    click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N",
+                 help="Seed of the draws (default: a new one, written into the stream)."),
+    click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-turn token."),
+    click.option("--top", type=click.IntRange(0, 1000), metavar="N", default=0,
+                 help="List the N most likely alternatives of each token."),
+)  # fmt: skip
+telemetry = together(
+    click.option("--window", type=int, metavar="N", help="Tokens in the rolling mean."),
+    click.option("--low", type=float, metavar="BITS",
+                 help="Mean entropy up to which the gear is low, for a vocabulary of 32,768."),
+    click.option("--high", type=float, metavar="BITS",
+                 help="Mean entropy from which the gear is high."),
+    click.option("--hysteresis", type=float, metavar="BITS",
+                 help="How far past a threshold the mean must go to leave low or high."),
+)  # fmt: skip
+
+SAMPLING_NAMES = (
+    "temperature", "top_k", "top_p", "min_p", "min_tokens_to_keep", "typical_p", "xtc_probability",
+    "xtc_threshold", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "penalty_context",
+)  # fmt: skip
+
+
+def sampling_options(flags: dict[str, Any], defaults: dict[str, Any], seed: int | None):
+    """SamplingOptions from flags; what no flag sets comes from the checkpoint's defaults.
+
+    seed: of the stream, where it records one; else a new one is drawn. Raises UsageError.
+    """
+    from toastkit.sampling.options import SamplingOptions
+
+    values = dict(defaults)
+    values.update({n: flags[n] for n in SAMPLING_NAMES if flags.get(n) is not None})
+    if flags.get("seed") is not None:
+        seed = flags["seed"]
+    if seed is None:
+        import os
+
+        seed = int.from_bytes(os.urandom(4), "little")
+    options = SamplingOptions(
+        **values,
+        logit_bias=tuple(_bias(text) for text in flags["logit_bias"]),
+        bans=tuple(flags["ban"]),
+        seed=seed,
+    )
+    options.validate()
+    return options
+
+
+def _bias(text: str) -> tuple[int, float]:
+    name, equals, value = text.partition("=")
+    try:
+        return int(name), float(value)
+    except ValueError as error:
+        raise UsageError(f"--logit-bias takes ID=B, not {text!r}") from error
+
+
+def monitor_options(flags: dict[str, Any]):
+    """MonitorOptions from flags, the paper's constants where none is given. Raises UsageError."""
+    from toastkit.gears.monitor import MonitorOptions
+
+    names = ("window", "low", "high", "hysteresis")
+    options = MonitorOptions(**{n: flags[n] for n in names if flags.get(n) is not None})
+    options.validate()
+    return options
+
+
+def template_arguments(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """Template variables from K=V: V is read as JSON where it is JSON, as text elsewhere."""
+    import json
+
+    arguments = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"--template-arg takes NAME=VALUE, not {pair!r}")
+        try:
+            arguments[name] = json.loads(value)
+        except ValueError:
+            arguments[name] = value
+    return arguments

@@ -1,0 +1,133 @@
+"""The two ends of a filter: stdin that notices when stdout's reader has gone, signals that let a
+run end tidily, and the loop between a reader and a writer."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+
+from toastkit.commands.cli import die_by_sigpipe
+from toastkit.errors import RemoteError, ToastError, from_os_error
+from toastkit.frames import End, Error, Frame, FrameReader, FrameWriter
+from toastkit.stages.options import Interrupt
+from toastkit.stages.poll import GONE
+
+
+class Signals(Interrupt):
+    """Ctrl-C, SIGTERM and SIGHUP. Until `patient` is set they end the process at once; after it the
+    first one is only noted, so that a run can be committed, and the second ends the process."""
+
+    def __init__(self) -> None:
+        self.patient = False
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, background jobs
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        again = bool(self.signal)
+        self.signal = self.signal or number
+        if not self.patient or again:
+            raise SystemExit(128 + number)
+        os.write(self._write, b"!")
+
+    def fileno(self) -> int:
+        return self._read
+
+
+class WatchedInput:
+    """stdin as a binary stream whose reads end with BrokenPipeError once stdout's reader is gone:
+    a filter that waits for input would otherwise never notice."""
+
+    def __init__(self, first: bytes = b""):
+        self._first = first
+        self._poll = select.poll()
+        self._poll.register(0, select.POLLIN)
+        if not os.isatty(1):
+            self._poll.register(1, 0)
+
+    def read1(self, size: int) -> bytes:
+        """Up to `size` bytes, b"" at the end."""
+        if self._first:
+            first, self._first = self._first, b""
+            return first
+        while True:
+            ready = dict(self._poll.poll())
+            if ready.get(1, 0) & GONE:
+                raise BrokenPipeError
+            if 0 in ready:
+                return os.read(0, size)
+
+    read = read1
+
+
+def run_filter(
+    build: Callable[[Iterable[Frame], Signals], Iterator[Frame]],
+    name: str,
+    first: bytes = b"",
+    write: Callable[[Frame], None] | None = None,
+) -> int:
+    """Runs a stage between stdin and stdout and returns the exit code.
+
+    build(frames, signals): the stage's generator. first: bytes of stdin that were read already.
+    write(frame): what to do with each frame; by default it goes to stdout.
+    A failure is also sent on as an error frame, so that the stages below end with the same code.
+    """
+    signals = Signals()
+    sends_frames = write is None
+    writer = FrameWriter(sys.stdout.buffer)
+    put = write or writer.write
+    stage = build(_patiently(FrameReader(WatchedInput(first)), signals), signals)
+    interrupted = False
+    try:
+        for frame in stage:
+            put(frame)
+            interrupted = interrupted or (type(frame) is End and frame.reason == "interrupt")
+    except BrokenPipeError:
+        _close(stage)
+        if signals:
+            return 128 + signals.signal
+        die_by_sigpipe()
+    except (ToastError, OSError) as error:
+        _close(stage)
+        wrapped = error if isinstance(error, ToastError) else from_os_error(error, "i/o")
+        if sends_frames:
+            _send_error(writer, wrapped, name)
+        raise wrapped from error
+    except BaseException:
+        _close(stage)
+        raise
+    if signals:
+        return 128 + signals.signal
+    return 130 if interrupted else 0
+
+
+def _patiently(frames: Iterable[Frame], signals: Signals) -> Iterator[Frame]:
+    for frame in frames:
+        signals.patient = True
+        yield frame
+
+
+def _close(stage: Iterator[Frame]) -> None:
+    """Lets the stage commit and clean up; a second failure there must not hide the first."""
+    close = getattr(stage, "close", None)
+    if close is not None:
+        try:
+            close()
+        except ToastError as error:
+            from toastkit.commands.cli import print_error
+
+            print_error(error, os.path.basename(sys.argv[0]))
+
+
+def _send_error(writer: FrameWriter, error: ToastError, name: str) -> None:
+    stage = error.stage if isinstance(error, RemoteError) and error.stage else f"toast-{name}"
+    try:
+        writer.write(Error(error.code, stage, error.message, error.hint))
+    except OSError:
+        pass  # nobody is there to hear it

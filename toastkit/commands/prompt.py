@@ -1,0 +1,109 @@
+"""Where a prompt comes from: words on the command line, stdin, or a file of messages."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from toastkit.commands.cli import say
+from toastkit.commands.options import template_arguments
+from toastkit.errors import DataError, UsageError, from_os_error
+from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer
+
+
+def stdin_has_text() -> bool:
+    """Whether stdin is something to read: a pipe or a file. A terminal, a device or a socket that
+    was merely inherited is not: reading it could wait for ever."""
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def prompt_tokenizer(flags: dict[str, Any]) -> PromptTokenizer:
+    """The tokenizer of the checkpoint that -m names, with the flags' settings."""
+    from toastkit.model.config import load_config
+    from toastkit.model.files import locate
+
+    files = locate(flags["model"] or "crumb")
+    options = PromptOptions(
+        raw=flags["raw"],
+        generation_prompt=not flags["no_generation_prompt"],
+        template_arguments=template_arguments(flags["template_arg"]),
+        truncate=flags["truncate"],
+        max_tokens=flags.get("max_tokens"),
+        note=None if flags["quiet"] else say,
+    )
+    return PromptTokenizer(files, load_config(files), options)
+
+
+def prompts(words: tuple[str, ...], flags: dict[str, Any], first: bytes = b"") -> Iterator[Prompt]:
+    """The prompts that the flags and the words ask for.
+
+    words: the arguments; "-" among them means stdin even where it would not be read by itself.
+    first: bytes of stdin that were read already. Piped text goes before the words.
+    """
+    asked = "-" in words
+    argument = " ".join(word for word in words if word != "-")
+    if flags["raw"] and (flags["system"] is not None or flags["messages"] is not None):
+        raise UsageError("--raw has no messages: leave --system and --messages out")
+    if flags["messages"] is not None:
+        yield _conversation(argument, flags)
+    elif flags["each_line"]:
+        for line in (first + _read_stdin()).splitlines():
+            if line.strip():
+                yield _prompt(_text(line), argument, flags)
+    else:
+        piped = asked or first or stdin_has_text()
+        text = _text(first + _read_stdin()) if piped else ""
+        alone = flags["system"] is not None and flags["no_generation_prompt"]
+        if not text and not argument and not alone:
+            if piped or sys.stdin is None or not sys.stdin.isatty():
+                raise DataError("empty prompt")
+            raise UsageError("no prompt", hint="give one as an argument, or pipe one in")
+        yield _prompt(text, argument, flags)
+
+
+def _conversation(argument: str, flags: dict[str, Any]) -> Prompt:
+    from toastkit.text.messages import load_messages
+
+    if argument or flags["system"] is not None or flags["each_line"]:
+        raise UsageError("--messages is the whole conversation: no PROMPT, --system, --each-line")
+    name = flags["messages"]
+    try:
+        data = _read_stdin() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise from_os_error(error, f"cannot read {name}") from error
+    return Prompt(messages=load_messages(data))
+
+
+def _prompt(text: str, argument: str, flags: dict[str, Any]) -> Prompt:
+    """One prompt: piped text, then the argument. Raw text is joined as it stands; in a message a
+    blank line stands between the two, and the newline that ends a file is left out."""
+    if flags["raw"]:
+        return Prompt(text=text + argument)
+    from toastkit.text.messages import user_messages
+
+    parts = [part for part in (text.rstrip("\n"), argument) if part]
+    content = "\n\n".join(parts)
+    if not content and flags["system"] is not None:
+        return Prompt(messages=[{"role": "system", "content": flags["system"]}])
+    return Prompt(messages=user_messages(content, flags["system"]))
+
+
+def _read_stdin() -> bytes:
+    return sys.stdin.buffer.read() if sys.stdin is not None else b""
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"the prompt is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}"
+        ) from error

@@ -1,0 +1,75 @@
+"""toast-sample: logits into tokens, and each token back to the decode that waits for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from toastkit.commands import cli, options
+from toastkit.frames import Head
+
+
+@cli.command("sample")
+@options.sampling
+@options.max_tokens
+@click.option("--no-feed", is_flag=True, help="Tell no decode: only draw, as from a saved stream.")
+@click.pass_context
+def sample(context: click.Context, **flags) -> int:
+    from toastkit.commands.pipes import run_filter
+    from toastkit.stages.options import StepOptions
+    from toastkit.stages.pipe_feed import PipeFeed
+    from toastkit.stages.sample import DrawOptions
+    from toastkit.stages.sample import sample as stage
+
+    def sampler_for(head: Head) -> tuple[Any, DrawOptions]:
+        from toastkit.sampling.host import HostSampler
+
+        chain = options.sampling_options(flags, _defaults(head), _seed(head))
+        chain.validate(head.vocab)
+        limit = StepOptions(max_tokens=flags["max_tokens"])
+        draw = DrawOptions(chain, flags["top"], limit, flags["ignore_eos"])
+        return HostSampler(chain, head.vocab, xtc_special_ids(chain, head)), draw
+
+    options.sampling_options(flags, {}, 0)  # refuse bad values before the first frame
+    feed = PipeFeed(send=not flags["no_feed"])
+    return run_filter(lambda frames, signals: stage(frames, sampler_for, feed), "sample")
+
+
+def _seed(head: Head) -> int | None:
+    """The seed that a recorded stream was drawn with."""
+    record = head.extra.get("sampling")
+    seed = record.get("seed") if isinstance(record, dict) else None
+    return seed if isinstance(seed, int) and 0 <= seed < 2**64 else None
+
+
+def _defaults(head: Head) -> dict[str, Any]:
+    """The checkpoint's own sampling settings; none where the stream came from elsewhere."""
+    from toastkit.errors import NoInputError
+    from toastkit.model.config import sampling_defaults
+    from toastkit.model.files import find
+
+    try:
+        files = find(head.model)
+    except NoInputError:
+        return {}
+    return sampling_defaults(files)
+
+
+def xtc_special_ids(chain, head: Head) -> list[int]:
+    """Tokens that XTC never removes: newline and the end-of-turn tokens, as in mlx_lm."""
+    if chain.xtc_probability == 0:
+        return []
+    from toastkit.errors import NoInputError
+    from toastkit.model.files import find
+    from toastkit.text.tokenizer import Tokenizer
+
+    try:
+        newline = Tokenizer(find(head.model)).encode("\n", add_special=False)
+    except NoInputError:
+        newline = []
+    return [*newline, *head.eos]
+
+
+def main() -> None:
+    cli.run(sample)

@@ -1,0 +1,104 @@
+"""THE engine: a model, and the three things one does with it: prefill, step, score.
+
+    logits = engine.prefill(ids, cache)         read the prompt in chunks
+    logits = engine.step(token, cache)          one more token; lazy, nothing is waited for
+
+`mlx_lm.models` supplies the architecture and the cache classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from toastkit.engine import device
+from toastkit.model.config import ModelConfig, load_config
+from toastkit.model.files import ModelFiles
+from toastkit.store.checkpoint import activation_dtype, load_model
+
+# Tokens per prefill pass. On the CPU the recurrent layers unroll in Python, so larger chunks gain
+# nothing and hold Ctrl-C up longer.
+CHUNK = {"cpu": 256, "gpu": 2048}
+CLEAR_CACHE_EVERY = 256  # steps between returns of MLX's free buffers, as mlx_lm does
+
+
+class Engine:
+    """A loaded model.
+
+    files: the checkpoint. dtype: of activations, None for the default of the device.
+    notify: is told one line when MLX's first start on this machine takes long.
+    """
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        *,
+        device_name: str = "auto",
+        dtype: str | None = None,
+        notify: Callable[[str], None] | None = None,
+    ):
+        self.device = device.start(device_name, notify)
+        self.files = files
+        self.config: ModelConfig = load_config(files)
+        self.dtype = dtype or activation_dtype(self.config, self.device == "cpu")
+        self._model = load_model(files, self.config, self.dtype)
+        self._steps = 0
+
+    @property
+    def vocab(self) -> int:
+        """Entries in the logits."""
+        return self.config.vocab
+
+    def new_cache(self) -> list:
+        """Empty caches, one per layer, of the classes that the architecture wants."""
+        from mlx_lm.models.cache import make_prompt_cache
+
+        return make_prompt_cache(self._model)
+
+    def prefill(
+        self,
+        ids: Sequence[int],
+        cache: list,
+        *,
+        chunk: int | None = None,
+        progress: Callable[[int, int], bool] | None = None,
+    ) -> tuple[int, mx.array | None]:
+        """Reads prompt tokens into the cache.
+
+        ids: at least one. chunk: tokens per pass. progress(done, total) is called after each pass;
+        when it returns True, reading stops there.
+        Returns (tokens read, logits (vocab,) float32 after the last), logits None if it was stopped
+        early. Only the last token's logits are ever computed: the other passes evaluate the caches.
+        """
+        size = chunk or CHUNK[self.device]
+        total, done = len(ids), 0
+        while total - done > 1:
+            count = min(size, total - done - 1)
+            self._model(mx.array(ids[done : done + count], mx.uint32)[None], cache=cache)
+            mx.eval([layer.state for layer in cache])
+            mx.clear_cache()
+            done += count
+            if progress is not None and progress(done, total):
+                return done, None
+        logits = self.step(ids[-1], cache)
+        mx.eval(logits, [layer.state for layer in cache])
+        device.publish_kernels()
+        if progress is not None:
+            progress(total, total)
+        return total, logits
+
+    def step(self, token: int | mx.array, cache: list) -> mx.array:
+        """Logits (vocab,) float32 after one more token. Lazy: the caller evaluates, once a token.
+
+        token: an id, or a device array () of one that has not been computed yet.
+        """
+        ids = mx.array([[token]], mx.uint32) if isinstance(token, int) else token.reshape(1, 1)
+        self._steps += 1
+        if self._steps % CLEAR_CACHE_EVERY == 0:
+            mx.clear_cache()
+        return self._model(ids, cache=cache)[0, -1].astype(mx.float32)
+
+    def score(self, ids: Sequence[int], cache: list) -> mx.array:
+        """Logits (len(ids), vocab) float32: row i is what the model expects after ids[i]. Lazy."""
+        return self._model(mx.array(ids, mx.uint32)[None], cache=cache)[0].astype(mx.float32)

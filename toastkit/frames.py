@@ -1,0 +1,494 @@
+"""THE frame schema: what travels on a pipe, its reader and its writer. See toast-frames(5).
+
+A stream is msgpack maps, one after another; field `k` names the kind. Known kinds become the
+dataclasses below, unknown kinds become `Unknown`; fields that a kind does not know are kept in
+`extra` and written again, so that a newer stage can talk past an older one.
+
+    head -> tokens ... -> prefilled -> (logits -> token -> text)* -> end        (stats, error anywhere)
+
+An array is a msgpack ext value: type 1 carries its bytes, type 2 points into the run's logits ring.
+Nothing here imports MLX or numpy: a dtype is a name and a payload is bytes until a stage needs more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import msgpack
+
+from toastkit.errors import FrameError
+
+SCHEMA_VERSION = 1
+MAX_FRAME_BYTES = 64 << 20  # a 151,936-entry float32 logits frame is 0.6 MB
+MAX_NESTING = 8
+EXT_INLINE = 1
+EXT_REFERENCE = 2
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint32": 4, "int32": 4, "uint8": 1}
+
+
+@dataclass(slots=True)
+class Array:
+    """An inline array. dtype: a key of ITEM_BYTES. shape: sizes. data: little-endian, C order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | memoryview
+
+
+@dataclass(slots=True)
+class Reference:
+    """An array in the run's logits ring. slot: index. seq: the number the slot must still carry."""
+
+    slot: int
+    seq: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Head:
+    """Begins a run. fingerprint: of weights and tokenizer, hex. vocab: logits per step.
+    eos: token ids that end a turn. session: directory or None. run: directory of feed and ring,
+    a list of them where one sampler feeds several decodes, or None. dtype: of activations."""
+
+    model: str
+    fingerprint: str
+    vocab: int
+    eos: list[int]
+    session: str | None = None
+    run: str | list[str] | None = None
+    dtype: str | None = None
+    v: int = SCHEMA_VERSION
+    extra: dict = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Prompt tokens. ids: little-endian uint32, packed. final: the prompt ends with this frame."""
+
+    ids: bytes
+    role: str = "user"
+    final: bool = True
+    extra: dict = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Prefilled:
+    """The prompt is in the session. n_past: tokens the model has read in all; n_new: of them, run
+    now; n_cached: of them, taken from the session. logits: (vocab,) after the last token."""
+
+    n_past: int
+    n_new: int
+    n_cached: int
+    seconds: float
+    logits: Array | Reference | None = None
+    extra: dict = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Logits:
+    """One step of the model. pos: index of the token that these logits predict. logits: (vocab,).
+    experts: {k, fallback, wanted, hit} or None. seconds: of this step.
+    The fields from entropy on are added by entropy-gear: entropy and mean in bits, slope in bits
+    per token, gear low|mid|high, shifted: the gear differs from the one before, reason: why."""
+
+    pos: int
+    logits: Any
+    seconds: float | None = None
+    experts: dict | None = None
+    entropy: Any = None
+    mean: float | None = None
+    slope: float | None = None
+    gear: str | None = None
+    shifted: bool | None = None
+    reason: str | None = None
+    extra: dict = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Token:
+    """A drawn token. pos: its index. logprob: natural log of its probability before the filters.
+    top: [[id, logprob], ...], most likely first. entropy: bits."""
+
+    pos: int
+    id: int
+    logprob: float | None = None
+    top: list | None = None
+    gear: str | None = None
+    entropy: float | None = None
+    extra: dict = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Text:
+    """A piece of text, whole characters only."""
+
+    s: str
+    extra: dict = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters and seconds of one stage."""
+
+    stage: str
+    extra: dict = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Error:
+    """What stopped a stage upstream. code: its exit code (sysexits)."""
+
+    code: int
+    stage: str
+    message: str
+    hint: str | None = None
+    extra: dict = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class End:
+    """Ends a run. reason: eos, stop, length, interrupt or error. n: tokens drawn, or steps run."""
+
+    reason: str
+    n: int
+    extra: dict = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Unknown:
+    """A kind of a newer schema, passed on as it came."""
+
+    k: str
+    extra: dict = field(default_factory=dict)
+
+
+Frame = Head | Tokens | Prefilled | Logits | Token | Text | Stats | Error | End | Unknown
+
+KINDS: dict[str, type] = {
+    "head": Head, "tokens": Tokens, "prefilled": Prefilled, "logits": Logits, "token": Token,
+    "text": Text, "stats": Stats, "error": Error, "end": End,
+}  # fmt: skip
+NAMES = {cls: name for name, cls in KINDS.items()}
+
+_NUMBER = (int, float)
+_ARRAY = (Array, Reference)
+_OPTIONAL = type(None)
+# field -> (types it may have, smallest int allowed or None). bool counts as int only where named.
+_TYPES: dict[str, dict[str, tuple]] = {
+    "head": {"model": (str,), "fingerprint": (str,), "vocab": (int,), "eos": (list,),
+             "session": (str, _OPTIONAL), "run": (str, list, _OPTIONAL),
+             "dtype": (str, _OPTIONAL), "v": (int,)},
+    "tokens": {"ids": (bytes,), "role": (str,), "final": (bool,)},
+    "prefilled": {"n_past": (int,), "n_new": (int,), "n_cached": (int,), "seconds": _NUMBER,
+                  "logits": (*_ARRAY, _OPTIONAL)},
+    "logits": {"pos": (int,), "logits": (*_ARRAY, _OPTIONAL), "seconds": (*_NUMBER, _OPTIONAL),
+               "experts": (dict, _OPTIONAL), "entropy": (*_NUMBER, _OPTIONAL),
+               "mean": (*_NUMBER, _OPTIONAL), "slope": (*_NUMBER, _OPTIONAL),
+               "gear": (str, _OPTIONAL), "shifted": (bool, _OPTIONAL),
+               "reason": (str, _OPTIONAL)},
+    "token": {"pos": (int,), "id": (int,), "logprob": (*_NUMBER, _OPTIONAL),
+              "top": (list, _OPTIONAL), "gear": (str, _OPTIONAL),
+              "entropy": (*_NUMBER, _OPTIONAL)},
+    "text": {"s": (str,)},
+    "stats": {"stage": (str,)},
+    "error": {"code": (int,), "stage": (str,), "message": (str,), "hint": (str, _OPTIONAL)},
+    "end": {"reason": (str,), "n": (int,)},
+}  # fmt: skip
+_FIELDS = {
+    kind: tuple(f.name for f in dataclasses.fields(cls) if f.name != "extra")
+    for kind, cls in KINDS.items()
+}
+_REQUIRED = {
+    kind: frozenset(
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    )
+    for kind, cls in KINDS.items()
+}
+
+
+class Invalid(ValueError):
+    """A map that is not a frame. The reader turns it into a FrameError with an offset."""
+
+
+# ---------------------------------------------------------------------------- maps <-> dataclasses
+
+
+def from_map(fields: dict) -> Frame:
+    """The frame for one decoded map; raises Invalid with one line that names the field."""
+    kind = fields.pop("k", None)
+    if type(kind) is not str:
+        raise Invalid("a frame without a kind (field k)")
+    cls = KINDS.get(kind)
+    if cls is None:
+        return Unknown(kind, fields)
+    known: dict[str, Any] = {}
+    types = _TYPES[kind]
+    for name in _FIELDS[kind]:
+        if name in fields:
+            value = fields.pop(name)
+            if type(value) not in types[name]:
+                raise Invalid(f"{kind}.{name} cannot be {_describe(value)}")
+            known[name] = value
+    missing = _REQUIRED[kind].difference(known)
+    if missing:
+        raise Invalid(f"{kind} frame without {', '.join(sorted(missing))}")
+    frame = cls(**known, extra=fields)
+    _check_values(kind, frame)
+    return frame
+
+
+def to_map(frame: Frame) -> dict:
+    """The map for a frame: `k` first, fields that are None left out, unknown fields last."""
+    if type(frame) is Unknown:
+        return {"k": frame.k, **frame.extra}
+    kind = NAMES[type(frame)]
+    out: dict[str, Any] = {"k": kind}
+    for name in _FIELDS[kind]:
+        value = getattr(frame, name)
+        if value is not None:
+            out[name] = value
+    out.update(frame.extra)
+    return out
+
+
+def _describe(value: Any) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
+def _check_values(kind: str, frame: Any) -> None:
+    """Ranges that a type alone does not give."""
+    if kind == "head":
+        if frame.v > SCHEMA_VERSION:
+            raise Invalid(f"schema version {frame.v} is newer than {SCHEMA_VERSION}")
+        if not 0 < frame.vocab < 2**31 or frame.v < 1:
+            raise Invalid("head.vocab or head.v out of range")
+        if not all(_is_id(i) for i in frame.eos):
+            raise Invalid("head.eos holds something that is not a token id")
+        if isinstance(frame.run, list) and not all(type(r) is str for r in frame.run):
+            raise Invalid("head.run holds something that is not a path")
+    elif kind == "tokens":
+        if len(frame.ids) % 4:
+            raise Invalid("tokens.ids is not a whole number of uint32")
+    elif kind == "token":
+        if not _is_id(frame.id) or not 0 <= frame.pos < 2**53:
+            raise Invalid("token.id or token.pos out of range")
+        if frame.top is not None:
+            for pair in frame.top:
+                if not (type(pair) is list and len(pair) == 2 and _is_id(pair[0])
+                        and type(pair[1]) in _NUMBER):  # fmt: skip
+                    raise Invalid("token.top is not a list of [id, logprob]")
+    elif kind == "logits":
+        if not 0 <= frame.pos < 2**53:
+            raise Invalid("logits.pos out of range")
+    elif kind == "prefilled":
+        if min(frame.n_past, frame.n_new, frame.n_cached) < 0:
+            raise Invalid("prefilled counts cannot be negative")
+    elif kind == "error" and not 0 <= frame.code <= 255:
+        raise Invalid("error.code out of range")
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**32
+
+
+# ------------------------------------------------------------------------------------------- arrays
+
+
+def _pack_default(value: Any) -> Any:
+    if type(value) is Reference:
+        payload = msgpack.packb((value.slot, value.seq, value.dtype, value.shape))
+        return msgpack.ExtType(EXT_REFERENCE, payload)
+    if type(value) is Array:
+        payload = msgpack.packb((value.dtype, value.shape)) + bytes(value.data)
+        return msgpack.ExtType(EXT_INLINE, payload)
+    if type(value) is memoryview:
+        return bytes(value)
+    raise TypeError(f"cannot put a {type(value).__name__} into a frame")
+
+
+def _unpack_ext(code: int, payload: bytes) -> Any:
+    """Turns ext types 1 and 2 into arrays; other types are kept, to be passed on."""
+    if code not in (EXT_INLINE, EXT_REFERENCE):
+        return msgpack.ExtType(code, payload)
+    unpacker = msgpack.Unpacker(None, max_buffer_size=max(len(payload), 1), use_list=False)
+    unpacker.feed(payload)
+    try:
+        head = unpacker.unpack()
+    except Exception as error:
+        raise Invalid("a broken array") from error
+    if code == EXT_REFERENCE:
+        if not (type(head) is tuple and len(head) == 4 and unpacker.tell() == len(payload)):
+            raise Invalid("a broken array reference")
+        slot, seq, dtype, shape = head
+        if not (type(slot) is int and type(seq) is int and 0 <= slot < 2**16 and seq >= 0):
+            raise Invalid("a broken array reference")
+        _array_bytes(dtype, shape)
+        return Reference(slot, seq, dtype, shape)
+    if not (type(head) is tuple and len(head) == 2):
+        raise Invalid("a broken array")
+    dtype, shape = head
+    start = unpacker.tell()
+    if len(payload) - start != _array_bytes(dtype, shape):
+        raise Invalid(f"an array of {dtype}{list(shape)} with {len(payload) - start} bytes")
+    return Array(dtype, shape, memoryview(payload)[start:])
+
+
+def _array_bytes(dtype: Any, shape: Any) -> int:
+    """Bytes of an array; raises Invalid for an unknown dtype or an impossible shape."""
+    if type(dtype) is not str or dtype not in ITEM_BYTES:
+        raise Invalid("an array of an unknown dtype")
+    if type(shape) is not tuple or len(shape) > 8:
+        raise Invalid("an array of an impossible shape")
+    if not all(type(n) is int and 0 <= n < 2**40 for n in shape):
+        raise Invalid("an array of an impossible shape")
+    return ITEM_BYTES[dtype] * math.prod(shape)
+
+
+# -------------------------------------------------------------------------------- reader and writer
+
+
+class FrameReader:
+    """Iterates over the frames of a binary stream.
+
+    source: a binary file object with `readinto1`, `read1` or `read`.
+    Raises FrameError, which names the frame's number and byte offset, at the first broken frame.
+    A stream that ends between two frames simply ends.
+    """
+
+    def __init__(self, source: BinaryIO, max_frame_bytes: int = MAX_FRAME_BYTES):
+        self._read = getattr(source, "read1", None) or source.read
+        self._max = max_frame_bytes
+        self._unpacker = msgpack.Unpacker(
+            max_buffer_size=max_frame_bytes + (1 << 20),
+            max_str_len=1 << 24,
+            max_bin_len=max_frame_bytes,
+            max_ext_len=max_frame_bytes,
+            max_array_len=1 << 20,
+            max_map_len=1 << 12,
+            strict_map_key=True,
+            ext_hook=_unpack_ext,
+        )
+        self._fed = 0
+        self.count = 0
+        self.offset = 0
+
+    def __iter__(self) -> Iterator[Frame]:
+        return self
+
+    def __next__(self) -> Frame:
+        while True:
+            try:
+                fields = self._unpacker.unpack()
+            except msgpack.OutOfData:
+                self._feed()
+                continue
+            except Invalid as error:
+                raise self._error(str(error)) from error
+            except RecursionError as error:
+                raise self._error("nested too deep") from error
+            except Exception as error:  # msgpack raises ValueError, StackError, UnicodeDecodeError
+                raise self._error(_reason(error)) from error
+            break
+        if type(fields) is not dict:
+            raise self._error(f"not a map but {_describe(fields)}")
+        if _depth(fields) > MAX_NESTING:
+            raise self._error(f"nested deeper than {MAX_NESTING}")
+        try:
+            frame = from_map(fields)
+        except Invalid as error:
+            raise self._error(str(error)) from error
+        self.count += 1
+        self.offset = self._unpacker.tell()
+        return frame
+
+    def _feed(self) -> None:
+        """Reads more bytes; raises StopIteration at a clean end, FrameError at a torn one."""
+        if self._fed - self.offset > self._max:
+            raise self._error(f"larger than {self._max} bytes")
+        data = self._read(1 << 16)
+        if not data:
+            if self._fed > self.offset:
+                raise self._error("truncated")
+            raise StopIteration
+        self._fed += len(data)
+        self._unpacker.feed(data)
+
+    def _error(self, reason: str) -> FrameError:
+        where = f"cannot read frame {self.count + 1} at byte {self.offset}"
+        return FrameError(f"{where}: {reason}", self.offset)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "a string that is not UTF-8"
+    if isinstance(error, msgpack.StackError):
+        return "nested too deep"
+    text = str(error).split("\n")[0]
+    return text or "not msgpack"
+
+
+def _depth(value: Any) -> int:
+    if type(value) is dict:
+        return 1 + max(map(_depth, value.values()), default=0)
+    if type(value) is list:
+        return 1 + max(map(_depth, value), default=0)
+    return 0
+
+
+class FrameWriter:
+    """Writes frames to a binary stream and flushes after each.
+
+    sink: a binary file object. Raises BrokenPipeError when the reader has gone.
+    """
+
+    def __init__(self, sink: BinaryIO):
+        self._sink = sink
+        self._pack = msgpack.Packer(default=_pack_default, use_bin_type=True).pack
+
+    def write(self, frame: Frame) -> None:
+        self._sink.write(self._pack(to_map(frame)))
+        self._sink.flush()
+
+    def write_all(self, frames: Iterable[Frame]) -> None:
+        for frame in frames:
+            self.write(frame)
+
+
+def dumps(frame: Frame) -> bytes:
+    """One frame as bytes."""
+    return msgpack.packb(to_map(frame), default=_pack_default, use_bin_type=True)
+
+
+def starts_frames(first: bytes) -> bool:
+    """Whether a stream that begins with this byte is frames: no UTF-8 text begins so."""
+    return bool(first) and (0x80 <= first[0] <= 0x8F or first[0] in (0xDE, 0xDF))
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids as little-endian uint32. Raises OverflowError outside 0 .. 2**32 - 1."""
+    import sys
+    from array import array
+
+    values = array("I", ids)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """The inverse of pack_ids."""
+    import sys
+    from array import array
+
+    values = array("I")
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()

@@ -1,0 +1,17 @@
+"""The entropy of logits as part of the step's graph on the device."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+
+
+def entropy_bits(logits: mx.array) -> mx.array:
+    """Shannon entropy in bits of softmax(logits), a lazy float32 scalar (003, section 3.1).
+
+    logits: (vocab,) of any float dtype. Non-finite logits are replaced as in section 10.1.
+    """
+    clean = mx.nan_to_num(logits.astype(mx.float32), nan=0.0, posinf=1e4, neginf=-1e4)
+    log_p = clean - mx.logsumexp(clean)
+    return -(mx.exp(log_p) * log_p).sum() / math.log(2)

@@ -1,0 +1,227 @@
+"""The entropy of a step's logits, and the gear that its recent course asks for.
+
+Paper 003 sections 3.1-3.5. Low entropy means the model is sure of the next token, and a coarser
+precision will do; high entropy asks for the checkpoint's own. The monitor only reads; who acts on
+a gear is elsewhere. numpy is imported by the entropy meter alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+GEARS = ("low", "mid", "high")
+# The two last entropies over this share of the greatest possible one mean that something broke.
+CATASTROPHIC = 0.9
+GUARD = 1e4
+LONGEST_WINDOW = 1024
+
+
+class EntropyMeter:
+    """Shannon entropy of logits of one vocabulary, with scratch buffers made once."""
+
+    def __init__(self, vocab: int):
+        import numpy as np
+
+        if vocab < 1:
+            raise UsageError(f"invalid vocabulary: {vocab} is not at least 1")
+        self._np = np
+        self._limit = math.log2(vocab)
+        self._values = np.empty(vocab, np.float32)
+        self._exponentials = np.empty(vocab, np.float32)
+
+    def bits(self, logits: np.ndarray) -> float:
+        """Entropy of softmax(logits) in bits, in [0, log2 vocab]: paper 003 equation 3.1.
+
+        logits: float32 (vocab,), not modified; NaN counts as 0, +-inf as +-1e4 (section 10.1).
+        Raises DataError for another shape.
+        """
+        np, values, exponentials = self._np, self._values, self._exponentials
+        if logits.shape != values.shape:
+            raise DataError(
+                f"cannot measure entropy: logits have shape {list(logits.shape)}, "
+                f"the vocabulary has {len(values)} ids"
+            )
+        peak = logits.max()
+        # A NaN makes both comparisons false wherever it is.
+        if not (peak < np.inf and logits.min() > -np.inf):
+            logits = np.nan_to_num(logits, nan=0.0, posinf=GUARD, neginf=-GUARD)
+            peak = logits.max()
+        # Differences of huge logits overflow to -inf; those weigh nothing, but 0 * -inf is NaN.
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.subtract(logits, peak, out=values, casting="unsafe")
+            np.exp(values, out=exponentials)
+            np.multiply(exponentials, values, out=values)
+            weighted = float(values.sum())
+        if math.isnan(weighted):
+            weighted = float(values[exponentials > 0].sum())
+        total = float(exponentials.sum())
+        # log sum e^v - sum p v, the stable form of -sum p ln p.
+        nats = math.log(total) - weighted / total
+        return min(max(nats / math.log(2), 0.0), self._limit)
+
+
+def entropy_bits(logits: np.ndarray) -> float:
+    """Entropy of softmax(logits) in bits. For one call; EntropyMeter keeps its buffers."""
+    return EntropyMeter(len(logits)).bits(logits)
+
+
+@dataclass(frozen=True)
+class MonitorOptions:
+    """Paper 003 table 9 and section 3.5.
+
+    window: entropies in the rolling mean. low, high: thresholds, in bits at the reference
+    vocabulary. hysteresis: bits by which the mean must cross a threshold to leave an extreme gear.
+    reference_vocab: ids. lookahead: steps that the forecast looks ahead.
+    scale_to_vocab: multiply the thresholds by log2 vocab / log2 reference_vocab.
+    """
+
+    window: int = 5
+    low: float = 1.8
+    high: float = 3.5
+    hysteresis: float = 0.1
+    reference_vocab: int = 32768
+    lookahead: int = 2
+    scale_to_vocab: bool = True
+
+    def validate(self) -> None:
+        """Raises UsageError that names the option, its value and what it may be."""
+        _check_whole("window", self.window, 1, LONGEST_WINDOW)
+        _check_whole("reference vocabulary", self.reference_vocab, 2, 2**31 - 1)
+        _check_whole("lookahead", self.lookahead, 0, LONGEST_WINDOW)
+        _check_bits("low threshold", self.low)
+        _check_bits("high threshold", self.high)
+        _check_bits("hysteresis", self.hysteresis)
+        if not self.low < self.high:
+            raise UsageError(
+                f"invalid thresholds: low {self.low:g} is not less than high {self.high:g}"
+            )
+
+
+def _check_whole(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise UsageError(f"invalid {name}: {value!r} is not a whole number in [{low}, {high}]")
+
+
+def _check_bits(name: str, value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value < math.inf:
+        raise UsageError(f"invalid {name}: {value!r} is not a finite number of bits, at least 0")
+
+
+@dataclass(slots=True)
+class Reading:
+    """What one step says. entropy, mean, forecast: bits. slope: bits a step.
+
+    gear: "low", "mid" or "high". shifted: whether it differs from the step before.
+    reason: a few words, such as "mean 1.20 <= 1.44" or "held by hysteresis".
+    """
+
+    entropy: float
+    mean: float
+    slope: float
+    forecast: float
+    gear: str
+    shifted: bool
+    reason: str
+
+
+class EntropyMonitor:
+    """Follows the entropies of one answer and classifies them. Deterministic, O(window) a step.
+
+    low, high: the thresholds in bits for this vocabulary.
+    """
+
+    def __init__(self, vocab: int, options: MonitorOptions | None = None):
+        options = options or MonitorOptions()
+        options.validate()
+        if vocab < 2:
+            raise UsageError(f"invalid vocabulary: {vocab} is not at least 2")
+        self.vocab = vocab
+        self.options = options
+        scale = 1.0
+        if options.scale_to_vocab:
+            scale = math.log2(vocab) / math.log2(options.reference_vocab)
+        self.low = options.low * scale
+        self.high = options.high * scale
+        self._catastrophic = CATASTROPHIC * math.log2(vocab)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the answer so far."""
+        self._window: deque[float] = deque(maxlen=self.options.window)
+        # Kept beside the window, which may hold a single value.
+        self._previous: float | None = None
+        self._gear: str | None = None
+
+    def update(self, entropy: float) -> Reading:
+        """Take in the entropy of one step, in bits. Raises DataError when it is not finite."""
+        if not math.isfinite(entropy):
+            raise DataError(f"cannot follow the entropy: {entropy} is not finite")
+        window = self._window
+        window.append(entropy)
+        # Summed anew, not kept running: the reading then hangs on the window alone, with no drift.
+        mean = sum(window) / len(window)
+        slope = (window[-1] - window[0]) / (len(window) - 1) if len(window) > 1 else 0.0
+        gear, reason = self._classify(entropy, mean)
+        shifted = self._gear is not None and gear != self._gear
+        self._previous = entropy
+        self._gear = gear
+        forecast = mean + self.options.lookahead * slope
+        return Reading(entropy, mean, slope, forecast, gear, shifted, reason)
+
+    def _classify(self, entropy: float, mean: float) -> tuple[str, str]:
+        """Gear and reason: sections 3.3 (hysteresis) and 3.5 (catastrophe)."""
+        limit = self._catastrophic
+        if self._previous is not None and self._previous > limit and entropy > limit:
+            return "high", "catastrophic"
+        margin = self.options.hysteresis
+        if mean <= self.low:
+            gear, reason = "low", f"mean {mean:.2f} <= {self.low:.2f}"
+        elif mean >= self.high:
+            gear, reason = "high", f"mean {mean:.2f} >= {self.high:.2f}"
+        else:
+            gear, reason = "mid", f"{self.low:.2f} < mean {mean:.2f} < {self.high:.2f}"
+        if self._gear is None:
+            return gear, "start"
+        if self._gear == "low" and gear != "low" and mean <= self.low + margin:
+            return "low", "held by hysteresis"
+        if self._gear == "high" and gear != "high" and mean >= self.high - margin:
+            return "high", "held by hysteresis"
+        return gear, reason
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next reading hangs on, as plain data for msgpack or JSON."""
+        return {
+            "vocab": self.vocab,
+            "options": asdict(self.options),
+            "window": list(self._window),
+            "previous": self._previous,
+            "gear": self._gear,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> EntropyMonitor:
+        """The monitor that `state()` described. Raises DataError when it is not such a state."""
+        try:
+            monitor = cls(state["vocab"], MonitorOptions(**state["options"]))
+            window, previous, gear = state["window"], state["previous"], state["gear"]
+            # 0.0 stands in where there is no value to check.
+            numbers = [*window, 0.0 if previous is None else previous]
+            valid = all(map(math.isfinite, numbers)) and len(window) <= monitor.options.window
+        except (KeyError, TypeError, UsageError) as error:
+            raise DataError(f"cannot restore the entropy monitor: {error}") from error
+        if not valid or (gear is not None and gear not in GEARS):
+            raise DataError("cannot restore the entropy monitor: its state is malformed")
+        monitor._window.extend(window)
+        monitor._previous = previous
+        monitor._gear = gear
+        return monitor

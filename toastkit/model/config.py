@@ -1,0 +1,100 @@
+"""What a checkpoint says of itself: sizes, limits, sampling defaults, and its fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toastkit.errors import DataError, from_os_error
+from toastkit.model.files import ModelFiles
+
+SAMPLES_PER_FILE = 64
+SAMPLE_BYTES = 4096
+MAX_HEADER_BYTES = 100 << 20
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """model_type: names the architecture. vocab: entries in the logits. context: most tokens the
+    positions allow, None where the checkpoint sets no limit. raw: config.json whole."""
+
+    model_type: str
+    vocab: int
+    context: int | None
+    raw: dict = field(repr=False)
+
+
+def load_config(files: ModelFiles) -> ModelConfig:
+    """Reads config.json. Raises DataError where a field that everything needs is missing."""
+    raw = files.read_json("config.json")
+    if raw is None:
+        raise DataError(f"{files.name}: no config.json")
+    text = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else {}
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise DataError(f"{files.name}: config.json has no model_type")
+    vocab = raw.get("vocab_size", text.get("vocab_size"))
+    if type(vocab) is not int or vocab < 1:
+        raise DataError(f"{files.name}: config.json has no usable vocab_size")
+    context = raw.get("max_position_embeddings", text.get("max_position_embeddings"))
+    if context is not None and (type(context) is not int or context < 1):
+        raise DataError(f"{files.name}: config.json has no usable max_position_embeddings")
+    return ModelConfig(model_type, vocab, context, raw)
+
+
+def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
+    """The sampling settings that generation_config.json sets, by our option names.
+
+    As in transformers, they hold only where `do_sample` is true: a checkpoint without it is greedy.
+    """
+    generation = files.read_json("generation_config.json") or {}
+    if generation.get("do_sample") is not True:
+        return {}
+    names = {
+        "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+        "typical_p": "typical_p", "repetition_penalty": "repetition_penalty",
+    }  # fmt: skip
+    found = {"temperature": 1.0}
+    for theirs, ours in names.items():
+        value = generation.get(theirs)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[ours] = int(value) if ours == "top_k" else float(value)
+    return found
+
+
+def fingerprint(files: ModelFiles) -> str:
+    """32 hex digits that tell this checkpoint and tokenizer from any other.
+
+    Covers config.json, tokenizer.json and the chat template whole; of each weight file its size,
+    its safetensors header and 64 samples of 4 KiB spread evenly, so that a 40 GB checkpoint costs
+    milliseconds while a fine-tune of the same shapes still differs.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for name in names:
+        data = files.read(name)
+        digest.update(b"%s %d\n" % (name.encode(), -1 if data is None else len(data)))
+        digest.update(data or b"")
+    for path in files.weight_files():
+        _digest_weights(digest, path)
+    return digest.hexdigest()
+
+
+def _digest_weights(digest: hashlib.blake2b, path: Path) -> None:
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            first = file.read(8)
+            header = min(struct.unpack("<Q", first)[0], MAX_HEADER_BYTES) if len(first) == 8 else 0
+            digest.update(b"%d %d\n" % (size, header))
+            digest.update(file.read(header))
+            start = 8 + header
+            stride = max((size - start) // SAMPLES_PER_FILE, SAMPLE_BYTES)
+            for offset in range(start, size, stride):
+                file.seek(offset)
+                digest.update(file.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise from_os_error(error, f"cannot read {path}") from error

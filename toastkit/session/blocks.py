@@ -1,0 +1,153 @@
+"""Tensors <-> extents of cache.bin: blocks of 256 positions, copy on write.
+
+A row that the last commit owns is never overwritten. Rows past it may be written into the same
+extent, in place: no header points at them yet. So a commit of one more token writes one row a
+tensor, and whatever moment the process dies at, the last header's bytes are as they were. (Within a
+device's sector, a torn write at a power failure is the file system's to prevent.)
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from toastkit.session.extents import Space
+from toastkit.session.files import pread_into, pwrite_all
+from toastkit.session.layout import Damaged, Layer, Range, Tensor
+
+
+@dataclass(slots=True)
+class TensorSource:
+    """An array to be saved. axis: the one that grows, or None. shape: of what is to be saved.
+
+    read(first, last): the bytes of rows [first, last) with `axis` moved to the front, C order,
+    little-endian; for a whole tensor read(0, 1) gives all of it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    axis: int | None
+    read: Callable[[int, int], bytes | memoryview]
+
+
+@dataclass(slots=True)
+class LayerSource:
+    """A cache to be saved: kind, settings and parts as in layout.Layer."""
+
+    kind: str
+    settings: dict[str, int]
+    tensors: list[TensorSource] = field(default_factory=list)
+    parts: list[LayerSource] = field(default_factory=list)
+
+
+def store_tensor(
+    fd: int, space: Space, source: TensorSource, old: Tensor | None, keep: int
+) -> Tensor:
+    """Writes what changed and returns the tensor's new ranges. Nothing is synced.
+
+    old: the tensor as last committed. keep: leading rows known to be as `old` has them.
+    Raises OSError.
+    """
+    new = Tensor(source.name, source.dtype, tuple(source.shape), source.axis, [])
+    rows, step = new.rows, new.block_rows
+    if not new.row_bytes or not rows:
+        return new
+    if old is None or not _same_form(old, new):
+        old = None
+    stored = old.rows if old is not None else 0
+    keep = min(keep, stored, rows) if new.axis is not None else 0
+    appends = keep == stored  # otherwise history was cut back, or the tensor changes as a whole
+    first = keep if appends else keep // step * step
+    if old is not None:
+        new.ranges = old.ranges[: -(-first // step)]
+    if first == rows:
+        return new
+    data = memoryview(source.read(first, rows)).cast("B")
+    if first % step:
+        data = _fill_last_block(fd, new, first, data)
+    elif old is not None and keep == rows:
+        # Cut back within a block: the same extent, a checksum over fewer rows.
+        offset = old.ranges[first // step].offset
+        new.ranges.append(Range(offset, data.nbytes, zlib.crc32(data)))
+        return new
+    _write_blocks(fd, space, new, data)
+    return new
+
+
+def _same_form(a: Tensor, b: Tensor) -> bool:
+    return (a.dtype, a.axis, len(a.shape)) == (b.dtype, b.axis, len(b.shape)) and all(
+        m == n for i, (m, n) in enumerate(zip(a.shape, b.shape)) if i != a.axis
+    )
+
+
+def _fill_last_block(fd: int, tensor: Tensor, first: int, data: memoryview) -> memoryview:
+    """Appends rows in place to the block that the last commit left partly filled; returns the
+    rows that did not fit."""
+    count = min(tensor.rows - first, -first % tensor.block_rows)
+    piece = data[: count * tensor.row_bytes]
+    offset, length, crc = tensor.ranges.pop()
+    pwrite_all(fd, piece, offset + length)
+    tensor.ranges.append(Range(offset, length + piece.nbytes, zlib.crc32(piece, crc)))
+    return data[piece.nbytes :]
+
+
+def _write_blocks(fd: int, space: Space, tensor: Tensor, data: memoryview) -> None:
+    """Writes what is left to fresh extents."""
+    size = tensor.block_rows * tensor.row_bytes
+    while data.nbytes:
+        piece = data[:size]
+        offset = space.allocate(size)
+        pwrite_all(fd, piece, offset)
+        tensor.ranges.append(Range(offset, piece.nbytes, zlib.crc32(piece)))
+        data = data[size:]
+
+
+def store_layer(
+    fd: int,
+    space: Space,
+    source: LayerSource,
+    old: Layer | None,
+    shared: int,
+    counts: tuple[int, int],
+) -> Layer:
+    """Writes a layer. shared: leading tokens whose rows are as last committed. counts: tokens of
+    the last commit and of this one. Rows are kept only where a row is a token's, so that shared
+    tokens are shared rows. Raises OSError."""
+    layer = Layer(source.kind, dict(source.settings))
+    if old is not None and (old.kind != layer.kind or _setup(old) != _setup(layer)):
+        old = None
+    offsets = (old.settings.get("offset") if old else None, layer.settings.get("offset"))
+    keep = max(shared - layer.start, 0) if offsets == counts else 0
+    before = {tensor.name: tensor for tensor in old.tensors} if old else {}
+    for tensor in source.tensors:
+        layer.tensors.append(store_tensor(fd, space, tensor, before.get(tensor.name), keep))
+    for index, part in enumerate(source.parts):
+        former = old.parts[index] if old and index < len(old.parts) else None
+        layer.parts.append(store_layer(fd, space, part, former, shared, counts))
+    return layer
+
+
+def _setup(layer: Layer) -> dict[str, int]:
+    """The settings that do not move with the tokens."""
+    return {k: v for k, v in layer.settings.items() if k not in ("offset", "idx")}
+
+
+def load_tensor(fd: int, tensor: Tensor, rows: int) -> bytearray:
+    """The first `rows` rows, axis first, in a buffer with room for whole blocks of rows (the rest
+    is unspecified); a whole tensor as it is. Every range read is checked.
+
+    Raises Damaged for a wrong checksum or a file that is too short, OSError.
+    """
+    step, row = tensor.block_rows, tensor.row_bytes
+    blocks = -(-rows // step) if row else 0
+    buffer = bytearray(blocks * step * row)
+    view = memoryview(buffer)
+    for index in range(blocks):
+        offset, length, crc = tensor.ranges[index]
+        piece = view[index * step * row :][:length]
+        if not pread_into(fd, piece, offset):
+            raise Damaged(f"{tensor.name} ends before its range")
+        if zlib.crc32(piece) != crc:
+            raise Damaged(f"the checksum of {tensor.name} is wrong")
+    return buffer

@@ -1,0 +1,170 @@
+"""The feed: tokens from `sample` back to `decode`, over the FIFO `feed` of a run.
+
+A message is one msgpack map, written in one piece of less than PIPE_BUF bytes, so that messages of
+several writers never mix:
+
+    pos    index of the token, as in the logits frame that it answers
+    id     the token, uint32; may be nil or missing in a message with end
+    gear   low, mid or high: for the pass that consumes the token; missing: as before
+    end    true: no token follows, the run is over; missing: false
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+
+from toastkit.errors import DataError, NoInputError, from_os_error
+
+GEARS = (None, "low", "mid", "high")
+MAX_MESSAGE_BYTES = 512  # POSIX's least PIPE_BUF
+OPEN_SECONDS = 5.0
+RETRY_SECONDS = 0.002
+
+
+class FeedMessage(NamedTuple):
+    """One message; the fields as in the module's text. id is None only with end."""
+
+    pos: int
+    id: int | None
+    gear: str | None = None
+    end: bool = False
+
+
+class FeedReader:
+    """The end of the FIFO that decode reads. It never sees an end of file: the reader keeps a
+    writing end open itself, and writers may come and go. Raises NoInputError, DataError if the
+    file is no FIFO."""
+
+    def __init__(self, path: Path | str):
+        self._fd = _open_fifo(path, os.O_RDWR)
+        self._unpacker = msgpack.Unpacker(
+            max_buffer_size=1 << 17, max_map_len=16, strict_map_key=True
+        )
+
+    def fileno(self) -> int:
+        """The descriptor, for poll."""
+        return self._fd
+
+    def read_available(self) -> list[FeedMessage]:
+        """The messages that have come, without waiting; a partial one is kept until it is whole.
+        Raises DataError for anything that is not a message."""
+        messages: list[FeedMessage] = []
+        while True:
+            try:
+                data = os.read(self._fd, 1 << 16)
+            except BlockingIOError:
+                return messages
+            except OSError as error:
+                raise from_os_error(error, "cannot read the feed") from error
+            messages += self._decode(data)
+
+    def _decode(self, data: bytes) -> list[FeedMessage]:
+        messages = []
+        try:
+            self._unpacker.feed(data)
+            for fields in self._unpacker:
+                messages.append(_message(fields))
+        except DataError:
+            raise
+        except Exception as error:  # msgpack raises ValueError, StackError, UnicodeDecodeError, ...
+            raise DataError("cannot read the feed: not msgpack") from error
+        return messages
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+
+def _message(fields: Any) -> FeedMessage:
+    if type(fields) is not dict:
+        raise DataError(f"cannot read the feed: not a map but a {type(fields).__name__}")
+    pos, token = fields.get("pos"), fields.get("id")
+    gear, end = fields.get("gear"), fields.get("end", False)
+    if type(pos) is not int or not 0 <= pos < 2**53:
+        raise DataError("cannot read the feed: pos is not a position")
+    if type(end) is not bool:
+        raise DataError("cannot read the feed: end is not true or false")
+    if not (type(token) is int and 0 <= token < 2**32) and not (end and token is None):
+        raise DataError("cannot read the feed: id is not a token id")
+    if gear not in GEARS:
+        raise DataError("cannot read the feed: gear is not low, mid or high")
+    return FeedMessage(pos, token, gear, end)
+
+
+class FeedWriter:
+    """The other end: one FIFO, or several where one sampler feeds several decodes.
+
+    Waits up to wait_seconds for each FIFO to be there and to be read. Raises NoInputError if that
+    does not happen, DataError if the file is no FIFO.
+    """
+
+    def __init__(
+        self,
+        paths: Path | str | Iterable[Path | str],
+        wait_seconds: float = OPEN_SECONDS,
+    ):
+        self._fds: list[int] = []
+        deadline = time.monotonic() + wait_seconds
+        try:
+            for path in [paths] if isinstance(paths, (str, Path)) else paths:
+                self._fds.append(_wait_for_reader(path, deadline))
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, pos: int, id: int | None, gear: str | None = None, end: bool = False) -> None:
+        """Sends one message to every FIFO. Raises BrokenPipeError when a reader has gone (the
+        others get it nevertheless), DataError for fields that are not a message's."""
+        message = _message({"pos": pos, "id": id, "gear": gear, "end": end})
+        fields = {k: v for k, v in message._asdict().items() if v is not None and v is not False}
+        data = msgpack.packb(fields)
+        gone: BrokenPipeError | None = None
+        for fd in self._fds:
+            try:
+                os.write(fd, data)
+            except BrokenPipeError as error:
+                gone = error
+            except OSError as error:
+                raise from_os_error(error, "cannot write the feed") from error
+        if gone is not None:
+            raise gone
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+def _wait_for_reader(path: Path | str, deadline: float) -> int:
+    """A writing descriptor; writes on it wait where the pipe is full."""
+    while True:
+        try:
+            fd = _open_fifo(path, os.O_WRONLY)
+            os.set_blocking(fd, True)
+            return fd
+        except NoInputError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(RETRY_SECONDS)
+
+
+def _open_fifo(path: Path | str, mode: int) -> int:
+    """A non-blocking descriptor. Raises NoInputError if there is no FIFO or (ENXIO) no reader."""
+    try:
+        fd = os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise NoInputError(f"no decode is reading the feed {path}") from None
+        raise from_os_error(error, f"cannot open the feed {path}") from error
+    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise DataError(f"not a feed: {path}")
+    return fd

@@ -1,0 +1,231 @@
+"""The writer's lock, passed from prefill to decode without a gap.
+
+prefill holds the lock and listens on the Unix socket `handover` of the run; decode connects, early
+if it likes, and asks when it is ready. The descriptor of the lock travels over the socket
+(SCM_RIGHTS): flock belongs to the open file description, so there is no moment at which it is free.
+
+    client -> server   "?"            I am waiting now
+    server -> client   "L" + fd       here is the lock
+    client -> server   "!"            I have it: close yours
+
+Until the server has seen "!" it keeps its copy, and a client that dies or gives up before closes
+its own with the connection: exactly one side ends up with the lock. The connection stays open
+afterwards, so that the server can wait for the client's end. Both sides are one user's: the run's
+directory has mode 0700, and on Linux the server looks at the peer's user id as well.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from toastkit.errors import UnavailableError, from_os_error
+from toastkit.session.lock import WriterLock
+from toastkit.session.run import HANDOVER_FILE
+
+MAX_ADDRESS_BYTES = 100  # sun_path has 108 bytes on Linux and 104 on macOS
+CONNECT_SECONDS = 5.0
+RETRY_SECONDS = 0.005
+ASK, LOCK, DONE = b"?", b"L", b"!"
+
+
+@contextmanager
+def _address(run_path: Path, name: str) -> Iterator[str]:
+    """A path of a socket in the run's directory that is short enough for sun_path: as it is, by way
+    of a descriptor of the directory (Linux), or by way of a short-lived symbolic link."""
+    plain = os.path.join(run_path, name)
+    if len(os.fsencode(plain)) <= MAX_ADDRESS_BYTES:
+        yield plain
+    elif sys.platform == "linux":
+        fd = os.open(run_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield f"/proc/self/fd/{fd}/{name}"
+        finally:
+            os.close(fd)
+    else:
+        import tempfile
+
+        with tempfile.TemporaryDirectory(prefix="toast") as directory:
+            link = os.path.join(directory, "r")
+            os.symlink(os.path.abspath(run_path), link)
+            yield os.path.join(link, name)
+
+
+class HandoverServer:
+    """Listens from the start, so make one before the run's head frame goes out.
+
+    run_path: the run's directory. lock: held by this process until a client has it.
+    Raises CannotCreateError, IOFailure.
+    """
+
+    def __init__(self, run_path: Path | str, lock: WriterLock):
+        self._path = Path(run_path)
+        self._lock = lock
+        self._client: socket.socket | None = None
+        self._waiting: list[socket.socket] = []
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        unborn = f"{HANDOVER_FILE}.new"
+        try:
+            with _address(self._path, unborn) as address:
+                self._listener.bind(address)
+            os.chmod(self._path / unborn, 0o600)
+            self._listener.listen(4)
+            # Under its name only once it listens: a client that is refused knows the server dead.
+            os.rename(self._path / unborn, self._path / HANDOVER_FILE)
+        except OSError as error:
+            self._listener.close()
+            raise from_os_error(error, f"cannot make a socket in {self._path}") from error
+        self._listener.setblocking(False)
+
+    def offer(self, timeout_seconds: float | None, watch_fd: int | None = None) -> bool:
+        """Waits for a client that asks and gives it the lock; this process's copy is then released.
+
+        Returns False when the time is over (None: no limit) or the reader of watch_fd, a pipe such
+        as stdout, has gone; the lock is then still held here.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            ready = _poll([self._listener, *self._waiting], watch_fd, deadline)
+            if ready is None:
+                return False
+            if self._listener.fileno() in ready:
+                self._accept()
+            for client in [c for c in self._waiting if c.fileno() in ready]:
+                self._waiting.remove(client)
+                if self._give(client):
+                    self._lock.release()
+                    self._client = client
+                    return True
+                client.close()
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except OSError:
+            return  # it went away again
+        if _same_user(client):
+            client.setblocking(True)
+            self._waiting.append(client)
+        else:
+            client.close()
+
+    def _give(self, client: socket.socket) -> bool:
+        """Whether this client asked, was sent the lock and has confirmed it. The wait for the
+        confirmation has no limit: a client that asked is receiving, or dies, or gives up."""
+        try:
+            if client.recv(1) != ASK:
+                return False
+            socket.send_fds(client, [LOCK], [self._lock.fileno()])
+            return client.recv(1) == DONE
+        except OSError:
+            return False
+
+    def wait_done(self, timeout_seconds: float | None = None) -> bool:
+        """After a successful offer: waits until the client has closed the connection or died.
+        Returns False when the time is over."""
+        if self._client is None:
+            return True
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        return _poll([self._client], None, deadline) is not None
+
+    def close(self) -> None:
+        """Closes the socket; the lock is the caller's to release if it is still held here."""
+        for connection in (*self._waiting, self._listener, self._client):
+            if connection is not None:
+                connection.close()
+        self._waiting = []
+        try:
+            os.unlink(self._path / HANDOVER_FILE)
+        except OSError:
+            pass  # the run's directory has gone already
+
+
+def _poll(
+    connections: list[socket.socket], watch_fd: int | None, deadline: float | None
+) -> set[int] | None:
+    """Descriptors with something to read, or None: too late, or watch_fd's reader has gone."""
+    poll = select.poll()
+    for connection in connections:
+        poll.register(connection.fileno(), select.POLLIN)
+    if watch_fd is not None:
+        poll.register(watch_fd, 0)  # errors and hang-ups are reported all the same
+    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    events = dict(poll.poll(None if left is None else left * 1000))
+    if not events or watch_fd in events:
+        return None
+    return set(events)
+
+
+def _same_user(connection: socket.socket) -> bool:
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True  # elsewhere the directory's mode has to do
+    credentials = struct.Struct("3i")
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+    return credentials.unpack(data)[1] == os.geteuid()
+
+
+class HandoverClient:
+    """Connects to a run's prefill. Raises UnavailableError if nobody listens within wait_seconds.
+    session_path: the session whose lock is to come."""
+
+    def __init__(
+        self, run_path: Path | str, session_path: Path, wait_seconds: float = CONNECT_SECONDS
+    ):
+        self._session_path = Path(session_path)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            try:
+                with _address(Path(run_path), HANDOVER_FILE) as address:
+                    self._socket.connect(address)
+                return
+            except FileNotFoundError as error:
+                problem: OSError = error
+            except OSError as error:
+                self._socket.close()
+                raise _unreachable(error) from error
+            if time.monotonic() >= deadline:
+                self._socket.close()
+                raise _unreachable(problem) from problem
+            time.sleep(RETRY_SECONDS)
+
+    def receive(self, timeout_seconds: float | None = None) -> WriterLock:
+        """Asks for the lock and waits for it. Raises UnavailableError when the time is over or
+        prefill has ended without handing it over; the connection is then closed."""
+        self._socket.settimeout(timeout_seconds)
+        try:
+            self._socket.sendall(ASK)
+            data, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
+        except TimeoutError:
+            self.close()
+            raise UnavailableError("prefill did not hand over the session in time") from None
+        except OSError as error:
+            self.close()
+            raise _unreachable(error) from error
+        if data != LOCK or len(fds) != 1:
+            for fd in fds:
+                os.close(fd)
+            self.close()
+            raise UnavailableError("prefill ended without handing over the session")
+        lock = WriterLock.from_fd(self._session_path, fds[0])
+        try:
+            self._socket.sendall(DONE)
+        except OSError:
+            pass  # prefill has just died, and the lock is here
+        return lock
+
+    def close(self) -> None:
+        """Tells the server that this side is done. May be called again."""
+        self._socket.close()
+
+
+def _unreachable(error: OSError) -> UnavailableError:
+    reason = (error.strerror or str(error)).lower()
+    return UnavailableError(f"cannot reach the prefill that holds the session: {reason}")

@@ -1,0 +1,225 @@
+"""session.msgpack <-> Header: written in one piece, read without trusting any of it.
+
+layout.py says what each field is. A header that passes here is consistent with itself: every range
+is aligned, has the length that dtype and shape give it, and overlaps no other; every layer has the
+settings and arrays of its class. The sizes of the data files are checked by commit.damage.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any
+
+import msgpack
+
+from toastkit.session.extents import ALIGNMENT
+from toastkit.session.layout import (
+    ITEM_BYTES,
+    KINDS,
+    SCHEMA_VERSION,
+    Damaged,
+    Header,
+    Kind,
+    Layer,
+    LogitsRecord,
+    NewerSchema,
+    Range,
+    Tensor,
+    TokenRecord,
+)
+
+MAX_HEADER_BYTES = 256 << 20
+MAX_PARTS_DEPTH = 4
+
+
+def encode_header(header: Header) -> bytes:
+    """The bytes of session.msgpack."""
+    body = msgpack.packb(
+        {
+            "fingerprint": header.fingerprint,
+            "generation": header.generation,
+            "count": header.count,
+            "tokens": _fields(header.tokens),
+            "logits": _fields(header.logits) if header.logits else None,
+            "layers": None if header.layers is None else [_layer_map(x) for x in header.layers],
+        }
+    )
+    envelope = {"toastkit": "session", "schema": SCHEMA_VERSION, "crc": zlib.crc32(body)}
+    return msgpack.packb({**envelope, "body": body})
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__slots__}
+
+
+def _layer_map(layer: Layer) -> dict[str, Any]:
+    return {
+        **_fields(layer),
+        "tensors": [_fields(tensor) for tensor in layer.tensors],
+        "parts": [_layer_map(part) for part in layer.parts],
+    }
+
+
+def decode_header(data: bytes) -> Header:
+    """The header in these bytes. Raises Damaged for anything that a commit did not write, and
+    NewerSchema for a later layout."""
+    envelope = _map(_unpack(data), "the header")
+    _need(envelope.get("toastkit") == "session", "the header is not one of toastkit")
+    schema = _count(envelope.get("schema"), "schema")
+    if schema > SCHEMA_VERSION:
+        raise NewerSchema(f"its schema {schema} is newer than {SCHEMA_VERSION}")
+    body = envelope.get("body")
+    if type(body) is not bytes:
+        raise Damaged("the header has no body")
+    _need(zlib.crc32(body) == envelope.get("crc"), "the header's checksum is wrong")
+    fields = _map(_unpack(body), "the header")
+    layers = fields.get("layers")
+    header = Header(
+        _text(fields.get("fingerprint"), "fingerprint"),
+        _count(fields.get("generation"), "generation"),
+        _count(fields.get("count"), "count"),
+        _token_record(_map(fields.get("tokens"), "tokens")),
+        _logits_record(fields.get("logits")),
+        None if layers is None else [_layer(layer) for layer in _list(layers, "layers")],
+    )
+    total = sum(count for _, count in header.tokens.slices)
+    _need(total == header.count, "the token count and the token slices differ")
+    _check_overlap(header.extents())
+    return header
+
+
+def _token_record(fields: dict) -> TokenRecord:
+    end = _count(fields.get("end"), "tokens.end")
+    slices: list[tuple[int, int]] = []
+    reached = 0
+    for item in _list(fields.get("slices"), "tokens.slices"):
+        first, count = _counts(item, 2, "tokens.slices")
+        _need(reached <= first and first + count <= end, "the token slices are out of order")
+        slices.append((first, count))
+        reached = first + count
+    return TokenRecord(slices, end, _count(fields.get("crc"), "tokens.crc"))
+
+
+def _logits_record(value: Any) -> LogitsRecord | None:
+    if value is None:
+        return None
+    fields = _map(value, "logits")
+    record = LogitsRecord(*(_count(fields.get(k), f"logits.{k}") for k in LogitsRecord.__slots__))
+    _need(record.offset % ALIGNMENT == 0, "the logits are not aligned")
+    return record
+
+
+def _layer(value: Any, depth: int = 0) -> Layer:
+    fields = _map(value, "a layer")
+    name = _text(fields.get("kind"), "kind")
+    kind = KINDS.get(name)
+    if kind is None:
+        raise Damaged(f"it holds a cache of unknown class {name[:40]!r}")
+    _need(depth < MAX_PARTS_DEPTH, "caches are nested too deep")
+    settings = {
+        _text(key, "settings"): _count(number, "settings")
+        for key, number in _map(fields.get("settings"), "settings").items()
+    }
+    layer = Layer(
+        name,
+        settings,
+        [_tensor(item) for item in _list(fields.get("tensors"), "tensors")],
+        [_layer(item, depth + 1) for item in _list(fields.get("parts"), "parts")],
+    )
+    _check_layer(kind, layer)
+    return layer
+
+
+def _check_layer(kind: Kind, layer: Layer) -> None:
+    """Whether settings and tensors are those that the class has."""
+    name = layer.kind
+    names = tuple(tensor.name for tensor in layer.tensors)
+    _need(set(layer.settings) == set(kind.settings), f"a {name} has other settings")
+    _need(not layer.parts or name == "CacheList", f"a {name} has no parts")
+    if name == "ArraysCache":
+        size = layer.settings["size"]
+        allowed = {*map(str, range(min(size, 1 << 16))), "left_padding", "lengths"}
+        _need(set(names) <= allowed and len(set(names)) == len(names), f"a {name} has other arrays")
+    elif name == "CacheList":
+        _need(not names, f"a {name} has no arrays of its own")
+    else:
+        _need(names in ((), kind.tensors), f"a {name} has other arrays")
+    _need(layer.settings.get("chunk_size", 1) > 0, f"a {name} has chunks without size")
+    for tensor in layer.tensors:
+        _need(tensor.axis == (2 if kind.grows else None), f"a {name} grows along another axis")
+        if name != "ArraysCache":
+            _need(len(tensor.shape) == 4, f"a {name} has arrays of another rank")
+        if kind.grows:
+            rows = layer.settings["offset"] - layer.start
+            _need(tensor.rows == rows, f"a {name} has another number of rows")
+    if name == "RotatingKVCache" and names:
+        _need(
+            layer.settings["idx"] <= layer.tensors[0].shape[2], f"a {name} points past its buffer"
+        )
+
+
+def _tensor(value: Any) -> Tensor:
+    fields = _map(value, "a tensor")
+    dtype = _text(fields.get("dtype"), "dtype")
+    _need(dtype in ITEM_BYTES, "it holds an array of unknown dtype")
+    shape = tuple(_count(n, "shape") for n in _list(fields.get("shape"), "shape"))
+    axis = fields.get("axis")
+    _need(len(shape) <= 8 and math.prod(shape) < 2**53, "it holds an array of impossible shape")
+    _need(axis is None or (type(axis) is int and 0 <= axis < len(shape)), "a wrong axis")
+    tensor = Tensor(_text(fields.get("name"), "name"), dtype, shape, axis, [])
+    rows, row, step = tensor.rows, tensor.row_bytes, tensor.block_rows
+    ranges = _list(fields.get("ranges"), "ranges")
+    expected = -(-rows // step) if row else 0
+    _need(len(ranges) == expected, "an array has another number of ranges")
+    for index, item in enumerate(ranges):
+        offset, length, crc = _counts(item, 3, "ranges")
+        _need(offset % ALIGNMENT == 0, "a range is not aligned")
+        _need(length == min(step, rows - index * step) * row, "a range has another length")
+        tensor.ranges.append(Range(offset, length, crc))
+    return tensor
+
+
+def _check_overlap(extents: list[tuple[int, int]]) -> None:
+    end = 0
+    for offset, size in sorted(extents):
+        _need(offset >= end, "two ranges overlap")
+        end = offset + size
+
+
+def _unpack(data: bytes) -> Any:
+    try:
+        return msgpack.unpackb(data, strict_map_key=True)
+    except Exception as error:  # msgpack raises ValueError, StackError, UnicodeDecodeError, ...
+        raise Damaged("the header is not whole") from error
+
+
+def _need(condition: bool, what: str) -> None:
+    if not condition:
+        raise Damaged(what)
+
+
+def _map(value: Any, what: str) -> dict:
+    _need(type(value) is dict, f"{what} is not a map")
+    return value
+
+
+def _list(value: Any, what: str) -> list:
+    _need(type(value) is list, f"{what} is not a list")
+    return value
+
+
+def _text(value: Any, what: str) -> str:
+    _need(type(value) is str, f"{what} is not a string")
+    return value
+
+
+def _count(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise Damaged(f"{what} is not a count")
+    return value
+
+
+def _counts(value: Any, number: int, what: str) -> list[int]:
+    _need(type(value) is list and len(value) == number, f"{what} is not a list of {number}")
+    return [_count(n, what) for n in value]

@@ -1,0 +1,127 @@
+"""The writer's lock: flock on SESSION/lock, held by at most one process.
+
+flock belongs to the open file description, not to the process: the lock can be handed to another
+process with the descriptor (handover.py), and the kernel drops it when the last copy is closed,
+also after kill -9. So it is released by closing and never by LOCK_UN, which would take it from the
+process it was handed to. The file holds the holder's process id as text; that is information only.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from toastkit.errors import BusyError, DataError, from_os_error
+from toastkit.session.files import open_private
+from toastkit.session.names import display_name
+
+LOCK_FILE = "lock"
+RETRY_SECONDS = 0.01
+
+
+class WriterLock:
+    """The right to write one session. path: the session's directory."""
+
+    def __init__(self, path: Path, fd: int):
+        self.path = path
+        self._fd = fd
+        self._write_holder()
+
+    @classmethod
+    def acquire(cls, path: Path, blocking_seconds: float = 0) -> WriterLock:
+        """Takes the lock, waiting up to blocking_seconds for it.
+
+        Raises BusyError if another process holds it, otherwise what from_os_error gives.
+        """
+        deadline = time.monotonic() + blocking_seconds
+        while True:
+            try:
+                fd = _try_lock(path / LOCK_FILE)
+            except OSError as error:
+                raise from_os_error(error, f"cannot lock session {display_name(path)}") from error
+            if fd is not None:
+                return cls(path, fd)
+            if time.monotonic() >= deadline:
+                raise _busy(path)
+            time.sleep(RETRY_SECONDS)
+
+    @classmethod
+    def from_fd(cls, path: Path, fd: int) -> WriterLock:
+        """The lock that another process handed over with this descriptor, which is now ours.
+        Raises DataError, with the descriptor closed, if it is not this session's lock."""
+        try:
+            same = os.path.samestat(os.fstat(fd), os.stat(path / LOCK_FILE))
+        except OSError:
+            same = False
+        if not same:
+            os.close(fd)
+            raise DataError(f"what was handed over is not the lock of session {display_name(path)}")
+        os.set_inheritable(fd, False)
+        return cls(path, fd)
+
+    @property
+    def held(self) -> bool:
+        return self._fd >= 0
+
+    def fileno(self) -> int:
+        """The descriptor that carries the lock. Raises ValueError once released."""
+        if not self.held:
+            raise ValueError("the lock has been released")
+        return self._fd
+
+    def release(self) -> None:
+        """Closes this process's copy of the lock. May be called again."""
+        if self.held:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def _write_holder(self) -> None:
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, b"%d\n" % os.getpid(), 0)
+        except OSError:
+            pass  # a full disk takes the name of the holder from a message, nothing else
+
+
+def _flock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def _try_lock(file: Path) -> int | None:
+    """A descriptor that holds the lock, or None. A lock on a file that was removed meanwhile is no
+    lock: the next writer would make a new file and lock that."""
+    while True:
+        fd = open_private(file, os.O_RDWR | os.O_CREAT)
+        try:
+            if not _flock(fd):
+                os.close(fd)
+                return None
+            if os.path.samestat(os.fstat(fd), os.stat(file)):
+                return fd
+        except FileNotFoundError:
+            pass
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _busy(path: Path) -> BusyError:
+    try:
+        holder = (path / LOCK_FILE).read_text("ascii").strip()
+    except (OSError, ValueError):
+        holder = ""
+    by = f" (process {holder})" if holder.isdecimal() and len(holder) < 12 else ""
+    return BusyError(
+        f"session {display_name(path)} is in use by another writer{by}",
+        hint="wait for it to end, or give another --session",
+    )

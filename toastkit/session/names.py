@@ -1,0 +1,67 @@
+"""Session names: where named sessions live and which names there may be.
+
+A session is given as a NAME, which lives under `$XDG_STATE_HOME/toastkit/sessions`, or as a
+directory: anything with a slash in it, `.`, `..`, or a directory here that holds a session.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from toastkit.errors import UsageError
+
+HEADER_FILE = "session.msgpack"
+EPHEMERAL_PREFIX = ".ephemeral-"  # a name that begins with a dot cannot be asked for
+MAX_NAME_BYTES = 128
+
+
+def sessions_root() -> Path:
+    """The directory of named sessions. An XDG_STATE_HOME that is not absolute is ignored, as the
+    XDG base directory specification asks."""
+    home = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(home) if os.path.isabs(home) else Path.home() / ".local" / "state"
+    return base / "toastkit" / "sessions"
+
+
+def resolve(name_or_dir: str) -> Path:
+    """The directory of a session given by name or by path; it need not exist.
+
+    Raises UsageError for a name that is empty, too long, begins with `-` or `.`, or holds a
+    character that a terminal cannot show.
+    """
+    if "\0" in name_or_dir:
+        raise UsageError("invalid session name: it holds a NUL character")
+    if "/" in name_or_dir or name_or_dir in (".", ".."):
+        return Path(name_or_dir)
+    problem = _problem(name_or_dir)
+    if problem:
+        raise UsageError(
+            f"invalid session name {name_or_dir[:40]!r}: {problem}",
+            hint="write ./NAME for a directory",
+        )
+    if os.path.isfile(os.path.join(name_or_dir, HEADER_FILE)):
+        return Path(name_or_dir)
+    return sessions_root() / name_or_dir
+
+
+def _problem(name: str) -> str | None:
+    if not name:
+        return "it is empty"
+    if name[0] in "-.":
+        return f"it begins with {name[0]!r}"
+    if not name.isprintable():
+        return "it holds a character that cannot be printed"
+    if len(os.fsencode(name)) > MAX_NAME_BYTES:
+        return f"it is longer than {MAX_NAME_BYTES} bytes"
+    return None
+
+
+def display_name(path: Path) -> str:
+    """How messages call a session: its name if it is a named one, otherwise its path."""
+    return path.name if path.parent == sessions_root() else str(path)
+
+
+def is_ephemeral(path: Path) -> bool:
+    """Whether the directory is one that vanishes with its run."""
+    return path.name.startswith(EPHEMERAL_PREFIX)

@@ -1,0 +1,170 @@
+"""The logits ring: float32 logits of the last few steps, in a file that a run's processes map.
+
+    header, 64 bytes    magic "toastrng", then little-endian uint32: version, vocab, slots, zero;
+                        zeros to 64 bytes
+    slot i              at 64 + i * stride: the step's number, uint64 (0: empty or being written),
+                        zeros to 64 bytes, vocab float32; stride is a multiple of 64
+
+Steps are numbered from 1; step n is in slot (n - 1) % slots. A slot is a seqlock: the writer sets
+its number to 0, writes the logits, sets the number; a reader looks at the number before and after
+its copy. A reference to a step that the ring has passed is an error, never other numbers. The file
+is filled when it is made: a full disk is an error then, not a SIGBUS in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import struct
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toastkit.errors import DataError, from_os_error
+from toastkit.frames import Reference
+from toastkit.session.files import open_private, pwrite_all
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MAGIC = b"toastrng"
+VERSION = 1
+HEADER = struct.Struct("<8sIIII")
+NUMBER = struct.Struct("<Q")
+LINE_BYTES = 64
+STALE_HINT = "use --inline to save a stream"
+
+
+def _stride(vocab: int) -> int:
+    return LINE_BYTES + -(-4 * vocab // LINE_BYTES) * LINE_BYTES
+
+
+class RingWriter:
+    """Makes the ring of a run and writes steps into it.
+
+    vocab: logits a step. slots: steps a reader may lag behind before its reference is stale.
+    Raises IOFailure if the disk is full, CannotCreateError.
+    """
+
+    def __init__(self, path: Path | str, vocab: int, slots: int = 8):
+        self.vocab = vocab
+        self.slots = slots
+        self._stride = _stride(vocab)
+        self._number = 0
+        self._order = threading.Lock()
+        size = LINE_BYTES + slots * self._stride
+        try:
+            fd = open_private(Path(path), os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                _fill(fd, size)
+                pwrite_all(fd, HEADER.pack(MAGIC, VERSION, vocab, slots, 0), 0)
+                self._map = mmap.mmap(fd, size)
+            except BaseException:
+                os.unlink(path)
+                raise
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise from_os_error(error, f"cannot make the logits ring {path}") from error
+
+    def write(self, logits: Any) -> Reference:
+        """Copies one step's logits, any contiguous float32 buffer of `vocab` values, into the next
+        slot. Returns what a frame says in their place; it is good for `slots` steps.
+        Raises ValueError for another dtype or size."""
+        data = memoryview(logits)
+        if data.format != "f" or data.nbytes != 4 * self.vocab:
+            raise ValueError(f"not {self.vocab} float32 logits")
+        self._number += 1
+        slot = (self._number - 1) % self.slots
+        start = LINE_BYTES + slot * self._stride
+        NUMBER.pack_into(self._map, start, 0)
+        self._fence()
+        self._map[start + LINE_BYTES : start + LINE_BYTES + data.nbytes] = data.cast("B")
+        self._fence()
+        NUMBER.pack_into(self._map, start, self._number)
+        return Reference(slot, self._number, "float32", (self.vocab,))
+
+    def _fence(self) -> None:
+        """Keeps stores in order on processors that would not, such as ARM: what comes before the
+        release of a lock is seen before what comes after the next time it is taken."""
+        for _ in range(2):
+            self._order.acquire()
+            self._order.release()
+
+    def close(self) -> None:
+        """Unmaps the ring; the file stays until the run's directory goes."""
+        self._map.close()
+
+
+def _fill(fd: int, size: int) -> None:
+    """Gives a file its blocks. Raises OSError."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            return os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+    zeros = bytes(1 << 16)
+    for offset in range(0, size, len(zeros)):
+        pwrite_all(fd, zeros[: size - offset], offset)
+
+
+class RingReader:
+    """Reads steps from a run's ring. Raises DataError if there is none (any more) or it is not one.
+
+    vocab: logits a step. slots: as its writer made it."""
+
+    def __init__(self, path: Path | str):
+        import numpy as np
+
+        try:
+            fd = open_private(Path(path), os.O_RDONLY)
+        except FileNotFoundError:
+            raise DataError(f"the logits of run {Path(path).parent} are gone", STALE_HINT) from None
+        except OSError as error:
+            raise from_os_error(error, f"cannot read the logits ring {path}") from error
+        try:
+            size = os.fstat(fd).st_size
+            self._map = mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b""
+        except (OSError, ValueError) as error:
+            raise DataError(f"cannot read the logits ring {path}: {error}") from error
+        finally:
+            os.close(fd)
+        self.vocab, self.slots = self._shape(path, size)
+        self._stride = _stride(self.vocab)
+        self._logits = [
+            np.frombuffer(self._map, np.dtype("<f4"), self.vocab, self._start(slot) + LINE_BYTES)
+            for slot in range(self.slots)
+        ]
+
+    def _shape(self, path: Path | str, size: int) -> tuple[int, int]:
+        if size >= LINE_BYTES:
+            magic, version, vocab, slots, _ = HEADER.unpack_from(self._map)
+            whole = size == LINE_BYTES + slots * _stride(vocab)
+            if magic == MAGIC and version == VERSION and vocab and slots and whole:
+                return vocab, slots
+        raise DataError(f"not a logits ring: {path}")
+
+    def _start(self, slot: int) -> int:
+        return LINE_BYTES + slot * self._stride
+
+    def read(self, reference: Reference) -> np.ndarray:
+        """The logits that a reference points to, float32 (vocab,), copied.
+        Raises DataError if the ring has gone past them or cannot hold such an array."""
+        slot, number = reference.slot, reference.seq
+        fits = reference.dtype == "float32" and tuple(reference.shape) == (self.vocab,)
+        if not (fits and 0 <= slot < self.slots and number > 0):
+            raise DataError("a reference to logits does not fit the run's ring", STALE_HINT)
+        start = LINE_BYTES + slot * self._stride
+        if NUMBER.unpack_from(self._map, start)[0] == number:
+            copy = self._logits[slot].copy()
+            if NUMBER.unpack_from(self._map, start)[0] == number:
+                return copy
+        raise DataError(f"logits of step {number} are gone: the reference is stale", STALE_HINT)
+
+    def close(self) -> None:
+        """Lets go of the ring."""
+        self._logits.clear()
+        if isinstance(self._map, mmap.mmap):
+            self._map.close()

@@ -1,0 +1,126 @@
+"""SESSION/runs/ID: one pipeline over a session. It is gone when the run ends.
+
+    feed        FIFO, tokens from `sample` to `decode` (feed.py)
+    logits      the ring that logits frames point into (ring.py)
+    handover    Unix socket on which the writer's lock passes from prefill to decode (handover.py)
+    alive       locked, shared, by every process of the run that says so; once nobody holds it, the
+                directory is rubbish that the next run sweeps away
+
+The directory has mode 0700, what is in it 0600.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from toastkit.errors import CannotCreateError, NoInputError, from_os_error
+from toastkit.session.files import make_private_directories, open_private
+from toastkit.session.upkeep import RUNS_DIRECTORY, older_than, remove_tree
+
+ALIVE_FILE = "alive"
+FEED_FILE = "feed"
+RING_FILE = "logits"
+HANDOVER_FILE = "handover"
+UNBORN_SECONDS = 3600
+
+
+class RunDirectory:
+    """A run's directory, held alive by this process until close or remove."""
+
+    def __init__(self, path: Path, alive_fd: int):
+        self.path = path
+        self._fd = alive_fd
+
+    @classmethod
+    def create(cls, session_path: Path) -> RunDirectory:
+        """A new run with its FIFO; the ring and the socket are made by those who serve them. Dead
+        runs of the session are swept away first. Raises CannotCreateError, IOFailure."""
+        runs = session_path / RUNS_DIRECTORY
+        try:
+            make_private_directories(runs)
+            sweep(session_path)
+            path = runs / os.urandom(6).hex()
+            os.mkdir(path, 0o700)
+            os.mkfifo(path / FEED_FILE, 0o600)
+            # Locked before it has its name: a sweep never sees it free.
+            unborn = path / f"{ALIVE_FILE}.new"
+            fd = open_private(unborn, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            os.rename(unborn, path / ALIVE_FILE)
+        except FileExistsError as error:
+            raise CannotCreateError(
+                f"cannot create a run in {runs}: a file is in the way"
+            ) from error
+        except OSError as error:
+            raise from_os_error(error, f"cannot create a run in {runs}") from error
+        return cls(path, fd)
+
+    @classmethod
+    def join(cls, path: Path | str) -> RunDirectory:
+        """Another process's run, kept alive from now on by this one too.
+        Raises NoInputError if it has ended."""
+        path = Path(path)
+        try:
+            fd = open_private(path / ALIVE_FILE, os.O_RDWR)
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise NoInputError(f"run {path} has ended") from None
+        except FileNotFoundError:
+            raise NoInputError(f"run {path} has ended") from None
+        except OSError as error:
+            raise from_os_error(error, f"cannot open run {path}") from error
+        return cls(path, fd)
+
+    @property
+    def feed(self) -> Path:
+        return self.path / FEED_FILE
+
+    @property
+    def ring(self) -> Path:
+        return self.path / RING_FILE
+
+    def close(self) -> None:
+        """Lets go of the run and leaves the directory to the others. May be called again."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def remove(self) -> None:
+        """Removes the directory: the run has ended. Open rings and FIFOs stay usable."""
+        remove_tree(self.path)
+        self.close()
+
+
+def sweep(session_path: Path) -> None:
+    """Removes the runs of a session that no process holds alive. Raises OSError if they cannot be
+    listed."""
+    try:
+        entries = list(os.scandir(session_path / RUNS_DIRECTORY))
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if _is_dead(entry):
+            remove_tree(Path(entry.path))
+
+
+def _is_dead(entry: os.DirEntry) -> bool:
+    try:
+        fd = open_private(Path(entry.path) / ALIVE_FILE, os.O_RDWR)
+    except FileNotFoundError:
+        return older_than(entry, time.time() - UNBORN_SECONDS)  # made just now, or never finished
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
+            raise
+        return False
+    finally:
+        os.close(fd)

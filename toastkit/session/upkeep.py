@@ -1,0 +1,90 @@
+"""Session directories as directories: made ready to be locked, removed, swept."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from toastkit.errors import CannotCreateError, NoInputError, ToastError, from_os_error
+from toastkit.session.files import make_private_directories
+from toastkit.session.lock import LOCK_FILE, WriterLock
+from toastkit.session.names import EPHEMERAL_PREFIX, HEADER_FILE, display_name, sessions_root
+
+TOKENS_FILE = "tokens.u32"
+CACHE_FILE = "cache.bin"
+LOGITS_FILE = "logits.f32"
+RUNS_DIRECTORY = "runs"
+OWN_NAMES = {HEADER_FILE, f"{HEADER_FILE}.tmp", TOKENS_FILE, CACHE_FILE, LOGITS_FILE, LOCK_FILE,
+             RUNS_DIRECTORY}  # fmt: skip
+STALE_SECONDS = 3600
+
+
+def prepare(path: Path, create: bool) -> None:
+    """Makes sure that there is a directory to lock, and that it is a session's or an empty one.
+
+    Raises NoInputError if there is no session and none may be created, CannotCreateError.
+    """
+    name = display_name(path)
+    try:
+        is_session = (path / HEADER_FILE).is_file()
+        if not create and not is_session:
+            raise NoInputError(f"no such session: {name}")
+        if path.exists() and not path.is_dir():
+            raise CannotCreateError(f"cannot create session {name}: not a directory")
+        make_private_directories(path)
+        if not is_session and not set(os.listdir(path)) <= OWN_NAMES:
+            raise CannotCreateError(
+                f"cannot create session {name}: the directory holds other files",
+                hint="give an empty or a new directory",
+            )
+    except FileExistsError as error:
+        raise CannotCreateError(f"cannot create session {name}: a file is in the way") from error
+    except OSError as error:
+        raise from_os_error(error, f"cannot create session {name}") from error
+
+
+def make_ephemeral() -> Path:
+    """An empty directory under the sessions' root with a name that nobody can ask for. What
+    earlier ones left behind is swept away. Raises CannotCreateError, IOFailure."""
+    root = sessions_root()
+    try:
+        make_private_directories(root)
+        sweep_ephemeral(root)
+        path = root / (EPHEMERAL_PREFIX + os.urandom(8).hex())
+        os.mkdir(path, 0o700)
+    except FileExistsError as error:
+        raise CannotCreateError(f"cannot create {root}: a file is in the way") from error
+    except OSError as error:
+        raise from_os_error(error, f"cannot create a session in {root}") from error
+    return path
+
+
+def sweep_ephemeral(root: Path) -> None:
+    """Removes ephemeral sessions that a killed process left: an hour old and locked by nobody.
+    Raises OSError if the root cannot be read."""
+    limit = time.time() - STALE_SECONDS
+    with os.scandir(root) as entries:
+        for entry in entries:
+            if entry.name.startswith(EPHEMERAL_PREFIX) and older_than(entry, limit):
+                try:
+                    lock = WriterLock.acquire(Path(entry.path))
+                except ToastError:
+                    continue  # a run that has lasted so long, or somebody else's: it stays
+                remove_tree(Path(entry.path))
+                lock.release()
+
+
+def older_than(entry: os.DirEntry, limit: float) -> bool:
+    """Whether nothing was put into a directory since `limit` (seconds since 1970)."""
+    try:
+        return entry.stat(follow_symlinks=False).st_mtime < limit
+    except OSError:
+        return False
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a directory; what cannot be removed is left for the next sweep."""
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=True)

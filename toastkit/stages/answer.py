@@ -1,0 +1,75 @@
+"""All stages in one process: prompts in, text and token frames out. What `toast-decode` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from toastkit.engine.engine import Engine
+from toastkit.frames import Frame, Head
+from toastkit.gears.monitor import MonitorOptions
+from toastkit.sampling.device import DeviceSampler
+from toastkit.stages.decode import decode
+from toastkit.stages.detokenize import TextOptions, detokenize
+from toastkit.stages.gear import entropy_on_device, gear_of_tokens
+from toastkit.stages.local import LocalRuns
+from toastkit.stages.options import Interrupt, Outcome, ReadOptions, StepOptions
+from toastkit.stages.prefill import prefill
+from toastkit.stages.sample import DrawOptions, sample_deferred
+from toastkit.stages.streams import compose
+from toastkit.stages.tokenize import Prompt, PromptTokenizer, tokenize
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """Settings of each stage. telemetry: entropy and gear are wanted in the token frames.
+    xtc_special_ids: tokens that XTC never removes."""
+
+    read: ReadOptions = ReadOptions()
+    step: StepOptions = StepOptions()
+    draw: DrawOptions | None = None
+    text: TextOptions = TextOptions()
+    monitor: MonitorOptions = field(default_factory=MonitorOptions)
+    telemetry: bool = False
+    xtc_special_ids: tuple[int, ...] = ()
+
+
+def answer(
+    prompts: Iterable[Prompt],
+    tokenizer: PromptTokenizer,
+    engine: Engine,
+    runs: LocalRuns,
+    options: AnswerOptions,
+    interrupt: Interrupt,
+    outcome: Outcome,
+) -> Iterator[Frame]:
+    """The frames of the whole pipeline, token by token, with one synchronisation a token.
+
+    Without telemetry the entropy is not computed: the plain path does nothing that it need not.
+    """
+
+    def sampler_for(head: Head) -> tuple[DeviceSampler, DrawOptions]:
+        draw = options.draw
+        assert draw is not None
+        return DeviceSampler(draw.sampling, head.vocab, options.xtc_special_ids), draw
+
+    stages = [
+        partial(
+            prefill, engine_for=lambda head: engine, runs=runs,
+            options=options.read, interrupt=interrupt,
+        ),
+        partial(
+            decode, engine_for=lambda head: engine, runs=runs,
+            options=options.step, interrupt=interrupt,
+        ),
+        partial(sample_deferred, sampler_for=sampler_for, feed=runs.feed),
+        partial(
+            detokenize, tokenizer_for=lambda head: tokenizer.tokenizer,
+            options=options.text, feed=runs.feed, outcome=outcome,
+        ),
+    ]  # fmt: skip
+    if options.telemetry:
+        stages.insert(2, entropy_on_device)
+        stages.insert(4, partial(gear_of_tokens, options=options.monitor))
+    return compose(tokenize(prompts, tokenizer), *stages)

@@ -1,0 +1,72 @@
+"""From the array in a frame to numpy float32, wherever it lies: in the frame or in the ring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toastkit.errors import DataError
+from toastkit.frames import Array, Head, Reference
+
+_DTYPES = {"float32": "<f4", "float16": "<f2", "uint32": "<u4", "int32": "<i4", "uint8": "u1"}
+
+
+def to_numpy(array: Array) -> np.ndarray:
+    """An inline array as numpy, read-only; bfloat16 becomes float32."""
+    if array.dtype == "bfloat16":
+        bits = np.frombuffer(array.data, "<u2").astype(np.uint32) << 16
+        return bits.view(np.float32).reshape(array.shape)
+    return np.frombuffer(array.data, _DTYPES[array.dtype]).reshape(array.shape)
+
+
+def from_numpy(values: np.ndarray) -> Array:
+    """A float32 array to travel inside a frame."""
+    values = np.ascontiguousarray(values, dtype="<f4")
+    return Array("float32", values.shape, values.data.cast("B"))
+
+
+class LogitsReader:
+    """Reads the logits of one run after another; `begin` tells it of each run's head."""
+
+    def __init__(self) -> None:
+        self._vocab = 0
+        self._run: str | list[str] | None = None
+        self._ring: Any = None
+
+    def begin(self, head: Head) -> None:
+        """Takes the next run. The ring is opened when the first reference comes."""
+        self.close()
+        self._vocab = head.vocab
+        self._run = head.run
+
+    def read(self, logits: Any) -> np.ndarray:
+        """Logits (vocab,) float32. Raises DataError where they are missing, stale or misshapen."""
+        if isinstance(logits, Reference):
+            values = self._from_ring(logits)
+        elif isinstance(logits, Array):
+            values = to_numpy(logits)
+        else:
+            raise DataError("a logits frame without logits")
+        if values.shape != (self._vocab,):
+            raise DataError(f"logits of shape {list(values.shape)}, the head says {self._vocab}")
+        return values if values.dtype == np.float32 else values.astype(np.float32)
+
+    def _from_ring(self, reference: Reference) -> np.ndarray:
+        if self._ring is None:
+            from toastkit.session.ring import RingReader
+
+            if not isinstance(self._run, str):
+                raise DataError(
+                    "logits by reference, but the head names no single run",
+                    hint="save and mix streams with toast-decode --inline",
+                )
+            self._ring = RingReader(Path(self._run) / "logits")
+        return self._ring.read(reference)
+
+    def close(self) -> None:
+        """Lets the ring go."""
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None

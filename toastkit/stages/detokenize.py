@@ -1,0 +1,87 @@
+"""detokenize: token frames into text: whole characters, no stop string, no half of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from toastkit.frames import End, Frame, Head, Text, Token, Tokens, unpack_ids
+from toastkit.stages.options import Outcome
+from toastkit.stages.sample import Feed
+from toastkit.stages.streams import ends_run, whole_runs
+from toastkit.text.detokenizer import StreamingDetokenizer
+from toastkit.text.stops import StopStrings
+from toastkit.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """stops: strings that end the answer and are not printed. keep_special: special tokens are
+    printed as they are written. echo: the prompt comes first."""
+
+    stops: Sequence[str] = ()
+    keep_special: bool = False
+    echo: bool = False
+
+
+def detokenize(
+    frames: Iterable[Frame],
+    tokenizer_for: Callable[[Head], Tokenizer],
+    options: TextOptions,
+    feed: Feed,
+    outcome: Outcome,
+) -> Iterator[Frame]:
+    """Puts a `text` frame before each token that makes new text certain; the rest passes.
+
+    tokenizer_for(head): the tokenizer of that head's model. feed: told when a stop string is found.
+    outcome: told how each run ends.
+    """
+    writer: _Writer | None = None
+    for frame in whole_runs(frames, ends_run):
+        if type(frame) is Head:
+            feed.begin(frame)
+            writer = _Writer(tokenizer_for(frame), options)
+        elif writer is None:
+            pass
+        elif type(frame) is Tokens and options.echo:
+            yield Text(writer.prompt(frame))
+        elif type(frame) is Token:
+            if writer.stopped:
+                continue  # drawn before decode heard of the stop
+            piece = writer.add(frame.id)
+            if piece:
+                yield Text(piece)
+            if writer.stopped:
+                feed.close("stop")
+        elif type(frame) is End:
+            piece = writer.finish()
+            if piece:
+                yield Text(piece)
+            if writer.stopped:
+                frame.reason = "stop"
+            feed.finish()
+            outcome.note(frame.reason, frame.n)
+        yield frame
+
+
+class _Writer:
+    """The text of one answer."""
+
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions):
+        self._tokenizer = tokenizer
+        self._pieces = StreamingDetokenizer(tokenizer, options.keep_special)
+        self._stops = StopStrings(options.stops)
+        self.stopped = False
+
+    def prompt(self, frame: Tokens) -> str:
+        return self._tokenizer.decode(unpack_ids(frame.ids), keep_special=True)
+
+    def add(self, token: int) -> str:
+        piece, self.stopped = self._stops.add(self._pieces.add(token))
+        return piece
+
+    def finish(self) -> str:
+        if self.stopped:
+            return ""
+        piece, self.stopped = self._stops.add(self._pieces.finish())
+        return piece if self.stopped else piece + self._stops.finish()

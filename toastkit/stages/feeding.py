@@ -1,0 +1,81 @@
+"""What `toast-feed` does: sends the tokens of a stream to decode, and passes them on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from toastkit.errors import DataError
+from toastkit.frames import End, Frame, Head, Token, Tokens
+from toastkit.session.feed import FeedWriter
+
+
+def feed_tokens(frames: Iterable[Frame], run: str | None, ignore_eos: bool) -> Iterator[Frame]:
+    """Sends each token frame to the run that the head names, or to `run`, and passes on what a
+    detokenizer needs: head, tokens, token, end. After an end-of-turn token, or where the stream
+    stops without one, the run is ended.
+    """
+    writer: FeedWriter | None = None
+    head: Head | None = None
+    count = 0
+    for frame in frames:
+        if type(frame) is Head:
+            head, count = frame, 0
+            writer = _open(run or head.run)
+            yield frame
+        elif type(frame) is Token:
+            writer = writer or _open(run)
+            count += 1
+            eos = head is not None and frame.id in head.eos and not ignore_eos
+            writer.send(_position(frame), frame.id, end=eos)
+            if head is not None:
+                yield frame
+            if eos and head is not None:
+                yield End("eos", count)
+                head, writer = None, _close(writer)
+        elif type(frame) is End and head is not None:
+            yield End(frame.reason, count)
+            head, writer = None, _close(writer)
+        elif type(frame) is Tokens and head is not None:
+            yield frame
+    if writer is not None:
+        _end(writer)
+    if head is not None:
+        yield End("stop", count)
+
+
+def _open(run: Any) -> FeedWriter:
+    if not run:
+        raise DataError("no run to feed: the stream has no head that names one")
+    runs = [run] if isinstance(run, str) else run
+    return FeedWriter([Path(r) / "feed" for r in runs])
+
+
+def _position(frame: Token) -> int | None:
+    return frame.pos if frame.pos >= 0 else None
+
+
+def _end(writer: FeedWriter) -> None:
+    try:
+        writer.send(None, None, end=True)
+    except BrokenPipeError:
+        pass  # decode has ended by itself
+    writer.close()
+
+
+def _close(writer: FeedWriter | None) -> None:
+    if writer is not None:
+        writer.close()
+
+
+def bare_ids(source: Any) -> Iterator[Frame]:
+    """Token frames from lines of decimal ids; their position is left to decode."""
+    from toastkit.commands.frames import lines
+
+    for number, line in enumerate(lines(source), 1):
+        for word in line.split():
+            if not word.isdigit() or int(word) >= 2**32:
+                raise DataError(f"cannot read line {number}: {word.decode(errors='replace')!r} is "
+                                "not a token id")  # fmt: skip
+            yield Token(-1, int(word))

@@ -1,0 +1,87 @@
+"""Tokens for a decode that has no sampler downstream: the most likely ones, or given ones."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from toastkit.errors import DataError, from_os_error
+from toastkit.frames import End, Frame, FrameReader, Head, Token, Tokens, starts_frames, unpack_ids
+from toastkit.stages.runs import Next
+
+
+class GreedyFeed:
+    """The most likely token of each step, until an end-of-turn token."""
+
+    def begin(self, head: Head) -> None:
+        """Takes the next run."""
+        self._eos = frozenset(head.eos)
+
+    def choose(self, logits: np.ndarray) -> Next | None:
+        """The next token after `logits` (vocab,) float32."""
+        token = int(np.argmax(np.nan_to_num(logits, nan=0.0, posinf=1e4, neginf=-1e4)))
+        return Next(token, "eos" if token in self._eos else None)
+
+
+class ForcedFeed:
+    """The given tokens, one a step; the run ends after the last (scoring).
+
+    ids: the tokens of every run, or None to take those that follow `prefilled` in the stream.
+    """
+
+    def __init__(self, ids: list[int] | None):
+        self._given = ids
+        self._waiting: deque[int] = deque()
+        self._frames: Iterator[Frame] = iter(())
+
+    def listen(self, frames: Iterable[Frame]) -> Iterator[Frame]:
+        """The stream, from which tokens are taken when the next one is wanted."""
+        self._frames = iter(frames)
+        return self._frames
+
+    def begin(self, head: Head) -> None:
+        """Takes the next run."""
+        self._waiting = deque(self._given or ())
+
+    def choose(self, logits: np.ndarray) -> Next | None:
+        """The next given token, None after the last."""
+        if not self._waiting and self._given is None:
+            self._pull()
+        return Next(self._waiting.popleft()) if self._waiting else None
+
+    def _pull(self) -> None:
+        for frame in self._frames:
+            if type(frame) is Token:
+                self._waiting.append(frame.id)
+                return
+            if type(frame) is Tokens:
+                self._waiting.extend(unpack_ids(frame.ids))
+                return
+            if type(frame) is End:
+                return
+
+
+def forced_ids(name: str) -> list[int]:
+    """Token ids from a file: decimal numbers, or frames of which the token frames count."""
+    try:
+        data = Path(name).read_bytes()
+    except OSError as error:
+        raise from_os_error(error, f"cannot read {name}") from error
+    if starts_frames(data[:1]):
+        import io
+
+        ids: list[int] = []
+        for frame in FrameReader(io.BytesIO(data)):
+            if type(frame) is Token:
+                ids.append(frame.id)
+        return ids
+    try:
+        ids = [int(word) for word in data.split()]
+    except ValueError as error:
+        raise DataError(f"{name} holds something that is not a token id") from error
+    if any(not 0 <= i < 2**32 for i in ids):
+        raise DataError(f"{name} holds a token id out of range")
+    return ids

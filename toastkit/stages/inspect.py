@@ -1,0 +1,117 @@
+"""What `toast-frames` does between a reader and a writer: choose, slice, count, make inline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from toastkit.frames import (
+    NAMES,
+    End,
+    Error,
+    Frame,
+    Head,
+    Logits,
+    Prefilled,
+    Reference,
+    Token,
+    Unknown,
+    dumps,
+)
+
+
+def kind_of(frame: Frame) -> str:
+    """The name of a frame's kind."""
+    return frame.k if type(frame) is Unknown else NAMES[type(frame)]
+
+
+def choose(
+    frames: Iterable[Frame], kinds: frozenset[str] | None, start: int, stop: int | None
+) -> Iterator[Frame]:
+    """The frames of some kinds, from number `start` up to `stop`. Heads are not counted: a run
+    keeps its head unless `kinds` leaves it out."""
+    count = 0
+    for frame in frames:
+        if kinds is not None and kind_of(frame) not in kinds:
+            continue
+        if type(frame) is not Head:
+            count += 1
+            if count <= start or (stop is not None and count > stop):
+                continue
+        yield frame
+
+
+def make_inline(frames: Iterable[Frame]) -> Iterator[Frame]:
+    """Replaces references by the arrays they point to, while the run still has them."""
+    from toastkit.stages.arrays import LogitsReader, from_numpy
+
+    reader = LogitsReader()
+    for frame in frames:
+        if type(frame) is Head:
+            reader.begin(frame)
+        elif type(frame) in (Logits, Prefilled) and isinstance(frame.logits, Reference):
+            frame.logits = from_numpy(reader.read(frame.logits))
+        yield frame
+
+
+@dataclass
+class Statistics:
+    """Counts over a stream. bytes: of all frames as they are on a pipe. seconds: of decode."""
+
+    frames: int = 0
+    bytes: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    ends: dict[str, int] = field(default_factory=dict)
+    gears: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    seconds: float = 0.0
+    entropy_sum: float = 0.0
+    entropy_count: int = 0
+    logprob_sum: float = 0.0
+    logprob_count: int = 0
+
+    def add(self, frame: Frame) -> None:
+        """Counts one frame."""
+        self.frames += 1
+        self.bytes += len(dumps(frame))
+        _count(self.kinds, kind_of(frame))
+        if type(frame) is Prefilled:
+            self.prompt_tokens += frame.n_past
+            self.cached_tokens += frame.n_cached
+            self.seconds += frame.seconds
+        elif type(frame) is Logits:
+            self.seconds += frame.seconds or 0.0
+            if frame.gear is not None:
+                _count(self.gears, frame.gear)
+            if isinstance(frame.entropy, (int, float)):
+                self.entropy_sum += frame.entropy
+                self.entropy_count += 1
+        elif type(frame) is Token and frame.logprob is not None:
+            self.logprob_sum += frame.logprob
+            self.logprob_count += 1
+        elif type(frame) is End:
+            _count(self.ends, frame.reason)
+        elif type(frame) is Error:
+            _count(self.ends, "error")
+
+    def summary(self) -> dict:
+        """The counts as plain data, means where there was something to take one of."""
+        mean_entropy = self.entropy_sum / self.entropy_count if self.entropy_count else None
+        mean_logprob = self.logprob_sum / self.logprob_count if self.logprob_count else None
+        return {
+            "frames": self.frames,
+            "bytes": self.bytes,
+            "kinds": self.kinds,
+            "ends": self.ends,
+            "gears": self.gears,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "seconds": round(self.seconds, 6),
+            "mean_entropy_bits": None if mean_entropy is None else round(mean_entropy, 6),
+            "mean_logprob": None if mean_logprob is None else round(mean_logprob, 6),
+        }
+
+
+def _count(counts: dict[str, int], name: str) -> None:
+    counts[name] = counts.get(name, 0) + 1

@@ -1,0 +1,141 @@
+"""Frames as JSON lines and back: for awk, jq and eyes.
+
+A frame is its map as an object. Token ids are a list of numbers. An array is one of
+
+    {"topk": [[id, logprob], ...], "size": n}      its n softmax entries' most likely ones
+    {"dtype": d, "shape": [...], "base64": s}      all of it
+    {"slot": i, "seq": n, "dtype": d, "shape": []} a reference, as it stands
+
+and the first two become arrays again: what a top-k list leaves out is minus infinity.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import msgpack
+
+from toastkit.errors import DataError
+from toastkit.frames import (
+    ITEM_BYTES,
+    Array,
+    Frame,
+    Invalid,
+    Logits,
+    Prefilled,
+    Reference,
+    Tokens,
+    from_map,
+    pack_ids,
+    to_map,
+    unpack_ids,
+)
+
+
+def to_json(frame: Frame, arrays: str, top: int, read: Any) -> str:
+    """One line, without the newline.
+
+    arrays: "topk", "base64" or "none". top: how many entries of a top-k list.
+    read(value): the numpy array of an Array or Reference, as LogitsReader.read.
+    """
+    fields = to_map(frame)
+    if type(frame) is Tokens:
+        fields["ids"] = unpack_ids(frame.ids)
+    elif type(frame) in (Logits, Prefilled) and fields.get("logits") is not None:
+        if arrays == "none":
+            del fields["logits"]
+        elif arrays == "topk":
+            fields["logits"] = _top(read(frame.logits), top)
+        else:
+            fields["logits"] = _all(read(frame.logits))
+    return json.dumps(fields, ensure_ascii=False, default=_plain)
+
+
+def from_json(line: str | bytes) -> Frame:
+    """The frame of one line. Raises DataError with one line that says what is wrong."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise DataError("not a JSON object")
+    try:
+        if fields.get("k") == "tokens" and isinstance(fields.get("ids"), list):
+            fields["ids"] = pack_ids(fields["ids"])
+        fields = {name: _restore(value) for name, value in fields.items()}
+        return from_map(fields)
+    except (Invalid, OverflowError, TypeError, ValueError) as error:
+        raise DataError(str(error)) from error
+
+
+def _top(values: Any, count: int) -> dict:
+    """The most likely entries of softmax(values), most likely first, ties by lower index."""
+    import numpy as np
+
+    x = np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=1e4, neginf=-1e4)
+    x -= x.max()
+    x -= np.log(np.exp(x).sum())
+    count = min(count, x.size)
+    best = np.argsort(-x, kind="stable")[:count]
+    return {"topk": [[int(i), round(float(x[i]), 6)] for i in best], "size": int(x.size)}
+
+
+def _all(values: Any) -> dict:
+    return {
+        "dtype": "float32",
+        "shape": list(values.shape),
+        "base64": base64.b64encode(values.astype("<f4").tobytes()).decode(),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no type for, in the fields of newer schemas."""
+    if isinstance(value, Reference):
+        return {"slot": value.slot, "seq": value.seq, "dtype": value.dtype,
+                "shape": list(value.shape)}  # fmt: skip
+    if isinstance(value, Array):
+        return {"dtype": value.dtype, "shape": list(value.shape),
+                "base64": base64.b64encode(bytes(value.data)).decode()}  # fmt: skip
+    if isinstance(value, msgpack.ExtType):
+        return {"ext": value.code, "base64": base64.b64encode(value.data).decode()}
+    if isinstance(value, (bytes, memoryview)):
+        return {"bytes": base64.b64encode(bytes(value)).decode()}
+    raise TypeError(f"cannot write a {type(value).__name__} as JSON")
+
+
+def _restore(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    keys = set(value)
+    if keys == {"topk", "size"}:
+        return _from_top(value["topk"], value["size"])
+    if keys == {"dtype", "shape", "base64"}:
+        data = base64.b64decode(value["base64"], validate=True)
+        size = ITEM_BYTES.get(value["dtype"], 0)
+        for n in value["shape"]:
+            size *= n
+        if len(data) != size:
+            raise Invalid(f"an array of {value['dtype']}{value['shape']} with {len(data)} bytes")
+        return Array(value["dtype"], tuple(value["shape"]), data)
+    if keys == {"slot", "seq", "dtype", "shape"}:
+        return Reference(value["slot"], value["seq"], value["dtype"], tuple(value["shape"]))
+    if keys == {"ext", "base64"}:
+        return msgpack.ExtType(value["ext"], base64.b64decode(value["base64"], validate=True))
+    if keys == {"bytes"}:
+        return base64.b64decode(value["bytes"], validate=True)
+    return value
+
+
+def _from_top(pairs: Any, size: Any) -> Array:
+    import numpy as np
+
+    if type(size) is not int or not 0 < size < 2**31:
+        raise Invalid("a top-k list of an impossible size")
+    values = np.full(size, -np.inf, dtype="<f4")
+    for index, logprob in pairs:
+        if type(index) is not int or not 0 <= index < size:
+            raise Invalid(f"a top-k list with the index {index!r}")
+        values[index] = logprob
+    return Array("float32", (size,), values.tobytes())

@@ -1,0 +1,105 @@
+"""Runs in one process: the state is an object, the feed a deque, the logits stay on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from toastkit.engine.engine import Engine
+from toastkit.engine.state import ModelState
+from toastkit.frames import Frame, Head, Logits
+from toastkit.session.directory import Session
+from toastkit.session.names import resolve
+from toastkit.stages.options import Interrupt
+from toastkit.stages.runs import Next
+
+
+class LocalFeed:
+    """The feed of a run, as `sample` and `detokenize` see it: here a deque."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Next] = deque()
+        self.closed: str | None = None
+
+    def begin(self, head: Head) -> None:
+        """Takes the next run."""
+        self.waiting.clear()
+        self.closed = None
+
+    def send(self, pos: int, token: Any, end: str | None = None) -> None:
+        """The token at `pos`, an int or a device array (); with `end`, the last one."""
+        self.waiting.append(Next(token, end))
+
+    def close(self, reason: str) -> None:
+        """Ends the run before any token that waits."""
+        self.closed = self.closed or reason
+
+    def finish(self) -> None:
+        """Nothing to let go here."""
+
+
+class LocalRuns:
+    """Both ends at once: see `runs.PrefillRuns` and `runs.DecodeRuns`.
+
+    session_name: the session to keep the state in, None to keep it in memory only.
+    reader_gone: tells whether the reader of the output has closed it.
+    """
+
+    deferred = True
+
+    def __init__(self, session_name: str | None, interrupt: Interrupt, reader_gone=lambda: False):
+        self.feed = LocalFeed()
+        self.abandoned = reader_gone
+        self._name = session_name
+        self._interrupt = interrupt
+        self._session: Session | None = None
+        self._state: ModelState | None = None
+
+    def begin(self, head: Head) -> Head:
+        if self._name is None:
+            return head
+        path = resolve(self._name)
+        self._session = Session.open(path, head.fingerprint)
+        return dataclasses.replace(head, session=str(path))
+
+    def session(self) -> Session | None:
+        return self._session
+
+    def announce(self, state: ModelState) -> None:
+        self._state = state
+
+    def hand_over(self, state: ModelState) -> None:
+        """Nothing: decode took the state when it was announced."""
+
+    def attach(self, head: Head) -> Head:
+        return head
+
+    def take(self, engine: Engine, ids: list[int]) -> ModelState:
+        assert self._state is not None  # announced by prefill
+        return self._state
+
+    def emit(self, state: ModelState, started: float | None) -> Iterator[Frame]:
+        yield Logits(len(state.tokens), state.logits)
+
+    def next(self) -> Next:
+        if self.feed.closed is not None:
+            return Next(None, self.feed.closed)
+        if self._interrupt:
+            return Next(None, "interrupt")
+        return self.feed.waiting.popleft()
+
+    def keeps(self, state: ModelState) -> bool:
+        return state.session is not None
+
+    def finish(self, state: ModelState) -> None:
+        try:
+            state.commit()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._state = self._session = None

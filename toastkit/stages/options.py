@@ -1,0 +1,64 @@
+"""Settings of the stages, as plain data: what the executables parse their flags into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How a prompt is read into a session.
+
+    chunk: tokens per pass, None for the device's default. require_hit: fail unless all that the
+    session holds is reused. fork: session to start from and leave as it is. progress(done, total,
+    cached) is told of every pass. report(cached, total) is told once, before reading begins.
+    """
+
+    chunk: int | None = None
+    require_hit: bool = False
+    fork: str | None = None
+    progress: Callable[[int, int], None] | None = None
+    report: Callable[[int, int], None] | None = None
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How far a decode goes. max_tokens: tokens drawn, None for as many as the context holds.
+    steps: passes of the model, None for no limit. inline: logits travel in the stream itself."""
+
+    max_tokens: int | None = None
+    steps: int | None = None
+    inline: bool = False
+
+
+class Interrupt:
+    """Whether a person asked to stop. `signal` is the number of the signal, 0 for none.
+
+    A stage that can stop tidily looks at it between two steps; `fileno` is readable once it is set,
+    for a stage that waits in poll(2).
+    """
+
+    signal: int = 0
+
+    def __bool__(self) -> bool:
+        return self.signal != 0
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable on a signal; -1 where there is none."""
+        return -1
+
+
+@dataclass
+class Outcome:
+    """How the last run of a stream ended: a reason of `End`, or "" before the first end."""
+
+    reason: str = ""
+    tokens: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def note(self, reason: str, tokens: int) -> None:
+        """Records the end of one run."""
+        self.reason = reason
+        self.tokens = tokens
+        self.reasons.append(reason)

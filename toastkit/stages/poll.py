@@ -1,0 +1,14 @@
+"""Whether anybody still reads what we write: what a filter must ask while it waits or computes."""
+
+from __future__ import annotations
+
+import select
+
+GONE = select.POLLERR | select.POLLHUP | select.POLLNVAL
+
+
+def reader_gone(descriptor: int = 1) -> bool:
+    """Whether a descriptor, by default stdout, is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & GONE for _, events in poll.poll(0))

@@ -1,0 +1,192 @@
+"""sample: draws a token from each step's logits and tells decode which one.
+
+The end of an answer is decided here (end-of-turn token, or length); decode commits and answers with
+the run's `end`, which is passed on with the number of tokens that were drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from toastkit.frames import End, Frame, Head, Logits, Token, Tokens, unpack_ids
+from toastkit.sampling.options import SamplingOptions
+from toastkit.stages.options import StepOptions
+from toastkit.stages.streams import ends_run, whole_runs
+
+
+class Feed(Protocol):
+    """The way back to decode: `local.LocalFeed`, or `pipe_feed.PipeFeed`."""
+
+    def begin(self, head: Head) -> None: ...
+
+    def send(self, pos: int, token: Any, end: str | None = None) -> None: ...
+
+    def close(self, reason: str) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class DrawOptions:
+    """sampling: the chain. top: how many alternatives a token frame lists. limit: StepOptions of
+    which max_tokens counts here. ignore_eos: end-of-turn tokens do not end the answer.
+    want_logprob: whether anybody reads them."""
+
+    sampling: SamplingOptions
+    top: int = 0
+    limit: StepOptions = StepOptions()
+    ignore_eos: bool = False
+    want_logprob: bool = True
+
+
+def sample(
+    frames: Iterable[Frame],
+    sampler_for: Callable[[Head], tuple[Any, DrawOptions]],
+    feed: Feed,
+) -> Iterator[Frame]:
+    """Draws on the host: each token is known, sent and passed on before the next frame is read.
+
+    sampler_for(head): a HostSampler for that vocabulary, and the options to draw with.
+    """
+    from toastkit.stages.arrays import LogitsReader
+
+    reader = LogitsReader()
+    run: _Run | None = None
+    for frame in whole_runs(frames, ends_run):
+        if type(frame) is Head:
+            reader.begin(frame)
+            feed.begin(frame)
+            sampler, options = sampler_for(frame)
+            run = _Run(frame, options)
+            yield _signed(frame, options)
+        elif run is None:
+            yield frame
+        elif type(frame) is Logits:
+            if run.ended is not None:
+                continue  # a replayed stream goes on where this answer has ended
+            drawn = sampler.draw(
+                reader.read(frame.logits), frame.pos, run.history, options.top, options.want_logprob
+            )
+            token = run.token(frame, drawn)
+            feed.send(frame.pos, drawn.id, run.ended)
+            yield token
+        elif type(frame) is Token:
+            continue  # of an earlier draw, in a replayed stream
+        elif type(frame) is End:
+            feed.finish()
+            yield run.end(frame)
+        else:
+            run.note(frame)
+            yield frame
+
+
+def sample_deferred(
+    frames: Iterable[Frame],
+    sampler_for: Callable[[Head], tuple[Any, DrawOptions]],
+    feed: Feed,
+) -> Iterator[Frame]:
+    """Draws on the device: the token goes back unread, the next step is submitted, and only then is
+    the token read, so that the device never waits for the host (as mlx_lm.generate_step does).
+
+    sampler_for(head): a DeviceSampler for that vocabulary, and the options to draw with.
+    """
+    import mlx.core as mx
+
+    run: _Run | None = None
+    waiting: tuple[Logits, Any] | None = None
+    recent: Any = None
+    for frame in whole_runs(frames, ends_run):
+        if type(frame) is Head:
+            feed.begin(frame)
+            sampler, options = sampler_for(frame)
+            run, waiting, recent = _Run(frame, options), None, None
+            yield _signed(frame, options)
+        elif run is None:
+            yield frame
+        elif type(frame) is Logits:
+            if options.sampling.needs_history:
+                recent = _recent(mx, recent, run, waiting, options)
+            drawn = sampler.draw(
+                frame.logits, frame.pos, recent, options.top, options.want_logprob
+            )
+            extra = [] if frame.entropy is None else [frame.entropy]
+            mx.async_eval(*drawn.arrays(), *extra)
+            count = run.drawn + (1 if waiting is None else 2)
+            last = count == options.limit.max_tokens
+            feed.send(frame.pos, drawn.id, "length" if last else None)
+            if waiting is not None:
+                yield from _read(run, waiting, feed)
+            waiting = (frame, drawn)
+        elif type(frame) is End:
+            if waiting is not None and run.ended is None:
+                yield from _read(run, waiting, feed)
+            waiting = None
+            feed.finish()
+            yield run.end(frame)
+        else:
+            run.note(frame)
+            yield frame
+
+
+def _read(run: _Run, waiting: tuple[Logits, Any], feed: Feed) -> Iterator[Frame]:
+    """Waits for a drawn token: the one synchronisation a token."""
+    if run.ended is not None:
+        return
+    frame, drawn = waiting
+    value = drawn.read()
+    if frame.entropy is not None:
+        frame.entropy = round(frame.entropy.item(), 6)
+    token = run.token(frame, value)
+    if run.ended == "eos":
+        feed.close("eos")
+    yield token
+
+
+def _recent(mx: Any, recent: Any, run: _Run, waiting: Any, options: DrawOptions) -> Any:
+    """The last `penalty_context` ids, on the device: the newest has not been read yet."""
+    size = options.sampling.penalty_context
+    if waiting is None:
+        return mx.array(run.history[-size:], mx.uint32)
+    return mx.concatenate([recent, waiting[1].id.reshape(1)])[-size:]
+
+
+def _signed(head: Head, options: DrawOptions) -> Head:
+    """The head with what it takes to draw the same tokens again."""
+    chain = options.sampling
+    record = {"temperature": chain.temperature, "seed": chain.seed}
+    return replace(head, extra={**head.extra, "sampling": record})
+
+
+@dataclass
+class _Run:
+    """One answer in the making. ended: the reason, once it is known."""
+
+    head: Head
+    options: DrawOptions
+    history: list[int] = field(default_factory=list)
+    drawn: int = 0
+    ended: str | None = None
+
+    def note(self, frame: Frame) -> None:
+        """Prompt tokens count as history for the penalties."""
+        if type(frame) is Tokens and self.options.sampling.needs_history:
+            self.history += unpack_ids(frame.ids)
+
+    def token(self, frame: Logits, drawn: Any) -> Token:
+        """The frame for a drawn token; notices the end of the answer."""
+        self.drawn += 1
+        if self.options.sampling.needs_history:
+            self.history.append(drawn.id)
+        if drawn.id in self.head.eos and not self.options.ignore_eos:
+            self.ended = "eos"
+        elif self.drawn == self.options.limit.max_tokens:
+            self.ended = "length"
+        logprob = round(drawn.logprob, 6) if self.options.want_logprob else None
+        top = drawn.top and [[token, round(value, 6)] for token, value in drawn.top]
+        return Token(frame.pos, drawn.id, logprob, top, frame.gear, frame.entropy)
+
+    def end(self, frame: End) -> End:
+        """decode's end, with our own count and, where the answer ended here, our own reason."""
+        return replace(frame, reason=self.ended or frame.reason, n=self.drawn)

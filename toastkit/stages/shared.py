@@ -1,0 +1,290 @@
+"""Runs between processes: the state goes through a session directory, tokens come back through a
+FIFO, logits go through a ring. `PrefillEnd` is prefill's side, `DecodeEnd` is decode's."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import stat
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from toastkit.engine.engine import Engine
+from toastkit.engine.state import ModelState, read_prompt, restore_state
+from toastkit.errors import DataError, NoInputError, UnavailableError
+from toastkit.frames import Array, Frame, Head, Logits, Token
+from toastkit.session.directory import Session
+from toastkit.session.feed import FeedMessage, FeedReader
+from toastkit.session.handover import HandoverClient, HandoverServer
+from toastkit.session.names import resolve
+from toastkit.session.ring import RingWriter
+from toastkit.session.run import RunDirectory
+from toastkit.stages.arrays import from_numpy
+from toastkit.stages.options import Interrupt
+from toastkit.stages.poll import GONE, reader_gone
+from toastkit.stages.runs import Next
+
+HANDOVER_SECONDS = 2.0  # how long prefill waits for a decode that has not shown up yet
+RUNS_AHEAD = 2  # ephemeral sessions that prefill may fill before decode is done with the first
+
+
+class PrefillEnd:
+    """prefill's side of runs: see `runs.PrefillRuns`.
+
+    session_name: where to keep the state; the head's session where it is None, and one that
+    vanishes with the run where that is None too.
+    """
+
+    def __init__(self, session_name: str | None):
+        self._name = session_name
+        self._session: Session | None = None
+        self._run: RunDirectory | None = None
+        self._server: HandoverServer | None = None
+        self._handed: deque[tuple[Path, HandoverServer]] = deque()
+
+    def begin(self, head: Head) -> Head:
+        name = self._name or head.session
+        path = None if name is None else resolve(name)
+        self._settle(path)
+        if path is None:
+            self._session = Session.create_ephemeral(head.fingerprint)
+        else:
+            self._session = Session.open(path, head.fingerprint)
+        assert self._session.lock is not None
+        self._run = RunDirectory.create(self._session.path)
+        self._server = HandoverServer(self._run.path, self._session.lock)
+        return dataclasses.replace(
+            head, session=str(self._session.path), run=str(self._run.path)
+        )
+
+    def _settle(self, path: Path | None) -> None:
+        """Waits until decode is done with an earlier run of this session, or with the first of
+        several that vanish."""
+        while self._handed:
+            earlier, server = self._handed[0]
+            if path is None and len(self._handed) < RUNS_AHEAD:
+                return
+            while not server.wait_done(0.2):
+                if reader_gone():
+                    raise BrokenPipeError
+            server.close()
+            self._handed.popleft()
+
+    def session(self) -> Session | None:
+        return self._session
+
+    def abandoned(self) -> bool:
+        return reader_gone()
+
+    def announce(self, state: ModelState) -> Array:
+        return from_numpy(np.array(state.logits, dtype=np.float32))
+
+    def hand_over(self, state: ModelState) -> None:
+        assert self._session is not None and self._server is not None and self._run is not None
+        if _is_pipe(1) and self._server.offer(HANDOVER_SECONDS, watch_fd=1):
+            self._handed.append((self._session.path, self._server))
+            self._run.close()
+            self._session.close()
+            self._session = self._run = self._server = None
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Lets go of a run that was not handed over."""
+        if self._server is not None:
+            self._server.close()
+        if self._run is not None:
+            self._run.remove()
+        if self._session is not None:
+            self._session.close()
+        self._session = self._run = self._server = None
+
+
+class OwnFeed(Protocol):
+    """Where tokens come from when no sampler sends them: see `feeds`."""
+
+    def begin(self, head: Head) -> None: ...
+
+    def choose(self, logits: np.ndarray) -> Next | None: ...
+
+
+class DecodeEnd:
+    """decode's side of runs: see `runs.DecodeRuns`.
+
+    own: chooses the tokens here; None waits for them on the run's FIFO. inline: logits travel in
+    the frames; else through the ring, which a reader must not fall behind of.
+    """
+
+    deferred = False
+
+    def __init__(self, interrupt: Interrupt, own: OwnFeed | None, inline: bool):
+        self._interrupt = interrupt
+        self._own = own
+        self._inline = inline
+        self._clear()
+
+    def _clear(self) -> None:
+        self._head: Head | None = None
+        self._session: Session | None = None
+        self._run: RunDirectory | None = None
+        self._client: HandoverClient | None = None
+        self._ring: RingWriter | None = None
+        self._feed: FeedReader | None = None
+        self._messages: deque[FeedMessage] = deque()
+        self._chosen: Next | None = None
+        self._position = 0
+
+    def attach(self, head: Head) -> Head:
+        if head.session is None:
+            raise DataError(
+                "the stream names no session", hint="is toast-prefill before toast-decode?"
+            )
+        self._join(head)
+        if self._run is None:
+            self._session = Session.open(head.session, head.fingerprint, create=False)
+            self._run = RunDirectory.create(self._session.path)
+        if not self._inline:
+            self._ring = RingWriter(self._run.ring, head.vocab)
+        if self._own is not None:
+            self._own.begin(head)
+        else:
+            self._feed = FeedReader(self._run.feed)
+        self._head = dataclasses.replace(head, run=str(self._run.path))
+        return self._head
+
+    def _join(self, head: Head) -> None:
+        """The run that prefill began, if prefill is still there: a stream from a file names one
+        that is over."""
+        if not isinstance(head.run, str) or head.session is None:
+            return
+        try:
+            self._run = RunDirectory.join(head.run)
+            self._client = HandoverClient(head.run, Path(head.session))
+        except (NoInputError, UnavailableError):
+            if self._run is not None:
+                self._run.close()
+                self._run = None
+
+    def take(self, engine: Engine, ids: list[int]) -> ModelState:
+        assert self._head is not None and self._head.session is not None
+        if self._session is None:
+            self._session = self._adopt(self._head)
+        session = self._session
+        if session.tokens != ids:
+            raise DataError(
+                f"session {session.name} has moved on since this prompt was prefilled",
+                hint="run toast-prefill again",
+            )
+        state, _ = restore_state(engine, session, ids)
+        read_prompt(engine, state, ids)
+        return state
+
+    def _adopt(self, head: Head) -> Session:
+        assert head.session is not None
+        if self._client is not None:
+            try:
+                lock = self._client.receive()
+            except UnavailableError:
+                pass  # prefill has died or given up waiting: its lock is free
+            else:
+                return Session.adopt(head.session, head.fingerprint, lock)
+        return Session.open(head.session, head.fingerprint, create=False)
+
+    def emit(self, state: ModelState, started: float | None) -> Iterator[Frame]:
+        mx.eval(state.logits)
+        values = np.asarray(memoryview(state.logits))
+        seconds = None if started is None else round(time.perf_counter() - started, 6)
+        self._position = len(state.tokens)
+        array = from_numpy(values) if self._ring is None else self._ring.write(values)
+        yield Logits(self._position, array, seconds)
+        if self._own is not None:
+            self._chosen = None if self._interrupt else self._own.choose(values)
+            if self._chosen is not None and isinstance(self._chosen.token, int):
+                token = self._chosen.token
+                logprob = _log_probability(values, token)
+                yield Token(self._position, token, None if logprob is None else round(logprob, 6))
+
+    def next(self) -> Next:
+        if self._interrupt:
+            return Next(None, "interrupt")
+        if self._own is not None:
+            return self._chosen or Next(None, "stop")
+        while not self._messages:
+            if self._wait():
+                return Next(None, "interrupt")
+        message = self._messages.popleft()
+        if message.id is None:
+            return Next(None, "stop")
+        if message.pos is not None and message.pos != self._position:
+            raise DataError(
+                f"the feed sent a token for position {message.pos}, decode is at {self._position}",
+                hint="do two samplers feed one run? give one of them --no-feed",
+            )
+        if not message.end:
+            return Next(message.id)
+        return Next(message.id, "eos" if self._is_eos(message.id) else "length")
+
+    def _is_eos(self, token: int) -> bool:
+        return self._head is not None and token in self._head.eos
+
+    def _wait(self) -> bool:
+        """Waits for the feed; True when a signal came instead. Raises BrokenPipeError when the
+        reader of stdout goes away: no token can come any more."""
+        assert self._feed is not None
+        poll = select.poll()
+        poll.register(self._feed.fileno(), select.POLLIN)
+        poll.register(1, 0)
+        if self._interrupt.fileno() >= 0:
+            poll.register(self._interrupt.fileno(), select.POLLIN)
+        ready = dict(poll.poll())
+        if self._feed.fileno() in ready:
+            self._messages += self._feed.read_available()
+            return False
+        if ready.get(1, 0) & GONE:
+            raise BrokenPipeError
+        return bool(self._interrupt)
+
+    def keeps(self, state: ModelState) -> bool:
+        return state.session is not None and not state.session.ephemeral
+
+    def finish(self, state: ModelState) -> None:
+        try:
+            if self.keeps(state):
+                state.commit()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Lets the run go, however far it got."""
+        if self._feed is not None:
+            self._feed.close()
+        if self._ring is not None:
+            self._ring.close()
+        if self._run is not None:
+            self._run.remove()
+        if self._session is not None:
+            self._session.close()
+        if self._client is not None:
+            self._client.close()  # last: prefill takes the session for free now
+        self._clear()
+
+
+def _log_probability(logits: np.ndarray, token: int) -> float | None:
+    """Natural log of softmax(logits)[token]; None for a token outside the logits."""
+    if not 0 <= token < logits.size:
+        return None
+    x = np.nan_to_num(logits.astype(np.float64), nan=0.0, posinf=1e4, neginf=-1e4)
+    top = x.max()
+    return float(x[token] - top - np.log(np.exp(x - top).sum()))
+
+
+def _is_pipe(descriptor: int) -> bool:
+    mode = os.fstat(descriptor).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

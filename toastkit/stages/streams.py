@@ -1,0 +1,48 @@
+"""What every stage asks of its input: whole runs, and errors from upstream raised here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from toastkit.errors import DataError, RemoteError
+from toastkit.frames import End, Error, Frame, Head
+
+Stage = Callable[[Iterable[Frame]], Iterator[Frame]]
+
+
+def whole_runs(frames: Iterable[Frame], closes: Callable[[Frame], bool]) -> Iterator[Frame]:
+    """Passes frames on and checks that the stream is made of whole runs.
+
+    closes(frame): whether the frame completes a run as far as this stage is concerned.
+    Raises RemoteError at an error frame, DataError where a run is cut off (its writer was killed,
+    say), begins with something else than a head, or where there is no run at all.
+    """
+    seen = inside = False
+    for frame in frames:
+        if type(frame) is Error:
+            raise RemoteError(frame.code, frame.stage, frame.message, frame.hint)
+        if type(frame) is Head:
+            if inside:
+                raise DataError("a run begins before the last one has ended")
+            seen = inside = True
+        elif closes(frame):
+            inside = False
+        elif not seen:
+            raise DataError("the stream does not begin with a head frame")
+        yield frame
+    if inside:
+        raise DataError("input ended in the middle of a run")
+    if not seen:
+        raise DataError("no frames on input", hint="begin the pipeline with toast-tokenize")
+
+
+def ends_run(frame: Frame) -> bool:
+    """Whether a frame is the end of a run."""
+    return type(frame) is End
+
+
+def compose(frames: Iterable[Frame], *stages: Stage) -> Iterator[Frame]:
+    """Runs stages one after another in this process, as a pipe would."""
+    for stage in stages:
+        frames = stage(frames)
+    return iter(frames)

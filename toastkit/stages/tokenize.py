@@ -1,0 +1,129 @@
+"""tokenize: prompts into token frames, through the checkpoint's chat template where it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from toastkit.errors import DataError
+from toastkit.frames import Frame, Head, Tokens, pack_ids
+from toastkit.model.config import ModelConfig, fingerprint
+from toastkit.model.files import ModelFiles
+from toastkit.text.tokenizer import Tokenizer
+
+# Room that --truncate leaves for the answer when --max-tokens does not say how much it needs.
+ANSWER_ROOM = 256
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """raw: no chat template. generation_prompt: the template opens the assistant's turn.
+    template_arguments: variables for the template. truncate: shorten a prompt that is too long,
+    leaving room for max_tokens. note: is told one line when that happens."""
+
+    raw: bool = False
+    generation_prompt: bool = True
+    template_arguments: dict = field(default_factory=dict)
+    truncate: bool = False
+    max_tokens: int | None = None
+    note: Callable[[str], None] | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt: raw text, or messages for the chat template."""
+
+    text: str | None = None
+    messages: list[dict] | None = None
+
+
+class PromptTokenizer:
+    """Renders and tokenises prompts for one checkpoint."""
+
+    def __init__(self, files: ModelFiles, config: ModelConfig, options: PromptOptions):
+        self.files = files
+        self.tokenizer = Tokenizer(files)
+        self._config = config
+        self._options = options
+
+    def render(self, prompt: Prompt) -> str:
+        """The text that is tokenised. Without a template, messages are joined by blank lines."""
+        if prompt.messages is None:
+            return prompt.text or ""
+        template = self.tokenizer.chat_template
+        if template is None:
+            return "\n\n".join(m["content"] for m in prompt.messages)
+        from toastkit.text.chat_template import render
+
+        return render(
+            template,
+            prompt.messages,
+            add_generation_prompt=self._options.generation_prompt,
+            special_tokens=self.tokenizer.special_tokens,
+            arguments=self._options.template_arguments,
+        )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The prompt's token ids. Raises DataError for an empty one, or one over the context."""
+        ids = self._ids(prompt)
+        if not ids:
+            raise DataError("empty prompt")
+        limit = self._config.context
+        if limit is None or len(ids) <= limit:
+            return ids
+        if not self._options.truncate:
+            raise DataError(
+                f"the prompt has {len(ids)} tokens, the model's context is {limit}",
+                hint="shorten it, or give --truncate",
+            )
+        wanted = self._options.max_tokens or ANSWER_ROOM
+        room = max(limit - min(wanted, limit // 2), 1)
+        short = self._truncate(prompt, ids, room)
+        if self._options.note is not None:
+            self._options.note(
+                f"the prompt has {len(ids)} tokens, the model's context is {limit}: "
+                f"its beginning is cut off, {len(short)} tokens are left"
+            )
+        return short
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        templated = prompt.messages is not None and self.tokenizer.chat_template is not None
+        return self.tokenizer.encode_prompt(self.render(prompt), templated)
+
+    def _truncate(self, prompt: Prompt, ids: list[int], room: int) -> list[int]:
+        """Cuts the beginning off: of the tokens of a raw prompt, of the longest message else, so
+        that the template stays whole."""
+        if prompt.messages is None:
+            return ids[-room:]
+        messages = [dict(m) for m in prompt.messages]
+        while len(ids) > room:
+            longest = max(messages, key=lambda m: len(m["content"]))
+            content = self.tokenizer.encode(longest["content"], add_special=False)
+            if not content:
+                raise DataError(f"the prompt cannot be cut down to {room} tokens")
+            longest["content"] = self.tokenizer.decode(content[len(ids) - room :])
+            ids = self._ids(Prompt(messages=messages))
+        return ids
+
+    def head(self, session: str | None) -> Head:
+        """The frame that begins a run of this model."""
+        return Head(
+            model=self.files.name,
+            fingerprint=fingerprint(self.files),
+            vocab=self._config.vocab,
+            eos=self.tokenizer.eos_ids,
+            session=session,
+        )
+
+
+def tokenize(
+    prompts: Iterable[Prompt], tokenizer: PromptTokenizer, session: str | None = None
+) -> Iterator[Frame]:
+    """A run for each prompt: its head and its tokens."""
+    head: Head | None = None
+    for prompt in prompts:
+        ids = tokenizer.encode(prompt)
+        head = head or tokenizer.head(session)
+        yield head
+        role = prompt.messages[-1]["role"] if prompt.messages else "user"
+        yield Tokens(pack_ids(ids), role)

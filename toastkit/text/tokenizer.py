@@ -1,0 +1,241 @@
+"""A checkpoint's tokenizer: text to token ids and back, its end-of-turn tokens, its chat template.
+
+Reads tokenizer.json with the `tokenizers` package; transformers is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any, Protocol
+
+from toastkit.errors import DataError, NoInputError
+
+# End a turn where the checkpoint's template writes them, whether or not a config says so.
+_END_OF_TURN = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end_of_turn|>", "<end_of_turn>",
+    "<turn|>", "<|end|>", "<|return|>", "<|call|>", "<|endofturn|>", "[|endofturn|]",
+    "<|END_OF_TURN_TOKEN|>",
+)  # fmt: skip
+_SPECIAL_NAMES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+
+
+class SmallFiles(Protocol):
+    """What a tokenizer is read from. name: of the checkpoint, for messages."""
+
+    name: str
+
+    def read(self, name: str) -> bytes | None: ...
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint.
+
+    files: its small files; `read` gives None for one that is absent.
+    eos_ids: ids that end a turn, sorted: the union of what config.json, generation_config.json and
+    tokenizer_config.json name and of the end-of-turn markers in the chat template.
+    special_ids: ids of the tokens flagged special. special_tokens: bos_token, ... -> text.
+    chat_template: Jinja source, or None. bos_id: None where there is none.
+    Raises NoInputError where tokenizer.json is missing, DataError where a file is broken.
+    """
+
+    def __init__(self, files: SmallFiles):
+        self.name = files.name
+        self._tokenizer = _load(files)
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
+        config = _read_json(files, "config.json")
+        generation = _read_json(files, "generation_config.json")
+        settings = _read_json(files, "tokenizer_config.json")
+        special_map = _read_json(files, "special_tokens_map.json")
+        self.chat_template = _chat_template(files, settings)
+        self.special_tokens = _special_tokens({**special_map, **settings})
+        self.bos_id = self._bos_id(config, generation)
+        self.eos_ids = self._eos_ids(config, generation)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Highest id + 1, added tokens included. Holes in the numbering count."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        """Token ids of a text. The text of a special token becomes that token.
+
+        add_special: let the tokenizer's post-processor add its BOS, EOS and the like.
+        Raises DataError for text that is not Unicode (lone surrogates).
+        """
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special).ids
+        except UnicodeEncodeError as error:
+            raise DataError(f"prompt: a lone surrogate at character {error.start}") from error
+        except Exception as error:
+            if any(0xD800 <= ord(character) < 0xE000 for character in text):
+                raise DataError("prompt: a lone surrogate is not text") from error
+            reason = " ".join(str(error).split())
+            raise DataError(f"cannot tokenize the prompt for {self.name}: {reason}") from error
+
+    def encode_prompt(self, text: str, templated: bool) -> list[int]:
+        """Token ids of a prompt.
+
+        templated: the chat template wrote it, so its BOS is there already and none is added.
+        Otherwise specials are added, but no second BOS where the text begins with one.
+        """
+        if templated:
+            return self.encode(text, add_special=False)
+        ids = self.encode(text, add_special=True)
+        if self.bos_id is not None and ids[:2] == [self.bos_id] * 2:
+            written = self.encode(text, add_special=False)
+            if written[:1] == [self.bos_id] and ids[1 : 1 + len(written)] == written:
+                return ids[1:]
+        return ids
+
+    def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD.
+
+        As `tokenizers` decodes, with one difference: where a byte-fallback run (<0xE2> ...) is
+        broken, only its broken bytes become U+FFFD, and not the sound characters before them.
+        Raises DataError for an id that is not in the vocabulary.
+        """
+        ids = list(ids)
+        for token_id in ids:
+            self.token(token_id)
+        text = self._tokenizer.decode(ids, skip_special_tokens=not keep_special)
+        if "\ufffd" in text and '"ByteFallback"' in self.decoder_json:
+            from toastkit.text.detokenizer import decode_pieces
+
+            return decode_pieces(self, ids, keep_special)
+        return text
+
+    def decode_as_library(self, ids: list[int], keep_special: bool = False) -> str:
+        """Text of token ids exactly as `tokenizers` decodes them."""
+        return self._tokenizer.decode(ids, skip_special_tokens=not keep_special)
+
+    def token(self, token_id: int) -> str:
+        """A token as the vocabulary spells it. Raises DataError for an id that is not in it."""
+        token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if token is None:
+            raise DataError(f"token {token_id} is not in the vocabulary of {self.name}")
+        return token
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it, or None."""
+        return self._tokenizer.token_to_id(token)
+
+    @cached_property
+    def special_texts(self) -> frozenset[str]:
+        """The texts of the tokens flagged special."""
+        return frozenset(self._added[i].content for i in self.special_ids)
+
+    @cached_property
+    def decoder_json(self) -> str:
+        """The decoder section of tokenizer.json, "null" where there is none."""
+        decoder = self._tokenizer.decoder
+        return "null" if decoder is None else decoder.__getstate__().decode()
+
+    def _bos_id(self, config: dict, generation: dict) -> int | None:
+        if "bos_token" in self.special_tokens:
+            return self.token_id(self.special_tokens["bos_token"])
+        found = _ids(generation.get("bos_token_id")) or _ids(config.get("bos_token_id"))
+        return found[0] if found else None
+
+    def _eos_ids(self, config: dict, generation: dict) -> list[int]:
+        text_config = config.get("text_config")
+        places = [config, generation, text_config if isinstance(text_config, dict) else {}]
+        found = {i for place in places for i in _ids(place.get("eos_token_id"))}
+        texts = [self.special_tokens.get("eos_token", "")] + self._end_of_turn_markers()
+        found.update(i for i in map(self.token_id, filter(None, texts)) if i is not None)
+        return sorted(found)
+
+    def _end_of_turn_markers(self) -> list[str]:
+        markers = [
+            marker
+            for marker in _END_OF_TURN
+            if marker in (self.chat_template or "") and self.token_id(marker) in self.special_ids
+        ]
+        # In the harmony format (gpt-oss) <|end|> closes a message, and the turn goes on.
+        if "<|return|>" in markers and "<|end|>" in markers:
+            markers.remove("<|end|>")
+        return markers
+
+
+def _load(files: SmallFiles) -> Any:
+    """The `tokenizers.Tokenizer`, with truncation and padding off."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or it warns after a fork
+    import tokenizers
+
+    data = files.read("tokenizer.json")
+    if data is None:
+        raise NoInputError(
+            f"{files.name}: no tokenizer.json",
+            hint="the checkpoint needs the tokenizers-library format; convert it with transformers",
+        )
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:
+        reason = " ".join(str(error).split()).removeprefix(
+            "Cannot instantiate Tokenizer from buffer: "
+        )
+        raise DataError(f"{files.name}: broken tokenizer.json: {reason[:200]}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_json(files: SmallFiles, name: str) -> dict:
+    """A JSON object, empty where the file is absent. Raises DataError where it is broken."""
+    data = files.read(name)
+    if data is None:
+        return {}
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{files.name}: broken {name}: {reason}") from error
+    if not isinstance(document, dict):
+        raise DataError(f"{files.name}: broken {name}: not an object")
+    return document
+
+
+def _chat_template(files: SmallFiles, settings: dict) -> str | None:
+    """The template's source, from the first place that has one; of several, the one for chat."""
+    source = files.read("chat_template.jinja")
+    if source is not None:
+        try:
+            return source.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            message = f"{files.name}: chat_template.jinja: not UTF-8 at byte {error.start}"
+            raise DataError(message) from error
+    for place in (_read_json(files, "chat_template.json"), settings):
+        template = place.get("chat_template")
+        if isinstance(template, list):
+            try:
+                named = {entry["name"]: entry["template"] for entry in template}
+            except (TypeError, KeyError) as error:
+                raise DataError(f"{files.name}: a chat template without a name") from error
+            template = named.get("default", next(iter(named.values()), None))
+        if template is None:
+            continue
+        if not isinstance(template, str):
+            raise DataError(f"{files.name}: the chat template is not a string")
+        return template
+    return None
+
+
+def _special_tokens(settings: dict) -> dict[str, str]:
+    """bos_token, eos_token, ... -> text, for those that are set."""
+    found = {}
+    for name in _SPECIAL_NAMES:
+        token = settings.get(f"{name}_token")
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            found[f"{name}_token"] = token
+    return found
+
+
+def _ids(value: Any) -> list[int]:
+    """A token id or a list of them, as a list; what is no id is left out."""
+    values = value if isinstance(value, list) else [value]
+    return [i for i in values if type(i) is int and i >= 0]
