@@ -4,49 +4,30 @@ A stream is msgpack maps, one after another; field `k` names the kind. Known kin
 dataclasses below, unknown kinds become `Unknown`; fields that a kind does not know are kept in
 `extra` and written again, so that a newer stage can talk past an older one.
 
-    head -> tokens ... -> prefilled -> (logits -> token -> text)* -> end        (stats, error anywhere)
+    head -> tokens ... -> prefilled -> (logits -> token -> text)* -> end        (stats, error)
 
-An array is a msgpack ext value: type 1 carries its bytes, type 2 points into the run's logits ring.
-Nothing here imports MLX or numpy: a dtype is a name and a payload is bytes until a stage needs more.
+An array is a msgpack ext value: type 1 carries its bytes, type 2 points into the run's logits
+ring; see arrays.py. Field types are checked against the annotations below.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from types import UnionType
+from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
 import msgpack
 
+from toastkit.arrays import Array, Invalid, Reference, pack_extension, unpack_extension
 from toastkit.errors import FrameError
 
 SCHEMA_VERSION = 1
 MAX_FRAME_BYTES = 64 << 20  # a 151,936-entry float32 logits frame is 0.6 MB
 MAX_NESTING = 8
-EXT_INLINE = 1
-EXT_REFERENCE = 2
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint32": 4, "int32": 4, "uint8": 1}
-
-
-@dataclass(slots=True)
-class Array:
-    """An inline array. dtype: a key of ITEM_BYTES. shape: sizes. data: little-endian, C order."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes | memoryview
-
-
-@dataclass(slots=True)
-class Reference:
-    """An array in the run's logits ring. slot: index. seq: the number the slot must still carry."""
-
-    slot: int
-    seq: int
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -175,34 +156,21 @@ KINDS: dict[str, type] = {
 }  # fmt: skip
 NAMES = {cls: name for name, cls in KINDS.items()}
 
-_NUMBER = (int, float)
-_ARRAY = (Array, Reference)
-_OPTIONAL = type(None)
-# field -> (types it may have, smallest int allowed or None). bool counts as int only where named.
-_TYPES: dict[str, dict[str, tuple]] = {
-    "head": {"model": (str,), "fingerprint": (str,), "vocab": (int,), "eos": (list,),
-             "session": (str, _OPTIONAL), "run": (str, list, _OPTIONAL),
-             "dtype": (str, _OPTIONAL), "v": (int,)},
-    "tokens": {"ids": (bytes,), "role": (str,), "final": (bool,)},
-    "prefilled": {"n_past": (int,), "n_new": (int,), "n_cached": (int,), "seconds": _NUMBER,
-                  "logits": (*_ARRAY, _OPTIONAL)},
-    "logits": {"pos": (int,), "logits": (*_ARRAY, _OPTIONAL), "seconds": (*_NUMBER, _OPTIONAL),
-               "experts": (dict, _OPTIONAL), "entropy": (*_NUMBER, _OPTIONAL),
-               "mean": (*_NUMBER, _OPTIONAL), "slope": (*_NUMBER, _OPTIONAL),
-               "gear": (str, _OPTIONAL), "shifted": (bool, _OPTIONAL),
-               "reason": (str, _OPTIONAL)},
-    "token": {"pos": (int,), "id": (int,), "logprob": (*_NUMBER, _OPTIONAL),
-              "top": (list, _OPTIONAL), "gear": (str, _OPTIONAL),
-              "entropy": (*_NUMBER, _OPTIONAL)},
-    "text": {"s": (str,)},
-    "stats": {"stage": (str,)},
-    "error": {"code": (int,), "stage": (str,), "message": (str,), "hint": (str, _OPTIONAL)},
-    "end": {"reason": (str,), "n": (int,)},
-}  # fmt: skip
+
+def _types(hint: Any) -> tuple[type, ...]:
+    """The types that a field's value may have on the wire, from the annotation of the field."""
+    if hint is Any:
+        return (Array, Reference, int, float, type(None))
+    if get_origin(hint) is UnionType:
+        return tuple(t for part in get_args(hint) for t in _types(part))
+    return (int, float) if hint is float else (get_origin(hint) or hint,)
+
+
 _FIELDS = {
     kind: tuple(f.name for f in dataclasses.fields(cls) if f.name != "extra")
     for kind, cls in KINDS.items()
 }
+_TYPES = {kind: {n: _types(t) for n, t in get_type_hints(c).items()} for kind, c in KINDS.items()}
 _REQUIRED = {
     kind: frozenset(
         f.name
@@ -211,13 +179,6 @@ _REQUIRED = {
     )
     for kind, cls in KINDS.items()
 }
-
-
-class Invalid(ValueError):
-    """A map that is not a frame. The reader turns it into a FrameError with an offset."""
-
-
-# ---------------------------------------------------------------------------- maps <-> dataclasses
 
 
 def from_map(fields: dict) -> Frame:
@@ -282,11 +243,13 @@ def _check_values(kind: str, frame: Any) -> None:
         if frame.top is not None:
             for pair in frame.top:
                 if not (type(pair) is list and len(pair) == 2 and _is_id(pair[0])
-                        and type(pair[1]) in _NUMBER):  # fmt: skip
+                        and type(pair[1]) in (int, float)):  # fmt: skip
                     raise Invalid("token.top is not a list of [id, logprob]")
     elif kind == "logits":
         if not 0 <= frame.pos < 2**53:
             raise Invalid("logits.pos out of range")
+        if isinstance(frame.logits, (int, float)) or isinstance(frame.entropy, (Array, Reference)):
+            raise Invalid("logits.logits is an array and logits.entropy a number")
     elif kind == "prefilled":
         if min(frame.n_past, frame.n_new, frame.n_cached) < 0:
             raise Invalid("prefilled counts cannot be negative")
@@ -298,71 +261,15 @@ def _is_id(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**32
 
 
-# ------------------------------------------------------------------------------------------- arrays
-
-
-def _pack_default(value: Any) -> Any:
-    if type(value) is Reference:
-        payload = msgpack.packb((value.slot, value.seq, value.dtype, value.shape))
-        return msgpack.ExtType(EXT_REFERENCE, payload)
-    if type(value) is Array:
-        payload = msgpack.packb((value.dtype, value.shape)) + bytes(value.data)
-        return msgpack.ExtType(EXT_INLINE, payload)
-    if type(value) is memoryview:
-        return bytes(value)
-    raise TypeError(f"cannot put a {type(value).__name__} into a frame")
-
-
-def _unpack_ext(code: int, payload: bytes) -> Any:
-    """Turns ext types 1 and 2 into arrays; other types are kept, to be passed on."""
-    if code not in (EXT_INLINE, EXT_REFERENCE):
-        return msgpack.ExtType(code, payload)
-    unpacker = msgpack.Unpacker(None, max_buffer_size=max(len(payload), 1), use_list=False)
-    unpacker.feed(payload)
-    try:
-        head = unpacker.unpack()
-    except Exception as error:
-        raise Invalid("a broken array") from error
-    if code == EXT_REFERENCE:
-        if not (type(head) is tuple and len(head) == 4 and unpacker.tell() == len(payload)):
-            raise Invalid("a broken array reference")
-        slot, seq, dtype, shape = head
-        if not (type(slot) is int and type(seq) is int and 0 <= slot < 2**16 and seq >= 0):
-            raise Invalid("a broken array reference")
-        _array_bytes(dtype, shape)
-        return Reference(slot, seq, dtype, shape)
-    if not (type(head) is tuple and len(head) == 2):
-        raise Invalid("a broken array")
-    dtype, shape = head
-    start = unpacker.tell()
-    if len(payload) - start != _array_bytes(dtype, shape):
-        raise Invalid(f"an array of {dtype}{list(shape)} with {len(payload) - start} bytes")
-    return Array(dtype, shape, memoryview(payload)[start:])
-
-
-def _array_bytes(dtype: Any, shape: Any) -> int:
-    """Bytes of an array; raises Invalid for an unknown dtype or an impossible shape."""
-    if type(dtype) is not str or dtype not in ITEM_BYTES:
-        raise Invalid("an array of an unknown dtype")
-    if type(shape) is not tuple or len(shape) > 8:
-        raise Invalid("an array of an impossible shape")
-    if not all(type(n) is int and 0 <= n < 2**40 for n in shape):
-        raise Invalid("an array of an impossible shape")
-    return ITEM_BYTES[dtype] * math.prod(shape)
-
-
-# -------------------------------------------------------------------------------- reader and writer
-
-
 class FrameReader:
     """Iterates over the frames of a binary stream.
 
-    source: a binary file object with `readinto1`, `read1` or `read`.
+    source: a binary file object, or anything with a `read1(size)` or `read(size)` like one's.
     Raises FrameError, which names the frame's number and byte offset, at the first broken frame.
     A stream that ends between two frames simply ends.
     """
 
-    def __init__(self, source: BinaryIO, max_frame_bytes: int = MAX_FRAME_BYTES):
+    def __init__(self, source: BinaryIO | Any, max_frame_bytes: int = MAX_FRAME_BYTES):
         self._read = getattr(source, "read1", None) or source.read
         self._max = max_frame_bytes
         self._unpacker = msgpack.Unpacker(
@@ -373,7 +280,7 @@ class FrameReader:
             max_array_len=1 << 20,
             max_map_len=1 << 12,
             strict_map_key=True,
-            ext_hook=_unpack_ext,
+            ext_hook=unpack_extension,
         )
         self._fed = 0
         self.count = 0
@@ -450,7 +357,7 @@ class FrameWriter:
 
     def __init__(self, sink: BinaryIO):
         self._sink = sink
-        self._pack = msgpack.Packer(default=_pack_default, use_bin_type=True).pack
+        self._pack = msgpack.Packer(default=pack_extension, use_bin_type=True).pack
 
     def write(self, frame: Frame) -> None:
         self._sink.write(self._pack(to_map(frame)))
@@ -463,7 +370,7 @@ class FrameWriter:
 
 def dumps(frame: Frame) -> bytes:
     """One frame as bytes."""
-    return msgpack.packb(to_map(frame), default=_pack_default, use_bin_type=True)
+    return msgpack.packb(to_map(frame), default=pack_extension, use_bin_type=True)
 
 
 def starts_frames(first: bytes) -> bool:
@@ -473,9 +380,6 @@ def starts_frames(first: bytes) -> bool:
 
 def pack_ids(ids: Iterable[int]) -> bytes:
     """Token ids as little-endian uint32. Raises OverflowError outside 0 .. 2**32 - 1."""
-    import sys
-    from array import array
-
     values = array("I", ids)
     if sys.byteorder == "big":
         values.byteswap()
@@ -484,9 +388,6 @@ def pack_ids(ids: Iterable[int]) -> bytes:
 
 def unpack_ids(data: bytes) -> list[int]:
     """The inverse of pack_ids."""
-    import sys
-    from array import array
-
     values = array("I")
     values.frombytes(data)
     if sys.byteorder == "big":

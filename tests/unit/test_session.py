@@ -1,99 +1,38 @@
-"""The session directory without MLX: names, commit, reuse, lock, damage, kill -9, full disk."""
+"""The session directory without MLX: names, commit, reuse, lock, ephemeral, readers."""
 
 from __future__ import annotations
 
-import functools
+import fcntl
 import os
 import random
-import resource
-import signal
-import struct
-import subprocess
-import sys
 import threading
-import time
-import zlib
-from array import array
 from pathlib import Path
 
-import msgpack
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from session_states import (
+    MODEL,
+    ROW_BYTES,
+    commit,
+    expected_rows,
+    growing,
+    logits_of,
+    recurrent,
+    rows_of,
+)
 
 from toastkit.errors import (
     BusyError,
     CannotCreateError,
     DataError,
-    IOFailure,
     NoInputError,
-    ToastError,
     UsageError,
 )
 from toastkit.session import names
-from toastkit.session.blocks import LayerSource, TensorSource
 from toastkit.session.commit import MAX_SLICES
 from toastkit.session.directory import Session
 from toastkit.session.extents import ALIGNMENT, Space
 from toastkit.session.layout import Layer, can_cut
-
-MODEL = "ab" * 32
-HEADS, SIZE = 2, 16
-ROW_BYTES = HEADS * SIZE * 4
-
-
-# ------------------------------------------------- a state that needs no MLX: bytes by (token, row)
-
-
-def row(token: int, position: int) -> bytes:
-    """The bytes of one position of a growing tensor."""
-    return struct.pack("<II", token, position) * (ROW_BYTES // 8)
-
-
-def growing(tokens: list[int]) -> LayerSource:
-    """A KVCache that has read these tokens."""
-
-    def read(first: int, last: int) -> bytes:
-        return b"".join(row(tokens[i], i) for i in range(first, last))
-
-    shape = (1, HEADS, len(tokens), SIZE)
-    tensors = [TensorSource(name, "float32", shape, 2, read) for name in ("keys", "values")]
-    return LayerSource("KVCache", {"offset": len(tokens)}, tensors if tokens else [])
-
-
-def recurrent(tokens: list[int]) -> LayerSource:
-    """An ArraysCache that has read these tokens."""
-    data = struct.pack("<I", zlib.crc32(array("I", tokens).tobytes())) * 5000
-    return LayerSource(
-        "ArraysCache", {"size": 1}, [TensorSource("0", "uint32", (5000,), None, lambda a, b: data)]
-    )
-
-
-def logits_of(tokens: list[int]) -> array:
-    return array("f", [float(len(tokens)), float(sum(tokens) % 1000)] * 50)
-
-
-def commit(session: Session, tokens: list[int], *sources: LayerSource) -> None:
-    session.commit_layers(tokens, sources or [growing(tokens)], logits_of(tokens))
-
-
-def rows_of(session: Session, n: int) -> list[bytes]:
-    """What restoring the first n tokens gives: the bytes of every stored tensor."""
-
-    def rebuild(layers: list[Layer], load) -> list[bytes]:
-        return [
-            bytes(load(tensor, n if tensor.axis is not None else 1))[
-                : tensor.row_bytes * (n if tensor.axis is not None else 1)
-            ]
-            for layer in layers
-            for tensor in layer.tensors
-        ]
-
-    return session.restore_layers(n, rebuild)
-
-
-def expected_rows(tokens: list[int]) -> bytes:
-    return b"".join(row(token, i) for i, token in enumerate(tokens))
+from toastkit.session.lock import WriterLock
 
 
 @pytest.fixture
@@ -260,6 +199,22 @@ def test_space_is_first_fit():
 # ----------------------------------------------------------------------- opening, locking, errors
 
 
+def test_a_lock_file_that_was_removed_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Between open and flock the holder may remove the session: nobody else locks that file."""
+    real = fcntl.flock
+
+    def removed_first(fd: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        (tmp_path / "lock").unlink()
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    lock = WriterLock.acquire(tmp_path)
+    with pytest.raises(BusyError):
+        WriterLock.acquire(tmp_path)
+    lock.release()
+
+
 def test_another_models_session_is_refused(root: Path):
     path = names.resolve("one")
     with Session.open(path, MODEL) as session:
@@ -366,227 +321,3 @@ def test_reader_follows_a_longer_history(root: Path):
                 commit(session, tokens)
             with pytest.raises(DataError, match="changed while it was being read"):
                 rows_of(reader, 300)
-
-
-# ----------------------------------------------------------------------------------------- damage
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("saved") / "session"
-    with Session.open(path, MODEL) as session:
-        tokens = list(range(300))
-        commit(session, tokens, growing(tokens), recurrent(tokens))
-    return path
-
-
-def opens_or_is_refused(path: Path) -> None:
-    for write in (True, False):
-        try:
-            with Session.open(path, None, write=write) as session:
-                rows_of(session, session.n_past)
-                session.logits()
-        except DataError as error:
-            assert "\n" not in error.message and "session" in error.message
-
-
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_header_fuzz(saved: Path, data: st.DataObject):
-    """Any bytes in the header's place: a session or a DataError. With the checksum made right too,
-    so that the checks behind it are reached."""
-    header = saved / "session.msgpack"
-    good = header.read_bytes()
-    try:
-        envelope = msgpack.unpackb(good)
-        fix = data.draw(st.booleans(), "fix the checksum")
-        broken = bytearray(envelope["body"] if fix else good)
-        for _ in range(data.draw(st.integers(1, 4), "flips")):
-            at = data.draw(st.integers(0, len(broken) - 1), "at")
-            broken[at] = data.draw(st.integers(0, 255), "byte")
-        broken = broken[: data.draw(st.sampled_from([len(broken), len(broken) // 2]), "length")]
-        if fix:
-            envelope.update(body=bytes(broken), crc=zlib.crc32(broken))
-            broken = bytearray(msgpack.packb(envelope))
-        header.write_bytes(broken)
-        opens_or_is_refused(saved)
-    finally:
-        header.write_bytes(good)
-
-
-def replaced(value, seen: list, target: int, by):
-    """A copy of nested maps and lists with the target-th value replaced."""
-    seen.append(None)
-    if len(seen) - 1 == target:
-        return by
-    if isinstance(value, dict):
-        return {k: replaced(v, seen, target, by) for k, v in value.items()}
-    if isinstance(value, list):
-        return [replaced(v, seen, target, by) for v in value]
-    return value
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    target=st.integers(0, 60),
-    by=st.sampled_from([None, -1, 0, 1, 300, 2**40, 2**63, 0.5, "", "KVCache", "x", b"", [], {}]),
-)
-def test_header_with_another_value(saved: Path, target: int, by):
-    header = saved / "session.msgpack"
-    good = header.read_bytes()
-    try:
-        envelope = msgpack.unpackb(good)
-        body = msgpack.packb(replaced(msgpack.unpackb(envelope["body"]), [], target, by))
-        header.write_bytes(msgpack.packb({**envelope, "body": body, "crc": zlib.crc32(body)}))
-        opens_or_is_refused(saved)
-    finally:
-        header.write_bytes(good)
-
-
-def test_newer_schema_and_garbage(root: Path):
-    path = names.resolve("one")
-    with Session.open(path, MODEL) as session:
-        commit(session, [1])
-    header = path / "session.msgpack"
-    envelope = msgpack.unpackb(header.read_bytes())
-    header.write_bytes(msgpack.packb({**envelope, "schema": 2}))
-    with pytest.raises(DataError, match="cannot read session one: its schema 2 is newer than 1"):
-        Session.open(path, MODEL)
-    for garbage in (b"", b"garbage", b"\x81", os.urandom(1000)):
-        header.write_bytes(garbage)
-        with pytest.raises(DataError, match="cannot read session one: "):
-            Session.open(path, MODEL)
-
-
-@pytest.mark.parametrize("name", ["tokens.u32", "cache.bin", "logits.f32"])
-@pytest.mark.parametrize("how", ["flip", "shorten", "remove"])
-def test_damaged_data_files(root: Path, name: str, how: str):
-    path = names.resolve("one")
-    with Session.open(path, MODEL) as session:
-        commit(session, [1] * 300)
-    file = path / name
-    data = bytearray(file.read_bytes())
-    if how == "remove":
-        file.unlink()
-    else:
-        data[100] ^= 1
-        file.write_bytes(data if how == "flip" else data[:-1])
-    with pytest.raises(DataError, match="session one"), Session.open(path, MODEL) as session:
-        session.logits()
-        rows_of(session, 300)
-
-
-# ------------------------------------------------------------------------- full disk and kill -9
-
-
-def test_full_disk_leaves_the_earlier_commit(root: Path):
-    path = names.resolve("one")
-    tokens = list(range(300))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Session.open(path, MODEL) as session:
-        commit(session, tokens)
-        longer = [*tokens, *range(900)]
-        failures = 0
-        for limit in range(0, (path / "cache.bin").stat().st_size * 4, 40_000):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-            try:
-                commit(session, longer)
-            except IOFailure as error:
-                failures += 1
-                assert "cannot save session one: file too large" in error.message
-            else:
-                break
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            assert session.tokens == tokens
-            with Session.open(path, MODEL, write=False) as reader:
-                assert rows_of(reader, 300) == [expected_rows(tokens)] * 2
-                assert reader.logits().tolist() == logits_of(tokens).tolist()
-        assert failures > 2 and session.tokens == longer
-    with Session.open(path, MODEL) as session:
-        assert rows_of(session, 1200) == [expected_rows(longer)] * 2
-    assert not (path / "session.msgpack.tmp").exists()
-
-
-def test_interrupted_between_rename_and_return(root: Path, monkeypatch: pytest.MonkeyPatch):
-    """A commit that happened but was not told of: the next one must not overwrite it."""
-    path = names.resolve("one")
-    real = os.replace
-
-    def interrupted(source, target) -> None:
-        real(source, target)
-        raise KeyboardInterrupt
-
-    with Session.open(path, MODEL) as session:
-        commit(session, [1] * 300)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                commit(session, [1] * 400)
-        session.commit_layers([1] * 400, [growing([1] * 400)], None)
-        assert session.generation == 3
-        assert rows_of(session, 400) == [expected_rows([1] * 400)] * 2
-
-
-@functools.cache
-def history(generation: int) -> list[int]:
-    """The tokens of a commit in test_kill: grown or cut back from the one before, by a rule."""
-    tokens: list[int] = []
-    for number in range(1, generation):
-        tokens = history(number)
-    rng = random.Random(generation)
-    if rng.random() < 0.4:
-        tokens = tokens[: rng.randint(0, len(tokens))]
-    grown = rng.choice([1, 3, 250, 256, 600])
-    tokens = tokens + [rng.randrange(50) for _ in range(grown)]
-    return tokens[:100] if len(tokens) > 3000 else tokens
-
-
-def commit_forever(path: str) -> None:
-    """The child of test_kill: goes on from whatever commit it finds."""
-    with Session.open(path, MODEL) as session:
-        if session.n_past:
-            rows_of(session, session.n_past)
-        print("ready", flush=True)
-        while True:
-            tokens = history(session.generation + 1)
-            commit(session, tokens, growing(tokens), recurrent(tokens))
-
-
-def test_kill_at_any_instant(tmp_path: Path):
-    path = tmp_path / "session"
-    rng = random.Random(time.time_ns())
-    code = f"from test_session import commit_forever; commit_forever({str(path)!r})"
-    paths = [str(Path(__file__).parent), *filter(None, sys.path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    reached = []
-    for _ in range(12):
-        child = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment
-        )
-        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-        time.sleep(rng.uniform(0, 0.12))
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
-        if not (path / "session.msgpack").exists():
-            continue
-        with Session.open(path, MODEL) as session:
-            reached.append(session.generation)
-            tokens = history(session.generation)
-            assert session.tokens == tokens
-            stored = rows_of(session, len(tokens))
-            assert stored[:2] == [expected_rows(tokens)] * 2
-            assert stored[2] == bytes(recurrent(tokens).tensors[0].read(0, 1))
-            assert session.logits().tolist() == logits_of(tokens).tolist()
-    assert reached == sorted(reached) and len(set(reached)) > 3
-
-
-def test_an_error_is_a_toast_error_when_the_directory_goes(root: Path):
-    with Session.open(names.resolve("one"), MODEL) as session:
-        commit(session, [1])
-        for file in session.path.iterdir():
-            file.unlink()
-        session.path.rmdir()
-        with pytest.raises(ToastError, match="cannot save session one"):
-            commit(session, [1, 2])

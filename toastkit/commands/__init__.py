@@ -18,8 +18,9 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("tokenize", "turn a prompt into token frames", "text", "frames"),
     Command("prefill", "run a prompt through the model into a session", "frames", "frames"),
-    Command("decode", "answer a prompt, or emit logits step by step", "text or frames",
-            "text or frames"),
+    Command(
+        "decode", "answer a prompt, or emit logits step by step", "text or frames", "text or frames"
+    ),
     Command("entropy-gear", "annotate logits with entropy and gear", "frames", "frames"),
     Command("sample", "draw tokens from logits", "frames", "frames"),
     Command("detokenize", "turn token frames into text", "frames", "text"),

@@ -38,7 +38,12 @@ def command(name: str, **settings: Any):
 
 
 def _common_options() -> list:
-    flag = {"is_flag": True, "expose_value": False, "is_eager": True, "allow_from_autoenv": False}
+    flag: dict[str, Any] = {
+        "is_flag": True,
+        "expose_value": False,
+        "is_eager": True,
+        "allow_from_autoenv": False,
+    }
     shells = click.Choice(["bash", "zsh", "fish"])
     return [
         click.option("-v", "--verbose", is_flag=True, help="Say on stderr what is being done."),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Any
 
 import click
 
 from toastkit.commands import cli, options
-from toastkit.errors import DataError, UsageError
+from toastkit.errors import UsageError
 from toastkit.frames import End, Frame, Text, Token, starts_frames
 
 ONLY_TEXT = (
@@ -40,11 +39,11 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 )
 @click.option("--greedy", is_flag=True, help="Frames: take the most likely token, need no sampler.")
 @click.option(
-    "--force", metavar="FILE|-", help="Frames: follow the token ids of a file, or of stdin's frames."
+    "--force",
+    metavar="FILE|-",
+    help="Frames: follow the token ids of a file, or of stdin's frames.",
 )
-@click.option(
-    "--steps", type=click.IntRange(0), metavar="N", help="Frames: stop after N passes."
-)
+@click.option("--steps", type=click.IntRange(0), metavar="N", help="Frames: stop after N passes.")
 @options.inline
 @options.engine
 @click.pass_context
@@ -168,9 +167,9 @@ class JsonWriter:
         self._text = ""
 
     def __call__(self, frame: Frame) -> None:
-        if type(frame) is Text:
+        if isinstance(frame, Text):
             self._text += frame.s
-        elif type(frame) is Token:
+        elif isinstance(frame, Token):
             self._write(
                 {
                     "pos": frame.pos, "id": frame.id, "text": self._text,
@@ -178,7 +177,7 @@ class JsonWriter:
                     **({"top": frame.top} if frame.top else {}),
                 }
             )  # fmt: skip
-        elif type(frame) is End:
+        elif isinstance(frame, End):
             self._write({"end": frame.reason, "n": frame.n, "text": self._text})
 
     def _write(self, value: dict) -> None:

@@ -59,9 +59,9 @@ class TextWriter:
         self._last = "\n"
 
     def __call__(self, frame: Frame) -> None:
-        if type(frame) is Text:
+        if isinstance(frame, Text):
             self._write(frame.s)
-        elif type(frame) is End and self._newline and not self._last.endswith("\n"):
+        elif isinstance(frame, End) and self._newline and not self._last.endswith("\n"):
             self._write("\n")
 
     def _write(self, text: str) -> None:

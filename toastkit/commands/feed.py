@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import os
 
 import click
 
@@ -58,11 +58,11 @@ def _send(ids: tuple[int, ...], path: str | None, end: bool) -> int:
 
 def _follow(path: str | None, ignore_eos: bool) -> int:
     """Sends what comes on stdin: frames, JSON lines or bare ids; tokens also go to stdout."""
-    from toastkit.commands.frames import json_frames
     from toastkit.commands.pipes import WatchedInput, run_filter
     from toastkit.stages.feeding import bare_ids, feed_tokens
+    from toastkit.stages.jsonl import json_frames
 
-    first = sys.stdin.buffer.read1(1) if sys.stdin is not None else b""
+    first = os.read(0, 1)
     if starts_frames(first):
         return run_filter(
             lambda frames, signals: feed_tokens(frames, path, ignore_eos), "feed", first

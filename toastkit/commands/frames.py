@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from toastkit.commands import cli, options
-from toastkit.errors import DataError, FrameError, UsageError
+from toastkit.errors import FrameError, UsageError
 from toastkit.frames import KINDS, End, Frame, Head
 
 
@@ -23,11 +23,18 @@ from toastkit.frames import KINDS, End, Frame, Head
 @click.option("--kinds", metavar="K,K", help="Only frames of these kinds.")
 @click.option("--slice", "span", metavar="A:B", help="Only frames A up to B, heads not counted.")
 @click.option(
-    "--arrays", type=click.Choice(["topk", "base64", "none"]), default="topk", show_default=True,
+    "--arrays",
+    type=click.Choice(["topk", "base64", "none"]),
+    default="topk",
+    show_default=True,
     help="How --json writes logits.",
 )
 @click.option(
-    "--top", type=click.IntRange(1), default=10, show_default=True, metavar="N",
+    "--top",
+    type=click.IntRange(1),
+    default=10,
+    show_default=True,
+    metavar="N",
     help="Entries that a top-k list holds.",
 )
 @options.inline
@@ -76,30 +83,9 @@ def _span(text: str | None) -> tuple[int, int | None]:
     return int(match[1] or 0), int(match[2]) if match[2] else None
 
 
-def json_frames(stream: Any) -> Iterator[Frame]:
-    """Frames from JSON lines; a DataError names the line."""
-    from toastkit.stages.jsonl import from_json
-
-    for number, line in enumerate(lines(stream), 1):
-        if line.strip():
-            try:
-                yield from_json(line)
-            except DataError as error:
-                raise DataError(f"cannot read line {number}: {error.message}") from error
-
-
-def lines(stream: Any) -> Iterator[bytes]:
-    """The lines of a stream with a `read1`, each as soon as it is whole."""
-    held = b""
-    while data := stream.read1(1 << 16):
-        *whole, held = (held + data).split(b"\n")
-        yield from whole
-    if held:
-        yield held
-
-
 def _copy(flags: dict[str, Any], chosen: Callable) -> int:
     from toastkit.commands.pipes import WatchedInput, run_filter
+    from toastkit.stages.jsonl import json_frames
 
     write = _json_writer(flags) if flags["as_json"] else None
 
@@ -116,7 +102,7 @@ def _json_writer(flags: dict[str, Any]) -> Callable[[Frame], None]:
     reader = LogitsReader()
 
     def write(frame: Frame) -> None:
-        if type(frame) is Head:
+        if isinstance(frame, Head):
             reader.begin(frame)
         print(to_json(frame, flags["arrays"], flags["top"], reader.read), flush=True)
 
@@ -146,12 +132,12 @@ def _validate(flags: dict[str, Any]) -> int:
     inside = False
     for frame in _input(flags):
         count += 1
-        if type(frame) is Head:
+        if isinstance(frame, Head):
             runs += 1
             inside = True
         elif runs == 0:
             raise FrameError(f"frame {count} comes before any head", 0)
-        elif type(frame) is End:
+        elif isinstance(frame, End):
             inside = False
     still_open = ", the last one without an end" if inside else ""
     print(f"ok: {count} frames, {runs} runs{still_open}")
@@ -160,6 +146,7 @@ def _validate(flags: dict[str, Any]) -> int:
 
 def _input(flags: dict[str, Any]) -> Iterable[Frame]:
     from toastkit.frames import FrameReader
+    from toastkit.stages.jsonl import json_frames
 
     stream = sys.stdin.buffer
     return json_frames(stream) if flags["from_json"] else FrameReader(stream)

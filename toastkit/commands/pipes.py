@@ -87,7 +87,7 @@ def run_filter(
     try:
         for frame in stage:
             put(frame)
-            interrupted = interrupted or (type(frame) is End and frame.reason == "interrupt")
+            interrupted = interrupted or (isinstance(frame, End) and frame.reason == "interrupt")
     except BrokenPipeError:
         _close(stage)
         if signals:

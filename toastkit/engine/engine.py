@@ -75,7 +75,7 @@ class Engine:
         total, done = len(ids), 0
         while total - done > 1:
             count = min(size, total - done - 1)
-            self._model(mx.array(ids[done : done + count], mx.uint32)[None], cache=cache)
+            self._model(mx.array(list(ids[done : done + count]), mx.uint32)[None], cache=cache)
             mx.eval([layer.state for layer in cache])
             mx.clear_cache()
             done += count
@@ -101,4 +101,4 @@ class Engine:
 
     def score(self, ids: Sequence[int], cache: list) -> mx.array:
         """Logits (len(ids), vocab) float32: row i is what the model expects after ids[i]. Lazy."""
-        return self._model(mx.array(ids, mx.uint32)[None], cache=cache)[0].astype(mx.float32)
+        return self._model(mx.array(list(ids), mx.uint32)[None], cache=cache)[0].astype(mx.float32)

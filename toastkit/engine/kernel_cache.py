@@ -1,8 +1,8 @@
 """A private place for the kernels that MLX compiles on the CPU.
 
 MLX writes them to a predictable folder under TMPDIR and loads them from there: another user's file
-planted there would run as ours, and two processes that compile at once read each other's half-written
-files. So each process gets a folder of its own (0700) as MLX's TMPDIR, which starts with hard links
+planted there would run as ours, and two processes that compile at once read each other's
+half-written files. So each process gets a folder of its own (0700) as MLX's TMPDIR, which starts with hard links
 to the kernels that earlier processes finished, and gives what it compiled back by atomic links:
 
     $XDG_CACHE_HOME/toastkit/kernels/run-PID-RANDOM/   TMPDIR as MLX sees it, removed at exit

@@ -26,7 +26,9 @@ class _Deferred(ModuleType):
         if name.startswith("__") or self.__dict__.get("_running"):
             raise AttributeError(name)
         self.__dict__["_running"] = True
-        self.__spec__.loader.exec_module(self)
+        spec = self.__spec__
+        assert spec is not None and spec.loader is not None  # given by _mlx_lm
+        spec.loader.exec_module(self)
         return getattr(self, name)
 
 
@@ -35,7 +37,7 @@ def _mlx_lm() -> ModuleType:
     if module is not None:
         return module
     spec = importlib.machinery.PathFinder.find_spec("mlx_lm")
-    if spec is None:
+    if spec is None or spec.submodule_search_locations is None:
         raise UnavailableError("mlx_lm is not installed", hint="pip install mlx-lm")
     module = _Deferred("mlx_lm")
     module.__spec__ = spec

@@ -31,7 +31,8 @@ def load_config(files: ModelFiles) -> ModelConfig:
     raw = files.read_json("config.json")
     if raw is None:
         raise DataError(f"{files.name}: no config.json")
-    text = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else {}
+    nested = raw.get("text_config")
+    text: dict = nested if isinstance(nested, dict) else {}
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise DataError(f"{files.name}: config.json has no model_type")

@@ -40,7 +40,7 @@ class ModelFiles:
             raise from_os_error(error, f"cannot read {path}") from error
 
     def read_json(self, name: str) -> dict | None:
-        """A JSON object from a small file, or None where it is absent; DataError if it is broken."""
+        """A JSON object from a small file, None where it is absent; DataError if it is broken."""
         data = self.read(name)
         if data is None:
             return None
@@ -119,7 +119,9 @@ def _hub_snapshot(hub_id: str) -> Path:
     if cached is not None:
         return cached
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise NoInputError(f"no such model: {hub_id} is not in the cache, and HF_HUB_OFFLINE is set")
+        raise NoInputError(
+            f"no such model: {hub_id} is not in the cache, and HF_HUB_OFFLINE is set"
+        )
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:

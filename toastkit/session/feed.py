@@ -3,7 +3,8 @@
 A message is one msgpack map, written in one piece of less than PIPE_BUF bytes, so that messages of
 several writers never mix:
 
-    pos    index of the token, as in the logits frame that it answers
+    pos    index of the token, as in the logits frame that it answers; nil or missing: whichever is
+           next
     id     the token, uint32; may be nil or missing in a message with end
     gear   low, mid or high: for the pass that consumes the token; missing: as before
     end    true: no token follows, the run is over; missing: false
@@ -32,7 +33,7 @@ RETRY_SECONDS = 0.002
 class FeedMessage(NamedTuple):
     """One message; the fields as in the module's text. id is None only with end."""
 
-    pos: int
+    pos: int | None
     id: int | None
     gear: str | None = None
     end: bool = False
@@ -89,7 +90,7 @@ def _message(fields: Any) -> FeedMessage:
         raise DataError(f"cannot read the feed: not a map but a {type(fields).__name__}")
     pos, token = fields.get("pos"), fields.get("id")
     gear, end = fields.get("gear"), fields.get("end", False)
-    if type(pos) is not int or not 0 <= pos < 2**53:
+    if pos is not None and (type(pos) is not int or not 0 <= pos < 2**53):
         raise DataError("cannot read the feed: pos is not a position")
     if type(end) is not bool:
         raise DataError("cannot read the feed: end is not true or false")
@@ -121,7 +122,9 @@ class FeedWriter:
             self.close()
             raise
 
-    def send(self, pos: int, id: int | None, gear: str | None = None, end: bool = False) -> None:
+    def send(
+        self, pos: int | None, id: int | None, gear: str | None = None, end: bool = False
+    ) -> None:
         """Sends one message to every FIFO. Raises BrokenPipeError when a reader has gone (the
         others get it nevertheless), DataError for fields that are not a message's."""
         message = _message({"pos": pos, "id": id, "gear": gear, "end": end})

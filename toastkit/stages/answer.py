@@ -17,7 +17,7 @@ from toastkit.stages.local import LocalRuns
 from toastkit.stages.options import Interrupt, Outcome, ReadOptions, StepOptions
 from toastkit.stages.prefill import prefill
 from toastkit.stages.sample import DrawOptions, sample_deferred
-from toastkit.stages.streams import compose
+from toastkit.stages.streams import Stage, compose
 from toastkit.stages.tokenize import Prompt, PromptTokenizer, tokenize
 
 
@@ -54,7 +54,7 @@ def answer(
         assert draw is not None
         return DeviceSampler(draw.sampling, head.vocab, options.xtc_special_ids), draw
 
-    stages = [
+    stages: list[Stage] = [
         partial(
             prefill, engine_for=lambda head: engine, runs=runs,
             options=options.read, interrupt=interrupt,

@@ -42,16 +42,16 @@ def _runs(
 ) -> Iterator[Frame]:
     head: Head | None = None
     ids: list[int] = []
-    for frame in whole_runs(frames, lambda f: type(f) in (Prefilled, End)):
-        if type(frame) is Head:
+    for frame in whole_runs(frames, lambda f: isinstance(f, (Prefilled, End))):
+        if isinstance(frame, Head):
             head, ids = runs.attach(frame), []
             yield head
-        elif type(frame) is Tokens:
+        elif isinstance(frame, Tokens):
             ids += unpack_ids(frame.ids)
             yield frame
             if frame.final and head is not None:
                 engine_for(head)  # loads while prefill computes
-        elif type(frame) is Prefilled:
+        elif isinstance(frame, Prefilled):
             assert head is not None  # whole_runs: a head comes first
             frame.logits = None
             yield frame
@@ -62,9 +62,7 @@ def _runs(
             yield frame
 
 
-def _run(
-    engine: Engine, runs: DecodeRuns, ids: list[int], options: StepOptions
-) -> Iterator[Frame]:
+def _run(engine: Engine, runs: DecodeRuns, ids: list[int], options: StepOptions) -> Iterator[Frame]:
     """One run: state in, logits out, commit, and only then the end."""
     state = runs.take(engine, ids)
     try:

@@ -38,14 +38,14 @@ def detokenize(
     """
     writer: _Writer | None = None
     for frame in whole_runs(frames, ends_run):
-        if type(frame) is Head:
+        if isinstance(frame, Head):
             feed.begin(frame)
             writer = _Writer(tokenizer_for(frame), options)
         elif writer is None:
             pass
-        elif type(frame) is Tokens and options.echo:
+        elif isinstance(frame, Tokens) and options.echo:
             yield Text(writer.prompt(frame))
-        elif type(frame) is Token:
+        elif isinstance(frame, Token):
             if writer.stopped:
                 continue  # drawn before decode heard of the stop
             piece = writer.add(frame.id)
@@ -53,7 +53,7 @@ def detokenize(
                 yield Text(piece)
             if writer.stopped:
                 feed.close("stop")
-        elif type(frame) is End:
+        elif isinstance(frame, End):
             piece = writer.finish()
             if piece:
                 yield Text(piece)
@@ -84,4 +84,7 @@ class _Writer:
         if self.stopped:
             return ""
         piece, self.stopped = self._stops.add(self._pieces.finish())
-        return piece if self.stopped else piece + self._stops.finish()
+        if not self.stopped:
+            piece += self._stops.finish()
+            self.stopped = self._stops.stopped is not None
+        return piece

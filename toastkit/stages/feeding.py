@@ -9,6 +9,7 @@ from typing import Any
 from toastkit.errors import DataError
 from toastkit.frames import End, Frame, Head, Token, Tokens
 from toastkit.session.feed import FeedWriter
+from toastkit.stages.jsonl import lines
 
 
 def feed_tokens(frames: Iterable[Frame], run: str | None, ignore_eos: bool) -> Iterator[Frame]:
@@ -20,11 +21,11 @@ def feed_tokens(frames: Iterable[Frame], run: str | None, ignore_eos: bool) -> I
     head: Head | None = None
     count = 0
     for frame in frames:
-        if type(frame) is Head:
+        if isinstance(frame, Head):
             head, count = frame, 0
             writer = _open(run or head.run)
             yield frame
-        elif type(frame) is Token:
+        elif isinstance(frame, Token):
             writer = writer or _open(run)
             count += 1
             eos = head is not None and frame.id in head.eos and not ignore_eos
@@ -34,10 +35,10 @@ def feed_tokens(frames: Iterable[Frame], run: str | None, ignore_eos: bool) -> I
             if eos and head is not None:
                 yield End("eos", count)
                 head, writer = None, _close(writer)
-        elif type(frame) is End and head is not None:
+        elif isinstance(frame, End) and head is not None:
             yield End(frame.reason, count)
             head, writer = None, _close(writer)
-        elif type(frame) is Tokens and head is not None:
+        elif isinstance(frame, Tokens) and head is not None:
             yield frame
     if writer is not None:
         _end(writer)
@@ -64,15 +65,15 @@ def _end(writer: FeedWriter) -> None:
     writer.close()
 
 
-def _close(writer: FeedWriter | None) -> None:
+def _close(writer: FeedWriter | None) -> FeedWriter | None:
+    """Lets a feed go; gives the None to remember it by."""
     if writer is not None:
         writer.close()
+    return None
 
 
 def bare_ids(source: Any) -> Iterator[Frame]:
     """Token frames from lines of decimal ids; their position is left to decode."""
-    from toastkit.commands.frames import lines
-
     for number, line in enumerate(lines(source), 1):
         for word in line.split():
             if not word.isdigit() or int(word) >= 2**32:

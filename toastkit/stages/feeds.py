@@ -54,13 +54,13 @@ class ForcedFeed:
 
     def _pull(self) -> None:
         for frame in self._frames:
-            if type(frame) is Token:
+            if isinstance(frame, Token):
                 self._waiting.append(frame.id)
                 return
-            if type(frame) is Tokens:
+            if isinstance(frame, Tokens):
                 self._waiting.extend(unpack_ids(frame.ids))
                 return
-            if type(frame) is End:
+            if isinstance(frame, End):
                 return
 
 
@@ -75,7 +75,7 @@ def forced_ids(name: str) -> list[int]:
 
         ids: list[int] = []
         for frame in FrameReader(io.BytesIO(data)):
-            if type(frame) is Token:
+            if isinstance(frame, Token):
                 ids.append(frame.id)
         return ids
     try:

@@ -20,11 +20,11 @@ def gear(frames: Iterable[Frame], options: MonitorOptions) -> Iterator[Frame]:
     reader = LogitsReader()
     monitor: EntropyMonitor | None = None
     for frame in whole_runs(frames, ends_run):
-        if type(frame) is Head:
+        if isinstance(frame, Head):
             reader.begin(frame)
             meter = EntropyMeter(frame.vocab)
             monitor = EntropyMonitor(frame.vocab, options)
-        elif type(frame) is Logits and monitor is not None:
+        elif isinstance(frame, Logits) and monitor is not None:
             _annotate(frame, monitor, meter.bits(reader.read(frame.logits)))
         yield frame
 
@@ -34,7 +34,7 @@ def entropy_on_device(frames: Iterable[Frame]) -> Iterator[Frame]:
     from toastkit.gears.device import entropy_bits as device_entropy
 
     for frame in frames:
-        if type(frame) is Logits:
+        if isinstance(frame, Logits):
             frame.entropy = device_entropy(frame.logits)
         yield frame
 
@@ -44,9 +44,9 @@ def gear_of_tokens(frames: Iterable[Frame], options: MonitorOptions) -> Iterator
     the token."""
     monitor: EntropyMonitor | None = None
     for frame in frames:
-        if type(frame) is Head:
+        if isinstance(frame, Head):
             monitor = EntropyMonitor(frame.vocab, options)
-        elif type(frame) is Token and monitor is not None and frame.entropy is not None:
+        elif isinstance(frame, Token) and monitor is not None and frame.entropy is not None:
             frame.gear = monitor.update(frame.entropy).gear
         yield frame
 

@@ -22,7 +22,7 @@ from toastkit.frames import (
 
 def kind_of(frame: Frame) -> str:
     """The name of a frame's kind."""
-    return frame.k if type(frame) is Unknown else NAMES[type(frame)]
+    return frame.k if isinstance(frame, Unknown) else NAMES[type(frame)]
 
 
 def choose(
@@ -34,7 +34,7 @@ def choose(
     for frame in frames:
         if kinds is not None and kind_of(frame) not in kinds:
             continue
-        if type(frame) is not Head:
+        if not isinstance(frame, Head):
             count += 1
             if count <= start or (stop is not None and count > stop):
                 continue
@@ -47,9 +47,9 @@ def make_inline(frames: Iterable[Frame]) -> Iterator[Frame]:
 
     reader = LogitsReader()
     for frame in frames:
-        if type(frame) is Head:
+        if isinstance(frame, Head):
             reader.begin(frame)
-        elif type(frame) in (Logits, Prefilled) and isinstance(frame.logits, Reference):
+        elif isinstance(frame, (Logits, Prefilled)) and isinstance(frame.logits, Reference):
             frame.logits = from_numpy(reader.read(frame.logits))
         yield frame
 
@@ -76,23 +76,23 @@ class Statistics:
         self.frames += 1
         self.bytes += len(dumps(frame))
         _count(self.kinds, kind_of(frame))
-        if type(frame) is Prefilled:
+        if isinstance(frame, Prefilled):
             self.prompt_tokens += frame.n_past
             self.cached_tokens += frame.n_cached
             self.seconds += frame.seconds
-        elif type(frame) is Logits:
+        elif isinstance(frame, Logits):
             self.seconds += frame.seconds or 0.0
             if frame.gear is not None:
                 _count(self.gears, frame.gear)
             if isinstance(frame.entropy, (int, float)):
                 self.entropy_sum += frame.entropy
                 self.entropy_count += 1
-        elif type(frame) is Token and frame.logprob is not None:
+        elif isinstance(frame, Token) and frame.logprob is not None:
             self.logprob_sum += frame.logprob
             self.logprob_count += 1
-        elif type(frame) is End:
+        elif isinstance(frame, End):
             _count(self.ends, frame.reason)
-        elif type(frame) is Error:
+        elif isinstance(frame, Error):
             _count(self.ends, "error")
 
     def summary(self) -> dict:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import msgpack
@@ -41,9 +42,9 @@ def to_json(frame: Frame, arrays: str, top: int, read: Any) -> str:
     read(value): the numpy array of an Array or Reference, as LogitsReader.read.
     """
     fields = to_map(frame)
-    if type(frame) is Tokens:
+    if isinstance(frame, Tokens):
         fields["ids"] = unpack_ids(frame.ids)
-    elif type(frame) in (Logits, Prefilled) and fields.get("logits") is not None:
+    elif isinstance(frame, (Logits, Prefilled)) and fields.get("logits") is not None:
         if arrays == "none":
             del fields["logits"]
         elif arrays == "topk":
@@ -68,6 +69,26 @@ def from_json(line: str | bytes) -> Frame:
         return from_map(fields)
     except (Invalid, OverflowError, TypeError, ValueError) as error:
         raise DataError(str(error)) from error
+
+
+def json_frames(stream: Any) -> Iterator[Frame]:
+    """Frames from JSON lines; a DataError names the line."""
+    for number, line in enumerate(lines(stream), 1):
+        if line.strip():
+            try:
+                yield from_json(line)
+            except DataError as error:
+                raise DataError(f"cannot read line {number}: {error.message}") from error
+
+
+def lines(stream: Any) -> Iterator[bytes]:
+    """The lines of a stream with a `read1`, each as soon as it is whole."""
+    held = b""
+    while data := stream.read1(1 << 16):
+        *whole, held = (held + data).split(b"\n")
+        yield from whole
+    if held:
+        yield held
 
 
 def _top(values: Any, count: int) -> dict:

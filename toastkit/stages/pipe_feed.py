@@ -29,7 +29,7 @@ class PipeFeed:
         self._paths = [path for path in feeds if path.exists()] if self._sends else []
 
     def send(self, pos: int, token: int, end: str | None = None) -> None:
-        """The token at `pos`; with `end`, the last one. Raises BrokenPipeError where decode died."""
+        """The token at `pos`; with `end`, the last. Raises BrokenPipeError where decode died."""
         self._send(pos, token, end is not None)
 
     def close(self, reason: str) -> None:

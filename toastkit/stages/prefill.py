@@ -43,11 +43,11 @@ def _runs(
 ) -> Iterator[Frame]:
     head: Head | None = None
     ids: list[int] = []
-    for frame in whole_runs(frames, lambda f: type(f) is Tokens and f.final):
-        if type(frame) is Head:
+    for frame in whole_runs(frames, lambda f: isinstance(f, Tokens) and f.final):
+        if isinstance(frame, Head):
             head, ids = runs.begin(frame), []
             yield head
-        elif type(frame) is Tokens:
+        elif isinstance(frame, Tokens):
             ids += unpack_ids(frame.ids)
             yield frame
             if frame.final:

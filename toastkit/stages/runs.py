@@ -1,7 +1,7 @@
 """What prefill and decode ask of the place they run in: one process, or a pipe between two.
 
 `local.LocalRuns` is the one process: the state is handed on as an object, tokens come from a deque,
-logits stay on the device. `shared.PrefillEnd` and `shared.DecodeEnd` are the two ends of a pipe: the
+logits stay on the device. `shared.PrefillEnd` and `shared.DecodeEnd` are two ends of a pipe: the
 state goes through a session directory, tokens come through a FIFO, logits go through a ring.
 """
 

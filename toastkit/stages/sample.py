@@ -55,7 +55,7 @@ def sample(
     reader = LogitsReader()
     run: _Run | None = None
     for frame in whole_runs(frames, ends_run):
-        if type(frame) is Head:
+        if isinstance(frame, Head):
             reader.begin(frame)
             feed.begin(frame)
             sampler, options = sampler_for(frame)
@@ -63,7 +63,7 @@ def sample(
             yield _signed(frame, options)
         elif run is None:
             yield frame
-        elif type(frame) is Logits:
+        elif isinstance(frame, Logits):
             if run.ended is not None:
                 continue  # a replayed stream goes on where this answer has ended
             drawn = sampler.draw(
@@ -72,9 +72,9 @@ def sample(
             token = run.token(frame, drawn)
             feed.send(frame.pos, drawn.id, run.ended)
             yield token
-        elif type(frame) is Token:
+        elif isinstance(frame, Token):
             continue  # of an earlier draw, in a replayed stream
-        elif type(frame) is End:
+        elif isinstance(frame, End):
             feed.finish()
             yield run.end(frame)
         else:
@@ -98,19 +98,17 @@ def sample_deferred(
     waiting: tuple[Logits, Any] | None = None
     recent: Any = None
     for frame in whole_runs(frames, ends_run):
-        if type(frame) is Head:
+        if isinstance(frame, Head):
             feed.begin(frame)
             sampler, options = sampler_for(frame)
             run, waiting, recent = _Run(frame, options), None, None
             yield _signed(frame, options)
         elif run is None:
             yield frame
-        elif type(frame) is Logits:
+        elif isinstance(frame, Logits):
             if options.sampling.needs_history:
                 recent = _recent(mx, recent, run, waiting, options)
-            drawn = sampler.draw(
-                frame.logits, frame.pos, recent, options.top, options.want_logprob
-            )
+            drawn = sampler.draw(frame.logits, frame.pos, recent, options.top, options.want_logprob)
             extra = [] if frame.entropy is None else [frame.entropy]
             mx.async_eval(*drawn.arrays(), *extra)
             count = run.drawn + (1 if waiting is None else 2)
@@ -119,7 +117,7 @@ def sample_deferred(
             if waiting is not None:
                 yield from _read(run, waiting, feed)
             waiting = (frame, drawn)
-        elif type(frame) is End:
+        elif isinstance(frame, End):
             if waiting is not None and run.ended is None:
                 yield from _read(run, waiting, feed)
             waiting = None
@@ -171,7 +169,7 @@ class _Run:
 
     def note(self, frame: Frame) -> None:
         """Prompt tokens count as history for the penalties."""
-        if type(frame) is Tokens and self.options.sampling.needs_history:
+        if isinstance(frame, Tokens) and self.options.sampling.needs_history:
             self.history += unpack_ids(frame.ids)
 
     def token(self, frame: Logits, drawn: Any) -> Token:

@@ -60,9 +60,7 @@ class PrefillEnd:
         assert self._session.lock is not None
         self._run = RunDirectory.create(self._session.path)
         self._server = HandoverServer(self._run.path, self._session.lock)
-        return dataclasses.replace(
-            head, session=str(self._session.path), run=str(self._run.path)
-        )
+        return dataclasses.replace(head, session=str(self._session.path), run=str(self._run.path))
 
     def _settle(self, path: Path | None) -> None:
         """Waits until decode is done with an earlier run of this session, or with the first of
@@ -199,7 +197,7 @@ class DecodeEnd:
 
     def emit(self, state: ModelState, started: float | None) -> Iterator[Frame]:
         mx.eval(state.logits)
-        values = np.asarray(memoryview(state.logits))
+        values = np.array(state.logits, copy=False)
         seconds = None if started is None else round(time.perf_counter() - started, 6)
         self._position = len(state.tokens)
         array = from_numpy(values) if self._ring is None else self._ring.write(values)

@@ -19,9 +19,9 @@ def whole_runs(frames: Iterable[Frame], closes: Callable[[Frame], bool]) -> Iter
     """
     seen = inside = False
     for frame in frames:
-        if type(frame) is Error:
+        if isinstance(frame, Error):
             raise RemoteError(frame.code, frame.stage, frame.message, frame.hint)
-        if type(frame) is Head:
+        if isinstance(frame, Head):
             if inside:
                 raise DataError("a run begins before the last one has ended")
             seen = inside = True
@@ -38,7 +38,7 @@ def whole_runs(frames: Iterable[Frame], closes: Callable[[Frame], bool]) -> Iter
 
 def ends_run(frame: Frame) -> bool:
     """Whether a frame is the end of a run."""
-    return type(frame) is End
+    return isinstance(frame, End)
 
 
 def compose(frames: Iterable[Frame], *stages: Stage) -> Iterator[Frame]:

@@ -47,7 +47,9 @@ def _read_tensors(files: ModelFiles) -> dict[str, mx.array]:
     weights: dict[str, mx.array] = {}
     for path in files.weight_files():
         try:
-            weights.update(mx.load(str(path)))
+            tensors = mx.load(str(path))
+            assert isinstance(tensors, dict)  # what a safetensors file gives
+            weights.update(tensors)
         except (RuntimeError, ValueError, OSError) as error:
             reason = str(error).strip().split("\n")[0]
             raise DataError(f"{files.name}: cannot read {path.name}: {reason}") from error

@@ -26,9 +26,15 @@ if TYPE_CHECKING:
 
 _PER_TOKEN = ("Replace", "Metaspace", "WordPiece")
 _REPLACE_EACH = "toastkit.replace-each-byte"
-codecs.register_error(
-    _REPLACE_EACH, lambda error: ("\ufffd" * (error.end - error.start), error.end)
-)
+
+
+def _replace_each(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(_REPLACE_EACH, _replace_each)
 
 
 class StreamingDetokenizer:
@@ -73,7 +79,8 @@ class _Chain:
         self._to_text = to_text
         self._strip = strip
         self._pieces: dict[int, Any] = {}  # id -> prepared piece, where it is not the first
-        self._begin()
+        self._first = True
+        self._left = strip[1]
 
     def add(self, token_id: int, token: str) -> str:
         if self._first:
@@ -87,12 +94,8 @@ class _Chain:
 
     def finish(self) -> str:
         text = self._stripped(self._to_text.finish())
-        self._begin()
+        self._first, self._left = True, self._strip[1]
         return text
-
-    def _begin(self) -> None:
-        self._first = True
-        self._left = self._strip[1]
 
     def _prepare(self, tokens: list[str]) -> Any:
         piece = tokens[-1] if self._per_token is None else self._per_token.decode(tokens)

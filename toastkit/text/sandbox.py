@@ -85,13 +85,14 @@ class BudgetedEnvironment(sandbox.ImmutableSandboxedEnvironment):
             extensions=["jinja2.ext.loopcontrols", GenerationTag],
         )
         self.budget = budget
-        kept = {**self.filters, **sandbox_filters.replacements(budget)}
+        kept: dict[str, Callable] = {**self.filters, **sandbox_filters.replacements(budget)}
         for name in sandbox_filters.REFUSED:
             del kept[name]
         self.filters = {name: self._guarded(f, FUNCTIONS) for name, f in kept.items()}
         self.filters.update(_step=self._step, _made=budget.made, _look=self._look)
         self.filters.update(_concat=self._concat, _slice=self._slice)
-        self.tests = {name: self._guarded(f, ()) for name, f in self.tests.items()}
+        tests: dict[str, Any] = dict(self.tests.items())
+        self.tests = {name: self._guarded(f, ()) for name, f in tests.items()}
         del self.globals["lipsum"]
         self.globals["namespace"] = Namespace
 
@@ -256,11 +257,12 @@ class _Instrument(NodeTransformer):
         self.generic_visit(node)
         if not isinstance(node.arg, nodes.Slice):
             return node
-        bounds = (node.arg.start, node.arg.stop, node.arg.step)
         absent = nodes.Const(None, lineno=node.lineno)
-        bounds = [absent if bound is None else bound for bound in bounds]
+        given = (node.arg.start, node.arg.stop, node.arg.step)
+        bounds = [absent if bound is None else bound for bound in given]
         return self._filter("_slice", node.node, node.lineno, bounds)
 
     def _filter(self, name: str, value: nodes.Expr, line: int, args: Any = ()) -> nodes.Filter:
         found = nodes.Filter(value, name, list(args), [], None, None, lineno=line)
-        return found.set_environment(self._environment)
+        found.set_environment(self._environment)
+        return found

@@ -30,7 +30,10 @@ class StopStrings:
         self._pending = [0]  # node -> length of the longest suffix that can still grow into a stop
         self._build(stops)
         self.stopped: str | None = None
-        self._reset()
+        self._node = 0
+        self._held = ""  # text seen and not shown
+        self._found: str | None = None  # the best match so far
+        self._start = 0  # where it begins in the held text
 
     def add(self, text: str) -> tuple[str, bool]:
         """Takes a piece of text; returns (text that is safe to show, whether a stop was found)."""
@@ -55,20 +58,13 @@ class StopStrings:
             return ""
         if self._found:
             return self._stop()
-        held = self._held
-        self._reset()
+        held, self._held, self._node = self._held, "", 0
         return held
-
-    def _reset(self) -> None:
-        self._node = 0
-        self._held = ""  # text seen and not shown
-        self._start = 0  # where in it the best match so far begins
-        self._found: str | None = None  # the best match so far
 
     def _stop(self) -> str:
         shown = self._held[: self._start]
         self.stopped = self._found
-        self._reset()
+        self._held = ""
         return shown
 
     def _step(self, character: str, end: int) -> None:

@@ -1,0 +1,201 @@
+"""Chat templates: what Hugging Face renders, and broken ones."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jinja2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from toastkit.errors import DataError
+from toastkit.text.chat_template import render
+from toastkit.text.messages import user_messages
+
+CONVERSATION = [
+    {"role": "system", "content": " Be brief. "},
+    {"role": "user", "content": "Größe <b> & 'x'?\n"},
+    {"role": "assistant", "content": "<think>hm</think>\nTwo", "tool_calls": [{"name": "f"}]},
+    {"role": "tool", "content": '{"a": [1, 2.5, null, true]}'},
+    {"role": "user", "content": "👍"},
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"properties": {"b": {"type": "string"}}}},
+    }
+]
+TEMPLATES = {
+    "chatml": """{%- for message in messages %}
+        {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+    {%- endfor %}
+    {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
+    "blocks are trimmed": "{% if true %}\n  {% if true %}\na\n    {% endif %}\n{% endif %}\nb\n",
+    "system apart": """{{ bos_token }}{% if messages[0].role == 'system' %}
+        {%- set system, rest = messages[0].content | trim, messages[1:] %}
+    {%- else %}{% set rest = messages %}{% endif %}
+    {%- for m in rest %}[{{ loop.index0 }}/{{ loop.length }}{{ m.role | upper }}:
+        {{- (system ~ '\\n\\n' if loop.first else '') ~ m.content }}{{ eos_token if loop.last }}]
+    {%- endfor %}""",
+    "namespace": """{% set ns = namespace(last=-1, seen=[]) %}
+    {%- for m in messages[::-1] %}{% set index = (messages | length - 1) - loop.index0 %}
+        {%- if ns.last < 0 and m.role == 'user' %}{% set ns.last = index %}{% endif %}
+        {%- set ns.seen = ns.seen + [m.role] %}{% endfor %}{{ ns.last }} {{ ns.seen }}""",
+    "think": """{% for m in messages if m.role == 'assistant' %}
+        {%- set parts = m.content.split('</think>') %}
+        {{- parts[0].split('<think>')[-1].strip('\\n') }}|{{ parts[-1].lstrip('\\n') }}
+        {%- if m.tool_calls is defined and m.tool_calls is iterable %}{{ m.tool_calls[0].name }}
+        {%- endif %}{% else %}none{% endfor %}""",
+    "tools": """{% for tool in tools %}{{ tool | tojson }}{{ tool.function | tojson(indent=2) }}
+        {%- for k, v in tool.function.parameters.properties | dictsort %}{{ k }}={{ v.type }}
+        {%- endfor %}{% for k, v in tool.items() %}{{ k }}{% endfor %}{% endfor %}
+        {{- messages | tojson(separators=(',', ':'), sort_keys=true) }}""",
+    "macro": """{% macro tree(x, depth=0) %}{% if x is mapping %}{% for k, v in x | items %}
+        {{- '-' * depth }}{{ k }}{{ tree(v, depth + 1) }}{% endfor %}{% elif x is string %}
+        {{- '%s!' | format(x) }}{% endif %}{% endmacro %}{{ tree(tools[0]) }}""",
+    "filters": """{{ messages | map(attribute='role') | unique | join('+') }}
+        {{- messages | selectattr('role', 'equalto', 'user') | list | length }}
+        {{- messages | rejectattr('role', 'in', ['user']) | map(attribute='content') | first }}
+        {{- 'a,b'.split(',') | join(' ') | replace('a', 'ä') | title }}{{ [3, 1] | sort | last }}
+        {{- [1, 2, 3] | batch(2) | list }}{{ 'x\\ny' | indent(3) }}{{ 7 | string ~ 1.5 | round }}
+        {{- missing | default('d') }}{{ 10 // 3 }}{{ 2 ** 5 % 7 }}{{ -1 | abs }}
+        {{- [1, 2] | sum }}""",
+    "loop controls": """{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}
+        {%- if i > 4 %}{% break %}{% endif %}{{ i }}{{ loop.cycle('a', 'b') }}{% endfor %}""",
+    "call and set blocks": """{% macro wrap() %}[{{ caller() }}]{% endmacro %}
+        {%- call wrap() %}in{{ 1 }}{% endcall %}{% set s %}s{{ 2 }}{% endset %}{{ s + s }}
+        {%- filter upper %}up{% endfilter %}{% block b %}B{{ self is defined }}{% endblock %}""",
+    "recursive loop": """{% for x in [{'n': 1, 'c': [{'n': 2, 'c': []}]}] recursive %}{{ x.n }}
+        {{- loop(x.c) }}{% endfor %}""",
+    "kinds": "{{ none }}{{ true }}{{ 1.0 }}{{ [1, 'a', {'b': ()}] }}{{ missing }}{{ {}.items() }}",
+    "is defined": "{{ raise_exception is defined }}{{ strftime_now is defined }}{{ x is defined }}",
+    "chained": "{{ 1 < 2 < 3 }}{{ 'a' in 'ab' and 'x' not in ['y'] }}{{ tools[0].type[2:4] }}",
+    "safe and escaped": "{{ '<b>' | safe ~ '<i>' }}{{ '<b>' | e }}{{ '{}{x}'.format(1, x='y') }}",
+}
+
+
+def plain(template: str, **variables: Any) -> str:
+    """The oracle: Jinja's own sandbox, set up as transformers does."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals.update(raise_exception=print, strftime_now=print)
+
+    def tojson(x: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, **options)
+
+    environment.filters["tojson"] = tojson
+    return environment.from_string(template).render(**variables)
+
+
+def ask(template: str, **options: Any) -> str:
+    return render(template, user_messages("hi"), special_tokens={}, **options)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("generation", [True, False])
+def test_renders_as_hugging_face_does(name: str, generation: bool) -> None:
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    expected = plain(
+        TEMPLATES[name],
+        messages=CONVERSATION,
+        tools=TOOLS,
+        add_generation_prompt=generation,
+        **special,
+    )
+    assert expected
+    text = render(
+        TEMPLATES[name],
+        CONVERSATION,
+        add_generation_prompt=generation,
+        special_tokens=special,
+        tools=TOOLS,
+    )
+    assert text == expected
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=4))
+def test_content_comes_through_unchanged(contents: list[str]) -> None:
+    messages = [{"role": "user", "content": content} for content in contents]
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    expected = "".join(f"<{content}>" for content in contents)
+    assert render(template, messages, special_tokens={}) == expected
+
+
+def test_messages_are_not_templates() -> None:
+    messages = user_messages("{{ 1 + 1 }}{% for %}", system="{{ x }}")
+    text = render("{{ messages[0].content }}{{ messages[1].content }}", messages, special_tokens={})
+    assert text == "{{ x }}{{ 1 + 1 }}{% for %}"
+
+
+def test_generation_tag_keeps_its_text() -> None:
+    template = (
+        "{% for m in messages %}{% generation %}a{{ m.role }}\n{% endgeneration %}{% endfor %}"
+    )
+    assert ask(template) == "auser\n"
+
+
+def test_date_and_arguments() -> None:
+    assert len(ask("{{ strftime_now('%Y-%m-%d') }}")) == 10
+    assert ask("{{ enable_thinking }}", arguments={"enable_thinking": False}) == "False"
+    with pytest.raises(DataError, match="template argument 'messages'"):
+        ask("x", arguments={"messages": []})
+
+
+def test_raise_exception_gives_its_message_in_one_line() -> None:
+    with pytest.raises(DataError) as caught:
+        ask("{{ raise_exception('roles must\n alternate') }}")
+    assert caught.value.message == "chat template: roles must alternate"
+    with pytest.raises(DataError) as caught:
+        ask("{{ raise_exception('x' * 100000) }}")
+    assert len(caught.value.message) < 400
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("a\n{% if %}", "line 2: "),
+        ("{{ x.y }}", "'x' is undefined"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ 'a' + 1 }}", "chat template: "),
+        ("{% include '/etc/passwd' %}", "cannot take in another template"),
+        ("{% import 'os' as os %}", "cannot take in another template"),
+        ("{% extends 'x' %}", "cannot take in another template"),
+        ("{{ x | nothing }}", "nothing"),
+        ("{{ '\\ud800' }}", "surrogate"),
+        ("{{ range }}", "cannot write a function as text"),
+        ("{{ [raise_exception] }}", "no data"),
+        ("{{ raise_exception | upper }}", "no data"),
+        ("{{ namespace() }}", "cannot write a Namespace as text"),
+    ],
+)
+def test_broken_templates(template: str, message: str) -> None:
+    with pytest.raises(DataError, match="^chat template: ") as caught:
+        ask(template)
+    assert message in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_large_conversation_is_within_the_budget() -> None:
+    messages = [{"role": "user", "content": "x" * 1000}] * 2000
+    text = render(TEMPLATES["chatml"], messages, special_tokens={})
+    assert len(text) > 2_000_000
+    assert len(ask("{{ messages[0].content }}")) == 2
+    long = user_messages("y" * 20_000_000)
+    assert len(render(TEMPLATES["chatml"], long, special_tokens={})) > 20_000_000
+
+
+def test_jinja_is_recent_enough() -> None:
+    """Before 3.1.6 the sandbox had known ways out."""
+    assert tuple(map(int, jinja2.__version__.split(".")[:3])) >= (3, 1, 6)
+
+
+def test_messages_nested_too_deep_for_a_template() -> None:
+    deep: Any = []
+    for _ in range(300):
+        deep = [deep]
+    with pytest.raises(DataError, match="messages: nested deeper than"):
+        render("x", [{"role": "user", "content": "x", "extra": deep}], special_tokens={})

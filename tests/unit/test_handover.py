@@ -1,0 +1,171 @@
+"""The writer's lock, passed from one process to another without a gap."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from processes import start
+
+from toastkit.errors import (
+    BusyError,
+    DataError,
+    UnavailableError,
+)
+from toastkit.session.directory import Session
+from toastkit.session.handover import HandoverClient, HandoverServer
+from toastkit.session.lock import WriterLock
+from toastkit.session.run import RunDirectory
+
+MODEL = "ab" * 32
+
+
+CLIENT = """
+import sys
+from pathlib import Path
+from toastkit.session.handover import HandoverClient
+from toastkit.session.directory import Session
+run, session = Path(sys.argv[1]), Path(sys.argv[2])
+client = HandoverClient(run, session)
+print("connected", flush=True)
+sys.stdin.readline()
+lock = client.receive(5)
+with Session.adopt(session, None, lock) as state:
+    print("holds", state.n_past, flush=True)
+    sys.stdin.readline()
+    state.commit(state.tokens + [9], None, None)
+client.close()
+"""
+
+
+def start_client(run: RunDirectory, session: Path) -> subprocess.Popen:
+    return start(CLIENT, run.path, session)
+
+
+def tell(process: subprocess.Popen) -> None:
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+@pytest.mark.parametrize("depth", [0, 120])
+def test_the_lock_passes_without_a_gap(tmp_path: Path, depth: int):
+    path = tmp_path / ("s" + "x" * depth)  # the longer one has no room in a socket's address
+    session = Session.open(path, MODEL)
+    session.commit([1, 2, 3], None, None)
+    run = RunDirectory.create(path)
+    server = HandoverServer(run.path, session.lock)
+    taken = threading.Event()
+    stop = threading.Event()
+
+    def try_to_take() -> None:
+        while not stop.is_set():
+            try:
+                WriterLock.acquire(path)
+                taken.set()
+                return
+            except BusyError:
+                pass
+
+    thief = threading.Thread(target=try_to_take)
+    thief.start()
+    try:
+        client = start_client(run, path)
+        assert client.stdout.readline() == "connected\n"
+        assert server.offer(0.05) is False and session.lock.held  # connected, but has not asked
+        tell(client)
+        assert server.offer(5) is True
+        assert not session.lock.held
+        session.close()
+        assert client.stdout.readline() == "holds 3\n"
+        assert server.wait_done(0.05) is False
+        with pytest.raises(BusyError, match=f"process {client.pid}"):
+            WriterLock.acquire(path)
+        assert not taken.is_set()
+    finally:
+        stop.set()
+        thief.join()
+    tell(client)
+    assert server.wait_done(5) is True
+    assert client.wait(5) == 0
+    server.close()
+    with Session.open(path, MODEL) as again:
+        assert again.tokens == [1, 2, 3, 9]
+    client.stdin.close()
+    client.stdout.close()
+
+
+def test_a_client_that_dies_leaves_the_lock_here(tmp_path: Path):
+    path = tmp_path / "session"
+    session = Session.open(path, MODEL)
+    session.commit([1], None, None)
+    run = RunDirectory.create(path)
+    server = HandoverServer(run.path, session.lock)
+    first = start_client(run, path)
+    assert first.stdout.readline() == "connected\n"
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert server.offer(0.05) is False and session.lock.held
+    second = start_client(run, path)
+    tell(second)
+    assert server.offer(5) is True
+    assert second.stdout.readline() == "connected\n" and second.stdout.readline() == "holds 1\n"
+    second.send_signal(signal.SIGKILL)
+    assert server.wait_done(5) is True
+    second.wait()
+    session.close()
+    WriterLock.acquire(path).release()
+    for client in (first, second):
+        client.stdin.close()
+        client.stdout.close()
+
+
+def test_an_offer_ends_when_the_reader_of_stdout_goes(tmp_path: Path):
+    session = Session.open(tmp_path / "session", MODEL)
+    run = RunDirectory.create(session.path)
+    server = HandoverServer(run.path, session.lock)
+    reading, writing = os.pipe()
+    threading.Timer(0.02, os.close, [reading]).start()
+    assert server.offer(None, watch_fd=writing) is False and session.lock.held
+    server.close()
+    os.close(writing)
+
+
+def test_a_server_that_dies(tmp_path: Path):
+    path = tmp_path / "session"
+    session = Session.open(path, MODEL)
+    run = RunDirectory.create(path)
+    with pytest.raises(UnavailableError):
+        HandoverClient(run.path, path, wait_seconds=0.01)
+    server = HandoverServer(run.path, session.lock)
+    client = HandoverClient(run.path, path)
+    threading.Timer(0.02, server.close).start()
+    with pytest.raises(UnavailableError):
+        client.receive(5)
+    assert not (run.path / "handover").exists()
+
+
+def test_a_client_that_gives_up(tmp_path: Path):
+    path = tmp_path / "session"
+    session = Session.open(path, MODEL)
+    run = RunDirectory.create(path)
+    server = HandoverServer(run.path, session.lock)
+    client = HandoverClient(run.path, path)
+    with pytest.raises(UnavailableError, match="in time"):
+        client.receive(0.01)
+    assert server.offer(0.01) is False and session.lock.held
+    with pytest.raises(BusyError):
+        WriterLock.acquire(path)
+
+
+def test_what_is_no_lock_is_refused(tmp_path: Path):
+    (tmp_path / "lock").touch()
+    (tmp_path / "other").touch()
+    fd = os.open(tmp_path / "other", os.O_RDWR)
+    with pytest.raises(DataError, match="not the lock"):
+        WriterLock.from_fd(tmp_path, fd)
+    with pytest.raises(OSError):
+        os.fstat(fd)

@@ -1,0 +1,274 @@
+"""Sessions under harm: a fuzzed header, damaged files, a full disk, kill -9 at any instant."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from session_states import MODEL, commit, expected_rows, growing, logits_of, recurrent, rows_of
+
+from toastkit.errors import (
+    DataError,
+    IOFailure,
+    ToastError,
+)
+from toastkit.session import names
+from toastkit.session.directory import Session
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "toastkit" / "sessions"
+
+
+# ----------------------------------------------------------------------------------------- damage
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "session"
+    with Session.open(path, MODEL) as session:
+        tokens = list(range(300))
+        commit(session, tokens, growing(tokens), recurrent(tokens))
+    return path
+
+
+def opens_or_is_refused(path: Path) -> None:
+    for write in (True, False):
+        try:
+            with Session.open(path, None, write=write) as session:
+                rows_of(session, session.n_past)
+                session.logits()
+        except DataError as error:
+            assert "\n" not in error.message and "session" in error.message
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_header_fuzz(saved: Path, data: st.DataObject):
+    """Any bytes in the header's place: a session or a DataError. With the checksum made right too,
+    so that the checks behind it are reached."""
+    header = saved / "session.msgpack"
+    good = header.read_bytes()
+    try:
+        envelope = msgpack.unpackb(good)
+        fix = data.draw(st.booleans(), "fix the checksum")
+        broken = bytearray(envelope["body"] if fix else good)
+        for _ in range(data.draw(st.integers(1, 4), "flips")):
+            at = data.draw(st.integers(0, len(broken) - 1), "at")
+            broken[at] = data.draw(st.integers(0, 255), "byte")
+        broken = broken[: data.draw(st.sampled_from([len(broken), len(broken) // 2]), "length")]
+        if fix:
+            envelope.update(body=bytes(broken), crc=zlib.crc32(broken))
+            broken = bytearray(msgpack.packb(envelope))
+        header.write_bytes(broken)
+        opens_or_is_refused(saved)
+    finally:
+        header.write_bytes(good)
+
+
+def replaced(value, seen: list, target: int, by):
+    """A copy of nested maps and lists with the target-th value replaced."""
+    seen.append(None)
+    if len(seen) - 1 == target:
+        return by
+    if isinstance(value, dict):
+        return {k: replaced(v, seen, target, by) for k, v in value.items()}
+    if isinstance(value, list):
+        return [replaced(v, seen, target, by) for v in value]
+    return value
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    target=st.integers(0, 60),
+    by=st.sampled_from([None, -1, 0, 1, 300, 2**40, 2**63, 0.5, "", "KVCache", "x", b"", [], {}]),
+)
+def test_header_with_another_value(saved: Path, target: int, by):
+    header = saved / "session.msgpack"
+    good = header.read_bytes()
+    try:
+        envelope = msgpack.unpackb(good)
+        body = msgpack.packb(replaced(msgpack.unpackb(envelope["body"]), [], target, by))
+        header.write_bytes(msgpack.packb({**envelope, "body": body, "crc": zlib.crc32(body)}))
+        opens_or_is_refused(saved)
+    finally:
+        header.write_bytes(good)
+
+
+def test_ranges_that_overlap(root: Path):
+    """They would be overwritten in place by a later commit."""
+    path = names.resolve("one")
+    with Session.open(path, MODEL) as session:
+        commit(session, [1] * 300)
+    header = path / "session.msgpack"
+    envelope = msgpack.unpackb(header.read_bytes())
+    body = msgpack.unpackb(envelope["body"])
+    keys, values = body["layers"][0]["tensors"]
+    values["ranges"][0] = keys["ranges"][0]
+    data = msgpack.packb(body)
+    header.write_bytes(msgpack.packb({**envelope, "body": data, "crc": zlib.crc32(data)}))
+    with pytest.raises(DataError, match="two ranges overlap"):
+        Session.open(path, MODEL)
+
+
+def test_newer_schema_and_garbage(root: Path):
+    path = names.resolve("one")
+    with Session.open(path, MODEL) as session:
+        commit(session, [1])
+    header = path / "session.msgpack"
+    envelope = msgpack.unpackb(header.read_bytes())
+    header.write_bytes(msgpack.packb({**envelope, "schema": 2}))
+    with pytest.raises(DataError, match="cannot read session one: its schema 2 is newer than 1"):
+        Session.open(path, MODEL)
+    for garbage in (b"", b"garbage", b"\x81", os.urandom(1000)):
+        header.write_bytes(garbage)
+        with pytest.raises(DataError, match="cannot read session one: "):
+            Session.open(path, MODEL)
+
+
+@pytest.mark.parametrize("name", ["tokens.u32", "cache.bin", "logits.f32"])
+@pytest.mark.parametrize("how", ["flip", "shorten", "remove"])
+def test_damaged_data_files(root: Path, name: str, how: str):
+    path = names.resolve("one")
+    with Session.open(path, MODEL) as session:
+        commit(session, [1] * 300)
+    file = path / name
+    data = bytearray(file.read_bytes())
+    if how == "remove":
+        file.unlink()
+    else:
+        data[100] ^= 1
+        file.write_bytes(data if how == "flip" else data[:-1])
+    with pytest.raises(DataError, match="session one"), Session.open(path, MODEL) as session:
+        session.logits()
+        rows_of(session, 300)
+
+
+# ------------------------------------------------------------------------- full disk and kill -9
+
+
+def test_full_disk_leaves_the_earlier_commit(root: Path):
+    path = names.resolve("one")
+    tokens = list(range(300))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Session.open(path, MODEL) as session:
+        commit(session, tokens)
+        longer = [*tokens, *range(900)]
+        failures = 0
+        for limit in range(0, (path / "cache.bin").stat().st_size * 4, 40_000):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            try:
+                commit(session, longer)
+            except IOFailure as error:
+                failures += 1
+                assert "cannot save session one: file too large" in error.message
+            else:
+                break
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            assert session.tokens == tokens
+            with Session.open(path, MODEL, write=False) as reader:
+                assert rows_of(reader, 300) == [expected_rows(tokens)] * 2
+                assert reader.logits().tolist() == logits_of(tokens).tolist()
+        assert failures > 2 and session.tokens == longer
+    with Session.open(path, MODEL) as session:
+        assert rows_of(session, 1200) == [expected_rows(longer)] * 2
+    assert not (path / "session.msgpack.tmp").exists()
+
+
+def test_interrupted_between_rename_and_return(root: Path, monkeypatch: pytest.MonkeyPatch):
+    """A commit that happened but was not told of: the next one must not overwrite it."""
+    path = names.resolve("one")
+    real = os.replace
+
+    def interrupted(source, target) -> None:
+        real(source, target)
+        raise KeyboardInterrupt
+
+    with Session.open(path, MODEL) as session:
+        commit(session, [1] * 300)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                commit(session, [1] * 400)
+        session.commit_layers([1] * 400, [growing([1] * 400)], None)
+        assert session.generation == 3
+        assert rows_of(session, 400) == [expected_rows([1] * 400)] * 2
+
+
+@functools.cache
+def history(generation: int) -> list[int]:
+    """The tokens of a commit in test_kill: grown or cut back from the one before, by a rule."""
+    tokens: list[int] = []
+    for number in range(1, generation):
+        tokens = history(number)
+    rng = random.Random(generation)
+    if rng.random() < 0.4:
+        tokens = tokens[: rng.randint(0, len(tokens))]
+    grown = rng.choice([1, 3, 250, 256, 600])
+    tokens = tokens + [rng.randrange(50) for _ in range(grown)]
+    return tokens[:100] if len(tokens) > 3000 else tokens
+
+
+def commit_forever(path: str) -> None:
+    """The child of test_kill: goes on from whatever commit it finds."""
+    with Session.open(path, MODEL) as session:
+        if session.n_past:
+            rows_of(session, session.n_past)
+        print("ready", flush=True)
+        while True:
+            tokens = history(session.generation + 1)
+            commit(session, tokens, growing(tokens), recurrent(tokens))
+
+
+def test_kill_at_any_instant(tmp_path: Path):
+    path = tmp_path / "session"
+    rng = random.Random(time.time_ns())
+    code = f"from test_session_damage import commit_forever; commit_forever({str(path)!r})"
+    paths = [str(Path(__file__).parent), *filter(None, sys.path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    reached = []
+    for _ in range(10):
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment
+        )
+        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        time.sleep(rng.uniform(0, 0.12))
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        if not (path / "session.msgpack").exists():
+            continue
+        with Session.open(path, MODEL) as session:
+            reached.append(session.generation)
+            tokens = history(session.generation)
+            assert session.tokens == tokens
+            stored = rows_of(session, len(tokens))
+            assert stored[:2] == [expected_rows(tokens)] * 2
+            assert stored[2] == bytes(recurrent(tokens).tensors[0].read(0, 1))
+            assert session.logits().tolist() == logits_of(tokens).tolist()
+    assert reached == sorted(reached) and len(set(reached)) > 3
+
+
+def test_an_error_is_a_toast_error_when_the_directory_goes(root: Path):
+    with Session.open(names.resolve("one"), MODEL) as session:
+        commit(session, [1])
+        for file in session.path.iterdir():
+            file.unlink()
+        session.path.rmdir()
+        with pytest.raises(ToastError, match="cannot save session one"):
+            commit(session, [1, 2])

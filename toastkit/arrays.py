@@ -1,0 +1,90 @@
+"""Arrays inside frames: msgpack ext values, type 1 with the bytes, type 2 by reference.
+
+Imports neither MLX nor numpy: a dtype is a name and a payload is bytes until a stage needs more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+EXT_INLINE = 1
+EXT_REFERENCE = 2
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint32": 4, "int32": 4, "uint8": 1}
+
+
+class Invalid(ValueError):
+    """A value that is not a frame's. The frame reader turns it into a FrameError with an offset."""
+
+
+@dataclass(slots=True)
+class Array:
+    """An inline array. dtype: a key of ITEM_BYTES. shape: sizes. data: little-endian, C order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | memoryview
+
+
+@dataclass(slots=True)
+class Reference:
+    """An array in the run's logits ring. slot: index. seq: the number the slot must still carry."""
+
+    slot: int
+    seq: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def pack_extension(value: Any) -> Any:
+    """The msgpack ext value of an array; TypeError for what has no place in a frame."""
+    if type(value) is Reference:
+        payload = msgpack.packb((value.slot, value.seq, value.dtype, value.shape))
+        return msgpack.ExtType(EXT_REFERENCE, payload)
+    if type(value) is Array:
+        payload = msgpack.packb((value.dtype, value.shape)) + bytes(value.data)
+        return msgpack.ExtType(EXT_INLINE, payload)
+    if type(value) is memoryview:
+        return bytes(value)
+    raise TypeError(f"cannot put a {type(value).__name__} into a frame")
+
+
+def unpack_extension(code: int, payload: bytes) -> Any:
+    """Turns ext types 1 and 2 into arrays; other types are kept, to be passed on."""
+    if code not in (EXT_INLINE, EXT_REFERENCE):
+        return msgpack.ExtType(code, payload)
+    unpacker = msgpack.Unpacker(None, max_buffer_size=max(len(payload), 1), use_list=False)
+    unpacker.feed(payload)
+    try:
+        head = unpacker.unpack()
+    except Exception as error:
+        raise Invalid("a broken array") from error
+    if code == EXT_REFERENCE:
+        if not (type(head) is tuple and len(head) == 4 and unpacker.tell() == len(payload)):
+            raise Invalid("a broken array reference")
+        slot, seq, dtype, shape = head
+        if not (type(slot) is int and type(seq) is int and 0 <= slot < 2**16 and seq >= 0):
+            raise Invalid("a broken array reference")
+        _array_bytes(dtype, shape)
+        return Reference(slot, seq, dtype, shape)
+    if not (type(head) is tuple and len(head) == 2):
+        raise Invalid("a broken array")
+    dtype, shape = head
+    start = unpacker.tell()
+    if len(payload) - start != _array_bytes(dtype, shape):
+        raise Invalid(f"an array of {dtype}{list(shape)} with {len(payload) - start} bytes")
+    return Array(dtype, shape, memoryview(payload)[start:])
+
+
+def _array_bytes(dtype: Any, shape: Any) -> int:
+    """Bytes of an array; raises Invalid for an unknown dtype or an impossible shape."""
+    if type(dtype) is not str or dtype not in ITEM_BYTES:
+        raise Invalid("an array of an unknown dtype")
+    if type(shape) is not tuple or len(shape) > 8:
+        raise Invalid("an array of an impossible shape")
+    if not all(type(n) is int and 0 <= n < 2**40 for n in shape):
+        raise Invalid("an array of an impossible shape")
+    return ITEM_BYTES[dtype] * math.prod(shape)
