@@ -220,7 +220,8 @@ def to_map(frame: Frame) -> dict:
 
 
 def _describe(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
+    name = "null" if value is None else type(value).__name__
+    return name if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _check_values(kind: str, frame: Any) -> None:
@@ -298,16 +299,13 @@ class FrameReader:
                 continue
             except Invalid as error:
                 raise self._error(str(error)) from error
-            except RecursionError as error:
-                raise self._error("nested too deep") from error
             except Exception as error:  # msgpack raises ValueError, StackError, UnicodeDecodeError
                 raise self._error(_reason(error)) from error
             break
         if type(fields) is not dict:
             raise self._error(f"not a map but {_describe(fields)}")
-        if _depth(fields) > MAX_NESTING:
-            raise self._error(f"nested deeper than {MAX_NESTING}")
         try:
+            _check_nesting(fields, MAX_NESTING)
             frame = from_map(fields)
         except Invalid as error:
             raise self._error(str(error)) from error
@@ -341,12 +339,18 @@ def _reason(error: Exception) -> str:
     return text or "not msgpack"
 
 
-def _depth(value: Any) -> int:
+def _check_nesting(value: Any, left: int) -> None:
+    """Raises Invalid for more than `left` levels, or a map with a key that is no text."""
+    if type(value) is not dict and type(value) is not list:
+        return
+    if left == 0:
+        raise Invalid(f"nested deeper than {MAX_NESTING}")
     if type(value) is dict:
-        return 1 + max(map(_depth, value.values()), default=0)
-    if type(value) is list:
-        return 1 + max(map(_depth, value), default=0)
-    return 0
+        if not all(type(key) is str for key in value):
+            raise Invalid("a field name that is not text")
+        value = value.values()
+    for part in value:
+        _check_nesting(part, left - 1)
 
 
 class FrameWriter:
@@ -375,7 +379,7 @@ def dumps(frame: Frame) -> bytes:
 
 def starts_frames(first: bytes) -> bool:
     """Whether a stream that begins with this byte is frames: no UTF-8 text begins so."""
-    return bool(first) and (0x80 <= first[0] <= 0x8F or first[0] in (0xDE, 0xDF))
+    return first[:1] != b"" and (0x80 <= first[0] <= 0x8F or first[0] in (0xDE, 0xDF))
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:

@@ -113,7 +113,11 @@ def _program() -> str:
 def run(entry: click.Command) -> NoReturn:
     """Runs a command to its exit code: the body of every executable's `main`."""
     name = f"toast-{entry.name}"
-    sys.exit(_outcome(entry, name))
+    code = _outcome(entry, name)
+    # The work is done: a signal while Python shuts down must not change how it ended.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def _outcome(entry: click.Command, name: str) -> int:
@@ -189,6 +193,9 @@ def _one_line(error: click.ClickException) -> str:
 
 def die_by_sigpipe() -> NoReturn:
     """Ends this process as a closed pipe ends any Unix filter: quietly, by SIGPIPE."""
+    kernel_cache = sys.modules.get("toastkit.engine.kernel_cache")
+    if kernel_cache is not None:
+        kernel_cache.close()  # atexit does not run for a process that dies by a signal
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGPIPE)
     os._exit(141)  # where SIGPIPE is blocked

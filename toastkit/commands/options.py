@@ -78,7 +78,7 @@ prompting = together(
         "--no-generation-prompt", is_flag=True,
         help="Do not open the assistant's turn: the prompt is a beginning of others.",
     ),
-    click.option("--truncate", is_flag=True, help="Cut the beginning of a prompt over the context off."),
+    click.option("--truncate", is_flag=True, help="Cut the beginning of too long a prompt off."),
     click.option("--each-line", is_flag=True, help="Each line of stdin is a prompt of its own."),
 )  # fmt: skip
 sampling = together(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
@@ -15,7 +16,10 @@ from toastkit.errors import UsageError
 @options.model
 @options.session
 @options.prompting
-@options.max_tokens
+@click.option(
+    "-n", "--max-tokens", type=click.IntRange(1), metavar="N",
+    help="With --truncate: leave room for an answer of N tokens (default: 256).",
+)  # fmt: skip
 @click.option("--count", is_flag=True, help="Print the number of tokens instead.")
 @click.option("--template-only", is_flag=True, help="Print the rendered text instead.")
 @click.pass_context
@@ -26,29 +30,31 @@ def tokenize(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
         raise UsageError("--count and --template-only exclude each other")
     if not flags["truncate"]:
         cli.refuse_together(context, "is only for --truncate here", "max_tokens")
-    tokenizer = prompt_tokenizer(flags)
-    wanted = prompts(prompt, flags)
     if flags["template_only"]:
-        for one in wanted:
+        tokenizer = prompt_tokenizer(flags)
+        for one in prompts(prompt, flags):
             sys.stdout.write(tokenizer.render(one))
         return 0
     if flags["count"]:
-        for one in wanted:
+        tokenizer = prompt_tokenizer(flags)
+        for one in prompts(prompt, flags):
             print(len(tokenizer.encode(one)), flush=True)
         return 0
-    return _frames(tokenizer, wanted, flags["session"])
+    return _frames(prompt, flags)
 
 
-def _frames(tokenizer, wanted, session: str | None) -> int:
+def _frames(prompt: tuple[str, ...], flags: dict[str, Any]) -> int:
+    from toastkit.commands.prompt import prompt_tokenizer, prompts
     from toastkit.errors import ToastError
     from toastkit.frames import Error, FrameWriter
     from toastkit.session.names import resolve
     from toastkit.stages.tokenize import tokenize as stage
 
     writer = FrameWriter(sys.stdout.buffer)
-    path = None if session is None else str(resolve(session))
+    session = flags["session"]
     try:
-        writer.write_all(stage(wanted, tokenizer, path))
+        path = None if session is None else str(resolve(session))
+        writer.write_all(stage(prompts(prompt, flags), prompt_tokenizer(flags), path))
     except ToastError as error:
         writer.write(Error(error.code, "toast-tokenize", error.message, error.hint))
         raise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable
 
 from toastkit.engine import kernel_cache
@@ -47,19 +48,22 @@ def _prepare_compiler(mx, cache, notify) -> None:
         mx.disable_compile()
         return
     cache.attach(mx.__version__)
-    if not cache.is_empty():
-        return
-    if notify is not None and cache.first_to_announce():
+    if cache.is_empty() and notify is not None and cache.first_to_announce():
         notify("first start on the CPU: MLX compiles its kernels with g++, once, some seconds")
     if not _compiler_works(mx):
         mx.disable_compile()
 
 
 def _compiler_works(mx) -> bool:
+    """Compiles something small. MLX looks for g++ with system(3) now, during which a Ctrl-C would be
+    lost: it is held back until that is over, and no run has begun yet."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGQUIT})
     try:
         mx.eval(mx.compile(lambda x: mx.exp(x) * x + 1)(mx.ones(2)))
     except RuntimeError:
         return False
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
     return True
 
 

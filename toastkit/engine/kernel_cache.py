@@ -2,8 +2,9 @@
 
 MLX writes them to a predictable folder under TMPDIR and loads them from there: another user's file
 planted there would run as ours, and two processes that compile at once read each other's
-half-written files. So each process gets a folder of its own (0700) as MLX's TMPDIR, which starts with hard links
-to the kernels that earlier processes finished, and gives what it compiled back by atomic links:
+half-written files. So each process gets a folder of its own (0700) as MLX's TMPDIR, which starts
+with hard links to the kernels that earlier processes finished, and gives what it compiled back by
+atomic links:
 
     $XDG_CACHE_HOME/toastkit/kernels/run-PID-RANDOM/   TMPDIR as MLX sees it, removed at exit
     $XDG_CACHE_HOME/toastkit/kernels/shared/MLX-VERSION-MACHINE/   finished kernels, only ever whole
@@ -80,7 +81,7 @@ def prepare() -> KernelCache:
         root = _private_root()
         _sweep(root)
         _active = KernelCache(root)
-        atexit.register(_active.close)
+        atexit.register(close)
         # putenv reaches MLX's getenv and g++, and leaves os.environ (so Python's tempfile) alone.
         os.putenv("TMPDIR", str(_active.path))
         if "MLX_PTX_CACHE_DIR" not in os.environ:
@@ -88,6 +89,12 @@ def prepare() -> KernelCache:
             ptx.mkdir(mode=0o700, exist_ok=True)
             os.putenv("MLX_PTX_CACHE_DIR", str(ptx))
     return _active
+
+
+def close() -> None:
+    """Publishes this process's kernels and removes its folder. May be called again."""
+    if _active is not None:
+        _active.close()
 
 
 def _private_root() -> Path:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from toastkit.engine.engine import Engine
+from toastkit.engine.lookahead import Lookahead, can_look_ahead
 from toastkit.errors import NoInputError
 from toastkit.session.directory import Session
 
@@ -22,16 +23,34 @@ class ModelState:
     tokens: list = field(default_factory=list)
     logits: mx.array | None = None
     session: Session | None = None
+    _ahead: Lookahead | None = field(default=None, repr=False)
 
     def consume(self, engine: Engine, token: int | mx.array) -> None:
         """Runs one more token. Lazy: nothing is waited for."""
-        self.logits = engine.step(token, self.cache)
+        if self._ahead is not None and isinstance(token, int):
+            self.logits = self._ahead.run(token)
+            self._ahead = None
+        else:
+            self.settle()
+            self.logits = engine.step(token, self.cache)
         self.tokens.append(token)
+
+    def look_ahead(self, engine: Engine) -> None:
+        """Builds the graph of the next step already, whatever its token will be."""
+        if self._ahead is None and can_look_ahead():
+            self._ahead = Lookahead(engine, self.cache)
+
+    def settle(self) -> None:
+        """Takes back a step that was only looked ahead to."""
+        if self._ahead is not None:
+            self._ahead.discard()
+            self._ahead = None
 
     def commit(self) -> None:
         """Writes the state into its session, if it has one."""
         if self.session is None:
             return
+        self.settle()
         self.tokens = [t if isinstance(t, int) else int(t.item()) for t in self.tokens]
         logits = None if self.logits is None else np.array(self.logits, dtype=np.float32)
         self.session.commit(self.tokens, self.cache, logits)

@@ -34,6 +34,7 @@ from toastkit.session.upkeep import (
     make_ephemeral,
     prepare,
     remove_tree,
+    remove_unborn,
 )
 
 if TYPE_CHECKING:
@@ -103,12 +104,14 @@ class Session:
         return self
 
     def close(self) -> None:
-        """Releases the lock; removes an ephemeral session, unless its lock was handed on. May be
-        called again."""
+        """Releases the lock; removes an ephemeral session and one that nothing was ever committed
+        to, unless the lock was handed on. May be called again."""
         self._files.close()
         if self.lock is not None and self.lock.held:
             if self.ephemeral:
                 remove_tree(self.path)
+            elif self.generation == 0:
+                remove_unborn(self.path)
             self.lock.release()
 
     def __enter__(self) -> Session:

@@ -83,6 +83,21 @@ def older_than(entry: os.DirEntry, limit: float) -> bool:
         return False
 
 
+def remove_unborn(path: Path) -> None:
+    """Removes what was made for a session that has no commit, and the directory if that is all
+    there is in it."""
+    if (path / HEADER_FILE).exists():
+        return
+    try:
+        for name in (TOKENS_FILE, CACHE_FILE, LOGITS_FILE, LOCK_FILE):
+            (path / name).unlink(missing_ok=True)
+        for folder in (path / RUNS_DIRECTORY, path):
+            if folder.is_dir():
+                folder.rmdir()
+    except OSError:
+        pass  # not ours alone: it stays
+
+
 def remove_tree(path: Path) -> None:
     """Removes a directory; what cannot be removed is left for the next sweep."""
     import shutil

@@ -29,7 +29,7 @@ def feed_tokens(frames: Iterable[Frame], run: str | None, ignore_eos: bool) -> I
             writer = writer or _open(run)
             count += 1
             eos = head is not None and frame.id in head.eos and not ignore_eos
-            writer.send(_position(frame), frame.id, end=eos)
+            _send(writer, _position(frame, head), frame.id, eos)
             if head is not None:
                 yield frame
             if eos and head is not None:
@@ -41,7 +41,8 @@ def feed_tokens(frames: Iterable[Frame], run: str | None, ignore_eos: bool) -> I
         elif isinstance(frame, Tokens) and head is not None:
             yield frame
     if writer is not None:
-        _end(writer)
+        _send(writer, None, None, True)
+        writer.close()
     if head is not None:
         yield End("stop", count)
 
@@ -53,16 +54,18 @@ def _open(run: Any) -> FeedWriter:
     return FeedWriter([Path(r) / "feed" for r in runs])
 
 
-def _position(frame: Token) -> int | None:
-    return frame.pos if frame.pos >= 0 else None
+def _position(frame: Token, head: Head | None) -> int | None:
+    """What to tell decode of a token's position: nothing where the source does not know it, or
+    where several decodes with prompts of their own are fed."""
+    several = head is not None and isinstance(head.run, list)
+    return None if several or frame.pos < 0 else frame.pos
 
 
-def _end(writer: FeedWriter) -> None:
+def _send(writer: FeedWriter, pos: int | None, token: int | None, end: bool) -> None:
     try:
-        writer.send(None, None, end=True)
+        writer.send(pos, token, end=end)
     except BrokenPipeError:
-        pass  # decode has ended by itself
-    writer.close()
+        pass  # decode has ended by itself, and says so in the stream
 
 
 def _close(writer: FeedWriter | None) -> FeedWriter | None:

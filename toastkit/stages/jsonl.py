@@ -12,22 +12,25 @@ and the first two become arrays again: what a top-k list leaves out is minus inf
 from __future__ import annotations
 
 import base64
+import io
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import msgpack
 
-from toastkit.errors import DataError
+from toastkit.errors import DataError, FrameError
 from toastkit.frames import (
-    ITEM_BYTES,
+    MAX_FRAME_BYTES,
     Array,
     Frame,
+    FrameReader,
     Invalid,
     Logits,
     Prefilled,
     Reference,
     Tokens,
+    dumps,
     from_map,
     pack_ids,
     to_map,
@@ -63,12 +66,18 @@ def from_json(line: str | bytes) -> Frame:
     if not isinstance(fields, dict):
         raise DataError("not a JSON object")
     try:
-        if fields.get("k") == "tokens" and isinstance(fields.get("ids"), list):
-            fields["ids"] = pack_ids(fields["ids"])
         fields = {name: _restore(value) for name, value in fields.items()}
-        return from_map(fields)
-    except (Invalid, OverflowError, TypeError, ValueError) as error:
+        if fields.get("k") == "tokens":
+            fields["ids"] = _ids(fields.get("ids"))
+        data = dumps(from_map(fields))
+    except (OverflowError, UnicodeEncodeError, TypeError) as error:
+        raise DataError("a value that no frame can hold") from error
+    except (Invalid, ValueError) as error:
         raise DataError(str(error)) from error
+    try:
+        return next(FrameReader(io.BytesIO(data)))  # one set of rules, on the wire and here
+    except FrameError as error:
+        raise DataError(error.message.partition(": ")[2]) from error
 
 
 def json_frames(stream: Any) -> Iterator[Frame]:
@@ -89,6 +98,12 @@ def lines(stream: Any) -> Iterator[bytes]:
         yield from whole
     if held:
         yield held
+
+
+def _ids(value: Any) -> bytes:
+    if not isinstance(value, list) or not all(type(i) is int and 0 <= i < 2**32 for i in value):
+        raise Invalid("tokens.ids is not a list of token ids")
+    return pack_ids(value)
 
 
 def _top(values: Any, count: int) -> dict:
@@ -119,6 +134,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Array):
         return {"dtype": value.dtype, "shape": list(value.shape),
                 "base64": base64.b64encode(bytes(value.data)).decode()}  # fmt: skip
+    if isinstance(value, msgpack.Timestamp):
+        return {"ext": -1, "base64": base64.b64encode(value.to_bytes()).decode()}
     if isinstance(value, msgpack.ExtType):
         return {"ext": value.code, "base64": base64.b64encode(value.data).decode()}
     if isinstance(value, (bytes, memoryview)):
@@ -133,30 +150,38 @@ def _restore(value: Any) -> Any:
     if keys == {"topk", "size"}:
         return _from_top(value["topk"], value["size"])
     if keys == {"dtype", "shape", "base64"}:
-        data = base64.b64decode(value["base64"], validate=True)
-        size = ITEM_BYTES.get(value["dtype"], 0)
-        for n in value["shape"]:
-            size *= n
-        if len(data) != size:
-            raise Invalid(f"an array of {value['dtype']}{value['shape']} with {len(data)} bytes")
-        return Array(value["dtype"], tuple(value["shape"]), data)
+        return Array(
+            value["dtype"], _shape(value), base64.b64decode(value["base64"], validate=True)
+        )
     if keys == {"slot", "seq", "dtype", "shape"}:
-        return Reference(value["slot"], value["seq"], value["dtype"], tuple(value["shape"]))
+        return Reference(value["slot"], value["seq"], value["dtype"], _shape(value))
     if keys == {"ext", "base64"}:
-        return msgpack.ExtType(value["ext"], base64.b64decode(value["base64"], validate=True))
+        data = base64.b64decode(value["base64"], validate=True)
+        if value["ext"] == -1:
+            return msgpack.Timestamp.from_bytes(data)
+        return msgpack.ExtType(value["ext"], data)
     if keys == {"bytes"}:
         return base64.b64decode(value["bytes"], validate=True)
     return value
 
 
+def _shape(value: dict) -> tuple:
+    if not isinstance(value["shape"], list):
+        raise Invalid("an array of an impossible shape")
+    return tuple(value["shape"])
+
+
 def _from_top(pairs: Any, size: Any) -> Array:
     import numpy as np
 
-    if type(size) is not int or not 0 < size < 2**31:
+    if type(size) is not int or not 0 < size <= MAX_FRAME_BYTES // 4:
         raise Invalid("a top-k list of an impossible size")
+    if not isinstance(pairs, list):
+        raise Invalid("a top-k list that is not a list")
     values = np.full(size, -np.inf, dtype="<f4")
-    for index, logprob in pairs:
-        if type(index) is not int or not 0 <= index < size:
-            raise Invalid(f"a top-k list with the index {index!r}")
-        values[index] = logprob
+    for pair in pairs:
+        if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int
+                and 0 <= pair[0] < size and type(pair[1]) in (int, float)):  # fmt: skip
+            raise Invalid("a top-k list that is not [[id, logprob], ...]")
+        values[pair[0]] = pair[1]
     return Array("float32", (size,), values.tobytes())

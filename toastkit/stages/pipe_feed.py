@@ -29,22 +29,24 @@ class PipeFeed:
         self._paths = [path for path in feeds if path.exists()] if self._sends else []
 
     def send(self, pos: int, token: int, end: str | None = None) -> None:
-        """The token at `pos`; with `end`, the last. Raises BrokenPipeError where decode died."""
-        self._send(pos, token, end is not None)
+        """The token at `pos`; with `end`, the last one."""
+        # Prompts of several decodes differ in length: each takes the token for its own next one.
+        self._send(pos if len(self._paths) == 1 else None, token, end is not None)
 
     def close(self, reason: str) -> None:
         """Ends the run at once."""
-        try:
-            self._send(0, None, True)
-        except (BrokenPipeError, NoInputError):
-            pass  # it has ended by itself meanwhile
+        self._send(None, None, True)
 
-    def _send(self, pos: int, token: int | None, end: bool) -> None:
+    def _send(self, pos: int | None, token: int | None, end: bool) -> None:
+        """A decode that has ended meanwhile says so in the stream: that is where it is noticed."""
         if not self._paths:
             return
-        if self._writer is None:
-            self._writer = FeedWriter(self._paths)
-        self._writer.send(pos, token, end=end)
+        try:
+            if self._writer is None:
+                self._writer = FeedWriter(self._paths)
+            self._writer.send(pos, token, end=end)
+        except (BrokenPipeError, NoInputError):
+            self.finish()
 
     def finish(self) -> None:
         """Lets the FIFO go."""

@@ -138,6 +138,7 @@ class DecodeEnd:
         self._messages: deque[FeedMessage] = deque()
         self._chosen: Next | None = None
         self._position = 0
+        self._engine: Engine | None = None
 
     def attach(self, head: Head) -> Head:
         if head.session is None:
@@ -182,6 +183,7 @@ class DecodeEnd:
             )
         state, _ = restore_state(engine, session, ids)
         read_prompt(engine, state, ids)
+        self._engine = engine
         return state
 
     def _adopt(self, head: Head) -> Session:
@@ -196,7 +198,10 @@ class DecodeEnd:
         return Session.open(head.session, head.fingerprint, create=False)
 
     def emit(self, state: ModelState, started: float | None) -> Iterator[Frame]:
-        mx.eval(state.logits)
+        assert self._engine is not None  # set by take
+        mx.async_eval(state.logits)
+        if self._engine.device == "gpu":
+            state.look_ahead(self._engine)  # while the device computes
         values = np.array(state.logits, copy=False)
         seconds = None if started is None else round(time.perf_counter() - started, 6)
         self._position = len(state.tokens)
@@ -208,6 +213,8 @@ class DecodeEnd:
                 token = self._chosen.token
                 logprob = _log_probability(values, token)
                 yield Token(self._position, token, None if logprob is None else round(logprob, 6))
+        # On the CPU async_eval has computed already: what is left to hide behind is the sampler.
+        state.look_ahead(self._engine)
 
     def next(self) -> Next:
         if self._interrupt:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from toastkit.errors import DataError, RemoteError
-from toastkit.frames import End, Error, Frame, Head
+from toastkit.frames import End, Error, Frame, Head, Logits, Prefilled, Text, Token, Tokens
 
+OF_A_RUN = (Tokens, Prefilled, Logits, Token, Text, End)
 Stage = Callable[[Iterable[Frame]], Iterator[Frame]]
 
 
 def whole_runs(frames: Iterable[Frame], closes: Callable[[Frame], bool]) -> Iterator[Frame]:
     """Passes frames on and checks that the stream is made of whole runs.
 
-    closes(frame): whether the frame completes a run as far as this stage is concerned.
+    closes(frame): whether the frame completes a run as far as this stage is concerned. What a
+    recorded stream holds of the run after that is left out.
     Raises RemoteError at an error frame, DataError where a run is cut off (its writer was killed,
     say), begins with something else than a head, or where there is no run at all.
     """
@@ -25,10 +27,13 @@ def whole_runs(frames: Iterable[Frame], closes: Callable[[Frame], bool]) -> Iter
             if inside:
                 raise DataError("a run begins before the last one has ended")
             seen = inside = True
-        elif closes(frame):
-            inside = False
         elif not seen:
             raise DataError("the stream does not begin with a head frame")
+        elif not inside:
+            if isinstance(frame, OF_A_RUN):
+                continue
+        elif closes(frame):
+            inside = False
         yield frame
     if inside:
         raise DataError("input ended in the middle of a run")

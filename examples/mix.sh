@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Two prompts, one answer: mix.py averages what the two decodes expect next, one sampler draws, and
+# the token goes back to both. For now the prompts must have as many tokens, because a token is sent
+# with its position. Usage: mix.sh [PROMPT_A PROMPT_B]
+set -eu
+a=${1:-Tell me a story about a fox and a river.}
+b=${2:-Tell me a story about a robot and a castle.}
+
+run() {
+    toast-tokenize -- "$1" < /dev/null | toast-prefill | toast-decode --inline
+}
+
+# The python3 beside toast-decode is the one that has toastkit's modules.
+PATH="$(dirname "$(readlink -f "$(command -v toast-decode)")"):$PATH"
+
+python3 "$(dirname "$0")/mix.py" <(run "$a") <(run "$b") | toast-sample --temp 0 | toast-detokenize

@@ -1,0 +1,121 @@
+"""What all tests share: a home of their own, one kernel cache for the whole run, executables."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+
+# No wall-clock assertions, no example database: a run depends on the tree and on nothing else.
+settings.register_profile("toastkit", deadline=None, derandomize=True, database=None)
+settings.load_profile("toastkit")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home for the whole run: no test reads or writes the user's, none sees the user's settings,
+    and MLX's CPU kernels are compiled once and shared by all processes."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(("TOAST_", "HF_", "XDG_", "HUGGINGFACE_")):
+                patch.delenv(name)
+        patch.setenv("HOME", str(home))
+        for name in ("STATE_HOME", "CACHE_HOME", "CONFIG_HOME", "DATA_HOME", "RUNTIME_DIR"):
+            folder = home / name.lower()
+            folder.mkdir(mode=0o700)
+            patch.setenv(f"XDG_{name}", str(folder))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("PYTHONFAULTHANDLER", "1")
+        yield home
+
+
+@pytest.fixture
+def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sessions of this test alone; the directory that holds them."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "toastkit" / "sessions"
+
+
+def executable(name: str) -> str:
+    """The path of an installed command, by its name without `toast-`."""
+    return str(SCRIPTS / f"toast-{name}")
+
+
+Toast = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture(scope="session")
+def toast(private_home: Path) -> Toast:
+    """toast(name, *arguments, stdin=b"", env={}): runs an executable, gives its CompletedProcess
+    with bytes. stdin=None is /dev/null: no prompt is piped in."""
+
+    def run(name: str, *arguments: str, stdin: bytes | None = None, env: dict | None = None):
+        source = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
+        return subprocess.run(
+            [executable(name), *map(str, arguments)],
+            capture_output=True,
+            timeout=60,
+            env={**os.environ, **(env or {})},
+            **source,
+        )
+
+    return run
+
+
+class Piped(NamedTuple):
+    """What a pipeline left behind: the last stage's output, every stage's exit code and stderr."""
+
+    out: bytes
+    codes: list[int]
+    errors: list[str]
+
+
+@pytest.fixture(scope="session")
+def pipeline(private_home: Path) -> Callable[..., Piped]:
+    """pipeline([name, *arguments], ..., stdin=b"", env={}): executables joined by pipes. stdin is a
+    file; None is /dev/null."""
+
+    def run(*stages: list[str], stdin: bytes | None = None, env: dict | None = None) -> Piped:
+        settings = {"env": {**os.environ, **(env or {})}}
+        errors = [tempfile.TemporaryFile() for _ in stages]
+        with tempfile.TemporaryFile() as first:
+            first.write(stdin or b"")
+            first.seek(0)
+            source = subprocess.DEVNULL if stdin is None else first
+            running = []
+            for (name, *arguments), err in zip(stages, errors):
+                command = [executable(name), *map(str, arguments)]
+                running.append(
+                    subprocess.Popen(
+                        command, stdin=source, stdout=subprocess.PIPE, stderr=err, **settings
+                    )
+                )
+                if len(running) > 1:
+                    running[-2].stdout.close()
+                source = running[-1].stdout
+        try:
+            out, _ = running[-1].communicate(timeout=60)
+            codes = [process.wait(timeout=10) for process in running]
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        texts = []
+        for file in errors:
+            file.seek(0)
+            texts.append(file.read().decode())
+            file.close()
+        return Piped(out, codes, texts)
+
+    return run

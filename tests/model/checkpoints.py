@@ -1,0 +1,73 @@
+"""Small random checkpoints, written as mlx_lm.convert writes them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+
+from toastkit.model.files import CRUMB
+
+SIZES = {
+    "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+def write_checkpoint(path: Path, config: dict, weights: dict, shards: int) -> Path:
+    """A directory as mlx_lm.convert writes it, with the embedded model's tokenizer."""
+    path.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(CRUMB / name, path / name)
+    (path / "config.json").write_text(json.dumps(config))
+    names = sorted(weights)
+    where = {}
+    for n in range(shards):
+        file = f"model-{n + 1:05}-of-{shards:05}.safetensors" if shards > 1 else "model.safetensors"
+        part = {name: weights[name] for name in names[n::shards]}
+        mx.save_safetensors(str(path / file), part, metadata={"format": "mlx"})
+        where.update(dict.fromkeys(part, file))
+    index = {"metadata": {}, "weight_map": where}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+def random_weights(model, scale: float) -> dict:
+    """Weights by name, in float16, large enough for clear winners."""
+    from mlx.utils import tree_flatten
+
+    made = {}
+    for number, (name, value) in enumerate(sorted(tree_flatten(model.parameters()))):
+        noise = mx.random.normal(value.shape, key=mx.random.key(number))
+        made[name] = (scale * noise + (1 if "norm" in name else 0)).astype(mx.float16)
+    return made
+
+
+def tied_llama(path: Path) -> Path:
+    """Tied embeddings, two shards."""
+    from mlx_lm.models import llama
+
+    config = {"model_type": "llama", "tie_word_embeddings": True, **SIZES}
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    return write_checkpoint(path, config, random_weights(model, 0.2), 2)
+
+
+def quantised_qwen3(path: Path) -> Path:
+    """Four bits a weight, scales and biases beside them, an output matrix of its own."""
+    import mlx.nn as nn
+    from mlx.utils import tree_flatten
+    from mlx_lm.models import qwen3
+
+    config = {"model_type": "qwen3", "tie_word_embeddings": False, **SIZES}
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    model.load_weights(list(random_weights(model, 0.2).items()))
+    nn.quantize(model, group_size=32, bits=4)
+    config["quantization"] = config["quantization_config"] = {"group_size": 32, "bits": 4}
+    return write_checkpoint(path, config, dict(tree_flatten(model.parameters())), 1)
+
+
+MAKERS: dict[str, Callable[[Path], Path]] = {"llama": tied_llama, "qwen3": quantised_qwen3}

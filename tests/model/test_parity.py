@@ -1,0 +1,132 @@
+"""The same logits as mlx_lm on the same directory, for the embedded model and for small random ones
+that are sharded, tied or quantised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core")
+
+from checkpoints import MAKERS, tied_llama  # noqa: E402
+from reference import PROMPTS  # noqa: E402
+
+from toastkit.frames import FrameReader, Head, Token, Tokens, unpack_ids  # noqa: E402
+from toastkit.model.files import CRUMB, locate  # noqa: E402
+
+TEXT = "The fox and the river"
+
+
+def theirs(path: Path):
+    """mlx_lm's own model for a directory, in float32."""
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(path)
+    model.set_dtype(mx.float32)
+    return model
+
+
+def distance(a, b) -> float:
+    return float(np.abs(np.array(a, np.float64) - np.array(b, np.float64)).max())
+
+
+def test_the_embedded_model(crumb) -> None:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model = theirs(CRUMB)
+    for prompt in PROMPTS:
+        ids = prompt["token_ids"]
+        cache = make_prompt_cache(model)
+        expected = model(mx.array(ids)[None], cache=cache)[0, -1]
+        mine = crumb.new_cache()
+        _, logits = crumb.prefill(ids, mine)
+        assert distance(logits, expected) < 1e-4, prompt["name"]
+        expected = model(mx.array([[prompt["greedy"][0]]]), cache=cache)[0, -1]
+        assert distance(crumb.step(prompt["greedy"][0], mine), expected) < 1e-4, prompt["name"]
+
+
+# ------------------------------------------------------------------------- small random checkpoints
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, mlx_started):
+    """A directory with a small random checkpoint, and an Engine for it."""
+    from toastkit.engine.engine import Engine
+
+    path = MAKERS[request.param](tmp_path_factory.mktemp("models") / request.param)
+    return path, Engine(locate(str(path)), dtype="float32")
+
+
+def greedy(engine, ids: list[int], count: int) -> list[int]:
+    cache = engine.new_cache()
+    _, logits = engine.prefill(ids, cache)
+    found = []
+    while len(found) < count:
+        found.append(int(mx.argmax(logits)))
+        logits = engine.step(found[-1], cache)
+    return found
+
+
+def test_small_checkpoints_give_the_logits_of_mlx_lm(small) -> None:
+    path, engine = small
+    model = theirs(path)
+    ids = [(37 * n + 5) % 4096 for n in range(70)]
+    expected = model(mx.array(ids)[None])[0]
+    assert float(mx.abs(expected).max()) > 1  # not all zero
+    assert distance(engine.score(ids, engine.new_cache()), expected) < 1e-5
+    for chunk in (1, 64, None):
+        cache = engine.new_cache()
+        _, logits = engine.prefill(ids[:-1], cache, chunk=chunk)
+        assert distance(logits, expected[-2]) < 1e-5
+        assert distance(engine.step(ids[-1], cache), expected[-1]) < 1e-5
+
+
+def test_the_pipeline_runs_a_directory(small, pipeline) -> None:
+    """-m DIR at the first stage is enough: the others find it in the head."""
+    path, engine = small
+    done = pipeline(
+        ["tokenize", "--raw", "-m", path, TEXT],
+        ["prefill", "--dtype", "float32"],
+        ["decode", "--dtype", "float32", "--greedy", "-n", "8"],
+    )
+    assert done.codes == [0, 0, 0], done.errors
+    import io
+
+    frames = list(FrameReader(io.BytesIO(done.out)))
+    assert frames[0].model == str(path) and type(frames[0]) is Head
+    ids = unpack_ids(next(f.ids for f in frames if type(f) is Tokens))
+    assert [f.id for f in frames if type(f) is Token] == greedy(engine, ids, 8)
+
+
+def test_one_process_runs_a_directory(small, toast) -> None:
+    path, engine = small
+    done = toast(
+        "decode", "--raw", "-m", path, "--dtype", "float32", "-n", "8", "--json", "--ignore-eos",
+        "--temp", "0", TEXT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    from toastkit.text.tokenizer import Tokenizer
+
+    ids = Tokenizer(locate(str(path))).encode_prompt(TEXT, False)
+    assert [line["id"] for line in lines if "id" in line] == greedy(engine, ids, 8)
+    assert lines[-1]["end"] == "length"
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path, mlx_started) -> None:
+    from toastkit.engine.engine import Engine
+    from toastkit.errors import DataError
+
+    path = tied_llama(tmp_path / "model")
+    weights = mx.load(str(path / "model-00001-of-00002.safetensors"))
+    gone = weights.pop(sorted(weights)[0])
+    assert gone.size
+    mx.save_safetensors(str(path / "model-00001-of-00002.safetensors"), weights)
+    with pytest.raises(DataError, match="the weights do not fit the model"):
+        Engine(locate(str(path)), dtype="float32")
+    (path / "model-00001-of-00002.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(DataError, match="cannot read model-00001-of-00002.safetensors"):
+        Engine(locate(str(path)), dtype="float32")

@@ -1,0 +1,174 @@
+"""The embedded model against the record of an independent implementation (transformers on torch):
+the same distribution after every prompt, and the same 48 tokens after it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core")
+
+from reference import PROMPTS  # noqa: E402
+
+from toastkit.frames import Prefilled, Text, Token, Tokens, unpack_ids  # noqa: E402
+from toastkit.model.config import load_config  # noqa: E402
+from toastkit.sampling.options import SamplingOptions  # noqa: E402
+from toastkit.stages.answer import AnswerOptions, answer  # noqa: E402
+from toastkit.stages.local import LocalRuns  # noqa: E402
+from toastkit.stages.options import Interrupt, Outcome, ReadOptions, StepOptions  # noqa: E402
+from toastkit.stages.sample import DrawOptions  # noqa: E402
+from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer  # noqa: E402
+
+TOLERANCE = 2e-3  # of a log-probability
+SHORT = [p for p in PROMPTS if len(p["token_ids"]) < 30]
+LONGER = [p for p in PROMPTS if len(p["token_ids"]) >= 30]
+each = pytest.mark.parametrize("prompt", PROMPTS, ids=[p["name"] for p in PROMPTS])
+
+
+def log_softmax(logits) -> np.ndarray:
+    exact = np.array(logits, np.float64)
+    exact -= exact.max()
+    return exact - math.log(np.exp(exact).sum())
+
+
+def check_top20(logits, prompt: dict) -> None:
+    found = log_softmax(logits)
+    expected = dict(prompt["top20"])
+    assert max(abs(found[i] - p) for i, p in expected.items()) < TOLERANCE
+    # The 20 are the top: nothing else is more likely than the last of them.
+    others = np.delete(found, list(expected))
+    assert others.max() <= min(expected.values()) + TOLERANCE
+    bits = -(np.exp(found) * found).sum() / math.log(2)
+    assert bits == pytest.approx(prompt["entropy_bits"], abs=TOLERANCE)
+
+
+@each
+def test_prefill_and_steps(crumb, prompt: dict) -> None:
+    cache = crumb.new_cache()
+    count, logits = crumb.prefill(prompt["token_ids"], cache)
+    assert count == len(prompt["token_ids"])
+    check_top20(logits, prompt)
+    tokens = []
+    while len(tokens) < len(prompt["greedy"]):
+        tokens.append(int(mx.argmax(logits)))
+        logits = crumb.step(tokens[-1], cache)
+        mx.eval(logits)
+    assert tokens == prompt["greedy"]
+
+
+BY_CHUNK = {1: SHORT[::3], 7: SHORT, 64: LONGER[:2], 10_000: LONGER[:2]}
+
+
+@pytest.mark.parametrize("chunk", BY_CHUNK)
+def test_chunks_change_nothing(crumb, chunk: int) -> None:
+    passes: list[tuple[int, int]] = []
+
+    def note(done: int, total: int) -> bool:
+        passes.append((done, total))
+        return False
+
+    for prompt in BY_CHUNK[chunk]:
+        passes.clear()
+        ids = prompt["token_ids"]
+        count, logits = crumb.prefill(ids, crumb.new_cache(), chunk=chunk, progress=note)
+        assert count == len(ids)
+        check_top20(logits, prompt)
+        steps = [after - before for (before, _), (after, _) in zip([(0, 0), *passes], passes)]
+        assert passes[-1] == (count, count) and max(steps) <= chunk and steps[-1] == 1
+
+
+def test_score_is_prefill_at_every_position(crumb) -> None:
+    prompt = next(p for p in PROMPTS if p["name"] == "arith_1")
+    ids = prompt["token_ids"]
+    scores = np.array(crumb.score(ids, crumb.new_cache()))
+    assert scores.shape == (len(ids), crumb.vocab) and scores.dtype == np.float32
+    check_top20(scores[-1], prompt)
+    for length in (1, 9, len(ids) - 1):
+        _, logits = crumb.prefill(ids[:length], crumb.new_cache())
+        assert np.abs(log_softmax(logits) - log_softmax(scores[length - 1])).max() < 1e-4
+
+
+def test_score_agrees_with_the_continuation(crumb) -> None:
+    prompt = next(p for p in PROMPTS if p["name"] == "arith_hard")
+    ids = [*prompt["token_ids"], *prompt["greedy"]]
+    scores = np.array(crumb.score(ids, crumb.new_cache()))
+    start = len(prompt["token_ids"]) - 1
+    rows = [log_softmax(row) for row in scores[start:-1]]
+    assert [int(row.argmax()) for row in rows] == prompt["greedy"]
+
+
+# ------------------------------------------------------------------------------------ one process
+
+
+def run_all(crumb, prompts: list[Prompt], **settings) -> tuple[list, Outcome]:
+    """What `toast-decode --raw --ignore-eos` does, in this process: frames and outcome."""
+    tokenizer = PromptTokenizer(crumb.files, load_config(crumb.files), PromptOptions(raw=True))
+    limit = StepOptions(max_tokens=settings.pop("max_tokens", 48))
+    chain = settings.pop("sampling", SamplingOptions())
+    draw = DrawOptions(chain, settings.pop("top", 0), limit, settings.pop("ignore_eos", True))
+    read = ReadOptions(chunk=settings.pop("chunk", None))
+    options = AnswerOptions(read=read, draw=draw, **settings)
+    signals, outcome = Interrupt(), Outcome()
+    runs = LocalRuns(None, signals)
+    return list(answer(prompts, tokenizer, crumb, runs, options, signals, outcome)), outcome
+
+
+def test_one_process(crumb) -> None:
+    """All prompts as runs of one stream, as text: tokenizer, model, sampler and detokenizer."""
+    frames, outcome = run_all(crumb, [Prompt(text=p["text"]) for p in PROMPTS], top=20)
+    assert outcome.reasons == ["length"] * len(PROMPTS) and outcome.tokens == 48
+    prompts = [unpack_ids(f.ids) for f in frames if type(f) is Tokens]
+    assert prompts == [p["token_ids"] for p in PROMPTS]
+    assert [(f.n_past, f.n_cached) for f in frames if type(f) is Prefilled] == [
+        (len(ids), 0) for ids in prompts
+    ]
+    tokens = [f for f in frames if type(f) is Token]
+    text = "".join(f.s for f in frames if type(f) is Text)
+    for number, prompt in enumerate(PROMPTS):
+        mine = tokens[48 * number : 48 * number + 48]
+        assert [t.id for t in mine] == prompt["greedy"]
+        assert [t.pos for t in mine] == list(range(len(prompts[number]), len(prompts[number]) + 48))
+        assert [i for i, _ in mine[0].top][0] == mine[0].id
+        top = dict(mine[0].top)
+        expected = dict(prompt["top20"])
+        shared = set(top) & set(expected)
+        assert len(shared) >= 19  # the 20th and the 21st may change places
+        assert max(abs(top[i] - expected[i]) for i in shared) < TOLERANCE
+        assert mine[0].logprob == top[mine[0].id]
+    assert text == "".join(crumb_text(crumb, p["greedy"]) for p in PROMPTS)
+
+
+def crumb_text(crumb, ids: list[int]) -> str:
+    """An answer as a reader sees it: special tokens are not printed."""
+    from toastkit.text.tokenizer import Tokenizer
+
+    return Tokenizer(crumb.files).decode(ids, keep_special=False)
+
+
+def test_the_recorded_text(crumb) -> None:
+    """The same by the record's own text, where no special token is in the answer."""
+    for prompt in PROMPTS:
+        plain = "<|" not in prompt["greedy_text"] and "\ufffd" not in prompt["greedy_text"]
+        if plain:
+            assert crumb_text(crumb, prompt["greedy"]) == prompt["greedy_text"], prompt["name"]
+
+
+def test_answers_end_where_the_turn_ends(crumb) -> None:
+    """Without --ignore-eos an answer is the record up to its end-of-turn token."""
+    prompts = [p for p in SHORT if 2 in p["greedy"]]
+    assert prompts
+    frames, outcome = run_all(crumb, [Prompt(text=p["text"]) for p in prompts], ignore_eos=False)
+    assert outcome.reasons == ["eos"] * len(prompts)
+    expected = [p["greedy"][: p["greedy"].index(2) + 1] for p in prompts]
+    assert [f.id for f in frames if type(f) is Token] == [i for ids in expected for i in ids]
+
+
+def test_telemetry_and_chunks_change_no_token(crumb) -> None:
+    prompt = next(p for p in PROMPTS if p["name"] == "chat_system")
+    frames, _ = run_all(crumb, [Prompt(text=prompt["text"])], telemetry=True, chunk=7)
+    tokens = [f for f in frames if type(f) is Token]
+    assert [t.id for t in tokens] == prompt["greedy"]
+    assert tokens[0].entropy == pytest.approx(prompt["entropy_bits"], abs=TOLERANCE)
+    assert all(t.gear in ("low", "mid", "high") for t in tokens)

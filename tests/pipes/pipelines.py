@@ -1,0 +1,79 @@
+"""Pipelines of real executables, with their exit statuses in the order of the stages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from dataclasses import dataclass
+
+from tests.conftest import executable
+
+STAGES = ("tokenize", "prefill", "decode", "entropy-gear", "sample", "detokenize")
+STORY = "Tell me a story about a fox and a river."
+WHO = "Who are you?"
+WHO_ANSWER = b"I am crumb, a tiny model made for trying toastkit.\n"
+TIMEOUT = 60  # seconds, of anything that is meant to end: a hang fails the test
+
+
+@dataclass
+class Result:
+    """statuses: exit status of each stage, -N for signal N. out: of the last. errors: lines that
+    each stage wrote to stderr."""
+
+    statuses: list[int]
+    out: bytes
+    errors: list[str]
+
+
+class Pipeline:
+    """The six stages, or some of them, running. extra: arguments by stage."""
+
+    def __init__(self, prompt: str, extra: dict[str, list[str]] | None = None, stages=STAGES):
+        self.stages = stages
+        self.processes: list[subprocess.Popen] = []
+        source: object = subprocess.DEVNULL
+        for name in stages:
+            arguments = [executable(name), *(extra or {}).get(name, [])]
+            if name == "tokenize":
+                arguments.append(prompt)
+            process = subprocess.Popen(
+                arguments, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            if source is not subprocess.DEVNULL:
+                source.close()
+            source = process.stdout
+            self.processes.append(process)
+
+    def process(self, name: str) -> subprocess.Popen:
+        return self.processes[self.stages.index(name)]
+
+    def first_output(self) -> bytes:
+        """Waits until the last stage writes something."""
+        data = self.processes[-1].stdout.read1(64)
+        assert data, [p.stderr.read() for p in self.processes]
+        return data
+
+    def kill(self, name: str) -> None:
+        self.process(name).kill()
+
+    def signal_all(self, number: int) -> None:
+        """As a terminal does: every process of the pipeline gets the signal."""
+        for process in self.processes:
+            if process.poll() is None:
+                os.kill(process.pid, number)
+
+    def finish(self) -> Result:
+        """Waits for the end of every stage."""
+        try:
+            out = self.processes[-1].stdout.read()
+            statuses = [process.wait(TIMEOUT) for process in self.processes]
+        finally:
+            self.signal_all(signal.SIGKILL)
+        errors = [process.stderr.read().decode() for process in self.processes]
+        return Result(statuses, out, [line for text in errors for line in text.splitlines()])
+
+
+def run_pipeline(prompt: str, extra: dict[str, list[str]] | None = None, stages=STAGES) -> Result:
+    """A pipeline that runs to its end."""
+    return Pipeline(prompt, extra, stages).finish()

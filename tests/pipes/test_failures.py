@@ -1,0 +1,217 @@
+"""What happens when something goes wrong: killed stages, closed pipes, Ctrl-C, locked sessions, full
+disks. The other stages end by themselves with the right status, and the session stays whole."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import executable
+from tests.pipes.pipelines import STAGES, STORY, TIMEOUT, WHO, WHO_ANSWER, Pipeline, run_pipeline
+
+ENDLESS = {"sample": ["--ignore-eos"]}
+SIGPIPE = -signal.SIGPIPE
+
+
+def stored(path: Path):
+    """A session at its last commit: (number of tokens, ids, logits)."""
+    from toastkit.session.directory import Session
+
+    with Session.open(path, None, create=False) as session:
+        logits = session.logits()
+        assert logits is not None and logits.shape == (4096,)
+        return list(session.tokens), logits
+
+
+@pytest.mark.parametrize(
+    ("victim", "statuses"),
+    [
+        ("decode", [0, 0, -9, 65, 65, 65]),
+        ("entropy-gear", [0, 0, SIGPIPE, -9, 65, 65]),
+        ("sample", [0, 0, SIGPIPE, SIGPIPE, -9, 65]),
+        ("detokenize", [0, 0, SIGPIPE, SIGPIPE, SIGPIPE, -9]),
+    ],
+)
+def test_a_stage_is_killed_in_mid_run(victim: str, statuses: list[int], tmp_path: Path):
+    session = tmp_path / "session"
+    pipeline = Pipeline(STORY, {**ENDLESS, "prefill": ["--session", str(session)]})
+    pipeline.first_output()
+    pipeline.kill(victim)
+    result = pipeline.finish()
+    assert result.statuses == statuses
+    assert len(result.errors) == (0 if victim == "detokenize" else 1)
+    ids, _ = stored(session)
+    # decode commits what it had, unless it was the one that died: then the prompt's commit holds.
+    assert len(ids) == 19 if victim == "decode" else len(ids) > 19
+    assert run_pipeline(WHO, {"prefill": ["--session", str(session)]}).out == WHO_ANSWER
+
+
+def test_tokenize_and_prefill_are_killed(tmp_path: Path):
+    pipeline = Pipeline(WHO)
+    pipeline.process("tokenize").send_signal(signal.SIGSTOP)
+    pipeline.kill("tokenize")
+    result = pipeline.finish()
+    assert result.statuses == [-9, 65, 65, 65, 65, 65]
+    assert result.errors[0] == "toast-prefill: no frames on input"
+
+    long = Pipeline("Tell me a story. " * 1200, {"prefill": ["--chunk", "8"]})
+    # The head is out, and thousands of tokens are to be read.
+    head = long.process("prefill")
+    while head.poll() is None and not _has_run(Path(os.environ["XDG_STATE_HOME"])):
+        pass
+    long.kill("prefill")
+    result = long.finish()
+    assert result.statuses == [0, -9, 65, 65, 65, 65]
+    assert result.errors == ["toast-decode: input ended in the middle of a run"]
+
+
+def _has_run(state: Path) -> bool:
+    return any(state.glob("toastkit/sessions/.ephemeral-*/runs/*/logits"))
+
+
+def test_a_reader_that_has_enough(tmp_path: Path):
+    session = tmp_path / "session"
+    pipeline = Pipeline(STORY, {**ENDLESS, "prefill": ["--session", str(session)]})
+    pipeline.first_output()
+    pipeline.processes[-1].stdout.close()
+    statuses = [process.wait(TIMEOUT) for process in pipeline.processes]
+    assert statuses == [0, 0, SIGPIPE, SIGPIPE, SIGPIPE, SIGPIPE]
+    assert [process.stderr.read() for process in pipeline.processes] == [b""] * 6
+    assert len(stored(session)[0]) > 19
+
+
+def test_a_reader_of_one_process_that_has_enough(tmp_path: Path):
+    session = tmp_path / "session"
+    process = subprocess.Popen(
+        [executable("decode"), "--ignore-eos", "--session", str(session), STORY],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout.read1(20)
+    process.stdout.close()
+    assert process.wait(TIMEOUT) == SIGPIPE
+    assert process.stderr.read() == b""
+    assert len(stored(session)[0]) > 19
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "term"]
+)
+def test_an_interrupt_commits_and_prints_what_there_is(number: int, status: int, tmp_path: Path):
+    session = tmp_path / "session"
+    pipeline = Pipeline(STORY, {**ENDLESS, "prefill": ["--session", str(session)]})
+    first = pipeline.first_output()
+    pipeline.signal_all(number)
+    result = pipeline.finish()
+    assert result.statuses == [0, 0, status, status, status, status]
+    assert result.errors == []
+    assert b"In a land far away".startswith((first + result.out)[:18].rstrip(b"\n"))
+    assert result.out.endswith(b"\n")
+    assert len(stored(session)[0]) > 19
+
+
+def test_an_interrupt_of_one_process(tmp_path: Path):
+    session = tmp_path / "session"
+    process = subprocess.Popen(
+        [executable("decode"), "--ignore-eos", "--session", str(session), STORY],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    first = process.stdout.read1(20)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 130 and errors == b""
+    assert b"In a land far away".startswith((first + out)[:18].rstrip(b"\n"))
+    assert out.endswith(b"\n")
+    assert len(stored(session)[0]) > 19
+
+
+def test_an_interrupt_while_the_prompt_is_read(tmp_path: Path):
+    session = tmp_path / "session"
+    pipeline = Pipeline(
+        "Tell me a story. " * 1200, {"prefill": ["--chunk", "8", "--session", str(session)]}
+    )
+    while not list(session.glob("runs/*/logits")):
+        assert pipeline.process("prefill").poll() is None
+    pipeline.signal_all(signal.SIGINT)
+    result = pipeline.finish()
+    assert result.statuses == [0, 130, 130, 130, 130, 130]
+    assert result.out == b"" and result.errors == []
+
+
+def test_two_pipelines_at_once(tmp_path: Path):
+    pipelines = [
+        Pipeline(prompt, {"prefill": ["--session", str(tmp_path / str(number))]})
+        for number, prompt in enumerate((WHO, "What is the capital of Peru?"))
+    ]
+    results = [pipeline.finish() for pipeline in pipelines]
+    assert [r.statuses for r in results] == [[0] * 6] * 2
+    assert [r.out for r in results] == [WHO_ANSWER, b"The capital of Peru is Lima.\n"]
+
+
+def test_a_second_writer_is_turned_away(tmp_path: Path):
+    session = str(tmp_path / "session")
+    first = Pipeline(STORY, {**ENDLESS, "prefill": ["--session", session]})
+    first.first_output()
+    second = run_pipeline(WHO, {"prefill": ["--session", session]})
+    assert second.statuses == [0, 75, 75, 75, 75, 75]
+    assert second.errors[0].startswith(f"toast-prefill: session {session} is in use by another")
+    one = subprocess.run(
+        [executable("decode"), "--session", session, WHO],
+        stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert (one.returncode, one.stdout) == (75, b"")
+    first.signal_all(signal.SIGINT)
+    assert first.finish().statuses[-1] == 130
+
+
+@pytest.mark.parametrize("limit", [8 << 10, 40 << 10, 500 << 10])
+def test_a_full_disk_keeps_the_earlier_commit(limit: int, tmp_path: Path):
+    session = tmp_path / "session"
+    assert run_pipeline(WHO, {"prefill": ["--session", str(session)]}).statuses == [0] * 6
+    before = stored(session)
+
+    def shrink() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    done = subprocess.run(
+        [executable("decode"), "--session", str(session), STORY],
+        stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT, preexec_fn=shrink,
+    )  # fmt: skip
+    assert done.returncode == 74
+    assert done.stderr.decode().count("\n") == 1 and b"too large" in done.stderr
+    after = stored(session)
+    assert before[0] == after[0] and (before[1] == after[1]).all()
+    assert subprocess.run(
+        [executable("decode"), "--session", str(session), WHO],
+        stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT,
+    ).stdout == WHO_ANSWER  # fmt: skip
+
+
+def test_an_error_travels_down_the_pipe(tmp_path: Path):
+    result = run_pipeline("hello " * 9000)
+    assert result.statuses == [65] * 6
+    assert result.errors == [
+        "toast-tokenize: the prompt has 9010 tokens, the model's context is 8192",
+        "  hint: shorten it, or give --truncate",
+    ]
+    assert result.out == b""
+
+
+def test_a_recorded_error_is_told(tmp_path: Path):
+    recorded = run_pipeline("hello " * 9000, stages=STAGES[:5]).out
+    (tmp_path / "run.frames").write_bytes(recorded)
+    with open(tmp_path / "run.frames", "rb") as source:
+        done = subprocess.run(
+            [executable("detokenize")], stdin=source, capture_output=True, timeout=TIMEOUT
+        )
+    assert done.returncode == 65
+    assert done.stderr.startswith(b"toast-detokenize: toast-tokenize: the prompt has 9010 tokens")
+
+
+def test_nothing_is_left_behind(state_home: Path):
+    assert run_pipeline(WHO).statuses == [0] * 6
+    assert list(state_home.iterdir()) == []

@@ -1,0 +1,90 @@
+"""The examples of the manual run as they stand: every `$ ` command, and the Python of section 5."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.mdoc import MAN, Page, literal_blocks, pages
+
+
+def shell_blocks(page: Page) -> list[str]:
+    """The examples of a page: scripts of one command or several, without the prompts."""
+    blocks = literal_blocks(page.part("EXAMPLES"))
+    return [re.sub(r"^\$ ", "", block, flags=re.MULTILINE) for block in blocks]
+
+
+EXAMPLES = [
+    pytest.param(script, id=f"{page.name}-{number}")
+    for page in pages(1)
+    for number, script in enumerate(shell_blocks(page), 1)
+]
+
+
+def python_example(page: str) -> str:
+    """The one Python program of a page of section 5."""
+    (program,) = literal_blocks(Page(MAN / "man5" / page).part("EXAMPLES"))
+    return program
+
+
+@pytest.fixture
+def shell(tmp_path: Path, private_home: Path):
+    """shell(script): runs it with bash in an empty directory, with sessions of its own and the
+    commands of this Python first on PATH; any command of a pipeline may fail it."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    state = tmp_path / "state"
+    work = tmp_path / "work"
+    work.mkdir()
+
+    def run(script: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            ["bash", "-e", "-o", "pipefail", "-c", script],
+            cwd=work, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+            env={**os.environ, "PATH": path, "XDG_STATE_HOME": str(state)},
+        )  # fmt: skip
+
+    yield run
+    assert not list(state.rglob(".ephemeral-*")), "a session outlived its run"
+
+
+def test_every_page_has_examples() -> None:
+    for page in pages(1):
+        blocks = literal_blocks(page.part("EXAMPLES"))
+        assert blocks and all(block.startswith("$ ") for block in blocks), page.name
+        assert any(f"{page.name} " in block for block in blocks), page.name
+
+
+@pytest.mark.parametrize("script", EXAMPLES)
+def test_example(script: str, shell) -> None:
+    result = shell(script)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout or script.splitlines()[-1].find("cmp") >= 0, "it shows nothing"
+
+
+def test_stage_in_python(shell) -> None:
+    """The stage of toast-frames(5), in a running pipeline: "I" is token 43, and never comes."""
+    begin = 'toast-tokenize "Who are you?" | toast-prefill | toast-decode --inline'
+    end = "toast-sample -n 4 | toast-frames --json --kinds token"
+    program = python_example("toast-frames.5")
+    script = f"cat > stage.py <<'END'\n{program}END\n{begin} | python stage.py | {end}"
+    result = shell(script)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count('"k": "token"') == 4
+    assert '"id": 43,' not in result.stdout
+    assert '"id": 43,' in shell(f"{begin} | {end}").stdout
+
+
+def test_header_in_python(shell) -> None:
+    """The reader of toast-session(5), on a session of twelve tokens."""
+    program = python_example("toast-session.5")
+    script = f"""cat > look.py <<'END'\n{program}END
+toast-tokenize "Who are you?" | toast-prefill --session ./who > head.frames
+cd who && python ../look.py"""
+    result = shell(script)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("12 tokens, ['ArraysCache'")

@@ -1,0 +1,274 @@
+"""The six processes, joined by real pipes, against the reference and against the one process."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mlx.core")
+
+from toastkit.frames import (
+    End,
+    Error,
+    FrameReader,
+    Head,
+    Logits,
+    Prefilled,
+    Text,
+    Token,
+    Tokens,
+    dumps,
+    pack_ids,
+)
+from toastkit.model.config import fingerprint, load_config
+from toastkit.model.files import locate
+
+PROMPTS = json.loads((Path(__file__).parent.parent / "reference.json").read_bytes())["prompts"]
+FLOAT32 = ["--dtype", "float32"]
+TOLERANCE = 2e-3
+
+
+def frames_of(data: bytes) -> list:
+    return list(FrameReader(io.BytesIO(data)))
+
+
+def runs_of(data: bytes) -> list[list]:
+    """The frames of each run, its head first."""
+    runs: list[list] = []
+    for frame in frames_of(data):
+        if type(frame) is Head:
+            runs.append([])
+        runs[-1].append(frame)
+    return runs
+
+
+def only(kind: type, frames: list) -> list:
+    return [frame for frame in frames if type(frame) is kind]
+
+
+@pytest.fixture(scope="module")
+def prompt_frames() -> bytes:
+    """Every prompt of the reference as a run of its own: what toast-tokenize would write."""
+    files = locate("crumb")
+    head = Head("crumb", fingerprint(files), load_config(files).vocab, [2, 0])
+    return b"".join(dumps(head) + dumps(Tokens(pack_ids(p["token_ids"]))) for p in PROMPTS)
+
+
+def test_the_reference(pipeline, prompt_frames: bytes) -> None:
+    done = pipeline(
+        ["prefill", *FLOAT32],
+        ["decode", *FLOAT32],
+        ["entropy-gear"],
+        ["sample", "--temp", "0", "--ignore-eos", "-n", "48", "--top", "20"],
+        ["detokenize", "--frames"],
+        stdin=prompt_frames,
+    )
+    assert done.codes == [0] * 5, done.errors
+    runs = runs_of(done.out)
+    assert len(runs) == len(PROMPTS)
+    for prompt, run in zip(PROMPTS, runs):
+        tokens = only(Token, run)
+        assert [t.id for t in tokens] == prompt["greedy"], prompt["name"]
+        start = len(prompt["token_ids"])
+        assert [t.pos for t in tokens] == list(range(start, start + 48))
+        assert run[-1] == End("length", 48)
+        check_first(tokens[0], prompt)
+        (read,) = only(Prefilled, run)
+        assert (read.n_past, read.n_new, read.n_cached) == (start, start, 0)
+        assert "".join(t.s for t in only(Text, run)) == greedy_text(prompt)
+
+
+def check_first(token: Token, prompt: dict) -> None:
+    """The first token's alternatives are the 20 of the record; the last may be another."""
+    found, expected = dict(token.top), dict(prompt["top20"])
+    shared = set(found) & set(expected)
+    assert len(token.top) == 20 and len(shared) >= 19
+    assert max(abs(found[i] - expected[i]) for i in shared) < TOLERANCE
+    assert token.logprob == found[token.id]
+    assert token.entropy == pytest.approx(prompt["entropy_bits"], abs=TOLERANCE)
+    assert token.gear in ("low", "mid", "high")
+
+
+def greedy_text(prompt: dict) -> str:
+    from toastkit.text.tokenizer import Tokenizer
+
+    return Tokenizer(locate("crumb")).decode(prompt["greedy"], keep_special=False)
+
+
+def test_greedy_without_a_sampler(pipeline, prompt_frames: bytes) -> None:
+    """decode feeds itself: its logits, in the frames, are the record's."""
+    done = pipeline(
+        ["prefill", *FLOAT32],
+        ["decode", *FLOAT32, "--greedy", "--steps", "3", "--inline"],
+        stdin=prompt_frames,
+    )
+    assert done.codes == [0, 0], done.errors
+    for prompt, run in zip(PROMPTS, runs_of(done.out)):
+        assert [t.id for t in only(Token, run)][:3] == prompt["greedy"][:3]
+        values = memoryview(only(Logits, run)[0].logits.data).cast("f")
+        peak = max(values)
+        total = peak + math.log(sum(math.exp(v - peak) for v in values))
+        assert max(abs(values[i] - total - p) for i, p in prompt["top20"]) < TOLERANCE
+
+
+# ------------------------------------------------------------------------------- sampled answers
+
+LINES = [
+    "Tell me a story about a fox and a river.", "What is 12 + 30?",
+    "Write a function that adds two numbers.",
+]  # fmt: skip
+STDIN = "\n".join(LINES).encode()
+CHAINS = {
+    "top-p": ["--temp", "0.8", "--top-p", "0.9"],
+    "min-p": ["--temp", "1.3", "--min-p", "0.05", "--top-k", "40"],
+    "penalties": ["--temp", "0.9", "--repetition-penalty", "1.3", "--presence-penalty", "0.2",
+                  "--frequency-penalty", "0.3", "--repeat-last-n", "12"],
+    "xtc": ["--temp", "1", "--xtc-probability", "0.6", "--xtc-threshold", "0.05"],
+    "bias": ["--temp", "1", "--typical-p", "0.8", "--logit-bias", "723=-2", "--ban", "261"],
+}  # fmt: skip
+
+
+def one_process(toast, *arguments: str) -> list[dict]:
+    done = toast(
+        "decode", "--each-line", "--json", "-n", "16", *FLOAT32, *arguments, stdin=STDIN
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def six_processes(pipeline, *arguments: str) -> tuple[list[Token], list[End], str]:
+    done = pipeline(
+        ["tokenize", "--each-line"],
+        ["prefill", *FLOAT32],
+        ["decode", *FLOAT32],
+        ["entropy-gear"],
+        ["sample", "-n", "16", *arguments],
+        ["detokenize", "--frames"],
+        stdin=STDIN,
+    )
+    assert done.codes == [0] * 6, done.errors
+    frames = frames_of(done.out)
+    text = "".join(frame.s for frame in only(Text, frames))
+    return only(Token, frames), only(End, frames), text
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_one_seed_gives_one_answer(name: str, pipeline, toast) -> None:
+    arguments = [*CHAINS[name], "--seed", "42", "--top", "3"]
+    lines = one_process(toast, *arguments)
+    tokens, ends, text = six_processes(pipeline, *arguments)
+    drawn = [line for line in lines if "id" in line]
+    assert [(t.pos, t.id) for t in tokens] == [(line["pos"], line["id"]) for line in drawn]
+    assert [(e.reason, e.n) for e in ends] == [
+        (line["end"], line["n"]) for line in lines if "end" in line
+    ]
+    assert text == "".join(line["text"] for line in lines)
+    assert len(ends) == len(LINES)
+    for token, line in zip(tokens, drawn):
+        assert token.gear == line["gear"]
+        assert token.entropy == pytest.approx(line["entropy"], abs=1e-4)
+        assert token.logprob == pytest.approx(line["logprob"], abs=1e-4)
+        assert [i for i, _ in token.top] == [i for i, _ in line["top"]]
+
+
+def test_draws_can_be_repeated_and_seeds_differ(pipeline, toast) -> None:
+    seven = [*CHAINS["min-p"], "-n", "6", "--seed", "7"]
+    first = one_process(toast, *seven)
+    assert one_process(toast, *seven) == first
+    assert one_process(toast, *seven[:-1], "8") != first
+    tokens, ends, text = six_processes(pipeline, *seven)
+    again, ends_again, text_again = six_processes(pipeline, *seven)
+    assert [t.id for t in again] == [t.id for t in tokens]
+    assert (ends_again, text_again) == (ends, text)
+
+
+def test_a_seed_of_its_own_choice_is_in_the_stream(pipeline) -> None:
+    """Without --seed a new one is drawn, and a saved stream is drawn again with it."""
+    stages = [
+        ["tokenize", LINES[0]], ["prefill", *FLOAT32], ["decode", *FLOAT32, "--inline"],
+    ]  # fmt: skip
+    heads = []
+    for _ in range(2):
+        done = pipeline(*stages, ["sample", "-n", "4", "--temp", "1.5"])
+        assert done.codes == [0] * 4, done.errors
+        heads.append(frames_of(done.out)[0])
+    seeds = [head.extra["sampling"]["seed"] for head in heads]
+    assert seeds[0] != seeds[1]
+    assert heads[0].extra["sampling"]["temperature"] == 1.5
+
+
+def test_a_saved_run_is_drawn_again_without_the_model(pipeline, toast, tmp_path: Path) -> None:
+    """Frames saved between decode and sample, drawn from again: the same seed, the same tokens."""
+    hot = ["--temp", "1.4", "--seed", "5"]
+    # --greedy: the logits do not hang on what is drawn later.
+    done = pipeline(
+        ["tokenize", LINES[0]],
+        ["prefill", *FLOAT32],
+        ["decode", *FLOAT32, "--greedy", "-n", "12", "--inline"],
+    )
+    assert done.codes == [0] * 3, done.errors
+    saved = done.out
+    first, again, other = (
+        [t.id for t in only(Token, frames_of(toast("sample", *chain, stdin=saved).stdout))]
+        for chain in (hot, hot, ["--temp", "0"])
+    )
+    assert len(first) == 12 and first == again != other
+    greedy = [t.id for t in only(Token, frames_of(saved))]
+    assert other[: len(greedy)] == greedy
+
+
+# ---------------------------------------------------------------------- errors travel downstream
+
+
+def test_an_error_at_the_head_ends_every_stage_with_its_code(pipeline) -> None:
+    done = pipeline(
+        ["tokenize", "-m", "crum", "Hi"],
+        ["prefill"],
+        ["decode"],
+        ["entropy-gear"],
+        ["sample"],
+        ["detokenize"],
+    )
+    assert done.codes[0] == 66 and done.out == b""
+    assert "toast-tokenize: no such model: crum\n" in done.errors[0]
+    assert all(code in (65, 66) for code in done.codes[1:])
+
+
+def test_an_error_in_the_middle_is_told_once(pipeline, prompt_frames: bytes) -> None:
+    files = locate("crumb")
+    head = Head("crumb", "00" * 16, load_config(files).vocab, [2])
+    wrong = dumps(head) + dumps(Tokens(pack_ids([1, 2])))
+    done = pipeline(
+        ["prefill"], ["decode"], ["entropy-gear"], ["sample"], ["detokenize"], stdin=wrong
+    )
+    assert done.codes == [65] * 5 and done.out == b""
+    assert "is not the model that this stream was tokenised for" in done.errors[0]
+    assert done.errors[1:] == [""] * 4
+
+
+def test_an_error_frame_says_what_the_first_stage_choked_on(pipeline) -> None:
+    stream = dumps(Head("crumb", "00" * 16, 4096, [2])) + dumps(Tokens(pack_ids([1, 2])))
+    done = pipeline(["prefill"], ["decode"], stdin=stream)
+    last = frames_of(done.out)[-1]
+    assert type(last) is Error and (last.code, last.stage) == (65, "toast-prefill")
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "empty prompt"),
+        ([1, 4096], "token 4096 is outside the vocabulary of 4096"),
+        ([1] * 8193, "the prompt has 8193 tokens, the model's context is 8192"),
+    ],
+    ids=["empty", "foreign token", "too long"],
+)
+def test_prompts_that_cannot_be_read(pipeline, ids: list[int], message: str) -> None:
+    head = Head("crumb", fingerprint(locate("crumb")), 4096, [2])
+    done = pipeline(
+        ["prefill"], ["decode"], stdin=dumps(head) + dumps(Tokens(pack_ids(ids)))
+    )  # fmt: skip
+    assert done.codes == [65, 65] and f"toast-prefill: {message}\n" in done.errors[0]

@@ -1,0 +1,368 @@
+"""The executables as a person meets them: what they refuse and how they say it, where a prompt
+comes from, environment variables, completion."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from toastkit import __version__
+from toastkit.commands import COMMANDS
+from toastkit.frames import (
+    End,
+    Error,
+    FrameReader,
+    Head,
+    Stats,
+    Token,
+    Tokens,
+    Unknown,
+    dumps,
+    pack_ids,
+    unpack_ids,
+)
+
+NAMES = [command.name for command in COMMANDS]
+OFFLINE_MODEL = "nobody/nothing"
+RUN = [
+    Head("crumb", "ab" * 16, 4096, [2]),
+    Tokens(pack_ids([1, 316])),
+    Token(2, 723, -0.5, None, "low"),
+    Stats("x", {"seconds": 1}),
+    End("eos", 1),
+]
+STREAM = b"".join(map(dumps, RUN))
+
+
+def lines_of(done: subprocess.CompletedProcess, name: str, code: int) -> tuple[str, str]:
+    """The message and the hint of a failed command, checked for form."""
+    text = done.stderr.decode()
+    assert done.returncode == code, text
+    first, *rest = text.splitlines()
+    assert first.startswith(f"toast-{name}: ") and len(rest) <= 1, text
+    assert not first.endswith(".") and "Traceback" not in text
+    message = first[len(f"toast-{name}: ") :]
+    assert not message[0].isupper()
+    hint = ""
+    if rest:
+        assert rest[0].startswith("  hint: ")
+        hint = rest[0][len("  hint: ") :]
+    assert not done.stdout or type(list(FrameReader(io.BytesIO(done.stdout)))[-1]) is Error
+    return message, hint
+
+
+# ----------------------------------------------------------------------------------------- refusals
+
+USAGE = [
+    ("decode", ["--tmp", "1", "hi"], "no such option '--tmp'.*'--temp'"),
+    ("decode", ["--temperatur", "1", "hi"], "no such option '--temperatur'.*'--temperature'"),
+    ("sample", ["--top-pp", "1"], "no such option '--top-pp'.*'--top-p'"),
+    ("prefill", ["--sesion", "x"], "no such option '--sesion'.*'--session'"),
+    ("entropy-gear", ["--hysterisis", "1"], "no such option.*'--hysteresis'"),
+    ("detokenize", ["--fail-on-lenght"], "no such option.*'--fail-on-length'"),
+    ("frames", ["--from-jsn"], "no such option.*'--from-json'"),
+    ("feed", ["--ignore-oes", "5"], "no such option.*'--ignore-eos'"),
+    ("tokenize", ["--templat-only"], "no such option.*'--template-only'"),
+    ("decode", ["-x"], "no such option '-x'"),
+    ("decode", ["-n"], "option '-n' requires an argument"),
+    ("decode", ["--temp", "abc", "hi"], "'abc' is not a valid float"),
+    ("decode", ["--temp", "-1", "hi"], r"invalid temperature: -1.0 is not in \[0, 1e\+06\]"),
+    ("sample", ["--temp", "nan"], "invalid temperature: nan"),
+    ("sample", ["--top-p", "2"], r"invalid top-p: 2.0 is not in \[0, 1\]"),
+    ("sample", ["--top-k", "-3"], "invalid top-k: -3"),
+    ("sample", ["--min-p", "1.5"], "invalid min-p"),
+    ("sample", ["--repetition-penalty", "0"], "invalid repetition-penalty"),
+    ("decode", ["-n", "0", "hi"], "0 is not in the range x>=1"),
+    ("decode", ["--seed", "-1", "hi"], "-1 is not in the range"),
+    ("decode", ["--logit-bias", "x", "hi"], "--logit-bias takes ID=B, not 'x'"),
+    ("sample", ["--logit-bias", "1=nan"], "invalid logit bias: nan for id 1"),
+    ("decode", ["--ban", "4096", "hi"], r"id 4096 is not in \[0, 4095\]"),
+    ("decode", ["--device", "tpu", "hi"], "'tpu' is not one of 'auto', 'cpu', 'gpu'"),
+    ("decode", ["--dtype", "int8", "hi"], "'int8' is not one of"),
+    ("decode", ["--template-arg", "5", "hi"], "--template-arg takes NAME=VALUE, not '5'"),
+    ("decode", ["--session", "", "hi"], "invalid session name '': it is empty"),
+    ("prefill", ["--session", ".x"], "invalid session name '.x'"),
+    ("tokenize", ["--session", "-x", "hi"], "invalid session name '-x'"),
+    ("frames", ["--slice", "a"], "--slice takes A:B, not 'a'"),
+    ("frames", ["--kinds", "lgits"], "no such kind of frame: lgits"),
+    ("frames", ["--json", "--validate"], "--validate goes with neither"),
+    ("frames", ["--top", "3"], "--top is for --json"),
+    ("frames", ["--arrays", "none", "--stat", "--json"], "--arrays is for --json"),
+    ("tokenize", ["-n", "3", "hi"], "--max-tokens is only for --truncate here"),
+    ("tokenize", ["--count", "--template-only", "hi"], "exclude each other"),
+    ("tokenize", ["--raw", "--system", "x", "hi"], "--raw has no messages"),
+    ("decode", ["--messages", "x", "hi"], "--messages is the whole conversation"),
+    ("entropy-gear", ["--low", "5", "--high", "2"], "low 5 is not less than high 2"),
+    ("entropy-gear", ["--window", "0"], "invalid window: 0"),
+    ("detokenize", ["--frames", "--no-newline"], "--no-newline is for text"),
+    ("sample", ["extra"], "got unexpected extra argument"),
+    ("feed", ["5"], "which run"),
+    ("feed", ["--run", "x", "--session", "y", "5"], "exclude each other"),
+    ("decode", ["--require-hit", "hi"], "--require-hit needs"),
+    # Options of the other way to run.
+    ("decode", ["--steps", "3", "hi"], "--steps is for frames, but there are none on stdin"),
+    ("decode", ["--greedy", "hi"], "--greedy is for frames"),
+    ("decode", ["--force", "x", "hi"], "--force is for frames"),
+    ("decode", ["--inline", "hi"], "--inline is for frames"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "message"), USAGE)
+def test_usage(toast, name: str, arguments: list[str], message: str) -> None:
+    assert re.search(message, lines_of(toast(name, *arguments), name, 64)[0])
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--temp=0", "--seed=1", "--session=x", "--raw", "--system=x", "--top-p=1", "--ban=1", "--echo",
+     "--stop=x", "--json", "--each-line", "--chunk=8", "--top=3", "--ignore-eos", "--fork=x",
+     "--no-newline", "--truncate", "--fail-on-length", "--template-arg=a=1"],
+)  # fmt: skip
+def test_options_for_text_are_refused_with_frames(toast, flag: str) -> None:
+    message, _ = lines_of(toast("decode", flag, stdin=STREAM), "decode", 64)
+    name = "--temperature" if flag == "--temp=0" else flag.split("=")[0]
+    assert message == f"{name} is for text, but stdin holds frames"
+
+
+def test_a_prompt_is_refused_with_frames(toast) -> None:
+    message, _ = lines_of(toast("decode", "hi", stdin=STREAM), "decode", 64)
+    assert message == "stdin holds frames: there is no room for a prompt"
+    done = toast("decode", "--greedy", "--force", "x", stdin=STREAM)
+    assert lines_of(done, "decode", 64)[0] == "--greedy and --force exclude each other"
+
+
+MISSING = [
+    ("decode", ["-m", "nope", "hi"], "no such model: nope"),
+    ("tokenize", ["-m", "nope", "hi"], "no such model: nope"),
+    (
+        "tokenize",
+        ["-m", OFFLINE_MODEL, "hi"],
+        f"no such model: {OFFLINE_MODEL} is not in the cache",
+    ),
+    ("tokenize", ["-m", "tests", "hi"], "tests is not a model: no config.json in it"),
+    ("decode", ["--messages", "missing.json"], "cannot read missing.json: no such file"),
+    ("decode", ["--fork", "nope", "hi"], "no such session: nope"),
+    ("feed", ["--session", "nope", "4"], "session nope has no run to feed"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "message"), MISSING)
+def test_what_is_not_there(toast, name: str, arguments: list[str], message: str) -> None:
+    assert lines_of(toast(name, *arguments), name, 66)[0].startswith(message)
+
+
+@pytest.mark.parametrize("name", ["prefill", "sample", "detokenize", "entropy-gear"])
+def test_no_frames(toast, name: str) -> None:
+    message, hint = lines_of(toast(name, stdin=b""), name, 65)
+    assert message == "no frames on input" and "toast-tokenize" in hint
+    message, _ = lines_of(toast(name, stdin=b"plain text\n"), name, 65)
+    assert message.startswith("cannot read frame 1 at byte 0: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "stdin"),
+    [("tokenize", [], None), ("tokenize", [], b""), ("decode", [], None), ("decode", ["-"], b"\n"),
+     ("decode", ["--each-line"], b"\n \n"), ("tokenize", ["--each-line"], b"\n")],
+)  # fmt: skip
+def test_an_empty_prompt(toast, name: str, arguments: list[str], stdin: bytes | None) -> None:
+    assert lines_of(toast(name, *arguments, stdin=stdin), name, 65)[0] == "empty prompt"
+
+
+def test_text_that_is_not_utf8(toast) -> None:
+    message, _ = lines_of(toast("tokenize", stdin=b"ab\xff"), "tokenize", 65)
+    assert message == "the prompt is not UTF-8: byte 0xff at offset 2"
+
+
+def test_a_traceback_only_on_demand(toast) -> None:
+    done = toast("tokenize", "--debug", "-m", "nope", "hi")
+    assert done.returncode == 66 and b"Traceback" in done.stderr
+    assert done.stderr.endswith(b"or crumb\n")
+
+
+# ------------------------------------------------------------------- version, completion, variables
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_version(toast, name: str) -> None:
+    done = toast(name, "--version")
+    assert (done.returncode, done.stdout.decode()) == (0, f"toast-{name} {__version__}\n")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("name", ["decode", "entropy-gear"])
+def test_completion(toast, name: str, shell: str) -> None:
+    done = toast(name, "--completion", shell)
+    assert done.returncode == 0 and f"toast-{name}".encode() in done.stdout
+    if shell != "fish" and shutil.which(shell):
+        subprocess.run([shell, "-n"], input=done.stdout, check=True)
+    variable = re.search(rb"_TOAST_\w+_COMPLETE", done.stdout)[0].decode()
+    words = {
+        "bash": f"toast-{name} --hy",
+        "zsh": f"toast-{name} --hy",
+        "fish": f"toast-{name} --hy",
+    }
+    env = {variable: f"{shell}_complete", "COMP_WORDS": words[shell], "COMP_CWORD": "1"}
+    if shell == "fish":
+        env["COMP_CWORD"] = "--hy"
+    found = toast(name, env=env).stdout
+    assert (b"--hysteresis" in found) == (name == "entropy-gear")
+
+
+def options() -> list[tuple[str, object]]:
+    found = []
+    for name in NAMES:
+        module = import_module(f"toastkit.commands.{name.replace('-', '_')}")
+        command = getattr(module, name.replace("-", "_"))
+        found += [(name, p) for p in command.params if p.param_type_name == "option"]
+    return found
+
+
+def test_variables_are_called_like_the_options() -> None:
+    """TOAST_ and the longest name in capitals, as the manual says."""
+    import click
+
+    wrong = []
+    for name, option in options():
+        longest = max(option.opts, key=len).lstrip("-").replace("-", "_").upper()
+        context = click.Context(click.Command(name), auto_envvar_prefix="TOAST")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(f"TOAST_{longest}", "1")
+            if option.expose_value and option.resolve_envvar_value(context) != "1":
+                wrong.append(f"{name}: TOAST_{longest}")
+    assert not wrong
+
+
+def test_variables_set_options(toast) -> None:
+    def count(*arguments: str, **env: str) -> subprocess.CompletedProcess:
+        return toast("tokenize", "--count", *arguments, "hi", env=env)
+
+    assert lines_of(count(TOAST_MODEL="nope"), "tokenize", 66)[0] == "no such model: nope"
+    assert count("-m", "crumb", TOAST_MODEL="nope").returncode == 0
+    assert int(count(TOAST_RAW="1").stdout) < int(count().stdout)
+    both = count(TOAST_RAW="1", TOAST_SYSTEM="x")
+    assert lines_of(both, "tokenize", 64)[0].startswith("--raw has no messages")
+    bad = toast("sample", env={"TOAST_TEMPERATURE": "abc"})
+    assert "'abc' is not a valid float" in lines_of(bad, "sample", 64)[0]
+    # One of the other way to run is no error: it is set for all commands at once.
+    done = toast("tokenize", "hi", env={"TOAST_MAX_TOKENS": "3", "TOAST_STEPS": "x"})
+    assert done.returncode == 0
+
+
+def test_what_a_variable_sets_is_not_refused(toast) -> None:
+    """With frames on stdin an option for text from the environment is ignored."""
+    done = toast("decode", stdin=dumps(RUN[0]), env={"TOAST_TEMPERATURE": "0.5", "TOAST_RAW": "1"})
+    assert lines_of(done, "decode", 65)[0].startswith("the stream names no session")
+
+
+# ----------------------------------------------------------------------------------------- prompts
+
+TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def rendered(toast, *arguments: str, stdin: bytes | None = None) -> str:
+    done = toast("tokenize", "--template-only", *arguments, stdin=stdin)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.decode()
+
+
+@pytest.mark.parametrize(
+    ("words", "stdin", "content"),
+    [
+        (["Hi"], None, "Hi"),
+        (["Hi", "there"], None, "Hi there"),
+        ([], "Grüße\n".encode(), "Grüße"),
+        (["-"], b"Hi\n", "Hi"),
+        (["Sum up:"], b"a\nb\n\n", "a\nb\n\nSum up:"),
+        (["Sum", "-", "up:"], b"text", "text\n\nSum up:"),
+        (["Hi"], b"", "Hi"),
+        (["--", "-x"], None, "-x"),
+    ],
+)
+def test_where_a_prompt_comes_from(toast, words: list, stdin: bytes | None, content: str) -> None:
+    assert rendered(toast, *words, stdin=stdin) == TURN.format(content)
+
+
+def test_raw_text_is_joined_as_it_stands(toast) -> None:
+    assert rendered(toast, "--raw", " end", stdin=b"start\n\n") == "start\n\n end"
+    assert rendered(toast, "--raw", "<|im_end|>") == "<|im_end|>"
+
+
+def test_system_and_messages(toast, tmp_path: Path) -> None:
+    system = "<|im_start|>system\nBe kind.<|im_end|>\n"
+    assert rendered(toast, "--system", "Be kind.", "Hi") == system + TURN.format("Hi")
+    alone = rendered(toast, "--system", "Be kind.", "--no-generation-prompt")
+    assert alone == system
+    messages = [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]  # fmt: skip
+    file = tmp_path / "m.json"
+    file.write_text(json.dumps(messages))
+    marks = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n" + TURN.format("c")
+    assert rendered(toast, "--messages", str(file)) == marks
+    assert rendered(toast, "--messages", "-", stdin=file.read_bytes()) == marks
+    for bad in (b"{", b"[]", b'[{"role": "user"}]', b"\xff"):
+        file.write_bytes(bad)
+        lines_of(toast("tokenize", "--messages", str(file)), "tokenize", 65)
+
+
+def test_counts_are_those_of_the_frames(toast) -> None:
+    lines = b"Hi there\n\n  \nTell me a story.\nx"
+    done = toast("tokenize", "--each-line", stdin=lines)
+    frames = list(FrameReader(io.BytesIO(done.stdout)))
+    assert [type(f) for f in frames] == [Head, Tokens] * 3
+    counts = [len(unpack_ids(f.ids)) for f in frames if type(f) is Tokens]
+    shown = toast("tokenize", "--each-line", "--count", stdin=lines).stdout
+    assert [int(n) for n in shown.split()] == counts
+    assert rendered(toast, "--each-line", "Go", stdin=lines) == "".join(
+        TURN.format(f"{line}\n\nGo") for line in ("Hi there", "Tell me a story.", "x")
+    )
+
+
+# ------------------------------------------------------------------------------------ toast-frames
+
+
+def test_frames_are_copied_converted_and_back(toast) -> None:
+    odd = b"".join(map(dumps, [*RUN, Unknown("later", {"x": [1, None]})]))
+    assert toast("frames", stdin=odd).stdout == odd
+    text = toast("frames", "--json", stdin=odd).stdout
+    assert [json.loads(line)["k"] for line in text.splitlines()] == [
+        "head", "tokens", "token", "stats", "end", "later",
+    ]  # fmt: skip
+    assert toast("frames", "--from-json", stdin=text).stdout == odd
+    assert toast("frames", "--from-json", "--json", stdin=text).stdout == text
+
+
+def test_frames_are_chosen(toast) -> None:
+    def kept(*arguments: str, stdin: bytes = STREAM) -> list:
+        return list(FrameReader(io.BytesIO(toast("frames", *arguments, stdin=stdin).stdout)))
+
+    assert kept("--kinds", "head, token") == [RUN[0], RUN[2]]
+    assert kept("--slice", "1:3") == [RUN[0], *RUN[2:4]]
+    assert kept("--slice", "3:") == [RUN[0], RUN[4]]
+    assert kept("--slice", ":1", "--kinds", "token,end") == [RUN[2]]
+    assert len(kept("--slice", "5:6", stdin=STREAM * 2)) == 3
+
+
+def test_frames_are_checked_and_counted(toast) -> None:
+    done = toast("frames", "--validate", stdin=STREAM * 2)
+    assert done.stdout == b"ok: 10 frames, 2 runs\n"
+    assert toast("frames", "--validate", stdin=STREAM + dumps(RUN[0])).stdout == (
+        b"ok: 6 frames, 2 runs, the last one without an end\n"
+    )
+    message, _ = lines_of(toast("frames", "--validate", stdin=STREAM[:-1]), "frames", 65)
+    assert message == f"cannot read frame 5 at byte {len(STREAM) - len(dumps(RUN[4]))}: truncated"
+    lines_of(toast("frames", "--validate", stdin=dumps(RUN[1])), "frames", 65)
+    counts = json.loads(toast("frames", "--stat", "--json", stdin=STREAM * 2).stdout)
+    assert counts["frames"] == 10 and counts["bytes"] == 2 * len(STREAM)
+    assert counts["kinds"] == dict.fromkeys(("head", "tokens", "token", "stats", "end"), 2)
+    assert counts["ends"] == {"eos": 2} and counts["mean_logprob"] == -0.5
+    plain = toast("frames", "--stat", stdin=STREAM).stdout.decode()
+    assert re.search(r"^frames +5$", plain, re.M) and "eos 1" in plain

@@ -1,0 +1,325 @@
+"""The wire format: what is written is read again, and whatever else is read ends in one error that
+names the byte at which the broken frame begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import struct
+import subprocess
+import sys
+
+import msgpack
+import pytest
+from frame_strategies import FIELDS, frames, token_ids, words
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toastkit.errors import FrameError
+from toastkit.frames import (
+    KINDS,
+    MAX_NESTING,
+    SCHEMA_VERSION,
+    Array,
+    End,
+    FrameReader,
+    FrameWriter,
+    Head,
+    Logits,
+    Reference,
+    Text,
+    Token,
+    Tokens,
+    Unknown,
+    dumps,
+    pack_ids,
+    starts_frames,
+    to_map,
+    unpack_ids,
+)
+
+
+class Trickle:
+    """A pipe that gives one byte at a time."""
+
+    def __init__(self, data: bytes):
+        self._source = io.BytesIO(data)
+
+    def read1(self, size: int) -> bytes:
+        return self._source.read(1)
+
+
+def read(data: bytes, source=io.BytesIO) -> tuple[list, FrameError | None]:
+    """The frames of a stream and the error that ended it; nothing else may be raised."""
+    found = []
+    try:
+        for frame in FrameReader(source(data)):
+            found.append(frame)
+    except FrameError as error:
+        return found, error
+    return found, None
+
+
+def boundaries(data: bytes, limit: int) -> list[int]:
+    """Where the first objects of a stream begin, by msgpack's own Python implementation."""
+    from msgpack.fallback import Unpacker
+
+    unpacker = Unpacker(strict_map_key=False, raw=True, ext_hook=msgpack.ExtType)
+    unpacker.feed(data)
+    starts = [0]
+    for _ in range(limit):
+        unpacker.skip()
+        starts.append(unpacker.tell())
+    return starts
+
+
+def check(data: bytes) -> tuple[list, FrameError | None]:
+    """Reads a stream whole and byte by byte, and checks what must hold for any bytes whatever."""
+    found, error = read(data)
+    starts = boundaries(data, len(found))
+    if error is None:
+        assert starts[-1] == len(data)
+    else:
+        assert error.offset == starts[-1] < len(data)
+        assert f"frame {len(found) + 1} at byte {error.offset}: " in error.message
+        assert "\n" not in error.message and error.code == 65
+    slow, again = read(data, Trickle)
+    assert [dumps(f) for f in slow] == [dumps(f) for f in found]
+    assert (error and error.offset) == (again and again.offset)
+    return found, error
+
+
+# -------------------------------------------------------------------------------------- round trips
+
+
+@given(st.lists(frames, max_size=4))
+def test_what_is_written_is_read_again(written: list) -> None:
+    data = b"".join(map(dumps, written))
+    found, error = check(data)
+    assert error is None
+    assert found == written
+    assert b"".join(map(dumps, found)) == data
+    assert not data or starts_frames(data)
+
+
+def test_every_kind_has_a_strategy() -> None:
+    assert set(FIELDS) == set(KINDS)
+    for kind, fields in FIELDS.items():
+        assert set(fields) | {"extra"} == {f.name for f in dataclasses.fields(KINDS[kind])}
+
+
+@given(frames)
+def test_the_writer_writes_whole_frames_and_flushes(frame) -> None:
+    class Sink(io.BytesIO):
+        flushed = 0
+
+        def flush(self) -> None:
+            self.flushed = len(self.getvalue())
+
+    sink = Sink()
+    FrameWriter(sink).write_all([frame, frame])
+    assert sink.getvalue() == 2 * dumps(frame)
+    assert sink.flushed == len(sink.getvalue())
+
+
+@given(st.lists(token_ids))
+def test_ids_are_little_endian_words(ids: list[int]) -> None:
+    assert pack_ids(ids) == struct.pack(f"<{len(ids)}I", *ids)
+    assert unpack_ids(pack_ids(ids)) == ids
+
+
+@pytest.mark.parametrize("bad", [-1, 2**32])
+def test_ids_out_of_range_are_refused(bad: int) -> None:
+    with pytest.raises(OverflowError):
+        pack_ids([bad])
+
+
+def test_a_memoryview_of_an_array_is_written() -> None:
+    array = Array("uint8", (2,), memoryview(b"ab"))
+    assert read(dumps(Logits(0, array)))[0] == [Logits(0, Array("uint8", (2,), b"ab"))]
+
+
+@given(words)
+def test_no_text_looks_like_frames(text: str) -> None:
+    assert not starts_frames(text.encode()[:1])
+
+
+# ---------------------------------------------------------------------------------- damaged streams
+
+STREAM = [
+    Head("crumb", "ab" * 16, 3, [2], extra={"note": ["é", {"deep": None}]}),
+    Tokens(pack_ids([1, 70000])),
+    Logits(2, Array("float32", (3,), struct.pack("<3f", 0.5, -1.0, 3e4)), 0.25),
+    Token(2, 1, -0.5, [[1, -0.5], [0, -1.5]]),
+    Logits(3, Reference(1, 7, "float32", (3,))),
+    Text("a\u200d\U0001f600"),
+    End("eos", 1),
+]
+BYTES = b"".join(map(dumps, STREAM))
+STARTS = [len(b"".join(map(dumps, STREAM[:n]))) for n in range(len(STREAM) + 1)]
+
+
+@pytest.mark.parametrize("source", [io.BytesIO, Trickle])
+def test_a_stream_cut_at_any_byte(source) -> None:
+    for cut in range(len(BYTES)):
+        found, error = read(BYTES[:cut], source)
+        whole = max(n for n, start in enumerate(STARTS) if start <= cut)
+        assert found == STREAM[:whole]
+        if cut == STARTS[whole]:
+            assert error is None
+        else:
+            assert error.offset == STARTS[whole]
+            assert error.message == (
+                f"cannot read frame {whole + 1} at byte {STARTS[whole]}: truncated"
+            )
+
+
+def test_a_stream_with_any_bit_flipped() -> None:
+    for place in range(8 * len(BYTES)):
+        data = bytearray(BYTES)
+        data[place // 8] ^= 1 << place % 8
+        found, error = check(bytes(data))
+        before = max(n for n, start in enumerate(STARTS) if start <= place // 8)
+        assert found[:before] == STREAM[:before]
+        assert error is None or error.offset >= STARTS[before]
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes(data: bytes) -> None:
+    check(data)
+
+
+@given(
+    st.lists(frames, min_size=1, max_size=3),
+    st.integers(0, 1 << 12),
+    st.binary(min_size=0, max_size=9),
+    st.integers(0, 9),
+)
+def test_bytes_put_into_a_valid_stream(valid: list, at: int, noise: bytes, gone: int) -> None:
+    data = b"".join(map(dumps, valid))
+    at %= len(data) + 1
+    check(data[:at] + noise + data[at + gone :])
+
+
+# ------------------------------------------------------------------------------------------- limits
+
+
+def packed(**fields) -> bytes:
+    return msgpack.packb({"k": "later", **fields})
+
+
+def nested(levels: int, opening: bytes) -> bytes:
+    return b"\x82\xa1k\xa1z\xa1x" + opening * levels + b"\xc0"
+
+
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a"])
+def test_nesting_has_a_limit(opening: bytes) -> None:
+    assert read(nested(MAX_NESTING - 1, opening))[1] is None
+    for levels in (MAX_NESTING, 100, 450, 490, 500, 800, 990, 1020, 1024, 1030, 100_000):
+        found, error = read(packed() + nested(levels, opening))
+        assert found == [Unknown("later")] and error.offset == len(packed())
+        assert "nested" in error.message
+
+
+@pytest.mark.parametrize("header", ["dd", "df", "c6", "c9", "db", "c8ffff01", "dc", "de"])
+def test_a_header_that_claims_four_billion_elements(header: str) -> None:
+    data = packed() + b"\x82\xa1k\xa1z\xa1x" + bytes.fromhex(header) + b"\xff" * 5
+    found, error = check(data)
+    assert len(found) == 1 and error is not None
+
+
+def test_claims_cost_no_memory() -> None:
+    """In a process of its own: headers that claim as much as the limits let them."""
+    code = (
+        "import io, resource\n"
+        "from toastkit.errors import FrameError\n"
+        "from toastkit.frames import FrameReader\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "start = bytes.fromhex('82a16ba17aa178')\n"
+        "for claim in ('dd00100000' * 40, 'de0fff', 'df00000fff', 'c603ffffff', 'c903ffffff05',\n"
+        "              'dd00100000' + '93' * 40, 'dbffffffff', 'c6ffffffff', 'ddffffffff'):\n"
+        "    for data in (start, b''):\n"
+        "        try:\n"
+        "            list(FrameReader(io.BytesIO(data + bytes.fromhex(claim))))\n"
+        "        except FrameError:\n"
+        "            pass\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    grown = int(subprocess.run([sys.executable, "-c", code], stdout=-1, check=True).stdout)
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert grown * unit < 48 << 20
+
+
+def test_a_frame_has_a_largest_size() -> None:
+    def outcome(frame, limit: int):
+        reader = FrameReader(io.BytesIO(dumps(frame) + dumps(End("eos", 1))), limit)
+        try:
+            return list(reader)
+        except FrameError as error:
+            return error
+
+    frame = Tokens(bytes(1 << 20))
+    assert outcome(frame, 2 << 20) == [frame, End("eos", 1)]
+    for limit in (1 << 20) - 1, 1 << 16:
+        assert outcome(frame, limit).offset == 0
+
+
+# ------------------------------------------------------------------------------ what is not a frame
+
+HEAD = to_map(Head("m", "f", 4, [1]))
+WRONG = {
+    "no kind": {"s": "a"},
+    "a kind that is no string": {"k": 1},
+    "newer schema": {**HEAD, "v": SCHEMA_VERSION + 1},
+    "schema 0": {**HEAD, "v": 0},
+    "no vocabulary": {**HEAD, "vocab": 0},
+    "end-of-turn ids": {**HEAD, "eos": [-1]},
+    "runs": {**HEAD, "run": ["a", 1]},
+    "true for a number": {**HEAD, "vocab": True},
+    "missing fields": {"k": "head", "model": "m"},
+    "ids": {"k": "tokens", "ids": b"abc"},
+    "ids as text": {"k": "tokens", "ids": "abcd"},
+    "float token": {"k": "token", "pos": 0, "id": 1.0},
+    "large token": {"k": "token", "pos": 0, "id": 2**32},
+    "negative position": {"k": "token", "pos": -1, "id": 1},
+    "alternatives": {"k": "token", "pos": 0, "id": 1, "top": [[1]]},
+    "logits": {"k": "logits", "pos": 0, "logits": "abc"},
+    "null for a field that must be": {"k": "text", "s": None},
+    "counts": {"k": "prefilled", "n_past": 1, "n_new": -1, "n_cached": 0, "seconds": 0.0},
+    "exit code": {"k": "error", "code": 256, "stage": "", "message": ""},
+    "bytes for a name": {b"k": "text", "s": "a"},
+}
+
+
+@pytest.mark.parametrize("fields", WRONG.values(), ids=WRONG)
+def test_a_map_that_is_not_a_frame(fields: dict) -> None:
+    first = dumps(End("eos", 0))
+    found, error = check(first + msgpack.packb(fields))
+    assert found == [End("eos", 0)] and error.offset == len(first)
+
+
+def test_a_newer_schema_says_both_versions() -> None:
+    error = read(msgpack.packb({**HEAD, "v": 7}))[1]
+    assert error.message == "cannot read frame 1 at byte 0: schema version 7 is newer than 1"
+
+
+@pytest.mark.parametrize(
+    "ext",
+    [
+        (1, b""), (1, b"\xc0"), (1, msgpack.packb(("float32", (2,))) + bytes(7)),
+        (1, msgpack.packb(("float99", (1,))) + bytes(4)), (1, msgpack.packb(("float32", (-1,)))),
+        (1, msgpack.packb(("float32", (True,))) + bytes(4)), (1, msgpack.packb(("uint8", 4))),
+        (1, msgpack.packb(("uint8", (1,) * 9)) + b"a"), (2, b""),
+        (2, msgpack.packb((0, 1, "float32"))), (2, msgpack.packb((-1, 1, "float32", (1,)))),
+        (2, msgpack.packb((0, 1.5, "float32", (1,)))),
+        (2, msgpack.packb((0, 1, "float32", (1,))) + b"a"),
+    ],
+)  # fmt: skip
+def test_a_broken_array(ext: tuple[int, bytes]) -> None:
+    error = check(packed(x=msgpack.ExtType(*ext)))[1]
+    assert error.offset == 0 and "array" in error.message
+
+
+@given(st.integers(1, 2), st.binary(max_size=40))
+def test_arbitrary_bytes_as_an_array(code: int, payload: bytes) -> None:
+    check(packed(x=msgpack.ExtType(code, payload)))

@@ -1,0 +1,178 @@
+"""The pages of section 5 against the code: every field, byte and number that they give."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import msgpack
+import pytest
+
+from tests.unit.mdoc import MAN, Page, fields, literal_blocks
+from toastkit import arrays, frames
+from toastkit.frames import Array, Reference, unpack_extension
+from toastkit.session import commit, directory, extents, header, layout, lock, names, ring, run
+from toastkit.session.feed import MAX_MESSAGE_BYTES, FeedMessage
+
+FRAMES = Page(MAN / "man5" / "toast-frames.5")
+SESSION = Page(MAN / "man5" / "toast-session.5")
+
+# -------------------------------------------------------------------------------------- frames
+
+
+def wire_type(hint: Any) -> str:
+    """A field's annotation in the words of the page."""
+    words = {str: "string", int: "integer", float: "number", bool: "boolean", bytes: "binary",
+             list: "list", dict: "map", Array: "array"}  # fmt: skip
+    if get_origin(hint) is UnionType:
+        parts = [p for p in get_args(hint) if p not in (type(None), Reference)]
+        return " or ".join(wire_type(part) for part in parts)
+    return words[get_origin(hint) or hint]
+
+
+def field_types(cls: type) -> dict[str, str]:
+    """Field -> type of a frame's dataclass, as the page has it."""
+    loose = {"logits": Array, "entropy": float | None}  # Any, since they may be on the device
+    hints = get_type_hints(cls)
+    found = {}
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        kind = wire_type(loose[field.name] if hint is Any else hint)
+        if field.default is None:
+            kind += ", optional"
+        elif field.default is not dataclasses.MISSING:
+            kind += f", default {str(field.default).lower()}"
+        found[field.name] = kind
+    del found["extra"]
+    return found
+
+
+@pytest.mark.parametrize("kind", frames.KINDS)
+def test_fields_of_a_frame(kind: str) -> None:
+    assert fields(FRAMES.part("KINDS", kind)) == field_types(frames.KINDS[kind])
+
+
+def test_kinds_of_frames() -> None:
+    assert re.findall(r"^\.Ss (.+)$", FRAMES.part("KINDS"), re.MULTILINE) == list(frames.KINDS)
+
+
+def dumped(source: str) -> list[bytes]:
+    """The hex dumps of a piece of source, one a display."""
+    found = []
+    for block in literal_blocks(source):
+        rows = [re.match(r"(?:[0-9a-f]{2}(?: |$))+", line) for line in block.splitlines()]
+        found.append(bytes.fromhex("".join(row[0] for row in rows if row)))
+    return found
+
+
+def test_arrays_byte_by_byte() -> None:
+    inline, reference = (
+        msgpack.unpackb(data, ext_hook=unpack_extension) for data in dumped(FRAMES.part("ARRAYS"))
+    )
+    assert (inline.dtype, inline.shape) == ("float32", (2,))
+    assert memoryview(inline.data).cast("f").tolist() == [1.0, -2.0]
+    assert reference == Reference(3, 12, "float32", (4096,))
+    listed = re.findall(r"^\.Li (\w+)", FRAMES.part("ARRAYS"), re.MULTILINE)
+    assert listed == list(arrays.ITEM_BYTES)
+
+
+def test_feed_messages() -> None:
+    part = FRAMES.part("THE FEED")
+    assert list(fields(part)) == list(FeedMessage._fields)
+    assert [msgpack.unpackb(data) for data in dumped(part)] == [{"pos": 12, "id": 43}]
+
+
+def test_ring_as_described(tmp_path: Path) -> None:
+    """A reader made from the page alone finds the second step."""
+    writer = ring.RingWriter(tmp_path / "logits", vocab=5)
+    for step in (1.0, 2.0):
+        writer.write(memoryview(bytearray(20)).cast("f"))
+        writer.write(memoryview(bytearray(msgpack.packb(step) + bytes(11))).cast("f"))
+    data = (tmp_path / "logits").read_bytes()
+    words = memoryview(data[8:20]).cast("I").tolist()
+    assert data[:8] == b"toastrng" and words[:2] == [1, 5] and not any(data[20:64])
+    stride = 64 + -(-4 * 5 // 64) * 64
+    start = 64 + (2 - 1) % words[2] * stride
+    assert data[start : start + 8] == (2).to_bytes(8, "little")
+    assert data[start + 64 :][:9] == msgpack.packb(1.0)
+
+
+# ------------------------------------------------------------------------------------- session
+
+
+def written_header() -> dict[str, dict]:
+    """The maps of a real session.msgpack, by the subsection that describes them."""
+    tensor = layout.Tensor("keys", "float32", (1, 1, 2, 4), 2, [layout.Range(0, 32, 7)])
+    layer = layout.Layer("KVCache", {"offset": 2}, [tensor], [])
+    whole = layout.Header(
+        "ab", 1, 2, layout.TokenRecord([(0, 2)], 2, 7), layout.LogitsRecord(0, 4, 7), [layer]
+    )
+    envelope = msgpack.unpackb(header.encode_header(whole))
+    body = msgpack.unpackb(envelope["body"])
+    (stored,) = body["layers"]
+    return {
+        "Envelope": envelope, "Body": body, "Tokens": body["tokens"], "Logits": body["logits"],
+        "Layer": stored, "Tensor": stored["tensors"][0],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["Envelope", "Body", "Tokens", "Logits", "Layer", "Tensor"])
+def test_fields_of_the_header(part: str) -> None:
+    written = written_header()[part]
+    described = fields(SESSION.part("THE HEADER", part))
+    assert list(described) == list(written)
+    for name, value in written.items():
+        assert wire_type(type(value)) == described[name].removesuffix(" or nil"), name
+
+
+def test_kinds_of_layers() -> None:
+    rows = re.findall(r"^\.It (.*?)Ta (.*?)Ta ?(.*)$", SESSION.part("THE HEADER"), re.MULTILINE)
+    found: dict[str, tuple] = {}
+    for kind, settings, tensors in rows[1:] if rows[0][0].startswith("Sy") else rows:
+        name = kind.strip() or next(reversed(found))
+        earlier = found.get(name, ((), ()))
+        found[name] = (earlier[0] + tuple(settings.split()), earlier[1] + tuple(tensors.split()))
+    listed = ("0", "1", "...", "left_padding", "lengths")
+    assert found == {
+        name: (kind.settings, listed if name == "ArraysCache" else kind.tensors)
+        for name, kind in layout.KINDS.items()
+    }
+    assert [kind.grows for kind in layout.KINDS.values()] == [True] * 4 + [False] * 3
+
+
+def test_files_of_a_session() -> None:
+    found = re.findall(r"^\.It Pa (\S+)$", SESSION.part("FILES"), re.MULTILINE)
+    inside = (run.FEED_FILE, run.RING_FILE, run.HANDOVER_FILE, run.ALIVE_FILE)
+    assert found == [
+        names.HEADER_FILE, directory.TOKENS_FILE, directory.CACHE_FILE, directory.LOGITS_FILE,
+        lock.LOCK_FILE, f"{names.HEADER_FILE}.tmp", "runs/ID/", *(f"runs/ID/{f}" for f in inside),
+    ]  # fmt: skip
+
+
+def phrases() -> list[tuple[Page, str]]:
+    """Numbers of the code, in the sentences that give them."""
+    slots = inspect.signature(ring.RingWriter).parameters["slots"].default
+    words = {8: "eight"}
+    return [
+        (FRAMES, f"version {frames.SCHEMA_VERSION} of the schema"),
+        (FRAMES, f"a frame of more than {frames.MAX_FRAME_BYTES >> 20} MiB"),
+        (FRAMES, f"more than {frames.MAX_NESTING} deep"),
+        (FRAMES, f"{words[slots]} steps later"),
+        (FRAMES, f"at most {MAX_MESSAGE_BYTES} bytes"),
+        (SESSION, f"schema {layout.SCHEMA_VERSION}"),
+        (SESSION, f"at most {header.MAX_HEADER_BYTES >> 20} MiB"),
+        (SESSION, f"a multiple of {extents.ALIGNMENT:,} bytes"),
+        (SESSION, f"a block is {layout.BLOCK_ROWS} rows"),
+        (SESSION, f"There are {commit.MAX_SLICES} slices at most"),
+        (SESSION, f"at most {names.MAX_NAME_BYTES} bytes"),
+        (SESSION, ", ".join(list(layout.ITEM_BYTES)[:-1])),
+    ]
+
+
+@pytest.mark.parametrize("page, phrase", phrases(), ids=lambda value: str(value)[:40])
+def test_numbers(page: Page, phrase: str) -> None:
+    assert phrase in page.words()

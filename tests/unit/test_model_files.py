@@ -1,0 +1,333 @@
+"""Where a checkpoint is found, what it says of itself, and what it may not make us do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toastkit.errors import DataError, NoInputError, UnavailableError
+from toastkit.model.config import (
+    SAMPLE_BYTES,
+    SAMPLES_PER_FILE,
+    fingerprint,
+    load_config,
+    sampling_defaults,
+)
+from toastkit.model.files import CRUMB, ModelFiles, find, hub_cache, locate
+
+CONFIG = {"model_type": "llama", "vocab_size": 16, "max_position_embeddings": 32}
+
+
+def safetensors(size: int, seed: int = 0) -> bytes:
+    """A weight file with one tensor of so many bytes."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    body = bytes((seed + 7 * n) % 251 for n in range(size))
+    return struct.pack("<Q", len(header)) + header + body
+
+
+def checkpoint(path: Path, **files: bytes | dict) -> Path:
+    """A directory that looks like a model."""
+    path.mkdir(parents=True, exist_ok=True)
+    contents = {
+        "config.json": CONFIG,
+        "tokenizer.json": {"model": {}},
+        "model.safetensors": safetensors(20_000),
+    }
+    for name, content in {**contents, **files}.items():
+        data = json.dumps(content).encode() if isinstance(content, dict) else content
+        (path / name).write_bytes(data)
+    return path
+
+
+def files_with(path: Path, **files) -> ModelFiles:
+    return ModelFiles(checkpoint(path, **files), "m")
+
+
+# ----------------------------------------------------------------------------------------- locate
+
+
+def test_the_embedded_model_is_there() -> None:
+    files = locate("crumb")
+    assert (files.path, files.name) == (CRUMB, "crumb")
+    assert load_config(files).vocab == 4096 and len(fingerprint(files)) == 32
+    assert find("crumb").path == CRUMB
+
+
+def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint(tmp_path / "org" / "model")
+    assert locate(str(path)).path == path
+    monkeypatch.chdir(tmp_path)
+    for name in ("org/model", "./org/model", "org/../org/model"):
+        assert locate(name).path == find(name).path == path
+        assert locate(name).name == str(path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert locate("~/org/model").path == path
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_bytes(b"x")
+    for name in ("empty", "file", "missing"):
+        with pytest.raises(NoInputError) as caught:
+            locate(str(tmp_path / name))
+        assert name in caught.value.message and "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "name", ["x" * 5000, "crum", "", "a/b/c", "../x/y/z", "org/..", "-x/y", "a\0b", "a\nb"]
+)
+def test_names_that_mean_nothing(name: str) -> None:
+    with pytest.raises(NoInputError):
+        locate(name)
+
+
+# -------------------------------------------------------------------------------------------- hub
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache, a network that must not be asked."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    return tmp_path / "hf" / "hub"
+
+
+def cached(hub: Path, revision: str = "abc123", **files) -> Path:
+    """A snapshot of org/name as huggingface_hub lays it out."""
+    repository = hub / "models--org--name"
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / "main").write_text(revision)
+    return checkpoint(repository / "snapshots" / revision, **files)
+
+
+def test_a_cached_hub_id_needs_no_network(hub: Path) -> None:
+    snapshot = cached(hub)
+    assert locate("org/name").path == find("org/name").path == snapshot
+    assert locate("org/name").name == "org/name"
+
+
+def test_a_sharded_snapshot_must_be_whole(hub: Path) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    snapshot = cached(hub, **{"model.safetensors.index.json": index})
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model-1.safetensors").write_bytes(safetensors(8))
+    with pytest.raises(NoInputError, match="no such model here: org/name"):
+        find("org/name")
+    (snapshot / "model-2.safetensors").write_bytes(safetensors(8))
+    assert find("org/name").path == snapshot
+
+
+@pytest.mark.parametrize(
+    "index", [b"{", b"[]", b'{"weight_map": 1}', b'{"weight_map": {"a": 5}}', b"[" * 100_000]
+)
+def test_a_broken_index_is_no_snapshot(hub: Path, index: bytes) -> None:
+    cached(hub, **{"model.safetensors.index.json": index})
+    with pytest.raises(NoInputError):
+        find("org/name")
+
+
+@pytest.mark.parametrize("revision", ["../../../x", "", "a b", "x" * 5000, ".."])
+def test_an_odd_revision_is_no_snapshot(hub: Path, revision: str) -> None:
+    cached(hub)
+    checkpoint(hub.parent / "x")
+    (hub / "models--org--name" / "refs" / "main").write_text(revision)
+    with pytest.raises(NoInputError):
+        find("org/name")
+
+
+def test_offline_means_offline(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(NoInputError, match="org/name is not in the cache, and HF_HUB_OFFLINE"):
+        locate("org/name")
+
+
+def test_the_network_is_asked_last(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnavailableError, match="huggingface_hub is not installed"):
+        locate("org/name")
+    calls = []
+
+    def fetch(name: str, allow_patterns: list) -> str:
+        calls.append((name, sorted(allow_patterns)))
+        raise OSError("no route\nto host")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=fetch))
+    with pytest.raises(UnavailableError, match="^cannot fetch org/name: no route$"):
+        locate("org/name")
+    assert calls == [("org/name", ["*.jinja", "*.json", "*.safetensors"])]
+    with pytest.raises(NoInputError):
+        find("org/name")
+    assert len(calls) == 1
+
+
+def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hub_cache() == tmp_path / ".cache" / "huggingface" / "hub"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
+    assert hub_cache() == tmp_path / "c" / "huggingface" / "hub"
+    monkeypatch.setenv("HF_HOME", "~/h")
+    assert hub_cache() == tmp_path / "h" / "hub"
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "direct"))
+    assert hub_cache() == tmp_path / "direct"
+
+
+# ------------------------------------------------------------------------------------------ config
+
+
+def test_a_config(tmp_path: Path) -> None:
+    config = load_config(files_with(tmp_path))
+    assert (config.model_type, config.vocab, config.context) == ("llama", 16, 32)
+    nested = {"model_type": "gemma3", "text_config": {"vocab_size": 9}}
+    config = load_config(files_with(tmp_path, **{"config.json": nested}))
+    assert (config.vocab, config.context) == (9, None)
+
+
+def test_floats_that_json_lacks(tmp_path: Path) -> None:
+    tagged = {**CONFIG, "limits": [{"__float__": "Infinity"}, {"__float__": "x"}]}
+    raw = load_config(files_with(tmp_path, **{"config.json": tagged})).raw
+    assert raw["limits"] == [float("inf"), {"__float__": "x"}]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b"null", b"\0" * 100,
+        {"vocab_size": 16}, {**CONFIG, "model_type": 5}, {**CONFIG, "vocab_size": 0},
+        {**CONFIG, "vocab_size": True}, {**CONFIG, "vocab_size": "16"}, {"model_type": "llama"},
+        {**CONFIG, "vocab_size": None}, {**CONFIG, "max_position_embeddings": 0},
+        {**CONFIG, "max_position_embeddings": 1.5}, {"model_type": "x", "text_config": 5},
+    ],
+)  # fmt: skip
+def test_a_broken_config(tmp_path: Path, content: bytes | dict) -> None:
+    with pytest.raises(DataError) as caught:
+        load_config(files_with(tmp_path, **{"config.json": content}))
+    assert caught.value.message.startswith("m: ") and "\n" not in caught.value.message
+
+
+def test_a_config_that_cannot_be_read(tmp_path: Path) -> None:
+    files = files_with(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(DataError, match="no config.json"):
+        load_config(files)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(NoInputError, match="cannot read .*config.json: is a directory"):
+        load_config(files)
+
+
+def test_weights_may_be_missing(tmp_path: Path) -> None:
+    files = files_with(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(NoInputError, match="no model"):
+        files.weight_files()
+    for name in ("model-00002.safetensors", "model-00001.safetensors", "other.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+    assert [p.name for p in files.weight_files()] == [
+        "model-00001.safetensors", "model-00002.safetensors",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, {}),
+        ({"temperature": 0.6}, {}),
+        ({"do_sample": False, "temperature": 0.6}, {}),
+        ({"do_sample": "yes", "temperature": 0.6}, {}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20.0, "top_p": 1, "min_p": None,
+             "typical_p": True, "repetition_penalty": "1.1", "max_length": 3},
+            {"temperature": 0.6, "top_k": 20, "top_p": 1.0},
+        ),
+    ],
+)  # fmt: skip
+def test_sampling_defaults(tmp_path: Path, content: dict | None, expected: dict) -> None:
+    files = {} if content is None else {"generation_config.json": content}
+    found = sampling_defaults(files_with(tmp_path, **files))
+    assert found == expected and type(found.get("top_k", 0)) is int
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999"])
+def test_sampling_defaults_that_are_no_numbers(tmp_path: Path, value: str) -> None:
+    content = f'{{"do_sample": true, "top_k": {value}}}'.encode()
+    with pytest.raises(DataError):
+        sampling_defaults(files_with(tmp_path, **{"generation_config.json": content}))
+
+
+# ------------------------------------------------------------------------------------- fingerprint
+
+
+def test_a_copy_has_the_same_fingerprint(tmp_path: Path) -> None:
+    first = files_with(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    os.utime(tmp_path / "b" / "config.json", (0, 0))
+    (tmp_path / "b" / "README.md").write_text("a copy")
+    assert fingerprint(first) == fingerprint(ModelFiles(tmp_path / "b", "another name"))
+    assert fingerprint(first) == fingerprint(first)
+
+
+NAMES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+         "model.safetensors")  # fmt: skip
+
+
+@given(st.sampled_from(NAMES), st.integers(0, 1 << 20), st.integers(1, 255))
+def test_any_changed_byte_changes_it(
+    tmp_path_factory: pytest.TempPathFactory, name: str, at: int, difference: int
+) -> None:
+    extra = {"tokenizer_config.json": {"a": 1}, "chat_template.jinja": b"{{ x }}"}
+    files = files_with(tmp_path_factory.getbasetemp() / "fingerprint", **extra)
+    before = fingerprint(files)
+    path = files.path / name
+    data = bytearray(path.read_bytes())
+    data[at % len(data)] ^= difference
+    path.write_bytes(data)
+    assert fingerprint(files) != before
+    path.write_bytes(data[:-1])
+    assert fingerprint(files) not in (before,)
+    path.unlink()
+    if name != "model.safetensors":
+        assert fingerprint(files) != before
+
+
+def test_large_weights_are_sampled_all_over(tmp_path: Path) -> None:
+    size = 4 * SAMPLES_PER_FILE * SAMPLE_BYTES
+    files = files_with(tmp_path, **{"model.safetensors": bytes(8) + bytes(size)})
+    before = fingerprint(files)
+    seen = set()
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        for part in range(64):
+            first = 8 + part * size // 64
+            file.seek(first)
+            file.write(b"\1" * (size // 64))
+            file.flush()
+            seen.add(fingerprint(files))
+    assert len(seen) == 64 and before not in seen
+
+
+def test_shards_count_by_content_and_order(tmp_path: Path) -> None:
+    def of(*contents: bytes) -> str:
+        path = checkpoint(tmp_path / str(len(list(tmp_path.iterdir()))))
+        (path / "model.safetensors").unlink()
+        for n, content in enumerate(contents):
+            (path / f"model-{n}.safetensors").write_bytes(content)
+        return fingerprint(ModelFiles(path, "m"))
+
+    a, b = safetensors(100), safetensors(100, 3)
+    assert len({of(a), of(b), of(a, b), of(b, a), of(a + b)}) == 5
+    assert of(a, b) == of(a, b)
+
+
+def test_a_weight_file_of_any_bytes_has_one(tmp_path: Path) -> None:
+    for data in (b"", b"\xff" * 8, b"\xff" * 7, struct.pack("<Q", 2**63) + b"abc"):
+        assert len(fingerprint(files_with(tmp_path, **{"model.safetensors": data}))) == 32

@@ -1,0 +1,172 @@
+"""detokenize and the feeds of a run, as plain generators over frames made by hand."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from hand_made import EOS, Recorder, answer, draw, drawn, head, kinds, step
+
+from toastkit.errors import DataError
+from toastkit.frames import (
+    End,
+    Head,
+    Text,
+    Token,
+    Tokens,
+    pack_ids,
+)
+from toastkit.model.files import locate
+from toastkit.session.feed import FeedMessage, FeedReader
+from toastkit.stages.detokenize import TextOptions, detokenize
+from toastkit.stages.feeding import bare_ids, feed_tokens
+from toastkit.stages.options import Outcome
+from toastkit.stages.pipe_feed import PipeFeed
+from toastkit.text.tokenizer import Tokenizer
+
+# --------------------------------------------------------------------------------------- detokenize
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(locate("crumb"))
+
+
+def spoken(tokenizer: Tokenizer, text: str, reason: str = "stop", prompt: str = "Hi") -> list:
+    """A run that says a text."""
+    ids = tokenizer.encode(text, add_special=False)
+    tokens = [Token(n, token) for n, token in enumerate(ids)]
+    prompt_ids = tokenizer.encode(prompt, add_special=False)
+    return [head(), Tokens(pack_ids(prompt_ids)), *tokens, End(reason, len(tokens))]
+
+
+def write(tokenizer: Tokenizer, stream, feed=None, outcome=None, **settings) -> list:
+    return list(
+        detokenize(
+            iter(stream), lambda head: tokenizer, TextOptions(**settings),
+            feed or Recorder(), outcome or Outcome(),
+        )
+    )  # fmt: skip
+
+
+def text_of(frames) -> str:
+    return "".join(frame.s for frame in frames if type(frame) is Text)
+
+
+HARD = "A naïve 👩‍👩‍👧‍👦 fox — 狐 — said: “Grüße!”\n"
+
+
+def test_text_stands_before_the_token_that_makes_it_certain(tokenizer: Tokenizer) -> None:
+    stream = spoken(tokenizer, HARD)
+    frames = write(tokenizer, stream)
+    assert text_of(frames) == HARD
+    assert [f for f in frames if type(f) is not Text] == stream
+    assert all(f.s for f in frames if type(f) is Text)
+    for before, after in zip(frames, frames[1:]):
+        assert type(before) is not Text or type(after) in (Token, End)
+
+
+@pytest.mark.parametrize("reason", ["interrupt", "length", "eos"])
+def test_every_end_flushes_what_was_held_back(tokenizer: Tokenizer, reason: str) -> None:
+    outcome = Outcome()
+    stream = spoken(tokenizer, "the END", reason)
+    frames = write(tokenizer, stream, outcome=outcome, stops=["ENDING"])
+    assert text_of(frames) == "the END" and frames[-1].reason == reason
+    assert (outcome.reason, outcome.tokens) == (reason, stream[-1].n)
+
+
+def test_a_stop_string_ends_the_answer_once(tokenizer: Tokenizer) -> None:
+    feed, outcome = Recorder(), Outcome()
+    stream = spoken(tokenizer, "one two three two one", "length")
+    frames = write(tokenizer, stream, feed, outcome, stops=[" thr"])
+    assert text_of(frames) == "one two"
+    assert feed.told == [("begin",), ("close", "stop"), ("finish",)]
+    assert frames[-1].reason == outcome.reason == "stop"
+    assert len(drawn(frames)) < len(drawn(stream))
+
+
+def test_a_stop_string_that_only_the_end_completes(tokenizer: Tokenizer) -> None:
+    """A stop string inside what the detokenizer holds back until the end."""
+    waiting = spoken(tokenizer, "ab 👍", "length")
+    frames = write(tokenizer, waiting, stops=["👍"])
+    assert text_of(frames) == "ab " and frames[-1].reason == "stop"
+
+
+def test_several_runs_in_one_stream(tokenizer: Tokenizer) -> None:
+    outcome = Outcome()
+    stream = [
+        *spoken(tokenizer, "one two", "eos"), *spoken(tokenizer, "three", "length"),
+        *spoken(tokenizer, "a two b", "eos"),
+    ]  # fmt: skip
+    frames = write(tokenizer, stream, outcome=outcome, stops=["two"])
+    assert text_of(frames) == "one threea "
+    assert outcome.reasons == ["stop", "length", "stop"]
+
+
+def test_the_prompt_is_echoed(tokenizer: Tokenizer) -> None:
+    frames = write(tokenizer, spoken(tokenizer, "there", prompt="Hi "), echo=True)
+    assert text_of(frames) == "Hi there" and kinds(frames[:3]) == [Head, Text, Tokens]
+
+
+def test_special_tokens_are_printed_on_demand(tokenizer: Tokenizer) -> None:
+    mark = tokenizer.encode("<|im_end|>", add_special=False)
+    assert len(mark) == 1
+    stream = [head(), Token(0, mark[0]), End("eos", 1)]
+    assert text_of(write(tokenizer, stream)) == ""
+    assert text_of(write(tokenizer, stream, keep_special=True)) == "<|im_end|>"
+
+
+# ------------------------------------------------------------------------------------ feeds of runs
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's directory with a feed."""
+    os.mkfifo(tmp_path / "feed", 0o600)
+    return tmp_path
+
+
+def test_a_pipe_feed_reaches_decode(run: Path) -> None:
+    reader = FeedReader(run / "feed")
+    feed = PipeFeed()
+    draw([head(run=str(run)), *answer(3, EOS)[1:]], feed)
+    assert reader.read_available() == [FeedMessage(2, 3), FeedMessage(3, EOS, None, True)]
+    feed.begin(head(run=str(run)))
+    feed.close("stop")
+    feed.finish()
+    assert reader.read_available() == [FeedMessage(0, None, None, True)]
+    reader.close()
+
+
+def test_a_pipe_feed_tells_nobody_of_a_run_that_is_over(tmp_path: Path, run: Path) -> None:
+    frames = draw([head(run=str(tmp_path / "gone")), *answer(3)[1:]], PipeFeed())
+    assert drawn(frames) == [3]
+    reader = FeedReader(run / "feed")
+    draw([head(run=str(run)), *answer(3)[1:]], PipeFeed(send=False))
+    assert reader.read_available() == []
+    reader.close()
+
+
+def test_feed_tokens_sends_and_passes_on(run: Path) -> None:
+    reader = FeedReader(run / "feed")
+    stream = [
+        head(run=str(run)), Tokens(pack_ids([1])), step(1, 3), Token(1, 3), Token(2, EOS),
+        Token(3, 4), head(run=str(run)), Token(1, 2),
+    ]  # fmt: skip
+    frames = list(feed_tokens(stream[:5] + stream[6:], None, False))
+    assert kinds(frames) == [Head, Tokens, Token, Token, End, Head, Token, End]
+    assert [f for f in frames if type(f) is End] == [End("eos", 2), End("stop", 1)]
+    assert reader.read_available() == [
+        FeedMessage(1, 3), FeedMessage(2, EOS, None, True), FeedMessage(1, 2),
+        FeedMessage(None, None, None, True),
+    ]  # fmt: skip
+    reader.close()
+
+
+def test_bare_ids() -> None:
+    assert [t.id for t in bare_ids(io.BytesIO(b"1 22\n\n333"))] == [1, 22, 333]
+    for bad in (b"1\n-2\n", b"1\nx\n", b"1\n4294967296\n", b"1\n\xff\n", "1\n²\n".encode()):
+        with pytest.raises(DataError, match="^cannot read line 2: "):
+            list(bare_ids(io.BytesIO(bad)))

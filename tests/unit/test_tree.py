@@ -1,0 +1,354 @@
+"""The shape of the tree: which way imports point, what a command loads, how large things get."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from toastkit.commands import COMMANDS
+from toastkit.frames import End, Head, Logits, Token, Tokens, dumps, pack_ids
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "toastkit"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+NAMES = [command.name for command in COMMANDS]
+
+# A folder imports from those below its own line, and from its own line where that makes no circle.
+LEVELS = (
+    {"commands"},
+    {"stages"},
+    {"engine"},
+    {"gears"},
+    {"store", "model", "session"},
+    {"frames", "arrays", "errors", "text", "sampling", "__init__"},
+)
+LEVEL = {folder: n for n, level in enumerate(LEVELS) for folder in level}
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 400, 60, 100
+# What is still longer: "path" or "path:function". Sorted; it may only shrink.
+LONGER: tuple[str, ...] = ()
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def folder_of(module: str) -> str:
+    """The folder, or the file, directly under toastkit that a module belongs to."""
+    return (module.split(".") + ["__init__"])[1]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """All modules that a file imports, wherever in it the import stands."""
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            base += node.module.split(".") if node.module else []
+            for alias in node.names:
+                name = ".".join([*base, alias.name])
+                yield (
+                    name
+                    if (ROOT / name.replace(".", "/")).with_suffix(".py").is_file()
+                    or (ROOT / name.replace(".", "/")).is_dir()
+                    else ".".join(base)
+                )
+
+
+def arrows() -> dict[tuple[str, str], set[str]]:
+    """(from, to) of folders -> the files in which that import stands."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for path in SOURCES:
+        here = folder_of(module_name(path))
+        for name in imports(path):
+            there = folder_of(name)
+            if name.split(".")[0] == "toastkit" and there != here:
+                found.setdefault((here, there), set()).add(relative(path))
+    return found
+
+
+def test_imports_point_downwards() -> None:
+    wrong = {
+        f"{here} -> {there}": sorted(files)
+        for (here, there), files in arrows().items()
+        if LEVEL[here] > LEVEL[there]
+    }
+    assert not wrong
+
+
+def test_folders_do_not_import_in_a_circle() -> None:
+    pairs = set(arrows())
+    graph = {here: {there for a, there in pairs if a == here} for here, _ in pairs}
+    while graph:
+        free = [here for here, needs in graph.items() if not needs & set(graph)]
+        assert free, f"a circle among {sorted(graph)}"
+        for here in free:
+            del graph[here]
+
+
+def module_level(path: Path) -> Iterator[str]:
+    """What importing a file imports."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module or ""
+
+
+def test_the_base_imports_no_engine() -> None:
+    """Nothing in the base needs MLX to be imported, but for the sampler on the device."""
+    base = [p for p in SOURCES if LEVEL[folder_of(module_name(p))] == len(LEVELS) - 1]
+    assert len(base) > 10
+    for path in base:
+        roots = {name.split(".")[0] for name in module_level(path)}
+        heavy = roots & {"mlx", "mlx_lm", "transformers", "huggingface_hub"}
+        assert not heavy or relative(path) == "toastkit/sampling/device.py", relative(path)
+
+
+def test_nothing_imports_transformers_or_runs_foreign_code() -> None:
+    for path in SOURCES:
+        for name in imports(path):
+            assert name.split(".")[0] not in ("transformers", "pickle", "torch", "marshal")
+
+
+# ----------------------------------------------------------------------------- what a command loads
+
+ENGINES = {"mlx", "mlx_lm", "transformers", "huggingface_hub"}
+PROMPT_FREE = ENGINES | {"numpy"}
+HELP_FREE = PROMPT_FREE | {"tokenizers", "jinja2", "safetensors", "asyncio", "http", "ssl"}
+HELP_MODULES = 200  # bare Python has about 30, click makes it 120
+
+RUN = """
+import atexit, json, os, sys
+module, report, *sys.argv = sys.argv[1:]
+atexit.register(lambda: open(report, "w").write(json.dumps(sorted(sys.modules))))
+from importlib import import_module
+import_module(module).main()
+"""
+
+
+def loaded(tmp_path: Path, name: str, *arguments: str, stdin: bytes = b"") -> tuple[set, bytes]:
+    """The modules that a command has imported when it ends, and what it wrote."""
+    module = f"toastkit.commands.{name.replace('-', '_')}"
+    report = tmp_path / "modules.json"
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, module, str(report), f"toast-{name}", *arguments],
+        input=stdin,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return set(json.loads(report.read_text())), done.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_is_cheap(tmp_path: Path, name: str) -> None:
+    modules, out = loaded(tmp_path, name, "--help")
+    assert b"Usage: " in out and b"--version" in out
+    assert sorted(modules & HELP_FREE) == []
+    assert len(modules) <= HELP_MODULES
+
+
+def stream(arrays: bool) -> bytes:
+    """A run with or without logits, of the embedded model's tokenizer."""
+    import struct
+
+    from toastkit.frames import Array
+    from toastkit.model.config import fingerprint
+    from toastkit.model.files import locate
+
+    vocab = 4096
+    head = Head("crumb", fingerprint(locate("crumb")), vocab, [2])
+    logits = Array("float32", (vocab,), struct.pack(f"<{vocab}f", *range(vocab)))
+    steps = [Logits(1, logits)] if arrays else [Token(1, 723, -0.5)]
+    return b"".join(map(dumps, [head, Tokens(pack_ids([1])), *steps, End("eos", 1)]))
+
+
+JOBS = [
+    ("tokenize", ["Hello"], None, PROMPT_FREE),
+    ("tokenize", ["--count", "Hello"], None, PROMPT_FREE),
+    ("tokenize", ["--template-only", "Hello"], None, PROMPT_FREE),
+    ("detokenize", [], False, PROMPT_FREE),
+    ("detokenize", ["--frames", "--stop", "x"], False, PROMPT_FREE),
+    ("frames", [], False, PROMPT_FREE),
+    ("frames", ["--json"], False, PROMPT_FREE),
+    ("frames", ["--json", "--arrays", "none"], True, PROMPT_FREE),
+    ("frames", ["--stat"], True, PROMPT_FREE),
+    ("frames", ["--validate"], True, PROMPT_FREE),
+    ("frames", ["--slice", "1:2"], True, PROMPT_FREE),
+    ("frames", ["--json"], True, ENGINES),
+    ("entropy-gear", [], True, ENGINES),
+    ("sample", ["--temp", "0.8", "--top-p", "0.9", "--xtc-probability", "1"], True, ENGINES),
+    ("feed", ["--ignore-eos"], False, PROMPT_FREE),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "arrays", "free"), JOBS, ids=[" ".join([j[0], *j[1]]) for j in JOBS]
+)
+def test_jobs_that_need_no_weights(
+    tmp_path: Path, name: str, arguments: list, arrays: bool | None, free: set
+) -> None:
+    stdin = b"" if arrays is None else stream(arrays)
+    if name == "feed":
+        from toastkit.session.feed import FeedReader
+
+        os.mkfifo(tmp_path / "feed", 0o600)
+        reader = FeedReader(tmp_path / "feed")
+        arguments = [*arguments, "--run", str(tmp_path)]
+    modules, out = loaded(tmp_path, name, *arguments, stdin=stdin)
+    assert out, "the job did nothing"
+    assert sorted(modules & free) == []
+    if name == "feed":
+        assert [message.id for message in reader.read_available()] == [723]
+        reader.close()
+
+
+def test_feeding_ids_imports_nothing_heavy(tmp_path: Path) -> None:
+    from toastkit.session.feed import FeedReader
+
+    os.mkfifo(tmp_path / "feed", 0o600)
+    reader = FeedReader(tmp_path / "feed")
+    modules, _ = loaded(tmp_path, "feed", "--run", str(tmp_path), "--end", "5", "6")
+    assert [(m.id, m.end) for m in reader.read_available()] == [(5, False), (6, True)]
+    assert sorted(modules & PROMPT_FREE) == []
+    reader.close()
+
+
+# -------------------------------------------------------------------------------------------- sizes
+
+
+def functions(tree: ast.AST, prefix: str = "", public: bool = True) -> Iterator[tuple]:
+    """(qualified name, node, enclosing class or None, public) of functions and methods."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            owner = tree if isinstance(tree, ast.ClassDef) else None
+            visible = public and not node.name.startswith("_")
+            yield prefix + node.name, node, owner, visible
+            yield from functions(node, f"{prefix}{node.name}.", False)
+        elif isinstance(node, ast.ClassDef):
+            visible = public and not node.name.startswith("_")
+            yield from functions(node, f"{prefix}{node.name}.", visible)
+        elif not isinstance(node, ast.expr):
+            yield from functions(node, prefix, public)
+
+
+def lines_of(node: ast.AST) -> int:
+    return node.end_lineno - node.lineno + 1
+
+
+def test_nothing_grows_too_long() -> None:
+    long, wide = [], []
+    for path in [*SOURCES, *TESTS]:
+        text = path.read_text(encoding="utf-8")
+        if text.count("\n") > MAX_FILE_LINES:
+            long.append(relative(path))
+        for name, node, _, _ in functions(ast.parse(text)):
+            if lines_of(node) > MAX_FUNCTION_LINES:
+                long.append(f"{relative(path)}:{name}")
+        for number, line in enumerate(text.splitlines(), 1):
+            if len(line) > MAX_COLUMNS:
+                wide.append(f"{relative(path)}:{number}")
+    assert sorted(long) == list(LONGER)
+    assert not wide
+
+
+def test_every_file_says_what_it_is_about() -> None:
+    silent = [
+        relative(path)
+        for path in [*SOURCES, *TESTS]
+        if path.read_bytes().strip() and not ast.get_docstring(ast.parse(path.read_bytes()))
+    ]
+    assert not silent
+
+
+def test_public_functions_say_what_they_do() -> None:
+    """Those over 8 lines. A command's help text is its summary; a method of a protocol is told of
+    where the protocol is."""
+    told, silent = set(), []
+    for path in SOURCES:
+        for name, node, owner, visible in functions(ast.parse(path.read_text(encoding="utf-8"))):
+            protocol = owner and any(getattr(b, "id", "") == "Protocol" for b in owner.bases)
+            if protocol and ast.get_docstring(node):
+                told.add(node.name)
+            command = any("cli.command" in ast.unparse(d) for d in node.decorator_list)
+            if visible and not command and lines_of(node) > 8 and not ast.get_docstring(node):
+                silent.append((node.name, owner is not None, f"{relative(path)}:{name}"))
+    assert not [where for name, method, where in silent if not (method and name in told)]
+
+
+def tracked_texts() -> Iterator[tuple[str, str]]:
+    """Path and content of every text that belongs to the project."""
+    folders = ("toastkit", "tests", "bin", "examples", "benchmarks", "man", ".ci")
+    paths = [p for folder in folders for p in sorted((ROOT / folder).rglob("*"))]
+    paths += sorted((ROOT / "docs").glob("*")) + sorted(ROOT.glob("*.*")) + [ROOT / "Makefile"]
+    for path in paths:
+        odd = "__pycache__" in path.parts or path.suffix in (".safetensors", ".png", ".pyc")
+        if path.is_file() and not odd and path.stat().st_size < 1 << 20:
+            yield relative(path), path.read_text(encoding="utf-8")
+
+
+def test_no_paths_of_one_machine_and_no_unfinished_notes() -> None:
+    # Put together here, so that this file does not find itself.
+    paths = re.compile("(?<![\\w.~])/" + r"(work|tmp|root|home|Users)/\w")
+    notes = re.compile(
+        r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")) + r")\b"
+    )
+    found = [
+        f"{name}:{number}"
+        for name, text in tracked_texts()
+        for number, line in enumerate(text.splitlines(), 1)
+        if paths.search(line) or notes.search(line)
+    ]
+    assert not found
+
+
+# ---------------------------------------------------------------------------- the table of commands
+
+
+def test_the_table_names_what_there_is() -> None:
+    """The command table, the installed scripts, bin/ and the files in commands/ agree."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    section = text.split("[project.scripts]")[1].split("\n[")[0]
+    scripts = dict(re.findall(r'^toast-([\w-]+) = "([\w.:]+)"$', section, re.M))
+    assert scripts == {n: f"toastkit.commands.{n.replace('-', '_')}:main" for n in NAMES}
+    with_main = {
+        path.stem.replace("_", "-")
+        for path in (PACKAGE / "commands").glob("*.py")
+        if any(name == "main" for name, *_ in functions(ast.parse(path.read_text("utf-8"))))
+    }
+    assert with_main == set(NAMES)
+    assert {path.name for path in (ROOT / "bin").iterdir()} == set(NAMES)
+    assert len(set(NAMES)) == len(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_shims_of_a_checkout(name: str) -> None:
+    shim = ROOT / "bin" / name
+    assert os.access(shim, os.X_OK)
+    lines = shim.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 3 and lines[0] == "#!/bin/sh"
+    assert lines[2].endswith(f'/../.venv/bin/toast-{name}" "$@"')
+
+
+def test_summaries_are_one_line_in_lower_case() -> None:
+    for command in COMMANDS:
+        assert re.fullmatch(r"[a-z][^.\n]{9,69}", command.summary), command.name
