@@ -32,6 +32,7 @@ class ToastError(Exception):
         self.message = message
         self.hint = hint
         self.stage = stage
+        self.sent = False  # down the pipe, as an error frame
 
 
 class UsageError(ToastError):
@@ -88,16 +89,16 @@ class RemoteError(ToastError):
         self.code = code
 
 
-def from_os_error(error: OSError, doing: str) -> ToastError:
-    """The ToastError for an OSError. doing: what failed, e.g. "cannot write session x"."""
+def from_os_error(error: OSError, doing: str, creating: bool = False) -> ToastError:
+    """The ToastError for an OSError. doing: what failed, e.g. "cannot read x". creating: something
+    was to be made or written, so that what is missing or forbidden is an output, not an input."""
     import errno
 
     reason = (error.strerror or str(error)).lower()
     text = f"{doing}: {reason}"
     if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO):
         return IOFailure(text)
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return CannotCreateError(text)
-    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR):
-        return NoInputError(text)
+    missing = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENAMETOOLONG)
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, *missing):
+        return CannotCreateError(text) if creating else NoInputError(text)
     return IOFailure(text)

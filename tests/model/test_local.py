@@ -14,7 +14,16 @@ mx = pytest.importorskip("mlx.core")
 from checkpoints import tied_llama  # noqa: E402
 
 from toastkit.errors import DataError, NoInputError, UsageError  # noqa: E402
-from toastkit.frames import End, Head, Logits, Prefilled, Token, Tokens, dumps, pack_ids  # noqa: E402
+from toastkit.frames import (  # noqa: E402
+    End,
+    Head,
+    Logits,
+    Prefilled,
+    Token,
+    Tokens,
+    dumps,
+    pack_ids,
+)
 from toastkit.model.config import fingerprint, load_config  # noqa: E402
 from toastkit.model.files import locate  # noqa: E402
 from toastkit.sampling.device import DeviceSampler  # noqa: E402

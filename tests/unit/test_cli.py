@@ -203,14 +203,9 @@ def test_completion(toast, name: str, shell: str) -> None:
     if shell != "fish" and shutil.which(shell):
         subprocess.run([shell, "-n"], input=done.stdout, check=True)
     variable = re.search(rb"_TOAST_\w+_COMPLETE", done.stdout)[0].decode()
-    words = {
-        "bash": f"toast-{name} --hy",
-        "zsh": f"toast-{name} --hy",
-        "fish": f"toast-{name} --hy",
-    }
-    env = {variable: f"{shell}_complete", "COMP_WORDS": words[shell], "COMP_CWORD": "1"}
-    if shell == "fish":
-        env["COMP_CWORD"] = "--hy"
+    # fish passes the word itself where the others pass its number.
+    place = "--hy" if shell == "fish" else "1"
+    env = {variable: f"{shell}_complete", "COMP_WORDS": f"toast-{name} --hy", "COMP_CWORD": place}
     found = toast(name, env=env).stdout
     assert (b"--hysteresis" in found) == (name == "entropy-gear")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import struct
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -90,15 +91,15 @@ def test_ring_as_described(tmp_path: Path) -> None:
     """A reader made from the page alone finds the second step."""
     writer = ring.RingWriter(tmp_path / "logits", vocab=5)
     for step in (1.0, 2.0):
-        writer.write(memoryview(bytearray(20)).cast("f"))
-        writer.write(memoryview(bytearray(msgpack.packb(step) + bytes(11))).cast("f"))
+        writer.write(memoryview(struct.pack("<5f", *[step] * 5)).cast("f"))
     data = (tmp_path / "logits").read_bytes()
-    words = memoryview(data[8:20]).cast("I").tolist()
-    assert data[:8] == b"toastrng" and words[:2] == [1, 5] and not any(data[20:64])
-    stride = 64 + -(-4 * 5 // 64) * 64
-    start = 64 + (2 - 1) % words[2] * stride
-    assert data[start : start + 8] == (2).to_bytes(8, "little")
-    assert data[start + 64 :][:9] == msgpack.packb(1.0)
+    version, vocab, slots = struct.unpack_from("<3I", data, 8)
+    assert (data[:8], version, vocab) == (b"toastrng", 1, 5) and not any(data[20:64])
+    stride = 64 + -(-4 * vocab // 64) * 64
+    start = 64 + (2 - 1) % slots * stride
+    assert struct.unpack_from("<Q", data, start) == (2,)
+    assert struct.unpack_from("<5f", data, start + 64) == (2.0,) * 5
+    assert len(data) == 64 + slots * stride
 
 
 # ------------------------------------------------------------------------------------- session
@@ -173,6 +174,6 @@ def phrases() -> list[tuple[Page, str]]:
     ]
 
 
-@pytest.mark.parametrize("page, phrase", phrases(), ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("page, phrase", phrases(), ids=lambda value: getattr(value, "name", None))
 def test_numbers(page: Page, phrase: str) -> None:
     assert phrase in page.words()

@@ -136,8 +136,24 @@ def test_a_pipe_feed_reaches_decode(run: Path) -> None:
     feed.begin(head(run=str(run)))
     feed.close("stop")
     feed.finish()
-    assert reader.read_available() == [FeedMessage(0, None, None, True)]
+    assert reader.read_available() == [FeedMessage(None, None, None, True)]
     reader.close()
+
+
+def test_one_sampler_feeds_several_decodes(tmp_path: Path) -> None:
+    """Their prompts differ in length, so that each takes the token for its own next one."""
+    readers = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        os.mkfifo(tmp_path / name / "feed", 0o600)
+        readers.append(FeedReader(tmp_path / name / "feed"))
+    both = head(run=[str(tmp_path / "a"), str(tmp_path / "b")])
+    draw([both, *answer(3, EOS)[1:]], PipeFeed())
+    for reader in readers:
+        assert reader.read_available() == [
+            FeedMessage(None, 3), FeedMessage(None, EOS, None, True),
+        ]  # fmt: skip
+        reader.close()
 
 
 def test_a_pipe_feed_tells_nobody_of_a_run_that_is_over(tmp_path: Path, run: Path) -> None:

@@ -15,6 +15,7 @@ from toastkit.commands import COMMANDS
 from toastkit.errors import RemoteError, ToastError, UsageError, from_os_error
 
 SUMMARIES = {command.name: command.summary for command in COMMANDS}
+FRAME_WRITERS = {f"toast-{command.name}": command.writes == "frames" for command in COMMANDS}
 
 
 def command(name: str, **settings: Any):
@@ -28,13 +29,22 @@ def command(name: str, **settings: Any):
             function = decorate(function)
         settings.setdefault("help", SUMMARIES[name].capitalize() + ".")
         context = {
-            "auto_envvar_prefix": "TOAST",
             "help_option_names": ["-h", "--help"],
             "max_content_width": 100,
         }
-        return click.command(name=name, context_settings=context, **settings)(function)
+        made = click.command(name=name, context_settings=context, **settings)(function)
+        for parameter in made.params:
+            if isinstance(parameter, click.Option) and parameter.expose_value:
+                parameter.envvar = _variables(parameter)
+        return made
 
     return wrap
+
+
+def _variables(option: click.Option) -> list[str]:
+    """TOAST_X for every long name --x of an option, the longest name first."""
+    names = sorted((n for n in option.opts if n.startswith("--")), key=len, reverse=True)
+    return ["TOAST_" + n[2:].replace("-", "_").upper() for n in names]
 
 
 def _common_options() -> list:
@@ -53,7 +63,7 @@ def _common_options() -> list:
         click.option("--version", **flag, callback=_show_version, help="Print the version."),
         click.option(
             "--completion", type=shells, expose_value=False, is_eager=True,
-            allow_from_autoenv=False, callback=_show_completion,
+            callback=_show_completion,
             help="Print a completion script for a shell.",
         ),
     ]  # fmt: skip
@@ -121,7 +131,7 @@ def run(entry: click.Command) -> NoReturn:
 
 
 def _outcome(entry: click.Command, name: str) -> int:
-    debug = "--debug" in sys.argv[1:]
+    debug = "--debug" in sys.argv[1:] or os.environ.get("TOAST_DEBUG", "0") not in ("", "0")
     try:
         code = _invoke(entry, name)
         sys.stdout.flush()
@@ -129,9 +139,9 @@ def _outcome(entry: click.Command, name: str) -> int:
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as error:
-        return _report(name, UsageError(_one_line(error), hint=f"{name} --help"), debug)
+        return _report(name, UsageError(_one_line(error), hint=f"{name} --help"), debug, True)
     except ToastError as error:
-        return _report(name, error, debug)
+        return _report(name, error, debug, True)
     except (KeyboardInterrupt, click.Abort):
         return 130
     except BrokenPipeError:
@@ -155,7 +165,12 @@ def _invoke(entry: click.Command, name: str) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _report(name: str, error: ToastError, debug: bool) -> int:
+def _report(name: str, error: ToastError, debug: bool, send: bool = False) -> int:
+    """Says on stderr what went wrong; send: also down the pipe, unless that has been done."""
+    if send and not error.sent and _writes_frames(name):
+        from toastkit.commands.pipes import send_error
+
+        send_error(error, name)
     if debug:
         import traceback
 
@@ -165,6 +180,12 @@ def _report(name: str, error: ToastError, debug: bool) -> int:
     elif not _stdin_is_live():
         print_error(error, f"{name}: {error.stage}")
     return error.code
+
+
+def _writes_frames(name: str) -> bool:
+    """Whether stdout is a stream of frames, as far as a command that failed early can tell."""
+    as_text = {"--count", "--template-only"}.intersection(sys.argv[1:])
+    return FRAME_WRITERS.get(name, False) and not as_text and not os.isatty(1)
 
 
 def print_error(error: ToastError, name: str) -> None:

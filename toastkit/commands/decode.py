@@ -43,7 +43,7 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
     metavar="FILE|-",
     help="Frames: follow the token ids of a file, or of stdin's frames.",
 )
-@click.option("--steps", type=click.IntRange(0), metavar="N", help="Frames: stop after N passes.")
+@click.option("--steps", type=click.IntRange(1), metavar="N", help="Frames: stop after N steps.")
 @options.inline
 @options.engine
 @click.pass_context
@@ -55,6 +55,8 @@ def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
         cli.refuse_together(context, "is for text, but stdin holds frames", *ONLY_TEXT)
         return _filter(flags, first)
     cli.refuse_together(context, "is for frames, but there are none on stdin", *ONLY_FRAMES)
+    if flags["require_hit"] and flags["session"] is None and flags["fork"] is None:
+        raise UsageError("--require-hit needs a --session or a --fork")
     return _answer(prompt, flags, first)
 
 

@@ -28,11 +28,18 @@ def feed(context: click.Context, ids: tuple[int, ...], **flags) -> int:
 
 
 def _run_of(name: str) -> str:
-    """The one run of a session that has a feed."""
+    """The one run of a session that has a feed; waits a moment for a pipeline that just starts."""
+    import time
+
     from toastkit.errors import NoInputError
+    from toastkit.session.feed import OPEN_SECONDS
     from toastkit.session.names import resolve
 
-    feeds = sorted((resolve(name) / "runs").glob("*/feed"))
+    deadline = time.monotonic() + OPEN_SECONDS
+    while not (feeds := sorted((resolve(name) / "runs").glob("*/feed"))):
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.01)
     if len(feeds) != 1:
         many = "no run" if not feeds else f"{len(feeds)} runs"
         raise NoInputError(f"session {name} has {many} to feed", hint="name one with --run")

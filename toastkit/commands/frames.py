@@ -47,9 +47,12 @@ def frames(context: click.Context, **flags) -> int:
     kinds = _kinds(flags["kinds"])
     start, stop = _span(flags["span"])
 
+    reader = ArrayReader()
+
     def chosen(source: Iterable[Frame]) -> Iterator[Frame]:
         from toastkit.stages.inspect import choose, make_inline
 
+        source = reader.listen(source)
         if flags["inline"]:
             source = make_inline(source)
         return choose(source, kinds, start, stop)
@@ -58,7 +61,7 @@ def frames(context: click.Context, **flags) -> int:
         return _validate(flags)
     if flags["stat"]:
         return _statistics(flags, chosen)
-    return _copy(flags, chosen)
+    return _copy(flags, chosen, reader)
 
 
 def _kinds(text: str | None) -> frozenset[str] | None:
@@ -83,11 +86,11 @@ def _span(text: str | None) -> tuple[int, int | None]:
     return int(match[1] or 0), int(match[2]) if match[2] else None
 
 
-def _copy(flags: dict[str, Any], chosen: Callable) -> int:
+def _copy(flags: dict[str, Any], chosen: Callable, reader: ArrayReader) -> int:
     from toastkit.commands.pipes import WatchedInput, run_filter
     from toastkit.stages.jsonl import json_frames
 
-    write = _json_writer(flags) if flags["as_json"] else None
+    write = _json_writer(flags, reader) if flags["as_json"] else None
 
     def build(source, signals):
         return chosen(json_frames(WatchedInput()) if flags["from_json"] else source)
@@ -95,15 +98,35 @@ def _copy(flags: dict[str, Any], chosen: Callable) -> int:
     return run_filter(build, "frames", write=write)
 
 
-def _json_writer(flags: dict[str, Any]) -> Callable[[Frame], None]:
-    from toastkit.stages.arrays import LogitsReader
+class ArrayReader:
+    """Reads the arrays of a stream's frames; numpy is imported when the first one is wanted."""
+
+    def __init__(self) -> None:
+        self._head: Head | None = None
+        self._reader: Any = None
+
+    def listen(self, frames: Iterable[Frame]) -> Iterator[Frame]:
+        """The frames, after a look at their heads, which say where the arrays are."""
+        for frame in frames:
+            if isinstance(frame, Head):
+                self._head, self._reader = frame, None
+            yield frame
+
+    def read(self, logits: Any) -> Any:
+        """Logits (vocab,) float32 of a frame of the run."""
+        if self._reader is None:
+            from toastkit.stages.arrays import LogitsReader
+
+            self._reader = LogitsReader()
+            if self._head is not None:
+                self._reader.begin(self._head)
+        return self._reader.read(logits)
+
+
+def _json_writer(flags: dict[str, Any], reader: ArrayReader) -> Callable[[Frame], None]:
     from toastkit.stages.jsonl import to_json
 
-    reader = LogitsReader()
-
     def write(frame: Frame) -> None:
-        if isinstance(frame, Head):
-            reader.begin(frame)
         print(to_json(frame, flags["arrays"], flags["top"], reader.read), flush=True)
 
     return write

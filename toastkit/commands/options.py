@@ -27,8 +27,22 @@ model = click.option(
     "-m", "--model", metavar="MODEL",
     help="Checkpoint: a directory, a hub id (org/name), or crumb, the embedded model (default).",
 )  # fmt: skip
+
+
+def _session_name(context: click.Context, parameter: click.Parameter, value: str | None):
+    """Refuses a name that no session can have before anything else is done."""
+    if value is not None:
+        from toastkit.session.names import resolve
+
+        resolve(value)
+    return value
+
+
 session = click.option(
-    "--session", metavar="DIR|NAME", help="Keep the model's state there and resume it."
+    "--session",
+    metavar="DIR|NAME",
+    callback=_session_name,
+    help="Keep the model's state there and resume it.",
 )
 inline = click.option(
     "--inline", is_flag=True, help="Put logits into the stream itself, to save or to move it."
@@ -58,7 +72,8 @@ engine = together(
 reading = together(
     click.option("--chunk", type=click.IntRange(1), metavar="N", help="Prompt tokens per pass."),
     click.option(
-        "--fork", metavar="DIR|NAME", help="Start from the state of a session and leave it as is."
+        "--fork", metavar="DIR|NAME", callback=_session_name,
+        help="Start from the state of a session and leave it as is.",
     ),
     click.option(
         "--require-hit", is_flag=True,

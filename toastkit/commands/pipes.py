@@ -97,7 +97,7 @@ def run_filter(
         _close(stage)
         wrapped = error if isinstance(error, ToastError) else from_os_error(error, "i/o")
         if sends_frames:
-            _send_error(writer, wrapped, name)
+            send_error(wrapped, f"toast-{name}")
         raise wrapped from error
     except BaseException:
         _close(stage)
@@ -125,9 +125,11 @@ def _close(stage: Iterator[Frame]) -> None:
             print_error(error, os.path.basename(sys.argv[0]))
 
 
-def _send_error(writer: FrameWriter, error: ToastError, name: str) -> None:
-    stage = error.stage if isinstance(error, RemoteError) and error.stage else f"toast-{name}"
+def send_error(error: ToastError, name: str) -> None:
+    """Sends an error down the pipe as the stream's last frame. name: the command's."""
+    stage = error.stage if isinstance(error, RemoteError) and error.stage else name
+    error.sent = True
     try:
-        writer.write(Error(error.code, stage, error.message, error.hint))
+        FrameWriter(sys.stdout.buffer).write(Error(error.code, stage, error.message, error.hint))
     except OSError:
         pass  # nobody is there to hear it

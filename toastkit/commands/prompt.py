@@ -55,14 +55,17 @@ def prompts(words: tuple[str, ...], flags: dict[str, Any], first: bytes = b"") -
     if flags["messages"] is not None:
         yield _conversation(argument, flags)
     elif flags["each_line"]:
-        for line in (first + _read_stdin()).splitlines():
-            if line.strip():
-                yield _prompt(_text(line), argument, flags)
+        lines = [line for line in (first + _read_stdin()).splitlines() if line.strip()]
+        if not lines:
+            raise DataError("no prompts: --each-line found no line on stdin that is not empty")
+        for line in lines:
+            yield _prompt(_text(line), argument, flags)
     else:
         piped = asked or first or stdin_has_text()
         text = _text(first + _read_stdin()) if piped else ""
         alone = flags["system"] is not None and flags["no_generation_prompt"]
-        if not text and not argument and not alone:
+        empty = not (text if flags["raw"] else text.strip("\n"))
+        if empty and not argument and not alone:
             if piped or sys.stdin is None or not sys.stdin.isatty():
                 raise DataError("empty prompt")
             raise UsageError("no prompt", hint="give one as an argument, or pipe one in")

@@ -45,19 +45,14 @@ def tokenize(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
 
 def _frames(prompt: tuple[str, ...], flags: dict[str, Any]) -> int:
     from toastkit.commands.prompt import prompt_tokenizer, prompts
-    from toastkit.errors import ToastError
-    from toastkit.frames import Error, FrameWriter
+    from toastkit.frames import FrameWriter
     from toastkit.session.names import resolve
     from toastkit.stages.tokenize import tokenize as stage
 
-    writer = FrameWriter(sys.stdout.buffer)
     session = flags["session"]
-    try:
-        path = None if session is None else str(resolve(session))
-        writer.write_all(stage(prompts(prompt, flags), prompt_tokenizer(flags), path))
-    except ToastError as error:
-        writer.write(Error(error.code, "toast-tokenize", error.message, error.hint))
-        raise
+    path = None if session is None else str(resolve(session))
+    frames = stage(prompts(prompt, flags), prompt_tokenizer(flags), path)
+    FrameWriter(sys.stdout.buffer).write_all(frames)
     return 0
 
 

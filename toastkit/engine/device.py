@@ -55,8 +55,8 @@ def _prepare_compiler(mx, cache, notify) -> None:
 
 
 def _compiler_works(mx) -> bool:
-    """Compiles something small. MLX looks for g++ with system(3) now, during which a Ctrl-C would be
-    lost: it is held back until that is over, and no run has begun yet."""
+    """Compiles something small. MLX looks for g++ with system(3) now, during which a Ctrl-C would
+    be lost: it is held back until that is over, and no run has begun yet."""
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGQUIT})
     try:
         mx.eval(mx.compile(lambda x: mx.exp(x) * x + 1)(mx.ones(2)))

@@ -116,7 +116,9 @@ def _private_root() -> Path:
     try:
         fallback = Path(tempfile.mkdtemp(prefix="toastkit-kernels-"))
     except OSError as error:
-        raise from_os_error(error, "cannot make a folder for compiled kernels") from error
+        raise from_os_error(
+            error, "cannot make a folder for compiled kernels", creating=True
+        ) from error
     atexit.register(shutil.rmtree, fallback, ignore_errors=True)
     return fallback
 

@@ -11,6 +11,7 @@ import ast
 import importlib
 import importlib.machinery
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,7 @@ class _Deferred(ModuleType):
     """A package whose `__init__` runs on the first access to one of its names."""
 
     def __getattr__(self, name: str):
-        if name.startswith("__") or self.__dict__.get("_running"):
+        if self.__dict__.get("_running") or name in ("__all__", "__wrapped__", "__path__"):
             raise AttributeError(name)
         self.__dict__["_running"] = True
         spec = self.__spec__
@@ -54,9 +55,9 @@ def import_architecture(config: ModelConfig) -> ModuleType:
     Raises DataError for a model type that mlx_lm does not know.
     """
     package = Path(next(iter(_mlx_lm().__path__)))
+    if not re.fullmatch(r"[\w-]{1,100}", config.model_type):
+        raise DataError(f"model type {config.model_type[:100]!r} is not supported")
     name = _module_name(package, config)
-    if not name.replace("-", "_").replace(".", "_").isidentifier():
-        raise DataError(f"model type {config.model_type!r} is not supported")
     if not (package / "models" / f"{name}.py").is_file():
         raise DataError(f"model type {config.model_type!r} is not supported by mlx_lm")
     module = importlib.import_module(f"mlx_lm.models.{name}")
@@ -71,11 +72,12 @@ def _module_name(package: Path, config: ModelConfig) -> str:
     The tables are read out of utils.py as literals: importing that file would import transformers.
     """
     architectures = config.raw.get("architectures") or []
-    if isinstance(architectures, str):
+    if not isinstance(architectures, list):
         architectures = [architectures]
+    architectures = [a for a in architectures if isinstance(a, str)]
     source = (package / "utils.py").read_text(encoding="utf-8")
     known = (package / "models" / f"{config.model_type}.py").is_file()
-    if known and not any(isinstance(a, str) and a in source for a in architectures):
+    if known and not any(a in source for a in architectures):
         return config.model_type
     tables = {}
     for node in ast.parse(source).body:

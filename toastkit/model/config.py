@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +62,8 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
     for theirs, ours in names.items():
         value = generation.get(theirs)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise DataError(f"{files.name}: generation_config.json has no usable {theirs}")
             found[ours] = int(value) if ours == "top_k" else float(value)
     return found
 

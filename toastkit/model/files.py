@@ -72,7 +72,7 @@ def find(name: str) -> ModelFiles:
 
     Raises NoInputError where it is not there.
     """
-    if HUB_ID.fullmatch(name) and not Path(name).exists():
+    if HUB_ID.fullmatch(name) and len(name) < 256 and not Path(name).exists():
         cached = _cached_snapshot(name)
         if cached is None:
             raise NoInputError(f"no such model here: {name}")
@@ -88,17 +88,21 @@ def locate(name: str) -> ModelFiles:
     """
     if name == "crumb":
         return ModelFiles(CRUMB, "crumb")
-    path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        path.stat()
+    except (OSError, ValueError, RuntimeError):
+        path = None  # no such file, too long a name, a NUL in it, an unknown user's home
+    if path is not None and path.is_dir():
         if not (path / "config.json").is_file():
             raise NoInputError(f"{name} is not a model: no config.json in it")
         return ModelFiles(path.resolve(), str(path.resolve()))
-    if path.exists():
+    if path is not None:
         raise NoInputError(f"{name} is not a model directory")
-    if HUB_ID.fullmatch(name):
+    if HUB_ID.fullmatch(name) and len(name) < 256:
         return ModelFiles(_hub_snapshot(name), name)
     raise NoInputError(
-        f"no such model: {name}", hint="-m takes a directory, a hub id (org/name), or crumb"
+        f"no such model: {name[:100]}", hint="-m takes a directory, a hub id (org/name), or crumb"
     )
 
 
@@ -144,16 +148,13 @@ def _cached_snapshot(hub_id: str) -> Path | None:
     repo = hub_cache() / f"models--{hub_id.replace('/', '--')}"
     try:
         revision = (repo / "refs" / "main").read_text().strip()
-    except OSError:
-        return None
-    snapshot = repo / "snapshots" / revision
-    if not re.fullmatch(r"[\w.-]+", revision) or not (snapshot / "config.json").is_file():
-        return None
-    index = snapshot / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError):
+        snapshot = repo / "snapshots" / revision
+        if not re.fullmatch(r"[\w.-]+", revision) or not (snapshot / "config.json").is_file():
             return None
+        index = snapshot / "model.safetensors.index.json"
+        if not index.is_file():
+            return snapshot if any(snapshot.glob("model*.safetensors")) else None
+        shards = set(json.loads(index.read_bytes())["weight_map"].values())
         return snapshot if all((snapshot / shard).is_file() for shard in shards) else None
-    return snapshot if any(snapshot.glob("model*.safetensors")) else None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return None  # not there, or not whole: fetched anew

@@ -259,7 +259,7 @@ class Session:
         except Damaged as error:
             raise self._damaged(error) from error
         except OSError as error:
-            raise from_os_error(error, f"cannot save session {self.name}") from error
+            raise from_os_error(error, f"cannot save session {self.name}", creating=True) from error
 
     def _write_data(
         self, tokens: list[int], sources: Sequence[LayerSource] | None, logits: Any

@@ -137,7 +137,7 @@ class FeedWriter:
             except BrokenPipeError as error:
                 gone = error
             except OSError as error:
-                raise from_os_error(error, "cannot write the feed") from error
+                raise from_os_error(error, "cannot write the feed", creating=True) from error
         if gone is not None:
             raise gone
 

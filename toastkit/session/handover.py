@@ -81,7 +81,9 @@ class HandoverServer:
             os.rename(self._path / unborn, self._path / HANDOVER_FILE)
         except OSError as error:
             self._listener.close()
-            raise from_os_error(error, f"cannot make a socket in {self._path}") from error
+            raise from_os_error(
+                error, f"cannot make a socket in {self._path}", creating=True
+            ) from error
         self._listener.setblocking(False)
 
     def offer(self, timeout_seconds: float | None, watch_fd: int | None = None) -> bool:

@@ -41,7 +41,9 @@ class WriterLock:
             try:
                 fd = _try_lock(path / LOCK_FILE)
             except OSError as error:
-                raise from_os_error(error, f"cannot lock session {display_name(path)}") from error
+                raise from_os_error(
+                    error, f"cannot lock session {display_name(path)}", creating=True
+                ) from error
             if fd is not None:
                 return cls(path, fd)
             if time.monotonic() >= deadline:

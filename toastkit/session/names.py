@@ -33,7 +33,7 @@ def resolve(name_or_dir: str) -> Path:
     if "\0" in name_or_dir:
         raise UsageError("invalid session name: it holds a NUL character")
     if "/" in name_or_dir or name_or_dir in (".", ".."):
-        return Path(name_or_dir)
+        return Path(name_or_dir).absolute()
     problem = _problem(name_or_dir)
     if problem:
         raise UsageError(
@@ -41,7 +41,7 @@ def resolve(name_or_dir: str) -> Path:
             hint="write ./NAME for a directory",
         )
     if os.path.isfile(os.path.join(name_or_dir, HEADER_FILE)):
-        return Path(name_or_dir)
+        return Path(name_or_dir).absolute()
     return sessions_root() / name_or_dir
 
 

@@ -66,7 +66,9 @@ class RingWriter:
             finally:
                 os.close(fd)
         except OSError as error:
-            raise from_os_error(error, f"cannot make the logits ring {path}") from error
+            raise from_os_error(
+                error, f"cannot make the logits ring {path}", creating=True
+            ) from error
 
     def write(self, logits: Any) -> Reference:
         """Copies one step's logits, any contiguous float32 buffer of `vocab` values, into the next

@@ -56,7 +56,7 @@ class RunDirectory:
                 f"cannot create a run in {runs}: a file is in the way"
             ) from error
         except OSError as error:
-            raise from_os_error(error, f"cannot create a run in {runs}") from error
+            raise from_os_error(error, f"cannot create a run in {runs}", creating=True) from error
         return cls(path, fd)
 
     @classmethod

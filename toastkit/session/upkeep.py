@@ -41,7 +41,7 @@ def prepare(path: Path, create: bool) -> None:
     except FileExistsError as error:
         raise CannotCreateError(f"cannot create session {name}: a file is in the way") from error
     except OSError as error:
-        raise from_os_error(error, f"cannot create session {name}") from error
+        raise from_os_error(error, f"cannot create session {name}", creating=True) from error
 
 
 def make_ephemeral() -> Path:
@@ -56,7 +56,7 @@ def make_ephemeral() -> Path:
     except FileExistsError as error:
         raise CannotCreateError(f"cannot create {root}: a file is in the way") from error
     except OSError as error:
-        raise from_os_error(error, f"cannot create a session in {root}") from error
+        raise from_os_error(error, f"cannot create a session in {root}", creating=True) from error
     return path
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
-from toastkit.errors import DataError
+from toastkit.errors import DataError, NoInputError
 from toastkit.frames import End, Frame, Head, Prefilled, Tokens, unpack_ids
 from toastkit.stages.options import Interrupt, StepOptions
 from toastkit.stages.runs import DecodeRuns
@@ -42,9 +42,10 @@ def _runs(
 ) -> Iterator[Frame]:
     head: Head | None = None
     ids: list[int] = []
-    for frame in whole_runs(frames, lambda f: isinstance(f, (Prefilled, End))):
+    whole = whole_runs(frames, lambda f: isinstance(f, (Prefilled, End)))
+    for frame in whole:
         if isinstance(frame, Head):
-            head, ids = runs.attach(frame), []
+            head, ids = _attach(runs, frame, whole), []
             yield head
         elif isinstance(frame, Tokens):
             ids += unpack_ids(frame.ids)
@@ -62,6 +63,17 @@ def _runs(
             yield frame
 
 
+def _attach(runs: DecodeRuns, head: Head, rest: Iterator[Frame]) -> Head:
+    """Attaches to a run. Where it has gone already, the error that ended prefill comes next in the
+    stream, and it is that error which counts."""
+    try:
+        return runs.attach(head)
+    except NoInputError:
+        while not isinstance(next(rest, None), (Prefilled, End, type(None))):
+            pass
+        raise
+
+
 def _run(engine: Engine, runs: DecodeRuns, ids: list[int], options: StepOptions) -> Iterator[Frame]:
     """One run: state in, logits out, commit, and only then the end."""
     state = runs.take(engine, ids)
@@ -74,13 +86,14 @@ def _run(engine: Engine, runs: DecodeRuns, ids: list[int], options: StepOptions)
 
 def _steps(engine: Engine, runs: DecodeRuns, state: ModelState, options: StepOptions):
     """The loop; returns the run's End."""
-    limits = [n for n in (options.max_tokens, options.steps) if n is not None]
-    limit = min(limits, default=None)
     context = engine.config.context
-    drawn = 0
+    drawn = steps = 0
     started = None
     while True:
         yield from runs.emit(state, started)
+        steps += 1
+        if steps == options.steps:
+            return End("length", drawn)
         token, end = runs.next()
         if token is None:
             return End(end or "interrupt", drawn)
@@ -89,7 +102,7 @@ def _steps(engine: Engine, runs: DecodeRuns, state: ModelState, options: StepOpt
         if isinstance(token, int) and token >= engine.vocab:
             raise DataError(f"token {token} is outside the vocabulary of {engine.vocab}")
         full = context is not None and len(state.tokens) >= context
-        if end is None and (full or drawn == limit):
+        if end is None and (full or drawn == options.max_tokens):
             end = "length"
         # A kept session holds every token of the answer, the last one too.
         if not full and (end is None or runs.keeps(state)):

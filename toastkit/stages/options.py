@@ -25,7 +25,7 @@ class ReadOptions:
 @dataclass(frozen=True)
 class StepOptions:
     """How far a decode goes. max_tokens: tokens drawn, None for as many as the context holds.
-    steps: passes of the model, None for no limit. inline: logits travel in the stream itself."""
+    steps: logits frames, None for no limit. inline: logits travel in the stream itself."""
 
     max_tokens: int | None = None
     steps: int | None = None

@@ -72,7 +72,8 @@ def _read(
     start = time.perf_counter()
     session = runs.session()
     state, cached = _restore(head, ids, engine, session, options)
-    if options.report is not None:
+    kept = options.fork is not None or (session is not None and not session.ephemeral)
+    if options.report is not None and kept:
         options.report(cached, len(ids))
 
     def passed(done: int, total: int) -> bool:
