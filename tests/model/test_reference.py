@@ -112,7 +112,9 @@ def run_all(crumb, prompts: list[Prompt], **settings) -> tuple[list, Outcome]:
     options = AnswerOptions(read=read, draw=draw, **settings)
     signals, outcome = Interrupt(), Outcome()
     runs = LocalRuns(None, signals)
-    return list(answer(prompts, tokenizer, crumb, runs, options, signals, outcome)), outcome
+    return list(
+        answer(prompts, tokenizer, lambda head: crumb, runs, options, signals, outcome)
+    ), outcome
 
 
 def test_one_process(crumb) -> None:

@@ -1,5 +1,5 @@
 """What happens when something goes wrong: killed stages, closed pipes, Ctrl-C, locked sessions,
-full disks. The other stages end by themselves with the right status, and the session stays whole."""
+full disks. The other stages end by themselves, with the right status and a whole session."""
 
 from __future__ import annotations
 

@@ -149,7 +149,6 @@ MISSING = [
     ("tokenize", ["-m", "tests", "hi"], "tests is not a model: no config.json in it"),
     ("decode", ["--messages", "missing.json"], "cannot read missing.json: no such file"),
     ("decode", ["--fork", "nope", "hi"], "no such session: nope"),
-    ("feed", ["--session", "nope", "4"], "session nope has no run to feed"),
 ]
 
 
@@ -168,11 +167,17 @@ def test_no_frames(toast, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "arguments", "stdin"),
-    [("tokenize", [], None), ("tokenize", [], b""), ("decode", [], None), ("decode", ["-"], b"\n"),
-     ("decode", ["--each-line"], b"\n \n"), ("tokenize", ["--each-line"], b"\n")],
+    [("tokenize", [], None), ("tokenize", [], b""), ("tokenize", [], b"\n\n"), ("decode", [], None),
+     ("decode", ["-"], b"\n")],
 )  # fmt: skip
 def test_an_empty_prompt(toast, name: str, arguments: list[str], stdin: bytes | None) -> None:
     assert lines_of(toast(name, *arguments, stdin=stdin), name, 65)[0] == "empty prompt"
+
+
+@pytest.mark.parametrize(("name", "stdin"), [("decode", b"\n \n"), ("tokenize", b"")])
+def test_no_line_at_all(toast, name: str, stdin: bytes) -> None:
+    message, _ = lines_of(toast(name, "--each-line", stdin=stdin), name, 65)
+    assert message.startswith("no prompts: --each-line")
 
 
 def test_text_that_is_not_utf8(toast) -> None:

@@ -47,13 +47,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_names_and_directories(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert names.sessions_root() == root
     assert names.resolve("chat one") == root / "chat one"
-    assert names.resolve("./chat") == Path("./chat")
-    assert names.resolve("..") == Path("..")
+    assert names.resolve("./chat") == Path("./chat").absolute()
+    assert names.resolve("..") == Path("..").absolute()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     assert names.resolve("here") == root / "here"
     (tmp_path / "here" / "session.msgpack").touch()
-    assert names.resolve("here") == Path("here")
+    assert names.resolve("here") == tmp_path / "here"
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     assert names.sessions_root() == Path.home() / ".local/state/toastkit/sessions"
 

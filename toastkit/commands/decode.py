@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from typing import Any
 
 import click
@@ -142,8 +143,6 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
     chain = options.sampling_options(flags, sampling_defaults(tokenizer.files), None)
     first = tokenizer.head(None)
     chain.validate(first.vocab)
-    engine = load(tokenizer.files, flags)
-    # Imported after load(): MLX's kernel cache has to be in place first.
     from toastkit.stages.answer import AnswerOptions, answer
     from toastkit.stages.local import LocalRuns
     from toastkit.stages.sample import DrawOptions
@@ -158,7 +157,12 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
         xtc_special_ids=tuple(xtc_special_ids(chain, first)),
     )
     runs = LocalRuns(flags["session"], signals, reader_gone)
-    return answer(wanted, tokenizer, engine, runs, settings, signals, outcome)
+
+    @cache
+    def engine():
+        return load(tokenizer.files, flags)
+
+    return answer(wanted, tokenizer, lambda head: engine(), runs, settings, signals, outcome)
 
 
 class JsonWriter:

@@ -86,16 +86,21 @@ class HandoverServer:
             ) from error
         self._listener.setblocking(False)
 
-    def offer(self, timeout_seconds: float | None, watch_fd: int | None = None) -> bool:
+    def offer(
+        self,
+        timeout_seconds: float | None,
+        watch_fd: int | None = None,
+        until_asked: bool = False,
+    ) -> bool:
         """Waits for a client that asks and gives it the lock; this process's copy is then released.
 
-        Returns False when nobody has connected in time (None: no limit) or the reader of watch_fd,
-        a pipe such as stdout, has gone; the lock is then still held here. For one who has connected
-        there is no limit: it may be loading a large model.
+        Returns False when the time is over (None: no limit) or the reader of watch_fd, a pipe such
+        as stdout, has gone; the lock is then still held here. until_asked: there is no limit for a
+        client that has connected: it may be loading a large model before it asks.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
-            limit = None if self._waiting else deadline
+            limit = None if until_asked and self._waiting else deadline
             ready = _poll([self._listener, *self._waiting], watch_fd, limit)
             if ready is None:
                 return False

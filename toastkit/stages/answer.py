@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -38,13 +38,15 @@ class AnswerOptions:
 def answer(
     prompts: Iterable[Prompt],
     tokenizer: PromptTokenizer,
-    engine: Engine,
+    engine_for: Callable[[Head], Engine],
     runs: LocalRuns,
     options: AnswerOptions,
     interrupt: Interrupt,
     outcome: Outcome,
 ) -> Iterator[Frame]:
     """The frames of the whole pipeline, token by token, with one synchronisation a token.
+
+    engine_for(head): the engine, called once the session is open and the prompt is known.
 
     Without telemetry the entropy is not computed: the plain path does nothing that it need not.
     """
@@ -56,11 +58,11 @@ def answer(
 
     stages: list[Stage] = [
         partial(
-            prefill, engine_for=lambda head: engine, runs=runs,
+            prefill, engine_for=engine_for, runs=runs,
             options=options.read, interrupt=interrupt,
         ),
         partial(
-            decode, engine_for=lambda head: engine, runs=runs,
+            decode, engine_for=engine_for, runs=runs,
             options=options.step, interrupt=interrupt,
         ),
         partial(sample_deferred, sampler_for=sampler_for, feed=runs.feed),

@@ -45,6 +45,8 @@ def _runs(
     ids: list[int] = []
     for frame in whole_runs(frames, lambda f: isinstance(f, Tokens) and f.final):
         if isinstance(frame, Head):
+            if options.fork is not None:
+                _open_fork(options.fork, frame).close()  # a missing one is noticed at once
             head, ids = runs.begin(frame), []
             yield head
         elif isinstance(frame, Tokens):
@@ -93,6 +95,10 @@ def _read(
     runs.hand_over(state)
 
 
+def _open_fork(name: str, head: Head) -> Session:
+    return Session.open(resolve(name), head.fingerprint, create=False, write=False)
+
+
 def check_prompt(ids: list[int], engine: Engine) -> None:
     """Raises DataError for a prompt that the model cannot read."""
     if not ids:
@@ -118,7 +124,7 @@ def _restore(
                 raise UsageError("--require-hit needs a --session or a --fork")
             require_hit(session.path.name, cached, session.n_past)
         return state, cached
-    with Session.open(resolve(options.fork), head.fingerprint, create=False, write=False) as source:
+    with _open_fork(options.fork, head) as source:
         state, cached = restore_state(engine, session, ids, source)
         if options.require_hit:
             require_hit(source.path.name, cached, source.n_past)

@@ -86,7 +86,7 @@ class PrefillEnd:
 
     def hand_over(self, state: ModelState) -> None:
         assert self._session is not None and self._server is not None and self._run is not None
-        if _is_pipe(1) and self._server.offer(HANDOVER_SECONDS, watch_fd=1):
+        if _is_pipe(1) and self._server.offer(HANDOVER_SECONDS, 1, until_asked=True):
             self._handed.append((self._session.path, self._server))
             self._run.close()
             self._session.close()

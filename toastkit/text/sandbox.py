@@ -134,6 +134,7 @@ class BudgetedEnvironment(sandbox.ImmutableSandboxedEnvironment):
         return any(isinstance(obj, kind) and attr in names for kind, names in _METHODS.items())
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """What stands for `value` if it is a str.format: a checked one; None for anything else."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
