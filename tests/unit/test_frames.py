@@ -228,6 +228,12 @@ def test_a_header_that_claims_four_billion_elements(header: str) -> None:
     assert len(found) == 1 and error is not None
 
 
+@pytest.mark.parametrize("header", ["dd00100001", "dd7fffffff", "df00001001", "df7fffffff"])
+def test_a_claim_over_the_limit_is_refused_before_its_elements_come(header: str) -> None:
+    error = read(b"\x82\xa1k\xa1z\xa1x" + bytes.fromhex(header))[1]
+    assert error.offset == 0 and "exceeds" in error.message
+
+
 CLAIMS = (
     "dd00100000" * 40, "dd00100000" * 40 + "93" * 40, "dd00200000", "dd40000000", "ddffffffff",
     "de0fff", "df00000fff", "df00100000", "dfffffffff", "c603ffffff", "c6ffffffff",
@@ -244,9 +250,10 @@ for claim in sys.argv[1:]:
     for start in ("", "82a16ba17aa178"):
         try:
             list(FrameReader(io.BytesIO(bytes.fromhex(start + claim))))
-        except FrameError:
-            continue
-        raise SystemExit(f"{claim}: no error")
+        except FrameError as error:
+            if not isinstance(error.__cause__, MemoryError):
+                continue
+        raise SystemExit(f"{claim}: no limit")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

@@ -6,6 +6,8 @@ import math
 
 import mlx.core as mx
 
+from toastkit.sampling.device import total
+
 
 def entropy_bits(logits: mx.array) -> mx.array:
     """Shannon entropy in bits of softmax(logits), a lazy float32 scalar (003, section 3.1).
@@ -13,5 +15,8 @@ def entropy_bits(logits: mx.array) -> mx.array:
     logits: (vocab,) of any float dtype. Non-finite logits are replaced as in section 10.1.
     """
     clean = mx.nan_to_num(logits.astype(mx.float32), nan=0.0, posinf=1e4, neginf=-1e4)
-    log_p = clean - mx.logsumexp(clean)
-    return -(mx.exp(log_p) * log_p).sum() / math.log(2)
+    shifted = clean - clean.max()
+    weights = mx.exp(shifted)
+    mass = total(weights)
+    # H = ln(sum w) - (sum w x) / (sum w): the difference of two numbers of its own size.
+    return (mx.log(mass) - total(weights * shifted) / mass) / math.log(2)
