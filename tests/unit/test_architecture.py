@@ -82,7 +82,7 @@ assert mlx_lm.models.llama is sys.modules["mlx_lm.models.llama"]
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", ["__version__", "load", "convert"])
+@pytest.mark.parametrize("name", ["__version__", "load"])
 def test_the_first_name_asked_for_may_be_any(name: str) -> None:
     code = f"""
 from toastkit.model.architecture import import_architecture
