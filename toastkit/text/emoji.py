@@ -20,6 +20,8 @@ _UNFINISHED = re.compile(
     f"(?:[0-9#*]\ufe0f?|{_PICTOGRAPH}{_MODIFIER}*(?:\u200d{_PICTOGRAPH}?{_MODIFIER}*)*)\\Z"
 )
 
+_KEYS = frozenset("0123456789#*")  # may begin a keycap
+
 
 class EmojiKeeper:
     """Passes text on, except an emoji at its end that the next piece may continue."""
@@ -44,6 +46,8 @@ class EmojiKeeper:
 
 def unfinished(text: str) -> int:
     """How many code points at the end of a text may be the beginning of a longer emoji."""
+    if text[-1:] < "\u00a9" and text[-1:] not in _KEYS:
+        return 0  # most text, at once
     flags = 0
     while flags < len(text) and _is_flag(text[-1 - flags]):
         flags += 1
