@@ -1,0 +1,107 @@
+"""Bad input gets one clear line and the right exit code, and costs nobody anything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Toast
+from toastkit.frames import Head, dumps
+from toastkit.model.files import CRUMB
+
+
+def refused(done, code: int, *said: str) -> None:
+    """Nothing on stdout, one line and at most a hint on stderr."""
+    text = done.stderr.decode()
+    assert (done.returncode, done.stdout) == (code, b""), text
+    first, *hint = text.splitlines()
+    assert len(hint) <= 1 and "Traceback" not in text
+    for words in said:
+        assert words in first
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (b"", "empty prompt"),
+        (b"\n\n", "empty prompt"),
+        (bytes(1 << 20), "the prompt has 1048584 tokens, the model's context is 8192"),
+        (b"caf\xe9 au lait", "the prompt is not UTF-8: byte 0xe9 at offset 3"),
+        (b"\xff\xfe" * 1000, "the prompt is not UTF-8: byte 0xff at offset 0"),
+        (b"word " * 9000, "tokens, the model's context is 8192"),
+    ],
+    ids=["empty", "newlines", "nul", "latin1", "binary", "long"],
+)
+def test_prompts(toast: Toast, prompt: bytes, said: str):
+    refused(toast("decode", stdin=prompt), 65, said)
+    done = toast("tokenize", "--count", stdin=prompt)
+    refused(done, 65, said)
+
+
+def test_a_long_prompt_can_be_cut(toast: Toast):
+    done = toast("decode", "--truncate", "-n", "3", stdin=b"word " * 9000)
+    assert done.returncode == 0 and done.stdout.strip()
+    assert b"its beginning is cut off, 8189 tokens are left" in done.stderr
+
+
+@pytest.fixture
+def other_model(tmp_path: Path) -> Path:
+    """crumb with another base of its rotary embedding: another model."""
+    folder = tmp_path / "other"
+    shutil.copytree(CRUMB, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 20000.0}))
+    return folder
+
+
+def test_a_session_of_another_model(toast: Toast, other_model: Path, tmp_path: Path):
+    session = str(tmp_path / "session")
+    assert toast("decode", "--session", session, "-n", "2", "hi", stdin=None).returncode == 0
+    done = toast("decode", "-m", str(other_model), "--session", session, "hi", stdin=None)
+    refused(done, 65, "belongs to another model")
+    again = toast("decode", "-v", "--session", session, "-n", "2", "hi", stdin=None)
+    assert again.returncode == 0
+
+
+def test_a_stream_of_another_model(toast: Toast, other_model: Path):
+    frames = toast("tokenize", "hi", stdin=None).stdout
+    done = toast("prefill", "-m", str(other_model), stdin=frames)
+    assert done.returncode == 65
+    assert b"is not the model that this stream was tokenised for (crumb)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "messages",
+    ["{}", "[]", '"hi"', "3", "nonsense", "[{}]", '[{"role": 1, "content": "x"}]', "[" * 100_000],
+)
+def test_json_that_is_not_messages(toast: Toast, messages: str):
+    refused(toast("decode", "--messages", "-", stdin=messages.encode()), 65, "message")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 'x' * 10 ** 12 }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+        "{{ raise_exception('no system turn, please') }}",
+        "{% if %}",
+    ],
+)
+def test_templates(toast: Toast, other_model: Path, template: str):
+    (other_model / "chat_template.jinja").write_text(template)
+    refused(toast("tokenize", "--template-only", "-m", str(other_model), "hi", stdin=None), 65)
+
+
+def test_frames_of_a_newer_schema(toast: Toast):
+    frames = dumps(Head("crumb", "f", 4096, [2], v=2))
+    for name in ("prefill", "decode", "entropy-gear", "sample", "detokenize"):
+        done = toast(name, stdin=frames)
+        assert done.returncode == 65
+        assert b"at byte 0: schema version 2 is newer than 1" in done.stderr
