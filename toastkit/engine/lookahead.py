@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_map
 
 from toastkit.engine.engine import Engine
 
@@ -46,12 +45,25 @@ class Lookahead:
             if saved is None:
                 layer.trim(1)
             else:
-                layer.state = saved
+                _put_back(layer, saved)
 
 
 def _saved(layer: Any) -> Any:
     """What `discard` needs: nothing for a cache that can be cut. (To keep its arrays would make the
-    device copy them at every step instead of writing into them.)"""
+    device copy them at every step instead of writing into them.) Of another, its attributes, a
+    CacheList's caches among them; lists are copied, because caches write into theirs."""
     if layer.is_trimmable():
         return None
-    return tree_map(lambda leaf: leaf, layer.state)
+    saved = {k: list(v) if isinstance(v, list) else v for k, v in vars(layer).items()}
+    inner = [(part, _saved(part)) for part in getattr(layer, "caches", ())]
+    return saved, inner
+
+
+def _put_back(layer: Any, saved: Any) -> None:
+    attributes, inner = saved
+    vars(layer).update(attributes)
+    for part, kept in inner:
+        if kept is None:
+            part.trim(1)
+        else:
+            _put_back(part, kept)
