@@ -20,6 +20,7 @@ from mlx_lm.models.cache import (  # noqa: E402
     RotatingKVCache,
 )
 
+from tests.model.reference import OLD_MLX_LM  # noqa: E402
 from toastkit.errors import DataError  # noqa: E402
 from toastkit.session import caches as codecs  # noqa: E402
 from toastkit.session.directory import Session  # noqa: E402
@@ -138,6 +139,13 @@ def test_cut_back(tmp_path: Path, name: str, n: int):
         assert same(stream.run(live, steps), again.run(restored, steps))
 
 
+def held(cache) -> list[mx.array]:
+    """Keys and values of the positions that a cache holds."""
+    rows = cache.offset - getattr(cache, "start_position", 0)
+    return [cache.keys[:, :, :rows], cache.values[:, :, :rows]]
+
+
+@pytest.mark.skipif(OLD_MLX_LM, reason="this mlx_lm's ChunkedKVCache fails past its chunk")
 def test_cut_back_of_chunks_and_windows(tmp_path: Path):
     cache, stream = [ChunkedKVCache(100)], Stream(4, mx.float32)
     for _ in range(5):
@@ -149,9 +157,7 @@ def test_cut_back_of_chunks_and_windows(tmp_path: Path):
         assert session.reusable([*range(190), 999]) == 0  # its chunk begins at 100, which is gone
         (restored,) = session.restore(270, lambda: [ChunkedKVCache(100)])
     assert restored.offset == 270 and restored.start_position == 140
-    assert same(
-        list(restored.keys_and_values()), [a[:, :, :130] for a in cache[0].keys_and_values()]
-    )
+    assert same(held(restored), [a[:, :, :130] for a in held(cache[0])])
     window = [RotatingKVCache(100)]
     stream.run(window, 120)
     save(tmp_path / "w", 120, window)
@@ -166,9 +172,7 @@ def test_concatenated_cache_cut_back(tmp_path: Path):
     save(tmp_path / "s", 300, cache)
     (restored,) = load(tmp_path / "s", 70, lambda: [ConcatenateKVCache()])
     assert restored.offset == 70
-    assert same(
-        list(restored.keys_and_values()), [a[:, :, :70] for a in cache[0].keys_and_values()]
-    )
+    assert same(held(restored), [a[:, :, :70] for a in held(cache[0])])
 
 
 @pytest.mark.parametrize("name", sorted(MAKERS))
@@ -217,7 +221,7 @@ def test_caches_begun_anew_are_saved_whole(tmp_path: Path):
         session.commit(range(300), save_from[1], None)
         restored = session.restore(300, make)
     for a, b in zip(restored, save_from[1]):
-        assert same(list(a.keys_and_values()), list(b.keys_and_values()))
+        assert same(held(a), held(b))
 
 
 def test_arrays_with_padding_lengths_and_gaps(tmp_path: Path):

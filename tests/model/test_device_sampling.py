@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests.model.reference import OLD_MLX_LM
 from toastkit.errors import DataError, UsageError
 from toastkit.sampling import device, filters
 from toastkit.sampling.device import DeviceSampler
@@ -71,6 +72,8 @@ def test_top_p_as_in_mlx_lm(mlx_lm_sampling, seed, top_p):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("min_p, least", [(0.01, 1), (0.2, 1), (1.0, 1), (0.5, 20), (0.001, 3)])
 def test_min_p_as_in_mlx_lm(mlx_lm_sampling, seed, min_p, least):
+    if OLD_MLX_LM and least > 1:
+        pytest.skip("this mlx_lm's min-p fails where it keeps several")
     values = random_values(seed)
     expected = survivors(mlx_lm_sampling.apply_min_p(log_softmax(values), min_p, least))
     assert survivors(device.apply_min_p(mx.array(values), min_p, least)) == expected

@@ -99,8 +99,10 @@ def run_filter(
         if sends_frames:
             send_error(wrapped, f"toast-{name}")
         raise wrapped from error
-    except BaseException:
+    except BaseException as error:
         _close(stage)
+        if sends_frames and isinstance(error, Exception):
+            send_error(ToastError(f"bug: {type(error).__name__}: {error}"), f"toast-{name}")
         raise
     if signals:
         return 128 + signals.signal

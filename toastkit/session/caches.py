@@ -57,12 +57,14 @@ def _take_kv(cache: Any) -> tuple[dict[str, int], Arrays]:
 
 
 def _put_kv(cache: Any, settings: dict[str, int], arrays: Arrays) -> None:
-    cache.state = (arrays["keys"], arrays["values"], settings["offset"])
+    cache.keys, cache.values = arrays["keys"], arrays["values"]
+    cache.offset = settings["offset"]
 
 
 def _put_concatenated(cache: Any, settings: dict[str, int], arrays: Arrays) -> None:
     rows = settings["offset"]  # the class takes its offset from the shape: no room to grow
-    cache.state = (arrays["keys"][..., :rows, :], arrays["values"][..., :rows, :])
+    cache.keys, cache.values = arrays["keys"][..., :rows, :], arrays["values"][..., :rows, :]
+    cache.offset = rows
 
 
 def _take_quantized(cache: Any) -> tuple[dict[str, int], Arrays]:
@@ -74,11 +76,12 @@ def _take_quantized(cache: Any) -> tuple[dict[str, int], Arrays]:
 
 
 def _put_quantized(cache: Any, settings: dict[str, int], arrays: Arrays) -> None:
-    keys, values = (
+    cache.keys, cache.values = (
         tuple(arrays[f"{side}.{part}"] for part in ("weight", "scales", "biases"))
         for side in ("keys", "values")
     )
-    cache.state = (keys, values, settings["offset"], settings["group_size"], settings["bits"])
+    for name in ("offset", "group_size", "bits"):
+        setattr(cache, name, settings[name])
 
 
 def _take_chunked(cache: Any) -> tuple[dict[str, int], Arrays]:
@@ -87,13 +90,9 @@ def _take_chunked(cache: Any) -> tuple[dict[str, int], Arrays]:
 
 
 def _put_chunked(cache: Any, settings: dict[str, int], arrays: Arrays) -> None:
-    cache.state = (
-        arrays["keys"],
-        arrays["values"],
-        settings["offset"],
-        settings["chunk_size"],
-        settings["start_position"],
-    )
+    cache.keys, cache.values = arrays["keys"], arrays["values"]
+    for name in ("offset", "chunk_size", "start_position"):
+        setattr(cache, name, settings[name])
 
 
 def _take_rotating(cache: Any) -> tuple[dict[str, int], Arrays]:
@@ -102,27 +101,22 @@ def _take_rotating(cache: Any) -> tuple[dict[str, int], Arrays]:
 
 
 def _put_rotating(cache: Any, settings: dict[str, int], arrays: Arrays) -> None:
-    cache.state = (
-        arrays["keys"],
-        arrays["values"],
-        settings["offset"],
-        settings["keep"],
-        settings["max_size"],
-        settings["idx"],
-    )
+    cache.keys, cache.values = arrays["keys"], arrays["values"]
+    cache._idx = settings["idx"]
+    for name in ("offset", "keep", "max_size"):
+        setattr(cache, name, settings[name])
 
 
 def _take_arrays(cache: Any) -> tuple[dict[str, int], Arrays]:
-    entries, left_padding, lengths = cache.state
-    arrays = {str(i): entry for i, entry in enumerate(entries)}
-    arrays.update(left_padding=left_padding, lengths=lengths)
+    arrays = {str(i): entry for i, entry in enumerate(cache.cache)}
+    arrays.update(left_padding=cache.left_padding, lengths=cache.lengths)
     present = {name: array for name, array in arrays.items() if array is not None}
-    return {"size": len(entries)}, present
+    return {"size": len(cache.cache)}, present
 
 
 def _put_arrays(cache: Any, settings: dict[str, int], arrays: Arrays) -> None:
-    entries = [arrays.get(str(i)) for i in range(settings["size"])]
-    cache.state = (entries, arrays.get("left_padding"), arrays.get("lengths"))
+    cache.cache = [arrays.get(str(i)) for i in range(settings["size"])]
+    cache.left_padding, cache.lengths = arrays.get("left_padding"), arrays.get("lengths")
 
 
 CODECS = {
