@@ -111,7 +111,7 @@ def test_an_interrupt_commits_and_prints_what_there_is(number: int, status: int,
     assert result.errors == []
     assert b"In a land far away".startswith((first + result.out)[:18].rstrip(b"\n"))
     assert result.out.endswith(b"\n")
-    assert len(stored(session)[0]) > 19
+    assert len(stored(session)[0]) >= 19  # the signal may beat the first token to decode
 
 
 def test_an_interrupt_of_one_process(tmp_path: Path):

@@ -217,12 +217,15 @@ class DecodeEnd:
         state.look_ahead(self._engine)
 
     def next(self) -> Next:
-        if self._interrupt:
-            return Next(None, "interrupt")
         if self._own is not None:
+            if self._interrupt:
+                return Next(None, "interrupt")
             return self._chosen or Next(None, "stop")
+        assert self._feed is not None
+        if self._interrupt:
+            self._messages += self._feed.read_available()
         while not self._messages:
-            if self._wait():
+            if self._interrupt or self._wait():
                 return Next(None, "interrupt")
         message = self._messages.popleft()
         if message.id is None:
@@ -233,7 +236,8 @@ class DecodeEnd:
                 hint="do two samplers feed one run? give one of them --no-feed",
             )
         if not message.end:
-            return Next(message.id)
+            # A token that was drawn already has been shown: it belongs to what is committed.
+            return Next(message.id, "interrupt" if self._interrupt else None)
         return Next(message.id, "eos" if self._is_eos(message.id) else "length")
 
     def _is_eos(self, token: int) -> bool:
