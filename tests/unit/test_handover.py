@@ -142,9 +142,11 @@ def test_a_server_that_dies(tmp_path: Path):
         HandoverClient(run.path, path, wait_seconds=0.01)
     server = HandoverServer(run.path, session.lock)
     client = HandoverClient(run.path, path)
-    threading.Timer(0.02, server.close).start()
+    timer = threading.Timer(0.02, server.close)
+    timer.start()
     with pytest.raises(UnavailableError):
         client.receive(5)
+    timer.join()
     assert not (run.path / "handover").exists()
 
 
