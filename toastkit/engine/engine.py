@@ -41,7 +41,7 @@ class Engine:
         self.device = device.start(device_name, notify)
         self.files = files
         self.config: ModelConfig = load_config(files)
-        self.dtype = dtype or activation_dtype(self.config, self.device == "cpu")
+        self.dtype = dtype or activation_dtype(self.device == "cpu")
         self._model = load_model(files, self.config, self.dtype)
         self._steps = 0
 

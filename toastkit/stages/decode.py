@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
@@ -27,40 +28,28 @@ def decode(
     which token is next, and how logits travel. The state is committed when the run ends, however
     it ends: a reader that goes away closes this generator.
     """
-    try:
-        yield from _runs(frames, engine_for, runs, options, interrupt)
-    finally:
-        runs.close()
-
-
-def _runs(
-    frames: Iterable[Frame],
-    engine_for: Callable[[Head], Engine],
-    runs: DecodeRuns,
-    options: StepOptions,
-    interrupt: Interrupt,
-) -> Iterator[Frame]:
-    head: Head | None = None
-    ids: list[int] = []
-    whole = whole_runs(frames, lambda f: isinstance(f, (Prefilled, End)))
-    for frame in whole:
-        if isinstance(frame, Head):
-            head, ids = _attach(runs, frame, whole), []
-            yield head
-        elif isinstance(frame, Tokens):
-            ids += unpack_ids(frame.ids)
-            yield frame
-            if frame.final and head is not None:
-                engine_for(head)  # loads while prefill computes
-        elif isinstance(frame, Prefilled):
-            assert head is not None  # whole_runs: a head comes first
-            frame.logits = None
-            yield frame
-            yield from _run(engine_for(head), runs, ids, options)
-            if interrupt:
-                return
-        else:
-            yield frame
+    with closing(runs):
+        head: Head | None = None
+        ids: list[int] = []
+        whole = whole_runs(frames, lambda f: isinstance(f, (Prefilled, End)))
+        for frame in whole:
+            if isinstance(frame, Head):
+                head, ids = _attach(runs, frame, whole), []
+                yield head
+            elif isinstance(frame, Tokens):
+                ids += unpack_ids(frame.ids)
+                yield frame
+                if frame.final and head is not None:
+                    engine_for(head)  # loads while prefill computes
+            elif isinstance(frame, Prefilled):
+                assert head is not None  # whole_runs: a head comes first
+                frame.logits = None
+                yield frame
+                yield from _run(engine_for(head), runs, ids, options)
+                if interrupt:
+                    return
+            else:
+                yield frame
 
 
 def _attach(runs: DecodeRuns, head: Head, rest: Iterator[Frame]) -> Head:

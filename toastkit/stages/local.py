@@ -47,8 +47,6 @@ class LocalRuns:
     reader_gone: tells whether the reader of the output has closed it.
     """
 
-    deferred = True
-
     def __init__(self, session_name: str | None, interrupt: Interrupt, reader_gone=lambda: False):
         self.feed = LocalFeed()
         self.abandoned = reader_gone

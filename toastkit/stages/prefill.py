@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState, read_prompt, require_hit, restore_state
@@ -28,37 +29,25 @@ def prefill(
     engine_for(head): the engine of that head's model. runs: where sessions are and who decodes.
     An interrupted prompt is committed as far as it got, and the run ends there.
     """
-    try:
-        yield from _runs(frames, engine_for, runs, options, interrupt)
-    finally:
-        runs.close()
-
-
-def _runs(
-    frames: Iterable[Frame],
-    engine_for: Callable[[Head], Engine],
-    runs: PrefillRuns,
-    options: ReadOptions,
-    interrupt: Interrupt,
-) -> Iterator[Frame]:
-    head: Head | None = None
-    ids: list[int] = []
-    for frame in whole_runs(frames, lambda f: isinstance(f, Tokens) and f.final):
-        if isinstance(frame, Head):
-            if options.fork is not None:
-                _open_fork(options.fork, frame).close()  # a missing one is noticed at once
-            head, ids = runs.begin(frame), []
-            yield head
-        elif isinstance(frame, Tokens):
-            ids += unpack_ids(frame.ids)
-            yield frame
-            if frame.final:
-                assert head is not None  # whole_runs: a head comes first
-                yield from _read(head, ids, engine_for(head), runs, options, interrupt)
-                if interrupt:
-                    return
-        else:
-            yield frame
+    with closing(runs):
+        head: Head | None = None
+        ids: list[int] = []
+        for frame in whole_runs(frames, lambda f: isinstance(f, Tokens) and f.final):
+            if isinstance(frame, Head):
+                if options.fork is not None:
+                    _open_fork(options.fork, frame).close()  # a missing one is noticed at once
+                head, ids = runs.begin(frame), []
+                yield head
+            elif isinstance(frame, Tokens):
+                ids += unpack_ids(frame.ids)
+                yield frame
+                if frame.final:
+                    assert head is not None  # whole_runs: a head comes first
+                    yield from _read(head, ids, engine_for(head), runs, options, interrupt)
+                    if interrupt:
+                        return
+            else:
+                yield frame
 
 
 def _read(

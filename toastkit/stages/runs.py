@@ -49,9 +49,7 @@ class PrefillRuns(Protocol):
 
 
 class DecodeRuns(Protocol):
-    """decode's side. deferred: tokens may be device arrays, and nothing waits for the device."""
-
-    deferred: bool
+    """decode's side."""
 
     def attach(self, head: Head) -> Head:
         """Prepares the run's feed and ring; the head that names them."""

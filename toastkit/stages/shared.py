@@ -120,8 +120,6 @@ class DecodeEnd:
     the frames; else through the ring, which a reader must not fall behind of.
     """
 
-    deferred = False
-
     def __init__(self, interrupt: Interrupt, own: OwnFeed | None, inline: bool):
         self._interrupt = interrupt
         self._own = own

@@ -87,7 +87,7 @@ def _quantise_modules(
     )
 
 
-def activation_dtype(config: ModelConfig, on_cpu: bool) -> str | None:
+def activation_dtype(on_cpu: bool) -> str | None:
     """The dtype a checkpoint runs in unless told otherwise: float32 on the CPU, where MLX emulates
     the 16-bit types, and the checkpoint's own (None) elsewhere."""
     return "float32" if on_cpu else None
