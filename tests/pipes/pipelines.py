@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.conftest import executable
@@ -27,15 +29,26 @@ class Result:
 
 
 class Pipeline:
-    """The six stages, or some of them, running. extra: arguments by stage."""
+    """The six stages, or some of them, running. extra: arguments by stage. lines: what tokenize
+    reads."""
 
-    def __init__(self, prompt: str, extra: dict[str, list[str]] | None = None, stages=STAGES):
+    def __init__(
+        self,
+        prompt: str,
+        extra: dict[str, list[str]] | None = None,
+        stages=STAGES,
+        lines: Sequence[str] = (),
+    ):
         self.stages = stages
         self.processes: list[subprocess.Popen] = []
         source: object = subprocess.DEVNULL
+        if lines:
+            source = tempfile.TemporaryFile()
+            source.write("\n".join(lines).encode())
+            source.seek(0)
         for name in stages:
             arguments = [executable(name), *(extra or {}).get(name, [])]
-            if name == "tokenize":
+            if name == "tokenize" and prompt:
                 arguments.append(prompt)
             process = subprocess.Popen(
                 arguments, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE

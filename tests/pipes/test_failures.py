@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tests.conftest import executable
 from tests.pipes.pipelines import STAGES, STORY, TIMEOUT, WHO, WHO_ANSWER, Pipeline, run_pipeline
 
+HANDOVER_SECONDS = 2  # of stages.shared, which imports MLX
 ENDLESS = {"sample": ["--ignore-eos"]}
 SIGPIPE = -signal.SIGPIPE
 
@@ -49,6 +51,22 @@ def test_a_stage_is_killed_in_mid_run(victim: str, statuses: list[int], tmp_path
     # decode commits what it had, unless it was the one that died: then the prompt's commit holds.
     assert len(ids) == 19 if victim == "decode" else len(ids) > 19
     assert run_pipeline(WHO, {"prefill": ["--session", str(session)]}).out == WHO_ANSWER
+
+
+def test_prefill_keeps_the_next_prompt_for_as_long_as_an_answer_lasts():
+    pipeline = Pipeline("", {"tokenize": ["--each-line"]}, lines=[WHO, WHO])
+    slow = pipeline.process("decode")
+    slow.send_signal(signal.SIGSTOP)  # it has read nothing yet
+    time.sleep(1.5 * HANDOVER_SECONDS)
+    slow.send_signal(signal.SIGCONT)
+    first = pipeline.first_output()
+    slow = pipeline.process("sample")
+    slow.send_signal(signal.SIGSTOP)  # decode waits for its token, the next prompt is ready
+    time.sleep(1.5 * HANDOVER_SECONDS)
+    slow.send_signal(signal.SIGCONT)
+    result = pipeline.finish()
+    assert result.statuses == [0] * 6, result.errors
+    assert first + result.out == 2 * WHO_ANSWER
 
 
 def test_tokenize_and_prefill_are_killed(tmp_path: Path):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import select
+import struct
+import termios
 
 GONE = select.POLLERR | select.POLLHUP | select.POLLNVAL
 
@@ -12,3 +15,11 @@ def reader_gone(descriptor: int = 1) -> bool:
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(events & GONE for _, events in poll.poll(0))
+
+
+def unread_bytes(descriptor: int = 1) -> int:
+    """How many bytes wait in a pipe for its reader; 0 where that cannot be told."""
+    try:
+        return struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))[0]
+    except OSError:
+        return 0

@@ -28,7 +28,7 @@ from toastkit.session.ring import RingWriter
 from toastkit.session.run import RunDirectory
 from toastkit.stages.arrays import from_numpy
 from toastkit.stages.options import Interrupt
-from toastkit.stages.poll import GONE, reader_gone
+from toastkit.stages.poll import GONE, reader_gone, unread_bytes
 from toastkit.stages.runs import Next
 
 HANDOVER_SECONDS = 2.0  # how long prefill waits for a decode that has not shown up yet
@@ -86,13 +86,23 @@ class PrefillEnd:
 
     def hand_over(self, state: ModelState) -> None:
         assert self._session is not None and self._server is not None and self._run is not None
-        if _is_pipe(1) and self._server.offer(HANDOVER_SECONDS, 1, until_asked=True):
+        if _is_pipe(1) and self._offer(self._server):
             self._handed.append((self._session.path, self._server))
             self._run.close()
             self._session.close()
             self._session = self._run = self._server = None
         else:
             self.close()
+
+    def _offer(self, server: HandoverServer) -> bool:
+        """Gives the state to decode, which may be at work on an earlier run for as long as that
+        lasts, or not have read of this one yet. A reader that has read it all and does not come
+        for the state is no decode."""
+        while not server.offer(HANDOVER_SECONDS, 1, until_asked=True):
+            busy = any(not earlier.wait_done(0) for _, earlier in self._handed)
+            if reader_gone() or not (busy or unread_bytes()):
+                return False
+        return True
 
     def close(self) -> None:
         """Lets go of a run that was not handed over."""
