@@ -12,7 +12,7 @@ mx = pytest.importorskip("mlx.core")
 
 from reference import PROMPTS  # noqa: E402
 
-from toastkit.frames import Prefilled, Text, Token, Tokens, unpack_ids  # noqa: E402
+from toastkit.frames import End, Prefilled, Text, Token, Tokens, unpack_ids  # noqa: E402
 from toastkit.model.config import load_config  # noqa: E402
 from toastkit.sampling.options import SamplingOptions  # noqa: E402
 from toastkit.stages.answer import AnswerOptions, answer  # noqa: E402
@@ -102,7 +102,9 @@ def test_score_agrees_with_the_continuation(crumb) -> None:
 # ------------------------------------------------------------------------------------ one process
 
 
-def run_all(crumb, prompts: list[Prompt], **settings) -> tuple[list, Outcome]:
+def run_all(
+    crumb, prompts: list[Prompt], deferred: bool = True, **settings
+) -> tuple[list, Outcome]:
     """What `toast-decode --raw --ignore-eos` does, in this process: frames and outcome."""
     tokenizer = PromptTokenizer(crumb.files, load_config(crumb.files), PromptOptions(raw=True))
     limit = StepOptions(max_tokens=settings.pop("max_tokens", 48))
@@ -111,7 +113,7 @@ def run_all(crumb, prompts: list[Prompt], **settings) -> tuple[list, Outcome]:
     read = ReadOptions(chunk=settings.pop("chunk", None))
     options = AnswerOptions(read=read, draw=draw, **settings)
     signals, outcome = Interrupt(), Outcome()
-    runs = LocalRuns(None, signals)
+    runs = LocalRuns(None, signals, deferred=deferred)
     return list(
         answer(prompts, tokenizer, lambda head: crumb, runs, options, signals, outcome)
     ), outcome
@@ -167,9 +169,36 @@ def test_answers_end_where_the_turn_ends(crumb) -> None:
     assert [f.id for f in frames if type(f) is Token] == [i for ids in expected for i in ids]
 
 
-def test_telemetry_and_chunks_change_no_token(crumb) -> None:
+CHAINS = [
+    SamplingOptions(),
+    SamplingOptions(temperature=0.9, top_p=0.9, seed=5, repetition_penalty=1.2),
+    SamplingOptions(temperature=1.2, top_k=30, min_p=0.02, seed=6),
+]
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_numpy_and_the_device_give_the_same_answers(crumb, chain: SamplingOptions) -> None:
+    """Two prompts in one stream, drawn both ways, with everything that --json tells."""
+
+    def answers(deferred: bool) -> tuple[list, np.ndarray]:
+        frames, _ = run_all(
+            crumb, [Prompt(text=p["text"]) for p in SHORT[:2]], deferred, sampling=chain,
+            ignore_eos=False, max_tokens=24, top=3, telemetry=True,
+        )  # fmt: skip
+        tokens = [f for f in frames if type(f) is Token]
+        told: list = [(t.pos, t.id, t.gear, [i for i, _ in t.top]) for t in tokens]
+        told += [f.s if type(f) is Text else f.reason for f in frames if type(f) in (Text, End)]
+        return told, np.array([(t.entropy, t.logprob) for t in tokens])
+
+    host, device = answers(False), answers(True)
+    assert host[0] == device[0]
+    assert np.abs(host[1] - device[1]).max() < 1e-4
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_telemetry_and_chunks_change_no_token(crumb, deferred: bool) -> None:
     prompt = next(p for p in PROMPTS if p["name"] == "chat_system")
-    frames, _ = run_all(crumb, [Prompt(text=prompt["text"])], telemetry=True, chunk=7)
+    frames, _ = run_all(crumb, [Prompt(text=prompt["text"])], deferred, telemetry=True, chunk=7)
     tokens = [f for f in frames if type(f) is Token]
     assert [t.id for t in tokens] == prompt["greedy"]
     assert tokens[0].entropy == pytest.approx(prompt["entropy_bits"], abs=TOLERANCE)

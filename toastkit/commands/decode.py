@@ -132,7 +132,7 @@ def _answer(prompt: tuple[str, ...], flags: dict[str, Any], first: bytes) -> int
 
 def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
     """The generator of all stages, as the flags ask for them."""
-    from toastkit.commands.engines import load
+    from toastkit.commands.engines import load, start_device
     from toastkit.commands.progress import read_options
     from toastkit.commands.sample import xtc_special_ids
     from toastkit.gears.monitor import MonitorOptions
@@ -156,7 +156,9 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
         telemetry=flags["as_json"],
         xtc_special_ids=tuple(xtc_special_ids(chain, first)),
     )
-    runs = LocalRuns(flags["session"], signals, reader_gone)
+    # A GPU computes while the host goes on. A CPU does not, and numpy draws faster on it.
+    deferred = start_device(flags) == "gpu" or chain.temperature == 0
+    runs = LocalRuns(flags["session"], signals, reader_gone, deferred)
 
     @cache
     def engine():

@@ -38,6 +38,13 @@ class Engines:
         return self._engine
 
 
+def start_device(flags: dict[str, Any]) -> str:
+    """Starts MLX on the device of the flags; "cpu" or "gpu"."""
+    from toastkit.engine import device
+
+    return device.start(flags["device"], None if flags["quiet"] else say)
+
+
 def load(files, flags: dict[str, Any]):
     """An Engine for a checkpoint, on the device and in the dtype of the flags."""
     import time

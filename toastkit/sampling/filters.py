@@ -14,6 +14,8 @@ import numpy as np
 NOTHING = -math.inf
 # Up to this many values a sort costs less than thinking about it.
 _SMALL = 8192
+# Up to this many it is not worth while to look for a bound.
+_TINY = 512
 _COLUMNS = 64
 _HEAD = 256
 # Keeps a bound that was computed in floating point on the safe side.
@@ -57,18 +59,19 @@ def top_p_threshold(values: np.ndarray, total: float, top_p: float) -> float:
     total: sum of exp over all ids; values may be the head of them. An id is kept while the mass
     strictly above it in the sorted order is less than top_p * total. -inf when all are kept.
     """
-    bounds = [NOTHING]
-    if len(values) > _SMALL:
+    bounds = []
+    if len(values) > _TINY:
         # What lies under the second bound weighs less than the mass that may go, all together.
         spare = (1 - top_p) * total / len(values)
         safe = math.log(spare) - _SLACK if spare > 0 else NOTHING
-        bounds = [at_least_k_bound(values, _HEAD), safe, NOTHING]
+        bounds = [at_least_k_bound(values, _HEAD), safe]
     for bound in bounds:
-        head = at_least(values, bound) if bound > NOTHING else values
-        threshold = _nucleus(head, top_p * total)
-        if threshold is not None:
-            return threshold
-    return NOTHING
+        if bound > NOTHING:
+            threshold = _nucleus(at_least(values, bound), top_p * total)
+            if threshold is not None:
+                return threshold
+    threshold = _nucleus(values, top_p * total)
+    return NOTHING if threshold is None else threshold
 
 
 def _nucleus(head: np.ndarray, budget: float) -> float | None:

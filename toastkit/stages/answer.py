@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from toastkit.engine.engine import Engine
 from toastkit.frames import Frame, Head
 from toastkit.gears.monitor import MonitorOptions
-from toastkit.sampling.device import DeviceSampler
 from toastkit.stages.decode import decode
 from toastkit.stages.detokenize import TextOptions, detokenize
-from toastkit.stages.gear import entropy_on_device, gear_of_tokens
+from toastkit.stages.gear import entropy_on_device, gear, gear_of_tokens
 from toastkit.stages.local import LocalRuns
 from toastkit.stages.options import Interrupt, Outcome, ReadOptions, StepOptions
 from toastkit.stages.prefill import prefill
-from toastkit.stages.sample import DrawOptions, sample_deferred
+from toastkit.stages.sample import DrawOptions, sample, sample_deferred
 from toastkit.stages.streams import Stage, compose
 from toastkit.stages.tokenize import Prompt, PromptTokenizer, tokenize
 
@@ -47,14 +47,10 @@ def answer(
     """The frames of the whole pipeline, token by token, with one synchronisation a token.
 
     engine_for(head): the engine, called once the session is open and the prompt is known.
+    runs: whether it is deferred decides where tokens are drawn; they are the same tokens.
 
     Without telemetry the entropy is not computed: the plain path does nothing that it need not.
     """
-
-    def sampler_for(head: Head) -> tuple[DeviceSampler, DrawOptions]:
-        draw = options.draw
-        assert draw is not None
-        return DeviceSampler(draw.sampling, head.vocab, options.xtc_special_ids), draw
 
     stages: list[Stage] = [
         partial(
@@ -65,13 +61,31 @@ def answer(
             decode, engine_for=engine_for, runs=runs,
             options=options.step, interrupt=interrupt,
         ),
-        partial(sample_deferred, sampler_for=sampler_for, feed=runs.feed),
+        *_sampling(options, runs),
         partial(
             detokenize, tokenizer_for=lambda head: tokenizer.tokenizer,
             options=options.text, feed=runs.feed, outcome=outcome,
         ),
     ]  # fmt: skip
-    if options.telemetry:
-        stages.insert(2, entropy_on_device)
-        stages.insert(4, partial(gear_of_tokens, options=options.monitor))
     return compose(tokenize(prompts, tokenizer), *stages)
+
+
+def _sampling(options: AnswerOptions, runs: LocalRuns) -> list[Stage]:
+    """The stages between logits and tokens: on the device, or with numpy."""
+    assert options.draw is not None
+    draw = options.draw
+
+    def sampler_for(head: Head) -> tuple[Any, DrawOptions]:
+        if runs.deferred:
+            from toastkit.sampling.device import DeviceSampler as Sampler
+        else:
+            from toastkit.sampling.host import HostSampler as Sampler
+        return Sampler(draw.sampling, head.vocab, options.xtc_special_ids), draw
+
+    if runs.deferred:
+        stages = [partial(sample_deferred, sampler_for=sampler_for, feed=runs.feed)]
+        if options.telemetry:
+            stages = [entropy_on_device, *stages, partial(gear_of_tokens, options=options.monitor)]
+        return stages
+    stages = [partial(sample, sampler_for=sampler_for, feed=runs.feed)]
+    return [partial(gear, options=options.monitor), *stages] if options.telemetry else stages

@@ -1,4 +1,4 @@
-"""From the array in a frame to numpy float32, wherever it lies: in the frame or in the ring."""
+"""From the array in a frame to numpy float32: out of the frame, the ring, or MLX in one process."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ class LogitsReader:
             values = self._from_ring(logits)
         elif isinstance(logits, Array):
             values = to_numpy(logits)
-        else:
+        elif logits is None:
             raise DataError("a logits frame without logits")
+        else:  # a device array, which is computed now
+            values = np.array(logits, copy=False)
         if values.shape != (self._vocab,):
             raise DataError(f"logits of shape {list(values.shape)}, the head says {self._vocab}")
         return values if values.dtype == np.float32 else values.astype(np.float32)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import mlx.core as mx
 
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
@@ -44,10 +46,18 @@ class LocalRuns:
     """Both ends at once: see `runs.PrefillRuns` and `runs.DecodeRuns`.
 
     session_name: the session to keep the state in, None to keep it in memory only.
-    reader_gone: tells whether the reader of the output has closed it.
+    reader_gone: tells whether the reader of the output has closed it. deferred: tokens are drawn on
+    the device and come back unread; else they come back as numbers.
     """
 
-    def __init__(self, session_name: str | None, interrupt: Interrupt, reader_gone=lambda: False):
+    def __init__(
+        self,
+        session_name: str | None,
+        interrupt: Interrupt,
+        reader_gone: Callable[[], bool] = lambda: False,
+        deferred: bool = True,
+    ):
+        self.deferred = deferred
         self.feed = LocalFeed()
         self.abandoned = reader_gone
         self._name = session_name
@@ -76,9 +86,13 @@ class LocalRuns:
 
     def take(self, engine: Engine, ids: list[int]) -> ModelState:
         assert self._state is not None  # announced by prefill
+        self._engine = engine
         return self._state
 
     def emit(self, state: ModelState, started: float | None) -> Iterator[Frame]:
+        if not self.deferred:
+            mx.async_eval(state.logits)
+            state.look_ahead(self._engine)  # while the last of this step is computed
         yield Logits(len(state.tokens), state.logits)
 
     def next(self) -> Next:
