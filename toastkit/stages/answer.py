@@ -75,17 +75,20 @@ def _sampling(options: AnswerOptions, runs: LocalRuns) -> list[Stage]:
     assert options.draw is not None
     draw = options.draw
 
-    def sampler_for(head: Head) -> tuple[Any, DrawOptions]:
-        if runs.deferred:
-            from toastkit.sampling.device import DeviceSampler as Sampler
-        else:
-            from toastkit.sampling.host import HostSampler as Sampler
-        return Sampler(draw.sampling, head.vocab, options.xtc_special_ids), draw
-
+    new_sampler: Any
     if runs.deferred:
-        stages = [partial(sample_deferred, sampler_for=sampler_for, feed=runs.feed)]
-        if options.telemetry:
-            stages = [entropy_on_device, *stages, partial(gear_of_tokens, options=options.monitor)]
-        return stages
-    stages = [partial(sample, sampler_for=sampler_for, feed=runs.feed)]
-    return [partial(gear, options=options.monitor), *stages] if options.telemetry else stages
+        from toastkit.sampling.device import DeviceSampler as new_sampler
+    else:
+        from toastkit.sampling.host import HostSampler as new_sampler
+
+    def sampler_for(head: Head) -> tuple[Any, DrawOptions]:
+        return new_sampler(draw.sampling, head.vocab, options.xtc_special_ids), draw
+
+    telemetry = options.telemetry
+    if not runs.deferred:
+        drawing: Stage = partial(sample, sampler_for=sampler_for, feed=runs.feed)
+        return [partial(gear, options=options.monitor), drawing] if telemetry else [drawing]
+    drawing = partial(sample_deferred, sampler_for=sampler_for, feed=runs.feed)
+    if not telemetry:
+        return [drawing]
+    return [entropy_on_device, drawing, partial(gear_of_tokens, options=options.monitor)]
