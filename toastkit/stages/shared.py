@@ -208,8 +208,7 @@ class DecodeEnd:
     def emit(self, state: ModelState, started: float | None) -> Iterator[Frame]:
         assert self._engine is not None  # set by take
         mx.async_eval(state.logits)
-        if self._engine.device == "gpu":
-            state.look_ahead(self._engine)  # while the device computes
+        state.look_ahead(self._engine)  # while the rest of this step is computed
         values = np.array(state.logits, copy=False)
         seconds = None if started is None else round(time.perf_counter() - started, 6)
         self._position = len(state.tokens)
@@ -221,8 +220,6 @@ class DecodeEnd:
                 token = self._chosen.token
                 logprob = _log_probability(values, token)
                 yield Token(self._position, token, None if logprob is None else round(logprob, 6))
-        # On the CPU async_eval has computed already: what is left to hide behind is the sampler.
-        state.look_ahead(self._engine)
 
     def next(self) -> Next:
         if self._own is not None:
