@@ -76,10 +76,12 @@ def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_bytes(b"x")
-    for name in ("empty", "file", "missing"):
+    for name in ("empty", "missing"):
         with pytest.raises(NoInputError) as caught:
             locate(str(tmp_path / name))
         assert name in caught.value.message and "\n" not in caught.value.message
+    with pytest.raises(DataError, match="not a safetensors file"):
+        locate(str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize(

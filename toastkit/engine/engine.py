@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from toastkit.engine import device
+from toastkit.errors import UsageError
 from toastkit.model.config import ModelConfig, load_config
 from toastkit.model.files import ModelFiles
 from toastkit.store.checkpoint import activation_dtype, load_model
+from toastkit.store.ledger import CACHE, Ledger
 
 # Tokens per prefill pass. On the CPU the recurrent layers unroll in Python, so larger chunks gain
 # nothing and hold Ctrl-C up longer.
@@ -27,7 +29,8 @@ class Engine:
     """A loaded model.
 
     files: the checkpoint. dtype: of activations, None for the default of the device.
-    notify: is told one line when MLX's first start on this machine takes long.
+    notify: is told a line when MLX's first start on this machine takes long, and when logits come
+    out as NaN. ledger: who keeps how many bytes on the device.
     """
 
     def __init__(
@@ -42,8 +45,20 @@ class Engine:
         self.files = files
         self.config: ModelConfig = load_config(files)
         self.dtype = dtype or activation_dtype(self.device == "cpu")
-        self._model = load_model(files, self.config, self.dtype)
+        self.ledger = Ledger()
+        self._model = load_model(files, self.config, self.dtype, self.ledger)
+        self._check_dtype()
+        self._notify = notify
         self._steps = 0
+
+    def _check_dtype(self) -> None:
+        """Raises UsageError for a dtype that MLX cannot compute this model in."""
+        if self.device != "cpu" or self.dtype in (None, "float32"):
+            return
+        if any(type(module).__name__ == "SwitchLinear" for module in self._model.modules()):
+            raise UsageError(
+                f"--dtype {self.dtype}: on the CPU, MLX computes experts in float32 only"
+            )
 
     @property
     def vocab(self) -> int:
@@ -83,10 +98,21 @@ class Engine:
                 return done, None
         logits = self.step(ids[-1], cache)
         mx.eval(logits, [layer.state for layer in cache])
+        self.ledger.put_bytes(CACHE, sum(layer.nbytes for layer in cache))
+        self._check_logits(logits)
         device.publish_kernels()
         if progress is not None:
             progress(total, total)
         return total, logits
+
+    def _check_logits(self, logits: mx.array) -> None:
+        """Says once that a model computes nonsense: its weights hold NaN, most likely."""
+        if self._notify is not None and mx.isnan(logits).any().item():
+            self._notify(
+                f"warning: {self.files.name} gives NaN for logits: are its weights damaged? "
+                "toast-model verify --values finds out"
+            )
+            self._notify = None
 
     def step(self, token: int | mx.array, cache: list) -> mx.array:
         """Logits (vocab,) float32 after one more token. Lazy: the caller evaluates, once a token.

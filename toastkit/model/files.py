@@ -1,7 +1,9 @@
-"""Where a checkpoint is: a directory, the embedded `crumb`, or a Hugging Face hub id.
+"""The files of a checkpoint, a directory or one `.toast` file, and where `-m NAME` finds them.
 
-`locate` finds it (the local cache first, the network only when it must) and gives a `ModelFiles`,
-from which everything else reads. Imports neither MLX nor huggingface_hub until a download is due.
+A directory has config.json, tokenizer.json and so on, and its weights in one of three layouts:
+`model.safetensors`, shards that `model.safetensors.index.json` lists, or a file a layer as
+`toast-model split` writes them. `locate` looks here before it asks the network. Imports neither
+MLX nor numpy, and huggingface_hub only when a download is due.
 """
 
 from __future__ import annotations
@@ -9,35 +11,62 @@ from __future__ import annotations
 import json
 import os
 import re
+from functools import cached_property
 from pathlib import Path
 
 from toastkit.errors import DataError, NoInputError, UnavailableError, from_os_error
+from toastkit.model import toast_format
+from toastkit.model.safetensors import Header, read_header
 
 CRUMB = Path(__file__).parent / "crumb"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+OWN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,200}")
 # All that inference reads; no Python, no pickle.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+# What a model needs beside its weights; a .toast file carries those that there are.
+SMALL_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+INDEX_FILE = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 MAX_SMALL_FILE_BYTES = 256 << 20
 
 
 class ModelFiles:
-    """A checkpoint directory. name: what a user calls it. path: the directory."""
+    """A checkpoint. path: the directory or the .toast file. name: what a user calls it."""
 
     def __init__(self, path: Path, name: str):
         self.path = path
         self.name = name
+        self.is_toast = path.is_file()
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small file (config, tokenizer, template), or None where it is absent."""
-        path = self.path / name
+        """The content of a small file (config, tokenizer, template), or None where it is absent.
+        Raises DataError for one that is not small, what from_os_error gives."""
         try:
-            if path.stat().st_size > MAX_SMALL_FILE_BYTES:
-                raise DataError(f"{self.name}: {name} is larger than {MAX_SMALL_FILE_BYTES} bytes")
+            if self.is_toast:
+                return self._read_inside(name)
+            path = self.path / name
+            self._check_size(name, path.stat().st_size)
             return path.read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise from_os_error(error, f"cannot read {path}") from error
+            raise from_os_error(error, f"cannot read {self.path / name}") from error
+
+    def _read_inside(self, name: str) -> bytes | None:
+        entry = self.headers[0].entries.get(toast_format.FILE_PREFIX + name)
+        if entry is None:
+            return None
+        self._check_size(name, entry.nbytes)
+        with open(self.path, "rb") as file:
+            file.seek(entry.start)
+            return file.read(entry.nbytes)
+
+    def _check_size(self, name: str, size: int) -> None:
+        if size > MAX_SMALL_FILE_BYTES:
+            raise DataError(f"{self.name}: {name} is larger than {MAX_SMALL_FILE_BYTES} bytes")
 
     def read_json(self, name: str) -> dict | None:
         """A JSON object from a small file, None where it is absent; DataError if it is broken."""
@@ -53,11 +82,81 @@ class ModelFiles:
         return value
 
     def weight_files(self) -> list[Path]:
-        """The safetensors files, sorted. Raises NoInputError where there are none."""
-        files = sorted(self.path.glob("model*.safetensors"))
+        """The safetensors files. Raises NoInputError where there are none or a shard is missing,
+        DataError for an index that cannot be followed."""
+        if self.is_toast:
+            return [self.path]
+        index = self.read_json(INDEX_FILE)
+        if index is not None:
+            return self._shards(index)
+        try:
+            names = sorted(os.listdir(self.path))
+        except OSError as error:
+            raise from_os_error(error, f"cannot read {self.path}") from error
+        files = [n for n in names if n.startswith("model") and n.endswith(".safetensors")]
+        if not files and toast_format.OUTSIDE_FILE in names:
+            files = [toast_format.OUTSIDE_FILE]
+            files += [n for n in names if re.fullmatch(r"layer_\d{4,}\.safetensors", n)]
         if not files:
-            raise NoInputError(f"{self.name}: no model*.safetensors in the checkpoint")
-        return files
+            raise self._no_weights()
+        return [self.path / name for name in files]
+
+    def _shards(self, index: dict) -> list[Path]:
+        """The files that an index lists."""
+        places = index.get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise DataError(f"{self.name}: {INDEX_FILE} has no weight_map")
+        shards = []
+        for name in sorted(set(map(str, places.values()))):
+            # A symbolic link may lead elsewhere, as in the hub's cache; a name may not.
+            if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
+                raise DataError(f"{self.name}: {INDEX_FILE} points outside: {name[:100]!r}")
+            if not (self.path / name).exists():
+                raise NoInputError(
+                    f"{self.name}: {name[:100]} is missing, and {INDEX_FILE} needs it"
+                )
+            shards.append(self.path / name)
+        return shards
+
+    def _no_weights(self) -> NoInputError:
+        if any(found for pattern in PICKLES for found in self.path.glob(pattern)):
+            return NoInputError(
+                f"{self.name}: has its weights only as Python pickles, which are never opened",
+                hint="convert it to safetensors first",
+            )
+        return NoInputError(f"{self.name}: no model*.safetensors in the checkpoint")
+
+    @cached_property
+    def headers(self) -> list[Header]:
+        """The checked header of every weight file. Raises as weight_files and read_header do, and
+        DataError where a split checkpoint lacks a layer or a newer toastkit wrote it."""
+        headers = [read_header(path, self.name) for path in self.weight_files()]
+        for header in headers:
+            version = header.metadata.get(toast_format.VERSION_KEY, toast_format.VERSION)
+            if version != toast_format.VERSION:
+                raise DataError(
+                    f"{self.name}: {header.path.name} has format {version[:20]!r}, not "
+                    f"{toast_format.VERSION}", hint="a newer toastkit wrote it",
+                )  # fmt: skip
+        if headers[0].path.name == toast_format.OUTSIDE_FILE:
+            self._check_split(headers)
+        return headers
+
+    def _check_split(self, headers: list[Header]) -> None:
+        count = headers[0].metadata.get(toast_format.LAYERS_KEY, "")
+        expected = [
+            toast_format.LAYER_FILE.format(i)
+            for i in range(int(count) if count.isdecimal() and len(count) < 6 else 0)
+        ]
+        found = {header.path.name for header in headers}
+        for name in expected:
+            if name not in found:
+                raise NoInputError(f"{self.name}: {name} is missing")
+
+    @property
+    def is_baked(self) -> bool:
+        """Whether toastkit wrote it: tensors have the names of the model's parameters already."""
+        return all(toast_format.VERSION_KEY in header.metadata for header in self.headers)
 
 
 def _untag_float(value: dict) -> object:
@@ -84,26 +183,59 @@ def locate(name: str) -> ModelFiles:
     """The checkpoint that `-m NAME` means: here, or fetched from the hub.
 
     Raises NoInputError where it is not there, UnavailableError where it would have to be fetched
-    and cannot be.
+    and cannot be, DataError for a file that is no .toast.
     """
     if name == "crumb":
         return ModelFiles(CRUMB, "crumb")
-    try:
-        path = Path(name).expanduser()
-        path.stat()
-    except (OSError, ValueError, RuntimeError):
-        path = None  # no such file, too long a name, a NUL in it, an unknown user's home
-    if path is not None and path.is_dir():
-        if not (path / "config.json").is_file():
-            raise NoInputError(f"{name} is not a model: no config.json in it")
-        return ModelFiles(path.resolve(), str(path.resolve()))
+    path = _existing(name)
+    if path is not None and (path.is_file() or (path / "config.json").is_file()):
+        return _model_at(path, str(path.resolve()))
+    own = _own(name)
+    if own is not None:
+        return _model_at(own, name)
     if path is not None:
-        raise NoInputError(f"{name} is not a model directory")
+        raise NoInputError(f"{name} is not a model: no config.json in it")
     if HUB_ID.fullmatch(name) and len(name) < 256:
         return ModelFiles(_hub_snapshot(name), name)
     raise NoInputError(
-        f"no such model: {name[:100]}", hint="-m takes a directory, a hub id (org/name), or crumb"
+        f"no such model: {name[:100]}",
+        hint="-m takes a directory, a .toast file, a hub id, or a name that toast-model list shows",
     )
+
+
+def _existing(name: str) -> Path | None:
+    try:
+        path = Path(name).expanduser()
+        path.stat()
+    except PermissionError as error:
+        raise from_os_error(error, f"cannot read {name}") from error
+    except (OSError, ValueError, RuntimeError):
+        return None  # no such file, too long a name, a NUL in it, an unknown user's home
+    return path
+
+
+def _own(name: str) -> Path | None:
+    """Where a name in toastkit's own folder leads."""
+    if not OWN_NAME.fullmatch(name):
+        return None
+    for path in (models_home() / f"{name}{toast_format.SUFFIX}", models_home() / name):
+        if path.is_file() or (path / "config.json").is_file():
+            return path
+    return None
+
+
+def _model_at(path: Path, name: str) -> ModelFiles:
+    """Raises DataError for a file that holds no whole model."""
+    files = ModelFiles(path.resolve(), name)
+    if files.is_toast and files.read("config.json") is None:
+        raise DataError(f"{name} is not a .toast file: no config.json in it")
+    return files
+
+
+def models_home() -> Path:
+    """Toastkit's own models: NAME.toast files and NAME directories."""
+    base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(base).expanduser() / "toastkit" / "models"
 
 
 def hub_cache() -> Path:

@@ -1,0 +1,218 @@
+"""The store and the ledger: what is asked for is read, what is dropped goes, and bytes add up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core")
+
+from checkpoints import MAKERS, tied_llama  # noqa: E402
+from mlx.utils import tree_flatten  # noqa: E402
+
+from toastkit.errors import DataError, NoInputError  # noqa: E402
+from toastkit.model.config import load_config  # noqa: E402
+from toastkit.model.files import locate  # noqa: E402
+from toastkit.store.ledger import Ledger, layer_owner  # noqa: E402
+from toastkit.store.store import Store  # noqa: E402
+
+
+def open_store(name: object) -> Store:
+    files = locate(str(name))
+    return Store(files, load_config(files))
+
+
+def same(a, b) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and mx.array_equal(a, b).item()
+
+
+@pytest.fixture(scope="module")
+def crumb_store(mlx_started) -> Store:
+    return open_store("crumb")
+
+
+def test_every_tensor_is_in_one_place(crumb_store: Store) -> None:
+    store = crumb_store
+    layers = [name for i in range(store.layer_count) for name in store.layer_names(i)]
+    assert sorted([*layers, *store.outside_names()]) == sorted(store.names)
+    assert (store.layers_path, store.layer_count) == ("model.layers", 8)
+    assert store.outside_names() and all(store.layer_of(n) is None for n in store.outside_names())
+    assert store.layer_of("model.layers.12.mlp.gate.weight") == 12
+    assert store.layer_of("model.layers_extra.1.x") is None
+    for name, array in store.layer(3).items():
+        assert (tuple(array.shape), array.dtype, array.nbytes) == (
+            store.shape(name), store.dtype(name), store.nbytes(name),
+        )  # fmt: skip
+
+
+def test_a_tensor_can_be_asked_for_again(crumb_store: Store) -> None:
+    """Reading frees nothing of the checkpoint: layers come as often as streaming wants them."""
+    first = crumb_store.layer(2)
+    mx.eval(first)
+    again = crumb_store.layer(2)
+    assert all(same(first[name], again[name]) for name in first)
+    assert same(crumb_store.tensor("model.norm.weight"), crumb_store.outside()["model.norm.weight"])
+
+
+def test_names_that_there_are_not(crumb_store: Store) -> None:
+    for ask in (crumb_store.tensor, crumb_store.shape, crumb_store.source, crumb_store.module):
+        with pytest.raises(KeyError):
+            ask("model.layers.0.nonsense")
+    with pytest.raises(KeyError):
+        crumb_store.module("model.layers.0.mlp", "low")
+    for rows in ((-1, 2), (3, 3), (10, 17)):
+        with pytest.raises(IndexError):
+            crumb_store.rows(crumb_store.expert_names(0)[0], *rows)
+
+
+def test_a_module_is_what_lies_below_its_path(crumb_store: Store) -> None:
+    found = crumb_store.module("model.layers.0.mlp.shared_expert")
+    assert sorted(name.rsplit(".", 2)[1] for name in found) == ["down_proj", "gate_proj", "up_proj"]
+
+
+@pytest.mark.parametrize("layer", [0, 7])
+def test_experts_are_rows_of_the_stacked_tensors(crumb_store: Store, layer: int) -> None:
+    names = crumb_store.expert_names(layer)
+    assert len(names) == 3
+    whole = crumb_store.layer(layer)
+    for start, stop in ((0, 1), (5, 9), (15, 16)):
+        part = crumb_store.expert(layer, start, stop)
+        assert all(same(part[name], whole[name][start:stop]) for name in names)
+    assert crumb_store.expert(layer, 3)[names[0]].shape[0] == 1
+
+
+def test_an_expert_is_read_without_its_neighbours(tmp_path: Path, mlx_started) -> None:
+    """In a baked file and in a published directory: of neighbours, not a byte is read."""
+    from toastkit.model.config import ModelConfig
+    from toastkit.store.raw import RawTensors
+
+    store = open_store("crumb")
+    name = store.expert_names(1)[0]
+    store.rows(name, 0, 1)  # finds out what the tensor is made of
+    read: list[int] = []
+    plain = RawTensors.read
+
+    def count(self, name, first=0, count=None):
+        array = plain(self, name, first, count)
+        read.append(array.nbytes)
+        return array
+
+    def refuse(*_):
+        raise AssertionError("the whole tensor was read")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RawTensors, "read", count)
+        patch.setattr(Store, "tensors", refuse)
+        rows = store.rows(store.expert_names(4)[0], 2, 4)
+    assert sum(read) == rows.nbytes == 2 * store.nbytes(name) // 16
+    assert isinstance(store.config, ModelConfig)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_sources_hold_the_very_bytes(name: str, tmp_path: Path, mlx_started) -> None:
+    store = open_store(MAKERS[name](tmp_path / name))
+    found = [n for n in store.names if store.source(n) is not None]
+    assert found == store.names  # nothing to sanitize here
+    for tensor in found:
+        path, entry = store.source(tensor)
+        data = path.read_bytes()[entry.start : entry.stop]
+        assert bytes(memoryview(store.tensor(tensor).reshape(-1).view(mx.uint8))) == data
+
+
+def test_sources_are_not_what_sanitize_changed(crumb_store: Store) -> None:
+    changed = {name for name in crumb_store.names if crumb_store.source(name) is None}
+    assert "model.norm.weight" in changed  # shifted by one
+    assert "model.embed_tokens.weight" not in changed
+    assert set(crumb_store.expert_names(0)) <= changed
+
+
+def test_weights_that_do_not_fit(tmp_path: Path, mlx_started) -> None:
+    path = tied_llama(tmp_path / "m")
+    config = json.loads((path / "config.json").read_bytes())
+
+    def refused(**fields) -> str:
+        (path / "config.json").write_text(json.dumps({**config, **fields}))
+        with pytest.raises(DataError) as caught:
+            open_store(path)
+        assert "\n" not in caught.value.message
+        return caught.value.message
+
+    assert "it has no parameter model.layers.1." in refused(num_hidden_layers=1)
+    assert "missing" in refused(num_hidden_layers=3)
+    assert "has shape" in refused(intermediate_size=256)
+    assert "quantised with awq" in refused(quantization_config={"quant_method": "awq"})
+    assert "no usable quantization" in refused(quantization={"bits": 4})
+    assert "never done" in refused(model_file="model.py")
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(NoInputError, match="is missing"):
+        open_store(path)
+
+
+# ------------------------------------------------------------------------------------------ ledger
+
+
+def test_an_account_is_what_was_put_in() -> None:
+    ledger = Ledger()
+    ledger.put(layer_owner(3), [np.zeros(4, np.float32), np.zeros(2, np.uint8)])
+    ledger.add("experts", 100)
+    ledger.add("experts", -40)
+    ledger.put_bytes("cache", 7)
+    ledger.put_bytes("cache", 5)
+    assert ledger.by_owner() == {"layer.3": 18, "experts": 60, "cache": 5}
+    assert (ledger.total(), ledger.of("experts"), ledger.of("gears")) == (83, 60, 0)
+    with pytest.raises(ValueError, match="gives back more"):
+        ledger.add("experts", -61)
+    ledger.put("layer.3", [])
+    assert "layer.3" not in ledger.by_owner()
+
+
+MEASURE = """
+import sys
+import mlx.core as mx
+from toastkit.engine.engine import Engine
+from toastkit.model.files import locate
+engine = Engine(locate(sys.argv[1]), dtype=sys.argv[2])
+before = mx.get_active_memory()
+weights = engine.ledger.total()
+cache = engine.new_cache()
+count, logits = engine.prefill([1 + i % 4000 for i in range(600)], cache)
+del logits
+mx.clear_cache()
+print(weights, before, engine.ledger.total(), mx.get_active_memory())
+"""
+
+
+@pytest.mark.parametrize("case", ["crumb float32", "llama bfloat16"])
+def test_the_ledger_agrees_with_mlx(case: str, tmp_path: Path, mlx_started) -> None:
+    """Of a fresh process: weights, then weights and caches, within two per cent."""
+    if mx.default_device() == mx.Device(mx.cpu) and not mx.get_active_memory():
+        pytest.skip("this back end does not count its memory")
+    name, dtype = case.split()
+    model = name if name == "crumb" else str(tied_llama(tmp_path / "m"))
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, model, dtype], capture_output=True, check=True, timeout=120
+    )
+    weights, before, total, after = map(int, done.stdout.split())
+    assert weights == pytest.approx(before, rel=0.02)
+    assert total == pytest.approx(after, rel=0.02)
+    if name == "crumb":
+        assert weights == pytest.approx(4 * 7_719_280, rel=0.01)
+
+
+def test_loading_gives_exactly_the_stores_tensors(crumb_store: Store) -> None:
+    from toastkit.store.checkpoint import load_model
+
+    ledger = Ledger()
+    model = load_model(crumb_store.files, crumb_store.config, None, ledger)
+    loaded = dict(tree_flatten(model.parameters()))
+    assert sorted(loaded) == sorted(crumb_store.names)
+    for index in range(crumb_store.layer_count):
+        layer = crumb_store.layer(index)
+        assert all(same(loaded[name], array) for name, array in layer.items())
+        assert ledger.of(layer_owner(index)) == sum(a.nbytes for a in layer.values())

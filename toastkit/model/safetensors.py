@@ -1,0 +1,157 @@
+"""The header of a safetensors file: where every tensor lies, checked before anything is read.
+
+    8 bytes   length of the header, little-endian
+    header    JSON: {NAME: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {}}
+    data      offsets count from here
+
+https://github.com/huggingface/safetensors, "Format". Imports neither MLX nor numpy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from toastkit.errors import DataError, NoInputError, from_os_error
+
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+LENGTH = struct.Struct("<Q")
+MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
+METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in a file. dtype: as safetensors names it. start, stop: bytes from the beginning
+    of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Header:
+    """entries: the tensors in the order of the file. data_start, size: bytes."""
+
+    path: Path
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    data_start: int
+    size: int
+
+
+def read_header(path: Path, label: str) -> Header:
+    """Reads and checks a file's header; the data is not touched.
+
+    label: what messages call the checkpoint.
+    Raises NoInputError where the file is missing, DataError where it is not a whole safetensors
+    file: truncated, or offsets that overlap, leave it or do not fit dtype and shape.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            text, data_start = _read_text(file, size)
+        fields = _parse(text)
+        metadata = fields.pop(METADATA, None) or {}
+        if not isinstance(metadata, dict):
+            raise ValueError("its metadata is not a map")
+        entries = [_entry(name, value, data_start) for name, value in fields.items()]
+        entries.sort(key=lambda entry: (entry.start, entry.stop))
+        _check_places(entries, size)
+    except FileNotFoundError as error:
+        raise NoInputError(f"{label}: no such file: {path.name}") from error
+    except OSError as error:
+        raise from_os_error(error, f"cannot read {path}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{label}: cannot read {path.name}: {error}") from error
+    texts = {key: value for key, value in metadata.items() if isinstance(value, str)}
+    return Header(path, {entry.name: entry for entry in entries}, texts, data_start, size)
+
+
+def _read_text(file, size: int) -> tuple[bytes, int]:
+    """The header's JSON and where the data begins."""
+    first = file.read(LENGTH.size)
+    if len(first) < LENGTH.size:
+        raise ValueError("not a safetensors file: too short")
+    (length,) = LENGTH.unpack(first)
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"not a safetensors file: its header claims {length} bytes")
+    if LENGTH.size + length > size:
+        raise ValueError(f"truncated: its header claims {length} bytes of {size}")
+    return file.read(length), LENGTH.size + length
+
+
+def _parse(text: bytes) -> dict:
+    def unique(pairs: list[tuple[str, object]]) -> dict:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            raise ValueError("a name occurs twice in its header")
+        return made
+
+    try:
+        fields = json.loads(text, object_pairs_hook=unique)
+    except UnicodeDecodeError:
+        raise ValueError("its header is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"its header is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError("its header is not a map")
+    return fields
+
+
+def _entry(name: str, value: object, data_start: int) -> Entry:
+    shown = name[:100]
+    if not isinstance(value, dict):
+        raise ValueError(f"tensor {shown!r} is not described by a map")
+    dtype = value.get("dtype")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ValueError(f"tensor {shown!r} has dtype {str(dtype)[:20]!r}, which is not known")
+    shape, offsets = _counts(value.get("shape")), _counts(value.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2:
+        raise ValueError(f"tensor {shown!r} has no usable shape and offsets")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise ValueError(f"tensor {shown!r} has offsets that do not fit its shape and dtype")
+    return Entry(name, dtype, tuple(shape), data_start + begin, data_start + end)
+
+
+def _counts(value: object) -> list[int] | None:
+    """A list of whole numbers from 0, or None for anything else."""
+    if isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value):
+        return value
+    return None
+
+
+def _check_places(entries: list[Entry], size: int) -> None:
+    """entries: sorted by place."""
+    end, last = 0, ""
+    for entry in entries:
+        if entry.stop > size:
+            raise ValueError(
+                f"truncated: tensor {entry.name[:100]!r} ends at byte {entry.stop} of {size}"
+            )
+        if entry.start < end and entry.nbytes:
+            raise ValueError(f"tensors {last[:100]!r} and {entry.name[:100]!r} overlap")
+        if entry.stop > end:
+            end, last = entry.stop, entry.name

@@ -1,0 +1,129 @@
+"""A model without its weights: the architecture, with the modules that the checkpoint stores
+quantised already of their quantised classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from toastkit.errors import DataError
+from toastkit.model.architecture import import_architecture
+from toastkit.model.config import ModelConfig
+from toastkit.model.files import ModelFiles
+
+# Of the foreign formats those whose bytes are MLX's own, by their quant_method.
+SAME_BYTES = {
+    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
+}
+# The modes other than affine have one size each; their scales are bytes.
+MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
+
+
+def new_model(files: ModelFiles, config: ModelConfig) -> nn.Module:
+    """The architecture of a configuration; its parameters are lazy and never to be evaluated.
+    Raises DataError where config.json does not describe a model that mlx_lm has."""
+    if config.raw.get("model_file") is not None:
+        raise DataError(f"{files.name}: asks to run its own Python code, which is never done")
+    architecture = import_architecture(config)
+    try:
+        model = architecture.Model(architecture.ModelArgs.from_dict(deepcopy(config.raw)))
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+        raise DataError(f"{files.name}: config.json does not describe a model: {error}") from error
+    return model.eval()
+
+
+def quantisation_of(files: ModelFiles, config: ModelConfig) -> dict | None:
+    """The settings that modules are stored with: a default, and exceptions by module path (False:
+    kept as it is). None for a checkpoint that is not quantised.
+
+    Raises DataError for a format that is not MLX's.
+    """
+    settings = config.raw.get("quantization")
+    if settings is not None:
+        if not isinstance(settings, dict) or not {"group_size", "bits"} <= set(settings):
+            raise DataError(f"{files.name}: config.json has no usable quantization")
+        return settings
+    text = config.raw.get("text_config")
+    nested = text.get("quantization_config") if isinstance(text, dict) else None
+    foreign = config.raw.get("quantization_config", nested)
+    if foreign is None and files.read("hf_quant_config.json") is not None:
+        foreign = {"quant_method": "modelopt"}
+    if not foreign:
+        return None
+    method = foreign.get("quant_method") if isinstance(foreign, dict) else None
+    if method in SAME_BYTES:
+        return dict(SAME_BYTES[method])
+    if method == "fp8":
+        return None  # the architecture's sanitize turns it into plain weights, or they do not fit
+    raise DataError(
+        f"{files.name}: quantised with {str(method)[:40]}, which is not read here",
+        hint="convert it with mlx_lm.convert first",
+    )
+
+
+def quantise_modules(
+    model: nn.Module, settings: Mapping[str, Any], tensors: Mapping[str, mx.array]
+) -> None:
+    """Gives the modules that are stored quantised their quantised classes.
+
+    settings: as quantisation_of gives them. tensors: by name, of which shapes and dtypes are read:
+    they tell bits and group size where no exception names the module.
+    Raises ValueError for a module whose packing cannot be told.
+    """
+
+    def choose(path: str, module: nn.Module) -> bool | dict:
+        if path in settings:
+            return settings[path]
+        if not hasattr(module, "to_quantized") or f"{path}.scales" not in tensors:
+            return False
+        return _packing(path, module, tensors)
+
+    nn.quantize(
+        model,
+        group_size=settings["group_size"],
+        bits=settings["bits"],
+        mode=settings.get("mode", "affine"),
+        class_predicate=choose,
+    )
+
+
+def _packing(path: str, module: nn.Module, tensors: Mapping[str, mx.array]) -> dict:
+    columns = module.weight.shape[-1]
+    scales = tensors[f"{path}.scales"]
+    bits = tensors[f"{path}.weight"].shape[-1] * 32 // columns
+    group_size = columns // scales.shape[-1]
+    if scales.dtype != mx.uint8:
+        return {"group_size": group_size, "bits": bits, "mode": "affine"}
+    if (bits, group_size) not in MODES:
+        raise ValueError(f"{path} has {bits} bits in groups of {group_size}, which MLX has not")
+    return {"group_size": group_size, "bits": bits, "mode": MODES[bits, group_size]}
+
+
+def layers_path(model: nn.Module) -> str:
+    """Where in the module tree the decoder layers are, such as `model.layers`.
+    Raises ValueError for a model without layers."""
+    layers = list(getattr(model, "layers", None) or ())
+    first = next((layer for layer in layers if layer is not None), None)
+    found = None if first is None else _find_list(model, first, "")
+    if found is None:
+        raise ValueError("it has no decoder layers")
+    return found
+
+
+def _find_list(module: nn.Module, first: nn.Module, prefix: str) -> str | None:
+    """The path of the list that holds `first`."""
+    for name, value in module.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, list):
+            if any(item is first for item in value):
+                return path
+        elif isinstance(value, nn.Module):
+            found = _find_list(value, first, f"{path}.")
+            if found is not None:
+                return found
+    return None
