@@ -1,0 +1,189 @@
+"""How well a model predicts a text: log-probability and entropy of every token after the first.
+
+A text is cut into windows, each read with an empty cache. A window of n tokens has n + 1 ids and
+shares its last one with the next window, so that every token but the text's first is predicted
+once, from at least one token before it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+
+from toastkit.engine import device
+from toastkit.engine.engine import CHUNK, Engine
+from toastkit.errors import DataError
+
+LOGITS_BYTES = 256 << 20  # that the float32 logits of one pass may take, unless --chunk is given
+SLICE_BYTES = 64 << 20  # of them that are looked at together, which takes five times as much
+_ROW = 256
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the model thought of some tokens that follow each other.
+
+    position: of the first one, counted from the start of the text. ids: the tokens.
+    logprobs: nats, given what stands before in the window. entropies: bits, of the distribution
+    that each token was predicted from.
+    """
+
+    position: int
+    ids: Sequence[int]
+    logprobs: list[float]
+    entropies: list[float]
+
+
+@dataclass
+class Totals:
+    """Sums over tokens. nats: of -log p. entropy: bits. bytes: of UTF-8 that the tokens stand for,
+    0 where that is not known. seconds: of computing."""
+
+    tokens: int = 0
+    nats: float = 0.0
+    entropy: float = 0.0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, scores: Scores) -> None:
+        """Counts more tokens in."""
+        self.tokens += len(scores.logprobs)
+        self.nats -= math.fsum(scores.logprobs)
+        self.entropy += math.fsum(scores.entropies)
+
+    def include(self, other: Totals) -> None:
+        """Counts another text in."""
+        self.tokens += other.tokens
+        self.nats += other.nats
+        self.entropy += other.entropy
+        self.bytes += other.bytes
+        self.seconds += other.seconds
+
+    @property
+    def loss(self) -> float:
+        """Mean of -log p, nats a token."""
+        return self.nats / self.tokens if self.tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that is larger than a float can be."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def mean_entropy(self) -> float:
+        """Bits a token."""
+        return self.entropy / self.tokens if self.tokens else math.nan
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """-log2 p of the text, a byte of it; None where the bytes are not known."""
+        return self.nats / math.log(2) / self.bytes if self.bytes else None
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds if self.seconds else math.nan
+
+
+def windows(ids: Sequence[int], size: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """(position, ids) of the windows of a text: size + 1 ids or, for the last one, what is left,
+    two at least. Neighbours share one id."""
+    for start in range(0, len(ids) - 1, size):
+        yield start, ids[start : start + size + 1]
+
+
+def score(
+    engine: Engine, ids: Sequence[int], window: int, chunk: int | None = None
+) -> Iterator[Scores]:
+    """Scores of the tokens ids[1:], in order, a pass at a time.
+
+    window: most tokens that a token is predicted from. chunk: tokens in one pass, None for as many
+    as suit the device and the vocabulary; it changes memory and speed, and no result.
+    Raises DataError for an id that the model does not have, and for logits that are not numbers.
+    """
+    if ids and max(ids) >= engine.vocab:
+        raise DataError(f"token {max(ids)} is outside the vocabulary of {engine.vocab}")
+    size = chunk or default_chunk(engine)
+    for start, part in windows(ids, window):
+        cache = engine.new_cache()
+        inputs, targets = part[:-1], part[1:]
+        for first in range(0, len(inputs), size):
+            wanted = targets[first : first + size]
+            logits = engine.score(inputs[first : first + size], cache)
+            logprobs, entropies = _judge(logits, mx.array(list(wanted), mx.uint32))
+            del logits
+            mx.eval([layer.state for layer in cache])
+            mx.clear_cache()
+            yield _checked(Scores(start + first + 1, wanted, logprobs, entropies))
+    device.publish_kernels()
+
+
+def timed(engine: Engine, ids: Sequence[int], window: int, chunk: int | None, totals: Totals):
+    """As `score`, and counts tokens and seconds into totals before each Scores is given out."""
+    start = time.perf_counter()
+    for scores in score(engine, ids, window, chunk):
+        totals.add(scores)
+        totals.seconds += time.perf_counter() - start
+        yield scores
+        start = time.perf_counter()  # what the caller does meanwhile is not the model's time
+
+
+def default_chunk(engine: Engine) -> int:
+    """Tokens in one pass: what suits the device, less where that would be too many logits."""
+    return min(CHUNK[engine.device], max(1, LOGITS_BYTES // (4 * engine.vocab)))
+
+
+def _judge(logits: mx.array, targets: mx.array) -> tuple[list[float], list[float]]:
+    """(log-probabilities of the targets in nats, entropies in bits), a slice of rows at a time.
+
+    logits: float32 (n, vocab), lazy. targets: uint32 (n,).
+    """
+    count, vocab = logits.shape
+    step = max(1, SLICE_BYTES // (4 * vocab))
+    logprobs: list[float] = []
+    entropies: list[float] = []
+    for start in range(0, count, step):
+        rows = slice(start, start + step)
+        both = mx.stack(list(_measures(logits[rows], targets[rows])))
+        first, second = cast("list[list[float]]", both.tolist())
+        logprobs += first
+        entropies += second
+    return logprobs, entropies
+
+
+def _measures(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
+    """As `_judge`, all at once and lazy: two float32 (n,)."""
+    values = logits - logits.max(axis=-1, keepdims=True)
+    weights = mx.exp(values)
+    mass = _totals(weights)
+    log_mass = mx.log(mass)
+    chosen = mx.take_along_axis(values, targets[:, None], axis=-1)[:, 0]
+    # A token that is ruled out (-inf) adds nothing to the entropy, and 0 times -inf is no number.
+    surprise = _totals(mx.where(values > -math.inf, weights * values, 0.0))
+    return chosen - log_mass, (log_mass - surprise / mass) / math.log(2)
+
+
+def _totals(values: mx.array) -> mx.array:
+    """Sums of float32 (n, vocab) over the vocabulary, float32 (n,), in rows first: see
+    toastkit.sampling.device.total."""
+    padded = mx.pad(values, [(0, 0), (0, -values.shape[1] % _ROW)])
+    return padded.reshape(values.shape[0], -1, _ROW).sum(axis=2).sum(axis=1)
+
+
+def _checked(scores: Scores) -> Scores:
+    """Raises DataError where a score is not a number."""
+    for n, value in enumerate(zip(scores.logprobs, scores.entropies), scores.position):
+        if any(map(math.isnan, value)):
+            raise DataError(
+                f"the model's logits for token {n} are not numbers",
+                hint="a wider --dtype may help; toast-model verify --values finds broken weights",
+            )
+    return scores
