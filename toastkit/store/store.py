@@ -77,9 +77,13 @@ class Store:
         self._pristine = _copied(self.model)
         raw = self._raw.load()
         by_identity = {id(array): name for name, array in raw.items()}
-        tensors = dict(raw)
-        if not self.files.is_baked and hasattr(self.model, "sanitize"):
-            tensors = self.model.sanitize(tensors)
+        tensors = raw
+        if hasattr(self.model, "sanitize"):
+            if self.files.is_baked:
+                # Only for what it does to the model: some drop a module that has no weights.
+                self.model.sanitize(self._raw.load())
+            else:
+                tensors = self.model.sanitize(dict(raw))
         origin = {name: by_identity.get(id(array)) for name, array in tensors.items()}
         self._sources = {name: self._raw.place(o) for name, o in origin.items() if o is not None}
         self._about = {name: (tuple(a.shape), a.dtype) for name, a in tensors.items()}

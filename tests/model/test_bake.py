@@ -1,0 +1,281 @@
+"""Baking and splitting: the same model comes out, in one form whatever it came from, or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from tests.model.published import NAMES, write_published
+from toastkit.engine.engine import Engine
+from toastkit.errors import BusyError, CannotCreateError, DataError
+from toastkit.model.config import load_config
+from toastkit.model.files import SMALL_FILES, locate
+from toastkit.model.safetensors import read_header
+from toastkit.model.toast_format import PAGE, is_model_tensor
+from toastkit.store.bake import bake
+from toastkit.store.split import split
+from toastkit.store.store import Store
+from toastkit.store.verify import verify
+
+PROMPT = [(37 * n + 5) % 4096 for n in range(20)]
+
+
+def open_store(path: Path | str) -> Store:
+    files = locate(str(path))
+    return Store(files, load_config(files))
+
+
+def baked(source: Path | str, out: Path, **options) -> Path:
+    store = open_store(source)
+    bake(store, out, **options)
+    store.close()
+    return out
+
+
+def logits(path: Path) -> mx.array:
+    engine = Engine(locate(str(path)), dtype="float32")
+    return engine.prefill(PROMPT, engine.new_cache())[1]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def published(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_published(tmp_path_factory.mktemp("published") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts, stored expert by expert in two shards."""
+    return write_published(tmp_path_factory.mktemp("mixed") / "x", "qwen3_moe")
+
+
+# ---------------------------------------------------------------------------------- the same model
+
+
+def test_every_architecture_comes_out_the_same(published: Path, tmp_path: Path) -> None:
+    toast, folder = baked(published, tmp_path / "x.toast"), tmp_path / "split"
+    split(open_store(published), folder)
+    expected = logits(published)
+    assert mx.array_equal(logits(toast), expected)
+    assert mx.array_equal(logits(folder), expected)
+    assert [*verify(locate(str(toast)), values=True)] == [*verify(locate(str(folder)))] == []
+    source, copy, parts = map(open_store, (published, toast, folder))
+    assert set(source.names) == set(copy.names) == set(parts.names)
+    for name in source.names:
+        one, two, three = (s.tensor(name) for s in (source, copy, parts))
+        assert one.dtype == two.dtype == three.dtype
+        view = [a.reshape(-1).view(mx.uint8) for a in (one, two, three)]
+        assert mx.array_equal(view[0], view[1]) and mx.array_equal(view[0], view[2])
+    # And once it has this form, it keeps it.
+    assert baked(toast, tmp_path / "y.toast").read_bytes() == toast.read_bytes()
+    assert baked(folder, tmp_path / "z.toast").read_bytes() == toast.read_bytes()
+
+
+def test_the_order_of_the_file(mixed: Path, tmp_path: Path) -> None:
+    header = read_header(baked(mixed, tmp_path / "x.toast"), "test")
+    assert header.data_start % PAGE == 0
+    store = open_store(tmp_path / "x.toast")
+    names = [name for name in header.entries if is_model_tensor(name)]
+    places = [-1 if store.layer_of(n) is None else store.layer_of(n) for n in names]
+    assert places == sorted(places)
+    for index in range(store.layer_count):
+        own = [name for name in names if store.layer_of(name) == index]
+        assert header.entries[own[0]].start % PAGE == 0
+        experts = store.expert_names(index)
+        assert bool(experts) == (index > 0)  # the first layer is a dense one
+        assert [name for name in own if name in experts] == own[len(own) - len(experts) :]
+    first = next(iter(header.entries))
+    assert first == "__file__.config.json"
+    assert header.metadata["format"] == "mlx"
+    assert header.metadata["layers"] == str(store.layer_count)
+
+
+def test_shards_make_no_difference(mixed: Path, tmp_path: Path) -> None:
+    single = tmp_path / "single"
+    single.mkdir()
+    for name in SMALL_FILES:
+        if (mixed / name).exists():
+            (single / name).write_bytes((mixed / name).read_bytes())
+    tensors: dict = {}
+    for shard in sorted(mixed.glob("*.safetensors")):
+        tensors.update(mx.load(str(shard)))
+    mx.save_safetensors(str(single / "model.safetensors"), tensors)
+    one, two = baked(mixed, tmp_path / "a.toast"), baked(single, tmp_path / "b.toast")
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_other_readers_open_it(mixed: Path, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    toast = baked(mixed, tmp_path / "x.toast", dtype="float32")
+    tensors = mx.load(str(toast), format="safetensors")
+    store = open_store(toast)
+    with safetensors.safe_open(toast, framework="numpy") as file:
+        assert set(file.keys()) == set(tensors)
+        for name in store.names:
+            assert mx.array_equal(mx.array(file.get_tensor(name)), tensors[name])
+        config = file.get_tensor("__file__.config.json").tobytes()
+    assert json.loads(config)["model_type"] == "qwen3_moe"
+
+
+def test_small_files_come_along(tmp_path: Path) -> None:
+    toast, folder = baked("crumb", tmp_path / "x.toast"), tmp_path / "split"
+    split(open_store("crumb"), folder)
+    one, two, three = locate("crumb"), locate(str(toast)), locate(str(folder))
+    for name in SMALL_FILES:
+        assert one.read(name) == two.read(name) == three.read(name)
+    assert one.read("tokenizer.json") is not None
+
+
+def test_blocks_of_rows_make_no_difference(
+    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"dtype": "float32", "gears": ("low", "mid")}
+    whole = baked(mixed, tmp_path / "a.toast", **options).read_bytes()
+    monkeypatch.setattr("toastkit.store.pieces.READ_BYTES", 3000)
+    monkeypatch.setattr("toastkit.store.pieces.BLOCK_BYTES", 700)
+    monkeypatch.setattr("toastkit.store.writer.CHUNK_BYTES", 1000)
+    assert baked(mixed, tmp_path / "b.toast", **options).read_bytes() == whole
+
+
+def test_progress_reaches_the_end(mixed: Path, tmp_path: Path) -> None:
+    for write in (bake, split):
+        seen: list[tuple[int, int]] = []
+        store = open_store(mixed)
+        out = tmp_path / write.__name__
+        write(store, out, progress=lambda done, total, seen=seen: seen.append((done, total)))
+        assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] > 1e5
+
+
+# ------------------------------------------------------------------------------- a changed byte
+
+
+@pytest.mark.parametrize("form", ["toast", "split"])
+def test_a_changed_byte_is_found_and_named(mixed: Path, tmp_path: Path, form: str) -> None:
+    if form == "toast":
+        path = file = baked(mixed, tmp_path / "x.toast")
+    else:
+        path = tmp_path / "x"
+        split(open_store(mixed), path)
+        file = path / "layer_0001.safetensors"
+    name = "model.layers.1.self_attn.q_proj.weight"
+    entry = read_header(file, "test").entries[name]
+    with open(file, "r+b") as stream:
+        stream.seek(entry.start + entry.nbytes // 2)
+        byte = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte ^ 4]))
+    (problem,) = verify(locate(str(path)))
+    assert (problem.file, problem.tensor) == (file.name, name)
+
+
+# ------------------------------------------------------------------------------------ or nothing
+
+
+def test_a_source_that_breaks_on_the_way(mixed: Path, tmp_path: Path) -> None:
+    toast = baked(mixed, tmp_path / "x.toast")
+    for dtype in (None, "float32"):
+        store = open_store(toast)
+        with open(toast, "r+b") as stream:
+            stream.truncate(toast.stat().st_size - 10_000)
+        with pytest.raises(DataError, match=r"cannot read|shorter|truncated"):
+            bake(store, tmp_path / "y.toast", dtype=dtype)
+        assert os.listdir(tmp_path) == ["x.toast"]
+        baked(mixed, toast)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from toastkit.engine import device
+device.start("cpu")
+from toastkit.errors import ToastError
+from toastkit.model.config import load_config
+from toastkit.model.files import locate
+from toastkit.store.bake import bake
+from toastkit.store.split import split
+from toastkit.store.store import Store
+files = locate(sys.argv[1])
+def progress(done, total):
+    if done > total // 2:
+        {what}
+try:
+    {write}(Store(files, load_config(files)), Path(sys.argv[2]), progress=progress)
+except ToastError as error:
+    print(error.code, error.message)
+"""
+
+
+def run(what: str, write: str, *arguments: Path) -> subprocess.CompletedProcess:
+    code = KILLED.replace("{what}", what).replace("{write}", write)
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True)
+
+
+@pytest.mark.parametrize("write", ["bake", "split"])
+def test_killed_on_the_way(mixed: Path, tmp_path: Path, write: str) -> None:
+    out = tmp_path / "x.toast"
+    done = run("os.kill(os.getpid(), signal.SIGKILL)", write, mixed, out)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not out.exists() and len(os.listdir(tmp_path)) == 1
+    # The next one takes over what is left.
+    {"bake": bake, "split": split}[write](open_store(mixed), out)
+    assert os.listdir(tmp_path) == ["x.toast"]
+    assert not [*verify(locate(str(out)))]
+
+
+@pytest.mark.parametrize("write", ["bake", "split"])
+def test_a_full_disk(mixed: Path, tmp_path: Path, write: str) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))"
+    done = run(limit, write, mixed, tmp_path / "x.toast")
+    assert done.stdout.startswith(b"74 cannot write"), done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_interrupted(mixed: Path, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    for write in (bake, split):
+        with pytest.raises(KeyboardInterrupt):
+            write(open_store(mixed), tmp_path / "x.toast", progress=interrupt)
+        assert os.listdir(tmp_path) == []
+
+
+# -------------------------------------------------------------------------------- places for split
+
+
+def test_split_goes_to_a_new_directory(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    store = open_store("crumb")
+    for name in ("full", "file", "no/where", "file/x"):
+        with pytest.raises(CannotCreateError, match="cannot make"):
+            split(store, tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["empty", "file", "full"]
+    old = os.umask(0o022)
+    try:
+        split(store, tmp_path / "empty")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "empty").stat().st_mode & 0o777 == 0o755
+    assert {p.stat().st_mode & 0o777 for p in (tmp_path / "empty").iterdir()} == {0o644}
+
+
+def test_two_splits_at_once(tmp_path: Path) -> None:
+    store = open_store("crumb")
+
+    def again(done: int, total: int) -> None:
+        if done == total:
+            with pytest.raises(BusyError, match="being written"):
+                split(store, tmp_path / "x")
+
+    split(open_store("crumb"), tmp_path / "x", progress=again)
+    assert not [*verify(locate(str(tmp_path / "x")))]

@@ -1,0 +1,264 @@
+"""Baking into other bits, another dtype, and gears: tensor for tensor what mlx_lm makes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from tests.model.published import write_published
+from toastkit.engine.engine import Engine
+from toastkit.errors import DataError, UsageError
+from toastkit.gears.formats import GEAR_BITS, dequantise_rows, quantise_rows
+from toastkit.model.config import load_config
+from toastkit.model.files import locate
+from toastkit.model.safetensors import read_header
+from toastkit.store.bake import QuantizationOptions, bake
+from toastkit.store.split import split
+from toastkit.store.store import Store
+from toastkit.store.verify import verify
+
+# Sizes and modes that mlx_lm.convert takes; None is its default.
+OPTIONS = [(4, 64, "affine"), (8, 32, "affine"), (None, None, "affine"), (3, 128, "affine"),
+           (None, None, "mxfp4"), (4, 16, "nvfp4"), (None, None, "mxfp8")]  # fmt: skip
+
+
+def open_store(path: Path | str) -> Store:
+    files = locate(str(path))
+    return Store(files, load_config(files))
+
+
+def baked(source: Path | str, out: Path, **options) -> Path:
+    bake(open_store(source), out, **options)
+    return out
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints by name."""
+    folder = tmp_path_factory.mktemp("sources")
+    names = ("llama_tied", "qwen3_moe", "qwen3_5", "qwen3_moe_quantised")
+    made = {name: write_published(folder / name, name) for name in names}
+    # mlx_lm reads directories of model*.safetensors, whatever the form of the embedded model.
+    crumb = open_store("crumb")
+    made["crumb"] = folder / "crumb"
+    made["crumb"].mkdir()
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (made["crumb"] / file).write_bytes(crumb.files.read(file))
+    tensors = crumb.tensors(crumb.names)
+    mx.save_safetensors(str(made["crumb"] / "model.safetensors"), tensors)
+    return made
+
+
+def check_equal(store: Store, expected: dict[str, mx.array]) -> None:
+    """Same names, dtypes, shapes and bits."""
+    assert set(store.names) == set(expected)
+    for name, array in expected.items():
+        ours = store.tensor(name)
+        assert (ours.dtype, ours.shape) == (array.dtype, array.shape), name
+        bits = [a.reshape(-1).view(mx.uint8) for a in (ours, array)]
+        assert mx.array_equal(*bits), name
+
+
+def converted(path: Path, dtype: str | None) -> tuple:
+    """(model, config) as mlx_lm.convert has them before it quantises."""
+    from mlx.utils import tree_map_with_path
+    from mlx_lm.utils import load_model
+
+    model, config = load_model(path, lazy=True)
+    if dtype is not None:
+        may = getattr(model, "cast_predicate", lambda _: True)
+
+        def cast(name: str, value: mx.array) -> mx.array:
+            floating = mx.issubdtype(value.dtype, mx.floating)
+            return value.astype(getattr(mx, dtype)) if may(name) and floating else value
+
+        model.update(tree_map_with_path(cast, model.parameters()))
+    return model, config
+
+
+CASES = [
+    *((name, *option, None) for name in ("llama_tied", "qwen3_moe") for option in OPTIONS),
+    *(("qwen3_moe", *option, "float16") for option in OPTIONS[:3]),
+    *(("crumb", *option, None) for option in OPTIONS[:2]),
+]
+
+
+@pytest.mark.parametrize(("name", "bits", "group_size", "mode", "dtype"), CASES)
+def test_quantises_as_mlx_lm_does(
+    sources: dict, tmp_path: Path, name: str, bits, group_size, mode: str, dtype: str | None
+) -> None:
+    from mlx_lm.utils import quantize_model
+
+    model, config = converted(sources[name], dtype)
+    try:
+        theirs, config = quantize_model(model, config, group_size, bits, mode=mode)
+    except ValueError:  # an exception of the architecture that the sizes here do not allow
+        theirs = None
+    options = {"quantization": QuantizationOptions(bits, group_size, mode), "dtype": dtype}
+    if theirs is None:
+        with pytest.raises(UsageError, match="cannot be quantised so"):
+            baked(sources[name], tmp_path / "x.toast", **options)
+        return
+    chosen = config["quantization"]
+    if not any(n.endswith(".scales") for n, _ in tree_flatten(theirs.parameters())):
+        with pytest.raises(UsageError, match="no module's rows divide"):
+            baked(sources[name], tmp_path / "x.toast", **options)
+        return
+    toast = baked(sources[name], tmp_path / "x.toast", **options)
+    store = open_store(toast)
+    check_equal(store, dict(tree_flatten(theirs.parameters())))
+    written = json.loads(store.files.read("config.json"))
+    assert written["quantization"] == chosen == written["quantization_config"]
+    assert not [*verify(locate(str(toast)))]
+    again = baked(toast, tmp_path / "y.toast")
+    assert again.read_bytes() == toast.read_bytes()
+
+
+def test_a_quantised_model_computes_what_mlx_lm_computes(sources: dict, tmp_path: Path) -> None:
+    from mlx_lm.utils import quantize_model
+
+    model, config = converted(sources["qwen3_moe"], None)
+    theirs, _ = quantize_model(model, config, 32, 8)
+    theirs.set_dtype(mx.float32)
+    options = QuantizationOptions(8, 32)
+    toast = baked(sources["qwen3_moe"], tmp_path / "x.toast", quantization=options)
+    split(open_store(toast), tmp_path / "split")
+    ids = [(37 * n + 5) % 4096 for n in range(20)]
+    expected = theirs(mx.array([ids]))[0, -1]
+    for path in (toast, tmp_path / "split"):
+        engine = Engine(locate(str(path)), dtype="float32")
+        logits = engine.prefill(ids, engine.new_cache())[1]
+        assert mx.allclose(logits, expected, rtol=1e-4, atol=1e-4 * float(mx.abs(expected).max()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_moe", "qwen3_moe_quantised"])
+def test_casts_as_mlx_lm_does(sources: dict, tmp_path: Path, name: str, dtype: str) -> None:
+    model, _ = converted(sources[name], dtype)
+    store = open_store(baked(sources[name], tmp_path / "x.toast", dtype=dtype))
+    check_equal(store, dict(tree_flatten(model.parameters())))
+    config = json.loads(store.files.read("config.json"))
+    named = {config.get(key, dtype) for key in ("dtype", "torch_dtype")}
+    assert named == {dtype}
+
+
+def test_a_quantised_source_keeps_its_exceptions(sources: dict, tmp_path: Path) -> None:
+    source = sources["qwen3_moe_quantised"]
+    toast = baked(source, tmp_path / "x.toast")
+    assert locate(str(toast)).read("config.json") == (source / "config.json").read_bytes()
+    check_equal(open_store(toast), dict(tree_flatten(converted(source, None)[0].parameters())))
+
+
+def test_a_format_that_only_its_publisher_names(tmp_path: Path) -> None:
+    """gpt_oss says quant_method, which MLX calls a mode: config.json then says it as MLX does."""
+    source = write_published(tmp_path / "gpt_oss", "gpt_oss")
+    toast = baked(source, tmp_path / "x.toast")
+    written = json.loads(locate(str(toast)).read("config.json"))
+    assert written["quantization"] == {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    check_equal(open_store(toast), dict(tree_flatten(converted(source, None)[0].parameters())))
+
+
+# ------------------------------------------------------------------------------------------- gears
+
+
+def test_gears_lie_beside_the_weights(sources: dict, tmp_path: Path) -> None:
+    toast = baked(sources["qwen3_moe"], tmp_path / "x.toast", gears=("low", "mid"))
+    store = open_store(toast)
+    check_equal(store, dict(tree_flatten(converted(sources["qwen3_moe"], None)[0].parameters())))
+    assert not [*verify(locate(str(toast)))]
+    paths = {
+        name.removesuffix(".weight")
+        for name in store.names
+        if store.layer_of(name) is not None and name.endswith(("proj.weight", "mlp.gate.weight"))
+    }
+    for gear, bits in GEAR_BITS.items():
+        for path in paths:
+            weight = store.tensor(f"{path}.weight")
+            stored = store.module(path, gear)
+            expected = quantise_rows(weight, bits)
+            assert set(stored) == {f"{path}.{part}" for part in expected._fields}
+            for part, array in expected._asdict().items():
+                assert stored[f"{path}.{part}"].dtype == array.dtype
+                assert mx.array_equal(stored[f"{path}.{part}"], array)
+            near = mx.abs(dequantise_rows(expected, bits) - weight.astype(mx.float32))
+            limit = mx.repeat(expected.scales, weight.shape[-1] // expected.scales.shape[-1], -1)
+            assert (near <= 0.50001 * limit.astype(mx.float32)).all()
+    header = read_header(toast, "test")
+    gears = {name for name in header.entries if name.startswith("__gear__.")}
+    assert len(gears) == 2 * 3 * len(paths)
+    assert json.loads(header.metadata["checksums"])["layer.1"].keys() & gears
+
+
+def test_gears_stay_where_they_are_still_true(sources: dict, tmp_path: Path) -> None:
+    toast = baked(sources["qwen3_moe"], tmp_path / "x.toast", gears=("mid", "low"))
+    assert baked(toast, tmp_path / "y.toast").read_bytes() == toast.read_bytes()
+    split(open_store(toast), tmp_path / "split")
+    assert baked(tmp_path / "split", tmp_path / "z.toast").read_bytes() == toast.read_bytes()
+
+    def count(path: Path, prefix: str) -> int:
+        return sum(name.startswith(prefix) for name in read_header(path, "x").entries)
+
+    same = baked(toast, tmp_path / "a.toast", gears=("low", "mid"))
+    assert same.read_bytes() == toast.read_bytes()
+    one = baked(toast, tmp_path / "b.toast", gears=("low",))
+    assert count(one, "__gear__.low.") == count(toast, "__gear__.low.") > 0
+    assert count(one, "__gear__.mid.") == 0
+    cast = baked(toast, tmp_path / "c.toast", dtype="float32")
+    quantised = baked(toast, tmp_path / "d.toast", quantization=QuantizationOptions(4, 32))
+    assert count(cast, "__gear__.") == count(quantised, "__gear__.") == 0
+
+
+# ----------------------------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((7,), "no bits 7"),
+        ((4, 48), "no group size 48"),
+        ((8, None, "mxfp4"), "no bits 8"),
+        ((None, 64, "nvfp4"), "no group size 64"),
+        ((4, 64, "int4"), "no such quantisation mode: int4"),
+    ],
+)
+def test_quantisations_that_mlx_has_not(arguments: tuple, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        QuantizationOptions(*arguments)
+
+
+def test_options_that_do_not_go_together(sources: dict, tmp_path: Path) -> None:
+    four = QuantizationOptions(4, 32)
+    for name, options, message in (
+        ("qwen3_moe_quantised", {"quantization": four}, "is quantised already"),
+        ("qwen3_moe_quantised", {"gears": ("low",)}, "gears are made of weights that are not"),
+        ("qwen3_moe", {"gears": ("low",), "quantization": four}, "gears are made of weights"),
+        ("qwen3_moe", {"gears": ("high",)}, "no such gear"),
+        ("qwen3_moe", {"dtype": "float8"}, "no such dtype"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            baked(sources[name], tmp_path / "x.toast", **options)
+    assert os.listdir(tmp_path) == []
+
+
+def test_gears_of_broken_weights(sources: dict, tmp_path: Path) -> None:
+    source = tmp_path / "x"
+    source.mkdir()
+    for file in sources["llama_tied"].iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    name = "model.layers.1.mlp.up_proj.weight"
+    for shard in source.glob("*.safetensors"):
+        entry = read_header(shard, "x").entries.get(name)
+        if entry is not None:
+            with open(shard, "r+b") as stream:
+                stream.seek(entry.start)
+                stream.write(b"\xff" * 4)
+    with pytest.raises(DataError, match=r"layers\.1\.mlp\.up_proj.*NaN or infinite"):
+        baked(source, tmp_path / "x.toast", gears=("low",))
+    assert os.listdir(tmp_path) == ["x"]
+    (problem,) = verify(locate(str(source)), values=True)
+    assert problem.tensor == name and "NaN" in problem.reason

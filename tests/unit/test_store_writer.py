@@ -1,0 +1,316 @@
+"""Writing safetensors files as a stream: what is in them, and that there is no half of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toastkit.errors import (
+    BusyError,
+    CannotCreateError,
+    DataError,
+    IOFailure,
+    NoInputError,
+    ToastError,
+)
+from toastkit.model.safetensors import ITEM_BYTES, read_header
+from toastkit.model.toast_format import CHECKSUMS_KEY, PAD_PREFIX, PAGE, new_digest
+from toastkit.store import writer as writer_module
+from toastkit.store.writer import Planned, TensorWriter
+
+DTYPES = sorted(ITEM_BYTES)
+PLAN = [
+    Planned("a", "U8", (3, 5), "outside"),
+    Planned("b", "F32", (7,), "layer.0", aligned=True),
+    Planned("empty", "F16", (0, 4), "layer.0"),
+    Planned("c", "BF16", (), "layer.0"),
+    Planned("d", "U32", (2, 2), "layer.1", aligned=True),
+]
+METADATA = {"format": "mlx", "toastkit": "1", "layers": "2"}
+
+
+def content(item: Planned) -> bytes:
+    """Bytes that tell tensors and places in them apart."""
+    first = sum(item.name.encode())
+    return bytes((first + i) % 251 for i in range(item.nbytes))
+
+
+def write(path: Path, plan: list[Planned], piece: int = 1 << 20) -> None:
+    with TensorWriter(path, plan, METADATA) as writer:
+        for item in plan:
+            data = content(item)
+            for start in range(0, len(data), piece):
+                writer.write(item.name, data[start : start + piece])
+        writer.finish()
+
+
+def check(path: Path, plan: list[Planned]) -> None:
+    """The file has what was planned, in order, without a hole, aligned, with right checksums."""
+    header = read_header(path, "test")
+    data = path.read_bytes()
+    assert header.data_start % PAGE == 0
+    own = [e for e in header.entries.values() if not e.name.startswith(PAD_PREFIX)]
+    assert {e.name: (e.dtype, e.shape) for e in own} == {i.name: (i.dtype, i.shape) for i in plan}
+    assert [e.name for e in own if e.nbytes] == [i.name for i in plan if i.nbytes]
+    end = header.data_start
+    for entry in header.entries.values():
+        assert entry.start == end
+        end = entry.stop
+        if entry.name.startswith(PAD_PREFIX):
+            assert not any(data[entry.start : entry.stop])
+    assert end == header.size == len(data)
+    checksums = json.loads(header.metadata[CHECKSUMS_KEY])
+    for item in plan:
+        entry = header.entries[item.name]
+        assert data[entry.start : entry.stop] == content(item)
+        assert not item.aligned or not item.nbytes or entry.start % PAGE == 0
+        assert entry.start % ITEM_BYTES[item.dtype] == 0 or not item.nbytes
+        digest = new_digest()
+        digest.update(content(item))
+        assert checksums[item.group][item.name] == digest.hexdigest()
+
+
+def test_what_is_planned_is_in_the_file(tmp_path: Path) -> None:
+    write(tmp_path / "x.toast", PLAN)
+    check(tmp_path / "x.toast", PLAN)
+    assert os.listdir(tmp_path) == ["x.toast"]
+    metadata = read_header(tmp_path / "x.toast", "test").metadata
+    assert METADATA.items() <= metadata.items()
+
+
+@given(
+    shapes=st.lists(
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 40), max_size=3), st.booleans()),
+        max_size=12,
+    ),
+    piece=st.integers(1, 5000),
+)
+def test_any_plan(tmp_path_factory: pytest.TempPathFactory, shapes: list, piece: int) -> None:
+    plan = [
+        Planned(f"t{i}.ä\n{i % 3}", dtype, tuple(shape), f"layer.{i // 4}", aligned)
+        for i, (dtype, shape, aligned) in enumerate(shapes)
+        if len(shape) < 3
+    ]
+    path = tmp_path_factory.mktemp("any") / "x.safetensors"
+    write(path, plan, piece)
+    check(path, plan)
+
+
+def test_other_readers_open_it(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    numpy = pytest.importorskip("numpy")
+    plan = [item for item in PLAN if item.dtype != "BF16"]  # numpy has no such dtype
+    write(tmp_path / "x.toast", plan)
+    with safetensors.safe_open(tmp_path / "x.toast", framework="numpy") as file:
+        assert METADATA.items() <= file.metadata().items()
+        for item in plan:
+            array = file.get_tensor(item.name)
+            assert array.shape == item.shape
+            assert numpy.ascontiguousarray(array).tobytes() == content(item)
+
+
+def test_an_empty_first_tensor_leaves_the_alignment_to_the_next(tmp_path: Path) -> None:
+    plan = [
+        Planned("a", "U8", (3,), "outside"),
+        Planned("none", "F32", (0,), "layer.0", aligned=True),
+        Planned("b", "F32", (3,), "layer.0"),
+    ]
+    write(tmp_path / "x", plan)
+    assert read_header(tmp_path / "x", "test").entries["b"].start % PAGE == 0
+
+
+def test_progress_counts_bytes(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    total = sum(item.nbytes for item in PLAN)
+    with TensorWriter(tmp_path / "x", PLAN, {}, progress=lambda *v: seen.append(v)) as writer:
+        for item in PLAN:
+            if item.nbytes:
+                writer.write(item.name, content(item))
+        writer.finish()
+    assert seen == sorted(seen) and seen[-1] == (total, total)
+
+
+# ------------------------------------------------------------------------------------- wrong calls
+
+
+def test_a_bug_in_the_caller_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.toast"
+    with (
+        pytest.raises(ValueError, match="b is written out of turn"),
+        TensorWriter(path, PLAN, {}) as writer,
+    ):
+        writer.write("b", b"")
+    with (
+        pytest.raises(ValueError, match="more than its 15"),
+        TensorWriter(path, PLAN, {}) as writer,
+    ):
+        writer.write("a", bytes(16))
+    with (
+        pytest.raises(ValueError, match="tensor a is missing"),
+        TensorWriter(path, PLAN, {}) as writer,
+    ):
+        writer.write("a", bytes(14))
+        writer.finish()
+    with pytest.raises(ValueError, match="planned twice"):
+        TensorWriter(path, [PLAN[0], PLAN[0]], {})
+    with TensorWriter(path, PLAN[:1], {}) as writer:
+        writer.write("a", bytes(15))
+        with pytest.raises(ValueError, match="out of turn"):
+            writer.write("a", b"x")
+    assert os.listdir(tmp_path) == []
+
+
+# ----------------------------------------------------------------------------------- whole or not
+
+
+def test_it_is_private_and_nameless_until_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "x.toast"
+    old = os.umask(0o027)
+    try:
+        with TensorWriter(path, PLAN[:1], {}) as writer:
+            (name,) = os.listdir(tmp_path)
+            assert not name.endswith((".toast", ".safetensors"))
+            assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+            writer.write("a", bytes(15))
+            assert not path.exists()
+            writer.finish()
+    finally:
+        os.umask(old)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_exception_leaves_what_was_there(tmp_path: Path, error: type) -> None:
+    path = tmp_path / "x.toast"
+    path.write_bytes(b"before")
+    with pytest.raises(error), TensorWriter(path, PLAN, {}) as writer:
+        writer.write("a", bytes(10))
+        raise error
+    assert os.listdir(tmp_path) == ["x.toast"] and path.read_bytes() == b"before"
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.toast"
+    with TensorWriter(path, PLAN[:1], {}) as writer:
+        with pytest.raises(BusyError, match="being written"):
+            TensorWriter(path, PLAN, {})
+        writer.write("a", content(PLAN[0]))
+        writer.finish()
+    check(path, PLAN[:1])
+    assert os.listdir(tmp_path) == ["x.toast"]
+
+
+HALF = """
+import sys, time
+from pathlib import Path
+from toastkit.store.writer import Planned, TensorWriter
+with TensorWriter(Path(sys.argv[1]), [Planned("a", "U8", (1 << 20,), "outside")], {}) as writer:
+    writer.write("a", bytes(1 << 19))
+    print("half", flush=True)
+    {what}
+"""
+
+
+def half(path: Path, what: str) -> subprocess.Popen:
+    """A process that is half through writing a file."""
+    return subprocess.Popen(
+        [sys.executable, "-c", HALF.replace("{what}", what), str(path)], stdout=subprocess.PIPE
+    )
+
+
+def test_a_killed_writer_leaves_no_file_and_the_next_takes_over(tmp_path: Path) -> None:
+    path = tmp_path / "x.toast"
+    process = half(path, "time.sleep(60)")
+    assert process.stdout is not None and process.stdout.readline() == b"half\n"
+    with pytest.raises(BusyError):
+        TensorWriter(path, PLAN, {})
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()
+    assert not path.exists() and len(os.listdir(tmp_path)) == 1
+    write(path, PLAN)
+    check(path, PLAN)
+    assert os.listdir(tmp_path) == ["x.toast"]
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from toastkit.errors import ToastError
+from toastkit.store.writer import Planned, TensorWriter
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, 1 << 19))
+try:
+    with TensorWriter(Path(sys.argv[1]), [Planned("a", "U8", (1 << 20,), "outside")], {}) as writer:
+        writer.write("a", bytes(1 << 20))
+        writer.finish()
+except ToastError as error:
+    print(error.code, error.message)
+"""
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    path = tmp_path / "x.toast"
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True)
+    assert done.stdout.startswith(b"74 cannot write"), done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_too_small_is_seen_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs(tmp_path)
+    fields = list(real)
+    fields[4] = 1  # f_bavail
+    monkeypatch.setattr(writer_module.os, "statvfs", lambda _: os.statvfs_result(fields))
+    with pytest.raises(IOFailure, match="no space left on device"):
+        TensorWriter(tmp_path / "x", [Planned("a", "U8", (1 << 30,), "outside")], {})
+    assert os.listdir(tmp_path) == []
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"")
+    for path in (tmp_path / "folder", tmp_path / "no" / "x", tmp_path / "file" / "x"):
+        with pytest.raises(CannotCreateError, match="cannot write"):
+            TensorWriter(path, PLAN, {})
+    os.symlink("elsewhere", tmp_path / "x.partial")
+    with pytest.raises(ToastError, match="cannot write"):
+        TensorWriter(tmp_path / "x", PLAN, {})
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_more_tensors_than_a_header_holds(tmp_path: Path) -> None:
+    plan = [Planned(f"{i}" + "n" * (9 << 20), "U8", (1,), "outside") for i in range(6)]
+    with pytest.raises(DataError, match="too many tensors"):
+        TensorWriter(tmp_path / "x", plan, {})
+    assert os.listdir(tmp_path) == []
+
+
+# -------------------------------------------------------------------------------------------- copy
+
+
+def test_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "CHUNK_BYTES", 100)
+    source = tmp_path / "source"
+    item = Planned("a", "U8", (1001,), "outside")
+    source.write_bytes(b"before" + content(item) + b"after")
+    with TensorWriter(tmp_path / "x", [item], {}) as writer:
+        writer.copy("a", source, 6, 1007)
+        writer.finish()
+    check(tmp_path / "x", [item])
+
+
+def test_copying_from_what_is_no_longer_there(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(bytes(10))
+    with TensorWriter(tmp_path / "x", PLAN[:1], {}) as writer:
+        with pytest.raises(DataError, match="truncated"):
+            writer.copy("a", tmp_path / "source", 0, 15)
+        with pytest.raises(NoInputError, match="cannot read"):
+            writer.copy("a", tmp_path / "gone", 0, 15)
+    assert os.listdir(tmp_path) == ["source"]

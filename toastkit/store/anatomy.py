@@ -1,0 +1,278 @@
+"""What an architecture is made of: layers by kind, experts, parameters, bytes by part, caches.
+
+The model is run on one token, lazily: MLX knows the shape of every array before it computes one, so
+that nothing here reads or makes a weight. The results are plain dicts, ready for JSON.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
+
+from toastkit.model.config import ModelConfig
+from toastkit.model.toast_format import is_model_tensor
+from toastkit.store.store import Store
+
+# The parts by which bytes are counted. mixer: attention or its recurrent kin, all that mixes
+# positions. mlp: dense ones, shared experts included. other: norms, routers, what has no name.
+PARTS = ("embedding", "mixer", "mlp", "experts", "other", "head")
+CACHE_TOKENS = 1024  # "1K tokens"
+_MLP = re.compile(r"mlp|moe|ffn|feed_?forward|expert|^ff_|^fc\d|^w[123]$|^(gate|up|down)_", re.I)
+_MLP_CLASS = re.compile(r"MLP|MoE|Moe|FeedForward|FFN")
+_HEADS = ("lm_head", "embed_out", "output", "head", "ff_out")
+_SHARED = re.compile(r"\bshared_(mlp|experts?)\b")
+_WINDOWS = ("RotatingKVCache", "ChunkedKVCache")
+
+
+def anatomy(store: Store, explain: Callable[[str], None]) -> dict[str, Any]:
+    """What the checkpoint's architecture is.
+
+    store: its model is used up. explain(line): is told what could not be found out; the result is
+    without it then.
+    """
+    model = store.model
+    leaves = dict(_leaves(model))
+    parts = {path: part_of(store, path) for path in leaves}
+    total = {path: _parameters(module) for path, module in leaves.items()}
+    trial = _Trial(store, explain)
+    idle = 0.0
+    for path, module in leaves.items():
+        if _holds_experts(module):
+            chosen = trial.routed.get(id(module), module.num_experts)
+            idle += total[path] * (1 - min(chosen / module.num_experts, 1))
+    sizes = dict.fromkeys(PARTS, 0)
+    for name in filter(is_model_tensor, store.names):
+        path = name.rpartition(".")[0]
+        sizes[parts[path] if path in parts else part_of(store, path)] += store.nbytes(name)
+    found: dict[str, Any] = {
+        "layers": store.layer_count,
+        "layer_kinds": _kinds(store, parts, trial.cache),
+        "experts": _experts(store.config, leaves, trial.routed),
+        "parameters": sum(total.values()),
+        "active_parameters": sum(total.values()) - round(idle),
+        "bytes": sizes,
+        "tied_head": "head" not in parts.values(),
+    }
+    if trial.cache is not None:
+        found["cache"] = _cache_bytes(trial.cache)
+    return found
+
+
+def _leaves(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(path, module) of the modules that hold arrays of their own, each once."""
+    seen = set()
+    for path, module in model.named_modules():
+        if id(module) not in seen and _own(module):
+            seen.add(id(module))
+            yield path, module
+
+
+def _own(module: nn.Module) -> dict[str, mx.array]:
+    return {
+        name: value
+        for name, value in module.items()
+        if isinstance(value, mx.array) and not name.startswith("_")
+    }
+
+
+def _parameters(module: Any) -> int:
+    """Elements of a module's own arrays. Packed weights count as what they stand for, their scales
+    and biases do not count."""
+    own = _own(module)
+    count = 0
+    if "scales" in own and isinstance(getattr(module, "bits", None), int):
+        packed = own.pop("weight")
+        count = packed.size * packed.dtype.size * 8 // module.bits
+        own = {name: value for name, value in own.items() if name == "bias"}
+    return count + sum(value.size for value in own.values())
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    """Whether it is a stack of matrices, one an expert, of which a token uses a few."""
+    return type(module).__name__ in ("SwitchLinear", "QuantizedSwitchLinear")
+
+
+def _experts(config: ModelConfig, leaves: dict, routed: dict[int, int]) -> dict | None:
+    """Experts of a layer: in all, for one token (None if not known), shared by all tokens."""
+    stacks = [module for module in leaves.values() if _holds_experts(module)]
+    if not stacks:
+        return None
+    shared = any(_SHARED.search(path) for path in leaves)
+    return {
+        "total": max(module.num_experts for module in stacks),
+        "active": max((routed[id(m)] for m in stacks if id(m) in routed), default=None),
+        "shared": _count(config, "n_shared_experts", "num_shared_experts") or int(shared),
+    }
+
+
+def _count(config: ModelConfig, *names: str) -> int | None:
+    text = config.raw.get("text_config")
+    for place in (config.raw, text if isinstance(text, dict) else {}):
+        for name in names:
+            if type(place.get(name)) is int:
+                return place[name]
+    return None
+
+
+def _kinds(store: Store, parts: dict[str, str], cache: list | None) -> dict[str, int]:
+    """How many layers of each kind: how they look back on earlier tokens, and what follows."""
+    contents: list[set[str]] = [set() for _ in range(store.layer_count)]
+    for path, part in parts.items():
+        layer = store.layer_of(f"{path}.")
+        if layer is not None:
+            contents[layer].add(part)
+    aligned = cache is not None and len(cache) == store.layer_count
+    kinds: Counter[str] = Counter()
+    for number, content in enumerate(contents):
+        words = [_looks_back(cache[number])] if cache is not None and aligned else []
+        words += ["MoE"] if "experts" in content else ["dense"] if "mlp" in content else []
+        kinds[", ".join(words) or "decoder layer"] += 1
+    return dict(kinds.most_common())
+
+
+def _looks_back(cache: Any) -> str:
+    """By the class of the layer's cache."""
+    name = type(cache).__name__
+    if hasattr(cache, "caches"):
+        return " and ".join(sorted({_looks_back(part) for part in cache.caches}))
+    words = {
+        "KVCache": "attention", "ConcatenateKVCache": "attention",
+        "RotatingKVCache": "sliding attention", "ChunkedKVCache": "chunked attention",
+        "ArraysCache": "recurrent", "MambaCache": "recurrent", "NoneType": "no cache",
+    }  # fmt: skip
+    return words.get(name, name)
+
+
+# ------------------------------------------------------------------------------------- parts
+
+
+def part_of(store: Store, path: str) -> str:
+    """Which of PARTS the module at a path belongs to, by its name and class and its parents'."""
+    chain = list(_chain(store.model, path))
+    last, module = chain[-1] if chain else ("", None)
+    kind = type(module).__name__
+    if "Embedding" in kind:
+        return "embedding"
+    if not f"{path}.".startswith(f"{store.layers_path}."):
+        return "head" if last in _HEADS and "Linear" in kind else "other"
+    below = chain[store.layers_path.count(".") + 2 :]
+    if any(_holds_experts(m) or type(m).__name__.startswith("Switch") for _, m in below):
+        return "experts"
+    if not below or "Norm" in kind or last in ("gate", "router", "shared_expert_gate"):
+        return "other"
+    if any(_MLP.search(name) or _MLP_CLASS.search(type(m).__name__) for name, m in below):
+        return "mlp"
+    return "mixer"
+
+
+def _chain(model: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
+    """(name, module) of everything on the way to a path, as far as the tree goes."""
+    here: Any = model
+    for name in path.split("."):
+        if isinstance(here, list):
+            here = here[int(name)] if name.isdecimal() and int(name) < len(here) else None
+        else:
+            here = here.get(name) if isinstance(here, dict) else None
+        if here is None:
+            return
+        yield name, here
+
+
+# ------------------------------------------------------------------------------------- a trial
+
+
+class _Trial:
+    """One token through the model, lazily.
+
+    cache: the caches after it, None where the architecture cannot be run so. routed: how many
+    experts the token went to, by id of the module that holds them.
+    """
+
+    def __init__(self, store: Store, explain: Callable[[str], None]):
+        self.routed: dict[int, int] = {}
+        self.cache: list | None = None
+        try:
+            _hollow(store)
+            self.cache = self._run(store.model)
+        except Exception as error:  # what a model of mlx_lm raises is its own choice
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            explain(f"the caches cannot be looked at: {reason}")
+
+    def _run(self, model: Any) -> list:
+        from mlx_lm.models.cache import make_prompt_cache
+        from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+        classes: tuple[Any, ...] = (SwitchLinear, QuantizedSwitchLinear)
+        originals = [kind.__call__ for kind in classes]
+        cache = make_prompt_cache(model)
+        try:
+            for kind, original in zip(classes, originals):
+                kind.__call__ = self._listening(original)
+            model(mx.zeros((1, 1), mx.uint32), cache=cache)
+        finally:
+            for kind, original in zip(classes, originals):
+                kind.__call__ = original
+        return cache
+
+    def _listening(self, original: Callable) -> Callable:
+        def call(module: Any, x: Any, indices: Any, *rest: Any, **named: Any) -> Any:
+            self.routed[id(module)] = indices.size
+            return original(module, x, indices, *rest, **named)
+
+        return call
+
+
+def _hollow(store: Store) -> None:
+    """Gives the model parameters of the stored dtypes, so that the caches get theirs, which take no
+    memory, should one be evaluated after all."""
+
+    def hollow(name: str, value: mx.array) -> mx.array:
+        return mx.broadcast_to(mx.array(0, store.dtype(name)), value.shape)
+
+    store.model.update(tree_map_with_path(hollow, store.model.parameters()))
+
+
+def _cache_bytes(cache: list) -> dict[str, Any]:
+    """What grows with every token, what sliding windows take when full, what recurrent state takes
+    whatever the length. dtype: of keys, or of the state where there are none."""
+    growing = windows = state = 0
+    dtypes: list[mx.Dtype] = []
+    for part in _flat(cache):
+        keys, values = getattr(part, "keys", None), getattr(part, "values", None)
+        if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
+            arrays = list(_arrays(part))
+            state += sum(array.nbytes for array in arrays)
+            dtypes += [array.dtype for array in arrays]
+            continue
+        dtypes.insert(0, keys.dtype)
+        token = sum(array.nbytes // array.shape[2] for array in (keys, values))
+        if type(part).__name__ in _WINDOWS:
+            windows += token * (getattr(part, "max_size", 0) or getattr(part, "chunk_size", 0))
+        else:
+            growing += token * CACHE_TOKENS
+    return {
+        "dtype": str(dtypes[0]).rpartition(".")[2] if dtypes else None,
+        "bytes_per_1024_tokens": growing,
+        "window_bytes": windows,
+        "state_bytes": state,
+    }
+
+
+def _flat(caches: Iterable[Any]) -> Iterator[Any]:
+    for cache in caches:
+        if hasattr(cache, "caches"):
+            yield from _flat(cache.caches)
+        elif cache is not None:
+            yield cache
+
+
+def _arrays(cache: Any) -> Iterator[mx.array]:
+    """The arrays of a recurrent state, however nested."""
+    flat: Any = tree_flatten(cache.state)
+    return (value for _, value in flat if isinstance(value, mx.array))

@@ -1,0 +1,252 @@
+"""Makes one `.toast` file of a checkpoint: a stream through memory, a tensor at a time.
+
+Each tensor is a piece (pieces.py): copied from file to file where it stays as it is, else cast or
+quantised in blocks of rows. So the peak is below 2.5 times the largest layer, or the largest tensor
+outside the layers, however large the model is.
+
+The order is that of toast_format.py: small files, what is outside the layers, layer 0, 1, ...;
+within a layer first what every token needs, then the experts, then the gears, by name. It does not
+depend on how the source was cut into files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from toastkit.errors import DataError, UsageError
+from toastkit.model.files import SMALL_FILES
+from toastkit.model.toast_format import (
+    FILE_PREFIX,
+    FILES_GROUP,
+    GEAR_PREFIX,
+    LAYER_GROUP,
+    LAYERS_KEY,
+    OUTSIDE_GROUP,
+    VERSION,
+    VERSION_KEY,
+)
+from toastkit.store.checkpoint import DTYPES
+from toastkit.store.pieces import Converted, Copied, Literal, Piece, cast_to
+from toastkit.store.precision import GEAR_BITS, group_size_of, quantise_rows
+from toastkit.store.quantising import Packing, QuantizationOptions, choose_modules, leaf_modules
+from toastkit.store.store import Store
+from toastkit.store.writer import Planned, Progress, TensorWriter
+
+__all__ = ["QuantizationOptions", "bake"]
+
+PARTS = ("weight", "scales", "biases")  # of a quantised matrix, in the order of the file
+
+
+def bake(
+    store: Store,
+    out: Path,
+    *,
+    quantization: QuantizationOptions | None = None,
+    dtype: str | None = None,
+    gears: tuple[str, ...] = (),
+    progress: Progress | None = None,
+) -> None:
+    """Writes a checkpoint to `out`, which is there whole at the end, or not at all.
+
+    quantization: quantise as mlx_lm.convert does. dtype: float32, float16 or bfloat16, which the
+    other floating tensors are cast to. gears: keys of GEAR_BITS, to be stored beside the decoder
+    layers' matrices; those of the source are kept where nothing is converted. progress(done,
+    total): bytes written.
+    Raises UsageError for options that do not go with the checkpoint, DataError for one that is
+    broken, BusyError, CannotCreateError, IOFailure.
+    """
+    contents = Contents(store, quantization, dtype, gears)
+    pieces = [
+        *(Literal(FILE_PREFIX + name, data, FILES_GROUP) for name, data in small_files(contents)),
+        *contents.outside(),
+    ]
+    for index in range(store.layer_count):
+        pieces += contents.layer(index)
+    write_pieces(out, pieces, metadata(store), progress=progress)
+
+
+def write_pieces(
+    path: Path, pieces: Iterable[Piece], texts: Mapping[str, str], **rest: Any
+) -> None:
+    """Writes a safetensors file of pieces, each layer at a multiple of PAGE. texts: its metadata.
+    rest: what else TensorWriter takes."""
+    pieces = list(pieces)
+    plan: list[Planned] = []
+    group = FILES_GROUP
+    for item in (item for piece in pieces for item in piece.planned):
+        plan.append(replace(item, aligned=item.group not in (group, OUTSIDE_GROUP)))
+        group = item.group
+    mx.clear_cache()  # of what finding out where the tensors lie has read
+    with TensorWriter(path, plan, texts, **rest) as writer:
+        for piece in pieces:
+            name = piece.planned[0].name
+            try:
+                piece.write(writer)
+            except DataError as error:
+                raise DataError(f"{name}: {error.message}", error.hint) from error
+            except RuntimeError as error:  # MLX, on a file that became shorter
+                reason = str(error).strip().split("\n")[0]
+                raise DataError(f"{name}: cannot read it: {reason}") from error
+        writer.finish()
+
+
+def metadata(store: Store) -> dict[str, str]:
+    """The header's texts, but for the checksums."""
+    return {"format": "mlx", VERSION_KEY: VERSION, LAYERS_KEY: str(store.layer_count)}
+
+
+def small_files(contents: Contents) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of the small files that the checkpoint has, with config.json as it must be
+    for what is written."""
+    for name in SMALL_FILES:
+        data = contents.config() if name == "config.json" else contents.store.files.read(name)
+        if data is not None:
+            yield name, data
+
+
+class Contents:
+    """What a checkpoint will hold; the options are bake's.
+    Raises UsageError for options that do not go with the checkpoint."""
+
+    def __init__(
+        self,
+        store: Store,
+        quantization: QuantizationOptions | None = None,
+        dtype: str | None = None,
+        gears: tuple[str, ...] = (),
+    ):
+        self.store = store
+        self._dtype = _known("dtype", dtype, DTYPES) if dtype is not None else None
+        self._gears = sorted({_known("gear", g, GEAR_BITS) for g in gears}, key=[*GEAR_BITS].index)
+        self._packings: dict[str, Packing] = {}
+        self._settings = store.quantization
+        if quantization is not None:
+            self._packings, self._settings = choose_modules(store, quantization)
+        if gears and self._settings is not None:
+            raise UsageError(
+                f"{store.files.name}: gears are made of weights that are not quantised"
+            )
+        self._cast = cast_to(DTYPES[dtype] if dtype else None)
+        # What the architecture computes in float32 stays in it.
+        self._may_cast = getattr(store.model, "cast_predicate", lambda _: True)
+        self._linear = self._gear_modules() if gears else set()
+        self._carried = []
+        if not gears and quantization is None and dtype is None:
+            self._carried = self._stored_gears()
+
+    def outside(self) -> list[Piece]:
+        """What is outside the layers."""
+        names = sorted(self.store.outside_names(), key=_order)
+        return [self._piece(name, OUTSIDE_GROUP) for name in names]
+
+    def layer(self, index: int) -> list[Piece]:
+        """One layer: what every token needs, the experts, the gears."""
+        group = LAYER_GROUP.format(index)
+        names = sorted(self.store.layer_names(index), key=_order)
+        experts = set(self.store.expert_names(index))
+        names.sort(key=lambda name: name in experts)
+        pieces = [self._piece(name, group) for name in names]
+        for gear in self._gears:
+            pieces += [
+                self._gear_piece(gear, name, group)
+                for name in names
+                if name.endswith(".weight") and _path(name) in self._linear
+            ]
+        for path, entry in self._carried:
+            if self.store.layer_of(_original(entry.name)) == index:
+                pieces.append(Copied(path, entry, entry.name, group))
+        return pieces
+
+    def _piece(self, name: str, group: str) -> Piece:
+        store = self.store
+        path, _, leaf = name.rpartition(".")
+        cast = self._cast if self._may_cast(name) else cast_to(None)
+        if leaf == "weight" and path in self._packings:
+            packing = self._packings[path]
+            names = {part: f"{path}.{part}" for part in PARTS}
+            return Converted(store, name, lambda rows: packing.quantise(cast(rows)), names, group)
+        source = store.source(name)
+        if source is not None and cast(mx.zeros(1, store.dtype(name))).dtype == store.dtype(name):
+            return Copied(*source, name, group)
+        return Converted(store, name, lambda rows: {leaf: cast(rows)}, {leaf: name}, group)
+
+    def _gear_piece(self, gear: str, name: str, group: str) -> Piece:
+        cast = self._cast if self._may_cast(name) else cast_to(None)
+        names = {part: f"{GEAR_PREFIX}{gear}.{_path(name)}.{part}" for part in PARTS}
+        bits = GEAR_BITS[gear]
+        return Converted(
+            self.store, name, lambda rows: quantise_rows(cast(rows), bits)._asdict(), names, group
+        )
+
+    def _gear_modules(self) -> set[str]:
+        """Paths of the matrices in the layers, those of experts too, that MLX can store so.
+        Raises UsageError where there are none."""
+        found = {
+            path
+            for path, module in leaf_modules(self.store.model)
+            if hasattr(module, "to_quantized")
+            and not isinstance(module, nn.Embedding)
+            and self.store.layer_of(path) is not None
+            and group_size_of(module.weight.shape[-1]) is not None
+        }
+        if not found:
+            raise UsageError(f"{self.store.files.name}: has no matrix that gears can be made of")
+        return found
+
+    def _stored_gears(self) -> list:
+        """(file, entry) of the gears that the source has."""
+        return [
+            (header.path, entry)
+            for header in self.store.files.headers
+            for name, entry in header.entries.items()
+            if name.startswith(GEAR_PREFIX)
+        ]
+
+    def config(self) -> bytes | None:
+        """config.json as it must be for these tensors; byte for byte the source's where it fits."""
+        data = self.store.files.read("config.json")
+        settings = self._settings
+        if data is None:
+            return None
+        raw = json.loads(data)
+        before = json.dumps(raw)
+        if settings is not None and raw.get("quantization") != settings:
+            raw["quantization"] = raw["quantization_config"] = settings
+        if settings is None:  # the format that it tells of is not that of these weights
+            for part in (raw, raw.get("text_config")):
+                if isinstance(part, dict):
+                    part.pop("quantization_config", None)
+        if self._dtype is not None:
+            for part in (raw, raw.get("text_config")):
+                for key in ("dtype", "torch_dtype"):
+                    if isinstance(part, dict) and key in part:
+                        part[key] = self._dtype
+        return data if json.dumps(raw) == before else json.dumps(raw, indent=2).encode() + b"\n"
+
+
+def _known(word: str, name: str, names: Iterable[str]) -> str:
+    if name not in names:
+        raise UsageError(f"no such {word} to bake: {name[:40]} ({', '.join(names)})")
+    return name
+
+
+def _path(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _original(name: str) -> str:
+    """`__gear__.low.NAME` -> NAME."""
+    return name[len(GEAR_PREFIX) :].partition(".")[2]
+
+
+def _order(name: str) -> tuple[str, int, str]:
+    """Sorts by module, and a quantised matrix before its scales and biases."""
+    path, _, leaf = name.rpartition(".")
+    return path, PARTS.index(leaf) if leaf in PARTS else len(PARTS), leaf

@@ -1,0 +1,125 @@
+"""Outputs that appear whole or not at all: made beside their place, as NAME.partial, then renamed.
+
+Whoever makes one holds flock on it, so that two processes do not make the same at once, and what a
+killed process left behind is taken over by the next one instead of filling the disk for ever.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+from toastkit.errors import BusyError, CannotCreateError, from_os_error
+from toastkit.session.files import sync_directory
+
+SUFFIX = ".partial"
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # some network shares
+
+
+class Partial:
+    """A file, or a directory of files, on its way to `path`. A context manager: it is removed on
+    leaving unless `publish` was called.
+
+    beside: where it is made, readable by nobody else until then. fd: open on it. mask: the umask.
+    Raises BusyError while another process makes it, CannotCreateError or IOFailure where it cannot
+    be made; a directory may be put in the place of an empty one and of nothing else.
+    """
+
+    def __init__(self, path: Path, directory: bool = False):
+        self.path = path
+        self.beside = path.with_name(path.name + SUFFIX)
+        self._directory = directory
+        self._published = False
+        # There is no other way to ask; a file that another thread makes meanwhile is only private.
+        self.mask = os.umask(0o077)
+        os.umask(self.mask)
+        try:
+            if not directory and path.is_dir():
+                raise CannotCreateError(f"cannot write {path}: is a directory")
+            if directory and path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise CannotCreateError(f"cannot make {path}: exists and is not empty")
+            self.fd = self._claim()
+        except OSError as error:
+            raise self.failure(error) from error
+
+    def _claim(self) -> int:
+        """A descriptor of the empty output, locked."""
+        while True:
+            if self._directory:
+                if not self.beside.is_dir():
+                    os.mkdir(self.beside, 0o700)
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                fd = os.open(self.beside, flags)
+            else:
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                fd = os.open(self.beside, flags, 0o600)
+            try:
+                self._lock(fd)
+                if os.path.samestat(os.fstat(fd), os.stat(self.beside)):
+                    os.fchmod(fd, 0o700 if self._directory else 0o600)
+                    self._empty(fd)
+                    return fd
+            except FileNotFoundError:
+                pass  # its maker was just done with it
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def _lock(self, fd: int) -> None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD:
+                raise BusyError(f"{self.path} is being written by another process") from error
+            if error.errno not in _NO_LOCKS:
+                raise
+
+    def _empty(self, fd: int) -> None:
+        """Removes what a killed process left in it."""
+        if not self._directory:
+            os.ftruncate(fd, 0)
+            return
+        for name in os.listdir(self.beside):
+            os.unlink(self.beside / name)
+
+    def publish(self) -> None:
+        """Makes it durable and gives it its name. Raises CannotCreateError, IOFailure."""
+        try:
+            os.fchmod(self.fd, (0o777 if self._directory else 0o666) & ~self.mask)
+            os.fsync(self.fd)
+            os.replace(self.beside, self.path)
+            self._published = True
+            sync_directory(self.path.absolute().parent)
+        except OSError as error:
+            raise self.failure(error) from error
+
+    def failure(self, error: OSError) -> Exception:
+        """What a failed write to it is called."""
+        doing = "make" if self._directory else "write"
+        return from_os_error(error, f"cannot {doing} {self.path}", creating=True)
+
+    def discard(self) -> None:
+        """Removes it, unless it is published. May be called again."""
+        if self.fd < 0:
+            return
+        try:
+            if not self._published:
+                if self._directory:
+                    self._empty(self.fd)
+                    os.rmdir(self.beside)
+                else:
+                    os.unlink(self.beside)
+        except OSError:
+            pass  # the failure to report is the one that led here
+        fd, self.fd = self.fd, -1
+        os.close(fd)  # last: until here nobody else may take it over
+
+    def __enter__(self) -> Partial:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()

@@ -1,0 +1,108 @@
+"""Which modules of a model are quantised and how, decided as `mlx_lm.convert` decides it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from toastkit.errors import UsageError
+from toastkit.store.store import Store
+
+# mode -> group sizes and bits that MLX has, the default first.
+MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "affine": ((64, 32, 128), (4, 2, 3, 5, 6, 8)),
+    "mxfp4": ((32,), (4,)),
+    "nvfp4": ((16,), (4,)),
+    "mxfp8": ((32,), (8,)),
+}
+
+
+@dataclass(frozen=True)
+class QuantizationOptions:
+    """How weights are to be quantised. bits, group_size: None for the mode's default. mode: a key
+    of MODES. Raises UsageError for what MLX has not."""
+
+    bits: int | None = None
+    group_size: int | None = None
+    mode: str = "affine"
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UsageError(f"no such quantisation mode: {self.mode[:40]} ({', '.join(MODES)})")
+        groups, bits = MODES[self.mode]
+        for word, value, known in (
+            ("bits", self.bits, bits), ("group size", self.group_size, groups)
+        ):  # fmt: skip
+            if value is not None and value not in known:
+                names = ", ".join(map(str, sorted(known)))
+                raise UsageError(f"{self.mode} quantisation has no {word} {value}, only {names}")
+
+    def settings(self) -> dict[str, Any]:
+        """As config.json has them."""
+        groups, bits = MODES[self.mode]
+        return {
+            "group_size": self.group_size or groups[0],
+            "bits": self.bits or bits[0],
+            "mode": self.mode,
+        }
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What mx.quantize is told for one module."""
+
+    group_size: int
+    bits: int
+    mode: str
+
+    def quantise(self, weight: mx.array) -> dict[str, mx.array]:
+        """(..., columns) in any floating dtype -> weight (..., columns * bits / 32) uint32, scales
+        and, in affine mode, biases (..., columns / group_size). Lazy."""
+        parts = mx.quantize(weight, self.group_size, self.bits, mode=self.mode)
+        return dict(zip(("weight", "scales", "biases"), parts))
+
+
+def choose_modules(
+    store: Store, options: QuantizationOptions
+) -> tuple[dict[str, Packing], dict[str, Any]]:
+    """The modules to quantise, by path, and the `quantization` for config.json.
+
+    As mlx_lm.utils.quantize_model: every module that can be and whose rows divide into groups, but
+    for those that the architecture excepts or wants in other bits.
+    Raises UsageError for a checkpoint that is quantised already or of which nothing can be.
+    """
+    name = store.files.name
+    if store.quantization is not None:
+        raise UsageError(f"{name} is quantised already")
+    settings = options.settings()
+    base = dict(settings)
+    predicate = getattr(store.model, "quant_predicate", None)
+    chosen: dict[str, Packing] = {}
+    for path, module in leaf_modules(store.model):
+        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % base["group_size"]:
+            continue
+        answer = True if predicate is None else predicate(path, module)
+        if not answer:
+            continue
+        if isinstance(answer, dict):
+            settings[path] = answer
+        try:
+            made = module.to_quantized(**(answer if isinstance(answer, dict) else base))
+        except (ValueError, TypeError) as error:
+            reason = str(error).strip().split("\n")[0][:200]
+            raise UsageError(f"{name}: {path} cannot be quantised so: {reason}") from error
+        chosen[path] = Packing(made.group_size, made.bits, getattr(made, "mode", "affine"))
+    if not chosen:
+        size = base["group_size"]
+        raise UsageError(f"{name}: no module's rows divide into groups of {size}")
+    return chosen, settings
+
+
+def leaf_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    """(path, module) of all modules that hold no others."""
+    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    return leaves

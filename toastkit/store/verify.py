@@ -1,0 +1,231 @@
+"""Checks a checkpoint against the checksums that toastkit wrote into it, and its weights for NaN.
+
+Files are read in large pieces, front to back. Imports neither MLX nor, without `values`, numpy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from toastkit.errors import DataError, from_os_error
+from toastkit.model.files import ModelFiles
+from toastkit.model.safetensors import ITEM_BYTES, Entry, Header, read_header
+from toastkit.model.toast_format import (
+    CHECKSUMS_KEY,
+    FILE_PREFIX,
+    FILES_GROUP,
+    LAYER_GROUP,
+    LAYERS_KEY,
+    OUTSIDE_GROUP,
+    PAD_PREFIX,
+    VERSION_KEY,
+    new_digest,
+)
+from toastkit.store.writer import CHUNK_BYTES, LAYOUT_KEY, Progress, layout_digest
+
+# dtype -> (numpy's name for as many bytes, bits that are all set in what is not finite, bits that
+# are not all zero in NaN). float8: https://arxiv.org/abs/2209.05433, E8M0: OCP MX 1.0.
+NOT_FINITE = {
+    "F16": ("<u2", 0x7C00, 0x03FF),
+    "BF16": ("<u2", 0x7F80, 0x007F),
+    "F32": ("<u4", 0x7F800000, 0x007FFFFF),
+    "F64": ("<u8", 0x7FF0000000000000, 0x000FFFFFFFFFFFFF),
+    "F8_E5M2": ("<u1", 0x7C, 0x03),
+    "F8_E4M3": ("<u1", 0x7F, 0x7F),
+    "F8_E8M0": ("<u1", 0xFF, 0xFF),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """file: its name. tensor: its name, None where the file as a whole is meant. reason: a phrase
+    without the names."""
+
+    file: str
+    tensor: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        where = f"{self.file}: {self.tensor}" if self.tensor else self.file
+        return f"{where}: {self.reason}"
+
+
+def has_checksums(files: ModelFiles) -> bool:
+    """Whether there is anything to compare contents with: toastkit wrote the checkpoint. Of others
+    `verify` checks only that files are whole. Raises as ModelFiles.headers does."""
+    return any(map(_is_ours, files.headers))
+
+
+def verify(
+    files: ModelFiles, *, values: bool = False, progress: Progress | None = None
+) -> Iterator[Problem]:
+    """What is wrong with a checkpoint's weight files, as it is found.
+
+    values: look for NaN and infinite weights too. progress(done, total): bytes read.
+    Raises NoInputError, DataError, IOFailure where files are missing or cannot be read at all.
+    """
+    headers, paths = [], files.weight_files()
+    for path in paths:
+        try:
+            headers.append(read_header(path, files.name))
+        except DataError as error:
+            reason = error.message.partition(f"cannot read {path.name}: ")[2]
+            yield Problem(path.name, None, reason or error.message)
+    if len(headers) == len(paths):
+        headers = files.headers  # raises for what no single file tells: a layer that is missing
+    total = sum(entry.nbytes for header in headers for entry in header.entries.values())
+    done = 0
+    found: set[str] = set()
+    for header in headers:
+        expected: dict[str, str] = {}
+        if _is_ours(header):
+            groups = _checksums(header)
+            found |= set(groups)
+            expected = {name: value for group in groups.values() for name, value in group.items()}
+            yield from _check_header(header, expected)
+            yield from _check_small_files(files, header, groups.get(FILES_GROUP, {}))
+        try:
+            with open(header.path, "rb", buffering=0) as file:
+                for entry in header.entries.values():
+                    yield from _check_tensor(header, file, entry, expected, values)
+                    done += entry.nbytes
+                    if progress is not None:
+                        progress(done, total)
+        except OSError as error:
+            raise from_os_error(error, f"cannot read {header.path}") from error
+    if found:
+        yield from _missing_groups(headers[0], found)
+
+
+def _is_ours(header: Header) -> bool:
+    """Whether toastkit wrote a file; one of these names may be what has changed."""
+    return any(key in header.metadata for key in (VERSION_KEY, LAYOUT_KEY, CHECKSUMS_KEY))
+
+
+def _checksums(header: Header) -> dict[str, dict[str, str]]:
+    """The checksums in a header, {} where they cannot be read."""
+    try:
+        groups = json.loads(header.metadata.get(CHECKSUMS_KEY, ""))
+        if isinstance(groups, dict) and all(isinstance(g, dict) for g in groups.values()):
+            return groups
+    except (ValueError, RecursionError):
+        pass
+    return {}
+
+
+def _check_header(header: Header, expected: dict[str, str]) -> Iterator[Problem]:
+    """Whether the header is as it was written, and speaks of what there is."""
+    file = header.path.name
+    digest = layout_digest(header.entries.values(), header.data_start, header.metadata)
+    if header.metadata.get(LAYOUT_KEY) != digest:
+        yield Problem(file, None, "its header is not as it was written")
+    for name in header.entries:
+        if name not in expected and not name.startswith(PAD_PREFIX):
+            yield Problem(file, name, "has no checksum")
+    for name in expected:
+        if name not in header.entries and not name.startswith(FILE_PREFIX):
+            yield Problem(file, name, "is missing")
+
+
+def _check_small_files(
+    files: ModelFiles, header: Header, expected: dict[str, str]
+) -> Iterator[Problem]:
+    """The small files that lie beside the weights, in a split checkpoint."""
+    for name, digest in expected.items():
+        if name in header.entries:
+            continue
+        small = name[len(FILE_PREFIX) :]
+        data = files.read(small)
+        if data is None:
+            yield Problem(small, None, "is missing")
+            continue
+        actual = new_digest()
+        actual.update(data)
+        if actual.hexdigest() != digest:
+            yield Problem(small, None, "is not as it was written")
+
+
+def _check_tensor(
+    header: Header, file: BinaryIO, entry: Entry, expected: dict[str, str], values: bool
+) -> Iterator[Problem]:
+    """Reads one tensor and compares. Raises OSError."""
+    name, padding = entry.name, entry.name.startswith(PAD_PREFIX)
+    digest = new_digest() if name in expected else None
+    scan = _Scan(entry) if values and entry.dtype in NOT_FINITE else None
+    if digest is None and scan is None and not (padding and expected):
+        return
+    clean = True
+    for chunk in _chunks(file, entry):
+        if chunk is None:
+            yield Problem(header.path.name, name, "is cut off")
+            return
+        if digest is not None:
+            digest.update(chunk)
+        if scan is not None:
+            scan.update(chunk)
+        if padding:
+            clean = clean and not any(chunk)
+    if not clean or (digest is not None and digest.hexdigest() != expected[name]):
+        yield Problem(header.path.name, name, "is not as it was written")
+    if scan is not None and scan.count:
+        yield Problem(header.path.name, name, scan.report())
+
+
+def _chunks(file: BinaryIO, entry: Entry) -> Iterator[memoryview | None]:
+    """A tensor's bytes; None, as the last, where the file ends before the tensor."""
+    scratch = memoryview(bytearray(min(CHUNK_BYTES, entry.nbytes)))
+    file.seek(entry.start)
+    left = entry.nbytes
+    while left:
+        filled = 0
+        want = min(left, len(scratch))
+        while filled < want:  # whole chunks, so that none ends within a number
+            count = file.readinto(scratch[filled:want])  # type: ignore[attr-defined]
+            if not count:
+                yield None
+                return
+            filled += count
+        left -= filled
+        yield scratch[:filled]
+
+
+class _Scan:
+    """Counts what is not finite in a tensor's bytes."""
+
+    def __init__(self, entry: Entry):
+        self._kind, self._exponent, self._fraction = NOT_FINITE[entry.dtype]
+        self._item = ITEM_BYTES[entry.dtype]
+        self._seen = 0
+        self._first = -1
+        self._nan = 0
+        self.count = 0
+
+    def update(self, chunk: memoryview) -> None:
+        import numpy as np
+
+        bits: Any = np.frombuffer(chunk, self._kind)
+        odd = (bits & self._exponent) == self._exponent
+        count = int(np.count_nonzero(odd))
+        if count:
+            if self._first < 0:
+                self._first = self._seen + int(odd.argmax())
+            self.count += count
+            self._nan += int(np.count_nonzero(bits[odd] & self._fraction))
+        self._seen += len(bits)
+
+    def report(self) -> str:
+        """Such as `2 NaN and 0 infinite values, the first at 17`."""
+        infinite = self.count - self._nan
+        return f"{self._nan} NaN and {infinite} infinite values, the first at {self._first}"
+
+
+def _missing_groups(header: Header, found: set[str]) -> Iterator[Problem]:
+    """Layers that no file speaks of."""
+    layers = header.metadata.get(LAYERS_KEY, "")
+    count = int(layers) if layers.isdecimal() and len(layers) < 6 else 0
+    for group in [OUTSIDE_GROUP, *map(LAYER_GROUP.format, range(count))]:
+        if group not in found:
+            yield Problem(header.path.name, None, f"has no checksums of {group}")

@@ -1,0 +1,232 @@
+"""Writes a safetensors file tensor by tensor, without ever holding more than what it is given.
+
+What will be in the file is known before the first byte is written, so every tensor's place is too;
+the checksums have a fixed length, so the header's length is known and the header is written last.
+Imports neither MLX nor numpy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toastkit.errors import DataError, IOFailure, from_os_error
+from toastkit.model.safetensors import ITEM_BYTES, LENGTH, MAX_HEADER_BYTES, METADATA, Entry
+from toastkit.model.toast_format import CHECKSUMS_KEY, DIGEST_BYTES, PAD_PREFIX, PAGE, new_digest
+from toastkit.session.files import pread_into, pwrite_all
+from toastkit.store.partial import Partial
+
+CHUNK_BYTES = 8 << 20
+ITEM_ALIGNMENT = 64  # bytes; a cache line, so that vectors can be loaded from a mapped file
+# Metadata: hex of the hash of all else that the header says, so that a change there is found too.
+LAYOUT_KEY = "layout"
+
+Checksums = dict[str, dict[str, str]]  # group -> tensor -> hex
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor to be written. dtype: as safetensors names it. group: where its checksum belongs.
+    aligned: it begins at a multiple of PAGE."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    group: str
+    aligned: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class TensorWriter:
+    """A safetensors file on its way to `path`, which appears when `finish` has been called and not
+    before. A context manager: whatever ends it earlier leaves no file.
+
+    plan: every tensor, in order. metadata: texts for the header. checksums: of what is not in this
+    file, to be listed with those of what is. progress(done, total), in bytes of tensors.
+    Raises DataError for a plan too long for a header, BusyError, CannotCreateError, IOFailure.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        plan: Sequence[Planned],
+        metadata: Mapping[str, str],
+        *,
+        checksums: Checksums | None = None,
+        progress: Progress | None = None,
+    ):
+        self.path = path
+        self._plan = list(plan)
+        self._metadata = dict(metadata)
+        self._checksums = {group: dict(names) for group, names in (checksums or {}).items()}
+        for item in self._plan:
+            self._checksums.setdefault(item.group, {})[item.name] = "0" * (2 * DIGEST_BYTES)
+        self._entries = lay_out(self._plan)
+        self._places = {entry.name: entry for entry in self._entries}
+        self._data_start = LENGTH.size + len(self._header())
+        self._progress = progress
+        self._done, self._total = 0, sum(item.nbytes for item in self._plan)
+        self._next, self._written, self._digest = 0, 0, new_digest()
+        self._partial = Partial(path)
+        try:
+            self._check_room()
+            self._skip_empty()
+        except BaseException:
+            self.abort()
+            raise
+
+    def _check_room(self) -> None:
+        """Sees at once, not after an hour, that a file cannot fit."""
+        size = self._data_start + (self._entries[-1].stop if self._entries else 0)
+        try:
+            system = os.statvfs(self._partial.beside)
+        except OSError:
+            return
+        free = system.f_bavail * system.f_frsize
+        if system.f_blocks and size > free:
+            raise IOFailure(
+                f"cannot write {self.path}: no space left on device: {size >> 20} MiB needed, "
+                f"{free >> 20} free"
+            )
+
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        """Takes the next bytes of the tensor whose turn it is. Raises ValueError for another tensor
+        or too many bytes, which is a bug, and what Partial.failure gives."""
+        item = self._plan[self._next] if self._next < len(self._plan) else None
+        view = memoryview(data).cast("B")
+        if item is None or item.name != name:
+            raise ValueError(f"tensor {name} is written out of turn")
+        if self._written + view.nbytes > item.nbytes:
+            raise ValueError(f"tensor {name} has more than its {item.nbytes} bytes")
+        offset = self._data_start + self._places[name].start + self._written
+        try:
+            pwrite_all(self._partial.fd, view, offset)
+        except OSError as error:
+            raise self._partial.failure(error) from error
+        self._digest.update(view)
+        self._written += view.nbytes
+        self._done += view.nbytes
+        if self._written == item.nbytes:
+            self._complete(item)
+            self._skip_empty()
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def _complete(self, item: Planned) -> None:
+        self._checksums[item.group][item.name] = self._digest.hexdigest()
+        self._next, self._written, self._digest = self._next + 1, 0, new_digest()
+
+    def _skip_empty(self) -> None:
+        while self._next < len(self._plan) and not self._plan[self._next].nbytes:
+            self._complete(self._plan[self._next])
+
+    def copy(self, name: str, source: Path, start: int, stop: int) -> None:
+        """Writes a whole tensor from bytes start:stop of another file, a chunk at a time.
+        Raises DataError where that file ends before, what from_os_error gives."""
+        chunk = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
+        try:
+            file = open(source, "rb", buffering=0)
+        except OSError as error:
+            raise from_os_error(error, f"cannot read {source}") from error
+        with file:
+            for offset in range(start, stop, CHUNK_BYTES):
+                part = chunk[: min(CHUNK_BYTES, stop - offset)]
+                try:
+                    whole = pread_into(file.fileno(), part, offset)
+                except OSError as error:
+                    raise from_os_error(error, f"cannot read {source}") from error
+                if not whole:
+                    raise DataError(f"cannot read {source}: truncated while it was read")
+                self.write(name, part)
+
+    def finish(self) -> None:
+        """Writes the padding and the header, and gives the file its name. Raises ValueError where
+        tensors are missing, which is a bug, and what Partial.failure gives."""
+        if self._next < len(self._plan):
+            raise ValueError(f"tensor {self._plan[self._next].name} is missing")
+        fd = self._partial.fd
+        try:
+            for entry in self._entries:
+                if entry.name.startswith(PAD_PREFIX):
+                    pwrite_all(fd, bytes(entry.nbytes), self._data_start + entry.start)
+            header = self._header()
+            pwrite_all(fd, LENGTH.pack(len(header)) + header, 0)
+        except OSError as error:
+            raise self._partial.failure(error) from error
+        self._partial.publish()
+        self._partial.discard()
+
+    def abort(self) -> None:
+        """Removes what has been written, unless it is finished. May be called again."""
+        self._partial.discard()
+
+    def _header(self) -> bytes:
+        """The header's JSON, filled with spaces so that the data begins at a multiple of PAGE."""
+        metadata = {**self._metadata, CHECKSUMS_KEY: _compact(self._checksums)}
+        metadata[LAYOUT_KEY] = layout_digest(self._entries, 0, metadata)
+        fields: dict[str, object] = {METADATA: metadata}
+        for entry in self._entries:
+            fields[entry.name] = {
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "data_offsets": (entry.start, entry.stop),
+            }
+        text = _compact(fields).encode()
+        length = -(-(LENGTH.size + len(text)) // PAGE) * PAGE - LENGTH.size
+        if length > MAX_HEADER_BYTES:
+            raise DataError(f"cannot write {self.path}: too many tensors for one file's header")
+        return text.ljust(length)
+
+    def __enter__(self) -> TensorWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+
+def lay_out(plan: Iterable[Planned]) -> list[Entry]:
+    """Where each tensor lies, with tensors of padding in all gaps. Offsets count from the data's
+    beginning. Raises ValueError for a name that occurs twice, which is a bug."""
+    entries: list[Entry] = []
+    names: set[str] = set()
+    end = pads = 0
+    aligned = False
+    for item in plan:
+        if item.name in names:
+            raise ValueError(f"tensor {item.name} is planned twice")
+        names.add(item.name)
+        aligned = aligned or item.aligned
+        gap = -end % (PAGE if aligned else ITEM_ALIGNMENT) if item.nbytes else 0
+        aligned = aligned and not item.nbytes  # an empty tensor leaves it to the next one
+        if gap:
+            entries.append(Entry(f"{PAD_PREFIX}{pads}", "U8", (gap,), end, end + gap))
+            pads, end = pads + 1, end + gap
+        entries.append(Entry(item.name, item.dtype, item.shape, end, end + item.nbytes))
+        end += item.nbytes
+    return entries
+
+
+def layout_digest(entries: Iterable[Entry], data_start: int, metadata: Mapping[str, str]) -> str:
+    """Hex of the hash of what a header says: all tensors and their places, counted from data_start,
+    and the metadata but for LAYOUT_KEY itself."""
+    places = [
+        [entry.name, entry.dtype, entry.shape, entry.start - data_start, entry.stop - data_start]
+        for entry in entries
+    ]
+    texts = {key: value for key, value in metadata.items() if key != LAYOUT_KEY}
+    digest = new_digest()
+    digest.update(_compact([places, sorted(texts.items())]).encode())
+    return digest.hexdigest()
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
