@@ -21,7 +21,8 @@ from pathlib import Path
 
 from measure import BIN, in_turn, machine, ratio, spread
 
-from toastkit.model.files import CRUMB
+sys.path.append(str(Path(__file__).parent.parent))
+from tests.unpack import unpack
 
 PROMPT = "Tell me a story about a fox and a river."
 
@@ -139,9 +140,11 @@ def main() -> None:
         f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n", False
     )
     sampled = ["--temp", "0.8", "--top-p", "0.95", "--seed", "1"]
-    for title, sampling in (("crumb, greedy", []), ("crumb, temperature 0.8, top-p 0.95", sampled)):
-        runs = cases(CRUMB, options.tokens, [PROMPT], ids, sampling)
-        report(title, in_turn(runs, options.rounds))
+    with tempfile.TemporaryDirectory() as folder:
+        crumb = unpack(Path(folder) / "crumb")
+        for title, sampling in (("greedy", []), ("temperature 0.8, top-p 0.95", sampled)):
+            runs = cases(crumb, options.tokens, [PROMPT], ids, sampling)
+            report(f"crumb, {title}", in_turn(runs, options.rounds))
     if options.wide:
         with tempfile.TemporaryDirectory() as folder:
             make_wide(Path(folder))

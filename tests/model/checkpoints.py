@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 
-from toastkit.model.files import CRUMB
+from toastkit.model.files import locate
 
 SIZES = {
     "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -22,7 +21,7 @@ def write_checkpoint(path: Path, config: dict, weights: dict, shards: int) -> Pa
     """A directory as mlx_lm.convert writes it, with the embedded model's tokenizer."""
     path.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(CRUMB / name, path / name)
+        (path / name).write_bytes(locate("crumb").read(name) or b"{}")
     (path / "config.json").write_text(json.dumps(config))
     names = sorted(weights)
     where = {}

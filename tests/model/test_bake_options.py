@@ -13,11 +13,11 @@ from mlx.utils import tree_flatten
 from tests.model.published import write_published
 from toastkit.engine.engine import Engine
 from toastkit.errors import DataError, UsageError
-from toastkit.gears.formats import GEAR_BITS, dequantise_rows, quantise_rows
 from toastkit.model.config import load_config
 from toastkit.model.files import locate
 from toastkit.model.safetensors import read_header
 from toastkit.store.bake import QuantizationOptions, bake
+from toastkit.store.precision import GEAR_BITS, dequantise_rows, quantise_rows
 from toastkit.store.split import split
 from toastkit.store.store import Store
 from toastkit.store.verify import verify

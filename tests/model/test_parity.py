@@ -14,8 +14,9 @@ mx = pytest.importorskip("mlx.core")
 from checkpoints import MAKERS, tied_llama  # noqa: E402
 from reference import PROMPTS  # noqa: E402
 
+from tests.unpack import unpack  # noqa: E402
 from toastkit.frames import FrameReader, Head, Token, Tokens, unpack_ids  # noqa: E402
-from toastkit.model.files import CRUMB, locate  # noqa: E402
+from toastkit.model.files import locate  # noqa: E402
 
 TEXT = "The fox and the river"
 
@@ -33,10 +34,10 @@ def distance(a, b) -> float:
     return float(np.abs(np.array(a, np.float64) - np.array(b, np.float64)).max())
 
 
-def test_the_embedded_model(crumb) -> None:
+def test_the_embedded_model(crumb, tmp_path: Path) -> None:
     from mlx_lm.models.cache import make_prompt_cache
 
-    model = theirs(CRUMB)
+    model = theirs(unpack(tmp_path / "crumb"))
     for prompt in PROMPTS:
         ids = prompt["token_ids"]
         cache = make_prompt_cache(model)

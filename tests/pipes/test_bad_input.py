@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Toast
+from tests.unpack import unpack
 from toastkit.frames import Head, dumps
-from toastkit.model.files import CRUMB
 
 
 def refused(done, code: int, *said: str) -> None:
@@ -50,8 +49,7 @@ def test_a_long_prompt_can_be_cut(toast: Toast):
 @pytest.fixture
 def other_model(tmp_path: Path) -> Path:
     """crumb with another base of its rotary embedding: another model."""
-    folder = tmp_path / "other"
-    shutil.copytree(CRUMB, folder)
+    folder = unpack(tmp_path / "other")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 20000.0}))
     return folder

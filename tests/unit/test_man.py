@@ -41,10 +41,18 @@ def command_of(page: Page) -> click.Command:
     return next(v for v in vars(module).values() if isinstance(v, click.Command))
 
 
-def options_of(page: Page, common: bool) -> list[click.Option]:
-    """A command's options in the order of --help: its own, or those that all commands have."""
+def commands_of(page: Page) -> list[click.Command]:
+    """The command that a page is about, or the subcommands of a group."""
     command = command_of(page)
-    parameters = command.get_params(click.Context(command, **command.context_settings))
+    return list(command.commands.values()) if isinstance(command, click.Group) else [command]
+
+
+def options_of(page: Page, common: bool) -> list[click.Option]:
+    """A command's options in the order of --help: its own, or those that all commands have. A
+    group's own are those of its subcommands."""
+    parameters: list[click.Parameter] = []
+    for command in [command_of(page)] if common else commands_of(page):
+        parameters += command.get_params(click.Context(command, **command.context_settings))
     found = [p for p in parameters if isinstance(p, click.Option)]
     return [p for p in found if bool(COMMON_OPTIONS.intersection(p.opts)) == common]
 
@@ -194,8 +202,10 @@ def test_shared_options_are_described_alike() -> None:
     """Sampling, prompt, reading and engine options have one text wherever they appear."""
     seen: dict[str, tuple[str, str]] = {}
     apart = {"--model", "--session", "--max-tokens", "--inline", "--json", "--top", "--seed",
-             "--no-newline", "--fail-on-length", "--ignore-eos", "--stop"}  # fmt: skip
+             "--no-newline", "--fail-on-length", "--ignore-eos", "--stop", "--chunk"}  # fmt: skip
     for page in TOOLS:
+        if isinstance(command_of(page), click.Group):
+            continue  # subcommands do other things
         for item in documented(page):
             name = item.options[-1]
             if name not in apart:
@@ -204,14 +214,17 @@ def test_shared_options_are_described_alike() -> None:
 
 @each_tool
 def test_synopsis(page: Page) -> None:
-    """Options are summed up, arguments are named."""
+    """Options are summed up, arguments and subcommands are named."""
     synopsis = page.part("SYNOPSIS")
     forms = synopsis.count(".Nm\n")
     assert forms and synopsis.count(".Op Ar option ...\n") == forms
-    for parameter in command_of(page).params:
-        if isinstance(parameter, click.Argument):
-            name = (parameter.name or "").removesuffix("s")
-            assert f"Ar {name} ..." in synopsis
+    for command in commands_of(page):
+        if command is not command_of(page):
+            assert f".Cm {command.name}\n" in synopsis
+        for parameter in command.params:
+            if isinstance(parameter, click.Argument):
+                name = (parameter.name or "").removesuffix("s")
+                assert f"Ar {name}" + (" ..." if parameter.nargs < 0 else "\n") in synopsis
 
 
 @each_tool
@@ -221,7 +234,8 @@ def test_environment(page: Page) -> None:
     for option in options_of(page, common=False):
         long_names = {name[2:] for name in option.opts if name.startswith("--")}
         variables = {"TOAST_" + name.replace("-", "_").upper() for name in long_names}
-        assert set(option.envvar or ()) == variables, option.name
+        assert set(option.envvar or ()) == (variables if option.allow_from_autoenv else set())
+        assert option.allow_from_autoenv or f".Fl {option.opts[-1][1:]}" in rule
 
 
 @each_tool
@@ -230,4 +244,4 @@ def test_exit_statuses(page: Page) -> None:
     codes = {c.code for c in vars(errors).values() if inspect.isclass(c) and hasattr(c, "code")}
     assert listed == sorted(set(listed))
     assert {0, 64, 65, 70, 74, 130} <= set(listed) <= {0, *codes}
-    assert (75 in listed) == (page.name in ("toast-prefill", "toast-decode"))
+    assert (75 in listed) == (page.name in ("toast-prefill", "toast-decode", "toast-model"))

@@ -13,19 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toastkit.errors import DataError, NoInputError
+from toastkit.model.files import ModelFiles, locate
 from toastkit.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
-CRUMB = ROOT / "toastkit" / "model" / "crumb"
+CRUMB = locate("crumb")
 REFERENCE = json.loads((ROOT / "tests" / "reference.json").read_text())
 
 
 class Files:
-    """A folder's files, some of them replaced: name -> bytes, JSON, or None for absent."""
+    """A checkpoint's files, some of them replaced: name -> bytes, JSON, or None for absent."""
 
-    def __init__(self, folder: Path | None = CRUMB, **changed: object):
+    def __init__(self, files: ModelFiles | None = CRUMB, **changed: object):
         self.name = "crumb"
-        self._folder = folder
+        self._files = files
         self._changed = {name.replace("__", "."): value for name, value in changed.items()}
 
     def read(self, name: str) -> bytes | None:
@@ -34,8 +35,7 @@ class Files:
             return (
                 value if value is None or isinstance(value, bytes) else json.dumps(value).encode()
             )
-        path = self._folder / name if self._folder else None
-        return path.read_bytes() if path and path.exists() else None
+        return self._files.read(name) if self._files else None
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 class Command(NamedTuple):
     """name: without the `toast-` prefix. summary: one line, also the man page's `.Nd`.
-    reads, writes: what goes in on stdin and out on stdout ("text", "frames", "json", ...)."""
+    reads, writes: what goes in on stdin and out on stdout ("text", "frames", "json", ...).
+    plumbing: a stage or a tool for streams, which has a shim in bin/; the others are for people."""
 
     name: str
     summary: str
     reads: str
     writes: str
+    plumbing: bool = True
 
 
 COMMANDS = (
@@ -26,4 +28,12 @@ COMMANDS = (
     Command("detokenize", "turn token frames into text", "frames", "text"),
     Command("frames", "convert, check and count frames", "frames or json", "frames or json"),
     Command("feed", "send tokens to a waiting decode", "ids, json or frames", "frames"),
+    Command("model", "list, fetch, convert and check models", "", "text or json", plumbing=False),
+    Command(
+        "perplexity",
+        "measure how well a model predicts texts",
+        "text",
+        "text or json",
+        plumbing=False,
+    ),
 )

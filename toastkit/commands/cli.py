@@ -18,27 +18,62 @@ SUMMARIES = {command.name: command.summary for command in COMMANDS}
 FRAME_WRITERS = {f"toast-{command.name}": command.writes == "frames" for command in COMMANDS}
 
 
-def command(name: str, **settings: Any):
-    """Decorator: a click command `toast-NAME` with the options that all have.
+def command(name: str, under: click.Group | None = None, **settings: Any):
+    """Decorator: a click command `toast-NAME` with the options that all have; or, under a group, a
+    subcommand, with those of the group's options that make sense for one.
 
-    Every option can also be set by an environment variable, TOAST_ and its name in capitals.
+    Every option can also be set by an environment variable, TOAST_ and its name in capitals, except
+    for those with `allow_from_autoenv=False`: what writes over or deletes has to be typed.
     """
 
     def wrap(function):
-        for decorate in reversed(_common_options()):
+        common = _talk_options() + (_program_options() if under is None else [])
+        for decorate in reversed(common):
             function = decorate(function)
-        settings.setdefault("help", SUMMARIES[name].capitalize() + ".")
+        if under is None:
+            settings.setdefault("help", SUMMARIES[name].capitalize() + ".")
         context = {
             "help_option_names": ["-h", "--help"],
             "max_content_width": 100,
         }
         made = click.command(name=name, context_settings=context, **settings)(function)
         for parameter in made.params:
-            if isinstance(parameter, click.Option) and parameter.expose_value:
+            if isinstance(parameter, click.Option) and _takes_variable(parameter):
                 parameter.envvar = _variables(parameter)
+        if under is not None:
+            under.add_command(made)
         return made
 
     return wrap
+
+
+class Group(click.Group):
+    """Subcommands; a misspelt one is refused with the nearest name."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]):
+        """The subcommand that the first argument names. Raises UsageError."""
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], self.commands, 1)
+            hint = (
+                f"did you mean {near[0]}?" if near else f"commands are {', '.join(self.commands)}"
+            )
+            raise UsageError(f"no such command: {args[0][:100]!r}", hint=hint)
+        return super().resolve_command(ctx, args)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order in which they were added."""
+        return list(self.commands)
+
+
+def group(name: str, **settings: Any):
+    """Decorator: a group `toast-NAME` of subcommands, which `command(..., under=)` adds."""
+    return command(name, cls=Group, no_args_is_help=False, **settings)
+
+
+def _takes_variable(option: click.Option) -> bool:
+    return option.expose_value and option.allow_from_autoenv
 
 
 def _variables(option: click.Option) -> list[str]:
@@ -47,26 +82,40 @@ def _variables(option: click.Option) -> list[str]:
     return ["TOAST_" + n[2:].replace("-", "_").upper() for n in names]
 
 
-def _common_options() -> list:
-    flag: dict[str, Any] = {
-        "is_flag": True,
-        "expose_value": False,
-        "is_eager": True,
-        "allow_from_autoenv": False,
-    }
+_EAGER: dict[str, Any] = {
+    "is_flag": True,
+    "expose_value": False,
+    "is_eager": True,
+    "allow_from_autoenv": False,
+}
+
+
+def _talk_options() -> list:
+    flag: dict[str, Any] = {"is_flag": True, "callback": _either}
+    return [
+        click.option("-v", "--verbose", **flag, help="Say on stderr what is being done."),
+        click.option("-q", "--quiet", **flag, help="Say nothing on stderr but errors."),
+        click.option("--debug", **flag, help="Show a traceback when something fails."),
+        click.option("--man", **_EAGER, callback=_show_page, help="Open the manual page."),
+    ]
+
+
+def _program_options() -> list:
     shells = click.Choice(["bash", "zsh", "fish"])
     return [
-        click.option("-v", "--verbose", is_flag=True, help="Say on stderr what is being done."),
-        click.option("-q", "--quiet", is_flag=True, help="Say nothing on stderr but errors."),
-        click.option("--debug", is_flag=True, help="Show a traceback when something fails."),
-        click.option("--man", **flag, callback=_show_page, help="Open the manual page."),
-        click.option("--version", **flag, callback=_show_version, help="Print the version."),
+        click.option("--version", **_EAGER, callback=_show_version, help="Print the version."),
         click.option(
             "--completion", type=shells, expose_value=False, is_eager=True,
             callback=_show_completion,
             help="Print a completion script for a shell.",
         ),
     ]  # fmt: skip
+
+
+def _either(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    """A flag given before a subcommand's name counts for it as much as one after it."""
+    outer = context.parent.params if context.parent is not None else {}
+    return value or bool(outer.get(parameter.name or ""))
 
 
 def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -79,7 +128,7 @@ def _show_page(context: click.Context, parameter: click.Parameter, value: bool) 
     if value:
         from toastkit.commands.man import open_page
 
-        open_page(f"toast-{context.command.name}", 1)
+        open_page(_program(context), 1)
 
 
 def _show_completion(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
@@ -113,10 +162,11 @@ def say(line: str) -> None:
     print(f"{_program()}: {line}", file=sys.stderr, flush=True)
 
 
-def _program() -> str:
-    context = click.get_current_context(silent=True)
+def _program(context: click.Context | None = None) -> str:
+    """The executable's name, in a subcommand too."""
+    context = context or click.get_current_context(silent=True)
     if context is not None:
-        return f"toast-{context.command.name}"
+        return f"toast-{context.find_root().command.name}"
     return os.path.basename(sys.argv[0])
 
 
@@ -139,7 +189,9 @@ def _outcome(entry: click.Command, name: str) -> int:
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as error:
-        return _report(name, UsageError(_one_line(error), hint=f"{name} --help"), debug, True)
+        context = getattr(error, "ctx", None)
+        hint = f"{context.command_path if context is not None else name} --help"
+        return _report(name, UsageError(_one_line(error), hint=hint), debug, True)
     except ToastError as error:
         return _report(name, error, debug, True)
     except (KeyboardInterrupt, click.Abort):

@@ -13,22 +13,27 @@ PATIENCE = 1.0  # seconds of work before a bar appears
 
 
 class PrefillBar:
-    """A progress bar on stderr, shown only on a terminal and once the work takes over a second."""
+    """A progress bar on stderr, shown only on a terminal and once the work takes over a second.
 
-    def __init__(self) -> None:
+    label: what is being done. positions: show how far as numbers too.
+    """
+
+    def __init__(self, label: str = "prefill", positions: bool = True) -> None:
+        self._label = label
+        self._positions = positions
         self._start = time.monotonic()
         self._bar: Any = None
         self._shown = 0
 
     def __call__(self, done: int, total: int) -> None:
-        """done, total: prompt tokens in the state, and in all."""
+        """done, total: prompt tokens in the state, and in all; or what else is counted."""
         if self._bar is None:
             if done >= total or time.monotonic() - self._start < PATIENCE:
                 return
             import click
 
             self._bar = click.progressbar(
-                length=total, label="prefill", file=sys.stderr, show_pos=True
+                length=total, label=self._label, file=sys.stderr, show_pos=self._positions
             )
             self._shown = 0
         self._bar.update(done - self._shown)

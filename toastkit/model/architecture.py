@@ -7,17 +7,16 @@ runs it after all, so that other users of mlx_lm in the same process notice noth
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.machinery
 import importlib.util
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
 from toastkit.errors import DataError, UnavailableError
 from toastkit.model.config import ModelConfig
+from toastkit.model.supported import check_supported, module_name, supported
 
 
 class _Deferred(ModuleType):
@@ -52,41 +51,25 @@ def _mlx_lm() -> ModuleType:
 def import_architecture(config: ModelConfig) -> ModuleType:
     """The `mlx_lm.models` module with `Model` and `ModelArgs` for a configuration.
 
-    Raises DataError for a model type that mlx_lm does not know.
+    Raises DataError for a model type that mlx_lm does not know, or that cannot work here.
     """
-    package = Path(next(iter(_mlx_lm().__path__)))
-    if not re.fullmatch(r"[\w-]{1,100}", config.model_type):
-        raise DataError(f"model type {config.model_type[:100]!r} is not supported")
-    name = _module_name(package, config)
-    if not (package / "models" / f"{name}.py").is_file():
-        raise DataError(f"model type {config.model_type!r} is not supported by mlx_lm")
+    package = _mlx_lm()
+    name = module_name(config.model_type, config.raw.get("architectures"))
+    check_supported(config.model_type, name)
+    if not (Path(next(iter(package.__path__))) / "models" / f"{name}.py").is_file():
+        raise DataError(
+            f"model type {config.model_type!r} is not supported by mlx_lm",
+            hint=_nearest(config.model_type),
+        )
     module = importlib.import_module(f"mlx_lm.models.{name}")
     if not hasattr(module, "Model") or not hasattr(module, "ModelArgs"):
         raise DataError(f"model type {config.model_type!r} is a part of others, not a model")
     return module
 
 
-def _module_name(package: Path, config: ModelConfig) -> str:
-    """The file in mlx_lm/models for a model type, after mlx_lm's own two tables of synonyms.
+def _nearest(model_type: str) -> str | None:
+    """A hint at the model type that was perhaps meant."""
+    from difflib import get_close_matches
 
-    The tables are read out of utils.py as literals: importing that file would import transformers.
-    """
-    architectures = config.raw.get("architectures") or []
-    if not isinstance(architectures, list):
-        architectures = [architectures]
-    architectures = [a for a in architectures if isinstance(a, str)]
-    source = (package / "utils.py").read_text(encoding="utf-8")
-    known = (package / "models" / f"{config.model_type}.py").is_file()
-    if known and not any(a in source for a in architectures):
-        return config.model_type
-    tables = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-            if name in ("MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPPING"):
-                tables[name] = ast.literal_eval(node.value)
-    by_architecture = tables.get("MODEL_ARCHITECTURE_REMAPPING", {})
-    for architecture in architectures:
-        if (config.model_type, architecture) in by_architecture:
-            return by_architecture[config.model_type, architecture]
-    return tables.get("MODEL_REMAPPING", {}).get(config.model_type, config.model_type)
+    close = get_close_matches(model_type, [row.model_type for row in supported()], 1, 0.8)
+    return f"did you mean {close[0]}?" if close else None

@@ -18,7 +18,7 @@ from toastkit.errors import DataError, NoInputError, UnavailableError, from_os_e
 from toastkit.model import toast_format
 from toastkit.model.safetensors import Header, read_header
 
-CRUMB = Path(__file__).parent / "crumb"
+CRUMB = Path(__file__).parent / "crumb" / "crumb.toast"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 OWN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,200}")
 # All that inference reads; no Python, no pickle.

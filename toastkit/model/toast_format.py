@@ -9,7 +9,8 @@ A tensor has the name of the model's parameter that it is: what mlx_lm's `saniti
 published checkpoint has been done, and quantised modules are stored as weight, scales, biases.
 `__gear__.low.NAME` is NAME in another precision. There are no holes, so any safetensors reader can
 open it. `checksums` is {group: {tensor: hex of its BLAKE2b-64}}, groups `files`, `outside`,
-`layer.0` ...; a split directory has the same in the metadata of its files.
+`layer.0` ...; a split directory has the same in the metadata of its files, that of the small files
+beside it included. `layout` is the BLAKE2b-64 of what the header itself says.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from toastkit.errors import DataError
-from toastkit.gears.formats import LARGEST, Rows, dequantise_rows, group_size_of, quantise_rows
+from toastkit.store.precision import LARGEST, Rows, dequantise_rows, group_size_of, quantise_rows
 
 BITS = sorted(LARGEST)
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]

@@ -1,0 +1,149 @@
+"""What `toast-model info` says of an architecture, against the model itself, loaded and run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+mx = pytest.importorskip("mlx.core")
+
+from mlx.utils import tree_flatten  # noqa: E402
+
+from tests.model.published import NAMES, write_published  # noqa: E402
+from toastkit.model.config import load_config  # noqa: E402
+from toastkit.model.files import ModelFiles, locate  # noqa: E402
+from toastkit.store import anatomy as module  # noqa: E402
+from toastkit.store.anatomy import PARTS, anatomy, part_of  # noqa: E402
+from toastkit.store.checkpoint import load_model  # noqa: E402
+from toastkit.store.skeleton import new_model  # noqa: E402
+from toastkit.store.store import Store  # noqa: E402
+
+KINDS = {
+    "llama": {"attention, dense": 3},
+    "llama_tied": {"attention, dense": 2},
+    "qwen2": {"attention, dense": 2},
+    "qwen3": {"attention, dense": 3},
+    "gemma3_text": {"sliding attention, dense": 2, "attention, dense": 1},
+    "phi3": {"attention, dense": 2},
+    "qwen3_moe": {"attention, MoE": 2, "attention, dense": 1},
+    "qwen3_moe_quantised": {"attention, MoE": 2, "attention, dense": 1},
+    "qwen2_moe": {"attention, MoE": 2},
+    "olmoe": {"attention, MoE": 2},
+    "mixtral": {"attention, MoE": 2},
+    "gpt_oss": {"sliding attention, MoE": 2, "attention, MoE": 2},
+    "qwen3_next": {"recurrent, MoE": 2, "attention, MoE": 1},
+    "qwen3_5": {"recurrent, dense": 2, "attention, dense": 1},
+    "qwen3_5_moe": {"recurrent, MoE": 2, "attention, MoE": 1},
+    "mamba2": {"recurrent": 2},
+    "falcon_h1": {"attention and recurrent, dense": 2},
+}
+EXPERTS = {"total": 8, "active": 2, "shared": 0}
+SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
+
+
+def complain(line: str) -> None:
+    raise AssertionError(line)
+
+
+def look(files: ModelFiles) -> tuple[Store, dict[str, Any]]:
+    store = Store(files, load_config(files))
+    return store, anatomy(store, complain)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def published(request, tmp_path_factory) -> tuple[str, ModelFiles]:
+    path = write_published(tmp_path_factory.mktemp("published") / request.param, request.param)
+    return request.param, locate(str(path))
+
+
+def test_an_architecture(published: tuple[str, ModelFiles]) -> None:
+    name, files = published
+    store, found = look(files)
+    assert found["layer_kinds"] == KINDS[name]
+    assert found["layers"] == sum(KINDS[name].values()) == store.layer_count
+    moe = any("MoE" in kind for kind in KINDS[name])
+    shared = {"shared": 1} if name in SHARED else {}
+    assert found["experts"] == ({**EXPERTS, **shared} if moe else None)
+    # Parameters are those of the model before it is quantised.
+    plain: Any = tree_flatten(new_model(files, load_config(files)).parameters())
+    sizes = {path: array.size for path, array in plain if path in store.names}
+    assert found["parameters"] == sum(sizes.values())
+    stacked = sum(n for path, n in sizes.items() if ".switch_" in path or ".experts." in path)
+    assert bool(stacked) == moe
+    assert found["active_parameters"] == sum(sizes.values()) - stacked * 6 // 8
+
+
+def test_bytes_by_part(published: tuple[str, ModelFiles]) -> None:
+    name, files = published
+    store, found = look(files)
+    sizes = found["bytes"]
+    assert tuple(sizes) == PARTS
+    assert sum(sizes.values()) == sum(map(store.nbytes, store.names))
+    assert sizes["embedding"] and sizes["mixer"] and sizes["other"]
+    assert (sizes["head"] == 0) == found["tied_head"]
+    assert found["tied_head"] != any("lm_head" in n for n in store.names)
+    kinds = " ".join(KINDS[name])
+    assert (sizes["experts"] > 0) == ("MoE" in kinds)
+    assert (sizes["mlp"] > 0) == ("dense" in kinds or name in SHARED)
+
+
+def test_caches_are_those_of_the_loaded_model(published: tuple[str, ModelFiles]) -> None:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    _, files = published
+    _, found = look(files)
+    model = load_model(files, load_config(files), None)
+    cache = make_prompt_cache(model)
+    model(mx.zeros((1, 1), mx.uint32), cache=cache)  # lazy: the CPU has no experts in 16 bits
+    grows = window = state = 0
+    for part in module._flat(cache):
+        if getattr(part, "keys", None) is None:
+            state += part.nbytes
+        elif hasattr(part, "max_size"):
+            window += part.nbytes * part.max_size // part.keys.shape[2]
+        else:
+            grows += part.nbytes * 1024 // part.keys.shape[2]
+    assert found["cache"]["bytes_per_1024_tokens"] == grows
+    assert found["cache"]["window_bytes"] == window
+    assert found["cache"]["state_bytes"] == state
+
+
+def test_crumb_is_what_its_card_says() -> None:
+    store, found = look(locate("crumb"))
+    assert found["parameters"] == 7_719_280
+    assert found["layer_kinds"] == {"recurrent, MoE": 6, "attention, MoE": 2}
+    assert found["experts"] == {"total": 16, "active": 4, "shared": 1}
+    assert found["tied_head"] and found["cache"]["dtype"] == "bfloat16"
+    parts = {name: part_of(store, name.rpartition(".")[0]) for name in store.layer_names(0)}
+    short = {name.split(".", 3)[3]: part for name, part in parts.items()}
+    assert short["linear_attn.A_log"] == short["linear_attn.conv1d.weight"] == "mixer"
+    assert short["mlp.switch_mlp.up_proj.weight"] == "experts"
+    assert short["mlp.shared_expert.up_proj.weight"] == "mlp"
+    assert short["mlp.gate.weight"] == short["input_layernorm.weight"] == "other"
+
+
+def test_nothing_is_read() -> None:
+    """Neither weights nor what the model makes of them is ever computed."""
+    files = locate("crumb")
+    store = Store(files, load_config(files))
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    anatomy(store, complain)
+    assert mx.get_peak_memory() - before < 1 << 16
+
+
+def test_what_cannot_be_run_is_told_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*rest, **named):
+        raise TypeError("odd\nmodel")
+
+    files = locate("crumb")
+    store = Store(files, load_config(files))
+    monkeypatch.setattr(type(store.model), "__call__", refuse)
+    told: list[str] = []
+    found = anatomy(store, told.append)
+    assert told == ["the caches cannot be looked at: odd model"]
+    assert "cache" not in found and found["parameters"] == 7_719_280
+    assert found["layer_kinds"] == {"MoE": 8}
+    assert found["experts"] == {"total": 16, "active": None, "shared": 1}
+    assert found["active_parameters"] == found["parameters"]

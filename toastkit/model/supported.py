@@ -1,0 +1,167 @@
+"""Which model types there are: what mlx_lm has on disk, and how much of that is known to work here.
+
+Reads mlx_lm's files as text. Importing them would need MLX, and the package's own `__init__`
+transformers; so `toast-model info --supported` answers without either.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from toastkit.errors import DataError, UnavailableError
+
+# Held against mlx_lm, chunk by chunk, through sessions and the store: tests/model/published.
+TESTED = (
+    "falcon_h1", "gemma3_text", "gpt_oss", "llama", "mamba2", "mixtral", "olmoe", "phi3", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next",
+)  # fmt: skip
+
+# In mlx_lm and yet not here, by the name of the file in mlx_lm/models; the reason ends a message.
+# A run over all of mlx_lm 0.32 with small random weights found these: whole prompts against
+# chunks, later tokens changed, sessions, steps looked ahead to.
+UNSUPPORTED = {
+    "bitnet": "its ternary layers are in a format of their own, which is not read here",
+    "deepseek_v41": "its cache is of a class of its own, which a session cannot hold",
+    "olmo": "it needs the package ai2-olmo and PyTorch",
+    "phi3small": "its attention in mlx_lm looks at later tokens",
+}
+METAL_ONLY = {"muse_spark": "it has kernels for Apple's GPUs only"}
+# Their forward pass reads on the host which experts were chosen.
+READ_ON_HOST = ("dbrx",)
+
+NAME = re.compile(r"[\w-]{1,100}")
+TABLES = ("MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPPING")
+
+
+@dataclass(frozen=True)
+class Support:
+    """A model type, as config.json names it. module: the file in mlx_lm/models that has it.
+    status: "tested", "expected" (nothing is known against it) or "unsupported". note: why that is
+    so, or what else to know; may be empty."""
+
+    model_type: str
+    module: str
+    status: str
+    note: str
+
+
+def mlx_lm_folder() -> Path:
+    """Where mlx_lm is installed. Raises UnavailableError where it is not."""
+    module = sys.modules.get("mlx_lm")
+    spec = getattr(module, "__spec__", None) or importlib.machinery.PathFinder.find_spec("mlx_lm")
+    if spec is None or spec.submodule_search_locations is None:
+        raise UnavailableError("mlx_lm is not installed", hint="pip install mlx-lm")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def module_name(model_type: str, architectures: object = None) -> str:
+    """The file in mlx_lm/models for a model type, after mlx_lm's own two tables of synonyms.
+
+    architectures: config.json's, a list of class names; anything else counts as none.
+    Raises DataError for what cannot be the name of a model type.
+    """
+    if not NAME.fullmatch(model_type):
+        raise DataError(f"model type {model_type[:100]!r} is not supported")
+    names = architectures if isinstance(architectures, list) else [architectures]
+    folder = mlx_lm_folder()
+    source = _source(folder / "utils.py")
+    known = (folder / "models" / f"{model_type}.py").is_file()
+    named = [name for name in names if isinstance(name, str) and name and name in source]
+    if known and not named and f'"{model_type}":' not in source:
+        return model_type
+    by_type, by_architecture = _synonyms(source)
+    for name in named:
+        if (model_type, name) in by_architecture:
+            return by_architecture[model_type, name]
+    return by_type.get(model_type, model_type)
+
+
+def _synonyms(source: str) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
+    """The tables of mlx_lm/utils.py, read as literals: by model type, and by model type and
+    architecture."""
+    tables: dict[str, dict] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in TABLES:
+            tables[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
+    return tables.get(TABLES[0], {}), tables.get(TABLES[1], {})
+
+
+def check_supported(model_type: str, module: str | None = None) -> None:
+    """Raises DataError for a model type that mlx_lm has and that cannot work here, with the reason.
+
+    module: the file it is in, looked up where it is not given. Says nothing of unknown types.
+    """
+    reason = _reason(module or module_name(model_type))
+    if reason is not None:
+        raise DataError(f"model type {model_type!r} is not supported: {reason}")
+
+
+def reads_on_host(model_type: str, architectures: object = None) -> bool:
+    """Whether a step's graph depends on the values of its inputs, so that it cannot be built before
+    its token is known."""
+    return module_name(model_type, architectures) in READ_ON_HOST
+
+
+def _reason(module: str) -> str | None:
+    """Why a module of mlx_lm cannot work on this machine, or None."""
+    if sys.platform != "darwin" and module in METAL_ONLY:
+        return METAL_ONLY[module]
+    return UNSUPPORTED.get(module)
+
+
+def supported() -> list[Support]:
+    """All model types of the installed mlx_lm, sorted, and the synonyms among them."""
+    folder = mlx_lm_folder()
+    sources = {path.stem: _source(path) for path in (folder / "models").glob("*.py")}
+    known = {name for name, source in sources.items() if _is_architecture(source)}
+    by_type, by_architecture = _synonyms(_source(folder / "utils.py"))
+    types = {**{name: name for name in known}, **by_type}
+    rows = [(name, module, "") for name, module in types.items()]
+    for (name, architecture), module in by_architecture.items():
+        rows.append((name, module, f"where architectures has {architecture}"))
+    found = [_support(*row, sources[row[1]]) for row in rows if row[1] in known]
+    return sorted(found, key=lambda row: (row.model_type.lower(), row.note))
+
+
+def _support(model_type: str, module: str, condition: str, source: str) -> Support:
+    reason = _reason(module)
+    notes = [condition] if condition else []
+    if reason is not None:
+        return Support(model_type, module, "unsupported", "; ".join([*notes, reason]))
+    if module != model_type:
+        notes.append(f"runs as {module}" + (", which is tested" if module in TESTED else ""))
+    if VISION.search(source):
+        notes.append("text only")
+    status = "tested" if model_type in TESTED and not condition else "expected"
+    return Support(model_type, module, status, "; ".join(notes))
+
+
+def _source(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _is_architecture(source: str) -> bool:
+    """Whether a file has the two classes `Model` and `ModelArgs`, its own or imported."""
+    return {"Model", "ModelArgs"} <= set(_top_names(source))
+
+
+# Parsing all of mlx_lm takes a second; lines that begin a class or an import take none.
+CLASS = re.compile(r"^class (\w+)", re.M)
+IMPORT = re.compile(r"^from [.\w]+ import (\([^)]*\)|.*)", re.M)
+# What `sanitize` leaves out of a model that also sees or hears.
+VISION = re.compile(r"vision_(tower|model|embed)|model\.visual|multi_modal_projector|audio_tower")
+
+
+def _top_names(source: str) -> Iterator[str]:
+    """Classes that a module defines, and names that it imports from others."""
+    yield from CLASS.findall(source)
+    for names in IMPORT.findall(source):
+        for name in re.sub(r"#.*|[()]", "", names).split(","):
+            words = name.split()
+            yield words[-1] if words else ""
