@@ -16,6 +16,7 @@ from toastkit.engine import device
 from toastkit.errors import UsageError
 from toastkit.model.config import ModelConfig, load_config
 from toastkit.model.files import ModelFiles
+from toastkit.model.supported import reads_on_host
 from toastkit.store.checkpoint import activation_dtype, load_model
 from toastkit.store.ledger import CACHE, Ledger
 
@@ -30,7 +31,8 @@ class Engine:
 
     files: the checkpoint. dtype: of activations, None for the default of the device.
     notify: is told a line when MLX's first start on this machine takes long, and when logits come
-    out as NaN. ledger: who keeps how many bytes on the device.
+    out as NaN. ledger: who keeps how many bytes on the device. reads_on_host: the graph of a step
+    depends on its token's value.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class Engine:
         self.ledger = Ledger()
         self._model = load_model(files, self.config, self.dtype, self.ledger)
         self._check_dtype()
+        architectures = self.config.raw.get("architectures")
+        self.reads_on_host = reads_on_host(self.config.model_type, architectures)
         self._notify = notify
         self._steps = 0
 

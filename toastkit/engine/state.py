@@ -37,7 +37,7 @@ class ModelState:
 
     def look_ahead(self, engine: Engine) -> None:
         """Builds the graph of the next step already, whatever its token will be."""
-        if self._ahead is None and can_look_ahead():
+        if self._ahead is None and can_look_ahead() and not engine.reads_on_host:
             self._ahead = Lookahead(engine, self.cache)
 
     def settle(self) -> None:

@@ -14,6 +14,8 @@ from toastkit.model.files import ModelFiles
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
 MAX_HEADER_BYTES = 100 << 20
+# What configurations call the longest context: nearly all the first; gpt2 and gptj n_positions.
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "model_max_length", "max_seq_len")
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,20 @@ def load_config(files: ModelFiles) -> ModelConfig:
     vocab = raw.get("vocab_size", text.get("vocab_size"))
     if type(vocab) is not int or vocab < 1:
         raise DataError(f"{files.name}: config.json has no usable vocab_size")
-    context = raw.get("max_position_embeddings", text.get("max_position_embeddings"))
-    if context is not None and (type(context) is not int or context < 1):
-        raise DataError(f"{files.name}: config.json has no usable max_position_embeddings")
+    context = _context(files, raw, text)
     return ModelConfig(model_type, vocab, context, raw)
+
+
+def _context(files: ModelFiles, raw: dict, text: dict) -> int | None:
+    """The most positions, by the first of the names for it."""
+    for fields in (raw, text):
+        for name in CONTEXT_NAMES:
+            context = fields.get(name)
+            if context is not None:
+                if type(context) is not int or context < 1:
+                    raise DataError(f"{files.name}: config.json has no usable {name}")
+                return context
+    return None
 
 
 def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:

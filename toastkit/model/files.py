@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from functools import cached_property
 from pathlib import Path
 
@@ -48,7 +49,10 @@ class ModelFiles:
             if self.is_toast:
                 return self._read_inside(name)
             path = self.path / name
-            self._check_size(name, path.stat().st_size)
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise DataError(f"{self.name}: {name} is not a regular file")
+            self._check_size(name, status.st_size)
             return path.read_bytes()
         except FileNotFoundError:
             return None
@@ -99,7 +103,16 @@ class ModelFiles:
             files += [n for n in names if re.fullmatch(r"layer_\d{4,}\.safetensors", n)]
         if not files:
             raise self._no_weights()
-        return [self.path / name for name in files]
+        return [self._regular(name) for name in files]
+
+    def _regular(self, name: str) -> Path:
+        path = self.path / name
+        try:
+            if stat.S_ISREG(path.stat().st_mode):
+                return path
+        except OSError as error:
+            raise from_os_error(error, f"cannot read {path}") from error
+        raise DataError(f"{self.name}: {name} is not a regular file")
 
     def _shards(self, index: dict) -> list[Path]:
         """The files that an index lists."""
@@ -111,11 +124,15 @@ class ModelFiles:
             # A symbolic link may lead elsewhere, as in the hub's cache; a name may not.
             if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
                 raise DataError(f"{self.name}: {INDEX_FILE} points outside: {name[:100]!r}")
+            if not name.endswith(".safetensors"):
+                raise DataError(
+                    f"{self.name}: {name[:100]} is not safetensors, and is never opened"
+                )
             if not (self.path / name).exists():
                 raise NoInputError(
                     f"{self.name}: {name[:100]} is missing, and {INDEX_FILE} needs it"
                 )
-            shards.append(self.path / name)
+            shards.append(self._regular(name))
         return shards
 
     def _no_weights(self) -> NoInputError:

@@ -43,6 +43,7 @@ class PromptTokenizer:
     def __init__(self, files: ModelFiles, config: ModelConfig, options: PromptOptions):
         self.files = files
         self.tokenizer = Tokenizer(files)
+        self.tokenizer.check_fits(config.vocab)
         self._config = config
         self._options = options
 

@@ -29,7 +29,7 @@ class RowReader:
     def __init__(self, store: Store):
         self._store = store
         self._raw = store._raw
-        self._matches: dict[str, str | None] = {}
+        self._matches: dict[str, tuple[str, str] | None] = {}
 
     @cached_property
     def _parts(self) -> dict[tuple[str, str], list[str]]:
@@ -59,26 +59,29 @@ class RowReader:
         """The stored tensors that a stacked one is made of."""
         shape = self._store.shape(name)
         layer = self._store.layer_of(name)
+        # By what layers have in common: of a layer 0 there may be two, one of them of an MTP head.
         candidates = {
-            tail: parts
+            (kind_of(f"{path}."), tail): parts
             for (path, tail), parts in self._parts.items()
             if layer is not None and _layer_in(path) == layer and len(parts) == shape[0]
         }
         kind = kind_of(name)
         if kind not in self._matches:
             self._matches[kind] = self._compare(name, candidates) if candidates else None
-        tail = self._matches[kind]
-        return None if tail is None else candidates.get(tail)
+        match = self._matches[kind]
+        return None if match is None else candidates.get(match)
 
-    def _compare(self, name: str, candidates: dict[str, list[str]]) -> str | None:
+    def _compare(
+        self, name: str, candidates: dict[tuple[str, str], list[str]]
+    ) -> tuple[str, str] | None:
         """The candidate whose first and last tensors are the first and last rows."""
         whole = self._store.tensor(name)
         first, last = mx.contiguous(whole[0]), mx.contiguous(whole[-1])
         mx.eval(first, last)
         del whole
-        for tail, parts in candidates.items():
+        for key, parts in candidates.items():
             if self._same(parts[0], first) and self._same(parts[-1], last):
-                return tail
+                return key
         return None
 
     def _same(self, part: str, row: mx.array) -> bool:

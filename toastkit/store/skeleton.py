@@ -15,6 +15,12 @@ from toastkit.model.architecture import import_architecture
 from toastkit.model.config import ModelConfig
 from toastkit.model.files import ModelFiles
 
+# What the code of an architecture raises for a configuration that it was not written for.
+MISFITS = (
+    TypeError, KeyError, ValueError, AttributeError, IndexError, ArithmeticError, RuntimeError,
+    MemoryError, AssertionError,
+)  # fmt: skip
+LAYER_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 # Of the foreign formats those whose bytes are MLX's own, by their quant_method.
 SAME_BYTES = {
     "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
@@ -30,11 +36,25 @@ def new_model(files: ModelFiles, config: ModelConfig) -> nn.Module:
     if config.raw.get("model_file") is not None:
         raise DataError(f"{files.name}: asks to run its own Python code, which is never done")
     architecture = import_architecture(config)
+    check_layers(files, config)
     try:
         model = architecture.Model(architecture.ModelArgs.from_dict(deepcopy(config.raw)))
-    except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+    except MISFITS as error:
         raise DataError(f"{files.name}: config.json does not describe a model: {error}") from error
     return model.eval()
+
+
+def check_layers(files: ModelFiles, config: ModelConfig) -> None:
+    """Raises DataError for more layers than tensors: building them could take for ever."""
+    text = config.raw.get("text_config")
+    tensors = sum(len(header.entries) for header in files.headers)
+    for fields in (config.raw, text if isinstance(text, dict) else {}):
+        for name in LAYER_COUNTS:
+            count = fields.get(name)
+            if isinstance(count, int) and count > tensors:
+                raise DataError(
+                    f"{files.name}: config.json has {name} {count}, the weights {tensors} tensors"
+                )
 
 
 def quantisation_of(files: ModelFiles, config: ModelConfig) -> dict | None:

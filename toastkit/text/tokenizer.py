@@ -60,6 +60,16 @@ class Tokenizer:
         """Highest id + 1, added tokens included. Holes in the numbering count."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    def check_fits(self, vocab: int) -> None:
+        """Raises DataError where ordinary text could give ids that a model of `vocab` has not.
+        Added tokens beyond it are common, and do no harm until somebody uses one."""
+        size = self._tokenizer.get_vocab_size(with_added_tokens=False)
+        if size > vocab:
+            raise DataError(
+                f"{self.name}: the tokenizer has {size} tokens, the model {vocab}",
+                hint="config.json and tokenizer.json belong to two models",
+            )
+
     def encode(self, text: str, add_special: bool) -> list[int]:
         """Token ids of a text. The text of a special token becomes that token.
 
