@@ -135,7 +135,7 @@ def test_a_missing_shard(toast: Toast, make: Make) -> None:
         (lambda data: b"", "not a safetensors file: too short"),
         (lambda data: struct.pack("<Q", 1 << 60) + data[8:], "header claims 1152921504606846976"),
         (lambda data: struct.pack("<Q", 2**64 - 1) + data[8:], "its header claims"),
-        (lambda data: b"\x80\x02cos\n" + data[6:], "truncated: its header claims"),
+        (lambda data: b"\x80\x02cos\n" + data[6:], "its header claims"),
         (lambda data: data[:8] + b"[" + data[9:], "is not JSON"),
     ],
     ids=["data", "header", "length", "empty", "2^60", "2^64", "pickle", "json"],

@@ -1,0 +1,232 @@
+"""How long a checkpoint takes to load, and how much memory, beside mlx_lm on the same files.
+
+    python benchmarks/load.py [--gigabytes 2] [--rounds 5] [--keep DIR]
+
+The checkpoint is a llama with random bfloat16 weights in several shards, made for the run. Each
+load is a process of its own, in turn with the others, with the files in the system's cache.
+"model" is the call that gives the model, imports not counted: our load_model, and load_model of
+mlx_lm.utils. "whole" is a process from its start until model and tokenizer are there: our Engine
+and Tokenizer, and mlx_lm.load. Peak memory is that of the process, and what MLX counted. All keep
+the checkpoint's dtype but for one: float32, our default on the CPU, where weights take twice the
+room.
+
+Last comes the time to the first byte of `toast-model info` on a checkpoint of 1,000 tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from measure import BIN, in_turn, machine, ratio, spread
+
+from toastkit.model.files import locate
+
+GIGABYTE = 1e9
+LLAMA = {
+    "model_type": "llama", "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 5632,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096, "rope_theta": 10000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+TINY = {**LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+        "num_key_value_heads": 2}  # fmt: skip
+SMALL_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+TENSORS_OF_A_LAYER = 9
+
+# Writes the tensors of {name: shape} of stdin, a shard at a time.
+MAKE = """
+import json, sys
+import mlx.core as mx
+folder, shards = sys.argv[1], json.load(sys.stdin)
+seed = 0
+for file, tensors in shards.items():
+    arrays = {}
+    for name, shape in tensors.items():
+        seed, key = seed + 1, mx.random.key(seed)
+        arrays[name] = (0.02 * mx.random.normal(shape, key=key)).astype(mx.bfloat16)
+    mx.save_safetensors(f"{folder}/{file}", arrays, metadata={"format": "pt"})
+"""
+REPORT = """
+import json, resource
+import mlx.core as mx
+try:  # getrusage counts what the parent had before exec
+    resident = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
+except (OSError, IndexError):
+    unit = 1 if sys.platform == "darwin" else 1024
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+print(json.dumps({
+    "seconds": seconds,
+    "resident": resident,
+    "device": mx.get_peak_memory(),
+}), flush=True)
+"""
+OUR_MODEL = """
+import sys, time
+from toastkit.engine import device
+from toastkit.model.config import load_config
+from toastkit.model.files import locate
+from toastkit.store.checkpoint import load_model
+import mlx_lm.models.llama
+device.start()
+start = time.perf_counter()
+files = locate(sys.argv[1])
+model = load_model(files, load_config(files), None)
+seconds = time.perf_counter() - start
+"""
+THEIR_MODEL = """
+import sys, time
+from pathlib import Path
+import mlx_lm.models.llama
+from mlx_lm.utils import load_model
+start = time.perf_counter()
+model, config = load_model(Path(sys.argv[1]))
+seconds = time.perf_counter() - start
+"""
+OUR_WHOLE = """
+import sys
+from toastkit.engine.engine import Engine
+from toastkit.model.files import locate
+from toastkit.text.tokenizer import Tokenizer
+files = locate(sys.argv[1])
+engine, tokenizer = Engine(files, dtype=DTYPE), Tokenizer(files)
+seconds = None
+"""
+THEIR_WHOLE = """
+import sys
+from mlx_lm import load
+model, tokenizer = load(sys.argv[1])
+seconds = None
+"""
+PROGRAMS = {
+    "model: toastkit": OUR_MODEL,
+    "model: mlx_lm": THEIR_MODEL,
+    "whole: toastkit": OUR_WHOLE.replace("DTYPE", "'bfloat16'"),
+    "whole: mlx_lm": THEIR_WHOLE,
+    "whole: toastkit, float32": OUR_WHOLE.replace("DTYPE", "'float32'"),
+}
+
+
+def tensors_of(config: dict, layers: int) -> dict[str, list[int]]:
+    """Names and shapes of a llama's tensors."""
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    shared = width * config["num_key_value_heads"] // config["num_attention_heads"]
+    shapes = {
+        "self_attn.q_proj": [width, width], "self_attn.k_proj": [shared, width],
+        "self_attn.v_proj": [shared, width], "self_attn.o_proj": [width, width],
+        "mlp.gate_proj": [inner, width], "mlp.up_proj": [inner, width],
+        "mlp.down_proj": [width, inner], "input_layernorm": [width],
+        "post_attention_layernorm": [width],
+    }  # fmt: skip
+    found = {"model.embed_tokens.weight": [config["vocab_size"], width]}
+    for layer in range(layers):
+        found |= {f"model.layers.{layer}.{name}.weight": s for name, s in shapes.items()}
+    return {**found, "model.norm.weight": [width]}
+
+
+def size_of(tensors: dict[str, list[int]]) -> int:
+    """Bytes in bfloat16."""
+    return sum(2 * shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in tensors.values())
+
+
+def make(folder: Path, config: dict, layers: int, shards: int) -> Path:
+    """Writes a checkpoint as the hub has them: shards, an index, the embedded model's tokenizer."""
+    folder.mkdir(parents=True)
+    tensors = tensors_of(config, layers)
+    files = [f"model-{n:05}-of-{shards:05}.safetensors" for n in range(1, shards + 1)]
+    names = list(tensors)
+    places = {name: files[n * shards // len(names)] for n, name in enumerate(names)}
+    parts = {f: {n: tensors[n] for n in names if places[n] == f} for f in files}
+    subprocess.run(
+        [sys.executable, "-c", MAKE, str(folder)], input=json.dumps(parts).encode(), check=True
+    )
+    for name in SMALL_FILES:
+        (folder / name).write_bytes(locate("crumb").read(name) or b"{}")
+    settings = {**config, "num_hidden_layers": layers, "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    index = {"metadata": {"total_size": size_of(tensors)}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def load(program: str, folder: Path, records: list[dict]) -> float:
+    """Runs a load in a process of its own; seconds, and a record of them and the memory."""
+    command = [sys.executable, "-c", program + REPORT, str(folder)]
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    elapsed = time.perf_counter() - start
+    if process.wait() != 0:
+        raise SystemExit("the load failed")
+    record = json.loads(line)
+    record["seconds"] = record["seconds"] or elapsed
+    records.append(record)
+    return record["seconds"]
+
+
+def first_byte(command: list[str]) -> float:
+    """Seconds from the start of a command to the first byte of its output."""
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read(1)
+    seconds = time.perf_counter() - start
+    process.stdout.read()
+    if process.wait() != 0:
+        raise SystemExit(f"{' '.join(command)} failed")
+    return seconds
+
+
+def show(results: dict[str, list[float]], records: dict[str, list[dict]], weights: int) -> None:
+    """The table: seconds, their ratio to mlx_lm's, memory in multiples of the weights."""
+    print(f"{'load':26} {'seconds':>22} {'/ mlx_lm':>20} {'process peak':>14} {'MLX peak':>9}")
+    for name, values in results.items():
+        theirs = results[f"{name.split(':')[0]}: mlx_lm"]
+        kept = records[name][1:]  # the first was the warming
+        resident, device = (
+            statistics.median(r[field] for r in kept) / weights for field in ("resident", "device")
+        )
+        print(f"{name:26} {spread(values, 1, 3):>22} {ratio(values, theirs):>20} "
+              f"{resident:>14.2f} {device:>9.2f}")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--keep", type=Path, help="make the checkpoints here, use them again")
+    options = parser.parse_args()
+    layer = size_of(tensors_of(LLAMA, 1)) - size_of(tensors_of(LLAMA, 0))
+    layers = max(1, round(options.gigabytes * GIGABYTE / layer))
+    weights = size_of(tensors_of(LLAMA, layers))
+    with tempfile.TemporaryDirectory() as temporary:
+        base = options.keep or Path(temporary)
+        large, many = base / f"llama-{layers}", base / "thousand"
+        if not large.exists():
+            make(large, LLAMA, layers, max(2, round(weights / (0.5 * GIGABYTE))))
+        if not many.exists():
+            make(many, TINY, 1000 // TENSORS_OF_A_LAYER, 4)
+        records: dict[str, list[dict]] = {name: [] for name in PROGRAMS}
+        cases: dict[str, Callable[[], float]] = {
+            name: partial(load, program, large, records[name])
+            for name, program in PROGRAMS.items()
+        }  # fmt: skip
+        results = in_turn(cases, options.rounds)
+        info = [str(BIN / "toast-model"), "info", str(many)]
+        bytes_ = in_turn({"info": partial(first_byte, info)}, options.rounds)
+    print(f"{machine()}; {options.rounds} rounds; median (min .. max)")
+    print(f"{weights / GIGABYTE:.2f} GB of weights; memory in multiples of that\n")
+    show(results, records, weights)
+    print(f"\ntoast-model info, 1,001 tensors: {spread(bytes_['info'], 1e-3, 0)} ms to first byte")
+
+
+if __name__ == "__main__":
+    main()

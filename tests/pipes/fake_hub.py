@@ -1,0 +1,107 @@
+"""A Hugging Face hub of one model, on a port of this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class FakeHub(ThreadingHTTPServer):
+    """files: path -> content, of the model org/name. sent: (path, first byte) of every download.
+    stop_after: bytes of a file after which the connection breaks, None for never."""
+
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, bytes]):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files = files
+        self.sent: list[tuple[str, int]] = []
+        self.stop_after: int | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+@contextmanager
+def serving(files: dict[str, bytes]) -> Iterator[FakeHub]:
+    """A hub that answers until the block ends."""
+    with FakeHub(files) as hub:
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        try:
+            yield hub
+        finally:
+            hub.shutdown()
+            thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Repository information, the list of files, and the files, whole or from a byte on."""
+
+    server: FakeHub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *rest) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path in ("/api/models/org/name", "/api/models/org/name/revision/main"):
+            names = [{"rfilename": name} for name in self.server.files]
+            self._json({"id": "org/name", "sha": COMMIT, "siblings": names, "private": False})
+        elif path == f"/api/models/org/name/tree/{COMMIT}":
+            self._json(
+                [
+                    {"type": "file", "path": name, "size": len(data), "oid": _tag(data)}
+                    for name, data in self.server.files.items()
+                ]
+            )
+        elif path.startswith(f"/org/name/resolve/{COMMIT}/"):
+            self._file(path.split("/", 5)[5])
+        else:
+            kind = (
+                "RevisionNotFound" if path.startswith("/api/models/org/name/") else "RepoNotFound"
+            )
+            self._answer(404, b"", {"X-Error-Code": kind, "X-Error-Message": "not here"})
+
+    def _json(self, value: object) -> None:
+        self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _file(self, name: str) -> None:
+        data = self.server.files[name]
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
+        headers = {"ETag": f'"{_tag(data)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        if self.command == "GET":
+            self.server.sent.append((name, start))
+        self._answer(206 if start else 200, data[start:], headers)
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        limit = self.server.stop_after
+        if limit is not None and len(body) > limit:
+            self.wfile.write(body[:limit])
+            self.close_connection = True
+            return
+        self.wfile.write(body)
+
+
+def _tag(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()

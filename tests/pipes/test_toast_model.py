@@ -1,0 +1,339 @@
+"""toast-model as a person meets it: every subcommand through the real executable."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import executable
+from tests.pipes.fake_hub import serving
+from tests.unpack import unpack
+from toastkit.model.files import locate
+
+Model = Callable[..., subprocess.CompletedProcess]
+SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Toastkit's own folder for this test."""
+    return tmp_path / "data" / "toastkit" / "models"
+
+
+@pytest.fixture
+def model(toast, tmp_path: Path, home: Path) -> Model:
+    """model(*arguments, env={}): toast-model with folders of its own; its output is text."""
+
+    def run(*arguments: object, env: dict | None = None) -> subprocess.CompletedProcess:
+        own = {"XDG_DATA_HOME": str(tmp_path / "data"), "HF_HOME": str(tmp_path / "hf")}
+        done = toast("model", *arguments, env={**own, **(env or {})})
+        done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()
+        return done
+
+    return run
+
+
+def ok(done: subprocess.CompletedProcess) -> str:
+    """What a command wrote that went well and had nothing to say."""
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def refused(done: subprocess.CompletedProcess, code: int, *said: str) -> str:
+    """The hint of a command that failed with one line."""
+    assert (done.returncode, done.stdout) == (code, ""), done
+    first, *hint = done.stderr.splitlines()
+    assert first.startswith("toast-model: ") and len(hint) <= 1 and not first.endswith(".")
+    for words in said:
+        assert words in first
+    return "".join(hint)
+
+
+def json_info(model: Model, name: object) -> dict:
+    return json.loads(ok(model("info", "--json", name)))
+
+
+# ----------------------------------------------------------------------------- the command itself
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "hint"),
+    [
+        ([], "missing command", "toast-model --help"),
+        (["lst"], "no such command: 'lst'", "did you mean list?"),
+        (["xyz"], "no such command: 'xyz'", "commands are list, info, pull, rm, bake"),
+        (["info", "--jsn"], "no such option '--jsn'", "toast-model info --help"),
+        (["--jsn", "info"], "no such option '--jsn'", "toast-model --help"),
+        (["info", "a", "b"], "got unexpected extra argument", "toast-model info --help"),
+        (["rm"], "missing argument 'NAME'", "toast-model rm --help"),
+        (["split", "crumb"], "missing option '-o'", "toast-model split --help"),
+        (["info", "--supported", "crumb"], "--supported takes no model", ""),
+        (["bake", "crumb", "--group-size", "32"], "--group-size is for --quant", ""),
+        (["bake", "crumb", "--gears", "low,top"], "no such gear to bake: 'top'", "low and mid"),
+        (["bake", "crumb", "-o", "x.bin"], "-o takes a name that ends in .toast", ""),
+        (["bake", "crumb", "--dtype", "int8"], "'int8' is not one of", "bake --help"),
+        (["pull", "crumb"], "not a hub id: 'crumb'", "org/name"),
+        (["rm", "--yes", "crumb"], "crumb is a part of toastkit and stays", ""),
+    ],
+    ids=" ".join,
+)
+def test_usage(model: Model, arguments: list[str], said: str, hint: str) -> None:
+    assert hint in refused(model(*arguments), 64, said)
+
+
+def test_what_is_not_here_is_not_fetched(model: Model, tmp_path: Path) -> None:
+    for command in (["info"], ["verify"], ["split", "-o", tmp_path / "x"], ["bake"]):
+        hint = refused(model(*command, "org/name"), 66, "no such model here: org/name")
+        assert hint == "  hint: toast-model pull org/name"
+        refused(model(*command, "nope"), 66, "no such model: nope")
+
+
+def test_flags_before_and_after_the_subcommand(model: Model, tmp_path: Path) -> None:
+    (tmp_path / "hf" / "hub" / "models--org--half").mkdir(parents=True)
+    told = "toast-model: org/half: no whole model in the Hugging Face cache\n"
+    assert model("list").stderr == ""
+    assert model("list", "-v").stderr == model("-v", "list").stderr == told
+    assert model("list", env={"TOAST_VERBOSE": "1"}).stderr == told
+    for arguments in (["--debug", "info", "nope"], ["info", "--debug", "nope"]):
+        done = model(*arguments)
+        assert done.returncode == 66 and "Traceback" in done.stderr
+
+
+def test_help_names_the_subcommands(model: Model) -> None:
+    text = ok(model("--help"))
+    names = re.findall(r"^  (\w+) +\S", text.partition("Commands:")[2], re.M)
+    assert names == ["list", "info", "pull", "rm", "bake", "split", "verify"]
+    for name in names:
+        assert f"Usage: toast-model {name}" in ok(model(name, "--help"))
+
+
+def test_completion(model: Model) -> None:
+    env = {
+        "_TOAST_MODEL_COMPLETE": "bash_complete",
+        "COMP_WORDS": "toast-model v",
+        "COMP_CWORD": "1",
+    }
+    assert ok(model(env=env)).split() == ["plain,verify"]
+    env |= {"COMP_WORDS": "toast-model verify --v", "COMP_CWORD": "2"}
+    assert "plain,--values" in ok(model(env=env)).split()
+    env |= {"COMP_WORDS": "toast-model verify cru", "COMP_CWORD": "2"}
+    assert ok(model(env=env)).split() == ["plain,crumb"]
+
+
+def test_a_reader_that_goes_away(model: Model) -> None:
+    with subprocess.Popen([executable("model"), "info"], stdout=subprocess.PIPE) as process:
+        process.stdout.close()
+    assert process.returncode == -13
+
+
+# ------------------------------------------------------------------------------------ list, info
+
+
+def test_list(model: Model, home: Path) -> None:
+    assert [line.split()[0] for line in ok(model("list")).splitlines()] == ["NAME", "crumb"]
+    home.mkdir(parents=True)
+    unpack(home / "copy")
+    (home / "bro\nken").mkdir()
+    done = model("list")
+    assert done.returncode == 0 and "copy" in done.stdout
+    assert done.stderr.startswith(r"toast-model: bro\nken: ") and done.stderr.count("\n") == 1
+    records = [json.loads(line) for line in model("list", "--json").stdout.splitlines()]
+    assert [(r["name"], r["source"]) for r in records] == [("copy", "own"), ("crumb", "embedded")]
+    for record in records:
+        facts = json_info(model, record["name"])
+        assert (facts["path"], facts["size"]) == (record["where"], record["size"])
+
+
+def test_info(model: Model, home: Path) -> None:
+    text = ok(model("info"))
+    facts = {line[:18].strip(): line[19:] for line in text.splitlines()}
+    assert facts["name"] == "crumb" and facts["model type"] == "qwen3_next"
+    assert facts["layers"] == "8: 6 recurrent, MoE; 2 attention, MoE"
+    assert facts["parameters"] == "7.72 M, 4.18 M for a token"
+    assert facts["head"] == "is the embedding" and facts["chat template"] == "yes"
+    assert json_info(model, "crumb")["parameters"] == 7_719_280
+    home.mkdir(parents=True)
+    unpack(home / "copy")
+    assert ok(model("info", env={"TOAST_MODEL": "copy"})).startswith("name               copy\n")
+    assert ok(model("info", "crumb", env={"TOAST_MODEL": "nope"})) == text
+
+
+def test_supported(model: Model) -> None:
+    head, *rows = ok(model("info", "--supported")).splitlines()
+    assert head.split() == ["TYPE", "MODULE", "STATUS", "NOTE"]
+    records = [json.loads(line) for line in ok(model("info", "--supported", "--json")).splitlines()]
+    assert len(records) == len(rows) > 50
+    assert {r["model_type"] for r in records} >= {"llama", "qwen3_next", "gpt_oss"}
+
+
+# ------------------------------------------------------------------------------ pull, rm
+
+
+FILES = {name: locate("crumb").read(name) or b"" for name in SMALL}
+UNWANTED = ("pytorch_model.bin", "modeling_x.py", "original/model.safetensors", "README.md")
+
+
+@pytest.fixture(scope="module")
+def weights() -> bytes:
+    """A file that is longer than one piece of a download, 10 MiB."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [12 << 20], "data_offsets": [0, 12 << 20]}})
+    return len(header).to_bytes(8, "little") + header.encode() + bytes(12 << 20)
+
+
+def test_pull(model: Model, weights: bytes, tmp_path: Path) -> None:
+    files = {**FILES, "model.safetensors": weights, **dict.fromkeys(UNWANTED, b"x")}
+    with serving(files) as hub:
+        env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url}
+        hub.stop_after = 11 << 20
+        path = Path(ok(model("pull", "org/name", env=env)).removesuffix("\n"))
+        assert (path / "model.safetensors").read_bytes() == weights
+        names = {name for name, _ in hub.sent}
+        assert names == {*SMALL, "model.safetensors"}
+        # The connection broke; the download went on from the last whole piece.
+        assert [start for name, start in hub.sent if name == "model.safetensors"] == [0, 10 << 20]
+        hub.sent.clear()
+        assert ok(model("pull", "org/name", env=env)) == f"{path}\n"
+        assert hub.sent == []
+        refused(model("pull", "org/other", env=env), 66, "no such model on the hub: org/other")
+        done = model("pull", "org/name", "--revision", "v9", env=env)
+        refused(done, 66, "no such revision on the hub: org/name at v9")
+    assert ok(model("pull", "org/name", env={"HF_HUB_OFFLINE": "1"})) == f"{path}\n"
+    assert "org/name" in ok(model("list"))
+
+
+def test_pull_offline(model: Model) -> None:
+    done = model("pull", "org/name", env={"HF_HUB_OFFLINE": "1"})
+    refused(done, 69, "cannot fetch org/name: it is not in the cache, and HF_HUB_OFFLINE is set")
+    done = model(
+        "pull", "org/name", env={"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    )
+    refused(done, 69, "cannot fetch org/name: the hub cannot be reached")
+
+
+def at_a_terminal(command: list[str], answer: bytes, env: dict) -> tuple[int, str]:
+    """Exit code and what was shown, of a command at a terminal where somebody types."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        command, stdin=follower, stdout=follower, stderr=follower, env={**os.environ, **env}
+    )
+    os.close(follower)
+    os.write(leader, answer)
+    shown = b""
+    try:
+        while piece := os.read(leader, 4096):
+            shown += piece
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    os.close(leader)
+    return process.wait(60), shown.decode()
+
+
+def test_rm(model: Model, home: Path, tmp_path: Path) -> None:
+    home.mkdir(parents=True)
+    unpack(home / "copy")
+    hint = refused(model("rm", "copy"), 64, "will not remove copy, 1", "no terminal to ask at")
+    assert hint == "  hint: --yes removes it"
+    refused(model("rm", "copy", env={"TOAST_YES": "1"}), 64, "will not remove")
+    command = [executable("model"), "rm", "copy"]
+    env = {"XDG_DATA_HOME": str(tmp_path / "data")}
+    code, shown = at_a_terminal(command, b"\n", env)
+    assert code == 0 and "[y/N]" in shown and (home / "copy").is_dir()
+    code, shown = at_a_terminal(command, b"y\n", env)
+    assert code == 0 and "removed copy" in shown and not (home / "copy").exists()
+    unpack(home / "copy")
+    assert ok(model("rm", "-q", "--yes", "copy")) == "" and not (home / "copy").exists()
+    refused(model("rm", "--yes", "copy"), 66, "no such model: copy")
+    unpack(tmp_path / "mine")
+    refused(model("rm", "--yes", tmp_path / "mine"), 64, "is in neither")
+    assert (tmp_path / "mine" / "config.json").is_file()
+
+
+# ---------------------------------------------------------------------------- bake, split, verify
+
+
+def test_bake_into_toastkits_folder(model: Model, home: Path, tmp_path: Path) -> None:
+    unpack(tmp_path / "mine")
+    assert ok(model("bake", tmp_path / "mine")) == f"{home / 'mine.toast'}\n"
+    first = (home / "mine.toast").read_bytes()
+    hint = refused(model("bake", tmp_path / "mine"), 73, "mine.toast exists")
+    assert hint == "  hint: --force overwrites it"
+    refused(model("bake", tmp_path / "mine", env={"TOAST_FORCE": "1"}), 73, "exists")
+    ok(model("bake", "--force", tmp_path / "mine"))
+    assert (home / "mine.toast").read_bytes() == first
+    assert "mine" in ok(model("list")) and json_info(model, "mine")["parameters"] == 7_719_280
+    assert re.fullmatch(r"ok: \d+ tensors, 15\.\d MB\n", ok(model("verify", "mine")))
+
+
+def test_bake_with_everything(model: Model, tmp_path: Path) -> None:
+    out = tmp_path / "q.toast"
+    ok(model("bake", "crumb", "-o", out, "--quant", "4", "--group-size", "32"))
+    facts = json_info(model, out)
+    assert facts["quantization"]["bits"] == 4 and facts["quantization"]["group_size"] == 32
+    assert facts["parameters"] == 7_719_280
+    refused(model("bake", out, "-o", tmp_path / "x.toast", "--quant", "4"), 64, "quantised already")
+    refused(model("bake", "crumb", "-o", tmp_path / "x.toast", "--quant", "7"), 64, "no bits 7")
+    ok(
+        model(
+            "bake", "crumb", "-o", tmp_path / "g.toast", "--gears", "mid,low", "--dtype", "float16"
+        )
+    )
+    facts = json_info(model, tmp_path / "g.toast")
+    assert facts["gears"] == ["low", "mid"] and "float16" in facts["dtypes"]
+    assert facts["bytes"]["gears"] > facts["bytes"]["experts"] / 2
+    # An activation type that is set for all commands does not convert weights.
+    ok(model("bake", "crumb", "-o", tmp_path / "d.toast", env={"TOAST_DTYPE": "float32"}))
+    assert json_info(model, tmp_path / "d.toast")["dtypes"] == {"bfloat16": 2 * 7_719_280}
+    assert sorted(p.name for p in tmp_path.glob("*.toast*")) == ["d.toast", "g.toast", "q.toast"]
+
+
+def test_outputs_that_cannot_be(model: Model, tmp_path: Path) -> None:
+    (tmp_path / "folder.toast").mkdir()
+    refused(model("bake", "crumb", "-o", tmp_path / "folder.toast", "--force"), 73, "a directory")
+    refused(model("bake", "crumb", "-o", tmp_path / "no" / "x.toast"), 73, "no such file")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("x")
+    refused(model("split", "crumb", "-o", tmp_path / "full"), 73)
+    assert (tmp_path / "full" / "x").read_text() == "x"
+
+
+def test_a_flipped_byte_is_found(model: Model, tmp_path: Path) -> None:
+    out = tmp_path / "x.toast"
+    ok(model("bake", "crumb", "-o", out))
+    data = bytearray(out.read_bytes())
+    data[len(data) // 2] ^= 1
+    out.write_bytes(data)
+    done = model("verify", out)
+    assert (done.returncode, done.stderr) == (65, "")
+    assert re.fullmatch(r"x\.toast: model\.layers\.\d\..*: is not as it was written\n", done.stdout)
+    out.write_bytes(data[:-5])
+    done = model("verify", out)
+    assert done.returncode == 65 and "truncated" in done.stderr + done.stdout
+    assert (done.stdout + done.stderr).count("\n") == 1
+
+
+def test_split_and_verify(model: Model, tmp_path: Path) -> None:
+    out = tmp_path / "layers"
+    assert ok(model("split", "crumb", "-o", out)) == f"{out}\n"
+    assert (out / "layer_0007.safetensors").is_file() and (out / "config.json").is_file()
+    assert ok(model("verify", "--values", out)).startswith("ok: ")
+    assert json_info(model, out)["parameters"] == 7_719_280
+    (out / "tokenizer.json").write_text("{}")
+    assert model("verify", out).stdout == "tokenizer.json: is not as it was written\n"
+    assert ok(model("verify", "crumb")).endswith(" MB\n")
+    unpack(tmp_path / "copy")
+    assert "there are no checksums" in ok(model("verify", tmp_path / "copy"))
+
+
+def test_what_needs_no_mlx(tmp_path: Path) -> None:
+    from tests.unit.test_tree import PROMPT_FREE, loaded
+
+    for arguments in (["list"], ["verify", "crumb"], ["info", "--supported"]):
+        modules, out = loaded(tmp_path, "model", *arguments)
+        assert out and sorted(modules & PROMPT_FREE) == []

@@ -1,0 +1,200 @@
+"""What is told of a checkpoint from its small files and headers alone, and in which words."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toastkit.errors import DataError, NoInputError
+from toastkit.model.files import ModelFiles, locate
+from toastkit.model.info import anatomy_lines, count, human, shown, summary, summary_lines
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096,
+    "max_position_embeddings": 32768,
+}  # fmt: skip
+ITEM = {"BF16": 2, "F32": 4, "U32": 4, "U8": 1}
+
+
+def weights(**tensors: tuple[str, list[int]]) -> bytes:
+    """A safetensors file of zeros."""
+    header, at = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        size = ITEM[dtype]
+        for side in shape:
+            size *= side
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(at)
+
+
+def checkpoint(path: Path, config: dict, **files: Any) -> ModelFiles:
+    path.mkdir(exist_ok=True)
+    contents = {"config.json": config, "model.safetensors": weights(w=("BF16", [2, 3])), **files}
+    for name, content in contents.items():
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        (path / name).write_bytes(data)
+    return ModelFiles(path, "m")
+
+
+def test_crumb() -> None:
+    facts = summary(locate("crumb"))
+    assert facts["name"] == "crumb" and facts["model_type"] == "qwen3_next"
+    assert facts["architecture"] == "Qwen3NextForCausalLM"
+    assert (facts["vocabulary"], facts["context"]) == (4096, 8192)
+    assert facts["dtypes"] == {"bfloat16": 2 * 7_719_280} and facts["chat_template"]
+    assert facts["quantization"] is None and facts["gears"] == []
+    assert facts["size"] == sum((locate("crumb").weight_files()[0].stat().st_size,))
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_shards_dtypes_and_quantisation(tmp_path: Path) -> None:
+    settings = {"bits": 4, "group_size": 64, "mode": "affine", "a.b": {"bits": 8}, "a.c": False}
+    index = {"weight_map": {"w": "model-1.safetensors", "v": "model-2.safetensors"}}
+    files = checkpoint(
+        tmp_path,
+        {**CONFIG, "quantization": settings, "quantization_config": settings},
+        **{
+            "model.safetensors.index.json": index,
+            "model-1.safetensors": weights(w=("U32", [4, 8]), s=("BF16", [4])),
+            "model-2.safetensors": weights(v=("F32", [3])),
+        },
+    )
+    facts = summary(files)
+    assert facts["files"] == ["model-1.safetensors", "model-2.safetensors"]
+    assert (facts["tensors"], facts["dtypes"]) == (3, {"U32": 128, "float32": 12, "bfloat16": 8})
+    assert facts["quantization"] == {
+        "bits": 4, "group_size": 64, "mode": "affine", "exceptions": 2,
+    }  # fmt: skip
+    lines = dict(summary_lines(facts))
+    assert lines["quantised"] == "4 bits, groups of 64, affine, 2 modules otherwise"
+    assert lines["dtypes"] == "U32 128 B, float32 12 B, bfloat16 8 B"
+    assert lines["files"].startswith("2, ") and lines["context"] == "32,768 tokens"
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({}, None),
+        ({"quantization": {}}, None),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, {"quant_method": "mxfp4"}),
+        ({"text_config": {"quantization_config": {"quant_method": "x"}}}, {"quant_method": "x"}),
+        ({"quantization": {"bits": [4], "group_size": 32}}, {"group_size": 32}),
+        ({"quantization": 7, "text_config": 3}, None),
+    ],
+)
+def test_quantisation(tmp_path: Path, raw: dict, expected: dict | None) -> None:
+    found = summary(checkpoint(tmp_path, {**CONFIG, **raw}))["quantization"]
+    assert found == (None if expected is None else {**expected, "exceptions": 0})
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, False),
+        ({"tokenizer_config.json": {"chat_template": "x"}}, True),
+        ({"tokenizer_config.json": {"chat_template": None}}, False),
+        ({"chat_template.jinja": b"x"}, True),
+        ({"chat_template.json": {"chat_template": "x"}}, True),
+    ],
+)
+def test_chat_template(tmp_path: Path, files: dict, expected: bool) -> None:
+    assert summary(checkpoint(tmp_path, CONFIG, **files))["chat_template"] is expected
+
+
+def test_a_config_of_odd_values(tmp_path: Path) -> None:
+    for architectures in (None, [], "Named", [3], {"a": 1}, ["A\x1b[31m"]):
+        facts = summary(checkpoint(tmp_path, {**CONFIG, "architectures": architectures}))
+        lines = dict(summary_lines(facts))
+        assert "\x1b" not in "".join(lines.values())
+    assert lines["architecture"] == r"A\x1b[31m"
+    facts = summary(checkpoint(tmp_path, {"model_type": "x", "vocab_size": 8}))
+    assert dict(summary_lines(facts))["context"] == "no limit given"
+
+
+def test_gears_of_a_baked_file(tmp_path: Path) -> None:
+    inside = json.dumps(CONFIG).encode()
+    data = weights(
+        **{
+            "__file__.config.json": ("U8", [len(inside)]),
+            "w": ("BF16", [4]),
+            "__gear__.low.w": ("U32", [2]),
+            "__gear__.mid.w": ("U32", [4]),
+            "__pad__.0": ("U8", [5]),
+        }
+    )
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    data = data[:start] + inside + data[start + len(inside) :]
+    (tmp_path / "x.toast").write_bytes(data)
+    facts = summary(ModelFiles(tmp_path / "x.toast", "x"))
+    assert (facts["tensors"], facts["dtypes"]) == (1, {"bfloat16": 8})
+    assert (facts["gears"], facts["gear_bytes"]) == (["low", "mid"], 24)
+    assert dict(summary_lines(facts))["gears"] == "low, mid: 24 B"
+
+
+def test_what_is_broken_is_told_before_anything_else(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        summary(checkpoint(tmp_path, CONFIG, **{"model.safetensors": b"\xff" * 100}))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(NoInputError):
+        summary(ModelFiles(tmp_path, "m"))
+
+
+def test_words_for_an_anatomy() -> None:
+    found: dict[str, Any] = {
+        "layers": 4, "layer_kinds": {"recurrent, MoE": 3, "attention, MoE": 1},
+        "experts": {"total": 128, "active": 8, "shared": 1},
+        "parameters": 30_532_122_624, "active_parameters": 3_345_000_000,
+        "bytes": {"embedding": 1 << 20, "mixer": 5, "mlp": 0, "experts": 10**9, "head": 0},
+        "tied_head": True,
+        "cache": {"dtype": "bfloat16", "bytes_per_1024_tokens": 98304, "window_bytes": 1,
+                  "state_bytes": 2000},
+    }  # fmt: skip
+    assert list(anatomy_lines(found)) == [
+        ("layers", "4: 3 recurrent, MoE; 1 attention, MoE"),
+        ("experts", "128, 8 for a token, 1 shared"),
+        ("parameters", "30.5 G, 3.35 G for a token"),
+        ("bytes", "1.00 GB"),
+        ("  embedding", "1.05 MB"),
+        ("  attention, mixer", "5 B"),
+        ("  experts", "1.00 GB"),
+        ("  head", "is the embedding"),
+        ("cache", "98.3 kB per 1,024 tokens, at most 1 B of windows, 2.00 kB of state (bfloat16)"),
+    ]
+    del found["cache"]
+    found.update(experts=None, active_parameters=found["parameters"], tied_head=False)
+    lines = dict(anatomy_lines(found))
+    assert lines["parameters"] == "30.5 G" and not {"experts", "cache", "  head"} & set(lines)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (9994, "9.99 kB"), (9996, "10.0 kB"),
+     (99_960, "100 kB"), (999_499, "999 kB"), (999_500, "1.00 MB"), (15_495_336, "15.5 MB"),
+     (10**12, "1.00 TB"), (10**16, "10000 TB")],
+)  # fmt: skip
+def test_sizes(size: int, text: str) -> None:
+    assert human(size) == text
+    assert count(7_719_280) == "7.72 M" and count(12) == "12"
+
+
+def test_names_are_shown_escaped() -> None:
+    assert shown("Grüße/模型") == "Grüße/模型"
+    assert shown("a\nb\x1b[2J\u202e\udc80") == r"a\nb\x1b[2J\u202e\udc80"
+
+
+def test_needs_no_engine() -> None:
+    code = (
+        "import sys; from toastkit.model.info import summary; import toastkit.model.library\n"
+        "from toastkit.model.files import locate; summary(locate('crumb'))\n"
+        "assert not {'mlx', 'numpy', 'huggingface_hub'} & set(sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)

@@ -1,0 +1,389 @@
+"""Which models are listed, what is fetched, and what may be removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.test_model_info import CONFIG, weights
+from toastkit.errors import (
+    CannotCreateError,
+    DataError,
+    IOFailure,
+    NoInputError,
+    ToastError,
+    UnavailableError,
+    UsageError,
+)
+from toastkit.model.files import CRUMB, find
+from toastkit.model.library import Listed, fetch, list_models, removal, remove
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Toastkit's own folder, empty."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    folder = tmp_path / "data" / "toastkit" / "models"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache, empty; a network that is not asked."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_VERBOSITY"):
+        monkeypatch.setenv(name, "")  # so that what `fetch` sets is undone
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    (tmp_path / "hf" / "hub").mkdir(parents=True)
+    return tmp_path / "hf" / "hub"
+
+
+def checkpoint(path: Path, **files: bytes) -> Path:
+    path.mkdir(parents=True)
+    contents = {
+        "config.json": json.dumps(CONFIG).encode(),
+        "model.safetensors": weights(w=("BF16", [500])),
+        **files,
+    }
+    for name, data in contents.items():
+        (path / name).write_bytes(data)
+    return path
+
+
+def snapshot(hub: Path, hub_id: str = "org/name", revision: str = "main", commit: str = "c1"):
+    """A snapshot as huggingface_hub lays it out: links to blobs."""
+    repository = hub / f"models--{hub_id.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / revision).write_text(commit)
+    folder = checkpoint(repository / "snapshots" / commit)
+    blob = repository / "blobs" / commit
+    blob.parent.mkdir(exist_ok=True)
+    shutil.move(folder / "model.safetensors", blob)
+    (folder / "model.safetensors").symlink_to(Path("..", "..", "blobs", commit))
+    return folder
+
+
+def toast(path: Path) -> Path:
+    """A .toast file of one tensor."""
+    inside = json.dumps(CONFIG).encode()
+    data = weights(**{"__file__.config.json": ("U8", [len(inside)]), "w": ("BF16", [4])})
+    path.write_bytes(data[: -len(inside) - 8] + inside + bytes(8))
+    return path
+
+
+def listed() -> tuple[dict[str, Listed], list[str], list[str]]:
+    told: list[str] = []
+    whispered: list[str] = []
+    found = list(list_models(told.append, whispered.append))
+    assert len({one.name for one in found}) == len(found)
+    return {one.name: one for one in found}, told, whispered
+
+
+def test_a_list_of_all_three_places(home: Path, hub: Path) -> None:
+    checkpoint(home / "directory")
+    toast(home / "file.toast")
+    path = snapshot(hub)
+    found, told, whispered = listed()
+    assert list(found) == ["directory", "file", "org/name", "crumb"]
+    assert [one.source for one in found.values()] == ["own", "own", "hub", "embedded"]
+    assert (told, whispered) == ([], [])
+    size = (home / "directory" / "model.safetensors").stat().st_size
+    assert found["directory"].size == found["org/name"].size == size > 1000
+    assert found["org/name"].where == path and found["org/name"].model_type == "llama"
+    for name, one in found.items():
+        assert find(name).path == one.where
+
+
+def test_nothing_but_crumb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_DATA_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "missing"))
+    assert (list(listed()[0]), listed()[1]) == (["crumb"], [])
+
+
+def test_a_name_that_means_something_else_is_listed_by_its_path(home: Path, hub: Path) -> None:
+    toast(home / "same.toast")
+    checkpoint(home / "same")
+    toast(home / "crumb.toast")
+    checkpoint(home / "with blank")
+    found, _, _ = listed()
+    assert set(found) == {
+        "same", "crumb", str(home / "same"), str(home / "crumb.toast"), str(home / "with blank"),
+    }  # fmt: skip
+    assert found["same"].where == home / "same.toast" and found["crumb"].where == CRUMB
+    for name, one in found.items():
+        assert find(name).path == one.where
+
+
+def test_broken_entries_are_told_of_and_passed_over(home: Path, hub: Path) -> None:
+    checkpoint(home / "good")
+    checkpoint(home / "no-weights")
+    (home / "no-weights" / "model.safetensors").unlink()
+    checkpoint(home / "bad-config", **{"config.json": b"{"})
+    (home / "junk.toast").write_bytes(b"nonsense")
+    (home / "empty").mkdir()
+    (home / "loop").symlink_to("loop")
+    (home / "gone").symlink_to("nowhere")
+    (home / ".hidden").mkdir()
+    (home / "notes.txt").write_text("x")
+    found, told, whispered = listed()
+    assert list(found) == ["good", "crumb"] and not whispered
+    for name in ("no-weights", "bad-config", "junk", "empty"):
+        assert sum(name in line for line in told) == 1, (name, told)
+    assert len(told) == 4 and not any("\n" in line for line in told)
+
+
+def test_what_else_is_in_the_cache(home: Path, hub: Path) -> None:
+    os.unlink(snapshot(hub, "org/half") / "model.safetensors")
+    (hub / "datasets--org--name").mkdir()
+    (hub / "models--odd").mkdir()
+    (hub / "version.txt").write_text("1")
+    found, told, whispered = listed()
+    assert (list(found), told) == (["crumb"], [])
+    assert whispered == ["org/half: no whole model in the Hugging Face cache"]
+
+
+def test_a_folder_that_is_a_file(home: Path, hub: Path) -> None:
+    home.rmdir()
+    home.write_text("x")
+    found, told, _ = listed()
+    assert list(found) == ["crumb"]
+    assert len(told) == 1 and "not a directory" in told[0]
+
+
+def library_that(action) -> SimpleNamespace:
+    """A huggingface_hub whose download is `action`."""
+    kinds = ("GatedRepoError", "RevisionNotFoundError", "RepositoryNotFoundError")
+    errors = SimpleNamespace(**{kind: type(kind, (Exception,), {}) for kind in kinds})
+    return SimpleNamespace(snapshot_download=action, errors=errors)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, action) -> SimpleNamespace:
+    fake = library_that(action)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.errors", fake.errors)
+    return fake
+
+
+def test_what_is_here_is_not_fetched(home: Path, hub: Path, monkeypatch) -> None:
+    path = snapshot(hub)
+    other = snapshot(hub, revision="v2", commit="c2")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert fetch("org/name", None, False) == fetch("org/name", "main", False) == path
+    assert fetch("org/name", "v2", False) == fetch("org/name", "c2", False) == other
+    with pytest.raises(UnavailableError, match="not in the cache, and HF_HUB_OFFLINE is set"):
+        fetch("org/name", "v3", False)
+    os.unlink(other / "model.safetensors")
+    with pytest.raises(UnavailableError):
+        fetch("org/name", "v2", False)
+
+
+def test_a_folder_of_that_name_does_not_stand_in(home: Path, hub: Path, monkeypatch, tmp_path):
+    """A hub id means the hub, whatever lies in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    checkpoint(tmp_path / "org" / "name")
+    path = snapshot(hub)
+    assert fetch("org/name", None, False) == path
+
+
+def test_only_what_is_needed_is_asked_for(home: Path, hub: Path, monkeypatch) -> None:
+    calls = []
+
+    def download(hub_id: str, **settings) -> str:
+        calls.append((hub_id, settings))
+        return str(snapshot(hub, hub_id))
+
+    use(monkeypatch, download)
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
+    path = fetch("org/name", None, False)
+    assert path.is_dir() and os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
+    ((hub_id, settings),) = calls
+    assert (hub_id, settings["revision"]) == ("org/name", None)
+    assert settings["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja"]
+    assert settings["ignore_patterns"] == ["*/*", "consolidated*"]
+    shutil.rmtree(hub / "models--org--name")
+    fetch("org/name", None, True)
+    assert "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ
+
+
+@pytest.mark.parametrize("name", ["crumb", "", "a/b/c", "../x", "/x", "a b/c", "x/" + "y" * 300])
+def test_what_is_no_hub_id(home: Path, hub: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="not a hub id"):
+        fetch(name, None, False)
+
+
+@pytest.mark.parametrize("revision", ["", "-x", "a b", "x\n", "é" * 300])
+def test_what_is_no_revision(home: Path, hub: Path, revision: str) -> None:
+    with pytest.raises(UsageError, match="not a revision"):
+        fetch("org/name", revision, False)
+
+
+def test_a_revision_cannot_lead_out_of_the_cache(home: Path, hub: Path, tmp_path: Path) -> None:
+    snapshot(hub)
+    checkpoint(tmp_path / "outside")
+    with pytest.raises(UnavailableError):
+        fetch("org/name", "main/../../../../../outside", False)
+
+
+def test_the_library_is_missing(home: Path, hub: Path) -> None:
+    with pytest.raises(UnavailableError, match="huggingface_hub is not installed"):
+        fetch("org/name", None, False)
+
+
+ConnectError = type("ConnectError", (Exception,), {})
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "said"),
+    [
+        ("GatedRepoError", UnavailableError, "its licence has to be accepted first"),
+        ("RevisionNotFoundError", NoInputError, "no such revision on the hub: org/name at v1"),
+        ("RepositoryNotFoundError", NoInputError, "no such model on the hub: org/name"),
+        (ConnectError("x"), UnavailableError, "the hub cannot be reached"),
+        (OSError(28, "No space left on device", "f"), IOFailure, "no space left on device"),
+        (OSError(13, "Permission denied", "f"), CannotCreateError, "permission denied"),
+        (ValueError("first line.\nsecond"), UnavailableError, "cannot fetch org/name: first line"),
+        (ValueError(""), UnavailableError, "cannot fetch org/name: ValueError"),
+    ],
+)
+def test_what_goes_wrong(home: Path, hub: Path, monkeypatch, raised, kind, said: str) -> None:
+    def download(hub_id: str, **settings) -> str:
+        raise (getattr(fake.errors, raised)("x") if isinstance(raised, str) else raised)
+
+    fake = use(monkeypatch, download)
+    with pytest.raises(ToastError) as caught:
+        fetch("org/name", "v1", False)
+    assert type(caught.value) is kind and said in caught.value.message
+    assert "\n" not in caught.value.message and not caught.value.message.endswith(".")
+
+
+def test_a_cause_behind_others_is_found(home: Path, hub: Path, monkeypatch) -> None:
+    def download(hub_id: str, **settings) -> str:
+        try:
+            raise ConnectError("refused")
+        except ConnectError as error:
+            raise RuntimeError("a paragraph\nof advice") from error
+
+    use(monkeypatch, download)
+    with pytest.raises(UnavailableError, match="the hub cannot be reached"):
+        fetch("org/name", None, False)
+
+
+def test_a_repository_of_pickles(home: Path, hub: Path, monkeypatch) -> None:
+    def download(hub_id: str, **settings) -> str:
+        path = snapshot(hub, hub_id)
+        (path / "model.safetensors").unlink()
+        return str(path)
+
+    use(monkeypatch, download)
+    with pytest.raises(NoInputError, match="no model.*safetensors"):
+        fetch("org/name", None, False)
+    shutil.rmtree(hub / "models--org--name")
+
+    def nothing(hub_id: str, **settings) -> str:
+        (hub / "empty").mkdir()
+        return str(hub / "empty")
+
+    use(monkeypatch, nothing)
+    with pytest.raises(DataError, match="no config.json"):
+        fetch("org/name", None, False)
+
+
+def test_own_models_are_removed(home: Path, hub: Path, tmp_path: Path, monkeypatch) -> None:
+    file = toast(home / "file.toast")
+    what = removal("file")
+    assert (what.paths, what.size) == ((file,), file.stat().st_size)
+    assert removal("file.toast").paths == removal(str(file)).paths == (file,)
+    remove(what)
+    assert not file.exists()
+    folder = checkpoint(home / "folder")
+    monkeypatch.chdir(home.parent)
+    for name in ("folder", "folder/", str(folder), f"{folder}/", "models/folder"):
+        assert removal(name).paths == (folder,)
+    assert removal("folder").size == sum(f.stat().st_size for f in folder.iterdir())
+    remove(removal("folder"))
+    remove(what)  # gone already: nothing to do
+    assert list(home.iterdir()) == []
+
+
+def test_broken_ones_can_be_removed_too(home: Path, hub: Path) -> None:
+    (home / "empty").mkdir()
+    (home / "bad.toast").write_bytes(b"x")
+    (home / "loop").symlink_to("loop")
+    (hub / "models--org--half" / "blobs").mkdir(parents=True)
+    for name in ("empty", "bad", "loop", "org/half"):
+        remove(removal(name))
+    assert list(home.iterdir()) == [] and list(hub.iterdir()) == []
+
+
+def test_a_name_for_two(home: Path, hub: Path) -> None:
+    toast(home / "same.toast")
+    checkpoint(home / "same")
+    with pytest.raises(UsageError) as caught:
+        removal("same")
+    assert caught.value.hint == "say same.toast or same/"
+    assert removal("same.toast").paths == (home / "same.toast",)
+    assert removal("same/").paths == (home / "same",)
+
+
+def test_a_link_is_removed_and_not_followed(home: Path, hub: Path, tmp_path: Path) -> None:
+    outside = checkpoint(tmp_path / "outside")
+    (home / "link").symlink_to(outside)
+    checkpoint(home / "folder")
+    (home / "folder" / "inner").symlink_to(outside)
+    for name in ("link", "link/", "folder"):
+        if os.path.lexists(home / name.rstrip("/")):
+            remove(removal(name))
+    assert list(home.iterdir()) == [] and (outside / "config.json").is_file()
+    target = hub.parent / "elsewhere"
+    snapshot(target)
+    (hub / "models--org--name").symlink_to(target / "models--org--name")
+    with pytest.raises(NoInputError):
+        removal("org/name")
+
+
+def test_a_hub_model_goes_with_all_its_revisions(home: Path, hub: Path) -> None:
+    snapshot(hub)
+    snapshot(hub, revision="v2", commit="c2")
+    snapshot(hub, "org/other")
+    (hub / ".locks" / "models--org--name").mkdir(parents=True)
+    what = removal("org/name")
+    blobs = sum(p.stat().st_size for p in (hub / "models--org--name" / "blobs").iterdir())
+    assert blobs < what.size < blobs + 2000
+    remove(what)
+    assert sorted(p.name for p in hub.iterdir()) == [".locks", "models--org--other"]
+    assert list((hub / ".locks").iterdir()) == []
+
+
+def test_nothing_else_is_ever_removed(home: Path, hub: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint(tmp_path / "mine")
+    snapshot(hub)
+    for name in ("crumb", "mine", "./mine", str(tmp_path), str(home), str(hub), "/", ".", "..",
+                 f"{home}/..", f"{home}/../models", str(CRUMB), str(hub / "models--org--name"),
+                 f"{home}/.", "../data"):  # fmt: skip
+        with pytest.raises((UsageError, NoInputError)):
+            removal(name)
+    for name in ("", "nope", "nope.toast", "org/nope", "a\0b", "x" * 5000, "../models", ".hidden",
+                 "a/b/c", "models--org--name"):  # fmt: skip
+        with pytest.raises((NoInputError, UsageError)):
+            removal(name)
+    assert (tmp_path / "mine" / "config.json").is_file() and CRUMB.exists()
+
+
+def test_what_cannot_be_removed(home: Path, hub: Path, monkeypatch) -> None:
+    toast(home / "file.toast")
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(CannotCreateError, match="cannot remove .*file.toast: permission denied"):
+        remove(removal("file"))

@@ -1,0 +1,361 @@
+"""toast-model: what models are here, what is in them, and how to get, convert and check them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from toastkit.commands import cli
+from toastkit.errors import DataError, NoInputError, ToastError, UsageError
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+
+
+def _names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """For completion: the models on this machine."""
+    from toastkit.model.library import list_models
+
+    def nothing(line: str) -> None:
+        pass
+
+    found = [one.name for one in list_models(nothing, nothing)]
+    return [name for name in found if name.startswith(incomplete)]
+
+
+@cli.group("model")
+def model(**flags) -> None:
+    pass
+
+
+# ------------------------------------------------------------------------------- list and info
+
+
+@cli.command("list", under=model, help="List the models on this machine.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON lines, a model a line.")
+def list_command(**flags) -> int:
+    from toastkit.model.info import human, shown
+    from toastkit.model.library import list_models
+
+    found = []
+    for one in list_models(_complain, _whisper(flags)):
+        if flags["as_json"]:
+            record = {"name": one.name, "size": one.size, "model_type": one.model_type}
+            print(json.dumps({**record, "where": str(one.where), "source": one.source}), flush=True)
+        else:
+            row = (one.name, human(one.size), one.model_type, one.where)
+            found.append(tuple(map(shown, row)))
+    if not flags["as_json"]:
+        _table(("NAME", "SIZE", "TYPE", "WHERE"), found, right=1)
+    return 0
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], right: int) -> None:
+    """Columns as wide as their widest word; number `right` is flush right."""
+    rows = [head, *rows]
+    widths = [max(len(row[n]) for row in rows) for n in range(len(head))]
+    for row in rows:
+        words = [
+            word.rjust(width) if n == right else word.ljust(width)
+            for n, (word, width) in enumerate(zip(row, widths))
+        ]
+        print("  ".join(words).rstrip())
+
+
+@cli.command("info", under=model, help="Say what a model is made of.")
+@click.argument("name", default="crumb", envvar="TOAST_MODEL", shell_complete=_names)
+@as_json
+@click.option("--supported", is_flag=True, help="List the model types that work here instead.")
+@click.pass_context
+def info(context: click.Context, name: str, **flags) -> int:
+    if flags["supported"]:
+        source = context.get_parameter_source("name")
+        if source is click.core.ParameterSource.COMMANDLINE:
+            raise UsageError("--supported takes no model")
+        return _supported(flags)
+    from toastkit.model import info as facts
+
+    files = _find(name)
+    summary = facts.summary(files)
+    if not flags["as_json"]:
+        _lines(facts.summary_lines(summary))
+    try:
+        found = _anatomy(files, flags)
+    except ToastError:
+        if flags["as_json"]:
+            print(json.dumps(summary))
+        raise
+    if flags["as_json"]:
+        found["bytes"]["gears"] = summary.pop("gear_bytes")
+        print(json.dumps({**summary, **found}))
+    else:
+        _lines(facts.anatomy_lines(found))
+    return 0
+
+
+def _lines(pairs: Iterable[tuple[str, str]]) -> None:
+    for what, value in pairs:
+        print(f"{what:18} {value}")
+    sys.stdout.flush()
+
+
+def _anatomy(files, flags: dict[str, Any]) -> dict[str, Any]:
+    """Shapes are told by the CPU as well as by any other device, and sooner."""
+    _start_mlx(flags)
+    from toastkit.model.config import load_config
+    from toastkit.store.anatomy import anatomy
+    from toastkit.store.store import Store
+
+    return anatomy(Store(files, load_config(files)), _whisper(flags))
+
+
+def _supported(flags: dict[str, Any]) -> int:
+    from toastkit.model.supported import supported
+
+    rows = list(supported())
+    if flags["as_json"]:
+        for row in rows:
+            print(json.dumps(row._asdict() if hasattr(row, "_asdict") else vars(row)))
+        return 0
+    table = [(row.model_type, row.module, row.status, row.note or "") for row in rows]
+    _table(("TYPE", "MODULE", "STATUS", "NOTE"), table, right=-1)
+    return 0
+
+
+# ------------------------------------------------------------------------------ pull and remove
+
+
+@cli.command("pull", under=model, help="Fetch a model from the Hugging Face hub.")
+@click.argument("hub_id", metavar="HUB_ID")
+@click.option("--revision", metavar="REVISION", help="Branch, tag or commit (default: main).")
+def pull(hub_id: str, **flags) -> int:
+    from toastkit.model.library import fetch
+
+    _end_tidily()
+    _print_path(fetch(hub_id, flags["revision"], progress=_watched(flags)))
+    return 0
+
+
+@cli.command("rm", under=model, help="Remove a model from toastkit's folder or the hub's cache.")
+@click.argument("name", shell_complete=_names)
+@click.option("-y", "--yes", is_flag=True, allow_from_autoenv=False, help="Do not ask.")
+def rm(name: str, **flags) -> int:
+    from toastkit.model.info import human, shown
+    from toastkit.model.library import removal, remove
+
+    what = removal(name)
+    told = f"{shown(what.name)}, {human(what.size)}, {shown(what.paths[0])}"
+    if not flags["yes"]:
+        if not sys.stdin.isatty():
+            raise UsageError(
+                f"will not remove {told}: there is no terminal to ask at", hint="--yes removes it"
+            )
+        if not click.confirm(f"remove {told}?", err=True):
+            return 0
+    remove(what)
+    if not flags["quiet"]:
+        cli.say(f"removed {told}")
+    return 0
+
+
+# ----------------------------------------------------------------------- bake, split and verify
+
+
+@cli.command("bake", under=model, help="Write a model as one .toast file.")
+@click.argument("source", shell_complete=_names)
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE.toast",
+    help="Where to (default: toastkit's folder, NAME.toast).",
+)
+@click.option("--quant", type=int, metavar="BITS", help="Quantise to so many bits a weight.")
+@click.option("--group-size", type=int, metavar="G", help="Weights that share a scale.")
+@click.option(
+    "--mode", type=click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"]), help="How to quantise."
+)
+@click.option(
+    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), allow_from_autoenv=False,
+    help="Type of the weights that are not quantised.",
+)  # fmt: skip
+@click.option("--gears", metavar="low,mid", help="Store the layers in these gears as well.")
+@click.option("--force", is_flag=True, allow_from_autoenv=False, help="Overwrite the file.")
+def bake(source: str, **flags) -> int:
+
+    gears = _gears(flags["gears"])
+    if flags["group_size"] is not None and flags["quant"] is None and flags["mode"] is None:
+        raise UsageError("--group-size is for --quant")
+    files = _find(source)
+    out = _bake_output(files, flags)
+    _end_tidily()
+    store = _open(files, flags)
+    from toastkit.store.bake import bake as write
+    from toastkit.store.quantising import QuantizationOptions
+
+    quantization = None
+    if flags["quant"] is not None or flags["mode"] is not None:
+        quantization = QuantizationOptions(
+            flags["quant"], flags["group_size"], flags["mode"] or "affine"
+        )
+    write(
+        store, out, quantization=quantization, dtype=flags["dtype"], gears=gears,
+        progress=_bar(flags, "bake"),
+    )  # fmt: skip
+    _print_path(out)
+    return 0
+
+
+def _gears(text: str | None) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in (text or "").split(",") if part.strip())
+    for name in names:
+        if name not in ("low", "mid"):
+            raise UsageError(f"no such gear to bake: {name[:40]!r}", hint="gears are low and mid")
+    return tuple(dict.fromkeys(names))
+
+
+def _bake_output(files, flags: dict[str, Any]) -> Path:
+    """Where the file goes. Refuses one that exists unless --force."""
+    from toastkit.errors import CannotCreateError, from_os_error
+    from toastkit.model.files import models_home
+    from toastkit.model.toast_format import SUFFIX
+
+    given = flags["output"]
+    if given is not None:
+        out = Path(given)
+        if out.suffix != SUFFIX:
+            raise UsageError(f"-o takes a name that ends in {SUFFIX}, not {given[:200]!r}")
+    else:
+        stem = files.name.rstrip("/").rpartition("/")[2].removesuffix(SUFFIX)
+        out = models_home() / f"{stem}{SUFFIX}"
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise from_os_error(error, f"cannot create {out.parent}", creating=True) from error
+    if out.is_dir():
+        raise CannotCreateError(f"cannot write {out}: it is a directory")
+    if out.exists() and not flags["force"]:
+        raise CannotCreateError(f"{out} exists", hint="--force overwrites it")
+    return out
+
+
+@cli.command("split", under=model, help="Write a model as a directory with a file a layer.")
+@click.argument("source", shell_complete=_names)
+@click.option("-o", "--output", metavar="DIR", required=True, help="The directory to make.")
+def split(source: str, **flags) -> int:
+
+    files = _find(source)
+    _end_tidily()
+    store = _open(files, flags)
+    from toastkit.store.split import split as write
+
+    write(store, Path(flags["output"]), _bar(flags, "split"))
+    _print_path(Path(flags["output"]))
+    return 0
+
+
+@cli.command("verify", under=model, help="Check a model's files against their checksums.")
+@click.argument("name", shell_complete=_names)
+@click.option("--values", is_flag=True, help="Look for NaN and infinity in the weights too.")
+def verify(name: str, **flags) -> int:
+    from toastkit.model.info import human, shown
+    from toastkit.model.toast_format import is_model_tensor
+    from toastkit.store import verify as checks
+
+    files = _find(name)
+    problems = 0
+    try:
+        found = checks.verify(files, values=flags["values"], progress=_bar(flags, "verify"))
+        for problem in found:
+            print(shown(problem), flush=True)
+            problems += 1
+    except DataError:
+        if not problems:
+            raise  # else it has been said: the same header stands in the way again
+    if problems:
+        return DataError.code
+    tensors = [n for header in files.headers for n in header.entries if is_model_tensor(n)]
+    size = sum(header.size for header in files.headers)
+    more = "" if checks.has_checksums(files) else ", whole; there are no checksums to compare with"
+    print(f"ok: {len(tensors)} tensors, {human(size)}{more}")
+    return 0
+
+
+# ---------------------------------------------------------------------------------------- shared
+
+
+def _find(name: str):
+    """A checkpoint that is on this machine: nothing here fetches one as a side effect."""
+    from toastkit.model.files import HUB_ID, find
+
+    try:
+        return find(name)
+    except NoInputError as error:
+        if error.hint is None and HUB_ID.fullmatch(name):
+            error.hint = f"toast-model pull {name}"
+        raise
+
+
+def _open(files, flags: dict[str, Any]):
+    """A Store of a checkpoint."""
+    _start_mlx(flags)
+    from toastkit.model.config import load_config
+    from toastkit.store.store import Store
+
+    return Store(files, load_config(files))
+
+
+def _start_mlx(flags: dict[str, Any]) -> None:
+    from toastkit.engine import device
+
+    device.start("cpu", None if flags["quiet"] else cli.say)
+
+
+def _print_path(path: Path) -> None:
+    """For a person, or, byte by byte, for a program."""
+    from toastkit.model.info import shown
+
+    text = shown(path).encode() if sys.stdout.isatty() else os.fsencode(path)
+    sys.stdout.buffer.write(text + b"\n")
+
+
+def _complain(line: str) -> None:
+    from toastkit.model.info import shown
+
+    cli.say(shown(line))
+
+
+def _whisper(flags: dict[str, Any]):
+    """Says a line with -v."""
+    return _complain if flags["verbose"] else lambda line: None
+
+
+def _watched(flags: dict[str, Any]) -> bool:
+    return sys.stderr.isatty() and not flags["quiet"]
+
+
+def _bar(flags: dict[str, Any], label: str):
+    """progress(done, total) for a person, None where nobody looks."""
+    from toastkit.commands.progress import PrefillBar
+
+    return PrefillBar(label, positions=False) if _watched(flags) else None
+
+
+def _end_tidily() -> None:
+    """Lets SIGTERM and SIGHUP unwind the stack, so that no half-written file stays behind."""
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
+
+
+def main() -> None:
+    cli.run(model)
