@@ -73,7 +73,7 @@ def measure(case: str, source: str, out: Path) -> dict:
     import mlx.core as mx
 
     from toastkit.model.config import load_config
-    from toastkit.model.files import locate
+    from toastkit.model.locate import locate
     from toastkit.store.bake import QuantizationOptions, bake
     from toastkit.store.split import split
     from toastkit.store.store import Store

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from measure import BIN, in_turn, machine, ratio, spread
 
-from toastkit.model.files import locate
+from toastkit.model.locate import locate
 
 GIGABYTE = 1e9
 LLAMA = {
@@ -72,7 +72,7 @@ OUR_MODEL = """
 import sys, time
 from toastkit.engine import device
 from toastkit.model.config import load_config
-from toastkit.model.files import locate
+from toastkit.model.locate import locate
 from toastkit.store.checkpoint import load_model
 import mlx_lm.models.llama
 device.start()
@@ -93,7 +93,7 @@ seconds = time.perf_counter() - start
 OUR_WHOLE = """
 import sys
 from toastkit.engine.engine import Engine
-from toastkit.model.files import locate
+from toastkit.model.locate import locate
 from toastkit.text.tokenizer import Tokenizer
 files = locate(sys.argv[1])
 engine, tokenizer = Engine(files, dtype=DTYPE), Tokenizer(files)

@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--wide", action="store_true")
     options = parser.parse_args()
     print(f"{machine()}; {options.tokens} tokens, {options.rounds} rounds; median (min .. max)")
-    from toastkit.model.files import locate
+    from toastkit.model.locate import locate
     from toastkit.text.tokenizer import Tokenizer
 
     ids = Tokenizer(locate("crumb")).encode(

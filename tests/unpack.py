@@ -6,7 +6,8 @@ import json
 import struct
 from pathlib import Path
 
-from toastkit.model.files import SMALL_FILES, ModelFiles, locate
+from toastkit.model.files import SMALL_FILES, ModelFiles
+from toastkit.model.locate import locate
 from toastkit.model.toast_format import is_model_tensor
 
 

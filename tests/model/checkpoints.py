@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from toastkit.model.files import locate
+from toastkit.model.locate import locate
 
 SIZES = {
     "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

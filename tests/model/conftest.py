@@ -21,6 +21,6 @@ def mlx_started(private_home: Path) -> None:
 def crumb(mlx_started: None):
     """An Engine for the embedded model, in float32 on whatever device this machine has."""
     from toastkit.engine.engine import Engine
-    from toastkit.model.files import locate
+    from toastkit.model.locate import locate
 
     return Engine(locate("crumb"), dtype="float32")

@@ -12,7 +12,8 @@ from mlx.utils import tree_flatten  # noqa: E402
 
 from tests.model.published import NAMES, write_published  # noqa: E402
 from toastkit.model.config import load_config  # noqa: E402
-from toastkit.model.files import ModelFiles, locate  # noqa: E402
+from toastkit.model.files import ModelFiles  # noqa: E402
+from toastkit.model.locate import locate  # noqa: E402
 from toastkit.store import anatomy as module  # noqa: E402
 from toastkit.store.anatomy import PARTS, anatomy, part_of  # noqa: E402
 from toastkit.store.checkpoint import load_model  # noqa: E402

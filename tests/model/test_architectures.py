@@ -17,7 +17,7 @@ from tests.model.published import NAMES, write_published  # noqa: E402
 from toastkit.engine.lookahead import can_look_ahead  # noqa: E402
 from toastkit.engine.state import ModelState, read_prompt, restore_state  # noqa: E402
 from toastkit.model.config import fingerprint, load_config  # noqa: E402
-from toastkit.model.files import locate  # noqa: E402
+from toastkit.model.locate import locate  # noqa: E402
 from toastkit.model.safetensors import read_header  # noqa: E402
 from toastkit.model.supported import TESTED  # noqa: E402
 from toastkit.session.directory import Session  # noqa: E402

@@ -16,7 +16,8 @@ from tests.model.published import NAMES, write_published
 from toastkit.engine.engine import Engine
 from toastkit.errors import BusyError, CannotCreateError, DataError
 from toastkit.model.config import load_config
-from toastkit.model.files import SMALL_FILES, locate
+from toastkit.model.files import SMALL_FILES
+from toastkit.model.locate import locate
 from toastkit.model.safetensors import read_header
 from toastkit.model.toast_format import PAGE, is_model_tensor
 from toastkit.store.bake import bake
@@ -196,7 +197,7 @@ from toastkit.engine import device
 device.start("cpu")
 from toastkit.errors import ToastError
 from toastkit.model.config import load_config
-from toastkit.model.files import locate
+from toastkit.model.locate import locate
 from toastkit.store.bake import bake
 from toastkit.store.split import split
 from toastkit.store.store import Store

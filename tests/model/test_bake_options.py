@@ -14,7 +14,7 @@ from tests.model.published import write_published
 from toastkit.engine.engine import Engine
 from toastkit.errors import DataError, UsageError
 from toastkit.model.config import load_config
-from toastkit.model.files import locate
+from toastkit.model.locate import locate
 from toastkit.model.safetensors import read_header
 from toastkit.store.bake import QuantizationOptions, bake
 from toastkit.store.precision import GEAR_BITS, dequantise_rows, quantise_rows

@@ -25,7 +25,7 @@ from toastkit.frames import (  # noqa: E402
     pack_ids,
 )
 from toastkit.model.config import fingerprint, load_config  # noqa: E402
-from toastkit.model.files import locate  # noqa: E402
+from toastkit.model.locate import locate  # noqa: E402
 from toastkit.sampling.device import DeviceSampler  # noqa: E402
 from toastkit.sampling.options import SamplingOptions  # noqa: E402
 from toastkit.session.directory import Session  # noqa: E402

@@ -16,7 +16,7 @@ from reference import PROMPTS  # noqa: E402
 
 from tests.unpack import unpack  # noqa: E402
 from toastkit.frames import FrameReader, Head, Token, Tokens, unpack_ids  # noqa: E402
-from toastkit.model.files import locate  # noqa: E402
+from toastkit.model.locate import locate  # noqa: E402
 
 TEXT = "The fox and the river"
 

@@ -24,7 +24,7 @@ from toastkit.engine.perplexity import (  # noqa: E402
     windows,
 )
 from toastkit.errors import DataError  # noqa: E402
-from toastkit.model.files import locate  # noqa: E402
+from toastkit.model.locate import locate  # noqa: E402
 from toastkit.text.tokenizer import Tokenizer  # noqa: E402
 
 TEXTS = Path(__file__).parents[1] / "texts"

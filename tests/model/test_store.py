@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten  # noqa: E402
 from tests.model.published import write_published  # noqa: E402
 from toastkit.errors import DataError, NoInputError  # noqa: E402
 from toastkit.model.config import load_config  # noqa: E402
-from toastkit.model.files import locate  # noqa: E402
+from toastkit.model.locate import locate  # noqa: E402
 from toastkit.store.ledger import Ledger, layer_owner  # noqa: E402
 from toastkit.store.store import Store  # noqa: E402
 
@@ -186,7 +186,7 @@ MEASURE = """
 import sys
 import mlx.core as mx
 from toastkit.engine.engine import Engine
-from toastkit.model.files import locate
+from toastkit.model.locate import locate
 engine = Engine(locate(sys.argv[1]), dtype=sys.argv[2])
 before = mx.get_active_memory()
 weights = engine.ledger.total()

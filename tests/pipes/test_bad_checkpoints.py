@@ -18,7 +18,7 @@ import pytest
 
 from tests.conftest import Toast, executable
 from tests.pipes.test_bad_input import refused
-from toastkit.model.files import locate
+from toastkit.model.locate import locate
 
 CONFIG = {
     "model_type": "llama", "tie_word_embeddings": True, "vocab_size": 4096, "hidden_size": 32,

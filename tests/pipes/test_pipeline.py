@@ -25,7 +25,7 @@ from toastkit.frames import (
     pack_ids,
 )
 from toastkit.model.config import fingerprint, load_config
-from toastkit.model.files import locate
+from toastkit.model.locate import locate
 
 PROMPTS = json.loads((Path(__file__).parent.parent / "reference.json").read_bytes())["prompts"]
 FLOAT32 = ["--dtype", "float32"]

@@ -14,7 +14,7 @@ from tests.conftest import ROOT, SCRIPTS
 def test_commands_work_as_pasted(tmp_path: Path, state_home: Path):
     readme = (ROOT / "README.md").read_text()
     blocks = re.findall(r"```sh\n(.*?)```", readme, re.S)
-    assert len(blocks) == 11
+    assert len(blocks) == 13
     shutil.copy(ROOT / "README.md", tmp_path)
     for block in blocks:
         done = subprocess.run(

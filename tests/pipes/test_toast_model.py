@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import executable
 from tests.pipes.fake_hub import serving
 from tests.unpack import unpack
-from toastkit.model.files import locate
+from toastkit.model.locate import locate
 
 Model = Callable[..., subprocess.CompletedProcess]
 SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from toastkit.errors import DataError, NoInputError
-from toastkit.model.files import ModelFiles, locate
+from toastkit.model.files import ModelFiles
 from toastkit.model.info import anatomy_lines, count, human, shown, summary, summary_lines
+from toastkit.model.locate import locate
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096,
@@ -193,7 +194,7 @@ def test_names_are_shown_escaped() -> None:
 def test_needs_no_engine() -> None:
     code = (
         "import sys; from toastkit.model.info import summary; import toastkit.model.library\n"
-        "from toastkit.model.files import locate; summary(locate('crumb'))\n"
+        "from toastkit.model.locate import locate; summary(locate('crumb'))\n"
         "assert not {'mlx', 'numpy', 'huggingface_hub'} & set(sys.modules)"
     )
     root = Path(__file__).parents[2]

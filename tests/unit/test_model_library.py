@@ -21,8 +21,9 @@ from toastkit.errors import (
     UnavailableError,
     UsageError,
 )
-from toastkit.model.files import CRUMB, find
-from toastkit.model.library import Listed, fetch, list_models, removal, remove
+from toastkit.model.hub import fetch
+from toastkit.model.library import Listed, list_models, removal, remove
+from toastkit.model.locate import CRUMB, find
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from toastkit.frames import (
     Tokens,
     pack_ids,
 )
-from toastkit.model.files import locate
+from toastkit.model.locate import locate
 from toastkit.session.feed import FeedMessage, FeedReader
 from toastkit.stages.detokenize import TextOptions, detokenize
 from toastkit.stages.feeding import bare_ids, feed_tokens

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toastkit.errors import DataError, NoInputError
-from toastkit.model.files import ModelFiles, locate
+from toastkit.model.files import ModelFiles
+from toastkit.model.locate import locate
 from toastkit.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]

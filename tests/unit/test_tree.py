@@ -174,7 +174,7 @@ def stream(arrays: bool) -> bytes:
 
     from toastkit.frames import Array
     from toastkit.model.config import fingerprint
-    from toastkit.model.files import locate
+    from toastkit.model.locate import locate
 
     vocab = 4096
     head = Head("crumb", fingerprint(locate("crumb")), vocab, [2])

@@ -23,7 +23,7 @@ from toastkit.frames import End, Frame, Head, Text
 @click.pass_context
 def detokenize(context: click.Context, **flags) -> int:
     from toastkit.commands.pipes import run_filter
-    from toastkit.model.files import locate
+    from toastkit.model.locate import locate
     from toastkit.stages.detokenize import TextOptions
     from toastkit.stages.detokenize import detokenize as stage
     from toastkit.stages.options import Outcome

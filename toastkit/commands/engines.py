@@ -26,7 +26,7 @@ class Engines:
             return self._engine
         self._engine = None  # let the last model go before the next one is loaded
         from toastkit.model.config import fingerprint
-        from toastkit.model.files import locate
+        from toastkit.model.locate import locate
 
         files = locate(name)
         if fingerprint(files) != head.fingerprint:

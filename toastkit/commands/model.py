@@ -135,7 +135,7 @@ def _supported(flags: dict[str, Any]) -> int:
 @click.argument("hub_id", metavar="HUB_ID")
 @click.option("--revision", metavar="REVISION", help="Branch, tag or commit (default: main).")
 def pull(hub_id: str, **flags) -> int:
-    from toastkit.model.library import fetch
+    from toastkit.model.hub import fetch
 
     _end_tidily()
     _print_path(fetch(hub_id, flags["revision"], progress=_watched(flags)))
@@ -222,7 +222,7 @@ def _gears(text: str | None) -> tuple[str, ...]:
 def _bake_output(files, flags: dict[str, Any]) -> Path:
     """Where the file goes. Refuses one that exists unless --force."""
     from toastkit.errors import CannotCreateError, from_os_error
-    from toastkit.model.files import models_home
+    from toastkit.model.locate import models_home
     from toastkit.model.toast_format import SUFFIX
 
     given = flags["output"]
@@ -291,7 +291,8 @@ def verify(name: str, **flags) -> int:
 
 def _find(name: str):
     """A checkpoint that is on this machine: nothing here fetches one as a side effect."""
-    from toastkit.model.files import HUB_ID, find
+    from toastkit.model.hub import HUB_ID
+    from toastkit.model.locate import find
 
     try:
         return find(name)

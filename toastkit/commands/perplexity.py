@@ -53,7 +53,7 @@ def perplexity(files: tuple[str, ...], **flags) -> int:
     from toastkit.commands.engines import load
     from toastkit.commands.pipes import Signals
     from toastkit.model.config import load_config
-    from toastkit.model.files import locate
+    from toastkit.model.locate import locate
     from toastkit.text.tokenizer import Tokenizer
 
     Signals()  # SIGTERM and SIGHUP end a run as Ctrl-C does

@@ -28,7 +28,7 @@ def stdin_has_text() -> bool:
 def prompt_tokenizer(flags: dict[str, Any]) -> PromptTokenizer:
     """The tokenizer of the checkpoint that -m names, with the flags' settings."""
     from toastkit.model.config import load_config
-    from toastkit.model.files import locate
+    from toastkit.model.locate import locate
 
     files = locate(flags["model"] or "crumb")
     options = PromptOptions(

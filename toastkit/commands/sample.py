@@ -47,7 +47,7 @@ def _defaults(head: Head) -> dict[str, Any]:
     """The checkpoint's own sampling settings; none where the stream came from elsewhere."""
     from toastkit.errors import NoInputError
     from toastkit.model.config import sampling_defaults
-    from toastkit.model.files import find
+    from toastkit.model.locate import find
 
     try:
         files = find(head.model)
@@ -61,7 +61,7 @@ def xtc_special_ids(chain, head: Head) -> list[int]:
     if chain.xtc_probability == 0:
         return []
     from toastkit.errors import NoInputError
-    from toastkit.model.files import find
+    from toastkit.model.locate import find
     from toastkit.text.tokenizer import Tokenizer
 
     try:

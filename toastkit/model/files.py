@@ -1,9 +1,8 @@
-"""The files of a checkpoint, a directory or one `.toast` file, and where `-m NAME` finds them.
+"""The files of a checkpoint: a directory, or one `.toast` file.
 
 A directory has config.json, tokenizer.json and so on, and its weights in one of three layouts:
 `model.safetensors`, shards that `model.safetensors.index.json` lists, or a file a layer as
-`toast-model split` writes them. `locate` looks here before it asks the network. Imports neither
-MLX nor numpy, and huggingface_hub only when a download is due.
+`toast-model split` writes them. Imports neither MLX nor numpy.
 """
 
 from __future__ import annotations
@@ -15,15 +14,10 @@ import stat
 from functools import cached_property
 from pathlib import Path
 
-from toastkit.errors import DataError, NoInputError, UnavailableError, from_os_error
+from toastkit.errors import DataError, NoInputError, from_os_error
 from toastkit.model import toast_format
 from toastkit.model.safetensors import Header, read_header
 
-CRUMB = Path(__file__).parent / "crumb" / "crumb.toast"
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-OWN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,200}")
-# All that inference reads; no Python, no pickle.
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 # What a model needs beside its weights; a .toast file carries those that there are.
 SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -181,129 +175,3 @@ def _untag_float(value: dict) -> object:
     if set(value) == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
         return float(value["__float__"])
     return value
-
-
-def find(name: str) -> ModelFiles:
-    """The checkpoint that a stream names, if it is on this machine; never fetches one.
-
-    Raises NoInputError where it is not there.
-    """
-    if HUB_ID.fullmatch(name) and len(name) < 256 and not Path(name).exists():
-        cached = _cached_snapshot(name)
-        if cached is None:
-            raise NoInputError(f"no such model here: {name}")
-        return ModelFiles(cached, name)
-    return locate(name)
-
-
-def locate(name: str) -> ModelFiles:
-    """The checkpoint that `-m NAME` means: here, or fetched from the hub.
-
-    Raises NoInputError where it is not there, UnavailableError where it would have to be fetched
-    and cannot be, DataError for a file that is no .toast.
-    """
-    if name == "crumb":
-        return ModelFiles(CRUMB, "crumb")
-    path = _existing(name)
-    if path is not None and (path.is_file() or (path / "config.json").is_file()):
-        return _model_at(path, str(path.resolve()))
-    own = _own(name)
-    if own is not None:
-        return _model_at(own, name)
-    if path is not None:
-        raise NoInputError(f"{name} is not a model: no config.json in it")
-    if HUB_ID.fullmatch(name) and len(name) < 256:
-        return ModelFiles(_hub_snapshot(name), name)
-    raise NoInputError(
-        f"no such model: {name[:100]}",
-        hint="-m takes a directory, a .toast file, a hub id, or a name that toast-model list shows",
-    )
-
-
-def _existing(name: str) -> Path | None:
-    try:
-        path = Path(name).expanduser()
-        path.stat()
-    except PermissionError as error:
-        raise from_os_error(error, f"cannot read {name}") from error
-    except (OSError, ValueError, RuntimeError):
-        return None  # no such file, too long a name, a NUL in it, an unknown user's home
-    return path
-
-
-def _own(name: str) -> Path | None:
-    """Where a name in toastkit's own folder leads."""
-    if not OWN_NAME.fullmatch(name):
-        return None
-    for path in (models_home() / f"{name}{toast_format.SUFFIX}", models_home() / name):
-        if path.is_file() or (path / "config.json").is_file():
-            return path
-    return None
-
-
-def _model_at(path: Path, name: str) -> ModelFiles:
-    """Raises DataError for a file that holds no whole model."""
-    files = ModelFiles(path.resolve(), name)
-    if files.is_toast and files.read("config.json") is None:
-        raise DataError(f"{name} is not a .toast file: no config.json in it")
-    return files
-
-
-def models_home() -> Path:
-    """Toastkit's own models: NAME.toast files and NAME directories."""
-    base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(base).expanduser() / "toastkit" / "models"
-
-
-def hub_cache() -> Path:
-    """The Hugging Face cache directory: HF_HUB_CACHE, else HF_HOME/hub, else the default."""
-    if cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(cache).expanduser()
-    home = os.environ.get("HF_HOME")
-    if not home:
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        home = str(Path(base) / "huggingface")
-    return Path(home).expanduser() / "hub"
-
-
-def _hub_snapshot(hub_id: str) -> Path:
-    """The snapshot of a hub id: from the cache without a network call, else downloaded."""
-    cached = _cached_snapshot(hub_id)
-    if cached is not None:
-        return cached
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise NoInputError(
-            f"no such model: {hub_id} is not in the cache, and HF_HUB_OFFLINE is set"
-        )
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise UnavailableError(
-            f"cannot fetch {hub_id}: huggingface_hub is not installed"
-        ) from error
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=HUB_PATTERNS))
-    except KeyboardInterrupt:
-        raise
-    except Exception as error:  # the library raises many kinds: not found, gated, offline, I/O
-        reason = (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
-        raise UnavailableError(
-            f"cannot fetch {hub_id}: {reason}", hint="give a directory, or check the network"
-        ) from error
-
-
-def _cached_snapshot(hub_id: str) -> Path | None:
-    """A complete snapshot in the local cache, or None."""
-    repo = hub_cache() / f"models--{hub_id.replace('/', '--')}"
-    try:
-        revision = (repo / "refs" / "main").read_text().strip()
-        snapshot = repo / "snapshots" / revision
-        if not re.fullmatch(r"[\w.-]+", revision) or not (snapshot / "config.json").is_file():
-            return None
-        index = snapshot / "model.safetensors.index.json"
-        if not index.is_file():
-            return snapshot if any(snapshot.glob("model*.safetensors")) else None
-        shards = set(json.loads(index.read_bytes())["weight_map"].values())
-        return snapshot if all((snapshot / shard).is_file() for shard in shards) else None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        return None  # not there, or not whole: fetched anew

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from toastkit.model.files import locate
+from toastkit.model.locate import locate
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -1,0 +1,89 @@
+"""Where a checkpoint is: a directory, a `.toast` file, a name in toastkit's own folder, `crumb`, or
+a hub id. What is on this machine comes before the network. Imports neither MLX nor numpy."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from toastkit.errors import DataError, NoInputError, from_os_error
+from toastkit.model import toast_format
+from toastkit.model.files import ModelFiles
+from toastkit.model.hub import cached_snapshot, fetch, is_hub_id
+
+CRUMB = Path(__file__).parent / "crumb" / "crumb.toast"
+OWN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,200}")
+
+
+def find(name: str) -> ModelFiles:
+    """The checkpoint that a stream names, if it is on this machine; never fetches one.
+
+    Raises NoInputError where it is not there.
+    """
+    if is_hub_id(name) and not Path(name).exists():
+        cached = cached_snapshot(name)
+        if cached is None:
+            raise NoInputError(f"no such model here: {name}")
+        return ModelFiles(cached, name)
+    return locate(name)
+
+
+def locate(name: str) -> ModelFiles:
+    """The checkpoint that `-m NAME` means: here, or fetched from the hub.
+
+    Raises NoInputError where it is not there, UnavailableError where it would have to be fetched
+    and cannot be, DataError for a file that is no .toast.
+    """
+    if name == "crumb":
+        return ModelFiles(CRUMB, "crumb")
+    path = _existing(name)
+    if path is not None and (path.is_file() or (path / "config.json").is_file()):
+        return _model_at(path, str(path.resolve()))
+    own = _own(name)
+    if own is not None:
+        return _model_at(own, name)
+    if path is not None:
+        raise NoInputError(f"{name} is not a model: no config.json in it")
+    if is_hub_id(name):
+        return ModelFiles(fetch(name, None, progress=sys.stderr.isatty()), name)
+    raise NoInputError(
+        f"no such model: {name[:100]}",
+        hint="-m takes a directory, a .toast file, a hub id, or a name that toast-model list shows",
+    )
+
+
+def _existing(name: str) -> Path | None:
+    try:
+        path = Path(name).expanduser()
+        path.stat()
+    except PermissionError as error:
+        raise from_os_error(error, f"cannot read {name}") from error
+    except (OSError, ValueError, RuntimeError):
+        return None  # no such file, too long a name, a NUL in it, an unknown user's home
+    return path
+
+
+def _own(name: str) -> Path | None:
+    """Where a name in toastkit's own folder leads."""
+    if not OWN_NAME.fullmatch(name):
+        return None
+    for path in (models_home() / f"{name}{toast_format.SUFFIX}", models_home() / name):
+        if path.is_file() or (path / "config.json").is_file():
+            return path
+    return None
+
+
+def _model_at(path: Path, name: str) -> ModelFiles:
+    """Raises DataError for a file that holds no whole model."""
+    files = ModelFiles(path.resolve(), name)
+    if files.is_toast and files.read("config.json") is None:
+        raise DataError(f"{name} is not a .toast file: no config.json in it")
+    return files
+
+
+def models_home() -> Path:
+    """Toastkit's own models: NAME.toast files and NAME directories."""
+    base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(base).expanduser() / "toastkit" / "models"
