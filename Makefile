@@ -16,7 +16,7 @@ demo: $(VENV)/stamp            ## the whole pipeline, six processes, on the embe
 	sh examples/demo.sh
 
 test: $(VENV)/stamp            ## every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: lint types test         ## formatter, linter, types, man pages, tests
 

@@ -150,7 +150,7 @@ def test_an_odd_revision_is_no_snapshot(hub: Path, revision: str) -> None:
 
 def test_offline_means_offline(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UnavailableError, match="not in the cache, and HF_HUB_OFFLINE"):
+    with pytest.raises(NoInputError, match="not in the cache, and HF_HUB_OFFLINE"):
         locate("org/name")
 
 

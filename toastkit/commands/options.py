@@ -25,7 +25,8 @@ def together(*decorators: Decorator) -> Decorator:
 
 model = click.option(
     "-m", "--model", metavar="MODEL",
-    help="Checkpoint: a directory, a hub id (org/name), or crumb, the embedded model (default).",
+    help="Checkpoint: a directory, a .toast file, a hub id (org/name), a name of toast-model list; "
+    "or crumb, the embedded model (default).",
 )  # fmt: skip
 
 

@@ -30,6 +30,11 @@ def is_hub_id(name: str) -> bool:
     return HUB_ID.fullmatch(name) is not None and len(name) < 256
 
 
+def is_offline() -> bool:
+    """Whether the user forbids the network (HF_HUB_OFFLINE)."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ON
+
+
 def hub_cache() -> Path:
     """The Hugging Face cache directory: HF_HUB_CACHE, else HF_HOME/hub, else the default."""
     if cache := os.environ.get("HF_HUB_CACHE"):
@@ -56,7 +61,7 @@ def fetch(hub_id: str, revision: str | None, progress: bool) -> Path:
     here = cached_snapshot(hub_id, revision or "main")
     if here is not None:
         return here
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ON:
+    if is_offline():
         raise UnavailableError(
             f"cannot fetch {hub_id}: it is not in the cache, and HF_HUB_OFFLINE is set"
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from toastkit.errors import DataError, NoInputError, from_os_error
 from toastkit.model import toast_format
 from toastkit.model.files import ModelFiles
-from toastkit.model.hub import cached_snapshot, fetch, is_hub_id
+from toastkit.model.hub import cached_snapshot, fetch, is_hub_id, is_offline
 
 CRUMB = Path(__file__).parent / "crumb" / "crumb.toast"
 OWN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,200}")
@@ -47,6 +47,10 @@ def locate(name: str) -> ModelFiles:
     if path is not None:
         raise NoInputError(f"{name} is not a model: no config.json in it")
     if is_hub_id(name):
+        if is_offline() and cached_snapshot(name) is None:
+            raise NoInputError(
+                f"no such model: {name} is not in the cache, and HF_HUB_OFFLINE is set"
+            )
         return ModelFiles(fetch(name, None, progress=sys.stderr.isatty()), name)
     raise NoInputError(
         f"no such model: {name[:100]}",
