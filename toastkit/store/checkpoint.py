@@ -32,9 +32,10 @@ def load_model(
     if dtype is not None:
         model.set_dtype(DTYPES[dtype])
     try:
-        # One after another: all at once, MLX would hold every tensor in both dtypes.
-        for index in range(store.layer_count):
-            mx.eval(model.layers[index].parameters())
+        if dtype is not None:
+            # One layer after another: all at once, MLX would hold every tensor in both dtypes.
+            for index in range(store.layer_count):
+                mx.eval(model.layers[index].parameters())
         mx.eval(model.parameters())
     except RuntimeError as error:
         reason = str(error).strip().split("\n")[0]
