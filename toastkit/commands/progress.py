@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import time
 from typing import Any
@@ -36,10 +37,17 @@ class PrefillBar:
                 length=total, label=self._label, file=sys.stderr, show_pos=self._positions
             )
             self._shown = 0
+            atexit.register(self._end_line)
         self._bar.update(done - self._shown)
         self._shown = done
         if done >= total:
             self._bar.render_finish()
+            self._bar = None
+
+    def _end_line(self) -> None:
+        """An interrupted bar leaves its line, so that the shell's prompt begins on the next."""
+        if self._bar is not None:
+            print(file=sys.stderr)
             self._bar = None
 
 

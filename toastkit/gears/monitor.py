@@ -51,18 +51,18 @@ class EntropyMeter:
                 f"the vocabulary has {len(values)} ids"
             )
         peak = logits.max()
-        # A NaN makes both comparisons false wherever it is.
-        if not (peak < np.inf and logits.min() > -np.inf):
+        # A NaN makes both comparisons false wherever it is; a -inf weighs nothing, see below.
+        if not -np.inf < peak < np.inf:
             logits = np.nan_to_num(logits, nan=0.0, posinf=GUARD, neginf=-GUARD)
             peak = logits.max()
         # Differences of huge logits overflow to -inf; those weigh nothing, but 0 * -inf is NaN.
         with np.errstate(over="ignore", invalid="ignore"):
             np.subtract(logits, peak, out=values, casting="unsafe")
             np.exp(values, out=exponentials)
-            np.multiply(exponentials, values, out=values)
-            weighted = float(values.sum())
+            weighted = float(np.dot(exponentials, values))
         if math.isnan(weighted):
-            weighted = float(values[exponentials > 0].sum())
+            kept = exponentials > 0
+            weighted = float(np.dot(exponentials[kept], values[kept]))
         total = float(exponentials.sum())
         # log sum e^v - sum p v, the stable form of -sum p ln p.
         nats = math.log(total) - weighted / total
