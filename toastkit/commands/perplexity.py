@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 WINDOW = 1024  # tokens, unless the model's context is shorter
 STDIN = "-"
+LABEL_CHARACTERS = 20
 
 
 @dataclass(frozen=True)
@@ -292,7 +293,7 @@ class ScoreBar:
                 return
             self._bar = click.progressbar(
                 length=len(self._text.ids) - 1,
-                label=self._text.name,
+                label=_short(self._text.name),
                 file=sys.stderr,
                 show_pos=True,
                 item_show_func=lambda t: None if t is None else f"perplexity {t.perplexity:.4f}",
@@ -304,6 +305,12 @@ class ScoreBar:
         """Ends the line."""
         if self._bar is not None:
             self._bar.render_finish()
+
+
+def _short(name: str) -> str:
+    """The end of a path, so that a bar stays on one line."""
+    last = name.rstrip("/").rpartition("/")[2]
+    return last if len(last) <= LABEL_CHARACTERS else last[: LABEL_CHARACTERS - 3] + "..."
 
 
 def main() -> None:
