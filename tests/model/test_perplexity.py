@@ -34,7 +34,7 @@ RECORDED = {
     "arith": (13301, 1.5628, 0.6466),
     "chat": (15370, 1.4081, 0.4563),
 }
-WHOLE_TEXTS = "TOASTKIT_WHOLE_TEXTS"  # set: score all of them whole
+WHOLE_TEXTS = "TOASTKIT_WHOLE_TEXTS"  # set: score them whole, a minute each
 
 
 def ids_of(domain: str, count: int | None = None) -> list[int]:
@@ -205,12 +205,8 @@ def test_the_beginnings_of_the_texts(crumb, domain: str) -> None:
     assert 1 < math.exp(-math.fsum(logprobs) / 128) < 6  # it knows such texts
 
 
-long = pytest.mark.skipif(WHOLE_TEXTS not in os.environ, reason=f"a minute: set {WHOLE_TEXTS}")
-
-
-@pytest.mark.parametrize(
-    "domain", ["arith", pytest.param("story", marks=long), pytest.param("chat", marks=long)]
-)
+@pytest.mark.skipif(WHOLE_TEXTS not in os.environ, reason=f"minutes of work: set {WHOLE_TEXTS}")
+@pytest.mark.parametrize("domain", RECORDED)
 def test_whole_texts(crumb, domain: str) -> None:
     tokens, perplexity, entropy = RECORDED[domain]
     totals = Totals()
