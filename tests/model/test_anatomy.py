@@ -11,6 +11,7 @@ mx = pytest.importorskip("mlx.core")
 from mlx.utils import tree_flatten  # noqa: E402
 
 from tests.model.published import NAMES, write_published  # noqa: E402
+from tests.model.reference import OLD_MLX_LM  # noqa: E402
 from toastkit.model.config import load_config  # noqa: E402
 from toastkit.model.files import ModelFiles  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
@@ -20,6 +21,8 @@ from toastkit.store.checkpoint import load_model  # noqa: E402
 from toastkit.store.skeleton import new_model  # noqa: E402
 from toastkit.store.store import Store  # noqa: E402
 
+# An old mlx_lm's qwen3_moe is made without a dense layer.
+QWEN3_MOE = {"attention, MoE": 3} if OLD_MLX_LM else {"attention, MoE": 2, "attention, dense": 1}
 KINDS = {
     "llama": {"attention, dense": 3},
     "llama_tied": {"attention, dense": 2},
@@ -27,8 +30,8 @@ KINDS = {
     "qwen3": {"attention, dense": 3},
     "gemma3_text": {"sliding attention, dense": 2, "attention, dense": 1},
     "phi3": {"attention, dense": 2},
-    "qwen3_moe": {"attention, MoE": 2, "attention, dense": 1},
-    "qwen3_moe_quantised": {"attention, MoE": 2, "attention, dense": 1},
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe_quantised": QWEN3_MOE,
     "qwen2_moe": {"attention, MoE": 2},
     "olmoe": {"attention, MoE": 2},
     "mixtral": {"attention, MoE": 2},
