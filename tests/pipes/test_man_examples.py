@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.mdoc import MAN, Page, literal_blocks, pages
+from toastkit.model.locate import CRUMB
 
 
 def shell_blocks(page: Page) -> list[str]:
@@ -88,3 +89,15 @@ cd who && python ../look.py"""
     result = shell(script)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("12 tokens, ['ArraysCache'")
+
+
+def test_the_reader_of_a_file() -> None:
+    """The reader of toast-file(5), on the embedded model."""
+    program = python_example("toast-file.5")
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(CRUMB)], capture_output=True, timeout=60, check=True
+    )
+    lines = done.stdout.decode().splitlines()
+    assert lines[:2] == ["8 layers", "__file__.config.json U8 [1126] 1126"]
+    assert "model.embed_tokens.weight BF16 [4096, 192] 1572864" in lines
+    assert len(lines) == 1 + 4 + 136

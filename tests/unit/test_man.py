@@ -69,7 +69,7 @@ def documented(page: Page) -> list:
 
 def test_every_command_has_a_page_and_every_page_a_command() -> None:
     assert [page.name for page in TOOLS] == sorted(f"toast-{c.name}" for c in COMMANDS)
-    assert [page.name for page in pages(5)] == ["toast-frames", "toast-session"]
+    assert [page.name for page in pages(5)] == ["toast-file", "toast-frames", "toast-session"]
 
 
 @each_tool
