@@ -141,6 +141,19 @@ def test_sources_are_not_what_sanitize_changed(store: Store) -> None:
         assert set(store.expert_names(0)) <= changed
 
 
+def test_reading_ahead_reads_the_layers_that_were_asked_for(store: Store) -> None:
+    """In one file not more than that; elsewhere a read may span a gap between two ranges."""
+    ahead = Store(store.files, store.config)
+    ahead.prefetch([1])
+    assert ahead._prefetcher is not None
+    ahead._prefetcher.wait()
+    layer = sum(map(ahead.nbytes, ahead.layer_names(1)))
+    most = 1.01 * layer if ahead.files.is_baked else sum(h.size for h in ahead.files.headers)
+    assert layer <= ahead._prefetcher.read <= most
+    assert ahead._prefetcher.declined == 0
+    ahead.close()
+
+
 def test_weights_that_do_not_fit(tmp_path: Path, mlx_started) -> None:
     path = tied_llama(tmp_path / "m")
     config = json.loads((path / "config.json").read_bytes())
