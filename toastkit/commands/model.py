@@ -121,7 +121,7 @@ def _supported(flags: dict[str, Any]) -> int:
     rows = list(supported())
     if flags["as_json"]:
         for row in rows:
-            print(json.dumps(row._asdict() if hasattr(row, "_asdict") else vars(row)))
+            print(json.dumps(vars(row)))
         return 0
     table = [(row.model_type, row.module, row.status, row.note or "") for row in rows]
     _table(("TYPE", "MODULE", "STATUS", "NOTE"), table, right=-1)
@@ -187,7 +187,6 @@ def rm(name: str, **flags) -> int:
 @click.option("--gears", metavar="low,mid", help="Store the layers in these gears as well.")
 @click.option("--force", is_flag=True, allow_from_autoenv=False, help="Overwrite the file.")
 def bake(source: str, **flags) -> int:
-
     gears = _gears(flags["gears"])
     if flags["group_size"] is not None and flags["quant"] is None and flags["mode"] is None:
         raise UsageError("--group-size is for --quant")
@@ -248,7 +247,6 @@ def _bake_output(files, flags: dict[str, Any]) -> Path:
 @click.argument("source", shell_complete=_names)
 @click.option("-o", "--output", metavar="DIR", required=True, help="The directory to make.")
 def split(source: str, **flags) -> int:
-
     files = _find(source)
     _end_tidily()
     store = _open(files, flags)
@@ -291,13 +289,13 @@ def verify(name: str, **flags) -> int:
 
 def _find(name: str):
     """A checkpoint that is on this machine: nothing here fetches one as a side effect."""
-    from toastkit.model.hub import HUB_ID
+    from toastkit.model.hub import is_hub_id
     from toastkit.model.locate import find
 
     try:
         return find(name)
     except NoInputError as error:
-        if error.hint is None and HUB_ID.fullmatch(name):
+        if error.hint is None and is_hub_id(name):
             error.hint = f"toast-model pull {name}"
         raise
 
@@ -342,9 +340,9 @@ def _watched(flags: dict[str, Any]) -> bool:
 
 def _bar(flags: dict[str, Any], label: str):
     """progress(done, total) for a person, None where nobody looks."""
-    from toastkit.commands.progress import PrefillBar
+    from toastkit.commands.progress import ProgressBar
 
-    return PrefillBar(label, positions=False) if _watched(flags) else None
+    return ProgressBar(label, positions=False) if _watched(flags) else None
 
 
 def _end_tidily() -> None:

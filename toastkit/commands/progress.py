@@ -13,7 +13,7 @@ from toastkit.stages.options import ReadOptions
 PATIENCE = 1.0  # seconds of work before a bar appears
 
 
-class PrefillBar:
+class ProgressBar:
     """A progress bar on stderr, shown only on a terminal and once the work takes over a second.
 
     label: what is being done. positions: show how far as numbers too.
@@ -64,6 +64,6 @@ def read_options(flags: dict[str, Any]) -> ReadOptions:
         chunk=flags["chunk"],
         require_hit=flags["require_hit"],
         fork=flags["fork"],
-        progress=PrefillBar() if terminal and not flags["quiet"] else None,
+        progress=ProgressBar() if terminal and not flags["quiet"] else None,
         report=report if tell else None,
     )

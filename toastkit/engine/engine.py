@@ -50,8 +50,7 @@ class Engine:
         self.ledger = Ledger()
         self._model = load_model(files, self.config, self.dtype, self.ledger)
         self._check_dtype()
-        architectures = self.config.raw.get("architectures")
-        self.reads_on_host = reads_on_host(self.config.model_type, architectures)
+        self.reads_on_host = reads_on_host(type(self._model).__module__.rpartition(".")[2])
         self._notify = notify
         self._steps = 0
 

@@ -18,10 +18,10 @@ import mlx.core as mx
 from toastkit.engine import device
 from toastkit.engine.engine import CHUNK, Engine
 from toastkit.errors import DataError
+from toastkit.sampling.device import total
 
 LOGITS_BYTES = 256 << 20  # that the float32 logits of one pass may take, unless --chunk is given
 SLICE_BYTES = 64 << 20  # of them that are looked at together, which takes five times as much
-_ROW = 256
 
 
 @dataclass(frozen=True)
@@ -163,19 +163,12 @@ def _measures(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
     """As `_judge`, all at once and lazy: two float32 (n,)."""
     values = logits - logits.max(axis=-1, keepdims=True)
     weights = mx.exp(values)
-    mass = _totals(weights)
+    mass = total(weights)
     log_mass = mx.log(mass)
     chosen = mx.take_along_axis(values, targets[:, None], axis=-1)[:, 0]
     # A token that is ruled out (-inf) adds nothing to the entropy, and 0 times -inf is no number.
-    surprise = _totals(mx.where(values > -math.inf, weights * values, 0.0))
+    surprise = total(mx.where(values > -math.inf, weights * values, 0.0))
     return chosen - log_mass, (log_mass - surprise / mass) / math.log(2)
-
-
-def _totals(values: mx.array) -> mx.array:
-    """Sums of float32 (n, vocab) over the vocabulary, float32 (n,), in rows first: see
-    toastkit.sampling.device.total."""
-    padded = mx.pad(values, [(0, 0), (0, -values.shape[1] % _ROW)])
-    return padded.reshape(values.shape[0], -1, _ROW).sum(axis=2).sum(axis=1)
 
 
 def _checked(scores: Scores) -> Scores:

@@ -28,27 +28,36 @@ class ModelConfig:
     context: int | None
     raw: dict = field(repr=False)
 
+    @property
+    def levels(self) -> tuple[dict, dict]:
+        """Where a field of the language model may stand: on top, or below `text_config`."""
+        return _levels(self.raw)
+
+
+def _levels(raw: dict) -> tuple[dict, dict]:
+    text = raw.get("text_config")
+    return raw, text if isinstance(text, dict) else {}
+
 
 def load_config(files: ModelFiles) -> ModelConfig:
     """Reads config.json. Raises DataError where a field that everything needs is missing."""
     raw = files.read_json("config.json")
     if raw is None:
         raise DataError(f"{files.name}: no config.json")
-    nested = raw.get("text_config")
-    text: dict = nested if isinstance(nested, dict) else {}
+    _, text = _levels(raw)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise DataError(f"{files.name}: config.json has no model_type")
     vocab = raw.get("vocab_size", text.get("vocab_size"))
     if type(vocab) is not int or vocab < 1:
         raise DataError(f"{files.name}: config.json has no usable vocab_size")
-    context = _context(files, raw, text)
+    context = _context(files, raw)
     return ModelConfig(model_type, vocab, context, raw)
 
 
-def _context(files: ModelFiles, raw: dict, text: dict) -> int | None:
+def _context(files: ModelFiles, raw: dict) -> int | None:
     """The most positions, by the first of the names for it."""
-    for fields in (raw, text):
+    for fields in _levels(raw):
         for name in CONTEXT_NAMES:
             context = fields.get(name)
             if context is not None:

@@ -54,10 +54,8 @@ def _gear(name: str) -> str | None:
 
 def _quantization(config: ModelConfig) -> dict[str, Any] | None:
     """Bits, group size and mode as config.json has them; how many modules are exceptions."""
-    text = config.raw.get("text_config")
-    places = (config.raw, text if isinstance(text, dict) else {})
     for key in ("quantization", "quantization_config"):
-        for place in places:
+        for place in config.levels:
             settings = place.get(key)
             if isinstance(settings, dict) and settings:
                 names = ("bits", "group_size", "mode", "quant_method")

@@ -102,10 +102,10 @@ def check_supported(model_type: str, module: str | None = None) -> None:
         raise DataError(f"model type {model_type!r} is not supported: {reason}")
 
 
-def reads_on_host(model_type: str, architectures: object = None) -> bool:
-    """Whether a step's graph depends on the values of its inputs, so that it cannot be built before
-    its token is known."""
-    return module_name(model_type, architectures) in READ_ON_HOST
+def reads_on_host(module: str) -> bool:
+    """Whether the graph of a step of a file in mlx_lm/models depends on the values of its inputs,
+    so that it cannot be built before its token is known."""
+    return module in READ_ON_HOST
 
 
 def _reason(module: str) -> str | None:

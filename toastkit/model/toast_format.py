@@ -33,6 +33,13 @@ def is_model_tensor(name: str) -> bool:
     return not name.startswith((FILE_PREFIX, PAD_PREFIX, GEAR_PREFIX))
 
 
+def digest_of(data: bytes) -> str:
+    """Hex of the hash of bytes that are all there."""
+    digest = new_digest()
+    digest.update(data)
+    return digest.hexdigest()
+
+
 def new_digest() -> hashlib.blake2b:
     """The hash of one tensor's bytes."""
     return hashlib.blake2b(digest_size=DIGEST_BYTES)

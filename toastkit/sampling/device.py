@@ -217,12 +217,12 @@ def apply_top_k(values: mx.array, k: int) -> mx.array:
 
 
 def total(values: mx.array) -> mx.array:
-    """The sum of float32 (n,), as a scalar, in rows first.
+    """Sums of float32 (..., n) over the last axis, (...), in rows first.
 
     MLX on the CPU adds one after another: at 151,936 probabilities the logarithm of such a sum is
     off by 2e-4, that of a sum of row sums by 1e-7.
     """
-    return _rows(values).sum(axis=1).sum()
+    return _rows(values).sum(axis=-1).sum(axis=-1)
 
 
 def running_total(values: mx.array) -> mx.array:
@@ -233,7 +233,10 @@ def running_total(values: mx.array) -> mx.array:
 
 
 def _rows(values: mx.array) -> mx.array:
-    return mx.pad(values, (0, -values.size % _ROW)).reshape(-1, _ROW)
+    """(..., n) -> (..., rows, _ROW), the last row filled up with zeros."""
+    *outer, count = values.shape
+    padding = [(0, 0)] * len(outer) + [(0, -count % _ROW)]
+    return mx.pad(values, padding).reshape(*outer, -1, _ROW)
 
 
 def _kth_largest(values: mx.array, k: int) -> mx.array:

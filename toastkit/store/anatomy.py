@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from toastkit.model.config import ModelConfig
-from toastkit.model.toast_format import is_model_tensor
+from toastkit.store.skeleton import holds_experts
 from toastkit.store.store import Store
 
 # The parts by which bytes are counted. mixer: attention or its recurrent kin, all that mixes
@@ -43,11 +43,11 @@ def anatomy(store: Store, explain: Callable[[str], None]) -> dict[str, Any]:
     trial = _Trial(store, explain)
     idle = 0.0
     for path, module in leaves.items():
-        if _holds_experts(module):
+        if holds_experts(module):
             chosen = trial.routed.get(id(module), module.num_experts)
             idle += total[path] * (1 - min(chosen / module.num_experts, 1))
     sizes = dict.fromkeys(PARTS, 0)
-    for name in filter(is_model_tensor, store.names):
+    for name in store.names:
         path = name.rpartition(".")[0]
         sizes[parts[path] if path in parts else part_of(store, path)] += store.nbytes(name)
     found: dict[str, Any] = {
@@ -93,14 +93,9 @@ def _parameters(module: Any) -> int:
     return count + sum(value.size for value in own.values())
 
 
-def _holds_experts(module: nn.Module) -> bool:
-    """Whether it is a stack of matrices, one an expert, of which a token uses a few."""
-    return type(module).__name__ in ("SwitchLinear", "QuantizedSwitchLinear")
-
-
 def _experts(config: ModelConfig, leaves: dict, routed: dict[int, int]) -> dict | None:
     """Experts of a layer: in all, for one token (None if not known), shared by all tokens."""
-    stacks = [module for module in leaves.values() if _holds_experts(module)]
+    stacks = [module for module in leaves.values() if holds_experts(module)]
     if not stacks:
         return None
     shared = any(_SHARED.search(path) for path in leaves)
@@ -112,8 +107,7 @@ def _experts(config: ModelConfig, leaves: dict, routed: dict[int, int]) -> dict 
 
 
 def _count(config: ModelConfig, *names: str) -> int | None:
-    text = config.raw.get("text_config")
-    for place in (config.raw, text if isinstance(text, dict) else {}):
+    for place in config.levels:
         for name in names:
             if type(place.get(name)) is int:
                 return place[name]
@@ -162,7 +156,7 @@ def part_of(store: Store, path: str) -> str:
     if not f"{path}.".startswith(f"{store.layers_path}."):
         return "head" if last in _HEADS and "Linear" in kind else "other"
     below = chain[store.layers_path.count(".") + 2 :]
-    if any(_holds_experts(m) or type(m).__name__.startswith("Switch") for _, m in below):
+    if any(holds_experts(m) or type(m).__name__.startswith("Switch") for _, m in below):
         return "experts"
     if not below or "Norm" in kind or last in ("gate", "router", "shared_expert_gate"):
         return "other"

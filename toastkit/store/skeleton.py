@@ -46,9 +46,8 @@ def new_model(files: ModelFiles, config: ModelConfig) -> nn.Module:
 
 def check_layers(files: ModelFiles, config: ModelConfig) -> None:
     """Raises DataError for more layers than tensors: building them could take for ever."""
-    text = config.raw.get("text_config")
     tensors = sum(len(header.entries) for header in files.headers)
-    for fields in (config.raw, text if isinstance(text, dict) else {}):
+    for fields in config.levels:
         for name in LAYER_COUNTS:
             count = fields.get(name)
             if isinstance(count, int) and count > tensors:
@@ -68,9 +67,8 @@ def quantisation_of(files: ModelFiles, config: ModelConfig) -> dict | None:
         if not isinstance(settings, dict) or not {"group_size", "bits"} <= set(settings):
             raise DataError(f"{files.name}: config.json has no usable quantization")
         return settings
-    text = config.raw.get("text_config")
-    nested = text.get("quantization_config") if isinstance(text, dict) else None
-    foreign = config.raw.get("quantization_config", nested)
+    top, text = config.levels
+    foreign = top.get("quantization_config", text.get("quantization_config"))
     if foreign is None and files.read("hf_quant_config.json") is not None:
         foreign = {"quant_method": "modelopt"}
     if not foreign:
@@ -122,6 +120,11 @@ def _packing(path: str, module: nn.Module, tensors: Mapping[str, mx.array]) -> d
     if (bits, group_size) not in MODES:
         raise ValueError(f"{path} has {bits} bits in groups of {group_size}, which MLX has not")
     return {"group_size": group_size, "bits": bits, "mode": MODES[bits, group_size]}
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether it is a stack of matrices, one an expert, of which a token uses a few."""
+    return type(module).__name__ in ("SwitchLinear", "QuantizedSwitchLinear")
 
 
 def layers_path(model: nn.Module) -> str:

@@ -11,7 +11,7 @@ from toastkit.model.toast_format import (
     FILES_GROUP,
     LAYER_FILE,
     OUTSIDE_FILE,
-    new_digest,
+    digest_of,
 )
 from toastkit.session.files import open_private, pwrite_all, sync_directory
 from toastkit.store.bake import Contents, metadata, small_files, write_pieces
@@ -58,12 +58,7 @@ def split(store: Store, out_directory: Path, progress: Progress | None = None) -
 
 def _digests(files: dict[str, bytes]) -> dict[str, dict[str, str]]:
     """Checksums of the small files, which lie beside, under the names they have in a .toast."""
-    found = {}
-    for name, data in files.items():
-        digest = new_digest()
-        digest.update(data)
-        found[FILE_PREFIX + name] = digest.hexdigest()
-    return {FILES_GROUP: found}
+    return {FILES_GROUP: {FILE_PREFIX + name: digest_of(data) for name, data in files.items()}}
 
 
 def _write_small(partial: Partial, name: str, data: bytes) -> None:

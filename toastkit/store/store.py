@@ -31,7 +31,13 @@ from toastkit.model.toast_format import GEAR_PREFIX, is_model_tensor
 from toastkit.store.prefetch import Prefetcher, Range
 from toastkit.store.raw import RawTensors
 from toastkit.store.rows import RowReader, kind_of
-from toastkit.store.skeleton import layers_path, new_model, quantisation_of, quantise_modules
+from toastkit.store.skeleton import (
+    holds_experts,
+    layers_path,
+    new_model,
+    quantisation_of,
+    quantise_modules,
+)
 
 
 class Store:
@@ -61,24 +67,28 @@ class Store:
             reason = str(error).strip().split("\n")[0][:300]
             raise DataError(f"{files.name}: the weights do not fit the model: {reason}") from error
         self.layer_count = len(self.model.layers)
+        self._by_layer: dict[int | None, list[str]] = {}
+        for name in self.names:
+            self._by_layer.setdefault(self.layer_of(name), []).append(name)
         self._rows = RowReader(self)
         # Some sanitizes multiply arrays in place, which leaves no trace but in the values.
         self._untouched: dict[str, bool] = {}
 
     def _build(self, raw: dict[str, mx.array]) -> dict[str, mx.array]:
         """All tensors by name, lazy, made of the stored ones."""
-        if self.files.is_baked or not hasattr(self.model, "sanitize"):
-            return raw
-        return _copied(self._pristine).sanitize(raw)
+        return raw if self._pristine is None else _copied(self._pristine).sanitize(raw)
 
     def _survey(self) -> dict[str, mx.array]:
         """Builds once, and notes each tensor's shape and dtype, and where it lies if sanitize left
         it as it was."""
-        self._pristine = _copied(self.model)
+        sanitizes = hasattr(self.model, "sanitize")
+        self._pristine: Any = None
+        if sanitizes and not self.files.is_baked:
+            self._pristine = _copied(self.model)
         raw = self._raw.load()
         by_identity = {id(array): name for name, array in raw.items()}
         tensors = raw
-        if hasattr(self.model, "sanitize"):
+        if sanitizes:
             if self.files.is_baked:
                 # Only for what it does to the model: some drop a module that has no weights.
                 self.model.sanitize(self._raw.load())
@@ -168,12 +178,11 @@ class Store:
 
     def layer_names(self, index: int) -> list[str]:
         """The tensors of a layer."""
-        prefix = f"{self.layers_path}.{index}."
-        return [name for name in self.names if name.startswith(prefix)]
+        return list(self._by_layer.get(index, ()))
 
     def outside_names(self) -> list[str]:
         """The tensors outside the layers: embedding, last norm, head."""
-        return [name for name in self.names if self.layer_of(name) is None]
+        return list(self._by_layer.get(None, ()))
 
     def layer(self, index: int) -> dict[str, mx.array]:
         """The tensors of a layer, lazy."""
@@ -205,7 +214,7 @@ class Store:
         """The tensors of a layer that are stacked by expert: (experts, ...)."""
         paths = []
         for path, module in self.model.layers[layer].named_modules():
-            if type(module).__name__ in ("SwitchLinear", "QuantizedSwitchLinear"):
+            if holds_experts(module):
                 paths.append(f"{self.layers_path}.{layer}.{path}")
         return [name for name in self.layer_names(layer) if name.rpartition(".")[0] in paths]
 

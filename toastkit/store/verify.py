@@ -22,6 +22,7 @@ from toastkit.model.toast_format import (
     OUTSIDE_GROUP,
     PAD_PREFIX,
     VERSION_KEY,
+    digest_of,
     new_digest,
 )
 from toastkit.store.writer import CHUNK_BYTES, LAYOUT_KEY, Progress, layout_digest
@@ -142,9 +143,7 @@ def _check_small_files(
         if data is None:
             yield Problem(small, None, "is missing")
             continue
-        actual = new_digest()
-        actual.update(data)
-        if actual.hexdigest() != digest:
+        if digest_of(data) != digest:
             yield Problem(small, None, "is not as it was written")
 
 

@@ -16,7 +16,14 @@ from pathlib import Path
 
 from toastkit.errors import DataError, IOFailure, from_os_error
 from toastkit.model.safetensors import ITEM_BYTES, LENGTH, MAX_HEADER_BYTES, METADATA, Entry
-from toastkit.model.toast_format import CHECKSUMS_KEY, DIGEST_BYTES, PAD_PREFIX, PAGE, new_digest
+from toastkit.model.toast_format import (
+    CHECKSUMS_KEY,
+    DIGEST_BYTES,
+    PAD_PREFIX,
+    PAGE,
+    digest_of,
+    new_digest,
+)
 from toastkit.session.files import pread_into, pwrite_all
 from toastkit.store.partial import Partial
 
@@ -223,9 +230,7 @@ def layout_digest(entries: Iterable[Entry], data_start: int, metadata: Mapping[s
         for entry in entries
     ]
     texts = {key: value for key, value in metadata.items() if key != LAYOUT_KEY}
-    digest = new_digest()
-    digest.update(_compact([places, sorted(texts.items())]).encode())
-    return digest.hexdigest()
+    return digest_of(_compact([places, sorted(texts.items())]).encode())
 
 
 def _compact(value: object) -> str:
