@@ -166,6 +166,30 @@ def test_cut_back_of_chunks_and_windows(tmp_path: Path):
         assert session.reusable(range(121)) == 120
 
 
+@pytest.mark.skipif(OLD_MLX_LM, reason="this mlx_lm's ChunkedKVCache fails past its chunk")
+def test_cut_back_to_where_a_chunk_begins(tmp_path: Path):
+    """No row is left, and yet it is not a cache that has read nothing."""
+
+    def make() -> list:
+        return [ChunkedKVCache(100)]
+
+    cache, stream = make(), Stream(4, mx.float32)
+    for steps in (100, 100, 50):
+        stream.run(cache, steps)
+    assert cache[0].start_position == 100
+    save(tmp_path / "s", 250, cache)
+    with Session.open(tmp_path / "s", MODEL) as session:
+        assert session.reusable([*range(100), 999]) == 100
+        for _ in range(2):  # from the rows that are stored, then from none
+            (restored,) = session.restore(100, make)
+            assert restored.offset == restored.start_position == 100
+            session.commit(range(100), [restored], None)
+    cache[0].trim(150)
+    again = Stream(5, mx.float32)
+    assert same(Stream(5, mx.float32).run(cache, 7), again.run([restored], 7))
+    assert restored.offset == 107
+
+
 def test_concatenated_cache_cut_back(tmp_path: Path):
     cache, stream = [ConcatenateKVCache()], Stream(4, mx.float32)
     stream.run(cache, 300)

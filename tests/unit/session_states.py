@@ -5,13 +5,16 @@ from __future__ import annotations
 import struct
 import zlib
 from array import array
+from collections.abc import Callable, Sequence
 
 from toastkit.session.blocks import LayerSource, TensorSource
+from toastkit.session.checkpoints import Checkpoint
 from toastkit.session.directory import Session
 from toastkit.session.layout import Layer
 
 MODEL = "ab" * 32
 HEADS, SIZE = 2, 16
+WINDOW = 60  # rows
 ROW_BYTES = HEADS * SIZE * 4
 
 
@@ -39,24 +42,86 @@ def recurrent(tokens: list[int]) -> LayerSource:
     )
 
 
+def state_bytes(tokens: list[int]) -> bytes:
+    """Those of the array in `recurrent`."""
+    return bytes(recurrent(tokens).tensors[0].read(0, 1))
+
+
 def logits_of(tokens: list[int]) -> array:
     return array("f", [float(len(tokens)), float(sum(tokens) % 1000)] * 50)
 
 
-def commit(session: Session, tokens: list[int], *sources: LayerSource) -> None:
-    session.commit_layers(tokens, sources or [growing(tokens)], logits_of(tokens))
+def sliding(tokens: list[int], window: int) -> LayerSource:
+    """A RotatingKVCache that has read these tokens: position p is in row p modulo the window."""
+    count, rows = len(tokens), min(len(tokens), window)
+    last = {i % window: i for i in range(count - rows, count)}
+    data = b"".join(row(tokens[last[slot]], last[slot]) for slot in range(rows))
+    tensors = [
+        TensorSource(name, "float32", (1, HEADS, rows, SIZE), None, lambda a, b: data)
+        for name in ("keys", "values")
+    ]
+    settings = {
+        "offset": count, "keep": 0, "max_size": window,
+        "idx": count if count < window else count % window,
+    }  # fmt: skip
+    return LayerSource("RotatingKVCache", settings, tensors if tokens else [])
+
+
+def listed(*parts: LayerSource) -> LayerSource:
+    """A CacheList."""
+    return LayerSource("CacheList", {}, [], list(parts))
+
+
+def hybrid(tokens: list[int]) -> list[LayerSource]:
+    """A state that can be cut back nowhere."""
+    return [growing(tokens), recurrent(tokens)]
+
+
+def windowed(tokens: list[int]) -> list[LayerSource]:
+    """One that cannot once its window slides."""
+    return [sliding(tokens, WINDOW), growing(tokens)]
+
+
+def nested(tokens: list[int]) -> list[LayerSource]:
+    """Parts of which only some can be cut back."""
+    return [
+        listed(recurrent(tokens), growing(tokens)),
+        listed(growing(tokens), sliding(tokens, WINDOW)),
+        growing(tokens),
+    ]
+
+
+def plain(tokens: list[int]) -> list[LayerSource]:
+    """One that can be cut back anywhere."""
+    return [growing(tokens), listed(growing(tokens), growing(tokens))]
+
+
+def at(layers: Callable[[list[int]], list], tokens: list[int], *counts: int) -> list[Checkpoint]:
+    """Checkpoints of a state whose layers are made by a function of the tokens read."""
+    return [Checkpoint(count, layers(tokens[:count])) for count in counts]
+
+
+def commit(
+    session: Session,
+    tokens: list[int],
+    *sources: LayerSource,
+    checkpoints: Sequence[Checkpoint] = (),
+) -> None:
+    session.commit_layers(tokens, sources or [growing(tokens)], logits_of(tokens), checkpoints)
 
 
 def rows_of(session: Session, n: int) -> list[bytes]:
-    """What restoring the first n tokens gives: the bytes of every stored tensor."""
+    """What restoring the first n tokens gives: the bytes of every stored tensor. (Those of a window
+    are all its rows, also the ones past n.)"""
 
     def rebuild(layers: list[Layer], load) -> list[bytes]:
         return [
-            bytes(load(tensor, n if tensor.axis is not None else 1))[
-                : tensor.row_bytes * (n if tensor.axis is not None else 1)
-            ]
+            data
             for layer in layers
-            for tensor in layer.tensors
+            for data in (
+                *(bytes(load(t))[: t.row_bytes * t.rows] for t in layer.tensors),
+                *rebuild(layer.parts, load),
+            )
         ]
 
     return session.restore_layers(n, rebuild)

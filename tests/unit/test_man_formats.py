@@ -16,7 +16,7 @@ import pytest
 from tests.unit.mdoc import MAN, Page, fields, literal_blocks
 from toastkit import arrays, frames
 from toastkit.frames import Array, Reference, unpack_extension
-from toastkit.session import commit, directory, extents, header, layout, lock, names, ring, run
+from toastkit.session import commit, extents, header, layout, lock, names, ring, run, upkeep
 from toastkit.session.feed import MAX_MESSAGE_BYTES, FeedMessage
 
 FRAMES = Page(MAN / "man5" / "toast-frames.5")
@@ -109,19 +109,20 @@ def written_header() -> dict[str, dict]:
     """The maps of a real session.msgpack, by the subsection that describes them."""
     tensor = layout.Tensor("keys", "float32", (1, 1, 2, 4), 2, [layout.Range(0, 32, 7)])
     layer = layout.Layer("KVCache", {"offset": 2}, [tensor], [])
-    whole = layout.Header(
-        "ab", 1, 2, layout.TokenRecord([(0, 2)], 2, 7), layout.LogitsRecord(0, 4, 7), [layer]
-    )
+    records = layout.TokenRecord([(0, 2)], 2, 7), layout.LogitsRecord(0, 4, 7)
+    whole = layout.Header("ab", 1, 2, *records, [layer], [layout.CheckpointRecord(1, [None])])
     envelope = msgpack.unpackb(header.encode_header(whole))
     body = msgpack.unpackb(envelope["body"])
     (stored,) = body["layers"]
     return {
         "Envelope": envelope, "Body": body, "Tokens": body["tokens"], "Logits": body["logits"],
-        "Layer": stored, "Tensor": stored["tensors"][0],
+        "Layer": stored, "Tensor": stored["tensors"][0], "Checkpoint": body["checkpoints"][0],
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("part", ["Envelope", "Body", "Tokens", "Logits", "Layer", "Tensor"])
+@pytest.mark.parametrize(
+    "part", ["Envelope", "Body", "Tokens", "Logits", "Layer", "Checkpoint", "Tensor"]
+)
 def test_fields_of_the_header(part: str) -> None:
     written = written_header()[part]
     described = fields(SESSION.part("THE HEADER", part))
@@ -149,7 +150,7 @@ def test_files_of_a_session() -> None:
     found = re.findall(r"^\.It Pa (\S+)$", SESSION.part("FILES"), re.MULTILINE)
     inside = (run.FEED_FILE, run.RING_FILE, run.HANDOVER_FILE, run.ALIVE_FILE)
     assert found == [
-        names.HEADER_FILE, directory.TOKENS_FILE, directory.CACHE_FILE, directory.LOGITS_FILE,
+        names.HEADER_FILE, upkeep.TOKENS_FILE, upkeep.CACHE_FILE, upkeep.LOGITS_FILE,
         lock.LOCK_FILE, f"{names.HEADER_FILE}.tmp", "runs/ID/", *(f"runs/ID/{f}" for f in inside),
     ]  # fmt: skip
 

@@ -12,12 +12,15 @@ import pytest
 from session_states import (
     MODEL,
     ROW_BYTES,
+    at,
     commit,
     expected_rows,
     growing,
+    hybrid,
     logits_of,
     recurrent,
     rows_of,
+    state_bytes,
 )
 
 from toastkit.errors import (
@@ -28,10 +31,11 @@ from toastkit.errors import (
     UsageError,
 )
 from toastkit.session import names
+from toastkit.session.checkpoints import can_cut
 from toastkit.session.commit import MAX_SLICES
 from toastkit.session.directory import Session
 from toastkit.session.extents import ALIGNMENT, Space
-from toastkit.session.layout import Layer, can_cut
+from toastkit.session.layout import Layer
 from toastkit.session.lock import WriterLock
 
 
@@ -113,6 +117,8 @@ def test_which_layers_can_be_cut():
     assert can_cut(layer("RotatingKVCache", offset=9, max_size=9), 9, 9)
     chunked = layer("ChunkedKVCache", offset=19, chunk_size=8, start_position=8)
     assert can_cut(chunked, 19, 9) and can_cut(chunked, 19, 16) and not can_cut(chunked, 19, 7)
+    begun = layer("ChunkedKVCache", False, offset=16, chunk_size=8, start_position=16)
+    assert can_cut(begun, 16, 16) and not can_cut(begun, 16, 15)
     assert not can_cut(layer("ArraysCache", size=2), 9, 3)
     both = Layer("CacheList", {}, [], [layer("KVCache", offset=9), layer("ArraysCache", size=1)])
     assert not can_cut(both, 9, 3) and can_cut(both, 9, 9)
@@ -285,7 +291,7 @@ def test_reader_beside_a_writer(root: Path):
             while not stop.is_set():
                 version = 1 - version
                 tokens = histories[version]
-                commit(session, tokens, growing(tokens), recurrent(tokens))
+                commit(session, tokens, *hybrid(tokens), checkpoints=at(hybrid, tokens, 300))
 
         writer = threading.Thread(target=write)
         writer.start()
@@ -297,6 +303,8 @@ def test_reader_beside_a_writer(root: Path):
                         tokens = reader.tokens
                         assert tokens in histories
                         assert rows_of(reader, 600)[0] == expected_rows(tokens)
+                        if reader.checkpoints:
+                            assert rows_of(reader, 300)[2] == state_bytes(tokens[:300])
                         whole += 1
                 except DataError as error:
                     assert "session one" in error.message

@@ -17,7 +17,20 @@ import msgpack
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from session_states import MODEL, commit, expected_rows, growing, logits_of, recurrent, rows_of
+from session_states import (
+    MODEL,
+    at,
+    commit,
+    expected_rows,
+    growing,
+    hybrid,
+    listed,
+    logits_of,
+    recurrent,
+    rows_of,
+    sliding,
+    state_bytes,
+)
 
 from toastkit.errors import (
     DataError,
@@ -25,6 +38,7 @@ from toastkit.errors import (
     ToastError,
 )
 from toastkit.session import names
+from toastkit.session.blocks import LayerSource
 from toastkit.session.directory import Session
 
 
@@ -42,16 +56,24 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "session"
     with Session.open(path, MODEL) as session:
         tokens = list(range(300))
-        commit(session, tokens, growing(tokens), recurrent(tokens))
+        commit(session, tokens, *mixed(tokens), checkpoints=at(mixed, tokens, 100, 299))
+        session.commit_layers(tokens, mixed(tokens), logits_of(tokens), at(mixed, tokens, 100, 150))
     return path
+
+
+def mixed(tokens: list[int]) -> list[LayerSource]:
+    """Layers of all kinds that a checkpoint may hold."""
+    return [growing(tokens), listed(recurrent(tokens), growing(tokens)), sliding(tokens, 120)]
 
 
 def opens_or_is_refused(path: Path) -> None:
     for write in (True, False):
         try:
             with Session.open(path, None, write=write) as session:
-                rows_of(session, session.n_past)
+                for n in (session.n_past, *session.checkpoints):
+                    rows_of(session, n)
                 session.logits()
+                session.reusable([*range(130), 0])
         except DataError as error:
             assert "\n" not in error.message and "session" in error.message
 
@@ -92,9 +114,9 @@ def replaced(value, seen: list, target: int, by):
     return value
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    target=st.integers(0, 60),
+    target=st.integers(0, 280),
     by=st.sampled_from([None, -1, 0, 1, 300, 2**40, 2**63, 0.5, "", "KVCache", "x", b"", [], {}]),
 )
 def test_header_with_another_value(saved: Path, target: int, by):
@@ -161,18 +183,24 @@ def test_damaged_data_files(root: Path, name: str, how: str):
 # ------------------------------------------------------------------------- full disk and kill -9
 
 
+def expected(tokens: list[int]) -> list[bytes]:
+    """What rows_of gives of a hybrid state that has read these tokens."""
+    return [*[expected_rows(tokens)] * 2, state_bytes(tokens)]
+
+
 def test_full_disk_leaves_the_earlier_commit(root: Path):
     path = names.resolve("one")
     tokens = list(range(300))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Session.open(path, MODEL) as session:
-        commit(session, tokens)
+        commit(session, tokens, *hybrid(tokens), checkpoints=at(hybrid, tokens, 100, 200))
         longer = [*tokens, *range(900)]
+        points = at(hybrid, longer, 200, 290, 1000)
         failures = 0
         for limit in range(0, (path / "cache.bin").stat().st_size * 4, 40_000):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
             try:
-                commit(session, longer)
+                commit(session, longer, *hybrid(longer), checkpoints=points)
             except IOFailure as error:
                 failures += 1
                 assert "cannot save session one: file too large" in error.message
@@ -182,11 +210,14 @@ def test_full_disk_leaves_the_earlier_commit(root: Path):
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             assert session.tokens == tokens
             with Session.open(path, MODEL, write=False) as reader:
-                assert rows_of(reader, 300) == [expected_rows(tokens)] * 2
+                for n in (100, 200, 300):
+                    assert rows_of(reader, n) == expected(tokens[:n])
+                assert reader.checkpoints == [100, 200]
                 assert reader.logits().tolist() == logits_of(tokens).tolist()
         assert failures > 2 and session.tokens == longer
     with Session.open(path, MODEL) as session:
-        assert rows_of(session, 1200) == [expected_rows(longer)] * 2
+        for n in (200, 290, 1000, 1200):
+            assert rows_of(session, n) == expected(longer[:n])
     assert not (path / "session.msgpack.tmp").exists()
 
 
@@ -224,6 +255,12 @@ def history(generation: int) -> list[int]:
     return tokens[:100] if len(tokens) > 3000 else tokens
 
 
+def places(generation: int) -> list[int]:
+    """The checkpoints of a commit in test_kill."""
+    count = len(history(generation))
+    return [n for n in (90, 400, count // 2, count - 1) if generation % 3 and 0 < n < count]
+
+
 def commit_forever(path: str) -> None:
     """The child of test_kill: goes on from whatever commit it finds."""
     with Session.open(path, MODEL) as session:
@@ -232,7 +269,8 @@ def commit_forever(path: str) -> None:
         print("ready", flush=True)
         while True:
             tokens = history(session.generation + 1)
-            commit(session, tokens, growing(tokens), recurrent(tokens))
+            points = at(hybrid, tokens, *sorted(set(places(session.generation + 1))))
+            commit(session, tokens, *hybrid(tokens), checkpoints=points)
 
 
 def test_kill_at_any_instant(tmp_path: Path):
@@ -257,9 +295,9 @@ def test_kill_at_any_instant(tmp_path: Path):
             reached.append(session.generation)
             tokens = history(session.generation)
             assert session.tokens == tokens
-            stored = rows_of(session, len(tokens))
-            assert stored[:2] == [expected_rows(tokens)] * 2
-            assert stored[2] == bytes(recurrent(tokens).tensors[0].read(0, 1))
+            assert session.checkpoints == sorted(set(places(session.generation)))
+            for n in (*session.checkpoints, len(tokens)):
+                assert rows_of(session, n) == expected(tokens[:n])
             assert session.logits().tolist() == logits_of(tokens).tolist()
     assert reached == sorted(reached) and len(set(reached)) > 3
 

@@ -133,14 +133,15 @@ def _setup(layer: Layer) -> dict[str, int]:
     return {k: v for k, v in layer.settings.items() if k not in ("offset", "idx")}
 
 
-def load_tensor(fd: int, tensor: Tensor, rows: int) -> bytearray:
-    """The first `rows` rows, axis first, in a buffer with room for whole blocks of rows (the rest
-    is unspecified); a whole tensor as it is. Every range read is checked.
+def load_tensor(fd: int, tensor: Tensor) -> bytearray:
+    """A tensor's rows, axis first, in a buffer with room for whole blocks of rows (the rest is
+    unspecified); a whole tensor as it is. Every range read is checked. The tensor may have been cut
+    back: then it has more ranges, or longer ones, than its rows need.
 
     Raises Damaged for a wrong checksum or a file that is too short, OSError.
     """
     step, row = tensor.block_rows, tensor.row_bytes
-    blocks = -(-rows // step) if row else 0
+    blocks = -(-tensor.rows // step) if row else 0
     buffer = bytearray(blocks * step * row)
     view = memoryview(buffer)
     for index in range(blocks):

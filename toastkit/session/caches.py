@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from toastkit.errors import DataError
 from toastkit.session.blocks import LayerSource, TensorSource
+from toastkit.session.checkpoints import Checkpoint, Load
 from toastkit.session.layout import (
     BLOCK_ROWS,
     ITEM_BYTES,
@@ -25,7 +26,6 @@ from toastkit.session.layout import (
     Damaged,
     Layer,
     Tensor,
-    rows_at,
 )
 
 CACHE_MODULE = "mlx_lm.models.cache"
@@ -33,7 +33,6 @@ DTYPES = {name: getattr(mx, "bool_" if name == "bool" else name) for name in ITE
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Arrays = dict[str, mx.array]  # by the names of layout.KINDS; an array that is None is left out
-Load = Callable[[Tensor, int], bytearray]
 
 
 class Codec(NamedTuple):
@@ -90,7 +89,7 @@ def _take_chunked(cache: Any) -> tuple[dict[str, int], Arrays]:
 
 
 def _put_chunked(cache: Any, settings: dict[str, int], arrays: Arrays) -> None:
-    cache.keys, cache.values = arrays["keys"], arrays["values"]
+    cache.keys, cache.values = arrays.get("keys"), arrays.get("values")  # none where a chunk begins
     for name in ("offset", "chunk_size", "start_position"):
         setattr(cache, name, settings[name])
 
@@ -150,6 +149,13 @@ def describe(cache: Sequence[Any]) -> list[LayerSource]:
     return [_describe_one(layer) for layer in cache]
 
 
+def describe_checkpoint(point: Checkpoint) -> Checkpoint:
+    """The same for a checkpoint's layers, of which some may be None."""
+    return Checkpoint(
+        point.count, [None if layer is None else _describe_one(layer) for layer in point.layers]
+    )
+
+
 def _describe_one(cache: Any) -> LayerSource:
     kind = _kind(cache)
     if kind == "CacheList":
@@ -197,8 +203,9 @@ def _bytes(array: mx.array) -> memoryview:
 # ---------------------------------------------------------------------------------------- restoring
 
 
-def fill(caches: Sequence[Any], layers: Sequence[Layer], count: int, n: int, load: Load) -> None:
-    """Sets fresh caches to the first n of the `count` tokens that the stored layers have read.
+def fill(caches: Sequence[Any], layers: Sequence[Layer | None], load: Load) -> list[Any | None]:
+    """Sets fresh caches to what the stored layers say, and returns them, with None in the place of
+    those that are not stored.
 
     load: see blocks.load_tensor. Growing arrays get room for whole blocks of 256 positions, as the
     classes themselves allocate. Raises Damaged, also if the model's caches are others.
@@ -207,12 +214,14 @@ def fill(caches: Sequence[Any], layers: Sequence[Layer], count: int, n: int, loa
         raise Damaged(f"it has {len(layers)} layers, the model {len(caches)}")
     for index, (cache, layer) in enumerate(zip(caches, layers)):
         try:
-            _fill_one(cache, layer, count, n, load)
+            if layer is not None:
+                _fill_one(cache, layer, load)
         except Damaged as error:
             raise Damaged(f"layer {index}: {error}") from error
+    return [None if layer is None else cache for cache, layer in zip(caches, layers)]
 
 
-def _fill_one(cache: Any, layer: Layer, count: int, n: int, load: Load) -> None:
+def _fill_one(cache: Any, layer: Layer, load: Load) -> None:
     kind = _kind(cache)
     if kind != layer.kind:
         raise Damaged(f"it is a {layer.kind}, the model's a {kind}")
@@ -220,37 +229,26 @@ def _fill_one(cache: Any, layer: Layer, count: int, n: int, load: Load) -> None:
         if len(cache.caches) != len(layer.parts):
             raise Damaged(f"it has {len(layer.parts)} parts, the model's {len(cache.caches)}")
         for part, stored in zip(cache.caches, layer.parts):
-            _fill_one(part, stored, count, n, load)
+            _fill_one(part, stored, load)
         return
     codec = CODECS[kind]
     fresh, _ = codec.take(cache)
     for name in codec.fixed:
         if fresh[name] != layer.settings[name]:
             raise Damaged(f"{name} is {layer.settings[name]}, the model's {fresh[name]}")
-    settings = _settings_at(layer, count, n)
-    grows = KINDS[kind].grows
-    rows = rows_at(layer, count, n) if grows else 1
-    if not layer.tensors and kind != "ArraysCache" or not rows:
+    rows = layer.settings["offset"] - layer.start if KINDS[kind].grows else 1
+    arrays = {t.name: _array(t, load(t)) for t in layer.tensors} if rows else {}
+    if not arrays and kind not in ("ArraysCache", "ChunkedKVCache"):
         return  # it was never used: a fresh one is the same
-    arrays = {t.name: _array(t, load(t, rows), rows) for t in layer.tensors}
     mx.eval(list(arrays.values()))
-    codec.put(cache, settings, arrays)
+    codec.put(cache, layer.settings, arrays)
 
 
-def _settings_at(layer: Layer, count: int, n: int) -> dict[str, int]:
-    settings = dict(layer.settings)
-    if settings.get("offset") == count:
-        settings["offset"] = n
-        if "idx" in settings and n < count:
-            settings["idx"] -= count - n
-    return settings
-
-
-def _array(tensor: Tensor, buffer: bytearray, rows: int) -> mx.array:
+def _array(tensor: Tensor, buffer: bytearray) -> mx.array:
     """The MLX array of stored bytes; a growing one with its axis back in place."""
     shape = list(tensor.shape)
     if tensor.axis is not None:
-        room = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
+        room = -(-tensor.rows // BLOCK_ROWS) * BLOCK_ROWS
         shape = [room, *shape[: tensor.axis], *shape[tensor.axis + 1 :]]
     dtype = DTYPES[tensor.dtype]
     if not math.prod(shape):

@@ -2,7 +2,8 @@
 
 Data first, into places that the last header does not own; sync; then the header, by write, sync and
 rename; then the directory is synced. Until the rename the session is the last commit, after it the
-new one. An ephemeral session skips the syncs: it need not outlive a power failure.
+new one. An ephemeral session, and one that is only a cache, skips the syncs: it need not outlive a
+power failure.
 """
 
 from __future__ import annotations
@@ -10,12 +11,21 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from toastkit.frames import pack_ids
 from toastkit.session.blocks import LayerSource, store_layer
+from toastkit.session.checkpoints import ALWAYS_CUT, Checkpoint, can_cut, same_class
 from toastkit.session.extents import Space, align
-from toastkit.session.files import pwrite_all
-from toastkit.session.layout import Header, Layer, LogitsRecord, TokenRecord
+from toastkit.session.files import DataFiles, pwrite_all
+from toastkit.session.layout import (
+    CheckpointRecord,
+    Header,
+    Layer,
+    LogitsRecord,
+    Part,
+    TokenRecord,
+)
 from toastkit.session.upkeep import CACHE_FILE, LOGITS_FILE, TOKENS_FILE
 
 MAX_SLICES = 64
@@ -77,15 +87,10 @@ def logits_bytes(logits: object) -> memoryview:
 
 
 def write_layers(
-    fd: int,
-    old: Header,
-    sources: Sequence[LayerSource],
-    shared: int,
-    count: int,
+    fd: int, space: Space, old: Header, sources: Sequence[LayerSource], shared: int, count: int
 ) -> list[Layer]:
     """Writes the caches of a state that has read `count` tokens. shared: leading tokens whose rows
     are as `old` has them. Raises OSError."""
-    space = Space(old.extents())
     former = old.layers or []
     if len(former) != len(sources):
         former, shared = [], 0
@@ -94,6 +99,124 @@ def write_layers(
         store_layer(fd, space, source, former[i] if former else None, shared, counts)
         for i, source in enumerate(sources)
     ]
+
+
+# ------------------------------------------------------------------------------------- checkpoints
+
+# What becomes of a layer in a checkpoint: taken over, written, cut from the end (None); the parts
+# of a CacheList.
+Plan = Layer | LayerSource | list["Plan"] | None
+
+
+def in_order(
+    checkpoints: Sequence[Checkpoint], sources: Sequence[LayerSource] | None, count: int
+) -> list[Checkpoint]:
+    """Checkpoints of LayerSources, rising. Raises ValueError for positions and layers that a state
+    of `count` tokens with these layers cannot have."""
+    rising = sorted(checkpoints, key=lambda point: point.count)
+    reached = 0
+    for point in rising:
+        if not reached < point.count < count:
+            raise ValueError(f"a checkpoint at {point.count} of {count} tokens, after {reached}")
+        if sources is None or not _alike(point.layers, sources):
+            raise ValueError(f"the checkpoint at {point.count} has other layers than the state")
+        reached = point.count
+    return rising
+
+
+def _alike(given: Sequence[LayerSource | None], sources: Sequence[LayerSource]) -> bool:
+    return len(given) == len(sources) and all(
+        a is None or (a.kind == b.kind and _alike(a.parts, b.parts)) for a, b in zip(given, sources)
+    )
+
+
+def write_checkpoints(
+    fd: int, space: Space, old: Header, new: Header, points: Sequence[Checkpoint], shared: int
+) -> list[CheckpointRecord]:
+    """Writes what the checkpoints of a commit need besides new.layers. What `old` holds of one
+    within its first `shared` tokens is taken over. One that cannot be resumed is left out: a window
+    has begun to slide since, and there is no copy of it. Raises OSError."""
+    ends = new.layers or []
+    held = {point.count: point.layers for point in old.checkpoints if point.count <= shared}
+    records = []
+    for n, layers in points:
+        plans = _plan_all(layers, held.get(n), ends, new.count, n)
+        if all(_leads_back(plan, end, new.count, n) for plan, end in zip(plans, ends)):
+            records.append(CheckpointRecord(n, [_store(fd, space, plan, n) for plan in plans]))
+    return records
+
+
+def _plan_all(
+    given: Sequence[LayerSource | None] | None,
+    held: list[Part] | None,
+    ends: Sequence[Layer],
+    count: int,
+    n: int,
+) -> list[Plan]:
+    nothing = [None] * len(ends)
+    if held is None or len(held) != len(ends):
+        held = list(nothing)
+    triples = zip(given or nothing, held, ends)
+    return [_plan(source, part, end, count, n) for source, part, end in triples]
+
+
+def _plan(given: LayerSource | None, held: Part, end: Layer, count: int, n: int) -> Plan:
+    if end.kind == "CacheList":
+        before = held if isinstance(held, list) else None
+        parts = _plan_all(given.parts if given else None, before, end.parts, count, n)
+        return parts if any(part is not None for part in parts) else None
+    if isinstance(held, Layer) and same_class(held, end):
+        return held
+    always = end.kind in ALWAYS_CUT and can_cut(end, count, n)
+    return None if always else given
+
+
+def _leads_back(plan: Plan, end: Layer, count: int, n: int) -> bool:
+    if isinstance(plan, list):
+        return all(_leads_back(item, part, count, n) for item, part in zip(plan, end.parts))
+    return plan is not None or can_cut(end, count, n)
+
+
+def _store(fd: int, space: Space, plan: Plan, n: int) -> Part:
+    if isinstance(plan, list):
+        return [_store(fd, space, item, n) for item in plan]
+    if isinstance(plan, LayerSource):
+        return store_layer(fd, space, plan, None, 0, (0, n))
+    return plan
+
+
+# ----------------------------------------------------------------------------------- the data files
+
+
+class State(NamedTuple):
+    """What a commit is given. tokens: all ids that were read. sources: its layers, None where none
+    are kept. logits: float32 bytes after the last token, or None. checkpoints: of LayerSources,
+    as in_order has them."""
+
+    tokens: list[int]
+    sources: Sequence[LayerSource] | None
+    logits: memoryview | None
+    checkpoints: Sequence[Checkpoint]
+
+
+def write_data(
+    files: DataFiles, old: Header, stored: Sequence[int], state: State, shared: int
+) -> Header:
+    """Writes all but the header, which is returned; nothing is synced.
+
+    old, stored: the last commit and its tokens. shared: leading tokens whose rows the state has as
+    that commit left them. Raises OSError.
+    """
+    new = Header(old.fingerprint, old.generation + 1, len(state.tokens))
+    new.tokens = write_tokens(files.fd(TOKENS_FILE), old.tokens, stored, state.tokens)
+    if state.logits is not None:
+        new.logits = write_logits(files.fd(LOGITS_FILE), old.logits, state.logits)
+    if state.sources is not None:
+        shared = min(shared, common_prefix(stored, state.tokens))
+        fd, space = files.fd(CACHE_FILE), Space(old.extents())
+        new.layers = write_layers(fd, space, old, state.sources, shared, new.count)
+        new.checkpoints = write_checkpoints(fd, space, old, new, state.checkpoints, shared)
+    return new
 
 
 def trim_file(fd: int, end: int) -> None:

@@ -6,31 +6,31 @@
         ...                                     # run ids[n:]
         session.commit(ids, cache, logits)
 
+A state that cannot be cut back, such as a recurrent one, can be resumed at its end and at the
+checkpoints that it was committed with (checkpoints.py).
+
 One process writes at a time; it holds the lock from open to close or hands it on (handover.py).
 Any number may read the last commit meanwhile. The layout on disk is in layout.py.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toastkit.errors import DataError, NoInputError, from_os_error
-from toastkit.frames import unpack_ids
 from toastkit.session import commit as writing
-from toastkit.session import files
+from toastkit.session import files, reading
 from toastkit.session.blocks import LayerSource, load_tensor
-from toastkit.session.header import MAX_HEADER_BYTES, decode_header, encode_header
-from toastkit.session.layout import Damaged, Header, Layer, NewerSchema, Tensor, can_cut
+from toastkit.session.checkpoints import Checkpoint, Load, cuts_anywhere, layers_at, stored_layers
+from toastkit.session.header import encode_header
+from toastkit.session.layout import Damaged, Header, Layer, NewerSchema, Tensor
 from toastkit.session.lock import WriterLock
 from toastkit.session.names import HEADER_FILE, display_name, is_ephemeral
 from toastkit.session.upkeep import (
     CACHE_FILE,
-    LOGITS_FILE,
-    TOKENS_FILE,
     make_ephemeral,
     prepare,
     remove_tree,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 Result = TypeVar("Result")
-Load = Callable[[Tensor, int], bytearray]
 
 
 class Session:
@@ -51,11 +50,14 @@ class Session:
     ephemeral: it vanishes when closed. lock: the writer's lock, or None when only reading.
     """
 
-    def __init__(self, path: Path, fingerprint: str | None, lock: WriterLock | None):
+    def __init__(
+        self, path: Path, fingerprint: str | None, lock: WriterLock | None, durable: bool = True
+    ):
         self.path = path
         self.ephemeral = is_ephemeral(path)
         self.lock = lock
         self.tokens: list[int] = []
+        self._syncs = durable and not self.ephemeral
         self._expected = fingerprint
         self._header = Header(fingerprint or "")
         self._shared = 0  # leading tokens for which the caller's caches have the rows on disk
@@ -73,13 +75,20 @@ class Session:
 
     @classmethod
     def open(
-        cls, path: Path | str, fingerprint: str | None, *, create: bool = True, write: bool = True
+        cls,
+        path: Path | str,
+        fingerprint: str | None,
+        *,
+        create: bool = True,
+        write: bool = True,
+        durable: bool = True,
     ) -> Session:
         """Opens a session, at its last commit.
 
         fingerprint: of the model that is to use it; None takes any (tools that run no model).
         create: make one if there is none. write: take the writer's lock; without it only reading
-        is possible, and nothing is created.
+        is possible, and nothing is created. durable: commits outlive a power failure; without it
+        they still outlive any kill, and cost no wait for the disk.
         Raises NoInputError if there is no such session, BusyError if another process writes it,
         DataError if it is damaged or another model's, CannotCreateError, IOFailure.
         """
@@ -87,13 +96,20 @@ class Session:
         if not write:
             return cls(path, fingerprint, None)._opened()
         prepare(path, create)
-        return cls.adopt(path, fingerprint, WriterLock.acquire(path))
+        return cls.adopt(path, fingerprint, WriterLock.acquire(path), durable=durable)
 
     @classmethod
-    def adopt(cls, path: Path | str, fingerprint: str | None, lock: WriterLock) -> Session:
+    def adopt(
+        cls,
+        path: Path | str,
+        fingerprint: str | None,
+        lock: WriterLock,
+        *,
+        durable: bool = True,
+    ) -> Session:
         """Opens a session whose lock this process holds already, as after a hand-over. The lock is
         the session's from now on, and released if this raises (as open does)."""
-        return cls(Path(path), fingerprint, lock)._opened()
+        return cls(Path(path), fingerprint, lock, durable)._opened()
 
     def _opened(self) -> Session:
         try:
@@ -146,12 +162,24 @@ class Session:
         """Number of commits so far."""
         return self._header.generation
 
+    @property
+    def checkpoints(self) -> list[int]:
+        """Positions of the checkpoints that the last commit holds, ascending."""
+        return [point.count for point in self._header.checkpoints]
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether every layer of the last commit can be cut back to any earlier position, so that
+        checkpoints are of no use. (A window that has not begun to slide may do so later.)"""
+        return cuts_anywhere(self._header)
+
     # -------------------------------------------------------------------------------------- reading
 
     def reusable(self, ids: Sequence[int]) -> int:
         """How many leading tokens of ids can be taken from here, so that running the rest gives
         the logits after the last: all that is stored if ids begin with it, otherwise the common
-        part if every layer can be cut back to it, otherwise 0.
+        part if every layer can be had as it was there, otherwise up to the last checkpoint within
+        the common part, or 0.
 
         That is less than len(ids) unless ids are what is stored and its logits are too.
         """
@@ -159,7 +187,11 @@ class Session:
         n = writing.common_prefix(self.tokens, ids)
         if n == len(ids) and not (n == self.n_past and self._header.logits is not None):
             n -= 1  # the last token is run again: there are no logits without
-        return n if n > 0 and self._can_cut(n) else 0
+        if n <= 0:
+            return 0
+        earlier = (count for count in reversed(self.checkpoints) if count < n)
+        ways = (count for count in (n, *earlier) if layers_at(self._header, count) is not None)
+        return next(ways, 0)
 
     def restore(self, n: int, make_cache: Callable[[], list]) -> list:
         """Caches that have read the first n tokens, n as reusable gave it; new ones for n = 0.
@@ -173,28 +205,52 @@ class Session:
             return make_cache()
         from toastkit.session import caches
 
-        def rebuild(layers: list[Layer], load: Load) -> list:
-            fresh = make_cache()
-            caches.fill(fresh, layers, self.n_past, n, load)
-            return fresh
-
-        return self.restore_layers(n, rebuild)
+        return self.restore_layers(n, lambda layers, load: caches.fill(make_cache(), layers, load))
 
     def restore_layers(self, n: int, rebuild: Callable[[list[Layer], Load], Result]) -> Result:
         """What restore does, for a caller with its own idea of a cache: rebuild(layers, load) gets
-        the stored layers and load(tensor, rows) -> bytearray (see blocks.load_tensor)."""
+        the stored layers as they were after n tokens, and load(tensor) -> bytearray (see
+        blocks.load_tensor)."""
+
+        def rebuilt() -> Result:
+            layers = layers_at(self._header, n)
+            if layers is None:
+                raise Damaged("it was changed while it was being read")
+            return rebuild(layers, self._load_tensor)
+
+        result = self._unless_changed(n, rebuilt)
+        self._shared = n
+        return result
+
+    def restore_checkpoints(self, n: int, make_cache: Callable[[], list]) -> list[Checkpoint]:
+        """The checkpoints before position n, n as reusable gave it: a state that is restored there
+        hands them on to its next commit. In each, caches are None where the end is cut back.
+        make_cache, errors: as for restore."""
+        if n <= 0 or not self.checkpoints:
+            return []
+        from toastkit.session import caches
+
+        def rebuilt() -> list[Checkpoint]:
+            return [
+                Checkpoint(count, caches.fill(make_cache(), layers, self._load_tensor))
+                for count, layers in stored_layers(self._header, n)
+            ]
+
+        return self._unless_changed(n, rebuilt)
+
+    def _unless_changed(self, n: int, rebuilt: Callable[[], Result]) -> Result:
+        """Runs a reading action, twice if a writer comes between. What is stored by then must begin
+        with the same n tokens."""
         wanted = self.tokens[:n]
 
         def attempt() -> Result:
-            if self.tokens[:n] != wanted or not self._can_cut(n):
+            if self.tokens[:n] != wanted:
                 raise Damaged("it was changed while it was being read")
             if self._header.layers is None:
                 raise Damaged("it holds tokens but no caches")
-            return rebuild(self._header.layers, self._load_tensor)
+            return rebuilt()
 
-        result = self._guarded(attempt)
-        self._shared = n
-        return result
+        return self._guarded(attempt)
 
     def logits(self) -> np.ndarray | None:
         """float32 (vocab,) after the last committed token, or None if there are none.
@@ -205,13 +261,7 @@ class Session:
             if self.tokens != wanted:
                 raise Damaged("it was changed while it was being read")
             record = self._header.logits
-            if record is None:
-                return None
-            buffer = bytearray(4 * record.count)
-            self._read(LOGITS_FILE, memoryview(buffer), record.offset)
-            if zlib.crc32(buffer) != record.crc:
-                raise Damaged("the checksum of the logits is wrong")
-            return buffer
+            return None if record is None else reading.read_logits(self._files, record)
 
         buffer = self._guarded(attempt)
         if buffer is None:
@@ -220,74 +270,81 @@ class Session:
 
         return np.frombuffer(buffer, np.dtype("<f4"))
 
-    def _can_cut(self, n: int) -> bool:
-        layers = self._header.layers or ()
-        return n <= self.n_past and all(can_cut(layer, self.n_past, n) for layer in layers)
-
-    def _load_tensor(self, tensor: Tensor, rows: int) -> bytearray:
-        return load_tensor(self._files.fd(CACHE_FILE), tensor, rows)
+    def _load_tensor(self, tensor: Tensor) -> bytearray:
+        return load_tensor(self._files.fd(CACHE_FILE), tensor)
 
     # -------------------------------------------------------------------------------------- writing
 
-    def commit(self, tokens: Sequence[int], cache: list | None, logits: Any) -> None:
+    def continues(self, n: int, generation: int) -> bool:
+        """Says that the caller's caches hold the first n tokens as commit `generation` of this
+        session left them, in place of restoring them: for one who closed the session and has kept
+        the caches. Returns whether that is the last commit; if not, nothing is taken for granted.
+        """
+        same = self.generation == generation and 0 <= n <= self.n_past
+        if same:
+            self._shared = n
+        return same
+
+    def commit(
+        self,
+        tokens: Sequence[int],
+        cache: list | None,
+        logits: Any,
+        checkpoints: Sequence[Checkpoint] = (),
+    ) -> None:
         """Makes this the session's state, all of it or (on any failure) nothing.
 
         tokens: ALL ids that the caches have read. cache: a list of mlx_lm cache objects, or None
         where there are none to keep. logits: float32 (vocab,) after the last token, or None.
+        checkpoints: ALL that the session is to hold from now on; `checkpoints` says which it does,
+        since one that is left without a way back (see commit.write_checkpoints) is dropped.
         Only what changed is written: rows of tokens that this session restored or committed before
-        are taken to be as they were.
-        Raises IOFailure if the disk is full, DataError for a cache of a class it does not know.
+        are taken to be as they were, and so are its checkpoints among them.
+        Raises IOFailure if the disk is full, DataError for a cache of a class it does not know,
+        ValueError for checkpoints that are not the state's.
         """
         if cache is None:
-            return self.commit_layers(tokens, None, logits)
+            return self.commit_layers(tokens, None, logits, checkpoints)
         from toastkit.session import caches
 
-        return self.commit_layers(tokens, caches.describe(cache), logits)
+        points = [caches.describe_checkpoint(point) for point in checkpoints]
+        return self.commit_layers(tokens, caches.describe(cache), logits, points)
 
     def commit_layers(
-        self, tokens: Sequence[int], sources: Sequence[LayerSource] | None, logits: Any
+        self,
+        tokens: Sequence[int],
+        sources: Sequence[LayerSource] | None,
+        logits: Any,
+        checkpoints: Sequence[Checkpoint] = (),
     ) -> None:
-        """What commit does, for layers that are described already."""
+        """What commit does, for layers that are described already, those of checkpoints too."""
         if self.lock is None or not self.lock.held:
             raise ValueError("the session is open for reading only")
-        tokens = list(tokens)
+        state = writing.State(
+            list(tokens),
+            sources,
+            None if logits is None else writing.logits_bytes(logits),
+            writing.in_order(checkpoints, sources, len(tokens)),
+        )
         try:
             if self._stale:
                 self._load()
-            header = self._write_data(tokens, sources, logits)
-            self._publish(header, tokens)
+            header = writing.write_data(self._files, self._header, self.tokens, state, self._shared)
+            if self._syncs:
+                self._files.sync()
+            self._publish(header, state.tokens)
         except Damaged as error:
             raise self._damaged(error) from error
         except OSError as error:
             raise from_os_error(error, f"cannot save session {self.name}", creating=True) from error
 
-    def _write_data(
-        self, tokens: list[int], sources: Sequence[LayerSource] | None, logits: Any
-    ) -> Header:
-        """Writes and syncs all but the header, which is returned."""
-        old = self._header
-        new = Header(old.fingerprint, old.generation + 1, len(tokens))
-        new.tokens = writing.write_tokens(
-            self._files.fd(TOKENS_FILE), old.tokens, self.tokens, tokens
-        )
-        if logits is not None:
-            data = writing.logits_bytes(logits)
-            new.logits = writing.write_logits(self._files.fd(LOGITS_FILE), old.logits, data)
-        if sources is not None:
-            shared = min(self._shared, writing.common_prefix(self.tokens, tokens))
-            fd = self._files.fd(CACHE_FILE)
-            new.layers = writing.write_layers(fd, old, sources, shared, len(tokens))
-        if not self.ephemeral:
-            self._files.sync()
-        return new
-
     def _publish(self, header: Header, tokens: list[int]) -> None:
         """Puts the header in place: the moment at which the commit happens."""
         self._stale = True
-        files.replace_file(self.path / HEADER_FILE, encode_header(header), not self.ephemeral)
+        files.replace_file(self.path / HEADER_FILE, encode_header(header), self._syncs)
         self._header, self.tokens, self._shared = header, tokens, len(tokens)
         self._stale = False
-        if not self.ephemeral:
+        if self._syncs:
             files.sync_directory(self.path)
         if header.layers is not None:
             end = max((offset + size for offset, size in header.extents()), default=0)
@@ -322,34 +379,9 @@ class Session:
         """Reads header and tokens of the last commit. Raises Damaged, DataError for another model,
         NoInputError if a reader finds no session, OSError."""
         try:
-            data = files.read_file(self.path / HEADER_FILE, MAX_HEADER_BYTES)
+            header, tokens = reading.read_commit(self.path, self._files, self._expected)
         except FileNotFoundError:
             if self.lock is not None:
                 return  # created, and not yet committed to
             raise NoInputError(f"no such session: {self.name}") from None
-        header = decode_header(data)
-        if self._expected is not None and header.fingerprint != self._expected:
-            raise DataError(
-                f"session {self.name} belongs to another model "
-                f"({header.fingerprint[:12]}, not {self._expected[:12]})",
-                hint="give the model it was made with, or another --session",
-            )
-        problem = writing.damage(header, self._files.size)
-        if problem:
-            raise Damaged(problem)
-        self.tokens = self._read_tokens(header)
-        self._header, self._stale, self._shared = header, False, 0
-
-    def _read_tokens(self, header: Header) -> list[int]:
-        buffer = bytearray(4 * header.count)
-        view = memoryview(buffer)
-        for first, count in header.tokens.slices:
-            self._read(TOKENS_FILE, view[: 4 * count], 4 * first)
-            view = view[4 * count :]
-        if zlib.crc32(buffer) != header.tokens.crc:
-            raise Damaged("the checksum of the tokens is wrong")
-        return unpack_ids(bytes(buffer))
-
-    def _read(self, name: str, buffer: memoryview, offset: int) -> None:
-        if not self._files.read(name, buffer, offset):
-            raise Damaged(f"{name} is too short")
+        self._header, self.tokens, self._stale, self._shared = header, tokens, False, 0

@@ -2,7 +2,8 @@
 
 layout.py says what each field is. A header that passes here is consistent with itself: every range
 is aligned, has the length that dtype and shape give it, and overlaps no other; every layer has the
-settings and arrays of its class. The sizes of the data files are checked by commit.damage.
+settings and arrays of its class; checkpoints rise and have the layers of the end. The sizes of the
+data files are checked by commit.damage.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from toastkit.session.layout import (
     ITEM_BYTES,
     KINDS,
     SCHEMA_VERSION,
+    CheckpointRecord,
     Damaged,
     Header,
     Kind,
     Layer,
     LogitsRecord,
     NewerSchema,
+    Part,
     Range,
     Tensor,
     TokenRecord,
@@ -43,6 +46,10 @@ def encode_header(header: Header) -> bytes:
             "tokens": _fields(header.tokens),
             "logits": _fields(header.logits) if header.logits else None,
             "layers": None if header.layers is None else [_layer_map(x) for x in header.layers],
+            "checkpoints": [
+                {"count": point.count, "layers": _part_value(point.layers)}
+                for point in header.checkpoints
+            ],
         }
     )
     envelope = {"toastkit": "session", "schema": SCHEMA_VERSION, "crc": zlib.crc32(body)}
@@ -59,6 +66,12 @@ def _layer_map(layer: Layer) -> dict[str, Any]:
         "tensors": [_fields(tensor) for tensor in layer.tensors],
         "parts": [_layer_map(part) for part in layer.parts],
     }
+
+
+def _part_value(part: Part) -> Any:
+    if isinstance(part, list):
+        return [_part_value(item) for item in part]
+    return None if part is None else _layer_map(part)
 
 
 def decode_header(data: bytes) -> Header:
@@ -85,6 +98,7 @@ def decode_header(data: bytes) -> Header:
     )
     total = sum(count for _, count in header.tokens.slices)
     _need(total == header.count, "the token count and the token slices differ")
+    header.checkpoints = _checkpoints(fields.get("checkpoints", []), header)
     _check_overlap(header.extents())
     return header
 
@@ -128,6 +142,38 @@ def _layer(value: Any, depth: int = 0) -> Layer:
         [_layer(item, depth + 1) for item in _list(fields.get("parts"), "parts")],
     )
     _check_layer(kind, layer)
+    return layer
+
+
+def _checkpoints(value: Any, header: Header) -> list[CheckpointRecord]:
+    """The checkpoints of a header that is whole but for them."""
+    found: list[CheckpointRecord] = []
+    reached = 0
+    for item in _list(value, "checkpoints"):
+        fields = _map(item, "a checkpoint")
+        count = _count(fields.get("count"), "checkpoints.count")
+        _need(reached < count < header.count, "the checkpoints are out of order")
+        if header.layers is None:
+            raise Damaged("it holds checkpoints but no caches")
+        found.append(CheckpointRecord(count, _parts(fields.get("layers"), header.layers)))
+        reached = count
+    return found
+
+
+def _parts(value: Any, ends: list[Layer]) -> list[Part]:
+    """What a checkpoint holds of each of these layers."""
+    items = _list(value, "checkpoints.layers")
+    _need(len(items) == len(ends), "a checkpoint has another number of layers")
+    return [_part(item, end) for item, end in zip(items, ends)]
+
+
+def _part(value: Any, end: Layer) -> Part:
+    if value is None:
+        return None
+    if end.kind == "CacheList":
+        return _parts(value, end.parts)
+    layer = _layer(value)
+    _need(layer.kind == end.kind, f"a checkpoint of a {end.kind} has the kind {layer.kind}")
     return layer
 
 

@@ -37,6 +37,11 @@ The body:
         axis     the axis that grows with the tokens, or nil
         ranges   [[offset, length, crc], ...] in cache.bin, bytes. length and crc: of the committed
                  bytes; an extent has room for its whole block
+    checkpoints  earlier positions at which the state can be resumed; a list, empty if it is absent:
+      count      tokens that the state had read there: more than 0, fewer than the history, rising
+      layers     one a layer of the model: nil where the layer above can be cut back to there,
+                 otherwise a layer as it was there, of the same kind and with extents of its own;
+                 for a CacheList a list of its parts, each of them one of the three
 
 A tensor that grows is stored with that axis first, 256 rows (positions) a block, one extent and one
 range a block; C order within a row. A tensor that does not is one block in C order. A tensor
@@ -147,6 +152,19 @@ class Layer:
         return self.settings.get("start_position", 0)
 
 
+# What a checkpoint holds of a layer. None: nothing, the layer at the end can be cut back. A list:
+# the parts of a CacheList.
+Part = Layer | list["Part"] | None
+
+
+@dataclass(slots=True)
+class CheckpointRecord:
+    """A checkpoint on disk; the fields as in the module's text."""
+
+    count: int
+    layers: list[Part] = field(default_factory=list)
+
+
 @dataclass(slots=True)
 class TokenRecord:
     """Where the history is in tokens.u32; slices: (first, count), in tokens."""
@@ -175,6 +193,7 @@ class Header:
     tokens: TokenRecord = field(default_factory=TokenRecord)
     logits: LogitsRecord | None = None
     layers: list[Layer] | None = None
+    checkpoints: list[CheckpointRecord] = field(default_factory=list)
 
     def extents(self) -> list[tuple[int, int]]:
         """(offset, size in bytes) of all that this commit owns in cache.bin."""
@@ -185,41 +204,14 @@ class Header:
         ]
 
     def all_tensors(self) -> list[Tensor]:
+        """Those of the layers and of the checkpoints."""
         found: list[Tensor] = []
-        layers = list(self.layers or ())
-        while layers:
-            layer = layers.pop()
-            found += layer.tensors
-            layers += layer.parts
+        parts: list[Part] = [*(self.layers or ()), *(point.layers for point in self.checkpoints)]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, Layer):
+                found += part.tensors
+                parts += part.parts
+            elif part is not None:
+                parts += part
         return found
-
-
-def can_cut(layer: Layer, count: int, n: int) -> bool:
-    """Whether a layer of a state that has read `count` tokens can be taken back to the first n.
-
-    Recurrent states cannot; a rotating buffer cannot once it has wrapped round; a chunked cache can
-    while it still has every row of the chunk that position n falls in.
-    """
-    if n == count:
-        return True
-    if layer.kind == "CacheList":
-        return all(can_cut(part, count, n) for part in layer.parts)
-    if layer.kind == "ArraysCache":
-        return False
-    settings = layer.settings
-    if not layer.tensors:
-        return True
-    if settings["offset"] != count:
-        return False
-    if layer.kind == "RotatingKVCache":
-        return count < settings["max_size"]
-    if layer.kind == "ChunkedKVCache":
-        chunk = settings["chunk_size"]
-        return layer.start <= n // chunk * chunk
-    return True
-
-
-def rows_at(layer: Layer, count: int, n: int) -> int:
-    """Rows of a growing layer that belong to the first n of the state's `count` tokens."""
-    offset = layer.settings["offset"]
-    return (n if offset == count else offset) - layer.start

@@ -1,0 +1,142 @@
+"""Where a stored state can be resumed: at its end, at what that can be cut back to, at checkpoints.
+
+Attention caches can be cut back to any earlier position. A recurrent state, or a window that has
+begun to slide, cannot: it can be resumed where it was saved, and nowhere else. So a session holds,
+besides its end, checkpoints: positions, and of each layer that cannot come back to them a copy as
+it was there. The other layers are cut back from the end, and cost a checkpoint nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from toastkit.session.layout import CheckpointRecord, Header, Layer, Part, Tensor
+
+# Classes that can be cut back whatever they read from now on.
+ALWAYS_CUT = ("KVCache", "ConcatenateKVCache", "QuantizedKVCache")
+MOVING = ("offset", "idx", "start_position")  # settings that follow the tokens
+Load = Callable[[Tensor], bytearray]  # blocks.load_tensor from a session's file
+
+
+class Checkpoint(NamedTuple):
+    """An earlier position at which a state can be resumed.
+
+    count: tokens read there, more than 0 and fewer than the state has read. layers: one a layer of
+    the model: an mlx_lm cache object that has read `count` tokens, or None where the layer at the
+    end can be cut back to there. A CacheList is given, and comes back, whole; on disk it is only
+    what cannot be cut back. (For commit_layers: LayerSources in the place of cache objects.)
+    """
+
+    count: int  # type: ignore[assignment]  # a tuple has a method of that name
+    layers: list[Any | None]
+
+
+def can_cut(layer: Layer, count: int, n: int) -> bool:
+    """Whether a layer of a state that has read `count` tokens can be taken back to the first n.
+
+    Recurrent states cannot; a rotating buffer cannot once it has wrapped round; a chunked cache can
+    while it still has every row of the chunk that position n falls in.
+    """
+    if n == count:
+        return True
+    if layer.kind == "CacheList":
+        return all(can_cut(part, count, n) for part in layer.parts)
+    if layer.kind == "ArraysCache":
+        return False
+    settings = layer.settings
+    if not layer.tensors and not settings["offset"]:
+        return True  # never used
+    if settings["offset"] != count:
+        return False
+    if layer.kind == "RotatingKVCache":
+        return count < settings["max_size"]
+    if layer.kind == "ChunkedKVCache":
+        chunk = settings["chunk_size"]
+        return layer.start <= n // chunk * chunk
+    return True
+
+
+def cut(layer: Layer, count: int, n: int) -> Layer:
+    """A layer of a state that has read `count` tokens, as it was after the first n of them: the
+    same ranges, of which fewer rows are used. Only where can_cut says so."""
+    if n == count:
+        return layer
+    settings, tensors = dict(layer.settings), layer.tensors
+    if settings.get("offset") == count:
+        settings["offset"] = n
+        if "idx" in settings:
+            settings["idx"] -= count - n
+        tensors = [_cut_rows(tensor, n - layer.start) for tensor in tensors]
+    return Layer(layer.kind, settings, tensors, [cut(part, count, n) for part in layer.parts])
+
+
+def _cut_rows(tensor: Tensor, rows: int) -> Tensor:
+    if tensor.axis is None:
+        return tensor
+    shape = (*tensor.shape[: tensor.axis], rows, *tensor.shape[tensor.axis + 1 :])
+    return replace(tensor, shape=shape)
+
+
+def layers_at(header: Header, n: int) -> list[Layer] | None:
+    """The stored layers as they were after the first n tokens, or None if there is no way to them:
+    those at the end cut back, otherwise those of the nearest checkpoint, at n or past it."""
+    end = CheckpointRecord(header.count, [None] * len(header.layers or ()))
+    for point in (end, *header.checkpoints):
+        layers = _layers_from(header, point, n) if point.count >= n else None
+        if layers is not None:
+            return layers
+    return None
+
+
+def _layers_from(header: Header, point: CheckpointRecord, n: int) -> list[Layer] | None:
+    """What a checkpoint holds, and the end where it holds nothing, cut back to the first n tokens;
+    None if one of them cannot be."""
+    return _all(
+        _cut_part(part, point.count, end, header.count, n)
+        for part, end in zip(point.layers, header.layers or ())
+    )
+
+
+def _cut_part(part: Part, there: int, end: Layer, count: int, n: int) -> Layer | None:
+    """One layer after n tokens. there: the tokens that `part` has read; count: those of `end`."""
+    if isinstance(part, list):
+        pairs = zip(part, end.parts)
+        parts = _all(_cut_part(item, there, inner, count, n) for item, inner in pairs)
+        return None if parts is None else replace(end, parts=parts)
+    layer, read = (end, count) if part is None else (part, there)
+    return cut(layer, read, n) if can_cut(layer, read, n) else None
+
+
+def _all(layers: Iterable[Layer | None]) -> list[Layer] | None:
+    found = []
+    for layer in layers:
+        if layer is None:
+            return None
+        found.append(layer)
+    return found
+
+
+def stored_layers(header: Header, n: int) -> list[tuple[int, list[Layer | None]]]:
+    """The checkpoints before position n that can be resumed: their counts, and the layers as they
+    were there, None where nothing is held of one and the end is cut back."""
+    found = []
+    for point in header.checkpoints:
+        layers = _layers_from(header, point, point.count) if point.count < n else None
+        if layers is not None:
+            pairs = zip(point.layers, layers)
+            held = [layer if part is not None else None for part, layer in pairs]
+            found.append((point.count, held))
+    return found
+
+
+def cuts_anywhere(header: Header) -> bool:
+    """Whether every layer at the end can be cut back to any earlier position."""
+    return all(can_cut(layer, header.count, 0) for layer in header.layers or ())
+
+
+def same_class(a: Layer, b: Layer) -> bool:
+    """Whether two layers are of one class, with the settings that do not follow the tokens."""
+    fixed = [{k: v for k, v in x.settings.items() if k not in MOVING} for x in (a, b)]
+    return a.kind == b.kind and fixed[0] == fixed[1]
