@@ -28,7 +28,7 @@ types: $(VENV)/stamp
 	$(BIN)/mypy toastkit
 
 man:                           ## needs mandoc
-	mandoc -T lint -W warning man/man1/*.1 man/man5/*.5
+	mandoc -T lint -W warning man/man1/*.1 man/man5/*.5 man/man7/*.7
 
 format: $(VENV)/stamp
 	$(BIN)/ruff format .

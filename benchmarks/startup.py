@@ -33,7 +33,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     cases = {"python -c pass": partial(run, [sys.executable, "-c", "pass"])}
     for command in COMMANDS:
-        name = f"toast-{command.name}"
+        name = command.program
         cases[f"{name} --help"] = partial(run, [str(BIN / name), "--help"])
     cases["toast-tokenize --count"] = partial(run, [str(BIN / "toast-tokenize"), "--count", PROMPT])
     cases["toast-decode -n 1 (crumb)"] = partial(

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import pytest
 from hypothesis import settings
 
+from toastkit.commands import program_name
+
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 
@@ -48,8 +50,8 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def executable(name: str) -> str:
-    """The path of an installed command, by its name without `toast-`."""
-    return str(SCRIPTS / f"toast-{name}")
+    """The path of an installed command, by its name in the table."""
+    return str(SCRIPTS / program_name(name))
 
 
 Toast = Callable[..., subprocess.CompletedProcess]

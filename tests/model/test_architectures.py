@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten  # noqa: E402
 
 from tests.model.published import NAMES, write_published  # noqa: E402
 from toastkit.engine.lookahead import can_look_ahead  # noqa: E402
-from toastkit.engine.state import ModelState, read_prompt, restore_state  # noqa: E402
+from toastkit.engine.state import ModelState, restore_state  # noqa: E402
 from toastkit.model.config import fingerprint, load_config  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
 from toastkit.model.safetensors import read_header  # noqa: E402
@@ -135,11 +135,16 @@ def run(made: Made, state: ModelState, count: int) -> list[mx.array]:
     return found
 
 
+def read_prompt(made: Made, state: ModelState, ids: list[int]) -> list[int]:
+    """Reads the rest of a prompt; the tokens held after each pass."""
+    return list(made.engine.reading(state, ids))
+
+
 def test_a_resumed_session_goes_on_as_if_never_saved(made: Made, tmp_path: Path) -> None:
     model = fingerprint(made.engine.files)
     with Session.open(tmp_path / "s", model) as session:
         live = ModelState(made.engine.new_cache(), session=session)
-        assert read_prompt(made.engine, live, PROMPT)
+        assert read_prompt(made, live, PROMPT)[-1] == len(PROMPT)
         run(made, live, 3)
         live.commit()
     tokens, ids = list(live.tokens), [*live.tokens, 77, 4000, 78]
@@ -148,13 +153,12 @@ def test_a_resumed_session_goes_on_as_if_never_saved(made: Made, tmp_path: Path)
         further, further_count = restore_state(made.engine, session, ids)
     assert count == further_count == len(PROMPT) + 3
     assert mx.array_equal(whole.logits, live.logits)
-    first = read_prompt(made.engine, further, ids)
-    assert first and len(further.tokens) == len(ids)
+    assert read_prompt(made, further, ids)[-1] == len(further.tokens) == len(ids)
     for mine, expected in zip(run(made, whole, 5), run(made, live, 5)):
         assert mx.array_equal(mine, expected)
     assert whole.tokens == live.tokens
     again = ModelState(made.engine.new_cache())
-    read_prompt(made.engine, again, ids)
+    read_prompt(made, again, ids)
     check_close(further.logits, again.logits, CHUNKED)
 
 
@@ -162,7 +166,7 @@ def test_a_resumed_session_goes_on_as_if_never_saved(made: Made, tmp_path: Path)
 def test_looking_ahead_changes_nothing(made: Made) -> None:
     plain, ahead = ModelState(made.engine.new_cache()), ModelState(made.engine.new_cache())
     for state in (plain, ahead):
-        read_prompt(made.engine, state, PROMPT)
+        read_prompt(made, state, PROMPT)
     for token in (9, 2000, 31, 4):
         ahead.look_ahead(made.engine)
         ahead.settle()  # taken back

@@ -19,7 +19,12 @@ from toastkit.stages.answer import AnswerOptions, answer  # noqa: E402
 from toastkit.stages.local import LocalRuns  # noqa: E402
 from toastkit.stages.options import Interrupt, Outcome, ReadOptions, StepOptions  # noqa: E402
 from toastkit.stages.sample import DrawOptions  # noqa: E402
-from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer  # noqa: E402
+from toastkit.stages.tokenize import (  # noqa: E402
+    Prompt,
+    PromptOptions,
+    PromptTokenizer,
+    tokenize,
+)
 
 TOLERANCE = 2e-3  # of a log-probability
 SHORT = [p for p in PROMPTS if len(p["token_ids"]) < 30]
@@ -115,7 +120,15 @@ def run_all(
     signals, outcome = Interrupt(), Outcome()
     runs = LocalRuns(None, signals, deferred=deferred)
     return list(
-        answer(prompts, tokenizer, lambda head: crumb, runs, options, signals, outcome)
+        answer(
+            tokenize(prompts, tokenizer),
+            tokenizer.tokenizer,
+            lambda head: crumb,
+            runs,
+            options,
+            signals,
+            outcome,
+        )
     ), outcome
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from toastkit import __version__
-from toastkit.commands import COMMANDS
+from toastkit.commands import COMMANDS, program_name
 from toastkit.frames import (
     End,
     Error,
@@ -46,9 +46,9 @@ def lines_of(done: subprocess.CompletedProcess, name: str, code: int) -> tuple[s
     text = done.stderr.decode()
     assert done.returncode == code, text
     first, *rest = text.splitlines()
-    assert first.startswith(f"toast-{name}: ") and len(rest) <= 1, text
+    assert first.startswith(f"{program_name(name)}: ") and len(rest) <= 1, text
     assert not first.endswith(".") and "Traceback" not in text
-    message = first[len(f"toast-{name}: ") :]
+    message = first[len(f"{program_name(name)}: ") :]
     assert not message[0].isupper()
     hint = ""
     if rest:
@@ -197,20 +197,24 @@ def test_a_traceback_only_on_demand(toast) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_version(toast, name: str) -> None:
     done = toast(name, "--version")
-    assert (done.returncode, done.stdout.decode()) == (0, f"toast-{name} {__version__}\n")
+    assert (done.returncode, done.stdout.decode()) == (0, f"{program_name(name)} {__version__}\n")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 @pytest.mark.parametrize("name", ["decode", "entropy-gear"])
 def test_completion(toast, name: str, shell: str) -> None:
     done = toast(name, "--completion", shell)
-    assert done.returncode == 0 and f"toast-{name}".encode() in done.stdout
+    assert done.returncode == 0 and program_name(name).encode() in done.stdout
     if shell != "fish" and shutil.which(shell):
         subprocess.run([shell, "-n"], input=done.stdout, check=True)
     variable = re.search(rb"_TOAST_\w+_COMPLETE", done.stdout)[0].decode()
     # fish passes the word itself where the others pass its number.
     place = "--hy" if shell == "fish" else "1"
-    env = {variable: f"{shell}_complete", "COMP_WORDS": f"toast-{name} --hy", "COMP_CWORD": place}
+    env = {
+        variable: f"{shell}_complete",
+        "COMP_WORDS": f"{program_name(name)} --hy",
+        "COMP_CWORD": place,
+    }
     found = toast(name, env=env).stdout
     assert (b"--hysteresis" in found) == (name == "entropy-gear")
 

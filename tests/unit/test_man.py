@@ -24,10 +24,11 @@ from toastkit.stages.tokenize import ANSWER_ROOM
 
 ROOT = MAN.parent
 TOOLS = pages(1)
-ALL = TOOLS + pages(5)
+ALL = TOOLS + pages(5) + pages(7)
 ORDER = ["NAME", "SYNOPSIS", "DESCRIPTION", "ENVIRONMENT", "FILES", "EXIT STATUS", "EXAMPLES",
          "SEE ALSO", "CAVEATS"]  # fmt: skip
 OPTIONAL = {"FILES", "CAVEATS"}
+MAY_BE_BUSY = ("toast", "toasted", "toast-prefill", "toast-decode", "toast-model")
 COMMON_OPTIONS = {"-v", "-q", "--debug", "--man", "--version", "--completion", "-h"}
 
 each_tool = pytest.mark.parametrize("page", TOOLS, ids=lambda page: page.name)
@@ -68,13 +69,14 @@ def documented(page: Page) -> list:
 
 
 def test_every_command_has_a_page_and_every_page_a_command() -> None:
-    assert [page.name for page in TOOLS] == sorted(f"toast-{c.name}" for c in COMMANDS)
+    assert sorted(page.name for page in TOOLS) == sorted(c.program for c in COMMANDS)
+    assert [page.name for page in pages(7)] == ["toasted"]
     assert [page.name for page in pages(5)] == ["toast-file", "toast-frames", "toast-session"]
 
 
 @each_tool
 def test_name_line_is_the_summary(page: Page) -> None:
-    summaries = {f"toast-{c.name}": c.summary for c in COMMANDS}
+    summaries = {c.program: c.summary for c in COMMANDS}
     assert page.part("NAME") == f".Nm {page.name}\n.Nd {summaries[page.name]}\n"
 
 
@@ -244,4 +246,4 @@ def test_exit_statuses(page: Page) -> None:
     codes = {c.code for c in vars(errors).values() if inspect.isclass(c) and hasattr(c, "code")}
     assert listed == sorted(set(listed))
     assert {0, 64, 65, 70, 74, 130} <= set(listed) <= {0, *codes}
-    assert (75 in listed) == (page.name in ("toast-prefill", "toast-decode", "toast-model"))
+    assert (75 in listed) == (page.name in MAY_BE_BUSY)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from toastkit.commands import COMMANDS
+from toastkit.commands import COMMANDS, program_name
 from toastkit.frames import End, Head, Logits, Token, Tokens, dumps, pack_ids
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +26,8 @@ PLUMBING = [command.name for command in COMMANDS if command.plumbing]
 # A folder imports from those below its own line, and from its own line where that makes no circle.
 LEVELS = (
     {"commands"},
+    {"client"},
+    {"daemon"},
     {"stages"},
     {"engine"},
     {"gears"},
@@ -151,7 +153,7 @@ def loaded(tmp_path: Path, name: str, *arguments: str, stdin: bytes = b"") -> tu
     module = f"toastkit.commands.{name.replace('-', '_')}"
     report = tmp_path / "modules.json"
     done = subprocess.run(
-        [sys.executable, "-c", RUN, module, str(report), f"toast-{name}", *arguments],
+        [sys.executable, "-c", RUN, module, str(report), program_name(name), *arguments],
         input=stdin,
         capture_output=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -329,8 +331,10 @@ def test_the_table_names_what_there_is() -> None:
     """The command table, the installed scripts, bin/ and the files in commands/ agree."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     section = text.split("[project.scripts]")[1].split("\n[")[0]
-    scripts = dict(re.findall(r'^toast-([\w-]+) = "([\w.:]+)"$', section, re.M))
-    assert scripts == {n: f"toastkit.commands.{n.replace('-', '_')}:main" for n in NAMES}
+    scripts = dict(re.findall(r'^(toast[\w-]*) = "([\w.:]+)"$', section, re.M))
+    assert scripts == {
+        program_name(n): f"toastkit.commands.{n.replace('-', '_')}:main" for n in NAMES
+    }
     with_main = {
         path.stem.replace("_", "-")
         for path in (PACKAGE / "commands").glob("*.py")

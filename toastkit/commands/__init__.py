@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """name: without the `toast-` prefix. summary: one line, also the man page's `.Nd`.
+    """name: of the module, and of the program without its `toast-` prefix. summary: one line, also
+    the man page's `.Nd`.
     reads, writes: what goes in on stdin and out on stdout ("text", "frames", "json", ...).
     plumbing: a stage or a tool for streams, which has a shim in bin/; the others are for people."""
 
@@ -15,6 +16,17 @@ class Command(NamedTuple):
     reads: str
     writes: str
     plumbing: bool = True
+
+    @property
+    def program(self) -> str:
+        """The executable's name."""
+        return program_name(self.name)
+
+
+def program_name(name: str) -> str:
+    """The executable's name of a command: `toast-NAME`, but for the two that are words by
+    themselves."""
+    return name if name in ("toast", "toasted") else f"toast-{name}"
 
 
 COMMANDS = (
@@ -36,4 +48,8 @@ COMMANDS = (
         "text or json",
         plumbing=False,
     ),
+    Command(
+        "toast", "ask a language model, or chat with it", "text", "text or json", plumbing=False
+    ),
+    Command("toasted", "keep a model loaded and remember conversations", "", "", plumbing=False),
 )

@@ -11,15 +11,15 @@ from typing import Any, NoReturn
 import click
 
 from toastkit import __version__
-from toastkit.commands import COMMANDS
+from toastkit.commands import COMMANDS, program_name
 from toastkit.errors import RemoteError, ToastError, UsageError, from_os_error
 
 SUMMARIES = {command.name: command.summary for command in COMMANDS}
-FRAME_WRITERS = {f"toast-{command.name}": command.writes == "frames" for command in COMMANDS}
+FRAME_WRITERS = {command.program: command.writes == "frames" for command in COMMANDS}
 
 
 def command(name: str, under: click.Group | None = None, **settings: Any):
-    """Decorator: a click command `toast-NAME` with the options that all have; or, under a group, a
+    """Decorator: a click command with the options that all have; or, under a group, a
     subcommand, with those of the group's options that make sense for one.
 
     Every option can also be set by an environment variable, TOAST_ and its name in capitals, except
@@ -120,7 +120,7 @@ def _either(context: click.Context, parameter: click.Parameter, value: bool) -> 
 
 def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value:
-        click.echo(f"toast-{context.command.name} {__version__}")
+        click.echo(f"{_program(context)} {__version__}")
         context.exit()
 
 
@@ -135,7 +135,7 @@ def _show_completion(context: click.Context, parameter: click.Parameter, value: 
     if value:
         from click.shell_completion import get_completion_class
 
-        name = f"toast-{context.command.name}"
+        name = _program(context)
         variable = f"_{name}_complete".replace("-", "_").upper()
         shell = get_completion_class(value)
         assert shell is not None  # click knows the three that Choice lets through
@@ -166,13 +166,13 @@ def _program(context: click.Context | None = None) -> str:
     """The executable's name, in a subcommand too."""
     context = context or click.get_current_context(silent=True)
     if context is not None:
-        return f"toast-{context.find_root().command.name}"
+        return program_name(context.find_root().command.name or "")
     return os.path.basename(sys.argv[0])
 
 
 def run(entry: click.Command) -> NoReturn:
     """Runs a command to its exit code: the body of every executable's `main`."""
-    name = f"toast-{entry.name}"
+    name = program_name(entry.name or "")
     code = _outcome(entry, name)
     # The work is done: a signal while Python shuts down must not change how it ended.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
+from toastkit.commands import program_name
 from toastkit.commands.cli import die_by_sigpipe
 from toastkit.errors import RemoteError, ToastError, from_os_error
 from toastkit.frames import End, Error, Frame, FrameReader, FrameWriter
@@ -97,12 +98,12 @@ def run_filter(
         _close(stage)
         wrapped = error if isinstance(error, ToastError) else from_os_error(error, "i/o")
         if sends_frames:
-            send_error(wrapped, f"toast-{name}")
+            send_error(wrapped, program_name(name))
         raise wrapped from error
     except BaseException as error:
         _close(stage)
         if sends_frames and isinstance(error, Exception):
-            send_error(ToastError(f"bug: {type(error).__name__}: {error}"), f"toast-{name}")
+            send_error(ToastError(f"bug: {type(error).__name__}: {error}"), program_name(name))
         raise
     if signals:
         return 128 + signals.signal

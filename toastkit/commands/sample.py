@@ -29,7 +29,7 @@ def sample(context: click.Context, **flags) -> int:
         chain.validate(head.vocab)
         limit = StepOptions(max_tokens=flags["max_tokens"])
         draw = DrawOptions(chain, flags["top"], limit, flags["ignore_eos"])
-        return HostSampler(chain, head.vocab, xtc_special_ids(chain, head)), draw
+        return HostSampler(chain, head.vocab, _xtc_special_ids(chain, head)), draw
 
     options.sampling_options(flags, {}, 0)  # refuse bad values before the first frame
     feed = PipeFeed(send=not flags["no_feed"])
@@ -56,19 +56,20 @@ def _defaults(head: Head) -> dict[str, Any]:
     return sampling_defaults(files)
 
 
-def xtc_special_ids(chain, head: Head) -> list[int]:
-    """Tokens that XTC never removes: newline and the end-of-turn tokens, as in mlx_lm."""
+def _xtc_special_ids(chain, head: Head) -> tuple[int, ...]:
+    """Tokens that XTC never removes; only the end-of-turn ones where the model is not here."""
     if chain.xtc_probability == 0:
-        return []
+        return ()
     from toastkit.errors import NoInputError
     from toastkit.model.locate import find
+    from toastkit.stages.answer import xtc_special_ids
     from toastkit.text.tokenizer import Tokenizer
 
     try:
-        newline = Tokenizer(find(head.model)).encode("\n", add_special=False)
+        tokenizer = Tokenizer(find(head.model))
     except NoInputError:
-        newline = []
-    return [*newline, *head.eos]
+        return tuple(head.eos)
+    return xtc_special_ids(chain, tokenizer)
 
 
 def main() -> None:

@@ -8,15 +8,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 
 from toastkit.engine import device
+from toastkit.engine.state import ModelState, restore_state
 from toastkit.errors import UsageError
 from toastkit.model.config import ModelConfig, load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.supported import reads_on_host
+from toastkit.session.directory import Session
 from toastkit.store.checkpoint import activation_dtype, load_model
 from toastkit.store.ledger import CACHE, Ledger
 
@@ -68,6 +70,11 @@ class Engine:
         """Entries in the logits."""
         return self.config.vocab
 
+    @property
+    def context(self) -> int | None:
+        """Tokens that the model can read, None where its config does not say."""
+        return self.config.context
+
     def new_cache(self) -> list:
         """Empty caches, one per layer, of the classes that the architecture wants."""
         from mlx_lm.models.cache import make_prompt_cache
@@ -89,24 +96,55 @@ class Engine:
         Returns (tokens read, logits (vocab,) float32 after the last), logits None if it was stopped
         early. Only the last token's logits are ever computed: the other passes evaluate the caches.
         """
-        size = chunk or CHUNK[self.device]
+        for done, logits in self._passes(ids, cache, lambda: chunk):
+            stopped = progress is not None and progress(done, len(ids))
+            if stopped and logits is None:
+                break
+        return done, logits
+
+    def _passes(
+        self, ids: Sequence[int], cache: list, chunk: Callable[[], int | None]
+    ) -> Iterator[tuple[int, mx.array | None]]:
+        """The passes of a prefill: (tokens read so far, logits), which only the last one has.
+        chunk(): tokens of the next pass, None for the device's default."""
         total, done = len(ids), 0
         while total - done > 1:
-            count = min(size, total - done - 1)
+            count = min(chunk() or CHUNK[self.device], total - done - 1)
             self._model(mx.array(list(ids[done : done + count]), mx.uint32)[None], cache=cache)
             mx.eval([layer.state for layer in cache])
             mx.clear_cache()
             done += count
-            if progress is not None and progress(done, total):
-                return done, None
+            yield done, None
         logits = self.step(ids[-1], cache)
         mx.eval(logits, [layer.state for layer in cache])
         self.ledger.put_bytes(CACHE, sum(layer.nbytes for layer in cache))
         self._check_logits(logits)
         device.publish_kernels()
-        if progress is not None:
-            progress(total, total)
-        return total, logits
+        yield total, logits
+
+    def restore(
+        self, session: Session | None, ids: Sequence[int], source: Session | None = None
+    ) -> tuple[ModelState, int]:
+        """The state from which a prompt can be continued: see state.restore_state."""
+        return restore_state(self, session, ids, source)
+
+    def reading(
+        self,
+        state: ModelState,
+        ids: Sequence[int],
+        chunk: Callable[[], int | None] = lambda: None,
+    ) -> Iterator[int]:
+        """Prefills what the state does not hold of the prompt yet; yields the number of tokens it
+        holds after each pass. Until the last pass the state has no logits."""
+        held = len(state.tokens)
+        if held == len(ids):
+            return
+        state.logits = None
+        rest, before = ids[held:], 0
+        for done, logits in self._passes(rest, state.cache, chunk):
+            state.tokens.extend(rest[before:done])
+            before, state.logits = done, logits
+            yield held + done
 
     def _check_logits(self, logits: mx.array) -> None:
         """Says once that a model computes nonsense: its weights hold NaN, most likely."""
@@ -123,10 +161,16 @@ class Engine:
         token: an id, or a device array () of one that has not been computed yet.
         """
         ids = mx.array([[token]], mx.uint32) if isinstance(token, int) else token.reshape(1, 1)
+        return self.step_rows(ids, cache)[0]
+
+    def step_rows(self, ids: mx.array, cache: list) -> mx.array:
+        """Logits (B, vocab) float32 after one more token of each of B states, lazy.
+
+        ids: uint32 (B, 1). cache: of the B states together, see batch.Batch."""
         self._steps += 1
         if self._steps % CLEAR_CACHE_EVERY == 0:
             mx.clear_cache()
-        return self._model(ids, cache=cache)[0, -1].astype(mx.float32)
+        return self._model(ids, cache=cache)[:, -1].astype(mx.float32)
 
     def score(self, ids: Sequence[int], cache: list) -> mx.array:
         """Logits (len(ids), vocab) float32: row i is what the model expects after ids[i]. Lazy."""

@@ -8,12 +8,13 @@ memory is written once the token is known, before anything of the graph is evalu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
-from toastkit.engine.engine import Engine
+if TYPE_CHECKING:
+    from toastkit.engine.engine import Engine
 
 
 def can_look_ahead() -> bool:

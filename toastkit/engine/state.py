@@ -2,38 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
-from toastkit.engine.engine import Engine
+from toastkit.engine.checkpoints import take_checkpoint
 from toastkit.engine.lookahead import Lookahead, can_look_ahead
-from toastkit.errors import NoInputError
+from toastkit.session.checkpoints import Checkpoint
 from toastkit.session.directory import Session
 
+if TYPE_CHECKING:
+    from toastkit.engine.engine import Engine
 
-@dataclass
+
+@dataclass(eq=False)
 class ModelState:
     """tokens: ids the caches hold; an id may still be a device array (). logits: (vocab,) float32
-    after the last of them. session: where `commit` puts it, None for a state that is not kept."""
+    after the last of them. session: where `commit` puts it, None for a state that is not kept.
+    checkpoints: earlier positions at which it can be resumed, ascending."""
 
     cache: list
     tokens: list = field(default_factory=list)
     logits: mx.array | None = None
     session: Session | None = None
+    checkpoints: list[Checkpoint] = field(default_factory=list)
     _ahead: Lookahead | None = field(default=None, repr=False)
 
     def consume(self, engine: Engine, token: int | mx.array) -> None:
         """Runs one more token. Lazy: nothing is waited for."""
-        if self._ahead is not None and isinstance(token, int):
-            self.logits = self._ahead.run(token)
-            self._ahead = None
-        else:
-            self.settle()
-            self.logits = engine.step(token, self.cache)
+        self.logits = self.run(engine, token)
         self.tokens.append(token)
+
+    def run(self, engine: Engine, token: int | mx.array) -> mx.array:
+        """The logits (vocab,) after one more token, lazy; the caches count it from now on."""
+        if self._ahead is not None and isinstance(token, int):
+            logits = self._ahead.run(token)
+            self._ahead = None
+            return logits
+        self.settle()
+        return engine.step(token, self.cache)
+
+    def submit(self) -> None:
+        """Lets the device begin with what was consumed."""
+        mx.async_eval(self.logits)
+
+    def values(self) -> np.ndarray:
+        """The logits as float32 (vocab,) of the host; waits for them."""
+        return np.array(self.logits, copy=False)
 
     def look_ahead(self, engine: Engine) -> None:
         """Builds the graph of the next step already, whatever its token will be."""
@@ -46,14 +64,20 @@ class ModelState:
             self._ahead.discard()
             self._ahead = None
 
+    def read_tokens(self) -> list[int]:
+        """The tokens, all of them known; waits for those that are not yet."""
+        self.tokens = [t if isinstance(t, int) else int(t.item()) for t in self.tokens]
+        return self.tokens
+
     def commit(self) -> None:
         """Writes the state into its session, if it has one."""
         if self.session is None:
             return
         self.settle()
-        self.tokens = [t if isinstance(t, int) else int(t.item()) for t in self.tokens]
+        tokens = self.read_tokens()
         logits = None if self.logits is None else np.array(self.logits, dtype=np.float32)
-        self.session.commit(self.tokens, self.cache, logits)
+        kept = [point for point in self.checkpoints if point.count < len(tokens)]
+        self.session.commit(tokens, self.cache, logits, kept)
 
     def close(self) -> None:
         """Lets the session go; an ephemeral one vanishes."""
@@ -75,39 +99,13 @@ def restore_state(
     count = 0 if read is None else read.reusable(ids)
     if read is None or count == 0:
         return ModelState(engine.new_cache(), session=session), 0
-    state = ModelState(read.restore(count, engine.new_cache), list(ids[:count]), session=session)
+    checkpoints = read.restore_checkpoints(count, engine.new_cache)
+    cache = read.restore(count, engine.new_cache)
+    if count in read.checkpoints:
+        checkpoints.append(take_checkpoint(cache, count))  # or the next commit would drop it
+    state = ModelState(cache, list(ids[:count]), session=session, checkpoints=checkpoints)
     if count == len(ids):
         stored = read.logits()
         assert stored is not None  # or reusable would have left a token to run
         state.logits = mx.array(stored)
     return state, count
-
-
-def read_prompt(
-    engine: Engine,
-    state: ModelState,
-    ids: Sequence[int],
-    *,
-    chunk: int | None = None,
-    progress: Callable[[int, int], bool] | None = None,
-) -> bool:
-    """Prefills what the state does not hold of the prompt yet; False when it was stopped early."""
-    done = len(state.tokens)
-    rest = ids[done:]
-    if not rest:
-        return True
-    count, logits = engine.prefill(rest, state.cache, chunk=chunk, progress=progress)
-    state.tokens.extend(rest[:count])
-    state.logits = logits
-    return logits is not None
-
-
-def require_hit(session_name: str, cached: int, stored: int) -> None:
-    """Raises NoInputError unless every stored token could be reused."""
-    if stored == 0:
-        raise NoInputError(f"session {session_name} is empty", hint="--require-hit was given")
-    if cached < stored:
-        raise NoInputError(
-            f"session {session_name} holds {stored} tokens that do not begin this prompt",
-            hint="--require-hit was given; without it the prompt is read anew",
-        )

@@ -1,15 +1,15 @@
-"""All stages in one process: prompts in, text and token frames out. What `toast-decode` runs."""
+"""All stages after tokenize in one process. What `toast-decode` on text and the daemon run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from toastkit.engine.engine import Engine
 from toastkit.frames import Frame, Head
 from toastkit.gears.monitor import MonitorOptions
+from toastkit.sampling.options import SamplingOptions
 from toastkit.stages.decode import decode
 from toastkit.stages.detokenize import TextOptions, detokenize
 from toastkit.stages.gear import entropy_on_device, gear, gear_of_tokens
@@ -18,7 +18,10 @@ from toastkit.stages.options import Interrupt, Outcome, ReadOptions, StepOptions
 from toastkit.stages.prefill import prefill
 from toastkit.stages.sample import DrawOptions, sample, sample_deferred
 from toastkit.stages.streams import Stage, compose
-from toastkit.stages.tokenize import Prompt, PromptTokenizer, tokenize
+from toastkit.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from toastkit.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,8 @@ class AnswerOptions:
 
 
 def answer(
-    prompts: Iterable[Prompt],
-    tokenizer: PromptTokenizer,
+    frames: Iterable[Frame],
+    tokenizer: Tokenizer,
     engine_for: Callable[[Head], Engine],
     runs: LocalRuns,
     options: AnswerOptions,
@@ -46,6 +49,7 @@ def answer(
 ) -> Iterator[Frame]:
     """The frames of the whole pipeline, token by token, with one synchronisation a token.
 
+    frames: head and tokens of each run, as `tokenize` gives them. tokenizer: of the model.
     engine_for(head): the engine, called once the session is open and the prompt is known.
     runs: whether it is deferred decides where tokens are drawn; they are the same tokens.
 
@@ -63,11 +67,18 @@ def answer(
         ),
         *_sampling(options, runs),
         partial(
-            detokenize, tokenizer_for=lambda head: tokenizer.tokenizer,
+            detokenize, tokenizer_for=lambda head: tokenizer,
             options=options.text, feed=runs.feed, outcome=outcome,
         ),
     ]  # fmt: skip
-    return compose(tokenize(prompts, tokenizer), *stages)
+    return compose(frames, *stages)
+
+
+def xtc_special_ids(chain: SamplingOptions, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Tokens that XTC never removes: newline and the end-of-turn tokens, as in mlx_lm."""
+    if chain.xtc_probability == 0:
+        return ()
+    return (*tokenizer.encode("\n", add_special=False), *tokenizer.eos_ids)
 
 
 def _sampling(options: AnswerOptions, runs: LocalRuns) -> list[Stage]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from typing import TYPE_CHECKING
 
-from toastkit.engine.engine import Engine
-from toastkit.engine.state import ModelState
 from toastkit.errors import DataError, NoInputError
 from toastkit.frames import End, Frame, Head, Prefilled, Tokens, unpack_ids
 from toastkit.stages.options import Interrupt, StepOptions
 from toastkit.stages.runs import DecodeRuns
 from toastkit.stages.streams import whole_runs
+
+if TYPE_CHECKING:
+    from toastkit.engine.engine import Engine
+    from toastkit.engine.state import ModelState
 
 
 def decode(
@@ -75,7 +78,7 @@ def _run(engine: Engine, runs: DecodeRuns, ids: list[int], options: StepOptions)
 
 def _steps(engine: Engine, runs: DecodeRuns, state: ModelState, options: StepOptions):
     """The loop; returns the run's End."""
-    context = engine.config.context
+    context = engine.context
     drawn = steps = 0
     started = None
     while True:

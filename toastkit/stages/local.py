@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
-
-from toastkit.engine.engine import Engine
-from toastkit.engine.state import ModelState
 from toastkit.frames import Frame, Head, Logits
 from toastkit.session.directory import Session
 from toastkit.session.names import resolve
-from toastkit.stages.options import Interrupt
-from toastkit.stages.runs import Next
+from toastkit.stages.options import Interrupt, ReadOptions
+from toastkit.stages.runs import Next, restore_from_session
+
+if TYPE_CHECKING:
+    from toastkit.engine.engine import Engine
+    from toastkit.engine.state import ModelState
 
 
 class LocalFeed:
@@ -75,6 +75,17 @@ class LocalRuns:
     def session(self) -> Session | None:
         return self._session
 
+    def restore(
+        self, engine: Engine, head: Head, ids: list[int], options: ReadOptions
+    ) -> tuple[ModelState, int]:
+        return restore_from_session(engine, head, ids, self._session, options)
+
+    def pass_size(self, state: ModelState) -> int | None:
+        return None
+
+    def passed(self, state: ModelState) -> Iterator[Any]:
+        return iter(())
+
     def announce(self, state: ModelState) -> None:
         self._state = state
 
@@ -91,7 +102,7 @@ class LocalRuns:
 
     def emit(self, state: ModelState, started: float | None) -> Iterator[Frame]:
         if not self.deferred:
-            mx.async_eval(state.logits)
+            state.submit()
             state.look_ahead(self._engine)  # while the last of this step is computed
         yield Logits(len(state.tokens), state.logits)
 
@@ -109,6 +120,7 @@ class LocalRuns:
         try:
             state.commit()
         finally:
+            state.close()
             self.close()
 
     def close(self) -> None:

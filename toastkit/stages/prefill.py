@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from typing import TYPE_CHECKING
 
-from toastkit.engine.engine import Engine
-from toastkit.engine.state import ModelState, read_prompt, require_hit, restore_state
-from toastkit.errors import DataError, UsageError
+from toastkit.errors import DataError
 from toastkit.frames import End, Frame, Head, Prefilled, Tokens, unpack_ids
-from toastkit.session.directory import Session
-from toastkit.session.names import resolve
 from toastkit.stages.options import Interrupt, ReadOptions
-from toastkit.stages.runs import PrefillRuns
+from toastkit.stages.runs import PrefillRuns, open_fork
 from toastkit.stages.streams import whole_runs
+
+if TYPE_CHECKING:
+    from toastkit.engine.engine import Engine
 
 
 def prefill(
@@ -35,7 +35,7 @@ def prefill(
         for frame in whole_runs(frames, lambda f: isinstance(f, Tokens) and f.final):
             if isinstance(frame, Head):
                 if options.fork is not None:
-                    _open_fork(options.fork, frame).close()  # a missing one is noticed at once
+                    open_fork(options.fork, frame).close()  # a missing one is noticed at once
                 head, ids = runs.begin(frame), []
                 yield head
             elif isinstance(frame, Tokens):
@@ -62,19 +62,19 @@ def _read(
     check_prompt(ids, engine)
     start = time.perf_counter()
     session = runs.session()
-    state, cached = _restore(head, ids, engine, session, options)
+    state, cached = runs.restore(engine, head, ids, options)
     kept = options.fork is not None or (session is not None and not session.ephemeral)
     if options.report is not None and kept:
         options.report(cached, len(ids))
 
-    def passed(done: int, total: int) -> bool:
+    for done in engine.reading(state, ids, lambda: runs.pass_size(state) or options.chunk):
         if options.progress is not None:
-            options.progress(cached + done, cached + total)
-        return bool(interrupt) or runs.abandoned()
-
-    finished = read_prompt(engine, state, ids, chunk=options.chunk, progress=passed)
+            options.progress(done, len(ids))
+        yield from runs.passed(state)
+        if interrupt or runs.abandoned():
+            break
     state.commit()
-    if not finished:
+    if len(state.tokens) < len(ids):
         state.close()
         yield End("interrupt", 0)
         return
@@ -84,37 +84,15 @@ def _read(
     runs.hand_over(state)
 
 
-def _open_fork(name: str, head: Head) -> Session:
-    return Session.open(resolve(name), head.fingerprint, create=False, write=False)
-
-
 def check_prompt(ids: list[int], engine: Engine) -> None:
     """Raises DataError for a prompt that the model cannot read."""
     if not ids:
         raise DataError("empty prompt")
     if max(ids) >= engine.vocab:
         raise DataError(f"token {max(ids)} is outside the vocabulary of {engine.vocab}")
-    context = engine.config.context
+    context = engine.context
     if context is not None and len(ids) > context:
         raise DataError(
             f"the prompt has {len(ids)} tokens, the model's context is {context}",
             hint="shorten it, or let toast-tokenize --truncate do so",
         )
-
-
-def _restore(
-    head: Head, ids: list[int], engine: Engine, session: Session | None, options: ReadOptions
-) -> tuple[ModelState, int]:
-    """The state to continue from: the fork's, else the session's own."""
-    if options.fork is None:
-        state, cached = restore_state(engine, session, ids)
-        if options.require_hit:
-            if session is None or session.ephemeral:
-                raise UsageError("--require-hit needs a --session or a --fork")
-            require_hit(session.path.name, cached, session.n_past)
-        return state, cached
-    with _open_fork(options.fork, head) as source:
-        state, cached = restore_state(engine, session, ids, source)
-        if options.require_hit:
-            require_hit(source.path.name, cached, source.n_past)
-    return state, cached

@@ -8,14 +8,20 @@ state goes through a session directory, tokens come through a FIFO, logits go th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import mlx.core as mx
-
-from toastkit.engine.engine import Engine
-from toastkit.engine.state import ModelState
+from toastkit.errors import NoInputError, UsageError
 from toastkit.frames import Array, Frame, Head
 from toastkit.session.directory import Session
+from toastkit.session.names import resolve
+from toastkit.stages.options import ReadOptions
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from toastkit.engine.engine import Engine
+    from toastkit.engine.state import ModelState
 
 
 class Next(NamedTuple):
@@ -34,6 +40,17 @@ class PrefillRuns(Protocol):
 
     def session(self) -> Session | None:
         """The session of the run that has begun, None for a state that lives in memory only."""
+
+    def restore(
+        self, engine: Engine, head: Head, ids: list[int], options: ReadOptions
+    ) -> tuple[ModelState, int]:
+        """The state to continue from, and how many of the prompt's tokens it holds."""
+
+    def pass_size(self, state: ModelState) -> int | None:
+        """Tokens of the next pass over the prompt, None for what the options say."""
+
+    def passed(self, state: ModelState) -> Iterator[Any]:
+        """A pass is done; what it has to say to whoever runs the stages."""
 
     def abandoned(self) -> bool:
         """Whether nobody waits for the result any more."""
@@ -71,3 +88,46 @@ class DecodeRuns(Protocol):
 
     def close(self) -> None:
         """Lets go of a run whose state was not taken."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Not a frame of any stream: the stages yield it to a scheduler that runs several of them, to
+    let others at the device. want: "read" after a pass over the prompt; "step" before the step
+    that the scheduler is to take for this run."""
+
+    want: str
+
+
+def restore_from_session(
+    engine: Engine, head: Head, ids: list[int], session: Session | None, options: ReadOptions
+) -> tuple[ModelState, int]:
+    """The state to continue from: the fork's, else the session's own, else an empty one."""
+    if options.fork is None:
+        state, cached = engine.restore(session, ids)
+        if options.require_hit:
+            if session is None or session.ephemeral:
+                raise UsageError("--require-hit needs a --session or a --fork")
+            _require_hit(session.path.name, cached, session.n_past)
+        return state, cached
+    with open_fork(options.fork, head) as source:
+        state, cached = engine.restore(session, ids, source)
+        if options.require_hit:
+            _require_hit(source.path.name, cached, source.n_past)
+    return state, cached
+
+
+def open_fork(name: str, head: Head) -> Session:
+    """The session to start from, for reading. Raises NoInputError where there is none."""
+    return Session.open(resolve(name), head.fingerprint, create=False, write=False)
+
+
+def _require_hit(session_name: str, cached: int, stored: int) -> None:
+    """Raises NoInputError unless every stored token could be reused."""
+    if stored == 0:
+        raise NoInputError(f"session {session_name} is empty", hint="--require-hit was given")
+    if cached < stored:
+        raise NoInputError(
+            f"session {session_name} holds {stored} tokens that do not begin this prompt",
+            hint="--require-hit was given; without it the prompt is read anew",
+        )

@@ -11,13 +11,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import mlx.core as mx
 import numpy as np
 
-from toastkit.engine.engine import Engine
-from toastkit.engine.state import ModelState, read_prompt, restore_state
 from toastkit.errors import DataError, NoInputError, UnavailableError
 from toastkit.frames import Array, Frame, Head, Logits, Token
 from toastkit.session.directory import Session
@@ -27,9 +24,13 @@ from toastkit.session.names import resolve
 from toastkit.session.ring import RingWriter
 from toastkit.session.run import RunDirectory
 from toastkit.stages.arrays import from_numpy
-from toastkit.stages.options import Interrupt
+from toastkit.stages.options import Interrupt, ReadOptions
 from toastkit.stages.poll import GONE, reader_gone, unread_bytes
-from toastkit.stages.runs import Next
+from toastkit.stages.runs import Next, restore_from_session
+
+if TYPE_CHECKING:
+    from toastkit.engine.engine import Engine
+    from toastkit.engine.state import ModelState
 
 HANDOVER_SECONDS = 2.0  # how long prefill waits for a decode that has not shown up yet
 RUNS_AHEAD = 2  # ephemeral sessions that prefill may fill before decode is done with the first
@@ -78,11 +79,25 @@ class PrefillEnd:
     def session(self) -> Session | None:
         return self._session
 
+    def restore(
+        self, engine: Engine, head: Head, ids: list[int], options: ReadOptions
+    ) -> tuple[ModelState, int]:
+        return restore_from_session(engine, head, ids, self._session, options)
+
+    def pass_size(self, state: ModelState) -> int | None:
+        return None
+
+    def passed(self, state: ModelState) -> Iterator[Any]:
+        return iter(())
+
     def abandoned(self) -> bool:
         return reader_gone()
 
     def announce(self, state: ModelState) -> Array:
-        return from_numpy(np.array(state.logits, dtype=np.float32))
+        logits = from_numpy(np.array(state.values(), dtype=np.float32))
+        state.session = None  # it stays open: it is to be handed over
+        state.close()
+        return logits
 
     def hand_over(self, state: ModelState) -> None:
         assert self._session is not None and self._server is not None and self._run is not None
@@ -189,8 +204,9 @@ class DecodeEnd:
                 f"session {session.name} has moved on since this prompt was prefilled",
                 hint="run toast-prefill again",
             )
-        state, _ = restore_state(engine, session, ids)
-        read_prompt(engine, state, ids)
+        state, _ = engine.restore(session, ids)
+        for _ in engine.reading(state, ids):
+            pass
         self._engine = engine
         return state
 
@@ -207,9 +223,9 @@ class DecodeEnd:
 
     def emit(self, state: ModelState, started: float | None) -> Iterator[Frame]:
         assert self._engine is not None  # set by take
-        mx.async_eval(state.logits)
+        state.submit()
         state.look_ahead(self._engine)  # while the rest of this step is computed
-        values = np.array(state.logits, copy=False)
+        values = state.values()
         seconds = None if started is None else round(time.perf_counter() - started, 6)
         self._position = len(state.tokens)
         array = from_numpy(values) if self._ring is None else self._ring.write(values)
@@ -273,6 +289,8 @@ class DecodeEnd:
             if self.keeps(state):
                 state.commit()
         finally:
+            state.session = None  # `close` closes it, when the run has been removed
+            state.close()
             self.close()
 
     def close(self) -> None:

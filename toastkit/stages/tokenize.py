@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from toastkit.errors import DataError
@@ -38,11 +38,20 @@ class Prompt:
 
 
 class PromptTokenizer:
-    """Renders and tokenises prompts for one checkpoint."""
+    """Renders and tokenises prompts for one checkpoint.
 
-    def __init__(self, files: ModelFiles, config: ModelConfig, options: PromptOptions):
+    tokenizer: the checkpoint's, where it has been read already.
+    """
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        config: ModelConfig,
+        options: PromptOptions,
+        tokenizer: Tokenizer | None = None,
+    ):
         self.files = files
-        self.tokenizer = Tokenizer(files)
+        self.tokenizer = tokenizer or Tokenizer(files)
         self.tokenizer.check_fits(config.vocab)
         self._config = config
         self._options = options
@@ -91,6 +100,41 @@ class PromptTokenizer:
         templated = prompt.messages is not None and self.tokenizer.chat_template is not None
         return self.tokenizer.encode_prompt(self.render(prompt), templated)
 
+    def turning_points(self, prompt: Prompt, ids: list[int]) -> list[int]:
+        """Where other prompts may part from this one: positions to resume at, ascending.
+
+        ids: of the prompt. The first is where its last message begins, for another message after
+        the same history; the second is how far the next turn will begin like this one, whatever
+        the answer is: templates open the assistant's turn otherwise than they write it later, and
+        some drop what was thought in earlier turns. Found by rendering such prompts. Fewer where
+        the template refuses them.
+        """
+        if prompt.messages is None or self.tokenizer.chat_template is None:
+            return []
+        *history, last = prompt.messages
+        other = {**last, "content": "x" if last["content"][:1] != "x" else "y"}
+        more = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}]
+        text = self.render(prompt)
+        found = set()
+        for messages in ([*history, other], [*prompt.messages, *more]):
+            try:
+                found.add(self._common_tokens(text, ids, Prompt(messages=messages)))
+            except DataError:
+                continue
+        return sorted(n for n in found if 0 < n < len(ids))
+
+    def _common_tokens(self, text: str, ids: list[int], other: Prompt) -> int:
+        """How many tokens two prompts begin with in common, up to where a special token begins:
+        there the tokens on the left do not depend on what is to the right."""
+        end = _common_length(text, self.render(other))
+        start = max((_last_within(text, t, end) for t in self.tokenizer.special_texts), default=-1)
+        if start > 0:
+            tail = self.tokenizer.encode(text[start:], add_special=False)
+            if tail == ids[len(ids) - len(tail) :]:
+                return len(ids) - len(tail)
+        count = _common_length(ids, self._ids(other))
+        return max(count - 1, 0)
+
     def _truncate(self, prompt: Prompt, ids: list[int], room: int) -> list[int]:
         """Cuts the beginning off: of the tokens of a raw prompt, of the longest message else, so
         that the template stays whole."""
@@ -115,6 +159,23 @@ class PromptTokenizer:
             eos=self.tokenizer.eos_ids,
             session=session,
         )
+
+
+def _common_length(a: Sequence, b: Sequence) -> int:
+    """Length of the longest common beginning; by halves, because slices compare fast."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _last_within(text: str, piece: str, end: int) -> int:
+    """Where `piece` begins for the last time within text[:end], -1 where it does not."""
+    return text.rfind(piece, 0, end) if piece else -1
 
 
 def tokenize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-EMBEDDING, OUTSIDE, EXPERTS, GEARS, CACHE = "embedding", "outside", "experts", "gears", "cache"
+EMBEDDING, OUTSIDE, EXPERTS, GEARS = "embedding", "outside", "experts", "gears"
+CACHE, SESSIONS = "cache", "sessions"  # of runs under way; of finished conversations
 
 
 def layer_owner(index: int) -> str:
@@ -14,7 +15,8 @@ def layer_owner(index: int) -> str:
 
 
 class Ledger:
-    """Device bytes by owner: "embedding", "layer.7", "experts", "gears", "cache", "outside".
+    """Device bytes by owner: "embedding", "layer.7", "experts", "gears", "cache",
+    "sessions", "outside".
 
     An entry says what its owner keeps now; a policy that drops something says so.
     """

@@ -19,11 +19,8 @@ def user_messages(text: str, system: str | None = None) -> list[dict]:
 
 
 def load_messages(data: str | bytes) -> list[dict]:
-    """Reads messages from JSON, UTF-8 where it is bytes.
-
-    Content is a string or a list of text parts, which are joined. An assistant message with tool
-    calls may have no content. Fields beyond role and content are kept for the template.
-    Raises DataError, which names the message (counted from 1), for anything else.
+    """Reads messages from JSON, UTF-8 where it is bytes: a list, or an object that holds it.
+    Raises DataError for anything else, and as check_messages does.
     """
     document = _parse(data)
     if isinstance(document, dict):
@@ -33,6 +30,16 @@ def load_messages(data: str | bytes) -> list[dict]:
         if unexpected:
             raise DataError(f"messages: unexpected field {unexpected[0]!r} beside 'messages'")
         document = document["messages"]
+    return check_messages(document)
+
+
+def check_messages(document: Any) -> list[dict]:
+    """Messages from what was read from JSON.
+
+    Content is a string or a list of text parts, which are joined. An assistant message with tool
+    calls may have no content. Fields beyond role and content are kept for the template.
+    Raises DataError, which names the message (counted from 1), for anything else.
+    """
     if not isinstance(document, list):
         raise DataError(f"messages: {_kind(document)} instead of a list", hint=f"give {_SHAPE}")
     if not document:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, ItemsView, KeysView, ValuesView
-from types import BuiltinMethodType, GeneratorType, MethodType
+from types import BuiltinMethodType, CodeType, GeneratorType, MethodType
 from typing import Any
 
 from jinja2 import TemplateSyntaxError, ext, nodes, runtime, sandbox
@@ -71,6 +71,12 @@ def _check_name(name: Any) -> None:
         raise sandbox.SecurityError(f"a namespace takes no name like {name!r}")
 
 
+# Source -> code, which asks the environment that runs it for everything: a server renders one
+# template again and again. Few, because a template may be long.
+MOST_COMPILED = 4
+_compiled: dict[str, CodeType] = {}
+
+
 class BudgetedEnvironment(sandbox.ImmutableSandboxedEnvironment):
     """The sandbox for one rendering, which spends `budget`."""
 
@@ -100,8 +106,13 @@ class BudgetedEnvironment(sandbox.ImmutableSandboxedEnvironment):
         """The compiled template. Raises TooCostly if it is too long, Jinja's errors if broken."""
         if len(source) > 1 << 17:
             raise TooCostly("it is over 128 KiB long")
-        tree = _Instrument(self).visit(self.parse(source))
-        return self.from_string(tree)
+        code = _compiled.get(source)
+        if code is None:
+            code = self.compile(_Instrument(self).visit(self.parse(source)))
+            if len(_compiled) >= MOST_COMPILED:
+                _compiled.clear()
+            _compiled[source] = code
+        return self.template_class.from_code(self, code, self.make_globals(None))
 
     # What the compiled template calls instead of Python's own operations.
 
