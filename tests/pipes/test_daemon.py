@@ -1,0 +1,287 @@
+"""toasted and toast with the model: what they remember, and what they survive."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemons import Answer, Daemon, Refused
+from tests.pipes.pipelines import STORY, WHO, WHO_ANSWER, Pipeline
+
+GREEDY = {"temperature": 0, "max_tokens": 24, "tokens": True}
+SEEDED = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 24, "tokens": True}
+LONG = "Tell me a story about a fox, a river and a mill. " * 24  # some 360 tokens
+
+
+@pytest.fixture(scope="module")
+def daemon(private_home: Path) -> Iterator[Daemon]:
+    """One for the tests that leave it as they found it."""
+    with Daemon("crumb", "--max-queue", "200") as running:
+        yield running
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+    """The first value of the condition that is true."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.01)
+    return value
+
+
+def at_once(*calls: Callable[[], Answer]) -> list[Answer]:
+    """What several callers get who ask at the same time."""
+    found: dict[int, Answer] = {}
+    threads = [
+        threading.Thread(target=lambda i=i, call=call: found.update({i: call()}))
+        for i, call in enumerate(calls)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[i] for i in range(len(calls))]
+
+
+def resident(daemon: Daemon) -> int:
+    """Bytes of memory that the daemon's process has."""
+    assert daemon.process is not None
+    text = Path(f"/proc/{daemon.process.pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+) kB", text).group(1)) << 10  # type: ignore[union-attr]
+
+
+# ------------------------------------------------------------------------------------- same tokens
+
+
+def test_the_daemon_answers_as_one_process_and_as_the_pipeline(daemon: Daemon, toast) -> None:
+    said = daemon.ask(prompt=STORY, options={**SEEDED, "tokens": False})
+    flags = ("--temp", "0.8", "--top-p", "0.95", "--seed", "7", "-n", "24")
+    alone = toast("decode", "--no-newline", *flags, STORY)
+    assert alone.stdout.decode() == said.text
+    piped = Pipeline(STORY, {"sample": list(flags)}).finish()
+    assert piped.out.decode().removesuffix("\n") == said.text
+    client = daemon.toast("toast", "--no-history", *flags, STORY)
+    assert client.stdout.decode().removesuffix("\n") == said.text
+
+
+def test_two_clients_at_once_get_what_each_gets_alone(daemon: Daemon) -> None:
+    wanted = [(STORY, GREEDY), ("What is 12 + 30?", SEEDED), (LONG, GREEDY), (WHO, SEEDED)]
+
+    def ask(prompt: str, options: dict) -> Callable[[], Answer]:
+        return lambda: daemon.ask(prompt=prompt, options=options)
+
+    alone = [ask(*one)() for one in wanted]
+    together = at_once(*(ask(*one) for one in wanted))
+    assert [said.tokens for said in together] == [said.tokens for said in alone]
+
+
+@pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_chat_of_eight_turns_as_without_a_cache(daemon: Daemon, options: dict) -> None:
+    with Daemon("crumb", "--cache", "0", "--spill", "0") as forgetful:
+        chat: list[dict] = []
+        for turn in range(8):
+            chat.append(user(f"Tell me about a fox, part {turn}."))
+            said = daemon.ask(messages=chat, options=options)
+            anew = forgetful.ask(messages=chat, options=options)
+            assert said.tokens == anew.tokens and anew.stats["cached"] == 0
+            assert turn == 0 or said.stats["cached"] > said.stats["prompt"] - 40, said.stats
+            chat.append({"role": "assistant", "content": said.text})
+        assert forgetful.control("status")["conversations"]["kept"] == 0
+
+
+# --------------------------------------------------------------------------------------- surviving
+
+
+def test_killed_in_mid_answer_a_conversation_goes_on_from_its_last_turn() -> None:
+    with Daemon() as daemon:
+        chat = [user(LONG)]
+        first = daemon.ask(messages=chat, options=GREEDY)
+        chat += [{"role": "assistant", "content": first.text}, user("and then?")]
+        before = daemon.ask(messages=chat, options=GREEDY)  # also: what comes next
+        replies = daemon.replies({"messages": [*chat[:-1], user("and?")], "options": {}})
+        assert any("text" in reply for reply in replies)
+        daemon.kill()
+        daemon.start()
+        assert daemon.control("status")["conversations"]["in_memory"] == 0
+        after = daemon.ask(messages=chat, options=GREEDY)
+        assert after.tokens == before.tokens
+        assert after.stats["cached"] >= before.stats["cached"] > first.stats["prompt"]
+
+
+def test_a_long_prompt_is_not_read_twice_when_its_answer_was_cut_off() -> None:
+    with Daemon() as daemon:
+        replies = daemon.replies({"prompt": LONG, "options": {"ignore_eos": True}})
+        assert any("text" in reply for reply in replies)
+        eventually(lambda: daemon.control("status")["conversations"]["on_disk"])
+        daemon.kill()
+        daemon.start()
+        said = daemon.ask(prompt=LONG, options=GREEDY)
+        assert said.stats["cached"] > said.stats["prompt"] - 40
+
+
+def test_connections_garbage_and_cancelled_requests_leave_no_trace(daemon: Daemon) -> None:
+    daemon.ask(prompt=WHO)
+    eventually(lambda: daemon.control("status")["connections"] == 1)
+    assert daemon.process is not None
+    descriptors = Path(f"/proc/{daemon.process.pid}/fd")
+    before, memory = len(os.listdir(descriptors)), resident(daemon)
+    for _ in range(1000):
+        daemon.connect().close()
+    for line in (b"{", b"\xff\xfe\n", b"[]\n", b"null\n" * 1000, b'{"prompt": 5}\n', b"\n" * 5000):
+        with daemon.connect() as connection:
+            connection.sendall(line)
+    for number in range(100):
+        options = {"ignore_eos": True, "seed": number}
+        connection = daemon.send({"prompt": LONG if number % 4 == 0 else STORY, "options": options})
+        if number % 10 == 1:
+            connection.recv(1)  # in mid-answer, the others wait or are being read
+        connection.close()
+    huge_line(daemon)
+    assert daemon.ask(prompt=WHO).text + "\n" == WHO_ANSWER.decode()
+    eventually(lambda: daemon.control("status")["active"] == 0)
+    eventually(lambda: len(os.listdir(descriptors)) <= before + 1)
+    assert resident(daemon) < memory + (64 << 20)
+    eventually(lambda: "cache" not in daemon.control("status")["ledger"])
+    assert daemon.control("status")["waiting"] == 0
+
+
+def huge_line(daemon: Daemon) -> None:
+    """100 MB without an end of line: refused as soon as it is too long."""
+    with daemon.connect() as connection:
+        block = b"x" * (1 << 20)
+        try:
+            for _ in range(100):
+                connection.sendall(block)
+        except OSError:
+            pass  # the daemon has closed it
+        try:
+            reply = connection.makefile("rb").readline()
+        except OSError:
+            return
+    assert not reply or json.loads(reply)["error"]["code"] == 65
+
+
+def test_a_slow_reader_holds_up_nobody(daemon: Daemon) -> None:
+    slow = daemon.send(
+        {"prompt": STORY, "options": {"ignore_eos": True, "tokens": True, "top": 50}}
+    )
+    said = daemon.ask(prompt=WHO)
+    assert said.text + "\n" == WHO_ANSWER.decode()
+    slow.close()
+    eventually(lambda: daemon.control("status")["active"] == 0)
+
+
+def test_a_reader_that_goes_in_mid_prefill_stops_it(daemon: Daemon) -> None:
+    connection = daemon.send({"prompt": LONG * 8, "options": GREEDY})
+    eventually(lambda: daemon.control("status")["active"])
+    assert b"progress" in connection.recv(1000)
+    connection.close()
+    eventually(lambda: daemon.control("status")["active"] == 0, 3)
+
+
+# -------------------------------------------------------------------------------------------- life
+
+
+def test_term_lets_an_answer_end_and_takes_no_more() -> None:
+    with Daemon() as daemon:
+        replies = daemon.replies({"prompt": STORY, "options": {"temperature": 0}})
+        assert any("text" in reply for reply in replies)
+        assert daemon.process is not None
+        daemon.process.send_signal(signal.SIGTERM)
+        eventually(lambda: not daemon.socket.exists())
+        assert list(replies)[-1]["end"]["reason"] == "eos"
+        assert daemon.process.wait(30) == 0
+
+
+def test_an_idle_model_leaves_the_memory_and_comes_back() -> None:
+    with Daemon("crumb", "--idle-unload", "300ms") as daemon:
+        chat = [user(WHO)]
+        said = daemon.ask(messages=chat)
+        eventually(lambda: not daemon.control("status")["loaded"])
+        status = daemon.control("status")
+        assert status["ledger"] == {} and status["conversations"]["in_memory"] == 0
+        chat += [{"role": "assistant", "content": said.text}, user("Really?")]
+        replies = list(daemon.replies({"messages": chat, "options": GREEDY}))
+        assert replies[0] == {"progress": {"loading": "crumb"}}
+        stats = next(reply["stats"] for reply in replies if "stats" in reply)
+        assert stats["cached"] >= said.stats["prompt"]
+
+
+def test_in_the_background_and_stopped() -> None:
+    with Daemon() as daemon:
+        stopped = daemon.toast("toasted", "stop")
+        assert (stopped.returncode, stopped.stderr) == (0, b"")
+        assert daemon.process is not None and daemon.process.wait(30) == 0
+        assert daemon.toast("toasted", "status").returncode == 69
+        begun = daemon.toast("toasted", "-v", "--daemon", "--no-audit")
+        assert begun.returncode == 0, begun.stderr
+        assert daemon.ask(prompt=WHO).text + "\n" == WHO_ANSWER.decode()
+        second = daemon.toast("toasted", "--no-audit")
+        assert second.returncode == 75 and b"running" in second.stderr
+        assert daemon.toast("toasted", "stop").returncode == 0
+        failed = daemon.toast("toasted", "--daemon", "-m", "./nowhere")
+        assert failed.returncode == 66 and failed.stderr.count(b"\n") <= 2
+
+
+def test_the_socket_is_private(daemon: Daemon) -> None:
+    assert daemon.socket.stat().st_mode & 0o777 == 0o600
+    assert (daemon.home / "state_home/toastkit/audit.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_named_session_is_the_one_that_the_plumbing_knows(daemon: Daemon) -> None:
+    chat = [user(STORY)]
+    said = daemon.ask(messages=chat, options=GREEDY, session="shared")
+    chat += [{"role": "assistant", "content": said.text}, user("and then?")]
+    (daemon.home / "chat.json").write_text(json.dumps(chat))
+    arguments = ("--messages", str(daemon.home / "chat.json"), "-v", "-n", "5")
+    resumed = daemon.toast("decode", "--session", "shared", "--temp", "0", *arguments)
+    cached = int(re.search(rb"(\d+)/\d+ prompt tokens taken", resumed.stderr).group(1))
+    assert cached == said.stats["prompt"] + len(said.tokens)
+    again = daemon.ask(messages=chat, options=GREEDY, session="shared")
+    assert again.text.startswith(resumed.stdout.decode().rstrip("\n"))
+
+
+def test_what_is_refused(daemon: Daemon) -> None:
+    for request, code in (
+        ({"prompt": WHO, "model": "./another"}, 66),
+        ({"prompt": WHO, "options": {"temprature": 1}}, 64),
+        ({"tokens": [5, 99999]}, 65),
+        ({"prompt": "x " * 9000}, 65),
+    ):
+        with pytest.raises(Refused) as refused:
+            daemon.ask(**request)
+        assert refused.value.code == code
+
+
+def test_hangup_looks_at_the_model_again(tmp_path: Path) -> None:
+    from tests.unpack import unpack
+
+    model = unpack(tmp_path / "model")
+    with Daemon(model) as daemon:
+        daemon.ask(prompt=WHO)
+        before = daemon.control("status")["fingerprint"]
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 99}))
+        assert daemon.process is not None
+        daemon.process.send_signal(signal.SIGHUP)
+        eventually(lambda: daemon.control("status")["fingerprint"] != before)
+        with pytest.raises(Refused):
+            daemon.ask(prompt="one two three four " * 50)
+        (model / "config.json").write_text("{")
+        daemon.process.send_signal(signal.SIGHUP)
+        assert daemon.ask(prompt=WHO).text
+        assert socket.AF_UNIX and daemon.control("health")["ok"]

@@ -1,0 +1,202 @@
+"""The command toasted: its actions, its options, sizes and durations."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.unit.daemon_front import Client, eventually, short_directory
+from tests.unit.daemon_home import DRIVER, ROOT, Home, daemon_home
+from toastkit import errors
+from toastkit.commands import toasted as command
+from toastkit.commands.sizes import Duration, Size
+
+
+@pytest.fixture
+def home() -> Iterator[Home]:
+    with daemon_home() as made:
+        yield made
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """A socket that takes connections and never answers."""
+    with short_directory() as directory, socket.socket(socket.AF_UNIX) as listener:
+        path = str(directory / "s")
+        listener.bind(path)
+        listener.listen()
+        yield path
+
+
+def test_the_actions(home: Home) -> None:
+    process = home.start("--idle-unload", "5m", "--cache", "1.5G", "--spill", "0", "--chunk", "32")
+    status = home.run("status")
+    lines = dict(line.split(": ", 1) for line in status.stdout.splitlines())
+    assert (status.returncode, status.stderr) == (0, "")
+    assert (lines["pid"], lines["model"]) == (str(process.pid), "fake")
+    assert (lines["idle_unload"], lines["cache_bytes"]) == ("300.0", str(3 << 29))
+    assert (lines["spill_bytes"], lines["chunk"], lines["dtype"]) == ("0", "32", "null")
+    assert (lines["batch"], lines["calls"], lines["nested.a.b"]) == ("8", "[]", "x y")
+    as_json = json.loads(home.run("status", "--json").stdout)
+    assert as_json["status"]["max_queue"] == 64
+    assert home.run("health").stdout == "ok: true\nloaded: true\nseconds: 0.0\n"
+    reload = home.run("reload", "-v")
+    assert (reload.returncode, reload.stdout, reload.stderr) == (0, "", "toasted: reloading\n")
+    assert json.loads(home.run("stop", "--json").stdout) == {"stopping": True}
+    assert process.wait(5) == 0 and home.is_clean()
+    nobody = home.run("status")
+    assert nobody.returncode == 69
+    assert nobody.stderr.startswith(f"toasted: no daemon answers at {home.socket}\n")
+
+
+def test_stop_waits_for_the_end(home: Home) -> None:
+    """Of what is active, too; so another daemon can be started at once."""
+    process = home.start("--no-audit", "--quiet", ready=False)
+    eventually(home.socket.exists)
+    active = home.held()
+    results: list = []
+    stopped = threading.Thread(target=lambda: results.append(home.run("stop", "-v")))
+    stopped.start()
+    eventually(lambda: not home.socket.exists())
+    assert stopped.is_alive() and not results
+    process.send_signal(signal.SIGUSR1)
+    assert active.replies()[-1]["end"]["text"] == "hold"
+    stopped.join()
+    assert (results[0].returncode, results[0].stderr) == (0, "toasted: stopped\n")
+    assert home.is_clean()
+
+
+def test_limits_of_the_command_line(home: Home) -> None:
+    home.start("--max-line", "2K", "--max-connections", "1", "--audit-text", "--debug")
+    client = home.client()
+    assert client.ask({"prompt": "kept"})["end"]["text"] == "kept"
+    busy = home.run("health")
+    assert busy.returncode == 75 and "there are 1 connections" in busy.stderr
+    assert client.ask({"prompt": "x" * 2048})["error"]["code"] == 65
+    assert json.loads((home.state / "audit.jsonl").read_text())["text"] == "kept"
+
+
+@pytest.mark.parametrize("action", command.ACTIONS)
+def test_no_daemon(action: str, tmp_path: Path) -> None:
+    flags = {"socket": str(tmp_path / "s"), "as_json": False, "verbose": False}
+    with pytest.raises(errors.UnavailableError, match="no daemon answers at"):
+        command._act(action, flags)
+
+
+def test_a_daemon_that_does_not_answer(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(command, "STOP_SECONDS", 0.05)
+    flags = {"socket": silent, "as_json": False, "verbose": False}
+    with pytest.raises(errors.UnavailableError, match="does not answer"):
+        command._act("status", flags)
+    with pytest.raises(errors.BusyError, match="does not answer"):
+        command._act("stop", flags)
+
+
+def test_a_daemon_that_is_not_well(
+    silent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    from toastkit.client import socket_backend
+
+    told = {"health": {"ok": False}}
+    monkeypatch.setattr(socket_backend, "control", lambda *_: told)
+    flags = {"socket": silent, "as_json": False, "verbose": False}
+    with pytest.raises(errors.UnavailableError, match="is not well"):
+        command._act("health", flags)
+    assert capsys.readouterr().out == "ok: false\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["statsu"], "no such action: 'statsu' (did you mean status?)"),
+        (["zzz"], "no such action: 'zzz' (actions are status, stop, reload, health)"),
+        (["status", "--batch", "2"], "--batch is for the daemon, not for an action"),
+        (["status", "-m", "crumb"], "--model is for the daemon"),
+        (["status", "stop"], "unexpected extra argument"),
+        (["--json"], "--json needs an action: status, stop, reload, health"),
+        (["--audit", "x", "--no-audit"], "--audit and --no-audit exclude each other"),
+        (["--no-audit", "--audit-text"], "--audit-text needs an audit log"),
+        (["--socket", "x" * 200], "the socket's path has"),
+        (["--cache", "2X"], "'2X' is not a size"),
+        (["--max-line", "1"], "'1' is less than 1024 bytes"),
+        (["--drain", "soon"], "'soon' is not a duration"),
+    ],
+)
+def test_what_makes_no_sense(arguments: list[str], message: str) -> None:
+    with pytest.raises((errors.UsageError, click.UsageError)) as caught:
+        command.toasted.main(arguments, "toasted", standalone_mode=False)
+    hint = getattr(caught.value, "hint", None)
+    assert message in caught.value.message + (f" ({hint})" if hint else "").lower()
+
+
+def test_a_log_that_cannot_be_written(home: Home) -> None:
+    done = home.run("--audit", str(home.socket.parent.parent))
+    assert done.returncode == 73 and "cannot write" in done.stderr and home.is_clean()
+
+
+def test_systemd_needs_no_fork(home: Home) -> None:
+    script = 'export LISTEN_PID=$$ LISTEN_FDS=1; exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *DRIVER, "--daemon"],
+        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=home.env,
+    )  # fmt: skip
+    assert done.returncode == 64 and "where systemd starts the daemon" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("17", 17), ("4K", 4096), ("1.5k", 1536), ("2MiB", 2 << 20), ("2GB", 2 << 30),
+     (" 1T ", 1 << 40)],
+)  # fmt: skip
+def test_sizes(text: str, size: int) -> None:
+    assert Size().convert(text, None, None) == size
+    assert Size().convert(size, None, None) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0", 0), ("90", 90), ("250ms", 0.25), ("1.5s", 1.5), ("5m", 300), ("1h", 3600),
+     ("1d", 86400)],
+)  # fmt: skip
+def test_durations(text: str, seconds: float) -> None:
+    assert Duration().convert(text, None, None) == seconds
+    assert Duration().convert(seconds, None, None) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1e3", "1 K", "K", "1KK", "nan", "9" * 19, "1P"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is not a size"):
+        Size().convert(text, None, None)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1M", "1 s", "inf", "1e9", "999999999999999999d"])
+def test_no_durations(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is not a duration|is too long"):
+        Duration().convert(text, None, None)
+
+
+def test_too_large_a_size() -> None:
+    with pytest.raises(click.BadParameter, match="is too large"):
+        Size().convert("99999999T", None, None)
+
+
+def test_a_client_is_a_client() -> None:
+    """The helper of these tests notices half a line."""
+    ours, theirs = socket.socketpair()
+    client = Client.__new__(Client)
+    client.socket, client._data = ours, b""
+    theirs.sendall(b'{"a": 1}\n{')
+    theirs.close()
+    assert client.line() == {"a": 1}
+    with pytest.raises(AssertionError, match="half a line"):
+        client.line()
+    ours.close()

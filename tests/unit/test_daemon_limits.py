@@ -1,0 +1,223 @@
+"""What one client may cost the others: long lines, many connections, readers that do not read."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import socket
+import threading
+import time
+
+import pytest
+
+from tests.unit.daemon_front import (
+    PIECE,
+    FakeWorker,
+    eventually,
+    front,
+    open_descriptors,
+)
+from toastkit.daemon import server as module
+from toastkit.daemon.channel import UNSENT_LIMIT
+from toastkit.daemon.interface import Limits
+
+MB = 1 << 20
+
+
+def test_a_slow_reader_is_cut_off_and_the_others_are_served() -> None:
+    """The worker is never held up: it has long gone on when the reader looks again."""
+    with front() as running:
+        slow = running.client().send({"id": 1, "prompt": "flood"})
+        eventually(lambda: running.worker.channels)
+        start = time.monotonic()
+        eventually(lambda: running.worker.cancelled == [1])
+        assert running.worker.channels[0].gone
+        assert running.client().ask({"prompt": "quick"})["end"]["text"] == "quick"
+        assert time.monotonic() - start < 5
+        eventually(lambda: running.connections == 0)
+        received = 0
+        with pytest.raises(AssertionError, match="half a line"):
+            while slow.line() is not None:
+                received += 1
+        assert received * len(PIECE) < 2 * UNSENT_LIMIT + MB
+
+
+def test_a_reader_that_takes_its_time_gets_all() -> None:
+    with front() as running:
+        client = running.client()
+        lines = [{"id": n, "prompt": "y" * 30_000} for n in range(100)]
+        sender = threading.Thread(target=client.send, args=lines)
+        sender.start()
+        time.sleep(0.1)  # what has been said by now is more than the socket takes
+        for n in range(100):
+            assert client.replies()[-1]["id"] == n
+        sender.join()
+
+
+def test_one_large_reply_is_no_reason_to_cut_off() -> None:
+    with front() as running:
+        client = running.client().send({"prompt": "z" * (5 * MB), "stream": False})
+        time.sleep(0.05)
+        assert len(client.replies()[-1]["end"]["text"]) == 5 * MB
+
+
+def memory() -> int:
+    """Bytes of this process in memory, at their highest so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_a_line_of_100_mb() -> None:
+    limit = 4 * MB
+    with front(Limits(line_bytes=limit)) as running:
+        client = running.client()
+        before = memory()
+        piece, sent = b"[" * MB, 0
+        try:
+            for _ in range(100):
+                client.send(piece)
+                sent += MB
+        except OSError:
+            pass  # it is not read for ever
+        assert sent > limit
+        reply = client.replies()[-1]
+        assert reply["error"]["code"] == 65 and str(limit) in reply["error"]["message"]
+        assert client.line() is None
+        assert memory() - before < 4 * limit
+        client.close()
+        eventually(lambda: running.connections == 0)
+        assert running.client().ask({"prompt": "next"})["end"]["text"] == "next"
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_the_limit_is_that_of_the_line_without_its_newline(over: int) -> None:
+    line = b'{"prompt": "%s"}'
+    line %= b"x" * (5000 + over - len(line) + 2)
+    with front(Limits(line_bytes=5000)) as running:
+        reply = running.client().ask(line + b"\n")
+        assert ("error" in reply) == bool(over)
+
+
+def test_a_long_line_behind_a_running_request() -> None:
+    """Input is not read without limit while a request runs, and none of it is lost."""
+    limit = 100_000
+    with front(Limits(line_bytes=limit)) as running:
+        client = running.client().send({"prompt": "hold"})
+        eventually(lambda: running.worker.requests)
+        client.socket.settimeout(0.3)
+        sent = 0
+        with pytest.raises(TimeoutError):
+            while sent < 50 * MB:
+                sent += client.socket.send(b'{"op": "health"}\n' * 1000)
+        assert sent < 10 * limit + MB
+        client.socket.settimeout(20)
+        running.worker.release.set()
+        assert client.replies()[-1]["end"]["text"] == "hold"
+        assert "health" in client.replies()[0]
+
+
+def test_too_many_connections() -> None:
+    with front(Limits(connections=3)) as running:
+        clients = [running.client() for _ in range(3)]
+        assert all("status" in client.ask({"op": "status"}) for client in clients)
+        fourth = running.client()
+        fourth.send({"prompt": "who asks before it reads"})
+        reply = fourth.line()
+        assert reply is not None and reply["error"]["code"] == 75
+        assert fourth.line() is None
+        fourth.close()
+        clients.pop().close()
+        eventually(lambda: running.connections == 2)
+        assert running.client().ask({"prompt": "hi"})["end"]["text"] == "hi"
+
+
+def test_a_thousand_connections_leave_nothing() -> None:
+    with front() as running:
+        before = open_descriptors()
+        for n in range(1000):
+            client = running.client()
+            if n % 3:
+                client.send([b'{"prompt": "x"', b'{"prompt": "hi"}\n'][n % 2])
+            client.close()
+        eventually(lambda: running.connections == 0)
+        eventually(lambda: open_descriptors() == before)
+        assert running.client().ask({"prompt": "hi"})["end"]["text"] == "hi"
+
+
+def test_a_hundred_cancelled_requests() -> None:
+    with front() as running:
+        clients = [running.client().send({"id": n, "prompt": "hold"}) for n in range(60)]
+        eventually(lambda: running.worker.status()["waiting"] >= 59)
+        for client in clients:
+            client.close()
+        eventually(lambda: len(running.worker.cancelled) == 60)
+        eventually(lambda: running.connections == 0)
+
+
+def test_idle_connections_are_closed() -> None:
+    with front(Limits(idle_seconds=0.2)) as running:
+        busy = running.client().send({"prompt": "hold"})
+        idle, half = running.client(), running.client().send(b'{"prompt": ')
+        start = time.monotonic()
+        assert idle.line() is None and half.line() is None
+        assert time.monotonic() - start > 0.15
+        running.worker.release.set()
+        assert busy.replies()[-1]["end"]["text"] == "hold"
+
+
+def test_garbage_without_end_does_not_hold_up_the_others() -> None:
+    with front() as running:
+        client = running.client()
+        stop = threading.Event()
+
+        def talk() -> None:
+            try:
+                while not stop.is_set():
+                    client.send(b"x\n" * 10_000)
+            except OSError:
+                pass
+
+        def listen() -> None:
+            while client.line() is not None:
+                pass
+
+        threads = [threading.Thread(target=talk), threading.Thread(target=listen)]
+        for thread in threads:
+            thread.start()
+        start = time.monotonic()
+        for _ in range(5):
+            assert running.client().ask({"prompt": "hi"})["end"]["text"] == "hi"
+        took = time.monotonic() - start
+        stop.set()
+        client.socket.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+        assert took < 5
+
+
+class Scarce:
+    """A listener that has no descriptors left, for some calls."""
+
+    def __init__(self, listener: socket.socket, failures: int):
+        self._listener = listener
+        self.failures = failures
+
+    def accept(self):
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.EMFILE, "too many open files")
+        return self._listener.accept()
+
+    def __getattr__(self, name: str):
+        return getattr(self._listener, name)
+
+
+def test_running_out_of_descriptors_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.05)
+    with front(worker=FakeWorker()) as running:
+        (fd, listener), = running.server._listeners.items()  # fmt: skip
+        scarce = running.server._listeners[fd] = Scarce(listener, 3)
+        before = time.process_time()
+        assert running.client().ask({"prompt": "hi"})["end"]["text"] == "hi"
+        assert scarce.failures == 0
+        assert time.process_time() - before < 0.5, "it spins"
+        running.server._listeners[fd] = listener

@@ -1,0 +1,59 @@
+"""Sizes and durations on the command line: 2G, 512M, 16K; 30s, 5m, 1h."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SECONDS = {"ms": 0.001, "": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_LIMIT = 1 << 62
+_NUMBER = r"([0-9]{1,18}(?:\.[0-9]{1,9})?)"
+
+
+class Size(click.ParamType):
+    """Bytes: a number, with K, M, G or T for powers of 1024; an iB or B after it changes nothing.
+    low: the least that makes sense."""
+
+    name = "size"
+
+    def __init__(self, low: int = 0):
+        self._low = low
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | None:
+        """The number of bytes. A word that is none is a usage error."""
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(_NUMBER + r"([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+        if found is None:
+            self.fail(f"{value!r} is not a size, such as 512M or 2G", param, ctx)
+        size = int(float(found[1]) * _UNITS[found[2].upper()])
+        if size < self._low:
+            self.fail(f"{value!r} is less than {self._low} bytes", param, ctx)
+        if size > _LIMIT:
+            self.fail(f"{value!r} is too large", param, ctx)
+        return size
+
+
+class Duration(click.ParamType):
+    """Seconds: a number, with ms, s, m, h or d for its unit."""
+
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float | None:
+        """The seconds. A word that is none is a usage error."""
+        if isinstance(value, (int, float)):
+            return float(value)
+        found = re.fullmatch(_NUMBER + r"(ms|[smhd]?)", value.strip())
+        if found is None:
+            self.fail(f"{value!r} is not a duration, such as 30s or 5m", param, ctx)
+        seconds = float(found[1]) * _SECONDS[found[2]]
+        if seconds > _LIMIT:
+            self.fail(f"{value!r} is too long", param, ctx)
+        return seconds

@@ -1,0 +1,270 @@
+"""toasted: the daemon, and how one is asked how it is, or told to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from toastkit.commands import cli, options
+from toastkit.commands.sizes import Duration, Size
+from toastkit.errors import BusyError, ToastError, UnavailableError, UsageError
+
+if TYPE_CHECKING:
+    from toastkit.daemon.audit import Audit
+    from toastkit.daemon.background import Starter
+
+ACTIONS = ("status", "stop", "reload", "health")
+ANSWER_SECONDS = 60.0  # for a daemon to answer an action
+STOP_SECONDS = 35.0  # for it to be gone: the usual --drain, and some more
+ONLY_DAEMON = (
+    "model", "daemon", "pidfile", "idle_unload", "device", "dtype", "chunk", "parallel", "batch",
+    "max_queue", "max_connections", "max_line", "cache", "spill", "audit", "no_audit",
+    "audit_text", "drain",
+)  # fmt: skip
+
+
+def _actions(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """For completion."""
+    return [action for action in ACTIONS if action.startswith(incomplete)]
+
+
+@cli.command("toasted")
+@click.argument("action", required=False, shell_complete=_actions)
+@options.model
+@click.option("--socket", metavar="PATH", help="Where it listens, or where it is asked.")
+@click.option("--daemon", is_flag=True, help="Go into the background, and return when ready.")
+@click.option("--pidfile", metavar="PATH", help="Pidfile (default: beside the socket).")
+@click.option(
+    "--idle-unload", type=Duration(), metavar="TIME",
+    help="Unload the model after so long without a request (default: never).",
+)  # fmt: skip
+@options.engine
+@click.option("--chunk", type=click.IntRange(1), metavar="N", help="Prompt tokens per pass.")
+@click.option(
+    "--parallel", type=click.IntRange(1), default=8, show_default=True, metavar="N",
+    help="Conversations answered at once.",
+)  # fmt: skip
+@click.option(
+    "--batch", type=click.IntRange(1), default=8, show_default=True, metavar="N",
+    help="How many of them take their steps together; 1: in turn.",
+)  # fmt: skip
+@click.option(
+    "--max-queue", type=click.IntRange(0), default=64, show_default=True, metavar="N",
+    help="Requests that may wait.",
+)  # fmt: skip
+@click.option(
+    "--max-connections", type=click.IntRange(1), default=256, show_default=True, metavar="N",
+    help="Connections at a time.",
+)  # fmt: skip
+@click.option(
+    "--max-line", type=Size(1024), default="16M", show_default=True, metavar="SIZE",
+    help="Longest request.",
+)  # fmt: skip
+@click.option(
+    "--cache", type=Size(), default="2G", show_default=True, metavar="SIZE",
+    help="Memory for finished conversations; 0 keeps none.",
+)  # fmt: skip
+@click.option(
+    "--spill", type=Size(), default="8G", show_default=True, metavar="SIZE",
+    help="Disk space for them; 0 writes none.",
+)  # fmt: skip
+@click.option("--audit", metavar="FILE", help="Audit log (default: in the state directory).")
+@click.option("--no-audit", is_flag=True, help="Keep no audit log.")
+@click.option("--audit-text", is_flag=True, help="Keep what was asked and answered in it.")
+@click.option(
+    "--drain", type=Duration(), default="30s", show_default=True, metavar="TIME",
+    help="How long requests may go on when it is to end.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="With an action: print the reply as JSON.")
+@click.pass_context
+def toasted(context: click.Context, action: str | None, **flags) -> int:
+    from toastkit.daemon.paths import socket_path
+
+    flags["socket"] = socket_path(flags["socket"])
+    if action is not None:
+        _check_action(action)
+        cli.refuse_together(context, "is for the daemon, not for an action", *ONLY_DAEMON)
+        return _act(action, flags)
+    cli.refuse_together(context, f"needs an action: {', '.join(ACTIONS)}", "as_json")
+    if len(cli.given(context, "audit", "no_audit")) > 1:
+        raise UsageError("--audit and --no-audit exclude each other")
+    if flags["no_audit"]:
+        cli.refuse_together(context, "needs an audit log", "audit_text")
+    return _run_in_background(flags) if flags["daemon"] else _run(flags, cli.say)
+
+
+def _check_action(action: str) -> None:
+    if action not in ACTIONS:
+        import difflib
+
+        near = difflib.get_close_matches(action[:100], ACTIONS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"actions are {', '.join(ACTIONS)}"
+        raise UsageError(f"no such action: {action[:100]!r}", hint=hint)
+
+
+# ----------------------------------------------------------------------------------- the daemon
+
+
+def _run_in_background(flags: dict[str, Any]) -> int:
+    """Returns in both processes: at once when the daemon is ready, and when the daemon ends."""
+    from toastkit.daemon import activation, background
+    from toastkit.daemon.paths import state_path
+
+    if activation.is_activated():
+        raise UsageError("--daemon makes no sense where systemd starts the daemon")
+    _make_absolute(flags)
+    starter = background.detach(state_path("toasted.log"))
+    if isinstance(starter, int):
+        if flags["verbose"]:
+            cli.say(f"ready, process {starter}")
+        return 0
+    try:
+        return _run(flags, background.say_with_time, starter)
+    except ToastError as error:
+        starter.failed(error)
+        raise
+    except Exception as error:
+        starter.failed(ToastError(f"bug: {type(error).__name__}: {error}"))
+        raise
+
+
+def _make_absolute(flags: dict[str, Any]) -> None:
+    """Paths mean the directory that the daemon was started in, not the one that it goes to."""
+    for name in ("pidfile", "audit"):
+        if flags[name] is not None:
+            flags[name] = os.path.abspath(flags[name])
+    model = flags["model"]
+    if model is not None and model != "crumb":
+        path = os.path.expanduser(model)
+        if os.path.isfile(path) or os.path.isfile(os.path.join(path, "config.json")):
+            flags["model"] = os.path.abspath(path)
+
+
+def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | None = None) -> int:
+    """The daemon, up to its exit code."""
+    from toastkit.daemon.interface import Limits
+    from toastkit.daemon.life import Settings, serve
+    from toastkit.daemon.paths import pidfile_path
+
+    told = None if flags["quiet"] else say
+    audit = _audit(flags, say)
+    settings = Settings(
+        socket=flags["socket"],
+        pidfile=flags["pidfile"] or pidfile_path(flags["socket"]),
+        say=say,
+        limits=Limits(connections=flags["max_connections"], line_bytes=flags["max_line"]),
+        drain_seconds=flags["drain"],
+        announce=not flags["quiet"],
+        verbose=flags["verbose"],
+        debug=flags["debug"],
+        audit=audit,
+        on_ready=starter.ready if starter is not None else None,
+    )
+
+    def make_worker():
+        from toastkit.daemon.worker import Worker, WorkerSettings
+
+        return Worker(
+            WorkerSettings(
+                model=flags["model"] or "crumb",
+                device=flags["device"],
+                dtype=flags["dtype"],
+                chunk=flags["chunk"],
+                parallel=flags["parallel"],
+                batch=flags["batch"],
+                max_queue=flags["max_queue"],
+                idle_unload=flags["idle_unload"] or None,
+                cache_bytes=flags["cache"],
+                spill_bytes=flags["spill"],
+                audit=audit,
+                debug=flags["debug"],
+                say=told,
+            )
+        )
+
+    return serve(settings, make_worker)
+
+
+def _audit(flags: dict[str, Any], say: Callable[[str], None]) -> Audit | None:
+    if flags["no_audit"]:
+        return None
+    from toastkit.daemon.audit import Audit
+    from toastkit.daemon.paths import state_path
+
+    path = os.path.abspath(flags["audit"] or state_path("audit.jsonl"))
+    try:
+        return Audit(path, flags["audit_text"], say)
+    except ToastError as error:
+        error.hint = error.hint or "--no-audit does without it"
+        raise
+
+
+# ----------------------------------------------------------------------------------- the actions
+
+
+def _act(action: str, flags: dict[str, Any]) -> int:
+    from toastkit.client.socket_backend import control
+
+    path = flags["socket"]
+    if action == "stop":
+        reply = _stop(path)
+    else:
+        reply = control(path, action, ANSWER_SECONDS)
+    if flags["as_json"]:
+        print(json.dumps(reply, ensure_ascii=False), flush=True)
+    elif action in reply and isinstance(reply[action], dict):
+        for name, value in _flat(reply[action]):
+            print(f"{name}: {value}")
+    if action == "health" and not reply.get("health", {}).get("ok"):
+        raise UnavailableError(f"the daemon at {path} is not well")
+    if flags["verbose"] and action in ("stop", "reload"):
+        cli.say("stopped" if action == "stop" else "reloading")
+    return 0
+
+
+def _stop(path: str) -> dict[str, Any]:
+    """Tells the daemon to stop, and waits until it has let go of its place: it closes connections
+    last, so the end of this one tells."""
+    import socket
+
+    from toastkit.client.backend import remote_error
+    from toastkit.client.socket_backend import control
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(STOP_SECONDS)
+        data = b""
+        try:
+            connection.connect(path)
+            connection.sendall(b'{"op": "stop"}\n')
+            while piece := connection.recv(4096):
+                data += piece
+        except TimeoutError:
+            what = "is still finishing requests" if data else "does not answer"
+            raise BusyError(f"the daemon at {path} {what}", hint="wait, or kill it") from None
+        except OSError:
+            pass
+    line = data.partition(b"\n")[0]
+    if not line:
+        return control(path, "stop", ANSWER_SECONDS)  # which says why there is none
+    reply = json.loads(line)
+    if "error" in reply:
+        raise remote_error(reply["error"])
+    return reply
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """What a reply says, a name and a value for each line."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            yield f"{prefix}{name}", " ".join(text.split())
+
+
+def main() -> None:
+    cli.run(toasted)

@@ -1,0 +1,381 @@
+"""Runs of other processes on this daemon's weights: toast-prefill and toast-decode attach.
+
+Their stages, pipes and locks stay with them (client/attach.py); what is here is the state, and a
+copy of the session's lock. Everything below runs on the worker's thread, one op at a time, but for
+`Attached.hang_up`. The ops are described in toasted(7).
+
+A run's state lives as long as its connection, or until it is released. It outlives the weights: an
+idle daemon may unload them, and loads them again for the next op.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toastkit.daemon.requests import Request, kind
+from toastkit.errors import (
+    BusyError,
+    DataError,
+    NoInputError,
+    ToastError,
+    UnavailableError,
+    UsageError,
+)
+from toastkit.session.directory import Session
+from toastkit.session.lock import WriterLock
+from toastkit.session.names import display_name
+
+if TYPE_CHECKING:
+    from toastkit.daemon.channel import Channel
+    from toastkit.daemon.prepare import Preparer
+    from toastkit.daemon.service import Service
+    from toastkit.engine.state import ModelState
+
+KEY = "attached"  # of the channel's store
+FIELDS = {
+    "attach": ("fingerprint", "device", "dtype"),
+    "restore": ("session", "source", "ids"),
+    "read": ("ids",),
+    "step": ("token",),
+    "commit": (),
+    "release": (),
+}
+DEVICES = ("auto", "cpu", "gpu")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+class LentLock(WriterLock):
+    """A copy of another process's lock. The name in the file stays that of the other process."""
+
+    def _write_holder(self) -> None:
+        """Nothing: the holder has written its own."""
+
+    def check(self) -> None:
+        """Makes sure that the lock is held: for a copy of one that is, that changes nothing.
+        Raises BusyError, with the copy closed."""
+        try:
+            fcntl.flock(self.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.release()
+            name = display_name(self.path)
+            raise BusyError(f"session {name} is in use by another writer") from error
+
+
+class Attached:
+    """What one connection has here. service: whose weights are used, while they are loaded.
+    prompt: ids of the run's prompt. state: what has been read, None between two runs."""
+
+    def __init__(self, fingerprint: str):
+        self.fingerprint = fingerprint
+        self.service: Service | None = None
+        self.prompt: list[int] = []
+        self.state: ModelState | None = None
+        self.at_work = threading.Lock()  # the session's files are in use
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches."""
+        return 0 if self.state is None else sum(layer.nbytes for layer in self.state.cache)
+
+    def plug(self, service: Service) -> None:
+        """Uses these weights from now on."""
+        self.service = service
+        if self not in service.attached:
+            service.attached.append(self)
+
+    def unplug(self) -> None:
+        """Lets the weights go, for a model that is unloaded, and keeps the state."""
+        if self.state is not None:
+            self.state.settle()  # a graph that is built ahead holds them
+        if self.service is not None:
+            self.service.attached.remove(self)
+            self.service = None
+
+    def begin(self, state: ModelState, prompt: list[int]) -> None:
+        """Takes the state of a new run."""
+        self.state, self.prompt = state, prompt
+
+    def let_go(self) -> None:
+        """Drops the state, and closes our copy of the session's lock. May be called again."""
+        with self.at_work:
+            self._close_session()
+            self.state, self.prompt = None, []
+        if self.service is not None:
+            service, self.service = self.service, None
+            service.attached.remove(self)
+            service.count()
+
+    def hang_up(self, later: Callable[[Callable[[], None]], None]) -> None:
+        """The connection has ended; on the front's thread. The session is free at once, unless it
+        is being written just now: a second writer need not wait until the worker has time. The
+        arrays are the worker's to drop."""
+        if self.at_work.acquire(blocking=False):
+            try:
+                self._close_session()
+            finally:
+                self.at_work.release()
+        later(self.let_go)
+
+    def _close_session(self) -> None:
+        """Gives the lock back before the session is closed: whether the directory stays is for the
+        one who lent it to decide."""
+        session = None if self.state is None else self.state.session
+        if self.state is None or session is None:
+            return
+        self.state.session = None
+        if session.lock is not None:
+            session.lock.release()
+        session.close()
+
+
+def serve(
+    load: Callable[[], Service],
+    preparer: Preparer,
+    request: Request,
+    channel: Channel,
+    later: Callable[[Callable[[], None]], None],
+) -> None:
+    """Does one op and replies. Raises ToastError for one that fails.
+
+    load: gives the weights, loaded if need be. later: has the worker call something when it has
+    time. The descriptors of the request that are not taken out of it are the caller's to close.
+    """
+    if channel.gone:
+        return
+    check_fields(request)
+    if request.op == "attach":
+        channel.reply(_attach(load, preparer, request, channel, later))
+        return
+    attached = channel.store.get(KEY)
+    if attached is None:
+        raise UsageError(f"{request.op}: attach comes first")
+    if request.op == "release":
+        attached.let_go()
+        channel.reply({"released": {}})
+        return
+    if attached.fingerprint != preparer.fingerprint:
+        attached.let_go()
+        raise UnavailableError(f"the daemon runs {preparer.files.name} now")
+    if request.op == "restore":
+        attached.let_go()
+    elif attached.state is None:
+        raise UsageError(f"{request.op}: restore comes first")
+    service = load()
+    attached.plug(service)
+    channel.reply(_done(attached, service, request))
+    if request.op == "step":
+        _state(attached).look_ahead(service.engine)  # while the client chooses the token
+
+
+def _done(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
+    """Does one op of a run; the reply."""
+    try:
+        with attached.at_work:
+            return OPERATIONS[request.op](attached, service, request)
+    except ToastError:
+        raise  # the state is as it was
+    except BaseException:
+        attached.let_go()
+        raise
+    finally:
+        if attached.state is None:
+            attached.unplug()
+        service.count()
+
+
+# -------------------------------------------------------------------------------------- the ops
+
+
+def _attach(
+    load: Callable[[], Service],
+    preparer: Preparer,
+    request: Request,
+    channel: Channel,
+    later: Callable[[Callable[[], None]], None],
+) -> dict[str, Any]:
+    """Holds the client's model, device and dtype against ours. Raises NoInputError where it would
+    compute something else by itself."""
+    fingerprint, device, dtype = (request.raw.get(name) for name in FIELDS["attach"])
+    _check_wishes(fingerprint, device, dtype)
+    name = preparer.files.name
+    if fingerprint != preparer.fingerprint:
+        raise NoInputError(f"the daemon runs {name}")
+    service = load()
+    engine = service.engine
+    from toastkit.store.checkpoint import activation_dtype
+
+    if (_usual_device() if device == "auto" else device) != engine.device:
+        raise NoInputError(f"the daemon runs {name} on the {engine.device}")
+    if (dtype or activation_dtype(engine.device == "cpu")) != engine.dtype:
+        raise NoInputError(f"the daemon runs {name} in {engine.dtype or 'its own dtype'}")
+    if KEY not in channel.store:
+        attached = channel.store[KEY] = Attached(preparer.fingerprint)
+        channel.on_close.append(lambda: attached.hang_up(later))
+    from toastkit.engine.engine import CHUNK
+
+    return {
+        "attached": {
+            "vocab": engine.vocab,
+            "context": engine.context,
+            "device": engine.device,
+            "dtype": engine.dtype,
+            "chunk": service.settings.chunk or CHUNK[engine.device],
+        }
+    }
+
+
+def _usual_device() -> str:
+    """What --device auto means on this machine."""
+    import mlx.core as mx
+
+    return "gpu" if mx.is_available(mx.gpu) else "cpu"
+
+
+def _restore(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
+    """Begins a run: from the session, from another one, or from nothing."""
+    path, source = _path(request, "session"), _path(request, "source")
+    ids = _ids(request, service)
+    session = None if path is None else _lent_session(request, path, attached.fingerprint)
+    read = None
+    try:
+        if source is not None:
+            read = Session.open(source, attached.fingerprint, create=False, write=False)
+        state, cached = service.engine.restore(session, ids, read)
+    except BaseException:
+        if session is not None and session.lock is not None:
+            session.lock.release()
+            session.close()
+        raise
+    finally:
+        if read is not None:
+            read.close()
+    attached.begin(state, ids)
+    return {"restored": {"cached": cached, "logits": encoded(state)}}
+
+
+def _lent_session(request: Request, path: Path, fingerprint: str) -> Session:
+    """The session whose lock has come with the request."""
+    if len(request.fds) != 1:
+        raise UsageError("session: the descriptor of its lock has to come along, and no other")
+    try:
+        lock = LentLock.from_fd(path, request.fds.pop())
+    except DataError as error:
+        # In a container, say, or with a private directory for temporary files.
+        hint = "the daemon may not see the same files; --no-daemon does without it"
+        raise DataError(error.message, hint) from error
+    assert isinstance(lock, LentLock)  # from_fd makes what it is called on
+    lock.check()
+    return Session.adopt(path, fingerprint, lock)
+
+
+def _read(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
+    """One pass over the prompt, short while others answer. As in every prefill, the last token is
+    read by a step of its own."""
+    state = _state(attached)
+    held = len(state.tokens)
+    ids = _ids(request, service)
+    if held == len(attached.prompt):
+        raise UsageError("read: the prompt has been read")
+    if ids != attached.prompt[held : held + len(ids)]:
+        raise UsageError("ids: not those that come next in the prompt")
+    size = min(len(ids), service.slice_size() or len(ids))
+    passes = service.engine.reading(state, attached.prompt, lambda: size)
+    held = next(iter(passes))
+    return {"read": {"held": held, "logits": encoded(state)}}
+
+
+def _step(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
+    """One more token."""
+    state, engine = _state(attached), service.engine
+    token = request.raw.get("token")
+    if type(token) is not int or not 0 <= token < engine.vocab:
+        raise UsageError(f"token: not an id below {engine.vocab}")
+    if state.logits is None:
+        raise UsageError("step: the prompt has not been read to its end")
+    if engine.context is not None and len(state.tokens) >= engine.context:
+        raise DataError(f"the model's context of {engine.context} tokens is full")
+    state.consume(engine, token)
+    state.submit()
+    return {"step": {"logits": encoded(state)}}
+
+
+def _commit(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
+    """Puts the state into its session, if it has one."""
+    _state(attached).commit()
+    return {"committed": {}}
+
+
+OPERATIONS: dict[str, Callable[[Attached, Service, Request], dict[str, Any]]]
+OPERATIONS = {"restore": _restore, "read": _read, "step": _step, "commit": _commit}
+
+
+def encoded(state: ModelState) -> str | None:
+    """The logits (vocab,) float32 as base64 of their bytes, little-endian; waits for them."""
+    if state.logits is None:
+        return None
+    import binascii
+
+    import numpy as np
+
+    data = np.ascontiguousarray(state.values(), "<f4").data
+    return binascii.b2a_base64(data, newline=False).decode("ascii")
+
+
+def _state(attached: Attached) -> ModelState:
+    assert attached.state is not None  # serve has made sure
+    return attached.state
+
+
+# ----------------------------------------------------------------------------------- the fields
+
+
+def check_fields(request: Request) -> None:
+    """Raises UsageError for a field that the op does not have, or lacks one that it has."""
+    known = FIELDS[request.op]
+    for name in request.raw:
+        if name not in (*known, "op", "id"):
+            import difflib
+
+            near = difflib.get_close_matches(name[:100], known, 1)
+            hint = f"did you mean {near[0]}?" if near else None
+            raise UsageError(f"{request.op} takes no field {name[:100]!r}", hint=hint)
+    for name in known:
+        if name not in request.raw:
+            raise UsageError(f"{request.op} needs the field {name!r}")
+
+
+def _check_wishes(fingerprint: Any, device: Any, dtype: Any) -> None:
+    if not isinstance(fingerprint, str):
+        raise UsageError(f"fingerprint: {kind(fingerprint)} instead of a string")
+    if device not in DEVICES:
+        raise UsageError(f"device: not one of {', '.join(DEVICES)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"dtype: neither null nor one of {', '.join(DTYPES)}")
+
+
+def _path(request: Request, name: str) -> Path | None:
+    value = request.raw[name]
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise UsageError(f"{name}: {kind(value)} instead of null or a string")
+    if not os.path.isabs(value) or "\0" in value:
+        raise UsageError(f"{name}: {value[:100]!r} is not an absolute path")
+    return Path(value)
+
+
+def _ids(request: Request, service: Service) -> list[int]:
+    """The token ids of a request, at least one."""
+    ids = request.raw["ids"]
+    if not isinstance(ids, list) or not ids:
+        what = "an empty list" if ids == [] else kind(ids)
+        raise UsageError(f"ids: {what} instead of a list of token ids")
+    for place, token in enumerate(ids, 1):
+        if type(token) is not int or not 0 <= token < service.engine.vocab:
+            raise UsageError(f"ids: entry {place} is not an id below {service.engine.vocab}")
+    return ids

@@ -1,0 +1,128 @@
+"""The audit log: a JSON line for every request, on who asked what of which model, and how it went.
+
+Auditing never fails a request: where the disk is full, a line is left out and that is said once.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import threading
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from toastkit.errors import CannotCreateError, from_os_error
+from toastkit.session.files import make_private_directories, open_private
+
+MAX_BYTES = 10 << 20  # of a file
+MAX_FILES = 5  # the one that is written and its predecessors, FILE.1 to FILE.4
+
+
+class Audit:
+    """The log at a path, mode 0600. keep_text: what was asked and answered is kept too. say: is
+    told of the first line that could not be written.
+
+    Raises CannotCreateError where the file cannot be made or is no regular file. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        keep_text: bool,
+        say: Callable[[str], None],
+        max_bytes: int = MAX_BYTES,
+    ):
+        self.path = path
+        self._keep_text = keep_text
+        self._say = say
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._warned = False
+        self._fd = -1
+        try:
+            make_private_directories(Path(path).parent)
+            self._open()
+        except OSError as error:
+            raise from_os_error(error, f"cannot write {path}", creating=True) from error
+
+    def write(self, record: dict[str, Any], texts: dict[str, Any] | None = None) -> None:
+        """Appends a record, after the time in UTC, with its texts where those are kept. Raises
+        nothing."""
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        whole = {"time": now, **record, **((texts or {}) if self._keep_text else {})}
+        line = json.dumps(whole, ensure_ascii=False, default=str).encode("utf-8", "replace") + b"\n"
+        with self._lock:
+            try:
+                self._follow()
+                self._rotate(len(line))
+                self._append(line)
+            except (OSError, CannotCreateError) as error:
+                self._complain(error)
+
+    def reopen(self) -> None:
+        """Goes on in the file that is at the path now, a new one where it was moved away."""
+        with self._lock:
+            self._warned = False
+            try:
+                self._open()
+            except (OSError, CannotCreateError) as error:
+                self._complain(error)
+
+    def close(self) -> None:
+        """Closes the file. May be called again."""
+        with self._lock:
+            self._shut()
+
+    def _open(self) -> None:
+        self._shut()
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # waits at no FIFO
+        fd = open_private(Path(self.path), flags)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise CannotCreateError(f"cannot write {self.path}: not a regular file")
+        self._fd = fd
+        os.fchmod(fd, 0o600)
+
+    def _shut(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _follow(self) -> None:
+        """Opens the file where that has not been done, or another program has moved it away."""
+        try:
+            if self._fd >= 0 and os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
+                return
+        except FileNotFoundError:
+            pass
+        self._open()
+
+    def _rotate(self, size: int) -> None:
+        """Begins a new file where the line would make this one too long."""
+        here = os.fstat(self._fd).st_size
+        if not here or here + size <= self._max_bytes:
+            return
+        for number in range(MAX_FILES - 1, 0, -1):
+            older = f"{self.path}.{number - 1}" if number > 1 else self.path
+            try:
+                os.replace(older, f"{self.path}.{number}")
+            except FileNotFoundError:
+                continue
+        self._open()
+
+    def _append(self, line: bytes) -> None:
+        """All of the line or nothing of it."""
+        written = os.write(self._fd, line)
+        if written < len(line):
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _complain(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            self._say(f"cannot write the audit log {self.path}: {(reason or str(error)).lower()}")

@@ -1,0 +1,138 @@
+"""Going into the background: fork, setsid, fork, before anything of MLX is there.
+
+Metal's connection to the GPU does not survive a fork. So the fork comes first, and the model is
+loaded by the process that will use it; the process that was started waits on a pipe until the
+daemon says that it is ready, or why it is not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from toastkit.errors import ToastError, UnavailableError, from_os_error
+from toastkit.session.files import make_private_directories, open_private
+
+FIRST_FREE = 3  # where the pipe is, once everything else has been closed
+_MAX_BYTES = 1 << 16
+
+
+class Starter:
+    """The daemon's end of the pipe to the process that waits for it."""
+
+    def __init__(self, fd: int):
+        self._fd = fd
+
+    def ready(self) -> None:
+        """Lets it go. Raises UnavailableError if it has gone already: whoever interrupts the start
+        wants no daemon."""
+        if not self._tell({"ready": os.getpid()}):
+            raise UnavailableError("whoever started the daemon has gone")
+
+    def failed(self, error: ToastError) -> None:
+        """Passes on what it is to say and to exit with."""
+        self._tell({"code": error.code, "message": error.message, "hint": error.hint})
+
+    def _tell(self, what: dict) -> bool:
+        if self._fd < 0:
+            return True  # it has been told
+        fd, self._fd = self._fd, -1
+        try:
+            os.write(fd, json.dumps(what).encode())
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+
+
+def detach(log: str) -> Starter | int:
+    """Goes into the background. Returns a Starter in the daemon, and in the process that was
+    started, once the daemon is ready, its process id.
+
+    log: the file that the daemon's standard error is appended to. Raises ToastError, with the
+    daemon's message and code, where the daemon could not start.
+    """
+    if "mlx" in sys.modules or "mlx.core" in sys.modules:
+        raise ToastError("cannot fork: MLX is loaded, and Metal does not survive a fork")
+    errors = _open_log(log)
+    read, write = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        os.close(write)
+        os.close(errors)
+        return _wait(read, child, log)
+    try:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        _settle(errors, write)
+    except BaseException as error:
+        Starter(write).failed(ToastError(f"cannot go into the background: {error}"))
+        os._exit(70)
+    return Starter(FIRST_FREE)
+
+
+def _open_log(log: str) -> int:
+    try:
+        make_private_directories(Path(log).parent)
+        return open_private(Path(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    except OSError as error:
+        raise from_os_error(error, f"cannot write {log}", creating=True) from error
+
+
+def _settle(errors: int, pipe: int) -> None:
+    """The daemon's descriptors and directory: nothing of the shell's is held on to."""
+    start = os.getcwd()
+    os.chdir("/")
+    sys.path[:] = [os.path.join(start, entry) for entry in sys.path]
+    # Out of the way of 0 to 3 first, in case the shell had closed one of them.
+    errors, pipe = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (errors, pipe))
+    null = fcntl.fcntl(os.open(os.devnull, os.O_RDWR), fcntl.F_DUPFD_CLOEXEC, 10)
+    for source, target in ((null, 0), (null, 1), (errors, 2)):
+        os.dup2(source, target)
+    os.dup2(pipe, FIRST_FREE, inheritable=False)
+    for name in os.listdir("/dev/fd"):
+        if int(name) > FIRST_FREE:
+            try:
+                os.close(int(name))
+            except OSError:
+                pass  # the one that listed them
+
+
+def _wait(read: int, child: int, log: str) -> int:
+    """What the daemon says."""
+    os.waitpid(child, 0)
+    data = b""
+    while piece := os.read(read, _MAX_BYTES):
+        data += piece
+    os.close(read)
+    if not data:
+        raise ToastError("the daemon died while it started", hint=f"see {log}")
+    told = json.loads(data)
+    if "ready" in told:
+        return told["ready"]
+    error = ToastError(told["message"], told["hint"])
+    error.code = told["code"]
+    raise error
+
+
+def say_with_time(line: str) -> None:
+    """One line for the log file."""
+    print(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} toasted: {line}", file=sys.stderr, flush=True)
+
+
+def die(code: int) -> NoReturn:
+    """Ends the process at once, whatever its threads are doing."""
+    kernel_cache = sys.modules.get("toastkit.engine.kernel_cache")
+    if kernel_cache is not None:
+        kernel_cache.close()  # atexit does not run for a process that ends like this
+    sys.stderr.flush()
+    os._exit(code)

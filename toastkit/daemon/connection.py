@@ -1,0 +1,180 @@
+"""One client's connection, as the front's thread sees it: bytes in, lines and descriptors out.
+
+A descriptor (SCM_RIGHTS) belongs to the line with which it was sent. Linux ends a recvmsg(2) with
+the piece that carries descriptors, so that is the line of the last byte received. Elsewhere bytes
+sent later may come along; so a client that sends descriptors waits for the reply to that line
+before it sends the next.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+from toastkit.daemon.channel import Channel, Outbox
+from toastkit.daemon.peer import Peer
+from toastkit.errors import DataError
+
+READ_BYTES = 1 << 16
+MAX_FDS = 8  # with one piece of a line, and waiting for their lines
+_INT = struct.Struct("i")
+
+
+class Connection:
+    """peer: who is there. channel: the request that is running, if one is. eof: the client sends no
+    more. touched: time.monotonic() of the last sign of life. ends: when it is closed at the latest,
+    where it has been told that it is to go; what it sends until then is thrown away.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        peer: Peer,
+        max_line: int,
+        attend: Callable[[Connection], None],
+    ):
+        connection.setblocking(False)
+        self.peer = peer
+        self.outbox = Outbox(connection, self.attend)
+        self.store: dict[str, Any] = {}
+        self.on_close: list[Callable[[], None]] = []
+        self.channel: Channel | None = None
+        self.eof = False
+        self.ends: float | None = None
+        self.touched = time.monotonic()
+        self.watched: int | None = None  # the events that the loop waits for, once it does
+        self._socket = connection
+        self._fd = connection.fileno()
+        self._max_line = max_line
+        self._attend = attend
+        self._input = bytearray()
+        self._scanned = 0  # bytes of it that hold no newline
+        self._received = 0  # bytes, of the whole connection
+        self._taken = 0
+        self._fds: list[tuple[int, list[int]]] = []  # and where the piece they came with ends
+
+    def fileno(self) -> int:
+        """The descriptor, also after it has been closed: the loop's name for the connection."""
+        return self._fd
+
+    def attend(self) -> None:
+        """Has the loop look at the connection. From any thread."""
+        self._attend(self)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the next line has to wait: for the request before it, or for its reader."""
+        return self.channel is not None or self.outbox.pending > 0 or self.ends is not None
+
+    @property
+    def buffered(self) -> int:
+        """Bytes received that are no line yet, or one that waits."""
+        return len(self._input)
+
+    def events(self) -> int:
+        """What the loop is to poll for; a hang-up is reported in any case."""
+        wanted = select.POLLOUT if self.outbox.pending else 0
+        if not self.eof and (self.ends is not None or len(self._input) <= self._max_line):
+            wanted |= select.POLLIN
+        return wanted
+
+    def read(self) -> None:
+        """Takes what is there, one read's worth. Raises OSError, and DataError for descriptors that
+        cannot be taken."""
+        if self.ends is not None:
+            self.eof = not self._socket.recv(READ_BYTES)  # descriptors are dropped by the kernel
+            return
+        size = socket.CMSG_SPACE(MAX_FDS * _INT.size)
+        flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+        data, messages, flags, _ = self._socket.recvmsg(READ_BYTES, size, flags)
+        fds = _descriptors(messages)
+        self._received += len(data)
+        if fds:
+            self._fds.append((self._received, fds))
+        if flags & socket.MSG_CTRUNC or sum(len(some) for _, some in self._fds) > MAX_FDS:
+            raise DataError(f"more than {MAX_FDS} descriptors, or none free here")
+        self.eof = not data
+        self.touched = time.monotonic()
+        self._input += data
+
+    def next_line(self) -> tuple[bytes, list[int]] | None:
+        """The next whole line without its newline, and the descriptors that came with it; None if
+        there is none yet. What the client sent last may lack the newline.
+
+        Raises DataError for a line over the limit; nothing can be read after that.
+        """
+        end = self._input.find(b"\n", self._scanned)
+        if end < 0:
+            self._scanned = end = len(self._input)
+            if end <= self._max_line and not (self.eof and end):
+                return None
+        if end > self._max_line:
+            raise DataError(
+                f"request: the line is longer than {self._max_line} bytes",
+                hint="toasted --max-line sets the limit",
+            )
+        with memoryview(self._input) as view:
+            line = bytes(view[:end])
+        self._take(end + 1)
+        fds: list[int] = []
+        while self._fds and self._fds[0][0] <= self._taken:
+            fds += self._fds.pop(0)[1]
+        return line, fds
+
+    def _take(self, size: int) -> None:
+        del self._input[:size]
+        self._taken += size
+        self._scanned = 0
+
+    def say_goodbye(self, seconds: float) -> None:
+        """Nothing more is said, and what is read is thrown away, for some time. To close at once
+        would reset the connection, and a client that still writes would lose the reply."""
+        self.outbox.finish()
+        self.ends = time.monotonic() + seconds
+        self._drop_input()
+
+    def close(self) -> None:
+        """Closes it, drops what waits, and tells those who asked to be told. May be called again.
+        Raises what they raise, after all have been called."""
+        self.outbox.close()
+        self._drop_input()
+        failure: Exception | None = None
+        while self.on_close:
+            try:
+                self.on_close.pop(0)()
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def _drop_input(self) -> None:
+        self._input = bytearray()
+        self._scanned = 0
+        for _, fds in self._fds:
+            close_all(fds)
+        self._fds = []
+
+
+def _descriptors(messages: list[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors in the ancillary data of a recvmsg."""
+    fds: list[int] = []
+    for level, kind, data in messages:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds += (fd for (fd,) in _INT.iter_unpack(data[: len(data) // _INT.size * _INT.size]))
+    for fd in fds:
+        os.set_inheritable(fd, False)  # where the flag of recvmsg does not do it
+    return fds
+
+
+def close_all(fds: list[int]) -> None:
+    """Closes descriptors that came with a line."""
+    for fd in fds:
+        try:
+            os.close(fd)
+        except OSError:
+            pass  # whoever took it has closed it

@@ -1,0 +1,235 @@
+"""One request under way: the frames of its stages, told to the one who asked as replies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from toastkit.daemon.history import conversation_hash
+from toastkit.daemon.memory import Kept, Memory
+from toastkit.daemon.prepare import Prepared, messages_of
+from toastkit.daemon.runs import ScheduledRuns, Scheduler
+from toastkit.engine.engine import Engine
+from toastkit.errors import ToastError
+from toastkit.frames import End, Frame, Head, Prefilled, Text, Token, Tokens, pack_ids
+from toastkit.stages.answer import AnswerOptions, answer, xtc_special_ids
+from toastkit.stages.detokenize import TextOptions
+from toastkit.stages.options import Interrupt, Outcome, ReadOptions, StepOptions
+from toastkit.stages.runs import Pause
+from toastkit.stages.sample import DrawOptions
+from toastkit.text.tokenizer import Tokenizer
+
+WORTH_KEEPING = 256  # tokens read, from which on an unfinished state is kept for another try
+PROGRESS_SECONDS = 0.1  # between two progress replies
+
+
+class Channel(Protocol):
+    """The way back to the one who asked."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody reads any more."""
+
+    def reply(self, message: dict) -> None: ...
+
+    def done(self) -> None: ...
+
+
+class Conversation:
+    """A request that has got its place at the device.
+
+    want: what it waits for: "read", a pass over its prompt; "step", a step; None: it is over.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        channel: Channel,
+        head: Head,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        memory: Memory,
+        scheduler: Scheduler,
+        chunk: int | None,
+    ):
+        self.prepared = prepared
+        self.channel = channel
+        self.want: str | None = "read"
+        self.end: End | None = None
+        self.error: ToastError | None = None
+        self._memory = memory
+        self._scheduler = scheduler
+        self._text: list[str] = []
+        self._began = time.perf_counter()
+        self._read: float | None = None
+        self._first: float | None = None
+        self._told = 0.0
+        self._early: Kept | None = None
+        request = prepared.request
+        self.runs = ScheduledRuns(
+            memory,
+            scheduler,
+            prepared.key,
+            prepared.points,
+            None if request.session is None else Path(request.session),
+            lambda: channel.gone,
+            deferred=engine.device == "gpu" or prepared.sampling.temperature == 0,
+        )
+        head.session, head.run = None, None
+        frames: list[Frame] = [head, Tokens(pack_ids(prepared.ids))]
+        options = self._options(chunk, tokenizer)
+        self._frames: Iterator[Any] = answer(
+            frames, tokenizer, lambda head: engine, self.runs, options, Interrupt(), Outcome()
+        )
+
+    def _options(self, chunk: int | None, tokenizer: Tokenizer) -> AnswerOptions:
+        request = self.prepared.request
+        wanted, sampling = request.options, self.prepared.sampling
+        limit = StepOptions(max_tokens=wanted.max_tokens)
+        return AnswerOptions(
+            read=ReadOptions(chunk=chunk, progress=self._progress),
+            draw=DrawOptions(sampling, wanted.top, limit, wanted.ignore_eos, wanted.tokens),
+            text=TextOptions(wanted.stop, wanted.keep_special),
+            telemetry=wanted.tokens,
+            xtc_special_ids=xtc_special_ids(sampling, tokenizer),
+        )
+
+    # ---------------------------------------------------------------------------------- its course
+
+    @property
+    def reading(self) -> bool:
+        return self.want == "read"
+
+    def advance(self) -> None:
+        """Goes on until it wants the device again, or is over."""
+        try:
+            if self.channel.gone:
+                return self.give_up()
+            for frame in self._frames:
+                if isinstance(frame, Pause):
+                    self.want = frame.want
+                    if self.want == "step" and self._early is None:
+                        self._keep_prompt()
+                    return None
+                self._tell(frame)
+            self._keep(self._memory)
+        except ToastError as error:
+            self.error = error
+            self._close()
+        self.want = None
+        return None
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more: stops it where it is, and keeps what was read."""
+        self.want = None
+        try:
+            self._frames.close()  # type: ignore[attr-defined]
+            self._keep(self._memory)
+        except ToastError as error:
+            self.error = error
+        self._close()
+
+    def abort(self) -> None:
+        """Lets everything go after a failure that is not the user's."""
+        self.want = None
+        try:
+            self._frames.close()  # type: ignore[attr-defined]
+        except Exception:
+            pass  # the first failure is the one to tell of
+        self._close()
+
+    def _close(self) -> None:
+        """Lets go of a named session, whatever happened."""
+        if self.runs.state is not None:
+            self._scheduler.leave(self.runs.state)
+        if self.runs.named is not None:
+            self.runs.named.close()
+
+    def _keep_prompt(self) -> None:
+        """Keeps a long prompt as soon as it is read: the daemon may be killed while it answers."""
+        state = self.runs.state
+        assert state is not None  # it is about to step
+        read = len(self.prepared.ids) - self.runs.cached
+        wanted = self.prepared.request.keep and self.runs.named is None
+        if wanted and read >= WORTH_KEEPING:
+            key = conversation_hash(messages_of(self.prepared.request))
+            # The caches hold the prompt and no more: the first step is due, and not taken yet.
+            ids = self.prepared.ids
+            self._early = self._memory.keep_copy(
+                key, ids, state, self.runs.parent, self.prepared.key
+            )
+
+    def _keep(self, memory: Memory) -> None:
+        """Keeps the state for the next turn."""
+        state = self.runs.state
+        wanted = self.prepared.request.keep or self.runs.named is not None
+        if state is None or not state.tokens or not wanted:
+            self._close()
+            return
+        unfinished = self.end is None and len(state.tokens) - self.runs.cached < WORTH_KEEPING
+        if not unfinished:
+            self._scheduler.leave(state)
+            state.settle()
+            key = self.prepared.save_key(self.text)
+            parent = self._early or self.runs.parent
+            kept = memory.keep(
+                key, state.read_tokens(), state.cache, state.checkpoints, parent, self.prepared.key
+            )
+            if self.runs.named is not None and self.runs.named.n_past == len(state.tokens):
+                memory.place_in(kept, self.runs.named)
+        self._close()
+
+    # ------------------------------------------------------------------------------- what is said
+
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return "".join(self._text)
+
+    def _progress(self, done: int, total: int) -> None:
+        now = time.perf_counter()
+        if done < total and now - self._told >= PROGRESS_SECONDS:
+            self._told = now
+            progress = {"done": done, "total": total, "cached": self.runs.cached}
+            self.channel.reply({"progress": progress})
+
+    def _tell(self, frame: Frame) -> None:
+        request = self.prepared.request
+        if isinstance(frame, (Text, Token)) and self._first is None:
+            self._first = time.perf_counter()
+        if isinstance(frame, Prefilled):
+            self._read = time.perf_counter()
+        elif isinstance(frame, Text):
+            self._text.append(frame.s)
+            if request.stream:
+                self.channel.reply({"text": frame.s})
+        elif isinstance(frame, Token) and request.options.tokens:
+            told = {"pos": frame.pos, "id": frame.id, "logprob": frame.logprob,
+                    "entropy": frame.entropy, "gear": frame.gear}  # fmt: skip
+            self.channel.reply({"token": {**told, **({"top": frame.top} if frame.top else {})}})
+        elif isinstance(frame, End):
+            self.end = frame
+
+    def stats(self, model: str) -> dict[str, Any]:
+        """What the request cost: the `stats` reply."""
+        received = self.prepared.request.received
+
+        def since(moment: float | None) -> float | None:
+            return None if moment is None else round(moment - received, 6)
+
+        return {
+            "model": model,
+            "prompt": len(self.prepared.ids),
+            "cached": self.runs.cached,
+            "why": self.runs.why,
+            "answer": self.end.n if self.end is not None else 0,
+            "seed": self.prepared.sampling.seed,
+            "seconds": {
+                "queued": since(self._began),
+                "prefill": since(self._read),
+                "first": since(self._first),
+                "total": since(time.perf_counter()),
+            },
+        }

@@ -1,0 +1,52 @@
+"""What the front and the worker know of each other, and the limits of the front."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from toastkit.daemon.channel import Channel
+from toastkit.daemon.requests import Request
+
+
+class Worker(Protocol):
+    """The one who owns the model, and the thread that it lives in.
+
+    failure: what the thread has died of. notify: set by the front; called when it is to look.
+    start: loads the model and returns; raises ToastError, and then there is no thread. submit:
+    thread-safe, returns at once; raises BusyError, UnavailableError. Replies and done() come later,
+    from another thread; the descriptors of an attach op are the worker's from then on. status:
+    thread-safe, waits for nothing. drain: takes no more, goes on with what is active; idle: whether
+    that is over. cancel_all: ends what is active. reload: loads the model anew, once the active
+    requests are done. close: saves what is to be saved and ends the thread.
+    """
+
+    failure: BaseException | None
+    notify: Callable[[], None]
+
+    def start(self) -> None: ...
+
+    def submit(self, request: Request, channel: Channel) -> None: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+    def drain(self) -> None: ...
+
+    def idle(self) -> bool: ...
+
+    def cancel_all(self) -> None: ...
+
+    def reload(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """connections: at most, at a time. line_bytes: of a request, without its newline. idle_seconds:
+    how long a connection may do nothing."""
+
+    connections: int = 256
+    line_bytes: int = 16 << 20
+    idle_seconds: float = 300.0

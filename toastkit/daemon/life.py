@@ -1,0 +1,316 @@
+"""The life of the daemon's process: born with a socket, ready with a model, ended by a drain.
+
+    first SIGTERM, SIGINT or stop   no more connections; what is active is finished, within a time
+    second                          what is active is cancelled
+    third                           gone at once
+    SIGHUP                          the model and the audit log are opened anew
+
+Before the model is loaded, the first signal ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NoReturn
+
+from toastkit.daemon import activation
+from toastkit.daemon.audit import Audit
+from toastkit.daemon.background import die
+from toastkit.daemon.interface import Limits, Worker
+from toastkit.daemon.listening import SocketFile
+from toastkit.daemon.paths import make_private, runtime_directory
+from toastkit.daemon.pidfile import Pidfile
+from toastkit.daemon.server import Server
+from toastkit.errors import ToastError
+
+WATCH_SECONDS = 0.05  # between looks at whether the worker is done, during a drain
+CANCEL_SECONDS = 5.0  # for cancelled requests to end
+FLUSH_SECONDS = 2.0  # for clients to read the last replies
+_NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """socket, pidfile: paths. say: one line for people. announce: say when it is ready. verbose:
+    say what it is waiting for. debug: say why connections are closed. audit: closed at the end.
+    on_ready: called once the model is loaded, for the process that waits for this one."""
+
+    socket: str
+    pidfile: str
+    say: Callable[[str], None]
+    limits: Limits = field(default_factory=Limits)
+    drain_seconds: float = 30.0
+    announce: bool = True
+    verbose: bool = False
+    debug: bool = False
+    audit: Audit | None = None
+    on_ready: Callable[[], None] | None = None
+
+
+def serve(settings: Settings, make_worker: Callable[[], Worker]) -> int:
+    """Runs the daemon in this process, of which it has to be the main thread, until it is told to
+    end; returns the exit code.
+
+    Raises BusyError where a daemon has the socket already, CannotCreateError where there is no
+    place for it, what loading the model raises, and ToastError when the worker has died.
+    """
+    signals = Signals()
+    life = Life(settings, signals)
+    try:
+        signals.install()
+        return life.run(make_worker)
+    except Ended as end:
+        life.close()
+        if life.loading:
+            die(end.code)  # the thread that loads the model cannot be stopped
+        return end.code
+    finally:
+        life.close()
+        signals.restore()
+
+
+class Ended(BaseException):
+    """A signal that ends the process before it is ready. code: of the exit."""
+
+    def __init__(self, code: int):
+        self.code = code
+
+
+class Signals:
+    """What has been asked by signals. ends: those that end the daemon, in their order. patient:
+    they are only noted, up to the third."""
+
+    def __init__(self) -> None:
+        self.ends: list[int] = []
+        self.hangups = 0
+        self.patient = False
+        self._before: dict[int, Any] = {}
+        self._wakeup: int | None = None
+
+    def install(self) -> None:
+        """Takes the signals over, but for those that are ignored: by nohup, say."""
+        for number in _NUMBERS:
+            before = signal.getsignal(number)
+            if before is not signal.SIG_IGN or number == signal.SIGTERM:
+                self._before[number] = before
+                signal.signal(number, self._note)
+        self._before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+    def wake(self, fd: int) -> None:
+        """Has each signal write a byte to a descriptor, so that a poll in progress ends."""
+        self._wakeup = signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
+
+    def sleep(self) -> None:
+        """Ends that: the descriptor is about to be closed."""
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._wakeup)
+            self._wakeup = None
+
+    def restore(self) -> None:
+        """Gives the signals back."""
+        self.sleep()
+        while self._before:
+            number, before = self._before.popitem()
+            signal.signal(number, before)
+
+    @property
+    def code(self) -> int:
+        """The exit code that the first of them makes: to end on request is no failure, Ctrl-C is
+        told to the shell."""
+        return 130 if self.ends and self.ends[0] == signal.SIGINT else 0
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self.hangups += 1
+            return
+        self.ends.append(number)
+        if len(self.ends) > 2:
+            die(128 + number)
+        if not self.patient and len(self.ends) == 1:
+            raise Ended(self.code)
+
+
+class Life:
+    """One daemon. loading: the worker's thread is at work on the model."""
+
+    def __init__(self, settings: Settings, signals: Signals):
+        self._settings = settings
+        self._signals = signals
+        self._pidfile: Pidfile | None = None
+        self._file: SocketFile | None = None
+        self._listeners: list[socket.socket] = []
+        self._server: Server | None = None
+        self._stop_asked = False
+        self._hangups = 0
+        self.loading = False
+
+    def run(self, make_worker: Callable[[], Worker]) -> int:
+        """From the socket to the exit code."""
+        self._take_place()
+        worker = make_worker()
+        server = self._server = Server(
+            self._listeners, worker, self._settings.limits,
+            on_stop=self._stop, on_reload=lambda: self._reload(worker),
+            debug=self._settings.say if self._settings.debug else None,
+        )  # fmt: skip
+        worker.notify = server.wake
+        self._signals.wake(server.wake_fd)
+        self.loading = True
+        self._explain("loading the model")
+        worker.start()
+        self._signals.patient = True
+        self.loading = False
+        self._hangups = self._signals.hangups  # what they asked for has just been done
+        try:
+            self._announce(worker)
+            self._serve(server, worker)
+            self._drain(server, worker)
+            self._flush(server)
+        except BaseException:
+            self._close_quietly(worker)
+            raise
+        self._explain("saving conversations")
+        worker.close()
+        return self._signals.code
+
+    def _explain(self, what: str) -> None:
+        if self._settings.verbose:
+            self._settings.say(what)
+
+    # ------------------------------------------------------------------------------ beginning
+
+    def _take_place(self) -> None:
+        """Pidfile and socket, or the sockets of the service manager."""
+        settings = self._settings
+        inherited = activation.inherited_sockets()
+        own = [settings.pidfile] if inherited else [settings.pidfile, settings.socket]
+        if any(os.path.dirname(path) == runtime_directory() for path in own):
+            make_private(runtime_directory())
+        self._pidfile = Pidfile.take(settings.pidfile)
+        if inherited:
+            self._listeners = inherited
+        else:
+            self._file = SocketFile.make(settings.socket)
+            self._listeners = [self._file.socket]
+
+    def _announce(self, worker: Worker) -> None:
+        status = worker.status()
+        where = " and ".join(_address(listener) for listener in self._listeners)
+        what = f"{status.get('model')} on the {status.get('device')}, listening on {where}"
+        if self._settings.announce:
+            self._settings.say(what)
+        activation.notify("READY=1", f"STATUS={what}", f"MAINPID={os.getpid()}")
+        if self._settings.on_ready is not None:
+            self._settings.on_ready()
+
+    # -------------------------------------------------------------------------------- serving
+
+    def _serve(self, server: Server, worker: Worker) -> None:
+        """Until it is time to end."""
+        while not (self._stop_asked or self._signals.ends):
+            server.step()
+            self._check(server, worker)
+            if self._hangups < self._signals.hangups:
+                self._hangups = self._signals.hangups
+                try:
+                    self._reload(worker)
+                except ToastError as error:
+                    self._settings.say(f"cannot reload: {error.message}")
+
+    def _stop(self) -> None:
+        self._stop_asked = True
+
+    def _reload(self, worker: Worker) -> None:
+        activation.notify_reloading()
+        try:
+            if self._settings.audit is not None:
+                self._settings.audit.reopen()
+            worker.reload()
+        finally:
+            activation.notify("READY=1")
+
+    def _check(self, server: Server, worker: Worker) -> None:
+        """Raises ToastError once the worker's thread has died: a daemon that takes requests which
+        nobody will answer is worse than none."""
+        failure = worker.failure
+        if failure is None:
+            return
+        server.fail_all(ToastError("the daemon's worker has died"))
+        self._flush(server)
+        text = f"the worker has died: {type(failure).__name__}: {failure}".replace("\n", " ")
+        raise ToastError(text, hint="--debug shows where") from failure
+
+    # --------------------------------------------------------------------------------- ending
+
+    def _drain(self, server: Server, worker: Worker) -> None:
+        """Lets what is active finish, cancels it when the time is over or a second signal comes."""
+        activation.notify("STOPPING=1")
+        self._explain(f"ending, in {self._settings.drain_seconds:g} s at most")
+        worker.drain()
+        self._remove_socket()
+        server.stop_listening()
+        deadline = time.monotonic() + self._settings.drain_seconds
+        cancelled = False
+        while not worker.idle():
+            server.step(WATCH_SECONDS)
+            self._check(server, worker)
+            hurried = len(self._signals.ends) > 1 and not cancelled
+            if time.monotonic() < deadline and not hurried:
+                continue
+            if cancelled:
+                self._abandon(worker)
+            self._explain("cancelling what is still under way")
+            worker.cancel_all()
+            cancelled = True
+            deadline = time.monotonic() + CANCEL_SECONDS
+
+    def _abandon(self, worker: Worker) -> NoReturn:
+        """A step of the model that does not come back cannot be ended otherwise."""
+        self._settings.say("a cancelled request does not end: leaving it")
+        self.close()
+        die(70)
+
+    def _flush(self, server: Server) -> None:
+        """Gives clients a moment to read what was said last."""
+        deadline = time.monotonic() + FLUSH_SECONDS
+        server.step(0)
+        while server.unsent and time.monotonic() < deadline:
+            server.step(WATCH_SECONDS)
+
+    def _close_quietly(self, worker: Worker) -> None:
+        """Saves the states as far as possible, after something else has failed."""
+        try:
+            worker.close()
+        except Exception:
+            pass  # the failure to report is the first one
+
+    def _remove_socket(self) -> None:
+        if self._file is not None:
+            self._file.remove()
+
+    def close(self) -> None:
+        """Removes and closes everything. Connections come last: who waits for the end of one, as
+        `toasted stop` does, finds the place free. May be called again."""
+        self._remove_socket()
+        if self._pidfile is not None:
+            self._pidfile.remove()
+        if self._settings.audit is not None:
+            self._settings.audit.close()
+        self._signals.sleep()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
+
+
+def _address(listener: socket.socket) -> str:
+    name = listener.getsockname()
+    return name if isinstance(name, str) else "@" + bytes(name[1:]).decode("utf-8", "replace")

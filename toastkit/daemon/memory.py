@@ -1,0 +1,331 @@
+"""What the daemon remembers: the state after each finished turn, so that no history is read twice.
+
+A state is found by the hash of the conversation (history.py), or, where that finds nothing, by its
+tokens. Either way it is used only as far as its tokens are those of the new prompt: to its end, or
+to an earlier position at which every layer can be resumed. One chat keeps one state, because a
+state that continues another takes its place (parent eviction); two that part from one keep both.
+The least recently used leave the device when the budget is spent; what is on disk as well stays
+there (spill.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toastkit.daemon.spill import Spill
+from toastkit.engine.checkpoints import copy_caches, resumable, resume_at
+from toastkit.engine.state import ModelState
+from toastkit.errors import ToastError
+from toastkit.session.checkpoints import Checkpoint
+from toastkit.session.directory import Session
+from toastkit.store.ledger import SESSIONS, Ledger
+
+# Common tokens from which on it is said why they could not be used: a template's first words are
+# common to all prompts.
+WORTH_A_WORD = 16
+
+
+@dataclass(eq=False)
+class Kept:
+    """A state that is kept. key: hash of its conversation. tokens: uint32, ids it has read.
+    cache, checkpoints: on the device; cache is None where it is on disk only. path, generation:
+    where it lies on disk. points, cuts: positions of its checkpoints; whether it can be cut back
+    anywhere. saved: the disk has all of it. used: when it was last wanted, counted up. own: the
+    path is a session that a user named, not one of ours."""
+
+    key: int
+    tokens: np.ndarray
+    cache: list | None
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    path: Path | None = None
+    generation: int = 0
+    points: list[int] = field(default_factory=list)
+    cuts: bool = False
+    saved: bool = False
+    used: int = 0
+    own: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        layers = [*(self.cache or ()), *(x for point in self.checkpoints for x in point.layers)]
+        return sum(layer.nbytes for layer in layers if layer is not None)
+
+
+@dataclass(frozen=True)
+class Match:
+    """What of a prompt need not be read. kept: whose state, None for nothing. count: tokens.
+    why: one line, why not more."""
+
+    kept: Kept | None
+    count: int
+    why: str
+
+
+class Memory:
+    """The kept states of one model.
+
+    new_cache: makes empty caches of the model. budget: bytes on the device, counted in the ledger
+    under `sessions`. spill: the disk, None to keep nothing there.
+    """
+
+    def __init__(
+        self, new_cache: Callable[[], list], budget: int, ledger: Ledger, spill: Spill | None
+    ):
+        self._new_cache = new_cache
+        self._budget = budget
+        self._ledger = ledger
+        self._spill = spill
+        self._clock = itertools.count(1)
+        self.kept: list[Kept] = []
+        self.unsaved: deque[Kept] = deque()  # that `write` has still to be called for
+        self.evicted = 0
+        for stored in spill.scan() if spill is not None else ():
+            ids = np.array(stored.tokens, np.uint32)
+            self.kept.append(
+                Kept(stored.key, ids, None, [], stored.path, stored.generation, stored.points,
+                     stored.cuts, True, next(self._clock))
+            )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------- looking
+
+    def find(self, key: int, ids: Sequence[int], path: Path | None = None) -> Match:
+        """The longest state that a prompt can continue from.
+
+        key: hash of the prompt's history, all but its last message. ids: the prompt's tokens. At
+        least one of them is left to read, because logits come from running it. path: of the named
+        session that the request is about, whose own state is preferred among equals.
+        """
+        wanted = np.array(ids, np.uint32)
+        best, best_rank = Match(None, 0, self._nothing()), (0, False, 0)
+        for kept, common in self._candidates(key, wanted):
+            most = min(common, len(ids) - 1)
+            if most < best.count:
+                continue
+            count = self._usable(kept, most)
+            match = Match(kept if count else None, count, _why(kept, common, count, len(ids)))
+            if kept.key == key and count == len(kept.tokens):
+                return match  # the turn before, to its end
+            rank = (count, path is not None and kept.path == path, kept.used)
+            if count and rank > best_rank:
+                best, best_rank = match, rank
+            elif best.kept is None and common >= WORTH_A_WORD:
+                best = match
+        return best
+
+    def _candidates(self, key: int, wanted: np.ndarray) -> Iterator[tuple[Kept, int]]:
+        """The kept states, each with the tokens that it has in common with a prompt: those of the
+        hash, then the others, the most in common first."""
+        yield from ((k, _common(k.tokens, wanted)) for k in self.kept if k.key == key)
+        others = [(k, _common(k.tokens, wanted)) for k in self.kept if k.key != key]
+        yield from sorted(others, key=lambda pair: -pair[1])
+
+    def _nothing(self) -> str:
+        return "no conversation that begins like this is kept" if self.kept else "nothing is kept"
+
+    def _usable(self, kept: Kept, most: int) -> int:
+        """How many tokens of a state can be taken, of at most `most`."""
+        held = len(kept.tokens)
+        if kept.cache is not None:
+            return resumable(kept.cache, held, most, kept.checkpoints)
+        if most >= held:
+            return held
+        return most if kept.cuts else max((n for n in kept.points if n <= most), default=0)
+
+    def resume(self, match: Match) -> tuple[list, list[Checkpoint]] | None:
+        """Caches that have read the match's tokens, and the checkpoints before them. None where
+        the disk did not keep its promise; the state is forgotten then."""
+        kept, count = match.kept, match.count
+        assert kept is not None
+        kept.used = next(self._clock)
+        if kept.cache is not None:
+            caches = resume_at(kept.cache, len(kept.tokens), count, kept.checkpoints)
+            assert caches is not None  # or find had not promised it
+            points = [
+                Checkpoint(p.count, copy_caches(p.layers))
+                for p in kept.checkpoints
+                if p.count < count
+            ]
+            return caches, points
+        try:
+            return self._load(kept, count)
+        except ToastError:
+            self._forget(kept)
+            return None
+
+    def _load(self, kept: Kept, count: int) -> tuple[list, list[Checkpoint]]:
+        assert kept.path is not None  # what is not in memory is on disk
+        session = Session.open(kept.path, None, create=False, write=False)
+        try:
+            if session.tokens[:count] != kept.tokens[:count].tolist():
+                raise ToastError("it was changed by another process")
+            points = session.restore_checkpoints(count, self._new_cache)
+            return session.restore(count, self._new_cache), points
+        finally:
+            session.close()
+
+    # -------------------------------------------------------------------------------------- keeping
+
+    def keep(
+        self,
+        key: int,
+        tokens: Sequence[int],
+        cache: list,
+        checkpoints: Sequence[Checkpoint],
+        parent: Kept | None,
+        history: int | None = None,
+    ) -> Kept:
+        """Keeps a state. parent: the one it was resumed from; it goes, unless the new one left it
+        before its end. history: hash of the conversation that the new one continues; what is kept
+        of that goes too: its text goes on in the new one, if not its every token (answers come
+        back tokenised anew, or without their thoughts). The caches are the memory's from now on.
+        """
+        ids = np.array(tokens, np.uint32)
+        points = [point for point in checkpoints if point.count < len(ids)]
+        new = Kept(key, ids, cache, points, used=next(self._clock))
+        for old in list(self.kept):
+            alike = old is parent or old.key == key
+            if old.key == history or (alike and _begins(old.tokens, new.tokens)):
+                self._replace(old, new)
+        self.kept.append(new)
+        self.unsaved.append(new)
+        self._shrink()
+        return new
+
+    def keep_copy(
+        self,
+        key: int,
+        tokens: Sequence[int],
+        state: ModelState,
+        parent: Kept | None,
+        history: int | None = None,
+    ) -> Kept:
+        """Keeps a state that goes on being used: its arrays are shared until it writes. tokens:
+        what its caches have read."""
+        caches, points = copy_caches(state.cache), list(state.checkpoints)
+        return self.keep(key, tokens, caches, points, parent, history)
+
+    def _replace(self, old: Kept, new: Kept) -> None:
+        """Evicts a state that the new one continues; the new one takes its place on disk."""
+        self.kept.remove(old)
+        self.evicted += 1
+        if old.own:
+            return
+        if new.path is None:
+            new.path, new.generation = old.path, old.generation
+        elif old.path is not None and self._spill is not None:
+            self._spill.remove(old.path)
+
+    def write(self, kept: Kept) -> None:
+        """Puts a state on disk, as far as it is not there yet."""
+        if self._spill is None or kept.cache is None or kept.saved or kept not in self.kept:
+            return
+        place = self._spill.write(
+            kept.path, kept.generation, kept.key, kept.tokens.tolist(), kept.cache, kept.checkpoints
+        )
+        if place is None:
+            kept.path, kept.generation, kept.saved = None, 0, False
+            return
+        kept.path, kept.generation = place
+        kept.saved = True
+        gone = set(self._spill.prune(keep=kept.path))
+        for other in [k for k in self.kept if k.path in gone]:
+            other.path, other.generation, other.saved = None, 0, False
+            if other.cache is None:
+                self.kept.remove(other)
+
+    def place_in(self, kept: Kept, session: Session) -> None:
+        """Says that a state is what a session of the user's holds at its last commit."""
+        for other in [k for k in self.kept if k.path == session.path and k is not kept]:
+            self.kept.remove(other)  # that session has moved on
+        if kept.path is not None and self._spill is not None and not kept.own:
+            self._spill.remove(kept.path)
+        kept.path, kept.generation = session.path, session.generation
+        kept.own = kept.saved = True
+
+    def unload(self) -> None:
+        """Takes every state off the device; those that are not on disk are lost."""
+        for kept in list(self.kept):
+            self._drop(kept)
+        self._count()
+
+    def _shrink(self) -> None:
+        """Takes the longest unused off the device until the budget holds."""
+        by_age = sorted((k for k in self.kept if k.cache is not None), key=lambda k: k.used)
+        total = sum(kept.nbytes for kept in by_age)
+        for kept in by_age:
+            if total <= self._budget:
+                break
+            total -= kept.nbytes
+            if not kept.saved:
+                self.write(kept)
+            self._drop(kept)
+        self._count()
+
+    def _drop(self, kept: Kept) -> None:
+        """Takes one off the device. A session of the user's may change behind our back: the device
+        is the only place from which it can be trusted."""
+        if not kept.saved or kept.own:
+            self._forget(kept)
+            return
+        kept.points = [point.count for point in kept.checkpoints]
+        kept.cuts = kept.cache is None or all(_cuts(layer) for layer in kept.cache)
+        kept.cache, kept.checkpoints = None, []
+
+    def _forget(self, kept: Kept) -> None:
+        if kept in self.kept:
+            self.kept.remove(kept)
+        if kept.path is not None and not kept.own and self._spill is not None:
+            self._spill.remove(kept.path)
+
+    def _count(self) -> None:
+        self._ledger.put_bytes(SESSIONS, sum(kept.nbytes for kept in self.kept))
+
+    def summary(self) -> dict[str, Any]:
+        """Numbers for the status."""
+        inside = [kept for kept in self.kept if kept.cache is not None]
+        return {
+            "kept": len(self.kept),
+            "in_memory": len(inside),
+            "bytes": sum(kept.nbytes for kept in inside),
+            "budget": self._budget,
+            "on_disk": sum(kept.path is not None for kept in self.kept),
+        }
+
+
+def _cuts(layer: Any) -> bool:
+    return bool(layer.is_trimmable())
+
+
+def _begins(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether b begins with all of a."""
+    return len(a) <= len(b) and _common(a, b) == len(a)
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the longest common beginning of two uint32 arrays."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    return int(differs.argmax()) if differs.any() else n
+
+
+def _why(kept: Kept, common: int, count: int, total: int) -> str:
+    """Why not more of the prompt was taken from a state."""
+    if count == len(kept.tokens):
+        return "the rest is new"
+    if count == total - 1:
+        return "all of it is kept; the last token is run for its logits"
+    if count == common:
+        return f"from token {count} on it is another conversation"
+    if common == len(kept.tokens) or common >= total - 1:
+        reason = "it was read further than this prompt goes"
+    else:
+        reason = f"it differs from token {common} on"
+    return f"{reason}, and a recurrent state can be resumed only where one was kept"

@@ -1,0 +1,104 @@
+"""Where the daemon's socket, its pidfile and its logs are. Cheap to import: a client asks for it on
+its way to the first byte."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+
+from toastkit.errors import CannotCreateError, UsageError, from_os_error
+
+SOCKET_NAME = "toasted.sock"
+# sun_path has 108 bytes on Linux and 104 elsewhere, one of them the NUL at the end.
+MAX_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
+
+
+def socket_path(explicit: str | None = None) -> str:
+    """The absolute path of the daemon's socket: `explicit`, else TOAST_SOCKET, else
+    toastkit/toasted.sock in XDG_RUNTIME_DIR, else in a private directory under TMPDIR.
+
+    Nothing is made. Raises UsageError for a path that no socket can have, CannotCreateError where
+    the private directory under TMPDIR belongs to somebody else: what listens there is not ours.
+    """
+    if explicit is None:
+        explicit = os.environ.get("TOAST_SOCKET") or None
+    if explicit is not None:
+        return _given(explicit)
+    directory = runtime_directory()
+    if not os.path.isabs(os.environ.get("XDG_RUNTIME_DIR", "")):
+        check_private(directory)
+    return os.path.join(directory, SOCKET_NAME)
+
+
+def _given(path: str) -> str:
+    if not path or "\0" in path:
+        raise UsageError(f"invalid socket: {path!r} is not a path")
+    path = os.path.abspath(path)
+    check_length(path)
+    return path
+
+
+def check_length(path: str) -> None:
+    """Raises UsageError for a path that does not fit into a socket's address."""
+    size = len(os.fsencode(path))
+    if size > MAX_SOCKET_BYTES:
+        raise UsageError(
+            f"the socket's path has {size} bytes, at most {MAX_SOCKET_BYTES} are possible: {path}",
+            hint="give a shorter --socket",
+        )
+
+
+def runtime_directory() -> str:
+    """The directory of the socket where none is given. An XDG_RUNTIME_DIR that is not absolute is
+    ignored, as the XDG base directory specification asks."""
+    home = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(home):
+        return os.path.join(home, "toastkit")
+    temporary = os.environ.get("TMPDIR", "")
+    if not os.path.isabs(temporary):
+        temporary = os.path.join(os.sep, "tmp")  # POSIX promises that it is there
+    return os.path.join(temporary, f"toastkit-{os.geteuid()}")
+
+
+def make_private(directory: str) -> None:
+    """Makes the directory, mode 0700, unless it is there. Raises CannotCreateError, IOFailure."""
+    try:
+        os.mkdir(directory, 0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise from_os_error(error, f"cannot make {directory}", creating=True) from error
+    check_private(directory)
+
+
+def check_private(directory: str) -> None:
+    """Raises CannotCreateError unless the path is free or a real directory, ours, with mode 0700:
+    where others can write, they could put a socket of their own in the place of ours."""
+    try:
+        info = os.lstat(directory)
+    except OSError:
+        return  # whoever makes or opens something there says why it cannot
+    if not stat.S_ISDIR(info.st_mode):
+        problem, hint = "is not a directory", "set XDG_RUNTIME_DIR, or give --socket"
+    elif info.st_uid != os.geteuid():
+        problem, hint = "belongs to another user", "set XDG_RUNTIME_DIR, or give --socket"
+    elif stat.S_IMODE(info.st_mode) != 0o700:
+        mode = stat.S_IMODE(info.st_mode)
+        problem, hint = f"has mode {mode:04o} instead of 0700", f"chmod 700 {directory}"
+    else:
+        return
+    raise CannotCreateError(f"no place for a socket: {directory} {problem}", hint=hint)
+
+
+def pidfile_path(socket: str) -> str:
+    """The pidfile beside a socket: toasted.sock has toasted.pid."""
+    return socket.removesuffix(".sock") + ".pid"
+
+
+def state_path(name: str) -> str:
+    """A file of the daemon that outlives it: NAME in XDG_STATE_HOME/toastkit."""
+    home = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(home):
+        home = os.path.join(os.path.expanduser("~"), ".local", "state")
+    return os.path.join(home, "toastkit", name)

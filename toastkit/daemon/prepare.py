@@ -1,0 +1,116 @@
+"""A request made ready for the model: rendered, tokenised, checked. Needs no device, any thread."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from toastkit.daemon.history import conversation_hash
+from toastkit.daemon.requests import Request
+from toastkit.errors import DataError, NoInputError, ToastError
+from toastkit.model.config import ModelConfig, fingerprint, sampling_defaults
+from toastkit.model.files import ModelFiles
+from toastkit.sampling.options import SamplingOptions
+from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer
+from toastkit.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """request: as it came. ids: the prompt's tokens. key: hash of its history, all messages but the
+    last. points: positions worth a checkpoint, see PromptTokenizer.turning_points. sampling: the
+    chain, with a seed. fingerprint: of the model that it was prepared for."""
+
+    request: Request
+    ids: list[int]
+    key: int
+    points: list[int]
+    sampling: SamplingOptions
+    fingerprint: str
+
+    def save_key(self, answer: str) -> int:
+        """The hash that the next turn's history will have, if it is this one and the answer."""
+        reply = {"role": "assistant", "content": answer}
+        return conversation_hash([*messages_of(self.request), reply])
+
+
+def messages_of(request: Request) -> list[dict]:
+    """The conversation that a request stands for. A prompt is one user turn; raw text and tokens
+    have no turns, and are told from each other by a role that no template knows."""
+    if request.messages is not None:
+        return request.messages
+    if request.prompt is not None:
+        role = "raw" if request.options.raw else "user"
+        return [{"role": role, "content": request.prompt}]
+    return [{"role": "tokens", "content": str(request.tokens)}]
+
+
+class Preparer:
+    """Prepares requests for one checkpoint. Several threads may use it at once. wants_points:
+    whether the model has layers that cannot be cut back, so that checkpoints are of use."""
+
+    wants_points = True
+
+    def __init__(self, files: ModelFiles, config: ModelConfig):
+        self.files = files
+        self.fingerprint = fingerprint(files)
+        self.tokenizer = Tokenizer(files)
+        self._config = config
+        self._defaults = sampling_defaults(files)
+        self.head = self._prompts(Request()).head(None)
+
+    def _prompts(self, request: Request) -> PromptTokenizer:
+        options = request.options
+        limit = options.max_tokens
+        settings = PromptOptions(
+            raw=options.raw, template_arguments=options.template, max_tokens=limit
+        )
+        return PromptTokenizer(self.files, self._config, settings, self.tokenizer)
+
+    def prepare(self, request: Request) -> Prepared:
+        """Raises DataError for a prompt that cannot be read, UsageError for options that do not
+        fit the model, NoInputError for a request that wants another model."""
+        if request.model is not None:
+            self._check_model(request.model)
+        sampling = self._sampling(request)
+        key = conversation_hash(messages_of(request)[:-1])
+        if request.tokens is not None:
+            self._check(request.tokens)
+            return Prepared(request, request.tokens, key, [], sampling, self.fingerprint)
+        prompts = self._prompts(request)
+        raw = request.options.raw
+        prompt = Prompt(request.prompt) if raw else Prompt(messages=messages_of(request))
+        ids = prompts.encode(prompt)
+        points = prompts.turning_points(prompt, ids) if self.wants_points else []
+        return Prepared(request, ids, key, points, sampling, self.fingerprint)
+
+    def _check_model(self, name: str) -> None:
+        from toastkit.model.locate import find
+
+        try:
+            same = name == self.files.name or fingerprint(find(name)) == self.fingerprint
+        except ToastError:
+            same = False
+        if not same:
+            raise NoInputError(f"the daemon runs {self.files.name}, not {name}")
+
+    def _check(self, ids: list[int]) -> None:
+        limit = self._config.context
+        if limit is not None and len(ids) > limit:
+            raise DataError(f"the prompt has {len(ids)} tokens, the model's context is {limit}")
+        if max(ids) >= self._config.vocab:
+            raise DataError(f"token {max(ids)} is outside the vocabulary of {self._config.vocab}")
+
+    def _sampling(self, request: Request) -> SamplingOptions:
+        options = request.options
+        seed = options.seed
+        if seed is None:
+            seed = int.from_bytes(os.urandom(4), "little")
+        chain = SamplingOptions(
+            **{**self._defaults, **options.sampling},
+            logit_bias=options.logit_bias,
+            bans=options.ban,
+            seed=seed,
+        )
+        chain.validate(self._config.vocab)
+        return chain

@@ -1,0 +1,362 @@
+"""A request of toasted(7): one line of JSON, checked field by field before anything is done.
+
+Nothing is guessed and nothing ignored: what the protocol does not know is refused with the nearest
+name, what has the wrong type with the field's name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from toastkit.errors import DataError, UsageError
+from toastkit.sampling.options import INTERVALS, SamplingOptions
+
+CONTROL_OPS = ("health", "status", "stop", "reload")
+# Of toast-prefill and toast-decode; the worker checks their fields.
+ATTACH_OPS = ("attach", "restore", "read", "step", "commit", "release")
+OPS = ("generate", *CONTROL_OPS)
+SAMPLING_NAMES = tuple(name for name in INTERVALS if name != "seed")
+FIELDS = (
+    "id", "op", "messages", "prompt", "tokens", "options", "stream", "session", "priority", "model",
+    "keep",
+)  # fmt: skip
+OPTIONS = (
+    *SAMPLING_NAMES, "seed", "max_tokens", "stop", "ignore_eos", "logit_bias", "ban", "top", "raw",
+    "template", "keep_special", "tokens",
+)  # fmt: skip
+PROMPTS = ("messages", "prompt", "tokens")
+MAX_ID_BYTES = 1000  # as JSON: it comes back with every reply
+MAX_TOKEN_ID = 2**32 - 1
+MAX_COUNT = 2**53
+MAX_TOP = 1000
+MAX_PRIORITY = 100
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How to answer. sampling: those fields of SamplingOptions that were given; the checkpoint's
+    defaults are for the others. logit_bias: (id, nats). ban: ids. template: variables for the chat
+    template. tokens: a reply for each token. The rest is as the options of toast-decode(1)."""
+
+    sampling: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    ban: tuple[int, ...] = ()
+    top: int = 0
+    raw: bool = False
+    template: dict[str, Any] = field(default_factory=dict)
+    keep_special: bool = False
+    tokens: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request. For "generate" exactly one of messages, prompt and tokens (ids) is there.
+
+    session: the absolute path of a session's directory, which need not exist. model: what it is
+    for, as -m takes it. keep: the state may be kept for later turns. received: time.perf_counter()
+    when the line was whole. fds: for attach ops, descriptors that came with the line, the
+    receiver's to close. raw: the object itself.
+    """
+
+    op: str = "generate"
+    id: str | int | None = None
+    messages: list[dict] | None = None
+    prompt: str | None = None
+    tokens: list[int] | None = None
+    options: GenerateOptions = field(default_factory=GenerateOptions)
+    stream: bool = True
+    session: str | None = None
+    priority: int = 0
+    model: str | None = None
+    keep: bool = True
+    received: float = field(default_factory=time.perf_counter)
+    fds: list[int] = field(default_factory=list)
+    raw: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_request(line: bytes, fds: Iterable[int] = ()) -> Request:
+    """A request from its line. Raises DataError for what is no JSON object or no conversation,
+    UsageError for fields and options that are unknown, missing or of the wrong type."""
+    return make_request(parse_object(line), fds)
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """The object of a line. Raises DataError."""
+    try:
+        text = line.decode("utf-8")
+        document = json.loads(text, parse_constant=_no_number)
+        if "\\u" in text:
+            json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"request: not UTF-8 at byte {error.start}") from error
+    except UnicodeEncodeError as error:
+        raise DataError("request: a lone surrogate is not text") from error
+    except json.JSONDecodeError as error:
+        reason = error.msg[:1].lower() + error.msg[1:]
+        raise DataError(f"request: not JSON: column {error.pos + 1}: {reason}") from error
+    except RecursionError as error:
+        raise DataError("request: nested too deep") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise DataError("request: not JSON: a number too long") from error
+    if not isinstance(document, dict):
+        raise DataError(f"request: {kind(document)} instead of an object")
+    return document
+
+
+def _no_number(name: str) -> NoReturn:
+    raise DataError(f"request: not JSON: {name} is not a number")
+
+
+def request_id(document: dict[str, Any]) -> str | int | None:
+    """The id that a request asks its replies to carry. Raises UsageError for one that cannot be."""
+    value = document.get("id")
+    if "id" in document and (isinstance(value, bool) or not isinstance(value, (str, int))):
+        raise UsageError(f"id: {kind(value)} instead of a string or a whole number")
+    if len(json.dumps(value)) > MAX_ID_BYTES:
+        raise UsageError(f"id: longer than {MAX_ID_BYTES} bytes")
+    return value
+
+
+def make_request(document: dict[str, Any], fds: Iterable[int] = ()) -> Request:
+    """A request from its object. Raises DataError, UsageError."""
+    identity = request_id(document)
+    op = _string(document, "op", "generate")
+    if op in ATTACH_OPS:
+        return Request(op, identity, fds=list(fds), raw=document)
+    if op not in OPS:
+        raise UsageError(f"op: unknown {op[:100]!r}", hint=_nearest(op, OPS, "ops"))
+    if op in CONTROL_OPS:
+        for name in document:
+            if name not in ("op", "id"):
+                raise UsageError(f"{op} takes no field {name[:100]!r}")
+        return Request(op, identity, raw=document)
+    for name in document:
+        if name not in FIELDS:
+            raise UsageError(f"unknown field {name[:100]!r}", hint=_field_hint(name))
+    given = [name for name in PROMPTS if name in document]
+    if len(given) != 1:
+        what = " and ".join(given) or "no prompt"
+        raise UsageError(f"{what}: a request has one of {', '.join(PROMPTS)}")
+    options = _options(_object(document, "options"))
+    _check_together(options, given[0])
+    return Request(
+        op,
+        identity,
+        **_prompt(document, given[0], options.raw),
+        options=options,
+        stream=_flag(document, "stream", True),
+        session=_session(document),
+        priority=_whole(document, "priority", -MAX_PRIORITY, MAX_PRIORITY, 0),
+        model=_model(document),
+        keep=_flag(document, "keep", True),
+        raw=document,
+    )
+
+
+def _prompt(document: dict[str, Any], name: str, raw: bool) -> dict[str, Any]:
+    if name == "messages":
+        from toastkit.text.messages import check_messages
+
+        return {name: check_messages(document[name])}
+    if name == "prompt":
+        text = _string(document, name)
+        if not (text if raw else text.strip("\n")):
+            raise DataError("empty prompt")
+        return {name: text}
+    ids = _ids(document[name], name)
+    if not ids:
+        raise DataError("tokens: the list is empty")
+    return {name: ids}
+
+
+def _options(given: dict[str, Any]) -> GenerateOptions:
+    for name in given:
+        if name not in OPTIONS:
+            raise UsageError(
+                f"unknown option {name[:100]!r}", hint=_nearest(name, OPTIONS, "options")
+            )
+    options = GenerateOptions(
+        sampling=_sampling(given),
+        seed=_whole(given, "seed", 0, 2**64 - 1, None),
+        max_tokens=_whole(given, "max_tokens", 1, MAX_COUNT, None),
+        stop=_stops(given),
+        ignore_eos=_flag(given, "ignore_eos"),
+        logit_bias=_bias(_object(given, "logit_bias")),
+        ban=tuple(_ids(given.get("ban", []), "ban")),
+        top=_whole(given, "top", 0, MAX_TOP, 0),
+        raw=_flag(given, "raw"),
+        template=_template(given),
+        keep_special=_flag(given, "keep_special"),
+        tokens=_flag(given, "tokens"),
+    )
+    SamplingOptions(**options.sampling, logit_bias=options.logit_bias, bans=options.ban).validate()
+    return options
+
+
+def _sampling(given: dict[str, Any]) -> dict[str, Any]:
+    """Those of the sampling chain that are given; their intervals are checked with the others."""
+    chosen = {name: given[name] for name in SAMPLING_NAMES if name in given}
+    for name, value in chosen.items():
+        _check_number(value, name)
+    return chosen
+
+
+def _check_together(options: GenerateOptions, prompt: str) -> None:
+    """Options that the request's kind of prompt has no use for."""
+    if options.raw and prompt != "prompt":
+        raise UsageError(f"raw: it is for a prompt, not for {prompt}")
+    if options.template and (options.raw or prompt == "tokens"):
+        what = "a raw prompt" if options.raw else "tokens"
+        raise UsageError(f"template: {what} goes through no chat template")
+    if options.top and not options.tokens:
+        raise UsageError("top: it is for token replies", hint="ask for them with tokens")
+
+
+# ------------------------------------------------------------------------------ one field each
+
+
+def _string(values: dict[str, Any], name: str, default: str = "") -> str:
+    value = values.get(name, default)
+    if not isinstance(value, str):
+        raise UsageError(f"{name}: {kind(value)} instead of a string")
+    return value
+
+
+def _object(values: dict[str, Any], name: str) -> dict[str, Any]:
+    value = values.get(name, {})
+    if not isinstance(value, dict):
+        raise UsageError(f"{name}: {kind(value)} instead of an object")
+    return value
+
+
+def _flag(values: dict[str, Any], name: str, default: bool = False) -> bool:
+    value = values.get(name, default)
+    if not isinstance(value, bool):
+        raise UsageError(f"{name}: {kind(value)} instead of true or false")
+    return value
+
+
+def _whole(values: dict[str, Any], name: str, low: int, high: int, default: Any) -> Any:
+    """A whole number from low to high, the default where it is not given."""
+    if name not in values:
+        return default
+    value = values[name]
+    if isinstance(value, bool) or not isinstance(value, int):
+        what = value if isinstance(value, float) else kind(value)
+        raise UsageError(f"{name}: {what} instead of a whole number")
+    if not low <= value <= high:
+        raise UsageError(f"{name}: {_short(value)} is not in [{low}, {high}]")
+    return value
+
+
+def _ids(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list):
+        raise UsageError(f"{name}: {kind(value)} instead of a list of token ids")
+    for place, token in enumerate(value, 1):
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
+            what = _short(token) if type(token) in (int, float) else kind(token)
+            raise UsageError(f"{name}: entry {place}: {what} instead of a token id")
+    return value
+
+
+def _stops(given: dict[str, Any]) -> tuple[str, ...]:
+    value = given.get("stop", [])
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise UsageError("stop: neither a string nor a list of strings")
+    if "" in stops:
+        raise UsageError("stop: a stop string is empty")
+    return tuple(stops)
+
+
+def _bias(given: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    for name in given:
+        if not re.fullmatch(r"[0-9]{1,10}", name) or int(name) > MAX_TOKEN_ID:
+            raise UsageError(f"logit_bias: {name[:40]!r} is not a token id")
+        _check_number(given[name], f"logit_bias: id {name}")
+    return tuple((int(name), value) for name, value in given.items())
+
+
+def _check_number(value: Any, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UsageError(f"{name}: {kind(value)} instead of a number")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise UsageError(f"{name}: the number is too large")
+
+
+def _template(given: dict[str, Any]) -> dict[str, Any]:
+    variables = _object(given, "template")
+    for name in variables:
+        if not name.isidentifier() or name == "messages":
+            raise UsageError(f"template: {name[:40]!r} is not a name for a variable")
+    return variables
+
+
+def _session(document: dict[str, Any]) -> str | None:
+    """The directory: a name is one of the user's sessions, never something in the directory that
+    the daemon happens to run in."""
+    if "session" not in document:
+        return None
+    from toastkit.session.names import resolve, sessions_root
+
+    value = _string(document, "session")
+    if os.path.isabs(value):
+        return str(resolve(value))
+    if "/" in value or value in (".", ".."):
+        raise UsageError(
+            f"session: {value[:100]!r} is neither a name nor an absolute path",
+            hint="the daemon runs in another directory",
+        )
+    resolve(value)
+    return str(sessions_root() / value)
+
+
+def _model(document: dict[str, Any]) -> str | None:
+    if "model" not in document:
+        return None
+    value = _string(document, "model")
+    if not value or "\0" in value:
+        raise UsageError(f"model: {value[:100]!r} is no model")
+    return value
+
+
+# ------------------------------------------------------------------------------------ wording
+
+
+def kind(value: Any) -> str:
+    """What a value of JSON is, for a message."""
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", dict: "an object", list: "a list", str: "a string"}
+    return names.get(type(value), "a number")
+
+
+def _short(value: int | float) -> str:
+    """A number as it was given, unless nobody wants to read so many digits."""
+    return str(value) if isinstance(value, float) or abs(value) < 10**30 else "a long number"
+
+
+def _nearest(name: str, known: Iterable[str], what: str) -> str:
+    import difflib
+
+    names = list(known)
+    near = difflib.get_close_matches(name[:100], names, 1)
+    return f"did you mean {near[0]}?" if near else f"{what} are {', '.join(names)}"
+
+
+def _field_hint(name: str) -> str:
+    if name in OPTIONS:
+        return "it is an option: put it into the object options"
+    if name == "system":
+        return "a system prompt is a message of the role system"
+    return _nearest(name, FIELDS, "fields")

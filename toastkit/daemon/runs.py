@@ -1,0 +1,194 @@
+"""Runs under a scheduler: the stages of `answer`, with pauses in which others use the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from toastkit.daemon.memory import Kept, Memory
+from toastkit.engine.checkpoints import always_cut, take_checkpoint, thinned
+from toastkit.engine.engine import CHUNK, Engine
+from toastkit.engine.state import ModelState
+from toastkit.frames import Frame, Head, Logits
+from toastkit.session.directory import Session
+from toastkit.stages.local import LocalRuns
+from toastkit.stages.options import Interrupt, ReadOptions
+from toastkit.stages.runs import Pause
+
+MOST_CHECKPOINTS = 3  # of one state; each costs its recurrent layers once more
+LEAST_APART = 32  # tokens between a checkpoint and the one before: fewer are read as fast
+
+
+@dataclass(eq=False)
+class ScheduledState(ModelState):
+    """A state whose steps the scheduler takes. waiting: the token of the step that is due."""
+
+    waiting: Any = field(default=None)
+
+    def consume(self, engine: Engine, token: int | mx.array) -> None:
+        """Notes the token; the step is due from now on."""
+        self.waiting = token
+        self.tokens.append(token)
+
+    def take_step(self, engine: Engine) -> None:
+        """Takes the step that is due, alone. Lazy."""
+        token, self.waiting = self.waiting, None
+        self.logits = self.run(engine, token)
+
+
+class Scheduler(Protocol):
+    """What a run asks of the one who runs it."""
+
+    def slice_size(self) -> int | None:
+        """Tokens of the next pass over a prompt; None for the device's default."""
+
+    def leave(self, state: ModelState) -> None:
+        """Takes a state out of the batch that it steps in, if any."""
+
+
+class ScheduledRuns(LocalRuns):
+    """One run: see `runs.PrefillRuns` and `runs.DecodeRuns`.
+
+    memory: where to resume. key: hash of the prompt's history. points: positions at which to keep
+    checkpoints. path: the session that the user named. deferred: see LocalRuns.
+
+    state: once there is one. cached, why: tokens that were not read, and why not more. parent: the
+    kept state that it continues.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        scheduler: Scheduler,
+        key: int,
+        points: list[int],
+        path: Path | None,
+        gone: Callable[[], bool],
+        deferred: bool,
+    ):
+        super().__init__(None, _Gone(gone), gone, deferred)
+        self._memory = memory
+        self._scheduler = scheduler
+        self._key = key
+        self._points = points
+        self._path = path
+        self._longest_pass = 0
+        self.named: Session | None = None
+        self.state: ScheduledState | None = None
+        self.parent: Kept | None = None
+        self.cached = 0
+        self.why = ""
+
+    def begin(self, head: Head) -> Head:
+        if self._path is not None:
+            self.named = Session.open(self._path, head.fingerprint)
+        return head
+
+    def session(self) -> Session | None:
+        return self.named
+
+    def restore(
+        self, engine: Engine, head: Head, ids: list[int], options: ReadOptions
+    ) -> tuple[ModelState, int]:
+        self._longest_pass = CHUNK[engine.device]
+        state = self._resumed(engine, ids)
+        self.state, self.cached = state, len(state.tokens)
+        if always_cut(state.cache):
+            self._points = []
+        else:
+            self._note_checkpoint(state)
+            self._points = self._worth_a_pass(state)
+        return state, self.cached
+
+    def _worth_a_pass(self, state: ModelState) -> list[int]:
+        """The points at which a pass over the prompt is to end: far enough from each other."""
+        last, points = _last_checkpoint(state), []
+        for point in self._points:
+            if point > len(state.tokens) and point - last >= LEAST_APART:
+                points.append(point)
+                last = point
+        return points
+
+    def _resumed(self, engine: Engine, ids: list[int]) -> ScheduledState:
+        """The state to begin with: from memory, or from the session that was named."""
+        while True:
+            match = self._memory.find(self._key, ids, self._path)
+            self.parent, self.why = match.kept, match.why
+            stored = 0 if self.named is None else min(self.named.reusable(ids), len(ids) - 1)
+            if self.named is not None and stored > match.count:
+                return self._restored(engine, ids, self.named)
+            if match.kept is None:
+                return ScheduledState(engine.new_cache(), session=self.named)
+            found = self._memory.resume(match)
+            if found is not None:
+                break
+        cache, checkpoints = found
+        if self.named is not None and match.kept.path == self.named.path:
+            self.named.continues(match.count, match.kept.generation)
+        held = list(ids[: match.count])
+        return ScheduledState(cache, held, session=self.named, checkpoints=checkpoints)
+
+    def _restored(self, engine: Engine, ids: list[int], session: Session) -> ScheduledState:
+        state, _ = engine.restore(session, ids[:-1])
+        self.parent, self.why = None, f"session {session.name} holds no more of it"
+        held = ScheduledState(state.cache, state.tokens, state.logits, session)
+        held.checkpoints = state.checkpoints
+        return held
+
+    def _note_checkpoint(self, state: ModelState) -> None:
+        """Keeps the position that a state has reached, if it is far enough from the last one."""
+        count = len(state.tokens)
+        if count - _last_checkpoint(state) >= LEAST_APART:
+            points = [*state.checkpoints, take_checkpoint(state.cache, count)]
+            state.checkpoints = thinned(points, MOST_CHECKPOINTS)
+
+    def pass_size(self, state: ModelState) -> int | None:
+        size = self._scheduler.slice_size() or self._longest_pass
+        return min([size, *(n - len(state.tokens) for n in self._points if n > len(state.tokens))])
+
+    def passed(self, state: ModelState) -> Iterator[Any]:
+        if len(state.tokens) in self._points:
+            self._note_checkpoint(state)
+        yield Pause("read")
+
+    def take(self, engine: Engine, ids: list[int]) -> ModelState:
+        self._engine = engine
+        assert self.state is not None  # restore made it
+        return self.state
+
+    def emit(self, state: ModelState, started: float | None) -> Iterator[Frame]:
+        if self.state is not None and self.state.waiting is not None:
+            yield Pause("step")  # type: ignore[misc]
+        yield Logits(len(state.tokens), state.logits)
+
+    def keeps(self, state: ModelState) -> bool:
+        return state.session is not None
+
+    def finish(self, state: ModelState) -> None:
+        """Brings the state to where its tokens are, and a named session up to date."""
+        self._scheduler.leave(state)
+        if self.state is not None and self.state.waiting is not None:
+            self.state.take_step(self._engine)
+        state.settle()
+        state.commit()
+
+    def close(self) -> None:
+        """Nothing: the state is kept, or let go, by whoever began the run."""
+
+
+def _last_checkpoint(state: ModelState) -> int:
+    return state.checkpoints[-1].count if state.checkpoints else 0
+
+
+class _Gone(Interrupt):
+    """Interrupted once nobody waits for the answer."""
+
+    def __init__(self, gone: Callable[[], bool]):
+        self._gone = gone
+
+    def __bool__(self) -> bool:
+        return self._gone()

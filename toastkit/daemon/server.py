@@ -1,0 +1,375 @@
+"""The loop that serves all connections on one thread: poll(2), and never a wait for one client.
+
+A connection has one request at a time; its next line is looked at when the one before has ended and
+what was said to it has been read. Requests go to the worker, which answers from its own thread; how
+the daemon itself is doing, and whether it is to stop, is answered here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from toastkit import __version__
+from toastkit.daemon.channel import Channel, encode, error_reply
+from toastkit.daemon.connection import Connection, close_all
+from toastkit.daemon.interface import Limits, Worker
+from toastkit.daemon.peer import may_connect, peer_of
+from toastkit.daemon.requests import ATTACH_OPS, Request, make_request, parse_object, request_id
+from toastkit.errors import BusyError, ToastError, UnavailableError
+
+GONE = select.POLLERR | select.POLLHUP | select.POLLNVAL
+LINES_PER_TURN = 64  # of one connection, before the others get their turn
+ACCEPTS_PER_TURN = 64
+GOODBYE_SECONDS = 2.0  # for a client that is sent away to read why
+PAUSE_SECONDS = 0.2  # in accepting, where descriptors have run out
+_RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Server:
+    """Listening sockets and connections.
+
+    listeners: listening Unix sockets. on_stop, on_reload: what the requests of that name do. debug:
+    is told, one line each, of connections that were closed for a reason.
+    """
+
+    def __init__(
+        self,
+        listeners: Iterable[socket.socket],
+        worker: Worker,
+        limits: Limits,
+        on_stop: Callable[[], None],
+        on_reload: Callable[[], None],
+        debug: Callable[[str], None] | None = None,
+    ):
+        self._worker = worker
+        self._limits = limits
+        self._on_stop, self._on_reload = on_stop, on_reload
+        self._debug = debug or (lambda line: None)
+        self._listeners = {listener.fileno(): listener for listener in listeners}
+        self._where = [str(s.getsockname()) for s in self._listeners.values()]
+        self._connections: dict[int, Connection] = {}
+        self._attention: deque[Connection] = deque()
+        self._ready: deque[Connection] = deque()
+        self._accept_after: float | None = None
+        self._sweep_at: float | None = None
+        self._started = time.monotonic()
+        self._served = self._refused = 0
+        self._wake_read, self._wake_write = os.pipe()
+        self._awake = False
+        self._poll = select.poll()
+        for end in (self._wake_read, self._wake_write):
+            os.set_blocking(end, False)
+        self._poll.register(self._wake_read, select.POLLIN)
+        for fd, listener in self._listeners.items():
+            listener.setblocking(False)
+            self._poll.register(fd, select.POLLIN)
+
+    # ------------------------------------------------------------------- for other threads
+
+    @property
+    def wake_fd(self) -> int:
+        """A byte written to it ends a wait: for signal.set_wakeup_fd. Non-blocking."""
+        return self._wake_write
+
+    def wake(self) -> None:
+        """Ends a wait of the loop. From any thread."""
+        if not self._awake:
+            self._awake = True
+            try:
+                os.write(self._wake_write, b"!")
+            except OSError:
+                pass  # full: it wakes in any case; closed: there is nobody to wake
+
+    def _attend(self, connection: Connection) -> None:
+        self._attention.append(connection)
+        self.wake()
+
+    # ----------------------------------------------------------------------------- the loop
+
+    @property
+    def unsent(self) -> bool:
+        """Whether a client has not yet been sent all that it was told."""
+        return any(connection.outbox.pending for connection in self._connections.values())
+
+    def step(self, timeout_seconds: float | None = None) -> None:
+        """Waits for something to happen, at most so long, and deals with it."""
+        accepting = False
+        for fd, events in self._poll.poll(self._milliseconds(timeout_seconds)):
+            if fd == self._wake_read:
+                self._drain_wake()
+            elif fd in self._listeners:
+                accepting = True
+            elif fd in self._connections:
+                self._guarded(self._connections[fd], self._happened, events)
+        self._awake = False
+        for _ in range(len(self._attention)):
+            self._guarded(self._attention.popleft(), self._look_after)
+        for _ in range(len(self._ready)):
+            self._guarded(self._ready.popleft(), self._advance)
+        now = time.monotonic()
+        if self._accept_after is not None and now >= self._accept_after:
+            self._pause(None)
+        elif accepting:
+            self._accept()
+        if self._sweep_at is not None and now >= self._sweep_at:
+            self._sweep(now)
+
+    def _milliseconds(self, timeout: float | None) -> float | None:
+        """How long poll may wait: never past what has to be done at a time."""
+        if self._ready or self._attention:
+            return 0
+        now = time.monotonic()
+        due = [t - now for t in (self._accept_after, self._sweep_at) if t is not None]
+        if timeout is not None:
+            due.append(timeout)
+        return max(min(due), 0) * 1000 + 1 if due else None
+
+    def _drain_wake(self) -> None:
+        try:
+            while len(os.read(self._wake_read, 4096)) == 4096:
+                pass
+        except BlockingIOError:
+            pass
+
+    def _guarded(self, connection: Connection, action: Callable[..., None], *arguments) -> None:
+        """What goes wrong in one connection ends that connection."""
+        try:
+            action(connection, *arguments)
+        except Exception as error:
+            self._tell(connection, f"{type(error).__name__}: {error}")
+            self._close(connection)
+
+    def _tell(self, connection: Connection, what: str) -> None:
+        self._debug(f"connection of process {connection.peer.pid} closed: {what}")
+
+    # ------------------------------------------------------------------------- new connections
+
+    def _accept(self) -> None:
+        for listener in list(self._listeners.values()):
+            for _ in range(ACCEPTS_PER_TURN):
+                try:
+                    new, _ = listener.accept()
+                except (BlockingIOError, InterruptedError):
+                    break
+                except ConnectionAbortedError:
+                    continue
+                except OSError as error:
+                    self._debug(f"cannot accept a connection: {error.strerror}")
+                    if error.errno in _RUN_OUT:
+                        # It would be reported again and again: what is open has to end first.
+                        self._pause(time.monotonic() + PAUSE_SECONDS)
+                    return
+                self._welcome(new)
+
+    def _pause(self, until: float | None) -> None:
+        """Stops accepting until a time; None: goes on."""
+        self._accept_after = until
+        for fd in self._listeners:
+            self._poll.modify(fd, select.POLLIN if until is None else 0)
+
+    def _welcome(self, new: socket.socket) -> None:
+        try:
+            peer = peer_of(new)
+        except OSError:
+            new.close()
+            return
+        crowd = len(self._connections)
+        if not may_connect(peer) or crowd >= 2 * self._limits.connections:
+            self._refused += 1
+            self._debug(f"process {peer.pid} of user {peer.uid} is not let in")
+            new.close()
+            return
+        connection = Connection(new, peer, self._limits.line_bytes, self._attend)
+        self._connections[connection.fileno()] = connection
+        if crowd >= self._limits.connections:
+            many = f"busy: there are {self._limits.connections} connections"
+            self._dismiss(connection, BusyError(many, hint="try again later"))
+        else:
+            self._sweep_by(connection.touched + self._limits.idle_seconds)
+        self._watch(connection)
+
+    def _dismiss(self, connection: Connection, error: ToastError) -> None:
+        """Tells the client why, and gives it a moment to read that."""
+        self._refused += 1
+        connection.outbox.put(encode(error_reply(error), None))
+        connection.say_goodbye(GOODBYE_SECONDS)
+        self._sweep_by(time.monotonic() + GOODBYE_SECONDS)
+
+    # ------------------------------------------------------------------------- one connection
+
+    def _happened(self, connection: Connection, events: int) -> None:
+        if events & GONE:
+            connection.outbox.hang_up()
+        elif events & select.POLLOUT:
+            connection.outbox.flush()
+            connection.touched = time.monotonic()
+        if events & select.POLLIN and not connection.outbox.gone:
+            try:
+                connection.read()
+            except (BlockingIOError, InterruptedError):
+                pass
+        self._look_after(connection)
+
+    def _look_after(self, connection: Connection) -> None:
+        """Something has changed: bytes have come or gone, the request has ended, the peer has."""
+        if connection.channel is not None and connection.channel.over:
+            connection.channel = None
+            connection.touched = time.monotonic()
+            self._served += 1
+        if self._connections.get(connection.fileno()) is not connection:
+            return
+        if connection.outbox.gone:
+            self._close(connection)
+        else:
+            self._advance(connection)
+
+    def _advance(self, connection: Connection) -> None:
+        """Deals with the lines that are there, as far as one turn allows."""
+        if self._connections.get(connection.fileno()) is not connection:
+            return
+        for _ in range(LINES_PER_TURN):
+            if connection.busy:
+                break
+            try:
+                line = connection.next_line()
+            except ToastError as error:
+                self._dismiss(connection, error)
+                break
+            if line is None:
+                break
+            if not line[0].strip():
+                close_all(line[1])
+            else:
+                self._request(connection, *line)
+        else:
+            self._ready.append(connection)
+        ended = connection.eof and (connection.ends is not None or not connection.buffered)
+        if ended and connection.channel is None and not connection.outbox.pending:
+            self._close(connection)
+        else:
+            self._watch(connection)
+
+    def _request(self, connection: Connection, line: bytes, fds: list[int]) -> None:
+        """Answers a line, or hands it to the worker."""
+        channel = Channel(connection)
+        kept = False
+        try:
+            document = parse_object(line)
+            channel.identity = request_id(document)
+            request = make_request(document, fds)
+            if not self._answered(request, channel):
+                kept = request.op in ATTACH_OPS
+                connection.channel = channel  # before it may be done
+                self._worker.submit(request, channel)
+                return
+        except Exception as error:
+            kept, connection.channel = False, None
+            self._refused += 1
+            bug = ToastError(f"bug: {type(error).__name__}: {error}")
+            channel.reply(error_reply(error if isinstance(error, ToastError) else bug))
+            if not isinstance(error, ToastError):
+                self._debug(bug.message)
+        finally:
+            if not kept:
+                close_all(fds)
+
+    def _answered(self, request: Request, channel: Channel) -> bool:
+        """Whether the request was for the daemon rather than for the model."""
+        if request.op == "status":
+            channel.reply({"status": self.status()})
+        elif request.op == "stop":
+            self._on_stop()
+            channel.reply({"stopping": True})
+        elif request.op == "reload":
+            if not self._listeners:
+                raise UnavailableError("the daemon is shutting down")
+            self._on_reload()
+            channel.reply({"reloading": True})
+        else:
+            return False
+        self._served += 1
+        return True
+
+    def status(self) -> dict[str, Any]:
+        """How the daemon is doing: the worker's part and the front's."""
+        return {
+            "pid": os.getpid(),
+            "version": __version__,
+            "uptime": round(time.monotonic() - self._started, 3),
+            "socket": self._where[0] if len(self._where) == 1 else self._where,
+            "connections": len(self._connections),
+            "served": self._served,
+            "refused": self._refused,
+            **self._worker.status(),
+        }
+
+    def _watch(self, connection: Connection) -> None:
+        """Has poll wait for what the connection waits for."""
+        events = connection.events()
+        if connection.watched is None:
+            self._poll.register(connection.fileno(), events)
+        elif events != connection.watched:
+            self._poll.modify(connection.fileno(), events)
+        connection.watched = events
+
+    def _close(self, connection: Connection) -> None:
+        fd = connection.fileno()
+        if self._connections.get(fd) is connection:
+            del self._connections[fd]
+            if connection.watched is not None:
+                self._poll.unregister(fd)
+        try:
+            connection.close()
+        except Exception as error:
+            self._tell(connection, f"{type(error).__name__}: {error}")
+
+    # ----------------------------------------------------------------------------- time and end
+
+    def _sweep_by(self, when: float) -> None:
+        self._sweep_at = when if self._sweep_at is None else min(when, self._sweep_at)
+
+    def _sweep(self, now: float) -> None:
+        """Closes those who have had their time, and sees when to look again."""
+        self._sweep_at = None
+        for connection in list(self._connections.values()):
+            ends = connection.ends
+            if ends is None:
+                at_work = connection.channel is not None or bool(connection.store)
+                ends = (now if at_work else connection.touched) + self._limits.idle_seconds
+            if now >= ends:
+                self._tell(connection, "its time is over")
+                self._close(connection)
+            else:
+                self._sweep_by(ends)
+
+    def fail_all(self, error: ToastError) -> None:
+        """Ends all running requests with an error."""
+        for connection in self._connections.values():
+            if connection.channel is not None and not connection.channel.over:
+                connection.channel.reply(error_reply(error))
+                connection.channel.done()
+
+    def stop_listening(self) -> None:
+        """Closes the listening sockets; connections stay. Who is about to connect is refused."""
+        for fd, listener in self._listeners.items():
+            self._poll.unregister(fd)
+            listener.close()
+        self._listeners = {}
+        self._accept_after = None
+
+    def close(self) -> None:
+        """Closes everything."""
+        self.stop_listening()
+        for connection in list(self._connections.values()):
+            self._close(connection)
+        for end in (self._wake_read, self._wake_write):
+            if end >= 0:
+                os.close(end)
+        self._wake_read = self._wake_write = -1

@@ -1,0 +1,215 @@
+"""The model at work for several who ask: whose turn it is, and what is kept afterwards.
+
+A round takes the step of every conversation that is answering, together where it can, then one
+pass over the prompt of one that is reading: a short one while others answer. One thread owns a
+Service, because MLX's streams belong to threads. The daemon's worker runs it for many clients
+(worker.py), `LocalService` for one, in the client's own process (local.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from toastkit.daemon.channel import error_reply
+from toastkit.daemon.conversation import Channel, Conversation
+from toastkit.daemon.memory import Memory
+from toastkit.daemon.prepare import Prepared, Preparer
+from toastkit.daemon.spill import Spill
+from toastkit.daemon.stepper import Stepper
+from toastkit.engine.checkpoints import always_cut
+from toastkit.engine.engine import Engine
+from toastkit.engine.state import ModelState
+from toastkit.errors import ToastError
+from toastkit.store.ledger import CACHE
+
+if TYPE_CHECKING:
+    from toastkit.daemon.attached import Attached
+
+SLICE_SECONDS = 0.05  # of reading, between two steps of others
+LEAST_SLICE, FIRST_SLICE = 16, 32  # tokens
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """parallel: conversations at the device at once. batch: of them, how many take their steps
+    together; 1: in turn. chunk: tokens of a prefill pass, None for the device's default.
+    cache_bytes, spill_bytes: for finished conversations, on the device and on disk. say: is told
+    what a person should know. debug: with tracebacks."""
+
+    parallel: int = 8
+    batch: int = 8
+    chunk: int | None = None
+    cache_bytes: int = 2 << 30
+    spill_bytes: int = 8 << 30
+    say: Callable[[str], None] | None = None
+    debug: bool = False
+
+
+class Service:
+    """A loaded model and its conversations. finished(conversation) is called when one is over.
+    attached: runs of other processes that have a state here, see attached.py."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        preparer: Preparer,
+        settings: ServiceSettings,
+        finished: Callable[[Conversation], None],
+    ):
+        self.engine = engine
+        self.settings = settings
+        self.active: list[Conversation] = []
+        self.attached: list[Attached] = []
+        self._preparer = preparer
+        self._finished = finished
+        spill = None
+        if settings.spill_bytes:
+            spill = Spill(preparer.fingerprint, settings.spill_bytes, settings.say)
+        self.memory = Memory(engine.new_cache, settings.cache_bytes, engine.ledger, spill)
+        preparer.wants_points = not always_cut(engine.new_cache())
+        self._stepper = Stepper(engine, settings.batch, settings.say)
+        self._rate: float | None = None  # prompt tokens a second
+        self._turns = 0
+
+    # ------------------------------------------------------------------------------------- rounds
+
+    def begin(self, prepared: Prepared, channel: Channel) -> Conversation:
+        """Gives a request its place at the device."""
+        conversation = Conversation(
+            prepared, channel, replace(self._preparer.head), self._preparer.tokenizer,
+            self.engine, self.memory, self, self.settings.chunk,
+        )  # fmt: skip
+        self.active.append(conversation)
+        return conversation
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.active) < self.settings.parallel
+
+    @property
+    def busy(self) -> bool:
+        """Whether another turn would do anything."""
+        return bool(self.active or self.memory.unsaved)
+
+    def turn(self) -> None:
+        """One round."""
+        steppers = [c for c in self.active if c.want == "step"]
+        gone = [c for c in self.active if c.channel.gone]
+        for conversation in gone:
+            self.give_up(conversation)
+        steppers = [c for c in steppers if c not in gone]
+        if steppers:
+            self._stepper.step([c.runs.state for c in steppers if c.runs.state is not None])
+            for conversation in steppers:
+                self._advance(conversation)
+        readers = [c for c in self.active if c.reading]
+        if readers:
+            self._read(readers)
+        if self.memory.unsaved:
+            self.memory.write(self.memory.unsaved.popleft())
+        self.count()
+
+    def give_up(self, conversation: Conversation) -> None:
+        """Ends a conversation where it is."""
+        self._guarded(conversation, conversation.give_up)
+        self._settle(conversation)
+
+    def _read(self, readers: list[Conversation]) -> None:
+        """A pass for one of those who read: of the highest priority, in turn among equals."""
+        highest = max(c.prepared.request.priority for c in readers)
+        first = [c for c in readers if c.prepared.request.priority == highest]
+        self._turns += 1
+        conversation = first[self._turns % len(first)]
+        begun, before = conversation.runs.state is not None, _held(conversation)
+        start = time.perf_counter()
+        self._advance(conversation)
+        read = _held(conversation) - before
+        if begun and conversation.reading and read >= LEAST_SLICE:
+            self._rate = read / (time.perf_counter() - start)
+
+    def _advance(self, conversation: Conversation) -> None:
+        self._guarded(conversation, conversation.advance)
+        if conversation.want is None:
+            self._settle(conversation)
+
+    def _guarded(self, conversation: Conversation, act: Callable[[], None]) -> None:
+        """Keeps one conversation's bug from ending the others."""
+        try:
+            act()
+        except Exception as error:
+            conversation.error = ToastError(f"bug: {type(error).__name__}: {error}")
+            conversation.abort()
+            if self.settings.debug:
+                import traceback
+
+                traceback.print_exception(error)
+            if self.settings.say is not None:
+                self.settings.say(conversation.error.message)
+
+    def _settle(self, conversation: Conversation) -> None:
+        self.active.remove(conversation)
+        self._finished(conversation)
+
+    # --------------------------------------------------------------------------- for conversations
+
+    def slice_size(self) -> int | None:
+        """Tokens of the next pass over a prompt: all that the device likes where nobody waits for
+        a step, else as many as take SLICE_SECONDS."""
+        if not any(c.want == "step" for c in self.active):
+            return self.settings.chunk
+        rate = self._rate or FIRST_SLICE / SLICE_SECONDS
+        size = max(int(rate * SLICE_SECONDS), LEAST_SLICE)
+        return size if self.settings.chunk is None else min(size, self.settings.chunk)
+
+    def leave(self, state: ModelState) -> None:
+        """Takes a state out of its batch."""
+        self._stepper.leave(state)
+
+    # -------------------------------------------------------------------------------------- upkeep
+
+    def count(self) -> None:
+        """Tells the ledger what the conversations and runs under way keep."""
+        states = [c.runs.state for c in self.active if c.runs.state is not None]
+        alone = sum(layer.nbytes for s in states for layer in s.cache if layer is not None)
+        others = sum(attached.nbytes for attached in self.attached)
+        self.engine.ledger.put_bytes(CACHE, alone + self._stepper.nbytes + others)
+
+    def probe(self) -> None:
+        """Runs one step of the model, to see that it still does."""
+        import mlx.core as mx
+
+        mx.eval(self.engine.step(0, self.engine.new_cache()))
+
+    def let_attached_go(self) -> None:
+        """Ends the runs of other processes: their next op fails."""
+        for attached in list(self.attached):
+            attached.let_go()
+
+    def unplug_attached(self) -> None:
+        """Has the runs of other processes let the weights go; they keep their states."""
+        for attached in list(self.attached):
+            attached.unplug()
+
+    def save_all(self) -> None:
+        """Puts on disk what is not there yet."""
+        while self.memory.unsaved:
+            self.memory.write(self.memory.unsaved.popleft())
+
+
+def _held(conversation: Conversation) -> int:
+    state = conversation.runs.state
+    return 0 if state is None else len(state.tokens)
+
+
+def last_replies(conversation: Conversation, model: str) -> Iterator[dict]:
+    """What ends a request: stats and end, or error."""
+    if conversation.error is not None:
+        yield error_reply(conversation.error)
+        return
+    yield {"stats": conversation.stats(model)}
+    end = conversation.end
+    reason, count = ("interrupt", 0) if end is None else (end.reason, end.n)
+    yield {"end": {"reason": reason, "n": count, "text": conversation.text}}

@@ -1,0 +1,398 @@
+"""The thread that owns the device: it loads the model, serves what is asked, and remembers.
+
+Requests are prepared on a second thread, which needs no device, wait in a bounded queue, and get
+their place as others end. If the thread dies, `failure` says of what, and the daemon ends: a
+daemon whose worker is gone would let its clients wait for ever.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from toastkit.daemon.channel import error_reply
+from toastkit.daemon.connection import close_all
+from toastkit.daemon.conversation import Channel, Conversation
+from toastkit.daemon.prepare import Prepared, Preparer, messages_of
+from toastkit.daemon.requests import ATTACH_OPS, Request
+from toastkit.daemon.service import Service, ServiceSettings, last_replies
+from toastkit.errors import BusyError, ToastError, UnavailableError
+from toastkit.model.config import load_config
+from toastkit.model.locate import locate
+
+
+END_SECONDS = 1.0  # for the system's thread to follow Python's
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """model: as -m takes it. device, dtype, chunk: as of toast-prefill(1). parallel, batch,
+    cache_bytes, spill_bytes: as of ServiceSettings. max_queue: requests that may wait. idle_unload:
+    seconds without a request after which the model leaves the memory, None for never. audit: gets
+    a record of each request. say: is told what a person should know."""
+
+    model: str = "crumb"
+    device: str = "auto"
+    dtype: str | None = None
+    chunk: int | None = None
+    parallel: int = 8
+    batch: int = 8
+    max_queue: int = 64
+    idle_unload: float | None = None
+    cache_bytes: int = 2 << 30
+    spill_bytes: int = 8 << 30
+    audit: Any = None
+    debug: bool = False
+    say: Callable[[str], None] | None = None
+
+
+class Worker:
+    """See the module. notify: called from the worker's threads when something has changed."""
+
+    def __init__(self, settings: WorkerSettings):
+        self.settings = settings
+        self.failure: BaseException | None = None
+        self.notify: Callable[[], None] = lambda: None
+        self.served = 0
+        self._condition = threading.Condition()
+        self._waiting: list[tuple[int, int, Prepared, Channel]] = []
+        self._preparing = 0
+        self._order = itertools.count()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._draining = self._closing = self._reloading = False
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="worker", daemon=True)
+        self._readers = ThreadPoolExecutor(1, "preparer")
+        self._service: Service | None = None
+        self._last_used = time.monotonic()
+        self._memory_summary: dict[str, Any] = {}
+        self._counts = {"prompt": 0, "cached": 0, "answer": 0}
+
+    # ------------------------------------------------------------------------- of any other thread
+
+    def start(self) -> None:
+        """Loads the model, and returns when it can be asked. Raises what loading raises."""
+        self._preparer = self._locate()
+        self._thread.start()
+        self._ready.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def _locate(self) -> Preparer:
+        files = locate(self.settings.model)
+        return Preparer(files, load_config(files))
+
+    def submit(self, request: Request, channel: Channel) -> None:
+        """Takes a request in; the answer comes through the channel. Raises BusyError where too many
+        wait, UnavailableError while the daemon shuts down."""
+        with self._condition:
+            # A run that is attached goes on to its end, as every other does.
+            if self._draining and (request.op not in ATTACH_OPS or request.op == "attach"):
+                raise UnavailableError("the daemon is shutting down")
+            if request.op == "generate":
+                self._check_room()
+                self._preparing += 1
+        if request.op == "generate":
+            self._readers.submit(self._prepare, request, channel)
+        elif request.op == "health":
+            self._do(lambda: self._health(channel))
+        elif request.op in ATTACH_OPS:
+            self._do(lambda: self._attached(request, channel))
+
+    def _check_room(self) -> None:
+        """Raises BusyError where too many wait. Those that have given up do not count."""
+        most = self.settings.max_queue
+        if self._preparing + len(self._waiting) < most:
+            return
+        for _, _, _, channel in self._waiting:
+            if channel.gone:
+                channel.done()
+        self._waiting = [entry for entry in self._waiting if not entry[-1].gone]
+        heapq.heapify(self._waiting)
+        count = self._preparing + len(self._waiting)
+        if count >= most:
+            raise BusyError(f"busy: {count} requests are waiting", hint="try again later")
+
+    def _do(self, job: Callable[[], None]) -> None:
+        with self._condition:
+            self._jobs.append(job)
+            self._condition.notify()
+
+    def _prepare(self, request: Request, channel: Channel) -> None:
+        """On the preparing thread: the prompt becomes tokens."""
+        prepared: Prepared | None = None
+        error: ToastError | None = None
+        try:
+            if not channel.gone:
+                prepared = self._preparer.prepare(request)
+        except ToastError as failure:
+            error = failure
+        except Exception as failure:
+            error = ToastError(f"bug: {type(failure).__name__}: {failure}")
+        with self._condition:
+            self._preparing -= 1
+            if prepared is not None:
+                place = (-request.priority, next(self._order))
+                heapq.heappush(self._waiting, (*place, prepared, channel))
+            self._condition.notify()
+        if prepared is None:
+            if error is not None:
+                channel.reply(error_reply(error))
+                self._record(request, channel, {"error": error.message})
+            channel.done()
+
+    def status(self) -> dict[str, Any]:
+        """What it is doing, at this moment."""
+        service = self._service
+        return {
+            "model": self._preparer.files.name,
+            "fingerprint": self._preparer.fingerprint,
+            "loaded": service is not None,
+            "device": service.engine.device if service else None,
+            "dtype": service.engine.dtype if service else None,
+            "active": len(service.active) if service else 0,
+            "attached": len(service.attached) if service else 0,
+            "waiting": self._preparing + len(self._waiting),
+            "answered": self.served,
+            "tokens": dict(self._counts),
+            "conversations": service.memory.summary() if service else self._memory_summary,
+            "ledger": service.engine.ledger.by_owner() if service else {},
+        }
+
+    def drain(self) -> None:
+        """Takes no more; those that wait are refused, those under way end."""
+        with self._condition:
+            self._draining = True
+            waiting, self._waiting = self._waiting, []
+            self._condition.notify()
+        for *_, channel in waiting:
+            channel.reply(error_reply(UnavailableError("the daemon is shutting down")))
+            channel.done()
+
+    def idle(self) -> bool:
+        """Drained, and nothing under way."""
+        service = self._service
+        busy = service is not None and (service.busy or bool(service.attached))
+        return self._draining and not (busy or self._preparing or self._waiting or self._jobs)
+
+    def cancel_all(self) -> None:
+        """Ends what is under way, soon."""
+        self._do(self._give_up_all)
+
+    def reload(self) -> None:
+        """Looks at the model's files again once what is under way has ended."""
+        with self._condition:
+            self._reloading = True
+            self._condition.notify()
+
+    def close(self) -> None:
+        """Ends the thread, with every conversation on disk."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+            _wait_for_end(self._thread)
+        self._readers.shutdown()
+
+    # ---------------------------------------------------------------------------- of the worker's
+
+    def _main(self) -> None:
+        try:
+            self._load()
+            self._ready.set()
+            while not self._closing:
+                self._round()
+            self._give_up_all()
+            self._unload()
+        except BaseException as error:
+            self.failure = error
+            self._ready.set()
+        self.notify()
+
+    def _load(self) -> Service:
+        from toastkit.engine.engine import Engine
+
+        settings = self.settings
+        engine = Engine(
+            self._preparer.files,
+            device_name=settings.device,
+            dtype=settings.dtype,
+            notify=settings.say,
+        )
+        limits = ServiceSettings(
+            settings.parallel, settings.batch, settings.chunk, settings.cache_bytes,
+            settings.spill_bytes, settings.say, settings.debug,
+        )  # fmt: skip
+        self._service = Service(engine, self._preparer, limits, self._finished)
+        return self._service
+
+    def _loaded(self) -> Service:
+        return self._service or self._load()
+
+    def _unload(self) -> None:
+        """Puts what is remembered on disk and gives the memory back."""
+        service, self._service = self._service, None
+        if service is None:
+            return
+        import mlx.core as mx
+
+        service.save_all()
+        service.unplug_attached()
+        service.memory.unload()
+        self._memory_summary = service.memory.summary()
+        del service
+        gc.collect()
+        mx.clear_cache()
+
+    def _round(self) -> None:
+        """Waits for work, and does some."""
+        with self._condition:
+            if not self._busy() and not self._work():
+                self._condition.wait(self._patience())
+            job = self._jobs.popleft() if self._jobs else None
+        if job is not None:
+            job()
+        if self._reloading and not self._active():
+            self._reload()
+        while not self._reloading and (self._service is None or self._service.has_room):
+            with self._condition:
+                if not self._waiting:
+                    break
+                *_, prepared, channel = heapq.heappop(self._waiting)
+            self._begin(prepared, channel)
+        if self._service is not None and self._service.busy:
+            self._service.turn()
+            self._last_used = time.monotonic()
+        elif self._idle_for_long():
+            self._unload()
+
+    def _work(self) -> bool:
+        return bool(self._jobs or self._waiting or self._closing or self._reloading)
+
+    def _busy(self) -> bool:
+        return self._service is not None and self._service.busy
+
+    def _active(self) -> bool:
+        return self._service is not None and bool(self._service.active)
+
+    def _patience(self) -> float | None:
+        """Seconds until there is something to do without being asked."""
+        if self.settings.idle_unload is None or self._service is None:
+            return None
+        return max(self._last_used + self.settings.idle_unload - time.monotonic(), 0)
+
+    def _idle_for_long(self) -> bool:
+        limit = self.settings.idle_unload
+        loaded = self._service is not None
+        return limit is not None and loaded and time.monotonic() - self._last_used >= limit
+
+    def _begin(self, prepared: Prepared, channel: Channel) -> None:
+        if channel.gone:
+            channel.done()
+            return
+        try:
+            if prepared.fingerprint != self._preparer.fingerprint:  # reloaded while it waited
+                prepared = self._preparer.prepare(prepared.request)
+            if self._service is None:
+                channel.reply({"progress": {"loading": self._preparer.files.name}})
+            self._loaded().begin(prepared, channel)
+        except ToastError as error:
+            channel.reply(error_reply(error))
+            channel.done()
+            self._record(prepared.request, channel, {"error": error.message})
+
+    def _finished(self, conversation: Conversation) -> None:
+        """The last replies of a request, its record, and the numbers of the status."""
+        channel, request = conversation.channel, conversation.prepared.request
+        model = self._preparer.files.name
+        for message in last_replies(conversation, model):
+            channel.reply(message)
+        stats = conversation.stats(model)
+        for name in self._counts:
+            self._counts[name] += stats[name]
+        self.served += 1
+        facts = {
+            **{name: stats[name] for name in ("prompt", "cached", "answer", "seconds")},
+            "end": conversation.end.reason if conversation.end is not None else "cancelled",
+            "hash": f"{conversation.prepared.save_key(conversation.text):016x}",
+            "error": conversation.error.message if conversation.error is not None else None,
+        }
+        channel.done()
+        self._record(request, channel, facts, conversation.text)
+
+    def _record(self, request: Request, channel: Any, facts: dict, text: str = "") -> None:
+        """A line of the audit log. It is the log's to leave the texts out."""
+        if self.settings.audit is None:
+            return
+        who = {"uid": channel.uid, "pid": channel.pid, "op": request.op}
+        about = {"model": self._preparer.files.name, "session": request.session}
+        texts = {"messages": messages_of(request), "text": text}
+        self.settings.audit.write({**who, **about, **facts}, texts)
+
+    def _health(self, channel: Channel) -> None:
+        start = time.perf_counter()
+        if self._service is not None:
+            self._service.probe()
+        seconds = round(time.perf_counter() - start, 6)
+        loaded = self._service is not None
+        channel.reply({"health": {"ok": True, "loaded": loaded, "seconds": seconds}})
+        channel.done()
+
+    def _give_up_all(self) -> None:
+        if self._service is not None:
+            for conversation in list(self._service.active):
+                self._service.give_up(conversation)
+            self._service.let_attached_go()
+
+    def _reload(self) -> None:
+        """The model's files may have changed: another checkpoint is loaded in the old one's place.
+        Where that fails the old one stays, if it is still in memory."""
+        self._reloading = False
+        say = self.settings.say or (lambda line: None)
+        try:
+            preparer = self._locate()
+            if preparer.fingerprint == self._preparer.fingerprint:
+                return say(f"{preparer.files.name} has not changed")
+            if self._service is not None:
+                self._service.let_attached_go()
+            self._unload()
+            self._preparer = preparer
+            self._load()
+            say(f"reloaded {preparer.files.name}")
+        except ToastError as error:
+            say(f"cannot reload: {error.message}")
+        return None
+
+    def _attached(self, request: Request, channel: Any) -> None:
+        """An op of toast-prefill or toast-decode, which use this model for a run of their own."""
+        from toastkit.daemon.attached import serve
+
+        try:
+            serve(self._loaded, self._preparer, request, channel, self._do)
+        except ToastError as error:
+            channel.reply(error_reply(error))
+        except Exception as error:  # one run's bug must not end the others
+            channel.reply(error_reply(ToastError(f"bug: {type(error).__name__}: {error}")))
+        finally:
+            close_all(request.fds)
+        self._last_used = time.monotonic()
+        channel.done()
+
+
+def _wait_for_end(thread: threading.Thread) -> None:
+    """Waits until the system's thread is gone too: MLX takes Python's lock once more in its last
+    moment, and the process aborts if the interpreter has ended by then."""
+    task = f"/proc/self/task/{thread.native_id}"
+    deadline = time.monotonic() + END_SECONDS
+    while os.path.exists(task) and time.monotonic() < deadline:
+        time.sleep(0.001)
