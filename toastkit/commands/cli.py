@@ -12,9 +12,10 @@ import click
 
 from toastkit import __version__
 from toastkit.commands import COMMANDS, program_name
-from toastkit.errors import RemoteError, ToastError, UsageError, from_os_error
+from toastkit.errors import IOFailure, RemoteError, ToastError, UsageError, from_os_error
 
 SUMMARIES = {command.name: command.summary for command in COMMANDS}
+WRITERS = {command.program for command in COMMANDS if command.writes}
 FRAME_WRITERS = {command.program: command.writes == "frames" for command in COMMANDS}
 
 
@@ -183,6 +184,8 @@ def run(entry: click.Command) -> NoReturn:
 def _outcome(entry: click.Command, name: str) -> int:
     debug = "--debug" in sys.argv[1:] or os.environ.get("TOAST_DEBUG", "0") not in ("", "0")
     try:
+        if sys.stdout is None and name in WRITERS:
+            raise IOFailure("cannot write: standard output is closed")
         code = _invoke(entry, name)
         sys.stdout.flush()
         return code
@@ -236,6 +239,8 @@ def _report(name: str, error: ToastError, debug: bool, send: bool = False) -> in
 
 def _writes_frames(name: str) -> bool:
     """Whether stdout is a stream of frames, as far as a command that failed early can tell."""
+    if sys.stdout is None:
+        return False
     as_text = {"--count", "--template-only"}.intersection(sys.argv[1:])
     return FRAME_WRITERS.get(name, False) and not as_text and not os.isatty(1)
 

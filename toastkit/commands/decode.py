@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -47,6 +48,7 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Frames: stop after N steps.")
 @options.inline
 @options.engine
+@options.no_daemon
 @click.pass_context
 def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     first = _first_byte(prompt, flags)
@@ -95,7 +97,10 @@ def _filter(flags: dict[str, Any], first: bytes) -> int:
             frames = own.listen(frames)
         return stage(frames, engines, runs, settings, signals)
 
-    return run_filter(build, "decode", first)
+    try:
+        return run_filter(build, "decode", first)
+    finally:
+        engines.close()
 
 
 def _answer(prompt: tuple[str, ...], flags: dict[str, Any], first: bytes) -> int:
@@ -132,9 +137,8 @@ def _answer(prompt: tuple[str, ...], flags: dict[str, Any], first: bytes) -> int
 
 def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
     """The generator of all stages, as the flags ask for them."""
-    from toastkit.commands.engines import load, start_device
+    from toastkit.commands.engines import attach, load, start_device
     from toastkit.commands.progress import read_options
-    from toastkit.commands.sample import xtc_special_ids
     from toastkit.gears.monitor import MonitorOptions
     from toastkit.model.config import sampling_defaults
     from toastkit.stages.detokenize import TextOptions
@@ -143,9 +147,10 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
     chain = options.sampling_options(flags, sampling_defaults(tokenizer.files), None)
     first = tokenizer.head(None)
     chain.validate(first.vocab)
-    from toastkit.stages.answer import AnswerOptions, answer
+    from toastkit.stages.answer import AnswerOptions, answer, xtc_special_ids
     from toastkit.stages.local import LocalRuns
     from toastkit.stages.sample import DrawOptions
+    from toastkit.stages.tokenize import tokenize
 
     limit = StepOptions(max_tokens=flags["max_tokens"])
     settings = AnswerOptions(
@@ -154,17 +159,30 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
         text=TextOptions(flags["stop"], flags["keep_special"], flags["echo"]),
         monitor=MonitorOptions(),
         telemetry=flags["as_json"],
-        xtc_special_ids=tuple(xtc_special_ids(chain, first)),
+        xtc_special_ids=xtc_special_ids(chain, tokenizer.tokenizer),
     )
-    # A GPU computes while the host goes on. A CPU does not, and numpy draws faster on it.
-    deferred = start_device(flags) == "gpu" or chain.temperature == 0
+    attached = attach(flags, first.fingerprint)
+    # A GPU computes while the host goes on. A CPU does not, and numpy draws faster on it; logits of
+    # a daemon are on the host anyway.
+    deferred = attached is None and (start_device(flags) == "gpu" or chain.temperature == 0)
     runs = LocalRuns(flags["session"], signals, reader_gone, deferred)
 
     @cache
     def engine():
-        return load(tokenizer.files, flags)
+        return attached or load(tokenizer.files, flags)
 
-    return answer(wanted, tokenizer, lambda head: engine(), runs, settings, signals, outcome)
+    frames = tokenize(wanted, tokenizer)
+    text = tokenizer.tokenizer
+    stage = answer(frames, text, lambda head: engine(), runs, settings, signals, outcome)
+    return stage if attached is None else _closing(attached, stage)
+
+
+def _closing(engine: Any, frames: Iterator[Frame]) -> Iterator[Frame]:
+    """The frames; the engine is closed after them, however they end."""
+    try:
+        yield from frames
+    finally:
+        engine.close()
 
 
 class JsonWriter:

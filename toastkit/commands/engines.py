@@ -1,30 +1,43 @@
-"""The engine behind a command: loaded when the first run names its model, kept for the next."""
+"""The engine behind a command: a daemon's where one runs the model, else loaded when the first run
+names it; kept for the next run."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from toastkit.commands.cli import say
-from toastkit.errors import DataError
+from toastkit.errors import CannotCreateError, DataError
 from toastkit.frames import Head
 
 
 class Engines:
     """Calling it with a head gives the engine of that head's model.
 
-    flags: the values of --model, --device, --dtype, --quiet and --verbose.
+    flags: the values of --model, --device, --dtype, --no-daemon, --quiet and --verbose.
     """
 
     def __init__(self, flags: dict[str, Any]):
         self._flags = flags
-        self._name: str | None = None
+        self._model: tuple[str, str] | None = None
         self._engine: Any = None
 
     def __call__(self, head: Head):
         name = self._flags["model"] or head.model
-        if self._name == name:
+        model = (name, head.fingerprint)
+        if self._model == model:
             return self._engine
-        self._engine = None  # let the last model go before the next one is loaded
+        self.close()  # let the last model go before the next one is loaded
+        # A daemon has the weights, so the files that the head names need not be here; those of -m
+        # are held against the stream in any case.
+        files = self._located(name, head) if self._flags["model"] else None
+        engine = attach(self._flags, head.fingerprint)
+        if engine is None:
+            engine = load(files or self._located(name, head), self._flags)
+        self._engine, self._model = engine, model
+        return engine
+
+    def _located(self, name: str, head: Head):
         from toastkit.model.config import fingerprint
         from toastkit.model.locate import locate
 
@@ -33,9 +46,38 @@ class Engines:
             raise DataError(
                 f"{name} is not the model that this stream was tokenised for ({head.model})"
             )
-        self._engine = load(files, self._flags)
-        self._name = name
-        return self._engine
+        return files
+
+    def close(self) -> None:
+        """Lets the engine go; a daemon's has let go of the session when this returns."""
+        close = getattr(self._engine, "close", None)
+        self._engine = self._model = None
+        if close is not None:
+            close()
+
+
+def attach(flags: dict[str, Any], fingerprint: str):
+    """A daemon's engine for the model, a RemoteEngine, where one runs it as the flags would; else
+    None. Where there is no daemon this costs one look at a path. Raises UsageError for a
+    TOAST_SOCKET that cannot be a socket's path."""
+    path = None if flags["no_daemon"] else _daemon_socket()
+    if path is None:
+        return None
+    from toastkit.client.attach import attach as attach_to_daemon
+
+    tell = say if flags["verbose"] else None
+    return attach_to_daemon(path, fingerprint, flags["device"], flags["dtype"], tell)
+
+
+def _daemon_socket() -> str | None:
+    """Where a daemon listens, perhaps."""
+    from toastkit.daemon.paths import socket_path
+
+    try:
+        path = socket_path()
+    except CannotCreateError:
+        return None  # the usual directory is somebody else's: no daemon of ours can be there
+    return path if os.path.exists(path) else None
 
 
 def start_device(flags: dict[str, Any]) -> str:

@@ -70,6 +70,9 @@ engine = together(
         help="Type of activations (default: float32 on the CPU, the checkpoint's own elsewhere).",
     ),
 )  # fmt: skip
+no_daemon = click.option(
+    "--no-daemon", is_flag=True, help="Load the model here, even if a daemon runs it."
+)
 reading = together(
     click.option("--chunk", type=click.IntRange(1), metavar="N", help="Prompt tokens per pass."),
     click.option(
@@ -163,7 +166,7 @@ def sampling_options(flags: dict[str, Any], defaults: dict[str, Any], seed: int 
         seed = int.from_bytes(os.urandom(4), "little")
     options = SamplingOptions(
         **values,
-        logit_bias=tuple(_bias(text) for text in flags["logit_bias"]),
+        logit_bias=tuple(bias(text) for text in flags["logit_bias"]),
         bans=tuple(flags["ban"]),
         seed=seed,
     )
@@ -171,7 +174,8 @@ def sampling_options(flags: dict[str, Any], defaults: dict[str, Any], seed: int 
     return options
 
 
-def _bias(text: str) -> tuple[int, float]:
+def bias(text: str) -> tuple[int, float]:
+    """Token id and nats of a --logit-bias. Raises UsageError."""
     name, equals, value = text.partition("=")
     try:
         return int(name), float(value)

@@ -12,6 +12,7 @@ from toastkit.commands import cli, options
 @options.session
 @options.reading
 @options.engine
+@options.no_daemon
 @click.pass_context
 def prefill(context: click.Context, **flags) -> int:
     from toastkit.commands.engines import Engines
@@ -26,7 +27,10 @@ def prefill(context: click.Context, **flags) -> int:
     def build(frames, signals):
         return stage(frames, engines, PrefillEnd(flags["session"]), settings, signals)
 
-    return run_filter(build, "prefill")
+    try:
+        return run_filter(build, "prefill")
+    finally:
+        engines.close()
 
 
 def main() -> None:

@@ -37,14 +37,14 @@ class ProgressBar:
                 length=total, label=self._label, file=sys.stderr, show_pos=self._positions
             )
             self._shown = 0
-            atexit.register(self._end_line)
+            atexit.register(self.close)
         self._bar.update(done - self._shown)
         self._shown = done
         if done >= total:
             self._bar.render_finish()
             self._bar = None
 
-    def _end_line(self) -> None:
+    def close(self) -> None:
         """An interrupted bar leaves its line, so that the shell's prompt begins on the next."""
         if self._bar is not None:
             print(file=sys.stderr)

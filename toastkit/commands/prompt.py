@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,18 +9,9 @@ from typing import Any
 
 from toastkit.commands.cli import say
 from toastkit.commands.options import template_arguments
+from toastkit.commands.stdin import read_stdin, stdin_has_text, text_of, user_turn
 from toastkit.errors import DataError, UsageError, from_os_error
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer
-
-
-def stdin_has_text() -> bool:
-    """Whether stdin is something to read: a pipe or a file. A terminal, a device or a socket that
-    was merely inherited is not: reading it could wait for ever."""
-    try:
-        mode = os.fstat(0).st_mode
-    except OSError:
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def prompt_tokenizer(flags: dict[str, Any]) -> PromptTokenizer:
@@ -55,14 +44,14 @@ def prompts(words: tuple[str, ...], flags: dict[str, Any], first: bytes = b"") -
     if flags["messages"] is not None:
         yield _conversation(argument, flags)
     elif flags["each_line"]:
-        lines = [line for line in (first + _read_stdin()).splitlines() if line.strip()]
+        lines = [line for line in (first + read_stdin()).splitlines() if line.strip()]
         if not lines:
             raise DataError("no prompts: --each-line found no line on stdin that is not empty")
         for line in lines:
-            yield _prompt(_text(line), argument, flags)
+            yield _prompt(text_of(line), argument, flags)
     else:
         piped = asked or first or stdin_has_text()
-        text = _text(first + _read_stdin()) if piped else ""
+        text = text_of(first + read_stdin()) if piped else ""
         alone = flags["system"] is not None and flags["no_generation_prompt"]
         empty = not (text if flags["raw"] else text.strip("\n"))
         if empty and not argument and not alone:
@@ -79,7 +68,7 @@ def _conversation(argument: str, flags: dict[str, Any]) -> Prompt:
         raise UsageError("--messages is the whole conversation: no PROMPT, --system, --each-line")
     name = flags["messages"]
     try:
-        data = _read_stdin() if name == "-" else Path(name).read_bytes()
+        data = read_stdin() if name == "-" else Path(name).read_bytes()
     except OSError as error:
         raise from_os_error(error, f"cannot read {name}") from error
     return Prompt(messages=load_messages(data))
@@ -92,21 +81,7 @@ def _prompt(text: str, argument: str, flags: dict[str, Any]) -> Prompt:
         return Prompt(text=text + argument)
     from toastkit.text.messages import user_messages
 
-    parts = [part for part in (text.rstrip("\n"), argument) if part]
-    content = "\n\n".join(parts)
+    content = user_turn(text, argument)
     if not content and flags["system"] is not None:
         return Prompt(messages=[{"role": "system", "content": flags["system"]}])
     return Prompt(messages=user_messages(content, flags["system"]))
-
-
-def _read_stdin() -> bytes:
-    return sys.stdin.buffer.read() if sys.stdin is not None else b""
-
-
-def _text(data: bytes) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"the prompt is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}"
-        ) from error

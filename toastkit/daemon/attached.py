@@ -80,7 +80,8 @@ class Attached:
     @property
     def nbytes(self) -> int:
         """Bytes of the caches."""
-        return 0 if self.state is None else sum(layer.nbytes for layer in self.state.cache)
+        caches = [] if self.state is None else self.state.cache
+        return sum(layer.nbytes for layer in caches if layer is not None)
 
     def plug(self, service: Service) -> None:
         """Uses these weights from now on."""

@@ -29,7 +29,6 @@ from toastkit.errors import BusyError, ToastError, UnavailableError
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 
-
 END_SECONDS = 1.0  # for the system's thread to follow Python's
 
 

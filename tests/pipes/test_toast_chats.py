@@ -1,0 +1,368 @@
+"""toast over several turns: conversations that go on, --chat, and what a start costs."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import executable
+from tests.pipes.toast_runs import asked, kept
+from tests.unit.fake_daemon import HOLD, SECONDS, FakeDaemon, answer, failure
+from tests.unit.test_cli import lines_of
+
+Run = Callable[..., subprocess.CompletedProcess]
+ONE, TWO, THREE = answer("one"), answer("two\n"), answer("three")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Conversations of this test alone; their directory."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "toastkit" / "chats"
+
+
+@pytest.fixture
+def ask(toast, home: Path) -> Run:
+    """ask(daemon, *arguments, stdin=None, VARIABLE=...): toast, which finds that daemon."""
+
+    def run(daemon: FakeDaemon, *arguments: str, stdin: bytes | None = None, **variables: str):
+        env = {"TOAST_SOCKET": daemon.path, **variables}
+        return toast("toast", *arguments, stdin=stdin, env=env)
+
+    return run
+
+
+# ------------------------------------------------------------------------- conversations that go on
+
+
+def test_the_last_conversation_is_continued(ask: Run, home: Path) -> None:
+    with FakeDaemon(ONE, TWO, THREE) as daemon:
+        ask(daemon, "a")
+        ask(daemon, "-c", "b")
+        ask(daemon, "--continue", "c")
+    assert asked(daemon) == [["a"], ["a", "one", "b"], ["a", "one", "b", "two\n", "c"]]
+    assert [m["role"] for m in daemon.requests[1]["messages"]] == ["user", "assistant", "user"]
+    assert all("session" not in request for request in daemon.requests)
+    assert kept(home) == ["a", "one", "b", "two\n", "c", "three"]
+
+
+def test_a_new_one_without_c(ask: Run, home: Path) -> None:
+    with FakeDaemon(ONE, TWO) as daemon:
+        ask(daemon, "a")
+        ask(daemon, "b")
+    assert asked(daemon)[1] == ["b"] and kept(home) == ["b", "two\n"]
+
+
+def test_a_named_conversation(ask: Run, home: Path) -> None:
+    """The daemon keeps its state under that name; -c goes on with whichever was last."""
+    with FakeDaemon(ONE) as daemon:
+        ask(daemon, "--session", "fox", "a")
+        ask(daemon, "x")
+        ask(daemon, "--session", "fox", "b")
+        ask(daemon, "-c", "c")
+        ask(daemon, "-c", "--session", "hen", "d")
+    assert asked(daemon)[2:] == [["a", "one", "b"], ["a", "one", "b", "one", "c"], ["d"]]
+    assert [r.get("session") for r in daemon.requests] == ["fox", None, "fox", "fox", "hen"]
+    assert kept(home, "fox")[-2:] == ["c", "one"] and kept(home) == ["x", "one"]
+    assert kept(home, "hen") == ["d", "one"]
+
+
+def test_system_message(ask: Run, home: Path) -> None:
+    with FakeDaemon(ONE) as daemon:
+        for arguments in (["--system", "S", "a"], ["-c", "b"], ["-c", "--system", "S", "c"]):
+            assert ask(daemon, *arguments).returncode == 0
+        assert daemon.requests[0]["messages"][0] == {"role": "system", "content": "S"}
+        assert [messages[0] for messages in asked(daemon)] == ["S"] * 3
+        done = ask(daemon, "-c", "--system", "T", "d")
+        message, hint = lines_of(done, "toast", 64)
+        assert message == "the conversation has another system message" and "--session" in hint
+        assert ask(daemon, "-c", "d", TOAST_SYSTEM="T").returncode == 0
+    assert kept(home)[0] == "S" and asked(daemon)[-1][0] == "S"
+
+
+def test_no_history(ask: Run, home: Path) -> None:
+    with FakeDaemon(ONE) as daemon:
+        ask(daemon, "--no-history", "a")
+        assert not home.exists()
+        ask(daemon, "--session", "fox", "b")
+        ask(daemon, "--no-history", "--session", "fox", "c")
+        ask(daemon, "--no-history", "-c", "d")
+    assert asked(daemon)[2:] == [["b", "one", "c"], ["b", "one", "d"]]
+    assert [r.get("session") for r in daemon.requests] == [None, "fox", None, None]
+    assert [r.get("keep", True) for r in daemon.requests] == [False, True, False, False]
+    assert kept(home, "fox") == ["b", "one"]
+
+
+def test_a_damaged_conversation_is_left_as_it_is(ask: Run, home: Path) -> None:
+    with FakeDaemon(ONE) as daemon:
+        ask(daemon, "--session", "fox", "a")
+        path = home / "fox.jsonl"
+        damaged = path.read_bytes()[:-9]
+        path.write_bytes(damaged)
+        for arguments in (["--session", "fox", "b"], ["-c", "b"]):
+            message, _ = lines_of(ask(daemon, *arguments), "toast", 65)
+            assert message == f"{path}: line 2: not JSON in UTF-8"
+    assert path.read_bytes() == damaged and len(daemon.requests) == 1
+
+
+def test_two_at_once(home: Path) -> None:
+    """Both are answered; what is kept is one of them, whole."""
+    with FakeDaemon(ONE) as daemon:
+        env = {**os.environ, "TOAST_SOCKET": daemon.path}
+        running = [
+            subprocess.Popen(
+                [executable("toast"), "--session", "fox", text],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=env,
+            )
+            for text in ("a", "b")
+        ]  # fmt: skip
+        assert [process.communicate(timeout=SECONDS)[0] for process in running] == [b"one\n"] * 2
+    assert kept(home, "fox") in (["a", "one"], ["b", "one"], ["a", "one", "b", "one"],
+                                 ["b", "one", "a", "one"])  # fmt: skip
+
+
+# ------------------------------------------------------------------------------ --chat, from a pipe
+
+
+def test_each_line_is_a_turn(ask: Run, home: Path) -> None:
+    with FakeDaemon(ONE, TWO, THREE) as daemon:
+        done = ask(daemon, "--chat", "a", stdin=b"b\n\n  \nc")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"one\ntwo\nthree\n", b"")
+    assert asked(daemon)[2] == ["a", "one", "b", "two\n", "c"]
+    assert kept(home)[-1] == "three"
+
+
+def test_a_chat_continues_a_conversation(ask: Run, home: Path) -> None:
+    with FakeDaemon(ONE) as daemon:
+        ask(daemon, "--session", "fox", "a")
+        ask(daemon, "--chat", "-c", stdin=b"b\n")
+        ask(daemon, "--chat", "--no-history", "-c", stdin=b"c\nd\n")
+    assert asked(daemon)[1] == ["a", "one", "b"]
+    assert asked(daemon)[3][-3:] == ["c", "one", "d"], "not kept, but not forgotten in the chat"
+    assert kept(home, "fox") == ["a", "one", "b", "one"]
+
+
+def test_no_lines_are_no_turns(ask: Run, home: Path) -> None:
+    with FakeDaemon(ONE) as daemon:
+        assert ask(daemon, "--chat").returncode == 0
+        assert ask(daemon, "--chat", stdin=b"\n").returncode == 0
+    assert daemon.requests == [] and not home.exists()
+
+
+def test_a_failure_ends_a_chat_from_a_pipe(ask: Run, home: Path) -> None:
+    with FakeDaemon(ONE, failure(75, "busy"), THREE) as daemon:
+        done = ask(daemon, "--chat", stdin=b"a\nb\nc\n")
+    assert (done.returncode, done.stdout, done.stderr) == (75, b"one\n", b"toast: busy\n")
+    assert kept(home) == ["a", "one"] and len(daemon.requests) == 2
+
+
+def test_turns_are_answered_as_they_come(home: Path) -> None:
+    """A program at the other end writes a line, reads its answer, writes the next."""
+    with FakeDaemon(ONE, TWO) as daemon:
+        process = subprocess.Popen(
+            [executable("toast"), "--chat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, "TOAST_SOCKET": daemon.path},
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        for line, reply in ((b"a\n", b"one\n"), (b"b\n", b"two\n")):
+            process.stdin.write(line)
+            process.stdin.flush()
+            assert process.stdout.readline() == reply
+        assert process.communicate(timeout=SECONDS) == (b"", None) and process.returncode == 0
+
+
+# ---------------------------------------------------------------------------- --chat, at a terminal
+
+
+class Terminal:
+    """toast --chat at a terminal of its own."""
+
+    def __init__(self, daemon: FakeDaemon, *arguments: str, stdout: int | None = None):
+        self.screen = b""
+        pid, self._master = pty.fork()
+        if pid == 0:  # in the child: only exec, and out if that fails
+            try:
+                os.environ.update(TOAST_SOCKET=daemon.path, TERM="dumb", INPUTRC=os.devnull)
+                if stdout is not None:
+                    os.dup2(stdout, 1)
+                os.execv(executable("toast"), ["toast", "--chat", *arguments])
+            finally:
+                os._exit(127)
+        self.pid = pid
+        self.code: int | None = None
+
+    def expect(self, text: str) -> None:
+        """Waits for text after what was expected before."""
+        deadline = time.monotonic() + SECONDS
+        while text.encode() not in self.screen:
+            assert time.monotonic() < deadline, self.screen
+            assert self._read(0.1), self.screen
+        self.screen = self.screen.partition(text.encode())[2]
+
+    def type(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def insist(self, keys: str, text: str) -> None:
+        """Types keys until text comes. A Ctrl-C between two reads of readline is noticed only with
+        the next key, in any Python program: nobody types that fast but a test."""
+        for _ in range(SECONDS):
+            self.type(keys)
+            patience = time.monotonic() + 1
+            while time.monotonic() < patience and text.encode() not in self.screen:
+                assert self._read(0.1), self.screen
+            if text.encode() in self.screen:
+                break
+        self.expect(text)
+
+    def end(self) -> int:
+        """The exit code, 128 and more for a signal that killed it."""
+        deadline = time.monotonic() + SECONDS
+        while self._read(0.05) and time.monotonic() < deadline:
+            pass
+        self.code = self._wait(0)
+        return self.code
+
+    def close(self) -> None:
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._wait(0)
+        os.close(self._master)
+
+    def _read(self, seconds: float) -> bool:
+        """Whether the terminal is still there."""
+        if select.select([self._master], [], [], seconds)[0]:
+            try:
+                data = os.read(self._master, 4096)
+            except OSError:  # Linux: nobody has the other side open any more
+                return False
+            self.screen += data
+            return bool(data)
+        return True
+
+    def _wait(self, flags: int) -> int:
+        status = os.waitpid(self.pid, flags)[1]
+        return os.waitstatus_to_exitcode(status) % 256
+
+
+@pytest.fixture
+def terminal(home: Path) -> Iterator[Callable[..., Terminal]]:
+    opened = []
+
+    def run(*arguments, **settings) -> Terminal:
+        opened.append(Terminal(*arguments, **settings))
+        return opened[-1]
+
+    yield run
+    for each in opened:
+        each.close()
+
+
+def test_a_person_types(terminal, home: Path) -> None:
+    with FakeDaemon(ONE, TWO, THREE) as daemon:
+        chat = terminal(daemon)
+        chat.expect("> ")
+        chat.type("first question\r")
+        chat.expect("one\r\n> ")
+        chat.type("\r")
+        chat.expect("> ")
+        chat.type("xfirst\x01\x04\x05 again\r")  # to the start, delete, to the end
+        chat.expect("two\r\n> ")
+        chat.type("\x1b[A\x1b[A!\r")  # two lines back
+        chat.expect("three\r\n> ")
+        chat.type("\x04")
+        assert chat.end() == 0
+    assert asked(daemon)[2] == ["first question", "one", "first again", "two\n", "first question!"]
+    history = home.parent / "chat_history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    assert history.read_text().split("\n")[-4:] == ["first question", "first again",
+                                                    "first question!", ""]  # fmt: skip
+
+
+def test_lines_are_remembered_in_the_next_chat(terminal, home: Path) -> None:
+    with FakeDaemon(ONE) as daemon:
+        for keys in ("remember me\r", "\x1b[A\r"):
+            chat = terminal(daemon)
+            chat.expect("> ")
+            chat.type(keys)
+            chat.expect("one\r\n> ")
+            chat.type("\x04")
+            assert chat.end() == 0
+        chat = terminal(daemon, "--no-history")
+        chat.expect("> ")
+        chat.type("\x1b[Asecret\r")
+        chat.expect("one\r\n> ")
+        chat.type("\x04")
+        assert chat.end() == 0
+    assert asked(daemon) == [["remember me"], ["remember me"], ["secret"]]
+    assert "secret" not in (home.parent / "chat_history").read_text()
+
+
+def test_ctrl_c_stops_an_answer_and_clears_a_line(terminal, home: Path) -> None:
+    with FakeDaemon([{"text": "I am"}, HOLD], TWO, [{"progress": {}}, HOLD], THREE) as daemon:
+        chat = terminal(daemon)
+        chat.expect("> ")
+        chat.type("who are you\r")
+        chat.expect("I am")
+        chat.type("\x03")
+        assert daemon.gone.wait(SECONDS)
+        chat.expect("\r\n> ")
+        chat.type("never sent")
+        chat.expect("never sent")
+        chat.insist("\x03", "\r\n> ")
+        chat.type("go on\r")
+        chat.expect("two\r\n> ")
+        daemon.gone.clear()
+        chat.type("no word of this\r")
+        while len(daemon.requests) < 3:
+            time.sleep(0.005)
+        chat.type("\x03")
+        assert daemon.gone.wait(SECONDS)
+        chat.expect("\r\n> ")
+        chat.type("the end\r")
+        chat.expect("three\r\n> ")
+        chat.type("\x04")
+        assert chat.end() == 0
+    assert asked(daemon)[-1] == ["who are you", "I am", "go on", "two\n", "the end"]
+
+
+def test_a_failure_does_not_end_a_chat_with_a_person(terminal, home: Path) -> None:
+    with FakeDaemon(failure(75, "busy: 64 requests are waiting"), TWO) as daemon:
+        chat = terminal(daemon, "a")
+        chat.expect("toast: busy: 64 requests are waiting\r\n> ")
+        chat.type("b\r")
+        chat.expect("two\r\n> ")
+        daemon.stop_listening()
+        chat.type("c\r")
+        chat.expect(f"toast: no daemon answers at {daemon.path}\r\n> ")
+        chat.type("\x04")
+        assert chat.end() == 0
+    assert kept(home) == ["b", "two\n"]
+
+
+def test_a_terminal_that_is_closed(terminal, home: Path) -> None:
+    with FakeDaemon([{"text": "I am"}, HOLD]) as daemon:
+        chat = terminal(daemon, "who")
+        chat.expect("I am")
+        os.kill(chat.pid, signal.SIGHUP)
+        assert chat.end() == 129
+    assert kept(home) == ["who", "I am"]
+
+
+def test_answers_go_to_a_file_and_prompts_to_the_screen(terminal, tmp_path: Path) -> None:
+    with FakeDaemon(ONE, TWO) as daemon, open(tmp_path / "out", "wb") as out:
+        chat = terminal(daemon, stdout=out.fileno())
+        for keys in ("a\r", "b\r"):
+            chat.expect("> ")
+            chat.type(keys)
+        chat.expect("> ")
+        chat.type("\x04")
+        assert chat.end() == 0
+    assert (tmp_path / "out").read_bytes() == b"one\ntwo\n"

@@ -1,0 +1,363 @@
+"""toast as a person meets it, with a daemon that answers by heart."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import executable
+from tests.pipes.toast_runs import kept, without_out
+from tests.unit.fake_daemon import DROP, HOLD, SECONDS, FakeDaemon, answer, failure
+from tests.unit.test_cli import lines_of
+
+Run = Callable[..., subprocess.CompletedProcess]
+HELLO = answer("Hello", " there.")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Conversations of this test alone; their directory."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "toastkit" / "chats"
+
+
+@pytest.fixture
+def ask(toast, home: Path) -> Run:
+    """ask(daemon, *arguments, stdin=None, VARIABLE=...): toast, which finds that daemon."""
+
+    def run(daemon: FakeDaemon, *arguments: str, stdin: bytes | None = None, **variables: str):
+        env = {"TOAST_SOCKET": daemon.path, **variables}
+        return toast("toast", *arguments, stdin=stdin, env=env)
+
+    return run
+
+
+def started(daemon: FakeDaemon, *arguments: str, **settings) -> subprocess.Popen:
+    return subprocess.Popen(
+        [executable("toast"), *arguments],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "TOAST_SOCKET": daemon.path}, **settings,
+    )  # fmt: skip
+
+
+def contents(request: dict) -> list[str]:
+    return [message["content"] for message in request["messages"]]
+
+
+# ------------------------------------------------------------------------------------------- asking
+
+
+def test_words_go_in_and_text_comes_out(ask: Run, home: Path) -> None:
+    with FakeDaemon(HELLO) as daemon:
+        done = ask(daemon, "Say", "hello")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"Hello there.\n", b"")
+    assert daemon.request == {"messages": [{"role": "user", "content": "Say hello"}],
+                              "options": {}}  # fmt: skip
+    assert kept(home) == ["Say hello", "Hello there."]
+
+
+@pytest.mark.parametrize(
+    ("stdin", "words", "question"),
+    [
+        (b"a text\n", ["summarise"], "a text\n\nsummarise"),
+        (b"a text\n", [], "a text"),
+        (b"\n", ["hi"], "hi"),
+        (b"a text", ["-", "short"], "a text\n\nshort"),
+        ("é\u2028\n".encode(), ["x"], "é\u2028\n\nx"),
+    ],
+)
+def test_piped_text_goes_before_the_words(
+    ask: Run, stdin: bytes, words: list[str], question: str
+) -> None:
+    with FakeDaemon(HELLO) as daemon:
+        assert ask(daemon, *words, stdin=stdin).returncode == 0
+    assert contents(daemon.request) == [question]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "out"),
+    [(["a\n"], b"a\n"), (["a", "\n\n"], b"a\n\n"), ([""], b""), (["é", "!"], "é!\n".encode())],
+)
+def test_an_answer_ends_with_a_newline(ask: Run, pieces: list[str], out: bytes) -> None:
+    with FakeDaemon(answer(*pieces)) as daemon:
+        assert ask(daemon, "hi").stdout == out
+
+
+def test_text_streams(home: Path) -> None:
+    with FakeDaemon([{"text": "Hel"}, HOLD]) as daemon:
+        process = started(daemon, "hi")
+        assert process.stdout is not None and os.read(process.stdout.fileno(), 99) == b"Hel"
+        process.kill()
+        process.communicate()
+
+
+def test_json_is_the_replies(ask: Run, home: Path) -> None:
+    replies = [{"progress": {"done": 5, "total": 9, "cached": 3}}, *HELLO]
+    with FakeDaemon(replies) as daemon:
+        done = ask(daemon, "--json", "hi")
+    assert [json.loads(line) for line in done.stdout.splitlines()] == replies
+    assert done.stderr == b"" and kept(home) == ["hi", "Hello there."]
+
+
+def test_json_shows_errors_too(ask: Run) -> None:
+    with FakeDaemon(failure(75, "busy: 64 requests are waiting", "try again later")) as daemon:
+        done = ask(daemon, "--json", "hi")
+    assert json.loads(done.stdout)["error"]["code"] == 75 == done.returncode
+    assert done.stderr == (b"toast: busy: 64 requests are waiting\n  hint: try again later\n")
+
+
+def test_extract(ask: Run, home: Path) -> None:
+    text = "Here:\n```python\nprint(1)\n```\nand\n```\nmore\n```\n"
+    with FakeDaemon(answer(text[:20], text[20:])) as daemon:
+        assert ask(daemon, "-x", "hi").stdout == b"print(1)\n"
+    assert kept(home) == ["hi", text]
+
+
+def test_nothing_to_extract(ask: Run, home: Path) -> None:
+    with FakeDaemon(HELLO) as daemon:
+        message, _ = lines_of(ask(daemon, "-x", "hi"), "toast", 65)
+    assert message == "the answer holds no code block"
+    assert kept(home) == ["hi", "Hello there."], "toast -c can ask for one"
+
+
+def test_usage_and_verbose(ask: Run) -> None:
+    usage = b"toast: prompt 12 (cached 8), answer 6, first token 0.25 s, 10.0 tokens/s\n"
+    with FakeDaemon(HELLO) as daemon:
+        assert ask(daemon, "--usage", "hi").stderr == usage
+        lines = ask(daemon, "-v", "hi").stderr.decode().splitlines()
+    assert lines == [
+        f"toast: using the daemon at {daemon.path}",
+        "toast: 8/12 prompt tokens cached: the last message is new",
+    ]
+
+
+def test_fail_on_length(ask: Run, home: Path) -> None:
+    with FakeDaemon(answer("cut", reason="length")) as daemon:
+        assert ask(daemon, "hi").returncode == 0
+        done = ask(daemon, "--fail-on-length", "hi")
+    told = lines_of(without_out(done), "toast", 65)
+    assert told[0] == "the answer was cut off after 6 tokens"
+    assert done.stdout == b"cut\n" and kept(home) == ["hi", "cut"]
+
+
+# ------------------------------------------------------------------------------------------ options
+
+OPTIONS = [
+    (["--temp", "0.5"], {"temperature": 0.5}),
+    (["--temperature", "0"], {"temperature": 0.0}),
+    (["--top-k", "40"], {"top_k": 40}),
+    (["--top-p", "0.9"], {"top_p": 0.9}),
+    (["--min-p", "0.1"], {"min_p": 0.1}),
+    (["--min-tokens-to-keep", "2"], {"min_tokens_to_keep": 2}),
+    (["--typical-p", "0.8"], {"typical_p": 0.8}),
+    (["--xtc-probability", "0.5"], {"xtc_probability": 0.5}),
+    (["--xtc-threshold", "0.2"], {"xtc_threshold": 0.2}),
+    (["--repetition-penalty", "1.1"], {"repetition_penalty": 1.1}),
+    (["--repeat-penalty", "1.1"], {"repetition_penalty": 1.1}),
+    (["--presence-penalty", "-1"], {"presence_penalty": -1.0}),
+    (["--frequency-penalty", "1"], {"frequency_penalty": 1.0}),
+    (["--penalty-context", "64"], {"penalty_context": 64}),
+    (["--logit-bias", "5=1.5", "--logit-bias", "7=-2"], {"logit_bias": {"5": 1.5, "7": -2.0}}),
+    (["--ban", "5", "--ban", "6"], {"ban": [5, 6]}),
+    (["--seed", str(2**64 - 1)], {"seed": 2**64 - 1}),
+    (["--ignore-eos"], {"ignore_eos": True}),
+    (["--json", "--top", "3"], {"top": 3, "tokens": True}),
+    (["-n", "9"], {"max_tokens": 9}),
+    (["--stop", "a", "--stop", "é"], {"stop": ["a", "é"]}),
+    (["--template-arg", "x=1", "--template-arg", "y=z"], {"template": {"x": 1, "y": "z"}}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options"), OPTIONS, ids=[" ".join(o[0]) for o in OPTIONS])
+def test_options_arrive(ask: Run, arguments: list[str], options: dict) -> None:
+    with FakeDaemon(HELLO) as daemon:
+        done = ask(daemon, *arguments, "hi")
+    assert done.returncode == 0, done.stderr
+    assert daemon.request["options"] == options
+
+
+def test_every_sampling_option_is_among_them() -> None:
+    from toastkit.commands.options import SAMPLING_NAMES
+
+    tried = {name for _, options in OPTIONS for name in options}
+    assert {*SAMPLING_NAMES, "seed", "logit_bias", "ban", "ignore_eos", "top"} <= tried
+
+
+def test_variables_count_too(ask: Run) -> None:
+    with FakeDaemon(HELLO) as daemon:
+        ask(daemon, "hi", TOAST_TEMP="0.5", TOAST_SYSTEM="Be brief.", TOAST_TOP="3")
+    assert daemon.request["options"] == {"temperature": 0.5}
+    assert contents(daemon.request) == ["Be brief.", "hi"]
+
+
+def test_a_model_is_named_as_the_daemon_understands_it(ask: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").touch()
+    given = os.path.relpath(folder)
+    with FakeDaemon(HELLO) as daemon:
+        for name in ("crumb", "org/name", given):
+            ask(daemon, "-m", name, "hi")
+        ask(daemon, "hi", TOAST_MODEL="mine")
+    assert [r["model"] for r in daemon.requests] == ["crumb", "org/name", str(folder), "mine"]
+
+
+# ----------------------------------------------------------------------------------------- refusals
+
+REFUSED = [
+    (["--top", "3", "hi"], 64, "--top needs --json, which shows them"),
+    (["-x", "--json", "hi"], 64, "--json is for one answer as text, not with --extract"),
+    (["-x", "--chat"], 64, "--chat is for one answer as text, not with --extract"),
+    (["--no-daemon", "--socket", "x", "hi"], 64, "--socket is for a daemon, not with --no-daemon"),
+    (["-q", "--usage", "hi"], 64, "--usage has something to say, but not with --quiet"),
+    (["--device", "cpu", "--socket", "x", "hi"], 64, "--device and --dtype are for a model in"),
+    (["--temp", "nan", "hi"], 64, "invalid temperature: nan is not"),
+    (["--logit-bias", "5=inf", "hi"], 64, "invalid logit-bias: inf is not"),
+    (["--logit-bias", "5=1", "--logit-bias", "5=2", "hi"], 64, "id 5 is given twice"),
+    (["--logit-bias", "five", "hi"], 64, "--logit-bias takes ID=B"),
+    (["--template-arg", "x", "hi"], 64, "--template-arg takes NAME=VALUE"),
+    (["--session", "a/b", "hi"], 64, "a conversation has a name, not a path: a/b"),
+    (["--session", ".x", "hi"], 64, "invalid session name"),
+    (["-c", "hi"], 66, "no conversation to continue"),
+    (["--no-history", "--session", "fox", "hi"], 66, "no conversation fox, and none is to be kept"),
+    (["--extrct", "hi"], 64, "no such option"),
+    ([], 65, "empty prompt"),
+    (["-"], 65, "empty prompt"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), REFUSED)
+def test_refusals(ask: Run, home: Path, arguments: list[str], code: int, message: str) -> None:
+    with FakeDaemon(HELLO) as daemon:
+        assert message in lines_of(ask(daemon, *arguments), "toast", code)[0]
+    assert daemon.connections == 0 and not home.exists()
+
+
+def test_bytes_that_are_no_text(toast, home: Path) -> None:
+    with FakeDaemon(HELLO) as daemon:
+        env = {"TOAST_SOCKET": daemon.path}
+        bad = os.fsdecode(b"\xff")
+        done = toast("toast", bad, env=env)
+        assert lines_of(done, "toast", 65)[0] == "the prompt is not UTF-8"
+        done = toast("toast", "--system", bad, "hi", env=env)
+        assert lines_of(done, "toast", 65)[0] == "the system message is not UTF-8"
+        done = toast("toast", "hi", stdin=b"ab\xff", env=env)
+        assert "byte 0xff at offset 2" in lines_of(done, "toast", 65)[0]
+    assert daemon.connections == 0
+
+
+def test_a_socket_that_was_asked_for_has_to_answer(toast, tmp_path: Path) -> None:
+    done = toast("toast", "--socket", str(tmp_path / "s"), "hi")
+    assert lines_of(done, "toast", 69)[0] == f"no daemon answers at {tmp_path / 's'}"
+
+
+def test_a_closed_stdout(home: Path) -> None:
+    done = subprocess.run(["sh", "-c", f"exec {executable('toast')} hi >&-"], capture_output=True)
+    assert lines_of(done, "toast", 74)[0] == "cannot write: standard output is closed"
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("code", [64, 65, 66, 69, 70, 75])
+def test_errors_of_the_daemon(ask: Run, home: Path, code: int) -> None:
+    with FakeDaemon(failure(code, "it cannot be done", "do another thing")) as daemon:
+        told = lines_of(ask(daemon, "hi"), "toast", code)
+    assert told == ("it cannot be done", "do another thing") and kept(home) == []
+
+
+def test_a_daemon_that_goes_away_in_mid_answer(ask: Run, home: Path) -> None:
+    with FakeDaemon(HELLO, [{"text": "I"}, DROP]) as daemon:
+        ask(daemon, "hi")
+        done = ask(daemon, "-c", "and?")
+    assert done.stdout == b"I\n", "the error has a line of its own"
+    told = lines_of(without_out(done), "toast", 69)
+    assert told == ("the daemon went away in mid-answer", "toast -c goes on from the last turn")
+    assert kept(home) == ["hi", "Hello there."]
+
+
+def test_an_answer_that_the_daemon_breaks_off(ask: Run, home: Path) -> None:
+    with FakeDaemon(answer("I was", reason="interrupt")) as daemon:
+        done = ask(daemon, "hi")
+    assert lines_of(without_out(done), "toast", 69)[0].endswith("broke the answer off")
+    assert done.stdout == b"I was\n" and kept(home) == ["hi", "I was"]
+
+
+@pytest.mark.parametrize(
+    "reply", [{"text": 5}, {"end": 5}, {"end": {"n": 1}}, {"stats": []}, {"end": {"reason": None}}]
+)
+def test_what_is_no_reply(ask: Run, home: Path, reply: dict) -> None:
+    with FakeDaemon([reply, DROP]) as daemon:
+        lines_of(ask(daemon, "hi"), "toast", 65)
+    assert kept(home) == []
+
+
+def test_kinds_of_replies_that_it_does_not_know(ask: Run) -> None:
+    with FakeDaemon([{"weather": "fine"}, *HELLO]) as daemon:
+        assert ask(daemon, "hi").stdout == b"Hello there.\n"
+
+
+def test_a_conversation_that_cannot_be_kept(ask: Run, tmp_path: Path) -> None:
+    (tmp_path / "toastkit").touch()
+    with FakeDaemon(HELLO) as daemon:
+        done = ask(daemon, "hi")
+        assert done.stdout == b"Hello there.\n"
+        assert "cannot keep" in lines_of(without_out(done), "toast", 73)[0]
+        assert ask(daemon, "--no-history", "hi").returncode == 0
+
+
+# ------------------------------------------------------------------------------------ interruptions
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_in_mid_answer(home: Path, number: int, code: int) -> None:
+    with FakeDaemon([{"text": "I am"}, HOLD]) as daemon:
+        process = started(daemon, "hi")
+        assert process.stdout is not None
+        first = os.read(process.stdout.fileno(), 99)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=SECONDS)
+        assert daemon.gone.wait(SECONDS)
+    assert (process.returncode, first + out, err) == (code, b"I am\n", b"")
+    assert kept(home) == ["hi", "I am"], "-c goes on from what was seen"
+
+
+def test_a_signal_before_the_first_word(home: Path) -> None:
+    with FakeDaemon([{"progress": {"done": 1, "total": 9, "cached": 0}}, HOLD]) as daemon:
+        process = started(daemon, "--json", "hi")
+        assert process.stdout is not None and process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=SECONDS)
+        assert daemon.gone.wait(SECONDS)
+    assert (process.returncode, out, err) == (130, b"", b"") and kept(home) == []
+
+
+def test_a_reader_that_goes_away(home: Path) -> None:
+    with FakeDaemon([{"text": "Hello there"}, HOLD]) as daemon:
+        process = started(daemon, "hi")
+        assert process.stdout is not None and os.read(process.stdout.fileno(), 5) == b"Hello"
+        process.stdout.close()
+        assert process.wait(SECONDS) == -signal.SIGPIPE, "noticed while it waits for more"
+        assert daemon.gone.wait(SECONDS)
+        assert process.stderr is not None and process.stderr.read() == b""
+        process.stderr.close()
+    assert kept(home) == ["hi", "Hello there"]
+
+
+def test_in_a_pipeline_with_head(home: Path) -> None:
+    pieces = [{"text": "x" * 4096}] * 200
+    with FakeDaemon([*pieces, HOLD]) as daemon:
+        command = f"{executable('toast')} hi | head -c 5; echo ${{PIPESTATUS[0]}}"
+        done = subprocess.run(
+            ["bash", "-c", command], stdin=subprocess.DEVNULL, capture_output=True,
+            timeout=SECONDS, env={**os.environ, "TOAST_SOCKET": daemon.path},
+        )  # fmt: skip
+    assert (done.stdout, done.stderr) == (b"xxxxx141\n", b"")

@@ -1,0 +1,93 @@
+"""toast where no daemon will do, and what it costs where one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import executable
+from tests.pipes.toast_runs import kept
+from tests.unit.fake_daemon import SECONDS, FakeDaemon, answer, failure
+from tests.unit.test_tree import loaded
+
+Run = Callable[..., subprocess.CompletedProcess]
+ONE = answer("one")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Conversations of this test alone; their directory."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "toastkit" / "chats"
+
+
+@pytest.fixture
+def ask(toast, home: Path) -> Run:
+    """ask(daemon, *arguments, stdin=None, VARIABLE=...): toast, which finds that daemon."""
+
+    def run(daemon: FakeDaemon, *arguments: str, stdin: bytes | None = None, **variables: str):
+        env = {"TOAST_SOCKET": daemon.path, **variables}
+        return toast("toast", *arguments, stdin=stdin, env=env)
+
+    return run
+
+
+def test_without_a_daemon_the_model_runs_here(toast, home: Path, tmp_path: Path) -> None:
+    env = {"TOAST_SOCKET": str(tmp_path / "s")}
+    done = toast("toast", "-v", "-n", "4", "Who are you?", env=env)
+    assert (done.returncode, done.stdout) == (0, b"I am crumb,\n")
+    assert f"no daemon at {tmp_path / 's'}: running in this process" in done.stderr.decode()
+    assert kept(home) == ["Who are you?", "I am crumb,"]
+
+
+def test_another_model_than_the_daemons_runs_here(ask: Run, home: Path) -> None:
+    with FakeDaemon(failure(66, "this daemon runs another model")) as daemon:
+        done = ask(daemon, "--json", "-m", "crumb", "-n", "1", "Who are you?")
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert ask(daemon, "--no-daemon", "-n", "1", "hi").returncode == 0
+        assert ask(daemon, "--device", "cpu", "-n", "1", "hi").returncode == 0
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["end"]["reason"] == "length" and len(daemon.requests) == 1
+
+
+def test_ctrl_c_in_this_process(home: Path) -> None:
+    process = subprocess.Popen(
+        [executable("toast"), "--no-daemon", "--ignore-eos", "--session", "fox", "Hi!"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    first = os.read(process.stdout.fileno(), 99)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=SECONDS)
+    assert first and (process.returncode, err) == (130, b"")
+    question, said = kept(home, "fox")
+    assert question == "Hi!" and (first + rest).decode().removesuffix("\n") == said.removesuffix(
+        "\n"
+    )
+
+
+HEAVY = {
+    "numpy", "msgpack", "mlx", "mlx_lm", "tokenizers", "jinja2", "safetensors", "transformers",
+    "huggingface_hub", "dataclasses", "logging", "subprocess", "asyncio", "difflib", "tempfile",
+    "http", "ssl", "argparse", "multiprocessing", "concurrent", "readline", "shutil",
+}  # fmt: skip
+MODULES = 170  # bare Python has 60 with an editable install, click makes it 120
+
+
+@pytest.mark.parametrize("arguments", [["hi"], ["--continue", "--json", "--temp", "0.5", "and?"]])
+def test_asking_a_daemon_loads_little(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    with FakeDaemon(ONE) as daemon:
+        monkeypatch.setenv("TOAST_SOCKET", daemon.path)
+        loaded(tmp_path, "toast", "hi")
+        modules, out = loaded(tmp_path, "toast", *arguments)
+    assert b"one" in out and len(daemon.requests) == 2
+    assert sorted(modules & HEAVY) == []
+    assert len(modules) <= MODULES

@@ -1,0 +1,238 @@
+"""Who answers: this process, the daemon, and the choice between them; errors that came back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.fake_daemon import FakeDaemon, answer, failure, signals_put_back
+from toastkit import errors
+from toastkit.client.backend import OtherModel, Wanted, choose_backend, remote_error
+from toastkit.client.interrupts import Interrupts
+from toastkit.client.local_backend import LocalBackend
+from toastkit.client.socket_backend import SocketBackend
+from toastkit.errors import NoInputError, ToastError, UnavailableError, UsageError
+
+ASK = {"messages": [{"role": "user", "content": "Hi!"}], "options": {}}
+
+
+@pytest.fixture(autouse=True)
+def no_daemon_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TOAST_SOCKET", "XDG_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Interrupts]:
+    with signals_put_back():
+        yield Interrupts()
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("code", [64, 65, 66, 69, 70, 73, 74, 75, 130])
+def test_errors_keep_their_code(code: int) -> None:
+    error = remote_error({"code": code, "message": "no", "hint": "yes"})
+    assert (error.code, error.message, error.hint) == (code, "no", "yes")
+    kinds = {errors.UsageError: 64, errors.DataError: 65, errors.BusyError: 75}
+    assert all(isinstance(error, kind) == (code == kinds[kind]) for kind in kinds)
+
+
+@pytest.mark.parametrize("error", [None, "no", {}, {"code": 64}, {"message": 5}])
+def test_errors_that_say_nothing(error: Any) -> None:
+    assert remote_error(error).code == 70 and "without saying why" in remote_error(error).message
+
+
+@pytest.mark.parametrize("code", [None, "64", 999, [1], -1])
+def test_errors_of_an_unknown_kind(code: Any) -> None:
+    assert remote_error({"code": code, "message": "no", "hint": 5}).code == 70
+
+
+# ------------------------------------------------------------------------------------- this process
+
+
+class FakeService:
+    """Stands for toastkit.daemon.local.LocalService. made: all of them. replies: what each ask
+    gives; asked: with what."""
+
+    made: list[FakeService] = []
+    replies: list[Any] = []
+
+    def __init__(self, **settings: Any):
+        self.settings = settings
+        self.asked: list[dict] = []
+        self.closed = self.cancelled = False
+        FakeService.made.append(self)
+
+    def ask(self, request: dict) -> Iterator[dict]:
+        self.asked.append(request)
+        try:
+            for reply in FakeService.replies:
+                if callable(reply):
+                    reply()
+                else:
+                    yield reply
+        except GeneratorExit:
+            self.cancelled = True
+            raise
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> type[FakeService]:
+    module = SimpleNamespace(LocalService=FakeService)
+    monkeypatch.setitem(sys.modules, "toastkit.daemon.local", module)
+    monkeypatch.setattr(FakeService, "made", [])
+    monkeypatch.setattr(FakeService, "replies", answer("here"))
+    return FakeService
+
+
+def test_this_process_loads_at_the_first_request(service: type[FakeService]) -> None:
+    backend = LocalBackend(Wanted(model="m", device="cpu", dtype="float16", quiet=True))
+    assert service.made == []
+    assert list(backend.ask({**ASK, "model": "absolute m"})) == answer("here")
+    assert list(backend.ask(ASK)) == answer("here")
+    (made,) = service.made
+    assert made.asked == [ASK, ASK]
+    assert made.settings == {"model": "m", "device": "cpu", "dtype": "float16", "say": print,
+                             "quiet": True}  # fmt: skip
+    backend.close()
+    assert made.closed
+
+
+def test_the_embedded_model_is_the_default(service: type[FakeService]) -> None:
+    list(LocalBackend(Wanted()).ask(ASK))
+    settings = service.made[0].settings
+    assert (settings["model"], settings["device"], settings["dtype"]) == ("crumb", "auto", None)
+
+
+def test_leaving_cancels_in_this_process(service: type[FakeService]) -> None:
+    replies = LocalBackend(Wanted()).ask(ASK)
+    next(replies)
+    replies.close()  # type: ignore[attr-defined]
+    assert service.made[0].cancelled
+
+
+def test_a_signal_while_the_model_loads_ends_at_once(
+    service: type[FakeService], interrupts: Interrupts
+) -> None:
+    interrupts.patient = True
+    service.replies = [
+        {"progress": {"loading": "m"}},
+        lambda: signal.raise_signal(signal.SIGINT),
+        *answer("never"),
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        list(LocalBackend(Wanted(), interrupts).ask(ASK))
+
+
+def test_a_signal_in_mid_answer_is_noted(
+    service: type[FakeService], interrupts: Interrupts
+) -> None:
+    service.replies = [{"text": "a"}, lambda: signal.raise_signal(signal.SIGINT), {"text": "b"}, 5]
+    seen = list(LocalBackend(Wanted(), interrupts).ask(ASK))
+    assert seen == [{"text": "a"}, {"text": "b"}] and interrupts.code == 130
+    assert service.made[0].cancelled
+
+
+def test_this_process_notices_that_nobody_reads(service: type[FakeService]) -> None:
+    read, write = os.pipe()
+    replies = LocalBackend(Wanted(), watch=write).ask(ASK)
+    next(replies)
+    os.close(read)
+    with pytest.raises(BrokenPipeError):
+        next(replies)
+    assert service.made[0].cancelled
+    os.close(write)
+
+
+# --------------------------------------------------------------------------------------- the choice
+
+
+def test_the_daemon_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    with FakeDaemon() as daemon:
+        monkeypatch.setenv("TOAST_SOCKET", daemon.path)
+        backend = choose_backend(Wanted(say=said.append, verbose=True))
+        assert isinstance(backend, SocketBackend)
+        assert said == [f"using the daemon at {daemon.path}"]
+        backend = choose_backend(Wanted(say=said.append, socket=daemon.path, insist=True))
+        assert isinstance(backend, SocketBackend) and len(said) == 1
+        assert isinstance(choose_backend(Wanted(here=True)), LocalBackend)
+
+
+def test_without_a_daemon_it_is_this_process(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = str(tmp_path / "s")
+    backend = choose_backend(Wanted(say=said.append, verbose=True, socket=path))
+    assert isinstance(backend, LocalBackend)
+    assert said == [f"no daemon at {path}: running in this process"]
+    assert isinstance(choose_backend(Wanted(say=said.append, socket=path)), LocalBackend)
+    assert len(said) == 1
+    with pytest.raises(UnavailableError, match=f"no daemon answers at {path}"):
+        choose_backend(Wanted(socket=path, insist=True))
+
+
+def test_a_directory_that_is_not_ours_holds_no_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / f"toastkit-{os.geteuid()}").mkdir(mode=0o755)
+    said: list[str] = []
+    backend = choose_backend(Wanted(say=said.append, verbose=True))
+    assert isinstance(backend, LocalBackend)
+    assert len(said) == 1 and said[0].endswith(": running in this process")
+
+
+def test_a_socket_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the socket's path has"):
+        choose_backend(Wanted(socket=str(tmp_path / ("x" * 200))))
+
+
+def test_a_daemon_with_another_model_is_left_for_this_process(service: type[FakeService]) -> None:
+    said: list[str] = []
+    with FakeDaemon(failure(66, "this daemon runs crumb, not m")) as daemon:
+        wanted = Wanted(model="m", say=said.append, verbose=True, socket=daemon.path)
+        backend = choose_backend(wanted)
+        assert isinstance(backend, OtherModel)
+        asked = {**ASK, "model": "m"}
+        assert list(backend.ask(asked)) == answer("here")
+        assert backend.name == "this process" and daemon.request == asked
+        assert list(backend.ask(asked)) == answer("here")
+        assert len(daemon.requests) == 1, "it is not asked again"
+    assert len(service.made) == 1 and service.made[0].settings["model"] == "m"
+    assert said[1:] == [f"the daemon at {daemon.path} runs another model: running in this process"]
+
+
+def test_a_daemon_with_this_model_is_kept(service: type[FakeService]) -> None:
+    with FakeDaemon(answer("there"), failure(75, "busy")) as daemon:
+        backend = choose_backend(Wanted(model="m", socket=daemon.path))
+        assert list(backend.ask(ASK)) == answer("there")
+        assert list(backend.ask(ASK)) == failure(75, "busy")
+    assert service.made == []
+
+
+def test_without_m_a_refusal_is_one(service: type[FakeService]) -> None:
+    with FakeDaemon(failure(66, "no such session")) as daemon:
+        replies = list(choose_backend(Wanted(socket=daemon.path)).ask(ASK))
+    assert replies == failure(66, "no such session") and service.made == []
+    assert isinstance(remote_error(replies[0]["error"]), NoInputError)
+
+
+def test_backends_can_be_closed_at_any_time(service: type[FakeService]) -> None:
+    with FakeDaemon() as daemon:
+        for backend in (choose_backend(Wanted(socket=daemon.path)), LocalBackend(Wanted())):
+            backend.close()
+            backend.close()
+    with pytest.raises(ToastError):
+        list(SocketBackend(daemon.path).ask(ASK))

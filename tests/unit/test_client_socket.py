@@ -1,0 +1,234 @@
+"""toasted as a backend: lines over a socket, what cuts them short, and signals meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.fake_daemon import (
+    DROP,
+    HOLD,
+    SECONDS,
+    FakeDaemon,
+    answer,
+    failure,
+    signals_put_back,
+)
+from toastkit.client import socket_backend
+from toastkit.client.interrupts import Interrupts
+from toastkit.client.socket_backend import SocketBackend, connect, control
+from toastkit.daemon.peer import Peer
+from toastkit.errors import DataError, UnavailableError
+
+ASK = {"messages": [{"role": "user", "content": "Hi!"}], "options": {}}
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Interrupts]:
+    with signals_put_back():
+        yield Interrupts()
+
+
+def test_a_request_and_its_replies() -> None:
+    with FakeDaemon(answer("I am", " crumb\u2028é.\n")) as daemon:
+        backend = connect(daemon.path)
+        assert backend is not None and backend.name == f"the daemon at {daemon.path}"
+        replies = list(backend.ask({**ASK, "session": "é"}))
+    assert replies == answer("I am", " crumb\u2028é.\n")
+    assert daemon.request == {**ASK, "session": "é"}
+
+
+def test_each_request_has_a_connection_of_its_own() -> None:
+    with FakeDaemon(answer("one"), answer("two")) as daemon:
+        backend = connect(daemon.path)
+        assert backend is not None
+        assert [r["text"] for r in backend.ask(ASK) if "text" in r] == ["one"]
+        assert [r["text"] for r in backend.ask(ASK) if "text" in r] == ["two"]
+        assert daemon.connections == 2
+        backend.close()
+
+
+def test_replies_in_pieces_and_together() -> None:
+    whole = b'{"text": "a"}\n{"text": "b"}\n{"te'
+    rest = b'xt": "c"}\n{"end": {"reason": "eos", "n": 3, "text": "abc"}}\n'
+    with FakeDaemon([whole, rest]) as daemon:
+        replies = list(SocketBackend(daemon.path).ask(ASK))
+    assert [reply.get("text") for reply in replies] == ["a", "b", "c", None]
+
+
+def test_a_long_request_and_a_long_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a socket's buffer, both ways; a reply over the limit is refused."""
+    text = "x" * (4 << 20)
+    with FakeDaemon(answer(text)) as daemon:
+        asked = {**ASK, "messages": [{"role": "user", "content": text}]}
+        replies = list(SocketBackend(daemon.path).ask(asked))
+        assert daemon.request == asked and replies[-1]["end"]["text"] == text
+        monkeypatch.setattr(socket_backend, "MAX_REPLY", 1 << 20)
+        with pytest.raises(DataError, match="a line of more than 1 MiB"):
+            list(SocketBackend(daemon.path).ask(ASK))
+
+
+def test_leaving_the_replies_cancels() -> None:
+    with FakeDaemon([{"text": "a"}, HOLD]) as daemon:
+        replies = SocketBackend(daemon.path).ask(ASK)
+        assert next(replies) == {"text": "a"}
+        replies.close()  # type: ignore[attr-defined]
+        assert daemon.gone.wait(SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ([DROP], "the daemon at .* closed the connection"),
+        ([{"text": "a"}, DROP], "went away in mid-answer"),
+        ([{"progress": {"done": 1, "total": 9, "cached": 0}}, DROP], "went away in mid-answer"),
+        ([{"text": "a"}, b'{"text": "b', DROP], "went away in mid-answer"),
+    ],
+)
+def test_a_daemon_that_goes_away(script: list, message: str) -> None:
+    with FakeDaemon(script) as daemon, pytest.raises(UnavailableError, match=message):
+        list(SocketBackend(daemon.path).ask(ASK))
+
+
+@pytest.mark.parametrize("line", [b"\n", b"hello\n", b"[]\n", b"\xff\n", b"[" * 100_000 + b"\n"])
+def test_what_is_no_reply(line: bytes) -> None:
+    with FakeDaemon([line]) as daemon, pytest.raises(DataError, match="is not a reply"):
+        list(SocketBackend(daemon.path).ask(ASK))
+
+
+def test_what_the_daemon_said_before_it_closed_is_heard() -> None:
+    """A busy daemon says so and closes, whether or not it has read what was asked."""
+
+    def refuse(connection: socket.socket) -> None:
+        connection.sendall(b'{"error": {"code": 75}}\n')
+        connection.close()
+
+    with FakeDaemon() as daemon:
+        daemon._serve = refuse  # type: ignore[method-assign]
+        asked = {**ASK, "messages": [{"role": "user", "content": "x" * (4 << 20)}]}
+        assert list(SocketBackend(daemon.path).ask(asked)) == [{"error": {"code": 75}}]
+
+
+def test_a_connection_that_was_closed_while_nobody_asked_is_made_again() -> None:
+    with FakeDaemon(answer("hello")) as daemon:
+        first, other = socket.socketpair()
+        backend = SocketBackend(daemon.path, first)
+        other.close()
+        assert list(backend.ask(ASK))[0] == {"text": "hello"}
+
+
+@pytest.mark.parametrize("kind", ["missing", "below a file", "a file", "nobody listens"])
+def test_nobody_answers(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "s"
+    if kind == "below a file":
+        tmp_path.joinpath("f").touch()
+        path = tmp_path / "f" / "s"
+    elif kind == "a file":
+        path.touch()
+    elif kind == "nobody listens":
+        with FakeDaemon() as daemon:
+            daemon.stop_listening()
+            assert Path(daemon.path).is_socket() and connect(daemon.path) is None
+    assert connect(str(path)) is None
+    with pytest.raises(UnavailableError, match=f"no daemon answers at {path}"):
+        list(SocketBackend(str(path)).ask(ASK))
+    with pytest.raises(UnavailableError, match=f"no daemon answers at {path}"):
+        control(str(path), "status")
+
+
+def test_what_another_user_listens_at_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toastkit.daemon.peer.peer_of", lambda connection: Peer(4711, 1))
+    monkeypatch.setattr(os, "geteuid", lambda: 4712)
+    with FakeDaemon() as daemon:
+        with pytest.raises(UnavailableError, match=r"another user's \(uid 4711\)"):
+            connect(daemon.path)
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)
+        assert connect(daemon.path) is not None
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+        assert connect(daemon.path) is not None
+    assert daemon.requests == []
+
+
+def test_an_argument_that_is_no_text() -> None:
+    asked = {**ASK, "messages": [{"role": "user", "content": "\udcff"}]}
+    with FakeDaemon([DROP]) as daemon, pytest.raises(DataError, match="not UTF-8"):
+        list(SocketBackend(daemon.path).ask(asked))
+
+
+def test_control() -> None:
+    with FakeDaemon([{"progress": {"loading": "x"}}, {"status": {"pid": 5}}]) as daemon:
+        assert control(daemon.path, "status") == {"status": {"pid": 5}}
+        assert daemon.request == {"op": "status"}
+    with FakeDaemon(failure(69, "the daemon is shutting down", "wait")) as daemon:
+        with pytest.raises(UnavailableError, match="shutting down") as caught:
+            control(daemon.path, "stop")
+        assert caught.value.hint == "wait"
+    with FakeDaemon([DROP]) as daemon, pytest.raises(UnavailableError, match="closed the conn"):
+        control(daemon.path, "stop")
+
+
+def test_control_does_not_wait_for_ever() -> None:
+    with FakeDaemon([HOLD]) as daemon:
+        with pytest.raises(UnavailableError, match="does not answer"):
+            control(daemon.path, "health", timeout=0.05)
+        assert daemon.gone.wait(SECONDS)
+
+
+# -------------------------------------------------------------------------------- signals and pipes
+
+
+def test_a_signal_ends_the_replies(interrupts: Interrupts) -> None:
+    with FakeDaemon([{"text": "a"}, HOLD]) as daemon:
+        timer = threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGTERM])
+        replies = SocketBackend(daemon.path, interrupts=interrupts).ask(ASK)
+        assert next(replies) == {"text": "a"}
+        timer.start()
+        assert list(replies) == []
+        assert interrupts.signal == signal.SIGTERM and interrupts.code == 143
+        assert daemon.gone.wait(SECONDS)
+        timer.join()
+
+
+def test_signals_first_and_second(interrupts: Interrupts) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(SystemExit) as ended:
+        signal.raise_signal(signal.SIGHUP)
+    assert ended.value.code == 129 and interrupts.code == 0
+    interrupts.patient = True
+    signal.raise_signal(signal.SIGINT)
+    assert interrupts.code == 130
+    with pytest.raises(SystemExit) as ended:
+        signal.raise_signal(signal.SIGINT)
+    assert ended.value.code == 130
+    interrupts.forget()
+    signal.raise_signal(signal.SIGTERM)
+    assert interrupts.code == 143
+    interrupts.forget()
+    assert interrupts.code == 0
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with signals_put_back():
+        Interrupts()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_waiting_ends_when_nobody_reads_any_more() -> None:
+    read, write = os.pipe()
+    with FakeDaemon([{"text": "a"}, HOLD]) as daemon:
+        replies = SocketBackend(daemon.path, watch=write).ask(ASK)
+        assert next(replies) == {"text": "a"}
+        os.close(read)
+        with pytest.raises(BrokenPipeError):
+            next(replies)
+        assert daemon.gone.wait(SECONDS)
+    os.close(write)

@@ -1,0 +1,132 @@
+"""The name of a conversation: the published hash, one spelling of a message, next turn's key."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toastkit.daemon.history import OFFSET_BASIS, conversation_hash, fnv1a64
+from toastkit.daemon.prepare import Prepared
+from toastkit.daemon.requests import make_request
+
+# From the test suite that its authors publish (Fowler, Noll, Vo: test_fnv.c).
+VECTORS = {
+    b"": 0xCBF29CE484222325,
+    b"a": 0xAF63DC4C8601EC8C,
+    b"b": 0xAF63DF4C8601F1A5,
+    b"c": 0xAF63DE4C8601EFF2,
+    b"fo": 0x08985907B541D342,
+    b"foo": 0xDCB27518FED9D577,
+    b"foob": 0xDD120E790C2512AF,
+    b"fooba": 0xCAC165AFA2FEF40A,
+    b"foobar": 0x85944171F73967E8,
+    b"\0": 0xAF63BD4C8601B7DF,
+    b"chongo was here!\n": 0x46810940EFF5F915,
+}
+HELLO = {"role": "user", "content": "Hello"}
+HI = {"role": "assistant", "content": "Hi there."}
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=12) | st.sampled_from(["", " ", "\n a \t"])
+ROLES = st.sampled_from(["system", "user", "assistant", "tool"])
+MESSAGES = st.lists(st.builds(lambda r, c: {"role": r, "content": c}, ROLES, TEXTS), min_size=1)
+
+
+def save_key(request: dict, answer: str) -> int:
+    """The name under which a request and its answer are kept."""
+    return Prepared.save_key(SimpleNamespace(request=make_request(request)), answer)
+
+
+@pytest.mark.parametrize("data", VECTORS)
+def test_the_hash_is_fnv_1a(data: bytes) -> None:
+    assert fnv1a64(data) == VECTORS[data]
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40))
+def test_a_hash_goes_on_where_one_ended(a: bytes, b: bytes) -> None:
+    assert fnv1a64(b, fnv1a64(a)) == fnv1a64(a + b)
+
+
+def test_no_messages_have_the_hash_of_nothing() -> None:
+    assert conversation_hash([]) == OFFSET_BASIS
+
+
+def test_the_hash_stays_what_it_is() -> None:
+    """It names directories that another version of toastkit is to find."""
+    spelled = b"user\x1fHello\x1f\x1eassistant\x1fHi there.\x1f\x1e"
+    assert conversation_hash([HELLO, HI]) == fnv1a64(spelled)
+    spelled = b'tool\x1f12\x1f{"name": "clock", "x": [1, null]}\x1e'
+    message = {"x": [1, None], "name": "clock", "content": "12", "role": "tool"}
+    assert conversation_hash([message]) == fnv1a64(spelled)
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        {"role": "user", "content": "  Hello\n"},
+        {"content": "Hello", "role": "user"},
+        {"role": "user", "content": "Hello", "name": None},
+    ],
+)
+def test_what_makes_no_other_conversation(same: dict) -> None:
+    assert conversation_hash([same, HI]) == conversation_hash([HELLO, HI])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [],
+        [HI],
+        [HI, HELLO],
+        [HELLO, HI, HELLO],
+        [{**HELLO, "role": "system"}, HI],
+        [{**HELLO, "content": "hello"}, HI],
+        [{**HELLO, "content": "Hel lo"}, HI],
+        [{**HELLO, "name": "Fox"}, HI],
+        [{**HELLO, "name": ""}, HI],
+        [{"role": "user", "content": "HelloassistantHi there."}],
+    ],
+)
+def test_what_makes_another(other: list) -> None:
+    assert conversation_hash(other) != conversation_hash([HELLO, HI])
+
+
+def test_other_fields_count_in_any_order() -> None:
+    one = {**HI, "tool_calls": [{"id": "1", "name": "clock"}], "name": "Fox"}
+    two = {"name": "Fox", "tool_calls": [{"name": "clock", "id": "1"}], **HI}
+    assert conversation_hash([one]) == conversation_hash([two]) != conversation_hash([HI])
+    assert conversation_hash([{**one, "name": "Wolf"}]) != conversation_hash([one])
+
+
+@given(MESSAGES, TEXTS, TEXTS, st.sampled_from(["", " ", "\n\n"]))
+def test_what_is_saved_is_what_the_next_turn_looks_for(
+    messages: list[dict], answer: str, question: str, space: str
+) -> None:
+    """Also where the client trims the answer, or does not. This is how the seed builds the key."""
+    saved = save_key({"messages": messages}, answer + space)
+    following = [*messages, {"role": "assistant", "content": answer}]
+    request = make_request({"messages": [*following, {"role": "user", "content": question}]})
+    assert request.messages is not None
+    assert conversation_hash(request.messages[:-1]) == saved
+    other = [*messages, {"role": "assistant", "content": answer + "."}]
+    assert conversation_hash(other) != saved
+
+
+def test_a_prompt_is_one_user_turn() -> None:
+    following = [HELLO, HI]
+    assert save_key({"prompt": "Hello"}, "Hi there.") == conversation_hash(following)
+
+
+def test_raw_text_and_tokens_are_no_turns() -> None:
+    keys = {
+        save_key(request, "Hi")
+        for request in (
+            {"prompt": "[1, 2]"},
+            {"prompt": "[1, 2]", "options": {"raw": True}},
+            {"tokens": [1, 2]},
+            {"tokens": [1, 3]},
+        )
+    }
+    assert len(keys) == 4

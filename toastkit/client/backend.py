@@ -1,0 +1,169 @@
+"""THE seam: who answers. A request goes in, replies come out, both as in toasted(7); who asks does
+not know whether a daemon, this process or, one day, a provider elsewhere is behind it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from toastkit import errors
+from toastkit.client.interrupts import Interrupts
+from toastkit.errors import CannotCreateError, NoInputError, ToastError, UnavailableError
+
+STDOUT = 1
+
+
+class Backend(Protocol):
+    """Who answers. name: how messages call it, as "the daemon at PATH".
+
+    ask(request) gives the replies as they come, the last one being `end` or `error`; after a signal
+    it stops without them. Closing the iterator cancels the request. It may be called again once the
+    replies before have ended.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def ask(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]: ...
+
+    def close(self) -> None: ...
+
+
+class Wanted(NamedTuple):
+    """What the flags say about who shall answer.
+
+    model: as -m had it, or None. device, dtype: for a model in this process, None by default.
+    here: no daemon is to be asked. socket: where it listens, None for the usual place.
+    insist: only a daemon will do. say: takes a line for stderr. verbose, quiet: as the flags.
+    """
+
+    model: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    here: bool = False
+    socket: str | None = None
+    insist: bool = False
+    say: Callable[[str], None] = print
+    verbose: bool = False
+    quiet: bool = False
+
+
+def choose_backend(wanted: Wanted, interrupts: Interrupts | None = None) -> Backend:
+    """The backend for some flags: the daemon where one answers, else this process.
+
+    Raises UnavailableError where a daemon was insisted on and none answers.
+    """
+    if wanted.here:
+        return _this_process(wanted, interrupts)
+    daemon = _daemon(wanted, interrupts)
+    if daemon is None:
+        return _this_process(wanted, interrupts)
+    if wanted.verbose:
+        wanted.say(f"using {daemon.name}")
+    if wanted.model is None:
+        return daemon
+    return OtherModel(daemon, wanted, interrupts)
+
+
+def _daemon(wanted: Wanted, interrupts: Interrupts | None) -> Backend | None:
+    from toastkit.client.socket_backend import connect
+    from toastkit.daemon.paths import socket_path
+
+    try:
+        path = socket_path(wanted.socket)
+        found = connect(path, interrupts, _watched())
+    except CannotCreateError as error:
+        # The usual directory is somebody else's: no daemon of ours can be there.
+        if wanted.verbose:
+            wanted.say(f"{error.message}: running in this process")
+        return None
+    if found is None and wanted.insist:
+        raise UnavailableError(f"no daemon answers at {path}")
+    if found is None and wanted.verbose:
+        wanted.say(f"no daemon at {path}: running in this process")
+    return found
+
+
+def _this_process(wanted: Wanted, interrupts: Interrupts | None) -> Backend:
+    from toastkit.client.local_backend import LocalBackend
+
+    return LocalBackend(wanted, interrupts, _watched())
+
+
+def _watched() -> int | None:
+    """stdout, where it is something whose reader can go away."""
+    try:
+        mode = os.fstat(STDOUT).st_mode
+    except OSError:
+        return None
+    return STDOUT if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else None
+
+
+class OtherModel:
+    """A daemon for as long as it runs the model that is asked for, and this process from the first
+    request on that it refuses because it runs another."""
+
+    def __init__(self, daemon: Backend, wanted: Wanted, interrupts: Interrupts | None):
+        self._backend = daemon
+        self._wanted = wanted
+        self._interrupts = interrupts
+        self._refused = False
+
+    @property
+    def name(self) -> str:
+        return self._backend.name
+
+    def ask(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The replies of one or the other; the daemon's refusal is not among them."""
+        if not self._refused:
+            replies = self._backend.ask(request)
+            try:
+                for reply in replies:
+                    if _code(reply) == NoInputError.code:
+                        self._refused = True
+                        break
+                    yield reply
+                else:
+                    return
+            finally:
+                hang_up(replies)
+            self._move()
+        yield from self._backend.ask(request)
+
+    def _move(self) -> None:
+        if self._wanted.verbose:
+            self._wanted.say(f"{self.name} runs another model: running in this process")
+        self._backend.close()
+        self._backend = _this_process(self._wanted, self._interrupts)
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+def hang_up(replies: Iterator[dict[str, Any]]) -> None:
+    """Cancels the request of some replies, unless they have ended."""
+    close = getattr(replies, "close", None)
+    if close is not None:
+        close()
+
+
+def _code(reply: dict[str, Any]) -> int | None:
+    error = reply.get("error")
+    return error.get("code") if isinstance(error, dict) else None
+
+
+def remote_error(error: Any) -> ToastError:
+    """The ToastError for what an `error` reply holds: its code, message and hint."""
+    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+        return ToastError("the daemon failed without saying why")
+    code, hint = error.get("code"), error.get("hint")
+    kinds = {kind.code: kind for kind in vars(errors).values() if _is_plain_error(kind)}
+    kind = kinds.get(code, ToastError) if isinstance(code, int) else ToastError
+    return kind(error["message"], hint if isinstance(hint, str) else None)
+
+
+def _is_plain_error(kind: Any) -> bool:
+    """FrameError and RemoteError take more than a message and a hint."""
+    return isinstance(kind, type) and kind.__base__ is ToastError and "code" in vars(kind)

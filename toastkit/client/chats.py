@@ -1,0 +1,165 @@
+"""Conversations on disk: $XDG_STATE_HOME/toastkit/chats/NAME.jsonl, one message a line.
+
+A file is replaced whole, by a rename, after each turn: of two who write at once the last one wins,
+and nobody ever reads half a turn. Conversations without a name share one file, so that only the
+newest of them is kept. The file `last` names the one that `-c` continues.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from toastkit.errors import DataError, NoInputError, ToastError, UsageError, from_os_error
+from toastkit.session.files import make_private_directories, open_private, pwrite_all
+from toastkit.session.names import resolve, sessions_root
+
+SUFFIX = ".jsonl"
+UNNAMED = ".unnamed"  # no name can begin with a dot
+LAST = "last"
+ROLES = ("system", "user", "assistant")
+
+Message = dict[str, Any]
+
+
+class Chat:
+    """A conversation. name: None where it has none. messages: so far, as a backend takes them.
+    path: its file, which need not exist."""
+
+    def __init__(self, name: str | None, messages: list[Message] | None = None):
+        self.name = name
+        self.path = chats_root() / ((UNNAMED if name is None else name) + SUFFIX)
+        self.messages = messages or []
+
+    @property
+    def system(self) -> str | None:
+        """Its system message."""
+        first = self.messages[0] if self.messages else {}
+        return first.get("content") if first.get("role") == "system" else None
+
+    def begin(self, system: str) -> None:
+        """Gives a conversation without messages its system message."""
+        self.messages = [{"role": "system", "content": system}]
+
+    def asking(self, question: str) -> list[Message]:
+        """The messages of the next request."""
+        return [*self.messages, {"role": "user", "content": question}]
+
+    def add(self, question: str, answer: str) -> None:
+        """One more turn. It is not written yet."""
+        self.messages = [*self.asking(question), {"role": "assistant", "content": answer}]
+
+    def save(self) -> None:
+        """Writes it, and makes it the one to continue. Raises CannotCreateError or IOFailure, with
+        the file as it was."""
+        lines = (json.dumps(message, ensure_ascii=False) + "\n" for message in self.messages)
+        _replace(self.path, "".join(lines))
+        _replace(self.path.with_name(LAST), f"{UNNAMED if self.name is None else self.name}\n")
+
+
+def chats_root() -> Path:
+    """The directory of conversations, beside that of sessions."""
+    return sessions_root().parent / "chats"
+
+
+def named_chat(name: str) -> Chat:
+    """The conversation of that name, without messages where there is none yet.
+
+    Raises UsageError for what no session can be called, DataError for a damaged file.
+    """
+    _check_name(name)
+    chat = Chat(name)
+    chat.messages = _read(chat.path)
+    return chat
+
+
+def last_chat() -> Chat:
+    """The conversation to continue. Raises NoInputError where there is none, DataError for a
+    damaged file."""
+    path = chats_root() / LAST
+    try:
+        name = path.read_text(encoding="utf-8").strip()
+        if name != UNNAMED:
+            _check_name(name)
+    except FileNotFoundError as error:
+        raise _nothing() from error
+    except OSError as error:
+        raise from_os_error(error, f"cannot read {path}") from error
+    except (ValueError, UsageError) as error:
+        raise DataError(f"{path} names no conversation", hint="give --session NAME") from error
+    chat = Chat(None if name == UNNAMED else name)
+    chat.messages = _read(chat.path)
+    if not chat.messages:
+        raise _nothing()
+    return chat
+
+
+def _nothing() -> ToastError:
+    return NoInputError("no conversation to continue", hint="the next answer begins one")
+
+
+def _check_name(name: str) -> None:
+    """A conversation is called as its session is, but for directories: it has none."""
+    resolve(name)
+    if "/" in name or name in (".", ".."):
+        raise UsageError(f"a conversation has a name, not a path: {name[:100]}")
+
+
+def _read(path: Path) -> list[Message]:
+    """The messages of a file, none where there is no file."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise from_os_error(error, f"cannot read {path}") from error
+    messages = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                messages.append(_message(line))
+            except ValueError as error:
+                raise DataError(
+                    f"{path}: line {number}: {error}",
+                    hint="mend or remove it, or begin another conversation",
+                ) from error
+    return messages
+
+
+def _message(line: bytes) -> Message:
+    """Raises ValueError that says what is wrong."""
+    try:
+        message = json.loads(line.decode("utf-8"))
+        json.dumps(message, ensure_ascii=False).encode()  # a lone surrogate is not text
+    except (ValueError, RecursionError) as error:
+        raise ValueError("not JSON in UTF-8") from error
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise ValueError("not a message of system, user or assistant")
+    if not isinstance(message.get("content"), str):
+        raise ValueError("a message without text")
+    return message
+
+
+def _replace(path: Path, text: str) -> None:
+    """Puts text in the place of a file in one step. The file beside it is this process's own."""
+    beside = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.tmp")
+    try:
+        make_private_directories(path.parent)
+        try:
+            descriptor = open_private(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            try:
+                pwrite_all(descriptor, text.encode(), 0)
+            finally:
+                os.close(descriptor)
+            os.replace(beside, path)
+        except BaseException:
+            try:
+                os.unlink(beside)
+            except OSError:
+                pass  # the failure to report is the first one
+            raise
+    except OSError as error:
+        doing = f"cannot keep the conversation in {path}"
+        raise from_os_error(error, doing, creating=True) from error

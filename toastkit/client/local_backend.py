@@ -1,0 +1,72 @@
+"""This process as a backend: the model is loaded at the first request and kept for the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from toastkit.client.interrupts import Interrupts
+
+if TYPE_CHECKING:
+    from toastkit.client.backend import Wanted
+
+EMBEDDED = "crumb"
+
+
+class LocalBackend:
+    """A model of this process. wanted: which one, on which device.
+
+    interrupts: where given, a signal ends the replies. watch: a pipe or a socket, such as stdout;
+    once nobody reads there any more, asking ends with BrokenPipeError.
+    """
+
+    name = "this process"
+
+    def __init__(
+        self, wanted: Wanted, interrupts: Interrupts | None = None, watch: int | None = None
+    ):
+        self._wanted = wanted
+        self._interrupts = interrupts
+        self._watch = watch
+        self._service: Any = None
+
+    def ask(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The replies to a request. The request's own `model` is the one that is loaded here."""
+        from toastkit.client.backend import hang_up
+        from toastkit.stages.poll import reader_gone
+
+        if self._interrupts is not None:
+            self._interrupts.patient = False
+        request = {name: value for name, value in request.items() if name != "model"}
+        replies = self._loaded().ask(request)
+        try:
+            for reply in replies:
+                if self._watch is not None and reader_gone(self._watch):
+                    raise BrokenPipeError
+                yield reply
+                if self._interrupts is not None:
+                    # Nothing is to be kept while the model loads: there a signal ends us at once.
+                    self._interrupts.patient = "loading" not in (reply.get("progress") or ())
+                    if self._interrupts.signal:
+                        return
+        finally:
+            hang_up(replies)
+
+    def close(self) -> None:
+        if self._service is not None:
+            self._service.close()
+            self._service = None
+
+    def _loaded(self) -> Any:
+        if self._service is None:
+            from toastkit.daemon.local import LocalService
+
+            wanted = self._wanted
+            self._service = LocalService(
+                model=wanted.model or EMBEDDED,
+                device=wanted.device or "auto",
+                dtype=wanted.dtype,
+                say=wanted.say,
+                quiet=wanted.quiet,
+            )
+        return self._service

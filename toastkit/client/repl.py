@@ -1,0 +1,140 @@
+"""toast --chat: turn after turn, from a person at a terminal or from a pipe."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from toastkit.client.interrupts import Interrupts
+from toastkit.client.turn import Turns
+from toastkit.errors import ToastError, from_os_error
+
+PROMPT = "> "
+HISTORY_LINES = 1000
+
+
+class Editor:
+    """Lines from a terminal: edited, and remembered from one chat to the next.
+
+    history: the file that remembers them, None for none.
+    """
+
+    def __init__(self, history: Path | None):
+        # A line can be edited only where it is shown, too: stdout may be a file.
+        self._edits = sys.stdin.isatty() and sys.stdout.isatty()
+        self._screen = sys.stdout if self._edits else sys.stderr
+        self._history = history
+        self._readline: Any = None
+        if self._edits:
+            self._start_readline()
+
+    def read(self) -> str | None:
+        """The next line, None after Ctrl-D. Raises KeyboardInterrupt for Ctrl-C."""
+        if self._edits:
+            try:
+                return input(PROMPT)
+            except EOFError:
+                return None
+        self._screen.write(PROMPT)
+        self._screen.flush()
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+
+    def newline(self) -> None:
+        """Ends the line on which the cursor is."""
+        self._screen.write("\n")
+        self._screen.flush()
+
+    def close(self) -> None:
+        """Writes the history. Raises CannotCreateError or IOFailure."""
+        if self._readline is not None and self._history is not None:
+            try:
+                _make_private(self._history)
+                self._readline.write_history_file(str(self._history))
+            except OSError as error:
+                doing = f"cannot keep the history in {self._history}"
+                raise from_os_error(error, doing, creating=True) from error
+
+    def _start_readline(self) -> None:
+        try:
+            import readline
+        except ImportError:
+            return  # a Python without it: lines can be typed, not edited
+        self._readline = readline
+        readline.set_history_length(HISTORY_LINES)
+        if self._history is not None:
+            try:
+                readline.read_history_file(str(self._history))
+            except OSError:
+                pass  # none yet; one that cannot be written is told of at the end
+
+
+def _make_private(path: Path) -> None:
+    """Makes an empty file with mode 0600, unless there is one."""
+    from toastkit.session.files import make_private_directories, open_private
+
+    make_private_directories(path.parent)
+    os.close(open_private(path, os.O_WRONLY | os.O_CREAT))
+
+
+def chat_with_person(
+    turns: Turns,
+    first: str,
+    interrupts: Interrupts,
+    history: Path | None,
+    report: Callable[[ToastError], None],
+) -> int:
+    """Asks what is typed until Ctrl-D, beginning with `first` unless that is empty. Gives the exit
+    code.
+
+    Ctrl-C stops an answer, or clears the line. A failure is reported and the chat goes on.
+    """
+    editor = Editor(history)
+    try:
+        while interrupts.signal in (0, signal.SIGINT):
+            interrupts.forget()
+            interrupts.patient = False
+            try:
+                line, first = first or editor.read(), ""
+            except KeyboardInterrupt:
+                editor.newline()
+                continue
+            finally:
+                interrupts.patient = True
+            if line is None:
+                editor.newline()
+                return 0
+            if line.strip():
+                _ask(turns, line, editor, report)
+        return interrupts.code
+    finally:
+        editor.close()
+
+
+def _ask(turns: Turns, line: str, editor: Editor, report: Callable[[ToastError], None]) -> None:
+    try:
+        answer = turns.ask(line)
+    except KeyboardInterrupt:
+        editor.newline()
+    except ToastError as error:
+        report(error)
+    else:
+        if answer.reason is None and not answer.text:
+            editor.newline()  # below the ^C
+
+
+def chat_with_lines(turns: Turns, lines: Iterator[str], interrupts: Interrupts) -> int:
+    """Asks each line that is not blank. Gives the exit code; the first failure ends the chat."""
+    while not interrupts.signal:
+        interrupts.patient = False  # who writes the lines may take long
+        line = next(lines, None)
+        interrupts.patient = True
+        if line is None:
+            return 0
+        if line.strip():
+            turns.ask(line)
+    return interrupts.code

@@ -1,0 +1,166 @@
+"""A turn: a question, its answer on the way to stdout, and what of both is kept."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from toastkit.client.backend import Backend, hang_up, remote_error
+from toastkit.client.chats import Chat
+from toastkit.client.interrupts import Interrupts
+from toastkit.client.output import Output, Progress, Reply
+from toastkit.errors import DataError, ToastError, UnavailableError
+
+
+class Answer:
+    """What came back. reason: eos, stop or length; "interrupt" where the other side gave up; None
+    where it broke off. tokens: how many it has."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.reason: str | None = None
+        self.tokens = 0
+        self.stats: dict[str, Any] = {}
+
+    def take(self, reply: Reply) -> None:
+        """Notes what a reply says about the answer."""
+        if "text" in reply:
+            self.text += reply["text"]
+        elif "stats" in reply:
+            self.stats = reply["stats"]
+        elif "end" in reply:
+            end = reply["end"]
+            self.reason = end["reason"]
+            self.tokens = end["n"]
+            self.text = end["text"]
+
+
+class TurnSettings(NamedTuple):
+    """options: of the request. model: in the request, or None. output: makes what takes the replies
+    of a request. progress: shows how far the prompt is, or None.
+
+    keep: whether turns are written to the conversation's file. extract: print only the first fenced
+    block. fail_on_length: an answer that was cut off is an error. tell: each takes the stats of an
+    answer.
+    """
+
+    options: dict[str, Any]
+    output: Callable[[], Output]
+    model: str | None = None
+    progress: Progress | None = None
+    keep: bool = True
+    extract: bool = False
+    fail_on_length: bool = False
+    tell: tuple[Callable[[dict[str, Any]], None], ...] = ()
+
+
+class Turns:
+    """The turns of one conversation."""
+
+    def __init__(
+        self, chat: Chat, backend: Backend, interrupts: Interrupts, settings: TurnSettings
+    ):
+        self._chat = chat
+        self._backend = backend
+        self._interrupts = interrupts
+        self._settings = settings
+
+    def ask(self, question: str) -> Answer:
+        """Asks, shows the answer as it comes, and keeps the turn: a whole one, or what a person had
+        seen of it when a signal or a closed pipe ended it.
+
+        Raises the error that came instead, DataError for an answer that is cut off or holds no
+        block where that matters, BrokenPipeError where nobody reads stdout any more.
+        """
+        answer = Answer()
+        try:
+            self._follow(self._request(question), answer)
+            self._keep(question, answer)
+        except BrokenPipeError:
+            self._keep(question, answer)
+            raise
+        self._finish(answer)
+        return answer
+
+    def _request(self, question: str) -> dict[str, Any]:
+        settings = self._settings
+        request: dict[str, Any] = {
+            "messages": self._chat.asking(question),
+            "options": settings.options,
+        }
+        if self._chat.name is not None and settings.keep:
+            request["session"] = self._chat.name
+        if settings.model is not None:
+            request["model"] = settings.model
+        if not settings.keep:
+            request["keep"] = False
+        return request
+
+    def _follow(self, request: dict[str, Any], answer: Answer) -> None:
+        output, progress = self._settings.output(), self._settings.progress
+        replies = self._backend.ask(request)
+        try:
+            for reply in replies:
+                if progress is not None:
+                    progress.put(reply)
+                _check(reply)
+                answer.take(reply)
+                output.put(reply)
+                if "error" in reply:
+                    raise remote_error(reply["error"])
+        except ToastError:
+            output.end()  # what the error says begins on a line of its own
+            raise
+        finally:
+            hang_up(replies)
+            if progress is not None:
+                progress.end()
+        output.end()
+
+    def _keep(self, question: str, answer: Answer) -> None:
+        """A turn that broke off before its first word is none."""
+        if answer.reason is not None or answer.text:
+            self._chat.add(question, answer.text)
+            if self._settings.keep:
+                self._chat.save()
+
+    def _finish(self, answer: Answer) -> None:
+        settings = self._settings
+        if answer.stats:
+            for tell in settings.tell:
+                tell(answer.stats)
+        if answer.reason in (None, "interrupt") and not self._interrupts.signal:
+            raise UnavailableError(
+                f"{self._backend.name} broke the answer off", hint="toast -c goes on from there"
+            )
+        if settings.extract and answer.reason is not None:
+            _print_block(answer.text)
+        if settings.fail_on_length and answer.reason == "length":
+            raise DataError(f"the answer was cut off after {answer.tokens} tokens")
+
+
+def _check(reply: Reply) -> None:
+    """Raises DataError for a reply that toasted(7) does not allow."""
+    end = reply.get("end", {"reason": "", "n": 0, "text": ""})
+    good = (
+        isinstance(reply.get("text", ""), str)
+        and isinstance(reply.get("stats", {}), dict)
+        and isinstance(end, dict)
+        and isinstance(end.get("reason"), str)
+        and isinstance(end.get("n"), int)
+        and isinstance(end.get("text"), str)
+    )
+    if not good:
+        raise DataError("what the daemon sent is not a reply", hint="is it another version?")
+
+
+def _print_block(text: str) -> None:
+    """The first fenced block, to stdout. Raises DataError where there is none."""
+    from toastkit.client.extract import first_block
+
+    block = first_block(text)
+    if block is None:
+        raise DataError("the answer holds no code block", hint="without -x all of it is printed")
+    sys.stdout.buffer.write(block.encode("utf-8", "replace"))
+    sys.stdout.buffer.flush()

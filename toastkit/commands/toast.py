@@ -1,0 +1,268 @@
+"""toast: ask and get an answer, from the daemon where there is one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from toastkit.commands import cli, options
+from toastkit.errors import DataError, NoInputError, UsageError
+
+if TYPE_CHECKING:
+    from toastkit.client.backend import Wanted
+    from toastkit.client.chats import Chat
+    from toastkit.client.output import Bar
+    from toastkit.client.turn import TurnSettings
+
+INFINITE = float("inf")
+
+
+@cli.command("toast")
+@click.argument("prompt", nargs=-1)
+@options.model
+@click.option("-c", "--continue", "go_on", is_flag=True, help="Continue the last conversation.")
+@click.option(
+    "--session", metavar="NAME", help="Continue the conversation of that name, or begin it."
+)
+@click.option("--chat", is_flag=True, help="Turn after turn: each line is one.")
+@click.option("--system", metavar="TEXT", help="System message.")
+@click.option(
+    "-x", "--extract", is_flag=True, help="Print only the first fenced code block of the answer."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Write the replies of toasted(7), one a line."
+)
+@click.option("--usage", is_flag=True, help="Say on stderr how many tokens and how fast.")
+@options.sampling
+@options.max_tokens
+@options.stop
+@click.option(
+    "--template-arg", multiple=True, metavar="K=V", help="Variable for the chat template."
+)
+@click.option(
+    "--fail-on-length", is_flag=True, help="Exit with 65 if an answer was cut off by a limit."
+)
+@click.option("--no-history", is_flag=True, help="Do not keep the conversation.")
+@options.no_daemon
+@click.option("--socket", metavar="PATH", help="Where the daemon listens.")
+@options.engine
+@click.pass_context
+def toast(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
+    _check(context, flags)
+    request_options = _request_options(flags)
+    chat = _conversation(context, flags)
+    question = "" if flags["chat"] else _question(prompt)
+
+    from toastkit.client.backend import choose_backend
+    from toastkit.client.interrupts import Interrupts
+    from toastkit.client.turn import Turns
+
+    interrupts = Interrupts()
+    backend = choose_backend(_wanted(context, flags), interrupts)
+    try:
+        turns = Turns(chat, backend, interrupts, _settings(flags, request_options))
+        if flags["chat"]:
+            return _chat(turns, prompt, flags, interrupts)
+        turns.ask(question)
+    finally:
+        backend.close()
+    return interrupts.code
+
+
+def _check(context: click.Context, flags: dict[str, Any]) -> None:
+    """Raises UsageError for flags that make no sense together."""
+    if not flags["as_json"]:
+        cli.refuse_together(context, "needs --json, which shows them", "top")
+    if flags["extract"]:
+        cli.refuse_together(context, "is for one answer as text, not with --extract",
+                            "chat", "as_json")  # fmt: skip
+    if flags["no_daemon"]:
+        cli.refuse_together(context, "is for a daemon, not with --no-daemon", "socket")
+    if flags["quiet"]:
+        cli.refuse_together(context, "has something to say, but not with --quiet", "usage")
+    if cli.given(context, "device", "dtype") and cli.given(context, "socket"):
+        raise UsageError("--device and --dtype are for a model in this process, not with --socket")
+
+
+def _request_options(flags: dict[str, Any]) -> dict[str, Any]:
+    """What the flags set, as toasted(7) has it; the rest is left to the checkpoint."""
+    values = {name: flags[name] for name in (*options.SAMPLING_NAMES, "seed", "max_tokens")}
+    values = {name: value for name, value in values.items() if value is not None}
+    if flags["stop"]:
+        values["stop"] = list(flags["stop"])
+    if flags["ignore_eos"]:
+        values["ignore_eos"] = True
+    if flags["logit_bias"]:
+        values["logit_bias"] = _biases(flags["logit_bias"])
+    if flags["ban"]:
+        values["ban"] = list(flags["ban"])
+    if flags["top"] and flags["as_json"]:
+        values.update(top=flags["top"], tokens=True)
+    if flags["template_arg"]:
+        values["template"] = options.template_arguments(flags["template_arg"])
+    for name, value in values.items():
+        _refuse_infinite(name, value)
+    for text in (*flags["stop"], *flags["template_arg"]):
+        _refuse_bytes("an option", text)
+    return values
+
+
+def _biases(texts: tuple[str, ...]) -> dict[str, float]:
+    biases: dict[str, float] = {}
+    for text in texts:
+        token, value = options.bias(text)
+        if str(token) in biases:
+            raise UsageError(f"invalid logit bias: id {token} is given twice")
+        _refuse_infinite("logit_bias", value)
+        biases[str(token)] = value
+    return biases
+
+
+def _refuse_infinite(name: str, value: Any) -> None:
+    """JSON has no such numbers."""
+    if isinstance(value, float) and (value != value or value in (INFINITE, -INFINITE)):
+        raise UsageError(f"invalid {name.replace('_', '-')}: {value} is not a number in reach")
+
+
+def _conversation(context: click.Context, flags: dict[str, Any]) -> Chat:
+    """The conversation that the flags name, with its system message. Raises UsageError if it has
+    another one; a variable for --system counts only where a conversation begins."""
+    from toastkit.client.chats import Chat, last_chat, named_chat
+
+    system = flags["system"]
+    _refuse_bytes("the system message", system or "")
+    if flags["session"] is not None:
+        chat = named_chat(flags["session"])
+        if flags["no_history"] and not chat.messages:
+            raise NoInputError(f"no conversation {flags['session']}, and none is to be kept")
+    elif flags["go_on"]:
+        chat = last_chat()
+    else:
+        chat = Chat(None)
+    if system is not None and not chat.messages:
+        chat.begin(system)
+    elif system != chat.system and cli.given(context, "system"):
+        raise UsageError(
+            "the conversation has another system message", hint="begin a new one with --session"
+        )
+    return chat
+
+
+def _question(words: tuple[str, ...]) -> str:
+    """The user's message: what is piped in, then the words. Raises DataError or UsageError where
+    there is none."""
+    from toastkit.commands.stdin import read_stdin, stdin_has_text, text_of, user_turn
+
+    piped = "-" in words or stdin_has_text()
+    text = text_of(read_stdin()) if piped else ""
+    question = user_turn(text, _joined(words))
+    if question:
+        return question
+    if piped or sys.stdin is None or not sys.stdin.isatty():
+        raise DataError("empty prompt")
+    raise UsageError("no prompt", hint="give one as an argument, pipe one in, or give --chat")
+
+
+def _joined(words: tuple[str, ...]) -> str:
+    """The words as one text. Raises DataError for bytes that are no UTF-8."""
+    joined = " ".join(word for word in words if word != "-")
+    _refuse_bytes("the prompt", joined)
+    return joined
+
+
+def _refuse_bytes(what: str, text: str) -> None:
+    """An argument may hold bytes that are no text; a request cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{what} is not UTF-8") from error
+
+
+def _wanted(context: click.Context, flags: dict[str, Any]) -> Wanted:
+    """What the flags say about who shall answer: --device and --dtype ask for this process."""
+    from toastkit.client.backend import Wanted
+
+    return Wanted(
+        model=flags["model"],
+        device=flags["device"],
+        dtype=flags["dtype"],
+        here=flags["no_daemon"] or bool(cli.given(context, "device", "dtype")),
+        socket=flags["socket"],
+        insist=bool(cli.given(context, "socket")),
+        say=cli.say,
+        verbose=flags["verbose"],
+        quiet=flags["quiet"],
+    )
+
+
+def _settings(flags: dict[str, Any], request_options: dict[str, Any]) -> TurnSettings:
+    from toastkit.client.output import (
+        JsonOutput,
+        NoOutput,
+        Progress,
+        TextOutput,
+        cached_line,
+        usage_line,
+    )
+    from toastkit.client.turn import TurnSettings
+
+    form = JsonOutput if flags["as_json"] else NoOutput if flags["extract"] else TextOutput
+    tell = []
+    if flags["verbose"]:
+        tell.append(lambda stats: cli.say(cached_line(stats)))
+    if flags["usage"]:
+        tell.append(lambda stats: cli.say(usage_line(stats)))
+    shows = not flags["quiet"] and sys.stderr is not None and sys.stderr.isatty()
+    return TurnSettings(
+        options=request_options,
+        output=form,
+        model=_absolute(flags["model"]),
+        progress=Progress(_bar, cli.say) if shows else None,
+        keep=not flags["no_history"],
+        extract=flags["extract"],
+        fail_on_length=flags["fail_on_length"],
+        tell=tuple(tell),
+    )
+
+
+def _absolute(model: str | None) -> str | None:
+    """A model's path as the daemon, in another directory, understands it; other names as given."""
+    if model is None or model == "crumb":
+        return model
+    path = os.path.expanduser(model)
+    if os.path.isfile(path) or os.path.isfile(os.path.join(path, "config.json")):
+        return os.path.abspath(path)
+    return model
+
+
+def _bar() -> Bar:
+    from toastkit.commands.progress import ProgressBar
+
+    return ProgressBar()
+
+
+def _chat(turns, words: tuple[str, ...], flags: dict[str, Any], interrupts) -> int:
+    """--chat: a line editor at a terminal, otherwise stdin line by line. The words come first."""
+    from toastkit.client import repl
+    from toastkit.client.chats import chats_root
+    from toastkit.commands.stdin import stdin_lines
+
+    first = _joined(words)
+    if sys.stdin is not None and sys.stdin.isatty():
+        history = None if flags["no_history"] else chats_root().with_name("chat_history")
+        return repl.chat_with_person(
+            turns, first, interrupts, history, lambda error: cli.print_error(error, "toast")
+        )
+
+    def lines():
+        yield first
+        yield from stdin_lines()
+
+    return repl.chat_with_lines(turns, lines(), interrupts)
+
+
+def main() -> None:
+    cli.run(toast)
