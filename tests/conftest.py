@@ -37,9 +37,19 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             folder = home / name.lower()
             folder.mkdir(mode=0o700)
             patch.setenv(f"XDG_{name}", str(folder))
+        _share_kernels(home / "cache_home", tmp_path_factory.getbasetemp())
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("PYTHONFAULTHANDLER", "1")
         yield home
+
+
+def _share_kernels(cache: Path, base: Path) -> None:
+    """Compiled kernels are the same in the homes of pytest-xdist's workers."""
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
+    shared.mkdir(mode=0o700, exist_ok=True)
+    folder = cache / "toastkit" / "kernels"
+    folder.mkdir(mode=0o700, parents=True)
+    (folder / "shared").symlink_to(shared)
 
 
 @pytest.fixture

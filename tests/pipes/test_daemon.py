@@ -18,8 +18,8 @@ import pytest
 from tests.daemons import Answer, Daemon, Refused
 from tests.pipes.pipelines import STORY, WHO, WHO_ANSWER, Pipeline
 
-GREEDY = {"temperature": 0, "max_tokens": 24, "tokens": True}
-SEEDED = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 24, "tokens": True}
+GREEDY = {"temperature": 0, "max_tokens": 16, "tokens": True}
+SEEDED = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 16, "tokens": True}
 LONG = "Tell me a story about a fox, a river and a mill. " * 24  # some 360 tokens
 
 
@@ -69,7 +69,7 @@ def resident(daemon: Daemon) -> int:
 
 def test_the_daemon_answers_as_one_process_and_as_the_pipeline(daemon: Daemon, toast) -> None:
     said = daemon.ask(prompt=STORY, options={**SEEDED, "tokens": False})
-    flags = ("--temp", "0.8", "--top-p", "0.95", "--seed", "7", "-n", "24")
+    flags = ("--temp", "0.8", "--top-p", "0.95", "--seed", "7", "-n", "16")
     alone = toast("decode", "--no-newline", *flags, STORY)
     assert alone.stdout.decode() == said.text
     piped = Pipeline(STORY, {"sample": list(flags)}).finish()
@@ -94,7 +94,7 @@ def test_a_chat_of_eight_turns_as_without_a_cache(daemon: Daemon, options: dict)
     with Daemon("crumb", "--cache", "0", "--spill", "0") as forgetful:
         chat: list[dict] = []
         for turn in range(8):
-            chat.append(user(f"Tell me about a fox, part {turn}."))
+            chat.append(user(f"Part {turn}?"))
             said = daemon.ask(messages=chat, options=options)
             anew = forgetful.ask(messages=chat, options=options)
             assert said.tokens == anew.tokens and anew.stats["cached"] == 0
@@ -119,7 +119,8 @@ def test_killed_in_mid_answer_a_conversation_goes_on_from_its_last_turn() -> Non
         assert daemon.control("status")["conversations"]["in_memory"] == 0
         after = daemon.ask(messages=chat, options=GREEDY)
         assert after.tokens == before.tokens
-        assert after.stats["cached"] >= before.stats["cached"] > first.stats["prompt"]
+        # Checkpoints are 32 tokens apart, so a few may be read again.
+        assert after.stats["cached"] > before.stats["cached"] - 32 > 300
 
 
 def test_a_long_prompt_is_not_read_twice_when_its_answer_was_cut_off() -> None:
