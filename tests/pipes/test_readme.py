@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 from tests.conftest import ROOT, SCRIPTS
@@ -14,16 +15,35 @@ from tests.conftest import ROOT, SCRIPTS
 def test_commands_work_as_pasted(tmp_path: Path, state_home: Path):
     readme = (ROOT / "README.md").read_text()
     blocks = re.findall(r"```sh\n(.*?)```", readme, re.S)
-    assert len(blocks) == 13
+    assert len(blocks) == 18
     shutil.copy(ROOT / "README.md", tmp_path)
-    for block in blocks:
-        done = subprocess.run(
-            ["bash", "-c", block], cwd=tmp_path, capture_output=True, timeout=60,
-            stdin=subprocess.DEVNULL, env={**os.environ, "PATH": f"{SCRIPTS}:{os.environ['PATH']}"},
-        )  # fmt: skip
-        assert done.returncode == 0 and done.stdout.strip(), block
-        if "--fork" in block:
-            cached, total = done.stderr.split()[-7].split(b"/")
-            assert int(total) > int(cached) > 200
-        else:
-            assert done.stderr == b"", block
+    folder = tempfile.mkdtemp(prefix="t")  # short, as a socket's path has to be
+    environment = {
+        **os.environ,
+        "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
+        "TOAST_SOCKET": os.path.join(folder, "s"),
+    }
+    try:
+        for block in blocks:
+            done = subprocess.run(
+                ["bash", "-c", block], cwd=tmp_path, capture_output=True, timeout=60,
+                stdin=subprocess.DEVNULL, env=environment,
+            )  # fmt: skip
+            assert done.returncode == 0, (block, done.stderr)
+            assert bool(done.stdout.strip()) != block.startswith("toasted --daemon"), block
+            check_stderr(block, done.stderr)
+    finally:
+        subprocess.run([str(SCRIPTS / "toasted"), "stop"], env=environment, capture_output=True)
+        shutil.rmtree(folder)
+
+
+def check_stderr(block: str, text: bytes) -> None:
+    """Nothing, but where it was asked for."""
+    if "--fork" in block:
+        cached, total = text.split()[-7].split(b"/")
+        assert int(total) > int(cached) > 200
+    elif "--usage" in block:
+        cached, total = re.search(rb"(\d+)/(\d+) prompt tokens cached", text).groups()
+        assert int(total) > int(cached) > 100
+    else:
+        assert text == b"", block

@@ -57,6 +57,7 @@ class Conversation:
         self.prepared = prepared
         self.channel = channel
         self.want: str | None = "read"
+        self.last_read = 0  # the scheduler's count of passes, when it last had one
         self.end: End | None = None
         self.error: ToastError | None = None
         self._memory = memory
@@ -173,12 +174,13 @@ class Conversation:
             self._scheduler.leave(state)
             state.settle()
             key = self.prepared.save_key(self.text)
-            parent = self._early or self.runs.parent
-            kept = memory.keep(
-                key, state.read_tokens(), state.cache, state.checkpoints, parent, self.prepared.key
-            )
-            if self.runs.named is not None and self.runs.named.n_past == len(state.tokens):
-                memory.place_in(kept, self.runs.named)
+            named = self.runs.named
+            if named is not None and named.tokens != state.read_tokens():
+                named = None  # it was not committed
+            memory.keep(
+                key, state.read_tokens(), state.cache, state.checkpoints,
+                self._early or self.runs.parent, self.prepared.key, named,
+            )  # fmt: skip
         self._close()
 
     # ------------------------------------------------------------------------------- what is said

@@ -181,15 +181,21 @@ class Memory:
         checkpoints: Sequence[Checkpoint],
         parent: Kept | None,
         history: int | None = None,
+        session: Session | None = None,
     ) -> Kept:
         """Keeps a state. parent: the one it was resumed from; it goes, unless the new one left it
         before its end. history: hash of the conversation that the new one continues; what is kept
         of that goes too: its text goes on in the new one, if not its every token (answers come
-        back tokenised anew, or without their thoughts). The caches are the memory's from now on.
+        back tokenised anew, or without their thoughts). session: the user's, where its last commit
+        is this state. The caches are the memory's from now on.
         """
         ids = np.array(tokens, np.uint32)
         points = [point for point in checkpoints if point.count < len(ids)]
         new = Kept(key, ids, cache, points, used=next(self._clock))
+        if session is not None:
+            self.kept = [old for old in self.kept if old.path != session.path]  # it has moved on
+            new.path, new.generation = session.path, session.generation
+            new.own = new.saved = True
         for old in list(self.kept):
             alike = old is parent or old.key == key
             if old.key == history or (alike and _begins(old.tokens, new.tokens)):
@@ -240,15 +246,6 @@ class Memory:
             other.path, other.generation, other.saved = None, 0, False
             if other.cache is None:
                 self.kept.remove(other)
-
-    def place_in(self, kept: Kept, session: Session) -> None:
-        """Says that a state is what a session of the user's holds at its last commit."""
-        for other in [k for k in self.kept if k.path == session.path and k is not kept]:
-            self.kept.remove(other)  # that session has moved on
-        if kept.path is not None and self._spill is not None and not kept.own:
-            self._spill.remove(kept.path)
-        kept.path, kept.generation = session.path, session.generation
-        kept.own = kept.saved = True
 
     def unload(self) -> None:
         """Takes every state off the device; those that are not on disk are lost."""

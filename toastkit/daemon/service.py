@@ -67,7 +67,8 @@ class Service:
         self._finished = finished
         spill = None
         if settings.spill_bytes:
-            spill = Spill(preparer.fingerprint, settings.spill_bytes, settings.say)
+            variant = engine.dtype or "own"
+            spill = Spill(preparer.fingerprint, variant, settings.spill_bytes, settings.say)
         self.memory = Memory(engine.new_cache, settings.cache_bytes, engine.ledger, spill)
         preparer.wants_points = not always_cut(engine.new_cache())
         self._stepper = Stepper(engine, settings.batch, settings.say)
@@ -121,8 +122,9 @@ class Service:
         """A pass for one of those who read: of the highest priority, in turn among equals."""
         highest = max(c.prepared.request.priority for c in readers)
         first = [c for c in readers if c.prepared.request.priority == highest]
+        conversation = min(first, key=lambda c: c.last_read)
         self._turns += 1
-        conversation = first[self._turns % len(first)]
+        conversation.last_read = self._turns
         begun, before = conversation.runs.state is not None, _held(conversation)
         start = time.perf_counter()
         self._advance(conversation)

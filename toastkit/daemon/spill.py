@@ -1,6 +1,6 @@
 """Finished conversations on disk: a session directory each, found again after a restart.
 
-    $XDG_CACHE_HOME/toastkit/conversations/FINGERPRINT/HASH/
+    $XDG_CACHE_HOME/toastkit/conversations/FINGERPRINT-DTYPE/HASH/
 
 They are written after every turn, without waiting for the disk: a commit survives the death of the
 process, and what a power failure tears is found out by its checksums and dropped. The oldest go
@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toastkit.errors import ToastError
+from toastkit.errors import NoInputError, ToastError
 from toastkit.session.checkpoints import Checkpoint
 from toastkit.session.directory import Session
 from toastkit.session.files import make_private_directories
+from toastkit.session.upkeep import STALE_SECONDS
 
 FINGERPRINT_DIGITS = 16
 
@@ -44,20 +46,31 @@ def conversations_root() -> Path:
 
 
 class Spill:
-    """The conversations of one model. budget: bytes of disk. say: is told, once, what fails."""
+    """The conversations of one model. variant: what else its states depend on, the dtype. budget:
+    bytes of disk. say: is told, once, what fails."""
 
-    def __init__(self, fingerprint: str, budget: int, say: Callable[[str], None] | None = None):
+    def __init__(
+        self,
+        fingerprint: str,
+        variant: str,
+        budget: int,
+        say: Callable[[str], None] | None = None,
+    ):
         self.fingerprint = fingerprint
-        self.root = conversations_root() / fingerprint[:FINGERPRINT_DIGITS]
+        self.root = conversations_root() / f"{fingerprint[:FINGERPRINT_DIGITS]}-{variant}"
         self.budget = budget
         self._say = say
 
     def scan(self) -> list[Stored]:
-        """What is there, the longest unused first. Damaged ones are removed."""
+        """What is there, the longest unused first. Damaged ones are removed, and what another
+        process began to make and never finished."""
         found = []
         for path in self._by_age():
             try:
                 found.append(self._stored(path))
+            except NoInputError:
+                if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                    self.remove(path)
             except (ToastError, ValueError):
                 self.remove(path)
         return found

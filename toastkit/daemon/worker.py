@@ -320,9 +320,10 @@ class Worker:
         for name in self._counts:
             self._counts[name] += stats[name]
         self.served += 1
+        end = conversation.end
         facts = {
             **{name: stats[name] for name in ("prompt", "cached", "answer", "seconds")},
-            "end": conversation.end.reason if conversation.end is not None else "cancelled",
+            "end": "cancelled" if channel.gone or end is None else end.reason,
             "hash": f"{conversation.prepared.save_key(conversation.text):016x}",
             "error": conversation.error.message if conversation.error is not None else None,
         }

@@ -1,0 +1,219 @@
+"""States that step together: their logits are those that each has alone, whoever comes and goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core")
+
+from tests.model.published import NAMES, write_published  # noqa: E402
+from tests.model.reference import OLD_MLX_LM  # noqa: E402
+from toastkit.engine.batch import Batch, can_batch  # noqa: E402
+from toastkit.engine.state import ModelState  # noqa: E402
+from toastkit.model.locate import locate  # noqa: E402
+
+CLOSE = 1e-3  # of the largest logit
+LENGTHS = (3, 20, 45)  # the window of those that have one is 32
+
+
+class Made(NamedTuple):
+    name: str
+    engine: Any
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def made(request, tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Made:
+    """Each checkpoint once."""
+    from toastkit.engine.engine import Engine
+
+    path = write_published(tmp_path_factory.mktemp("published") / request.param, request.param)
+    return Made(request.param, Engine(locate(str(path)), dtype="float32"))
+
+
+@pytest.fixture
+def batched(made: Made) -> Made:
+    if OLD_MLX_LM:
+        pytest.skip("the old mlx_lm has other batched caches")
+    return made
+
+
+def prompt(count: int, first: int = 5) -> list[int]:
+    return [(37 * n + first) % 4096 for n in range(count)]
+
+
+class Pair:
+    """The same state twice: one goes through a batch, the other stays alone."""
+
+    def __init__(self, engine: Any, count: int, first: int = 5):
+        self.engine = engine
+        self.twin, self.alone = self._read(prompt(count, first)), self._read(prompt(count, first))
+
+    def _read(self, ids: list[int]) -> ModelState:
+        state = ModelState(self.engine.new_cache())
+        list(self.engine.reading(state, ids))
+        return state
+
+    def step_alone(self, token: int) -> None:
+        self.alone.consume(self.engine, token)
+
+    def check(self) -> None:
+        found, expected = np.array(self.twin.logits), np.array(self.alone.logits)
+        assert found.shape == expected.shape
+        scale = np.abs(expected).max()
+        assert scale > 1 and np.abs(found - expected).max() < CLOSE * scale
+
+    def check_cache(self) -> None:
+        """What came out of the batch is what the other one has, layer by layer."""
+        for found, expected in zip(self.twin.cache, self.alone.cache, strict=True):
+            assert type(found) is type(expected)
+            assert found.is_trimmable() == expected.is_trimmable()
+            parts = (getattr(layer, "caches", [layer]) for layer in (found, expected))
+            for mine, theirs in zip(*parts, strict=True):
+                for name in ("offset", "max_size", "keep"):
+                    assert getattr(mine, name, None) == getattr(theirs, name, None)
+                for name in ("lengths", "left_padding"):
+                    assert getattr(mine, name, None) is None
+
+
+def steps(batch: Batch, pairs: list[Pair], count: int, seed: int) -> None:
+    """Steps of a batch of these pairs, and of each alone; the logits of all are held against each
+    other after every step."""
+    assert batch.members == [pair.twin for pair in pairs]
+    for n in range(count):
+        tokens = [(seed + 97 * n + 11 * row) % 4096 for row in range(len(pairs))]
+        batch.step(tokens)
+        for pair, token in zip(pairs, tokens):
+            pair.twin.tokens.append(token)
+            pair.step_alone(token)
+            pair.check()
+
+
+def leave(batch: Batch, pair: Pair) -> None:
+    batch.leave([pair.twin])
+    pair.check_cache()
+
+
+def test_all_that_are_tested_can_be_batched(made: Made) -> None:
+    """(With the mlx_lm of today. One that cannot is to be found out, not to be trusted.)"""
+    verdict = can_batch(made.engine)
+    assert can_batch(made.engine) == verdict
+    assert verdict or OLD_MLX_LM
+
+
+class Odd:
+    """An engine with something wrong. Every attribute that is not given is the real one's."""
+
+    def __init__(self, engine: Any, **changed: Any):
+        self._engine = engine
+        vars(self).update(changed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def refuse(*arguments: Any) -> Any:
+    raise RuntimeError("[broadcast_shapes] they do not fit")
+
+
+@pytest.mark.skipif(OLD_MLX_LM, reason="the old mlx_lm has other batched caches")
+def test_what_cannot_be_batched_is_found_out(tmp_path: Path, mlx_started: None) -> None:
+    """Caches without a way into a batch; a model that fails on one; one that looks at the padding;
+    one that gives nonsense anyway."""
+    from mlx_lm.models.cache import ConcatenateKVCache
+
+    from toastkit.engine.engine import Engine
+
+    path = write_published(tmp_path / "llama", "llama")
+    engine = Engine(locate(str(path)), dtype="float32")
+
+    def of_all(ids: Any, cache: list) -> Any:
+        logits = engine.step_rows(ids, cache)
+        return logits if len(ids) == 1 else logits + 0.1 * logits.mean(axis=0)
+
+    caches = lambda: [ConcatenateKVCache() for _ in engine.new_cache()]  # noqa: E731
+    nothing = lambda ids, cache: mx.full((len(ids), engine.vocab), mx.nan)  # noqa: E731
+    assert can_batch(Odd(engine))
+    assert not can_batch(Odd(engine, new_cache=caches))
+    assert not can_batch(Odd(engine, step_rows=refuse))
+    assert not can_batch(Odd(engine, step_rows=of_all))
+    assert not can_batch(Odd(engine, step_rows=nothing))
+
+
+def test_they_come_and_go(batched: Made) -> None:
+    engine = batched.engine
+    short, middle, long = (Pair(engine, count) for count in LENGTHS)
+    batch = Batch(engine)
+    batch.join([short.twin, middle.twin])
+    steps(batch, [short, middle], 2, 100)
+    batch.join([long.twin])  # one that is longer than those that are there
+    steps(batch, [short, middle, long], 3, 200)
+    assert batch.nbytes > 0 and short.twin.cache == []
+    leave(batch, middle)
+    steps(batch, [short, long], 2, 300)
+    for token in (7, 8, 9):  # it goes on alone
+        middle.twin.consume(engine, token)
+        middle.step_alone(token)
+        middle.check()
+    newcomer = Pair(engine, 1, first=77)
+    batch.join([middle.twin, newcomer.twin])
+    steps(batch, [short, long, middle, newcomer], 3, 400)
+    leave(batch, long)  # the longest: less padding from now on
+    steps(batch, [short, middle, newcomer], 3, 500)
+    batch.leave([short.twin, newcomer.twin])
+    steps(batch, [middle], 1, 600)
+    leave(batch, middle)
+    assert batch.members == [] and batch.nbytes == 0
+    for pair in (short, middle, newcomer, long):
+        pair.check_cache()
+        list(engine.reading(pair.twin, [*pair.twin.tokens, *prompt(40, 9)]))  # another turn
+        list(engine.reading(pair.alone, [*pair.alone.tokens, *prompt(40, 9)]))
+        pair.check()
+    batch.join([short.twin, long.twin])  # an empty batch can be used again
+    steps(batch, [short, long], 2, 700)
+
+
+def test_the_window_slides_in_the_batch(batched: Made) -> None:
+    """From 28 tokens, one by one, past the windows of 32; one joins when it has slid round."""
+    engine = batched.engine
+    one, two = Pair(engine, 28), Pair(engine, 2, first=9)
+    batch = Batch(engine)
+    batch.join([one.twin, two.twin])
+    steps(batch, [one, two], 9, 100)
+    third = Pair(engine, 5, first=11)
+    batch.join([third.twin])
+    steps(batch, [one, two, third], 3, 200)
+    leave(batch, one)
+    steps(batch, [two, third], 2, 300)
+    leave(batch, third)
+    for pair in (one, third):
+        for token in (5, 6, 7):
+            pair.twin.consume(engine, token)
+            pair.step_alone(token)
+            pair.check()
+
+
+def test_a_state_is_taken_back_from_a_look_ahead(batched: Made) -> None:
+    engine = batched.engine
+    one, two = Pair(engine, 6), Pair(engine, 9)
+    for pair in (one, two):
+        pair.twin.look_ahead(engine)
+    batch = Batch(engine)
+    batch.join([one.twin, two.twin])
+    steps(batch, [one, two], 3, 100)
+
+
+def test_the_same_conversation_twice(batched: Made) -> None:
+    engine = batched.engine
+    pairs = [Pair(engine, 6) for _ in range(3)]
+    batch = Batch(engine)
+    batch.join([pair.twin for pair in pairs])
+    batch.leave([pairs[1].twin])
+    assert [state is pair.twin for state, pair in zip(batch.members, pairs[::2])] == [True, True]
+    batch.step([mx.array(5, mx.uint32), 5])  # a token may still be on the device
+    for pair in pairs[::2]:
+        pair.step_alone(5)
+        pair.check()

@@ -1,0 +1,360 @@
+"""What is remembered under budgets and across restarts: nothing wrong ever comes back from disk."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+mx = pytest.importorskip("mlx.core")
+
+from tests.model.service_driver import (  # noqa: E402
+    THINKING,
+    Asked,
+    Driver,
+    Engines,
+    assistant,
+    private_homes,
+    system,
+    usable,
+    user,
+    words,
+)
+from toastkit.daemon.conversation import WORTH_KEEPING  # noqa: E402
+from toastkit.errors import IOFailure  # noqa: E402
+from toastkit.session.directory import Session  # noqa: E402
+from toastkit.store.ledger import CACHE, SESSIONS  # noqa: E402
+
+LONG = "The bear went to the river, and the owl sat in the old tree. " * 3 + "What then?"
+BOOK = "Once there was a bear. He lived in a house by the river, and he had a little friend. " * 20
+NAMES = ("llama", "gemma3_text", "mamba2", "falcon_h1", "qwen3_next")
+HYBRID = "qwen3_5"
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory, crumb) -> Engines:
+    return Engines(tmp_path_factory.mktemp("memory"), crumb)
+
+
+@pytest.fixture(autouse=True)
+def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where conversations lie."""
+    return private_homes(tmp_path, monkeypatch)
+
+
+class Chat:
+    """A conversation in words. Every answer is held against the one without a cache."""
+
+    def __init__(self, engines: Engines, name: str, first: str):
+        self.plain = engines(name)[1]
+        self.messages = [system("You are a bear."), user(first)]
+        self.held = 0  # tokens that were kept of it last
+
+    def ask(self, driver: Driver, question: str | None = None, **settings):
+        """Answers the last message; question: one more of them."""
+        if question is not None:
+            self.messages.append(user(question))
+        options = {"max_tokens": 6, **words(driver)}
+        asked = driver.ask(self.messages, **options, **settings)
+        assert asked.answer == self.plain.answer(self.messages, **options)
+        self.messages.append(assistant(asked.text))
+        self.held = len(asked.prompt) + len(asked.ids) - 1  # the last one was not run
+        return asked
+
+
+def directories(homes: Path) -> list[Path]:
+    """Those of all conversations on disk."""
+    return sorted(path for path in homes.glob("*/*") if path.is_dir())
+
+
+# ----------------------------------------------------------------------------------------- budgets
+
+
+@pytest.mark.parametrize("name", ["llama", HYBRID])
+def test_the_longest_unused_leaves_and_comes_back(engines: Engines, name: str) -> None:
+    engine, _ = engines(name)
+    chats = [Chat(engines, name, f"{n} {LONG}") for n in range(3)]
+    driver = Driver(engine)
+    chats[0].ask(driver)
+    size = engine.ledger.of(SESSIONS)
+    driver = Driver(engine, cache_bytes=int(2.5 * size))
+    chats[0].messages.pop()
+    for chat in chats:
+        chat.ask(driver)
+        assert 0 < engine.ledger.of(SESSIONS) <= 2.5 * size
+    assert [kept.cache is None for kept in driver.kept] == [True, False, False]
+    assert all(kept.nbytes == 0 for kept in driver.kept if kept.cache is None)
+    held = chats[1].held
+    asked = chats[1].ask(driver, "Why?")  # now the third is the longest unused
+    assert asked.cached == held and engine.ledger.of(SESSIONS) <= 2.5 * size
+    held = chats[0].held
+    asked = chats[0].ask(driver, "Why?")
+    assert asked.cached == held and asked.why == "the rest is new"
+    summary = driver.service.memory.summary()
+    assert (summary["kept"], summary["in_memory"], summary["on_disk"]) == (3, 2, 3)
+    assert [kept.cache is None for kept in driver.kept] == [True, False, False]
+    held = chats[2].held
+    assert chats[2].ask(driver, "Why?").cached == held
+
+
+def test_without_memory_the_disk_remembers(engines: Engines) -> None:
+    driver, chat = Driver(engines(HYBRID)[0], cache_bytes=0), Chat(engines, HYBRID, LONG)
+    for turn in range(3):
+        held = chat.held
+        assert chat.ask(driver, "Why?" if turn else None).cached == held
+        assert driver.engine.ledger.of(SESSIONS) == 0
+    (kept,) = driver.kept
+    assert kept.cache is None and kept.saved and kept.points
+
+
+def test_without_a_disk_what_leaves_the_device_is_lost(engines: Engines, homes: Path) -> None:
+    engine, _ = engines(HYBRID)
+    one, two = Chat(engines, HYBRID, LONG), Chat(engines, HYBRID, "Hello. " + LONG)
+    driver = Driver(engine, spill_bytes=0)
+    one.ask(driver)
+    size = engine.ledger.of(SESSIONS)
+    driver = Driver(engine, spill_bytes=0, cache_bytes=int(1.5 * size))
+    one.messages.pop()
+    one.ask(driver)
+    two.ask(driver)
+    assert len(driver.kept) == 1 and engine.ledger.of(SESSIONS) <= 1.5 * size
+    lost = one.ask(driver, "Why?")
+    assert lost.cached == 0 and lost.why == "no conversation that begins like this is kept"
+    assert not directories(homes)
+    driver = Driver(engine, spill_bytes=0, cache_bytes=0)
+    two.ask(driver, "Why?")
+    again = two.ask(driver, "Bye.")
+    assert again.cached == 0 and again.why == "nothing is kept" and not driver.kept
+
+
+def test_the_oldest_leave_the_disk(engines: Engines, homes: Path) -> None:
+    engine, _ = engines("llama")
+    driver, chats = Driver(engine), [Chat(engines, "llama", f"{n} {LONG}") for n in range(4)]
+    chats[0].ask(driver)
+    (first,) = directories(homes)
+    size = sum(file.stat().st_blocks * 512 for file in first.iterdir())
+    driver = Driver(engine, cache_bytes=0, spill_bytes=int(2.5 * size))
+    for chat in chats[1:]:
+        chat.ask(driver)
+    assert first not in directories(homes) and len(directories(homes)) == len(driver.kept) == 2
+    assert chats[0].ask(driver, "Why?").cached < 40
+    held = chats[3].held
+    assert chats[3].ask(driver, "Why?").cached == held
+    assert len(directories(homes)) == len(driver.kept) == 2
+
+
+def test_one_over_the_budget_of_the_disk_does_not_empty_it(engines: Engines, homes: Path) -> None:
+    engine, _ = engines("llama")
+    driver, chat = Driver(engine), Chat(engines, "llama", "Hello.")
+    chat.ask(driver)
+    (small,) = directories(homes)
+    size = sum(file.stat().st_blocks * 512 for file in small.iterdir())
+    driver = Driver(engine, spill_bytes=size + 4096)
+    held = chat.held
+    book = Chat(engines, "llama", BOOK)
+    book.ask(driver)
+    assert directories(homes) == [small]
+    assert [kept.path for kept in driver.kept] == [small, None]
+    assert chat.ask(driver, "Why?").cached == held
+    held = book.held
+    assert book.ask(driver, "Why?").cached == held  # of the device
+
+
+# --------------------------------------------------------------------------------- restarts, damage
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_restart_finds_all(engines: Engines, name: str, homes: Path) -> None:
+    driver = Driver(engines(name)[0])
+    chats = [Chat(engines, name, text + LONG) for text in ("", "Hello. ")]
+    for question in (None, LONG, "Why?"):
+        for chat in chats:
+            chat.ask(driver, question)
+    before = {kept.key: kept for kept in driver.kept}
+    driver.restart()
+    assert sorted(kept.key for kept in driver.kept) == sorted(before)
+    for kept in driver.kept:
+        old = before[kept.key]
+        assert kept.tokens.tolist() == old.tokens.tolist() and kept.cache is None
+        assert kept.points == [point.count for point in old.checkpoints]
+        assert kept.saved and int(kept.path.name, 16) == kept.key
+    for chat in chats:
+        branch = [*chat.messages[:3], user("Who are you?")]
+        asked = driver.ask(branch)
+        expected = max(usable(kept, asked.prompt) for kept in before.values())
+        assert asked.cached == expected > 20  # where it leaves the kept one
+        assert asked.answer == chat.plain.answer(branch)
+        held = chat.held
+        asked = chat.ask(driver, "Bye.")
+        assert asked.cached == held and asked.why == "the rest is new"
+    assert len(directories(homes)) == len(driver.kept) == 4
+
+
+def test_another_model_finds_nothing(engines: Engines, homes: Path) -> None:
+    chat, other = Chat(engines, HYBRID, LONG), engines(HYBRID, THINKING)[0]
+    chat.ask(Driver(engines(HYBRID)[0]))
+    driver = Driver(other)
+    assert not driver.kept
+    asked = driver.ask(chat.messages[:2])
+    assert asked.cached == 0 and asked.why == "nothing is kept"
+    assert len(list(homes.iterdir())) == 2
+    held = chat.held
+    assert chat.ask(Driver(engines(HYBRID)[0]), "Why?").cached == held
+
+
+def test_a_daemon_killed_in_mid_answer_has_the_prompt(engines: Engines) -> None:
+    """Nothing is closed or told: another service looks at the same directories."""
+    driver = Driver(engines("llama")[0])
+    prompt = [7 + n % 1000 for n in range(WORTH_KEEPING + 40)]
+    asked = driver.start(prompt)
+    driver.turns_until(partial(_has_answered, asked, 3))
+    late = Driver(engines("llama")[0])
+    again = late.ask(prompt)
+    assert again.cached == len(prompt) - 1
+    driver.finish(asked)
+    assert again.answer == asked.answer == engines("llama")[1].answer(prompt)
+    driver.finish()
+    assert len(driver.kept) == 1 and len(driver.kept[0].tokens) > len(prompt)
+
+
+def damage(how: str, path: Path) -> None:
+    file = path / ("session.msgpack" if how == "a torn header" else "cache.bin")
+    data = file.read_bytes()
+    if how == "other bytes":
+        file.write_bytes(bytes(byte ^ 0x55 for byte in data))
+    elif how == "no file":
+        file.unlink()
+    elif how == "another's":
+        with Session.open(path, None) as session:
+            session.commit([4, 3, 2, *session.tokens[3:]], None, None)
+    elif how == "no directory":
+        for each in path.iterdir():
+            each.unlink()
+        path.rmdir()
+    else:
+        file.write_bytes(data[: len(data) // 3])
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["before a start", "while it runs"])
+@pytest.mark.parametrize(
+    "how", ["a torn header", "a short file", "other bytes", "no file", "no directory", "another's"]
+)
+def test_damage_costs_time_only(engines: Engines, homes: Path, how: str, running: bool) -> None:
+    driver, chat = Driver(engines(HYBRID)[0], cache_bytes=0), Chat(engines, HYBRID, LONG)
+    other = Chat(engines, HYBRID, "Hello. " + LONG)
+    chat.ask(driver)
+    (path,) = directories(homes)
+    other.ask(driver)
+    if not running:
+        damage(how, path)
+        driver.restart()
+    else:
+        damage(how, path)
+    asked = chat.ask(driver, "Why?")
+    assert asked.cached == 0 and not driver.said
+    assert len([kept for kept in driver.kept if kept.tokens[0] == 1]) == 2
+    held = chat.held
+    assert chat.ask(driver, "Bye.").cached == held
+    held = other.held
+    assert other.ask(driver, "Bye.").cached == held
+
+
+@pytest.mark.parametrize("cache", [0, 2 << 30])
+def test_two_daemons_in_one_place(engines: Engines, homes: Path, cache: int) -> None:
+    """Each finds what the other has left at its start, and is not led astray by what it does."""
+    engine, _ = engines(HYBRID)
+    here, chat = Driver(engine, cache_bytes=cache), Chat(engines, HYBRID, LONG)
+    chat.ask(here)
+    there, branch = Driver(engine, cache_bytes=cache), Chat(engines, HYBRID, LONG)
+    branch.messages, branch.held = list(chat.messages), chat.held
+    held = chat.held
+    assert branch.ask(there, "Who are you?").cached == held  # and takes its directory over
+    for turn in range(3):
+        held = chat.held
+        asked = chat.ask(here, f"{turn}. Why?")
+        assert asked.cached == (held if turn or cache else 0)
+        held = branch.held
+        assert branch.ask(there, f"{turn}. And then?").cached == held
+    assert not here.said and not there.said
+    here.restart()
+    for one in (chat, branch):
+        held = one.held
+        assert one.ask(here, "Bye.").cached == held
+
+
+def test_what_is_no_conversation_is_not_taken_for_one(engines: Engines, homes: Path) -> None:
+    driver, chat = Driver(engines("llama")[0]), Chat(engines, "llama", LONG)
+    chat.ask(driver)
+    (path,) = directories(homes)
+    (path.parent / "notes").mkdir()
+    (path.parent / "ffffffffffffffff").mkdir()
+    (path.parent / "file").write_text("x")
+    driver.restart()
+    assert [kept.path for kept in driver.kept] == [path]
+    held = chat.held
+    assert chat.ask(driver, "Why?").cached == held
+
+
+def test_a_full_disk_is_told_of_once(engines: Engines, homes: Path, monkeypatch) -> None:
+    driver, chat = Driver(engines(HYBRID)[0]), Chat(engines, HYBRID, LONG)
+    commit = Session.commit
+
+    def fails(*arguments, **settings):
+        raise IOFailure("cannot save session x: no space left on device")
+
+    monkeypatch.setattr(Session, "commit", fails)
+    for turn in range(3):
+        held = chat.held
+        assert chat.ask(driver, "Why?" if turn else None).cached == held
+    assert driver.said == [
+        "conversations are not kept on disk: cannot save session x: no space left on device"
+    ]
+    assert not directories(homes) and not any(kept.saved for kept in driver.kept)
+    monkeypatch.setattr(Session, "commit", commit)
+    chat.ask(driver, "And then?")  # there is room again
+    driver.restart()
+    held = chat.held
+    assert chat.ask(driver, "Bye.").cached == held
+    assert len(driver.said) == 1
+
+
+# ----------------------------------------------------------------------------------- interruptions
+
+
+@pytest.mark.parametrize("name", ["llama", HYBRID])
+def test_a_cancelled_prompt_is_partly_reused(engines: Engines, name: str) -> None:
+    driver = Driver(engines(name)[0], chunk=50)
+    messages = [user(BOOK)]
+    asked = driver.start(messages)
+    driver.turns_until(lambda: asked.read >= WORTH_KEEPING)
+    read = asked.read
+    assert read < len(asked.prompt)
+    asked.channel.gone = True
+    driver.finish()
+    assert asked.over and not driver.service.active and asked.ids == []
+    assert driver.engine.ledger.of(CACHE) == 0
+    again = driver.ask(messages)
+    assert again.cached == read and again.why == "the rest is new"
+    assert again.answer == engines(name)[1].answer(messages)
+    assert len(driver.kept) == 1
+
+
+def _has_answered(asked: Asked, count: int) -> bool:
+    return len(asked.ids) >= count
+
+
+@pytest.mark.parametrize("name", ["llama", HYBRID])
+def test_a_cancelled_answer_leaves_no_trace(engines: Engines, name: str) -> None:
+    """A short one is not kept; the chat goes on from where it was."""
+    driver, chat = Driver(engines(name)[0]), Chat(engines, name, LONG)
+    chat.ask(driver)
+    for count in (0, 1, 4):
+        asked = driver.start([*chat.messages, user("Why?")])
+        driver.turns_until(partial(_has_answered, asked, count))
+        asked.channel.gone = True
+        driver.finish()
+        assert asked.over and len(driver.kept) == 1
+        assert driver.engine.ledger.of(CACHE) == 0
+    held = chat.held
+    assert chat.ask(driver, "Why?").cached == held

@@ -1,0 +1,363 @@
+"""The worker's thread: a queue with a bound, a model that comes and goes, what is told of it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+mx = pytest.importorskip("mlx.core")
+
+from tests.model.published import write_published  # noqa: E402
+from tests.model.service_driver import (  # noqa: E402
+    THINKING,
+    Plain,
+    private_homes,
+    published_engine,
+)
+from tests.model.worker_driver import (  # noqa: E402
+    DEADLINE,
+    PROMPT,
+    Running,
+    answer_of,
+    done,
+    until,
+)
+from toastkit.daemon.service import Service  # noqa: E402
+from toastkit.engine.engine import Engine  # noqa: E402
+from toastkit.errors import BusyError, NoInputError, UnavailableError  # noqa: E402
+from toastkit.model.config import fingerprint  # noqa: E402
+from toastkit.model.locate import locate  # noqa: E402
+
+STATUS = {
+    "model", "fingerprint", "loaded", "device", "dtype", "active", "attached", "waiting",
+    "answered", "tokens", "conversations", "ledger",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return private_homes(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def model(tmp_path: Path, mlx_started: None) -> Path:
+    """A checkpoint that a test may change."""
+    return write_published(tmp_path / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, mlx_started: None) -> Plain:
+    """Its answers without a cache."""
+    return Plain(published_engine(tmp_path_factory.mktemp("plain"), "llama"))
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Callable[..., Running]]:
+    """start(**settings): a worker that runs; it is closed at the end."""
+    made: list[Running] = []
+
+    def start(**settings: Any) -> Running:
+        made.append(Running(settings.pop("model", model), **settings))
+        made[-1].worker.start()
+        return made[-1]
+
+    yield start
+    for running in made:
+        running.worker.close()
+        assert not running.worker._thread.is_alive()
+
+
+# ---------------------------------------------------------------------------------------- requests
+
+
+def test_many_ask_at_once(start, plain: Plain) -> None:
+    running = start(parallel=3)
+    prompts = [f"{n}. {PROMPT}" for n in range(7)]
+    channels = [running.ask(prompt) for prompt in prompts]
+    done(*channels)
+    for channel, prompt in zip(channels, prompts):
+        assert answer_of(channel) == plain.answer(prompt)
+    assert running.worker.served == 7 and not running.said and running.worker.failure is None
+
+
+def test_a_request_that_cannot_be(start, model: Path) -> None:
+    running = start()
+    for request, code, word in (
+        ({"prompt": "bear " * 700}, 65, "context"),
+        ({"tokens": [4096]}, 65, "vocabulary"),
+        ({"prompt": "x", "model": "crumb"}, 66, "the daemon runs"),
+        ({"prompt": "x", "options": {"ban": [5000]}}, 64, "5000"),
+    ):
+        channel = running.submit(**request)
+        done(channel)
+        error = channel.one("error")
+        assert error["code"] == code and word in error["message"]
+        assert channel.one("end") is None
+        assert running.audit.records[-1][0]["error"] == error["message"]
+    assert running.answer()[3] == 12 and running.worker.status()["answered"] == 1
+    other = running.submit(prompt=PROMPT, model=str(model), options={"max_tokens": 2})
+    done(other)
+    assert other.one("end")["n"] == 2
+
+
+def test_the_queue_has_a_bound(start, plain: Plain) -> None:
+    running = start(parallel=1, max_queue=2)
+    first = running.hold()
+    waiting = [running.ask(), running.ask("Why?")]
+    with pytest.raises(BusyError, match="2 requests are waiting") as caught:
+        running.ask()
+    assert caught.value.code == 75 and caught.value.hint
+    until(lambda: running.worker.status()["waiting"] == 2 and not running.worker._preparing)
+    assert running.worker.status()["active"] == 1
+    waiting[0].gone = True  # it does not count any more
+    third = running.ask("Bye.")
+    done(waiting[0])
+    assert waiting[0].replies == []
+    first.gone = True
+    done(first, waiting[1], third)
+    assert answer_of(waiting[1]) == plain.answer("Why?")
+    assert answer_of(third) == plain.answer("Bye.")
+    assert first.one("end") == {**first.one("end"), "reason": "interrupt"}
+
+
+def test_the_more_important_come_first(start) -> None:
+    running = start(parallel=1)
+    first, order = running.hold(), []
+    channels = [running.ask(priority=n, max_tokens=2) for n in (0, 5, -5, 5)]
+    for n, channel in enumerate(channels):
+        channel.done = lambda n=n, end=channel.done: (order.append(n), end())
+    until(lambda: running.worker.status()["waiting"] == 4 and not running.worker._preparing)
+    first.gone = True
+    done(*channels)
+    assert order == [1, 3, 0, 2]
+
+
+def test_health_runs_the_model(start, monkeypatch) -> None:
+    running, probes = start(), []
+    probe = Service.probe
+    monkeypatch.setattr(Service, "probe", lambda service: probes.append(probe(service)))
+    channel = running.submit(op="health")
+    done(channel)
+    health = channel.one("health")
+    assert health["ok"] is True and health["loaded"] is True and health["seconds"] >= 0
+    assert len(probes) == 1
+    busy = running.hold()
+    done(running.submit(op="health"))  # also while others are answered
+    assert not busy.is_done
+    busy.gone = True
+
+
+# ------------------------------------------------------------------------------------ what is told
+
+
+def test_the_status(start, model: Path) -> None:
+    running = start()
+    status = running.worker.status()
+    assert set(status) >= STATUS
+    assert (
+        status["loaded"] and (status["active"], status["waiting"], status["answered"]) == (0,) * 3
+    )
+    assert status["fingerprint"] == fingerprint(locate(str(model)))
+    assert status["dtype"] == "float32" and status["device"] in ("cpu", "gpu")
+    assert "cache" not in status["ledger"] and status["ledger"]["embedding"] > 0
+    channel = running.ask()
+    done(channel)
+    again = running.ask()
+    done(again)
+    status, stats = running.worker.status(), again.one("stats")
+    assert status["answered"] == 2
+    count = stats["prompt"]
+    assert status["tokens"] == {"prompt": 2 * count, "cached": count - 1, "answer": 24}
+    assert status["conversations"]["kept"] == 1
+    assert status["ledger"]["sessions"] == status["conversations"]["bytes"] > 0
+    busy = running.hold()
+    status = running.worker.status()
+    assert status["active"] == 1 and status["ledger"]["cache"] > 0
+    busy.gone = True
+    done(busy)
+    until(lambda: "cache" not in running.worker.status()["ledger"])
+
+
+def test_the_audit_records(start, plain: Plain) -> None:
+    running = start()
+    channel = running.submit(
+        messages=[{"role": "user", "content": PROMPT}],
+        options={"max_tokens": 12, "seed": 3},
+        stream=False,
+    )
+    done(channel)
+    assert not channel.all_of("text")
+    ((record, texts),) = running.audit.records
+    text = plain.answer([{"role": "user", "content": PROMPT}])[1]
+    assert texts == {"messages": [{"role": "user", "content": PROMPT}], "text": text}
+    assert text not in str(record) and PROMPT not in str(record)
+    assert (record["uid"], record["pid"], record["op"]) == (1000, 4321, "generate")
+    assert (record["answer"], record["cached"], record["end"]) == (12, 0, "length")
+    assert record["prompt"] == channel.one("stats")["prompt"] and record["error"] is None
+    assert record["session"] is None and record["model"].endswith("llama")
+    assert int(record["hash"], 16) and set(record["seconds"]) >= {"queued", "first", "total"}
+    assert 0 <= record["seconds"]["queued"] <= record["seconds"]["first"]
+    assert record["seconds"]["first"] <= record["seconds"]["total"] < DEADLINE
+    busy = running.hold()
+    busy.gone = True
+    done(busy)
+    until(lambda: len(running.audit.records) == 2)
+    assert running.audit.records[-1][0]["end"] == "cancelled"
+
+
+# --------------------------------------------------------------------------------- coming and going
+
+
+def test_a_drain_ends_what_has_begun_and_nothing_else(start) -> None:
+    running = start(parallel=1)
+    first, second = running.ask(max_tokens=100, ignore_eos=True), None
+    until(lambda: first.all_of("token"))
+    second = running.ask()
+    until(lambda: not running.worker._preparing)
+    assert not running.worker.idle()
+    running.worker.drain()
+    done(second)
+    assert second.one("error")["code"] == 69 and "shutting down" in second.one("error")["message"]
+    with pytest.raises(UnavailableError, match="shutting down"):
+        running.ask()
+    with pytest.raises(UnavailableError):
+        running.submit(op="health")
+    done(first)
+    assert first.one("end")["n"] == 100
+    until(running.worker.idle)
+
+
+def test_all_can_be_cancelled(start) -> None:
+    running = start()
+    channels = [running.hold(), running.hold()]
+    running.worker.drain()
+    running.worker.cancel_all()
+    done(*channels)
+    assert {channel.one("end")["reason"] for channel in channels} == {"interrupt"}
+    until(running.worker.idle)
+    running.worker.close()
+    running.worker.close()  # may be called again
+    assert running.worker.failure is None
+
+
+def test_closing_saves_what_was_said(start, plain: Plain) -> None:
+    running = start(cache_bytes=1 << 30)
+    assert running.answer() == plain.answer(PROMPT)
+    running.worker.close()
+    again = start()
+    assert again.worker.status()["conversations"]["on_disk"] == 1
+    channel = again.ask()
+    done(channel)
+    stats = channel.one("stats")
+    assert stats["cached"] == stats["prompt"] - 1 and answer_of(channel) == plain.answer(PROMPT)
+
+
+def test_an_idle_model_leaves_the_memory(start, plain: Plain) -> None:
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    running = start(idle_unload=0.3)
+    loaded = mx.get_active_memory() - before
+    assert loaded > 1_000_000
+    assert running.answer() == plain.answer(PROMPT)
+    until(lambda: not running.worker.status()["loaded"])
+    until(lambda: mx.get_active_memory() - before < loaded / 20)
+    status = running.worker.status()
+    assert set(status) >= STATUS and status["ledger"] == {} and status["device"] is None
+    assert status["conversations"] == {**status["conversations"], "bytes": 0, "on_disk": 1}
+    health = running.submit(op="health")
+    done(health)
+    assert health.one("health")["loaded"] is False
+    channel = running.ask()
+    done(channel)
+    assert channel.replies[0]["progress"]["loading"].endswith("llama")
+    assert answer_of(channel) == plain.answer(PROMPT)
+    stats = channel.one("stats")
+    assert stats["cached"] == stats["prompt"] - 1
+    assert running.worker.failure is None
+
+
+def test_a_model_in_use_does_not_leave(start) -> None:
+    running = start(idle_unload=0.05)
+    channel = running.ask(max_tokens=300, ignore_eos=True)
+    done(channel)
+    assert channel.one("end")["n"] == 300
+    assert not [p for p in channel.all_of("progress") if "loading" in p]
+
+
+# ----------------------------------------------------------------------------------------- reloads
+
+
+def test_a_reload_takes_what_has_changed(start, model: Path) -> None:
+    running = start(parallel=1)
+    old = running.worker.status()["fingerprint"]
+    running.worker.reload()
+    until(lambda: running.said)
+    assert running.said == [f"{model} has not changed"]
+    first = running.ask(max_tokens=60, ignore_eos=True)
+    until(lambda: first.all_of("token"))
+    (model / "chat_template.jinja").write_text(THINKING)
+    running.worker.reload()
+    waiting = running.ask()  # prepared for the old template, perhaps
+    done(first)
+    assert first.one("end")["n"] == 60  # it ends with what it has begun with
+    until(lambda: len(running.said) == 2)
+    assert running.said[1] == f"reloaded {model}"
+    done(waiting)
+    expected = Plain(Engine(locate(str(model)), dtype="float32")).answer(PROMPT)
+    assert answer_of(waiting) == running.answer() == expected
+    assert running.worker.status()["fingerprint"] == fingerprint(locate(str(model))) != old
+
+
+def test_a_reload_that_fails_changes_nothing(start, model: Path, plain: Plain) -> None:
+    running = start()
+    config = (model / "config.json").read_text()
+    (model / "config.json").write_text("{")
+    running.worker.reload()
+    until(lambda: running.said)
+    assert running.said[0].startswith("cannot reload: ")
+    assert running.answer() == plain.answer(PROMPT)
+    (model / "config.json").write_text(config)
+    running.worker.reload()
+    until(lambda: len(running.said) == 2)
+    assert running.said[1].endswith("has not changed")
+
+
+# ---------------------------------------------------------------------------------------- failures
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    running = Running(tmp_path / "none")
+    with pytest.raises(NoInputError):
+        running.worker.start()
+    running.worker.close()
+
+
+def test_a_model_that_cannot_be_loaded(model: Path) -> None:
+    for file in model.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-100])
+    running = Running(model)
+    with pytest.raises(Exception) as caught:
+        running.worker.start()
+    assert caught.value is running.worker.failure or running.worker.failure is None
+    assert getattr(caught.value, "code", 70) in (65, 74)
+    running.worker.close()
+
+
+def test_a_thread_that_dies_says_so(start, monkeypatch) -> None:
+    running, told = start(), threading.Event()
+    running.worker.notify = told.set
+
+    def fails(service: Service) -> None:
+        raise RuntimeError("the device has gone")
+
+    monkeypatch.setattr(Service, "turn", fails)
+    running.ask()
+    assert told.wait(DEADLINE)
+    assert isinstance(running.worker.failure, RuntimeError)
+    assert running.worker.status()["active"] == 1  # the front tells its clients

@@ -1,0 +1,74 @@
+"""A Worker with a thread of its own, asked from the test's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.model.service_driver import FakeChannel
+from toastkit.daemon.requests import make_request
+from toastkit.daemon.worker import Worker, WorkerSettings
+
+DEADLINE = 60  # seconds, of a machine that does much else
+PROMPT = "Who are you?"
+LONG = {"max_tokens": 400, "ignore_eos": True}
+
+
+class Audit:
+    """Keeps what is written: (record, texts)."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[dict, dict]] = []
+
+    def write(self, record: dict, texts: dict) -> None:
+        self.records.append((record, texts))
+
+
+class Running:
+    """A worker and its requests."""
+
+    def __init__(self, model: Path, **settings: Any):
+        self.said: list[str] = []
+        self.audit = Audit()
+        settings = {"dtype": "float32", "audit": self.audit, **settings}
+        self.worker = Worker(WorkerSettings(model=str(model), say=self.said.append, **settings))
+
+    def submit(self, **request: Any) -> FakeChannel:
+        channel = FakeChannel()
+        self.worker.submit(make_request(request), channel)
+        return channel
+
+    def ask(self, prompt: str = PROMPT, priority: int = 0, **options: Any) -> FakeChannel:
+        options = {"max_tokens": 12, "tokens": True, **options}
+        return self.submit(prompt=prompt, options=options, priority=priority)
+
+    def answer(self, prompt: str = PROMPT, **options: Any) -> tuple:
+        channel = self.ask(prompt, **options)
+        done(channel)
+        return answer_of(channel)
+
+    def hold(self) -> FakeChannel:
+        """A long answer that is under way."""
+        channel = self.ask(**LONG)
+        until(lambda: len(channel.all_of("token")) > 1)
+        return channel
+
+
+def until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end, "it does not come about"
+        time.sleep(0.002)
+
+
+def done(*channels: FakeChannel) -> None:
+    until(lambda: all(channel.is_done for channel in channels))
+
+
+def answer_of(channel: FakeChannel) -> tuple:
+    """As Asked.answer."""
+    assert channel.one("error") is None, channel.one("error")
+    end, ids = channel.one("end"), [token["id"] for token in channel.all_of("token")]
+    return (ids, "".join(channel.all_of("text")), end["reason"], end["n"], end["text"])
