@@ -22,24 +22,6 @@ Run = Callable[..., subprocess.CompletedProcess]
 ONE, TWO, THREE = answer("one"), answer("two\n"), answer("three")
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Conversations of this test alone; their directory."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    return tmp_path / "toastkit" / "chats"
-
-
-@pytest.fixture
-def ask(toast, home: Path) -> Run:
-    """ask(daemon, *arguments, stdin=None, VARIABLE=...): toast, which finds that daemon."""
-
-    def run(daemon: FakeDaemon, *arguments: str, stdin: bytes | None = None, **variables: str):
-        env = {"TOAST_SOCKET": daemon.path, **variables}
-        return toast("toast", *arguments, stdin=stdin, env=env)
-
-    return run
-
-
 # ------------------------------------------------------------------------- conversations that go on
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toastkit.errors import DataError, NoInputError, ToastError, UsageError, from_os_error
-from toastkit.session.files import make_private_directories, open_private, pwrite_all
+from toastkit.session.files import make_private_directories, replace_file
 from toastkit.session.names import resolve, sessions_root
 
 SUFFIX = ".jsonl"
@@ -147,19 +147,7 @@ def _replace(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.tmp")
     try:
         make_private_directories(path.parent)
-        try:
-            descriptor = open_private(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            try:
-                pwrite_all(descriptor, text.encode(), 0)
-            finally:
-                os.close(descriptor)
-            os.replace(beside, path)
-        except BaseException:
-            try:
-                os.unlink(beside)
-            except OSError:
-                pass  # the failure to report is the first one
-            raise
+        replace_file(path, text.encode(), sync=False, beside=beside)
     except OSError as error:
         doing = f"cannot keep the conversation in {path}"
         raise from_os_error(error, doing, creating=True) from error

@@ -58,10 +58,11 @@ def read_file(path: Path, max_bytes: int) -> bytes:
         return file.read(max_bytes + 1)
 
 
-def replace_file(path: Path, data: bytes, sync: bool) -> None:
+def replace_file(path: Path, data: bytes, sync: bool, beside: Path | None = None) -> None:
     """Puts `data` in the place of a file in one step: write beside it, sync, rename.
-    The directory is not synced. Raises OSError, with the file as it was."""
-    beside = path.with_name(path.name + ".tmp")
+    The directory is not synced. beside: where to write first, for files that several processes
+    replace. Raises OSError, with the file as it was."""
+    beside = beside or path.with_name(path.name + ".tmp")
     try:
         fd = open_private(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
@@ -71,7 +72,7 @@ def replace_file(path: Path, data: bytes, sync: bool) -> None:
         finally:
             os.close(fd)
         os.replace(beside, path)
-    except OSError:
+    except BaseException:
         try:
             os.unlink(beside)
         except OSError:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from toastkit.frames import Frame, Head, Logits
 from toastkit.session.directory import Session
 from toastkit.session.names import resolve
-from toastkit.stages.options import Interrupt, ReadOptions
-from toastkit.stages.runs import Next, restore_from_session
+from toastkit.stages.options import Interrupt
+from toastkit.stages.runs import Next, SessionRuns
 
 if TYPE_CHECKING:
     from toastkit.engine.engine import Engine
@@ -42,7 +42,7 @@ class LocalFeed:
         """Nothing to let go here."""
 
 
-class LocalRuns:
+class LocalRuns(SessionRuns):
     """Both ends at once: see `runs.PrefillRuns` and `runs.DecodeRuns`.
 
     session_name: the session to keep the state in, None to keep it in memory only.
@@ -74,17 +74,6 @@ class LocalRuns:
 
     def session(self) -> Session | None:
         return self._session
-
-    def restore(
-        self, engine: Engine, head: Head, ids: list[int], options: ReadOptions
-    ) -> tuple[ModelState, int]:
-        return restore_from_session(engine, head, ids, self._session, options)
-
-    def pass_size(self, state: ModelState) -> int | None:
-        return None
-
-    def passed(self, state: ModelState) -> Iterator[Any]:
-        return iter(())
 
     def announce(self, state: ModelState) -> None:
         self._state = state

@@ -99,7 +99,29 @@ class Pause:
     want: str
 
 
-def restore_from_session(
+class SessionRuns:
+    """What prefill's side does where states come from sessions alone and nobody else waits."""
+
+    def session(self) -> Session | None:
+        """As of PrefillRuns."""
+        raise NotImplementedError
+
+    def restore(
+        self, engine: Engine, head: Head, ids: list[int], options: ReadOptions
+    ) -> tuple[ModelState, int]:
+        """From the session, or the one to fork."""
+        return _restore_from_session(engine, head, ids, self.session(), options)
+
+    def pass_size(self, state: ModelState) -> int | None:
+        """As the options say."""
+        return None
+
+    def passed(self, state: ModelState) -> Iterator[Any]:
+        """Nothing to say."""
+        return iter(())
+
+
+def _restore_from_session(
     engine: Engine, head: Head, ids: list[int], session: Session | None, options: ReadOptions
 ) -> tuple[ModelState, int]:
     """The state to continue from: the fork's, else the session's own, else an empty one."""

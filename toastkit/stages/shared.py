@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -24,9 +24,9 @@ from toastkit.session.names import resolve
 from toastkit.session.ring import RingWriter
 from toastkit.session.run import RunDirectory
 from toastkit.stages.arrays import from_numpy
-from toastkit.stages.options import Interrupt, ReadOptions
+from toastkit.stages.options import Interrupt
 from toastkit.stages.poll import GONE, reader_gone, unread_bytes
-from toastkit.stages.runs import Next, restore_from_session
+from toastkit.stages.runs import Next, SessionRuns
 
 if TYPE_CHECKING:
     from toastkit.engine.engine import Engine
@@ -36,7 +36,7 @@ HANDOVER_SECONDS = 2.0  # how long prefill waits for a decode that has not shown
 RUNS_AHEAD = 2  # ephemeral sessions that prefill may fill before decode is done with the first
 
 
-class PrefillEnd:
+class PrefillEnd(SessionRuns):
     """prefill's side of runs: see `runs.PrefillRuns`.
 
     session_name: where to keep the state; the head's session where it is None, and one that
@@ -78,17 +78,6 @@ class PrefillEnd:
 
     def session(self) -> Session | None:
         return self._session
-
-    def restore(
-        self, engine: Engine, head: Head, ids: list[int], options: ReadOptions
-    ) -> tuple[ModelState, int]:
-        return restore_from_session(engine, head, ids, self._session, options)
-
-    def pass_size(self, state: ModelState) -> int | None:
-        return None
-
-    def passed(self, state: ModelState) -> Iterator[Any]:
-        return iter(())
 
     def abandoned(self) -> bool:
         return reader_gone()
