@@ -25,9 +25,11 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from measure import BIN, machine, ratio, spread
+from measure import BIN, in_turn, machine, ratio, spread
 from served import Answer, Daemon, stretched_crumb
 
 STORY = Path(__file__).parents[1] / "tests" / "texts" / "story.txt"
@@ -109,22 +111,51 @@ def turns(model: Path) -> None:
 
 
 def contexts(model: Path, lengths: list[int], rounds: int) -> None:
-    """What a token costs after a history. One conversation grows through all the lengths."""
-    count = 32
-    per_token: dict[int, list[float]] = {}
-    with Daemon(model) as daemon:
-        for length in lengths:
-            ids = [5 + i % 4000 for i in range(length)]
-            options = {"max_tokens": count, "temperature": 0, "ignore_eos": True, "tokens": True}
-            for _ in range(rounds):
-                said = daemon.ask(tokens=ids, options=options)
-                cost = (said.total - said.first) / (count - 1)
-                per_token.setdefault(length, []).append(cost)
+    """What a token costs after a history. The caches are filled with noise, in an instant: what a
+    step costs does not depend on what is in them, and all lengths can be timed in turn."""
+    from toastkit.engine.engine import Engine
+    from toastkit.model.locate import locate
+
+    engine = Engine(locate(str(model)))
+    states = {length: noisy_state(engine, length) for length in lengths}
+    cases = {f"{n:,} tokens": partial(token_cost, engine, states[n]) for n in lengths}
+    results = in_turn(cases, rounds)
+    shortest = next(iter(results.values()))
     print("a token after a history, milliseconds: median (min .. max), and speed relative to the "
           "shortest")  # fmt: skip
-    for length, values in per_token.items():
-        speed = ratio(per_token[lengths[0]], values)
-        print(f"  {length:>8,} tokens {spread(values, 1e-3):>26} {speed:>26}")
+    for name, values in results.items():
+        print(f"  {name:>15} {spread(values, 1e-3):>26} {ratio(shortest, values):>26}")
+
+
+def noisy_state(engine: Any, length: int) -> Any:
+    """A state whose attention layers hold so many rows."""
+    import mlx.core as mx
+
+    from toastkit.engine.state import ModelState
+
+    ids = [5 + i % 4000 for i in range(64)]
+    cache = engine.new_cache()
+    _, logits = engine.prefill(ids, cache)
+    for layer in cache:
+        if hasattr(layer, "keys"):
+            batch, heads, _, size = layer.keys.shape
+            layer.keys = mx.random.normal((batch, heads, length, size)).astype(layer.keys.dtype)
+            layer.values = mx.random.normal((batch, heads, length, size)).astype(layer.values.dtype)
+            layer.offset = length
+    mx.eval([layer.state for layer in cache])
+    return ModelState(cache, ids, logits)
+
+
+def token_cost(engine: Any, state: Any, count: int = 32) -> float:
+    """Seconds a token, as the daemon takes steps for one client."""
+    start = time.perf_counter()
+    for _ in range(count):
+        token = int(state.values().argmax())
+        state.consume(engine, token)
+        state.submit()
+        state.look_ahead(engine)
+    state.values()
+    return (time.perf_counter() - start) / count
 
 
 def clients(model: Path, counts: list[int], rounds: int) -> None:

@@ -76,12 +76,16 @@ class Preparer:
         key = conversation_hash(messages_of(request)[:-1])
         if request.tokens is not None:
             self._check(request.tokens)
-            return Prepared(request, request.tokens, key, [], sampling, self.fingerprint)
+            ids, points = request.tokens, [len(request.tokens) - 1]
+            return Prepared(request, ids, key, points, sampling, self.fingerprint)
         prompts = self._prompts(request)
         raw = request.options.raw
         prompt = Prompt(request.prompt) if raw else Prompt(messages=messages_of(request))
         ids = prompts.encode(prompt)
-        points = prompts.turning_points(prompt, ids) if self.wants_points else []
+        # Before the last token of raw text a pass ends in any case: it is asked again, or goes on.
+        points = [len(ids) - 1] if raw else []
+        if self.wants_points and not raw:
+            points = prompts.turning_points(prompt, ids)
         return Prepared(request, ids, key, points, sampling, self.fingerprint)
 
     def _check_model(self, name: str) -> None:
