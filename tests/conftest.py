@@ -19,7 +19,9 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 
 # No wall-clock assertions, no example database: a run depends on the tree and on nothing else.
-settings.register_profile("toastkit", deadline=None, derandomize=True, database=None)
+settings.register_profile(
+    "toastkit", deadline=None, derandomize=True, database=None, max_examples=50
+)
 settings.load_profile("toastkit")
 
 

@@ -45,7 +45,7 @@ GREEDY, SEEDED = SAMPLINGS
 # Attention alone; a window that slides; recurrent layers, alone and beside attention in a layer;
 # experts. The embedded model is recurrent, has experts, and gives answers of words.
 CHATS = {
-    "crumb": SAMPLINGS, "llama": SAMPLINGS, "gemma3_text": (SEEDED,), "mamba2": (GREEDY,),
+    "crumb": (GREEDY,), "llama": SAMPLINGS, "gemma3_text": (SEEDED,), "mamba2": (GREEDY,),
     "falcon_h1": (SEEDED,), "qwen3_moe": (GREEDY,),
 }  # fmt: skip
 

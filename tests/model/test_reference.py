@@ -133,17 +133,18 @@ def run_all(
 
 
 def test_one_process(crumb) -> None:
-    """All prompts as runs of one stream, as text: tokenizer, model, sampler and detokenizer."""
-    frames, outcome = run_all(crumb, [Prompt(text=p["text"]) for p in PROMPTS], top=20)
-    assert outcome.reasons == ["length"] * len(PROMPTS) and outcome.tokens == 48
+    """Prompts as runs of one stream, as text: tokenizer, model, sampler and detokenizer."""
+    chosen = PROMPTS[::2]  # all of them go through the pipeline, in tests/pipes
+    frames, outcome = run_all(crumb, [Prompt(text=p["text"]) for p in chosen], top=20)
+    assert outcome.reasons == ["length"] * len(chosen) and outcome.tokens == 48
     prompts = [unpack_ids(f.ids) for f in frames if type(f) is Tokens]
-    assert prompts == [p["token_ids"] for p in PROMPTS]
+    assert prompts == [p["token_ids"] for p in chosen]
     assert [(f.n_past, f.n_cached) for f in frames if type(f) is Prefilled] == [
         (len(ids), 0) for ids in prompts
     ]
     tokens = [f for f in frames if type(f) is Token]
     text = "".join(f.s for f in frames if type(f) is Text)
-    for number, prompt in enumerate(PROMPTS):
+    for number, prompt in enumerate(chosen):
         mine = tokens[48 * number : 48 * number + 48]
         assert [t.id for t in mine] == prompt["greedy"]
         assert [t.pos for t in mine] == list(range(len(prompts[number]), len(prompts[number]) + 48))
@@ -154,7 +155,7 @@ def test_one_process(crumb) -> None:
         assert len(shared) >= 19  # the 20th and the 21st may change places
         assert max(abs(top[i] - expected[i]) for i in shared) < TOLERANCE
         assert mine[0].logprob == top[mine[0].id]
-    assert text == "".join(crumb_text(crumb, p["greedy"]) for p in PROMPTS)
+    assert text == "".join(crumb_text(crumb, p["greedy"]) for p in chosen)
 
 
 def crumb_text(crumb, ids: list[int]) -> str:
