@@ -187,11 +187,11 @@ def test_a_slow_reader_holds_up_nobody(daemon: Daemon) -> None:
 
 
 def test_a_reader_that_goes_in_mid_prefill_stops_it(daemon: Daemon) -> None:
-    connection = daemon.send({"prompt": LONG * 8, "options": GREEDY})
+    connection = daemon.send({"prompt": LONG * 20, "options": GREEDY})
     eventually(lambda: daemon.control("status")["active"])
     assert b"progress" in connection.recv(1000)
     connection.close()
-    eventually(lambda: daemon.control("status")["active"] == 0, 3)
+    eventually(lambda: daemon.control("status")["active"] == 0, 8)
 
 
 # -------------------------------------------------------------------------------------------- life
