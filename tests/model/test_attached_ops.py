@@ -5,26 +5,17 @@ from __future__ import annotations
 import base64
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.model.attached_client import PROMPT, Client, connected
+from tests.model.attached_client import PROMPT, Client
 from toastkit.daemon.attached import KEY
 from toastkit.errors import BusyError, DataError, UnavailableError, UsageError
 from toastkit.session.directory import Session
 from toastkit.session.lock import WriterLock
 from toastkit.store.ledger import CACHE
-
-
-@pytest.fixture
-def client(crumb) -> Iterator[Client]:
-    if crumb.device != "cpu":
-        pytest.skip("what these ops give is held against the CPU")
-    with connected(crumb) as made:
-        yield made
 
 
 def values_of(reply: dict) -> np.ndarray:

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.model.attached_client import PROMPT, Client, connected
+from tests.model.attached_client import PROMPT, Client
 from toastkit.errors import DataError, NoInputError, ToastError, UsageError
-
-
-@pytest.fixture
-def client(crumb) -> Iterator[Client]:
-    if crumb.device != "cpu":
-        pytest.skip("what these ops give is held against the CPU")
-    with connected(crumb) as made:
-        yield made
-
 
 # --------------------------------------------------------------------------------- what is refused
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 mx = pytest.importorskip("mlx.core")
@@ -16,7 +14,6 @@ from tests.model.service_driver import (  # noqa: E402
     Engines,
     assistant,
     common,
-    private_homes,
     system,
     usable,
     user,
@@ -25,6 +22,7 @@ from tests.model.service_driver import (  # noqa: E402
 from toastkit.daemon.runs import LEAST_APART, MOST_CHECKPOINTS  # noqa: E402
 from toastkit.store.ledger import SESSIONS  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("homes")
 SYSTEM = system(
     "You are a kind fox who lives by the river and who likes to tell stories to children about "
     "the animals of the wood."
@@ -48,16 +46,6 @@ CHATS = {
     "crumb": (GREEDY,), "llama": SAMPLINGS, "gemma3_text": (SEEDED,), "mamba2": (GREEDY,),
     "falcon_h1": (SEEDED,), "qwen3_moe": (GREEDY,),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory, crumb) -> Engines:
-    return Engines(tmp_path_factory.mktemp("memory"), crumb)
-
-
-@pytest.fixture(autouse=True)
-def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return private_homes(tmp_path, monkeypatch)
 
 
 def ask(engines: Engines, driver: Driver, messages: list, name: str = "crumb", **options) -> Asked:

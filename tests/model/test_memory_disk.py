@@ -15,7 +15,6 @@ from tests.model.service_driver import (  # noqa: E402
     Driver,
     Engines,
     assistant,
-    private_homes,
     system,
     usable,
     user,
@@ -26,21 +25,11 @@ from toastkit.errors import IOFailure  # noqa: E402
 from toastkit.session.directory import Session  # noqa: E402
 from toastkit.store.ledger import CACHE, SESSIONS  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("homes")
 LONG = "The bear went to the river, and the owl sat in the old tree. " * 3 + "What then?"
 BOOK = "Once there was a bear. He lived in a house by the river, and he had a little friend. " * 20
 NAMES = ("llama", "gemma3_text", "mamba2", "falcon_h1", "qwen3_next")
 HYBRID = "qwen3_5"
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory, crumb) -> Engines:
-    return Engines(tmp_path_factory.mktemp("memory"), crumb)
-
-
-@pytest.fixture(autouse=True)
-def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where conversations lie."""
-    return private_homes(tmp_path, monkeypatch)
 
 
 class Chat:

@@ -15,7 +15,6 @@ from tests.model.service_driver import (  # noqa: E402
     Driver,
     Engines,
     assistant,
-    private_homes,
     user,
     words,
 )
@@ -28,19 +27,10 @@ from toastkit.stages.local import LocalRuns  # noqa: E402
 from toastkit.stages.options import Interrupt, Outcome, StepOptions  # noqa: E402
 from toastkit.stages.sample import DrawOptions  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("homes")
 PROMPT = [1, 316, 201, *(300 + 7 * n % 900 for n in range(50)), 2, 201, 1, 317, 201]
 MORE = [2, 201, 1, 316, 201, 445, 261, 552, 16, 2, 201, 1, 317, 201]
 NAMES = ("llama", "qwen3_5")
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory, crumb) -> Engines:
-    return Engines(tmp_path_factory.mktemp("memory"), crumb)
-
-
-@pytest.fixture(autouse=True)
-def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return private_homes(tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from tests.model.service_driver import (  # noqa: E402
     Engines,
     FakeChannel,
     Plain,
-    private_homes,
     user,
 )
 from toastkit.daemon import stepper as stepper_module  # noqa: E402
@@ -23,6 +21,7 @@ from toastkit.daemon.memory import Memory  # noqa: E402
 from toastkit.engine.batch import can_batch  # noqa: E402
 from toastkit.store.ledger import CACHE  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("homes")
 LONG_CONTEXT = {"max_position_embeddings": 8192}
 STORY = "The bear went to the river, and the owl sat in the old tree. "
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
@@ -35,16 +34,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"max_tokens": 1, "temperature": 1, "top_k": 40, "min_p": 0.01, "seed": 9},
 )
 PROMPTS = ("Who are you?", STORY * 3, "Why?", STORY, "And then? " + STORY * 2, "Bye.")
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory, crumb) -> Engines:
-    return Engines(tmp_path_factory.mktemp("memory"), crumb)
-
-
-@pytest.fixture(autouse=True)
-def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return private_homes(tmp_path, monkeypatch)
 
 
 @pytest.fixture

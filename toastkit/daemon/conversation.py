@@ -78,7 +78,6 @@ class Conversation:
             lambda: channel.gone,
             deferred=engine.device == "gpu" or prepared.sampling.temperature == 0,
         )
-        head.session, head.run = None, None
         frames: list[Frame] = [head, Tokens(pack_ids(prepared.ids))]
         options = self._options(chunk, tokenizer)
         self._frames: Iterator[Any] = answer(
@@ -115,7 +114,7 @@ class Conversation:
                         self._keep_prompt()
                     return None
                 self._tell(frame)
-            self._keep(self._memory)
+            self._keep()
         except ToastError as error:
             self.error = error
             self._close()
@@ -127,7 +126,7 @@ class Conversation:
         self.want = None
         try:
             self._frames.close()  # type: ignore[attr-defined]
-            self._keep(self._memory)
+            self._keep()
         except ToastError as error:
             self.error = error
         self._close()
@@ -162,7 +161,7 @@ class Conversation:
                 key, ids, state, self.runs.parent, self.prepared.key
             )
 
-    def _keep(self, memory: Memory) -> None:
+    def _keep(self) -> None:
         """Keeps the state for the next turn."""
         state = self.runs.state
         wanted = self.prepared.request.keep or self.runs.named is not None
@@ -177,7 +176,7 @@ class Conversation:
             named = self.runs.named
             if named is not None and named.tokens != state.read_tokens():
                 named = None  # it was not committed
-            memory.keep(
+            self._memory.keep(
                 key, state.read_tokens(), state.cache, state.checkpoints,
                 self._early or self.runs.parent, self.prepared.key, named,
             )  # fmt: skip

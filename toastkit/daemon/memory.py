@@ -86,7 +86,6 @@ class Memory:
         self._clock = itertools.count(1)
         self.kept: list[Kept] = []
         self.unsaved: deque[Kept] = deque()  # that `write` has still to be called for
-        self.evicted = 0
         for stored in spill.scan() if spill is not None else ():
             ids = np.array(stored.tokens, np.uint32)
             self.kept.append(
@@ -221,7 +220,6 @@ class Memory:
     def _replace(self, old: Kept, new: Kept) -> None:
         """Evicts a state that the new one continues; the new one takes its place on disk."""
         self.kept.remove(old)
-        self.evicted += 1
         if old.own:
             return
         if new.path is None:
@@ -273,7 +271,7 @@ class Memory:
             self._forget(kept)
             return
         kept.points = [point.count for point in kept.checkpoints]
-        kept.cuts = kept.cache is None or all(_cuts(layer) for layer in kept.cache)
+        kept.cuts = kept.cache is None or all(x.is_trimmable() for x in kept.cache)
         kept.cache, kept.checkpoints = None, []
 
     def _forget(self, kept: Kept) -> None:
@@ -295,10 +293,6 @@ class Memory:
             "budget": self._budget,
             "on_disk": sum(kept.path is not None for kept in self.kept),
         }
-
-
-def _cuts(layer: Any) -> bool:
-    return bool(layer.is_trimmable())
 
 
 def _begins(a: np.ndarray, b: np.ndarray) -> bool:

@@ -97,11 +97,9 @@ class Service:
 
     def turn(self) -> None:
         """One round."""
-        steppers = [c for c in self.active if c.want == "step"]
-        gone = [c for c in self.active if c.channel.gone]
-        for conversation in gone:
+        for conversation in [c for c in self.active if c.channel.gone]:
             self.give_up(conversation)
-        steppers = [c for c in steppers if c not in gone]
+        steppers = [c for c in self.active if c.want == "step"]
         if steppers:
             self._stepper.step([c.runs.state for c in steppers if c.runs.state is not None])
             for conversation in steppers:

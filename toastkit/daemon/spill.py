@@ -18,6 +18,7 @@ from pathlib import Path
 
 from toastkit.errors import NoInputError, ToastError
 from toastkit.session.checkpoints import Checkpoint
+from toastkit.session.commit import common_prefix
 from toastkit.session.directory import Session
 from toastkit.session.files import make_private_directories
 from toastkit.session.upkeep import STALE_SECONDS
@@ -106,38 +107,25 @@ class Spill:
         path, generation: where an earlier turn of it lies, of which only the change is written.
         """
         try:
-            return self._write(path, generation, key, tokens, cache, checkpoints)
+            make_private_directories(self.root)
+            path = path if path is not None and path.is_dir() else self._free_name(key)
+            with Session.open(path, self.fingerprint, durable=False) as session:
+                session.continues(common_prefix(session.tokens, tokens), generation)
+                session.commit(tokens, cache, None, checkpoints)
+                generation = session.generation
+                if not path.name.startswith(f"{key:016x}"):
+                    named = self._free_name(key)
+                    os.rename(
+                        path, named
+                    )  # with its lock, which is of the file and not of the name
+                    path = named
+            os.utime(path)
+            return path, generation
         except (ToastError, OSError) as error:
             if self._say is not None:
                 self._say(f"conversations are not kept on disk: {error}")
                 self._say = None
             return None
-
-    def _write(
-        self,
-        path: Path | None,
-        generation: int,
-        key: int,
-        tokens: Sequence[int],
-        cache: list,
-        checkpoints: Sequence[Checkpoint],
-    ) -> tuple[Path, int]:
-        make_private_directories(self.root)
-        path = path if path is not None and path.is_dir() else self._free_name(key)
-        with Session.open(path, self.fingerprint, durable=False) as session:
-            common = next(
-                (i for i, (a, b) in enumerate(zip(session.tokens, tokens)) if a != b),
-                min(session.n_past, len(tokens)),
-            )
-            session.continues(common, generation)
-            session.commit(tokens, cache, None, checkpoints)
-            generation = session.generation
-            if not path.name.startswith(f"{key:016x}"):
-                named = self._free_name(key)
-                os.rename(path, named)  # with its lock, which is of the file and not of the name
-                path = named
-        os.utime(path)
-        return path, generation
 
     def _free_name(self, key: int) -> Path:
         name = f"{key:016x}"

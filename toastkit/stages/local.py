@@ -72,9 +72,6 @@ class LocalRuns(SessionRuns):
         self._session = Session.open(path, head.fingerprint)
         return dataclasses.replace(head, session=str(path))
 
-    def session(self) -> Session | None:
-        return self._session
-
     def announce(self, state: ModelState) -> None:
         self._state = state
 

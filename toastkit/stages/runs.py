@@ -102,9 +102,11 @@ class Pause:
 class SessionRuns:
     """What prefill's side does where states come from sessions alone and nobody else waits."""
 
+    _session: Session | None = None
+
     def session(self) -> Session | None:
         """As of PrefillRuns."""
-        raise NotImplementedError
+        return self._session
 
     def restore(
         self, engine: Engine, head: Head, ids: list[int], options: ReadOptions

@@ -76,9 +76,6 @@ class PrefillEnd(SessionRuns):
             server.close()
             self._handed.popleft()
 
-    def session(self) -> Session | None:
-        return self._session
-
     def abandoned(self) -> bool:
         return reader_gone()
 
