@@ -109,7 +109,7 @@ def test_flags_before_and_after_the_subcommand(model: Model, tmp_path: Path) -> 
 def test_help_names_the_subcommands(model: Model) -> None:
     text = ok(model("--help"))
     names = re.findall(r"^  (\w+) +\S", text.partition("Commands:")[2], re.M)
-    assert names == ["list", "info", "pull", "rm", "bake", "split", "verify"]
+    assert names == ["list", "info", "pull", "rm", "bake", "split", "verify", "plan"]
     for name in names:
         assert f"Usage: toast-model {name}" in ok(model(name, "--help"))
 

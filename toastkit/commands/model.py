@@ -12,21 +12,9 @@ from typing import Any
 
 import click
 
-from toastkit.commands import cli
-from toastkit.errors import DataError, NoInputError, ToastError, UsageError
-
-as_json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-
-
-def _names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """For completion: the models on this machine."""
-    from toastkit.model.library import list_models
-
-    def nothing(line: str) -> None:
-        pass
-
-    found = [one.name for one in list_models(nothing, nothing)]
-    return [name for name in found if name.startswith(incomplete)]
+from toastkit.commands import cli, plan
+from toastkit.commands.models import as_json, complain, find, names, table, whisper
+from toastkit.errors import DataError, ToastError, UsageError
 
 
 @cli.group("model")
@@ -44,7 +32,7 @@ def list_command(**flags) -> int:
     from toastkit.model.library import list_models
 
     found = []
-    for one in list_models(_complain, _whisper(flags)):
+    for one in list_models(complain, whisper(flags)):
         if flags["as_json"]:
             record = {"name": one.name, "size": one.size, "model_type": one.model_type}
             print(json.dumps({**record, "where": str(one.where), "source": one.source}), flush=True)
@@ -52,24 +40,12 @@ def list_command(**flags) -> int:
             row = (one.name, human(one.size), one.model_type, one.where)
             found.append(tuple(map(shown, row)))
     if not flags["as_json"]:
-        _table(("NAME", "SIZE", "TYPE", "WHERE"), found, right=1)
+        table(("NAME", "SIZE", "TYPE", "WHERE"), found, right=(1,))
     return 0
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], right: int) -> None:
-    """Columns as wide as their widest word; number `right` is flush right."""
-    rows = [head, *rows]
-    widths = [max(len(row[n]) for row in rows) for n in range(len(head))]
-    for row in rows:
-        words = [
-            word.rjust(width) if n == right else word.ljust(width)
-            for n, (word, width) in enumerate(zip(row, widths))
-        ]
-        print("  ".join(words).rstrip())
-
-
 @cli.command("info", under=model, help="Say what a model is made of.")
-@click.argument("name", default="crumb", envvar="TOAST_MODEL", shell_complete=_names)
+@click.argument("name", default="crumb", envvar="TOAST_MODEL", shell_complete=names)
 @as_json
 @click.option("--supported", is_flag=True, help="List the model types that work here instead.")
 @click.pass_context
@@ -81,7 +57,7 @@ def info(context: click.Context, name: str, **flags) -> int:
         return _supported(flags)
     from toastkit.model import info as facts
 
-    files = _find(name)
+    files = find(name)
     summary = facts.summary(files)
     if not flags["as_json"]:
         _lines(facts.summary_lines(summary))
@@ -112,7 +88,7 @@ def _anatomy(files, flags: dict[str, Any]) -> dict[str, Any]:
     from toastkit.store.anatomy import anatomy
     from toastkit.store.store import Store
 
-    return anatomy(Store(files, load_config(files)), _whisper(flags))
+    return anatomy(Store(files, load_config(files)), whisper(flags))
 
 
 def _supported(flags: dict[str, Any]) -> int:
@@ -123,8 +99,8 @@ def _supported(flags: dict[str, Any]) -> int:
         for row in rows:
             print(json.dumps(vars(row)))
         return 0
-    table = [(row.model_type, row.module, row.status, row.note or "") for row in rows]
-    _table(("TYPE", "MODULE", "STATUS", "NOTE"), table, right=-1)
+    found = [(row.model_type, row.module, row.status, row.note or "") for row in rows]
+    table(("TYPE", "MODULE", "STATUS", "NOTE"), found)
     return 0
 
 
@@ -143,7 +119,7 @@ def pull(hub_id: str, **flags) -> int:
 
 
 @cli.command("rm", under=model, help="Remove a model from toastkit's folder or the hub's cache.")
-@click.argument("name", shell_complete=_names)
+@click.argument("name", shell_complete=names)
 @click.option("-y", "--yes", is_flag=True, allow_from_autoenv=False, help="Do not ask.")
 def rm(name: str, **flags) -> int:
     from toastkit.model.info import human, shown
@@ -168,7 +144,7 @@ def rm(name: str, **flags) -> int:
 
 
 @cli.command("bake", under=model, help="Write a model as one .toast file.")
-@click.argument("source", shell_complete=_names)
+@click.argument("source", shell_complete=names)
 @click.option(
     "-o",
     "--output",
@@ -190,7 +166,7 @@ def bake(source: str, **flags) -> int:
     gears = _gears(flags["gears"])
     if flags["group_size"] is not None and flags["quant"] is None and flags["mode"] is None:
         raise UsageError("--group-size is for --quant")
-    files = _find(source)
+    files = find(source)
     out = _bake_output(files, flags)
     _end_tidily()
     store = _open(files, flags)
@@ -244,10 +220,10 @@ def _bake_output(files, flags: dict[str, Any]) -> Path:
 
 
 @cli.command("split", under=model, help="Write a model as a directory with a file a layer.")
-@click.argument("source", shell_complete=_names)
+@click.argument("source", shell_complete=names)
 @click.option("-o", "--output", metavar="DIR", required=True, help="The directory to make.")
 def split(source: str, **flags) -> int:
-    files = _find(source)
+    files = find(source)
     _end_tidily()
     store = _open(files, flags)
     from toastkit.store.split import split as write
@@ -258,14 +234,14 @@ def split(source: str, **flags) -> int:
 
 
 @cli.command("verify", under=model, help="Check a model's files against their checksums.")
-@click.argument("name", shell_complete=_names)
+@click.argument("name", shell_complete=names)
 @click.option("--values", is_flag=True, help="Look for NaN and infinity in the weights too.")
 def verify(name: str, **flags) -> int:
     from toastkit.model.info import human, shown
     from toastkit.model.toast_format import is_model_tensor
     from toastkit.store import verify as checks
 
-    files = _find(name)
+    files = find(name)
     problems = 0
     try:
         found = checks.verify(files, values=flags["values"], progress=_bar(flags, "verify"))
@@ -284,20 +260,9 @@ def verify(name: str, **flags) -> int:
     return 0
 
 
+plan.add_to(model)
+
 # ---------------------------------------------------------------------------------------- shared
-
-
-def _find(name: str):
-    """A checkpoint that is on this machine: nothing here fetches one as a side effect."""
-    from toastkit.model.hub import is_hub_id
-    from toastkit.model.locate import find
-
-    try:
-        return find(name)
-    except NoInputError as error:
-        if error.hint is None and is_hub_id(name):
-            error.hint = f"toast-model pull {name}"
-        raise
 
 
 def _open(files, flags: dict[str, Any]):
@@ -321,17 +286,6 @@ def _print_path(path: Path) -> None:
 
     text = shown(path).encode() if sys.stdout.isatty() else os.fsencode(path)
     sys.stdout.buffer.write(text + b"\n")
-
-
-def _complain(line: str) -> None:
-    from toastkit.model.info import shown
-
-    cli.say(shown(line))
-
-
-def _whisper(flags: dict[str, Any]):
-    """Says a line with -v."""
-    return _complain if flags["verbose"] else lambda line: None
 
 
 def _watched(flags: dict[str, Any]) -> bool:

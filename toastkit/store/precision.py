@@ -4,6 +4,11 @@ GEARBX, section 5: s = max|row| / qmax, not below a floor; q = clip(round(w / s)
 row stands for q * s, off by s / 2 at most. The numbers are stored as MLX packs its affine
 quantisation, q + 2^(bits-1) with the same scale and bias in every group of a row, so that
 mx.quantized_matmul and mx.gather_qmm run them on every device.
+
+MLX's words, read as little-endian bytes, are the paper's packings (section 5.2): two 4-bit numbers
+a byte with offset 8, the first in the low half; four 6-bit numbers in three bytes with offset 32;
+four 2-bit numbers a byte with offset 2. Only 8 bits differ, in the uppermost: the paper's signed
+byte is ours xor 0x80.
 """
 
 from __future__ import annotations
@@ -13,11 +18,21 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from toastkit.errors import DataError
+from toastkit.store.groups import GROUP_SIZES, group_size_of, padded
+
+__all__ = [
+    "GEAR_BITS", "GROUP_SIZES", "LARGEST", "Rows", "dequantise_rows", "group_size_of",
+    "looks_quantised", "predicted_mse", "quantise_rows",
+]  # fmt: skip
 
 GEAR_BITS = {"low": 4, "mid": 8}
 LARGEST = {2: 1, 4: 7, 6: 31, 8: 127}  # bits -> qmax
-GROUP_SIZES = (128, 64, 32)  # that MLX has; in a large one the repeated scale costs less
 FLOOR, HALF_FLOOR = 1e-8, 1e-4  # of the scale; float16 has no smaller normal numbers to spare
+# What looks_quantised looks at, and how few values make it say yes: float weights have at least
+# 0.92 of what it expects, 8-bit ones in groups of 32 have up to 0.86 in rows of 192.
+SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 1024
+FEW = 0.85
+LEAST = 128  # numbers; of fewer, chance may have made some equal
 
 
 class Rows(NamedTuple):
@@ -29,44 +44,93 @@ class Rows(NamedTuple):
     biases: mx.array
 
 
-def group_size_of(columns: int) -> int | None:
-    """The group size in which rows of so many numbers are stored; None where MLX has none."""
-    return next((size for size in GROUP_SIZES if columns % size == 0 and columns), None)
-
-
-def quantise_rows(weight: mx.array, bits: int) -> Rows:
+def quantise_rows(weight: mx.array, bits: int, pad: bool = False) -> Rows:
     """Quantises along the last axis.
 
-    weight: (..., columns) float32, float16 or bfloat16. bits: a key of LARGEST.
-    Raises ValueError for columns that are no multiple of 32 and for other bits, DataError for NaN
-    and infinite weights.
+    weight: (..., columns) float32, float16 or bfloat16. bits: a key of LARGEST. pad: rows that are
+    no multiple of 32 long, which MLX cannot store, are filled up with zeros; what is multiplied
+    with them has to be too.
+    Raises ValueError for such columns without it and for other bits, DataError for NaN and infinite
+    weights.
     """
-    largest = LARGEST.get(bits)
-    size = group_size_of(weight.shape[-1])
-    if largest is None or size is None:
-        raise ValueError(f"rows of {weight.shape[-1]} numbers cannot be stored in {bits} bits")
+    columns = weight.shape[-1]
+    size = group_size_of(padded(columns) if pad else columns)
+    if bits not in LARGEST or size is None:
+        raise ValueError(f"rows of {columns} numbers cannot be stored in {bits} bits")
+    if pad and padded(columns) != columns:
+        sides = [(0, 0)] * (weight.ndim - 1) + [(0, padded(columns) - columns)]
+        weight = mx.pad(weight, sides)
     wide = weight.astype(mx.float32)
-    peak = mx.abs(wide).max(axis=-1, keepdims=True)
-    if not mx.isfinite(peak).all().item():
+    scale = _scales(wide, weight.dtype, bits)
+    if not mx.isfinite(scale).all().item():
         raise DataError("NaN or infinite weights cannot be quantised")
-    floor = HALF_FLOOR if weight.dtype == mx.float16 else FLOOR
-    # As it will be stored: rounding it afterwards would shift what the numbers stand for.
-    scale = mx.maximum(peak / largest, floor).astype(weight.dtype)
+    largest, offset = LARGEST[bits], 1 << (bits - 1)
     q = mx.clip(mx.round(wide / scale.astype(mx.float32)), -largest, largest)
-    offset = 1 << (bits - 1)
     packed = _pack((q + offset).astype(mx.uint32), bits)
     groups = (*weight.shape[:-1], weight.shape[-1] // size)
     scales = mx.contiguous(mx.broadcast_to(scale, groups))
     return Rows(packed, scales, -offset * scales)
 
 
-def dequantise_rows(rows: Rows, bits: int) -> mx.array:
-    """What quantised rows stand for: (..., columns) float32."""
-    columns = rows.weight.shape[-1] * 32 // bits
+def _scales(wide: mx.array, dtype: mx.Dtype, bits: int) -> mx.array:
+    """One scale a row, (..., 1), of the dtype in which it is stored: rounding it afterwards would
+    shift what the numbers stand for. wide: (..., columns) float32."""
+    peak = mx.abs(wide).max(axis=-1, keepdims=True)
+    floor = HALF_FLOOR if dtype == mx.float16 else FLOOR
+    return mx.maximum(peak / LARGEST[bits], floor).astype(dtype)
+
+
+def dequantise_rows(rows: Rows, bits: int, columns: int | None = None) -> mx.array:
+    """What quantised rows stand for: (..., columns) float32. columns: of the original, where
+    padding is to be cut off."""
+    stored = rows.weight.shape[-1] * 32 // bits
     q = _unpack(rows.weight, bits).astype(mx.float32) - (1 << (bits - 1))
     groups = rows.scales.shape[-1]
-    grouped = q.reshape(*q.shape[:-1], groups, columns // groups)
-    return (grouped * rows.scales[..., None].astype(mx.float32)).reshape(q.shape)
+    grouped = q.reshape(*q.shape[:-1], groups, stored // groups)
+    whole = (grouped * rows.scales[..., None].astype(mx.float32)).reshape(q.shape)
+    return whole if columns is None else whole[..., :columns]
+
+
+def predicted_mse(weight: mx.array, bits: int) -> mx.array:
+    """The mean squared error of each row that section 13.1 expects: s^2 / 12, that of numbers which
+    fall anywhere between two steps. weight: (..., columns). Returns (...,) float32, lazy."""
+    scale = _scales(weight.astype(mx.float32), weight.dtype, bits).astype(mx.float32)
+    return mx.square(scale[..., 0]) / 12
+
+
+def looks_quantised(weight: mx.array) -> bool:
+    """Whether float weights were quantised before, so that doing it again adds to the error (paper
+    003, sections 6.4 and 13.3).
+
+    weight: (..., columns) of any float dtype; at most 16 rows are looked at. Of each, the different
+    values are counted against those that as many random bfloat16 numbers of the same sizes would
+    have: bfloat16 is the coarsest type in which weights are trained. Zeros count for nothing, and a
+    row that is one number throughout tells nothing.
+    Found: 8 bits and fewer with a scale a row; 2 to 6 bits in groups of any size; the fp4 and fp8
+    formats, in blocks or not; 8 bits in groups of 32 to 128 where rows are longer than some 200.
+    Not found: 8 bits in groups in shorter rows, and what was trained further, or rotated, after
+    it was quantised.
+    """
+    import numpy as np
+
+    if weight.size == 0:
+        return False
+    count = weight.size // weight.shape[-1]
+    chosen = np.unique(np.linspace(0, count - 1, SAMPLE_ROWS).astype(int))
+    places = zip(*(axis.tolist() for axis in np.unravel_index(chosen, weight.shape[:-1])))
+    rows = mx.stack([weight[place][:SAMPLE_COLUMNS] for place in places]).astype(mx.float32)
+    looked = found = expected = 0.0
+    for row in np.array(rows):
+        values, sizes = np.unique(row[np.isfinite(row) & (row != 0)], return_counts=True)
+        if len(values) < 2:
+            continue
+        looked += sizes.sum()
+        # A power of two holds 128 numbers of either sign; n draws from them hit this many.
+        exponents = np.frexp(values)[1] * 2 + (values < 0)
+        draws = np.bincount(exponents - exponents.min(), weights=sizes)
+        expected += float((128 * (1 - (1 - 1 / 128) ** draws)).sum())
+        found += len(values)
+    return looked >= LEAST and found < FEW * expected
 
 
 def _pack(q: mx.array, bits: int) -> mx.array:

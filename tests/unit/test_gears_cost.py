@@ -1,0 +1,156 @@
+"""The cost model against the paper's own figures, and against sums made by hand."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toastkit.gears.cost import (
+    break_even_tokens,
+    bytes_per_parameter,
+    dynamic_seconds,
+    mean_bits,
+    row_bytes,
+    speedup,
+    token_bytes,
+    whole_speedup,
+)
+from toastkit.store.groups import GROUP_SIZES, group_size_of, padded
+
+SECONDS = {"low": 1.0, "mid": 2.0, "high": 4.0}  # as table 7: a quarter, a half, the whole
+BITS = {"low": 4, "mid": 8, "high": 16}
+MIXED = {"low": 55, "mid": 25, "high": 20}  # the mixed workload of section 9
+
+
+def test_it_does_without_mlx() -> None:
+    code = (
+        "import sys, toastkit.gears.cost as c; c.bytes_per_parameter(4, 192, 2);"
+        "sys.exit(any(name.split('.')[0] in ('mlx', 'numpy') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# ----------------------------------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize(
+    ("columns", "size"), [(32, 32), (96, 32), (192, 64), (128, 128), (4096, 128), (40, None)]
+)
+def test_group_sizes(columns: int, size: int | None) -> None:
+    assert group_size_of(columns) == size
+
+
+def test_padding() -> None:
+    assert [padded(n) for n in (0, 1, 31, 32, 33, 64, 100)] == [0, 32, 32, 32, 64, 64, 128]
+
+
+@pytest.mark.parametrize(
+    ("bits", "columns", "scale_bytes", "expected"),
+    [
+        (4, 192, 2, 96 + 3 * 2 * 2),  # three groups of 64
+        (8, 4096, 2, 4096 + 32 * 2 * 2),
+        (6, 32, 4, 24 + 2 * 4),
+        (2, 40, 4, 16 + 2 * 4),  # stored as 64
+    ],
+)
+def test_bytes_of_a_row(bits: int, columns: int, scale_bytes: int, expected: int) -> None:
+    assert row_bytes(bits, columns, scale_bytes) == expected
+    assert bytes_per_parameter(bits, columns, scale_bytes) == expected / columns
+
+
+@given(
+    bits=st.sampled_from([2, 4, 6, 8]),
+    columns=st.integers(1, 20000),
+    scale_bytes=st.sampled_from([2, 4]),
+)
+def test_scales_and_padding_are_all_that_comes_on_top(
+    bits: int, columns: int, scale_bytes: int
+) -> None:
+    """Of table 5's bits / 8, to which rows of many numbers come close."""
+    size = group_size_of(padded(columns))
+    assert size in GROUP_SIZES
+    found = row_bytes(bits, columns, scale_bytes)
+    assert found - columns * bits / 8 < bits * 4 + 2 * scale_bytes * (columns / size + 1)
+    assert found > columns * bits / 8
+
+
+def test_a_row_has_columns() -> None:
+    with pytest.raises(ValueError, match="without columns"):
+        row_bytes(4, 0, 2)
+
+
+def test_bytes_of_a_token() -> None:
+    layers, parameters = 24, 4 * 2048 * 2048
+    assert token_bytes(layers * parameters, 0.5) == layers * parameters / 2
+    assert token_bytes(1000, 2.0, rest=77) == 2077
+
+
+# --------------------------------------------------------------------------------------- speedups
+
+
+def test_the_papers_whole_model() -> None:
+    """Section 15: about 1.4 for f = 0.35 and k = 4."""
+    assert whole_speedup(0.35, 4) == pytest.approx(1.3559, abs=1e-4)
+    assert whole_speedup(0, 4) == whole_speedup(1, 1) == 1
+    assert whole_speedup(1, 4) == 4
+    assert whole_speedup(0.5, 0.5) == pytest.approx(1 / 1.5)
+
+
+@pytest.mark.parametrize(("share", "ratio"), [(-0.1, 4), (1.1, 4), (0.5, 0), (math.nan, 4)])
+def test_what_is_no_share_is_refused(share: float, ratio: float) -> None:
+    with pytest.raises(ValueError, match="no share and ratio"):
+        whole_speedup(share, ratio)
+
+
+@given(
+    managed=st.floats(1, 1e12),
+    rest=st.floats(0, 1e12),
+    bits=st.sampled_from([2, 4, 6, 8]),
+)
+def test_whole_speedup_is_the_ratio_of_bytes(managed: float, rest: float, bits: int) -> None:
+    high, gear = token_bytes(managed, 2, rest), token_bytes(managed, bits / 8, rest)
+    assert whole_speedup(2 * managed / high, 16 / bits) == pytest.approx(high / gear)
+
+
+def test_the_papers_mixed_workload() -> None:
+    assert dynamic_seconds(MIXED, SECONDS, 0, 9.0) == 55 + 50 + 80
+    assert speedup(MIXED, SECONDS, 0, 9.0) == pytest.approx(400 / 185)
+    assert dynamic_seconds(MIXED, SECONDS, 3, 5.0) == 185 + 15
+    assert speedup(MIXED, SECONDS, 3, 5.0) == 2
+    assert mean_bits(MIXED, BITS) == pytest.approx(0.55 * 4 + 0.25 * 8 + 0.2 * 16)
+
+
+def test_gears_without_tokens_count_for_nothing() -> None:
+    assert dynamic_seconds({"high": 3, "low": 0}, {"high": 2.0}, 0, 1.0) == 6
+    assert speedup({"high": 3}, {"high": 2.0}, 0, 1.0) == 1
+    assert mean_bits({"mid": 2, "low": 0}, {"mid": 8}) == 8
+    with pytest.raises(KeyError):
+        dynamic_seconds({"low": 1}, {"high": 2.0}, 0, 1.0)
+
+
+def test_of_no_tokens_there_is_no_speedup() -> None:
+    with pytest.raises(ValueError, match="no tokens"):
+        speedup({"low": 0}, SECONDS, 0, 1.0)
+    with pytest.raises(ValueError, match="no tokens"):
+        mean_bits({}, BITS)
+
+
+# -------------------------------------------------------------------------------------- break-even
+
+
+def test_break_even() -> None:
+    assert break_even_tokens(6.0, 4.0, 1.0) == 2
+    assert break_even_tokens(0.0, 4.0, 1.0) == 0
+    assert break_even_tokens(6.0, 1.0, 1.0) == break_even_tokens(0.0, 1.0, 4.0) == math.inf
+
+
+@given(shift=st.floats(0.001, 100), high=st.floats(0.01, 10), part=st.floats(0.1, 0.9))
+def test_at_break_even_both_take_as_long(shift: float, high: float, part: float) -> None:
+    """One shift and so many tokens in the gear, against the same tokens in high gear."""
+    tokens = break_even_tokens(shift, high, high * part)
+    assert shift + tokens * high * part == pytest.approx(tokens * high)

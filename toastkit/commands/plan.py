@@ -1,0 +1,118 @@
+"""toast-model plan: what the gears would make of a model, before any of its weights is read."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from toastkit.commands import cli
+from toastkit.commands.gear_options import gear_bits, gear_scope
+from toastkit.commands.models import as_json, find, names, table, whisper
+from toastkit.commands.sizes import Size
+from toastkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from toastkit.gears.plan import Plan
+
+HEAD = ("GEAR", "BITS", "DEVICE", "MANAGED", "TOKEN", "RATIO", "SPEEDUP")
+TIMES = ("SECONDS", "BREAK-EVEN")
+
+
+def add_to(group: click.Group) -> None:
+    """Makes the command a subcommand of a group."""
+    cli.command("plan", under=group, help="Say what the gears would make of a model.")(_plan)
+
+
+@click.argument("name", default="crumb", envvar="TOAST_MODEL", shell_complete=names)
+@click.option(
+    "--gears", is_flag=True, allow_from_autoenv=False,
+    help="Bytes on the device, bytes of a token and ideal speedup by gear.",
+)  # fmt: skip
+@gear_scope
+@gear_bits
+@click.option(
+    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]),
+    help="Type of activations (default: float32 on the CPU, the checkpoint's own elsewhere).",
+)  # fmt: skip
+@click.option(
+    "--bandwidth", type=Size(1), metavar="SIZE",
+    help="Bytes that the memory gives in a second, such as 100G: tells times too.",
+)  # fmt: skip
+@as_json
+def _plan(name: str, **flags) -> int:
+    if not flags["gears"]:
+        raise UsageError("nothing to plan: give --gears")
+    from toastkit.gears.options import GearOptions
+
+    GearOptions(scope=flags["gear_scope"], bits=flags["gear_bits"])  # refuses before it reads
+    files = find(name)
+    found = _worked_out(files, flags)
+    rows = _rows(found, flags["bandwidth"])
+    if flags["as_json"]:
+        record = {"name": files.name, **asdict(found), "bandwidth": flags["bandwidth"]}
+        print(json.dumps({**record, "gears": rows}))
+    else:
+        _show(found, rows)
+    return 0
+
+
+def _worked_out(files, flags: dict[str, Any]) -> Plan:
+    """The plan for the type that this machine would compute in."""
+    from toastkit.engine import device
+
+    on = device.start("auto", None if flags["quiet"] else cli.say)
+    from toastkit.gears.plan import plan
+    from toastkit.model.config import load_config
+    from toastkit.store.checkpoint import activation_dtype
+    from toastkit.store.store import Store
+
+    dtype = flags["dtype"] or activation_dtype(on == "cpu")
+    store = Store(files, load_config(files))
+    return plan(store, flags["gear_scope"], flags["gear_bits"], dtype, whisper(flags))
+
+
+def _rows(found: Plan, bandwidth: int | None) -> list[dict[str, Any]]:
+    """The gears as plain data; with a bandwidth, in bytes a second, also the seconds of a token,
+    and the tokens after which a shift out of high gear has paid (None: never, or not one)."""
+    from toastkit.gears.cost import break_even_tokens
+
+    rows = []
+    for gear in found.gears:
+        row = asdict(gear)
+        row.update(token=round(gear.token), managed_token=round(gear.managed_token))
+        if bandwidth is not None:
+            row["seconds"] = gear.token / bandwidth
+            before = found.gears[0].token / bandwidth
+            tokens = break_even_tokens(gear.shift / bandwidth, before, row["seconds"])
+            row["break_even_tokens"] = tokens if math.isfinite(tokens) else None
+        rows.append(row)
+    return rows
+
+
+def _show(found: Plan, rows: list[dict[str, Any]]) -> None:
+    """For people to read."""
+    from toastkit.model.info import count, human, shown
+
+    timed = "seconds" in rows[0]
+    lines = []
+    for row in rows:
+        sizes = (human(row[key]) for key in ("device", "managed", "token"))
+        line = (row["gear"], f"{row['bits']:.3g}", *sizes)
+        line += (f"{row['ratio']:.3f}", f"{row['speedup']:.2f}")
+        if timed:
+            tokens = row["break_even_tokens"]
+            line += (f"{row['seconds']:.3g}", "-" if tokens is None else f"{tokens:.1f}")
+        lines.append(line)
+    table(HEAD + TIMES if timed else HEAD, lines, right=range(1, len(lines[0])))
+    if found.note is not None:
+        print(shown(found.note))
+        return
+    kind = f"weights in {found.dtype}" if found.dtype else "weights as they are stored"
+    what = f"{found.modules:,} matrices, {count(found.parameters)} parameters"
+    print(f"{what} change gear: {found.share:.1%} of the bytes of a token, with {kind}")
+    moved = (f"{human(row['shift'])} into {row['gear']}" for row in reversed(rows))
+    print(f"the first shift moves {', '.join(moved)}")

@@ -1,0 +1,87 @@
+"""Which matrices of a model change gear, found by their names (paper 003, section 6.1).
+
+No architecture is known here by its name: projections of attention are found by what their parents
+are called, which holds for Llama, Mistral, Phi, Qwen, Gemma, OPT, GPT-NeoX, Bloom, Falcon,
+StableLM, MPT and T5 alike. Attention that hides behind another name, such as the `mixer` of
+Nemotron-H, is out of the paper's scope and in that of all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import mlx.nn as nn
+
+from toastkit.errors import UsageError
+from toastkit.gears.options import SCOPES
+
+ATTENTION = ("attn", "attention")  # how the last word of a container's name ends
+
+
+class Managed(NamedTuple):
+    """A matrix that changes gear. path: in the module tree. module: what is there now. layer: the
+    decoder layer that it belongs to, None outside of them."""
+
+    path: str
+    module: nn.Module
+    layer: int | None
+
+
+def is_attention(path: str) -> bool:
+    """Whether a module's path leads through a container of attention, such as `self_attn`."""
+    return _container(path) is not None
+
+
+def discover(model: nn.Module, scope: str) -> list[Managed]:
+    """The matrices of a model that change gear, by layer, and in the order of the tree within one.
+
+    scope: "attention", or "all" for every matrix of the decoder layers: MLPs, experts and routers
+    too. Embedding, head, and what is quantised already are never among them. A module that several
+    layers share is named once. Raises UsageError for another scope.
+    """
+    if scope not in SCOPES:
+        raise UsageError(f"no such gear scope: {scope[:40]} ({', '.join(SCOPES)})")
+    found = []
+    for path, module in _matrices(model, "", set()):
+        layer = layer_of(path)
+        if is_attention(path) if scope == "attention" else layer is not None:
+            found.append(Managed(path, module, layer))
+    return sorted(found, key=lambda one: -1 if one.layer is None else one.layer)
+
+
+def prefixes(managed: Iterable[Managed]) -> list[str]:
+    """Paths of the attention containers that matrices are in, each once, such as
+    `model.layers.0.self_attn`. Matrices outside of attention have none."""
+    paths = (_container(one.path) for one in managed)
+    return list(dict.fromkeys(path for path in paths if path is not None))
+
+
+def layer_of(path: str) -> int | None:
+    """The first number in a path, which is the layer's."""
+    return next((int(word) for word in path.split(".") if word.isdecimal()), None)
+
+
+def _container(path: str) -> str | None:
+    """The path up to the first container of attention."""
+    words = path.split(".")
+    for count, word in enumerate(words[:-1], 1):
+        if word.lower().replace("_", "").endswith(ATTENTION):
+            return ".".join(words[:count])
+    return None
+
+
+def _matrices(holder: Any, prefix: str, seen: set[tuple[int, Any]]) -> Iterator[tuple[str, Any]]:
+    """(path, module) of what can be quantised, in the order of the tree. seen: the places looked at
+    so far, as (id of the holder, key): a block that is in the tree twice is one place, and to
+    replace a matrix in it once is enough."""
+    for key, value in enumerate(holder) if isinstance(holder, list) else holder.items():
+        hidden = isinstance(key, str) and key.startswith("_")
+        if hidden or not isinstance(value, (dict, list)) or (id(holder), key) in seen:
+            continue
+        seen.add((id(holder), key))
+        path = f"{prefix}{key}"
+        if hasattr(value, "to_quantized") and not isinstance(value, nn.Embedding):
+            yield path, value
+        else:
+            yield from _matrices(value, f"{path}.", seen)

@@ -1,0 +1,203 @@
+"""What each gear would make of a checkpoint: bytes on the device, bytes of a token, ideal speedup.
+
+Worked out from shapes alone: no weight is read. What a token reads is every weight once, but for
+the experts that it does not go to, and of an embedding one row (all of it where it is the head as
+well). The cache is left out: it hangs on the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from toastkit.gears.cost import row_bytes, whole_speedup
+from toastkit.gears.discovery import discover
+from toastkit.gears.options import GearOptions
+from toastkit.model.toast_format import GEAR_PREFIX
+from toastkit.store.anatomy import anatomy, part_of
+from toastkit.store.checkpoint import DTYPES
+from toastkit.store.precision import GEAR_BITS, Rows
+from toastkit.store.quantising import leaf_modules
+from toastkit.store.skeleton import holds_experts
+from toastkit.store.store import Store
+
+
+@dataclass(frozen=True)
+class GearPlan:
+    """One gear; sizes in bytes.
+
+    bits: of a managed weight, without its scales. device: all weights. managed: those of them that
+    change gear. token: what a token reads. managed_token: those of it that change gear. ratio: of
+    `token` to that of high gear. speedup: of the whole model over high gear, if bytes were all
+    that takes time. shift: read and written by the first shift into it: originals and what is made
+    of them; what is baked and what becomes of it; into high gear, originals in the files and on the
+    device.
+    """
+
+    gear: str
+    bits: float
+    device: int
+    managed: int
+    token: float
+    managed_token: float
+    ratio: float
+    speedup: float
+    shift: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checkpoint's gears. scope: of GearOptions. dtype: of the weights on the device, None for
+    their own. modules, parameters: that change gear. share: of a token's bytes in high gear that
+    change, the f of section 15. gears: high first, and nothing else where nothing can change, which
+    note gives the reason of."""
+
+    scope: str
+    dtype: str | None
+    modules: int
+    parameters: int
+    share: float
+    gears: tuple[GearPlan, ...]
+    note: str | None = None
+
+
+def plan(
+    store: Store,
+    scope: str,
+    bits: tuple[int, int] = (4, 8),
+    dtype: str | None = None,
+    explain: Callable[[str], None] = lambda line: None,
+) -> Plan:
+    """The gears of a checkpoint.
+
+    store: its model is used up, as by anatomy. scope: "attention" or "all". bits: of low and mid.
+    dtype: a key of DTYPES that the weights are cast to when they are loaded, None for their own.
+    explain(line): is told if nobody knows how many experts a token goes to; all count then.
+    Raises UsageError for a scope or bits that there are not.
+    """
+    options = GearOptions(scope=scope, bits=bits)
+    weights = _weights(store, dtype, explain)
+    found = [] if store.quantization is not None else discover(store.model, scope)
+    paths = [one.path for one in found]
+    managed = [weights[f"{path}.weight"] for path in paths]
+    device = sum(one.nbytes for one in weights.values())
+    token = sum(one.token for one in weights.values())
+    rows = [_high(managed, device, token)]
+    for gear in ("mid", "low") if managed else ():
+        wanted = options.bits_of(gear) or 0
+        rows.append(_packed(gear, wanted, managed, rows[0], _baked(store, gear, wanted, paths)))
+    share = rows[0].managed_token / rows[0].token
+    count = sum(one.count for one in managed)
+    return Plan(scope, dtype, len(managed), count, share, tuple(rows), _note(store, scope, managed))
+
+
+def _note(store: Store, scope: str, managed: list) -> str | None:
+    """Why nothing changes gear."""
+    if store.quantization is not None:
+        return "it is quantised already: gears are told, and nothing is replaced"
+    return None if managed else f"it has no matrix in the scope {scope!r}"
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A tensor as it will be on the device. item: bytes of a number. used: the share of it that a
+    token reads. stored: bytes in the files."""
+
+    shape: tuple[int, ...]
+    item: int
+    used: float
+    stored: int
+
+    @property
+    def count(self) -> int:
+        numbers = 1
+        for side in self.shape:
+            numbers *= side
+        return numbers
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.item
+
+    @property
+    def token(self) -> float:
+        return self.nbytes * self.used
+
+    def packed(self, bits: int) -> int:
+        """Bytes in a gear: its scales are of its own type."""
+        columns = self.shape[-1]
+        return self.count // columns * row_bytes(bits, columns, self.item)
+
+
+def _high(managed: list[_Weight], device: int, token: float) -> GearPlan:
+    """device, token: bytes of all weights, and what a token reads of them."""
+    size = sum(one.nbytes for one in managed)
+    count = sum(one.count for one in managed)
+    return GearPlan(
+        "high",
+        bits=8 * size / count if count else 0.0,
+        device=device,
+        managed=size,
+        token=token,
+        managed_token=sum(one.token for one in managed),
+        ratio=1.0,
+        speedup=1.0,
+        shift=size + sum(one.stored for one in managed),
+    )
+
+
+def _packed(
+    gear: str, bits: int, managed: list[_Weight], high: GearPlan, baked: int | None
+) -> GearPlan:
+    """baked: bytes of the gear in the files, None where it is made of the originals."""
+    sizes = [one.packed(bits) for one in managed]
+    size, read = sum(sizes), sum(size * one.used for size, one in zip(sizes, managed))
+    token = high.token - high.managed_token + read
+    return GearPlan(
+        gear,
+        bits=bits,
+        device=high.device - high.managed + size,
+        managed=size,
+        token=token,
+        managed_token=read,
+        ratio=token / high.token,
+        speedup=whole_speedup(high.managed_token / high.token, high.managed_token / read),
+        shift=size + (high.managed if baked is None else baked),
+    )
+
+
+def _baked(store: Store, gear: str, bits: int, paths: list[str]) -> int | None:
+    """Bytes of a gear that is stored beside the originals of all managed matrices."""
+    if GEAR_BITS[gear] != bits:
+        return None
+    entries = {n: e for header in store.files.headers for n, e in header.entries.items()}
+    names = [f"{GEAR_PREFIX}{gear}.{path}.{part}" for path in paths for part in Rows._fields]
+    if any(name not in entries for name in names):
+        return None
+    return sum(entries[name].nbytes for name in names)
+
+
+def _weights(store: Store, dtype: str | None, explain: Callable[[str], None]) -> dict[str, _Weight]:
+    """All tensors of a checkpoint, by name."""
+    found = anatomy(store, explain)
+    active = (found["experts"] or {}).get("active")
+    modules: dict[str, Any] = dict(leaf_modules(store.model))
+    # A head that is an embedding is the first one: those after it are of positions or of layers.
+    embeddings = [path for path in modules if part_of(store, path) == "embedding"]
+    head = embeddings[0] if found["tied_head"] and embeddings else None
+    weights = {}
+    for name in store.names:
+        path, own = name.rpartition(".")[0], store.dtype(name)
+        cast = dtype is not None and mx.issubdtype(own, mx.floating)
+        used = 1.0
+        if path in modules and holds_experts(modules[path]):
+            total = modules[path].num_experts
+            used = min(active or total, total) / total
+        elif path in embeddings and path != head:
+            used = 1 / store.shape(name)[0]
+        item = (DTYPES[dtype] if cast and dtype is not None else own).size
+        weights[name] = _Weight(store.shape(name), item, used, store.nbytes(name))
+    return weights
