@@ -16,7 +16,18 @@ import pytest
 from tests.unit.mdoc import MAN, Page, fields, literal_blocks
 from toastkit import arrays, frames
 from toastkit.frames import Array, Reference, unpack_extension
-from toastkit.session import commit, extents, header, layout, lock, names, ring, run, upkeep
+from toastkit.session import (
+    commit,
+    extents,
+    gear_state,
+    header,
+    layout,
+    lock,
+    names,
+    ring,
+    run,
+    upkeep,
+)
 from toastkit.session.feed import MAX_MESSAGE_BYTES, FeedMessage
 
 FRAMES = Page(MAN / "man5" / "toast-frames.5")
@@ -151,7 +162,7 @@ def test_files_of_a_session() -> None:
     inside = (run.FEED_FILE, run.RING_FILE, run.HANDOVER_FILE, run.ALIVE_FILE)
     assert found == [
         names.HEADER_FILE, upkeep.TOKENS_FILE, upkeep.CACHE_FILE, upkeep.LOGITS_FILE,
-        lock.LOCK_FILE, f"{names.HEADER_FILE}.tmp", "runs/ID/", *(f"runs/ID/{f}" for f in inside),
+        lock.LOCK_FILE, f"{names.HEADER_FILE}.tmp", gear_state.GEAR_FILE, "runs/ID/", *(f"runs/ID/{f}" for f in inside),
     ]  # fmt: skip
 
 

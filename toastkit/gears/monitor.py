@@ -23,6 +23,8 @@ GEARS = ("low", "mid", "high")
 CATASTROPHIC = 0.9
 GUARD = 1e4
 LONGEST_WINDOW = 1024
+_CATASTROPHE = "catastrophic"
+_HELD = "held by hysteresis"
 
 
 class EntropyMeter:
@@ -100,6 +102,8 @@ class MonitorOptions:
         _check_bits("low threshold", self.low)
         _check_bits("high threshold", self.high)
         _check_bits("hysteresis", self.hysteresis)
+        if not isinstance(self.scale_to_vocab, bool):
+            raise UsageError(f"invalid scaling: {self.scale_to_vocab!r} is not true or false")
         if not self.low < self.high:
             raise UsageError(
                 f"invalid thresholds: low {self.low:g} is not less than high {self.high:g}"
@@ -132,6 +136,11 @@ class Reading:
     gear: str
     shifted: bool
     reason: str
+
+    @property
+    def catastrophic(self) -> bool:
+        """Whether the gear is high because the last two entropies mean that something broke."""
+        return self.reason == _CATASTROPHE
 
 
 class EntropyMonitor:
@@ -171,32 +180,44 @@ class EntropyMonitor:
         # Summed anew, not kept running: the reading then hangs on the window alone, with no drift.
         mean = sum(window) / len(window)
         slope = (window[-1] - window[0]) / (len(window) - 1) if len(window) > 1 else 0.0
-        gear, reason = self._classify(entropy, mean)
+        limit, previous = self._catastrophic, self._previous
+        if previous is not None and previous > limit and entropy > limit:
+            gear, reason = "high", _CATASTROPHE
+        else:
+            gear, reason = self.classify(mean, self._gear)
         shifted = self._gear is not None and gear != self._gear
         self._previous = entropy
         self._gear = gear
         forecast = mean + self.options.lookahead * slope
         return Reading(entropy, mean, slope, forecast, gear, shifted, reason)
 
-    def _classify(self, entropy: float, mean: float) -> tuple[str, str]:
-        """Gear and reason: sections 3.3 (hysteresis) and 3.5 (catastrophe)."""
-        limit = self._catastrophic
-        if self._previous is not None and self._previous > limit and entropy > limit:
-            return "high", "catastrophic"
-        margin = self.options.hysteresis
+    @property
+    def filled(self) -> bool:
+        """Whether the window has all the entropies that it can hold."""
+        return len(self._window) == self.options.window
+
+    def plain(self, mean: float) -> str:
+        """The gear of a mean entropy, in bits, by the thresholds alone (section 3.3)."""
         if mean <= self.low:
-            gear, reason = "low", f"mean {mean:.2f} <= {self.low:.2f}"
-        elif mean >= self.high:
-            gear, reason = "high", f"mean {mean:.2f} >= {self.high:.2f}"
-        else:
-            gear, reason = "mid", f"{self.low:.2f} < mean {mean:.2f} < {self.high:.2f}"
-        if self._gear is None:
+            return "low"
+        return "high" if mean >= self.high else "mid"
+
+    def classify(self, mean: float, current: str | None) -> tuple[str, str]:
+        """Gear and reason of a mean entropy, in bits, where `current` is the gear so far: section
+        3.3 with hysteresis. current: None where there is none yet."""
+        gear = self.plain(mean)
+        if current is None:
             return gear, "start"
-        if self._gear == "low" and gear != "low" and mean <= self.low + margin:
-            return "low", "held by hysteresis"
-        if self._gear == "high" and gear != "high" and mean >= self.high - margin:
-            return "high", "held by hysteresis"
-        return gear, reason
+        margin = self.options.hysteresis
+        if current == "low" and gear != "low" and mean <= self.low + margin:
+            return "low", _HELD
+        if current == "high" and gear != "high" and mean >= self.high - margin:
+            return "high", _HELD
+        if gear == "low":
+            return gear, f"mean {mean:.2f} <= {self.low:.2f}"
+        if gear == "high":
+            return gear, f"mean {mean:.2f} >= {self.high:.2f}"
+        return gear, f"{self.low:.2f} < mean {mean:.2f} < {self.high:.2f}"
 
     def state(self) -> dict[str, Any]:
         """Everything that the next reading hangs on, as plain data for msgpack or JSON."""
@@ -214,12 +235,16 @@ class EntropyMonitor:
         try:
             monitor = cls(state["vocab"], MonitorOptions(**state["options"]))
             window, previous, gear = state["window"], state["previous"], state["gear"]
-            # 0.0 stands in where there is no value to check.
-            numbers = [*window, 0.0 if previous is None else previous]
-            valid = all(map(math.isfinite, numbers)) and len(window) <= monitor.options.window
-        except (KeyError, TypeError, UsageError) as error:
+            valid = isinstance(monitor.vocab, int) and len(window) <= monitor.options.window
+            valid = valid and all(map(math.isfinite, window))
+            # The three come with the first entropy, and the last one is in the window too.
+            whole = bool(window) and gear in GEARS and previous == window[-1]
+            valid = valid and (whole or (not window and gear is None and previous is None))
+        except UsageError as error:
             raise DataError(f"cannot restore the entropy monitor: {error}") from error
-        if not valid or (gear is not None and gear not in GEARS):
+        except (KeyError, TypeError, ValueError, OverflowError):
+            valid = False
+        if not valid:
             raise DataError("cannot restore the entropy monitor: its state is malformed")
         monitor._window.extend(window)
         monitor._previous = previous

@@ -14,6 +14,7 @@
     handover.py     that lock, passed from prefill to decode without a gap
     run.py          SESSION/runs/ID: one pipeline over a session
     ring.py         logits by reference                feed.py   tokens back to decode
+    gear_state.py   how far the choice of gears had come
     upkeep.py       directories made, removed, swept
     files.py        small helpers over file descriptors
 

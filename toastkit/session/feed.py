@@ -8,6 +8,7 @@ several writers never mix:
     id     the token, uint32; may be nil or missing in a message with end
     gear   low, mid or high: for the pass that consumes the token; missing: as before
     end    true: no token follows, the run is over; missing: false
+    expected  the gear that is likely to be asked for soon: may be prepared; may be missing
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class FeedMessage(NamedTuple):
     id: int | None
     gear: str | None = None
     end: bool = False
+    expected: str | None = None
 
 
 class FeedReader:
@@ -96,9 +98,10 @@ def _message(fields: Any) -> FeedMessage:
         raise DataError("cannot read the feed: end is not true or false")
     if not (type(token) is int and 0 <= token < 2**32) and not (end and token is None):
         raise DataError("cannot read the feed: id is not a token id")
-    if gear not in GEARS:
+    expected = fields.get("expected")
+    if gear not in GEARS or expected not in GEARS:
         raise DataError("cannot read the feed: gear is not low, mid or high")
-    return FeedMessage(pos, token, gear, end)
+    return FeedMessage(pos, token, gear, end, expected)
 
 
 class FeedWriter:
@@ -123,11 +126,16 @@ class FeedWriter:
             raise
 
     def send(
-        self, pos: int | None, id: int | None, gear: str | None = None, end: bool = False
+        self,
+        pos: int | None,
+        id: int | None,
+        gear: str | None = None,
+        end: bool = False,
+        expected: str | None = None,
     ) -> None:
         """Sends one message to every FIFO. Raises BrokenPipeError when a reader has gone (the
         others get it nevertheless), DataError for fields that are not a message's."""
-        message = _message({"pos": pos, "id": id, "gear": gear, "end": end})
+        message = _message({"pos": pos, "id": id, "gear": gear, "end": end, "expected": expected})
         fields = {k: v for k, v in message._asdict().items() if v is not None and v is not False}
         data = msgpack.packb(fields)
         gone: BrokenPipeError | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from toastkit.errors import CannotCreateError, NoInputError, ToastError, from_os_error
 from toastkit.session.files import make_private_directories
+from toastkit.session.gear_state import GEAR_FILE
 from toastkit.session.lock import LOCK_FILE, WriterLock
 from toastkit.session.names import EPHEMERAL_PREFIX, HEADER_FILE, display_name, sessions_root
 
@@ -16,7 +17,7 @@ CACHE_FILE = "cache.bin"
 LOGITS_FILE = "logits.f32"
 RUNS_DIRECTORY = "runs"
 OWN_NAMES = {HEADER_FILE, f"{HEADER_FILE}.tmp", TOKENS_FILE, CACHE_FILE, LOGITS_FILE, LOCK_FILE,
-             RUNS_DIRECTORY}  # fmt: skip
+             RUNS_DIRECTORY, GEAR_FILE}  # fmt: skip
 STALE_SECONDS = 3600
 
 

@@ -1,0 +1,171 @@
+"""The state of the gears beside a session's commits: found with its own commit and with no other;
+the session does not mind the file."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+import msgpack
+import pytest
+from session_states import MODEL, commit
+
+from toastkit.errors import CannotCreateError, DataError, IOFailure
+from toastkit.frames import pack_ids
+from toastkit.gears.selector import GearSelector
+from toastkit.session import gear_state, names
+from toastkit.session.directory import Session
+from toastkit.session.gear_state import GEAR_FILE, committed, load, save
+from toastkit.session.upkeep import prepare
+
+STATE = {"held": 3, "last": None, "more": [0.1, {"x": "y"}]}
+
+
+@pytest.fixture
+def session_dir(state_home: Path) -> Path:
+    """A session with one commit, of tokens 0 to 9."""
+    path = names.resolve("one")
+    with Session.open(path, MODEL) as session:
+        commit(session, list(range(10)))
+    return path
+
+
+def checksum(tokens: list[int]) -> int:
+    return zlib.crc32(pack_ids(tokens))
+
+
+# -------------------------------------------------------------------------------- what is committed
+
+
+def test_the_commit_is_read_without_the_lock(session_dir: Path):
+    assert committed(session_dir) == (10, checksum(list(range(10))))
+    with Session.open(session_dir, MODEL) as session:
+        assert committed(session_dir) == (10, checksum(list(range(10))))
+        commit(session, list(range(12)))
+        assert committed(session_dir) == (12, checksum(list(range(12))))
+        commit(session, [5, 6])
+        assert committed(session_dir) == (2, checksum([5, 6]))
+
+
+def test_where_there_is_no_commit(state_home: Path, session_dir: Path, tmp_path: Path):
+    assert committed(tmp_path / "nowhere") is None
+    with Session.open(names.resolve("two"), MODEL) as session:
+        assert committed(session.path) is None
+    (session_dir / names.HEADER_FILE).write_bytes(b"\x80")
+    assert committed(session_dir) is None
+
+
+# --------------------------------------------------------------------------------- saved and loaded
+
+
+def test_what_is_saved_is_loaded(session_dir: Path):
+    assert load(session_dir, *committed(session_dir)) is None
+    save(session_dir, *committed(session_dir), STATE)
+    assert load(session_dir, *committed(session_dir)) == STATE
+    save(session_dir, *committed(session_dir), {})
+    assert load(session_dir, *committed(session_dir)) == {}
+    assert (session_dir / GEAR_FILE).stat().st_mode & 0o777 == 0o600
+    assert [name for name in os.listdir(session_dir) if "gears" in name] == [GEAR_FILE]
+
+
+def test_a_selector_goes_on_from_its_session(session_dir: Path):
+    selector = GearSelector(4096)
+    for entropy in (0.3, 1 / 3, 4.0):
+        selector.update(entropy)
+    save(session_dir, *committed(session_dir), selector.state())
+    resumed = GearSelector.from_state(load(session_dir, *committed(session_dir)))
+    assert resumed.update(2.0) == selector.update(2.0)
+
+
+def test_the_state_of_another_commit_is_not_taken(session_dir: Path):
+    count, crc = committed(session_dir)
+    save(session_dir, count, crc, STATE)
+    assert load(session_dir, count + 1, crc) is None
+    assert load(session_dir, count, crc ^ 1) is None
+    with Session.open(session_dir, MODEL) as session:
+        commit(session, [*range(9), 99])
+    assert committed(session_dir)[0] == count
+    assert load(session_dir, *committed(session_dir)) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x81",
+        msgpack.packb([1]),
+        msgpack.packb({"toastkit": "session", "count": 10, "crc": 7, "state": {}}),
+        msgpack.packb({"toastkit": "gears", "count": 10, "crc": 7}),
+        msgpack.packb({"toastkit": "gears", "count": 10, "crc": 7, "state": [1]}),
+        msgpack.packb({"toastkit": "gears", "count": 10, "crc": 7, "state": {}}) + b"\0",
+        msgpack.packb({"toastkit": "gears", "count": 10, "crc": 7, "state": {1: 2}}),
+        msgpack.packb({"toastkit": "gears", "count": 10, "crc": 7, "state": {"x": "a" * 70000}}),
+        b"\x91" * 60000,
+        b"\xa4\xff\xff\xff\xff",
+        b"\xdd\xff\xff\xff\xff",
+    ],
+)
+def test_a_malformed_file_is_no_state(session_dir: Path, data: bytes):
+    good = {"toastkit": "gears", "count": 10, "crc": 7, "state": {"a": 1}, "later": 1}
+    (session_dir / GEAR_FILE).write_bytes(msgpack.packb(good))
+    assert load(session_dir, 10, 7) == {"a": 1}
+    (session_dir / GEAR_FILE).write_bytes(data)
+    assert load(session_dir, 10, 7) is None
+
+
+def test_a_state_that_is_too_large_is_refused(session_dir: Path):
+    save(session_dir, 10, 7, STATE)
+    with pytest.raises(DataError, match="^cannot save the gears of session one: .* at most$"):
+        save(session_dir, 10, 7, {"x": "a" * (64 << 10)})
+    assert load(session_dir, 10, 7) == STATE
+
+
+def test_a_session_that_is_gone(state_home: Path):
+    with pytest.raises(CannotCreateError, match="^cannot save the gears of session gone: "):
+        save(names.resolve("gone"), 10, 7, STATE)
+
+
+def test_a_full_disk_leaves_the_former_state(session_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    save(session_dir, 10, 7, STATE)
+
+    def full(*arguments: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(IOFailure, match="no space left on device$"):
+        save(session_dir, 10, 7, {})
+    assert load(session_dir, 10, 7) == STATE
+    assert [name for name in os.listdir(session_dir) if "gears" in name] == [GEAR_FILE]
+
+
+# ------------------------------------------------------------------------- the session and the file
+
+
+def test_a_session_does_not_mind_the_file(session_dir: Path):
+    save(session_dir, *committed(session_dir), STATE)
+    prepare(session_dir, create=True)
+    with Session.open(session_dir, MODEL, write=False) as reader:
+        assert reader.tokens == list(range(10))
+    with Session.open(session_dir, MODEL) as session:
+        assert session.reusable(list(range(20))) == 10
+        commit(session, list(range(20)))
+    # What is left of a process that was killed while it saved.
+    (session_dir / f"{GEAR_FILE}.1.tmp").write_bytes(b"\x81")
+    with Session.open(session_dir, MODEL) as session:
+        assert session.n_past == 20
+
+
+def test_an_ephemeral_session_takes_the_file_with_it(state_home: Path):
+    with Session.create_ephemeral(MODEL) as session:
+        commit(session, [1, 2, 3])
+        save(session.path, *committed(session.path), STATE)
+        assert load(session.path, *committed(session.path)) == STATE
+    assert not session.path.exists()
+
+
+def test_it_needs_no_lock(session_dir: Path):
+    with Session.open(session_dir, MODEL):
+        gear_state.save(session_dir, *committed(session_dir), STATE)
+    assert load(session_dir, *committed(session_dir)) == STATE

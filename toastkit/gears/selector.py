@@ -1,0 +1,185 @@
+"""Which gear to run the next pass in: the monitor's reading, and the rules on top of it.
+
+Paper 003 sections 3.5, 10.2 and 11. The gear that the prompt asks for holds until the monitor's
+window is full; from then on the observed entropy decides. A gear is held for a number of tokens
+before the next shift, so that neighbouring entries of the KV cache are of one precision. Only a
+catastrophe waits for nothing. Hysteresis protects the gear that really runs, which may differ from
+the one that the monitor would be in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from toastkit.errors import DataError, UsageError
+from toastkit.gears.classifier import Difficulty, short
+from toastkit.gears.monitor import GEARS, EntropyMonitor, MonitorOptions, Reading
+
+LONGEST_DURATION = 1 << 20
+
+
+@dataclass(frozen=True)
+class SelectorOptions:
+    """monitor: how the entropy is followed. min_duration: tokens that a gear is held at least
+    (section 10.2, which gives no default); with 1 every step may shift."""
+
+    monitor: MonitorOptions = MonitorOptions()
+    min_duration: int = 4
+
+    def validate(self) -> None:
+        """Raises UsageError that names the option, its value and what it may be."""
+        self.monitor.validate()
+        value = self.min_duration
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or not 1 <= value <= LONGEST_DURATION:
+            raise UsageError(
+                f"invalid minimum duration: {value!r} is not a whole number "
+                f"in [1, {LONGEST_DURATION}]"
+            )
+
+
+@dataclass(slots=True)
+class Decision:
+    """What one step's logits lead to. entropy, mean, forecast: bits. slope: bits a step.
+
+    gear: low, mid or high, to run the next pass in. shifted: it differs from the last decision's.
+    reason: a few words, such as "mean 1.20 <= 1.44", "held by hysteresis", "held: 2 of 4 tokens",
+    "prompt score 4.8 -> high". expected: the gear that the forecast falls into by the thresholds
+    alone (section 3.5): the one to prepare.
+    """
+
+    entropy: float
+    mean: float
+    slope: float
+    forecast: float
+    gear: str
+    shifted: bool
+    reason: str
+    expected: str
+
+
+class GearSelector:
+    """Decides the gear of every pass of one answer. Deterministic; O(window) a step.
+
+    vocab: ids. start: the difficulty of the prompt, where it is known. Raises UsageError.
+    """
+
+    def __init__(
+        self, vocab: int, options: SelectorOptions | None = None, start: Difficulty | None = None
+    ):
+        self.options = options or SelectorOptions()
+        self.options.validate()
+        self._monitor = EntropyMonitor(vocab, self.options.monitor)
+        self._start = start
+        self._last: Decision | None = None
+        self._held = 0  # passes in the gear, the one that was decided last included
+
+    @property
+    def vocab(self) -> int:
+        return self._monitor.vocab
+
+    @property
+    def low(self) -> float:
+        """Bits up to which the mean asks for the low gear, for this vocabulary."""
+        return self._monitor.low
+
+    @property
+    def high(self) -> float:
+        """Bits from which the mean asks for the high gear, for this vocabulary."""
+        return self._monitor.high
+
+    @property
+    def gear(self) -> str | None:
+        """The gear of the last decision; None before the first."""
+        return None if self._last is None else self._last.gear
+
+    def last(self) -> Decision:
+        """The last decision. Raises ValueError before the first."""
+        if self._last is None:
+            raise ValueError("nothing has been decided yet")
+        return self._last
+
+    def goes_on_as(self, other: GearSelector) -> bool:
+        """Whether the other follows the same rules for the same vocabulary, so that this one may
+        stand in for it. What they have seen, and how they started, is not compared."""
+        return self.vocab == other.vocab and self.options == other.options
+
+    def update(self, entropy: float) -> Decision:
+        """The gear of the pass that consumes the token drawn from logits of this entropy (bits).
+        Raises DataError when it is not finite."""
+        reading = self._monitor.update(entropy)
+        wanted, reason = self._wanted(reading)
+        gear = self.gear or wanted
+        shifted = wanted != gear
+        if shifted and not reading.catastrophic and self._held < self.options.min_duration:
+            wanted, shifted = gear, False
+            reason = f"held: {self._held} of {self.options.min_duration} tokens"
+        self._held = 1 if shifted else self._held + 1
+        self._last = Decision(
+            reading.entropy,
+            reading.mean,
+            reading.slope,
+            reading.forecast,
+            wanted,
+            shifted,
+            reason,
+            self._monitor.plain(reading.forecast),
+        )
+        return self._last
+
+    def _wanted(self, reading: Reading) -> tuple[str, str]:
+        """Gear and reason, were there no minimum duration."""
+        if reading.catastrophic:
+            self._start = None  # the prompt looked easier than it is: it is not asked again
+            return "high", reading.reason
+        if self._start is not None and not self._monitor.filled:
+            score, gear = short(self._start.score), self._start.gear
+            return gear, f"prompt score {score} -> {gear}"
+        return self._monitor.classify(reading.mean, self.gear)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next decision hangs on, as plain data for msgpack or JSON."""
+        return {
+            "monitor": self._monitor.state(),
+            "min_duration": self.options.min_duration,
+            "last": None if self._last is None else asdict(self._last),
+            "held": self._held,
+            "start": None if self._start is None else self._start.as_map(),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> GearSelector:
+        """The selector that `state()` described. Raises DataError when it is not such a state."""
+        try:
+            monitor = EntropyMonitor.from_state(state["monitor"])
+            last, held, start = state["last"], state["held"], state["start"]
+            options = SelectorOptions(monitor.options, state["min_duration"])
+            difficulty = None if start is None else Difficulty.from_map(start)
+            selector = cls(monitor.vocab, options, difficulty)
+            decision = None if last is None else Decision(**last)
+        except (KeyError, TypeError) as error:
+            raise DataError("cannot restore the gear selector: its state is malformed") from error
+        except UsageError as error:
+            raise DataError(f"cannot restore the gear selector: {error}") from error
+        begun = monitor.state()["gear"] is not None
+        counted = type(held) is int and (held >= 1 if begun else held == 0)
+        whole = decision is not None and _is_sound(decision) if begun else decision is None
+        if not counted or not whole or (difficulty is None) != (start is None):
+            raise DataError("cannot restore the gear selector: its state is malformed")
+        selector._monitor, selector._last, selector._held = monitor, decision, held
+        return selector
+
+
+def _is_sound(decision: Decision) -> bool:
+    """Whether a decision that was read holds what one may hold."""
+    numbers = (decision.entropy, decision.mean, decision.slope, decision.forecast)
+    return (
+        all(type(x) in (int, float) and -math.inf < x < math.inf for x in numbers)
+        and decision.gear in GEARS
+        and decision.expected in GEARS
+        and type(decision.shifted) is bool
+        and type(decision.reason) is str
+    )

@@ -1,0 +1,127 @@
+"""Calibrated thresholds, kept per model:
+
+    $XDG_CACHE_HOME/toastkit/thresholds/FINGERPRINT.json
+
+One JSON object: schema (1) and the fields of Thresholds. It is replaced as a whole; who reads finds
+the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from toastkit.errors import DataError, from_os_error
+from toastkit.gears.calibration import Thresholds
+from toastkit.gears.monitor import MonitorOptions
+
+SCHEMA_VERSION = 1
+MAX_BYTES = 4096
+_PLAIN = re.compile(r"[0-9A-Za-z][0-9A-Za-z_.-]{0,127}")
+
+
+def path(fingerprint: str) -> Path:
+    """Where a model's thresholds are kept. Raises DataError for a fingerprint that is not a plain
+    word: it may come from any stream, and must not lead out of the directory."""
+    if not _is_plain(fingerprint):
+        raise DataError(f"invalid fingerprint: {str(fingerprint)[:40]!r} is not a plain word")
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
+    return base / "toastkit" / "thresholds" / f"{fingerprint}.json"
+
+
+def _is_plain(fingerprint: str) -> bool:
+    return isinstance(fingerprint, str) and _PLAIN.fullmatch(fingerprint) is not None
+
+
+def save(fingerprint: str, thresholds: Thresholds) -> Path:
+    """Keeps a model's thresholds in place of those it had; returns the file. Raises DataError,
+    CannotCreateError, IOFailure, with the former ones as they were."""
+    import json
+    from dataclasses import asdict
+
+    from toastkit.session.files import make_private_directories, replace_file
+
+    thresholds.validate()
+    file = path(fingerprint)
+    text = json.dumps({"schema": SCHEMA_VERSION, **asdict(thresholds)}, indent=2) + "\n"
+    try:
+        make_private_directories(file.parent)
+        beside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+        replace_file(file, text.encode("ascii"), sync=True, beside=beside)
+    except OSError as error:
+        raise from_os_error(error, f"cannot save thresholds in {file}", creating=True) from error
+    return file
+
+
+def load(fingerprint: str) -> Thresholds | None:
+    """A model's thresholds; None where there are none, as for a fingerprint under which none could
+    be kept. Raises DataError, which names the file, for what `save` did not write; NoInputError,
+    IOFailure where it cannot be read."""
+    from toastkit.session.files import read_file
+
+    if not _is_plain(fingerprint):
+        return None
+    file = path(fingerprint)
+    try:
+        data = read_file(file, MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise from_os_error(error, f"cannot read thresholds {file}") from error
+    try:
+        return _decode(data)
+    except DataError as error:
+        raise DataError(
+            f"cannot read thresholds {file}: {error.message}",
+            hint="remove it, or calibrate again",
+        ) from error
+
+
+def _decode(data: bytes) -> Thresholds:
+    import json
+
+    try:
+        fields = json.loads(data) if len(data) <= MAX_BYTES else None
+    except (ValueError, RecursionError) as error:  # not UTF-8 is a ValueError too
+        raise DataError("not JSON") from error
+    if not isinstance(fields, dict):
+        raise DataError("not an object of a few fields")
+    schema = fields.pop("schema", None)
+    if type(schema) is int and schema > SCHEMA_VERSION:
+        raise DataError(f"its schema {schema} is newer than {SCHEMA_VERSION}")
+    if schema != SCHEMA_VERSION:
+        raise DataError("it has no schema")
+    try:
+        thresholds = Thresholds(**fields)
+    except TypeError as error:
+        raise DataError("it has other fields") from error
+    thresholds.validate()
+    return thresholds
+
+
+def monitor_options(
+    fingerprint: str, vocab: int, base: MonitorOptions
+) -> tuple[MonitorOptions, str]:
+    """base with the thresholds that were calibrated for this model, and where they come from in a
+    few words. Thresholds of another vocabulary than `vocab` ids are left aside: they are bits at
+    their own. Raises what `load` does."""
+    stored = load(fingerprint)
+    if stored is not None and stored.vocab == vocab:
+        found = replace(base, low=stored.low, high=stored.high, scale_to_vocab=False)
+        return found, f"calibrated ({stored.strategy}, {stored.samples} samples)"
+    return base, origin_of(base, vocab)
+
+
+def origin_of(options: MonitorOptions, vocab: int) -> str:
+    """Where thresholds come from that are not calibrated, in a few words: "defaults for 32,768
+    ids, scaled to 4,096". vocab: ids that they are used for."""
+    defaults = MonitorOptions()
+    same = (options.low, options.high) == (defaults.low, defaults.high)
+    word = "defaults" if same else "given"
+    if not options.scale_to_vocab:
+        return f"{word}, not scaled"
+    scaled = "" if vocab == options.reference_vocab else f", scaled to {vocab:,}"
+    return f"{word} for {options.reference_vocab:,} ids{scaled}"
