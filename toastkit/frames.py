@@ -75,7 +75,7 @@ class Logits:
     """One step of the model. pos: index of the token that these logits predict. logits: (vocab,).
     experts: {k, fallback, wanted, hit} or None. seconds: of this step.
     The fields from entropy on are added by entropy-gear: entropy and mean in bits, slope in bits
-    per token, gear low|mid|high, shifted: the gear differs from the one before, reason: why."""
+    per token, gear low|mid|high, whether it shifted, the reason, and the gear expected soon."""
 
     pos: int
     logits: Any
@@ -87,6 +87,7 @@ class Logits:
     gear: str | None = None
     shifted: bool | None = None
     reason: str | None = None
+    expected: str | None = None
     extra: dict = field(default_factory=dict)
 
 

@@ -85,6 +85,7 @@ FIELDS = {
         "experts": maybe(st.dictionaries(words, st.integers(0, 9), max_size=2)),
         "entropy": maybe(seconds), "mean": maybe(seconds), "slope": maybe(st.floats(-9, 9)),
         "gear": maybe(words), "shifted": maybe(st.booleans()), "reason": maybe(words),
+        "expected": maybe(words),
     },
     "token": {
         "pos": positions, "id": token_ids, "logprob": maybe(st.floats(-99, 0)),

@@ -42,16 +42,26 @@ def kinds(frames) -> list[type]:
 
 
 class Recorder:
-    """A feed that writes down what it is told."""
+    """A feed that writes down what it is told. gears: those that came with tokens, and the ones
+    that were expected."""
 
     def __init__(self) -> None:
         self.told: list[tuple] = []
+        self.gears: list[tuple] = []
 
     def begin(self, head: Head) -> None:
         self.told.append(("begin",))
 
-    def send(self, pos: int, token: int, end: str | None = None) -> None:
+    def send(
+        self,
+        pos: int,
+        token: int,
+        end: str | None = None,
+        gear: str | None = None,
+        expected: str | None = None,
+    ) -> None:
         self.told.append(("send", pos, token, end))
+        self.gears.append((gear, expected))
 
     def close(self, reason: str) -> None:
         self.told.append(("close", reason))

@@ -190,9 +190,10 @@ def test_feed_between_two_ends(run: RunDirectory):
     assert reader.read_available() == []
     writer = FeedWriter(run.feed)
     writer.send(3, 17)
-    writer.send(4, 2**32 - 1, gear="low")
+    writer.send(4, 2**32 - 1, gear="low", expected="mid")
     assert select.select([reader], [], [], 1)[0]
-    assert reader.read_available() == [(3, 17, None, False), (4, 2**32 - 1, "low", False)]
+    wanted = [FeedMessage(3, 17), FeedMessage(4, 2**32 - 1, "low", expected="mid")]
+    assert reader.read_available() == wanted
     writer.send(5, None, end=True)
     writer.close()
     assert reader.read_available() == [FeedMessage(5, None, None, True)]
@@ -200,7 +201,7 @@ def test_feed_between_two_ends(run: RunDirectory):
     again = FeedWriter([run.feed])
     again.send(6, 1)
     again.close()
-    assert reader.read_available() == [(6, 1, None, False)]
+    assert reader.read_available() == [FeedMessage(6, 1)]
     reader.close()
 
 
@@ -209,11 +210,11 @@ def test_one_sampler_feeds_two_decodes(tmp_path: Path):
     readers = [FeedReader(run.feed) for run in runs]
     writer = FeedWriter([run.feed for run in runs])
     writer.send(0, 5)
-    assert [reader.read_available() for reader in readers] == [[(0, 5, None, False)]] * 2
+    assert [reader.read_available() for reader in readers] == [[FeedMessage(0, 5)]] * 2
     readers[0].close()
     with pytest.raises(BrokenPipeError):
         writer.send(1, 6)
-    assert readers[1].read_available() == [(1, 6, None, False)]
+    assert readers[1].read_available() == [FeedMessage(1, 6)]
 
 
 def test_feed_without_a_reader(run: RunDirectory, tmp_path: Path):
@@ -240,7 +241,7 @@ def test_feed_waits_for_its_reader(tmp_path: Path):
     reader = FeedReader(path)
     thread.join()
     opened[0].send(1, 2)
-    assert reader.read_available() == [(1, 2, None, False)]
+    assert reader.read_available() == [FeedMessage(1, 2)]
 
 
 messages = st.builds(
@@ -249,6 +250,7 @@ messages = st.builds(
     st.integers(0, 2**32 - 1),
     st.sampled_from([None, "low", "mid", "high"]),
     st.booleans(),
+    st.sampled_from([None, "low", "mid", "high"]),
 )
 
 

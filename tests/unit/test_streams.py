@@ -22,12 +22,16 @@ from toastkit.frames import (
     Tokens,
     Unknown,
 )
+from toastkit.gears.classifier import classify
 from toastkit.gears.monitor import MonitorOptions
+from toastkit.gears.selector import SelectorOptions
 from toastkit.sampling.options import SamplingOptions
 from toastkit.stages.arrays import from_numpy
+from toastkit.stages.follow import GearRules
 from toastkit.stages.gear import gear
 from toastkit.stages.options import StepOptions
 from toastkit.stages.streams import compose, ends_run, whole_runs
+from toastkit.stages.tally import tallied
 
 # --------------------------------------------------------------------------------------- whole runs
 
@@ -147,8 +151,10 @@ def test_an_end_from_decode_keeps_its_reason_and_gets_our_count(reason: str) -> 
 
 def test_log_probabilities_alternatives_and_telemetry() -> None:
     stream = answer(3)
-    stream[3] = step(2, 3, second=1, entropy=1.25, gear="mid")
-    (token,) = [f for f in draw(stream, top=2) if type(f) is Token]
+    stream[3] = step(2, 3, second=1, entropy=1.25, gear="mid", expected="low")
+    feed = Recorder()
+    (token,) = [f for f in draw(stream, feed, top=2) if type(f) is Token]
+    assert feed.gears == [("mid", "low")]
     total = math.log(math.exp(3) + math.e + 4)
     assert token.logprob == pytest.approx(3 - total, abs=1e-6)
     assert [i for i, _ in token.top] == [3, 1]
@@ -212,23 +218,74 @@ def test_logits_that_cannot_be_read(logits, message: str) -> None:
     with pytest.raises(DataError, match=message):
         draw(stream)
     with pytest.raises(DataError, match=message):
-        list(gear(stream, MonitorOptions()))
+        list(gear(stream, GearRules()))
 
 
 # --------------------------------------------------------------------------------------------- gear
 
 
+FLAT = from_numpy(np.zeros(VOCAB, np.float32))
+SHARP = from_numpy(np.array([500, 0, 0, 0, 0, 0], np.float32))
+BITS = math.log2(VOCAB)
+
+
+def rules(window: int = 2, duration: int = 1, **settings) -> GearRules:
+    """Thresholds that no entropy of FLAT and SHARP comes near: mid is from 1 to 2 bits, and there
+    is no catastrophe but two FLAT in a row."""
+    monitor = MonitorOptions(window, low=1, high=2, hysteresis=0, scale_to_vocab=False)
+    return GearRules(SelectorOptions(monitor, duration), calibrated=False, **settings)
+
+
+def steps(*logits) -> list:
+    """A run's frames after its head."""
+    return [*(Logits(n, each) for n, each in enumerate(logits)), End("stop", len(logits))]
+
+
 def test_every_step_is_annotated() -> None:
-    flat = from_numpy(np.zeros(VOCAB, np.float32))
-    sharp = from_numpy(np.array([500, 0, 0, 0, 0, 0], np.float32))
-    run = [head(), Logits(0, flat), Logits(1, sharp), Logits(2, flat), End("stop", 3)]
-    frames = list(gear([*run, *run], MonitorOptions(window=2)))
-    bits = math.log2(VOCAB)
+    run = [head(), *steps(FLAT, SHARP, SHARP)]
+    frames = list(gear([*run, *run], rules()))
     for part in (frames[1:4], frames[6:9]):
-        assert [f.entropy for f in part] == pytest.approx([bits, 0, bits], abs=1e-5)
-        assert [f.mean for f in part] == pytest.approx([bits, bits / 2, bits / 2], abs=1e-5)
-        assert [f.slope for f in part] == pytest.approx([0, -bits, bits], abs=1e-5)
-        assert part[0].gear == "high" and part[0].shifted is False
-        assert part[1].shifted is (part[1].gear != "high") and all(f.reason for f in part)
-    assert [f.logits for f in frames[1:4]] == [flat, sharp, flat]
+        assert [f.entropy for f in part] == pytest.approx([BITS, 0, 0], abs=1e-5)
+        assert [f.mean for f in part] == pytest.approx([BITS, BITS / 2, 0], abs=1e-5)
+        assert [f.slope for f in part] == pytest.approx([0, -BITS, 0], abs=1e-5)
+        assert [f.gear for f in part] == ["high", "mid", "low"]
+        assert [f.shifted for f in part] == [False, True, True]
+        assert [f.expected for f in part] == ["high", "low", "low"]
+        assert all(f.reason for f in part)
+    assert [f.logits for f in frames[1:4]] == [FLAT, SHARP, SHARP]
     assert frames[4] == End("stop", 3)
+
+
+def test_a_gear_is_held_and_catastrophe_waits_for_nothing() -> None:
+    def gears_of(duration: int, *logits) -> list[str]:
+        frames = gear([head(), *steps(*logits)], rules(duration=duration))
+        return [f.gear for f in frames if type(f) is Logits]
+
+    logits = (FLAT, SHARP, SHARP, SHARP, SHARP, FLAT, FLAT)
+    assert gears_of(1, *logits) == ["high", "mid", *["low"] * 3, "mid", "high"]
+    assert gears_of(4, *logits) == [*["high"] * 4, "low", "low", "high"]
+
+
+def test_a_run_begins_in_the_gear_that_its_prompt_asks_for() -> None:
+    hard = {"difficulty": classify("Prove: a = b + c.").as_map()}
+    run = steps(SHARP, SHARP, SHARP, SHARP)
+    stream = [head(extra=hard), *run, head(), *run, head(extra={"difficulty": {}}), *run]
+    gears = [f.gear for f in gear(stream, rules(window=3)) if type(f) is Logits]
+    assert gears == ["high", "high", "low", "low", *["low"] * 8]
+
+
+def test_what_explains_the_gears() -> None:
+    said: list[str] = []
+    easy = head(extra={"difficulty": classify("Hi").as_map()})
+    stream = [easy, *steps(SHARP, SHARP, FLAT, FLAT), head(), *steps(FLAT), head(), *steps()]
+    stage = tallied(gear(stream, rules(explain=said.append)), said.append)
+    assert kinds(stage) == kinds(stream)
+    threshold = "thresholds 1.00 and 2.00 bits: given, not scaled"
+    assert said == [
+        threshold, f"prompt: {classify('Hi').explain()}",
+        "position 2: mid, 1.00 < mean 1.29 < 2.00", "position 3: high, catastrophic",
+        "gears: low 2, mid 1, high 1 of 4 tokens; 2 shifts; mean entropy 1.29 bits",
+        threshold, "prompt: not seen",
+        "gears: low 0, mid 0, high 1 of 1 token; 0 shifts; mean entropy 2.58 bits",
+        threshold, "prompt: not seen", "gears: no tokens",
+    ]  # fmt: skip

@@ -18,13 +18,36 @@ from toastkit.frames import (
     Tokens,
     pack_ids,
 )
+from toastkit.gears.classifier import classify
+from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.session.feed import FeedMessage, FeedReader
 from toastkit.stages.detokenize import TextOptions, detokenize
 from toastkit.stages.feeding import bare_ids, feed_tokens
 from toastkit.stages.options import Outcome
 from toastkit.stages.pipe_feed import PipeFeed
+from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, tokenize
 from toastkit.text.tokenizer import Tokenizer
+
+# ----------------------------------------------------------------------------------------- tokenize
+
+
+def test_each_head_says_how_hard_its_prompt_looks() -> None:
+    """Of raw text, and of the last message; a long history does not make a question harder."""
+    files = locate("crumb")
+    history = {"role": "assistant", "content": "def f(x): return x + 1  # prove it"}
+    prompts = [
+        Prompt("Prove that a + b = b + a."),
+        Prompt(messages=[history, {"role": "user", "content": "And you?"}]),
+        Prompt("Hi"),
+    ]
+    stage = tokenize(prompts, PromptTokenizer(files, load_config(files), PromptOptions()), "here")
+    heads = [frame for frame in stage if type(frame) is Head]
+    texts = ("Prove that a + b = b + a.", "And you?", "Hi")
+    assert [h.extra for h in heads] == [{"difficulty": classify(t).as_map()} for t in texts]
+    assert [h.extra["difficulty"]["gear"] for h in heads] == ["high", "low", "low"]
+    assert all(h.session == "here" and h.vocab == 4096 and h.eos for h in heads)
+
 
 # --------------------------------------------------------------------------------------- detokenize
 

@@ -179,8 +179,10 @@ class RemoteEngine:
 
     vocab: entries in the logits. context: tokens that the model can read, or None. device, dtype:
     that it computes with, None for the checkpoint's own dtype. chunk: tokens of a pass over the
-    prompt, where nobody says otherwise.
+    prompt, where nobody says otherwise. gears: a daemon's model has none.
     """
+
+    gears = None
 
     def __init__(self, wire: Wire, attached: dict[str, Any]):
         self._wire = wire

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from toastkit.commands import cli, options
+from toastkit.commands import cli, gear_options, options
 from toastkit.errors import UsageError
 from toastkit.frames import End, Frame, Text, Token, starts_frames
 
@@ -47,20 +47,38 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 )
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Frames: stop after N steps.")
 @options.inline
+@gear_options.gears
+@gear_options.telemetry
 @options.engine
 @options.no_daemon
 @click.pass_context
 def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
+    _check_gears(context, flags)
     first = _first_byte(prompt, flags)
     if starts_frames(first):
         if prompt:
             raise UsageError("stdin holds frames: there is no room for a prompt")
         cli.refuse_together(context, "is for text, but stdin holds frames", *ONLY_TEXT)
+        if not flags["greedy"] and flags["force"] is None:
+            cli.refuse_together(
+                context, "is not for the middle of a pipe: give it to toast-entropy-gear",
+                *gear_options.TELEMETRY_NAMES,
+            )  # fmt: skip
         return _filter(flags, first)
     cli.refuse_together(context, "is for frames, but there are none on stdin", *ONLY_FRAMES)
     if flags["require_hit"] and flags["session"] is None and flags["fork"] is None:
         raise UsageError("--require-hit needs a --session or a --fork")
     return _answer(prompt, flags, first)
+
+
+def _check_gears(context: click.Context, flags: dict[str, Any]) -> None:
+    """Raises UsageError for options that would change nothing."""
+    if flags["gear"] == "off":
+        cli.refuse_together(context, "needs a --gear", *gear_options.GEAR_NAMES)
+    if flags["gear"] != "auto" and not flags["as_json"]:
+        cli.refuse_together(
+            context, "is for --gear auto, or for --json to tell", *gear_options.TELEMETRY_NAMES
+        )
 
 
 def _first_byte(prompt: tuple[str, ...], flags: dict[str, Any]) -> bytes:
@@ -78,6 +96,8 @@ def _filter(flags: dict[str, Any], first: bytes) -> int:
     from toastkit.commands.pipes import run_filter
     from toastkit.stages.decode import decode as stage
     from toastkit.stages.feeds import ForcedFeed, GreedyFeed, forced_ids
+    from toastkit.stages.follow import Follower
+    from toastkit.stages.gear import followed
     from toastkit.stages.options import StepOptions
     from toastkit.stages.shared import DecodeEnd
 
@@ -89,13 +109,19 @@ def _filter(flags: dict[str, Any], first: bytes) -> int:
     elif flags["force"] is not None:
         own = ForcedFeed(None if flags["force"] == "-" else forced_ids(flags["force"]))
     settings = StepOptions(flags["max_tokens"], flags["steps"], flags["inline"])
-    engines = Engines(flags)
+    follower = None
+    if flags["gear"] == "auto":
+        follower = Follower(gear_options.gear_rules(flags))
+    engines = Engines(flags, gear_options.gear_settings(flags))
 
     def build(frames, signals):
-        runs = DecodeEnd(signals, own, settings.inline or own is not None)
+        runs = DecodeEnd(signals, own, settings.inline or own is not None, follower)
+        if follower is not None:
+            frames = followed(frames, follower)
         if isinstance(own, ForcedFeed):
             frames = own.listen(frames)
-        return stage(frames, engines, runs, settings, signals)
+        made = stage(frames, engines, runs, settings, signals)
+        return gear_options.told(made) if flags["verbose"] else made
 
     try:
         return run_filter(build, "decode", first)
@@ -139,7 +165,6 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
     """The generator of all stages, as the flags ask for them."""
     from toastkit.commands.engines import attach, load, start_device
     from toastkit.commands.progress import read_options
-    from toastkit.gears.monitor import MonitorOptions
     from toastkit.model.config import sampling_defaults
     from toastkit.stages.detokenize import TextOptions
     from toastkit.stages.options import StepOptions
@@ -157,23 +182,29 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
         read=read_options(flags),
         draw=DrawOptions(chain, flags["top"], limit, flags["ignore_eos"], flags["as_json"]),
         text=TextOptions(flags["stop"], flags["keep_special"], flags["echo"]),
-        monitor=MonitorOptions(),
+        rules=gear_options.gear_rules(flags),
         telemetry=flags["as_json"],
+        follow=flags["gear"] == "auto",
         xtc_special_ids=xtc_special_ids(chain, tokenizer.tokenizer),
     )
-    attached = attach(flags, first.fingerprint)
+    gears = gear_options.gear_settings(flags)
+    attached = attach(flags, first.fingerprint) if gears is None else None
     # A GPU computes while the host goes on. A CPU does not, and numpy draws faster on it; logits of
     # a daemon are on the host anyway.
     deferred = attached is None and (start_device(flags) == "gpu" or chain.temperature == 0)
+    if settings.follow and start_device(flags) == "cpu":
+        deferred = False  # each step's entropy is wanted before the next: nothing to defer for
     runs = LocalRuns(flags["session"], signals, reader_gone, deferred)
 
     @cache
     def engine():
-        return attached or load(tokenizer.files, flags)
+        return attached or load(tokenizer.files, flags, gears)
 
     frames = tokenize(wanted, tokenizer)
     text = tokenizer.tokenizer
     stage = answer(frames, text, lambda head: engine(), runs, settings, signals, outcome)
+    if flags["verbose"]:
+        stage = gear_options.told(stage)
     return stage if attached is None else _closing(attached, stage)
 
 
@@ -204,7 +235,8 @@ class JsonWriter:
                 }
             )  # fmt: skip
         elif isinstance(frame, End):
-            self._write({"end": frame.reason, "n": frame.n, "text": self._text})
+            gears = {k: frame.extra[k] for k in ("gears",) if k in frame.extra}
+            self._write({"end": frame.reason, "n": frame.n, "text": self._text, **gears})
 
     def _write(self, value: dict) -> None:
         self._text = ""

@@ -4,21 +4,26 @@ names it; kept for the next run."""
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toastkit.commands.cli import say
 from toastkit.errors import CannotCreateError, DataError
 from toastkit.frames import Head
+
+if TYPE_CHECKING:
+    from toastkit.gears.options import GearOptions
 
 
 class Engines:
     """Calling it with a head gives the engine of that head's model.
 
     flags: the values of --model, --device, --dtype, --no-daemon, --quiet and --verbose.
+    gear_options: of the engine; a daemon's has no gears.
     """
 
-    def __init__(self, flags: dict[str, Any]):
+    def __init__(self, flags: dict[str, Any], gear_options: GearOptions | None = None):
         self._flags = flags
+        self._gear_options = gear_options
         self._model: tuple[str, str] | None = None
         self._engine: Any = None
 
@@ -31,9 +36,11 @@ class Engines:
         # A daemon has the weights, so the files that the head names need not be here; those of -m
         # are held against the stream in any case.
         files = self._located(name, head) if self._flags["model"] else None
-        engine = attach(self._flags, head.fingerprint)
+        engine = None
+        if self._gear_options is None:
+            engine = attach(self._flags, head.fingerprint)
         if engine is None:
-            engine = load(files or self._located(name, head), self._flags)
+            engine = load(files or self._located(name, head), self._flags, self._gear_options)
         self._engine, self._model = engine, model
         return engine
 
@@ -87,7 +94,7 @@ def start_device(flags: dict[str, Any]) -> str:
     return device.start(flags["device"], None if flags["quiet"] else say)
 
 
-def load(files, flags: dict[str, Any]):
+def load(files, flags: dict[str, Any], gear_options: GearOptions | None = None):
     """An Engine for a checkpoint, on the device and in the dtype of the flags."""
     import time
 
@@ -99,6 +106,7 @@ def load(files, flags: dict[str, Any]):
         device_name=flags["device"],
         dtype=flags["dtype"],
         notify=None if flags["quiet"] else say,
+        gear_options=gear_options,
     )
     if flags["verbose"]:
         say(f"loaded {files.name} on the {engine.device} in {time.perf_counter() - start:.2f} s")

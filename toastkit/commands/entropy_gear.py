@@ -1,21 +1,63 @@
-"""toast-entropy-gear: entropy, rolling mean and gear beside the logits."""
+"""toast-entropy-gear: entropy, rolling mean and gear beside the logits; calibration."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import click
 
 from toastkit.commands import cli, options
+from toastkit.commands.gear_options import TELEMETRY_NAMES, gear_rules, telemetry
+from toastkit.errors import ToastError
+
+CALIBRATION_NAMES = ("model", "raw", "device", "dtype")
 
 
 @cli.command("entropy-gear")
-@options.telemetry
+@telemetry
+@click.option("--explain", is_flag=True, help="Say on stderr what decides, and how it went.")
+@click.option(
+    "--calibrate", "strategy", metavar="prefill|prompts|FILE|off", allow_from_autoenv=False,
+    help="Measure a model's thresholds and store them, or forget them. Reads no frames.",
+)  # fmt: skip
+@options.model
+@click.option("--raw", is_flag=True, help="Read the text as it stands: no chat template.")
+@options.engine
 @click.pass_context
-def entropy_gear(context: click.Context, **flags) -> int:
+def entropy_gear(context: click.Context, strategy: str | None, **flags) -> int:
+    if strategy is None:
+        cli.refuse_together(context, "needs --calibrate", *CALIBRATION_NAMES)
+        return _filter(flags)
+    try:
+        return _calibrate(context, strategy, flags)
+    except ToastError as error:
+        error.sent = True  # stdout is for text here: nobody waits for an error frame
+        raise
+
+
+def _filter(flags: dict[str, Any]) -> int:
+    """Frames in, frames out."""
     from toastkit.commands.pipes import run_filter
     from toastkit.stages.gear import gear
+    from toastkit.stages.tally import tallied
 
-    settings = options.monitor_options(flags)
-    return run_filter(lambda frames, signals: gear(frames, settings), "entropy-gear")
+    explain = cli.say if flags["explain"] else None
+    rules = gear_rules(flags, explain)
+
+    def build(frames, signals):
+        annotated = gear(frames, rules)
+        return annotated if explain is None else tallied(annotated, explain)
+
+    return run_filter(build, "entropy-gear")
+
+
+def _calibrate(context: click.Context, strategy: str, flags: dict[str, Any]) -> int:
+    from toastkit.commands.calibrate import PREFILL, calibrate
+
+    cli.refuse_together(context, "is for frames, and --calibrate reads none", *TELEMETRY_NAMES)
+    if strategy != PREFILL:
+        cli.refuse_together(context, "is for --calibrate prefill", "raw")
+    return calibrate(strategy, flags)
 
 
 def main() -> None:

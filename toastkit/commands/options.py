@@ -132,16 +132,6 @@ sampling = together(
     click.option("--top", type=click.IntRange(0, 1000), metavar="N", default=0,
                  help="List the N most likely alternatives of each token."),
 )  # fmt: skip
-telemetry = together(
-    click.option("--window", type=int, metavar="N", help="Tokens in the rolling mean."),
-    click.option("--low", type=float, metavar="BITS",
-                 help="Mean entropy up to which the gear is low, for a vocabulary of 32,768."),
-    click.option("--high", type=float, metavar="BITS",
-                 help="Mean entropy from which the gear is high."),
-    click.option("--hysteresis", type=float, metavar="BITS",
-                 help="How far past a threshold the mean must go to leave low or high."),
-)  # fmt: skip
-
 SAMPLING_NAMES = (
     "temperature", "top_k", "top_p", "min_p", "min_tokens_to_keep", "typical_p", "xtc_probability",
     "xtc_threshold", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -181,16 +171,6 @@ def bias(text: str) -> tuple[int, float]:
         return int(name), float(value)
     except ValueError as error:
         raise UsageError(f"--logit-bias takes ID=B, not {text!r}") from error
-
-
-def monitor_options(flags: dict[str, Any]):
-    """MonitorOptions from flags, the paper's constants where none is given. Raises UsageError."""
-    from toastkit.gears.monitor import MonitorOptions
-
-    names = ("window", "low", "high", "hysteresis")
-    options = MonitorOptions(**{n: flags[n] for n in names if flags.get(n) is not None})
-    options.validate()
-    return options
 
 
 def template_arguments(pairs: tuple[str, ...]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,6 +79,8 @@ class Conversation:
             lambda: channel.gone,
             deferred=engine.device == "gpu" or prepared.sampling.temperature == 0,
         )
+        if prepared.difficulty is not None:
+            head = replace(head, extra={**head.extra, "difficulty": prepared.difficulty})
         frames: list[Frame] = [head, Tokens(pack_ids(prepared.ids))]
         options = self._options(chunk, tokenizer)
         self._frames: Iterator[Any] = answer(

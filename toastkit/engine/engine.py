@@ -9,18 +9,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from toastkit.engine import device
 from toastkit.engine.state import ModelState, restore_state
 from toastkit.errors import UsageError
+from toastkit.gears.options import GearOptions
 from toastkit.model.config import ModelConfig, load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.supported import reads_on_host
 from toastkit.session.directory import Session
-from toastkit.store.checkpoint import activation_dtype, load_model
+from toastkit.store.checkpoint import DTYPES, activation_dtype, load_weights
 from toastkit.store.ledger import CACHE, Ledger
+from toastkit.store.store import Store
+
+if TYPE_CHECKING:
+    from toastkit.gears.manager import PrecisionManager
 
 # Tokens per prefill pass. On the CPU the recurrent layers unroll in Python, so larger chunks gain
 # nothing and hold Ctrl-C up longer.
@@ -34,7 +40,8 @@ class Engine:
     files: the checkpoint. dtype: of activations, None for the default of the device.
     notify: is told a line when MLX's first start on this machine takes long, and when logits come
     out as NaN. ledger: who keeps how many bytes on the device. reads_on_host: the graph of a step
-    depends on its token's value.
+    depends on its token's value. gear_options: None leaves gears out altogether. gears: who shifts
+    them; None without gears, and for a checkpoint that is quantised already.
     """
 
     def __init__(
@@ -44,16 +51,22 @@ class Engine:
         device_name: str = "auto",
         dtype: str | None = None,
         notify: Callable[[str], None] | None = None,
+        gear_options: GearOptions | None = None,
     ):
         self.device = device.start(device_name, notify)
         self.files = files
         self.config: ModelConfig = load_config(files)
         self.dtype = dtype or activation_dtype(self.device == "cpu")
         self.ledger = Ledger()
-        self._model = load_model(files, self.config, self.dtype, self.ledger)
+        self._notify = notify
+        store = Store(files, self.config)
+        load_weights(store, self.dtype, self.ledger)
+        self._model = store.model
         self._check_dtype()
         self.reads_on_host = reads_on_host(type(self._model).__module__.rpartition(".")[2])
-        self._notify = notify
+        self.gears = self._gears_of(store, gear_options)
+        if self.gears is None:
+            store.close()
         self._steps = 0
 
     def _check_dtype(self) -> None:
@@ -64,6 +77,27 @@ class Engine:
             raise UsageError(
                 f"--dtype {self.dtype}: on the CPU, MLX computes experts in float32 only"
             )
+
+    def _gears_of(self, store: Store, options: GearOptions | None) -> PrecisionManager | None:
+        """The gears of the loaded model. A quantised checkpoint has none: paper 003, section 12.2.
+        Raises UsageError where it would have to shift nevertheless."""
+        if options is None or not options.on:
+            return None
+        if store.quantization is not None:
+            if options.fixed in ("low", "mid"):
+                raise UsageError(
+                    f"--gear {options.fixed}: {self.files.name} is quantised already",
+                    hint="--gear auto shows what its gears would do",
+                )
+            if self._notify is not None:
+                self._notify(
+                    f"{self.files.name} is quantised already: gears are shown and not shifted"
+                )
+            return None
+        from toastkit.gears.manager import PrecisionManager
+
+        dtype = None if self.dtype is None else DTYPES[self.dtype]
+        return PrecisionManager(store, dtype, self.ledger, options, self._notify)
 
     @property
     def vocab(self) -> int:
@@ -108,6 +142,8 @@ class Engine:
         """The passes of a prefill: (tokens read so far, logits), which only the last one has.
         chunk(): tokens of the next pass, None for the device's default."""
         total, done = len(ids), 0
+        if self.gears is not None:
+            self.gears.shift("high")  # a prompt is read densely: section 7.2
         while total - done > 1:
             count = min(chunk() or CHUNK[self.device], total - done - 1)
             self._model(mx.array(list(ids[done : done + count]), mx.uint32)[None], cache=cache)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toastkit.frames import Frame, Head
-from toastkit.gears.monitor import MonitorOptions
 from toastkit.sampling.options import SamplingOptions
 from toastkit.stages.decode import decode
 from toastkit.stages.detokenize import TextOptions, detokenize
-from toastkit.stages.gear import entropy_on_device, gear, gear_of_tokens
+from toastkit.stages.follow import Follower, GearRules
+from toastkit.stages.gear import entropy_on_device, followed, gear, gear_of_tokens
 from toastkit.stages.local import LocalRuns
 from toastkit.stages.options import Interrupt, Outcome, ReadOptions, StepOptions
 from toastkit.stages.prefill import prefill
@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """Settings of each stage. telemetry: entropy and gear are wanted in the token frames.
-    xtc_special_ids: tokens that XTC never removes."""
+    """Settings of each stage. telemetry: entropy and gear are wanted in the token frames. follow:
+    the model shifts as the entropy says. xtc_special_ids: tokens that XTC never removes."""
 
     read: ReadOptions = ReadOptions()
     step: StepOptions = StepOptions()
     draw: DrawOptions | None = None
     text: TextOptions = TextOptions()
-    monitor: MonitorOptions = field(default_factory=MonitorOptions)
+    rules: GearRules = GearRules()
     telemetry: bool = False
+    follow: bool = False
     xtc_special_ids: tuple[int, ...] = ()
 
 
@@ -53,7 +54,8 @@ def answer(
     engine_for(head): the engine, called once the session is open and the prompt is known.
     runs: whether it is deferred decides where tokens are drawn; they are the same tokens.
 
-    Without telemetry the entropy is not computed: the plain path does nothing that it need not.
+    Without telemetry or gears the entropy is not computed: the plain path does nothing that it need
+    not.
     """
 
     stages: list[Stage] = [
@@ -95,11 +97,15 @@ def _sampling(options: AnswerOptions, runs: LocalRuns) -> list[Stage]:
     def sampler_for(head: Head) -> tuple[Any, DrawOptions]:
         return new_sampler(draw.sampling, head.vocab, options.xtc_special_ids), draw
 
-    telemetry = options.telemetry
+    rules, wanted = options.rules, options.telemetry or options.follow
     if not runs.deferred:
         drawing: Stage = partial(sample, sampler_for=sampler_for, feed=runs.feed)
-        return [partial(gear, options=options.monitor), drawing] if telemetry else [drawing]
+        return [partial(gear, rules=rules), drawing] if wanted else [drawing]
     drawing = partial(sample_deferred, sampler_for=sampler_for, feed=runs.feed)
-    if not telemetry:
+    if options.follow:
+        follower = Follower(rules)
+        following = partial(followed, follower=follower)
+        return [entropy_on_device, following, partial(drawing, follower=follower)]
+    if not wanted:
         return [drawing]
-    return [entropy_on_device, drawing, partial(gear_of_tokens, options=options.monitor)]
+    return [entropy_on_device, drawing, partial(gear_of_tokens, rules=rules)]

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from toastkit.errors import DataError, NoInputError
 from toastkit.frames import End, Frame, Head, Prefilled, Tokens, unpack_ids
 from toastkit.stages.options import Interrupt, StepOptions
-from toastkit.stages.runs import DecodeRuns
+from toastkit.stages.runs import DecodeRuns, Next
 from toastkit.stages.streams import whole_runs
 
 if TYPE_CHECKING:
     from toastkit.engine.engine import Engine
     from toastkit.engine.state import ModelState
+    from toastkit.gears.manager import PrecisionManager
 
 
 def decode(
@@ -69,10 +70,14 @@ def _attach(runs: DecodeRuns, head: Head, rest: Iterator[Frame]) -> Head:
 def _run(engine: Engine, runs: DecodeRuns, ids: list[int], options: StepOptions) -> Iterator[Frame]:
     """One run: state in, logits out, commit, and only then the end."""
     state = runs.take(engine, ids)
+    if engine.gears is not None:
+        engine.gears.begin_run()
     try:
         end = yield from _steps(engine, runs, state, options)
     finally:
         runs.finish(state)
+    if engine.gears is not None:
+        end.extra["gears"] = engine.gears.run_report()
     yield end
 
 
@@ -86,7 +91,8 @@ def _steps(engine: Engine, runs: DecodeRuns, state: ModelState, options: StepOpt
         steps += 1
         if steps == options.steps:
             return End("length", drawn)
-        token, end = runs.next()
+        following = runs.next()
+        token, end = following.token, following.end
         if token is None:
             return End(end or "interrupt", drawn)
         started = time.perf_counter()
@@ -98,6 +104,18 @@ def _steps(engine: Engine, runs: DecodeRuns, state: ModelState, options: StepOpt
             end = "length"
         # A kept session holds every token of the answer, the last one too.
         if not full and (end is None or runs.keeps(state)):
+            if engine.gears is not None:
+                _shift(engine.gears, state, following)
             state.consume(engine, token)
         if end is not None:
             return End(end, drawn)
+
+
+def _shift(gears: PrecisionManager, state: ModelState, following: Next) -> None:
+    """Puts the model into the gear of the pass that comes now."""
+    gear = gears.options.fixed or following.gear
+    if gear is not None and gear != gears.gear:
+        state.settle()  # the next step's graph was built of modules that leave
+    gears.step(gear)
+    if following.expected is not None and gears.options.fixed is None:
+        gears.prepare(following.expected)

@@ -29,7 +29,7 @@ def feed_tokens(frames: Iterable[Frame], run: str | None, ignore_eos: bool) -> I
             writer = writer or _open(run)
             count += 1
             eos = head is not None and frame.id in head.eos and not ignore_eos
-            _send(writer, _position(frame, head), frame.id, eos)
+            _send(writer, _position(frame, head), frame.id, eos, frame.gear)
             if head is not None:
                 yield frame
             if eos and head is not None:
@@ -61,9 +61,11 @@ def _position(frame: Token, head: Head | None) -> int | None:
     return None if several or frame.pos < 0 else frame.pos
 
 
-def _send(writer: FeedWriter, pos: int | None, token: int | None, end: bool) -> None:
+def _send(
+    writer: FeedWriter, pos: int | None, token: int | None, end: bool, gear: str | None = None
+) -> None:
     try:
-        writer.send(pos, token, end=end)
+        writer.send(pos, token, gear, end)
     except BrokenPipeError:
         pass  # decode has ended by itself, and says so in the stream
 

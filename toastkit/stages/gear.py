@@ -1,31 +1,43 @@
-"""entropy-gear: annotates logits with entropy, its rolling mean, and the gear it asks for.
+"""entropy-gear: annotates logits with entropy, its course, and the gear for the next pass.
 
-Telemetry: the model's precision does not follow the gear yet.
+It decides and does nothing else: decode shifts, where it was told to (`--gear auto`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-from toastkit.frames import Frame, Head, Logits, Token
-from toastkit.gears.monitor import EntropyMeter, EntropyMonitor, MonitorOptions
+from toastkit.frames import End, Frame, Head, Logits, Prefilled, Token
+from toastkit.gears.monitor import EntropyMeter
+from toastkit.stages.follow import Follower, GearRules
 from toastkit.stages.streams import ends_run, whole_runs
 
 
-def gear(frames: Iterable[Frame], options: MonitorOptions) -> Iterator[Frame]:
-    """Fills entropy, mean, slope, gear, shifted and reason of every logits frame."""
+def gear(frames: Iterable[Frame], rules: GearRules) -> Iterator[Frame]:
+    """Fills entropy, mean, slope, gear, shifted, reason and expected of every logits frame."""
     from toastkit.stages.arrays import LogitsReader
 
     reader = LogitsReader()
-    monitor: EntropyMonitor | None = None
-    for frame in whole_runs(frames, ends_run):
+    follower = Follower(rules)
+    meter: EntropyMeter | None = None
+    for frame in followed(whole_runs(frames, ends_run), follower):
         if isinstance(frame, Head):
             reader.begin(frame)
             meter = EntropyMeter(frame.vocab)
-            monitor = EntropyMonitor(frame.vocab, options)
-        elif isinstance(frame, Logits) and monitor is not None:
-            _annotate(frame, monitor, meter.bits(reader.read(frame.logits)))
+        elif isinstance(frame, Logits) and meter is not None:
+            follower.annotate(frame, meter.bits(reader.read(frame.logits)))
+        yield frame
+
+
+def followed(frames: Iterable[Frame], follower: Follower) -> Iterator[Frame]:
+    """The frames; the follower learns where runs begin and end."""
+    for frame in frames:
+        if isinstance(frame, Head):
+            follower.begin(frame)
+        elif isinstance(frame, Prefilled):
+            follower.prefilled(frame)
+        elif isinstance(frame, End):
+            follower.end()
         yield frame
 
 
@@ -39,23 +51,11 @@ def entropy_on_device(frames: Iterable[Frame]) -> Iterator[Frame]:
         yield frame
 
 
-def gear_of_tokens(frames: Iterable[Frame], options: MonitorOptions) -> Iterator[Frame]:
+def gear_of_tokens(frames: Iterable[Frame], rules: GearRules) -> Iterator[Frame]:
     """Gives each token the gear that its entropy asks for: `gear`, where entropy is read only with
-    the token."""
-    monitor: EntropyMonitor | None = None
-    for frame in frames:
-        if isinstance(frame, Head):
-            monitor = EntropyMonitor(frame.vocab, options)
-        elif isinstance(frame, Token) and monitor is not None and frame.entropy is not None:
-            frame.gear = monitor.update(frame.entropy).gear
+    the token and nobody waits for the gear."""
+    follower = Follower(rules)
+    for frame in followed(frames, follower):
+        if isinstance(frame, Token) and frame.entropy is not None:
+            follower.annotate(frame, frame.entropy)
         yield frame
-
-
-def _annotate(frame: Logits, monitor: EntropyMonitor, entropy: float) -> None:
-    reading: Any = monitor.update(entropy)
-    frame.entropy = round(entropy, 6)
-    frame.mean = round(reading.mean, 6)
-    frame.slope = round(reading.slope, 6)
-    frame.gear = reading.gear
-    frame.shifted = reading.shifted
-    frame.reason = reading.reason

@@ -30,9 +30,17 @@ class LocalFeed:
         self.waiting.clear()
         self.closed = None
 
-    def send(self, pos: int, token: Any, end: str | None = None) -> None:
-        """The token at `pos`, an int or a device array (); with `end`, the last one."""
-        self.waiting.append(Next(token, end))
+    def send(
+        self,
+        pos: int,
+        token: Any,
+        end: str | None = None,
+        gear: str | None = None,
+        expected: str | None = None,
+    ) -> None:
+        """The token at `pos`, an int or a device array (); with `end`, the last one. gear: of the
+        pass that runs it."""
+        self.waiting.append(Next(token, end, gear, expected))
 
     def close(self, reason: str) -> None:
         """Ends the run before any token that waits."""

@@ -28,23 +28,38 @@ class PipeFeed:
         feeds = [Path(run) / "feed" for run in runs]
         self._paths = [path for path in feeds if path.exists()] if self._sends else []
 
-    def send(self, pos: int, token: int, end: str | None = None) -> None:
-        """The token at `pos`; with `end`, the last one."""
+    def send(
+        self,
+        pos: int,
+        token: int,
+        end: str | None = None,
+        gear: str | None = None,
+        expected: str | None = None,
+    ) -> None:
+        """The token at `pos`; with `end`, the last one. gear: of the pass that runs it."""
         # Prompts of several decodes differ in length: each takes the token for its own next one.
-        self._send(pos if len(self._paths) == 1 else None, token, end is not None)
+        known = pos if len(self._paths) == 1 else None
+        self._send(known, token, end is not None, gear, expected)
 
     def close(self, reason: str) -> None:
         """Ends the run at once."""
         self._send(None, None, True)
 
-    def _send(self, pos: int | None, token: int | None, end: bool) -> None:
+    def _send(
+        self,
+        pos: int | None,
+        token: int | None,
+        end: bool,
+        gear: str | None = None,
+        expected: str | None = None,
+    ) -> None:
         """A decode that has ended meanwhile says so in the stream: that is where it is noticed."""
         if not self._paths:
             return
         try:
             if self._writer is None:
                 self._writer = FeedWriter(self._paths)
-            self._writer.send(pos, token, end=end)
+            self._writer.send(pos, token, gear, end, expected)
         except (BrokenPipeError, NoInputError):
             self.finish()
 

@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 
 class Next(NamedTuple):
     """What to do after a step. token: the id to run next (an int, or a device array () that is
-    still being computed), None to stop at once. end: the reason, where the run ends here."""
+    still being computed), None to stop at once. end: the reason, where the run ends here. gear: of
+    the pass that runs the token, None for as before. expected: the gear that is coming, perhaps."""
 
     token: int | mx.array | None
     end: str | None = None
+    gear: str | None = None
+    expected: str | None = None
 
 
 class PrefillRuns(Protocol):

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from toastkit.frames import End, Frame, Head, Logits, Token, Tokens, unpack_ids
 from toastkit.sampling.options import SamplingOptions
+from toastkit.stages.follow import Follower
 from toastkit.stages.options import StepOptions
 from toastkit.stages.streams import ends_run, whole_runs
 
@@ -21,7 +22,14 @@ class Feed(Protocol):
 
     def begin(self, head: Head) -> None: ...
 
-    def send(self, pos: int, token: Any, end: str | None = None) -> None: ...
+    def send(
+        self,
+        pos: int,
+        token: Any,
+        end: str | None = None,
+        gear: str | None = None,
+        expected: str | None = None,
+    ) -> None: ...
 
     def close(self, reason: str) -> None: ...
 
@@ -70,7 +78,7 @@ def sample(
                 reader.read(frame.logits), frame.pos, run.history, options.top, options.want_logprob
             )
             token = run.token(frame, drawn)
-            feed.send(frame.pos, drawn.id, run.ended)
+            feed.send(frame.pos, drawn.id, run.ended, frame.gear, frame.expected)
             yield token
         elif isinstance(frame, Token):
             continue  # of an earlier draw, in a replayed stream
@@ -86,11 +94,14 @@ def sample_deferred(
     frames: Iterable[Frame],
     sampler_for: Callable[[Head], tuple[Any, DrawOptions]],
     feed: Feed,
+    follower: Follower | None = None,
 ) -> Iterator[Frame]:
     """Draws on the device: the token goes back unread, the next step is submitted, and only then is
     the token read, so that the device never waits for the host (as mlx_lm.generate_step does).
 
-    sampler_for(head): a DeviceSampler for that vocabulary, and the options to draw with.
+    sampler_for(head): a DeviceSampler for that vocabulary, and the options to draw with. follower:
+    chooses the gear of the next pass; the token is then read first, together with the entropy that
+    the choice hangs on, in the one synchronisation a token (003, section 3.6).
     """
     import mlx.core as mx
 
@@ -111,6 +122,13 @@ def sample_deferred(
             drawn = sampler.draw(frame.logits, frame.pos, recent, options.top, options.want_logprob)
             extra = [] if frame.entropy is None else [frame.entropy]
             mx.async_eval(*drawn.arrays(), *extra)
+            if follower is not None:
+                value = drawn.read()
+                follower.annotate(frame, frame.entropy.item())
+                token = run.token(frame, value)
+                feed.send(frame.pos, token.id, run.ended, frame.gear, frame.expected)
+                yield token
+                continue
             count = run.drawn + (1 if waiting is None else 2)
             last = count == options.limit.max_tokens
             feed.send(frame.pos, drawn.id, "length" if last else None)

@@ -17,6 +17,7 @@ import numpy as np
 
 from toastkit.errors import DataError, NoInputError, UnavailableError
 from toastkit.frames import Array, Frame, Head, Logits, Token
+from toastkit.gears.monitor import EntropyMeter
 from toastkit.session.directory import Session
 from toastkit.session.feed import FeedMessage, FeedReader
 from toastkit.session.handover import HandoverClient, HandoverServer
@@ -24,6 +25,7 @@ from toastkit.session.names import resolve
 from toastkit.session.ring import RingWriter
 from toastkit.session.run import RunDirectory
 from toastkit.stages.arrays import from_numpy
+from toastkit.stages.follow import Follower
 from toastkit.stages.options import Interrupt
 from toastkit.stages.poll import GONE, reader_gone, unread_bytes
 from toastkit.stages.runs import Next, SessionRuns
@@ -128,13 +130,21 @@ class DecodeEnd:
     """decode's side of runs: see `runs.DecodeRuns`.
 
     own: chooses the tokens here; None waits for them on the run's FIFO. inline: logits travel in
-    the frames; else through the ring, which a reader must not fall behind of.
+    the frames; else through the ring, which a reader must not fall behind of. follower: chooses the
+    gears where no token that comes back names one.
     """
 
-    def __init__(self, interrupt: Interrupt, own: OwnFeed | None, inline: bool):
+    def __init__(
+        self,
+        interrupt: Interrupt,
+        own: OwnFeed | None,
+        inline: bool,
+        follower: Follower | None = None,
+    ):
         self._interrupt = interrupt
         self._own = own
         self._inline = inline
+        self._follower = follower
         self._clear()
 
     def _clear(self) -> None:
@@ -148,6 +158,8 @@ class DecodeEnd:
         self._chosen: Next | None = None
         self._position = 0
         self._engine: Engine | None = None
+        self._meter: EntropyMeter | None = None
+        self._step: tuple[Logits, np.ndarray] | None = None
 
     def attach(self, head: Head) -> Head:
         if head.session is None:
@@ -165,6 +177,7 @@ class DecodeEnd:
         else:
             self._feed = FeedReader(self._run.feed)
         self._head = dataclasses.replace(head, run=str(self._run.path))
+        self._meter = None if self._follower is None else EntropyMeter(head.vocab)
         return self._head
 
     def _join(self, head: Head) -> None:
@@ -215,13 +228,27 @@ class DecodeEnd:
         seconds = None if started is None else round(time.perf_counter() - started, 6)
         self._position = len(state.tokens)
         array = from_numpy(values) if self._ring is None else self._ring.write(values)
-        yield Logits(self._position, array, seconds)
-        if self._own is not None:
-            self._chosen = None if self._interrupt else self._own.choose(values)
-            if self._chosen is not None and isinstance(self._chosen.token, int):
-                token = self._chosen.token
-                logprob = _log_probability(values, token)
-                yield Token(self._position, token, None if logprob is None else round(logprob, 6))
+        frame = Logits(self._position, array, seconds)
+        if self._own is None:
+            self._step = frame, values
+            yield frame
+            return
+        self._follow(frame, values)
+        yield frame
+        chosen = None if self._interrupt else self._own.choose(values)
+        if chosen is not None and isinstance(chosen.token, int):
+            logprob = _log_probability(values, chosen.token)
+            logprob = None if logprob is None else round(logprob, 6)
+            yield Token(
+                self._position, chosen.token, logprob, gear=frame.gear, entropy=frame.entropy
+            )
+            chosen = chosen._replace(gear=frame.gear, expected=frame.expected)
+        self._chosen = chosen
+
+    def _follow(self, frame: Logits, values: np.ndarray) -> None:
+        """Chooses the gear of the pass after these logits."""
+        if self._follower is not None and self._meter is not None:
+            self._follower.annotate(frame, self._meter.bits(values))
 
     def next(self) -> Next:
         if self._own is not None:
@@ -242,10 +269,17 @@ class DecodeEnd:
                 f"the feed sent a token for position {message.pos}, decode is at {self._position}",
                 hint="do two samplers feed one run? give one of them --no-feed",
             )
+        gear, expected = message.gear, message.expected
+        if gear is None and self._step is not None:  # no entropy-gear stands in the pipe
+            frame, values = self._step
+            self._follow(frame, values)
+            gear, expected = frame.gear, frame.expected
         if not message.end:
             # A token that was drawn already has been shown: it belongs to what is committed.
-            return Next(message.id, "interrupt" if self._interrupt else None)
-        return Next(message.id, "eos" if self._is_eos(message.id) else "length")
+            end = "interrupt" if self._interrupt else None
+        else:
+            end = "eos" if self._is_eos(message.id) else "length"
+        return Next(message.id, end, gear, expected)
 
     def _is_eos(self, token: int) -> bool:
         return self._head is not None and token in self._head.eos
@@ -277,6 +311,8 @@ class DecodeEnd:
         finally:
             state.session = None  # `close` closes it, when the run has been removed
             state.close()
+            if self._follower is not None:
+                self._follower.end()
             self.close()
 
     def close(self) -> None:

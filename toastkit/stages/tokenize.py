@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from toastkit.errors import DataError
 from toastkit.frames import Frame, Head, Tokens, pack_ids
@@ -35,6 +36,15 @@ class Prompt:
 
     text: str | None = None
     messages: list[dict] | None = None
+
+
+def difficulty(prompt: Prompt) -> dict[str, Any]:
+    """How hard a prompt looks, as a head tells it to those who choose gears: of what is asked now,
+    which is raw text or the last message, and not of the history before it."""
+    from toastkit.gears.classifier import classify
+
+    text = prompt.text if prompt.messages is None else prompt.messages[-1]["content"]
+    return classify(text or "").as_map()
 
 
 class PromptTokenizer:
@@ -181,11 +191,11 @@ def _last_within(text: str, piece: str, end: int) -> int:
 def tokenize(
     prompts: Iterable[Prompt], tokenizer: PromptTokenizer, session: str | None = None
 ) -> Iterator[Frame]:
-    """A run for each prompt: its head and its tokens."""
+    """A run for each prompt: its head, which says how hard the prompt looks, and its tokens."""
     head: Head | None = None
     for prompt in prompts:
         ids = tokenizer.encode(prompt)
         head = head or tokenizer.head(session)
-        yield head
+        yield replace(head, extra={"difficulty": difficulty(prompt)})
         role = prompt.messages[-1]["role"] if prompt.messages else "user"
         yield Tokens(pack_ids(ids), role)

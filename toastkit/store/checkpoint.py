@@ -26,9 +26,17 @@ def load_model(
     Raises DataError for a checkpoint that is broken or that mlx_lm has no architecture for.
     """
     store = Store(files, config)
+    try:
+        load_weights(store, dtype, ledger)
+    finally:
+        store.close()
+    return store.model
+
+
+def load_weights(store: Store, dtype: str | None, ledger: Ledger | None = None) -> None:
+    """As `load_model`, into the model of a store that stays open."""
     model = store.model
     model.load_weights(list(store.tensors(store.names).items()))
-    store.close()
     if dtype is not None:
         model.set_dtype(DTYPES[dtype])
     try:
@@ -39,10 +47,9 @@ def load_model(
         mx.eval(model.parameters())
     except RuntimeError as error:
         reason = str(error).strip().split("\n")[0]
-        raise DataError(f"{files.name}: cannot read the weights: {reason}") from error
+        raise DataError(f"{store.files.name}: cannot read the weights: {reason}") from error
     if ledger is not None:
         count_weights(store, model, ledger)
-    return model
 
 
 def count_weights(store: Store, model: nn.Module, ledger: Ledger) -> None:

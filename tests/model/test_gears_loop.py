@@ -1,0 +1,301 @@
+"""The loop with gears, in one process: who decides, when the model shifts, and that off is off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toastkit.engine.engine import Engine
+from toastkit.frames import End, Head, Logits, Prefilled, Token, Tokens, pack_ids
+from toastkit.gears import device, monitor
+from toastkit.gears.monitor import MonitorOptions
+from toastkit.gears.options import GearOptions
+from toastkit.gears.selector import SelectorOptions
+from toastkit.model.config import fingerprint
+from toastkit.model.locate import locate
+from toastkit.sampling.device import DeviceSampler
+from toastkit.sampling.host import HostSampler
+from toastkit.sampling.options import SamplingOptions
+from toastkit.stages.decode import decode
+from toastkit.stages.follow import Follower, GearRules
+from toastkit.stages.gear import entropy_on_device, followed, gear
+from toastkit.stages.local import LocalRuns
+from toastkit.stages.options import Interrupt, ReadOptions, StepOptions
+from toastkit.stages.prefill import prefill
+from toastkit.stages.sample import DrawOptions, sample, sample_deferred
+from toastkit.stages.streams import compose
+
+# "Tell me a story about a fox." as a turn of a chat with the embedded model.
+PROMPT = [1, 316, 201, 1032, 445, 261, 552, 547, 261, 3072, 294, 261, 1536, 16, 2, 201, 1, 317, 201]
+DEFAULTS = MonitorOptions()
+ALWAYS_HIGH = MonitorOptions(low=0, high=1e-6, hysteresis=0, scale_to_vocab=False)
+
+
+def geared(mode: str = "auto", **options: Any) -> Engine:
+    return Engine(locate("crumb"), dtype="float32", gear_options=GearOptions(mode, **options))
+
+
+class Answer:
+    """An answer with gears. gears: that each token's pass ran in, as decode ran them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ids: list[int] = PROMPT,
+        count: int = 40,
+        rules: GearRules | None = None,
+        deferred: bool = False,
+        session: Path | None = None,
+        difficulty: Any = None,
+    ):
+        rules = rules or GearRules(calibrated=False)
+        limit = StepOptions(max_tokens=count)
+        name = None if session is None else str(session)
+        extra = {} if difficulty is None else {"difficulty": difficulty}
+        head = Head("m", fingerprint(engine.files), engine.vocab, [], session=name, extra=extra)
+        runs = LocalRuns(name, Interrupt(), deferred=deferred)
+        shared = {"engine_for": lambda head: engine, "runs": runs, "interrupt": Interrupt()}
+        draw = DrawOptions(SamplingOptions(), 0, limit)
+        self.logits: list[np.ndarray] = []
+        self.steps: list[Logits] = []
+        self.gears: list[str | None] = []
+        self._engine = engine
+        self.frames = list(
+            compose(
+                [head, Tokens(pack_ids(ids))],
+                partial(prefill, options=ReadOptions(), **shared),
+                partial(decode, options=limit, **shared),
+                self.listen,
+                *self._drawing(rules, draw, runs, deferred),
+            )
+        )
+        self.ids = [f.id for f in self.frames if type(f) is Token]
+        self.asked = [f.gear for f in self.frames if type(f) is Token]
+        self.prefilled = next(f for f in self.frames if type(f) is Prefilled)
+        assert type(self.frames[-1]) is End
+        self.end = self.frames[-1]
+
+    def _drawing(self, rules: GearRules, draw: DrawOptions, runs: LocalRuns, deferred: bool):
+        chain = draw.sampling
+        if not deferred:
+            host = lambda head: (HostSampler(chain, head.vocab), draw)  # noqa: E731
+            return partial(gear, rules=rules), partial(sample, sampler_for=host, feed=runs.feed)
+        follower = Follower(rules)
+        made = lambda head: (DeviceSampler(chain, head.vocab), draw)  # noqa: E731
+        drawing = partial(sample_deferred, sampler_for=made, feed=runs.feed, follower=follower)
+        return entropy_on_device, partial(followed, follower=follower), drawing
+
+    def listen(self, frames) -> Iterator:
+        for frame in frames:
+            if type(frame) is Logits:
+                self.logits.append(np.array(frame.logits))
+                self.steps.append(frame)
+                manager = self._engine.gears
+                self.gears.append(None if manager is None else manager.gear)
+            yield frame
+
+
+def rules(options: MonitorOptions = DEFAULTS, min_duration: int = 1) -> GearRules:
+    return GearRules(SelectorOptions(options, min_duration), calibrated=False)
+
+
+@pytest.fixture(scope="module")
+def plain(crumb) -> Answer:
+    return Answer(crumb)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_gear_is_that_of_the_pass_that_reads_its_token(deferred: bool) -> None:
+    engine = geared("auto", scope="all")
+    found = Answer(engine, rules=rules(), deferred=deferred)
+    assert {"low", "mid", "high"} == set(found.asked)
+    # The prompt in high; then each pass as the token that it reads says.
+    assert found.gears == ["high", *found.asked[:-1]]
+    counts = {name: found.gears[1:].count(name) for name in ("low", "mid", "high")}
+    shifts = len(list(groupby(found.gears))) - 1
+    report = found.end.extra["gears"]
+    assert {name: report[name] for name in counts} == counts
+    assert report["shifts"] == shifts > 2 and report["seconds"] > 0
+    assert engine.gears is not None and report["bytes"] == engine.gears.device_bytes
+
+
+def test_each_pass_is_computed_in_its_gear() -> None:
+    """The same tokens, forced through engines that stay in one gear: from one cache on, a pass of
+    the loop gives the logits of the engine in that gear."""
+    engine = geared("auto", scope="all")
+    found = Answer(engine, count=12, rules=rules())
+    again = geared("auto", scope="all")
+    assert again.gears is not None
+    cache = again.new_cache()
+    _, logits = again.prefill(PROMPT, cache)
+    assert np.abs(np.array(logits) - found.logits[0]).max() == 0
+    for token, gear_of, wanted in zip(found.ids, found.gears[1:], found.logits[1:]):
+        again.gears.shift(gear_of)
+        assert (np.array(again.step(token, cache)) == wanted).all()
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("mode", ["high", "auto"])
+def test_high_is_bit_for_bit_the_plain_path(plain: Answer, mode: str, deferred: bool) -> None:
+    found = Answer(geared(mode, scope="all"), rules=rules(ALWAYS_HIGH), deferred=deferred)
+    assert found.ids == plain.ids
+    assert all((a == b).all() for a, b in zip(found.logits, plain.logits, strict=True))
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("mode", ["low", "mid"])
+def test_a_fixed_gear_begins_after_the_prompt(plain: Answer, mode: str, deferred: bool) -> None:
+    engine = geared(mode, scope="all")
+    fixed = GearRules(calibrated=False, fixed=mode)
+    for _ in range(2):  # the second answer goes up for its prompt, and down again
+        found = Answer(engine, count=20, rules=fixed, deferred=deferred)
+        assert found.gears == ["high"] + [mode] * 19 and found.asked == [mode] * 20
+        assert (found.logits[0] == plain.logits[0]).all()
+        assert not (found.logits[1] == plain.logits[1]).all()
+        assert found.end.extra["gears"]["shifts"] == 1
+
+
+def test_host_and_device_choose_the_same_gears() -> None:
+    engine = geared("auto", scope="all")
+    host, dev = (Answer(engine, rules=rules(), deferred=d) for d in (False, True))
+    assert host.ids == dev.ids and host.asked == dev.asked
+    assert [s.reason for s in host.steps] == [s.reason for s in dev.steps]
+    assert np.allclose([s.entropy for s in host.steps], [s.entropy for s in dev.steps], atol=1e-4)
+
+
+def test_off_is_the_plain_path(crumb, plain: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No manager, no other module, no entropy: what runs is what ran before there were gears."""
+    from toastkit.stages.answer import AnswerOptions, answer
+    from toastkit.stages.options import Outcome
+    from toastkit.text.tokenizer import Tokenizer
+
+    off = Engine(locate("crumb"), dtype="float32", gear_options=GearOptions("off"))
+    assert off.gears is None and crumb.gears is None
+    kinds = [{p: type(m) for p, m in e._model.named_modules()} for e in (off, crumb)]
+    assert kinds[0] == kinds[1]
+
+    def fail(*arguments: Any) -> None:
+        pytest.fail("the entropy was computed")
+
+    monkeypatch.setattr(monitor.EntropyMeter, "bits", fail)
+    monkeypatch.setattr(device, "entropy_bits", fail)
+    for deferred in (False, True):
+        head = Head("m", fingerprint(off.files), off.vocab, [])
+        options = AnswerOptions(draw=DrawOptions(SamplingOptions(), 0, StepOptions(max_tokens=40)))
+        runs = LocalRuns(None, Interrupt(), deferred=deferred)
+        frames = list(
+            answer(
+                [head, Tokens(pack_ids(PROMPT))], Tokenizer(off.files), lambda head: off, runs,
+                options, Interrupt(), Outcome(),
+            )
+        )  # fmt: skip
+        assert [f.id for f in frames if type(f) is Token] == plain.ids
+        assert "gears" not in frames[-1].extra
+
+
+def test_the_prompt_chooses_the_first_gear() -> None:
+    from toastkit.gears.classifier import classify
+
+    engine = geared("auto")
+    hard = classify("Prove that √2 + √3 ≠ π, step by step; derive each ∑ you use: why?")
+    easy = classify("Hi!")
+    assert (hard.gear, easy.gear) == ("high", "low")
+    for difficulty in (hard, easy):
+        found = Answer(engine, rules=rules(), difficulty=difficulty.as_map())
+        first = found.asked[: MonitorOptions().window - 1]
+        assert first == [difficulty.gear] * len(first)
+        assert "prompt score" in found.steps[0].reason
+
+
+def test_a_gear_is_held() -> None:
+    for duration in (1, 6):
+        found = Answer(geared("auto"), count=60, rules=rules(min_duration=duration))
+        lengths = [len(list(run)) for _, run in groupby(found.asked)]
+        assert len(lengths) > 2 and min(lengths[:-1]) >= duration
+
+
+def test_catastrophe_goes_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meter is told to see one: no text of the embedded model's is."""
+    engine = geared("auto", scope="all")
+    limit = 12.0  # log2 of the vocabulary
+    values = iter([0.1] * 6 + [limit, limit] + [0.1] * 100)
+    monkeypatch.setattr(monitor.EntropyMeter, "bits", lambda self, logits: next(values))
+    found = Answer(engine, count=12, rules=rules(min_duration=5))
+    assert found.asked[:8] == ["low"] * 6 + ["mid", "high"]  # mid is held for one token of five
+    assert found.steps[7].reason == "catastrophic"
+    assert found.gears[8] == "high"
+
+
+def test_what_is_expected_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from toastkit.gears.manager import PrecisionManager
+
+    engine = geared("auto", scope="all")
+    prepared: list[str] = []
+    real = PrecisionManager.prepare
+    monkeypatch.setattr(
+        PrecisionManager, "prepare", lambda self, gear: (prepared.append(gear), real(self, gear))
+    )
+    found = Answer(engine, rules=rules())
+    assert prepared == [step.expected for step in found.steps[:-1]]
+    assert any(step.expected != step.gear for step in found.steps)
+    Answer(geared("low"), count=5, rules=rules())  # a fixed gear expects no other
+    assert len(prepared) == len(found.steps) - 1
+
+
+# ------------------------------------------------------------------------------------- sessions
+
+
+def test_gears_go_on_where_the_session_stopped(tmp_path: Path) -> None:
+    engine = geared("auto", scope="all")
+    whole = Answer(engine, count=40, rules=rules(min_duration=3), session=tmp_path / "whole")
+    for cut in (1, 7, 18):
+        path = tmp_path / f"cut{cut}"
+        first = Answer(engine, count=cut, rules=rules(min_duration=3), session=path)
+        ids = [*PROMPT, *first.ids]
+        second = Answer(engine, ids, 40 - cut, rules(min_duration=3), session=path)
+        assert second.prefilled.n_new == 0
+        assert first.ids + second.ids == whole.ids
+        assert first.asked + second.asked == whole.asked
+        told = [(s.mean, s.slope, s.reason) for s in first.steps + second.steps]
+        assert told == [(s.mean, s.slope, s.reason) for s in whole.steps]
+
+
+def test_gears_begin_anew_where_more_was_read(tmp_path: Path) -> None:
+    engine = geared("auto")
+    path = tmp_path / "s"
+    first = Answer(engine, count=7, session=path)
+    ids = [*PROMPT, *first.ids, 2, 201]
+    more = Answer(engine, ids, 5, session=path)
+    assert more.prefilled.n_new == 2 and more.steps[0].mean == more.steps[0].entropy
+    other = Answer(engine, [*ids, *more.ids], 5, rules(MonitorOptions(window=2)), session=path)
+    assert other.prefilled.n_new == 0  # but other rules than those it was kept with
+    assert other.steps[0].mean == other.steps[0].entropy
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        b"", b"\x81", b"\xc1" * 50,
+        {"position": 3, "selector": {}}, {"position": -1, "selector": None}, {},
+    ],
+)  # fmt: skip
+def test_a_broken_state_is_as_good_as_none(tmp_path: Path, state: Any) -> None:
+    from toastkit.session import gear_state
+
+    engine = geared("auto")
+    path = tmp_path / "s"
+    first = Answer(engine, count=5, session=path)
+    if isinstance(state, bytes):
+        (path / gear_state.GEAR_FILE).write_bytes(state)
+    else:
+        committed = gear_state.committed(path)
+        assert committed is not None
+        gear_state.save(path, *committed, state)
+    second = Answer(engine, [*PROMPT, *first.ids], 5, session=path)
+    assert second.prefilled.n_new == 0 and second.steps[0].mean == second.steps[0].entropy

@@ -1,0 +1,374 @@
+"""The precision manager: modules replaced, originals released and read again, the cache bounded."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from tests.model.checkpoints import SIZES, random_weights, write_checkpoint
+from tests.model.published import write_published
+from toastkit.engine.engine import Engine
+from toastkit.errors import DataError, UsageError
+from toastkit.gears import manager as manager_module
+from toastkit.gears.manager import PrecisionManager
+from toastkit.gears.options import GearOptions
+from toastkit.model.config import load_config
+from toastkit.model.locate import locate
+from toastkit.store.bake import bake
+from toastkit.store.ledger import GEARS
+from toastkit.store.precision import LARGEST
+from toastkit.store.store import Store
+
+IDS = [5 + 7 * n % 4000 for n in range(24)]
+PLENTY = 1 << 40
+
+
+def engine_of(path: Path | str, options: GearOptions | None = None, **rest) -> Engine:
+    return Engine(locate(str(path)), dtype="float32", gear_options=options, **rest)
+
+
+def geared(path: Path | str, scope: str = "all", /, **options) -> tuple[Engine, PrecisionManager]:
+    engine = engine_of(path, GearOptions("auto", scope, **options))
+    assert engine.gears is not None
+    return engine, engine.gears
+
+
+def logits(engine: Engine) -> np.ndarray:
+    """(24, vocab), and of a step after them: many rows at once, and a single one."""
+    cache = engine.new_cache()
+    rows = np.array(engine.score(IDS, cache))
+    return np.concatenate([rows, np.array(engine.step(9, cache))[None]])
+
+
+def weights_by_hand(engine: Engine, paths: list[str], bits: int) -> None:
+    """Puts into a plain model what section 5 makes of its bfloat16 matrices, with numpy alone."""
+    changed = []
+    for name, array in tree_flatten(engine._model.parameters()):
+        if name.rpartition(".")[0] in paths and name.endswith(".weight"):
+            w = np.array(array)
+            peak = np.abs(w).max(axis=-1, keepdims=True)
+            s = np.maximum(peak / LARGEST[bits], 1e-8).astype(np.float32)
+            s = np.array(mx.array(s).astype(mx.bfloat16).astype(mx.float32))  # as it is stored
+            q = np.clip(np.round(w / s), -LARGEST[bits], LARGEST[bits])
+            changed.append((name, mx.array((q * s).astype(np.float32))))
+    assert len(changed) == len(paths)
+    engine._model.load_weights(changed, strict=False)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("gears")
+    names = ("qwen3", "qwen3_moe", "qwen3_moe_quantised", "gemma3_text")
+    return {name: write_published(folder / name, name) for name in names}
+
+
+@pytest.mark.parametrize("scope", ["attention", "all"])
+@pytest.mark.parametrize("name", ["crumb", "qwen3", "qwen3_moe", "gemma3_text"])
+def test_high_gear_is_no_gear(sources: dict, name: str, scope: str) -> None:
+    path = sources.get(name, name)
+    plain = logits(engine_of(path))
+    engine, gears = geared(path, scope, cache_bytes=0)
+    assert (logits(engine) == plain).all()
+    for gear in ("low", "high", "mid", "low", "high"):
+        assert gears.shift(gear)
+        assert not gears.shift(gear)
+        assert (logits(engine) == plain).all() == (gear == "high")
+
+
+@pytest.mark.parametrize("path", ["fused", "dequant"])
+@pytest.mark.parametrize("bits", [(4, 8), (2, 6)])
+@pytest.mark.parametrize("scope", ["attention", "all"])
+def test_gears_compute_what_the_numbers_stand_for(
+    sources: dict, scope: str, bits: tuple[int, int], path: str
+) -> None:
+    engine, gears = geared(sources["qwen3_moe"], scope, bits=bits, path=path)
+    for gear, width in zip(("low", "mid"), bits):
+        gears.shift(gear)
+        found = logits(engine)
+        plain = engine_of(sources["qwen3_moe"])
+        weights_by_hand(plain, gears.paths, width)
+        wanted = logits(plain)
+        assert np.abs(found - wanted).max() < 1e-4 * np.abs(wanted).max()
+        assert np.abs(found - logits(engine_of(sources["qwen3_moe"]))).max() > 0
+    assert (gears.counts.fused > 0) == (path == "fused")
+    assert (gears.counts.miss > 0) == (gears.counts.hit > 0) == (path == "dequant")
+
+
+def test_fused_is_dequantised_then_multiplied() -> None:
+    fused, gears = geared("crumb")
+    dense, dequant = geared("crumb", path="dequant")
+    for gear in ("low", "mid"):
+        gears.shift(gear)
+        dequant.shift(gear)
+        first, second = logits(fused), logits(dense)
+        assert np.abs(first - second).max() <= 1e-4 * np.abs(first).max()
+
+
+def test_dense_copies_last_as_long_as_the_gear() -> None:
+    engine, gears = geared("crumb", "attention", path="dequant")
+    gears.shift("mid")
+    count = len(gears.paths)
+    packed = gears.device_bytes
+    gears.step(None)
+    logits(engine)
+    assert gears.counts.as_map() == {"fused": 0, "hit": count, "miss": count}
+    gears.step(None)
+    assert engine.ledger.of(GEARS) == gears.device_bytes == packed + gears.originals_bytes
+    gears.shift("high")
+    gears.shift("mid")
+    assert engine.ledger.of(GEARS) == gears.device_bytes == packed
+    logits(engine)
+    assert gears.counts.as_map() == {"fused": 0, "hit": 2 * count, "miss": 2 * count}
+
+
+def test_rows_that_mlx_has_no_groups_for(tmp_path: Path) -> None:
+    from mlx_lm.models import llama
+
+    sizes = {**SIZES, "hidden_size": 72, "head_dim": 18, "intermediate_size": 100}
+    config = {"model_type": "llama", "tie_word_embeddings": True, **sizes}
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    path = write_checkpoint(tmp_path / "odd", config, random_weights(model, 0.2), 1)
+    plain = logits(engine_of(path))
+    engine, gears = geared(path)
+    gears.shift("mid")
+    found = logits(engine)
+    assert 0 < np.abs(found - plain).max() < 0.05 * np.abs(plain).max()
+    assert gears.counts.fused == 0 and gears.counts.hit > 0
+    gears.shift("high")
+    assert (logits(engine) == plain).all()
+
+
+def test_device_memory_falls_and_returns() -> None:
+    engine, gears = geared("crumb", cache_bytes=0)
+    mx.eval(engine._model.parameters())
+    gc.collect()
+    mx.clear_cache()
+    memory, ledger = mx.get_active_memory(), engine.ledger.total()
+    assert gears.device_bytes == gears.originals_bytes > 25 << 20
+    for gear in ("low", "mid", "high", "low", "high"):
+        gears.shift(gear)
+        gc.collect()
+        fall = memory - mx.get_active_memory()
+        assert ledger - engine.ledger.total() == gears.originals_bytes - gears.device_bytes
+        assert abs(fall - (gears.originals_bytes - gears.device_bytes)) < 0.02 * ledger
+        share = {"low": 0.16, "mid": 0.3, "high": 1}[gear]
+        assert share * 0.8 < gears.device_bytes / gears.originals_bytes <= share
+        assert (engine.ledger.of(GEARS) == 0) == (gear == "high")
+
+
+def test_nothing_is_quantised_before_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    real = manager_module.quantise_rows
+
+    def counted(weight, bits, pad):
+        made.append(bits)
+        return real(weight, bits, pad)
+
+    monkeypatch.setattr(manager_module, "quantise_rows", counted)
+    engine, gears = geared("crumb", "attention")
+    logits(engine)
+    assert made == []
+    gears.shift("mid")
+    assert made == [8] * len(gears.paths)
+    gears.shift("high")
+    gears.shift("mid")
+    assert len(made) == len(gears.paths)
+    times = gears.times["mid"]
+    assert (len(times.first), len(times.again)) == (1, 1)
+
+
+@pytest.mark.parametrize("scope", ["attention", "all"])
+def test_baked_gears_are_read(
+    sources: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: str
+) -> None:
+    files = locate(str(sources["qwen3_moe"]))
+    bake(Store(files, load_config(files)), tmp_path / "x.toast", gears=("low", "mid"))
+    made, gears = geared(sources["qwen3_moe"], scope, cache_bytes=0)
+    baked, stored = geared(tmp_path / "x.toast", scope, cache_bytes=0)
+    wanted = []
+    for gear in ("low", "mid", "high"):
+        gears.shift(gear)
+        wanted.append(logits(made))
+    monkeypatch.setattr(manager_module, "quantise_rows", lambda *a, **k: pytest.fail("quantised"))
+    for gear, expected in zip(("low", "mid", "high"), wanted):
+        stored.shift(gear)
+        assert (logits(baked) == expected).all()
+
+
+def test_baked_gears_of_other_bits_are_not(sources: dict, tmp_path: Path) -> None:
+    files = locate(str(sources["qwen3"]))
+    bake(Store(files, load_config(files)), tmp_path / "x.toast", gears=("low",))
+    six, gears = geared(tmp_path / "x.toast", bits=(6, 8))
+    gears.shift("low")
+    plain, own = geared(sources["qwen3"], bits=(6, 8))
+    own.shift("low")
+    assert (logits(six) == logits(plain)).all()
+
+
+def test_the_cache_is_bounded() -> None:
+    _, gears = geared("crumb", "attention")
+    assert gears.budget == gears.originals_bytes // 2
+    for gear in ("low", "mid", "high"):
+        gears.shift(gear)
+    assert gears.kept == ("low", "mid")  # together less than half of float32
+    assert gears.device_bytes <= gears.originals_bytes + gears.budget
+
+    low = 1 << 20  # room for the low set, not for the mid one
+    _, gears = geared("crumb", "attention", cache_bytes=low)
+    for gear in ("low", "mid", "high", "low", "high"):
+        gears.shift(gear)
+        assert "mid" not in gears.kept and "high" not in gears.kept
+        assert gears.kept == (("low",) if gear != "low" else ())
+
+    _, gears = geared("crumb", "attention", cache_bytes=0)
+    for gear in ("low", "mid", "high"):
+        gears.shift(gear)
+        assert gears.kept == ()
+
+
+def test_a_cache_with_room_keeps_the_originals(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, gears = geared("crumb", "attention", cache_bytes=PLENTY)
+    before = dict(tree_flatten(engine._model.parameters()))
+    monkeypatch.setattr(Store, "tensors", lambda *a: pytest.fail("read again"))
+    for gear in ("low", "mid", "high"):
+        gears.shift(gear)
+    after = dict(tree_flatten(engine._model.parameters()))
+    assert all(after[name] is array for name, array in before.items())
+
+
+def test_a_gear_that_is_coming_is_made_in_parts() -> None:
+    engine, gears = geared("crumb", "attention")
+    full = engine.ledger.total()
+    gears.prepare("high")  # it is there
+    assert engine.ledger.total() == full
+    gears.prepare("mid")
+    first = engine.ledger.of(GEARS)
+    gears.prepare("mid")
+    whole = engine.ledger.of(GEARS)
+    assert 0 < first < whole and gears.device_bytes == gears.originals_bytes + whole
+    gears.prepare("mid")
+    assert engine.ledger.of(GEARS) == whole
+    gears.prepare("low")  # the other one is not coming after all
+    assert 0 < engine.ledger.of(GEARS) < first
+    gears.shift("mid")
+    assert engine.ledger.of(GEARS) == gears.device_bytes == whole
+    gears.prepare("high")  # reads ahead; nothing on the device
+    assert gears.device_bytes == whole
+
+    prepared, late = geared("crumb", "attention")
+    late.prepare("low")
+    late.shift("low")  # half of it was ready
+    plain, gears = geared("crumb", "attention")
+    gears.shift("low")
+    assert (logits(prepared) == logits(plain)).all()
+
+    _, gears = geared("crumb", "attention", cache_bytes=1000)
+    gears.prepare("mid")
+    assert gears.device_bytes == gears.originals_bytes
+
+
+def test_changed_files_are_noticed(tmp_path: Path) -> None:
+    path = write_published(tmp_path / "llama", "llama")
+    engine, gears = geared(path)
+    gears.shift("low")
+    expected = logits(engine)
+    file = sorted(path.glob("*.safetensors"))[0]
+    data = file.read_bytes()
+    file.unlink()
+    with pytest.raises(Exception, match="cannot read|no such"):
+        gears.shift("high")
+    file.write_bytes(data)
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(DataError, match="have changed since"):
+        gears.shift("high")
+    assert gears.gear == "low" and (logits(engine) == expected).all()
+
+
+def test_weights_that_cannot_be_quantised(tmp_path: Path) -> None:
+    path = write_published(tmp_path / "llama_tied", "llama_tied")
+    file = path / "model.safetensors"
+    tensors = mx.load(str(file))
+    assert isinstance(tensors, dict)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    tensors[name] = mx.full(tensors[name].shape, float("nan"), tensors[name].dtype)
+    mx.save_safetensors(str(file), tensors, metadata={"format": "pt"})
+    engine, gears = geared(path)
+    before = dict(tree_flatten(engine._model.parameters()))
+    with pytest.raises(DataError, match=r"layers\.1\.self_attn\.o_proj\.weight: NaN"):
+        gears.shift("low")
+    assert gears.gear == "high" and gears.device_bytes == gears.originals_bytes
+    assert dict(tree_flatten(engine._model.parameters())).keys() == before.keys()
+
+
+def test_a_quantised_checkpoint_only_shows_its_gears(sources: dict) -> None:
+    told: list[str] = []
+    options = GearOptions("auto")
+    engine = engine_of(sources["qwen3_moe_quantised"], options, notify=told.append)
+    assert engine.gears is None and "shown and not shifted" in told[-1]
+    with pytest.raises(UsageError, match="--gear low: .* is quantised already"):
+        engine_of(sources["qwen3_moe_quantised"], GearOptions("low"))
+    assert engine_of(sources["qwen3_moe_quantised"], GearOptions("high")).gears is None
+
+
+def test_weights_that_were_quantised_before(tmp_path: Path) -> None:
+    from mlx_lm.models import llama
+
+    config = {"model_type": "llama", "tie_word_embeddings": True, **SIZES}
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    weights = random_weights(model, 0.2)
+    for name, array in weights.items():
+        if array.ndim == 2:
+            packed = mx.quantize(array, 64, 4)
+            weights[name] = mx.dequantize(*packed, 64, 4).astype(mx.float16)
+    path = write_checkpoint(tmp_path / "twice", config, weights, 1)
+    told: list[str] = []
+    engine = engine_of(path, GearOptions("auto", "all"), notify=told.append)
+    assert engine.gears is not None
+    engine.gears.shift("low")
+    engine.gears.shift("mid")
+    assert len([line for line in told if "quantised before" in line]) == 1
+
+
+def test_a_module_in_two_places_is_one(sources: dict) -> None:
+    engine, _ = geared(sources["qwen3"])
+    layers = engine._model.model.layers
+    layers[1].self_attn.q_proj = layers[0].self_attn.q_proj
+    store = Store(locate(str(sources["qwen3"])), load_config(locate(str(sources["qwen3"]))))
+    store.model = engine._model
+    twice = PrecisionManager(store, mx.float32, engine.ledger, GearOptions("auto", "attention"))
+    paths = [f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
+    assert paths[0] in twice.paths and paths[1] not in twice.paths
+    twice.shift("low")
+    assert layers[1].self_attn.q_proj is layers[0].self_attn.q_proj
+    assert hasattr(layers[0].self_attn.q_proj, "packed_bytes")
+
+
+def test_sixteen_bits_on_the_cpu_are_not_fused(sources: dict) -> None:
+    """MLX would add up in 16 bits there."""
+    if mx.default_device() != mx.Device(mx.cpu):
+        pytest.skip("a GPU adds up in float32")
+    files = locate(str(sources["qwen3"]))
+    engine = Engine(files, dtype="bfloat16", gear_options=GearOptions("auto", "all"))
+    assert engine.gears is not None
+    plain = logits(engine)
+    engine.gears.shift("mid")
+    found = logits(engine)
+    assert engine.gears.counts.fused == 0 and engine.gears.counts.miss > 0
+    assert np.abs(found - plain).mean() < 0.1 * plain.std()
+
+
+def test_a_model_without_matrices_to_manage(tmp_path: Path) -> None:
+    path = write_published(tmp_path / "mamba2", "mamba2")
+    with pytest.raises(UsageError, match="no matrix for gears in scope attention") as caught:
+        geared(path, "attention")
+    assert "--gear-scope all" in str(caught.value.hint)
+    engine, gears = geared(path, "all")
+    plain = logits(engine)
+    gears.shift("low")
+    assert not (logits(engine) == plain).all()

@@ -1,0 +1,130 @@
+"""Gears with the real executables: through the feed, in one process, with and without entropy-gear."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pipes.pipelines import STORY, Pipeline
+
+GEARS = ["--gear", "auto", "--gear-scope", "all"]
+COUNT = ["-n", "24"]
+
+
+def in_one(toast, *flags: str, env: dict | None = None) -> list[dict[str, Any]]:
+    done = toast("decode", "--json", "--temp", "0", *COUNT, *flags, STORY, env=env)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def tokens(lines: list[dict[str, Any]]) -> list[tuple]:
+    return [(x["pos"], x["id"], x["gear"], x["entropy"]) for x in lines if "id" in x]
+
+
+def in_a_pipe(stages: list[str], **extra: list[str]) -> list[dict[str, Any]]:
+    flags = {name.replace("_", "-"): value for name, value in extra.items()}
+    done = Pipeline(STORY, flags, stages).finish()
+    assert done.statuses == [0] * len(stages), done.errors
+    return [json.loads(line) for line in done.out.splitlines()]
+
+
+JSON = ["--json", "--arrays", "none"]
+WHOLE = ["tokenize", "prefill", "decode", "entropy-gear", "sample", "frames"]
+
+
+def test_the_pipe_runs_the_gears_of_one_process(toast) -> None:
+    alone = in_one(toast, *GEARS)
+    assert {gear for _, _, gear, _ in tokens(alone)} == {"low", "mid"}
+    drawn = {"decode": GEARS, "sample": ["--temp", "0", *COUNT], "frames": JSON}
+    piped = in_a_pipe(WHOLE, **drawn)
+    assert tokens(piped) == tokens(alone)
+    # decode does without entropy-gear, and without a sampler.
+    without = in_a_pipe([s for s in WHOLE if s != "entropy-gear"], **drawn)
+    own = in_a_pipe(
+        ["tokenize", "prefill", "decode", "frames"],
+        decode=[*GEARS, "--greedy", *COUNT], frames=JSON,
+    )  # fmt: skip
+    assert [t[:2] for t in tokens([{"gear": None, "entropy": None, **x} for x in without])] == [
+        t[:2] for t in tokens(alone)
+    ]
+    assert [t[:3] for t in tokens(own)] == [t[:3] for t in tokens(alone)]
+    ran = [[x["gears"] for x in lines if "gears" in x] for lines in (alone, piped, without, own)]
+    for [report] in ran:
+        assert {k: report[k] for k in ("low", "mid", "high", "shifts", "bytes")} == {
+            k: ran[0][0][k] for k in ("low", "mid", "high", "shifts", "bytes")
+        }
+
+
+def test_fixed_and_high(toast) -> None:
+    plain = in_one(toast)
+    high = in_one(toast, "--gear", "high", "--gear-scope", "all")
+    low = in_one(toast, "--gear", "low", "--gear-scope", "all", "--gear-bits", "2,8")
+    assert [t[:2] for t in tokens(high)] == [t[:2] for t in tokens(plain)]
+    assert [t[3] for t in tokens(high)] == [t[3] for t in tokens(plain)]
+    assert [t[1] for t in tokens(low)] != [t[1] for t in tokens(plain)]
+    assert {t[2] for t in tokens(low)} == {"low"} and {t[2] for t in tokens(high)} == {"high"}
+    assert low[-1]["gears"]["low"] == 23 and low[-1]["gears"]["bytes"] < 4 << 20
+    assert "gears" not in plain[-1]
+
+
+def test_a_session_goes_on_in_its_gears(toast, pipeline, tmp_path: Path) -> None:
+    """Interrupted by a limit and resumed, across processes, through the pipe."""
+    whole = in_one(toast, *GEARS)
+    path = str(tmp_path / "s")
+    first = Pipeline(
+        STORY,
+        {
+            "prefill": ["--session", path], "decode": GEARS,
+            "sample": ["--temp", "0", "-n", "9"], "frames": JSON,
+        },
+        WHOLE,
+    ).finish()  # fmt: skip
+    assert first.statuses == [0] * 6
+    begun = [json.loads(line) for line in first.out.splitlines()]
+    assert (tmp_path / "s" / "gears.msgpack").exists()
+    ids = [i for x in begun if x["k"] == "tokens" for i in x["ids"]]
+    ids += [x["id"] for x in begun if x["k"] == "token"]
+    stream = json.dumps(next(x for x in begun if x["k"] == "head") | {"run": None}) + "\n"
+    stream += json.dumps({"k": "tokens", "ids": ids, "role": "user", "final": True}) + "\n"
+    frames = toast("frames", "--from-json", stdin=stream.encode()).stdout
+    second = pipeline(
+        ["prefill", "--session", path], ["decode", *GEARS], ["entropy-gear"],
+        ["sample", "--temp", "0", "-n", "15"], ["frames", *JSON], stdin=frames,
+    )  # fmt: skip
+    assert second.codes == [0] * 5, second.errors
+    rest = [json.loads(line) for line in second.out.splitlines()]
+    assert tokens(begun) + tokens(rest) == tokens(whole)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gear-scope", "all"], "--gear-scope needs a --gear"),
+        (["--gear-cache", "1M"], "--gear-cache needs a --gear"),
+        (["--gear", "low", "--low", "1"], "--low is for --gear auto"),
+        (["--min-duration", "3"], "--min-duration is for --gear auto"),
+        (["--gear", "auto", "--min-duration", "0"], "invalid minimum duration: 0"),
+        (["--gear", "auto", "--low", "4"], "low 4 is not less than high 3.5"),
+        (["--gear", "low", "--gear-bits", "8,4"], "no such gear bits: 8,4"),
+        (["--gear", "low", "--gear-bits", "4"], "'4' is not two numbers"),
+        (["--gear", "fast"], "'fast' is not one of"),
+    ],
+)
+def test_refusals(toast, flags: list[str], message: str) -> None:
+    done = toast("decode", *flags, "hi")
+    assert done.returncode == 64 and message in done.stderr.decode()
+
+
+def test_thresholds_belong_to_entropy_gear(toast) -> None:
+    frames = toast("tokenize", "hi").stdout
+    done = toast("decode", "--gear", "auto", "--low", "1", stdin=frames)
+    assert done.returncode == 64 and "give it to toast-entropy-gear" in done.stderr.decode()
+
+
+def test_it_says_what_the_gears_did(toast) -> None:
+    done = toast("decode", "-v", "--gear", "low", "--temp", "0", "-n", "8", STORY)
+    said = done.stderr.decode()
+    assert "gears: low 7, mid 0, high 0 steps; 1 shifts in" in said and "on the device now" in said

@@ -1,0 +1,131 @@
+"""toast-entropy-gear --calibrate: measures a model, or forgets what was measured."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toastkit.commands.cli import say
+from toastkit.errors import DataError, NoInputError, from_os_error
+
+if TYPE_CHECKING:
+    from toastkit.stages.calibrate import Calibration, Measure
+    from toastkit.stages.tokenize import PromptTokenizer
+
+PREFILL, PROMPTS, OFF, STDIN = "prefill", "prompts", "off", "-"
+WORDS = (PREFILL, PROMPTS, OFF)
+
+
+def calibrate(strategy: str, flags: dict[str, Any]) -> int:
+    """Measures the model of the flags, stores its thresholds and prints them; the exit code.
+
+    strategy: one of WORDS, or the name of a file of prompts. Interrupted, it stores nothing.
+    """
+    from toastkit.commands.engines import load
+    from toastkit.commands.pipes import Signals
+    from toastkit.commands.prompt import prompt_tokenizer
+    from toastkit.gears.thresholds import save
+    from toastkit.model.config import fingerprint
+
+    Signals()  # SIGTERM and SIGHUP end it as Ctrl-C does
+    if strategy == OFF:
+        return _forget(flags)
+    settings = _prompt_flags(strategy, flags)
+    tokenizer = prompt_tokenizer(settings)
+    files = tokenizer.files
+    measure = _measure(strategy, tokenizer, settings)
+    found = measure(load(files, flags))
+    stored = save(fingerprint(files), found.thresholds)
+    if flags["explain"]:
+        _explain(found, stored)
+    if found.thresholds.overlap and not flags["quiet"]:
+        say("warning: the hard prompts are no harder than the easy ones for this model")
+    _print(files.name, found)
+    return 0
+
+
+def _forget(flags: dict[str, Any]) -> int:
+    """Removes what was stored for the model, which is not loaded."""
+    from toastkit.gears.thresholds import path
+    from toastkit.model.config import fingerprint
+    from toastkit.model.locate import locate
+    from toastkit.stages.calibrate import forget
+
+    files = locate(flags["model"] or "crumb")
+    mark = fingerprint(files)
+    removed = forget(mark)
+    if flags["explain"]:
+        say(f"{'removed' if removed else 'there is no'} {path(mark)}")
+    print(f"{files.name}: {'thresholds removed' if removed else 'no thresholds are stored'}")
+    return 0
+
+
+def _prompt_flags(strategy: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """The flags of a command that takes prompts, plain ones. What is too long for the model loses
+    its beginning, down to where an answer fits."""
+    from toastkit.stages.calibrate import ANSWER_TOKENS
+
+    return {
+        **flags, "raw": flags["raw"] and strategy == PREFILL, "system": None, "messages": None,
+        "template_arg": (), "no_generation_prompt": False, "each_line": False, "truncate": True,
+        "max_tokens": ANSWER_TOKENS,
+    }  # fmt: skip
+
+
+def _measure(strategy: str, tokenizer: PromptTokenizer, flags: dict[str, Any]) -> Measure:
+    """What is to be measured, its prompts read and tokenised. Raises DataError, NoInputError."""
+    from toastkit.commands.prompt import prompts
+    from toastkit.stages import calibrate as stage
+
+    if strategy == PROMPTS:
+        return stage.from_built_in(tokenizer)
+    typed = strategy in (PREFILL, STDIN) and sys.stdin is not None and sys.stdin.isatty()
+    if typed and not flags["quiet"]:
+        say("reading from the terminal, up to Ctrl-D")
+    if strategy == PREFILL:
+        (prompt,) = prompts((STDIN,), flags)
+        return stage.from_prompt(tokenizer, prompt)
+    return stage.from_texts(tokenizer, _text_of_file(strategy))
+
+
+def _text_of_file(name: str) -> str:
+    """A file, or stdin, as text. Raises NoInputError, with the word that may have been meant."""
+    from toastkit.commands.stdin import read_stdin
+
+    try:
+        data = read_stdin() if name == STDIN else Path(name).read_bytes()
+    except OSError as error:
+        wrapped = from_os_error(error, f"cannot read {name}")
+        if isinstance(wrapped, NoInputError):
+            import difflib
+
+            near = difflib.get_close_matches(name, WORDS, 1)
+            wrapped.hint = f"did you mean {near[0]}?" if near else wrapped.hint
+        raise wrapped from error
+    except ValueError as error:  # a name with a zero byte, from who knows where
+        raise NoInputError(f"cannot read {name!r}: no such file") from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"cannot read calibration prompts: not UTF-8: byte 0x{data[error.start]:02x} at "
+            f"offset {error.start}"
+        ) from error
+
+
+def _explain(found: Calibration, stored: Path) -> None:
+    from toastkit.stages.calibrate import rule
+
+    for line in found.quantiles():
+        say(line)
+    say(f"rule: {rule(found.thresholds)}")
+    say(f"stored in {stored}")
+
+
+def _print(name: str, found: Calibration) -> None:
+    now = found.thresholds
+    print(
+        f"{name}: low {now.low:.2f}, high {now.high:.2f} bits "
+        f"({now.strategy}, {now.samples} samples)"
+    )

@@ -1,0 +1,116 @@
+"""Options of the gears: which one, of what, how; and how their course is followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import click
+
+from toastkit.commands.cli import say
+from toastkit.commands.options import together
+from toastkit.commands.sizes import Size
+from toastkit.frames import End, Frame
+
+
+class Bits(click.ParamType):
+    """Bits of the low and the mid gear: LOW,MID."""
+
+    name = "bits"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        """The two numbers; whether there are such gears is for GearOptions to say."""
+        if isinstance(value, tuple):
+            return value
+        words = value.split(",")
+        if len(words) != 2 or not all(word.strip().isdecimal() for word in words):
+            self.fail(f"{value!r} is not two numbers, such as 4,8", param, ctx)
+        return int(words[0]), int(words[1])
+
+
+gear_scope = click.option(
+    "--gear-scope", type=click.Choice(["attention", "all"]), default="attention",
+    show_default=True, help="Matrices that change gear: those of attention, or all of the layers.",
+)  # fmt: skip
+gear_bits = click.option(
+    "--gear-bits", type=Bits(), metavar="LOW,MID", default="4,8", show_default=True,
+    help="Bits a weight in low and in mid gear: 2, 4, 6 or 8.",
+)  # fmt: skip
+gears = together(
+    click.option(
+        "--gear", type=click.Choice(["auto", "low", "mid", "high", "off"]), default="off",
+        show_default=True, help="Precision of the weights: by entropy, fixed, or as they are.",
+    ),
+    gear_scope,
+    gear_bits,
+    click.option(
+        "--gear-path", type=click.Choice(["fused", "dequant"]), default="fused", show_default=True,
+        help="Multiply packed weights as they are, or from a dequantised copy.",
+    ),
+    click.option(
+        "--gear-cache", type=Size(), metavar="SIZE",
+        help="What gears not in use may keep on the device (default: half of the originals).",
+    ),
+)  # fmt: skip
+telemetry = together(
+    click.option("--window", type=int, metavar="N", help="Tokens in the rolling mean."),
+    click.option("--low", type=float, metavar="BITS",
+                 help="Mean entropy up to which the gear is low, for a vocabulary of 32,768."),
+    click.option("--high", type=float, metavar="BITS",
+                 help="Mean entropy from which the gear is high."),
+    click.option("--hysteresis", type=float, metavar="BITS",
+                 help="How far past a threshold the mean must go to leave low or high."),
+    click.option("--min-duration", type=int, metavar="N",
+                 help="Tokens that a gear is held at least."),
+    click.option("--no-calibration", is_flag=True,
+                 help="Leave stored thresholds of the model aside."),
+)  # fmt: skip
+TELEMETRY_NAMES = ("window", "low", "high", "hysteresis", "min_duration", "no_calibration")
+GEAR_NAMES = ("gear_scope", "gear_bits", "gear_path", "gear_cache")
+
+
+def gear_rules(flags: dict[str, Any], explain: Callable[[str], None] | None = None):
+    """GearRules from flags, the paper's constants where none is given. Raises UsageError."""
+    from toastkit.gears.monitor import MonitorOptions
+    from toastkit.gears.selector import SelectorOptions
+    from toastkit.stages.follow import GearRules
+
+    names = ("window", "low", "high", "hysteresis")
+    monitor = MonitorOptions(**{n: flags[n] for n in names if flags[n] is not None})
+    duration = flags["min_duration"]
+    selector = SelectorOptions(monitor)
+    if duration is not None:
+        selector = SelectorOptions(monitor, duration)
+    selector.validate()
+    own = flags["low"] is not None or flags["high"] is not None
+    fixed = flags.get("gear") if flags.get("gear") in ("low", "mid", "high") else None
+    return GearRules(selector, not (own or flags["no_calibration"]), explain, fixed)
+
+
+def told(frames: Iterable[Frame]) -> Iterator[Frame]:
+    """The frames; a line on stderr for what the gears did in each run."""
+    from toastkit.model.info import human
+
+    for frame in frames:
+        if isinstance(frame, End) and "gears" in frame.extra:
+            run = frame.extra["gears"]
+            steps = ", ".join(f"{gear} {run[gear]}" for gear in ("low", "mid", "high"))
+            say(
+                f"gears: {steps} steps; {run['shifts']} shifts in {run['seconds']:.3f} s; "
+                f"{human(run['bytes'])} on the device now"
+            )
+        yield frame
+
+
+def gear_settings(flags: dict[str, Any]):
+    """GearOptions from flags, None for off. Raises UsageError."""
+    if flags["gear"] == "off":
+        return None
+    from toastkit.gears.options import GearOptions
+
+    return GearOptions(
+        flags["gear"], flags["gear_scope"], flags["gear_bits"], flags["gear_path"],
+        flags["gear_cache"],
+    )  # fmt: skip

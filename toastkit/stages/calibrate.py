@@ -1,0 +1,185 @@
+"""Calibration of the gears: the entropies that a model shows, and the thresholds they lead to.
+
+Paper 003 section 4. Prompts are read, and answered greedily, in the checkpoint's own precision;
+entropies are measured as they are while gears are followed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from toastkit.errors import DataError, from_os_error
+from toastkit.gears import calibration
+from toastkit.gears.calibration import Thresholds, percentile
+
+if TYPE_CHECKING:
+    from toastkit.engine.engine import Engine
+    from toastkit.stages.tokenize import Prompt, PromptTokenizer
+
+ANSWER_TOKENS = 48  # of each answer, at most; the paper calls its runs short and gives no number
+QUANTILES = (10, 30, 50, 60, 80, 90)  # those that the rules go by among them
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """thresholds: of the model. samples: the entropies behind them in bits, by what they are of."""
+
+    thresholds: Thresholds
+    samples: dict[str, list[float]]
+
+    def quantiles(self) -> list[str]:
+        """A line for each kind of samples."""
+        return [f"{name}: {_quantiles(entropies)}" for name, entropies in self.samples.items()]
+
+
+def _quantiles(entropies: list[float]) -> str:
+    rising = sorted(entropies)
+    marks = ", ".join(f"p{percent} {percentile(rising, percent):.2f}" for percent in QUANTILES)
+    return f"{len(rising)} entropies, {marks} bits"
+
+
+# A calibration is prepared without the model, so that a bad prompt costs nothing, and then run.
+Measure = Callable[["Engine"], Calibration]
+
+
+def from_prompt(tokenizer: PromptTokenizer, prompt: Prompt) -> Measure:
+    """Section 4.1: by the logits after each token of a prompt. Raises DataError."""
+    ids = tokenizer.encode(prompt)
+
+    def measure(engine: Engine) -> Calibration:
+        found = prompt_entropies(engine, ids)
+        return Calibration(calibration.from_prefill(found, engine.vocab), {"prompt": found})
+
+    return measure
+
+
+def from_built_in(tokenizer: PromptTokenizer) -> Measure:
+    """Section 4.2, as for MLX: by the answers to three prompts of mixed difficulty."""
+    prompts = _turns(tokenizer, calibration.CALIBRATION_PROMPTS)
+    eos = tokenizer.tokenizer.eos_ids
+
+    def measure(engine: Engine) -> Calibration:
+        found = _answers(engine, prompts, eos)
+        return Calibration(calibration.from_prompts(found, engine.vocab), {"answers": found})
+
+    return measure
+
+
+def from_texts(tokenizer: PromptTokenizer, text: str) -> Measure:
+    """Section 4.2, by hand: by the answers to easy and to hard prompts.
+
+    text: of the file that holds them, see calibration.parse_prompts. Raises DataError.
+    """
+    easy_texts, hard_texts = calibration.parse_prompts(text)
+    easy_prompts, hard_prompts = _turns(tokenizer, easy_texts), _turns(tokenizer, hard_texts)
+    eos = tokenizer.tokenizer.eos_ids
+
+    def measure(engine: Engine) -> Calibration:
+        easy = _answers(engine, easy_prompts, eos)
+        hard = _answers(engine, hard_prompts, eos)
+        found = calibration.from_easy_and_hard(easy, hard, engine.vocab)
+        return Calibration(found, {"easy": easy, "hard": hard})
+
+    return measure
+
+
+def _turns(tokenizer: PromptTokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Each text as a user's turn: its token ids."""
+    from toastkit.stages.tokenize import Prompt
+    from toastkit.text.messages import user_messages
+
+    return [tokenizer.encode(Prompt(messages=user_messages(text))) for text in texts]
+
+
+def _answers(engine: Engine, prompts: list[list[int]], eos: Collection[int]) -> list[float]:
+    found: list[float] = []
+    for ids in prompts:
+        found += answer_entropies(engine, ids, ANSWER_TOKENS, eos)
+    return found
+
+
+def prompt_entropies(engine: Engine, ids: Sequence[int]) -> list[float]:
+    """Entropies, in bits, of the logits after each token of a prompt, read with an empty cache.
+
+    ids: at least one. Raises DataError for logits that are not numbers.
+    """
+    from toastkit.engine.perplexity import score
+
+    # The entropies are those that a token is predicted from: one more stands for the answer's
+    # first, and is never read.
+    parts = score(engine, [*ids, ids[-1]], window=len(ids))
+    return [entropy for part in parts for entropy in part.entropies]
+
+
+def answer_entropies(
+    engine: Engine, ids: Sequence[int], count: int, eos: Collection[int]
+) -> list[float]:
+    """Entropies, in bits, of the logits that each token of an answer is drawn from; always the
+    most likely one.
+
+    ids: the prompt. count: most tokens of the answer, which ends with one of `eos`, and at the
+    end of the model's context. Raises DataError for logits that are not numbers.
+    """
+    import mlx.core as mx
+
+    from toastkit.gears.device import entropy_bits
+
+    if engine.context is not None:
+        count = min(count, engine.context - len(ids) + 1)
+    cache = engine.new_cache()
+    _, logits = engine.prefill(ids, cache)
+    found: list[float] = []
+    while logits is not None:
+        token, bits, broken = mx.argmax(logits), entropy_bits(logits), mx.isnan(logits).any()
+        mx.eval(token, bits, broken)
+        if broken.item():
+            raise DataError(
+                "cannot calibrate: the model's logits are not numbers",
+                hint="a wider --dtype may help; toast-model verify --values finds broken weights",
+            )
+        found.append(cast("float", bits.item()))
+        if len(found) >= count or token.item() in eos:
+            break
+        logits = engine.step(token, cache)
+    mx.clear_cache()
+    return found
+
+
+def rule(thresholds: Thresholds) -> str:
+    """How thresholds come from entropies, in words."""
+    c = calibration
+    if thresholds.strategy == "prefill":
+        most = math.log2(thresholds.vocab)
+        return (
+            f"low is p{c.LOW_PERCENT} of the positive ones, high is p{c.HIGH_PERCENT}; moved to "
+            f"{c.PREFILL_BAND:g} bits apart where they are closer; at most {c.LOW_CAP * most:.2f} "
+            f"and {c.HIGH_CAP * most:.2f} bits ({c.LOW_CAP:g} and {c.HIGH_CAP:g} of log2 "
+            f"{thresholds.vocab:,})"
+        )
+    if thresholds.strategy == "prompts":
+        return (
+            f"low is the median and at least {c.LEAST_LOW:g} bits, high is {c.HIGH_BY_MEDIAN:g} "
+            f"times that and at least {c.PROMPTS_BAND:g} bits above it"
+        )
+    return (
+        f"p{c.EASY_PERCENT} of the easy prompts and p{c.HARD_PERCENT} of the hard ones, the lesser "
+        f"is low; moved to {c.FILE_BAND:g} bits apart where they are closer"
+    )
+
+
+def forget(fingerprint: str) -> bool:
+    """Removes a model's stored thresholds, whole or broken; whether there were any. Raises
+    ToastError where they cannot be removed."""
+    from toastkit.gears.thresholds import path
+
+    file = path(fingerprint)
+    try:
+        file.unlink()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise from_os_error(error, f"cannot remove {file}") from error
+    return True

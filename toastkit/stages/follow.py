@@ -1,0 +1,122 @@
+"""Follows the entropy of one run after another and says which gear the next pass is to run in.
+
+What is known of the last run of a session is kept with the session: where nothing but its tokens
+has been read since, the next run goes on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from toastkit.errors import ToastError
+from toastkit.frames import Head, Logits, Prefilled, Token
+from toastkit.gears.selector import Decision, GearSelector, SelectorOptions
+from toastkit.session import gear_state
+
+
+@dataclass(frozen=True)
+class GearRules:
+    """How gears are chosen. calibrated: thresholds that were stored for a model count. explain: is
+    told, a line at a time, what they are, what the prompt looks like, and every shift. fixed: a
+    gear that is run in whatever the entropy says."""
+
+    selector: SelectorOptions = SelectorOptions()
+    calibrated: bool = True
+    explain: Callable[[str], None] | None = None
+    fixed: str | None = None
+
+
+def selector_for(head: Head, rules: GearRules) -> GearSelector:
+    """The selector for a run: thresholds stored for its model, or the given ones scaled to its
+    vocabulary; the start gear from the prompt, where the head says what that looks like.
+    Raises UsageError, DataError."""
+    from toastkit.gears.classifier import Difficulty
+    from toastkit.gears.thresholds import monitor_options, origin_of
+
+    options, monitor = rules.selector, rules.selector.monitor
+    origin = origin_of(monitor, head.vocab)
+    if rules.calibrated:
+        monitor, origin = monitor_options(head.fingerprint, head.vocab, monitor)
+        options = replace(options, monitor=monitor)
+    start = Difficulty.from_map(head.extra.get("difficulty"))
+    selector = GearSelector(head.vocab, options, start)
+    if rules.explain is not None:
+        low, high = selector.low, selector.high
+        rules.explain(f"thresholds {low:.2f} and {high:.2f} bits: {origin}")
+        rules.explain("prompt: not seen" if start is None else f"prompt: {start.explain()}")
+    return selector
+
+
+class Follower:
+    """The selector of the run that is under way, and where its state is kept."""
+
+    def __init__(self, rules: GearRules):
+        self._rules = rules
+        self._selector: GearSelector | None = None
+        self._session: Path | None = None
+        self._position = -1
+
+    def begin(self, head: Head) -> None:
+        """Takes the next run."""
+        self._selector = selector_for(head, self._rules)
+        # A stream from a file names a run that is over: nothing new is learnt of its session.
+        live = head.run is None or (isinstance(head.run, str) and Path(head.run).exists())
+        self._session = Path(head.session) if live and head.session is not None else None
+        self._position = -1
+
+    def prefilled(self, frame: Prefilled) -> None:
+        """Goes on with what the session kept, where the prompt is what the session held."""
+        if frame.n_new or self._session is None or self._selector is None:
+            return
+        committed = gear_state.committed(self._session)
+        if committed is None or committed[0] != frame.n_past:
+            return
+        kept = gear_state.load(self._session, *committed)
+        if kept is None:
+            return
+        try:
+            selector = GearSelector.from_state(kept["selector"])
+            position = kept["position"]
+        except (ToastError, KeyError):
+            return
+        valid = type(position) is int and 0 <= position <= frame.n_past
+        if valid and selector.gear is not None and selector.goes_on_as(self._selector):
+            self._selector, self._position = selector, position
+
+    def annotate(self, frame: Logits | Token, entropy: float) -> Decision | None:
+        """Fills what the frame has room for; entropy: bits, of the logits at its position."""
+        selector = self._selector
+        if selector is None:
+            return None
+        frame.entropy = round(entropy, 6)  # what the frame says, so that all ways agree
+        # A position that was seen before the last run stopped is not counted twice.
+        seen = frame.pos <= self._position
+        decision = selector.last() if seen else selector.update(frame.entropy)
+        self._position = max(self._position, frame.pos)
+        frame.gear = self._rules.fixed or decision.gear
+        if isinstance(frame, Logits):
+            frame.mean = round(decision.mean, 6)
+            frame.slope = round(decision.slope, 6)
+            frame.shifted = decision.shifted
+            frame.reason = decision.reason
+            frame.expected = decision.expected
+        if self._rules.explain is not None and decision.shifted:
+            self._rules.explain(f"position {frame.pos}: {decision.gear}, {decision.reason}")
+        return decision
+
+    def end(self) -> None:
+        """The run is over and its session, if it has one, committed."""
+        selector, session, self._selector = self._selector, self._session, None
+        if selector is None or session is None or self._position < 0:
+            return
+        committed = gear_state.committed(session)
+        # Its last token may have been read without logits to be seen.
+        if committed is None or committed[0] - self._position not in (0, 1):
+            return
+        state = {"position": self._position, "selector": selector.state()}
+        try:
+            gear_state.save(session, *committed, state)
+        except ToastError:
+            pass  # no part of a commit: the next run begins anew, and that is all
