@@ -127,4 +127,4 @@ def test_thresholds_belong_to_entropy_gear(toast) -> None:
 def test_it_says_what_the_gears_did(toast) -> None:
     done = toast("decode", "-v", "--gear", "low", "--temp", "0", "-n", "8", STORY)
     said = done.stderr.decode()
-    assert "gears: low 7, mid 0, high 0 steps; 1 shifts in" in said and "on the device now" in said
+    assert "gears: low 7, mid 0, high 0 steps; 1 shift in" in said and "on the device now" in said

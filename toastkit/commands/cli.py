@@ -241,7 +241,7 @@ def _writes_frames(name: str) -> bool:
     """Whether stdout is a stream of frames, as far as a command that failed early can tell."""
     if sys.stdout is None:
         return False
-    as_text = {"--count", "--template-only"}.intersection(sys.argv[1:])
+    as_text = {"--count", "--template-only", "--calibrate"}.intersection(sys.argv[1:])
     return FRAME_WRITERS.get(name, False) and not as_text and not os.isatty(1)
 
 

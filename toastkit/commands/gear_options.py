@@ -97,8 +97,9 @@ def told(frames: Iterable[Frame]) -> Iterator[Frame]:
         if isinstance(frame, End) and "gears" in frame.extra:
             run = frame.extra["gears"]
             steps = ", ".join(f"{gear} {run[gear]}" for gear in ("low", "mid", "high"))
+            shifts = f"{run['shifts']} shift{'' if run['shifts'] == 1 else 's'}"
             say(
-                f"gears: {steps} steps; {run['shifts']} shifts in {run['seconds']:.3f} s; "
+                f"gears: {steps} steps; {shifts} in {run['seconds']:.3f} s; "
                 f"{human(run['bytes'])} on the device now"
             )
         yield frame

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from toastkit.errors import ToastError
 from toastkit.frames import Head, Logits, Prefilled, Token
-from toastkit.gears.selector import Decision, GearSelector, SelectorOptions
+from toastkit.gears.selector import GearSelector, SelectorOptions
 from toastkit.session import gear_state
 
 
@@ -50,46 +50,57 @@ def selector_for(head: Head, rules: GearRules) -> GearSelector:
 
 
 class Follower:
-    """The selector of the run that is under way, and where its state is kept."""
+    """The selector of the run that is under way, and where its state is kept. It is made when the
+    first entropy is known: a decode whose gears come with its tokens has no use for one."""
 
     def __init__(self, rules: GearRules):
         self._rules = rules
-        self._selector: GearSelector | None = None
+        self._head: Head | None = None
+        self._prefilled: Prefilled | None = None
         self._session: Path | None = None
+        self._selector: GearSelector | None = None
         self._position = -1
 
     def begin(self, head: Head) -> None:
         """Takes the next run."""
-        self._selector = selector_for(head, self._rules)
+        self._head, self._prefilled, self._selector, self._position = head, None, None, -1
         # A stream from a file names a run that is over: nothing new is learnt of its session.
         live = head.run is None or (isinstance(head.run, str) and Path(head.run).exists())
         self._session = Path(head.session) if live and head.session is not None else None
-        self._position = -1
 
     def prefilled(self, frame: Prefilled) -> None:
-        """Goes on with what the session kept, where the prompt is what the session held."""
-        if frame.n_new or self._session is None or self._selector is None:
-            return
-        committed = gear_state.committed(self._session)
-        if committed is None or committed[0] != frame.n_past:
-            return
-        kept = gear_state.load(self._session, *committed)
-        if kept is None:
-            return
-        try:
-            selector = GearSelector.from_state(kept["selector"])
-            position = kept["position"]
-        except (ToastError, KeyError):
-            return
-        valid = type(position) is int and 0 <= position <= frame.n_past
-        if valid and selector.gear is not None and selector.goes_on_as(self._selector):
-            self._selector, self._position = selector, position
+        """Learns what of the prompt was new to the session."""
+        self._prefilled = frame
 
-    def annotate(self, frame: Logits | Token, entropy: float) -> Decision | None:
-        """Fills what the frame has room for; entropy: bits, of the logits at its position."""
+    def _start(self, head: Head) -> GearSelector:
+        """A selector for the run; the one that the session kept, where it holds the prompt and
+        nothing else, and was followed by the same rules."""
+        selector = selector_for(head, self._rules)
+        frame, session = self._prefilled, self._session
+        if frame is None or frame.n_new or session is None:
+            return selector
+        committed = gear_state.committed(session)
+        if committed is None or committed[0] != frame.n_past:
+            return selector
+        kept = gear_state.load(session, *committed) or {}
+        try:
+            former, position = GearSelector.from_state(kept["selector"]), kept["position"]
+        except (ToastError, KeyError):
+            return selector
+        valid = type(position) is int and 0 <= position <= frame.n_past
+        if not (valid and former.gear is not None and former.goes_on_as(selector)):
+            return selector
+        self._position = position
+        return former
+
+    def annotate(self, frame: Logits | Token, entropy: float) -> None:
+        """Fills what the frame has room for; entropy: bits, of the logits at its position.
+        Raises UsageError, DataError where the run's thresholds are none."""
+        if self._selector is None:
+            if self._head is None:
+                return
+            self._selector = self._start(self._head)
         selector = self._selector
-        if selector is None:
-            return None
         frame.entropy = round(entropy, 6)  # what the frame says, so that all ways agree
         # A position that was seen before the last run stopped is not counted twice.
         seen = frame.pos <= self._position
@@ -104,11 +115,11 @@ class Follower:
             frame.expected = decision.expected
         if self._rules.explain is not None and decision.shifted:
             self._rules.explain(f"position {frame.pos}: {decision.gear}, {decision.reason}")
-        return decision
 
     def end(self) -> None:
         """The run is over and its session, if it has one, committed."""
-        selector, session, self._selector = self._selector, self._session, None
+        selector, session = self._selector, self._session
+        self._head = self._selector = None
         if selector is None or session is None or self._position < 0:
             return
         committed = gear_state.committed(session)
