@@ -3,8 +3,10 @@ figures that were recorded with the embedded model by an independent implementat
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -126,7 +128,7 @@ def test_an_id_outside_the_vocabulary() -> None:
 
 def test_totals() -> None:
     totals, other = Totals(), Totals(tokens=1, nats=4.0, entropy=2.0, bytes=6, seconds=0.5)
-    for part in timed(Scripted([0.0] * 16), [1] * 9, 4, None, totals):
+    for part in timed(score(Scripted([0.0] * 16), [1] * 9, 4), totals):
         assert part.ids
     assert (totals.tokens, totals.bits_per_byte) == (8, None)
     assert totals.perplexity == pytest.approx(16) and totals.mean_entropy == pytest.approx(4)
@@ -252,3 +254,25 @@ def test_a_quantised_copy_agrees_with_mlx_lm(crumb, quantised: Path) -> None:
     plain = math.exp(-np.mean(scored(crumb, ids, 64)[1]))
     assert abs(mine - plain) > 1e-3  # it is another model, and no worse than a little
     assert mine == pytest.approx(plain, rel=0.25)
+
+
+def test_gears_of_a_quantised_copy_are_told_and_not_run(quantised: Path, toast, tmp_path) -> None:
+    file = tmp_path / "story.txt"
+    file.write_text((TEXTS / "story.txt").read_text(encoding="utf-8")[:200], encoding="utf-8")
+    arguments = ["-m", quantised, "--dtype", "float32", "--context", "16", file]
+    plain = toast("perplexity", *arguments)
+    assert (plain.returncode, plain.stderr) == (0, b"")
+    watched = toast("perplexity", "--gear", "auto", *arguments)
+    (said,) = watched.stderr.decode().splitlines()
+    assert said.endswith("is quantised already: gears are shown and not shifted")
+    figures, _, gears = watched.stdout.decode().partition(" tokens/s, ")
+    assert figures.rpartition(",")[0] == plain.stdout.decode().rpartition(",")[0]
+    assert re.fullmatch(r"gears would be low \d+% mid \d+% high \d+%, \d+ shifts?\n", gears)
+    found = toast("perplexity", "-q", "--gear", "auto", "--json", *arguments)
+    *tokens, total = found.stdout.splitlines()
+    assert json.loads(total)["mean_bits"] is None and json.loads(tokens[0])["gear"] == "high"
+    high = toast("perplexity", "-q", "--gear", "high", *arguments)
+    assert high.stdout.endswith(b" tokens/s, high gear\n")
+    low = toast("perplexity", "--gear", "low", *arguments)
+    assert (low.returncode, low.stdout) == (64, b"")
+    assert b"--gear low: " in low.stderr and b" is quantised already" in low.stderr

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,9 @@ STORY, CHAT = str(TEXTS / "story.txt"), str(TEXTS / "chat.txt")
 TEXT = "The shy fox lived by the river. G\u00fcn\u00fcn \U0001f98a!\n"
 LINE = re.compile(
     r"(?P<name>.+): perplexity (?P<perplexity>[\d.]+), entropy (?P<entropy>[\d.]+) bits, "
-    r"(?P<tokens>\d+) tokens?, (?P<bits>[\d.]+) bits/byte, [\d.]+ tokens/s"
+    r"(?P<tokens>\d+) tokens?, (?P<bits>[\d.]+) bits/byte, [\d.]+ tokens/s(, (?P<gears>.+))?"
 )
+SHORT = ["--limit", "24", "--context", "16"]
 
 
 def lines(done: subprocess.CompletedProcess) -> list[dict[str, str]]:
@@ -28,7 +30,7 @@ def lines(done: subprocess.CompletedProcess) -> list[dict[str, str]]:
     assert (done.returncode, done.stderr) == (0, b"")
     found = [LINE.fullmatch(line) for line in done.stdout.decode().splitlines()]
     assert all(found), done.stdout
-    return [match.groupdict() for match in found if match]
+    return [match.groupdict("") for match in found if match]
 
 
 def objects(done: subprocess.CompletedProcess) -> list[dict]:
@@ -119,6 +121,16 @@ BAD = [
     (b"hi", ["--limit", "0"], 64, "0 is not in the range x>=1"),
     (b"hi", ["--chunks", "3"], 64, "no such option '--chunks'"),
     (b"hi", ["-m", "nope"], 66, "no such model: nope"),
+    (b"hi", ["--gear", "top"], 64, "'top' is not one of 'auto', 'low', 'mid', 'high', 'off'"),
+    (b"hi", ["--gear-scope", "all"], 64, "--gear-scope needs a --gear"),
+    (b"hi", ["--gear", "off", "--gear-cache", "1M"], 64, "--gear-cache needs a --gear"),
+    (b"hi", ["--low", "1"], 64, "--low is for --gear auto"),
+    (b"hi", ["--gear", "low", "--min-duration", "2"], 64, "--min-duration is for --gear auto"),
+    (b"hi", ["--gear", "high", "--no-calibration"], 64, "--no-calibration is for --gear auto"),
+    (b"hi", ["--gear", "auto", "--chunk", "2"], 64, "--chunk and --gear auto exclude each other"),
+    (b"hi", ["--gear", "auto", "--low", "4"], 64, "low 4 is not less than high 3.5"),
+    (b"hi", ["--gear", "low", "--gear-bits", "8,4"], 64, "no such gear bits: 8,4"),
+    (b"hi", ["--gear", "auto", "missing.txt"], 66, "cannot read missing.txt"),
 ]
 
 
@@ -133,10 +145,105 @@ def test_a_file_that_is_not_utf8(toast: Toast, tmp_path: Path) -> None:
     refused(toast("perplexity", str(file)), 65, f"{file} is not UTF-8: byte 0xff at offset 2")
 
 
-def running(*arguments: str) -> subprocess.Popen:
+# -------------------------------------------------------------------------------------------- gears
+
+
+def without_speed(total: dict) -> dict:
+    return {k: v for k, v in total.items() if k not in ("seconds", "tokens_per_second")}
+
+
+def test_high_gear_and_off_are_no_gears(toast: Toast) -> None:
+    """The same figures to the last digit; off has not even another field."""
+    *tokens, total = objects(toast("perplexity", "--json", *SHORT, STORY))
+    off = toast("perplexity", "--json", "--gear", "off", *SHORT, STORY)
+    assert [without_speed(t) for t in objects(off)] == [without_speed(t) for t in (*tokens, total)]
+    assert list(objects(off)[-1]) == list(total) and "gear" not in "".join(total)
+    *high, summary = objects(toast("perplexity", "--json", "--gear", "high", *SHORT, STORY))
+    assert high == [{**token, "gear": "high"} for token in tokens]
+    assert without_speed(summary) == {
+        **without_speed(total), "gear": "high", "gear_scope": "attention", "gear_bits": [4, 8],
+        "gears": {"low": 0, "mid": 0, "high": 24}, "shifts": 0, "mean_bits": 16.0,
+    }  # fmt: skip
+
+
+def test_a_fixed_gear(toast: Toast) -> None:
+    arguments = ["--gear", "low", "--gear-scope", "all", *SHORT, STORY]
+    (line,) = lines(toast("perplexity", *arguments))
+    assert line["gears"] == "low gear (4 bits, all)"
+    (plain,) = lines(toast("perplexity", *SHORT, STORY))
+    assert line["perplexity"] != plain["perplexity"] and plain["gears"] == ""
+    # From dequantised copies it is the same but for rounding; so it is in parts of a window.
+    more = ["--gear-path", "dequant", "--gear-cache", "0", "--chunk", "5", "--json"]
+    *tokens, total = objects(toast("perplexity", *more, *arguments))
+    assert total["perplexity"] == pytest.approx(float(line["perplexity"]), abs=1e-3)
+    assert {token["gear"] for token in tokens} == {"low"}
+    assert (total["gears"]["low"], total["shifts"], total["mean_bits"]) == (24, 0, 4.0)
+
+
+def test_gears_by_entropy(toast: Toast) -> None:
+    options = ["--gear", "auto", "--gear-bits", "6,8", "--window", "2", "--min-duration", "1"]
+    arguments = [*options, "--low", "0.3", "--high", "3", "--hysteresis", "0", *SHORT, STORY, CHAT]
+    found = objects(toast("perplexity", "--json", *arguments))
+    for name, total in ((STORY, found[24]), (CHAT, found[49])):
+        gears = [t["gear"] for t in found if "pos" in t and t["file"] == name]
+        counts = {gear: gears.count(gear) for gear in ("low", "mid", "high")}
+        assert total["gears"] == counts and gears[0] == gears[16] == "high"
+        assert total["shifts"] == sum(a != b for a, b in zip(gears, gears[1:])) > 0
+        bits = (6 * counts["low"] + 8 * counts["mid"] + 16 * counts["high"]) / 24
+        assert total["mean_bits"] == pytest.approx(bits)
+        assert (total["gear"], total["gear_bits"], total["window"]) == ("auto", [6, 8], 16)
+    # The mean of the last two entropies of the window, held against scaled thresholds.
+    entropies = [token["entropy"] for token in found[:15]]
+    means = [sum(entropies[max(0, n - 1) : n + 1]) / min(n + 1, 2) for n in range(15)]
+    chosen = ["low" if m <= 0.24 else "high" if m >= 2.4 else "mid" for m in means]
+    assert [token["gear"] for token in found[1:16]] == chosen
+    both = found[-1]
+    assert both["gears"] == {g: found[24]["gears"][g] + found[49]["gears"][g] for g in counts}
+    assert both["shifts"] == found[24]["shifts"] + found[49]["shifts"]
+    told = [line["gears"] for line in lines(toast("perplexity", *arguments))]
+    for line, total in zip(told, (found[24], found[49], both), strict=True):
+        share = [f"{g} {n / total['tokens']:.0%}" for g, n in total["gears"].items()]
+        shifts, mean = total["shifts"], total["mean_bits"]
+        assert line == f"gears {' '.join(share)}, {shifts} shifts, mean {mean:.1f} bits"
+
+
+def test_calibrated_thresholds_count(toast: Toast) -> None:
+    from toastkit.gears import thresholds
+    from toastkit.gears.calibration import Thresholds
+    from toastkit.model.config import fingerprint
+    from toastkit.model.locate import locate
+
+    file = thresholds.save(fingerprint(locate("crumb")), Thresholds(11, 12, "prompts", 9, 4096))
+    arguments = ["-v", "--gear", "auto", *SHORT, STORY]
+    try:
+        done = toast("perplexity", *arguments)
+        assert b"thresholds 11.00 and 12.00 bits: calibrated (prompts, 9 samples)" in done.stderr
+        assert b", gears low 92% mid 0% high 8%, 3 shifts, mean 5.0 bits" in done.stdout
+        aside = toast("perplexity", "--no-calibration", *arguments)
+        assert b"thresholds 1.44 and 2.80 bits: defaults" in aside.stderr
+        file.write_text("{}")
+        refused(toast("perplexity", *arguments), 65, f"cannot read thresholds {file}")
+    finally:
+        file.unlink()
+
+
+def test_an_interrupt_tells_the_gears_so_far() -> None:
+    process = running("--gear", "auto", chunk=())
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    said, line = errors.decode().splitlines()
+    assert re.search(r"interrupted at token \d+ of 21765", said)
+    assert re.search(r", gears low \d+% mid \d+% high \d+%, \d+ shifts?, mean [\d.]+ bits$", line)
+
+
+# ------------------------------------------------------------------------------------------- ending
+
+
+def running(*arguments: str, chunk: Sequence[str] = ("--chunk", "16")) -> subprocess.Popen:
     """A run over a text that takes a minute, after its first line of JSON."""
     process = subprocess.Popen(
-        [executable("perplexity"), "--json", "--chunk", "16", *arguments, STORY],
+        [executable("perplexity"), "--json", *chunk, *arguments, STORY],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ,
     )  # fmt: skip
     assert process.stdout is not None

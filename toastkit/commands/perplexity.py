@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
-import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,27 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, options
+from toastkit.commands import cli, gear_options, options
+from toastkit.commands.score_reports import (
+    Gearing,
+    JsonReport,
+    Report,
+    ScoreBar,
+    Text,
+    TextReport,
+    counted,
+    line,
+)
 from toastkit.errors import DataError, UsageError, from_os_error
 
 if TYPE_CHECKING:
     from toastkit.engine.engine import Engine
+    from toastkit.engine.geared import Chooser
     from toastkit.engine.perplexity import Scores, Totals
+    from toastkit.model.files import ModelFiles
     from toastkit.text.tokenizer import Tokenizer
 
 WINDOW = 1024  # tokens, unless the model's context is shorter
 STDIN = "-"
-LABEL_CHARACTERS = 20
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text to score. name: the file, "-" for stdin. ids: its tokens; the first is not scored.
-    bytes: of UTF-8 that the scored tokens stand for."""
-
-    name: str
-    ids: list[int]
-    bytes: int
 
 
 @cli.command("perplexity")
@@ -49,24 +47,49 @@ class Text:
     "--limit", type=click.IntRange(1), metavar="N", help="Score the first N tokens of each text."
 )
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object per token.")
+@gear_options.gears
+@gear_options.telemetry
 @options.engine
-def perplexity(files: tuple[str, ...], **flags) -> int:
+@click.pass_context
+def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     from toastkit.commands.engines import load
     from toastkit.commands.pipes import Signals
     from toastkit.model.config import load_config
     from toastkit.model.locate import locate
     from toastkit.text.tokenizer import Tokenizer
 
+    _check_gears(context, flags)
+    settings = gear_options.gear_settings(flags)
     Signals()  # SIGTERM and SIGHUP end a run as Ctrl-C does
     checkpoint = locate(flags["model"] or "crumb")
-    window = _window(flags["window_tokens"], load_config(checkpoint).context)
+    config = load_config(checkpoint)
+    window = _window(flags["window_tokens"], config.context)
     tokenizer = Tokenizer(checkpoint)
     # All of them before the model is loaded: a missing file costs nothing.
     texts = [_tokenize(name, tokenizer, flags["limit"]) for name in _names(files, flags)]
-    engine = load(checkpoint, flags)
-    report = JsonReport(tokenizer, window) if flags["as_json"] else TextReport()
-    _score_all(engine, texts, window, flags, report)
+    chooser_for = _choosers(checkpoint, config.vocab, flags) if flags["gear"] == "auto" else None
+    engine = load(checkpoint, flags, settings)
+    gearing = None
+    if settings is not None:
+        bits = None if engine.gears is None else engine.gears.bits
+        gearing = Gearing(settings.mode, settings.scope, settings.bits, bits)
+    if engine.gears is not None and engine.gears.options.fixed is not None:
+        engine.gears.shift(engine.gears.options.fixed)  # now: it is no part of the scoring's time
+    report = JsonReport(tokenizer, window, gearing) if flags["as_json"] else TextReport(gearing)
+    scoring = Scoring(engine, window, flags, gearing, chooser_for)
+    _score_all(scoring, texts, report)
     return 0
+
+
+def _check_gears(context: click.Context, flags: dict[str, Any]) -> None:
+    """Raises UsageError for options that would change nothing, or that make no sense."""
+    if flags["gear"] == "off":
+        cli.refuse_together(context, "needs a --gear", *gear_options.GEAR_NAMES)
+    if flags["gear"] != "auto":
+        cli.refuse_together(context, "is for --gear auto", *gear_options.TELEMETRY_NAMES)
+        return
+    cli.refuse_together(context, "and --gear auto exclude each other", "chunk")
+    gear_options.gear_rules(flags)
 
 
 def _window(wanted: int | None, context: int | None) -> int:
@@ -122,25 +145,67 @@ def _read(name: str) -> bytes:
         raise from_os_error(error, f"cannot read {name}") from error
 
 
-def _score_all(
-    engine: Engine, texts: list[Text], window: int, flags: dict[str, Any], report: Report
-) -> None:
+def _choosers(checkpoint: ModelFiles, vocab: int, flags: dict[str, Any]) -> Callable[[], Chooser]:
+    """A selector for each window: nothing of one is known in the next. Raises DataError for stored
+    thresholds that cannot be read."""
+    from toastkit.engine.geared import BySelector
+    from toastkit.frames import Head
+    from toastkit.gears.selector import GearSelector
+    from toastkit.model.config import fingerprint
+    from toastkit.stages.follow import selector_for
+
+    said: list[str] = []
+    head = Head(checkpoint.name, fingerprint(checkpoint), vocab, eos=[])
+    options = selector_for(head, gear_options.gear_rules(flags, said.append)).options
+    if flags["verbose"]:
+        cli.say(said[0])  # of thresholds; there is no prompt to say anything about
+    return lambda: BySelector(GearSelector(vocab, options))
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How texts are scored. chooser_for: of gears that change, None for others."""
+
+    engine: Engine
+    window: int
+    flags: dict[str, Any]
+    gearing: Gearing | None
+    chooser_for: Callable[[], Chooser] | None
+
+    def parts(self, text: Text) -> Iterator[Scores]:
+        """The scores of a text."""
+        from toastkit.engine.geared import score_in_gear, score_in_gears
+        from toastkit.engine.perplexity import score
+
+        if self.chooser_for is not None:
+            return score_in_gears(self.engine, text.ids, self.window, self.chooser_for)
+        chunk = self.flags["chunk"]
+        if self.gearing is not None:
+            return score_in_gear(self.engine, text.ids, self.window, self.gearing.mode, chunk)
+        return score(self.engine, text.ids, self.window, chunk)
+
+    def say(self, text: Text) -> None:
+        """What is about to be done, where that is wanted."""
+        if self.flags["verbose"]:
+            count = len(text.ids) - 1
+            said = f"{counted(count, 'token')}, {counted(-(-count // self.window), 'window')}"
+            cli.say(f"{text.name}: {said} of {self.window}")
+
+
+def _score_all(scoring: Scoring, texts: list[Text], report: Report) -> None:
     """Scores the texts one after another; a line for all of them where there are several."""
     from toastkit.engine.perplexity import Totals
 
     overall = Totals()
     for text in texts:
-        if flags["verbose"]:
-            count = len(text.ids) - 1
-            said = f"{_count(count, 'token')}, {_count(-(-count // window), 'window')}"
-            cli.say(f"{text.name}: {said} of {window}")
+        scoring.say(text)
         totals = Totals()
         try:
-            with closing(_scores(engine, text, window, flags, totals)) as parts:
+            with closing(_scores(scoring, text, totals)) as parts:
                 for scores in parts:
                     report.tokens(text, scores)
         except SystemExit:
-            _report_part(text, totals)
+            _report_part(text, totals, scoring.gearing)
             raise
         totals.bytes = text.bytes
         overall.include(totals)
@@ -149,15 +214,13 @@ def _score_all(
         report.overall(len(texts), overall)
 
 
-def _scores(
-    engine: Engine, text: Text, window: int, flags: dict[str, Any], totals: Totals
-) -> Generator[Scores, None, None]:
+def _scores(scoring: Scoring, text: Text, totals: Totals) -> Generator[Scores, None, None]:
     """The scores of a text, counted into totals, with a bar where a person may be waiting."""
     from toastkit.engine.perplexity import timed
 
-    bar = ScoreBar(text) if _bar_wanted(flags) else None
+    bar = ScoreBar(text) if _bar_wanted(scoring.flags) else None
     try:
-        for scores in timed(engine, text.ids, window, flags["chunk"], totals):
+        for scores in timed(scoring.parts(text), totals):
             yield scores
             if bar is not None:
                 bar.update(totals)
@@ -174,143 +237,11 @@ def _bar_wanted(flags: dict[str, Any]) -> bool:
     return sys.stderr.isatty() and not flags["quiet"] and not busy
 
 
-def _report_part(text: Text, totals: Totals) -> None:
+def _report_part(text: Text, totals: Totals, gearing: Gearing | None) -> None:
     """Says on stderr how far an interrupted text got."""
     if totals.tokens:
         cli.say(f"interrupted at token {totals.tokens} of {len(text.ids) - 1}")
-        print(_line(text.name, totals), file=sys.stderr, flush=True)
-
-
-def _line(name: str, totals: Totals) -> str:
-    parts = [
-        f"{name}: perplexity {totals.perplexity:.4f}",
-        f"entropy {totals.mean_entropy:.4f} bits",
-        _count(totals.tokens, "token"),
-        f"{totals.speed:.1f} tokens/s",
-    ]
-    if totals.bits_per_byte is not None:
-        parts.insert(3, f"{totals.bits_per_byte:.4f} bits/byte")
-    return ", ".join(parts)
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
-
-
-class TextReport:
-    """One line for each text, written when it is done."""
-
-    def tokens(self, text: Text, scores: Scores) -> None:
-        """Nothing: tokens are not shown."""
-
-    def text(self, text: Text, totals: Totals) -> None:
-        """The line of a text."""
-        print(_line(text.name, totals), flush=True)
-
-    def overall(self, count: int, totals: Totals) -> None:
-        """The line of all texts together."""
-        print(_line("total", totals), flush=True)
-
-
-class JsonReport:
-    """One JSON object for each token, one for each text after its tokens, one for all texts."""
-
-    def __init__(self, tokenizer: Tokenizer, window: int):
-        self._tokenizer = tokenizer
-        self._window = window
-        self._stream: Any = None
-
-    def tokens(self, text: Text, scores: Scores) -> None:
-        """The objects of some tokens."""
-        if scores.position == 1:
-            from toastkit.text.detokenizer import StreamingDetokenizer
-
-            self._stream = StreamingDetokenizer(self._tokenizer, keep_special=True)
-            self._stream.add(text.ids[0])
-        values = zip(scores.ids, scores.logprobs, scores.entropies)
-        for pos, (token, logprob, entropy) in enumerate(values, scores.position):
-            piece = self._stream.add(token)
-            if pos == len(text.ids) - 1:
-                piece += self._stream.finish()
-            self._write(
-                {
-                    "file": text.name, "pos": pos, "id": token, "text": piece,
-                    "logprob": _finite(logprob), "entropy": _finite(entropy),
-                }
-            )  # fmt: skip
-        sys.stdout.flush()
-
-    def text(self, text: Text, totals: Totals) -> None:
-        """The totals of a text."""
-        self._write({"file": text.name, **self._summary(totals)})
-        sys.stdout.flush()
-
-    def overall(self, count: int, totals: Totals) -> None:
-        """The totals of all texts together."""
-        self._write({"files": count, **self._summary(totals)})
-        sys.stdout.flush()
-
-    def _summary(self, totals: Totals) -> dict[str, Any]:
-        return {
-            "perplexity": _finite(totals.perplexity),
-            "loss": _finite(totals.loss),
-            "entropy": _finite(totals.mean_entropy),
-            "tokens": totals.tokens,
-            "bytes": totals.bytes,
-            "bits_per_byte": _finite(totals.bits_per_byte),
-            "window": self._window,
-            "seconds": round(totals.seconds, 6),
-            "tokens_per_second": _finite(totals.speed),
-        }
-
-    def _write(self, value: dict[str, Any]) -> None:
-        print(json.dumps(value, ensure_ascii=False))
-
-
-Report = TextReport | JsonReport
-
-
-def _finite(value: float | None) -> float | None:
-    """JSON has no infinity."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-class ScoreBar:
-    """A progress bar on stderr with the perplexity so far, once a text takes over a second."""
-
-    def __init__(self, text: Text):
-        self._text = text
-        self._start = time.monotonic()
-        self._bar: Any = None
-        self._shown = 0
-
-    def update(self, totals: Totals) -> None:
-        """Shows how far the text has got."""
-        from toastkit.commands.progress import PATIENCE
-
-        if self._bar is None:
-            if time.monotonic() - self._start < PATIENCE:
-                return
-            self._bar = click.progressbar(
-                length=len(self._text.ids) - 1,
-                label=_short(self._text.name),
-                file=sys.stderr,
-                show_pos=True,
-                item_show_func=lambda t: None if t is None else f"perplexity {t.perplexity:.4f}",
-            )
-        self._bar.update(totals.tokens - self._shown, totals)
-        self._shown = totals.tokens
-
-    def close(self) -> None:
-        """Ends the line."""
-        if self._bar is not None:
-            self._bar.render_finish()
-
-
-def _short(name: str) -> str:
-    """The end of a path, so that a bar stays on one line."""
-    last = name.rstrip("/").rpartition("/")[2]
-    return last if len(last) <= LABEL_CHARACTERS else last[: LABEL_CHARACTERS - 3] + "..."
+        print(line(text.name, totals, gearing), file=sys.stderr, flush=True)
 
 
 def main() -> None:

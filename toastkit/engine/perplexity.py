@@ -2,15 +2,17 @@
 
 A text is cut into windows, each read with an empty cache. A window of n tokens has n + 1 ids and
 shares its last one with the next window, so that every token but the text's first is predicted
-once, from at least one token before it.
+once, from at least one token before it. The model is left in whatever gear it is in; with gears
+that change from token to token, see engine.geared.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import mlx.core as mx
@@ -30,31 +32,41 @@ class Scores:
 
     position: of the first one, counted from the start of the text. ids: the tokens.
     logprobs: nats, given what stands before in the window. entropies: bits, of the distribution
-    that each token was predicted from.
+    that each token was predicted from. gears: of the passes that gave those, None where nobody
+    said: see engine.geared.
     """
 
     position: int
     ids: Sequence[int]
     logprobs: list[float]
     entropies: list[float]
+    gears: Sequence[str] | None = None
 
 
 @dataclass
 class Totals:
     """Sums over tokens. nats: of -log p. entropy: bits. bytes: of UTF-8 that the tokens stand for,
-    0 where that is not known. seconds: of computing."""
+    0 where that is not known. seconds: of computing. gears: tokens by gear. shifts: changes of
+    gear from one pass of a text to the next."""
 
     tokens: int = 0
     nats: float = 0.0
     entropy: float = 0.0
     bytes: int = 0
     seconds: float = 0.0
+    gears: Counter[str] = field(default_factory=Counter)
+    shifts: int = 0
+    _gear: str | None = field(default=None, repr=False, compare=False)  # of the last token
 
     def add(self, scores: Scores) -> None:
         """Counts more tokens in."""
         self.tokens += len(scores.logprobs)
         self.nats -= math.fsum(scores.logprobs)
         self.entropy += math.fsum(scores.entropies)
+        for gear in scores.gears or ():
+            self.gears[gear] += 1
+            self.shifts += self._gear not in (None, gear)
+            self._gear = gear
 
     def include(self, other: Totals) -> None:
         """Counts another text in."""
@@ -63,6 +75,8 @@ class Totals:
         self.entropy += other.entropy
         self.bytes += other.bytes
         self.seconds += other.seconds
+        self.gears += other.gears
+        self.shifts += other.shifts
 
     @property
     def loss(self) -> float:
@@ -109,27 +123,36 @@ def score(
     as suit the device and the vocabulary; it changes memory and speed, and no result.
     Raises DataError for an id that the model does not have, and for logits that are not numbers.
     """
-    if ids and max(ids) >= engine.vocab:
-        raise DataError(f"token {max(ids)} is outside the vocabulary of {engine.vocab}")
-    size = chunk or default_chunk(engine)
+    check_ids(engine, ids)
     for start, part in windows(ids, window):
-        cache = engine.new_cache()
-        inputs, targets = part[:-1], part[1:]
-        for first in range(0, len(inputs), size):
-            wanted = targets[first : first + size]
-            logits = engine.score(inputs[first : first + size], cache)
-            logprobs, entropies = _judge(logits, mx.array(list(wanted), mx.uint32))
-            del logits
-            mx.eval([layer.state for layer in cache])
-            mx.clear_cache()
-            yield _checked(Scores(start + first + 1, wanted, logprobs, entropies))
+        yield from score_window(engine, start, part, chunk or default_chunk(engine))
     device.publish_kernels()
 
 
-def timed(engine: Engine, ids: Sequence[int], window: int, chunk: int | None, totals: Totals):
-    """As `score`, and counts tokens and seconds into totals before each Scores is given out."""
+def check_ids(engine: Engine, ids: Sequence[int]) -> None:
+    """Raises DataError for an id that the model does not have."""
+    if ids and max(ids) >= engine.vocab:
+        raise DataError(f"token {max(ids)} is outside the vocabulary of {engine.vocab}")
+
+
+def score_window(engine: Engine, start: int, part: Sequence[int], size: int) -> Iterator[Scores]:
+    """As `score`, of the window `part`, which begins at `start`, in passes of `size` tokens."""
+    cache = engine.new_cache()
+    inputs, targets = part[:-1], part[1:]
+    for first in range(0, len(inputs), size):
+        wanted = targets[first : first + size]
+        logits = engine.score(inputs[first : first + size], cache)
+        logprobs, entropies = _judge(logits, mx.array(list(wanted), mx.uint32))
+        del logits
+        mx.eval([layer.state for layer in cache])
+        mx.clear_cache()
+        yield checked(Scores(start + first + 1, wanted, logprobs, entropies))
+
+
+def timed(parts: Iterator[Scores], totals: Totals) -> Iterator[Scores]:
+    """The parts; tokens and seconds are counted into totals before each is given out."""
     start = time.perf_counter()
-    for scores in score(engine, ids, window, chunk):
+    for scores in parts:
         totals.add(scores)
         totals.seconds += time.perf_counter() - start
         yield scores
@@ -171,8 +194,8 @@ def _measures(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
     return chosen - log_mass, (log_mass - surprise / mass) / math.log(2)
 
 
-def _checked(scores: Scores) -> Scores:
-    """Raises DataError where a score is not a number."""
+def checked(scores: Scores) -> Scores:
+    """The scores; raises DataError where one is not a number."""
     for n, value in enumerate(zip(scores.logprobs, scores.entropies), scores.position):
         if any(map(math.isnan, value)):
             raise DataError(

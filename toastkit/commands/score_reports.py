@@ -1,0 +1,215 @@
+"""What toast-perplexity prints: lines or JSON, a progress bar, and how the gears are summed up."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from toastkit.gears.monitor import GEARS
+
+if TYPE_CHECKING:
+    from toastkit.engine.perplexity import Scores, Totals
+    from toastkit.text.tokenizer import Tokenizer
+
+LABEL_CHARACTERS = 20
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text to score. name: the file, "-" for stdin. ids: its tokens; the first is not scored.
+    bytes: of UTF-8 that the scored tokens stand for."""
+
+    name: str
+    ids: list[int]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Gearing:
+    """The gears of a run. mode: auto, low, mid or high. scope, bits: of GearOptions. widths: bits
+    of a managed weight by gear; None where no gear changes anything."""
+
+    mode: str
+    scope: str
+    bits: tuple[int, int]
+    widths: dict[str, float] | None
+
+    def words(self, totals: Totals) -> list[str]:
+        """The parts that a line gets."""
+        if self.mode != "auto":
+            if self.widths is None:
+                return [f"{self.mode} gear"]
+            return [f"{self.mode} gear ({self.widths[self.mode]:g} bits, {self.scope})"]
+        shares = (f"{gear} {totals.gears[gear] / totals.tokens:.0%}" for gear in GEARS)
+        verb = "gears" if self.widths else "gears would be"
+        mean = self._mean_bits(totals)
+        return [
+            f"{verb} {' '.join(shares)}",
+            counted(totals.shifts, "shift"),
+            *([] if mean is None else [f"mean {mean:.1f} bits"]),
+        ]
+
+    def facts(self, totals: Totals) -> dict[str, Any]:
+        """The fields that an object of JSON gets."""
+        return {
+            "gear": self.mode,
+            "gear_scope": self.scope,
+            "gear_bits": list(self.bits),
+            "gears": {gear: totals.gears[gear] for gear in GEARS},
+            "shifts": totals.shifts,
+            "mean_bits": self._mean_bits(totals),
+        }
+
+    def _mean_bits(self, totals: Totals) -> float | None:
+        from toastkit.gears.cost import mean_bits
+
+        return None if self.widths is None else mean_bits(totals.gears, self.widths)
+
+
+def line(name: str, totals: Totals, gearing: Gearing | None) -> str:
+    """The line of a text, of a part of one, or of all texts."""
+    parts = [
+        f"{name}: perplexity {totals.perplexity:.4f}",
+        f"entropy {totals.mean_entropy:.4f} bits",
+        counted(totals.tokens, "token"),
+        f"{totals.speed:.1f} tokens/s",
+    ]
+    if totals.bits_per_byte is not None:
+        parts.insert(3, f"{totals.bits_per_byte:.4f} bits/byte")
+    if gearing is not None:
+        parts += gearing.words(totals)
+    return ", ".join(parts)
+
+
+def counted(number: int, thing: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+class TextReport:
+    """One line for each text, written when it is done."""
+
+    def __init__(self, gearing: Gearing | None):
+        self._gearing = gearing
+
+    def tokens(self, text: Text, scores: Scores) -> None:
+        """Nothing: tokens are not shown."""
+
+    def text(self, text: Text, totals: Totals) -> None:
+        """The line of a text."""
+        print(line(text.name, totals, self._gearing), flush=True)
+
+    def overall(self, count: int, totals: Totals) -> None:
+        """The line of all texts together."""
+        print(line("total", totals, self._gearing), flush=True)
+
+
+class JsonReport:
+    """One JSON object for each token, one for each text after its tokens, one for all texts."""
+
+    def __init__(self, tokenizer: Tokenizer, window: int, gearing: Gearing | None):
+        self._tokenizer = tokenizer
+        self._window = window
+        self._gearing = gearing
+        self._stream: Any = None
+
+    def tokens(self, text: Text, scores: Scores) -> None:
+        """The objects of some tokens."""
+        if scores.position == 1:
+            from toastkit.text.detokenizer import StreamingDetokenizer
+
+            self._stream = StreamingDetokenizer(self._tokenizer, keep_special=True)
+            self._stream.add(text.ids[0])
+        # The gears are those of the passes that predicted the tokens.
+        gears = [{"gear": gear} for gear in scores.gears or ()] or [{}] * len(scores.ids)
+        values = zip(scores.ids, scores.logprobs, scores.entropies, gears)
+        for pos, (token, logprob, entropy, gear) in enumerate(values, scores.position):
+            piece = self._stream.add(token)
+            if pos == len(text.ids) - 1:
+                piece += self._stream.finish()
+            self._write(
+                {
+                    "file": text.name, "pos": pos, "id": token, "text": piece,
+                    "logprob": _finite(logprob), "entropy": _finite(entropy), **gear,
+                }
+            )  # fmt: skip
+        sys.stdout.flush()
+
+    def text(self, text: Text, totals: Totals) -> None:
+        """The totals of a text."""
+        self._write({"file": text.name, **self._summary(totals)})
+        sys.stdout.flush()
+
+    def overall(self, count: int, totals: Totals) -> None:
+        """The totals of all texts together."""
+        self._write({"files": count, **self._summary(totals)})
+        sys.stdout.flush()
+
+    def _summary(self, totals: Totals) -> dict[str, Any]:
+        return {
+            "perplexity": _finite(totals.perplexity),
+            "loss": _finite(totals.loss),
+            "entropy": _finite(totals.mean_entropy),
+            "tokens": totals.tokens,
+            "bytes": totals.bytes,
+            "bits_per_byte": _finite(totals.bits_per_byte),
+            "window": self._window,
+            "seconds": round(totals.seconds, 6),
+            "tokens_per_second": _finite(totals.speed),
+            **({} if self._gearing is None else self._gearing.facts(totals)),
+        }
+
+    def _write(self, value: dict[str, Any]) -> None:
+        print(json.dumps(value, ensure_ascii=False))
+
+
+Report = TextReport | JsonReport
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+class ScoreBar:
+    """A progress bar on stderr with the perplexity so far, once a text takes over a second."""
+
+    def __init__(self, text: Text):
+        self._text = text
+        self._start = time.monotonic()
+        self._bar: Any = None
+        self._shown = 0
+
+    def update(self, totals: Totals) -> None:
+        """Shows how far the text has got."""
+        from toastkit.commands.progress import PATIENCE
+
+        if self._bar is None:
+            if time.monotonic() - self._start < PATIENCE:
+                return
+            self._bar = click.progressbar(
+                length=len(self._text.ids) - 1,
+                label=_short(self._text.name),
+                file=sys.stderr,
+                show_pos=True,
+                item_show_func=lambda t: None if t is None else f"perplexity {t.perplexity:.4f}",
+            )
+        self._bar.update(totals.tokens - self._shown, totals)
+        self._shown = totals.tokens
+
+    def close(self) -> None:
+        """Ends the line."""
+        if self._bar is not None:
+            self._bar.render_finish()
+
+
+def _short(name: str) -> str:
+    """The end of a path, so that a bar stays on one line."""
+    last = name.rstrip("/").rpartition("/")[2]
+    return last if len(last) <= LABEL_CHARACTERS else last[: LABEL_CHARACTERS - 3] + "..."
