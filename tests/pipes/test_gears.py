@@ -1,4 +1,4 @@
-"""Gears with the real executables: through the feed, in one process, with and without entropy-gear."""
+"""Gears with the real executables: through the feed, and in one process."""
 
 from __future__ import annotations
 

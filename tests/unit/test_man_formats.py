@@ -162,7 +162,8 @@ def test_files_of_a_session() -> None:
     inside = (run.FEED_FILE, run.RING_FILE, run.HANDOVER_FILE, run.ALIVE_FILE)
     assert found == [
         names.HEADER_FILE, upkeep.TOKENS_FILE, upkeep.CACHE_FILE, upkeep.LOGITS_FILE,
-        lock.LOCK_FILE, f"{names.HEADER_FILE}.tmp", gear_state.GEAR_FILE, "runs/ID/", *(f"runs/ID/{f}" for f in inside),
+        lock.LOCK_FILE, f"{names.HEADER_FILE}.tmp", gear_state.GEAR_FILE, "runs/ID/",
+        *(f"runs/ID/{f}" for f in inside),
     ]  # fmt: skip
 
 

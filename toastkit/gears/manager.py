@@ -166,8 +166,8 @@ class PrecisionManager:
         self.tokens[self.gear] += 1
 
     def run_report(self) -> dict[str, Any]:
-        """Of the run since `begin_run`: steps by gear, shifts, seconds that these took; bytes of the
-        managed matrices on the device now; products of all runs by path."""
+        """Of the run since `begin_run`: steps by gear, shifts, seconds that these took; bytes of
+        the managed matrices on the device now; products of all runs by path."""
         count, seconds = self._shifts()
         return {
             **{gear: self.tokens[gear] for gear in ("low", "mid", "high")},
