@@ -213,11 +213,14 @@ def test_baked_gears_of_other_bits_are_not(sources: dict, tmp_path: Path) -> Non
 
 def test_the_cache_is_bounded() -> None:
     _, gears = geared("crumb", "attention")
-    assert gears.budget == gears.originals_bytes // 2
     for gear in ("low", "mid", "high"):
         gears.shift(gear)
-    assert gears.kept == ("low", "mid")  # together less than half of float32
-    assert gears.device_bytes <= gears.originals_bytes + gears.budget
+        assert gear == "high" or gears.packed_bytes(gear) == sum(
+            module.packed_bytes for module in gears._set
+        )
+    assert gears.kept == ("low", "mid")
+    assert gears.budget == gears.packed_bytes("low") + gears.packed_bytes("mid")
+    assert gears.device_bytes == gears.originals_bytes + gears.budget
 
     low = 1 << 20  # room for the low set, not for the mid one
     _, gears = geared("crumb", "attention", cache_bytes=low)

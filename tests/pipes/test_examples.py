@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -265,6 +266,21 @@ def test_mix_ends_with_the_decode_that_fails(shell: Shell) -> None:
     """One of the two prompts is too long: everything ends, with a message that says why."""
     failed = shell("bash", EXAMPLES / "mix.sh", WHO, "word " * 9000, code=65)
     assert "context" in failed.stderr
+
+
+# -------------------------------------------------------------------------------------------- gears
+
+
+def test_gears_are_marked_where_they_shift(shell: Shell) -> None:
+    ask = "toast-decode --json --gear auto --gear-scope all --temp 0 -n 30 'Tell me a story.' |"
+    script = f"{ask} tee lines | python3 {EXAMPLES / 'gears.py'}"
+    text, counts = shell("bash", "-o", "pipefail", "-c", script).stdout.splitlines()
+    *tokens, end = map(json.loads, (shell.folder / "lines").read_text().splitlines())
+    assert re.sub(r"\[(low|mid|high)\]", "", text) == "".join(t["text"] for t in [*tokens, end])
+    marked = re.findall(r"\[(low|mid|high)\]", text)
+    assert marked == [gear for gear, _ in itertools.groupby(t["gear"] for t in tokens)]
+    assert len(marked) > 1
+    assert counts == ", ".join(f"{k} {end['gears'][k]}" for k in ("low", "mid", "high", "shifts"))
 
 
 # ------------------------------------------------------------------------------ each-line and gate

@@ -15,7 +15,7 @@ from tests.conftest import ROOT, SCRIPTS
 def test_commands_work_as_pasted(tmp_path: Path, state_home: Path):
     readme = (ROOT / "README.md").read_text()
     blocks = re.findall(r"```sh\n(.*?)```", readme, re.S)
-    assert len(blocks) == 18
+    assert len(blocks) == 22
     shutil.copy(ROOT / "README.md", tmp_path)
     folder = tempfile.mkdtemp(prefix="t")  # short, as a socket's path has to be
     environment = {

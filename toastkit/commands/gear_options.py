@@ -51,7 +51,7 @@ gears = together(
     ),
     click.option(
         "--gear-cache", type=Size(), metavar="SIZE",
-        help="What gears not in use may keep on the device (default: half of the originals).",
+        help="What gears not in use may keep on the device (default: all but the originals).",
     ),
 )  # fmt: skip
 telemetry = together(

@@ -89,7 +89,7 @@ class Engine:
                     f"--gear {options.fixed}: {self.files.name} is quantised already",
                     hint="--gear auto shows what its gears would do",
                 )
-            if self._notify is not None:
+            if self._notify is not None and options.mode == "auto":
                 self._notify(
                     f"{self.files.name} is quantised already: gears are shown and not shifted"
                 )

@@ -23,6 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from toastkit.errors import DataError, UsageError, from_os_error
+from toastkit.gears.cost import row_bytes
 from toastkit.gears.discovery import discover
 from toastkit.gears.options import GearOptions
 from toastkit.gears.packed import PathCounts, fused_is_exact, packed_module
@@ -99,8 +100,9 @@ class PrecisionManager:
                 hint=hint if options.scope == "attention" else None,
             )
         self.originals_bytes = sum(place.nbytes for place in self._places)
-        budget = options.cache_bytes
-        self.budget = self.originals_bytes // 2 if budget is None else budget
+        # Without a budget, what was packed stays and the originals never do.
+        packed = self.packed_bytes("low") + self.packed_bytes("mid")
+        self.budget = packed if options.cache_bytes is None else options.cache_bytes
         # What is on the device beside the gear in use, the last used last. A set: a module a place.
         self._kept: OrderedDict[str, list[Any]] = OrderedDict()
         self._set: list[Any] = [place.shell for place in self._places]
@@ -227,7 +229,7 @@ class PrecisionManager:
             self._coming = None
         done = [] if self._coming is None else self._coming[1]
         size = -(-len(self._places) // PREPARE_STEPS)
-        if len(done) == len(self._places) or self._expected_bytes(gear) > self.budget:
+        if len(done) == len(self._places) or self.packed_bytes(gear) > self.budget:
             return
         done += self._packed(gear, self._places[len(done) : len(done) + size])
         self._coming = (gear, done)
@@ -247,27 +249,33 @@ class PrecisionManager:
     def _drop_what_is_over(self, left: str) -> None:
         """Lets sets go, down to the budget: the one just left if it is too large by itself, then
         those that were not used for longest."""
-        dropped = False
-        while self._kept and sum(map(_set_bytes, self._kept.values())) > self.budget:
-            too_large = left in self._kept and _set_bytes(self._kept[left]) > self.budget
-            gear = left if too_large else next(iter(self._kept))
-            del self._kept[gear]
-            dropped = True
-            if gear == "high":
-                for place in self._places:
-                    self._ledger.add(place.owner, -place.nbytes)
-                    del place.shell["weight"]
-        if dropped:
+        before = len(self._kept)
+        originals = left == "high" and self.options.cache_bytes is None
+        if originals or _set_bytes(self._kept[left]) > self.budget:
+            self._drop(left)
+        while sum(map(_set_bytes, self._kept.values())) > self.budget:
+            self._drop(next(iter(self._kept)))
+        if len(self._kept) < before:
             mx.clear_cache()  # or MLX would keep the memory for itself
 
-    def _expected_bytes(self, gear: str) -> int:
-        """About what a gear will take; scales make it a little more."""
-        item = sum(place.nbytes for place in self._places) // self._item_size()
-        return item * (self.options.bits_of(gear) or 0) // 8
+    def _drop(self, gear: str) -> None:
+        """Lets a set that is not in use go."""
+        del self._kept[gear]
+        if gear == "high":
+            for place in self._places:
+                self._ledger.add(place.owner, -place.nbytes)
+                del place.shell["weight"]
 
-    def _item_size(self) -> int:
-        dtype = self._dtype or self._store.dtype(self._places[0].weight_name)
-        return dtype.size
+    def packed_bytes(self, gear: str) -> int:
+        """What the managed matrices take in a packed gear, with scales, in bytes."""
+        bits = self.options.bits_of(gear)
+        assert bits is not None  # high has no packed modules
+        total = 0
+        for place in self._places:
+            item = (self._dtype or self._store.dtype(place.weight_name)).size
+            rows = place.nbytes // (item * place.columns)
+            total += rows * row_bytes(bits, place.columns, item)
+        return total
 
     # --------------------------------------------------------------------------- where weights come
 

@@ -18,7 +18,7 @@ class GearOptions:
     matrices of attention (paper 003, section 6.1), or of all decoder layers. bits: of the low and
     of the mid gear. path: how packed weights are multiplied, by MLX's own kernels or from a
     dequantised copy (section 7). cache_bytes: what gears that are not in use may keep on the
-    device; None for half of what the originals take.
+    device; None for all that is packed, and no originals.
     """
 
     mode: str = "off"
