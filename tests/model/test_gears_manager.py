@@ -15,7 +15,7 @@ from tests.model.checkpoints import SIZES, random_weights, write_checkpoint
 from tests.model.published import write_published
 from toastkit.engine.engine import Engine
 from toastkit.errors import DataError, UsageError
-from toastkit.gears import manager as manager_module
+from toastkit.gears import sources as sources_module
 from toastkit.gears.manager import PrecisionManager
 from toastkit.gears.options import GearOptions
 from toastkit.model.config import load_config
@@ -164,13 +164,13 @@ def test_device_memory_falls_and_returns() -> None:
 
 def test_nothing_is_quantised_before_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    real = manager_module.quantise_rows
+    real = sources_module.quantise_rows
 
     def counted(weight, bits, pad):
         made.append(bits)
         return real(weight, bits, pad)
 
-    monkeypatch.setattr(manager_module, "quantise_rows", counted)
+    monkeypatch.setattr(sources_module, "quantise_rows", counted)
     engine, gears = geared("crumb", "attention")
     logits(engine)
     assert made == []
@@ -195,7 +195,7 @@ def test_baked_gears_are_read(
     for gear in ("low", "mid", "high"):
         gears.shift(gear)
         wanted.append(logits(made))
-    monkeypatch.setattr(manager_module, "quantise_rows", lambda *a, **k: pytest.fail("quantised"))
+    monkeypatch.setattr(sources_module, "quantise_rows", lambda *a, **k: pytest.fail("quantised"))
     for gear, expected in zip(("low", "mid", "high"), wanted):
         stored.shift(gear)
         assert (logits(baked) == expected).all()

@@ -2,8 +2,7 @@
 
 Paper 003, section 6. Nothing is quantised before a gear is first entered. The originals leave the
 device with the shift (so device memory falls) and are read again from the store with the shift up,
-bit for bit; the file, or rather the system's cache of it, is the host memory of section 6.3. Sets
-that are not in use are kept within a budget, the most recently used ones.
+bit for bit. Sets that are not in use are kept within a budget, the most recently used ones.
 
     manager = PrecisionManager(store, dtype, ledger, options)
     manager.shift("low")
@@ -12,7 +11,6 @@ that are not in use are kept within a budget, the most recently used ones.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -20,41 +18,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
-from toastkit.errors import DataError, UsageError, from_os_error
+from toastkit.errors import UsageError
 from toastkit.gears.cost import row_bytes
-from toastkit.gears.discovery import discover
 from toastkit.gears.options import GearOptions
 from toastkit.gears.packed import PathCounts, fused_is_exact, packed_module
-from toastkit.store.ledger import GEARS, OUTSIDE, Ledger, layer_owner
-from toastkit.store.precision import GEAR_BITS, Rows, looks_quantised, quantise_rows
+from toastkit.gears.sources import Place, Sources, places_of
+from toastkit.store.ledger import GEARS, Ledger
 from toastkit.store.store import Store
 
 PREPARE_STEPS = 2  # a gear that is seen coming is made in so many parts: the forecast's two steps
-SAMPLED_MODULES = 3  # whose rows are looked at for an earlier quantisation
-
-
-@dataclass
-class _Place:
-    """A managed matrix. parents: where in the tree it hangs, (container, key). shell: the original
-    module, with its weight only while high gear is kept."""
-
-    path: str
-    shell: Any
-    parents: list[tuple[Any, Any]]
-    owner: str
-    columns: int
-    nbytes: int
-
-    @property
-    def weight_name(self) -> str:
-        return f"{self.path}.weight"
-
-    def put(self, module: nn.Module) -> None:
-        """Hangs a module into the tree."""
-        for container, key in self.parents:
-            container[key] = module
 
 
 @dataclass
@@ -90,9 +63,9 @@ class PrecisionManager:
         self.tokens: Counter[str] = Counter()
         self.counts = PathCounts()
         self.times = {gear: ShiftTimes([], []) for gear in ("low", "mid", "high")}
-        self._store, self._dtype, self._ledger, self._notify = store, dtype, ledger, notify
-        self._files = _identities(store)
-        self._places = self._discover()
+        self._ledger = ledger
+        self._sources = Sources(store, dtype, notify)
+        self._places = places_of(store, options.scope)
         if not self._places:
             hint = "--gear-scope all looks for others than those of attention"
             raise UsageError(
@@ -109,22 +82,6 @@ class PrecisionManager:
         self._coming: tuple[str, list[Any]] | None = None
         self._shifts_before = (0, 0.0)
 
-    def _discover(self) -> list[_Place]:
-        by_module: dict[int, _Place] = {}
-        for path, module, _ in discover(self._store.model, self.options.scope):
-            container, key = _parent(self._store.model, path)
-            place = by_module.get(id(module))
-            if place is not None:  # one module in two places of the tree
-                place.parents.append((container, key))
-                continue
-            weight = module["weight"]
-            index = self._store.layer_of(f"{path}.weight")
-            owner = OUTSIDE if index is None else layer_owner(index)
-            by_module[id(module)] = _Place(
-                path, module, [(container, key)], owner, weight.shape[-1], weight.nbytes
-            )
-        return list(by_module.values())
-
     # -------------------------------------------------------------------------------- what is where
 
     @property
@@ -136,7 +93,7 @@ class PrecisionManager:
     def bits(self) -> dict[str, float]:
         """Bits a weight by gear; in high those of the file, on average."""
         low, mid = self.options.bits
-        sizes = [self._store.dtype(place.weight_name).size for place in self._places]
+        sizes = [self._sources.stored_dtype(place).size for place in self._places]
         weights = [place.nbytes for place in self._places]
         mean = sum(size * weight for size, weight in zip(sizes, weights)) / sum(weights)
         return {"low": low, "mid": mid, "high": 8 * mean}
@@ -222,8 +179,7 @@ class PrecisionManager:
         if gear in (self.gear, *self._kept):
             return
         if gear == "high":
-            layers = {self._store.layer_of(place.weight_name) for place in self._places}
-            self._store.prefetch(sorted(layer for layer in layers if layer is not None))
+            self._sources.read_ahead(self._places)
             return
         if self._coming is not None and self._coming[0] != gear:
             self._coming = None
@@ -272,7 +228,7 @@ class PrecisionManager:
         assert bits is not None  # high has no packed modules
         total = 0
         for place in self._places:
-            item = (self._dtype or self._store.dtype(place.weight_name)).size
+            item = self._sources.loaded_dtype(place).size
             rows = place.nbytes // (item * place.columns)
             total += rows * row_bytes(bits, place.columns, item)
         return total
@@ -281,100 +237,25 @@ class PrecisionManager:
 
     def _return_originals(self) -> None:
         """Reads the originals again. Exactly what loading gave: the same bytes, the same cast."""
-        weights = self._originals(self._places)
+        weights = self._sources.originals(self._places)
         mx.eval(weights)
         for place, weight in zip(self._places, weights):
             place.shell["weight"] = weight
             self._ledger.add(place.owner, place.nbytes)
 
-    def _originals(self, places: list[_Place]) -> list[mx.array]:
-        """The weights of these places as they were loaded, lazy; read anew if they have left."""
-        if places and "weight" in places[0].shell:
-            return [place.shell["weight"] for place in places]
-        self._check_files()
-        try:
-            found = self._store.tensors([place.weight_name for place in places])
-        except KeyError as error:
-            raise DataError(f"{self._store.files.name}: {error} cannot be read again") from error
-        arrays = [found[place.weight_name] for place in places]
-        return arrays if self._dtype is None else [a.astype(self._dtype) for a in arrays]
-
-    def _check_files(self) -> None:
-        """Raises DataError where the checkpoint is no longer the one that was loaded."""
-        if _identities(self._store) != self._files:
-            raise DataError(
-                f"{self._store.files.name}: its files have changed since the model was loaded",
-                hint="start again, or keep the originals with a larger --gear-cache",
-            )
-
-    def _packed(self, gear: str, places: list[_Place]) -> list[Any]:
-        """The modules of some places in a packed gear: as they lie baked in the checkpoint, or
-        quantised now."""
+    def _packed(self, gear: str, places: list[Place]) -> list[Any]:
+        """The modules of some places in a packed gear."""
         bits = self.options.bits_of(gear)
         assert bits is not None  # high has no packed modules
         made = []
-        baked = self._baked(gear, bits, places)
-        originals: list[Any] = [] if baked else self._originals(places)
-        if not baked:
-            self._look_at(places, originals)
-        for n, place in enumerate(places):
-            rows = baked[n] if baked else self._quantised(place, originals[n], bits)
-            if not baked:
-                originals[n] = None  # read anew, it is let go as soon as it is packed
-            if self._dtype is not None:
-                scales, biases = rows.scales.astype(self._dtype), rows.biases.astype(self._dtype)
-                rows = Rows(rows.weight, scales, biases)
-            mx.eval(rows)
+        for place, rows in zip(places, self._sources.packed(gear, bits, places)):
             fused = self.options.path == "fused" and fused_is_exact(rows.scales.dtype)
             made.append(packed_module(place.shell, rows, bits, place.columns, fused, self.counts))
         return made
 
-    def _quantised(self, place: _Place, weight: Any, bits: int) -> Rows:
-        # In the dtype of the file, as baking does: a gear is the same, baked or made here.
-        stored = self._store.dtype(place.weight_name)
-        try:
-            return quantise_rows(weight.astype(stored), bits, pad=True)
-        except DataError as error:
-            raise DataError(f"{place.weight_name}: {error.message}", error.hint) from error
-
-    def _baked(self, gear: str, bits: int, places: list[_Place]) -> list[Rows]:
-        """The gear as the checkpoint holds it; empty where it does not hold all of it."""
-        if GEAR_BITS.get(gear) != bits:
-            return []
-        self._check_files()
-        found = []
-        for place in places:
-            try:
-                parts = self._store.module(place.path, gear)
-            except KeyError:
-                return []
-            found.append(Rows(*(parts[f"{place.path}.{name}"] for name in Rows._fields)))
-        return found
-
-    def _look_at(self, places: list[_Place], weights: list[Any]) -> None:
-        """Says once that the weights seem to have been quantised before (sections 6.4, 13.3)."""
-        if self._notify is None or not places:
-            return
-        step = max(1, len(places) // SAMPLED_MODULES)
-        if any(looks_quantised(weight) for weight in weights[::step]):
-            self._notify(
-                f"warning: {self._store.files.name}: its weights look as if they had been "
-                "quantised before; gears do so again, which adds up, most of all in low gear"
-            )
-        self._notify = None
-
     def close(self) -> None:
         """Lets the checkpoint go; the gear stays what it is."""
-        self._store.close()
-
-
-def _parent(model: nn.Module, path: str) -> tuple[Any, Any]:
-    """The container of a module, a dict or a list, and the key in it."""
-    node: Any = model
-    *parts, last = path.split(".")
-    for part in parts:
-        node = node[int(part)] if isinstance(node, list) else node[part]
-    return node, int(last) if isinstance(node, list) else last
+        self._sources.close()
 
 
 def _bytes_of(module: Any) -> int:
@@ -391,15 +272,3 @@ def _set_bytes(modules: list[Any]) -> int:
 def _forget_dense(module: Any) -> None:
     if hasattr(module, "forget_dense"):
         module.forget_dense()
-
-
-def _identities(store: Store) -> list[tuple[int, int, int]]:
-    """What tells a file from another that took its name."""
-    found = []
-    for header in store.files.headers:
-        try:
-            about = os.stat(header.path)
-        except OSError as error:
-            raise from_os_error(error, f"cannot read {header.path}") from error
-        found.append((about.st_ino, about.st_size, about.st_mtime_ns))
-    return found
