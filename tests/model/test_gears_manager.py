@@ -118,7 +118,7 @@ def test_dense_copies_last_as_long_as_the_gear() -> None:
     gears.step(None)
     logits(engine)
     assert gears.counts.as_map() == {"fused": 0, "hit": count, "miss": count}
-    gears.step(None)
+    gears.step("mid")
     assert engine.ledger.of(GEARS) == gears.device_bytes == packed + gears.originals_bytes
     gears.shift("high")
     gears.shift("mid")

@@ -118,9 +118,8 @@ class PrecisionManager:
 
     def step(self, gear: str | None) -> None:
         """Before a step is run, in that gear (None: as before): shifts, and counts it."""
-        if gear is not None:
-            self.shift(gear)
-        elif self.counts.miss:
+        shifted = gear is not None and self.shift(gear)
+        if self.counts.miss and not shifted:
             self._enter_into_ledger()  # the last step may have dequantised
         self.tokens[self.gear] += 1
 
