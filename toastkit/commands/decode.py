@@ -189,11 +189,10 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
     )
     gears = gear_options.gear_settings(flags)
     attached = attach(flags, first.fingerprint) if gears is None else None
-    # A GPU computes while the host goes on. A CPU does not, and numpy draws faster on it; logits of
-    # a daemon are on the host anyway.
-    deferred = attached is None and (start_device(flags) == "gpu" or chain.temperature == 0)
-    if settings.follow and start_device(flags) == "cpu":
-        deferred = False  # each step's entropy is wanted before the next: nothing to defer for
+    # A GPU computes while the host goes on. A CPU does not, and numpy draws faster on it, and takes
+    # the entropy faster; logits of a daemon are on the host anyway.
+    plain = chain.temperature == 0 and not (settings.telemetry or settings.follow)
+    deferred = attached is None and (start_device(flags) == "gpu" or plain)
     runs = LocalRuns(flags["session"], signals, reader_gone, deferred)
 
     @cache

@@ -77,7 +77,8 @@ class Conversation:
             prepared.points,
             None if request.session is None else Path(request.session),
             lambda: channel.gone,
-            deferred=engine.device == "gpu" or prepared.sampling.temperature == 0,
+            deferred=engine.device == "gpu"
+            or (prepared.sampling.temperature == 0 and not request.options.tokens),
         )
         if prepared.difficulty is not None:
             head = replace(head, extra={**head.extra, "difficulty": prepared.difficulty})
