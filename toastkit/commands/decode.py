@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import click
@@ -195,24 +194,28 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
     deferred = attached is None and (start_device(flags) == "gpu" or plain)
     runs = LocalRuns(flags["session"], signals, reader_gone, deferred)
 
-    @cache
-    def engine():
-        return attached or load(tokenizer.files, flags, gears)
+    opened = [] if attached is None else [attached]
+
+    def engine_for(head: Any) -> Any:
+        if not opened:
+            opened.append(load(tokenizer.files, flags, gears))
+        return opened[0]
 
     frames = tokenize(wanted, tokenizer)
     text = tokenizer.tokenizer
-    stage = answer(frames, text, lambda head: engine(), runs, settings, signals, outcome)
+    stage = answer(frames, text, engine_for, runs, settings, signals, outcome)
     if flags["verbose"]:
         stage = gear_options.told(stage)
-    return stage if attached is None else _closing(attached, stage)
+    return _closing(opened, stage)
 
 
-def _closing(engine: Any, frames: Iterator[Frame]) -> Iterator[Frame]:
-    """The frames; the engine is closed after them, however they end."""
+def _closing(engines: list[Any], frames: Iterator[Frame]) -> Iterator[Frame]:
+    """The frames; an engine that was opened for them is closed after them, however they end."""
     try:
         yield from frames
     finally:
-        engine.close()
+        for engine in engines:
+            engine.close()
 
 
 class JsonWriter:

@@ -57,10 +57,9 @@ class Engines:
 
     def close(self) -> None:
         """Lets the engine go; a daemon's has let go of the session when this returns."""
-        close = getattr(self._engine, "close", None)
-        self._engine = self._model = None
-        if close is not None:
-            close()
+        engine, self._engine, self._model = self._engine, None, None
+        if engine is not None:
+            engine.close()
 
 
 def attach(flags: dict[str, Any], fingerprint: str):

@@ -99,6 +99,11 @@ class Engine:
         dtype = None if self.dtype is None else DTYPES[self.dtype]
         return PrecisionManager(store, dtype, self.ledger, options, self._notify)
 
+    def close(self) -> None:
+        """Lets go of the checkpoint's files, which gears hold open. The model stays usable."""
+        if self.gears is not None:
+            self.gears.close()
+
     @property
     def vocab(self) -> int:
         """Entries in the logits."""
