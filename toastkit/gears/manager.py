@@ -184,7 +184,8 @@ class PrecisionManager:
             self._coming = None
         done = [] if self._coming is None else self._coming[1]
         size = -(-len(self._places) // PREPARE_STEPS)
-        if len(done) == len(self._places) or self.packed_bytes(gear) > self.budget:
+        room = self.budget - sum(map(_set_bytes, self._kept.values()))
+        if len(done) == len(self._places) or self.packed_bytes(gear) > room:
             return
         done += self._packed(gear, self._places[len(done) : len(done) + size])
         self._coming = (gear, done)
