@@ -46,7 +46,10 @@ def shell(tmp_path: Path, private_home: Path):
         return subprocess.run(
             ["bash", "-e", "-o", "pipefail", "-c", script],
             cwd=work, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
-            env={**os.environ, "PATH": path, "XDG_STATE_HOME": str(state)},
+            env={
+                **os.environ, "PATH": path, "XDG_STATE_HOME": str(state),
+                "TOAST_MAX_TOKENS": "24",  # long answers show no more
+            },
         )  # fmt: skip
 
     yield run

@@ -58,18 +58,19 @@ def prompt_frames(prompts: list[dict]) -> bytes:
 
 
 def test_the_reference(pipeline) -> None:
+    chosen = PROMPTS[::2]  # one process answers all of them: test_reference.py
     done = pipeline(
         ["prefill", *FLOAT32],
         ["decode", *FLOAT32],
         ["entropy-gear"],
         ["sample", "--temp", "0", "--ignore-eos", "-n", "48", "--top", "20"],
         ["detokenize", "--frames"],
-        stdin=prompt_frames(PROMPTS),
+        stdin=prompt_frames(chosen),
     )
     assert done.codes == [0] * 5, done.errors
     runs = runs_of(done.out)
-    assert len(runs) == len(PROMPTS)
-    for prompt, run in zip(PROMPTS, runs):
+    assert len(runs) == len(chosen)
+    for prompt, run in zip(chosen, runs):
         tokens = only(Token, run)
         assert [t.id for t in tokens] == prompt["greedy"], prompt["name"]
         start = len(prompt["token_ids"])
@@ -125,12 +126,13 @@ LINES = [
 ]  # fmt: skip
 STDIN = "\n".join(LINES).encode()
 CHAINS = {
-    "top-p": ["--temp", "0.8", "--top-p", "0.9"],
-    "min-p": ["--temp", "1.3", "--min-p", "0.05", "--top-k", "40"],
-    "penalties": ["--temp", "0.9", "--repetition-penalty", "1.3", "--presence-penalty", "0.2",
-                  "--frequency-penalty", "0.3", "--repeat-last-n", "12"],
-    "xtc": ["--temp", "1", "--xtc-probability", "0.6", "--xtc-threshold", "0.05"],
-    "bias": ["--temp", "1", "--typical-p", "0.8", "--logit-bias", "723=-2", "--ban", "261"],
+    "penalties": ["--temp", "0.9", "--top-p", "0.9", "--repetition-penalty", "1.3",
+                  "--presence-penalty", "0.2", "--frequency-penalty", "0.3",
+                  "--repeat-last-n", "12"],
+    "min-p": ["--temp", "1.3", "--min-p", "0.05", "--top-k", "40", "--logit-bias", "723=-2",
+              "--ban", "261"],
+    "xtc": ["--temp", "1", "--typical-p", "0.8", "--xtc-probability", "0.6",
+            "--xtc-threshold", "0.05"],
 }  # fmt: skip
 
 

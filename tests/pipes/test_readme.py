@@ -22,6 +22,7 @@ def test_commands_work_as_pasted(tmp_path: Path, state_home: Path):
         **os.environ,
         "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
         "TOAST_SOCKET": os.path.join(folder, "s"),
+        "TOAST_MAX_TOKENS": "24",  # long answers show no more
     }
     try:
         for block in blocks:
@@ -44,6 +45,6 @@ def check_stderr(block: str, text: bytes) -> None:
         assert int(total) > int(cached) > 200
     elif "--usage" in block:
         cached, total = re.search(rb"(\d+)/(\d+) prompt tokens cached", text).groups()
-        assert int(total) > int(cached) > 100
+        assert int(total) > int(cached) > 30
     else:
         assert text == b"", block
