@@ -282,6 +282,7 @@ def test_hangup_looks_at_the_model_again(tmp_path: Path) -> None:
         eventually(lambda: daemon.control("status")["fingerprint"] != before)
         with pytest.raises(Refused):
             daemon.ask(prompt="one two three four " * 50)
+        assert daemon.ask(prompt=WHO).text  # it is loaded: the file is not read any more
         (model / "config.json").write_text("{")
         daemon.process.send_signal(signal.SIGHUP)
         assert daemon.ask(prompt=WHO).text
