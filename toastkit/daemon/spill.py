@@ -21,6 +21,7 @@ from toastkit.session.checkpoints import Checkpoint
 from toastkit.session.commit import common_prefix
 from toastkit.session.directory import Session
 from toastkit.session.files import make_private_directories
+from toastkit.session.names import cache_root
 from toastkit.session.upkeep import STALE_SECONDS
 
 FINGERPRINT_DIGITS = 16
@@ -41,9 +42,7 @@ class Stored:
 
 def conversations_root() -> Path:
     """Where conversations of all models lie."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
-    return base / "toastkit" / "conversations"
+    return cache_root() / "conversations"
 
 
 class Spill:

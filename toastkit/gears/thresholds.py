@@ -16,6 +16,7 @@ from pathlib import Path
 from toastkit.errors import DataError, from_os_error
 from toastkit.gears.calibration import Thresholds
 from toastkit.gears.monitor import MonitorOptions
+from toastkit.session.names import cache_root
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 4096
@@ -27,9 +28,7 @@ def path(fingerprint: str) -> Path:
     word: it may come from any stream, and must not lead out of the directory."""
     if not _is_plain(fingerprint):
         raise DataError(f"invalid fingerprint: {str(fingerprint)[:40]!r} is not a plain word")
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
-    return base / "toastkit" / "thresholds" / f"{fingerprint}.json"
+    return cache_root() / "thresholds" / f"{fingerprint}.json"
 
 
 def _is_plain(fingerprint: str) -> bool:

@@ -17,11 +17,20 @@ MAX_NAME_BYTES = 128
 
 
 def sessions_root() -> Path:
-    """The directory of named sessions. An XDG_STATE_HOME that is not absolute is ignored, as the
+    """The directory of named sessions."""
+    return _own_folder("XDG_STATE_HOME", ".local/state") / "sessions"
+
+
+def cache_root() -> Path:
+    """The directory of what can be made again."""
+    return _own_folder("XDG_CACHE_HOME", ".cache")
+
+
+def _own_folder(variable: str, default: str) -> Path:
+    """toastkit's folder in one of the user's. A variable that is not absolute is ignored, as the
     XDG base directory specification asks."""
-    home = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path.home() / ".local" / "state"
-    return base / "toastkit" / "sessions"
+    home = os.environ.get(variable, "")
+    return (Path(home) if os.path.isabs(home) else Path.home() / default) / "toastkit"
 
 
 def resolve(name_or_dir: str) -> Path:
