@@ -92,14 +92,15 @@ def gear_rules(flags: dict[str, Any], explain: Callable[[str], None] | None = No
 def told(frames: Iterable[Frame]) -> Iterator[Frame]:
     """The frames; a line on stderr for what the gears did in each run."""
     from toastkit.model.info import human
+    from toastkit.stages.tally import counted
 
     for frame in frames:
         if isinstance(frame, End) and "gears" in frame.extra:
             run = frame.extra["gears"]
             steps = ", ".join(f"{gear} {run[gear]}" for gear in ("low", "mid", "high"))
-            shifts = f"{run['shifts']} shift{'' if run['shifts'] == 1 else 's'}"
             say(
-                f"gears: {steps} steps; {shifts} in {run['seconds']:.3f} s; "
+                f"gears: {steps} steps; {counted(run['shifts'], 'shift')} "
+                f"in {run['seconds']:.3f} s; "
                 f"{human(run['bytes'])} on the device now"
             )
         yield frame

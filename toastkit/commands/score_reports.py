@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from toastkit.gears.monitor import GEARS
+from toastkit.stages.tally import counted
 
 if TYPE_CHECKING:
     from toastkit.engine.perplexity import Scores, Totals
@@ -85,11 +86,6 @@ def line(name: str, totals: Totals, gearing: Gearing | None) -> str:
     if gearing is not None:
         parts += gearing.words(totals)
     return ", ".join(parts)
-
-
-def counted(number: int, thing: str) -> str:
-    """1 token, 2 tokens."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 class TextReport:

@@ -32,7 +32,7 @@ class Tally:
             return "gears: no tokens"
         spread = ", ".join(f"{gear} {self._gears[gear]}" for gear in GEARS)
         return (
-            f"gears: {spread} of {_count(count, 'token')}; {_count(self._shifts, 'shift')}; "
+            f"gears: {spread} of {counted(count, 'token')}; {counted(self._shifts, 'shift')}; "
             f"mean entropy {math.fsum(self._entropies) / count:.2f} bits"
         )
 
@@ -50,5 +50,6 @@ def tallied(frames: Iterable[Frame], say: Callable[[str], None]) -> Iterator[Fra
         yield frame
 
 
-def _count(number: int, thing: str) -> str:
+def counted(number: int, thing: str) -> str:
+    """1 token, 2 tokens."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
