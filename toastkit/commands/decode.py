@@ -52,7 +52,8 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 @options.no_daemon
 @click.pass_context
 def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
-    _check_gears(context, flags)
+    shown = "is for --gear auto, or for --json to tell"
+    gear_options.refuse_idle(context, flags, shown, flags["as_json"])
     first = _first_byte(prompt, flags)
     if starts_frames(first):
         if prompt:
@@ -68,16 +69,6 @@ def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     if flags["require_hit"] and flags["session"] is None and flags["fork"] is None:
         raise UsageError("--require-hit needs a --session or a --fork")
     return _answer(prompt, flags, first)
-
-
-def _check_gears(context: click.Context, flags: dict[str, Any]) -> None:
-    """Raises UsageError for options that would change nothing."""
-    if flags["gear"] == "off":
-        cli.refuse_together(context, "needs a --gear", *gear_options.GEAR_NAMES)
-    if flags["gear"] != "auto" and not flags["as_json"]:
-        cli.refuse_together(
-            context, "is for --gear auto, or for --json to tell", *gear_options.TELEMETRY_NAMES
-        )
 
 
 def _first_byte(prompt: tuple[str, ...], flags: dict[str, Any]) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from toastkit.commands.cli import say
+from toastkit.commands.cli import refuse_together, say
 from toastkit.commands.options import together
 from toastkit.commands.sizes import Size
 from toastkit.frames import End, Frame
@@ -87,6 +87,17 @@ def gear_rules(flags: dict[str, Any], explain: Callable[[str], None] | None = No
     own = flags["low"] is not None or flags["high"] is not None
     fixed = flags.get("gear") if flags.get("gear") in ("low", "mid", "high") else None
     return GearRules(selector, not (own or flags["no_calibration"]), explain, fixed)
+
+
+def refuse_idle(
+    context: click.Context, flags: dict[str, Any], reason: str, shown: bool = False
+) -> None:
+    """Raises UsageError for options that would change nothing. reason: against those that follow
+    the entropy, where neither --gear auto needs them nor the gears are shown."""
+    if flags["gear"] == "off":
+        refuse_together(context, "needs a --gear", *GEAR_NAMES)
+    if flags["gear"] != "auto" and not shown:
+        refuse_together(context, reason, *TELEMETRY_NAMES)
 
 
 def told(frames: Iterable[Frame]) -> Iterator[Frame]:

@@ -83,10 +83,8 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
 
 def _check_gears(context: click.Context, flags: dict[str, Any]) -> None:
     """Raises UsageError for options that would change nothing, or that make no sense."""
-    if flags["gear"] == "off":
-        cli.refuse_together(context, "needs a --gear", *gear_options.GEAR_NAMES)
+    gear_options.refuse_idle(context, flags, "is for --gear auto")
     if flags["gear"] != "auto":
-        cli.refuse_together(context, "is for --gear auto", *gear_options.TELEMETRY_NAMES)
         return
     cli.refuse_together(context, "and --gear auto exclude each other", "chunk")
     gear_options.gear_rules(flags)
