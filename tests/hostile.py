@@ -1,0 +1,71 @@
+"""Runs a command on input that was made to hurt, with a lid on it, and says what it took."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+SECONDS = 20
+PEAK_BYTES = 1 << 30
+
+
+class Taken(NamedTuple):
+    """What a command left behind. code: exit status, or minus the signal. peak: bytes of its own
+    process that were resident at most."""
+
+    code: int
+    out: bytes
+    error: str
+    peak: int
+
+
+def run_hostile(
+    command: Sequence[object],
+    stdin: bytes | None = None,
+    *,
+    seconds: float = SECONDS,
+    peak: int = PEAK_BYTES,
+    **popen,
+) -> Taken:
+    """Runs a command to its end. It fails the test by taking longer than `seconds`, by having more
+    than `peak` bytes resident, or by ending with a traceback.
+
+    stdin: what it is fed from a file, None for /dev/null; `popen` may say otherwise.
+    """
+    with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as out:
+        source.write(stdin or b"")
+        source.seek(0)
+        with tempfile.TemporaryFile() as error:
+            settings = {"stdin": subprocess.DEVNULL if stdin is None else source, **popen}
+            child = subprocess.Popen(
+                [str(part) for part in command], stdout=out, stderr=error, **settings
+            )
+            late = threading.Event()
+
+            def stop() -> None:
+                late.set()
+                child.kill()
+
+            clock = threading.Timer(seconds, stop)
+            clock.start()
+            try:
+                # wait4 and not Popen.wait: it tells the peak of this child alone.
+                _, status, usage = os.wait4(child.pid, 0)
+            finally:
+                clock.cancel()
+            child.returncode = os.waitstatus_to_exitcode(status)
+            out.seek(0)
+            error.seek(0)
+            unit = 1 if os.uname().sysname == "Darwin" else 1024
+            taken = Taken(
+                child.returncode, out.read(), error.read().decode(errors="replace"),
+                usage.ru_maxrss * unit,
+            )  # fmt: skip
+    assert not late.is_set(), f"still busy after {seconds} s: {taken.error}"
+    assert taken.peak <= peak, f"{taken.peak >> 20} MiB resident: {taken.error}"
+    assert "Traceback" not in taken.error and "bug" not in taken.error, taken.error
+    return taken
