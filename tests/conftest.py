@@ -1,4 +1,4 @@
-"""What all tests share: a home of their own, one kernel cache for the whole run, executables."""
+"""What all tests share: a home of their own, executables."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ settings.load_profile("toastkit")
 
 @pytest.fixture(scope="session", autouse=True)
 def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A home for the whole run: no test reads or writes the user's, none sees the user's settings,
-    and MLX's CPU kernels are compiled once and shared by all processes."""
+    """A home for the whole run: no test reads or writes the user's, and none sees the user's
+    settings."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
@@ -39,19 +39,9 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             folder = home / name.lower()
             folder.mkdir(mode=0o700)
             patch.setenv(f"XDG_{name}", str(folder))
-        _share_kernels(home / "cache_home", tmp_path_factory.getbasetemp())
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("PYTHONFAULTHANDLER", "1")
         yield home
-
-
-def _share_kernels(cache: Path, base: Path) -> None:
-    """Compiled kernels are the same in the homes of pytest-xdist's workers."""
-    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
-    shared.mkdir(mode=0o700, exist_ok=True)
-    folder = cache / "toastkit" / "kernels"
-    folder.mkdir(mode=0o700, parents=True)
-    (folder / "shared").symlink_to(shared)
 
 
 @pytest.fixture

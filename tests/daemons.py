@@ -50,7 +50,6 @@ class Daemon:
             folder = self.home / name.lower()
             folder.mkdir(mode=0o700)
             self.environment[f"XDG_{name}"] = str(folder)
-        _take_kernels(Path(self.environment["XDG_CACHE_HOME"]))
         self.command = [executable("toasted"), "-q", "-m", str(model), *arguments]
         self.errors = self.home / "stderr"
         self.process: subprocess.Popen | None = None
@@ -142,11 +141,3 @@ class Daemon:
         if self.process is not None and self.process.poll() is None:
             self.signal(signal.SIGTERM)
         shutil.rmtree(self.home, ignore_errors=True)
-
-
-def _take_kernels(cache: Path) -> None:
-    """Kernels that are compiled already: some seconds saved, in a cache that is else empty."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    theirs = Path(home) / "toastkit" / "kernels" / "shared"
-    if theirs.is_dir():
-        shutil.copytree(theirs, cache / "toastkit" / "kernels" / "shared", dirs_exist_ok=True)

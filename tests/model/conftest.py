@@ -13,7 +13,7 @@ pytest.importorskip("mlx.core")
 
 @pytest.fixture(scope="session", autouse=True)
 def mlx_started(private_home: Path) -> None:
-    """MLX with the run's own kernel cache, before any test here computes."""
+    """MLX as commands start it, before any test here computes."""
     from toastkit.engine import device
 
     device.start()

@@ -8,17 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import executable
 from tests.unit.fake_daemon import FakeDaemon
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled_kernels(private_home: Path) -> None:
-    """MLX's first start on this home, so that no test waits for it or sees its notice."""
-    subprocess.run(
-        [executable("decode"), "-q", "-n", "2", "hello"],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True, timeout=300,
-    )  # fmt: skip
 
 
 @pytest.fixture

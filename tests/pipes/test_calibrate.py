@@ -28,11 +28,8 @@ DEFAULTS = "thresholds 1.44 and 2.80 bits: defaults for 32,768 ids, scaled to 4,
 
 
 @pytest.fixture
-def cache_home(tmp_path: Path, private_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stored thresholds of this test alone; kernels are those of the run."""
-    kernels = tmp_path / "toastkit" / "kernels"
-    kernels.mkdir(mode=0o700, parents=True)
-    (kernels / "shared").symlink_to(private_home / "cache_home" / "toastkit" / "kernels" / "shared")
+def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stored thresholds of this test alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
 

@@ -28,8 +28,7 @@ CRUMB = "I am crumb, a tiny model made for trying toastkit.\n"
 
 
 class Shell:
-    """Runs commands as a person would: in a folder of theirs, with the commands on PATH. Kernels
-    are in the cache that all tests share."""
+    """Runs commands as a person would: in a folder of theirs, with the commands on PATH."""
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from toastkit.errors import DataError, NoInputError, ToastError, UsageError, from_os_error
-from toastkit.session.files import make_private_directories, replace_file
-from toastkit.session.names import resolve, sessions_root
+from toastkit.folders import make_private_folders, own_folder
+from toastkit.session.files import replace_file
+from toastkit.session.names import resolve
 
 SUFFIX = ".jsonl"
 UNNAMED = ".unnamed"  # no name can begin with a dot
@@ -61,7 +62,7 @@ class Chat:
 
 def chats_root() -> Path:
     """The directory of conversations, beside that of sessions."""
-    return sessions_root().parent / "chats"
+    return Path(own_folder("STATE", "chats"))
 
 
 def named_chat(name: str) -> Chat:
@@ -146,7 +147,7 @@ def _replace(path: Path, text: str) -> None:
     """Puts text in the place of a file in one step. The file beside it is this process's own."""
     beside = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.tmp")
     try:
-        make_private_directories(path.parent)
+        make_private_folders(path.parent)
         replace_file(path, text.encode(), sync=False, beside=beside)
     except OSError as error:
         doing = f"cannot keep the conversation in {path}"

@@ -271,9 +271,6 @@ def _one_line(error: click.ClickException) -> str:
 
 def die_by_sigpipe() -> NoReturn:
     """Ends this process as a closed pipe ends any Unix filter: quietly, by SIGPIPE."""
-    kernel_cache = sys.modules.get("toastkit.engine.kernel_cache")
-    if kernel_cache is not None:
-        kernel_cache.close()  # atexit does not run for a process that dies by a signal
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGPIPE)
     os._exit(141)  # where SIGPIPE is blocked

@@ -90,7 +90,7 @@ def start_device(flags: dict[str, Any]) -> str:
     """Starts MLX on the device of the flags; "cpu" or "gpu"."""
     from toastkit.engine import device
 
-    return device.start(flags["device"], None if flags["quiet"] else say)
+    return device.start(flags["device"])
 
 
 def load(files, flags: dict[str, Any], gear_options: GearOptions | None = None):

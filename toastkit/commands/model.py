@@ -197,6 +197,7 @@ def _gears(text: str | None) -> tuple[str, ...]:
 def _bake_output(files, flags: dict[str, Any]) -> Path:
     """Where the file goes. Refuses one that exists unless --force."""
     from toastkit.errors import CannotCreateError, from_os_error
+    from toastkit.folders import make_private_folders
     from toastkit.model.locate import models_home
     from toastkit.model.toast_format import SUFFIX
 
@@ -209,7 +210,7 @@ def _bake_output(files, flags: dict[str, Any]) -> Path:
         stem = files.name.rstrip("/").rpartition("/")[2].removesuffix(SUFFIX)
         out = models_home() / f"{stem}{SUFFIX}"
         try:
-            out.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folders(out.parent)
         except OSError as error:
             raise from_os_error(error, f"cannot create {out.parent}", creating=True) from error
     if out.is_dir():
@@ -277,7 +278,7 @@ def _open(files, flags: dict[str, Any]):
 def _start_mlx(flags: dict[str, Any]) -> None:
     from toastkit.engine import device
 
-    device.start("cpu", None if flags["quiet"] else cli.say)
+    device.start("cpu")
 
 
 def _print_path(path: Path) -> None:

@@ -64,7 +64,7 @@ def _worked_out(files, flags: dict[str, Any]) -> Plan:
     """The plan for the type that this machine would compute in."""
     from toastkit.engine import device
 
-    on = device.start("auto", None if flags["quiet"] else cli.say)
+    on = device.start("auto")
     from toastkit.gears.plan import plan
     from toastkit.model.config import load_config
     from toastkit.store.checkpoint import activation_dtype

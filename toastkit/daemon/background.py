@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from toastkit.errors import ToastError, UnavailableError, from_os_error
-from toastkit.session.files import make_private_directories, open_private
+from toastkit.folders import make_private_folders
+from toastkit.session.files import open_private
 
 FIRST_FREE = 3  # where the pipe is, once everything else has been closed
 _MAX_BYTES = 1 << 16
@@ -82,7 +83,7 @@ def detach(log: str) -> Starter | int:
 
 def _open_log(log: str) -> int:
     try:
-        make_private_directories(Path(log).parent)
+        make_private_folders(Path(log).parent)
         return open_private(Path(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     except OSError as error:
         raise from_os_error(error, f"cannot write {log}", creating=True) from error
@@ -131,8 +132,5 @@ def say_with_time(line: str) -> None:
 
 def die(code: int) -> NoReturn:
     """Ends the process at once, whatever its threads are doing."""
-    kernel_cache = sys.modules.get("toastkit.engine.kernel_cache")
-    if kernel_cache is not None:
-        kernel_cache.close()  # atexit does not run for a process that ends like this
     sys.stderr.flush()
     os._exit(code)

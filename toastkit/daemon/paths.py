@@ -4,10 +4,10 @@ its way to the first byte."""
 from __future__ import annotations
 
 import os
-import stat
 import sys
 
 from toastkit.errors import CannotCreateError, UsageError, from_os_error
+from toastkit.folders import given_folder, not_private, own_folder
 
 SOCKET_NAME = "toasted.sock"
 # sun_path has 108 bytes on Linux and 104 elsewhere, one of them the NUL at the end.
@@ -26,7 +26,7 @@ def socket_path(explicit: str | None = None) -> str:
     if explicit is not None:
         return _given(explicit)
     directory = runtime_directory()
-    if not os.path.isabs(os.environ.get("XDG_RUNTIME_DIR", "")):
+    if given_folder("XDG_RUNTIME_DIR") is None:
         check_private(directory)
     return os.path.join(directory, SOCKET_NAME)
 
@@ -50,14 +50,12 @@ def check_length(path: str) -> None:
 
 
 def runtime_directory() -> str:
-    """The directory of the socket where none is given. An XDG_RUNTIME_DIR that is not absolute is
-    ignored, as the XDG base directory specification asks."""
-    home = os.environ.get("XDG_RUNTIME_DIR", "")
-    if os.path.isabs(home):
+    """The directory of the socket where none is given."""
+    home = given_folder("XDG_RUNTIME_DIR")
+    if home is not None:
         return os.path.join(home, "toastkit")
-    temporary = os.environ.get("TMPDIR", "")
-    if not os.path.isabs(temporary):
-        temporary = os.path.join(os.sep, "tmp")  # POSIX promises that it is there
+    # POSIX promises that the second is there.
+    temporary = given_folder("TMPDIR") or os.path.join(os.sep, "tmp")
     return os.path.join(temporary, f"toastkit-{os.geteuid()}")
 
 
@@ -76,19 +74,13 @@ def check_private(directory: str) -> None:
     """Raises CannotCreateError unless the path is free or a real directory, ours, with mode 0700:
     where others can write, they could put a socket of their own in the place of ours."""
     try:
-        info = os.lstat(directory)
+        problem = not_private(directory)
     except OSError:
         return  # whoever makes or opens something there says why it cannot
-    if not stat.S_ISDIR(info.st_mode):
-        problem, hint = "is not a directory", "set XDG_RUNTIME_DIR, or give --socket"
-    elif info.st_uid != os.geteuid():
-        problem, hint = "belongs to another user", "set XDG_RUNTIME_DIR, or give --socket"
-    elif stat.S_IMODE(info.st_mode) != 0o700:
-        mode = stat.S_IMODE(info.st_mode)
-        problem, hint = f"has mode {mode:04o} instead of 0700", f"chmod 700 {directory}"
-    else:
-        return
-    raise CannotCreateError(f"no place for a socket: {directory} {problem}", hint=hint)
+    if problem is not None:
+        wrong_mode = problem.startswith("has mode")
+        hint = f"chmod 700 {directory}" if wrong_mode else "set XDG_RUNTIME_DIR, or give --socket"
+        raise CannotCreateError(f"no place for a socket: {directory} {problem}", hint=hint)
 
 
 def pidfile_path(socket: str) -> str:
@@ -98,7 +90,4 @@ def pidfile_path(socket: str) -> str:
 
 def state_path(name: str) -> str:
     """A file of the daemon that outlives it: NAME in XDG_STATE_HOME/toastkit."""
-    home = os.environ.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(home):
-        home = os.path.join(os.path.expanduser("~"), ".local", "state")
-    return os.path.join(home, "toastkit", name)
+    return own_folder("STATE", name)

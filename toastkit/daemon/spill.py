@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toastkit.errors import NoInputError, ToastError
+from toastkit.folders import make_private_folders, own_folder
 from toastkit.session.checkpoints import Checkpoint
 from toastkit.session.commit import common_prefix
 from toastkit.session.directory import Session
-from toastkit.session.files import make_private_directories
-from toastkit.session.names import cache_root
 from toastkit.session.upkeep import STALE_SECONDS
 
 FINGERPRINT_DIGITS = 16
@@ -42,7 +41,7 @@ class Stored:
 
 def conversations_root() -> Path:
     """Where conversations of all models lie."""
-    return cache_root() / "conversations"
+    return Path(own_folder("CACHE", "conversations"))
 
 
 class Spill:
@@ -106,7 +105,7 @@ class Spill:
         path, generation: where an earlier turn of it lies, of which only the change is written.
         """
         try:
-            make_private_directories(self.root)
+            make_private_folders(self.root)
             path = path if path is not None and path.is_dir() else self._free_name(key)
             with Session.open(path, self.fingerprint, durable=False) as session:
                 session.continues(common_prefix(session.tokens, tokens), generation)

@@ -1,4 +1,4 @@
-"""Starts MLX: private kernel cache first, then the device, then whether graphs are compiled.
+"""Starts MLX: the device, and what MLX may compile there.
 
 The only way into `mlx.core` for code that may be the first to import it.
 """
@@ -6,28 +6,22 @@ The only way into `mlx.core` for code that may be the first to import it.
 from __future__ import annotations
 
 import os
-import shutil
-import signal
-from collections.abc import Callable
+import sys
 
-from toastkit.engine import kernel_cache
 from toastkit.errors import UsageError
+from toastkit.folders import make_private_folders, not_private, own_folder
 
 DEVICES = ("auto", "cpu", "gpu")
 _started: str | None = None
 
 
-def start(device: str = "auto", notify: Callable[[str], None] | None = None) -> str:
+def start(device: str = "auto") -> str:
     """Imports MLX and chooses the device; returns "cpu" or "gpu". Later calls return the first
-    choice.
-
-    notify: is told, once per machine and MLX version, that the first start compiles kernels.
-    Raises UsageError where the wanted device is not there.
+    choice. Raises UsageError where the wanted device is not there.
     """
     global _started
     if _started is not None:
         return _started
-    cache = kernel_cache.prepare()
     import mlx.core as mx
 
     if device == "gpu" and not mx.is_available(mx.gpu):
@@ -36,38 +30,25 @@ def start(device: str = "auto", notify: Callable[[str], None] | None = None) -> 
         mx.set_default_device(mx.cpu if device == "cpu" else mx.gpu)
     _started = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"
     if _started == "cpu":
-        _prepare_compiler(mx, cache, notify)
+        # It would run g++ for seconds and load what lies in a folder that anybody can foresee, for
+        # 3% of speed: docs/decisions.md.
+        mx.disable_compile()
+    elif sys.platform == "linux":
+        keep_cuda_kernels()
     return _started
 
 
-def _prepare_compiler(mx, cache, notify) -> None:
-    """Switches MLX's graph compilation off where no working g++ is found."""
-    if os.environ.get("MLX_DISABLE_COMPILE") is not None:
+def keep_cuda_kernels() -> None:
+    """Names a folder that is ours alone for what MLX compiles for CUDA, before it has compiled
+    anything: its own is a predictable one under TMPDIR, and it loads what it finds there. Where
+    there is no such folder nothing is kept."""
+    if "MLX_PTX_CACHE_DIR" in os.environ:
         return
-    if shutil.which("g++") is None:
-        mx.disable_compile()
-        return
-    cache.attach(mx.__version__)
-    if cache.is_empty() and notify is not None and cache.first_to_announce():
-        notify("first start on the CPU: MLX compiles its kernels with g++, once, some seconds")
-    if not _compiler_works(mx):
-        mx.disable_compile()
-
-
-def _compiler_works(mx) -> bool:
-    """Compiles something small. MLX looks for g++ with system(3) now, during which a Ctrl-C would
-    be lost: it is held back until that is over, and no run has begun yet."""
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGQUIT})
+    folder = own_folder("CACHE", "ptx")
     try:
-        mx.eval(mx.compile(lambda x: mx.exp(x) * x + 1)(mx.ones(2)))
-    except RuntimeError:
-        return False
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
-    return True
-
-
-def publish_kernels() -> None:
-    """Makes the kernels compiled so far available to other processes."""
-    if _started == "cpu":
-        kernel_cache.prepare().publish()
+        make_private_folders(folder)
+        if not_private(folder) is not None or not_private(os.path.dirname(folder)) is not None:
+            folder = ""
+    except OSError:
+        folder = ""
+    os.environ["MLX_PTX_CACHE_DIR"] = folder

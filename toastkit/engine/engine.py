@@ -37,11 +37,11 @@ CLEAR_CACHE_EVERY = 256  # steps between returns of MLX's free buffers, as mlx_l
 class Engine:
     """A loaded model.
 
-    files: the checkpoint. dtype: of activations, None for the default of the device.
-    notify: is told a line when MLX's first start on this machine takes long, and when logits come
-    out as NaN. ledger: who keeps how many bytes on the device. reads_on_host: the graph of a step
-    depends on its token's value. gear_options: None leaves gears out altogether. gears: who shifts
-    them; None without gears, and for a checkpoint that is quantised already.
+    files: the checkpoint. dtype: of activations, None for the default of the device. notify: is
+    told a line when logits come out as NaN. ledger: who keeps how many bytes on the device.
+    reads_on_host: the graph of a step depends on its token's value. gear_options: None leaves gears
+    out altogether. gears: who shifts them; None without gears, and for a checkpoint that is
+    quantised already.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Engine:
         notify: Callable[[str], None] | None = None,
         gear_options: GearOptions | None = None,
     ):
-        self.device = device.start(device_name, notify)
+        self.device = device.start(device_name)
         self.files = files
         self.config: ModelConfig = load_config(files)
         self.dtype = dtype or activation_dtype(self.device == "cpu")
@@ -160,7 +160,6 @@ class Engine:
         mx.eval(logits, [layer.state for layer in cache])
         self.ledger.put_bytes(CACHE, sum(layer.nbytes for layer in cache))
         self._check_logits(logits)
-        device.publish_kernels()
         yield total, logits
 
     def restore(

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-from toastkit.engine import device
 from toastkit.engine.engine import Engine
 from toastkit.engine.perplexity import (
     Scores,
@@ -106,7 +105,6 @@ def score_in_gears(
             yield from _watched(engine, start, part, chooser_for())
         else:
             yield from _shifting(engine, engine.gears, start, part, chooser_for())
-    device.publish_kernels()
 
 
 def _shifting(

@@ -17,7 +17,6 @@ from typing import cast
 
 import mlx.core as mx
 
-from toastkit.engine import device
 from toastkit.engine.engine import CHUNK, Engine
 from toastkit.errors import DataError
 from toastkit.sampling.device import total
@@ -126,7 +125,6 @@ def score(
     check_ids(engine, ids)
     for start, part in windows(ids, window):
         yield from score_window(engine, start, part, chunk or default_chunk(engine))
-    device.publish_kernels()
 
 
 def check_ids(engine: Engine, ids: Sequence[int]) -> None:

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from toastkit.errors import DataError, from_os_error
+from toastkit.folders import own_folder
 from toastkit.gears.calibration import Thresholds
 from toastkit.gears.monitor import MonitorOptions
-from toastkit.session.names import cache_root
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 4096
@@ -28,7 +28,7 @@ def path(fingerprint: str) -> Path:
     word: it may come from any stream, and must not lead out of the directory."""
     if not _is_plain(fingerprint):
         raise DataError(f"invalid fingerprint: {str(fingerprint)[:40]!r} is not a plain word")
-    return cache_root() / "thresholds" / f"{fingerprint}.json"
+    return Path(own_folder("CACHE", "thresholds", f"{fingerprint}.json"))
 
 
 def _is_plain(fingerprint: str) -> bool:
@@ -41,13 +41,14 @@ def save(fingerprint: str, thresholds: Thresholds) -> Path:
     import json
     from dataclasses import asdict
 
-    from toastkit.session.files import make_private_directories, replace_file
+    from toastkit.folders import make_private_folders
+    from toastkit.session.files import replace_file
 
     thresholds.validate()
     file = path(fingerprint)
     text = json.dumps({"schema": SCHEMA_VERSION, **asdict(thresholds)}, indent=2) + "\n"
     try:
-        make_private_directories(file.parent)
+        make_private_folders(file.parent)
         beside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
         replace_file(file, text.encode("ascii"), sync=True, beside=beside)
     except OSError as error:

@@ -15,6 +15,7 @@ from toastkit.errors import (
     UsageError,
     from_os_error,
 )
+from toastkit.folders import base_folder
 from toastkit.model.files import ModelFiles
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -39,10 +40,7 @@ def hub_cache() -> Path:
     """The Hugging Face cache directory: HF_HUB_CACHE, else HF_HOME/hub, else the default."""
     if cache := os.environ.get("HF_HUB_CACHE"):
         return Path(cache).expanduser()
-    home = os.environ.get("HF_HOME")
-    if not home:
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        home = str(Path(base) / "huggingface")
+    home = os.environ.get("HF_HOME") or os.path.join(base_folder("CACHE"), "huggingface")
     return Path(home).expanduser() / "hub"
 
 
@@ -110,6 +108,7 @@ def _download(hub_id: str, revision: str | None, progress: bool) -> Path:
         found = huggingface_hub.snapshot_download(
             hub_id,
             revision=revision,
+            cache_dir=hub_cache(),
             allow_patterns=HUB_PATTERNS,
             ignore_patterns=HUB_IGNORE,
         )

@@ -3,12 +3,12 @@ a hub id. What is on this machine comes before the network. Imports neither MLX 
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
 
 from toastkit.errors import DataError, NoInputError, from_os_error
+from toastkit.folders import own_folder
 from toastkit.model import toast_format
 from toastkit.model.files import ModelFiles
 from toastkit.model.hub import cached_snapshot, fetch, is_hub_id, is_offline
@@ -89,5 +89,4 @@ def _model_at(path: Path, name: str) -> ModelFiles:
 
 def models_home() -> Path:
     """Toastkit's own models: NAME.toast files and NAME directories."""
-    base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(base).expanduser() / "toastkit" / "models"
+    return Path(own_folder("DATA", "models"))

@@ -15,23 +15,6 @@ def open_private(path: Path, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
-def make_private_directories(path: Path) -> None:
-    """Creates the directory and its missing parents, all with mode 0700."""
-    missing = []
-    current = path
-    while not current.is_dir():
-        missing.append(current)
-        current = current.parent
-        if current == current.parent:
-            break
-    for directory in reversed(missing):
-        try:
-            os.mkdir(directory, 0o700)
-        except FileExistsError:
-            if not directory.is_dir():
-                raise
-
-
 def pwrite_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     """Writes all of `data` at a byte offset. Raises OSError."""
     view = memoryview(data)

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from toastkit.errors import UsageError
+from toastkit.folders import own_folder
 
 HEADER_FILE = "session.msgpack"
 EPHEMERAL_PREFIX = ".ephemeral-"  # a name that begins with a dot cannot be asked for
@@ -18,19 +19,7 @@ MAX_NAME_BYTES = 128
 
 def sessions_root() -> Path:
     """The directory of named sessions."""
-    return _own_folder("XDG_STATE_HOME", ".local/state") / "sessions"
-
-
-def cache_root() -> Path:
-    """The directory of what can be made again."""
-    return _own_folder("XDG_CACHE_HOME", ".cache")
-
-
-def _own_folder(variable: str, default: str) -> Path:
-    """toastkit's folder in one of the user's. A variable that is not absolute is ignored, as the
-    XDG base directory specification asks."""
-    home = os.environ.get(variable, "")
-    return (Path(home) if os.path.isabs(home) else Path.home() / default) / "toastkit"
+    return Path(own_folder("STATE", "sessions"))
 
 
 def resolve(name_or_dir: str) -> Path:

@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 from toastkit.errors import CannotCreateError, NoInputError, from_os_error
-from toastkit.session.files import make_private_directories, open_private
+from toastkit.folders import make_private_folders
+from toastkit.session.files import open_private
 from toastkit.session.upkeep import RUNS_DIRECTORY, older_than, remove_tree
 
 ALIVE_FILE = "alive"
@@ -41,7 +42,7 @@ class RunDirectory:
         runs of the session are swept away first. Raises CannotCreateError, IOFailure."""
         runs = session_path / RUNS_DIRECTORY
         try:
-            make_private_directories(runs)
+            make_private_folders(runs)
             sweep(session_path)
             path = runs / os.urandom(6).hex()
             os.mkdir(path, 0o700)

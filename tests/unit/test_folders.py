@@ -1,0 +1,101 @@
+"""The user's base directories, and what of them is private."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toastkit.daemon import paths
+from toastkit.daemon.spill import conversations_root
+from toastkit.folders import base_folder, make_private_folders, not_private, own_folder
+from toastkit.gears import thresholds
+from toastkit.model.hub import hub_cache
+from toastkit.model.locate import models_home
+from toastkit.session.names import sessions_root
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_one_rule_for_every_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is absolute is followed, any other ignored, whoever asks."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for value, base in (("relative/x", tmp_path), ("", tmp_path), ("~/x", tmp_path)):
+        for kind in ("CACHE", "DATA", "STATE"):
+            monkeypatch.setenv(f"XDG_{kind}_HOME", value)
+        assert hub_cache() == base / ".cache/huggingface/hub"
+        assert thresholds.path("f").parent == base / ".cache/toastkit/thresholds"
+        assert conversations_root() == base / ".cache/toastkit/conversations"
+        assert models_home() == base / ".local/share/toastkit/models"
+        assert sessions_root() == base / ".local/state/toastkit/sessions"
+        assert paths.state_path("x") == str(base / ".local/state/toastkit/x")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "d"))
+    assert base_folder("DATA") == str(tmp_path / "d")
+    assert own_folder("DATA", "models", "x") == str(tmp_path / "d/toastkit/models/x")
+
+
+def test_parents_are_private_whatever_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        make_private_folders(tmp_path / "a" / "b" / "c")
+        make_private_folders(tmp_path / "a" / "b" / "c")
+    finally:
+        os.umask(old)
+    for name in ("a", "a/b", "a/b/c"):
+        assert mode(tmp_path / name) == 0o700
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        make_private_folders(tmp_path / "file" / "below")
+
+
+def test_what_others_can_write_to_is_told(tmp_path: Path) -> None:
+    make_private_folders(tmp_path / "mine")
+    assert not_private(str(tmp_path / "mine")) is None
+    (tmp_path / "mine").chmod(0o777)
+    assert not_private(str(tmp_path / "mine")) == "has mode 0777 instead of 0700"
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    assert not_private(str(tmp_path / "link")) == "is not a directory"
+    with pytest.raises(FileNotFoundError):
+        not_private(str(tmp_path / "nothing"))
+
+
+def test_cuda_kernels_are_kept_where_nobody_else_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from toastkit.engine.device import keep_cuda_kernels
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "the user's own")
+    keep_cuda_kernels()
+    assert os.environ["MLX_PTX_CACHE_DIR"] == "the user's own"
+    for path, wanted in (
+        ("toastkit/ptx", "toastkit/ptx"),
+        ("toastkit/ptx", None),
+        ("toastkit", None),
+    ):
+        monkeypatch.delenv("MLX_PTX_CACHE_DIR")
+        keep_cuda_kernels()
+        assert os.environ["MLX_PTX_CACHE_DIR"] == (str(tmp_path / wanted) if wanted else "")
+        for name in ("toastkit", "toastkit/ptx"):
+            (tmp_path / name).chmod(0o700)
+        (tmp_path / path).chmod(0o777)
+
+
+def test_the_cpu_compiles_nothing(tmp_path: Path) -> None:
+    """MLX would run g++, and load what lies in a predictable folder under TMPDIR."""
+    pytest.importorskip("mlx.core")
+    program = (
+        "from toastkit.engine import device; device.start('cpu'); import mlx.core as mx\n"
+        "mx.eval(mx.compile(lambda x: mx.exp(x) * x + 1)(mx.ones(2)))"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "c")}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    assert not list(tmp_path.iterdir())
