@@ -198,7 +198,7 @@ def test_a_long_prompt_does_not_hold_up_an_answer(llama) -> None:
     driver.finish()
     same(reader, plain, prompt, max_tokens=3)
     done = [one["done"] for one in reader.channel.all_of("progress")]
-    assert done == sorted(done) and all(0 < n < 2000 for n in done)
+    assert done == sorted(done) and all(0 <= n < 2000 for n in done)
 
 
 def test_a_resumed_prompt_does_not_make_the_slices_long(llama) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import executable
 from toastkit import __version__
 from toastkit.commands import COMMANDS, program_name
 from toastkit.frames import (
@@ -372,14 +371,3 @@ def test_frames_are_checked_and_counted(toast) -> None:
     assert counts["ends"] == {"eos": 2} and counts["mean_logprob"] == -0.5
     plain = toast("frames", "--stat", stdin=STREAM).stdout.decode()
     assert re.search(r"^frames +5$", plain, re.M) and "eos 1" in plain
-
-
-@pytest.mark.parametrize("name", ["tokenize", "decode", "toast"])
-def test_a_closed_stdout_is_one_line(name: str) -> None:
-    done = subprocess.run(
-        ["sh", "-c", 'exec "$0" hello >&-', executable(name)],
-        stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 74
-    expected = f"{program_name(name)}: cannot write: standard output is closed\n"
-    assert done.stderr.decode() == expected

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from tests.unit.fake_daemon import SECONDS
-from toastkit.client import output
 from toastkit.client.output import Progress, cached_line, usage_line
 
 
 class FakeBar:
     """A bar that writes down what it is told."""
 
-    def __init__(self, told: list):
+    def __init__(self, label: str, told: list):
+        self.label = label
         self.told = told
 
-    def __call__(self, done: int, total: int) -> None:
-        self.told.append((done, total))
+    def __call__(self, done: int = 0, total: int = 0) -> None:
+        self.told.append((self.label, done, total))
 
     def close(self) -> None:
-        self.told.append("closed")
+        self.told.append(f"{self.label} closed")
 
 
 @pytest.fixture
@@ -30,61 +27,35 @@ def told() -> list:
 
 
 @pytest.fixture
-def progress(told: list, monkeypatch: pytest.MonkeyPatch) -> Progress:
-    monkeypatch.setattr(output, "PATIENCE", 0.02)
-    return Progress(lambda: FakeBar(told), told.append)
+def progress(told: list) -> Progress:
+    return Progress(lambda label: FakeBar(label, told))
 
 
 def read(done: int) -> dict:
     return {"progress": {"done": done, "total": 9, "cached": 3}}
 
 
-def test_the_bar_is_full_when_text_comes(progress: Progress, told: list) -> None:
-    for reply in (read(3), read(5), {"text": "a"}, {"text": "b"}):
+@pytest.mark.parametrize("last", [{"text": "a"}, {"error": {"code": 70, "message": "no"}}, None])
+def test_the_bar_goes_when_something_else_comes(progress, told: list, last: dict | None) -> None:
+    for reply in (read(3), read(5), *([last] if last else [])):
         progress.put(reply)
+    if last is not None:
+        progress.put({"text": "b"})
     progress.end()
-    assert told == [(3, 9), (5, 9), (9, 9)]
-
-
-def test_the_bar_leaves_its_line_when_nothing_comes(progress: Progress, told: list) -> None:
-    progress.put(read(5))
-    progress.end()
-    assert told == [(5, 9), "closed"]
-
-
-def test_the_bar_is_not_full_when_an_error_comes(progress: Progress, told: list) -> None:
-    progress.put(read(5))
-    progress.put({"error": {"code": 70, "message": "no"}})
-    progress.end()
-    assert told == [(5, 9), "closed"]
+    assert told == [("prefill", 3, 9), ("prefill", 5, 9), "prefill closed"]
 
 
 def test_each_request_has_a_bar_of_its_own(progress: Progress, told: list) -> None:
     for reply in (read(5), {"text": "a"}, read(2), {"text": "b"}):
         progress.put(reply)
-    assert told == [(5, 9), (9, 9), (2, 9), (9, 9)]
+    assert told == [("prefill", 5, 9), "prefill closed", ("prefill", 2, 9), "prefill closed"]
 
 
-def test_loading_is_told_of_when_it_takes_long(told: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "PATIENCE", 0.02)
-    said = threading.Event()
-    progress = Progress(lambda: FakeBar(told), lambda line: (told.append(line), said.set()))
-    progress.put({"progress": {"loading": "crumb"}})
-    assert said.wait(SECONDS)
-    progress.put(read(2))
-    progress.end()
-    assert told == ["loading crumb", (2, 9), "closed"]
-
-
-def test_loading_is_not_told_of_when_it_is_quick(
-    told: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(output, "PATIENCE", SECONDS)
-    progress = Progress(lambda: FakeBar(told), told.append)
-    progress.put({"progress": {"loading": "crumb"}})
-    before = threading.active_count()
-    progress.end()
-    assert told == [] and threading.active_count() == before - 1
+def test_loading_comes_before_reading(progress: Progress, told: list) -> None:
+    for reply in ({"progress": {"loading": "crumb"}}, read(2), {"text": "a"}):
+        progress.put(reply)
+    told_first = [("loading crumb", 0, 0), "loading crumb closed"]
+    assert told == [*told_first, ("prefill", 2, 9), "prefill closed"]
 
 
 @pytest.mark.parametrize(

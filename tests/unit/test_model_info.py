@@ -13,7 +13,7 @@ import pytest
 
 from toastkit.errors import DataError, NoInputError
 from toastkit.model.files import ModelFiles
-from toastkit.model.info import anatomy_lines, count, human, shown, summary, summary_lines
+from toastkit.model.info import anatomy_lines, count, human, summary, summary_lines
 from toastkit.model.locate import locate
 
 CONFIG = {
@@ -184,11 +184,6 @@ def test_words_for_an_anatomy() -> None:
 def test_sizes(size: int, text: str) -> None:
     assert human(size) == text
     assert count(7_719_280) == "7.72 M" and count(12) == "12"
-
-
-def test_names_are_shown_escaped() -> None:
-    assert shown("Grüße/模型") == "Grüße/模型"
-    assert shown("a\nb\x1b[2J\u202e\udc80") == r"a\nb\x1b[2J\u202e\udc80"
 
 
 def test_needs_no_engine() -> None:

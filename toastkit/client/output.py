@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from toastkit.text.terminal import harmless
+
 Reply = dict[str, Any]
-PATIENCE = 1.0  # seconds of loading before a person is told
 
 
 class Output(Protocol):
@@ -18,6 +20,14 @@ class Output(Protocol):
     def put(self, reply: Reply) -> None: ...
 
     def end(self) -> None: ...
+
+
+def write_text(text: str) -> None:
+    """Text of a model to stdout, at once: as it is, but to a terminal without what would command
+    it."""
+    text = harmless(text) if os.isatty(1) else text
+    sys.stdout.buffer.write(text.encode("utf-8", "replace"))
+    sys.stdout.buffer.flush()
 
 
 class TextOutput:
@@ -37,17 +47,14 @@ class TextOutput:
 
     def _write(self, text: str) -> None:
         self._last = text
-        sys.stdout.buffer.write(text.encode("utf-8", "replace"))
-        sys.stdout.buffer.flush()
+        write_text(text)
 
 
 class JsonOutput:
     """The replies themselves, one a line."""
 
     def put(self, reply: Reply) -> None:
-        line = json.dumps(reply, ensure_ascii=False) + "\n"
-        sys.stdout.buffer.write(line.encode("utf-8", "replace"))
-        sys.stdout.buffer.flush()
+        write_text(json.dumps(reply, ensure_ascii=False) + "\n")
 
     def end(self) -> None:
         pass
@@ -64,9 +71,10 @@ class NoOutput:
 
 
 class Bar(Protocol):
-    """A progress bar: called with what is done and the total; closed, it leaves its line."""
+    """A progress bar, shown once it is there for long: called with what is done and the total, or
+    without them where there are none; closed, it vanishes."""
 
-    def __call__(self, done: int, total: int) -> None: ...
+    def __call__(self, done: int = 0, total: int = 0) -> None: ...
 
     def close(self) -> None: ...
 
@@ -74,51 +82,37 @@ class Bar(Protocol):
 class Progress:
     """What a person sees before the first word: that a model loads, how far the prompt is read.
 
-    make_bar: a new progress bar. say: takes a line for stderr.
+    make_bar(label): a new progress bar.
     """
 
-    def __init__(self, make_bar: Callable[[], Bar], say: Callable[[str], None]):
+    def __init__(self, make_bar: Callable[[str], Bar]):
         self._make_bar = make_bar
-        self._say = say
         self._bar: Bar | None = None
-        self._total = 0
-        self._timer: Any = None
+        self._loading = False
 
     def put(self, reply: Reply) -> None:
         """Takes every reply: the first that is no progress ends the bar."""
         progress = reply.get("progress")
-        self._stop_timer()
         if not isinstance(progress, dict):
-            if self._bar is not None and "error" not in reply:
-                self._bar(self._total, self._total)
-                self._bar = None
+            self.end()
         elif "loading" in progress:
-            self._start_timer(f"loading {progress['loading']}")
+            self.end()
+            self._bar = self._make_bar(f"loading {progress['loading']}")
+            self._bar()
+            self._loading = True
         elif "total" in progress:
+            if self._loading:
+                self.end()
             if self._bar is None:
-                self._bar = self._make_bar()
-            self._total = progress["total"]
-            self._bar(progress["done"], self._total)
+                self._bar = self._make_bar("prefill")
+            self._bar(progress["done"], progress["total"])
 
     def end(self) -> None:
-        """No more replies will come: a bar that is still there leaves its line."""
-        self._stop_timer()
+        """There is no more progress: a bar that is still there vanishes."""
+        self._loading = False
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-    def _start_timer(self, line: str) -> None:
-        import threading
-
-        self._timer = threading.Timer(PATIENCE, self._say, [line])
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer.join()  # a line that is being written is written whole
-            self._timer = None
 
 
 def cached_line(stats: dict[str, Any]) -> str:

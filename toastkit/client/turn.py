@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from toastkit.client.backend import Backend, hang_up, remote_error
 from toastkit.client.chats import Chat
 from toastkit.client.interrupts import Interrupts
-from toastkit.client.output import Output, Progress, Reply
+from toastkit.client.output import Output, Progress, Reply, write_text
 from toastkit.errors import DataError, ToastError, UnavailableError
 
 
@@ -162,5 +161,4 @@ def _print_block(text: str) -> None:
     block = first_block(text)
     if block is None:
         raise DataError("the answer holds no code block", hint="without -x all of it is printed")
-    sys.stdout.buffer.write(block.encode("utf-8", "replace"))
-    sys.stdout.buffer.flush()
+    write_text(block)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from toastkit.commands.cli import say
 from toastkit.errors import DataError, NoInputError, from_os_error
+from toastkit.text.terminal import shown
 
 if TYPE_CHECKING:
     from toastkit.stages.calibrate import Calibration, Measure
@@ -57,7 +58,7 @@ def _forget(flags: dict[str, Any]) -> int:
     removed = forget(mark)
     if flags["explain"]:
         say(f"{'removed' if removed else 'there is no'} {path(mark)}")
-    print(f"{files.name}: {'thresholds removed' if removed else 'no thresholds are stored'}")
+    print(f"{shown(files.name)}: {'thresholds removed' if removed else 'no thresholds are stored'}")
     return 0
 
 
@@ -80,7 +81,7 @@ def _measure(strategy: str, tokenizer: PromptTokenizer, flags: dict[str, Any]) -
 
     if strategy == PROMPTS:
         return stage.from_built_in(tokenizer)
-    typed = strategy in (PREFILL, STDIN) and sys.stdin is not None and sys.stdin.isatty()
+    typed = strategy in (PREFILL, STDIN) and sys.stdin.isatty()
     if typed and not flags["quiet"]:
         say("reading from the terminal, up to Ctrl-D")
     if strategy == PREFILL:
@@ -126,6 +127,6 @@ def _explain(found: Calibration, stored: Path) -> None:
 def _print(name: str, found: Calibration) -> None:
     now = found.thresholds
     print(
-        f"{name}: low {now.low:.2f}, high {now.high:.2f} bits "
+        f"{shown(name)}: low {now.low:.2f}, high {now.high:.2f} bits "
         f"({now.strategy}, {now.samples} samples)"
     )

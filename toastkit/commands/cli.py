@@ -13,6 +13,7 @@ import click
 from toastkit import __version__
 from toastkit.commands import COMMANDS, program_name
 from toastkit.errors import IOFailure, RemoteError, ToastError, UsageError, from_os_error
+from toastkit.text.terminal import shown
 
 SUMMARIES = {command.name: command.summary for command in COMMANDS}
 WRITERS = {command.program for command in COMMANDS if command.writes}
@@ -160,7 +161,17 @@ def refuse_together(context: click.Context, reason: str, *names: str) -> None:
 
 def say(line: str) -> None:
     """One line on stderr, after the command's name."""
-    print(f"{_program()}: {line}", file=sys.stderr, flush=True)
+    _tell(f"{_program()}: {line}")
+
+
+def _tell(line: str) -> None:
+    """The one place that writes lines for people: they may hold names and texts of others. A
+    progress bar makes room."""
+    bars = sys.modules.get("tqdm.std")
+    if bars is not None and bars.tqdm._instances:
+        bars.tqdm.write(shown(line), sys.stderr)
+    else:
+        print(shown(line), file=sys.stderr, flush=True)
 
 
 def _program(context: click.Context | None = None) -> str:
@@ -174,17 +185,41 @@ def _program(context: click.Context | None = None) -> str:
 def run(entry: click.Command) -> NoReturn:
     """Runs a command to its exit code: the body of every executable's `main`."""
     name = program_name(entry.name or "")
-    code = _outcome(entry, name)
+    closed = open_standard_streams()
+    code = _outcome(entry, name, closed)
     # The work is done: a signal while Python shuts down must not change how it ended.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        sys.stdout = None  # type: ignore[assignment]  # told of already: Python would tell it again
     sys.exit(code)
 
 
-def _outcome(entry: click.Command, name: str) -> int:
+def open_standard_streams() -> set[int]:
+    """Opens the null device in the place of standard input, output and error where the process was
+    started without one, so that no file gets its number; returns these numbers. Input is empty
+    then, to write output fails, and what is said on stderr is lost."""
+    closed = set()
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            closed.add(number)
+            # It gets the lowest number that is free: this one, for those below it are open.
+            os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
+            os.set_inheritable(number, True)
+            mode = "r" if number == 0 else "w"
+            stream = open(number, mode, errors="backslashreplace", closefd=False)
+            setattr(sys, name, stream)
+    return closed
+
+
+def _outcome(entry: click.Command, name: str, closed: set[int]) -> int:
     debug = "--debug" in sys.argv[1:] or os.environ.get("TOAST_DEBUG", "0") not in ("", "0")
     try:
-        if sys.stdout is None and name in WRITERS:
+        if 1 in closed and name in WRITERS:
             raise IOFailure("cannot write: standard output is closed")
         code = _invoke(entry, name)
         sys.stdout.flush()
@@ -239,17 +274,15 @@ def _report(name: str, error: ToastError, debug: bool, send: bool = False) -> in
 
 def _writes_frames(name: str) -> bool:
     """Whether stdout is a stream of frames, as far as a command that failed early can tell."""
-    if sys.stdout is None:
-        return False
     as_text = {"--count", "--template-only", "--calibrate"}.intersection(sys.argv[1:])
     return FRAME_WRITERS.get(name, False) and not as_text and not os.isatty(1)
 
 
 def print_error(error: ToastError, name: str) -> None:
     """The one form in which users see an error."""
-    print(f"{name}: {error.message}", file=sys.stderr)
+    _tell(f"{name}: {error.message}")
     if error.hint:
-        print(f"  hint: {error.hint}", file=sys.stderr)
+        _tell(f"  hint: {error.hint}")
 
 
 def _stdin_is_live() -> bool:

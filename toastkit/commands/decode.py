@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from toastkit.client.output import write_text
 from toastkit.commands import cli, gear_options, options
 from toastkit.errors import UsageError
 from toastkit.frames import End, Frame, Text, Token, starts_frames
@@ -233,7 +234,7 @@ class JsonWriter:
 
     def _write(self, value: dict) -> None:
         self._text = ""
-        print(json.dumps(value, ensure_ascii=False), flush=True)
+        write_text(json.dumps(value, ensure_ascii=False) + "\n")
 
 
 def main() -> None:

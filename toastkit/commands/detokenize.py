@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
+from toastkit.client.output import write_text
 from toastkit.commands import cli, options
 from toastkit.frames import End, Frame, Head, Text
 
@@ -65,8 +64,7 @@ class TextWriter:
             self._write("\n")
 
     def _write(self, text: str) -> None:
-        sys.stdout.buffer.write(text.encode("utf-8"))
-        sys.stdout.buffer.flush()
+        write_text(text)
         self._last = text or self._last
 
 

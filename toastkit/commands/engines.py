@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from toastkit.commands.cli import say
+from toastkit.commands.progress import last_part, waiting
 from toastkit.errors import CannotCreateError, DataError
 from toastkit.frames import Head
 
@@ -98,15 +99,16 @@ def load(files, flags: dict[str, Any], gear_options: GearOptions | None = None):
     import time
 
     start = time.perf_counter()
-    from toastkit.engine.engine import Engine
+    with waiting(f"loading {last_part(files.name)}", flags):
+        from toastkit.engine.engine import Engine
 
-    engine = Engine(
-        files,
-        device_name=flags["device"],
-        dtype=flags["dtype"],
-        notify=None if flags["quiet"] else say,
-        gear_options=gear_options,
-    )
+        engine = Engine(
+            files,
+            device_name=flags["device"],
+            dtype=flags["dtype"],
+            notify=None if flags["quiet"] else say,
+            gear_options=gear_options,
+        )
     if flags["verbose"]:
         say(f"loaded {files.name} on the {engine.device} in {time.perf_counter() - start:.2f} s")
     return engine

@@ -13,6 +13,7 @@ import click
 from toastkit.commands import cli, options
 from toastkit.errors import FrameError, UsageError
 from toastkit.frames import KINDS, End, Frame, Head
+from toastkit.text.terminal import shown
 
 
 @cli.command("frames")
@@ -146,7 +147,7 @@ def _statistics(flags: dict[str, Any], chosen: Callable) -> int:
         if isinstance(value, dict):
             value = ", ".join(f"{k} {n}" for k, n in value.items())
         if value not in (None, ""):
-            print(f"{name.replace('_', ' '):18} {value}")
+            print(f"{name.replace('_', ' '):18} {shown(value)}")
     return 0
 
 
@@ -168,11 +169,10 @@ def _validate(flags: dict[str, Any]) -> int:
 
 
 def _input(flags: dict[str, Any]) -> Iterable[Frame]:
-    from toastkit.frames import FrameReader
+    from toastkit.commands.pipes import frames_in
     from toastkit.stages.jsonl import json_frames
 
-    stream = sys.stdin.buffer
-    return json_frames(stream) if flags["from_json"] else FrameReader(stream)
+    return json_frames(sys.stdin.buffer) if flags["from_json"] else frames_in()
 
 
 def main() -> None:

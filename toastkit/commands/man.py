@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import sysconfig
 from pathlib import Path
@@ -29,5 +30,7 @@ def open_page(name: str, section: int) -> NoReturn:
     for program in ("man", "mandoc"):
         if shutil.which(program):
             sys.stdout.flush()
+            # Python ignores it, and what we become would go on doing so, and so complain.
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             os.execlp(program, program, str(page))
     raise UnavailableError(f"neither man nor mandoc is installed: the page is {page}")

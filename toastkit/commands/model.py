@@ -13,8 +13,10 @@ from typing import Any
 import click
 
 from toastkit.commands import cli, plan
-from toastkit.commands.models import as_json, complain, find, names, table, whisper
+from toastkit.commands.models import as_json, find, names, table, whisper
+from toastkit.commands.progress import ProgressBar, watched
 from toastkit.errors import DataError, ToastError, UsageError
+from toastkit.text.terminal import shown
 
 
 @cli.group("model")
@@ -28,11 +30,11 @@ def model(**flags) -> None:
 @cli.command("list", under=model, help="List the models on this machine.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON lines, a model a line.")
 def list_command(**flags) -> int:
-    from toastkit.model.info import human, shown
+    from toastkit.model.info import human
     from toastkit.model.library import list_models
 
     found = []
-    for one in list_models(complain, whisper(flags)):
+    for one in list_models(cli.say, whisper(flags)):
         if flags["as_json"]:
             record = {"name": one.name, "size": one.size, "model_type": one.model_type}
             print(json.dumps({**record, "where": str(one.where), "source": one.source}), flush=True)
@@ -114,7 +116,7 @@ def pull(hub_id: str, **flags) -> int:
     from toastkit.model.hub import fetch
 
     _end_tidily()
-    _print_path(fetch(hub_id, flags["revision"], progress=_watched(flags)))
+    _print_path(fetch(hub_id, flags["revision"], progress=watched(flags)))
     return 0
 
 
@@ -122,7 +124,7 @@ def pull(hub_id: str, **flags) -> int:
 @click.argument("name", shell_complete=names)
 @click.option("-y", "--yes", is_flag=True, allow_from_autoenv=False, help="Do not ask.")
 def rm(name: str, **flags) -> int:
-    from toastkit.model.info import human, shown
+    from toastkit.model.info import human
     from toastkit.model.library import removal, remove
 
     what = removal(name)
@@ -238,7 +240,7 @@ def split(source: str, **flags) -> int:
 @click.argument("name", shell_complete=names)
 @click.option("--values", is_flag=True, help="Look for NaN and infinity in the weights too.")
 def verify(name: str, **flags) -> int:
-    from toastkit.model.info import human, shown
+    from toastkit.model.info import human
     from toastkit.model.toast_format import is_model_tensor
     from toastkit.store import verify as checks
 
@@ -283,21 +285,13 @@ def _start_mlx(flags: dict[str, Any]) -> None:
 
 def _print_path(path: Path) -> None:
     """For a person, or, byte by byte, for a program."""
-    from toastkit.model.info import shown
-
     text = shown(path).encode() if sys.stdout.isatty() else os.fsencode(path)
     sys.stdout.buffer.write(text + b"\n")
 
 
-def _watched(flags: dict[str, Any]) -> bool:
-    return sys.stderr.isatty() and not flags["quiet"]
-
-
 def _bar(flags: dict[str, Any], label: str):
     """progress(done, total) for a person, None where nobody looks."""
-    from toastkit.commands.progress import ProgressBar
-
-    return ProgressBar(label, positions=False) if _watched(flags) else None
+    return ProgressBar(label, "B") if watched(flags) else None
 
 
 def _end_tidily() -> None:

@@ -51,13 +51,6 @@ def table(
         print("  ".join(words).rstrip())
 
 
-def complain(line: str) -> None:
-    """Says a line on stderr, whatever is in it."""
-    from toastkit.model.info import shown
-
-    cli.say(shown(line))
-
-
 def whisper(flags: dict[str, Any]) -> Callable[[str], None]:
     """Says a line with -v."""
-    return complain if flags["verbose"] else lambda line: None
+    return cli.say if flags["verbose"] else lambda line: None

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from toastkit.commands import cli, gear_options, options
+from toastkit.commands.progress import ProgressBar, last_part, watched
 from toastkit.commands.score_reports import (
     Gearing,
     JsonReport,
     Report,
-    ScoreBar,
     Text,
     TextReport,
     counted,
@@ -103,7 +103,7 @@ def _names(files: tuple[str, ...], flags: dict[str, Any]) -> tuple[str, ...]:
     names = files or (STDIN,)
     if names.count(STDIN) > 1:
         raise UsageError(f"{STDIN} is standard input, which can be read only once")
-    if STDIN in names and sys.stdin is not None and sys.stdin.isatty() and not flags["quiet"]:
+    if STDIN in names and sys.stdin.isatty() and not flags["quiet"]:
         cli.say("reading the text from the terminal, up to Ctrl-D")
     return names
 
@@ -138,7 +138,7 @@ def _read(name: str) -> bytes:
     try:
         if name != STDIN:
             return Path(name).read_bytes()
-        return sys.stdin.buffer.read() if sys.stdin is not None else b""
+        return sys.stdin.buffer.read()
     except OSError as error:
         raise from_os_error(error, f"cannot read {name}") from error
 
@@ -216,23 +216,20 @@ def _scores(scoring: Scoring, text: Text, totals: Totals) -> Generator[Scores, N
     """The scores of a text, counted into totals, with a bar where a person may be waiting."""
     from toastkit.engine.perplexity import timed
 
-    bar = ScoreBar(text) if _bar_wanted(scoring.flags) else None
+    bar = None
+    if watched(scoring.flags) and not (scoring.flags["as_json"] and sys.stdout.isatty()):
+        bar = ProgressBar(last_part(text.name))
+        bar(0, len(text.ids) - 1)
     try:
         for scores in timed(scoring.parts(text), totals):
             yield scores
             if bar is not None:
-                bar.update(totals)
+                bar(totals.tokens, len(text.ids) - 1, f"perplexity {totals.perplexity:.4f}")
     except DataError as error:
         raise DataError(f"{text.name}: {error.message}", error.hint) from error
     finally:
         if bar is not None:
             bar.close()
-
-
-def _bar_wanted(flags: dict[str, Any]) -> bool:
-    """On a terminal, unless JSON lines scroll by on the same one."""
-    busy = flags["as_json"] and sys.stdout.isatty()
-    return sys.stderr.isatty() and not flags["quiet"] and not busy
 
 
 def _report_part(text: Text, totals: Totals, gearing: Gearing | None) -> None:

@@ -12,10 +12,11 @@ from types import FrameType
 
 from toastkit.commands import program_name
 from toastkit.commands.cli import die_by_sigpipe
-from toastkit.errors import RemoteError, ToastError, from_os_error
-from toastkit.frames import End, Error, Frame, FrameReader, FrameWriter
+from toastkit.errors import FrameError, RemoteError, ToastError, UsageError, from_os_error
+from toastkit.frames import End, Error, Frame, FrameReader, FrameWriter, starts_frames
 from toastkit.stages.options import Interrupt
 from toastkit.stages.poll import GONE
+from toastkit.stages.streams import BEGIN
 
 
 class Signals(Interrupt):
@@ -47,6 +48,7 @@ class WatchedInput:
 
     def __init__(self, first: bytes = b""):
         self._first = first
+        self.began = first[:1]  # what the stream began with, once it has
         self._poll = select.poll()
         self._poll.register(0, select.POLLIN)
         if not os.isatty(1):
@@ -62,9 +64,36 @@ class WatchedInput:
             if ready.get(1, 0) & GONE:
                 raise BrokenPipeError
             if 0 in ready:
-                return os.read(0, size)
+                data = os.read(0, size)
+                self.began = self.began or data[:1]
+                return data
 
     read = read1
+
+
+def frame_writer() -> FrameWriter:
+    """Of frames to stdout. Raises UsageError where that is a terminal."""
+    if os.isatty(1):
+        raise UsageError(
+            "frames are not for a terminal",
+            hint="pipe them into the next stage, or into toast-frames --json to look at them",
+        )
+    return FrameWriter(sys.stdout.buffer)
+
+
+def frames_in(first: bytes = b"") -> Iterator[Frame]:
+    """The frames on stdin, which notices when stdout's reader has gone. first: bytes of them that
+    were read already. Raises UsageError where stdin is a terminal."""
+    if not first and os.isatty(0):
+        raise UsageError("frames are not read from a terminal", hint=BEGIN)
+    source = WatchedInput(first)
+    try:
+        yield from FrameReader(source)
+    except FrameError as error:
+        if source.began and not starts_frames(source.began):
+            json = source.began == b"{"
+            error.hint = "toast-frames --from-json makes frames of JSON lines" if json else BEGIN
+        raise
 
 
 def run_filter(
@@ -81,9 +110,8 @@ def run_filter(
     """
     signals = Signals()
     sends_frames = write is None
-    writer = FrameWriter(sys.stdout.buffer)
-    put = write or writer.write
-    stage = build(_patiently(FrameReader(WatchedInput(first)), signals), signals)
+    put = write or frame_writer().write
+    stage = build(_patiently(frames_in(first), signals), signals)
     interrupted = False
     try:
         for frame in stage:

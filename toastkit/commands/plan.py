@@ -95,7 +95,8 @@ def _rows(found: Plan, bandwidth: int | None) -> list[dict[str, Any]]:
 
 def _show(found: Plan, rows: list[dict[str, Any]]) -> None:
     """For people to read."""
-    from toastkit.model.info import count, human, shown
+    from toastkit.model.info import count, human
+    from toastkit.text.terminal import shown
 
     timed = "seconds" in rows[0]
     lines = []

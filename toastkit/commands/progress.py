@@ -1,69 +1,138 @@
-"""What a person sees while a prompt is read: a bar on a terminal, one line with -v."""
+"""What a person sees while something takes long: a line on a terminal, gone when it is done."""
 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
-import time
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from toastkit.commands.cli import say
 from toastkit.stages.options import ReadOptions
+from toastkit.text.terminal import shown
 
-PATIENCE = 1.0  # seconds of work before a bar appears
+PATIENCE = 1.0  # seconds of work before anything is shown
+LABEL_CHARACTERS = 24
 
 
 class ProgressBar:
-    """A progress bar on stderr, shown only on a terminal and once the work takes over a second.
+    """A line on stderr that appears once the work takes over a second, wherever it is then, and
+    vanishes with it.
 
-    label: what is being done. positions: show how far as numbers too.
+    label: what is being done. unit: what is counted, "B" for bytes.
     """
 
-    def __init__(self, label: str = "prefill", positions: bool = True) -> None:
-        self._label = label
-        self._positions = positions
-        self._start = time.monotonic()
+    def __init__(self, label: str, unit: str = " tokens") -> None:
+        label = shown(label)
+        short = label[: LABEL_CHARACTERS - 3] + "..."
+        self._label = label if len(label) <= LABEL_CHARACTERS else short
+        self._unit = unit
+        self._done = self._total = 0
+        self._note = ""
         self._bar: Any = None
-        self._shown = 0
+        self._timer: threading.Timer | None = None
+        self._lock = threading.Lock()
 
-    def __call__(self, done: int, total: int) -> None:
-        """done, total: prompt tokens in the state, and in all; or what else is counted."""
-        if self._bar is None:
-            if done >= total or time.monotonic() - self._start < PATIENCE:
-                return
-            import click
-
-            self._bar = click.progressbar(
-                length=total, label=self._label, file=sys.stderr, show_pos=self._positions
-            )
-            self._shown = 0
+    def __call__(self, done: int = 0, total: int = 0, note: str = "") -> None:
+        """done, total: prompt tokens in the state, and in all; or what else is counted; a total of
+        0 is not known. note: what is said beside them. When all is done the line vanishes; the next
+        call begins another."""
+        with self._lock:
+            self._done, self._total, self._note = done, total, note
+            if self._bar is not None:
+                self._draw()
+        if total and done >= total:
+            self.close()
+        elif self._timer is None:
+            self._timer = threading.Timer(PATIENCE, self._show)
+            self._timer.daemon = True
+            self._timer.start()
+            # However the work ends, the shell's prompt begins on a clean line.
             atexit.register(self.close)
-        self._bar.update(done - self._shown)
-        self._shown = done
-        if done >= total:
-            self._bar.render_finish()
-            self._bar = None
 
     def close(self) -> None:
-        """An interrupted bar leaves its line, so that the shell's prompt begins on the next."""
-        if self._bar is not None:
-            print(file=sys.stderr)
-            self._bar = None
+        """Takes the line away."""
+        atexit.unregister(self.close)
+        if self._timer is not None:
+            self._timer.cancel()
+        with self._lock:
+            self._timer = None
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+
+    def _show(self) -> None:
+        """In the timer's thread: the work may be one long call."""
+        from tqdm.std import tqdm
+
+        with self._lock:
+            if self._timer is None:
+                return
+            tqdm.monitor_interval = 0  # no thread that redraws
+            tqdm.set_lock(threading.RLock())  # and no lock between processes
+            self._bar = tqdm(
+                desc=self._label,
+                total=self._total or None,
+                initial=self._done,
+                unit=self._unit,
+                unit_scale=self._unit == "B",
+                bar_format=None if self._total else "{desc}",
+                postfix=self._note or None,
+                file=sys.stderr,
+                ncols=_columns(),
+                leave=False,
+            )
+
+    def _draw(self) -> None:
+        self._bar.total, self._bar.bar_format = self._total, None
+        self._bar.ncols = _columns()
+        self._bar.set_postfix_str(self._note, refresh=False)
+        self._bar.update(self._done - self._bar.n)
+
+
+def _columns() -> int:
+    """The width that a line may have: that of the terminal now, less the ^C of an impatient
+    person."""
+    return max(1, (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 3)
+
+
+def last_part(name: str) -> str:
+    """A model's or a file's name for a label: the end of its path."""
+    return name.rstrip("/").rpartition("/")[2]
+
+
+def watched(flags: dict[str, Any]) -> bool:
+    """Whether a person sees what is written on stderr, and wants to."""
+    return sys.stderr.isatty() and not flags["quiet"]
+
+
+@contextmanager
+def waiting(label: str, flags: dict[str, Any]) -> Iterator[None]:
+    """Says what is being done, where a person watches and it takes long."""
+    bar = ProgressBar(label) if watched(flags) else None
+    if bar is not None:
+        bar()
+    try:
+        yield
+    finally:
+        if bar is not None:
+            bar.close()
 
 
 def read_options(flags: dict[str, Any]) -> ReadOptions:
     """ReadOptions from flags, with a bar where stderr is a terminal."""
     named = flags["session"] is not None or flags["fork"] is not None
-    terminal = sys.stderr.isatty()
 
     def report(cached: int, total: int) -> None:
         say(f"{cached}/{total} prompt tokens taken from the session")
 
-    tell = flags["verbose"] or (named and terminal and not flags["quiet"])
     return ReadOptions(
         chunk=flags["chunk"],
         require_hit=flags["require_hit"],
         fork=flags["fork"],
-        progress=ProgressBar() if terminal and not flags["quiet"] else None,
-        report=report if tell else None,
+        progress=ProgressBar("prefill") if watched(flags) else None,
+        report=report if flags["verbose"] or (named and watched(flags)) else None,
     )

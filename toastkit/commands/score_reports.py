@@ -1,24 +1,20 @@
-"""What toast-perplexity prints: lines or JSON, a progress bar, and how the gears are summed up."""
+"""What toast-perplexity prints: lines or JSON, and how the gears are summed up."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from toastkit.gears.monitor import GEARS
 from toastkit.stages.tally import counted
+from toastkit.text.terminal import shown
 
 if TYPE_CHECKING:
     from toastkit.engine.perplexity import Scores, Totals
     from toastkit.text.tokenizer import Tokenizer
-
-LABEL_CHARACTERS = 20
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class Gearing:
 def line(name: str, totals: Totals, gearing: Gearing | None) -> str:
     """The line of a text, of a part of one, or of all texts."""
     parts = [
-        f"{name}: perplexity {totals.perplexity:.4f}",
+        f"{shown(name)}: perplexity {totals.perplexity:.4f}",
         f"entropy {totals.mean_entropy:.4f} bits",
         counted(totals.tokens, "token"),
         f"{totals.speed:.1f} tokens/s",
@@ -171,41 +167,3 @@ Report = TextReport | JsonReport
 def _finite(value: float | None) -> float | None:
     """JSON has no infinity."""
     return value if value is not None and math.isfinite(value) else None
-
-
-class ScoreBar:
-    """A progress bar on stderr with the perplexity so far, once a text takes over a second."""
-
-    def __init__(self, text: Text):
-        self._text = text
-        self._start = time.monotonic()
-        self._bar: Any = None
-        self._shown = 0
-
-    def update(self, totals: Totals) -> None:
-        """Shows how far the text has got."""
-        from toastkit.commands.progress import PATIENCE
-
-        if self._bar is None:
-            if time.monotonic() - self._start < PATIENCE:
-                return
-            self._bar = click.progressbar(
-                length=len(self._text.ids) - 1,
-                label=_short(self._text.name),
-                file=sys.stderr,
-                show_pos=True,
-                item_show_func=lambda t: None if t is None else f"perplexity {t.perplexity:.4f}",
-            )
-        self._bar.update(totals.tokens - self._shown, totals)
-        self._shown = totals.tokens
-
-    def close(self) -> None:
-        """Ends the line."""
-        if self._bar is not None:
-            self._bar.render_finish()
-
-
-def _short(name: str) -> str:
-    """The end of a path, so that a bar stays on one line."""
-    last = name.rstrip("/").rpartition("/")[2]
-    return last if len(last) <= LABEL_CHARACTERS else last[: LABEL_CHARACTERS - 3] + "..."

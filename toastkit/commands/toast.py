@@ -161,7 +161,7 @@ def _question(words: tuple[str, ...]) -> str:
     question = user_turn(text, _joined(words))
     if question:
         return question
-    if piped or sys.stdin is None or not sys.stdin.isatty():
+    if piped or not sys.stdin.isatty():
         raise DataError("empty prompt")
     raise UsageError("no prompt", hint="give one as an argument, pipe one in, or give --chat")
 
@@ -208,6 +208,7 @@ def _settings(flags: dict[str, Any], request_options: dict[str, Any]) -> TurnSet
         usage_line,
     )
     from toastkit.client.turn import TurnSettings
+    from toastkit.commands.progress import watched
 
     form = JsonOutput if flags["as_json"] else NoOutput if flags["extract"] else TextOutput
     tell = []
@@ -215,12 +216,11 @@ def _settings(flags: dict[str, Any], request_options: dict[str, Any]) -> TurnSet
         tell.append(lambda stats: cli.say(cached_line(stats)))
     if flags["usage"]:
         tell.append(lambda stats: cli.say(usage_line(stats)))
-    shows = not flags["quiet"] and sys.stderr is not None and sys.stderr.isatty()
     return TurnSettings(
         options=request_options,
         output=form,
         model=_absolute(flags["model"]),
-        progress=Progress(_bar, cli.say) if shows else None,
+        progress=Progress(_bar) if watched(flags) else None,
         keep=not flags["no_history"],
         extract=flags["extract"],
         fail_on_length=flags["fail_on_length"],
@@ -238,10 +238,10 @@ def _absolute(model: str | None) -> str | None:
     return model
 
 
-def _bar() -> Bar:
+def _bar(label: str) -> Bar:
     from toastkit.commands.progress import ProgressBar
 
-    return ProgressBar()
+    return ProgressBar(label)
 
 
 def _chat(turns, words: tuple[str, ...], flags: dict[str, Any], interrupts) -> int:
@@ -251,7 +251,7 @@ def _chat(turns, words: tuple[str, ...], flags: dict[str, Any], interrupts) -> i
     from toastkit.commands.stdin import stdin_lines
 
     first = _joined(words)
-    if sys.stdin is not None and sys.stdin.isatty():
+    if sys.stdin.isatty():
         history = None if flags["no_history"] else chats_root().with_name("chat_history")
         return repl.chat_with_person(
             turns, first, interrupts, history, lambda error: cli.print_error(error, "toast")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
 
+from toastkit.client.output import write_text
 from toastkit.commands import cli, options
 from toastkit.errors import UsageError
 
@@ -33,7 +33,7 @@ def tokenize(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     if flags["template_only"]:
         tokenizer = prompt_tokenizer(flags)
         for one in prompts(prompt, flags):
-            sys.stdout.write(tokenizer.render(one))
+            write_text(tokenizer.render(one))
         return 0
     if flags["count"]:
         tokenizer = prompt_tokenizer(flags)
@@ -44,15 +44,16 @@ def tokenize(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
 
 
 def _frames(prompt: tuple[str, ...], flags: dict[str, Any]) -> int:
+    from toastkit.commands.pipes import frame_writer
     from toastkit.commands.prompt import prompt_tokenizer, prompts
-    from toastkit.frames import FrameWriter
     from toastkit.session.names import resolve
     from toastkit.stages.tokenize import tokenize as stage
 
+    writer = frame_writer()
     session = flags["session"]
     path = None if session is None else str(resolve(session))
     frames = stage(prompts(prompt, flags), prompt_tokenizer(flags), path)
-    FrameWriter(sys.stdout.buffer).write_all(frames)
+    writer.write_all(frames)
     return 0
 
 

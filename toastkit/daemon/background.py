@@ -18,6 +18,7 @@ from typing import NoReturn
 from toastkit.errors import ToastError, UnavailableError, from_os_error
 from toastkit.folders import make_private_folders
 from toastkit.session.files import open_private
+from toastkit.text.terminal import shown
 
 FIRST_FREE = 3  # where the pipe is, once everything else has been closed
 _MAX_BYTES = 1 << 16
@@ -127,7 +128,11 @@ def _wait(read: int, child: int, log: str) -> int:
 
 def say_with_time(line: str) -> None:
     """One line for the log file."""
-    print(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} toasted: {line}", file=sys.stderr, flush=True)
+    print(
+        f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} toasted: {shown(line)}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def die(code: int) -> NoReturn:

@@ -12,6 +12,7 @@ from typing import Any
 from toastkit.model import toast_format
 from toastkit.model.config import ModelConfig, load_config
 from toastkit.model.files import ModelFiles
+from toastkit.text.terminal import shown
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -157,8 +158,3 @@ def human(number: int, units: tuple[str, ...] = ("B", "kB", "MB", "GB", "TB")) -
         size, step = size / 1000, step + 1
     digits = 0 if step == 0 or size >= 99.95 else 1 if size >= 9.995 else 2
     return f"{size:.{digits}f} {units[step]}"
-
-
-def shown(text: object) -> str:
-    """Text for a terminal: what is not printable is escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))

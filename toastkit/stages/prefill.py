@@ -67,6 +67,8 @@ def _read(
     if options.report is not None and kept:
         options.report(cached, len(ids))
 
+    if options.progress is not None:
+        options.progress(cached, len(ids))
     for done in engine.reading(state, ids, lambda: runs.pass_size(state) or options.chunk):
         if options.progress is not None:
             options.progress(done, len(ids))

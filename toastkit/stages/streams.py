@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from toastkit.errors import DataError, RemoteError
 from toastkit.frames import End, Error, Frame, Head, Logits, Prefilled, Text, Token, Tokens
 
+BEGIN = "begin the pipeline with toast-tokenize"  # a hint
 OF_A_RUN = (Tokens, Prefilled, Logits, Token, Text, End)
 Stage = Callable[[Iterable[Frame]], Iterator[Frame]]
 
@@ -38,7 +39,7 @@ def whole_runs(frames: Iterable[Frame], closes: Callable[[Frame], bool]) -> Iter
     if inside:
         raise DataError("input ended in the middle of a run")
     if not seen:
-        raise DataError("no frames on input", hint="begin the pipeline with toast-tokenize")
+        raise DataError("no frames on input", hint=BEGIN)
 
 
 def ends_run(frame: Frame) -> bool:
