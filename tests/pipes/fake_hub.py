@@ -13,7 +13,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub(ThreadingHTTPServer):
-    """files: path -> content, of the model org/name. sent: (path, first byte) of every download.
+    """files: path -> content, of the model org/name. asked: the path of every request.
+    sent: (path, first byte) of every download.
     stop_after: bytes of a file after which the connection breaks, None for never."""
 
     daemon_threads = True
@@ -21,6 +22,7 @@ class FakeHub(ThreadingHTTPServer):
     def __init__(self, files: dict[str, bytes]):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files = files
+        self.asked: list[str] = []
         self.sent: list[tuple[str, int]] = []
         self.stop_after: int | None = None
 
@@ -56,6 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
+        self.server.asked.append(path)
         if path in ("/api/models/org/name", "/api/models/org/name/revision/main"):
             names = [{"rfilename": name} for name in self.server.files]
             self._json({"id": "org/name", "sha": COMMIT, "siblings": names, "private": False})

@@ -15,6 +15,7 @@ import pytest
 from tests.conftest import executable
 from tests.pipes.fake_hub import serving
 from tests.unpack import unpack
+from toastkit.frames import Head, Tokens, dumps, pack_ids
 from toastkit.model.locate import locate
 
 Model = Callable[..., subprocess.CompletedProcess]
@@ -206,6 +207,17 @@ def test_pull(model: Model, weights: bytes, tmp_path: Path) -> None:
         refused(done, 66, "no such revision on the hub: org/name at v9")
     assert ok(model("pull", "org/name", env={"HF_HUB_OFFLINE": "1"})) == f"{path}\n"
     assert "org/name" in ok(model("list"))
+
+
+@pytest.mark.parametrize("name", ["prefill", "detokenize"])
+def test_a_stream_fetches_nothing(toast, weights: bytes, name: str) -> None:
+    stream = b"".join(map(dumps, [Head("org/name", "ab" * 16, 4096, [2]), Tokens(pack_ids([1]))]))
+    with serving({**FILES, "model.safetensors": weights}) as hub:
+        done = toast(name, stdin=stream, env={"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url})
+        assert (done.returncode, hub.asked) == (66, [])
+    line, hint = done.stderr.decode().splitlines()
+    assert line == f"toast-{name}: no such model here: org/name"
+    assert hint == "  hint: toast-model pull org/name"
 
 
 def test_pull_offline(model: Model) -> None:

@@ -23,7 +23,7 @@ from toastkit.model.config import (
 )
 from toastkit.model.files import ModelFiles
 from toastkit.model.hub import hub_cache
-from toastkit.model.locate import CRUMB, find, locate
+from toastkit.model.locate import CRUMB, find, for_stream, locate
 
 CONFIG = {"model_type": "llama", "vocab_size": 16, "max_position_embeddings": 32}
 
@@ -159,6 +159,49 @@ def test_the_network_is_asked_last(hub: Path, monkeypatch: pytest.MonkeyPatch) -
         locate("org/name")
     with pytest.raises(NoInputError, match="no such model here"):
         find("org/name")
+
+
+# ------------------------------------------------------------------------------ named by a stream
+
+
+def test_a_stream_may_name_what_is_here(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    mine = checkpoint(tmp_path / "data" / "toastkit" / "models" / "mine")
+    made = fingerprint(ModelFiles(mine, "mine"))
+    for name, path in (("org/name", cached(hub)), ("mine", mine), (str(mine), mine)):
+        assert for_stream(None, name, made).path == path
+    assert for_stream(None, "crumb", fingerprint(locate("crumb"))).path == CRUMB
+    # Another checkpoint under the same name, or another than the one that -m names.
+    for chosen, name in ((None, "crumb"), (str(mine), "crumb")):
+        with pytest.raises(DataError, match=r"is not the model that this stream .* \(crumb\)"):
+            for_stream(chosen, name, "ab" * 16)
+
+
+def test_a_stream_fetches_nothing(hub: Path, tmp_path: Path) -> None:
+    with pytest.raises(NoInputError, match="no such model here: org/name") as caught:
+        for_stream(None, "org/name", "ab" * 16)
+    assert caught.value.hint == "toast-model pull org/name"
+    with pytest.raises(UnavailableError):  # the fixture's network is asked for what -m names
+        for_stream("org/name", "crumb", "ab" * 16)
+
+
+def test_a_stream_names_no_path_from_here(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fingerprint(ModelFiles(checkpoint(tmp_path / "org" / "name"), "m"))
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "org")
+    names = ("../org/name", "name", "~/org/name", "./name", str(tmp_path / "fifo"), "/dev/zero")
+    for name in names:
+        with pytest.raises(NoInputError):
+            for_stream(None, name, made)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NoInputError, match="no such model here"):  # org/name is one of the hub
+        for_stream(None, "org/name", made)
+    assert for_stream("org/name", "x", made).path == tmp_path / "org" / "name"
 
 
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

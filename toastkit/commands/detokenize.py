@@ -22,7 +22,7 @@ from toastkit.frames import End, Frame, Head, Text
 @click.pass_context
 def detokenize(context: click.Context, **flags) -> int:
     from toastkit.commands.pipes import run_filter
-    from toastkit.model.locate import locate
+    from toastkit.model.locate import for_stream, locate
     from toastkit.stages.detokenize import TextOptions
     from toastkit.stages.detokenize import detokenize as stage
     from toastkit.stages.options import Outcome
@@ -36,10 +36,13 @@ def detokenize(context: click.Context, **flags) -> int:
     tokenizers: dict[str, Tokenizer] = {}
 
     def tokenizer_for(head: Head) -> Tokenizer:
-        name = flags["model"] or head.model
-        if name not in tokenizers:
-            tokenizers[name] = Tokenizer(locate(name))
-        return tokenizers[name]
+        # Other weights may well have the same tokenizer: what -m names is not held against it.
+        given = flags["model"]
+        key = given or head.fingerprint
+        if key not in tokenizers:
+            files = locate(given) if given else for_stream(None, head.model, head.fingerprint)
+            tokenizers[key] = Tokenizer(files)
+        return tokenizers[key]
 
     write = None if flags["as_frames"] else TextWriter(not flags["no_newline"])
     code = run_filter(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from toastkit.commands.cli import say
 from toastkit.commands.progress import last_part, waiting
-from toastkit.errors import CannotCreateError, DataError
+from toastkit.errors import CannotCreateError
 from toastkit.frames import Head
 
 if TYPE_CHECKING:
@@ -36,25 +36,19 @@ class Engines:
         self.close()  # let the last model go before the next one is loaded
         # A daemon has the weights, so the files that the head names need not be here; those of -m
         # are held against the stream in any case.
-        files = self._located(name, head) if self._flags["model"] else None
+        files = self._located(head) if self._flags["model"] else None
         engine = None
         if self._gear_options is None:
             engine = attach(self._flags, head.fingerprint)
         if engine is None:
-            engine = load(files or self._located(name, head), self._flags, self._gear_options)
+            engine = load(files or self._located(head), self._flags, self._gear_options)
         self._engine, self._model = engine, model
         return engine
 
-    def _located(self, name: str, head: Head):
-        from toastkit.model.config import fingerprint
-        from toastkit.model.locate import locate
+    def _located(self, head: Head):
+        from toastkit.model.locate import for_stream
 
-        files = locate(name)
-        if fingerprint(files) != head.fingerprint:
-            raise DataError(
-                f"{name} is not the model that this stream was tokenised for ({head.model})"
-            )
-        return files
+        return for_stream(self._flags["model"], head.model, head.fingerprint)
 
     def close(self) -> None:
         """Lets the engine go; a daemon's has let go of the session when this returns."""

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from toastkit.commands import cli, plan
-from toastkit.commands.models import as_json, find, names, table, whisper
+from toastkit.commands.models import as_json, names, table, whisper
 from toastkit.commands.progress import ProgressBar, watched
 from toastkit.errors import DataError, ToastError, UsageError
 from toastkit.text.terminal import shown
@@ -58,6 +58,7 @@ def info(context: click.Context, name: str, **flags) -> int:
             raise UsageError("--supported takes no model")
         return _supported(flags)
     from toastkit.model import info as facts
+    from toastkit.model.locate import find
 
     files = find(name)
     summary = facts.summary(files)
@@ -168,6 +169,8 @@ def bake(source: str, **flags) -> int:
     gears = _gears(flags["gears"])
     if flags["group_size"] is not None and flags["quant"] is None and flags["mode"] is None:
         raise UsageError("--group-size is for --quant")
+    from toastkit.model.locate import find
+
     files = find(source)
     out = _bake_output(files, flags)
     _end_tidily()
@@ -226,6 +229,8 @@ def _bake_output(files, flags: dict[str, Any]) -> Path:
 @click.argument("source", shell_complete=names)
 @click.option("-o", "--output", metavar="DIR", required=True, help="The directory to make.")
 def split(source: str, **flags) -> int:
+    from toastkit.model.locate import find
+
     files = find(source)
     _end_tidily()
     store = _open(files, flags)
@@ -241,6 +246,7 @@ def split(source: str, **flags) -> int:
 @click.option("--values", is_flag=True, help="Look for NaN and infinity in the weights too.")
 def verify(name: str, **flags) -> int:
     from toastkit.model.info import human
+    from toastkit.model.locate import find
     from toastkit.model.toast_format import is_model_tensor
     from toastkit.store import verify as checks
 

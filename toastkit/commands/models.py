@@ -1,4 +1,4 @@
-"""What the subcommands of toast-model share: finding a model, tables, what is said with -v."""
+"""What the subcommands of toast-model share: tables, what is said with -v."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from toastkit.commands import cli
-from toastkit.errors import NoInputError
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
@@ -22,19 +21,6 @@ def names(context: click.Context, parameter: click.Parameter, incomplete: str) -
 
     found = [one.name for one in list_models(nothing, nothing)]
     return [name for name in found if name.startswith(incomplete)]
-
-
-def find(name: str):
-    """A checkpoint that is on this machine: nothing here fetches one as a side effect."""
-    from toastkit.model.hub import is_hub_id
-    from toastkit.model.locate import find as look_for
-
-    try:
-        return look_for(name)
-    except NoInputError as error:
-        if error.hint is None and is_hub_id(name):
-            error.hint = f"toast-model pull {name}"
-        raise
 
 
 def table(

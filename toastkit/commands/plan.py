@@ -11,7 +11,7 @@ import click
 
 from toastkit.commands import cli
 from toastkit.commands.gear_options import gear_bits, gear_scope
-from toastkit.commands.models import as_json, find, names, table, whisper
+from toastkit.commands.models import as_json, names, table, whisper
 from toastkit.commands.sizes import Size
 from toastkit.errors import UsageError
 
@@ -47,6 +47,7 @@ def _plan(name: str, **flags) -> int:
     if not flags["gears"]:
         raise UsageError("nothing to plan: give --gears")
     from toastkit.gears.options import GearOptions
+    from toastkit.model.locate import find
 
     GearOptions(scope=flags["gear_scope"], bits=flags["gear_bits"])  # refuses before it reads
     files = find(name)

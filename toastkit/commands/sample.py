@@ -45,31 +45,32 @@ def _seed(head: Head) -> int | None:
 
 def _defaults(head: Head) -> dict[str, Any]:
     """The checkpoint's own sampling settings; none where the stream came from elsewhere."""
-    from toastkit.errors import NoInputError
     from toastkit.model.config import sampling_defaults
-    from toastkit.model.locate import find
 
-    try:
-        files = find(head.model)
-    except NoInputError:
-        return {}
-    return sampling_defaults(files)
+    files = _checkpoint(head)
+    return {} if files is None else sampling_defaults(files)
 
 
 def _xtc_special_ids(chain, head: Head) -> tuple[int, ...]:
     """Tokens that XTC never removes; only the end-of-turn ones where the model is not here."""
     if chain.xtc_probability == 0:
         return ()
-    from toastkit.errors import NoInputError
-    from toastkit.model.locate import find
     from toastkit.stages.answer import xtc_special_ids
     from toastkit.text.tokenizer import Tokenizer
 
+    files = _checkpoint(head)
+    return tuple(head.eos) if files is None else xtc_special_ids(chain, Tokenizer(files))
+
+
+def _checkpoint(head: Head):
+    """What the head names, None where it is not here or has changed since."""
+    from toastkit.errors import DataError, NoInputError
+    from toastkit.model.locate import for_stream
+
     try:
-        tokenizer = Tokenizer(find(head.model))
-    except NoInputError:
-        return tuple(head.eos)
-    return xtc_special_ids(chain, tokenizer)
+        return for_stream(None, head.model, head.fingerprint)
+    except (NoInputError, DataError):
+        return None
 
 
 def main() -> None:

@@ -93,14 +93,13 @@ class Preparer:
         return Prepared(request, ids, key, points, sampling, self.fingerprint, hard)
 
     def _check_model(self, name: str) -> None:
-        from toastkit.model.locate import find
+        from toastkit.model.locate import for_stream
 
-        try:
-            same = name == self.files.name or fingerprint(find(name)) == self.fingerprint
-        except ToastError:
-            same = False
-        if not same:
-            raise NoInputError(f"the daemon runs {self.files.name}, not {name}")
+        if name != self.files.name:
+            try:
+                for_stream(None, name, self.fingerprint)
+            except ToastError:
+                raise NoInputError(f"the daemon runs {self.files.name}, not {name}") from None
 
     def _check(self, ids: list[int]) -> None:
         limit = self._config.context

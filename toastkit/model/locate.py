@@ -10,24 +10,12 @@ from pathlib import Path
 from toastkit.errors import DataError, NoInputError, from_os_error
 from toastkit.folders import own_folder
 from toastkit.model import toast_format
+from toastkit.model.config import fingerprint
 from toastkit.model.files import ModelFiles
 from toastkit.model.hub import cached_snapshot, fetch, is_hub_id, is_offline
 
 CRUMB = Path(__file__).parent / "crumb" / "crumb.toast"
 OWN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,200}")
-
-
-def find(name: str) -> ModelFiles:
-    """The checkpoint that a stream names, if it is on this machine; never fetches one.
-
-    Raises NoInputError where it is not there.
-    """
-    if is_hub_id(name) and not Path(name).exists():
-        cached = cached_snapshot(name)
-        if cached is None:
-            raise NoInputError(f"no such model here: {name}")
-        return ModelFiles(cached, name)
-    return locate(name)
 
 
 def locate(name: str) -> ModelFiles:
@@ -36,9 +24,40 @@ def locate(name: str) -> ModelFiles:
     Raises NoInputError where it is not there, UnavailableError where it would have to be fetched
     and cannot be, DataError for a file that is no .toast.
     """
+    found = _here(name)
+    if found is not None:
+        return found
+    if is_offline():
+        raise NoInputError(f"no such model: {name} is not in the cache, and HF_HUB_OFFLINE is set")
+    return ModelFiles(fetch(name, None, progress=sys.stderr.isatty()), name)
+
+
+def find(name: str) -> ModelFiles:
+    """What `locate` gives where it is on this machine; never fetches. Raises NoInputError where it
+    is not, DataError for a file that is no .toast."""
+    return _found(name, _here(name))
+
+
+def for_stream(given: str | None, named: str, expected: str) -> ModelFiles:
+    """The checkpoint of a frame stream: of -m where that is given, else the one the head names.
+
+    Whoever wrote the stream chose that name: nothing is fetched for it, and a path counts only if
+    it is absolute, as toastkit writes them. expected: the head's fingerprint.
+    Raises as `locate` and `find` do, and DataError for a checkpoint that is not the head's.
+    """
+    files = locate(given) if given else _found(named, _here(named, relative=False))
+    if fingerprint(files) != expected:
+        other = f"{given or named} is not the model that this stream was tokenised for"
+        raise DataError(f"{other} ({named})", hint=None if given else "-m names another one")
+    return files
+
+
+def _here(name: str, relative: bool = True) -> ModelFiles | None:
+    """A checkpoint on this machine, None for a hub id that is not in the cache. relative: follow a
+    path that begins at the current directory. Raises NoInputError for any other name."""
     if name == "crumb":
         return ModelFiles(CRUMB, "crumb")
-    path = _existing(name)
+    path = _existing(name) if relative or os.path.isabs(name) else None
     if path is not None and (path.is_file() or (path / "config.json").is_file()):
         return _model_at(path, str(path.resolve()))
     own = _own(name)
@@ -47,15 +66,18 @@ def locate(name: str) -> ModelFiles:
     if path is not None:
         raise NoInputError(f"{name} is not a model: no config.json in it")
     if is_hub_id(name):
-        if is_offline() and cached_snapshot(name) is None:
-            raise NoInputError(
-                f"no such model: {name} is not in the cache, and HF_HUB_OFFLINE is set"
-            )
-        return ModelFiles(fetch(name, None, progress=sys.stderr.isatty()), name)
+        cached = cached_snapshot(name)
+        return None if cached is None else ModelFiles(cached, name)
     raise NoInputError(
         f"no such model: {name[:100]}",
         hint="-m takes a directory, a .toast file, a hub id, or a name that toast-model list shows",
     )
+
+
+def _found(name: str, files: ModelFiles | None) -> ModelFiles:
+    if files is None:
+        raise NoInputError(f"no such model here: {name}", hint=f"toast-model pull {name}")
+    return files
 
 
 def _existing(name: str) -> Path | None:
