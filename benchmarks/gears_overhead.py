@@ -106,7 +106,7 @@ def _each(count: int, work: Callable[[int], object]) -> float:
 
 
 def _decodes(name: str, model: str, prompt: str, rounds: int, tokens: int) -> None:
-    """Milliseconds a token, without anything, with entropy and gears shown, and with the loop that
+    """Milliseconds a token, without anything, with the entropy told, and with the loop that
     shifts, held in high gear: the same products, so that all the rest is the difference."""
     files = locate(model)
     tokenizer = Tokenizer(files)
@@ -117,10 +117,10 @@ def _decodes(name: str, model: str, prompt: str, rounds: int, tokens: int) -> No
     for drawn, deferred in (("on the device", True), ("on the host", False)):
         run = partial(_answer, tokenizer=tokenizer, ids=ids, count=tokens, deferred=deferred)
         off, told = AnswerOptions(), AnswerOptions(telemetry=True)
-        held = AnswerOptions(follow=True, rules=GearRules(calibrated=False, fixed="high"))
+        held = AnswerOptions(follow=True, rules=GearRules(calibrated=False))
         cases: dict[str, Callable[[], float]] = {
             PLAIN: partial(run, plain, off),
-            "gears shown": partial(run, plain, told),
+            "entropy told": partial(run, plain, told),
             "shifting loop, high": partial(run, shifting, held),
             AGAIN: partial(run, plain, off),
         }

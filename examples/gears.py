@@ -2,7 +2,7 @@
 
 [low], [mid] and [high] stand before the tokens that were read in them. A token is read after it has
 been written, so what a gear costs shows in the words that follow. Under the answer: how many steps
-ran in each, and how often the model shifted. Without --gear, the gears that there would have been.
+ran in each, and how often the model shifted. Without --gear there is nothing to show but the text.
 """
 
 import json
@@ -13,7 +13,7 @@ signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when the reader goe
 last = None
 for line in sys.stdin:
     step = json.loads(line)
-    if "end" not in step and step["gear"] != last:
+    if "end" not in step and step.get("gear") != last:
         last = step["gear"]
         print(f"[{last}]", end="")
     print(step["text"], end="", flush=True)

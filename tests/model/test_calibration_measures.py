@@ -165,18 +165,12 @@ def test_thresholds_are_forgotten_once(homes) -> None:
     assert stage.forget(mark) is False
 
 
-# -------------------------------------------------------------------------------- one gear for all
+# ------------------------------------------------------------------------------- no gears, no gear
 
 
-@pytest.mark.parametrize("text", ["Hello.", "Prove that a + b = b + a, step by step."])
-def test_a_daemon_shows_the_gears_of_the_pipeline(crumb, greedy, text: str) -> None:
-    """The prompt's looks count in both."""
-    tokens = greedy(text, 8)
-    driver = Driver(crumb)
-    told = driver.ask([user(text)], max_tokens=8, temperature=0).channel.all_of("token")
-    assert [t["gear"] for t in told] == [t.gear for t in tokens]
-    assert told[0]["gear"] == ("low" if text == "Hello." else "high")
-    quiet = driver.start([user(text)], tokens=False)
-    assert quiet.conversation.prepared.difficulty is None
-    assert driver.start([5, 6, 7]).conversation.prepared.difficulty is None
-    driver.finish()
+def test_where_no_gear_runs_none_is_told(crumb, greedy) -> None:
+    """Neither by the one process nor by a daemon, whose model has no gears; the entropy is."""
+    tokens = greedy("Hello.", 8)
+    told = Driver(crumb).ask([user("Hello.")], max_tokens=8, temperature=0).channel.all_of("token")
+    assert [t.gear for t in tokens] == [None] * 8 and not any("gear" in t for t in told)
+    assert [t["entropy"] for t in told] == pytest.approx([t.entropy for t in tokens], abs=CLOSE)

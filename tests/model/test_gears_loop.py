@@ -150,10 +150,9 @@ def test_high_is_bit_for_bit_the_plain_path(plain: Answer, mode: str, deferred: 
 @pytest.mark.parametrize(("mode", "deferred"), [("low", False), ("mid", True)])
 def test_a_fixed_gear_begins_after_the_prompt(plain: Answer, mode: str, deferred: bool) -> None:
     engine = geared(mode, scope="all")
-    fixed = GearRules(calibrated=False, fixed=mode)
     for _ in range(2):  # the second answer goes up for its prompt, and down again
-        found = Answer(engine, count=20, rules=fixed, deferred=deferred)
-        assert found.gears == ["high"] + [mode] * 19 and found.asked == [mode] * 20
+        found = Answer(engine, count=20, rules=rules(), deferred=deferred)
+        assert found.gears == ["high"] + [mode] * 19
         assert (found.logits[0] == plain.logits[0]).all()
         assert not (found.logits[1] == plain.logits[1]).all()
         assert found.end.extra["gears"]["shifts"] == 1

@@ -53,8 +53,7 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 @options.no_daemon
 @click.pass_context
 def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
-    shown = "is for --gear auto, or for --json to tell"
-    gear_options.refuse_idle(context, flags, shown, flags["as_json"])
+    gear_options.refuse_idle(context, flags)
     first = _first_byte(prompt, flags)
     if starts_frames(first):
         if prompt:
@@ -176,6 +175,7 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
         rules=gear_options.gear_rules(flags),
         telemetry=flags["as_json"],
         follow=flags["gear"] == "auto",
+        fixed=flags["gear"] if flags["gear"] in ("low", "mid", "high") else None,
         xtc_special_ids=xtc_special_ids(chain, tokenizer.tokenizer),
     )
     gears = gear_options.gear_settings(flags)
@@ -224,7 +224,8 @@ class JsonWriter:
             self._write(
                 {
                     "pos": frame.pos, "id": frame.id, "text": self._text,
-                    "logprob": frame.logprob, "entropy": frame.entropy, "gear": frame.gear,
+                    "logprob": frame.logprob, "entropy": frame.entropy,
+                    **({"gear": frame.gear} if frame.gear else {}),
                     **({"top": frame.top} if frame.top else {}),
                 }
             )  # fmt: skip

@@ -85,19 +85,15 @@ def gear_rules(flags: dict[str, Any], explain: Callable[[str], None] | None = No
         selector = SelectorOptions(monitor, duration)
     selector.validate()
     own = flags["low"] is not None or flags["high"] is not None
-    fixed = flags.get("gear") if flags.get("gear") in ("low", "mid", "high") else None
-    return GearRules(selector, not (own or flags["no_calibration"]), explain, fixed)
+    return GearRules(selector, not (own or flags["no_calibration"]), explain)
 
 
-def refuse_idle(
-    context: click.Context, flags: dict[str, Any], reason: str, shown: bool = False
-) -> None:
-    """Raises UsageError for options that would change nothing. reason: against those that follow
-    the entropy, where neither --gear auto needs them nor the gears are shown."""
+def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
+    """Raises UsageError for options of the gears that would change nothing."""
     if flags["gear"] == "off":
         refuse_together(context, "needs a --gear", *GEAR_NAMES)
-    if flags["gear"] != "auto" and not shown:
-        refuse_together(context, reason, *TELEMETRY_NAMES)
+    if flags["gear"] != "auto":
+        refuse_together(context, "is for --gear auto", *TELEMETRY_NAMES)
 
 
 def told(frames: Iterable[Frame]) -> Iterator[Frame]:

@@ -83,7 +83,7 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
 
 def _check_gears(context: click.Context, flags: dict[str, Any]) -> None:
     """Raises UsageError for options that would change nothing, or that make no sense."""
-    gear_options.refuse_idle(context, flags, "is for --gear auto")
+    gear_options.refuse_idle(context, flags)
     if flags["gear"] != "auto":
         return
     cli.refuse_together(context, "and --gear auto exclude each other", "chunk")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,8 +79,6 @@ class Conversation:
             deferred=engine.device == "gpu"
             or (prepared.sampling.temperature == 0 and not request.options.tokens),
         )
-        if prepared.difficulty is not None:
-            head = replace(head, extra={**head.extra, "difficulty": prepared.difficulty})
         frames: list[Frame] = [head, Tokens(pack_ids(prepared.ids))]
         options = self._options(chunk, tokenizer)
         self._frames: Iterator[Any] = answer(
@@ -212,7 +209,7 @@ class Conversation:
                 self.channel.reply({"text": frame.s})
         elif isinstance(frame, Token) and request.options.tokens:
             told = {"pos": frame.pos, "id": frame.id, "logprob": frame.logprob,
-                    "entropy": frame.entropy, "gear": frame.gear}  # fmt: skip
+                    "entropy": frame.entropy}  # fmt: skip
             self.channel.reply({"token": {**told, **({"top": frame.top} if frame.top else {})}})
         elif isinstance(frame, End):
             self.end = frame

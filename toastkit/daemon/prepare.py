@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from toastkit.daemon.history import conversation_hash
 from toastkit.daemon.requests import Request
@@ -12,7 +11,7 @@ from toastkit.errors import DataError, NoInputError, ToastError
 from toastkit.model.config import ModelConfig, fingerprint, sampling_defaults
 from toastkit.model.files import ModelFiles
 from toastkit.sampling.options import SamplingOptions
-from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, difficulty
+from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer
 from toastkit.text.tokenizer import Tokenizer
 
 
@@ -20,8 +19,7 @@ from toastkit.text.tokenizer import Tokenizer
 class Prepared:
     """request: as it came. ids: the prompt's tokens. key: hash of its history, all messages but the
     last. points: positions worth a checkpoint, see PromptTokenizer.turning_points. sampling: the
-    chain, with a seed. fingerprint: of the model that it was prepared for. difficulty: of the
-    prompt, as its head tells it; where gears are to be told and its text is known."""
+    chain, with a seed. fingerprint: of the model that it was prepared for."""
 
     request: Request
     ids: list[int]
@@ -29,7 +27,6 @@ class Prepared:
     points: list[int]
     sampling: SamplingOptions
     fingerprint: str
-    difficulty: dict[str, Any] | None = None
 
     def save_key(self, answer: str) -> int:
         """The hash that the next turn's history will have, if it is this one and the answer."""
@@ -89,8 +86,7 @@ class Preparer:
         points = [len(ids) - 1] if raw else []
         if self.wants_points and not raw:
             points = prompts.turning_points(prompt, ids)
-        hard = difficulty(prompt) if request.options.tokens else None
-        return Prepared(request, ids, key, points, sampling, self.fingerprint, hard)
+        return Prepared(request, ids, key, points, sampling, self.fingerprint)
 
     def _check_model(self, name: str) -> None:
         from toastkit.model.locate import for_stream

@@ -12,7 +12,7 @@ from toastkit.sampling.options import SamplingOptions
 from toastkit.stages.decode import decode
 from toastkit.stages.detokenize import TextOptions, detokenize
 from toastkit.stages.follow import Follower, GearRules
-from toastkit.stages.gear import entropy_on_device, followed, gear, gear_of_tokens
+from toastkit.stages.gear import entropy_on_device, followed, gear, in_gear, measured
 from toastkit.stages.local import LocalRuns
 from toastkit.stages.options import Interrupt, Outcome, ReadOptions, StepOptions
 from toastkit.stages.prefill import prefill
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """Settings of each stage. telemetry: entropy and gear are wanted in the token frames. follow:
-    the model shifts as the entropy says. xtc_special_ids: tokens that XTC never removes."""
+    """Settings of each stage. telemetry: the entropy is wanted in the token frames. follow: the
+    model shifts as the entropy says, by `rules`. fixed: the gear that it runs in instead, None for
+    none. xtc_special_ids: tokens that XTC never removes."""
 
     read: ReadOptions = ReadOptions()
     step: StepOptions = StepOptions()
@@ -36,6 +37,7 @@ class AnswerOptions:
     rules: GearRules = GearRules()
     telemetry: bool = False
     follow: bool = False
+    fixed: str | None = None
     xtc_special_ids: tuple[int, ...] = ()
 
 
@@ -97,15 +99,15 @@ def _sampling(options: AnswerOptions, runs: LocalRuns) -> list[Stage]:
     def sampler_for(head: Head) -> tuple[Any, DrawOptions]:
         return new_sampler(draw.sampling, head.vocab, options.xtc_special_ids), draw
 
-    rules, wanted = options.rules, options.telemetry or options.follow
-    if not runs.deferred:
-        drawing: Stage = partial(sample, sampler_for=sampler_for, feed=runs.feed)
-        return [partial(gear, rules=rules), drawing] if wanted else [drawing]
-    drawing = partial(sample_deferred, sampler_for=sampler_for, feed=runs.feed)
+    shared: dict[str, Any] = {"sampler_for": sampler_for, "feed": runs.feed}
+    drawing: Stage = partial(sample_deferred if runs.deferred else sample, **shared)
     if options.follow:
-        follower = Follower(rules)
+        if not runs.deferred:
+            return [partial(gear, rules=options.rules), drawing]
+        follower = Follower(options.rules)
         following = partial(followed, follower=follower)
-        return [entropy_on_device, following, partial(drawing, follower=follower)]
-    if not wanted:
-        return [drawing]
-    return [entropy_on_device, drawing, partial(gear_of_tokens, rules=rules)]
+        return [entropy_on_device, following, partial(sample_deferred, **shared, follower=follower)]
+    stages = [drawing]
+    if options.telemetry:
+        stages = [entropy_on_device if runs.deferred else measured, drawing]
+    return stages if options.fixed is None else [*stages, partial(in_gear, gear=options.fixed)]

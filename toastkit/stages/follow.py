@@ -19,13 +19,11 @@ from toastkit.session import gear_state
 @dataclass(frozen=True)
 class GearRules:
     """How gears are chosen. calibrated: thresholds that were stored for a model count. explain: is
-    told, a line at a time, what they are, what the prompt looks like, and every shift. fixed: a
-    gear that is run in whatever the entropy says."""
+    told, a line at a time, what they are, what the prompt looks like, and every shift."""
 
     selector: SelectorOptions = SelectorOptions()
     calibrated: bool = True
     explain: Callable[[str], None] | None = None
-    fixed: str | None = None
 
 
 def selector_for(head: Head, rules: GearRules) -> GearSelector:
@@ -106,7 +104,7 @@ class Follower:
         seen = frame.pos <= self._position
         decision = selector.last() if seen else selector.update(frame.entropy)
         self._position = max(self._position, frame.pos)
-        frame.gear = self._rules.fixed or decision.gear
+        frame.gear = decision.gear
         if isinstance(frame, Logits):
             frame.mean = round(decision.mean, 6)
             frame.slope = round(decision.slope, 6)

@@ -23,9 +23,11 @@ def gear(frames: Iterable[Frame], rules: GearRules) -> Iterator[Frame]:
     for frame in followed(whole_runs(frames, ends_run), follower):
         if isinstance(frame, Head):
             reader.begin(frame)
-            meter = EntropyMeter(frame.vocab)
-        elif isinstance(frame, Logits) and meter is not None:
-            follower.annotate(frame, meter.bits(reader.read(frame.logits)))
+            meter = None
+        elif isinstance(frame, Logits):
+            logits = reader.read(frame.logits)
+            meter = meter or EntropyMeter(len(logits))
+            follower.annotate(frame, meter.bits(logits))
         yield frame
 
 
@@ -51,11 +53,26 @@ def entropy_on_device(frames: Iterable[Frame]) -> Iterator[Frame]:
         yield frame
 
 
-def gear_of_tokens(frames: Iterable[Frame], rules: GearRules) -> Iterator[Frame]:
-    """Gives each token the gear that its entropy asks for: `gear`, where entropy is read only with
-    the token and nobody waits for the gear."""
-    follower = Follower(rules)
-    for frame in followed(frames, follower):
-        if isinstance(frame, Token) and frame.entropy is not None:
-            follower.annotate(frame, frame.entropy)
+def measured(frames: Iterable[Frame]) -> Iterator[Frame]:
+    """Fills the entropy of every logits frame, and says no gear."""
+    from toastkit.stages.arrays import LogitsReader
+
+    reader = LogitsReader()
+    meter: EntropyMeter | None = None
+    for frame in frames:
+        if isinstance(frame, Head):
+            reader.begin(frame)
+            meter = None
+        elif isinstance(frame, Logits):
+            logits = reader.read(frame.logits)
+            meter = meter or EntropyMeter(len(logits))
+            frame.entropy = round(meter.bits(logits), 6)
+        yield frame
+
+
+def in_gear(frames: Iterable[Frame], gear: str) -> Iterator[Frame]:
+    """Writes the one gear that the model runs in into every token frame."""
+    for frame in frames:
+        if isinstance(frame, Token):
+            frame.gear = gear
         yield frame
