@@ -27,6 +27,7 @@ from toastkit.errors import FrameError
 
 SCHEMA_VERSION = 1
 MAX_FRAME_BYTES = 64 << 20  # a 151,936-entry float32 logits frame is 0.6 MB
+MAX_VOCAB = MAX_FRAME_BYTES // 4  # float32 logits of fewer fit into a frame
 MAX_NESTING = 8
 
 
@@ -123,7 +124,7 @@ class Stats:
 
 @dataclass(slots=True)
 class Error:
-    """What stopped a stage upstream. code: its exit code (sysexits)."""
+    """What stopped a stage upstream. code: its exit code (sysexits), 1 to 255."""
 
     code: int
     stage: str
@@ -230,7 +231,7 @@ def _check_values(kind: str, frame: Any) -> None:
     if kind == "head":
         if frame.v > SCHEMA_VERSION:
             raise Invalid(f"schema version {frame.v} is newer than {SCHEMA_VERSION}")
-        if not 0 < frame.vocab < 2**31 or frame.v < 1:
+        if not 0 < frame.vocab < MAX_VOCAB or frame.v < 1:
             raise Invalid("head.vocab or head.v out of range")
         if not all(_is_id(i) for i in frame.eos):
             raise Invalid("head.eos holds something that is not a token id")
@@ -255,8 +256,8 @@ def _check_values(kind: str, frame: Any) -> None:
     elif kind == "prefilled":
         if min(frame.n_past, frame.n_new, frame.n_cached) < 0:
             raise Invalid("prefilled counts cannot be negative")
-    elif kind == "error" and not 0 <= frame.code <= 255:
-        raise Invalid("error.code out of range")
+    elif kind == "error" and not 1 <= frame.code <= 255:
+        raise Invalid(f"error.code {frame.code} is not the exit code of a failure, 1 to 255")
 
 
 def _is_id(value: Any) -> bool:

@@ -94,7 +94,7 @@ FIELDS = {
     },
     "text": {"s": words},
     "stats": {"stage": words},
-    "error": {"code": st.integers(0, 255), "stage": words, "message": words, "hint": maybe(words)},
+    "error": {"code": st.integers(1, 255), "stage": words, "message": words, "hint": maybe(words)},
     "end": {"reason": words, "n": st.integers(0, 2**40)},
 }  # fmt: skip
 

@@ -303,6 +303,8 @@ WRONG = {
     "null for a field that must be": {"k": "text", "s": None},
     "counts": {"k": "prefilled", "n_past": 1, "n_new": -1, "n_cached": 0, "seconds": 0.0},
     "exit code": {"k": "error", "code": 256, "stage": "", "message": ""},
+    "the exit code of success": {"k": "error", "code": 0, "stage": "", "message": ""},
+    "a vocabulary that no frame holds": {**HEAD, "vocab": 1 << 24},
     "bytes for a name": {b"k": "text", "s": "a"},
 }
 

@@ -27,6 +27,7 @@ from toastkit.gears.monitor import MonitorOptions
 from toastkit.gears.selector import SelectorOptions
 from toastkit.sampling.options import SamplingOptions
 from toastkit.stages.arrays import from_numpy
+from toastkit.stages.feeding import feed_tokens
 from toastkit.stages.follow import GearRules
 from toastkit.stages.gear import gear
 from toastkit.stages.options import StepOptions
@@ -34,6 +35,20 @@ from toastkit.stages.streams import compose, ends_run, whole_runs
 from toastkit.stages.tally import tallied
 
 # --------------------------------------------------------------------------------------- whole runs
+
+
+def test_a_run_that_ended_in_error_is_no_success() -> None:
+    """Not without the error frame that says which, wherever the end stands; others still pass."""
+    run = [head(), End("error", 0)]
+    for stream in (run, [*run, head(), End("eos", 0)], [head(), End("stop", 0), End("error", 0)]):
+        passed = []
+        with pytest.raises(DataError, match="no error frame says in which") as caught:
+            passed += list(whole_runs(stream, ends_run))
+        assert caught.value.code == 65
+    with pytest.raises(RemoteError, match="no disk"):
+        list(whole_runs([*run, Error(74, "toast-prefill", "no disk")], ends_run))
+    with pytest.raises(RemoteError, match="no disk"):
+        list(feed_tokens([Error(74, "toast-prefill", "no disk")], None, False))
 
 
 def test_whole_runs_pass_unchanged() -> None:
@@ -142,7 +157,7 @@ def test_an_end_of_turn_token_at_the_limit_is_an_end_of_turn() -> None:
     assert frames[-1] == End("eos", 2)
 
 
-@pytest.mark.parametrize("reason", ["interrupt", "length", "error"])
+@pytest.mark.parametrize("reason", ["interrupt", "length"])
 def test_an_end_from_decode_keeps_its_reason_and_gets_our_count(reason: str) -> None:
     stream = answer(3, 1)
     stream[-1] = End(reason, 99)

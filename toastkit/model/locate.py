@@ -3,6 +3,7 @@ a hub id. What is on this machine comes before the network. Imports neither MLX 
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path

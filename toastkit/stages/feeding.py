@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from toastkit.errors import DataError
-from toastkit.frames import End, Frame, Head, Token, Tokens
+from toastkit.errors import DataError, RemoteError
+from toastkit.frames import End, Error, Frame, Head, Token, Tokens
 from toastkit.session.feed import FeedWriter
 from toastkit.stages.jsonl import lines
 
@@ -15,12 +15,16 @@ from toastkit.stages.jsonl import lines
 def feed_tokens(frames: Iterable[Frame], run: str | None, ignore_eos: bool) -> Iterator[Frame]:
     """Sends each token frame to the run that the head names, or to `run`, and passes on what a
     detokenizer needs: head, tokens, token, end. After an end-of-turn token, or where the stream
-    stops without one, the run is ended.
+    stops without one, the run is ended; so it is at an error frame, which raises RemoteError.
     """
     writer: FeedWriter | None = None
     head: Head | None = None
     count = 0
     for frame in frames:
+        if isinstance(frame, Error):
+            if writer is not None:
+                _send(writer, None, None, True)
+            raise RemoteError(frame.code, frame.stage, frame.message, frame.hint)
         if isinstance(frame, Head):
             head, count = frame, 0
             writer = _open(run or head.run)

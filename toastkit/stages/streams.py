@@ -18,9 +18,10 @@ def whole_runs(frames: Iterable[Frame], closes: Callable[[Frame], bool]) -> Iter
     closes(frame): whether the frame completes a run as far as this stage is concerned. What a
     recorded stream holds of the run after that is left out.
     Raises RemoteError at an error frame, DataError where a run is cut off (its writer was killed,
-    say), begins with something else than a head, or where there is no run at all.
+    say), begins with something else than a head, or where there is no run at all; and at the end of
+    the stream where a run ended in an error that no frame has told.
     """
-    seen = inside = False
+    seen = inside = failed = False
     for frame in frames:
         if isinstance(frame, Error):
             raise RemoteError(frame.code, frame.stage, frame.message, frame.hint)
@@ -32,14 +33,22 @@ def whole_runs(frames: Iterable[Frame], closes: Callable[[Frame], bool]) -> Iter
             raise DataError("the stream does not begin with a head frame")
         elif not inside:
             if isinstance(frame, OF_A_RUN):
+                failed = failed or _failed(frame)
                 continue
         elif closes(frame):
             inside = False
+        failed = failed or _failed(frame)
         yield frame
     if inside:
         raise DataError("input ended in the middle of a run")
     if not seen:
         raise DataError("no frames on input", hint=BEGIN)
+    if failed:
+        raise DataError("a run ended in an error, and no error frame says in which")
+
+
+def _failed(frame: Frame) -> bool:
+    return isinstance(frame, End) and frame.reason == "error"
 
 
 def ends_run(frame: Frame) -> bool:
