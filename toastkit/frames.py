@@ -24,11 +24,14 @@ import msgpack
 
 from toastkit.arrays import Array, Invalid, Reference, pack_extension, unpack_extension
 from toastkit.errors import FrameError
+from toastkit.outline import Outline, check_nesting
 
 SCHEMA_VERSION = 1
 MAX_FRAME_BYTES = 64 << 20  # a 151,936-entry float32 logits frame is 0.6 MB
 MAX_VOCAB = MAX_FRAME_BYTES // 4  # float32 logits of fewer fit into a frame
 MAX_NESTING = 8
+MAX_VALUES = 1 << 20  # in a frame, at all depths
+READ_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
@@ -280,12 +283,13 @@ class FrameReader:
             max_str_len=1 << 24,
             max_bin_len=max_frame_bytes,
             max_ext_len=max_frame_bytes,
-            max_array_len=1 << 20,
+            max_array_len=MAX_VALUES,
             max_map_len=1 << 12,
             strict_map_key=True,
             ext_hook=unpack_extension,
         )
         self._fed = 0
+        self._outline = Outline(MAX_VALUES)
         self.count = 0
         self.offset = 0
 
@@ -307,23 +311,29 @@ class FrameReader:
         if type(fields) is not dict:
             raise self._error(f"not a map but {_describe(fields)}")
         try:
-            _check_nesting(fields, MAX_NESTING)
+            check_nesting(fields, MAX_NESTING)
             frame = from_map(fields)
         except Invalid as error:
             raise self._error(str(error)) from error
         self.count += 1
         self.offset = self._unpacker.tell()
+        self._outline.begin()
         return frame
 
     def _feed(self) -> None:
         """Reads more bytes; raises StopIteration at a clean end, FrameError at a torn one."""
-        if self._fed - self.offset > self._max:
+        begun = self._fed - self.offset
+        if begun > self._max:
             raise self._error(f"larger than {self._max} bytes")
-        data = self._read(1 << 16)
+        data = self._read(READ_BYTES)
         if not data:
-            if self._fed > self.offset:
+            if begun:
                 raise self._error("truncated")
             raise StopIteration
+        try:
+            self._outline.add(begun, data)
+        except Invalid as error:
+            raise self._error(str(error)) from error
         self._fed += len(data)
         self._unpacker.feed(data)
 
@@ -339,20 +349,6 @@ def _reason(error: Exception) -> str:
         return "nested too deep"
     text = str(error).split("\n")[0]
     return text or "not msgpack"
-
-
-def _check_nesting(value: Any, left: int) -> None:
-    """Raises Invalid for more than `left` levels, or a map with a key that is no text."""
-    if type(value) is not dict and type(value) is not list:
-        return
-    if left == 0:
-        raise Invalid(f"nested deeper than {MAX_NESTING}")
-    if type(value) is dict:
-        if not all(type(key) is str for key in value):
-            raise Invalid("a field name that is not text")
-        value = value.values()
-    for part in value:
-        _check_nesting(part, left - 1)
 
 
 class FrameWriter:

@@ -71,7 +71,7 @@ def maybe(strategy: st.SearchStrategy) -> st.SearchStrategy:
 
 FIELDS = {
     "head": {
-        "model": words, "fingerprint": words, "vocab": st.integers(1, 2**31 - 1),
+        "model": words, "fingerprint": words, "vocab": st.integers(1, 2**24 - 1),
         "eos": st.lists(token_ids, max_size=3), "session": maybe(words),
         "run": st.one_of(st.none(), words, st.lists(words, max_size=2)), "dtype": maybe(words),
         "v": st.integers(1, SCHEMA_VERSION),

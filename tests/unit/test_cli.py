@@ -91,6 +91,8 @@ USAGE = [
     ("prefill", ["--session", ".x"], "invalid session name '.x'"),
     ("tokenize", ["--session", "-x", "hi"], "invalid session name '-x'"),
     ("frames", ["--slice", "a"], "--slice takes A:B, not 'a'"),
+    ("frames", ["--slice", "9" * 5000 + ":"], "--slice takes A:B, not"),
+    ("decode", ["--gear", "low", "--gear-bits", "9" * 5000 + ",8", "hi"], "is not two numbers"),
     ("frames", ["--kinds", "lgits"], "no such kind of frame: lgits"),
     ("frames", ["--json", "--validate"], "--validate goes with neither"),
     ("frames", ["--top", "3"], "--top is for --json"),

@@ -15,6 +15,7 @@ from frame_strategies import FIELDS, frames, token_ids, words
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toastkit.arrays import Invalid
 from toastkit.errors import FrameError
 from toastkit.frames import (
     KINDS,
@@ -37,6 +38,7 @@ from toastkit.frames import (
     to_map,
     unpack_ids,
 )
+from toastkit.outline import Outline
 
 
 class Trickle:
@@ -281,6 +283,53 @@ def test_a_frame_has_a_largest_size() -> None:
 
 
 # ------------------------------------------------------------------------------ what is not a frame
+
+values = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(),
+        st.binary(), st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=20)),
+        st.integers(200, 300).map(bytes), st.integers(65500, 65600).map(lambda n: "a" * n),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=20), st.dictionaries(st.text(), inner, max_size=20)
+    ),
+    max_leaves=40,
+)  # fmt: skip
+
+
+def count_of(value) -> int:
+    """Values within a value, at all depths; a name is one."""
+    if isinstance(value, dict):
+        return sum(2 + count_of(part) for part in value.values())
+    return sum(1 + count_of(part) for part in value) if isinstance(value, list) else 0
+
+
+@given(values, st.lists(st.integers(0, 70000), min_size=1, max_size=9), st.binary(max_size=9))
+def test_values_are_counted_before_they_are_made(value, cuts: list[int], behind: bytes) -> None:
+    """In whatever pieces they come, to the value; and what lies behind the frame is left alone."""
+    data, count = msgpack.packb(value) + behind, count_of(value)
+    places = [0, *sorted(min(1 + cut, len(data)) for cut in cuts), len(data)]
+    for limit in (count, count - 1):
+        outline = Outline(limit)
+        try:
+            for _ in range(2):  # a frame like the one before
+                for start, end in zip(places, places[1:]):
+                    outline.add(start, data[start:end])
+                outline.begin()
+        except Invalid:
+            assert limit < count
+        else:
+            assert limit == count or count == 0 or len(set(places)) == 2
+
+
+@pytest.mark.parametrize("filler", [b"\x90", b"\xa2ab", b"\xc0"], ids=["lists", "text", "nil"])
+def test_a_frame_of_too_many_values(filler: bytes) -> None:
+    """Lists of a size that is allowed, in a list: each piece costs what it takes to read it."""
+    size = 1 << 19
+    part = b"\xdd" + size.to_bytes(4, "big") + filler * size
+    found, error = read(b"\x82\xa1k\xa1z\xa1x\x93" + part * 3)
+    assert found == [] and error is not None and "more than 1048576 values" in error.message
+
 
 HEAD = to_map(Head("m", "f", 4, [1]))
 WRONG = {

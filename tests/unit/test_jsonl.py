@@ -30,6 +30,7 @@ from toastkit.frames import (
     to_map,
 )
 from toastkit.stages.arrays import LogitsReader, from_numpy
+from toastkit.stages.feeding import bare_ids
 from toastkit.stages.jsonl import from_json, json_frames, lines, to_json
 
 VOCAB = 5
@@ -210,6 +211,9 @@ WRONG_LINES = {
     "a broken array as ext": '{"k": "z", "x": {"ext": 1, "base64": "AAAA"}}',
     "bytes that are a number": '{"k": "z", "x": {"bytes": 5}}',
     "newer schema": json.dumps({**to_map(Head("m", "f", 4, [1])), "v": 2}),
+    "a number of thousands of digits": '{"k": "z", "x": ' + "7" * 5000 + "}",
+    "millions of lists": '{"k": "z", "x": [' + "[]," * (1 << 20) + "[]]}",
+    "a top-k list that no frame holds": '{"k": "logits", "logits": {"topk": [], "size": 16777216}}',
 }
 
 
@@ -281,6 +285,38 @@ def test_a_bad_line_is_named_by_its_number() -> None:
     assert next(frames_in) == End("eos", 1)
     with pytest.raises(DataError, match="^cannot read line 4: end frame without n, reason$"):
         next(frames_in)
+
+
+def test_a_topk_list_elsewhere_makes_no_array() -> None:
+    """Or a line of many would make many, of 64 MB each."""
+    fields = {f"x{n}": {"topk": [], "size": 1 << 23} for n in range(1000)}
+    assert from_json(json.dumps({"k": "z", **fields})) == Unknown("z", fields)
+
+
+@pytest.mark.parametrize("read", [lines, json_frames, bare_ids])
+def test_a_line_without_an_end_is_refused(read) -> None:
+    class Endless:
+        def __init__(self) -> None:
+            self.given = 0
+
+        def read1(self, size: int) -> bytes:
+            self.given += size
+            return (b"7" if self.given > size else b"1\n") * (size // 2)
+
+    source = Endless()
+    with pytest.raises(DataError, match="more than 32 MiB"):
+        list(read(source) if read is not json_frames else lines(source))
+    assert source.given < 100 << 20
+
+
+def test_ids_of_any_length() -> None:
+    """Neither thousands of digits nor zeros before the first are more than a number."""
+    assert list(bare_ids(io.BytesIO(b"0 007 4294967295"))) == [
+        Token(-1, 0), Token(-1, 7), Token(-1, 4294967295)
+    ]  # fmt: skip
+    for word in (b"4294967296", b"9" * 5000, b"1" + b"0" * 5000, "\u0663".encode(), b"-1", b"x"):
+        with pytest.raises(DataError, match="line 2: .* is not a token id"):
+            list(bare_ids(io.BytesIO(b"1\n" + word)))
 
 
 def test_lines_come_whole_from_any_pieces() -> None:

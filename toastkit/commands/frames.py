@@ -81,9 +81,9 @@ def _kinds(text: str | None) -> frozenset[str] | None:
 def _span(text: str | None) -> tuple[int, int | None]:
     if text is None:
         return 0, None
-    match = re.fullmatch(r"(\d*):(\d*)", text)
+    match = re.fullmatch(r"([0-9]{0,18}):([0-9]{0,18})", text)
     if not match:
-        raise UsageError(f"--slice takes A:B, not {text!r}")
+        raise UsageError(f"--slice takes A:B, not {text[:40]!r}")
     return int(match[1] or 0), int(match[2]) if match[2] else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -24,10 +25,10 @@ class Bits(click.ParamType):
         """The two numbers; whether there are such gears is for GearOptions to say."""
         if isinstance(value, tuple):
             return value
-        words = value.split(",")
-        if len(words) != 2 or not all(word.strip().isdecimal() for word in words):
-            self.fail(f"{value!r} is not two numbers, such as 4,8", param, ctx)
-        return int(words[0]), int(words[1])
+        found = re.fullmatch(r"\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*", value)
+        if found is None:
+            self.fail(f"{value[:40]!r} is not two numbers, such as 4,8", param, ctx)
+        return int(found[1]), int(found[2])
 
 
 gear_scope = click.option(

@@ -85,7 +85,17 @@ def bare_ids(source: Any) -> Iterator[Frame]:
     """Token frames from lines of decimal ids; their position is left to decode."""
     for number, line in enumerate(lines(source), 1):
         for word in line.split():
-            if not word.isdigit() or int(word) >= 2**32:
-                raise DataError(f"cannot read line {number}: {word.decode(errors='replace')!r} is "
-                                "not a token id")  # fmt: skip
-            yield Token(-1, int(word))
+            token = token_id(word)
+            if token is None:
+                shown = word[:40].decode(errors="replace")
+                raise DataError(f"cannot read line {number}: {shown!r} is not a token id")
+            yield Token(-1, token)
+
+
+def token_id(word: bytes) -> int | None:
+    """The id that a decimal word stands for, None where it stands for none."""
+    # int() takes no thousands of digits, and its time is more than the number's length.
+    digits = word.lstrip(b"0") or word[:1]
+    if not digits.isdigit() or len(digits) > 10 or int(digits) >= 2**32:
+        return None
+    return int(digits)

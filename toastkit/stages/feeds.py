@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import numpy as np
 
 from toastkit.errors import DataError, from_os_error
 from toastkit.frames import End, Frame, FrameReader, Head, Token, Tokens, starts_frames, unpack_ids
+from toastkit.stages.feeding import bare_ids
 from toastkit.stages.runs import Next
 
 
@@ -67,21 +67,10 @@ class ForcedFeed:
 def forced_ids(name: str) -> list[int]:
     """Token ids from a file: decimal numbers, or frames of which the token frames count."""
     try:
-        data = Path(name).read_bytes()
+        with open(name, "rb") as file:
+            frames = FrameReader(file) if starts_frames(file.peek(1)) else bare_ids(file)
+            return [frame.id for frame in frames if isinstance(frame, Token)]
+    except DataError as error:
+        raise DataError(f"{name}: {error.message}") from error
     except OSError as error:
         raise from_os_error(error, f"cannot read {name}") from error
-    if starts_frames(data[:1]):
-        import io
-
-        ids: list[int] = []
-        for frame in FrameReader(io.BytesIO(data)):
-            if isinstance(frame, Token):
-                ids.append(frame.id)
-        return ids
-    try:
-        ids = [int(word) for word in data.split()]
-    except ValueError as error:
-        raise DataError(f"{name} holds something that is not a token id") from error
-    if any(not 0 <= i < 2**32 for i in ids):
-        raise DataError(f"{name} holds a token id out of range")
-    return ids

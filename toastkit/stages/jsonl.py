@@ -7,6 +7,9 @@ A frame is its map as an object. Token ids are a list of numbers. An array is on
     {"slot": i, "seq": n, "dtype": d, "shape": []} a reference, as it stands
 
 and the first two become arrays again: what a top-k list leaves out is minus infinity.
+
+A line is bounded before it is parsed: in bytes, and in values by its commas and brackets, which
+those in strings only make more of.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import msgpack
 
 from toastkit.errors import DataError, FrameError
 from toastkit.frames import (
-    MAX_FRAME_BYTES,
+    MAX_VOCAB,
     Array,
     Frame,
     FrameReader,
@@ -36,6 +39,9 @@ from toastkit.frames import (
     to_map,
     unpack_ids,
 )
+
+MAX_LINE_BYTES = 32 << 20
+MAX_LINE_VALUES = 1 << 21
 
 
 def to_json(frame: Frame, arrays: str, top: int, read: Any) -> str:
@@ -59,14 +65,19 @@ def to_json(frame: Frame, arrays: str, top: int, read: Any) -> str:
 
 def from_json(line: str | bytes) -> Frame:
     """The frame of one line. Raises DataError with one line that says what is wrong."""
+    line = line.encode("utf-8", "surrogatepass") if isinstance(line, str) else line
+    if sum(map(line.count, (b",", b"[", b"{"))) > MAX_LINE_VALUES:
+        raise DataError(f"more than {MAX_LINE_VALUES} values")
     try:
         fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except json.JSONDecodeError as error:
         raise DataError(f"not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits
+        raise DataError("not JSON that can be read") from error
     if not isinstance(fields, dict):
         raise DataError("not a JSON object")
     try:
-        fields = {name: _restore(value) for name, value in fields.items()}
+        fields = {name: _restore(name, value) for name, value in fields.items()}
         if fields.get("k") == "tokens":
             fields["ids"] = _ids(fields.get("ids"))
         data = dumps(from_map(fields))
@@ -91,13 +102,23 @@ def json_frames(stream: Any) -> Iterator[Frame]:
 
 
 def lines(stream: Any) -> Iterator[bytes]:
-    """The lines of a stream with a `read1`, each as soon as it is whole."""
-    held = b""
+    """The lines of a stream with a `read1`, each as soon as it is whole. Raises DataError for one
+    of more than MAX_LINE_BYTES."""
+    held: list[bytes] = []
+    size = count = 0
     while data := stream.read1(1 << 16):
-        *whole, held = (held + data).split(b"\n")
-        yield from whole
-    if held:
-        yield held
+        first, *rest = data.split(b"\n")
+        held.append(first)
+        size += len(first)
+        if size > MAX_LINE_BYTES:
+            raise DataError(f"cannot read line {count + 1}: more than {MAX_LINE_BYTES >> 20} MiB")
+        if rest:
+            yield b"".join(held)
+            yield from rest[:-1]
+            held, size = [rest[-1]], len(rest[-1])
+            count += len(rest)
+    if size:
+        yield b"".join(held)
 
 
 def _ids(value: Any) -> bytes:
@@ -143,11 +164,11 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"cannot write a {type(value).__name__} as JSON")
 
 
-def _restore(value: Any) -> Any:
+def _restore(name: str, value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     keys = set(value)
-    if keys == {"topk", "size"}:
+    if keys == {"topk", "size"} and name == "logits":
         return _from_top(value["topk"], value["size"])
     if keys == {"dtype", "shape", "base64"}:
         return Array(
@@ -174,7 +195,7 @@ def _shape(value: dict) -> tuple:
 def _from_top(pairs: Any, size: Any) -> Array:
     import numpy as np
 
-    if type(size) is not int or not 0 < size <= MAX_FRAME_BYTES // 4:
+    if type(size) is not int or not 0 < size < MAX_VOCAB:
         raise Invalid("a top-k list of an impossible size")
     if not isinstance(pairs, list):
         raise Invalid("a top-k list that is not a list")
