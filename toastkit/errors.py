@@ -89,11 +89,19 @@ class RemoteError(ToastError):
         self.code = code
 
 
+class Misplaced(OSError):
+    """Something else is where a file of ours should be; it was neither read nor written. strerror
+    says what, after the name."""
+
+
 def from_os_error(error: OSError, doing: str, creating: bool = False) -> ToastError:
     """The ToastError for an OSError. doing: what failed, e.g. "cannot read x". creating: something
     was to be made or written, so that what is missing or forbidden is an output, not an input."""
     import errno
 
+    if isinstance(error, Misplaced):
+        text = f"{doing}: {error.strerror}"
+        return CannotCreateError(text) if creating else DataError(text)
     reason = (error.strerror or str(error)).lower()
     text = f"{doing}: {reason}"
     if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Toast
+from tests.conftest import Toast, executable
+from tests.hostile import run_hostile
 from tests.unpack import unpack
 from toastkit.frames import Head, dumps
 
@@ -107,3 +109,25 @@ def test_frames_of_a_newer_schema(toast: Toast):
         done = toast(name, stdin=frames)
         assert done.returncode == 65
         assert b"at byte 0: schema version 2 is newer than 1" in done.stderr
+
+
+def test_a_session_with_something_else_in_it(tmp_path: Path):
+    """A lock that is a link, a header that nobody writes: one line each, and nothing is touched."""
+    (tmp_path / "victim").write_text("secret")
+    for name in ("link", "fifo"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link" / "lock").symlink_to("../victim")
+    os.mkfifo(tmp_path / "fifo" / "session.msgpack")
+    for name, code, said in (("link", 73, "lock is a symbolic link"), ("fifo", 65, "is a FIFO")):
+        taken = run_hostile([executable("decode"), "--session", tmp_path / name, "hi"])
+        assert (taken.code, taken.out) == (code, b""), taken.error
+        assert said in taken.error and len(taken.error.splitlines()) == 1
+    assert (tmp_path / "victim").read_text() == "secret"
+
+
+def test_a_frame_of_millions_of_lists():
+    size = 1 << 20
+    lists = b"\xdd" + size.to_bytes(4, "big") + b"\x90" * size
+    stream = dumps(Head("m", "f", 4, [])) + b"\x82\xa1k\xa1z\xa1x\xdc\x00\x32" + lists * 50
+    taken = run_hostile([executable("frames"), "--json"], stream, peak=256 << 20)
+    assert taken.code == 65 and "frame 2 at byte" in taken.error

@@ -226,8 +226,8 @@ def test_interrupted_between_rename_and_return(root: Path, monkeypatch: pytest.M
     path = names.resolve("one")
     real = os.replace
 
-    def interrupted(source, target) -> None:
-        real(source, target)
+    def interrupted(source, target, **directories) -> None:
+        real(source, target, **directories)
         raise KeyboardInterrupt
 
     with Session.open(path, MODEL) as session:

@@ -14,12 +14,13 @@ from typing import Any
 
 from toastkit.errors import DataError, NoInputError, ToastError, UsageError, from_os_error
 from toastkit.folders import make_private_folders, own_folder
-from toastkit.session.files import replace_file
+from toastkit.session.files import read_file, replace_file
 from toastkit.session.names import resolve
 
 SUFFIX = ".jsonl"
 UNNAMED = ".unnamed"  # no name can begin with a dot
 LAST = "last"
+MAX_BYTES = 64 << 20
 ROLES = ("system", "user", "assistant")
 
 Message = dict[str, Any]
@@ -81,7 +82,7 @@ def last_chat() -> Chat:
     damaged file."""
     path = chats_root() / LAST
     try:
-        name = path.read_text(encoding="utf-8").strip()
+        name = read_file(path, MAX_BYTES).decode().strip()
         if name != UNNAMED:
             _check_name(name)
     except FileNotFoundError as error:
@@ -111,13 +112,15 @@ def _check_name(name: str) -> None:
 def _read(path: Path) -> list[Message]:
     """The messages of a file, none where there is no file."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        data = read_file(path, MAX_BYTES)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise from_os_error(error, f"cannot read {path}") from error
+    if len(data) > MAX_BYTES:
+        raise DataError(f"{path} is larger than {MAX_BYTES >> 20} MiB", hint="begin another one")
     messages = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
             try:
                 messages.append(_message(line))

@@ -8,14 +8,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import stat
 import threading
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from toastkit.errors import CannotCreateError, from_os_error
+from toastkit.errors import from_os_error
 from toastkit.folders import make_private_folders
 from toastkit.session.files import open_private
 
@@ -61,7 +60,7 @@ class Audit:
                 self._follow()
                 self._rotate(len(line))
                 self._append(line)
-            except (OSError, CannotCreateError) as error:
+            except OSError as error:
                 self._complain(error)
 
     def reopen(self) -> None:
@@ -70,7 +69,7 @@ class Audit:
             self._warned = False
             try:
                 self._open()
-            except (OSError, CannotCreateError) as error:
+            except OSError as error:
                 self._complain(error)
 
     def close(self) -> None:
@@ -80,13 +79,8 @@ class Audit:
 
     def _open(self) -> None:
         self._shut()
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # waits at no FIFO
-        fd = open_private(Path(self.path), flags)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise CannotCreateError(f"cannot write {self.path}: not a regular file")
-        self._fd = fd
-        os.fchmod(fd, 0o600)
+        self._fd = open_private(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        os.fchmod(self._fd, 0o600)
 
     def _shut(self) -> None:
         fd, self._fd = self._fd, -1
@@ -122,8 +116,7 @@ class Audit:
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _complain(self, error: Exception) -> None:
+    def _complain(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            self._say(f"cannot write the audit log {self.path}: {(reason or str(error)).lower()}")
+            self._say(from_os_error(error, f"cannot write the audit log {self.path}").message)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
 
 from toastkit.errors import BusyError, CannotCreateError, from_os_error
+from toastkit.session.files import open_private
 
 _MAX_BYTES = 64
 
@@ -29,7 +29,7 @@ class Pidfile:
         CannotCreateError where it cannot be made or is no pidfile."""
         while True:
             try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+                fd = open_private(path, os.O_RDWR | os.O_CREAT)
             except OSError as error:
                 raise from_os_error(error, f"cannot make {path}", creating=True) from error
             try:
@@ -43,8 +43,6 @@ class Pidfile:
 
     @classmethod
     def _locked(cls, path: str, fd: int) -> Pidfile | None:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CannotCreateError(f"cannot make {path}: something else is in the way")
         content = os.pread(fd, _MAX_BYTES, 0).strip()
         if content and not content.isdigit():
             raise CannotCreateError(f"{path} is not a pidfile", hint="--pidfile is written over")

@@ -77,7 +77,8 @@ class Spill:
     def _by_age(self) -> list[Path]:
         try:
             with os.scandir(self.root) as entries:
-                folders = [(e.stat().st_mtime, Path(e.path)) for e in entries if e.is_dir()]
+                ours = (e for e in entries if e.is_dir(follow_symlinks=False))
+                folders = [(e.stat().st_mtime, Path(e.path)) for e in ours]
         except OSError:
             return []
         return [path for _, path in sorted(folders)]
@@ -128,7 +129,7 @@ class Spill:
     def _free_name(self, key: int) -> Path:
         name = f"{key:016x}"
         path, count = self.root / name, 1
-        while path.exists():
+        while os.path.lexists(path):
             count += 1
             path = self.root / f"{name}-{count}"
         return path

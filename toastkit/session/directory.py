@@ -341,11 +341,11 @@ class Session:
     def _publish(self, header: Header, tokens: list[int]) -> None:
         """Puts the header in place: the moment at which the commit happens."""
         self._stale = True
-        files.replace_file(self.path / HEADER_FILE, encode_header(header), self._syncs)
+        self._files.replace(HEADER_FILE, encode_header(header), self._syncs)
         self._header, self.tokens, self._shared = header, tokens, len(tokens)
         self._stale = False
         if self._syncs:
-            files.sync_directory(self.path)
+            self._files.sync_directory()
         if header.layers is not None:
             end = max((offset + size for offset, size in header.extents()), default=0)
             writing.trim_file(self._files.fd(CACHE_FILE), end)
@@ -379,7 +379,7 @@ class Session:
         """Reads header and tokens of the last commit. Raises Damaged, DataError for another model,
         NoInputError if a reader finds no session, OSError."""
         try:
-            header, tokens = reading.read_commit(self.path, self._files, self._expected)
+            header, tokens = reading.read_commit(self.name, self._files, self._expected)
         except FileNotFoundError:
             if self.lock is not None:
                 return  # created, and not yet committed to

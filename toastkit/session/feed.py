@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from toastkit.errors import DataError, NoInputError, from_os_error
+from toastkit.session.files import open_private
 
 GEARS = (None, "low", "mid", "high")
 MAX_MESSAGE_BYTES = 512  # POSIX's least PIPE_BUF
@@ -170,12 +171,8 @@ def _wait_for_reader(path: Path | str, deadline: float) -> int:
 def _open_fifo(path: Path | str, mode: int) -> int:
     """A non-blocking descriptor. Raises NoInputError if there is no FIFO or (ENXIO) no reader."""
     try:
-        fd = os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_private(path, mode, kind=stat.S_IFIFO)
     except OSError as error:
         if error.errno == errno.ENXIO:
             raise NoInputError(f"no decode is reading the feed {path}") from None
         raise from_os_error(error, f"cannot open the feed {path}") from error
-    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise DataError(f"not a feed: {path}")
-    return fd

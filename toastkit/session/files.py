@@ -1,4 +1,8 @@
-"""Small helpers over file descriptors: whole reads and writes at an offset, private files.
+"""Small helpers over file descriptors: whole reads and writes at an offset, files of one's own.
+
+A session may come from anywhere, such as an archive. So what is opened by its name here is what it
+should be, a regular file of this user's, or Misplaced is raised: nothing is followed, waited for or
+written to that somebody put in its place.
 
 Session data is written with pwrite and never through a memory map: a full disk is then ENOSPC from
 the call that hit it, where a map would be killed by SIGBUS.
@@ -6,13 +10,66 @@ the call that hit it, where a map would be killed by SIGBUS.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
 
+from toastkit.errors import Misplaced
 
-def open_private(path: Path, flags: int) -> int:
-    """A descriptor, closed on exec; a file that is created gets mode 0600."""
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+_KINDS = {
+    stat.S_IFREG: "a regular file", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO",
+    stat.S_IFLNK: "a symbolic link", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}  # fmt: skip
+
+
+def open_private(
+    path: Path | str, flags: int, at: int | None = None, kind: int = stat.S_IFREG
+) -> int:
+    """A descriptor of a file of this user's; one that is created gets mode 0600.
+
+    at: the descriptor of the directory that a relative path lies in. kind: what it has to be, as in
+    st_mode. Raises OSError, Misplaced for anything else: a symbolic link, another user's file, or
+    one that is to be written and has a second name (a hard link).
+    """
+    # O_NONBLOCK: a FIFO would wait for its other end.
+    safe = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        fd = os.open(path, flags | safe, 0o600, dir_fd=at)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        _check(path, os.stat(path, dir_fd=at, follow_symlinks=False), kind, 0)
+        raise
+    try:
+        _check(path, os.fstat(fd), kind, flags)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check(path: Path | str, about: os.stat_result, kind: int, flags: int) -> None:
+    """Raises Misplaced for a file that is not of this kind, and this user's."""
+    found = stat.S_IFMT(about.st_mode)
+    problem = ""
+    if found != kind:
+        problem = f"is {_KINDS.get(found, 'no file')}"
+    elif about.st_uid != os.geteuid():
+        problem = "is another user's"
+    elif kind == stat.S_IFREG and flags & (os.O_WRONLY | os.O_RDWR) and about.st_nlink > 1:
+        problem = "is a file of another name too (a hard link)"
+    if problem:
+        raise Misplaced(errno.EEXIST, f"{os.path.basename(path)} {problem}")
+
+
+def open_directory(path: Path | str, at: int | None = None, follow: bool = False) -> int:
+    """A descriptor of a directory of this user's. follow: it was named by the user, who may name a
+    link, and another's. Raises OSError, Misplaced."""
+    if follow:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
+    return open_private(path, os.O_RDONLY | os.O_DIRECTORY, at, stat.S_IFDIR)
 
 
 def pwrite_all(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -35,37 +92,48 @@ def pread_into(fd: int, buffer: memoryview, offset: int) -> bool:
     return True
 
 
-def read_file(path: Path, max_bytes: int) -> bytes:
-    """A file's bytes, one more than max_bytes at most. Raises OSError."""
-    with open(path, "rb") as file:
+def read_file(path: Path | str, max_bytes: int, at: int | None = None) -> bytes:
+    """The bytes of a file of this user's, one more than max_bytes at most. at: as of open_private.
+    Raises OSError, Misplaced."""
+    with open(open_private(path, os.O_RDONLY, at), "rb") as file:
         return file.read(max_bytes + 1)
 
 
-def replace_file(path: Path, data: bytes, sync: bool, beside: Path | None = None) -> None:
+def replace_file(
+    path: Path | str, data: bytes, sync: bool, beside: Path | None = None, at: int | None = None
+) -> None:
     """Puts `data` in the place of a file in one step: write beside it, sync, rename.
     The directory is not synced. beside: where to write first, for files that several processes
-    replace. Raises OSError, with the file as it was."""
-    beside = beside or path.with_name(path.name + ".tmp")
+    replace. at: as of open_private. Raises OSError, with the file as it was."""
+    temporary = beside or f"{path}.tmp"
+    _remove(temporary, at)  # what a killed process left, or what was planted
     try:
-        fd = open_private(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, at)
         try:
             pwrite_all(fd, data, 0)
             if sync:
                 os.fsync(fd)
         finally:
             os.close(fd)
-        os.replace(beside, path)
+        os.replace(temporary, path, src_dir_fd=at, dst_dir_fd=at)
     except BaseException:
         try:
-            os.unlink(beside)
+            _remove(temporary, at)
         except OSError:
             pass  # the failure to report is the first one
         raise
 
 
+def _remove(path: Path | str, at: int | None) -> None:
+    try:
+        os.unlink(path, dir_fd=at)
+    except FileNotFoundError:
+        pass
+
+
 def sync_directory(path: Path) -> None:
     """Makes renames in a directory durable. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = open_directory(path, follow=True)
     try:
         os.fsync(fd)
     finally:
@@ -73,26 +141,47 @@ def sync_directory(path: Path) -> None:
 
 
 class DataFiles:
-    """The data files of one directory, each opened at its first use. writes: they are opened for
-    writing too, and created."""
+    """The files of one directory, each of the data files opened at its first use, as is the
+    directory. writes: they are opened for writing too, and created."""
 
     def __init__(self, directory: Path, writes: bool):
         self._directory = directory
         self._flags = os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY
         self._fds: dict[str, int] = {}
 
+    @property
+    def at(self) -> int:
+        """The descriptor of the directory. Raises OSError."""
+        if "" not in self._fds:
+            self._fds[""] = open_directory(self._directory, follow=True)
+        return self._fds[""]
+
     def fd(self, name: str) -> int:
-        """The descriptor of a file. Raises OSError."""
+        """The descriptor of a file. Raises OSError, Misplaced."""
         if name not in self._fds:
-            self._fds[name] = open_private(self._directory / name, self._flags)
+            self._fds[name] = open_private(name, self._flags, self.at)
         return self._fds[name]
 
     def size(self, name: str) -> int:
-        """Bytes; 0 for a file that is not there. Raises OSError."""
+        """Bytes; 0 for a file that is not there. Raises OSError, Misplaced."""
         try:
-            return os.stat(self._directory / name).st_size
+            about = os.stat(name, dir_fd=self.at, follow_symlinks=False)
         except FileNotFoundError:
             return 0
+        _check(name, about, stat.S_IFREG, self._flags)
+        return about.st_size
+
+    def whole(self, name: str, max_bytes: int) -> bytes:
+        """All bytes of a file that commits replace, as of read_file."""
+        return read_file(name, max_bytes, self.at)
+
+    def replace(self, name: str, data: bytes, sync: bool) -> None:
+        """Puts a file in place, as of replace_file."""
+        replace_file(name, data, sync, at=self.at)
+
+    def sync_directory(self) -> None:
+        """Makes renames in the directory durable. Raises OSError."""
+        os.fsync(self.at)
 
     def read(self, name: str, buffer: memoryview, offset: int) -> bool:
         """Fills the buffer from a byte offset; False if the file ends before. Raises OSError."""
@@ -100,8 +189,9 @@ class DataFiles:
 
     def sync(self) -> None:
         """Makes durable what was written to any of them. Raises OSError."""
-        for fd in self._fds.values():
-            os.fsync(fd)
+        for name, fd in self._fds.items():
+            if name:
+                os.fsync(fd)
 
     def close(self) -> None:
         while self._fds:

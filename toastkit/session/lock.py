@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from toastkit.errors import BusyError, DataError, from_os_error
-from toastkit.session.files import open_private
+from toastkit.session.files import open_private, read_file
 from toastkit.session.names import display_name
 
 LOCK_FILE = "lock"
@@ -55,7 +55,7 @@ class WriterLock:
         """The lock that another process handed over with this descriptor, which is now ours.
         Raises DataError, with the descriptor closed, if it is not this session's lock."""
         try:
-            same = os.path.samestat(os.fstat(fd), os.stat(path / LOCK_FILE))
+            same = os.path.samestat(os.fstat(fd), os.lstat(path / LOCK_FILE))
         except OSError:
             same = False
         if not same:
@@ -107,7 +107,7 @@ def _try_lock(file: Path) -> int | None:
             if not _flock(fd):
                 os.close(fd)
                 return None
-            if os.path.samestat(os.fstat(fd), os.stat(file)):
+            if os.path.samestat(os.fstat(fd), os.lstat(file)):
                 return fd
         except FileNotFoundError:
             pass
@@ -119,7 +119,7 @@ def _try_lock(file: Path) -> int | None:
 
 def _busy(path: Path) -> BusyError:
     try:
-        holder = (path / LOCK_FILE).read_text("ascii").strip()
+        holder = read_file(path / LOCK_FILE, 64).decode("ascii").strip()
     except (OSError, ValueError):
         holder = ""
     by = f" (process {holder})" if holder.isdecimal() and len(holder) < 12 else ""

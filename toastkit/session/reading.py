@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import zlib
-from pathlib import Path
 
 from toastkit.errors import DataError
 from toastkit.frames import unpack_ids
 from toastkit.session.commit import damage
-from toastkit.session.files import DataFiles, read_file
+from toastkit.session.files import DataFiles
 from toastkit.session.header import MAX_HEADER_BYTES, decode_header
 from toastkit.session.layout import Damaged, Header, LogitsRecord
-from toastkit.session.names import HEADER_FILE, display_name
+from toastkit.session.names import HEADER_FILE
 from toastkit.session.upkeep import LOGITS_FILE, TOKENS_FILE
 
 
-def read_commit(path: Path, files: DataFiles, fingerprint: str | None) -> tuple[Header, list[int]]:
-    """The last commit of the session in a directory, and its tokens. fingerprint: of the model that
-    it must belong to, or None.
+def read_commit(name: str, files: DataFiles, fingerprint: str | None) -> tuple[Header, list[int]]:
+    """The last commit of a session, and its tokens. name: for messages. fingerprint: of the model
+    that it must belong to, or None.
 
     Raises FileNotFoundError where there has been no commit, Damaged, DataError for another model's
     session, OSError.
     """
-    header = decode_header(read_file(path / HEADER_FILE, MAX_HEADER_BYTES))
+    header = decode_header(files.whole(HEADER_FILE, MAX_HEADER_BYTES))
     if fingerprint is not None and header.fingerprint != fingerprint:
         raise DataError(
-            f"session {display_name(path)} belongs to another model "
+            f"session {name} belongs to another model "
             f"({header.fingerprint[:12]}, not {fingerprint[:12]})",
             hint="give the model it was made with, or another --session",
         )

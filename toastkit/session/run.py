@@ -19,7 +19,7 @@ from pathlib import Path
 
 from toastkit.errors import CannotCreateError, NoInputError, from_os_error
 from toastkit.folders import make_private_folders
-from toastkit.session.files import open_private
+from toastkit.session.files import open_directory, open_private
 from toastkit.session.upkeep import RUNS_DIRECTORY, older_than, remove_tree
 
 ALIVE_FILE = "alive"
@@ -43,6 +43,7 @@ class RunDirectory:
         runs = session_path / RUNS_DIRECTORY
         try:
             make_private_folders(runs)
+            os.close(open_directory(runs))  # not a link that leads elsewhere
             sweep(session_path)
             path = runs / os.urandom(6).hex()
             os.mkdir(path, 0o700)
@@ -66,7 +67,11 @@ class RunDirectory:
         Raises NoInputError if it has ended."""
         path = Path(path)
         try:
-            fd = open_private(path / ALIVE_FILE, os.O_RDWR)
+            at = open_directory(path)
+            try:
+                fd = open_private(ALIVE_FILE, os.O_RDWR, at)
+            finally:
+                os.close(at)
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
@@ -101,6 +106,7 @@ def sweep(session_path: Path) -> None:
     """Removes the runs of a session that no process holds alive. Raises OSError if they cannot be
     listed."""
     try:
+        os.close(open_directory(session_path / RUNS_DIRECTORY))
         entries = list(os.scandir(session_path / RUNS_DIRECTORY))
     except FileNotFoundError:
         return
@@ -110,6 +116,8 @@ def sweep(session_path: Path) -> None:
 
 
 def _is_dead(entry: os.DirEntry) -> bool:
+    if not entry.is_dir(follow_symlinks=False):
+        return False
     try:
         fd = open_private(Path(entry.path) / ALIVE_FILE, os.O_RDWR)
     except FileNotFoundError:

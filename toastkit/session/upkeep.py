@@ -28,7 +28,7 @@ def prepare(path: Path, create: bool) -> None:
     """
     name = display_name(path)
     try:
-        is_session = (path / HEADER_FILE).is_file()
+        is_session = os.path.lexists(path / HEADER_FILE)
         if not create and not is_session:
             raise NoInputError(f"no such session: {name}")
         if path.exists() and not path.is_dir():
@@ -67,7 +67,8 @@ def sweep_ephemeral(root: Path) -> None:
     limit = time.time() - STALE_SECONDS
     with os.scandir(root) as entries:
         for entry in entries:
-            if entry.name.startswith(EPHEMERAL_PREFIX) and older_than(entry, limit):
+            ours = entry.name.startswith(EPHEMERAL_PREFIX) and entry.is_dir(follow_symlinks=False)
+            if ours and older_than(entry, limit):
                 try:
                     lock = WriterLock.acquire(Path(entry.path))
                 except ToastError:
@@ -87,7 +88,7 @@ def older_than(entry: os.DirEntry, limit: float) -> bool:
 def remove_unborn(path: Path) -> None:
     """Removes what was made for a session that has no commit, and the directory if that is all
     there is in it."""
-    if (path / HEADER_FILE).exists():
+    if os.path.lexists(path / HEADER_FILE):
         return
     try:
         for name in (TOKENS_FILE, CACHE_FILE, LOGITS_FILE, LOCK_FILE):
