@@ -170,6 +170,20 @@ def test_a_file_that_is_no_ring(tmp_path: Path, damage: bytes | None):
         RingReader(path)
 
 
+@pytest.mark.parametrize("left", [0, 100, 64 + 64 + 4 * 1024 * 5])
+def test_a_ring_that_is_cut_short(tmp_path: Path, left: int):
+    """By another program, under its reader and its writer: an error in both, and no SIGBUS."""
+    path = tmp_path / "logits"
+    writer = RingWriter(path, 10240)
+    reference = writer.write(array("f", [1]) * 10240)
+    reader = RingReader(path)
+    os.truncate(path, left)
+    with pytest.raises(DataError, match="logits of step 1 are gone"):
+        reader.read(reference)
+    with pytest.raises(IOFailure, match="cut it short"):
+        writer.write(array("f", [2]) * 10240)
+
+
 def test_ring_on_a_full_disk(tmp_path: Path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
@@ -226,7 +240,7 @@ def test_feed_without_a_reader(run: RunDirectory, tmp_path: Path):
         FeedReader(tmp_path / "nothing")
     (tmp_path / "file").touch()
     for end in (FeedReader, FeedWriter):
-        with pytest.raises(DataError, match="not a feed"):
+        with pytest.raises(DataError, match="file is a regular file"):
             end(tmp_path / "file")
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hand_made import EOS, VOCAB, Recorder, answer, draw, drawn, head, kinds, step
+from session_states import MODEL, commit
 
 from toastkit.errors import DataError, RemoteError
 from toastkit.frames import (
@@ -26,11 +31,13 @@ from toastkit.gears.classifier import classify
 from toastkit.gears.monitor import MonitorOptions
 from toastkit.gears.selector import SelectorOptions
 from toastkit.sampling.options import SamplingOptions
+from toastkit.session.directory import Session
 from toastkit.stages.arrays import from_numpy
 from toastkit.stages.feeding import feed_tokens
 from toastkit.stages.follow import GearRules
 from toastkit.stages.gear import gear
-from toastkit.stages.options import StepOptions
+from toastkit.stages.options import Interrupt, StepOptions
+from toastkit.stages.shared import DecodeEnd
 from toastkit.stages.streams import compose, ends_run, whole_runs
 from toastkit.stages.tally import tallied
 
@@ -304,3 +311,20 @@ def test_what_explains_the_gears() -> None:
         "gears: low 0, mid 0, high 1 of 1 token; 0 shifts; mean entropy 2.58 bits",
         "gears: no tokens",
     ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------- decode's end
+
+
+def test_room_is_made_for_the_logits_of_the_model(tmp_path: Path) -> None:
+    """Not for those that a stream speaks of, which would be 0.5 GB of disk."""
+    path = tmp_path / "s"
+    with Session.open(path, MODEL) as session:
+        commit(session, [1, 2, 3])
+    runs = DecodeEnd(Interrupt(), None, inline=False)
+    with closing(runs):
+        attached = runs.attach(Head("m", MODEL, 1 << 23, [], session=str(path)))
+        assert isinstance(attached.run, str)
+        with pytest.raises(DataError, match="says 8388608 logits a step, the model has 4096"):
+            runs.take(SimpleNamespace(vocab=4096), [1, 2, 3])
+        assert sorted(os.listdir(attached.run)) == ["alive", "feed"]

@@ -1,4 +1,4 @@
-"""The logits ring: float32 logits of the last few steps, in a file that a run's processes map.
+"""The logits ring: float32 logits of the last few steps, in a file that a run's processes share.
 
     header, 64 bytes    magic "toastrng", then little-endian uint32: version, vocab, slots, zero;
                         zeros to 64 bytes
@@ -8,7 +8,8 @@
 Steps are numbered from 1; step n is in slot (n - 1) % slots. A slot is a seqlock: the writer sets
 its number to 0, writes the logits, sets the number; a reader looks at the number before and after
 its copy. A reference to a step that the ring has passed is an error, never other numbers. The file
-is filled when it is made: a full disk is an error then, not a SIGBUS in the middle of a run.
+is filled when it is made: a full disk is an error then, not a SIGBUS in the middle of a run. The
+writer maps it, and looks at its size before each step; readers, who get it from others, use pread.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toastkit.errors import DataError, from_os_error
-from toastkit.frames import Reference
-from toastkit.session.files import open_private, pwrite_all
+from toastkit.errors import DataError, IOFailure, from_os_error
+from toastkit.frames import MAX_VOCAB, Reference
+from toastkit.session.files import open_private, pread_into, pwrite_all
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,19 +53,17 @@ class RingWriter:
         self.slots = slots
         self._stride = _stride(vocab)
         self._number = 0
-        self._order = threading.Lock()
-        size = LINE_BYTES + slots * self._stride
+        self._size = size = LINE_BYTES + slots * self._stride
         try:
-            fd = open_private(Path(path), os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            self._fd = fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 _fill(fd, size)
                 pwrite_all(fd, HEADER.pack(MAGIC, VERSION, vocab, slots, 0), 0)
                 self._map = mmap.mmap(fd, size)
             except BaseException:
                 os.unlink(path)
-                raise
-            finally:
                 os.close(fd)
+                raise
         except OSError as error:
             raise from_os_error(
                 error, f"cannot make the logits ring {path}", creating=True
@@ -73,30 +72,37 @@ class RingWriter:
     def write(self, logits: Any) -> Reference:
         """Copies one step's logits, any contiguous float32 buffer of `vocab` values, into the next
         slot. Returns what a frame says in their place; it is good for `slots` steps.
-        Raises ValueError for another dtype or size."""
+        Raises ValueError for another dtype or size, IOFailure where the file was cut short."""
         data = memoryview(logits)
         if data.format != "f" or data.nbytes != 4 * self.vocab:
             raise ValueError(f"not {self.vocab} float32 logits")
+        if os.fstat(self._fd).st_size < self._size:
+            raise IOFailure("cannot write the logits ring: another program has cut it short")
         self._number += 1
         slot = (self._number - 1) % self.slots
         start = LINE_BYTES + slot * self._stride
         NUMBER.pack_into(self._map, start, 0)
-        self._fence()
+        _fence()
         self._map[start + LINE_BYTES : start + LINE_BYTES + data.nbytes] = data.cast("B")
-        self._fence()
+        _fence()
         NUMBER.pack_into(self._map, start, self._number)
         return Reference(slot, self._number, "float32", (self.vocab,))
-
-    def _fence(self) -> None:
-        """Keeps stores in order on processors that would not, such as ARM: what comes before the
-        release of a lock is seen before what comes after the next time it is taken."""
-        for _ in range(2):
-            self._order.acquire()
-            self._order.release()
 
     def close(self) -> None:
         """Unmaps the ring; the file stays until the run's directory goes."""
         self._map.close()
+        os.close(self._fd)
+
+
+_ORDER = threading.Lock()
+
+
+def _fence() -> None:
+    """Keeps loads and stores in order on processors that would not, such as ARM: what comes before
+    the release of a lock is seen before what comes after the next time it is taken."""
+    for _ in range(2):
+        _ORDER.acquire()
+        _ORDER.release()
 
 
 def _fill(fd: int, size: int) -> None:
@@ -118,55 +124,60 @@ class RingReader:
     vocab: logits a step. slots: as its writer made it."""
 
     def __init__(self, path: Path | str):
-        import numpy as np
-
         try:
-            fd = open_private(Path(path), os.O_RDONLY)
+            self._fd = open_private(path, os.O_RDONLY)
         except FileNotFoundError:
             raise DataError(f"the logits of run {Path(path).parent} are gone", STALE_HINT) from None
         except OSError as error:
             raise from_os_error(error, f"cannot read the logits ring {path}") from error
         try:
-            size = os.fstat(fd).st_size
-            self._map = mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b""
-        except (OSError, ValueError) as error:
-            raise DataError(f"cannot read the logits ring {path}: {error}") from error
-        finally:
-            os.close(fd)
-        self.vocab, self.slots = self._shape(path, size)
+            self.vocab, self.slots = self._shape(path)
+        except BaseException:
+            self.close()
+            raise
         self._stride = _stride(self.vocab)
-        self._logits = [
-            np.frombuffer(self._map, np.dtype("<f4"), self.vocab, self._start(slot) + LINE_BYTES)
-            for slot in range(self.slots)
-        ]
 
-    def _shape(self, path: Path | str, size: int) -> tuple[int, int]:
-        if size >= LINE_BYTES:
-            magic, version, vocab, slots, _ = HEADER.unpack_from(self._map)
-            whole = size == LINE_BYTES + slots * _stride(vocab)
-            if magic == MAGIC and version == VERSION and vocab and slots and whole:
+    def _shape(self, path: Path | str) -> tuple[int, int]:
+        header = bytearray(HEADER.size)
+        if self._fill(header, 0):
+            magic, version, vocab, slots, _ = HEADER.unpack(header)
+            whole = os.fstat(self._fd).st_size == LINE_BYTES + slots * _stride(vocab)
+            if magic == MAGIC and version == VERSION and 0 < vocab < MAX_VOCAB and slots and whole:
                 return vocab, slots
         raise DataError(f"not a logits ring: {path}")
 
-    def _start(self, slot: int) -> int:
-        return LINE_BYTES + slot * self._stride
+    def _fill(self, buffer: Any, offset: int) -> bool:
+        """Reads a part of the file; False where it ends before."""
+        try:
+            return pread_into(self._fd, memoryview(buffer).cast("B"), offset)
+        except OSError as error:
+            raise from_os_error(error, "cannot read the logits ring") from error
+
+    def _holds(self, start: int, number: int) -> bool:
+        found = bytearray(NUMBER.size)
+        return self._fill(found, start) and NUMBER.unpack(found)[0] == number
 
     def read(self, reference: Reference) -> np.ndarray:
         """The logits that a reference points to, float32 (vocab,), copied.
         Raises DataError if the ring has gone past them or cannot hold such an array."""
+        import numpy as np
+
         slot, number = reference.slot, reference.seq
         fits = reference.dtype == "float32" and tuple(reference.shape) == (self.vocab,)
         if not (fits and 0 <= slot < self.slots and number > 0):
             raise DataError("a reference to logits does not fit the run's ring", STALE_HINT)
         start = LINE_BYTES + slot * self._stride
-        if NUMBER.unpack_from(self._map, start)[0] == number:
-            copy = self._logits[slot].copy()
-            if NUMBER.unpack_from(self._map, start)[0] == number:
+        if self._holds(start, number):
+            copy = np.empty(self.vocab, np.dtype("<f4"))
+            _fence()
+            whole = self._fill(copy.data, start + LINE_BYTES)
+            _fence()
+            if whole and self._holds(start, number):
                 return copy
         raise DataError(f"logits of step {number} are gone: the reference is stale", STALE_HINT)
 
     def close(self) -> None:
-        """Lets go of the ring."""
-        self._logits.clear()
-        if isinstance(self._map, mmap.mmap):
-            self._map.close()
+        """Lets go of the ring. May be called again."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)

@@ -170,14 +170,11 @@ class DecodeEnd:
         if self._run is None:
             self._session = Session.open(head.session, head.fingerprint, create=False)
             self._run = RunDirectory.create(self._session.path)
-        if not self._inline:
-            self._ring = RingWriter(self._run.ring, head.vocab)
         if self._own is not None:
             self._own.begin(head)
         else:
             self._feed = FeedReader(self._run.feed)
         self._head = dataclasses.replace(head, run=str(self._run.path))
-        self._meter = None if self._follower is None else EntropyMeter(head.vocab)
         return self._head
 
     def _join(self, head: Head) -> None:
@@ -203,11 +200,24 @@ class DecodeEnd:
                 f"session {session.name} has moved on since this prompt was prefilled",
                 hint="run toast-prefill again",
             )
+        self._check_vocab(self._head, engine)
         state, _ = engine.restore(session, ids)
         for _ in engine.reading(state, ids):
             pass
         self._engine = engine
         return state
+
+    def _check_vocab(self, head: Head, engine: Engine) -> None:
+        """Makes room for logits of the size that head and model agree upon."""
+        assert self._run is not None  # attached
+        if head.vocab != engine.vocab:
+            raise DataError(
+                f"the head says {head.vocab} logits a step, the model has {engine.vocab}"
+            )
+        if not self._inline:
+            self._ring = RingWriter(self._run.ring, engine.vocab)
+        if self._follower is not None:
+            self._meter = EntropyMeter(engine.vocab)
 
     def _adopt(self, head: Head) -> Session:
         assert head.session is not None
