@@ -15,7 +15,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class FakeHub(ThreadingHTTPServer):
     """files: path -> content, of the model org/name. asked: the path of every request.
     sent: (path, first byte) of every download.
-    stop_after: bytes of a file after which the connection breaks, None for never."""
+
+    stop_after: bytes of a file after which the connection breaks, None for never. missing: bytes of
+    the weights that are promised, never sent and waited for; then it cannot go on in mid-file
+    either. damaged: the weights that are sent have a wrong byte."""
 
     daemon_threads = True
 
@@ -25,6 +28,9 @@ class FakeHub(ThreadingHTTPServer):
         self.asked: list[str] = []
         self.sent: list[tuple[str, int]] = []
         self.stop_after: int | None = None
+        self.missing = 0
+        self.damaged = False
+        self.closing = threading.Event()
 
     @property
     def url(self) -> str:
@@ -40,6 +46,7 @@ def serving(files: dict[str, bytes]) -> Iterator[FakeHub]:
         try:
             yield hub
         finally:
+            hub.closing.set()
             hub.shutdown()
             thread.join()
 
@@ -65,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == f"/api/models/org/name/tree/{COMMIT}":
             self._json(
                 [
-                    {"type": "file", "path": name, "size": len(data), "oid": _tag(data)}
+                    {"type": "file", "path": name, "size": len(data), "oid": _tag(name, data)}
                     for name, data in self.server.files.items()
                 ]
             )
@@ -81,20 +88,29 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _file(self, name: str) -> None:
-        data = self.server.files[name]
+        hub = self.server
+        data = hub.files[name]
+        headers = {"ETag": f'"{_tag(name, data)}"', "X-Repo-Commit": COMMIT}
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
-        headers = {"ETag": f'"{_tag(data)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if hub.missing:
+            start = 0
+        else:
+            headers["Accept-Ranges"] = "bytes"
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         if self.command == "GET":
-            self.server.sent.append((name, start))
-        self._answer(206 if start else 200, data[start:], headers)
+            hub.sent.append((name, start))
+        weights = name.endswith(".safetensors")
+        if hub.damaged and weights:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        missing = hub.missing if weights else 0
+        self._answer(206 if start else 200, data[start:], headers, missing)
 
-    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+    def _answer(self, status: int, body: bytes, headers: dict, missing: int = 0) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(body) + missing))
         self.end_headers()
         if self.command == "HEAD":
             return
@@ -104,7 +120,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self.wfile.write(body)
+        if missing:
+            self.wfile.flush()
+            self.server.closing.wait()
+            self.close_connection = True
 
 
-def _tag(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
+def _tag(name: str, data: bytes) -> str:
+    """The hash that names a blob: of a large file, or as git has it."""
+    if name.endswith(".safetensors"):
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

@@ -7,38 +7,19 @@ import os
 import pty
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import executable
-from tests.pipes.fake_hub import serving
+from tests.pipes.conftest import Model
 from tests.unpack import unpack
-from toastkit.frames import Head, Tokens, dumps, pack_ids
-from toastkit.model.locate import locate
-
-Model = Callable[..., subprocess.CompletedProcess]
-SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """Toastkit's own folder for this test."""
     return tmp_path / "data" / "toastkit" / "models"
-
-
-@pytest.fixture
-def model(toast, tmp_path: Path, home: Path) -> Model:
-    """model(*arguments, env={}): toast-model with folders of its own; its output is text."""
-
-    def run(*arguments: object, env: dict | None = None) -> subprocess.CompletedProcess:
-        own = {"XDG_DATA_HOME": str(tmp_path / "data"), "HF_HOME": str(tmp_path / "hf")}
-        done = toast("model", *arguments, env={**own, **(env or {})})
-        done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()
-        return done
-
-    return run
 
 
 def ok(done: subprocess.CompletedProcess) -> str:
@@ -174,59 +155,7 @@ def test_supported(model: Model) -> None:
     assert {r["model_type"] for r in records} >= {"llama", "qwen3_next", "gpt_oss"}
 
 
-# ------------------------------------------------------------------------------ pull, rm
-
-
-FILES = {name: locate("crumb").read(name) or b"" for name in SMALL}
-UNWANTED = ("pytorch_model.bin", "modeling_x.py", "original/model.safetensors", "README.md")
-
-
-@pytest.fixture(scope="module")
-def weights() -> bytes:
-    """A file that is longer than one piece of a download, 10 MiB."""
-    header = json.dumps({"w": {"dtype": "U8", "shape": [12 << 20], "data_offsets": [0, 12 << 20]}})
-    return len(header).to_bytes(8, "little") + header.encode() + bytes(12 << 20)
-
-
-def test_pull(model: Model, weights: bytes, tmp_path: Path) -> None:
-    files = {**FILES, "model.safetensors": weights, **dict.fromkeys(UNWANTED, b"x")}
-    with serving(files) as hub:
-        env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url}
-        hub.stop_after = 11 << 20
-        path = Path(ok(model("pull", "org/name", env=env)).removesuffix("\n"))
-        assert (path / "model.safetensors").read_bytes() == weights
-        names = {name for name, _ in hub.sent}
-        assert names == {*SMALL, "model.safetensors"}
-        # The connection broke; the download went on from the last whole piece.
-        assert [start for name, start in hub.sent if name == "model.safetensors"] == [0, 10 << 20]
-        hub.sent.clear()
-        assert ok(model("pull", "org/name", env=env)) == f"{path}\n"
-        assert hub.sent == []
-        refused(model("pull", "org/other", env=env), 66, "no such model on the hub: org/other")
-        done = model("pull", "org/name", "--revision", "v9", env=env)
-        refused(done, 66, "no such revision on the hub: org/name at v9")
-    assert ok(model("pull", "org/name", env={"HF_HUB_OFFLINE": "1"})) == f"{path}\n"
-    assert "org/name" in ok(model("list"))
-
-
-@pytest.mark.parametrize("name", ["prefill", "detokenize"])
-def test_a_stream_fetches_nothing(toast, weights: bytes, name: str) -> None:
-    stream = b"".join(map(dumps, [Head("org/name", "ab" * 16, 4096, [2]), Tokens(pack_ids([1]))]))
-    with serving({**FILES, "model.safetensors": weights}) as hub:
-        done = toast(name, stdin=stream, env={"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url})
-        assert (done.returncode, hub.asked) == (66, [])
-    line, hint = done.stderr.decode().splitlines()
-    assert line == f"toast-{name}: no such model here: org/name"
-    assert hint == "  hint: toast-model pull org/name"
-
-
-def test_pull_offline(model: Model) -> None:
-    done = model("pull", "org/name", env={"HF_HUB_OFFLINE": "1"})
-    refused(done, 69, "cannot fetch org/name: it is not in the cache, and HF_HUB_OFFLINE is set")
-    done = model(
-        "pull", "org/name", env={"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
-    )
-    refused(done, 69, "cannot fetch org/name: the hub cannot be reached")
+# ---------------------------------------------------------------------------------------- rm
 
 
 def at_a_terminal(command: list[str], answer: bytes, env: dict) -> tuple[int, str]:

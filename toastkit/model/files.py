@@ -23,6 +23,7 @@ SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 MAX_SMALL_FILE_BYTES = 256 << 20

@@ -1,28 +1,28 @@
-"""Models of the Hugging Face hub: in its local cache, or fetched. huggingface_hub is imported only
-when a download is due."""
+"""Models of the Hugging Face hub: in its local cache, or fetched by toastkit.model.download."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import re
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from toastkit.errors import (
+    CannotCreateError,
     DataError,
+    IOFailure,
     NoInputError,
     ToastError,
     UnavailableError,
     UsageError,
-    from_os_error,
 )
 from toastkit.folders import base_folder
-from toastkit.model.files import ModelFiles
+from toastkit.model.files import CONFIG_FILE, ModelFiles
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# All that inference reads; no Python, no pickle.
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-# Other copies of the same weights, and exports for other programs, lie in folders or are so called.
-HUB_IGNORE = ["*/*", "consolidated*"]
 ON = ("1", "ON", "YES", "TRUE")
 
 
@@ -45,12 +45,13 @@ def hub_cache() -> Path:
 
 
 def fetch(hub_id: str, revision: str | None, progress: bool) -> Path:
-    """The directory of a hub model, downloaded unless it is here; goes on where a broken download
-    stopped.
+    """The directory of a hub model, downloaded unless it is here; files that a broken download left
+    whole are kept.
 
     revision: branch, tag or commit. progress: show bars on stderr.
     Raises UsageError for what is no hub id, NoInputError where the hub has no such model,
-    DataError where it has no safetensors weights, UnavailableError where the hub cannot be asked.
+    DataError where it has no usable weights, UnavailableError where the hub cannot be asked or does
+    not go on, IOFailure where what came is damaged or the disk is full.
     """
     if not is_hub_id(hub_id):
         raise UsageError(f"not a hub id: {hub_id[:100]!r}", hint="a hub id is org/name")
@@ -63,12 +64,9 @@ def fetch(hub_id: str, revision: str | None, progress: bool) -> Path:
         raise UnavailableError(
             f"cannot fetch {hub_id}: it is not in the cache, and HF_HUB_OFFLINE is set"
         )
-    path = _download(hub_id, revision, progress)
-    files = ModelFiles(path, hub_id)
-    if files.read("config.json") is None:
-        raise DataError(f"{hub_id} is not a model: no config.json in it")
-    files.weight_files()
-    return path
+    if find_spec("huggingface_hub") is None:
+        raise UnavailableError(f"cannot fetch {hub_id}: huggingface_hub is not installed")
+    return _download(hub_id, revision, progress)
 
 
 def repository(hub_id: str) -> Path:
@@ -83,7 +81,7 @@ def cached_snapshot(hub_id: str, revision: str = "main") -> Path | None:
         reference = folder / "refs" / revision
         commit = reference.read_text().strip() if reference.is_file() else revision
         snapshot = folder / "snapshots" / commit
-        if not re.fullmatch(r"[\w-][\w.-]*", commit) or not (snapshot / "config.json").is_file():
+        if not re.fullmatch(r"[\w-][\w.-]*", commit) or not (snapshot / CONFIG_FILE).is_file():
             return None
         whole = all(path.is_file() for path in ModelFiles(snapshot, hub_id).weight_files())
         return snapshot if whole else None
@@ -92,54 +90,49 @@ def cached_snapshot(hub_id: str, revision: str = "main") -> Path | None:
 
 
 def _download(hub_id: str, revision: str | None, progress: bool) -> Path:
-    # Both are read when the library is imported. What it logs, we say in a line.
-    os.environ.setdefault("HF_HUB_VERBOSITY", "critical")
+    """Has a process of its own download it, which ends with this one. Raises what it answers."""
+    import subprocess
+
+    # Not -m, which would look for modules in the current directory first.
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from toastkit.model.download import main; main()"
+    )
+    # What the library logs, we say in a line.
+    settings = {"HF_HUB_VERBOSITY": "critical", **os.environ, "HF_HUB_CACHE": str(hub_cache())}
     if not progress:
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        settings["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     try:
-        import huggingface_hub
-        from huggingface_hub import errors
-    except ImportError as error:
-        raise UnavailableError(
-            f"cannot fetch {hub_id}: huggingface_hub is not installed"
-        ) from error
-    at = f" at {revision}" if revision else ""
-    try:
-        found = huggingface_hub.snapshot_download(
-            hub_id,
-            revision=revision,
-            cache_dir=hub_cache(),
-            allow_patterns=HUB_PATTERNS,
-            ignore_patterns=HUB_IGNORE,
-        )
-        return Path(found)
-    except errors.GatedRepoError as error:
-        raise UnavailableError(
-            f"cannot fetch {hub_id}: its licence has to be accepted first",
-            hint=f"accept it at https://huggingface.co/{hub_id}, then: hf auth login",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise NoInputError(f"no such revision on the hub: {hub_id}{at}") from error
-    except errors.RepositoryNotFoundError as error:
-        raise NoInputError(
-            f"no such model on the hub: {hub_id}", hint="a private one needs: hf auth login"
-        ) from error
-    except Exception as error:  # offline, a proxy's page, a full disk: many kinds
-        raise _fetch_failed(hub_id, error) from error
+        with subprocess.Popen(
+            [sys.executable, "-c", code, hub_id, revision or ""],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=settings, start_new_session=True,
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            try:
+                answer = process.stdout.read()
+            finally:
+                process.kill()
+    finally:
+        _sweep(hub_id)
+    if not answer:
+        raise UnavailableError(f"cannot fetch {hub_id}: the download ended by itself")
+    fields = json.loads(answer)
+    if "path" in fields:
+        return Path(fields["path"])
+    for kind in (DataError, NoInputError, CannotCreateError, IOFailure):
+        if kind.code == fields["code"]:
+            raise kind(fields["message"], fields["hint"])
+    raise UnavailableError(fields["message"], fields["hint"])
 
 
-def _fetch_failed(hub_id: str, error: Exception) -> ToastError:
-    """What went wrong in a download. The library's own text can be a paragraph."""
-    here: BaseException | None = error
-    while here is not None:
-        if isinstance(here, OSError) and here.errno is not None and here.filename is not None:
-            return from_os_error(here, f"cannot fetch {hub_id}", creating=True)
-        name = type(here).__name__
-        if "Connect" in name or "Timeout" in name or isinstance(here, ConnectionError):
-            return UnavailableError(
-                f"cannot fetch {hub_id}: the hub cannot be reached",
-                hint="what has been downloaded is kept: run it again when the network is back",
-            )
-        here = here.__cause__
-    reason = (str(error).strip().split("\n")[0] or type(error).__name__)[:200].rstrip(".")
-    return UnavailableError(f"cannot fetch {hub_id}: {reason}")
+def _sweep(hub_id: str) -> None:
+    """Removes what downloads that were killed have left: the library writes each to a file of
+    another name, takes none up again, and holds a lock as long as it writes."""
+    folder = repository(hub_id)
+    for path in (folder / "blobs").glob("*.????????.incomplete"):
+        lock = hub_cache() / ".locks" / folder.name / f"{path.name.split('.')[0]}.lock"
+        try:
+            with open(lock, "ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+        except OSError:
+            pass  # somebody else is writing it, or has removed it

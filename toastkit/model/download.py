@@ -1,0 +1,232 @@
+"""A download from the Hugging Face hub, in a process of its own: the threads of huggingface_hub
+cannot be stopped, a process can. Run by toastkit.model.hub, which ends it by closing its stdin.
+
+What has come is held against its hash and its headers; config.json comes last, since without it no
+snapshot counts as a model.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from toastkit.errors import (
+    DataError,
+    IOFailure,
+    NoInputError,
+    ToastError,
+    UnavailableError,
+    from_os_error,
+)
+from toastkit.model.files import CONFIG_FILE, ModelFiles
+from toastkit.model.safetensors import read_header
+
+SUFFIXES = (".json", ".safetensors", ".jinja")  # all that inference reads; no Python, no pickle
+# Other copies of the same weights, and exports for other programs, lie in folders or are so called.
+IGNORE = ["*/*", "consolidated*"]
+CHUNK_BYTES = 1 << 18  # what is noticed as progress, and the most that a broken connection loses
+TAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+RETRIES = 5  # of the library, each after its timeout
+KEPT = "the files that are whole are kept: run it again when the network is back"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def main() -> NoReturn:
+    """Fetches what the arguments name, HUB_ID and REVISION, and answers on stdout: a JSON object,
+    either `path` or `code`, `message` and `hint`."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed is no answer
+
+    def answer(**fields: object) -> NoReturn:
+        json.dump(fields, answers)
+        answers.flush()
+        os._exit(0)  # threads of the library may still be waiting
+
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    hub_id, revision = sys.argv[1:]
+    try:
+        answer(path=str(_fetch(hub_id, revision, answer)))
+    except Exception as error:  # offline, a proxy's page, a full disk: many kinds
+        told = _what_failed(hub_id, revision, error)
+        answer(code=told.code, message=told.message, hint=told.hint)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _fetch(hub_id: str, revision: str, answer: Callable[..., NoReturn]) -> Path:
+    """The directory of a model that is all there and checked."""
+    import huggingface_hub
+    from huggingface_hub import constants
+    from huggingface_hub.utils import tqdm
+
+    constants.DOWNLOAD_CHUNK_SIZE = CHUNK_BYTES
+    patience = (1 + RETRIES) * constants.HF_HUB_DOWNLOAD_TIMEOUT
+
+    def give_up() -> NoReturn:
+        answer(
+            code=UnavailableError.code,
+            message=f"cannot fetch {hub_id}: nothing new has come for {patience} s",
+            hint=f"{KEPT}; HF_HUB_DOWNLOAD_TIMEOUT sets the patience",
+        )
+
+    watch = _Watch(patience, give_up)
+
+    class Bar(tqdm):
+        """A progress bar that the watch sees."""
+
+        def update(self, n: float | None = 1) -> bool | None:
+            watch.add(n or 0)
+            return super().update(n)
+
+    def fetch(revision: str, ignore: list[str], patterns: list[str]) -> Path:
+        with watch:
+            found = huggingface_hub.snapshot_download(
+                hub_id,
+                revision=revision or None,
+                allow_patterns=patterns,
+                ignore_patterns=ignore,
+                tqdm_class=Bar,
+            )
+        return Path(found)
+
+    path = fetch(revision, [*IGNORE, CONFIG_FILE], [f"*{suffix}" for suffix in SUFFIXES])
+    wanted = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES]
+    with tqdm(
+        desc="Checking", total=sum(file.stat().st_size for file in wanted), unit="B",
+        unit_scale=True,
+    ) as bar:  # fmt: skip
+        for file in wanted:
+            check_file(file, hub_id, bar.update)
+    _ = ModelFiles(path, hub_id).headers  # raises for what no single file tells
+    fetch(path.name, [], [CONFIG_FILE])
+    config = path / CONFIG_FILE
+    if not config.is_file():
+        raise DataError(f"{hub_id} is not a model: no {CONFIG_FILE} in it")
+    check_file(config, hub_id)
+    return path
+
+
+class _Watch:
+    """Calls give_up when, inside its `with`, the most that there has been has not grown for some
+    seconds. A file that is begun anew again and again does not count as growing."""
+
+    def __init__(self, seconds: float, give_up: Callable[[], NoReturn]):
+        self._seconds = seconds
+        self._give_up = give_up
+        self._lock = threading.Lock()
+        self._now = self._most = 0.0
+
+    def add(self, count: float) -> None:
+        """count: bytes that have come, less than 0 where they were thrown away."""
+        with self._lock:
+            self._now += count
+            if self._now > self._most:
+                self._most, self._since = self._now, time.monotonic()
+
+    def _run(self, done: threading.Event) -> None:
+        while not done.wait(0.5):
+            if time.monotonic() - self._since > self._seconds:
+                self._give_up()
+
+    def __enter__(self) -> None:
+        self._since = time.monotonic()
+        self._done = threading.Event()
+        threading.Thread(target=self._run, args=(self._done,), daemon=True).start()
+
+    def __exit__(self, *rest: object) -> None:
+        self._done.set()
+
+
+# ------------------------------------------------------------------------------- what has come
+
+
+def check_file(file: Path, hub_id: str, progress: Callable[[int], object] = int) -> None:
+    """One file of a snapshot, which is a link to a blob named by the hub's ETag: the SHA-256 of a
+    large file, git's SHA-1 of a small one. Where there is none, weights have to have a sound header
+    at least. progress: is told of bytes that have been read.
+
+    Raises IOFailure for a file that came wrong, DataError for weights that are wrong: both are
+    removed, so that the next download fetches them anew.
+    """
+    tag = os.path.basename(os.readlink(file)) if file.is_symlink() else ""
+    if TAG.fullmatch(tag) is None:
+        try:
+            if file.suffix == ".safetensors":
+                read_header(file, hub_id)
+        except DataError:
+            _remove(file)
+            raise
+    elif tag not in _hashes(file, len(tag), progress):
+        _remove(file)
+        raise IOFailure(
+            f"cannot fetch {hub_id}: {file.name} came damaged: its hash is not the hub's",
+            hint="it has been removed: run it again",
+        )
+
+
+def _hashes(file: Path, length: int, progress: Callable[[int], object]) -> list[str]:
+    """The hex digests that a tag of so many characters may be; a mirror's is not always git's."""
+    digests = [hashlib.sha256()]
+    if length == 40:
+        digests = [hashlib.sha1(b"blob %d\0" % file.stat().st_size), hashlib.sha1()]
+    with open(file, "rb") as source:
+        while piece := source.read(1 << 20):
+            progress(len(piece))
+            for digest in digests:
+                digest.update(piece)
+    return [digest.hexdigest() for digest in digests]
+
+
+def _remove(file: Path) -> None:
+    """Deletes a file of a snapshot and what it leads to."""
+    for path in (file.resolve(), file):
+        path.unlink(missing_ok=True)
+
+
+# ----------------------------------------------------------------------------- what went wrong
+
+
+def _what_failed(hub_id: str, revision: str, error: Exception) -> ToastError:
+    """The library's own text can be a paragraph."""
+    if isinstance(error, ToastError):
+        return error
+    if isinstance(error, ImportError):
+        return UnavailableError(f"cannot fetch {hub_id}: huggingface_hub is broken: {error}")
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return UnavailableError(
+            f"cannot fetch {hub_id}: its licence has to be accepted first",
+            hint=f"accept it at https://huggingface.co/{hub_id}, then: hf auth login",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        at = f" at {revision}" if revision else ""
+        return NoInputError(f"no such revision on the hub: {hub_id}{at}")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return NoInputError(
+            f"no such model on the hub: {hub_id}", hint="a private one needs: hf auth login"
+        )
+    here: BaseException | None = error
+    while here is not None:
+        name = type(here).__name__
+        if isinstance(here, OSError) and (here.filename is not None or here.errno in FULL):
+            return from_os_error(here, f"cannot fetch {hub_id}", creating=True)
+        if "Connect" in name or isinstance(here, ConnectionError):
+            return UnavailableError(f"cannot fetch {hub_id}: the hub cannot be reached", hint=KEPT)
+        if "Timeout" in name:
+            return UnavailableError(f"cannot fetch {hub_id}: the hub stopped answering", hint=KEPT)
+        here = here.__cause__
+    reason = (str(error).strip().split("\n")[0] or type(error).__name__)[:200].rstrip(".")
+    return UnavailableError(f"cannot fetch {hub_id}: {reason}")
