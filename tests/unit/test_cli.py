@@ -159,6 +159,24 @@ def test_what_is_not_there(toast, name: str, arguments: list[str], message: str)
     assert lines_of(toast(name, *arguments), name, 66)[0].startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("crmb", "crumb"), ("smal", "small"), ("some/lama", None), ("quux", None)]
+)
+def test_the_nearest_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, nearest: str | None
+) -> None:
+    from toastkit.errors import NoInputError
+    from toastkit.model.locate import locate
+
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    (tmp_path / "toastkit" / "models").mkdir(parents=True)
+    (tmp_path / "toastkit" / "models" / "small.toast").touch()
+    with pytest.raises(NoInputError) as caught:
+        locate(name)
+    assert ("did you mean" in (caught.value.hint or "")) == (nearest is not None)
+    assert nearest is None or nearest in caught.value.hint
+
+
 @pytest.mark.parametrize("name", ["prefill", "sample", "detokenize", "entropy-gear"])
 def test_no_frames(toast, name: str) -> None:
     message, hint = lines_of(toast(name, stdin=b""), name, 65)

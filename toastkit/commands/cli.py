@@ -12,6 +12,7 @@ import click
 
 from toastkit import __version__
 from toastkit.commands import COMMANDS, program_name
+from toastkit.commands.completion import files
 from toastkit.errors import IOFailure, RemoteError, ToastError, UsageError, from_os_error
 from toastkit.text.terminal import shown
 
@@ -42,6 +43,8 @@ def command(name: str, under: click.Group | None = None, **settings: Any):
         for parameter in made.params:
             if isinstance(parameter, click.Option) and _takes_variable(parameter):
                 parameter.envvar = _variables(parameter)
+            if parameter.type is click.STRING and parameter._custom_shell_complete is None:
+                parameter._custom_shell_complete = files
         if under is not None:
             under.add_command(made)
         return made
@@ -121,28 +124,30 @@ def _either(context: click.Context, parameter: click.Parameter, value: bool) -> 
 
 
 def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    if value:
+    if value and not context.resilient_parsing:
         click.echo(f"{_program(context)} {__version__}")
         context.exit()
 
 
 def _show_page(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    if value:
+    if value and not context.resilient_parsing:
         from toastkit.commands.man import open_page
 
         open_page(_program(context), 1)
 
 
 def _show_completion(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    if value:
-        from click.shell_completion import get_completion_class
+    if value and not context.resilient_parsing:
+        from toastkit.commands.completion import script
 
         name = _program(context)
-        variable = f"_{name}_complete".replace("-", "_").upper()
-        shell = get_completion_class(value)
-        assert shell is not None  # click knows the three that Choice lets through
-        click.echo(shell(context.command, {}, name, variable).source())
+        click.echo(script(context.command, name, _completes(name), value))
         context.exit()
+
+
+def _completes(name: str) -> str:
+    """The environment variable in which a shell asks a command for completions."""
+    return f"_{name}_complete".replace("-", "_").upper()
 
 
 def given(context: click.Context, *names: str) -> list[str]:
@@ -245,11 +250,10 @@ def _outcome(entry: click.Command, name: str, closed: set[int]) -> int:
 
 def _invoke(entry: click.Command, name: str) -> int:
     """What click's own main does, without its opinion on closed pipes and exit codes."""
-    variable = f"_{name}_complete".replace("-", "_").upper()
-    if instruction := os.environ.get(variable):
+    if instruction := os.environ.get(_completes(name)):
         from click.shell_completion import shell_complete
 
-        return shell_complete(entry, {}, name, variable, instruction)
+        return shell_complete(entry, {}, name, _completes(name), instruction)
     with entry.make_context(name, sys.argv[1:]) as context:
         code = entry.invoke(context)
     return code if isinstance(code, int) else 0

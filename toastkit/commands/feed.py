@@ -6,7 +6,7 @@ import os
 
 import click
 
-from toastkit.commands import cli
+from toastkit.commands import cli, completion
 from toastkit.errors import UsageError
 from toastkit.frames import starts_frames
 
@@ -14,7 +14,10 @@ from toastkit.frames import starts_frames
 @cli.command("feed")
 @click.argument("ids", nargs=-1, type=click.IntRange(0, 2**32 - 1), metavar="[ID]...")
 @click.option("--run", metavar="DIR", help="The run to feed (default: the one that a head names).")
-@click.option("--session", metavar="DIR|NAME", help="Feed the run of this session.")
+@click.option(
+    "--session", metavar="DIR|NAME", shell_complete=completion.sessions,
+    help="Feed the run of this session.",
+)  # fmt: skip
 @click.option("--end", is_flag=True, help="End the run after the last ID.")
 @click.option("--ignore-eos", is_flag=True, help="Do not end the run at an end-of-turn token.")
 @click.pass_context

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from toastkit.commands import cli, plan
-from toastkit.commands.models import as_json, names, table, whisper
+from toastkit.commands import cli, completion, plan
+from toastkit.commands.models import as_json, table, whisper
 from toastkit.commands.progress import ProgressBar, watched
 from toastkit.errors import DataError, ToastError, UsageError
 from toastkit.text.terminal import shown
@@ -47,7 +47,7 @@ def list_command(**flags) -> int:
 
 
 @cli.command("info", under=model, help="Say what a model is made of.")
-@click.argument("name", default="crumb", envvar="TOAST_MODEL", shell_complete=names)
+@click.argument("name", default="crumb", envvar="TOAST_MODEL", shell_complete=completion.models)
 @as_json
 @click.option("--supported", is_flag=True, help="List the model types that work here instead.")
 @click.pass_context
@@ -122,7 +122,7 @@ def pull(hub_id: str, **flags) -> int:
 
 
 @cli.command("rm", under=model, help="Remove a model from toastkit's folder or the hub's cache.")
-@click.argument("name", shell_complete=names)
+@click.argument("name", shell_complete=completion.models)
 @click.option("-y", "--yes", is_flag=True, allow_from_autoenv=False, help="Do not ask.")
 def rm(name: str, **flags) -> int:
     from toastkit.model.info import human
@@ -147,7 +147,7 @@ def rm(name: str, **flags) -> int:
 
 
 @cli.command("bake", under=model, help="Write a model as one .toast file.")
-@click.argument("source", shell_complete=names)
+@click.argument("source", shell_complete=completion.models)
 @click.option(
     "-o",
     "--output",
@@ -226,7 +226,7 @@ def _bake_output(files, flags: dict[str, Any]) -> Path:
 
 
 @cli.command("split", under=model, help="Write a model as a directory with a file a layer.")
-@click.argument("source", shell_complete=names)
+@click.argument("source", shell_complete=completion.models)
 @click.option("-o", "--output", metavar="DIR", required=True, help="The directory to make.")
 def split(source: str, **flags) -> int:
     from toastkit.model.locate import find
@@ -242,7 +242,7 @@ def split(source: str, **flags) -> int:
 
 
 @cli.command("verify", under=model, help="Check a model's files against their checksums.")
-@click.argument("name", shell_complete=names)
+@click.argument("name", shell_complete=completion.models)
 @click.option("--values", is_flag=True, help="Look for NaN and infinity in the weights too.")
 def verify(name: str, **flags) -> int:
     from toastkit.model.info import human

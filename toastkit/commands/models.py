@@ -12,17 +12,6 @@ from toastkit.commands import cli
 as_json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
 
-def names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """For completion: the models on this machine."""
-    from toastkit.model.library import list_models
-
-    def nothing(line: str) -> None:
-        pass
-
-    found = [one.name for one in list_models(nothing, nothing)]
-    return [name for name in found if name.startswith(incomplete)]
-
-
 def table(
     head: tuple[str, ...], rows: Iterable[tuple[str, ...]], right: Container[int] = ()
 ) -> None:

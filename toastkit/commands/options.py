@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from toastkit.commands import completion
 from toastkit.errors import UsageError
 
 Decorator = Callable[[Callable], Callable]
@@ -24,7 +25,7 @@ def together(*decorators: Decorator) -> Decorator:
 
 
 model = click.option(
-    "-m", "--model", metavar="MODEL",
+    "-m", "--model", metavar="MODEL", shell_complete=completion.models,
     help="Checkpoint: a directory, a .toast file, a hub id (org/name), a name of toast-model list; "
     "or crumb, the embedded model (default).",
 )  # fmt: skip
@@ -43,6 +44,7 @@ session = click.option(
     "--session",
     metavar="DIR|NAME",
     callback=_session_name,
+    shell_complete=completion.sessions,
     help="Keep the model's state there and resume it.",
 )
 inline = click.option(
@@ -77,6 +79,7 @@ reading = together(
     click.option("--chunk", type=click.IntRange(1), metavar="N", help="Prompt tokens per pass."),
     click.option(
         "--fork", metavar="DIR|NAME", callback=_session_name,
+        shell_complete=completion.sessions,
         help="Start from the state of a session and leave it as is.",
     ),
     click.option(

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli
+from toastkit.commands import cli, completion
 from toastkit.commands.gear_options import gear_bits, gear_scope
-from toastkit.commands.models import as_json, names, table, whisper
+from toastkit.commands.models import as_json, table, whisper
 from toastkit.commands.sizes import Size
 from toastkit.errors import UsageError
 
@@ -27,7 +27,7 @@ def add_to(group: click.Group) -> None:
     cli.command("plan", under=group, help="Say what the gears would make of a model.")(_plan)
 
 
-@click.argument("name", default="crumb", envvar="TOAST_MODEL", shell_complete=names)
+@click.argument("name", default="crumb", envvar="TOAST_MODEL", shell_complete=completion.models)
 @click.option(
     "--gears", is_flag=True, allow_from_autoenv=False,
     help="Bytes on the device, bytes of a token and ideal speedup by gear.",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, options
+from toastkit.commands import cli, completion, options
 from toastkit.errors import DataError, NoInputError, UsageError
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ INFINITE = float("inf")
 @options.model
 @click.option("-c", "--continue", "go_on", is_flag=True, help="Continue the last conversation.")
 @click.option(
-    "--session", metavar="NAME", help="Continue the conversation of that name, or begin it."
-)
+    "--session", metavar="NAME", shell_complete=completion.chats,
+    help="Continue the conversation of that name, or begin it.",
+)  # fmt: skip
 @click.option("--chat", is_flag=True, help="Turn after turn: each line is one.")
 @click.option("--system", metavar="TEXT", help="System message.")
 @click.option(

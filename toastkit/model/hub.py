@@ -74,6 +74,12 @@ def repository(hub_id: str) -> Path:
     return hub_cache() / f"models--{hub_id.replace('/', '--')}"
 
 
+def hub_id_of(folder: str) -> str | None:
+    """The hub id for which the cache has a folder of that name, None where it is another one's."""
+    hub_id = folder.removeprefix("models--").replace("--", "/", 1)
+    return hub_id if folder.startswith("models--") and is_hub_id(hub_id) else None
+
+
 def cached_snapshot(hub_id: str, revision: str = "main") -> Path | None:
     """A whole snapshot in the cache, or None."""
     folder = repository(hub_id)

@@ -17,7 +17,7 @@ from toastkit.errors import (
 )
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
-from toastkit.model.hub import hub_cache, is_hub_id, repository
+from toastkit.model.hub import hub_cache, hub_id_of, is_hub_id, repository
 from toastkit.model.locate import find, models_home
 from toastkit.model.toast_format import SUFFIX
 
@@ -47,8 +47,8 @@ def list_models(
             continue
         yield from _listed(path.name.removesuffix(SUFFIX), path, "own", complain)
     for path in _entries(hub_cache(), complain):
-        hub_id = path.name.removeprefix("models--").replace("--", "/", 1)
-        if path.name.startswith("models--") and is_hub_id(hub_id):
+        hub_id = hub_id_of(path.name)
+        if hub_id is not None:
             try:
                 found = find(hub_id).path
             except (ToastError, OSError):

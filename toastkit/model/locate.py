@@ -13,7 +13,7 @@ from toastkit.folders import own_folder
 from toastkit.model import toast_format
 from toastkit.model.config import fingerprint
 from toastkit.model.files import ModelFiles
-from toastkit.model.hub import cached_snapshot, fetch, is_hub_id, is_offline
+from toastkit.model.hub import cached_snapshot, fetch, hub_cache, hub_id_of, is_hub_id, is_offline
 
 CRUMB = Path(__file__).parent / "crumb" / "crumb.toast"
 OWN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,200}")
@@ -69,9 +69,12 @@ def _here(name: str, relative: bool = True) -> ModelFiles | None:
     if is_hub_id(name):
         cached = cached_snapshot(name)
         return None if cached is None else ModelFiles(cached, name)
+    import difflib
+
+    near = difflib.get_close_matches(name[:100], names_here(), 1)
+    takes = "-m takes a directory, a .toast file, a hub id, or a name that toast-model list shows"
     raise NoInputError(
-        f"no such model: {name[:100]}",
-        hint="-m takes a directory, a .toast file, a hub id, or a name that toast-model list shows",
+        f"no such model: {name[:100]}", hint=f"did you mean {near[0]}?" if near else takes
     )
 
 
@@ -108,6 +111,20 @@ def _model_at(path: Path, name: str) -> ModelFiles:
     if files.is_toast and files.read("config.json") is None:
         raise DataError(f"{name} is not a .toast file: no config.json in it")
     return files
+
+
+def names_here() -> list[str]:
+    """What -m may mean on this machine, without a look into it: crumb, what is in toastkit's own
+    folder, repositories in the hub's cache."""
+    own = [name.removesuffix(toast_format.SUFFIX) for name in _listed(models_home())]
+    return ["crumb", *own, *filter(None, map(hub_id_of, _listed(hub_cache())))]
+
+
+def _listed(folder: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError:
+        return []
 
 
 def models_home() -> Path:
