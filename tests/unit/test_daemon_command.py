@@ -57,6 +57,50 @@ def test_the_actions(home: Home) -> None:
     assert nobody.stderr.startswith(f"toasted: no daemon answers at {home.socket}\n")
 
 
+STATUS = {
+    "pid": 77, "version": "0.1.0", "uptime": 93784.5, "socket": "s\x1b[2J", "connections": 3,
+    "served": 9, "refused": 1, "model": "crumb", "fingerprint": "ab", "loaded": True,
+    "device": "cpu", "dtype": "float32", "active": 2, "attached": 1, "waiting": 4, "answered": 5,
+    "tokens": {"prompt": 100, "cached": 40, "answer": 60},
+    "conversations": {
+        "kept": 3, "in_memory": 2, "bytes": 954368, "budget": 2147483648, "on_disk": 1,
+    },
+    "ledger": {"embedding": 3145728, "layer.0": 3469856, "sessions": 954368, "cache": 30048},
+}  # fmt: skip
+
+
+def test_a_status_for_people(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    from toastkit.client import socket_backend
+
+    monkeypatch.setattr(socket_backend, "control", lambda *_: {"status": STATUS})
+    command._act("status", {"socket": "", "as_json": False, "verbose": False})
+    assert capsys.readouterr().out.splitlines() == [
+        r"daemon: process 77, up 1 d 2 h, at s\x1b[2J",
+        "model: crumb, on the cpu in float32",
+        "memory: 7.60 MB, of it 6.62 MB for the weights",
+        "clients: 3 connected, 1 use the weights",
+        "requests: 2 active, 4 waiting, 5 answered, 1 refused",
+        "tokens: 100 in prompts, 40 of them remembered; 60 in answers",
+        "conversations: 2 in memory, 954 kB of 2.15 GB; 1 on disk",
+    ]
+    command._act("status", {"socket": "", "as_json": True, "verbose": False})
+    assert json.loads(capsys.readouterr().out) == {"status": STATUS}
+
+
+def test_start_and_restart(home: Home) -> None:
+    """As --daemon; restart also where none runs. Options are those of the new daemon."""
+    assert home.run("restart", "--batch", "3").returncode == 0
+    first = json.loads(home.run("status", "--json").stdout)["status"]
+    again = home.run("start")
+    assert again.returncode == 75, again.stderr
+    assert home.run("restart").returncode == 0
+    second = json.loads(home.run("status", "--json").stdout)["status"]
+    assert (first["batch"], second["batch"]) == (3, 8) and first["pid"] != second["pid"]
+    assert home.run("stop").returncode == 0 and home.is_clean()
+
+
 def test_stop_waits_for_the_end(home: Home) -> None:
     """Of what is active, too; so another daemon can be started at once."""
     process = home.start("--no-audit", "--quiet", ready=False)
@@ -118,7 +162,11 @@ def test_a_daemon_that_is_not_well(
     ("arguments", "message"),
     [
         (["statsu"], "no such action: 'statsu' (did you mean status?)"),
-        (["zzz"], "no such action: 'zzz' (actions are status, stop, reload, health)"),
+        (["strat"], "no such action: 'strat' (did you mean start?)"),
+        (
+            ["zzz"],
+            "no such action: 'zzz' (actions are start, restart, status, stop, reload, health)",
+        ),
         (["status", "--batch", "2"], "--batch is for the daemon, not for an action"),
         (["status", "-m", "crumb"], "--model is for the daemon"),
         (["status", "stop"], "unexpected extra argument"),

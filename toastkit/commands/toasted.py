@@ -12,12 +12,14 @@ import click
 from toastkit.commands import cli, options
 from toastkit.commands.sizes import Duration, Size
 from toastkit.errors import BusyError, ToastError, UnavailableError, UsageError
+from toastkit.text.terminal import shown
 
 if TYPE_CHECKING:
     from toastkit.daemon.audit import Audit
     from toastkit.daemon.background import Starter
 
-ACTIONS = ("status", "stop", "reload", "health")
+ACTIONS = ("status", "stop", "reload", "health")  # of one that runs
+STARTS = ("start", "restart")
 ANSWER_SECONDS = 60.0  # for a daemon to answer an action
 STOP_SECONDS = 35.0  # for it to be gone: the usual --drain, and some more
 ONLY_DAEMON = (
@@ -29,7 +31,7 @@ ONLY_DAEMON = (
 
 def _actions(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """For completion."""
-    return [action for action in ACTIONS if action.startswith(incomplete)]
+    return [action for action in (*STARTS, *ACTIONS) if action.startswith(incomplete)]
 
 
 @cli.command("toasted")
@@ -85,6 +87,10 @@ def toasted(context: click.Context, action: str | None, **flags) -> int:
     from toastkit.daemon.paths import socket_path
 
     flags["socket"] = socket_path(flags["socket"])
+    if action in STARTS:
+        if action == "restart":
+            _stop_if_any(flags["socket"])
+        action, flags["daemon"] = None, True
     if action is not None:
         _check_action(action)
         cli.refuse_together(context, "is for the daemon, not for an action", *ONLY_DAEMON)
@@ -101,8 +107,10 @@ def _check_action(action: str) -> None:
     if action not in ACTIONS:
         import difflib
 
-        near = difflib.get_close_matches(action[:100], ACTIONS, 1)
-        hint = f"did you mean {near[0]}?" if near else f"actions are {', '.join(ACTIONS)}"
+        near = difflib.get_close_matches(action[:100], (*STARTS, *ACTIONS), 1)
+        hint = (
+            f"did you mean {near[0]}?" if near else f"actions are {', '.join((*STARTS, *ACTIONS))}"
+        )
         raise UsageError(f"no such action: {action[:100]!r}", hint=hint)
 
 
@@ -217,8 +225,8 @@ def _act(action: str, flags: dict[str, Any]) -> int:
     if flags["as_json"]:
         print(json.dumps(reply, ensure_ascii=False), flush=True)
     elif action in reply and isinstance(reply[action], dict):
-        for name, value in _flat(reply[action]):
-            print(f"{name}: {value}")
+        for line in _lines(action, reply[action]):
+            print(shown(line), flush=True)
     if action == "health" and not reply.get("health", {}).get("ok"):
         raise UnavailableError(f"the daemon at {path} is not well")
     if flags["verbose"] and action in ("stop", "reload"):
@@ -254,6 +262,60 @@ def _stop(path: str) -> dict[str, Any]:
     if "error" in reply:
         raise remote_error(reply["error"])
     return reply
+
+
+def _stop_if_any(path: str) -> None:
+    from contextlib import suppress
+
+    with suppress(UnavailableError):
+        _stop(path)
+
+
+def _lines(action: str, told: dict[str, Any]) -> Iterator[str]:
+    """A reply for a person."""
+    if action == "status":
+        try:
+            yield from list(_summary(told))
+            return
+        except (KeyError, TypeError):
+            pass  # a daemon of another version tells other things
+    for name, value in _flat(told):
+        yield f"{name}: {value}"
+
+
+def _summary(status: dict[str, Any]) -> Iterator[str]:
+    """What counts of a status, in words. Raises KeyError or TypeError for one that is not ours."""
+    from toastkit.model.info import human
+
+    ledger, tokens, chats = status["ledger"], status["tokens"], status["conversations"]
+    remembered = ledger.get("sessions", 0)
+    weights = sum(ledger.values()) - remembered - ledger.get("cache", 0)
+    where = f"on the {status['device']} in {status['dtype']}" if status["loaded"] else "not loaded"
+    yield f"daemon: process {status['pid']}, up {_ago(status['uptime'])}, at {status['socket']}"
+    yield f"model: {status['model']}, {where}"
+    yield f"memory: {human(sum(ledger.values()))}, of it {human(weights)} for the weights"
+    yield f"clients: {status['connections']} connected, {status['attached']} use the weights"
+    counts = (f"{status[name]} {name}" for name in ("active", "waiting", "answered", "refused"))
+    yield f"requests: {', '.join(counts)}"
+    yield (
+        f"tokens: {tokens['prompt']} in prompts, {tokens['cached']} of them remembered; "
+        f"{tokens['answer']} in answers"
+    )
+    yield (
+        f"conversations: {chats['in_memory']} in memory, {human(chats['bytes'])} of "
+        f"{human(chats['budget'])}; {chats['on_disk']} on disk"
+    )
+
+
+def _ago(seconds: float) -> str:
+    """A duration in its two largest units."""
+    left = int(seconds)
+    parts = []
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if left >= size:
+            parts.append(f"{left // size} {unit}")
+        left %= size
+    return " ".join(parts[:2]) or "0 s"
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
