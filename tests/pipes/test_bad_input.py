@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Toast, executable
+from tests.conftest import SCRIPTS, Toast, executable
 from tests.hostile import run_hostile
 from tests.unpack import unpack
 from toastkit.frames import Head, dumps
@@ -88,7 +88,7 @@ def test_json_that_is_not_messages(toast: Toast, messages: str):
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{{ 'x' * 999 }}{% endfor %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ 'x' * 10 ** 12 }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -98,9 +98,22 @@ def test_json_that_is_not_messages(toast: Toast, messages: str):
         "{% if %}",
     ],
 )
-def test_templates(toast: Toast, other_model: Path, template: str):
+def test_templates(other_model: Path, template: str):
     (other_model / "chat_template.jinja").write_text(template)
-    refused(toast("tokenize", "--template-only", "-m", str(other_model), "hi", stdin=None), 65)
+    command = [SCRIPTS / "toast-tokenize", "--template-only", "-m", other_model, "hi"]
+    taken = run_hostile(command)
+    assert (taken.code, taken.out) == (65, b"")
+    assert taken.error.startswith("toast-tokenize: chat template: ")
+    assert len(taken.error.splitlines()) <= 2
+
+
+def test_tools_without_end(toast: Toast, tmp_path: Path):
+    tools = tmp_path / "tools.json"
+    tools.write_bytes(b"[" + b"[]," * (6 << 20) + b"[]]")
+    taken = run_hostile([SCRIPTS / "toast-tokenize", "--tools", tools, "hi"])
+    assert (taken.code, taken.error) == (65, "toast-tokenize: tools: over 16 MiB\n")
+    done = toast("tokenize", "--count", "--tools", str(tmp_path), "hi", stdin=None)
+    refused(done, 66, "is a directory")
 
 
 def test_frames_of_a_newer_schema(toast: Toast):

@@ -164,6 +164,16 @@ def test_options_arrive(ask: Run, arguments: list[str], options: dict) -> None:
     assert daemon.request["options"] == options
 
 
+def test_tools_arrive_and_notes_are_told(ask: Run, tmp_path: Path) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text('{"tools": [{"name": "f"}]}')
+    with FakeDaemon(answer("Hi", notes=["no use of 'tools'", 3])) as daemon:
+        done = ask(daemon, "--tools", tools, "hi")
+        quiet = ask(daemon, "-q", "--tools", tools, "hi")
+    assert [request["tools"] for request in daemon.requests] == [[{"name": "f"}]] * 2
+    assert (done.stderr, quiet.stderr) == (b"toast: no use of 'tools'\n", b"")
+
+
 def test_every_sampling_option_is_among_them() -> None:
     from toastkit.commands.options import SAMPLING_NAMES
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -11,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tests.unit.chat_templates import record
 from toastkit.errors import DataError
 from toastkit.text.chat_template import render
 from toastkit.text.messages import user_messages
 
+RECORDS = Path(record.__file__).parent
 CONVERSATION = [
     {"role": "system", "content": " Be brief. "},
     {"role": "user", "content": "Größe <b> & 'x'?\n"},
@@ -117,6 +120,68 @@ def test_renders_as_hugging_face_does(name: str, generation: bool) -> None:
     assert text == expected
 
 
+def recorded() -> dict[str, str | None]:
+    return json.loads((RECORDS / "rendered.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", recorded())
+def test_renders_as_transformers_did(name: str) -> None:
+    """The messages go to the template as they are, tools too; recorded by chat_templates/record.py.
+    Content in parts is joined only where transformers gave up on it."""
+    case = record.cases()[name]
+    expected, notes = recorded()[name], []
+    try:
+        text = render(**case, special_tokens=record.SPECIAL, note=notes.append)
+    except DataError:
+        assert expected is None
+    else:
+        parts = "the chat template takes no content in parts: they are joined"
+        assert (text, parts in notes) == (expected, False) or (expected is None and parts in notes)
+
+
+def test_null_is_as_good_as_absent_but_for_content() -> None:
+    message = {"role": "assistant", "content": None, "tool_calls": [{"id": None}], "name": None}
+    template = "{{ messages[0] | tojson }}"
+    assert render(template, [message], special_tokens={}) == (
+        '{"role": "assistant", "content": null, "tool_calls": [{"id": null}]}'
+    )
+
+
+def test_what_a_template_makes_no_use_of_is_said() -> None:
+    notes: list[str] = []
+    template = (
+        "{% set mine = 1 %}{% set on = enable_thinking | default(true) %}{{ on }}{{ mine }}"
+        "{% if late is not defined %}{% set late = 3 %}{% endif %}{{ late }}"
+    )
+    arguments = {"enable_thinking": False, "mine": 2, "late": 4, "enable_thinkin": False}
+    assert ask(template, arguments=arguments, tools=TOOLS, note=notes.append) == "False14"
+    assert notes == [
+        "the chat template makes no use of 'mine'",
+        "the chat template makes no use of 'enable_thinkin'; did you mean enable_thinking?",
+        "the chat template makes no use of 'tools'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "value", "text"),
+    [
+        ("{% if x is defined and x is false %}off{% else %}on{% endif %}", 0, None),
+        ("{% if x is true %}on{% else %}off{% endif %}", 1, None),
+        ("{% set y = x if x is defined else true %}{{ y is sameas false }}", 0, None),
+        ("{% if x %}on{% else %}off{% endif %}", 0, "off"),
+        ("{% if x is false %}off{% else %}on{% endif %}", 1, "on"),
+        ("{% if x is defined %}{{ x }} steps{% endif %}", 0, "0 steps"),
+    ],
+)
+def test_a_number_that_was_to_be_a_truth_value(template: str, value: int, text: str) -> None:
+    if text is not None:
+        assert ask(template, arguments={"x": value}) == text
+        return
+    with pytest.raises(DataError, match=f"'x': the chat template does nothing with {value}") as it:
+        ask(template, arguments={"x": value})
+    assert it.value.hint == f"give x={'true' if value else 'false'}"
+
+
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=4))
 def test_content_comes_through_unchanged(contents: list[str]) -> None:
     messages = [{"role": "user", "content": content} for content in contents]
@@ -161,15 +226,13 @@ def test_raise_exception_gives_its_message_in_one_line() -> None:
         ("{{ x.y }}", "'x' is undefined"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ 'a' + 1 }}", "chat template: "),
-        ("{% include '/etc/passwd' %}", "cannot take in another template"),
-        ("{% import 'os' as os %}", "cannot take in another template"),
-        ("{% extends 'x' %}", "cannot take in another template"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{% import 'os' as os %}", "no loader"),
+        ("{% extends 'x' %}", "no loader"),
         ("{{ x | nothing }}", "nothing"),
         ("{{ '\\ud800' }}", "surrogate"),
-        ("{{ range }}", "cannot write a function as text"),
-        ("{{ [raise_exception] }}", "no data"),
-        ("{{ raise_exception | upper }}", "no data"),
-        ("{{ namespace() }}", "cannot write a Namespace as text"),
+        ("{{ [range] | tojson }}", "not JSON serializable"),
+        ("x" * 1_100_000, "characters long"),
     ],
 )
 def test_broken_templates(template: str, message: str) -> None:
@@ -191,11 +254,3 @@ def test_a_large_conversation_is_within_the_budget() -> None:
 def test_jinja_is_recent_enough() -> None:
     """Before 3.1.6 the sandbox had known ways out."""
     assert tuple(map(int, jinja2.__version__.split(".")[:3])) >= (3, 1, 6)
-
-
-def test_messages_nested_too_deep_for_a_template() -> None:
-    deep: Any = []
-    for _ in range(300):
-        deep = [deep]
-    with pytest.raises(DataError, match="messages: nested deeper than"):
-        render("x", [{"role": "user", "content": "x", "extra": deep}], special_tokens={})

@@ -87,6 +87,10 @@ USAGE = [
     ("decode", ["--device", "tpu", "hi"], "'tpu' is not one of 'auto', 'cpu', 'gpu'"),
     ("decode", ["--dtype", "int8", "hi"], "'int8' is not one of"),
     ("decode", ["--template-arg", "5", "hi"], "--template-arg takes NAME=VALUE, not '5'"),
+    ("decode", ["--template-arg", "a=no", "hi"], "a: 'no' is neither true nor false to a template"),
+    ("tokenize", ["--template-arg", "a=1", "--template-arg", "a=2", "hi"], "a is given twice"),
+    ("tokenize", ["--raw", "--template-arg", "a=1", "hi"], "--raw has no template"),
+    ("tokenize", ["--raw", "--tools", "x", "hi"], "--raw has no template"),
     ("decode", ["--session", "", "hi"], "invalid session name '': it is empty"),
     ("prefill", ["--session", ".x"], "invalid session name '.x'"),
     ("tokenize", ["--session", "-x", "hi"], "invalid session name '-x'"),
@@ -125,7 +129,7 @@ def test_usage(toast, name: str, arguments: list[str], message: str) -> None:
     "flag",
     ["--temp=0", "--seed=1", "--session=x", "--raw", "--system=x", "--top-p=1", "--ban=1", "--echo",
      "--stop=x", "--json", "--each-line", "--chunk=8", "--top=3", "--ignore-eos", "--fork=x",
-     "--no-newline", "--truncate", "--fail-on-length", "--template-arg=a=1"],
+     "--no-newline", "--truncate", "--fail-on-length", "--template-arg=a=1", "--tools=x"],
 )  # fmt: skip
 def test_options_for_text_are_refused_with_frames(toast, flag: str) -> None:
     message, _ = lines_of(toast("decode", flag, stdin=STREAM), "decode", 64)

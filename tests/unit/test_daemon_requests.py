@@ -43,11 +43,12 @@ def test_the_least_request() -> None:
 def test_every_field_arrives(state_home: Path) -> None:
     request = parse(
         id="a", messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
-        stream=False, session="talk", priority=-100, model="org/name",
+        stream=False, session="talk", priority=-100, model="org/name", tools=[{"name": "f"}],
         options={"template": {"thinking": False}, "max_tokens": 5},
     )  # fmt: skip
     assert (request.id, request.stream, request.priority) == ("a", False, -100)
-    assert request.messages == [{"role": "user", "content": "hi"}]
+    assert request.messages == [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    assert request.tools == [{"name": "f"}] and parse(prompt="x").tools is None
     assert request.session == str(state_home / "talk") and request.model == "org/name"
     assert request.options.template == {"thinking": False} and request.options.max_tokens == 5
     assert parse(tokens=[0, 2**32 - 1]).tokens == [0, 2**32 - 1]
@@ -84,6 +85,9 @@ def test_a_name_is_never_a_directory_where_the_daemon_runs(
 USAGE: list[tuple[dict, str, str]] = [
     ({}, "no prompt", ""),
     ({"prompt": "x", "tokens": [1]}, "prompt and tokens", ""),
+    ({"tokens": [1], "tools": []}, "tools: tokens go through no chat template", ""),
+    ({"prompt": "x", "tools": [], "options": {"raw": True}}, "tools: a raw prompt goes", ""),
+    ({"prompt": "x", "tools": [], "options": {"template": {"tools": 1}}}, "given twice", ""),
     ({"prompt": "x", "promt": "x"}, "unknown field 'promt'", "did you mean prompt?"),
     ({"prompt": "x", "zzzzzz": 1}, "unknown field 'zzzzzz'", "fields are id, op"),
     ({"prompt": "x", "temperature": 1}, "unknown field 'temperature'", "object options"),

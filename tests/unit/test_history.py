@@ -93,6 +93,19 @@ def test_what_makes_another(other: list) -> None:
     assert conversation_hash(other) != conversation_hash([HELLO, HI])
 
 
+def test_parts_are_the_text_that_they_are_joined_to() -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    assert conversation_hash([{**HELLO, "content": parts}]) == conversation_hash([HELLO])
+
+
+def test_tools_make_another_conversation() -> None:
+    plain = conversation_hash([HELLO])
+    assert conversation_hash([HELLO], None) == conversation_hash([HELLO], []) == plain
+    assert conversation_hash([HELLO], [{"name": "f"}]) != plain
+    offered = {"messages": [HELLO], "tools": [{"name": "f"}]}
+    assert save_key(offered, "Hi there.") == conversation_hash([HELLO, HI], offered["tools"])
+
+
 def test_other_fields_count_in_any_order() -> None:
     one = {**HI, "tool_calls": [{"id": "1", "name": "clock"}], "name": "Fox"}
     two = {"name": "Fox", "tool_calls": [{"name": "clock", "id": "1"}], **HI}

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toastkit.errors import DataError
-from toastkit.text.messages import load_messages, user_messages
+from toastkit.text.messages import (
+    MAX_VALUES,
+    content_text,
+    load_messages,
+    load_tools,
+    user_messages,
+    with_text,
+)
 
 
 def test_messages_are_read() -> None:
@@ -17,9 +24,13 @@ def test_messages_are_read() -> None:
     wrapped = '{"messages": [{"role": "user", "content": "ü"}]}'.encode("utf-8-sig")
     assert load_messages(wrapped) == user_messages("ü")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert load_messages(json.dumps([{"role": "user", "content": parts}])) == user_messages("ab")
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-    assert load_messages(json.dumps([call])) == [{**call, "content": ""}]
+    given = [{"role": "user", "content": parts, "name": None}, call]
+    given.append({"role": "assistant", "tool_calls": [{}]})
+    assert load_messages(json.dumps(given)) == given
+    assert [content_text(message) for message in given] == ["ab", "", ""]
+    assert with_text(given[0], "x")["content"] == [{"type": "text", "text": "x"}]
+    assert with_text(call, "x") == {**call, "content": "x"}
     assert user_messages("a", "s")[0] == {"role": "system", "content": "s"}
 
 
@@ -50,6 +61,7 @@ ONE = '{"role": "user", "content": "x"}'
         ('[{"role": "user", "content": "\\ud800"}]', "lone surrogate"),
         ("[" * 200_000, "nested too deep"),
         ("[" + "9" * 5000 + "]", "a number"),
+        (f'[{ONE[:-1]}, "x": {"[" * 120}{"]" * 120}}}]', "messages: nested deeper than 100"),
     ],
 )
 def test_bad_messages(data: str | bytes, message: str) -> None:
@@ -57,6 +69,33 @@ def test_bad_messages(data: str | bytes, message: str) -> None:
         load_messages(data)
     assert message in caught.value.message
     assert "\n" not in caught.value.message
+
+
+def test_tools_are_read() -> None:
+    tools = [{"type": "function", "function": {"name": "ü"}}, {}]
+    assert (
+        load_tools(json.dumps(tools)) == load_tools(json.dumps({"tools": tools}).encode()) == tools
+    )
+    assert load_tools("[]") == []
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ('{"name": "f"}', "tools: the object has no field 'tools'"),
+        ('{"tools": [], "messages": []}', "tools: unexpected field 'messages' beside 'tools'"),
+        ("3", "tools: a number instead of a list"),
+        ('[{}, "f"]', "tool 2: a string instead of an object"),
+        ("[{]", "tools: not JSON: line 1"),
+        ('[{"x": NaN}]', "tools: not JSON: a number that is none"),
+        ('[{"x": ' + "[" * 120 + "]" * 120 + "}]", "tools: nested deeper than 100"),
+        ("[" + "{}," * MAX_VALUES + "{}]", f"tools: over {MAX_VALUES} values"),
+    ],
+)
+def test_bad_tools(data: str, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        load_tools(data)
+    assert message in caught.value.message
 
 
 @given(st.text() | st.binary())

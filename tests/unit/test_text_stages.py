@@ -26,7 +26,14 @@ from toastkit.stages.detokenize import TextOptions, detokenize
 from toastkit.stages.feeding import bare_ids, feed_tokens
 from toastkit.stages.options import Outcome
 from toastkit.stages.pipe_feed import PipeFeed
-from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, tokenize
+from toastkit.stages.tokenize import (
+    Prompt,
+    PromptOptions,
+    PromptTokenizer,
+    difficulty,
+    tokenize,
+)
+from toastkit.text.messages import user_messages
 from toastkit.text.tokenizer import Tokenizer
 
 # ----------------------------------------------------------------------------------------- tokenize
@@ -47,6 +54,61 @@ def test_each_head_says_how_hard_its_prompt_looks() -> None:
     assert [h.extra for h in heads] == [{"difficulty": classify(t).as_map()} for t in texts]
     assert [h.extra["difficulty"]["gear"] for h in heads] == ["high", "low", "low"]
     assert all(h.session == "here" and h.vocab == 4096 and h.eos for h in heads)
+
+
+LISTED = "{% for m in messages %}<{{ m.content[0].text }}|{{ m.content[1].text }}>{% endfor %}"
+
+
+def prompt_tokenizer(template: str | None, **options) -> PromptTokenizer:
+    """Of crumb, with another template."""
+    files = locate("crumb")
+    tokenizer = Tokenizer(files)
+    tokenizer.chat_template = template
+    return PromptTokenizer(files, load_config(files), PromptOptions(**options), tokenizer)
+
+
+def parts(*texts: str, role: str = "user") -> dict:
+    return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
+
+
+def test_content_in_parts() -> None:
+    """The template gets the parts; what needs a text gets them joined."""
+    prompt = Prompt(messages=[parts("Hi ", "you"), parts("Prove that a + b ", "= b + a.")])
+    assert prompt_tokenizer(LISTED).render(prompt) == "<Hi |you><Prove that a + b |= b + a.>"
+    call = {"role": "assistant", "content": None, "tool_calls": [{}]}
+    plain = Prompt(messages=[call, *prompt.messages])
+    assert prompt_tokenizer(None).render(plain) == "\n\nHi you\n\nProve that a + b = b + a."
+    assert difficulty(prompt) == classify("Prove that a + b = b + a.").as_map()
+    assert difficulty(Prompt(messages=[call])) == classify("").as_map()
+
+
+def test_turning_points_and_cutting_keep_the_shape_of_content() -> None:
+    """A template that takes nothing but parts is asked with parts."""
+    template = "{% for m in messages %}<|im_start|>{{ m.content[0].text }}{% endfor %}"
+    prompts = prompt_tokenizer(template, truncate=True, max_tokens=1)
+    prompt = Prompt(messages=[parts("Hello there"), parts("And you?")])
+    ids = prompts.encode(prompt)
+    assert len(prompts.turning_points(prompt, ids)) == 1
+    long = Prompt(messages=[parts("Hello there " * 5000), parts("And you?")])
+    context = load_config(locate("crumb")).context
+    assert 0 < len(prompts.encode(long)) < context
+    assert prompts.tokenizer.decode(prompts.encode(long)).endswith("And you?")
+
+
+def test_what_is_not_used_is_told_once() -> None:
+    told: list[str] = []
+    for template in ("{{ messages[0].content }}", None):
+        prompts = prompt_tokenizer(
+            template, template_arguments={"a": 1}, tools=[{}], note=told.append
+        )
+        for _ in range(2):
+            prompts.render(Prompt(messages=user_messages("hi")))
+    assert told == [
+        "the chat template makes no use of 'a'",
+        "the chat template makes no use of 'tools'",
+        "crumb has no chat template to make use of 'a'",
+        "crumb has no chat template to make use of 'tools'",
+    ]
 
 
 # --------------------------------------------------------------------------------------- detokenize

@@ -143,7 +143,9 @@ def test_chat_template_places() -> None:
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     settings = {"tokenizer_config__json": {"chat_template": named}}
     in_json = {"chat_template__json": {"chat_template": "j"}}
-    assert Tokenizer(Files(**settings)).chat_template == "d"
+    tokenizer = Tokenizer(Files(**settings))
+    assert tokenizer.chat_template == tokenizer.template_for(None) == "d"
+    assert tokenizer.template_for([]) == "t"
     assert Tokenizer(Files(**settings, **in_json)).chat_template == "j"
     in_file = {"chat_template__jinja": "ü".encode()}
     assert Tokenizer(Files(**settings, **in_json, **in_file)).chat_template == "ü"
@@ -203,7 +205,7 @@ def test_vocabulary_with_holes() -> None:
 
 
 def test_imports_neither_mlx_nor_transformers_nor_jinja() -> None:
-    modules = ["tokenizer", "messages", "detokenizer", "stops", "chat_template", "budget"]
+    modules = ["tokenizer", "messages", "detokenizer", "stops", "chat_template", "template_child"]
     heavy = ["mlx", "mlx_lm", "transformers", "jinja2", "numpy", "tokenizers"]
     code = f"import sys; {'; '.join(f'import toastkit.text.{m}' for m in modules)}"
     code += f"; print([m for m in {heavy} if m in sys.modules])"

@@ -121,6 +121,12 @@ def cached_line(stats: dict[str, Any]) -> str:
     return f"{line}: {stats['why']}" if stats.get("why") else line
 
 
+def notes_of(stats: dict[str, Any]) -> list[str]:
+    """What of the request made no difference, a line each."""
+    notes = stats.get("notes")
+    return [n for n in notes if isinstance(n, str)] if isinstance(notes, list) else []
+
+
 def usage_line(stats: dict[str, Any]) -> str:
     """Tokens and times of an answer. Tokens a second are those after the first one."""
     seconds = stats.get("seconds") or {}

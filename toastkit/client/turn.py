@@ -36,8 +36,8 @@ class Answer:
 
 
 class TurnSettings(NamedTuple):
-    """options: of the request. model: in the request, or None. output: makes what takes the replies
-    of a request. progress: shows how far the prompt is, or None.
+    """options: of the request. model, tools: in the request, or None. output: makes what takes the
+    replies of a request. progress: shows how far the prompt is, or None.
 
     keep: whether turns are written to the conversation's file. extract: print only the first fenced
     block. fail_on_length: an answer that was cut off is an error. tell: each takes the stats of an
@@ -47,11 +47,12 @@ class TurnSettings(NamedTuple):
     options: dict[str, Any]
     output: Callable[[], Output]
     model: str | None = None
+    tools: list[dict] | None = None
     progress: Progress | None = None
     keep: bool = True
     extract: bool = False
     fail_on_length: bool = False
-    tell: tuple[Callable[[dict[str, Any]], None], ...] = ()
+    tell: tuple[Callable[[dict[str, Any]], object], ...] = ()
 
 
 class Turns:
@@ -90,6 +91,8 @@ class Turns:
         }
         if self._chat.name is not None and settings.keep:
             request["session"] = self._chat.name
+        if settings.tools is not None:
+            request["tools"] = settings.tools
         if settings.model is not None:
             request["model"] = settings.model
         if not settings.keep:

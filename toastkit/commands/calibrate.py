@@ -69,8 +69,8 @@ def _prompt_flags(strategy: str, flags: dict[str, Any]) -> dict[str, Any]:
 
     return {
         **flags, "raw": flags["raw"] and strategy == PREFILL, "system": None, "messages": None,
-        "template_arg": (), "no_generation_prompt": False, "each_line": False, "truncate": True,
-        "max_tokens": ANSWER_TOKENS,
+        "template_arg": (), "tools": None, "no_generation_prompt": False, "each_line": False,
+        "truncate": True, "max_tokens": ANSWER_TOKENS,
     }  # fmt: skip
 
 

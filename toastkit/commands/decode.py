@@ -15,9 +15,9 @@ from toastkit.errors import UsageError
 from toastkit.frames import End, Frame, Text, Token, starts_frames
 
 ONLY_TEXT = (
-    "session", "system", "messages", "raw", "template_arg", "no_generation_prompt", "truncate",
-    "each_line", "chunk", "fork", "require_hit", *options.SAMPLING_NAMES, "logit_bias", "ban",
-    "seed", "ignore_eos", "top", "stop", "keep_special", "echo", "as_json", "no_newline",
+    "session", "system", "messages", "raw", "tools", "template_arg", "no_generation_prompt",
+    "truncate", "each_line", "chunk", "fork", "require_hit", *options.SAMPLING_NAMES, "logit_bias",
+    "ban", "seed", "ignore_eos", "top", "stop", "keep_special", "echo", "as_json", "no_newline",
     "fail_on_length",
 )  # fmt: skip
 ONLY_FRAMES = ("greedy", "force", "steps", "inline")

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from toastkit.commands import completion
-from toastkit.errors import UsageError
+from toastkit.errors import DataError, UsageError, from_os_error
 
 Decorator = Callable[[Callable], Callable]
 
@@ -87,15 +87,20 @@ reading = together(
         help="Fail unless all that the session holds can be reused.",
     ),
 )  # fmt: skip
+template_arg = click.option(
+    "--template-arg", multiple=True, metavar="K=V", help="Variable for the chat template."
+)
+tools = click.option(
+    "--tools", metavar="FILE", help="Tools for the chat template: a JSON list of schemas."
+)
 prompting = together(
     click.option("--raw", is_flag=True, help="Continue the text as it stands: no chat template."),
     click.option("--system", metavar="TEXT", help="System message."),
     click.option(
         "--messages", metavar="FILE", help="Conversation as a JSON list of {role, content}."
     ),
-    click.option(
-        "--template-arg", multiple=True, metavar="K=V", help="Variable for the chat template."
-    ),
+    tools,
+    template_arg,
     click.option(
         "--no-generation-prompt", is_flag=True,
         help="Do not open the assistant's turn: the prompt is a beginning of others.",
@@ -176,17 +181,65 @@ def bias(text: str) -> tuple[int, float]:
         raise UsageError(f"--logit-bias takes ID=B, not {text!r}") from error
 
 
-def template_arguments(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """Template variables from K=V: V is read as JSON where it is JSON, as text elsewhere."""
-    import json
+# Python's spelling of three values of JSON, which is Hugging Face's own in its documentation.
+_PYTHON = {"True": True, "False": False, "None": None}
+# To a template any of these words is text, and text counts for true.
+_TRUE_WORDS, _FALSE_WORDS = ("true", "yes", "y", "on", "t"), ("false", "no", "n", "off", "f")
 
-    arguments = {}
+
+def template_arguments(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """Template variables from K=V: V is read as JSON where it is JSON, and True, False and None as
+    in Python; else it is text. Raises UsageError for a word that means true or false elsewhere."""
+    arguments: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
             raise UsageError(f"--template-arg takes NAME=VALUE, not {pair!r}")
-        try:
-            arguments[name] = json.loads(value)
-        except ValueError:
-            arguments[name] = value
+        if name in arguments:
+            raise UsageError(f"--template-arg {name} is given twice")
+        arguments[name] = _template_value(name, value)
     return arguments
+
+
+def _template_value(name: str, value: str) -> Any:
+    import json
+
+    if value in _PYTHON:
+        return _PYTHON[value]
+    try:
+        return json.loads(value, parse_constant=int)  # NaN is no JSON, and no number
+    except (ValueError, RecursionError):
+        pass
+    word = value.lower()
+    if word in _TRUE_WORDS or word in _FALSE_WORDS:
+        meant = "true" if word in _TRUE_WORDS else "false"
+        raise UsageError(
+            f"--template-arg {name}: {value!r} is neither true nor false to a template",
+            hint=f"give {name}={meant}, or {name}='\"{value}\"' for the word",
+        )
+    return value
+
+
+MAX_JSON_BYTES = 16 << 20  # of messages or tools, as of a line to the daemon
+
+
+def read_tools(name: str | None) -> list[dict] | None:
+    """The tools in the file of --tools, None without it. Raises NoInputError, DataError."""
+    if name is None:
+        return None
+    from toastkit.text.messages import load_tools
+
+    return load_tools(read_json_file(name, "tools"))
+
+
+def read_json_file(name: str, what: str) -> bytes:
+    """A file of JSON, standard input for "-". Raises NoInputError where it cannot be read,
+    DataError where it is too large."""
+    try:
+        with open(0 if name == "-" else name, "rb", closefd=name != "-") as file:
+            data = file.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise from_os_error(error, f"cannot read {name}") from error
+    if len(data) > MAX_JSON_BYTES:
+        raise DataError(f"{what}: over {MAX_JSON_BYTES >> 20} MiB")
+    return data

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from toastkit.commands.cli import say
-from toastkit.commands.options import template_arguments
+from toastkit.commands.options import read_json_file, read_tools, template_arguments
 from toastkit.commands.stdin import read_stdin, stdin_has_text, text_of, user_turn
-from toastkit.errors import DataError, UsageError, from_os_error
+from toastkit.errors import DataError, UsageError
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer
 
 
@@ -19,11 +18,14 @@ def prompt_tokenizer(flags: dict[str, Any]) -> PromptTokenizer:
     from toastkit.model.config import load_config
     from toastkit.model.locate import locate
 
+    if flags["raw"] and (flags["template_arg"] or flags["tools"] is not None):
+        raise UsageError("--raw has no template: leave --template-arg and --tools out")
     files = locate(flags["model"] or "crumb")
     options = PromptOptions(
         raw=flags["raw"],
         generation_prompt=not flags["no_generation_prompt"],
         template_arguments=template_arguments(flags["template_arg"]),
+        tools=read_tools(flags["tools"]),
         truncate=flags["truncate"],
         max_tokens=flags.get("max_tokens"),
         note=None if flags["quiet"] else say,
@@ -66,12 +68,7 @@ def _conversation(argument: str, flags: dict[str, Any]) -> Prompt:
 
     if argument or flags["system"] is not None or flags["each_line"]:
         raise UsageError("--messages is the whole conversation: no PROMPT, --system, --each-line")
-    name = flags["messages"]
-    try:
-        data = read_stdin() if name == "-" else Path(name).read_bytes()
-    except OSError as error:
-        raise from_os_error(error, f"cannot read {name}") from error
-    return Prompt(messages=load_messages(data))
+    return Prompt(messages=load_messages(read_json_file(flags["messages"], "messages")))
 
 
 def _prompt(text: str, argument: str, flags: dict[str, Any]) -> Prompt:

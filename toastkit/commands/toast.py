@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,9 +41,8 @@ INFINITE = float("inf")
 @options.sampling
 @options.max_tokens
 @options.stop
-@click.option(
-    "--template-arg", multiple=True, metavar="K=V", help="Variable for the chat template."
-)
+@options.tools
+@options.template_arg
 @click.option(
     "--fail-on-length", is_flag=True, help="Exit with 65 if an answer was cut off by a limit."
 )
@@ -206,13 +206,16 @@ def _settings(flags: dict[str, Any], request_options: dict[str, Any]) -> TurnSet
         Progress,
         TextOutput,
         cached_line,
+        notes_of,
         usage_line,
     )
     from toastkit.client.turn import TurnSettings
     from toastkit.commands.progress import watched
 
     form = JsonOutput if flags["as_json"] else NoOutput if flags["extract"] else TextOutput
-    tell = []
+    tell: list[Callable[[dict[str, Any]], object]] = []
+    if not flags["quiet"]:
+        tell.append(lambda stats: list(map(cli.say, notes_of(stats))))
     if flags["verbose"]:
         tell.append(lambda stats: cli.say(cached_line(stats)))
     if flags["usage"]:
@@ -221,6 +224,7 @@ def _settings(flags: dict[str, Any], request_options: dict[str, Any]) -> TurnSet
         options=request_options,
         output=form,
         model=_absolute(flags["model"]),
+        tools=options.read_tools(flags["tools"]),
         progress=Progress(_bar) if watched(flags) else None,
         keep=not flags["no_history"],
         extract=flags["extract"],

@@ -155,7 +155,8 @@ class Conversation:
         read = len(self.prepared.ids) - self.runs.cached
         wanted = self.prepared.request.keep and self.runs.named is None
         if wanted and read >= WORTH_KEEPING:
-            key = conversation_hash(messages_of(self.prepared.request))
+            request = self.prepared.request
+            key = conversation_hash(messages_of(request), request.tools)
             # The caches hold the prompt and no more: the first step is due, and not taken yet.
             ids = self.prepared.ids
             self._early = self._memory.keep_copy(
@@ -228,6 +229,7 @@ class Conversation:
             "why": self.runs.why,
             "answer": self.end.n if self.end is not None else 0,
             "seed": self.prepared.sampling.seed,
+            "notes": list(self.prepared.notes),
             "seconds": {
                 "queued": since(self._began),
                 "prefill": since(self._read),

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
+from toastkit.text.messages import content_text
+
 OFFSET_BASIS = 0xCBF29CE484222325
 PRIME = 0x100000001B3
 
@@ -29,9 +31,12 @@ def fnv1a64(data: bytes, start: int = OFFSET_BASIS) -> int:
 _extended = lru_cache(maxsize=4096)(lambda start, data: fnv1a64(data, start))
 
 
-def conversation_hash(messages: Iterable[dict[str, Any]]) -> int:
-    """The hash of some messages. Space around a content does not count: clients trim answers."""
+def conversation_hash(messages: Iterable[dict[str, Any]], tools: list | None = None) -> int:
+    """The hash of some messages, and of the tools that they were said with, if any. Space around a
+    content does not count: clients trim answers."""
     value = OFFSET_BASIS
+    if tools:
+        value = _extended(value, json.dumps(tools, sort_keys=True).encode())
     for message in messages:
         value = _extended(value, _canonical(message))
     return value
@@ -42,5 +47,5 @@ def _canonical(message: dict[str, Any]) -> bytes:
     character that JSON escapes."""
     others = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
     rest = json.dumps(others, sort_keys=True) if others else ""
-    content = str(message.get("content") or "").strip()
+    content = content_text(message).strip()
     return f"{message.get('role')}\x1f{content}\x1f{rest}\x1e".encode("utf-8", "surrogatepass")

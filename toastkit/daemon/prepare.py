@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from toastkit.daemon.history import conversation_hash
@@ -19,7 +20,8 @@ from toastkit.text.tokenizer import Tokenizer
 class Prepared:
     """request: as it came. ids: the prompt's tokens. key: hash of its history, all messages but the
     last. points: positions worth a checkpoint, see PromptTokenizer.turning_points. sampling: the
-    chain, with a seed. fingerprint: of the model that it was prepared for."""
+    chain, with a seed. fingerprint: of the model that it was prepared for. notes: lines on what of
+    the request the chat template makes no use of."""
 
     request: Request
     ids: list[int]
@@ -27,11 +29,12 @@ class Prepared:
     points: list[int]
     sampling: SamplingOptions
     fingerprint: str
+    notes: tuple[str, ...] = ()
 
     def save_key(self, answer: str) -> int:
         """The hash that the next turn's history will have, if it is this one and the answer."""
         reply = {"role": "assistant", "content": answer}
-        return conversation_hash([*messages_of(self.request), reply])
+        return conversation_hash([*messages_of(self.request), reply], self.request.tools)
 
 
 def messages_of(request: Request) -> list[dict]:
@@ -59,12 +62,14 @@ class Preparer:
         self._defaults = sampling_defaults(files)
         self.head = self._prompts(Request()).head(None)
 
-    def _prompts(self, request: Request) -> PromptTokenizer:
+    def _prompts(
+        self, request: Request, note: Callable[[str], None] | None = None
+    ) -> PromptTokenizer:
         options = request.options
-        limit = options.max_tokens
         settings = PromptOptions(
-            raw=options.raw, template_arguments=options.template, max_tokens=limit
-        )
+            raw=options.raw, template_arguments=options.template, tools=request.tools,
+            max_tokens=options.max_tokens, note=note,
+        )  # fmt: skip
         return PromptTokenizer(self.files, self._config, settings, self.tokenizer)
 
     def prepare(self, request: Request) -> Prepared:
@@ -73,12 +78,13 @@ class Preparer:
         if request.model is not None:
             self._check_model(request.model)
         sampling = self._sampling(request)
-        key = conversation_hash(messages_of(request)[:-1])
+        key = conversation_hash(messages_of(request)[:-1], request.tools)
         if request.tokens is not None:
             self._check(request.tokens)
             ids, points = request.tokens, [len(request.tokens) - 1]
             return Prepared(request, ids, key, points, sampling, self.fingerprint)
-        prompts = self._prompts(request)
+        notes: list[str] = []
+        prompts = self._prompts(request, notes.append)
         raw = request.options.raw
         prompt = Prompt(request.prompt) if raw else Prompt(messages=messages_of(request))
         ids = prompts.encode(prompt)
@@ -86,7 +92,7 @@ class Preparer:
         points = [len(ids) - 1] if raw else []
         if self.wants_points and not raw:
             points = prompts.turning_points(prompt, ids)
-        return Prepared(request, ids, key, points, sampling, self.fingerprint)
+        return Prepared(request, ids, key, points, sampling, self.fingerprint, tuple(notes))
 
     def _check_model(self, name: str) -> None:
         from toastkit.model.locate import for_stream

@@ -23,8 +23,8 @@ ATTACH_OPS = ("attach", "restore", "read", "step", "commit", "release")
 OPS = ("generate", *CONTROL_OPS)
 SAMPLING_NAMES = tuple(name for name in INTERVALS if name != "seed")
 FIELDS = (
-    "id", "op", "messages", "prompt", "tokens", "options", "stream", "session", "priority", "model",
-    "keep",
+    "id", "op", "messages", "prompt", "tokens", "tools", "options", "stream", "session", "priority",
+    "model", "keep",
 )  # fmt: skip
 OPTIONS = (
     *SAMPLING_NAMES, "seed", "max_tokens", "stop", "ignore_eos", "logit_bias", "ban", "top", "raw",
@@ -62,6 +62,7 @@ class GenerateOptions:
 class Request:
     """One request. For "generate" exactly one of messages, prompt and tokens (ids) is there.
 
+    tools: JSON schemas for the chat template.
     session: the absolute path of a session's directory, which need not exist. model: what it is
     for, as -m takes it. keep: the state may be kept for later turns. received: time.perf_counter()
     when the line was whole. fds: for attach ops, descriptors that came with the line, the
@@ -73,6 +74,7 @@ class Request:
     messages: list[dict] | None = None
     prompt: str | None = None
     tokens: list[int] | None = None
+    tools: list[dict] | None = None
     options: GenerateOptions = field(default_factory=GenerateOptions)
     stream: bool = True
     session: str | None = None
@@ -148,11 +150,13 @@ def make_request(document: dict[str, Any], fds: Iterable[int] = ()) -> Request:
         what = " and ".join(given) or "no prompt"
         raise UsageError(f"{what}: a request has one of {', '.join(PROMPTS)}")
     options = _options(_object(document, "options"))
-    _check_together(options, given[0])
+    tools = _tools(document)
+    _check_together(options, given[0], tools)
     return Request(
         op,
         identity,
         **_prompt(document, given[0], options.raw),
+        tools=tools,
         options=options,
         stream=_flag(document, "stream", True),
         session=_session(document),
@@ -211,13 +215,24 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _check_together(options: GenerateOptions, prompt: str) -> None:
+def _tools(document: dict[str, Any]) -> list[dict] | None:
+    if "tools" not in document:
+        return None
+    from toastkit.text.messages import check_tools
+
+    return check_tools(document["tools"])
+
+
+def _check_together(options: GenerateOptions, prompt: str, tools: list | None) -> None:
     """Options that the request's kind of prompt has no use for."""
     if options.raw and prompt != "prompt":
         raise UsageError(f"raw: it is for a prompt, not for {prompt}")
-    if options.template and (options.raw or prompt == "tokens"):
-        what = "a raw prompt" if options.raw else "tokens"
-        raise UsageError(f"template: {what} goes through no chat template")
+    for name, value in (("template", options.template or None), ("tools", tools)):
+        if value is not None and (options.raw or prompt == "tokens"):
+            what = "a raw prompt goes" if options.raw else "tokens go"
+            raise UsageError(f"{name}: {what} through no chat template")
+    if tools is not None and "tools" in options.template:
+        raise UsageError("tools: they are given twice, as a field and as a variable")
     if options.top and not options.tokens:
         raise UsageError("top: it is for token replies", hint="ask for them with tokens")
 
@@ -299,6 +314,9 @@ def _template(given: dict[str, Any]) -> dict[str, Any]:
     for name in variables:
         if not name.isidentifier() or name == "messages":
             raise UsageError(f"template: {name[:40]!r} is not a name for a variable")
+    from toastkit.text.messages import check_size
+
+    check_size(variables, "template")
     return variables
 
 

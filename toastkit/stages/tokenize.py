@@ -10,6 +10,7 @@ from toastkit.errors import DataError
 from toastkit.frames import Frame, Head, Tokens, pack_ids
 from toastkit.model.config import ModelConfig, fingerprint
 from toastkit.model.files import ModelFiles
+from toastkit.text.messages import content_text, with_text
 from toastkit.text.tokenizer import Tokenizer
 
 # Room that --truncate leaves for the answer when --max-tokens does not say how much it needs.
@@ -19,12 +20,14 @@ ANSWER_ROOM = 256
 @dataclass(frozen=True)
 class PromptOptions:
     """raw: no chat template. generation_prompt: the template opens the assistant's turn.
-    template_arguments: variables for the template. truncate: shorten a prompt that is too long,
-    leaving room for max_tokens. note: is told one line when that happens."""
+    template_arguments: variables for the template. tools: JSON schemas for it. truncate: shorten a
+    prompt that is too long, leaving room for max_tokens. note: is told one line when that happens,
+    and one for each variable that the template makes no use of."""
 
     raw: bool = False
     generation_prompt: bool = True
     template_arguments: dict = field(default_factory=dict)
+    tools: list[dict] | None = None
     truncate: bool = False
     max_tokens: int | None = None
     note: Callable[[str], None] | None = None
@@ -43,7 +46,7 @@ def difficulty(prompt: Prompt) -> dict[str, Any]:
     which is raw text or the last message, and not of the history before it."""
     from toastkit.gears.classifier import classify
 
-    text = prompt.text if prompt.messages is None else prompt.messages[-1]["content"]
+    text = prompt.text if prompt.messages is None else content_text(prompt.messages[-1])
     return classify(text or "").as_map()
 
 
@@ -65,23 +68,38 @@ class PromptTokenizer:
         self.tokenizer.check_fits(config.vocab)
         self._config = config
         self._options = options
+        self._noted: set[str] = set()
 
     def render(self, prompt: Prompt) -> str:
         """The text that is tokenised. Without a template, messages are joined by blank lines."""
         if prompt.messages is None:
             return prompt.text or ""
-        template = self.tokenizer.chat_template
+        options = self._options
+        template = self.tokenizer.template_for(options.tools)
         if template is None:
-            return "\n\n".join(m["content"] for m in prompt.messages)
+            for name in [
+                *options.template_arguments,
+                *([] if options.tools is None else ["tools"]),
+            ]:
+                self._note_once(f"{self.files.name} has no chat template to make use of {name!r}")
+            return "\n\n".join(map(content_text, prompt.messages))
         from toastkit.text.chat_template import render
 
         return render(
             template,
             prompt.messages,
-            add_generation_prompt=self._options.generation_prompt,
+            add_generation_prompt=options.generation_prompt,
             special_tokens=self.tokenizer.special_tokens,
-            arguments=self._options.template_arguments,
+            arguments=options.template_arguments,
+            tools=options.tools,
+            note=self._note_once,
         )
+
+    def _note_once(self, line: str) -> None:
+        """Many prompts are rendered with the same options, and one prompt more than once."""
+        if self._options.note is not None and line not in self._noted:
+            self._noted.add(line)
+            self._options.note(line)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids. Raises DataError for an empty one, or one over the context."""
@@ -122,8 +140,9 @@ class PromptTokenizer:
         if prompt.messages is None or self.tokenizer.chat_template is None:
             return []
         *history, last = prompt.messages
-        other = {**last, "content": "x" if last["content"][:1] != "x" else "y"}
-        more = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}]
+        other = with_text(last, "x" if content_text(last)[:1] != "x" else "y")
+        like = {"content": last.get("content")}
+        more = [with_text({**like, "role": role}, "x") for role in ("assistant", "user")]
         text = self.render(prompt)
         found = set()
         for messages in ([*history, other], [*prompt.messages, *more]):
@@ -150,13 +169,15 @@ class PromptTokenizer:
         that the template stays whole."""
         if prompt.messages is None:
             return ids[-room:]
-        messages = [dict(m) for m in prompt.messages]
+        messages = list(prompt.messages)
         while len(ids) > room:
-            longest = max(messages, key=lambda m: len(m["content"]))
-            content = self.tokenizer.encode(longest["content"], add_special=False)
+            texts = [content_text(message) for message in messages]
+            longest = max(range(len(texts)), key=lambda i: len(texts[i]))
+            content = self.tokenizer.encode(texts[longest], add_special=False)
             if not content:
                 raise DataError(f"the prompt cannot be cut down to {room} tokens")
-            longest["content"] = self.tokenizer.decode(content[len(ids) - room :])
+            short = self.tokenizer.decode(content[len(ids) - room :])
+            messages[longest] = with_text(messages[longest], short)
             ids = self._ids(Prompt(messages=messages))
         return ids
 

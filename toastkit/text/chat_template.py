@@ -1,13 +1,23 @@
 """Chat templates: Jinja source from a checkpoint, rendered with messages to the text of a prompt.
 
-The template comes with downloaded weights and is not trusted: see toastkit.text.sandbox.
+The template comes with downloaded weights and is not trusted. It is rendered in a process of its
+own (toastkit.text.template_child); the embedded model's, known by its hash, in this one.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from toastkit.errors import DataError
+from toastkit.text.messages import content_text
+
+SECONDS = 5.0  # for one prompt
+MAX_SOURCE = 1 << 20  # characters of a template
+# SHA-256 of templates that may run in this process: the embedded model's.
+KNOWN = frozenset(("66edfb854931c933d3ac94f507626dd4fa2d5ca0a9b1036b11729d296a7392ac",))
+_HINT = "a template that comes with a checkpoint is code; --raw does without it"
 
 
 def render(
@@ -18,101 +28,104 @@ def render(
     special_tokens: dict[str, str],
     arguments: dict | None = None,
     tools: list | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> str:
     """The prompt's text.
 
-    template: Jinja source. messages: {role, content}. special_tokens: bos_token, eos_token, ...
-    -> text. arguments: the user's own variables; they may not be named `messages`.
+    template: Jinja source. messages: {role, content}, as the user wrote them; parts of content are
+    joined only for a template that fails with them. special_tokens: bos_token, eos_token, ... ->
+    text. arguments: the user's own variables. tools: JSON schemas. note: is told a line for each of
+    those that the template makes no use of, and when content was joined.
     Raises DataError, one line, for a template that is broken, refuses the messages, costs too much
-    or tries to leave its sandbox. Blocks no signal and starts no process.
+    or tries to leave its sandbox, and for arguments that cannot mean what they say;
+    UnavailableError where its process cannot be started.
     """
-    from toastkit.text.budget import MAX_DEPTH, Budget, TooCostly, measure
-
-    variables = _variables(messages, add_generation_prompt, special_tokens, arguments, tools)
-    try:
-        size, _ = measure(variables, 1 << 62)
-    except TooCostly as error:
-        raise DataError(f"messages: nested deeper than {MAX_DEPTH - 2}") from error
-    budget = Budget(size)
-    text = _run(template, variables, budget)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError("chat template: it writes a lone surrogate, which is not text") from error
-    return text
-
-
-def _variables(
-    messages: list[dict],
-    add_generation_prompt: bool,
-    special_tokens: dict[str, str],
-    arguments: dict | None,
-    tools: list | None,
-) -> dict[str, Any]:
     arguments = arguments or {}
-    if "messages" in arguments:
-        raise DataError("template argument 'messages' would replace the prompt")
-    return {
+    _check_arguments(arguments, tools)
+    variables = {
         **special_tokens,
         "tools": tools,
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
         **arguments,
-        "messages": messages,
+        "messages": [_as_transformers_has_it(message) for message in messages],
     }
-
-
-def _run(source: str, variables: dict[str, Any], budget: Any) -> str:
-    """Renders. The import is here because it costs 50 ms, which only a templated prompt pays."""
-    import jinja2
-
-    from toastkit.text.budget import TooCostly
-    from toastkit.text.sandbox import BudgetedEnvironment
-
-    environment = BudgetedEnvironment(budget)
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    try:
-        pieces, size = [], 0
-        for piece in environment.from_untrusted(source).generate(**variables):
-            size += len(piece)
-            budget.expect(size)
-            pieces.append(piece)
-        return "".join(pieces)
-    except TooCostly as error:
-        raise DataError(f"chat template: stopped, {error}", hint=_HINT) from error
-    except _Refused as error:
-        raise DataError(f"chat template: {_one_line(error)}") from error
-    except jinja2.TemplateSyntaxError as error:
+    given = [*arguments, *([] if tools is None else ["tools"])]
+    reply = _answer(template, variables, given)
+    if "error" in reply and not reply.get("stopped"):
+        joined = _without_parts(variables["messages"])
+        second = _answer(template, {**variables, "messages": joined}, given) if joined else reply
+        if "error" not in second:
+            reply = second
+            if note is not None:
+                note("the chat template takes no content in parts: they are joined")
+    if "error" in reply:
+        stopped = "stopped, " if reply.get("stopped") else ""
+        hint = _HINT if stopped else None
+        raise DataError(f"chat template: {stopped}{reply['error']}", hint=hint)
+    number = reply.get("number")
+    if number is not None:
+        word = "true" if arguments[number] else "false"
         raise DataError(
-            f"chat template: line {error.lineno}: {_one_line(error.message)}"
-        ) from error
+            f"template argument {number!r}: the chat template does nothing with "
+            f"{arguments[number]}, and something with {word}",
+            hint=f"give {number}={word}",
+        )
+    if note is not None:
+        for line in _unmentioned(given, reply.get("mentions", given)):
+            note(line)
+    return reply["text"]
+
+
+def _check_arguments(arguments: dict, tools: list | None) -> None:
+    if "messages" in arguments:
+        raise DataError("template argument 'messages' would replace the prompt")
+    if "tools" in arguments and tools is not None:
+        raise DataError("template argument 'tools' would replace the tools")
+
+
+def _as_transformers_has_it(message: dict) -> dict:
+    """Fields that are null are left out, as Hugging Face does; but a content that is null, which
+    templates ask for, stays. Thoughts go under the name that templates read."""
+    kept = {k: v for k, v in message.items() if v is not None or k == "content"}
+    thoughts = [kept[k] for k in ("reasoning_content", "thinking", "reasoning") if k in kept]
+    if thoughts:
+        kept = {"thinking": thoughts[0], **kept, "reasoning_content": thoughts[0]}
+    return kept
+
+
+def _without_parts(messages: list[dict]) -> list[dict]:
+    """The messages with the parts of every content joined; none where no content has parts."""
+    parts = [isinstance(message.get("content"), list) for message in messages]
+    if not any(parts):
+        return []
+    return [{**m, "content": content_text(m)} if has else m for m, has in zip(messages, parts)]
+
+
+def _answer(source: str, variables: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
+    """The reply of toastkit.text.sandbox.answer, from this process or the child."""
+    if len(source) > MAX_SOURCE:
+        raise DataError(f"chat template: it is over {MAX_SOURCE} characters long")
+    job = {"template": source, "variables": variables, "arguments": arguments}
+    if hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest() in KNOWN:
+        from toastkit.text.sandbox import answer
+
+        return answer(job)
+    from toastkit.text.template_child import Stopped, ask
+
+    try:
+        return ask(job, SECONDS)
     except RecursionError as error:
-        raise DataError("chat template: stopped, it nests too deep", hint=_HINT) from error
-    except Exception as error:
-        raise DataError(f"chat template: {_one_line(error)}") from error
+        raise DataError("messages: nested too deep for a template") from error
+    except Stopped as error:
+        return {"error": str(error), "stopped": True}
 
 
-_HINT = "a template that comes with a checkpoint is code; --raw does without it"
+def _unmentioned(given: Iterable[str], mentioned: list[str]) -> Iterable[str]:
+    import difflib
 
-
-class _Refused(Exception):
-    """The template called raise_exception."""
-
-
-def _raise_exception(message: object = "") -> None:
-    raise _Refused(str(message))
-
-
-def _strftime_now(pattern: str) -> str:
-    from datetime import datetime
-
-    if len(pattern) > 1000:
-        raise ValueError("a date format over 1000 characters")
-    return datetime.now().strftime(pattern)
-
-
-def _one_line(error: object) -> str:
-    """A message in one line of at most 300 characters."""
-    text = " ".join(str(error)[:2000].split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
+    for name in given:
+        if name not in mentioned:
+            near = difflib.get_close_matches(name, mentioned, 1)
+            but = f"; did you mean {near[0]}?" if near else ""
+            yield f"the chat template makes no use of {name!r}{but}"

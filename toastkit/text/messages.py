@@ -1,13 +1,17 @@
-"""Chat messages: the OpenAI-style list of {role, content} that a chat template is rendered with."""
+"""What a chat template is rendered with: the OpenAI-style list of {role, content}, and tools."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 from toastkit.errors import DataError
 
 _SHAPE = 'a list of {"role": ..., "content": ...}, or an object with it under "messages"'
+_TOOLS_SHAPE = 'a list of JSON schemas, or an object with it under "tools"'
+MAX_DEPTH = 100  # lists in lists
+MAX_VALUES = 1 << 20  # in messages, beside texts
 
 
 def user_messages(text: str, system: str | None = None) -> list[dict]:
@@ -22,81 +26,142 @@ def load_messages(data: str | bytes) -> list[dict]:
     """Reads messages from JSON, UTF-8 where it is bytes: a list, or an object that holds it.
     Raises DataError for anything else, and as check_messages does.
     """
-    document = _parse(data)
-    if isinstance(document, dict):
-        unexpected = sorted(set(document) - {"messages"})
-        if "messages" not in document:
-            raise DataError("messages: the object has no field 'messages'", hint=f"give {_SHAPE}")
-        if unexpected:
-            raise DataError(f"messages: unexpected field {unexpected[0]!r} beside 'messages'")
-        document = document["messages"]
-    return check_messages(document)
+    return check_messages(_unwrapped(_parse(data, "messages"), "messages", _SHAPE))
+
+
+def load_tools(data: str | bytes) -> list[dict]:
+    """Reads tools as load_messages does messages. Raises DataError as check_tools does."""
+    return check_tools(_unwrapped(_parse(data, "tools"), "tools", _TOOLS_SHAPE))
 
 
 def check_messages(document: Any) -> list[dict]:
-    """Messages from what was read from JSON.
+    """Messages from what was read from JSON, as they are.
 
-    Content is a string or a list of text parts, which are joined. An assistant message with tool
-    calls may have no content. Fields beyond role and content are kept for the template.
+    Content is a string or a list of text parts. An assistant message with tool calls may have no
+    content, or null. Fields beyond role and content are for the template.
     Raises DataError, which names the message (counted from 1), for anything else.
     """
     if not isinstance(document, list):
         raise DataError(f"messages: {_kind(document)} instead of a list", hint=f"give {_SHAPE}")
     if not document:
         raise DataError("messages: the list is empty")
-    return [_message(entry, f"message {i}") for i, entry in enumerate(document, 1)]
-
-
-def _parse(data: str | bytes) -> Any:
-    try:
-        text = data if isinstance(data, str) else data.decode("utf-8-sig")
-        document = json.loads(text)
-        _refuse_surrogates(text, document)
-    except UnicodeDecodeError as error:
-        raise DataError(f"messages: not UTF-8 at byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}"
-        reason = error.msg[:1].lower() + error.msg[1:]
-        raise DataError(f"messages: not JSON: {where}: {reason}") from error
-    except RecursionError as error:
-        raise DataError("messages: nested too deep") from error
-    except ValueError as error:  # an integer of thousands of digits
-        raise DataError("messages: not JSON: a number too long") from error
+    for i, entry in enumerate(document, 1):
+        _check_message(entry, f"message {i}")
+    check_size([fields for entry in document for fields in _others(entry)], "messages")
     return document
 
 
-def _refuse_surrogates(text: str, document: Any) -> None:
+def check_tools(document: Any) -> list[dict]:
+    """Tools from what was read from JSON: a list of objects, which are the template's to read.
+    Raises DataError for anything else."""
+    if not isinstance(document, list):
+        raise DataError(f"tools: {_kind(document)} instead of a list", hint=f"give {_TOOLS_SHAPE}")
+    for i, tool in enumerate(document, 1):
+        if not isinstance(tool, dict):
+            raise DataError(f"tool {i}: {_kind(tool)} instead of an object")
+    check_size(document, "tools")
+    return document
+
+
+def check_size(value: Any, what: str) -> None:
+    """Raises DataError where lists and objects are nested too deep, or there are too many."""
+    stack, count = [iter((value,))], 0
+    while stack:
+        for item in stack[-1]:
+            count += 1
+            if isinstance(item, (dict, list)) and item:
+                stack.append(iter(item.values() if isinstance(item, dict) else item))
+                break
+        else:
+            stack.pop()
+        if len(stack) > MAX_DEPTH:
+            raise DataError(f"{what}: nested deeper than {MAX_DEPTH}")
+        if count > MAX_VALUES:
+            raise DataError(f"{what}: over {MAX_VALUES} values")
+
+
+def content_text(message: dict) -> str:
+    """A message's content as one text: its parts joined, nothing where it has none."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content or ""
+
+
+def with_text(message: dict, text: str) -> dict:
+    """The message with another content, which is a list where the message's is one."""
+    listed = isinstance(message.get("content"), list)
+    return {**message, "content": [{"type": "text", "text": text}] if listed else text}
+
+
+def _unwrapped(document: Any, name: str, shape: str) -> Any:
+    """What an object holds under the name; anything but an object as it is."""
+    if not isinstance(document, dict):
+        return document
+    if name not in document:
+        raise DataError(f"{name}: the object has no field {name!r}", hint=f"give {shape}")
+    unexpected = sorted(set(document) - {name})
+    if unexpected:
+        hint = "tools are in a file of their own: --tools" if unexpected == ["tools"] else None
+        raise DataError(f"{name}: unexpected field {unexpected[0]!r} beside {name!r}", hint=hint)
+    return document[name]
+
+
+def _parse(data: str | bytes, what: str) -> Any:
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8-sig")
+        document = json.loads(text, parse_constant=_no_number)
+        _refuse_surrogates(text, document, what)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{what}: not UTF-8 at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        reason = error.msg[:1].lower() + error.msg[1:]
+        raise DataError(f"{what}: not JSON: {where}: {reason}") from error
+    except RecursionError as error:
+        raise DataError(f"{what}: nested too deep") from error
+    except ValueError as error:  # NaN, or an integer of thousands of digits
+        raise DataError(f"{what}: not JSON: a number that is none, or too long") from error
+    return document
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def _refuse_surrogates(text: str, document: Any, what: str) -> None:
     """A lone surrogate (\\ud800 in JSON) is no character and has no UTF-8."""
     if "\\u" in text or not text.isascii():
         try:
             json.dumps(document, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise DataError("messages: a lone surrogate is not text") from error
+            raise DataError(f"{what}: a lone surrogate is not text") from error
 
 
-def _message(entry: Any, where: str) -> dict:
+def _others(entry: dict) -> Iterator[Any]:
+    """What a message has beyond its role and a content that is text."""
+    return (value for value in entry.values() if not isinstance(value, str))
+
+
+def _check_message(entry: Any, where: str) -> None:
     if not isinstance(entry, dict):
         raise DataError(f"{where}: {_kind(entry)} instead of an object")
     if "role" not in entry:
         raise DataError(f"{where}: no role")
     if not isinstance(entry["role"], str):
         raise DataError(f"{where}: the role is {_kind(entry['role'])} instead of a string")
-    if entry.get("content") is None:
+    content = entry.get("content")
+    if content is None:
         if not entry.get("tool_calls"):
             raise DataError(f"{where}: no content")
-        return {**entry, "content": ""}
-    return {**entry, "content": _content(entry["content"], where)}
-
-
-def _content(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
+    elif isinstance(content, list):
+        for i, part in enumerate(content, 1):
+            _check_part(part, f"{where}: part {i}")
+    elif not isinstance(content, str):
         raise DataError(f"{where}: the content is {_kind(content)} instead of a string")
-    return "".join(_part(part, f"{where}: part {i}") for i, part in enumerate(content, 1))
 
 
-def _part(part: Any, where: str) -> str:
+def _check_part(part: Any, where: str) -> None:
     if not isinstance(part, dict):
         raise DataError(f"{where}: {_kind(part)} instead of an object")
     kind = part.get("type")
@@ -106,7 +171,6 @@ def _part(part: Any, where: str) -> str:
         raise DataError(f"{where}: cannot take content of type {kind[:40]!r}, only text")
     if not isinstance(part.get("text"), str):
         raise DataError(f"{where}: the text is {_kind(part.get('text'))} instead of a string")
-    return part["text"]
 
 
 def _kind(value: Any) -> str:

@@ -50,10 +50,14 @@ class Tokenizer:
         generation = _read_json(files, "generation_config.json")
         settings = _read_json(files, "tokenizer_config.json")
         special_map = _read_json(files, "special_tokens_map.json")
-        self.chat_template = _chat_template(files, settings)
+        self.chat_template, self._tool_template = _chat_templates(files, settings)
         self.special_tokens = _special_tokens({**special_map, **settings})
         self.bos_id = self._bos_id(config, generation)
         self.eos_ids = self._eos_ids(config, generation)
+
+    def template_for(self, tools: list | None) -> str | None:
+        """The template of a prompt: where there are tools, the one for these if there is one."""
+        return self.chat_template if tools is None else self._tool_template or self.chat_template
 
     @cached_property
     def vocab_size(self) -> int:
@@ -159,10 +163,11 @@ class Tokenizer:
         return sorted(found)
 
     def _end_of_turn_markers(self) -> list[str]:
+        templates = (self.chat_template or "") + (self._tool_template or "")
         markers = [
             marker
             for marker in _END_OF_TURN
-            if marker in (self.chat_template or "") and self.token_id(marker) in self.special_ids
+            if marker in templates and self.token_id(marker) in self.special_ids
         ]
         # In the harmony format (gpt-oss) <|end|> closes a message, and the turn goes on.
         if "<|return|>" in markers and "<|end|>" in markers:
@@ -208,29 +213,31 @@ def _read_json(files: SmallFiles, name: str) -> dict:
     return document
 
 
-def _chat_template(files: SmallFiles, settings: dict) -> str | None:
-    """The template's source, from the first place that has one; of several, the one for chat."""
+def _chat_templates(files: SmallFiles, settings: dict) -> tuple[str | None, str | None]:
+    """The source of the template for chat, and of one for tools if that is another, from the first
+    place that has one."""
     source = files.read("chat_template.jinja")
     if source is not None:
         try:
-            return source.decode("utf-8-sig")
+            return source.decode("utf-8-sig"), None
         except UnicodeDecodeError as error:
             message = f"{files.name}: chat_template.jinja: not UTF-8 at byte {error.start}"
             raise DataError(message) from error
     for place in (_read_json(files, "chat_template.json"), settings):
-        template = place.get("chat_template")
+        template, for_tools = place.get("chat_template"), None
         if isinstance(template, list):
             try:
                 named = {entry["name"]: entry["template"] for entry in template}
             except (TypeError, KeyError) as error:
                 raise DataError(f"{files.name}: a chat template without a name") from error
             template = named.get("default", next(iter(named.values()), None))
+            for_tools = named.get("tool_use")
         if template is None:
             continue
-        if not isinstance(template, str):
+        if not all(isinstance(source, (str, type(None))) for source in (template, for_tools)):
             raise DataError(f"{files.name}: the chat template is not a string")
-        return template
-    return None
+        return template, for_tools
+    return None, None
 
 
 def _special_tokens(settings: dict) -> dict[str, str]:

@@ -1,0 +1,166 @@
+"""The process in which untrusted chat templates are rendered, as its parent sees it.
+
+It is started when the first such template is, answers any number of jobs, one at a time, and is
+killed when one takes too long or too much; then the next job starts another. It gets no environment
+and no descriptor but its end of a socket, see toastkit.text.sandbox.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from toastkit.errors import UnavailableError
+
+START_SECONDS = 30.0
+LOOK_SECONDS = 0.1  # between two looks at the memory of a child
+MEMORY_BYTES = 768 << 20  # of a child's address space, interpreter and all
+BASE_CHARACTERS = 16 << 20  # that it may write, whatever the job is
+HEADER_BYTES = 8  # of a message: its length, big-endian
+_BOOT = f"""import sys
+sys.path += sys.argv[1:]
+from toastkit.text.sandbox import serve
+serve({MEMORY_BYTES}, {BASE_CHARACTERS}, {HEADER_BYTES})"""
+_KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH")  # the time that strftime_now tells; Python's own
+
+
+class Stopped(Exception):
+    """The child was killed, and why: a line."""
+
+
+class _Child:
+    """A running child. Raises UnavailableError where it cannot be started."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._socket, theirs = socket.socketpair()
+        command = [sys.executable, "-I", "-S", "-c", _BOOT, *_package_roots()]
+        variables = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL, cwd="/", env=variables, start_new_session=True,
+                )  # fmt: skip
+            self._receive(time.monotonic() + START_SECONDS)
+        except (OSError, Stopped) as error:
+            self._socket.close()
+            raise UnavailableError("cannot start the process that renders templates") from error
+
+    def alive(self) -> bool:
+        """Whether it is there for this process, which may be a fork of the one that started it."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def ask(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """The reply to a job. Raises Stopped."""
+        deadline = time.monotonic() + seconds
+        data = json.dumps({**job, "seconds": seconds}).encode()
+        try:
+            self._socket.settimeout(seconds)
+            self._socket.sendall(len(data).to_bytes(HEADER_BYTES, "big") + data)
+            return self._receive(deadline, len(data))
+        except TimeoutError as error:
+            raise Stopped(f"it runs for over {seconds:g} seconds") from error
+        except OSError as error:
+            raise Stopped("it takes too much memory") from error
+
+    def end(self) -> None:
+        """Kills it."""
+        self._socket.close()
+        if self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+
+    def _receive(self, deadline: float, job_bytes: int = 0) -> dict[str, Any]:
+        size = int.from_bytes(self._read(HEADER_BYTES, deadline), "big")
+        if size > 6 * (2 * BASE_CHARACTERS + 4 * job_bytes):  # a character is \u0000 at most
+            raise Stopped("it writes too much")
+        return json.loads(self._read(size, deadline))
+
+    def _read(self, size: int, deadline: float) -> bytearray:
+        data = bytearray(size)
+        rest = memoryview(data)
+        while rest:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            try:
+                self._socket.settimeout(min(left, LOOK_SECONDS))
+                count = self._socket.recv_into(rest)
+            except TimeoutError:
+                if LOOKS and _resident(self._process.pid) > MEMORY_BYTES:
+                    raise Stopped("it takes too much memory") from None
+                continue
+            if not count:
+                raise Stopped("it takes too much memory")
+            rest = rest[count:]
+        return data
+
+
+LOOKS = sys.platform == "darwin"  # which does not hold a process to RLIMIT_AS
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory of a process, 0 where nobody can tell."""
+    command = ["ps", "-o", "rss=", "-p", str(pid)]
+    try:
+        return int(subprocess.run(command, capture_output=True, check=True).stdout) * 1024
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return 0
+
+
+def _package_roots() -> list[str]:
+    """Where the child finds what it imports beside the standard library."""
+    from importlib.util import find_spec
+
+    specs = [find_spec(name) for name in ("toastkit", "jinja2", "markupsafe")]
+    roots = [os.path.dirname(os.path.dirname(s.origin)) for s in specs if s and s.origin]
+    return list(dict.fromkeys(map(os.path.abspath, roots)))
+
+
+_lock = threading.Lock()
+_child: _Child | None = None
+
+
+def ask(job: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The child's reply to a job of toastkit.text.sandbox.answer. Any thread; one at a time.
+
+    Raises Stopped where it took longer than `seconds`, too much memory or wrote too much,
+    UnavailableError where no child can be started.
+    """
+    global _child
+    with _lock:
+        if _child is None:
+            atexit.register(end)
+        elif not _child.alive():
+            _child.end()
+            _child = None
+        try:
+            _child = _child or _Child()
+            reply = _child.ask(job, seconds)
+        except BaseException:  # an interrupt as well: its reply would be taken for the next one
+            _end()
+            raise
+        if reply.get("stopped"):
+            _end()
+        return reply
+
+
+def end() -> None:
+    """Ends the child, if there is one."""
+    with _lock:
+        _end()
+
+
+def _end() -> None:
+    global _child
+    if _child is not None:
+        _child.end()
+        _child = None
