@@ -31,6 +31,12 @@ THINKING = (
     "{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
+# One that says at the top what may be called.
+OFFERING = (
+    "{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
 # One that writes something else at the top with every turn, as one with the time of day does.
 COUNTING = (
     "{{ '<|im_start|>system\nTurn ' + (messages | length) | string + '.<|im_end|>\n' }}"
@@ -202,6 +208,7 @@ class Driver:
         session: Path | str | None = None,
         priority: int = 0,
         channel: FakeChannel | None = None,
+        tools: list | None = None,
         **options: Any,
     ) -> Asked:
         """Gives a request its place. what: messages, token ids, or a prompt. options: those of a
@@ -214,6 +221,8 @@ class Driver:
             document["tokens" if isinstance(what[0], int) else "messages"] = what
         if session is not None:
             document["session"] = str(session)
+        if tools is not None:
+            document["tools"] = tools
         channel = channel or FakeChannel()
         prepared = self.preparer.prepare(make_request(document))
         return Asked(channel, self.service.begin(prepared, channel))

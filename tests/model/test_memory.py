@@ -8,6 +8,7 @@ mx = pytest.importorskip("mlx.core")
 
 from tests.model.service_driver import (  # noqa: E402
     COUNTING,
+    OFFERING,
     THINKING,
     Asked,
     Driver,
@@ -249,6 +250,22 @@ def test_a_template_that_rewrites_the_beginning(engines: Engines, name: str) -> 
         f"from token {asked.cached} on it is another conversation",
     )
     assert len(driver.kept) == 1
+
+
+def test_tools_are_a_part_of_the_prompt(engines: Engines) -> None:
+    """Turns with the same tools go on from each other, a turn with others begins anew; what the
+    template makes no use of is told with the answer."""
+    engine, plain = engines("llama", OFFERING)
+    driver, messages, tools = Driver(engine), [user(QUESTIONS[2])], [{"name": "look"}]
+    first = driver.ask(messages, tools=tools, template={"mood": 1})
+    assert first.stats["notes"] == ["the chat template makes no use of 'mood'"]
+    messages += [assistant(first.text), user("Why?")]
+    second = driver.ask(messages, tools=tools)
+    other = driver.ask(messages, tools=[{"name": "jump"}])
+    assert second.cached >= len(first.prompt) and second.stats["notes"] == []
+    assert other.cached < 16
+    assert second.answer == plain.answer(messages, tools=tools)
+    assert other.answer == plain.answer(messages, tools=[{"name": "jump"}])
 
 
 def split_token(driver: Driver) -> int:

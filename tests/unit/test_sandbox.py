@@ -137,6 +137,12 @@ def test_memory_is_watched_where_the_system_does_not(monkeypatch: pytest.MonkeyP
         ask(LONG["nested loops"])
 
 
+def test_what_a_child_says_is_not_read_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_child, "MOST_BYTES", 1000)
+    with pytest.raises(DataError, match="stopped, it writes too much"):
+        ask("{{ 'x' * 1000 }}")
+
+
 def test_the_child_is_used_again_and_replaced_when_it_is_gone() -> None:
     ask("x")
     first = template_child._child
@@ -165,5 +171,12 @@ def test_several_threads_get_their_own_texts() -> None:
 def test_no_child_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     template_child.end()
     monkeypatch.setattr(sys, "executable", os.devnull)
+    with pytest.raises(UnavailableError, match="cannot start the process that renders templates"):
+        ask("x")
+
+
+def test_a_child_that_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    template_child.end()
+    monkeypatch.setattr(template_child, "_package_roots", list)
     with pytest.raises(UnavailableError, match="cannot start the process that renders templates"):
         ask("x")

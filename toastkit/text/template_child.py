@@ -20,9 +20,11 @@ from typing import Any
 from toastkit.errors import UnavailableError
 
 START_SECONDS = 30.0
+LOOKS = sys.platform == "darwin"  # which does not hold a process to RLIMIT_AS
 LOOK_SECONDS = 0.1  # between two looks at the memory of a child
 MEMORY_BYTES = 768 << 20  # of a child's address space, interpreter and all
 BASE_CHARACTERS = 16 << 20  # that it may write, whatever the job is
+MOST_BYTES = 256 << 20  # of a reply, as JSON
 HEADER_BYTES = 8  # of a message: its length, big-endian
 _BOOT = f"""import sys
 sys.path += sys.argv[1:]
@@ -43,16 +45,21 @@ class _Child:
         self._socket, theirs = socket.socketpair()
         command = [sys.executable, "-I", "-S", "-c", _BOOT, *_package_roots()]
         variables = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+        failed = UnavailableError("cannot start the process that renders templates")
         try:
             with theirs:
                 self._process = subprocess.Popen(
                     command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL, cwd="/", env=variables, start_new_session=True,
                 )  # fmt: skip
+        except OSError as error:
+            self._socket.close()
+            raise failed from error
+        try:
             self._receive(time.monotonic() + START_SECONDS)
         except (OSError, Stopped) as error:
-            self._socket.close()
-            raise UnavailableError("cannot start the process that renders templates") from error
+            self.end()
+            raise failed from error
 
     def alive(self) -> bool:
         """Whether it is there for this process, which may be a fork of the one that started it."""
@@ -65,7 +72,7 @@ class _Child:
         try:
             self._socket.settimeout(seconds)
             self._socket.sendall(len(data).to_bytes(HEADER_BYTES, "big") + data)
-            return self._receive(deadline, len(data))
+            return self._receive(deadline)
         except TimeoutError as error:
             raise Stopped(f"it runs for over {seconds:g} seconds") from error
         except OSError as error:
@@ -78,9 +85,9 @@ class _Child:
             self._process.kill()
             self._process.wait()
 
-    def _receive(self, deadline: float, job_bytes: int = 0) -> dict[str, Any]:
+    def _receive(self, deadline: float) -> dict[str, Any]:
         size = int.from_bytes(self._read(HEADER_BYTES, deadline), "big")
-        if size > 6 * (2 * BASE_CHARACTERS + 4 * job_bytes):  # a character is \u0000 at most
+        if size > MOST_BYTES:
             raise Stopped("it writes too much")
         return json.loads(self._read(size, deadline))
 
@@ -88,13 +95,13 @@ class _Child:
         data = bytearray(size)
         rest = memoryview(data)
         while rest:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
+            left = max(deadline - time.monotonic(), 0.001)
             try:
                 self._socket.settimeout(min(left, LOOK_SECONDS))
                 count = self._socket.recv_into(rest)
             except TimeoutError:
+                if time.monotonic() >= deadline:  # what came while we were suspended is in time
+                    raise
                 if LOOKS and _resident(self._process.pid) > MEMORY_BYTES:
                     raise Stopped("it takes too much memory") from None
                 continue
@@ -102,9 +109,6 @@ class _Child:
                 raise Stopped("it takes too much memory")
             rest = rest[count:]
         return data
-
-
-LOOKS = sys.platform == "darwin"  # which does not hold a process to RLIMIT_AS
 
 
 def _resident(pid: int) -> int:
