@@ -233,3 +233,18 @@ def test_a_recorded_error_is_told(tmp_path: Path):
 def test_nothing_is_left_behind(state_home: Path):
     assert run_pipeline(WHO).statuses == [0] * 6
     assert list(state_home.iterdir()) == []
+
+
+@pytest.mark.parametrize("last", ["detokenize", "feed"])
+def test_a_forgotten_sampler(last: str, tmp_path: Path):
+    """decode waits for a token, and who reads it can never have one: it says so, and the prompt is
+    committed."""
+    path = tmp_path / "s"
+    done = run_pipeline(
+        WHO, {"prefill": ["--session", str(path)]}, ["tokenize", "prefill", "decode", last]
+    )
+    assert done.statuses == [0, 0, -signal.SIGPIPE, 65], done.errors
+    assert done.errors == [
+        f"toast-{last}: logits come, but no tokens", "  hint: is toast-sample missing?"
+    ]  # fmt: skip
+    assert len(stored(path)[0]) > 0

@@ -45,6 +45,8 @@ class Recorder:
     """A feed that writes down what it is told. gears: those that came with tokens, and the ones
     that were expected."""
 
+    awaited = False
+
     def __init__(self) -> None:
         self.told: list[tuple] = []
         self.gears: list[tuple] = []

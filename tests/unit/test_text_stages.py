@@ -12,10 +12,13 @@ from hand_made import EOS, Recorder, answer, draw, drawn, head, kinds, step
 from toastkit.errors import DataError
 from toastkit.frames import (
     End,
+    FrameReader,
     Head,
+    Prefilled,
     Text,
     Token,
     Tokens,
+    dumps,
     pack_ids,
 )
 from toastkit.gears.classifier import classify
@@ -24,8 +27,11 @@ from toastkit.model.locate import locate
 from toastkit.session.feed import FeedMessage, FeedReader
 from toastkit.stages.detokenize import TextOptions, detokenize
 from toastkit.stages.feeding import bare_ids, feed_tokens
-from toastkit.stages.options import Outcome
+from toastkit.stages.follow import GearRules
+from toastkit.stages.gear import gear
+from toastkit.stages.options import Interrupt, Outcome, ReadOptions
 from toastkit.stages.pipe_feed import PipeFeed
+from toastkit.stages.prefill import prefill
 from toastkit.stages.tokenize import (
     Prompt,
     PromptOptions,
@@ -256,7 +262,7 @@ def test_feed_tokens_sends_and_passes_on(run: Path) -> None:
         head(run=str(run)), Tokens(pack_ids([1])), step(1, 3), Token(1, 3), Token(2, EOS),
         Token(3, 4), head(run=str(run)), Token(1, 2),
     ]  # fmt: skip
-    frames = list(feed_tokens(stream[:5] + stream[6:], None, False))
+    frames = list(feed_tokens(stream[:5] + stream[6:], str(run), False))
     assert kinds(frames) == [Head, Tokens, Token, Token, End, Head, Token, End]
     assert [f for f in frames if type(f) is End] == [End("eos", 2), End("stop", 1)]
     assert reader.read_available() == [
@@ -271,3 +277,122 @@ def test_bare_ids() -> None:
     for bad in (b"1\n-2\n", b"1\nx\n", b"1\n4294967296\n", b"1\n\xff\n", "1\n²\n".encode()):
         with pytest.raises(DataError, match="^cannot read line 2: "):
             list(bare_ids(io.BytesIO(bad)))
+
+
+# ------------------------------------------------------------------------------- what fits together
+
+PROMPT = [head(run="RUN"), Tokens(pack_ids([1, 2]))]
+STEPS = [step(2, 3), step(3, EOS)]
+DRAWN = [Token(2, 3), Token(3, EOS)]
+END = End("eos", 2)
+STREAMS: dict[str, list] = {
+    "nothing": [],
+    "tokenize": [head(), *PROMPT[1:]],
+    "prefill": [*PROMPT, Prefilled(2, 2, 0, 0.0)],
+    "decode": [*PROMPT, Prefilled(2, 2, 0, 0.0), *STEPS, END],
+    "decode, one step": [*PROMPT, STEPS[0], End("length", 0)],
+    "decode --greedy": [*PROMPT, STEPS[0], DRAWN[0], STEPS[1], DRAWN[1], END],
+    "sample": [*PROMPT, *DRAWN, END],
+    "detokenize": [*PROMPT, DRAWN[0], Text("3"), DRAWN[1], END],
+    "only text": [*PROMPT, Text("3"), END],
+    "interrupted": [*PROMPT, STEPS[0], End("interrupt", 0)],
+}
+CUT, NO_LOGITS, NO_TOKENS = "in the middle of a run", "tokens come, but no logits", "but no tokens"
+MISFITS = {
+    ("nothing", "*"): "no frames on input",
+    ("nothing", "feed"): None,
+    ("tokenize", "*"): CUT,
+    ("tokenize", "prefill"): None,
+    ("tokenize", "feed"): "no run to feed",
+    ("prefill", "*"): CUT,
+    ("prefill", "prefill"): None,
+    ("prefill", "feed"): None,
+    ("decode", "detokenize"): NO_TOKENS,
+    ("decode", "feed"): NO_TOKENS,
+    ("decode, one step", "detokenize"): NO_TOKENS,
+    ("decode, one step", "feed"): NO_TOKENS,
+    ("decode --greedy", "feed"): NO_TOKENS,
+    ("interrupted", "feed"): NO_TOKENS,
+    ("sample", "entropy-gear"): NO_LOGITS,
+    ("sample", "sample"): NO_LOGITS,
+    ("detokenize", "entropy-gear"): NO_LOGITS,
+    ("detokenize", "sample"): NO_LOGITS,
+    ("only text", "detokenize"): "without its tokens",
+    ("only text", "feed"): "without its tokens",
+}
+
+
+class Read(Exception):
+    """A prompt has come to where the model is."""
+
+
+def read_prompt(stream) -> list:
+    """prefill, up to the model."""
+
+    def engine_for(head: Head):
+        raise Read
+
+    class Runs:
+        def begin(self, head: Head) -> Head:
+            return head
+
+        def close(self) -> None:
+            pass
+
+    try:
+        return list(prefill(iter(stream), engine_for, Runs(), ReadOptions(), Interrupt()))
+    except Read:
+        return []
+
+
+@pytest.mark.parametrize("sink", ["prefill", "entropy-gear", "sample", "detokenize", "feed"])
+@pytest.mark.parametrize("source", STREAMS)
+def test_what_can_get_nothing_says_so(
+    tokenizer: Tokenizer, run: Path, source: str, sink: str
+) -> None:
+    """Every stream into every stage: one that lacks what the stage reads is an error, and neither
+    waited for nor a success without a result."""
+    stages = {
+        "prefill": read_prompt,
+        "entropy-gear": lambda stream: list(gear(stream, GearRules())),
+        "sample": draw,
+        "detokenize": lambda stream: write(tokenizer, stream),
+        "feed": lambda stream: list(feed_tokens(stream, None, False)),
+    }
+    stream = list(FrameReader(io.BytesIO(b"".join(map(dumps, STREAMS[source])))))
+    for frame in stream:
+        if isinstance(frame, Head) and frame.run is not None:
+            frame.run = str(run)
+    problem = MISFITS.get((source, sink), MISFITS.get((source, "*")))
+    reader = FeedReader(run / "feed")
+    try:
+        if problem is None:
+            stages[sink](stream)
+        else:
+            with pytest.raises(DataError, match=problem) as caught:
+                stages[sink](stream)
+            assert caught.value.code == 65
+    finally:
+        reader.close()
+
+
+def test_a_decode_that_waits_is_not_let_wait(tokenizer: Tokenizer, run: Path) -> None:
+    """It has written its first logits, and no token can ever come: no frame after them is read."""
+
+    def live():
+        yield from [head(run=str(run)), Tokens(b""), Prefilled(0, 0, 0, 0.0), STEPS[0]]
+        pytest.fail("more was waited for")
+
+    reader = FeedReader(run / "feed")
+    feed = PipeFeed()
+    with pytest.raises(DataError, match=NO_TOKENS) as caught:
+        write(tokenizer, live(), feed)
+    assert caught.value.hint == "is toast-sample missing?"
+    with pytest.raises(DataError, match=NO_TOKENS):
+        list(feed_tokens(live(), None, False))
+    reader.close()
+
+
+def test_text_of_another_detokenizer_is_made_again(tokenizer: Tokenizer) -> None:
+    once = write(tokenizer, spoken(tokenizer, HARD))
+    assert text_of(write(tokenizer, once)) == HARD

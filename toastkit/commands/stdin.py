@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from toastkit.errors import DataError
+from toastkit.frames import starts_frames
 
 
 def stdin_has_text() -> bool:
@@ -34,6 +35,8 @@ def stdin_lines() -> Iterator[str]:
 
 def text_of(data: bytes) -> str:
     """Bytes as text. Raises DataError, naming the first byte that is not UTF-8."""
+    if starts_frames(data[:1]):
+        raise DataError("the prompt is frames, not text", hint="toast-detokenize makes text of it")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

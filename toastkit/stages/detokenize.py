@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from toastkit.frames import End, Frame, Head, Text, Token, Tokens, unpack_ids
 from toastkit.stages.options import Outcome
 from toastkit.stages.sample import Feed
-from toastkit.stages.streams import ends_run, whole_runs
+from toastkit.stages.streams import ends_run, whole_runs, with_tokens
 from toastkit.text.detokenizer import StreamingDetokenizer
 from toastkit.text.stops import StopStrings
 from toastkit.text.tokenizer import Tokenizer
@@ -37,12 +37,14 @@ def detokenize(
     outcome: told how each run ends.
     """
     writer: _Writer | None = None
-    for frame in whole_runs(frames, ends_run):
+    for frame in with_tokens(whole_runs(frames, ends_run), lambda: feed.awaited):
         if isinstance(frame, Head):
             feed.begin(frame)
             writer = _Writer(tokenizer_for(frame), options)
         elif writer is None:
             pass
+        elif isinstance(frame, Text):
+            continue  # of another detokenizer: it is made again
         elif isinstance(frame, Tokens) and options.echo:
             yield Text(writer.prompt(frame))
         elif isinstance(frame, Token):

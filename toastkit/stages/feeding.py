@@ -10,17 +10,19 @@ from toastkit.errors import DataError, RemoteError
 from toastkit.frames import End, Error, Frame, Head, Token, Tokens
 from toastkit.session.feed import FeedWriter
 from toastkit.stages.jsonl import lines
+from toastkit.stages.streams import with_tokens
 
 
 def feed_tokens(frames: Iterable[Frame], run: str | None, ignore_eos: bool) -> Iterator[Frame]:
     """Sends each token frame to the run that the head names, or to `run`, and passes on what a
     detokenizer needs: head, tokens, token, end. After an end-of-turn token, or where the stream
     stops without one, the run is ended; so it is at an error frame, which raises RemoteError.
+    Raises DataError for logits of the run that waits for tokens: nobody has drawn any.
     """
     writer: FeedWriter | None = None
     head: Head | None = None
     count = 0
-    for frame in frames:
+    for frame in with_tokens(frames, lambda: run is None):
         if isinstance(frame, Error):
             if writer is not None:
                 _send(writer, None, None, True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from toastkit.frames import End, Frame, Head, Logits, Prefilled, Token
 from toastkit.gears.monitor import EntropyMeter
 from toastkit.stages.follow import Follower, GearRules
-from toastkit.stages.streams import ends_run, whole_runs
+from toastkit.stages.streams import ends_run, whole_runs, with_logits
 
 
 def gear(frames: Iterable[Frame], rules: GearRules) -> Iterator[Frame]:
@@ -20,7 +20,8 @@ def gear(frames: Iterable[Frame], rules: GearRules) -> Iterator[Frame]:
     reader = LogitsReader()
     follower = Follower(rules)
     meter: EntropyMeter | None = None
-    for frame in followed(whole_runs(frames, ends_run), follower):
+    whole = with_logits(whole_runs(frames, ends_run), "toast-entropy-gear goes before toast-sample")
+    for frame in followed(whole, follower):
         if isinstance(frame, Head):
             reader.begin(frame)
             meter = None

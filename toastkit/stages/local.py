@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class LocalFeed:
     """The feed of a run, as `sample` and `detokenize` see it: here a deque."""
 
+    awaited = False  # by nobody but this process
+
     def __init__(self) -> None:
         self.waiting: deque[Next] = deque()
         self.closed: str | None = None

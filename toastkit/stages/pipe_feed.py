@@ -28,6 +28,11 @@ class PipeFeed:
         feeds = [Path(run) / "feed" for run in runs]
         self._paths = [path for path in feeds if path.exists()] if self._sends else []
 
+    @property
+    def awaited(self) -> bool:
+        """Whether a decode waits for the tokens of the run."""
+        return bool(self._paths)
+
     def send(
         self,
         pos: int,

@@ -14,7 +14,7 @@ from toastkit.frames import End, Frame, Head, Logits, Token, Tokens, unpack_ids
 from toastkit.sampling.options import SamplingOptions
 from toastkit.stages.follow import Follower
 from toastkit.stages.options import StepOptions
-from toastkit.stages.streams import ends_run, whole_runs
+from toastkit.stages.streams import ends_run, whole_runs, with_logits
 
 
 class Feed(Protocol):
@@ -34,6 +34,10 @@ class Feed(Protocol):
     def close(self, reason: str) -> None: ...
 
     def finish(self) -> None: ...
+
+    @property
+    def awaited(self) -> bool:
+        """Whether another process waits for the tokens of the run."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def sample(
 
     reader = LogitsReader()
     run: _Run | None = None
-    for frame in whole_runs(frames, ends_run):
+    for frame in with_logits(whole_runs(frames, ends_run), "is toast-sample there already?"):
         if isinstance(frame, Head):
             reader.begin(frame)
             feed.begin(frame)

@@ -171,6 +171,7 @@ class DecodeEnd:
             self._session = Session.open(head.session, head.fingerprint, create=False)
             self._run = RunDirectory.create(self._session.path)
         if self._own is not None:
+            self._run.feed.unlink(missing_ok=True)  # nobody waits for tokens
             self._own.begin(head)
         else:
             self._feed = FeedReader(self._run.feed)

@@ -51,6 +51,43 @@ def _failed(frame: Frame) -> bool:
     return isinstance(frame, End) and frame.reason == "error"
 
 
+def with_logits(frames: Iterable[Frame], hint: str) -> Iterator[Frame]:
+    """Whole runs for a stage that reads logits. Raises DataError where tokens come without any."""
+    seen = False
+    for frame in frames:
+        if isinstance(frame, Head):
+            seen = False
+        elif isinstance(frame, Logits):
+            seen = True
+        elif isinstance(frame, Token) and not seen:
+            raise DataError("tokens come, but no logits", hint)
+        yield frame
+
+
+def with_tokens(frames: Iterable[Frame], awaited: Callable[[], bool]) -> Iterator[Frame]:
+    """Whole runs for a stage that reads tokens. awaited: whether a decode waits for them.
+
+    Raises DataError where there are none, though the model took steps: at the first logits where
+    decode waits, since no more would ever come; else at the run's end.
+    """
+    logits = tokens = False
+    for frame in frames:
+        undrawn = False
+        if isinstance(frame, Head):
+            logits = tokens = False
+        elif isinstance(frame, Token):
+            tokens = True
+        elif isinstance(frame, Logits):
+            logits = True
+            undrawn = awaited()
+        elif isinstance(frame, End) and not tokens:
+            undrawn = frame.n > 0 or (logits and frame.reason == "length")
+        if undrawn:
+            what = "logits come, but no tokens" if logits else "an answer comes without its tokens"
+            raise DataError(what, hint="is toast-sample missing?")
+        yield frame
+
+
 def ends_run(frame: Frame) -> bool:
     """Whether a frame is the end of a run."""
     return isinstance(frame, End)
