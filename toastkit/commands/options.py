@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,30 @@ def together(*decorators: Decorator) -> Decorator:
     return wrap
 
 
+class Text(click.ParamType):
+    """Text of a prompt or for a model: an argument is bytes, and these have to be UTF-8."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text. Raises DataError for bytes that are none."""
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            what = (
+                "the prompt" if isinstance(param, click.Argument) or not param else param.opts[-1]
+            )
+            byte = os.fsencode(value[error.start])[0]
+            at = f"byte 0x{byte:02x} at offset {len(value[: error.start].encode())}"
+            raise DataError(f"{what} is not UTF-8: {at}") from error
+        return value
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str):
+        """Files, as the shell would."""
+        return completion.files(ctx, param, incomplete)
+
+
+prompt = click.argument("prompt", nargs=-1, type=Text())
 model = click.option(
     "-m", "--model", metavar="MODEL", shell_complete=completion.models,
     help="Checkpoint: a directory, a .toast file, a hub id (org/name), a name of toast-model list; "
@@ -55,7 +80,11 @@ max_tokens = click.option(
     help="Most tokens of an answer (default: as many as the context holds).",
 )  # fmt: skip
 stop = click.option(
-    "--stop", multiple=True, metavar="TEXT", help="End the answer before TEXT. Repeatable."
+    "--stop",
+    multiple=True,
+    metavar="TEXT",
+    type=Text(),
+    help="End the answer before TEXT. Repeatable.",
 )
 keep_special = click.option(
     "--keep-special", is_flag=True, help="Print special tokens such as end-of-turn marks."
@@ -87,15 +116,17 @@ reading = together(
         help="Fail unless all that the session holds can be reused.",
     ),
 )  # fmt: skip
-template_arg = click.option(
-    "--template-arg", multiple=True, metavar="K=V", help="Variable for the chat template."
-)
 tools = click.option(
     "--tools", metavar="FILE", help="Tools for the chat template: a JSON list of schemas."
 )
+system = click.option("--system", metavar="TEXT", type=Text(), help="System message.")
+template_arg = click.option(
+    "--template-arg", multiple=True, metavar="K=V", type=Text(),
+    help="Variable for the chat template.",
+)  # fmt: skip
 prompting = together(
     click.option("--raw", is_flag=True, help="Continue the text as it stands: no chat template."),
-    click.option("--system", metavar="TEXT", help="System message."),
+    system,
     click.option(
         "--messages", metavar="FILE", help="Conversation as a JSON list of {role, content}."
     ),

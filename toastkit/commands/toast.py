@@ -22,7 +22,7 @@ INFINITE = float("inf")
 
 
 @cli.command("toast")
-@click.argument("prompt", nargs=-1)
+@options.prompt
 @options.model
 @click.option("-c", "--continue", "go_on", is_flag=True, help="Continue the last conversation.")
 @click.option(
@@ -30,7 +30,7 @@ INFINITE = float("inf")
     help="Continue the conversation of that name, or begin it.",
 )  # fmt: skip
 @click.option("--chat", is_flag=True, help="Turn after turn: each line is one.")
-@click.option("--system", metavar="TEXT", help="System message.")
+@options.system
 @click.option(
     "-x", "--extract", is_flag=True, help="Print only the first fenced code block of the answer."
 )
@@ -106,8 +106,6 @@ def _request_options(flags: dict[str, Any]) -> dict[str, Any]:
         values["template"] = options.template_arguments(flags["template_arg"])
     for name, value in values.items():
         _refuse_infinite(name, value)
-    for text in (*flags["stop"], *flags["template_arg"]):
-        _refuse_bytes("an option", text)
     return values
 
 
@@ -134,7 +132,6 @@ def _conversation(context: click.Context, flags: dict[str, Any]) -> Chat:
     from toastkit.client.chats import Chat, last_chat, named_chat
 
     system = flags["system"]
-    _refuse_bytes("the system message", system or "")
     if flags["session"] is not None:
         chat = named_chat(flags["session"])
         if flags["no_history"] and not chat.messages:
@@ -168,18 +165,7 @@ def _question(words: tuple[str, ...]) -> str:
 
 
 def _joined(words: tuple[str, ...]) -> str:
-    """The words as one text. Raises DataError for bytes that are no UTF-8."""
-    joined = " ".join(word for word in words if word != "-")
-    _refuse_bytes("the prompt", joined)
-    return joined
-
-
-def _refuse_bytes(what: str, text: str) -> None:
-    """An argument may hold bytes that are no text; a request cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{what} is not UTF-8") from error
+    return " ".join(word for word in words if word != "-")
 
 
 def _wanted(context: click.Context, flags: dict[str, Any]) -> Wanted:

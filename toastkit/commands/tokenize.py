@@ -12,7 +12,7 @@ from toastkit.errors import UsageError
 
 
 @cli.command("tokenize")
-@click.argument("prompt", nargs=-1)
+@options.prompt
 @options.model
 @options.session
 @options.prompting
