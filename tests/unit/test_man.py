@@ -233,6 +233,8 @@ def test_synopsis(page: Page) -> None:
 def test_environment(page: Page) -> None:
     rule = page.part("ENVIRONMENT").partition(".Bl")[0]
     assert rule.startswith(TOOLS[0].part("ENVIRONMENT").partition("The command line wins.")[0])
+    named = [item.head for item in items(page.part("ENVIRONMENT"))]
+    assert len(named) == len(set(named))
     for option in options_of(page, common=False):
         long_names = {name[2:] for name in option.opts if name.startswith("--")}
         variables = {"TOAST_" + name.replace("-", "_").upper() for name in long_names}

@@ -237,6 +237,11 @@ def test_no_such_session(root: Path, tmp_path: Path):
         with pytest.raises(NoInputError, match="no such session: one"):
             Session.open(names.resolve("one"), MODEL, create=False, write=write)
     assert not root.exists()
+    vanished = Session.create_ephemeral(MODEL)
+    vanished.close()
+    with pytest.raises(NoInputError, match="was for that pipeline only") as caught:
+        Session.open(vanished.path, MODEL, create=False)
+    assert "--session" in (caught.value.hint or "")
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis.tex").touch()
     with pytest.raises(CannotCreateError, match="other files"):

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toastkit.errors import DataError, NoInputError, from_os_error
+from toastkit.errors import DataError, from_os_error
 from toastkit.session import commit as writing
 from toastkit.session import files, reading
 from toastkit.session.blocks import LayerSource, load_tensor
@@ -31,6 +31,7 @@ from toastkit.session.lock import WriterLock
 from toastkit.session.names import HEADER_FILE, display_name, is_ephemeral
 from toastkit.session.upkeep import (
     CACHE_FILE,
+    gone,
     make_ephemeral,
     prepare,
     remove_tree,
@@ -383,5 +384,5 @@ class Session:
         except FileNotFoundError:
             if self.lock is not None:
                 return  # created, and not yet committed to
-            raise NoInputError(f"no such session: {self.name}") from None
+            raise gone(self.path) from None
         self._header, self.tokens, self._stale, self._shared = header, tokens, False, 0

@@ -10,7 +10,13 @@ from toastkit.errors import CannotCreateError, NoInputError, ToastError, from_os
 from toastkit.folders import make_private_folders
 from toastkit.session.gear_state import GEAR_FILE
 from toastkit.session.lock import LOCK_FILE, WriterLock
-from toastkit.session.names import EPHEMERAL_PREFIX, HEADER_FILE, display_name, sessions_root
+from toastkit.session.names import (
+    EPHEMERAL_PREFIX,
+    HEADER_FILE,
+    display_name,
+    is_ephemeral,
+    sessions_root,
+)
 
 TOKENS_FILE = "tokens.u32"
 CACHE_FILE = "cache.bin"
@@ -19,6 +25,14 @@ RUNS_DIRECTORY = "runs"
 OWN_NAMES = {HEADER_FILE, f"{HEADER_FILE}.tmp", TOKENS_FILE, CACHE_FILE, LOGITS_FILE, LOCK_FILE,
              RUNS_DIRECTORY, GEAR_FILE}  # fmt: skip
 STALE_SECONDS = 3600
+
+
+def gone(path: Path) -> NoInputError:
+    """The error for a session that is not there: one that was to vanish has no name to say."""
+    if is_ephemeral(path):
+        kept = "toast-prefill --session NAME keeps one"
+        return NoInputError("the session was for that pipeline only and is gone", hint=kept)
+    return NoInputError(f"no such session: {display_name(path)}")
 
 
 def prepare(path: Path, create: bool) -> None:
@@ -30,7 +44,7 @@ def prepare(path: Path, create: bool) -> None:
     try:
         is_session = os.path.lexists(path / HEADER_FILE)
         if not create and not is_session:
-            raise NoInputError(f"no such session: {name}")
+            raise gone(path)
         if path.exists() and not path.is_dir():
             raise CannotCreateError(f"cannot create session {name}: not a directory")
         make_private_folders(path)
