@@ -163,6 +163,11 @@ def test_options_take_what_the_page_says(page: Page) -> None:
         assert (", repeatable" in item.text or "; repeatable" in item.text) == option.multiple
 
 
+SETTLED_ELSEWHERE = {
+    field.name for kind in (SamplingOptions, MonitorOptions) for field in dataclasses.fields(kind)
+} - {"seed"}
+
+
 def default_of(option: click.Option) -> Any:
     """What the page has to give as the default; None for an option that is off without a value."""
     sampling = {f.name: f.default for f in dataclasses.fields(SamplingOptions)}
@@ -196,6 +201,8 @@ def test_defaults(page: Page) -> None:
             continue  # there it is a part of --truncate, whose text has the number
         if default is not None:
             assert f"The default is {default}" in plain(item.text), item.head
+        if default and not option.show_default and option.name in SETTLED_ELSEWHERE:
+            assert re.search(rf"\(default: (.*, or )?{default}\)\.$", option.help)
         if option.name == "truncate":
             assert f"the default is {ANSWER_ROOM}" in item.text
 

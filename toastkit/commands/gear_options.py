@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from toastkit.commands.cli import refuse_together, say
-from toastkit.commands.options import together
+from toastkit.commands.options import defaulted, together
 from toastkit.commands.sizes import Size
 from toastkit.frames import End, Frame
 
@@ -30,6 +30,8 @@ class Bits(click.ParamType):
             self.fail(f"{value[:40]!r} is not two numbers, such as 4,8", param, ctx)
         return int(found[1]), int(found[2])
 
+
+CALIBRATED = "calibrated for the model"
 
 gear_scope = click.option(
     "--gear-scope", type=click.Choice(["attention", "all"]), default="attention",
@@ -56,15 +58,15 @@ gears = together(
     ),
 )  # fmt: skip
 telemetry = together(
-    click.option("--window", type=int, metavar="N", help="Tokens in the rolling mean."),
-    click.option("--low", type=float, metavar="BITS",
-                 help="Mean entropy up to which the gear is low, for a vocabulary of 32,768."),
-    click.option("--high", type=float, metavar="BITS",
-                 help="Mean entropy from which the gear is high."),
-    click.option("--hysteresis", type=float, metavar="BITS",
-                 help="How far past a threshold the mean must go to leave low or high."),
-    click.option("--min-duration", type=int, metavar="N",
-                 help="Tokens that a gear is held at least."),
+    defaulted("--window", type=int, metavar="N", default=5, help="Tokens in the rolling mean"),
+    defaulted("--low", type=float, metavar="BITS", default=1.8, source=CALIBRATED,
+              help="Mean entropy up to which the gear is low, for a vocabulary of 32,768"),
+    defaulted("--high", type=float, metavar="BITS", default=3.5, source=CALIBRATED,
+              help="Mean entropy from which the gear is high"),
+    defaulted("--hysteresis", type=float, metavar="BITS", default=0.1,
+              help="How far past a threshold the mean must go to leave low or high"),
+    defaulted("--min-duration", type=int, metavar="N", default=4,
+              help="Tokens that a gear is held at least"),
     click.option("--no-calibration", is_flag=True,
                  help="Leave stored thresholds of the model aside."),
 )  # fmt: skip

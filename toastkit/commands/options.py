@@ -25,6 +25,16 @@ def together(*decorators: Decorator) -> Decorator:
     return wrap
 
 
+CHECKPOINT = "the checkpoint's"
+
+
+def defaulted(*names: str, default: float, help: str, source: str = "", **settings: Any):
+    """An option whose default is settled elsewhere, and said in its help. source: whose is taken
+    first, where there is one."""
+    said = f"{source}, or {default:g}" if source else f"{default:g}"
+    return click.option(*names, help=f"{help} (default: {said}).", **settings)
+
+
 class Text(click.ParamType):
     """Text of a prompt or for a model: an argument is bytes, and these have to be UTF-8."""
 
@@ -140,28 +150,33 @@ prompting = together(
     click.option("--each-line", is_flag=True, help="Each line of stdin is a prompt of its own."),
 )  # fmt: skip
 sampling = together(
-    click.option("--temp", "--temperature", "temperature", type=float, metavar="T",
-                 help="Temperature; 0 takes the most likely token."),
-    click.option("--top-k", type=int, metavar="K", help="Keep the K most likely tokens; 0 is off."),
-    click.option("--top-p", type=float, metavar="P",
-                 help="Keep the most likely tokens that hold probability P; 1 is off."),
-    click.option("--min-p", type=float, metavar="P",
-                 help="Drop tokens less likely than P times the most likely; 0 is off."),
-    click.option("--min-tokens-to-keep", type=int, metavar="N", help="Least that min-p keeps."),
-    click.option("--typical-p", type=float, metavar="P",
-                 help="Keep the most typical tokens that hold probability P; 1 is off."),
-    click.option("--xtc-probability", type=float, metavar="P",
-                 help="How often to exclude the top choices."),
-    click.option("--xtc-threshold", type=float, metavar="P",
-                 help="Probability that makes a token a top choice."),
-    click.option("--repetition-penalty", "--repeat-penalty", "repetition_penalty", type=float,
-                 metavar="X", help="Divide the logits of recent tokens by X; 1 is off."),
-    click.option("--presence-penalty", type=float, metavar="X",
-                 help="Subtract X from the logit of each recent token."),
-    click.option("--frequency-penalty", type=float, metavar="X",
-                 help="Subtract X for each time a token is among the recent ones."),
-    click.option("--penalty-context", "--repeat-last-n", "penalty_context", type=int, metavar="N",
-                 help="How many tokens are recent."),
+    defaulted("--temp", "--temperature", "temperature", type=float,
+              metavar="T", default=0, source=CHECKPOINT,
+              help="Temperature; 0 takes the most likely token"),
+    defaulted("--top-k", type=int, metavar="K", default=0, source=CHECKPOINT,
+              help="Keep the K most likely tokens; 0 is off"),
+    defaulted("--top-p", type=float, metavar="P", default=1, source=CHECKPOINT,
+              help="Keep the most likely tokens that hold probability P; 1 is off"),
+    defaulted("--min-p", type=float, metavar="P", default=0, source=CHECKPOINT,
+              help="Drop tokens less likely than P times the most likely; 0 is off"),
+    defaulted("--min-tokens-to-keep", type=int, metavar="N", default=1,
+              help="Least that min-p keeps"),
+    defaulted("--typical-p", type=float, metavar="P", default=1, source=CHECKPOINT,
+              help="Keep the most typical tokens that hold probability P; 1 is off"),
+    defaulted("--xtc-probability", type=float, metavar="P", default=0,
+              help="How often to exclude the top choices"),
+    defaulted("--xtc-threshold", type=float, metavar="P", default=0.1,
+              help="Probability that makes a token a top choice"),
+    defaulted("--repetition-penalty", "--repeat-penalty", "repetition_penalty", type=float,
+              metavar="X", default=1, source=CHECKPOINT,
+              help="Divide the logits of recent tokens by X; 1 is off"),
+    defaulted("--presence-penalty", type=float, metavar="X", default=0,
+              help="Subtract X from the logit of each recent token"),
+    defaulted("--frequency-penalty", type=float, metavar="X", default=0,
+              help="Subtract X for each time a token is among the recent ones"),
+    defaulted("--penalty-context", "--repeat-last-n", "penalty_context", type=int,
+              metavar="N", default=20,
+              help="How many tokens are recent"),
     click.option("--logit-bias", multiple=True, metavar="ID=B",
                  help="Add B to the logit of token ID. Repeatable."),
     click.option("--ban", multiple=True, type=int, metavar="ID", help="Never draw token ID."),
