@@ -9,11 +9,19 @@ $(VENV)/stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(MAKE) --no-print-directory pages
 	touch $@
 
-.PHONY: demo test check lint types man format clean
+.PHONY: demo pages test check lint types man format clean
 demo: $(VENV)/stamp            ## the whole pipeline, six processes, on the embedded model
 	sh examples/demo.sh
+
+# An editable install leaves them out. man(1) looks in share/man beside a bin that is on PATH.
+pages:                         ## the manual pages, for `man toast`
+	for page in man/man*/*; do \
+		mkdir -p "$(VENV)/share/$${page%/*}"; \
+		ln -sf "$(CURDIR)/$$page" "$(VENV)/share/$$page"; \
+	done
 
 test: $(VENV)/stamp            ## every test
 	$(BIN)/python -m pytest -n 2 --dist loadfile

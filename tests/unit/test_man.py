@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import click
@@ -118,6 +119,23 @@ def test_mandoc_finds_nothing_to_warn_of() -> None:
         ["mandoc", "-T", "lint", "-W", "warning", *paths], capture_output=True, text=True
     )
     assert (result.returncode, result.stdout + result.stderr) == (0, "")
+
+
+def test_man_finds_the_pages_of_a_checkout(tmp_path: Path) -> None:
+    """What make installs beside the commands, man looks for there."""
+    command = ["make", "-s", "-C", str(ROOT), "pages", f"VENV={tmp_path}"]
+    subprocess.run(command, check=True, timeout=60)
+    for page in ALL:
+        linked = tmp_path / "share" / "man" / f"man{page.section}" / page.path.name
+        assert linked.read_text() == page.source
+    (tmp_path / "bin").mkdir()
+    if shutil.which("man"):
+        environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+        environment.pop("MANPATH", None)
+        found = subprocess.run(
+            ["man", "-w", "toast"], capture_output=True, text=True, env=environment, timeout=60
+        )
+        assert found.stdout.strip().endswith("man1/toast.1"), found.stderr
 
 
 @each_page
