@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import Toast, executable
+from tests.hostile import run_hostile
 from tests.pipes.test_bad_input import refused
 from toastkit.model.locate import locate
 
@@ -173,6 +174,19 @@ def test_a_damaged_file(toast: Toast, make: Make, cut: Callable, said: str) -> N
 def test_a_header_that_lies(toast: Toast, make: Make, field: str, value, said: str) -> None:
     path = make(change=lambda header: header[NORM].update({field: value}))
     refused_by_all(toast, path, 65, f"{path}: cannot read {WEIGHTS}: ", said, whole=True)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    ["9223372036854775807," * 300_000 + "0", "[]," * (1 << 21) + "0"],
+    ids=["dims", "lists"],
+)
+def test_a_header_that_would_keep_us_busy(make: Make, shape: str) -> None:
+    header = f'{{"w":{{"dtype":"U8","shape":[{shape}],"data_offsets":[0,0]}}}}'.encode()
+    path = make(**{WEIGHTS: struct.pack("<Q", len(header)) + header})
+    taken = run_hostile([executable("model"), "info", path])
+    assert taken.code == 65 and f"{path}: cannot read {WEIGHTS}: " in taken.error
+    assert taken.error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

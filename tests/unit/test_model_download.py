@@ -4,14 +4,24 @@ noticed."""
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.test_model_files import checkpoint
 from tests.unit.test_safetensors import GOOD, put
-from toastkit.errors import DataError, IOFailure
-from toastkit.model.download import _Watch, check_file
+from toastkit.errors import (
+    CannotCreateError,
+    DataError,
+    IOFailure,
+    NoInputError,
+    ToastError,
+    UnavailableError,
+)
+from toastkit.model.download import _Watch, check_file, fetch, what_failed
 
 
 def snapshot(path: Path, name: str, tag: str, data: bytes) -> Path:
@@ -64,3 +74,99 @@ def test_a_download_that_goes_round_in_a_circle_stands_still() -> None:
     with watch:
         watch.add(1)
     assert not patient.is_set()
+
+
+# ------------------------------------------------------------------- what the library is asked for
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A huggingface_hub without a download."""
+
+    class Bar:
+        def __init__(self, **settings: object) -> None: ...
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *rest: object) -> None: ...
+        def update(self, n: float | None = 1) -> None: ...
+
+    kinds = ("GatedRepoError", "RevisionNotFoundError", "RepositoryNotFoundError")
+    parts = {
+        "errors": SimpleNamespace(**{kind: type(kind, (Exception,), {}) for kind in kinds}),
+        "utils": SimpleNamespace(tqdm=Bar),
+        "constants": SimpleNamespace(HF_HUB_DOWNLOAD_TIMEOUT=10),
+    }
+    made = SimpleNamespace(**parts)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", made)
+    for name, part in parts.items():
+        monkeypatch.setitem(sys.modules, f"huggingface_hub.{name}", part)
+    return made
+
+
+def never(**answer: object) -> None:
+    raise AssertionError(answer)
+
+
+def test_only_what_is_needed_is_asked_for_and_the_config_last(tmp_path: Path, library) -> None:
+    calls = []
+
+    def download(hub_id: str, **settings) -> str:
+        calls.append((hub_id, settings))
+        return str(path)
+
+    path = checkpoint(tmp_path / "c1")
+    library.snapshot_download = download
+    assert fetch("org/name", "", never) == path
+    (first, settings), (second, last) = calls
+    assert (first, settings["revision"]) == ("org/name", None)
+    assert settings["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja"]
+    assert settings["ignore_patterns"] == ["*/*", "consolidated*", "config.json"]
+    assert (second, last["revision"]) == ("org/name", "c1")  # main may have moved on
+    assert (last["allow_patterns"], last["ignore_patterns"]) == (["config.json"], [])
+
+
+@pytest.mark.parametrize(
+    ("missing", "kind", "said"),
+    [("model.safetensors", NoInputError, "no model.*safetensors"),
+     ("config.json", DataError, "no config.json")],
+)  # fmt: skip
+def test_a_repository_that_is_no_model(
+    tmp_path: Path, library, missing: str, kind: type[ToastError], said: str
+) -> None:
+    path = checkpoint(tmp_path / "c1")
+    (path / missing).unlink()
+    library.snapshot_download = lambda hub_id, **settings: str(path)
+    with pytest.raises(kind, match=said):
+        fetch("org/name", "", never)
+
+
+ConnectError, ReadTimeout = (type(n, (Exception,), {}) for n in ("ConnectError", "ReadTimeout"))
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "said"),
+    [
+        ("GatedRepoError", UnavailableError, "its licence has to be accepted first"),
+        ("RevisionNotFoundError", NoInputError, "no such revision on the hub: org/name at v1"),
+        ("RepositoryNotFoundError", NoInputError, "no such model on the hub: org/name"),
+        (ConnectError("x"), UnavailableError, "the hub cannot be reached"),
+        (ReadTimeout("x"), UnavailableError, "the hub stopped answering"),
+        (OSError(28, "No space left on device"), IOFailure, "no space left on device"),
+        (OSError(13, "Permission denied", "f"), CannotCreateError, "permission denied"),
+        (ValueError("first line.\nsecond"), UnavailableError, "cannot fetch org/name: first line"),
+        (ValueError(""), UnavailableError, "cannot fetch org/name: ValueError"),
+        (ImportError("no x"), UnavailableError, "huggingface_hub is broken: no x"),
+    ],
+)
+def test_what_goes_wrong(library, raised, kind: type[ToastError], said: str) -> None:
+    error = getattr(library.errors, raised)("x") if isinstance(raised, str) else raised
+    told = what_failed("org/name", "v1", error)
+    assert type(told) is kind and said in told.message
+    assert "\n" not in told.message and not told.message.endswith(".")
+
+
+def test_a_cause_behind_others_is_found(library) -> None:
+    error = RuntimeError("a paragraph\nof advice")
+    error.__cause__ = ConnectError("refused")
+    assert "the hub cannot be reached" in what_failed("org/name", "", error).message

@@ -238,6 +238,7 @@ def test_floats_that_json_lacks(tmp_path: Path) -> None:
     "content",
     [
         b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b"null", b"\0" * 100,
+        b'{"a":[' + b"[]," * (1 << 21) + b"0]}", b'{"a":"' + b"x" * (16 << 20) + b'"}',
         {"vocab_size": 16}, {**CONFIG, "model_type": 5}, {**CONFIG, "vocab_size": 0},
         {**CONFIG, "vocab_size": True}, {**CONFIG, "vocab_size": "16"}, {"model_type": "llama"},
         {**CONFIG, "vocab_size": None}, {**CONFIG, "max_position_embeddings": 0},

@@ -7,17 +7,13 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.test_model_info import CONFIG, weights
 from toastkit.errors import (
     CannotCreateError,
-    DataError,
-    IOFailure,
     NoInputError,
-    ToastError,
     UnavailableError,
     UsageError,
 )
@@ -40,8 +36,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The hub's cache, empty; a network that is not asked."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_VERBOSITY"):
-        monkeypatch.setenv(name, "")  # so that what `fetch` sets is undone
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     (tmp_path / "hf" / "hub").mkdir(parents=True)
     return tmp_path / "hf" / "hub"
@@ -159,20 +153,6 @@ def test_a_folder_that_is_a_file(home: Path, hub: Path) -> None:
     assert len(told) == 1 and "not a directory" in told[0]
 
 
-def library_that(action) -> SimpleNamespace:
-    """A huggingface_hub whose download is `action`."""
-    kinds = ("GatedRepoError", "RevisionNotFoundError", "RepositoryNotFoundError")
-    errors = SimpleNamespace(**{kind: type(kind, (Exception,), {}) for kind in kinds})
-    return SimpleNamespace(snapshot_download=action, errors=errors)
-
-
-def use(monkeypatch: pytest.MonkeyPatch, action) -> SimpleNamespace:
-    fake = library_that(action)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
-    monkeypatch.setitem(sys.modules, "huggingface_hub.errors", fake.errors)
-    return fake
-
-
 def test_what_is_here_is_not_fetched(home: Path, hub: Path, monkeypatch) -> None:
     path = snapshot(hub)
     other = snapshot(hub, revision="v2", commit="c2")
@@ -192,26 +172,6 @@ def test_a_folder_of_that_name_does_not_stand_in(home: Path, hub: Path, monkeypa
     checkpoint(tmp_path / "org" / "name")
     path = snapshot(hub)
     assert fetch("org/name", None, False) == path
-
-
-def test_only_what_is_needed_is_asked_for(home: Path, hub: Path, monkeypatch) -> None:
-    calls = []
-
-    def download(hub_id: str, **settings) -> str:
-        calls.append((hub_id, settings))
-        return str(snapshot(hub, hub_id))
-
-    use(monkeypatch, download)
-    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
-    path = fetch("org/name", None, False)
-    assert path.is_dir() and os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
-    ((hub_id, settings),) = calls
-    assert (hub_id, settings["revision"]) == ("org/name", None)
-    assert settings["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja"]
-    assert settings["ignore_patterns"] == ["*/*", "consolidated*"]
-    shutil.rmtree(hub / "models--org--name")
-    fetch("org/name", None, True)
-    assert "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ
 
 
 @pytest.mark.parametrize("name", ["crumb", "", "a/b/c", "../x", "/x", "a b/c", "x/" + "y" * 300])
@@ -235,65 +195,6 @@ def test_a_revision_cannot_lead_out_of_the_cache(home: Path, hub: Path, tmp_path
 
 def test_the_library_is_missing(home: Path, hub: Path) -> None:
     with pytest.raises(UnavailableError, match="huggingface_hub is not installed"):
-        fetch("org/name", None, False)
-
-
-ConnectError = type("ConnectError", (Exception,), {})
-
-
-@pytest.mark.parametrize(
-    ("raised", "kind", "said"),
-    [
-        ("GatedRepoError", UnavailableError, "its licence has to be accepted first"),
-        ("RevisionNotFoundError", NoInputError, "no such revision on the hub: org/name at v1"),
-        ("RepositoryNotFoundError", NoInputError, "no such model on the hub: org/name"),
-        (ConnectError("x"), UnavailableError, "the hub cannot be reached"),
-        (OSError(28, "No space left on device", "f"), IOFailure, "no space left on device"),
-        (OSError(13, "Permission denied", "f"), CannotCreateError, "permission denied"),
-        (ValueError("first line.\nsecond"), UnavailableError, "cannot fetch org/name: first line"),
-        (ValueError(""), UnavailableError, "cannot fetch org/name: ValueError"),
-    ],
-)
-def test_what_goes_wrong(home: Path, hub: Path, monkeypatch, raised, kind, said: str) -> None:
-    def download(hub_id: str, **settings) -> str:
-        raise (getattr(fake.errors, raised)("x") if isinstance(raised, str) else raised)
-
-    fake = use(monkeypatch, download)
-    with pytest.raises(ToastError) as caught:
-        fetch("org/name", "v1", False)
-    assert type(caught.value) is kind and said in caught.value.message
-    assert "\n" not in caught.value.message and not caught.value.message.endswith(".")
-
-
-def test_a_cause_behind_others_is_found(home: Path, hub: Path, monkeypatch) -> None:
-    def download(hub_id: str, **settings) -> str:
-        try:
-            raise ConnectError("refused")
-        except ConnectError as error:
-            raise RuntimeError("a paragraph\nof advice") from error
-
-    use(monkeypatch, download)
-    with pytest.raises(UnavailableError, match="the hub cannot be reached"):
-        fetch("org/name", None, False)
-
-
-def test_a_repository_of_pickles(home: Path, hub: Path, monkeypatch) -> None:
-    def download(hub_id: str, **settings) -> str:
-        path = snapshot(hub, hub_id)
-        (path / "model.safetensors").unlink()
-        return str(path)
-
-    use(monkeypatch, download)
-    with pytest.raises(NoInputError, match="no model.*safetensors"):
-        fetch("org/name", None, False)
-    shutil.rmtree(hub / "models--org--name")
-
-    def nothing(hub_id: str, **settings) -> str:
-        (hub / "empty").mkdir()
-        return str(hub / "empty")
-
-    use(monkeypatch, nothing)
-    with pytest.raises(DataError, match="no config.json"):
         fetch("org/name", None, False)
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toastkit.errors import DataError, NoInputError
+from toastkit.model import safetensors
 from toastkit.model.files import ModelFiles
 from toastkit.model.safetensors import ITEM_BYTES, Header, read_header
 
@@ -56,6 +57,10 @@ def changed(name: str, **fields) -> dict:
         (changed("b", shape=[2**40, 2**40]), "do not fit"),
         (changed("b", shape=[2.0, 3]), "no usable shape"),
         (changed("b", shape=[True, 6]), "no usable shape"),
+        (changed("b", shape=[1] * 15 + [2, 3]), "no usable shape"),
+        (changed("b", shape=[2**62] * 300_000), "no usable shape"),  # the product has 18 M bits
+        (changed("b", shape=[[]] * (1 << 21)), "it has more than 3145728 values"),
+        ({"x" * 1025: GOOD["b"]}, "has 1025 characters"),
         (changed("b", dtype="Q4"), "dtype 'Q4'"),
         (changed("b", dtype=["F32"]), "dtype"),
         ({**GOOD, "b": 7}, "not described by a map"),
@@ -76,6 +81,28 @@ def test_a_broken_header(tmp_path: Path, header: object, message: str | None) ->
         read(path)
     assert "x.safetensors" in caught.value.message and "\n" not in caught.value.message
     assert message is None or message in caught.value.message
+
+
+def test_as_many_dimensions_as_there_may_be(tmp_path: Path) -> None:
+    header = read(put(tmp_path / "x", changed("b", shape=[1] * 14 + [2, 3])))
+    assert header.entries["b"].count == 6
+
+
+def test_too_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one file, and in all of a checkpoint together."""
+    path = put(tmp_path / "model-1.safetensors", GOOD)
+    monkeypatch.setattr(safetensors, "MAX_TENSORS", 3)
+    assert len(ModelFiles(tmp_path, "m").headers) == 1
+    put(tmp_path / "model-2.safetensors", {"c": GOOD["a"]})
+    with pytest.raises(DataError, match="^m: 4 tensors are more than 3"):
+        _ = ModelFiles(tmp_path, "m").headers
+    monkeypatch.setattr(safetensors, "MAX_TENSORS", 2)
+    with pytest.raises(DataError, match=r"model-1\.safetensors: 3 tensors are more than 2"):
+        read(path)
+    monkeypatch.setattr(safetensors, "MAX_TENSORS", 4)
+    monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", path.stat().st_size)
+    with pytest.raises(DataError, match="bytes of headers are more than"):
+        _ = ModelFiles(tmp_path, "m").headers
 
 
 @pytest.mark.parametrize("length", [2**60, 2**64 - 1, 99_000_000, 1000])

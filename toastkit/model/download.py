@@ -54,9 +54,9 @@ def main() -> NoReturn:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     hub_id, revision = sys.argv[1:]
     try:
-        answer(path=str(_fetch(hub_id, revision, answer)))
+        answer(path=str(fetch(hub_id, revision, answer)))
     except Exception as error:  # offline, a proxy's page, a full disk: many kinds
-        told = _what_failed(hub_id, revision, error)
+        told = what_failed(hub_id, revision, error)
         answer(code=told.code, message=told.message, hint=told.hint)
 
 
@@ -65,8 +65,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _fetch(hub_id: str, revision: str, answer: Callable[..., NoReturn]) -> Path:
-    """The directory of a model that is all there and checked."""
+def fetch(hub_id: str, revision: str, answer: Callable[..., NoReturn]) -> Path:
+    """The directory of a model that is all there and checked. answer: as `main` gives it, for what
+    cannot be raised. Raises what `what_failed` knows, and ToastError for what came wrong."""
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.utils import tqdm
@@ -90,7 +91,7 @@ def _fetch(hub_id: str, revision: str, answer: Callable[..., NoReturn]) -> Path:
             watch.add(n or 0)
             return super().update(n)
 
-    def fetch(revision: str, ignore: list[str], patterns: list[str]) -> Path:
+    def download(revision: str, ignore: list[str], patterns: list[str]) -> Path:
         with watch:
             found = huggingface_hub.snapshot_download(
                 hub_id,
@@ -101,7 +102,7 @@ def _fetch(hub_id: str, revision: str, answer: Callable[..., NoReturn]) -> Path:
             )
         return Path(found)
 
-    path = fetch(revision, [*IGNORE, CONFIG_FILE], [f"*{suffix}" for suffix in SUFFIXES])
+    path = download(revision, [*IGNORE, CONFIG_FILE], [f"*{suffix}" for suffix in SUFFIXES])
     wanted = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES]
     with tqdm(
         desc="Checking", total=sum(file.stat().st_size for file in wanted), unit="B",
@@ -110,7 +111,7 @@ def _fetch(hub_id: str, revision: str, answer: Callable[..., NoReturn]) -> Path:
         for file in wanted:
             check_file(file, hub_id, bar.update)
     _ = ModelFiles(path, hub_id).headers  # raises for what no single file tells
-    fetch(path.name, [], [CONFIG_FILE])
+    download(path.name, [], [CONFIG_FILE])
     config = path / CONFIG_FILE
     if not config.is_file():
         raise DataError(f"{hub_id} is not a model: no {CONFIG_FILE} in it")
@@ -198,7 +199,7 @@ def _remove(file: Path) -> None:
 # ----------------------------------------------------------------------------- what went wrong
 
 
-def _what_failed(hub_id: str, revision: str, error: Exception) -> ToastError:
+def what_failed(hub_id: str, revision: str, error: Exception) -> ToastError:
     """The library's own text can be a paragraph."""
     if isinstance(error, ToastError):
         return error

@@ -7,7 +7,6 @@ A directory has config.json, tokenizer.json and so on, and its weights in one of
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -16,7 +15,8 @@ from pathlib import Path
 
 from toastkit.errors import DataError, NoInputError, from_os_error
 from toastkit.model import toast_format
-from toastkit.model.safetensors import Header, read_header
+from toastkit.model.safetensors import Header, check_sizes, read_header
+from toastkit.text.bounded_json import parse
 
 # What a model needs beside its weights; a .toast file carries those that there are.
 SMALL_FILES = (
@@ -26,7 +26,9 @@ SMALL_FILES = (
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-MAX_SMALL_FILE_BYTES = 256 << 20
+MAX_SMALL_FILE_BYTES = 16 << 20
+MAX_LARGER_FILE_BYTES = 64 << 20  # of those that grow with the vocabulary or the tensors
+LARGER_FILES = ("tokenizer.json", INDEX_FILE)
 
 
 class ModelFiles:
@@ -64,8 +66,9 @@ class ModelFiles:
             return file.read(entry.nbytes)
 
     def _check_size(self, name: str, size: int) -> None:
-        if size > MAX_SMALL_FILE_BYTES:
-            raise DataError(f"{self.name}: {name} is larger than {MAX_SMALL_FILE_BYTES} bytes")
+        limit = MAX_LARGER_FILE_BYTES if name in LARGER_FILES else MAX_SMALL_FILE_BYTES
+        if size > limit:
+            raise DataError(f"{self.name}: {name} has {size} bytes, more than {limit}")
 
     def read_json(self, name: str) -> dict | None:
         """A JSON object from a small file, None where it is absent; DataError if it is broken."""
@@ -73,9 +76,9 @@ class ModelFiles:
         if data is None:
             return None
         try:
-            value = json.loads(data, object_hook=_untag_float)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{self.name}: {name} is not JSON: {error}") from error
+            value = parse(data, object_hook=_untag_float)
+        except ValueError as error:
+            raise DataError(f"{self.name}: {name} is not usable: {error}") from error
         if not isinstance(value, dict):
             raise DataError(f"{self.name}: {name} is not a JSON object")
         return value
@@ -142,8 +145,17 @@ class ModelFiles:
     def headers(self) -> list[Header]:
         """The checked header of every weight file. Raises as weight_files and read_header do, and
         DataError where a split checkpoint lacks a layer or a newer toastkit wrote it."""
-        headers = [read_header(path, self.name) for path in self.weight_files()]
-        for header in headers:
+        headers: list[Header] = []
+        size = tensors = 0
+        for path in self.weight_files():
+            header = read_header(path, self.name)
+            headers.append(header)
+            size += header.data_start
+            tensors += len(header.entries)
+            try:
+                check_sizes(size, tensors)
+            except ValueError as error:
+                raise DataError(f"{self.name}: {error}") from None
             version = header.metadata.get(toast_format.VERSION_KEY, toast_format.VERSION)
             if version != toast_format.VERSION:
                 raise DataError(

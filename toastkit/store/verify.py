@@ -5,7 +5,6 @@ Files are read in large pieces, front to back. Imports neither MLX nor, without 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -26,6 +25,7 @@ from toastkit.model.toast_format import (
     new_digest,
 )
 from toastkit.store.writer import CHUNK_BYTES, LAYOUT_KEY, Progress, layout_digest
+from toastkit.text.bounded_json import parse
 
 # dtype -> (numpy's name for as many bytes, bits that are all set in what is not finite, bits that
 # are not all zero in NaN). float8: https://arxiv.org/abs/2209.05433, E8M0: OCP MX 1.0.
@@ -109,10 +109,10 @@ def _is_ours(header: Header) -> bool:
 def _checksums(header: Header) -> dict[str, dict[str, str]]:
     """The checksums in a header, {} where they cannot be read."""
     try:
-        groups = json.loads(header.metadata.get(CHECKSUMS_KEY, ""))
+        groups = parse(header.metadata.get(CHECKSUMS_KEY, "").encode())
         if isinstance(groups, dict) and all(isinstance(g, dict) for g in groups.values()):
             return groups
-    except (ValueError, RecursionError):
+    except ValueError:
         pass
     return {}
 

@@ -5,13 +5,13 @@ Reads tokenizer.json with the `tokenizers` package; transformers is not needed.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Protocol
 
 from toastkit.errors import DataError, NoInputError
+from toastkit.text.bounded_json import parse
 
 # End a turn where the checkpoint's template writes them, whether or not a config says so.
 _END_OF_TURN = (
@@ -204,10 +204,9 @@ def _read_json(files: SmallFiles, name: str) -> dict:
     if data is None:
         return {}
     try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{files.name}: broken {name}: {reason}") from error
+        document = parse(data)
+    except ValueError as error:
+        raise DataError(f"{files.name}: broken {name}: {error}") from error
     if not isinstance(document, dict):
         raise DataError(f"{files.name}: broken {name}: not an object")
     return document
