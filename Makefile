@@ -12,7 +12,9 @@ $(VENV)/stamp: pyproject.toml
 	$(MAKE) --no-print-directory pages
 	touch $@
 
-.PHONY: demo pages test check lint types man format clean
+SECONDS ?= 60
+
+.PHONY: demo pages test fuzz check lint types man format clean
 demo: $(VENV)/stamp            ## the whole pipeline, six processes, on the embedded model
 	sh examples/demo.sh
 
@@ -25,6 +27,9 @@ pages:                         ## the manual pages, for `man toast`
 
 test: $(VENV)/stamp            ## every test
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+fuzz: $(VENV)/stamp            ## attacks with new seeds: SECONDS=60; SEED=frames-123 repeats one
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 check: lint types test         ## formatter, linter, types, man pages, tests
 
