@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import warnings
 
+import msgpack
 import numpy as np
 import pytest
 from frame_strategies import FIELDS, frames, maybe, positions, words
@@ -86,8 +88,16 @@ def test_an_unknown_kind_comes_back(extra: dict) -> None:
     assert there_and_back(Unknown("later", extra)) == Unknown("later", extra)
 
 
-@pytest.mark.parametrize("value", [Reference(3, 9, "float32", (2, 4)), Array("uint8", (1,), b"a")])
-def test_arrays_in_foreign_fields_come_back(value) -> None:
+@pytest.mark.parametrize(
+    "value",
+    [
+        Reference(3, 9, "float32", (2, 4)),
+        Array("uint8", (1,), b"a"),
+        msgpack.ExtType(9, b"a"),
+        msgpack.Timestamp(1, 2),
+    ],
+)
+def test_ext_types_in_foreign_fields_come_back(value) -> None:
     frame = Unknown("later", {"x": value})
     assert there_and_back(frame) == frame
 
@@ -127,6 +137,14 @@ def test_a_topk_list_is_the_head_of_the_softmax(array: Array, count: int) -> Non
     assert [p for _, p in found["topk"]] == pytest.approx(
         log_softmax(values)[expected].tolist(), abs=1e-6
     )
+
+
+@pytest.mark.parametrize(("dtype", "nan"), [("float32", b"\1\0\x80\x7f"), ("float16", b"\1\x7c")])
+def test_a_signalling_nan_is_said_nowhere(dtype: str, nan: bytes) -> None:
+    """numpy would warn on stderr of a cast that is meant."""
+    frame = Logits(3, Array(dtype, (VOCAB,), nan * VOCAB))
+    with warnings.catch_warnings(action="error"):
+        assert len(json.loads(to_json(frame, "topk", 9, reader().read))["logits"]["topk"]) == VOCAB
 
 
 def test_what_a_topk_list_leaves_out_is_impossible() -> None:

@@ -27,6 +27,15 @@ def from_numpy(values: np.ndarray) -> Array:
     return Array("float32", values.shape, values.data.cast("B"))
 
 
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Natural logs of softmax(logits), float64 (vocab,). NaN counts as 0, infinity as 1e4."""
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        x = np.nan_to_num(logits.astype(np.float64), nan=0.0, posinf=1e4, neginf=-1e4)
+    x -= x.max()
+    x -= np.log(np.exp(x).sum())
+    return x
+
+
 class LogitsReader:
     """Reads the logits of one run after another; `begin` tells it of each run's head."""
 
@@ -53,7 +62,8 @@ class LogitsReader:
             values = np.array(logits, copy=False)
         if values.shape != (self._vocab,):
             raise DataError(f"logits of shape {list(values.shape)}, the head says {self._vocab}")
-        return values if values.dtype == np.float32 else values.astype(np.float32)
+        with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+            return values.astype(np.float32, copy=False)
 
     def _from_ring(self, reference: Reference) -> np.ndarray:
         if self._ring is None:

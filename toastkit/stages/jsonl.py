@@ -50,7 +50,7 @@ def to_json(frame: Frame, arrays: str, top: int, read: Any) -> str:
     arrays: "topk", "base64" or "none". top: how many entries of a top-k list.
     read(value): the numpy array of an Array or Reference, as LogitsReader.read.
     """
-    fields = to_map(frame)
+    fields = _shown(to_map(frame))
     if isinstance(frame, Tokens):
         fields["ids"] = unpack_ids(frame.ids)
     elif isinstance(frame, (Logits, Prefilled)) and fields.get("logits") is not None:
@@ -131,9 +131,9 @@ def _top(values: Any, count: int) -> dict:
     """The most likely entries of softmax(values), most likely first, ties by lower index."""
     import numpy as np
 
-    x = np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=1e4, neginf=-1e4)
-    x -= x.max()
-    x -= np.log(np.exp(x).sum())
+    from toastkit.stages.arrays import log_softmax
+
+    x = log_softmax(values)
     count = min(count, x.size)
     best = np.argsort(-x, kind="stable")[:count]
     return {"topk": [[int(i), round(float(x[i]), 6)] for i in best], "size": int(x.size)}
@@ -145,6 +145,16 @@ def _all(values: Any) -> dict:
         "shape": list(values.shape),
         "base64": base64.b64encode(values.astype("<f4").tobytes()).decode(),
     }
+
+
+def _shown(value: Any) -> Any:
+    """The value with its ext types as objects: they are tuples, and json would take them for lists
+    without asking `_plain`."""
+    if isinstance(value, msgpack.ExtType):
+        return _plain(value)
+    if isinstance(value, dict):
+        return {name: _shown(part) for name, part in value.items()}
+    return [_shown(part) for part in value] if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:

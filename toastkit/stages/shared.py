@@ -24,7 +24,7 @@ from toastkit.session.handover import HandoverClient, HandoverServer
 from toastkit.session.names import resolve
 from toastkit.session.ring import RingWriter
 from toastkit.session.run import RunDirectory
-from toastkit.stages.arrays import from_numpy
+from toastkit.stages.arrays import from_numpy, log_softmax
 from toastkit.stages.follow import Follower
 from toastkit.stages.options import Interrupt
 from toastkit.stages.poll import GONE, reader_gone, unread_bytes
@@ -345,9 +345,7 @@ def _log_probability(logits: np.ndarray, token: int) -> float | None:
     """Natural log of softmax(logits)[token]; None for a token outside the logits."""
     if not 0 <= token < logits.size:
         return None
-    x = np.nan_to_num(logits.astype(np.float64), nan=0.0, posinf=1e4, neginf=-1e4)
-    top = x.max()
-    return float(x[token] - top - np.log(np.exp(x - top).sum()))
+    return float(log_softmax(logits)[token])
 
 
 def _is_pipe(descriptor: int) -> bool:
