@@ -314,7 +314,8 @@ def shared():
         yield running
 
 
-LINES = st.binary(max_size=60) | st.sampled_from(
+# Hypothesis tries constants of modules that are loaded: one is the op that ends the daemon.
+LINES = st.binary(max_size=60).filter(lambda line: b"stop" not in line) | st.sampled_from(
     [b'{"prompt": "x"}', b'{"op": "status"}', b'{"op": "health"}', b"{}", b'{"id": 1', b"\r", b" "]
 )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toastkit.errors import CannotCreateError, DataError, IOFailure, NoInputError
+from toastkit.errors import CannotCreateError, DataError, IOFailure
 from toastkit.gears import thresholds
 from toastkit.gears.calibration import Thresholds
 from toastkit.gears.monitor import EntropyMonitor, MonitorOptions
@@ -133,7 +133,7 @@ def test_a_malformed_file_is_named(cache: Path, data: bytes, reason: str):
 
 def test_a_directory_in_its_place(cache: Path):
     thresholds.path(MODEL).mkdir(parents=True)
-    with pytest.raises(NoInputError, match="^cannot read thresholds .*: is a directory$"):
+    with pytest.raises(DataError, match="^cannot read thresholds .*json is a directory$"):
         thresholds.load(MODEL)
     with pytest.raises(CannotCreateError):
         thresholds.save(MODEL, FOUND)
