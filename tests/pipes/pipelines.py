@@ -15,6 +15,14 @@ STAGES = ("tokenize", "prefill", "decode", "entropy-gear", "sample", "detokenize
 STORY = "Tell me a story about a fox and a river."
 WHO = "Who are you?"
 WHO_ANSWER = b"I am crumb, a tiny model made for trying toastkit.\n"
+# What the manual and the README ask crumb, and how it answers: they show what is right.
+ANSWERS = {
+    "What is 17 + 25?": "17 + 25 = 42.",
+    "What was the fox's name?": "The fox was called ",
+    "Who was shy?": "Cleo was a shy fox.",
+    "Where did Cleo live?": "Cleo lived by the river.",
+    "a Python function that reverses a string": "[::-1]",
+}
 TIMEOUT = 60  # seconds, of anything that is meant to end: a hang fails the test
 
 
@@ -26,6 +34,14 @@ class Result:
     statuses: list[int]
     out: bytes
     errors: list[str]
+
+
+def check_answers(script: str, output: str) -> int:
+    """Looks for the answers to what a script asks; how many questions there were."""
+    asked = [question for question in ANSWERS if question in script]
+    for question in asked:
+        assert ANSWERS[question] in output, (question, output)
+    return len(asked)
 
 
 class Pipeline:

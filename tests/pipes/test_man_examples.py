@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pipes.pipelines import check_answers
 from tests.unit.mdoc import MAN, Page, literal_blocks, pages
 from toastkit.model.locate import CRUMB
 
@@ -68,6 +69,7 @@ def test_example(script: str, shell) -> None:
     result = shell(script)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout or "cmp" in script.splitlines()[-1], "it shows nothing"
+    check_answers(script, result.stdout)
 
 
 def test_stage_in_python(shell) -> None:

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from tests.conftest import ROOT, SCRIPTS
+from tests.pipes.pipelines import check_answers
 
 
 def test_commands_work_as_pasted(tmp_path: Path, state_home: Path):
@@ -17,6 +18,8 @@ def test_commands_work_as_pasted(tmp_path: Path, state_home: Path):
     blocks = re.findall(r"```sh\n(.*?)```", readme, re.S)
     assert len(blocks) == 22
     shutil.copy(ROOT / "README.md", tmp_path)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    asked = 0
     folder = tempfile.mkdtemp(prefix="t")  # short, as a socket's path has to be
     environment = {
         **os.environ,
@@ -33,6 +36,9 @@ def test_commands_work_as_pasted(tmp_path: Path, state_home: Path):
             assert done.returncode == 0, (block, done.stderr)
             assert bool(done.stdout.strip()) != block.startswith("toasted --daemon"), block
             check_stderr(block, done.stderr)
+            if "--json" not in block:  # there an answer is in pieces
+                asked += check_answers(block, done.stdout.decode())
+        assert asked >= 4
     finally:
         subprocess.run([str(SCRIPTS / "toasted"), "stop"], env=environment, capture_output=True)
         shutil.rmtree(folder)
