@@ -70,7 +70,7 @@ def test_an_architecture(published: tuple[str, ModelFiles]) -> None:
     shared = {"shared": 1} if name in SHARED else {}
     assert found["experts"] == ({**EXPERTS, **shared} if moe else None)
     # Parameters are those of the model before it is quantised.
-    plain: Any = tree_flatten(new_model(files, load_config(files)).parameters())
+    plain: Any = tree_flatten(new_model(files, store.config, store.fitted).parameters())
     sizes = {path: array.size for path, array in plain if path in store.names}
     assert found["parameters"] == sum(sizes.values())
     stacked = sum(n for path, n in sizes.items() if ".switch_" in path or ".experts." in path)

@@ -177,6 +177,26 @@ def test_weights_that_do_not_fit(tmp_path: Path, mlx_started) -> None:
         open_store(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "size"),
+    [
+        ("llama_tied", "hidden_size", 10**9), ("llama_tied", "vocab_size", 10**9),
+        ("qwen3_moe_quantised", "hidden_size", 10**9), ("gpt_oss", "intermediate_size", 10**9),
+        ("qwen3_moe", "num_experts", 10**9), ("llama_tied", "head_dim", 10**400),
+    ],
+)  # fmt: skip
+def test_sizes_that_no_tensor_has(
+    name: str, field: str, size: int, tmp_path: Path, mlx_started, monkeypatch
+) -> None:
+    """They are refused before anything of that size is made."""
+    path = write_published(tmp_path / "m", name)
+    config = json.loads((path / "config.json").read_bytes())
+    (path / "config.json").write_text(json.dumps({**config, field: size}))
+    monkeypatch.delattr("toastkit.store.skeleton.import_architecture")
+    with pytest.raises(DataError, match=f"{field} .*, which no tensor has"):
+        open_store(path)
+
+
 # ------------------------------------------------------------------------------------------ ledger
 
 

@@ -264,6 +264,9 @@ def test_no_code_of_a_checkpoint_runs(toast: Toast, make: Make, tmp_path: Path) 
         ({"num_attention_heads": 0}, "config.json does not describe a model"),
         ({"num_hidden_layers": -1}, "config.json does not describe a model"),
         ({"num_hidden_layers": 10**9}, "layers"),
+        ({"hidden_size": 10**9}, "hidden_size 1000000000, which no tensor has"),
+        ({"num_attention_heads": 10**400}, "num_attention_heads of too many digits"),
+        ({"rope_theta": "no"}, "config.json has no usable rope_theta"),
         ({"model_type": "llamma"}, "model type 'llamma' is not supported"),
         ({"model_type": "../../x"}, "model type '../../x' is not supported"),
         ({"model_type": "x" * 5000}, "is not supported"),
@@ -277,6 +280,24 @@ def test_a_config_that_describes_no_model(
     path = make(config)
     refused_by_all(toast, path, 65, said)
     counts(toast, path)
+
+
+def test_a_window_that_is_not_kept_to(toast: Toast, make: Make, tmp_path: Path) -> None:
+    """Said once by whatever passes it, a prompt or an answer, and by info."""
+    path = make({"model_type": "mistral", "sliding_window": 16})
+    text = "one two three " * 20
+    (tmp_path / "text").write_text(text)
+    long = [
+        toast("decode", "-m", path, "-n", "2", "--raw", text),
+        toast("decode", "-m", path, "-n", "30", "--raw", "--temp", "2", "one"),
+        toast("perplexity", "-m", path, tmp_path / "text"),
+    ]
+    for done in long:
+        assert done.returncode == 0 and done.stderr.count(b"past 16 tokens mlx_lm looks") == 1
+    assert b"past 16" not in toast("decode", "-m", path, "-n", "2", "--raw", "one").stderr
+    assert b"past 16" not in toast("decode", "-q", "-m", path, "-n", "2", "--raw", text).stderr
+    shown = toast("model", "info", path).stdout
+    assert b"16 tokens, which mlx_lm does not keep to" in shown
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def test_sampling_defaults(tmp_path: Path, content: dict | None, expected: dict)
     assert found == expected and type(found.get("top_k", 0)) is int
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "9" * 400, "9" * 5000])
 def test_sampling_defaults_that_are_no_numbers(tmp_path: Path, value: str) -> None:
     content = f'{{"do_sample": true, "top_k": {value}}}'.encode()
     with pytest.raises(DataError):

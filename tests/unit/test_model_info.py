@@ -154,7 +154,7 @@ def test_words_for_an_anatomy() -> None:
         "experts": {"total": 128, "active": 8, "shared": 1},
         "parameters": 30_532_122_624, "active_parameters": 3_345_000_000,
         "bytes": {"embedding": 1 << 20, "mixer": 5, "mlp": 0, "experts": 10**9, "head": 0},
-        "tied_head": True,
+        "tied_head": True, "window_not_kept": 4096, "cautions": ["rounds \u03b2"],
         "cache": {"dtype": "bfloat16", "bytes_per_1024_tokens": 98304, "window_bytes": 1,
                   "state_bytes": 2000},
     }  # fmt: skip
@@ -167,12 +167,16 @@ def test_words_for_an_anatomy() -> None:
         ("  attention, mixer", "5 B"),
         ("  experts", "1.00 GB"),
         ("  head", "is the embedding"),
+        ("window", "4,096 tokens, which mlx_lm does not keep to"),
+        ("caution", "mlx_lm rounds \u03b2"),
         ("cache", "98.3 kB per 1,024 tokens, at most 1 B of windows, 2.00 kB of state (bfloat16)"),
     ]
     del found["cache"]
+    found.update(window_not_kept=None, cautions=[])
     found.update(experts=None, active_parameters=found["parameters"], tied_head=False)
     lines = dict(anatomy_lines(found))
-    assert lines["parameters"] == "30.5 G" and not {"experts", "cache", "  head"} & set(lines)
+    assert lines["parameters"] == "30.5 G"
+    assert not {"experts", "cache", "window", "caution", "  head"} & set(lines)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from toastkit.engine import device
 from toastkit.engine.state import ModelState, restore_state
-from toastkit.errors import UsageError
+from toastkit.errors import DataError, UsageError
 from toastkit.gears.options import GearOptions
 from toastkit.model.config import ModelConfig, load_config
 from toastkit.model.files import ModelFiles
@@ -23,6 +23,7 @@ from toastkit.model.supported import reads_on_host
 from toastkit.session.directory import Session
 from toastkit.store.checkpoint import DTYPES, activation_dtype, load_weights
 from toastkit.store.ledger import CACHE, Ledger
+from toastkit.store.skeleton import MISFITS
 from toastkit.store.store import Store
 
 if TYPE_CHECKING:
@@ -38,10 +39,11 @@ class Engine:
     """A loaded model.
 
     files: the checkpoint. dtype: of activations, None for the default of the device. notify: is
-    told a line when logits come out as NaN. ledger: who keeps how many bytes on the device.
-    reads_on_host: the graph of a step depends on its token's value. gear_options: None leaves gears
-    out altogether. gears: who shifts them; None without gears, and for a checkpoint that is
-    quantised already.
+    told a line where mlx_lm computes something else than the checkpoint asks for: at once, or when
+    a context passes a window that is not kept to; and when logits come out as NaN. ledger: who
+    keeps how many bytes on the device. reads_on_host: the graph of a step depends on its token's
+    value. gear_options: None leaves gears out altogether. gears: who shifts them; None without
+    gears, and for a checkpoint that is quantised already.
     """
 
     def __init__(
@@ -62,12 +64,20 @@ class Engine:
         store = Store(files, self.config)
         load_weights(store, self.dtype, self.ledger)
         self._model = store.model
+        self._window = store.fitted.window
+        self._has_run = False
+        self._say(*store.fitted.warnings(files.name))
         self._check_dtype()
         self.reads_on_host = reads_on_host(type(self._model).__module__.rpartition(".")[2])
         self.gears = self._gears_of(store, gear_options)
         if self.gears is None:
             store.close()
         self._steps = 0
+
+    def _say(self, *lines: str) -> None:
+        if self._notify is not None:
+            for line in lines:
+                self._notify(line)
 
     def _check_dtype(self) -> None:
         """Raises UsageError for a dtype that MLX cannot compute this model in."""
@@ -151,7 +161,7 @@ class Engine:
             self.gears.shift("high")  # a prompt is read densely: section 7.2
         while total - done > 1:
             count = min(chunk() or CHUNK[self.device], total - done - 1)
-            self._model(mx.array(list(ids[done : done + count]), mx.uint32)[None], cache=cache)
+            self._run(mx.array(list(ids[done : done + count]), mx.uint32)[None], cache)
             mx.eval([layer.state for layer in cache])
             mx.clear_cache()
             done += count
@@ -210,8 +220,37 @@ class Engine:
         self._steps += 1
         if self._steps % CLEAR_CACHE_EVERY == 0:
             mx.clear_cache()
-        return self._model(ids, cache=cache)[:, -1].astype(mx.float32)
+        return self._run(ids, cache)[:, -1].astype(mx.float32)
 
     def score(self, ids: Sequence[int], cache: list) -> mx.array:
         """Logits (len(ids), vocab) float32: row i is what the model expects after ids[i]. Lazy."""
-        return self._model(mx.array(list(ids), mx.uint32)[None], cache=cache)[0].astype(mx.float32)
+        return self._run(mx.array(list(ids), mx.uint32)[None], cache)[0].astype(mx.float32)
+
+    def _run(self, ids: mx.array, cache: list) -> mx.array:
+        """A pass of the model: logits (B, N, vocab) for ids (B, N), lazy."""
+        try:
+            logits = self._model(ids, cache=cache)
+        except MISFITS as error:
+            if self._has_run:
+                raise
+            raise DataError(
+                f"{self.files.name}: mlx_lm cannot run a model with this config.json: {error}"
+            ) from error
+        self._has_run = True
+        if self._window is not None and _longest(cache) > self._window:
+            self._say(
+                f"warning: {self.files.name}: past {self._window:,} tokens mlx_lm looks further "
+                "back than the model's sliding window: its answers are others than they should be"
+            )
+            self._window = None
+        return logits
+
+
+def _longest(cache: list) -> int:
+    """The tokens in the caches, of the longest state in a batch."""
+    for layer in cache:
+        for name in ("offset", "_idx"):
+            count = getattr(layer, name, None)
+            if isinstance(count, int):
+                return count
+    return 0

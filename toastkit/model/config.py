@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from toastkit.model.files import ModelFiles
 
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
+MOST = 1 << 53  # of any number here; beyond it floats have gaps
 MAX_HEADER_BYTES = 100 << 20
 # What configurations call the longest context: nearly all the first; gpt2 and gptj n_positions.
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "model_max_length", "max_seq_len")
@@ -49,7 +49,7 @@ def load_config(files: ModelFiles) -> ModelConfig:
     if not isinstance(model_type, str):
         raise DataError(f"{files.name}: config.json has no model_type")
     vocab = raw.get("vocab_size", text.get("vocab_size"))
-    if type(vocab) is not int or vocab < 1:
+    if type(vocab) is not int or not 1 <= vocab <= MOST:
         raise DataError(f"{files.name}: config.json has no usable vocab_size")
     context = _context(files, raw)
     return ModelConfig(model_type, vocab, context, raw)
@@ -61,10 +61,15 @@ def _context(files: ModelFiles, raw: dict) -> int | None:
         for name in CONTEXT_NAMES:
             context = fields.get(name)
             if context is not None:
-                if type(context) is not int or context < 1:
+                if type(context) is not int or not 1 <= context <= MOST:
                     raise DataError(f"{files.name}: config.json has no usable {name}")
                 return context
     return None
+
+
+def digits(number: int) -> str:
+    """A whole number for a message, however long."""
+    return str(number) if abs(number) <= MOST else "of too many digits"
 
 
 def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
@@ -83,7 +88,7 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
     for theirs, ours in names.items():
         value = generation.get(theirs)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not math.isfinite(value):
+            if not -MOST <= value <= MOST:  # nor NaN
                 raise DataError(f"{files.name}: generation_config.json has no usable {theirs}")
             found[ours] = int(value) if ours == "top_k" else float(value)
     return found

@@ -135,6 +135,10 @@ def anatomy_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"  {PART_NAMES.get(part, part)}", human(size)
         elif part == "head" and found["tied_head"]:
             yield f"  {part}", "is the embedding"
+    if found["window_not_kept"]:
+        yield "window", f"{found['window_not_kept']:,} tokens, which mlx_lm does not keep to"
+    for caution in found["cautions"]:
+        yield "caution", f"mlx_lm {caution}"
     cache = found.get("cache")
     if cache is not None:
         words = [f"{human(cache['bytes_per_1024_tokens'])} per 1,024 tokens"]

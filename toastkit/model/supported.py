@@ -31,9 +31,29 @@ UNSUPPORTED = {
     "olmo": "it needs the package ai2-olmo and PyTorch",
     "phi3small": "its attention in mlx_lm looks at later tokens",
 }
+# What mlx_lm computes otherwise than transformers, in all checkpoints; the rest of a sentence that
+# begins with the architecture. The oracle in tests/oracle shows each.
+CAUTIONS: dict[str, str] = {
+    "ernie4_5_moe": "chooses experts without their correction bias",
+    "jamba": "weighs the chosen experts against each other, not among all",
+}
+# What is refused or warned of in some checkpoints, by their configuration: toastkit.model.normalise.
+NOTES = {
+    "gemma": "GELU is exact", "gpt_bigcode": "GELU is exact", "starcoder2": "GELU is exact",
+    "gpt_neox": "GELU is approximated", "glm": "rotates whole heads only",
+    "minicpm3": "needs an output matrix of its own",
+}  # fmt: skip
+# Model types whose checkpoints may have a sliding window that mlx_lm does not know.
+NO_WINDOW = (
+    "dots1", "gemma2", "mistral", "mixtral", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "smollm3", "starcoder2",
+)  # fmt: skip
 METAL_ONLY = {"muse_spark": "it has kernels for Apple's GPUs only"}
 # Their forward pass reads on the host which experts were chosen.
 READ_ON_HOST = ("dbrx",)
+
+# As transformers 5 calls the language model of one that sees, saved by itself.
+TEXT_ONLY = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 
 NAME = re.compile(r"[\w-]{1,100}")
 TABLES = ("MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPPING")
@@ -79,7 +99,7 @@ def module_name(model_type: str, architectures: object = None) -> str:
     for name in named:
         if (model_type, name) in by_architecture:
             return by_architecture[model_type, name]
-    return by_type.get(model_type, model_type)
+    return by_type.get(model_type, TEXT_ONLY.get(model_type, model_type))
 
 
 def _synonyms(source: str) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
@@ -121,7 +141,7 @@ def supported() -> list[Support]:
     sources = {path.stem: _source(path) for path in (folder / "models").glob("*.py")}
     known = {name for name, source in sources.items() if _is_architecture(source)}
     by_type, by_architecture = _synonyms(_source(folder / "utils.py"))
-    types = {**{name: name for name in known}, **by_type}
+    types = {**{name: name for name in known}, **TEXT_ONLY, **by_type}
     rows = [(name, module, "") for name, module in types.items()]
     for (name, architecture), module in by_architecture.items():
         rows.append((name, module, f"where architectures has {architecture}"))
@@ -138,6 +158,9 @@ def _support(model_type: str, module: str, condition: str, source: str) -> Suppo
         notes.append(f"runs as {module}" + (", which is tested" if module in TESTED else ""))
     if VISION.search(source):
         notes.append("text only")
+    if model_type in NO_WINDOW:
+        notes.append("looks back without a sliding window")
+    notes += [table[module] for table in (NOTES, CAUTIONS) if module in table]
     status = "tested" if model_type in TESTED and not condition else "expected"
     return Support(model_type, module, status, "; ".join(notes))
 

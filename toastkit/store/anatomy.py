@@ -58,6 +58,8 @@ def anatomy(store: Store, explain: Callable[[str], None]) -> dict[str, Any]:
         "active_parameters": sum(total.values()) - round(idle),
         "bytes": sizes,
         "tied_head": "head" not in parts.values(),
+        "window_not_kept": store.fitted.window,
+        "cautions": list(store.fitted.cautions),
     }
     if trial.cache is not None:
         found["cache"] = _cache_bytes(trial.cache)

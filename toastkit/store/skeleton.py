@@ -3,8 +3,9 @@ quantised already of their quantised classes."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
-from copy import deepcopy
 from typing import Any
 
 import mlx.core as mx
@@ -12,8 +13,9 @@ import mlx.nn as nn
 
 from toastkit.errors import DataError
 from toastkit.model.architecture import import_architecture
-from toastkit.model.config import ModelConfig
+from toastkit.model.config import ModelConfig, digits
 from toastkit.model.files import ModelFiles
+from toastkit.model.normalise import Fitted, fit
 
 # What the code of an architecture raises for a configuration that it was not written for.
 MISFITS = (
@@ -21,6 +23,11 @@ MISFITS = (
     MemoryError, AssertionError,
 )  # fmt: skip
 LAYER_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+# Fields that are sizes of arrays, by their last word; a tensor that is packed in two bits has a
+# sixteenth of its columns.
+SIZES = re.compile(r"(?:^|_)(?:size|dim|heads|experts|rank|embd|inner|kernel|groups|model)$")
+NO_SIZES = re.compile(r"window|chunk|block|image|patch|index")
+MOST_PACKED = 16
 # Of the foreign formats those whose bytes are MLX's own, by their quant_method.
 SAME_BYTES = {
     "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
@@ -30,30 +37,61 @@ SAME_BYTES = {
 MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 
 
-def new_model(files: ModelFiles, config: ModelConfig) -> nn.Module:
+def new_model(files: ModelFiles, config: ModelConfig, fitted: Fitted) -> nn.Module:
     """The architecture of a configuration; its parameters are lazy and never to be evaluated.
     Raises DataError where config.json does not describe a model that mlx_lm has."""
-    if config.raw.get("model_file") is not None:
-        raise DataError(f"{files.name}: asks to run its own Python code, which is never done")
     architecture = import_architecture(config)
-    check_layers(files, config)
     try:
-        model = architecture.Model(architecture.ModelArgs.from_dict(deepcopy(config.raw)))
+        model = architecture.Model(architecture.ModelArgs.from_dict(fitted.config))
+        if fitted.yarn is not None:
+            _set_yarn(model, fitted.yarn)
     except MISFITS as error:
         raise DataError(f"{files.name}: config.json does not describe a model: {error}") from error
     return model.eval()
 
 
-def check_layers(files: ModelFiles, config: ModelConfig) -> None:
-    """Raises DataError for more layers than tensors: building them could take for ever."""
-    tensors = sum(len(header.entries) for header in files.headers)
+def _set_yarn(model: nn.Module, scaling: Mapping[str, Any]) -> None:
+    """Gives the rotations of a model the wavelengths of a yarn scaling (arXiv 2309.00071, section
+    3.4) with the range between its two betas as it is; mlx_lm rounds it to whole dimensions.
+
+    scaling: factor, original_max_position_embeddings, rope_theta, and betas where they are not 32
+    and 1."""
+    base, factor = scaling["rope_theta"], scaling["factor"]
+    span = scaling["original_max_position_embeddings"] / (2 * math.pi)
+    for module in model.modules():
+        if type(module).__name__ != "YarnRoPE":
+            continue
+        ends = []
+        for name, usual in (("beta_fast", 32), ("beta_slow", 1)):
+            turns = scaling.get(name) or usual
+            ends.append(module.dims * math.log(span / turns) / (2 * math.log(base)))
+        low, high = max(ends[0], 0), min(ends[1], module.dims - 1)
+        ramp = mx.clip((mx.arange(module.dims // 2) - low) / ((high - low) or 0.001), 0, 1)
+        plain = base ** (mx.arange(0, module.dims, 2, dtype=mx.float32) / module.dims)
+        module._freqs = 1 / (ramp / (factor * plain) + (1 - ramp) / plain)
+
+
+def fit_config(files: ModelFiles, config: ModelConfig) -> Fitted:
+    """The configuration as the architecture's class reads it. Raises DataError for one that asks
+    for more than the weights have, before anything of that size is made, and as `fit` does."""
+    if config.raw.get("model_file") is not None:
+        raise DataError(f"{files.name}: asks to run its own Python code, which is never done")
+    entries = [entry for header in files.headers for entry in header.entries.values()]
+    largest = max((d for e in entries if e.nbytes for d in e.shape), default=0) * MOST_PACKED
     for fields in config.levels:
-        for name in LAYER_COUNTS:
-            count = fields.get(name)
-            if isinstance(count, int) and count > tensors:
+        for name, value in fields.items():
+            parts = value if isinstance(value, list) else [value]
+            most = max((part for part in parts if type(part) is int), default=0)
+            if name in LAYER_COUNTS and most > len(entries):
                 raise DataError(
-                    f"{files.name}: config.json has {name} {count}, the weights {tensors} tensors"
+                    f"{files.name}: config.json has {name} {digits(most)}, "
+                    f"the weights {len(entries)} tensors"
                 )
+            if SIZES.search(name) and not NO_SIZES.search(name) and most > max(largest, 4096):
+                raise DataError(
+                    f"{files.name}: config.json has {name} {digits(most)}, which no tensor has"
+                )
+    return fit(config, files.name)
 
 
 def quantisation_of(files: ModelFiles, config: ModelConfig) -> dict | None:

@@ -26,12 +26,15 @@ from mlx.utils import tree_flatten
 from toastkit.errors import DataError
 from toastkit.model.config import ModelConfig
 from toastkit.model.files import ModelFiles
+from toastkit.model.normalise import Fitted
 from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import GEAR_PREFIX, is_model_tensor
 from toastkit.store.prefetch import Prefetcher, Range
 from toastkit.store.raw import RawTensors
 from toastkit.store.rows import RowReader, kind_of
 from toastkit.store.skeleton import (
+    MISFITS,
+    fit_config,
     holds_experts,
     layers_path,
     new_model,
@@ -43,16 +46,18 @@ from toastkit.store.skeleton import (
 class Store:
     """The weights of one checkpoint.
 
-    model: the architecture, with quantised modules in place and no weights. quantization: settings
-    of config.json, None if not quantised. names: of all tensors, in the order of the files where
-    that is known. layers_path: such as `model.layers`.
+    fitted: the configuration as the architecture reads it. model: the architecture, with quantised
+    modules in place and no weights. quantization: settings of config.json, None if not quantised.
+    names: of all tensors, in the order of the files where that is known. layers_path: such as
+    `model.layers`.
     Raises DataError, NoInputError for a checkpoint that is broken, not whole, or does not fit.
     """
 
     def __init__(self, files: ModelFiles, config: ModelConfig):
         self.files = files
         self.config = config
-        self.model: nn.Module = new_model(files, config)
+        self.fitted: Fitted = fit_config(files, config)
+        self.model: nn.Module = new_model(files, config, self.fitted)
         self.quantization = quantisation_of(files, config)
         self._lock = threading.Lock()
         self._raw = RawTensors(files)
@@ -63,7 +68,7 @@ class Store:
                 quantise_modules(self.model, self.quantization, self._waiting)
             self._check_fit()
             self.layers_path = layers_path(self.model)
-        except (ValueError, KeyError, RuntimeError, TypeError, IndexError, AttributeError) as error:
+        except MISFITS as error:
             reason = str(error).strip().split("\n")[0][:300]
             raise DataError(f"{files.name}: the weights do not fit the model: {reason}") from error
         self.layer_count = len(self.model.layers)

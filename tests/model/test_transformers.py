@@ -1,0 +1,142 @@
+"""Checkpoints that transformers saved give the log-probabilities that transformers gives for them,
+with the names of its configurations, old and new; and where they do not, it is said.
+
+tests/oracle records; torch is not needed here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core")
+
+from tests.model.reference import OLD_MLX_LM  # noqa: E402
+from tests.oracle.cases import (  # noqa: E402
+    CASES,
+    LEFT_OUT,
+    LENGTH,
+    PLAIN,
+    POSITIONS,
+    VOCAB,
+    WINDOW,
+)
+from tests.oracle.old_names import old_names  # noqa: E402
+from tests.oracle.weights import prompt, weight  # noqa: E402
+from toastkit.errors import DataError  # noqa: E402
+from toastkit.model.locate import locate  # noqa: E402
+from toastkit.model.supported import TEXT_ONLY, supported  # noqa: E402
+
+if OLD_MLX_LM:
+    pytest.skip("what is recorded holds for a newer mlx_lm", allow_module_level=True)
+
+RECORDED = Path(__file__).parents[1] / "oracle" / "recorded"
+NAMES = sorted([*PLAIN, *CASES])
+TOLERANCE = 4e-4  # of a log-probability; recorded to 1e-4
+# What mlx_lm does not compute, and a part of the message.
+REFUSED = {
+    "glm": "rotates 100% of each head, not 50%",
+    "llama_gelu": "does not compute hidden_act gelu_pytorch_tanh",
+    "minicpm3": "does not scale the logits of a tied head",
+    "qwen3_moe_yarn": "knows no rope scaling of type yarn",
+}
+# Past its window mlx_lm looks further back.
+WINDOWED = {
+    "dots1_window", "gemma2", "mistral", "mixtral_window", "phi3_window", "qwen2_window",
+    "qwen3_window", "starcoder2_window",
+}  # fmt: skip
+# What mlx_lm computes otherwise: a part of the warning, and how far off the oracle it may be.
+CAUTIONED = {
+    "ernie4_5_moe": ("without their correction bias", 9),
+    "gemma": ("computes GELU exactly", 0.02),
+    "gpt_bigcode": ("computes GELU exactly", 0.002),
+    "gpt_neox": ("approximates GELU", 0.01),
+    "gpt_neox_whole": ("approximates GELU", 0.01),
+    "jamba": ("weighs the chosen experts", 0.3),
+    "llama_longrope": ("by long_factor also within the first 64 tokens", 9),
+    "llama_longrope_long": ("by long_factor also within the first 32 tokens", TOLERANCE),
+    "phi3_longrope": ("by long_factor also within the first 64 tokens", 9),
+    "phi3_longrope_long": ("by long_factor also within the first 32 tokens", TOLERANCE),
+    "starcoder2": ("computes GELU exactly", 0.02),
+    "starcoder2_window": ("computes GELU exactly", 0.02),
+}
+
+
+def recorded(name: str) -> dict[str, Any]:
+    return json.loads((RECORDED / f"{name}.json").read_text())
+
+
+def write(path: Path, made: dict[str, Any]) -> Path:
+    """The checkpoint, made anew of names and shapes; its config.json is still to come."""
+    path.mkdir()
+    arrays = {name: weight(name, tuple(shape)) for name, shape in made["tensors"].items()}
+    if made["config"]["model_type"] == "gpt_oss":
+        arrays = split_experts(arrays)
+    tensors = {name: mx.array(array) for name, array in arrays.items()}
+    mx.save_safetensors(str(path / "model.safetensors"), tensors, metadata={"format": "pt"})
+    return path
+
+
+def split_experts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """gpt_oss in the layout of mlx_lm.convert: transformers does not save the four bits in which it
+    is published."""
+    made = {}
+    for name, array in arrays.items():
+        name = name.replace("_proj_bias", "_proj.bias")
+        if ".experts." in name and not name.endswith(".bias"):
+            name, array = f"{name}.weight", array.swapaxes(-1, -2)
+        if "gate_up_proj" in name:
+            axis = -1 if name.endswith(".bias") else -2
+            for n, part in enumerate(("gate_proj", "up_proj")):
+                half = np.arange(n, array.shape[axis], 2)
+                made[name.replace("gate_up_proj", part)] = np.take(array, half, axis)
+        else:
+            made[name] = array
+    return made
+
+
+def score(path: Path, config: dict[str, Any]) -> tuple[np.ndarray, list[str]]:
+    """Log-probabilities (LENGTH, VOCAB), and what was said."""
+    from toastkit.engine.engine import Engine
+
+    (path / "config.json").write_text(json.dumps(config))
+    said: list[str] = []
+    engine = Engine(locate(str(path)), dtype="float32", device_name="cpu", notify=said.append)
+    logits = np.array(engine.score(prompt(LENGTH, VOCAB), engine.new_cache()), np.float64)
+    return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True), said
+
+
+def test_each_is_recorded_or_left_out_for_a_reason() -> None:
+    assert sorted(path.stem for path in RECORDED.glob("*.json")) == NAMES
+    assert {*REFUSED, *WINDOWED, *CAUTIONED} <= set(NAMES)
+    there = {row.model_type for row in supported()}
+    types = {CASES.get(name, (name,))[0] for name in NAMES} - set(LEFT_OUT)
+    assert types <= there and set(LEFT_OUT) <= there
+    assert set(TEXT_ONLY) <= {*types, "qwen3_5_moe_text"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_as_transformers(name: str, tmp_path: Path) -> None:
+    made = recorded(name)
+    assert made["old_agrees"]  # what is called the old names are what transformers takes for them
+    path = write(tmp_path / name, made)
+    expected = np.array(made["log_probabilities"])
+    for config in (made["config"], old_names(made["config"])):
+        if name in REFUSED:
+            with pytest.raises(DataError, match=REFUSED[name]):
+                score(path, config)
+            continue
+        found, said = score(path, config)
+        assert found.max() > found.min() + 1  # a model that looks at its input
+        caution, tolerance = CAUTIONED.get(name, ("", TOLERANCE))
+        rows = [n for n, at in enumerate(POSITIONS) if name not in WINDOWED or at < WINDOW]
+        apart = np.abs(found[list(POSITIONS)] - expected).max(-1)
+        assert apart[rows].max() < tolerance
+        wanted = [caution] * (name in CAUTIONED) + [f"past {WINDOW} tokens"] * (name in WINDOWED)
+        assert len(said) == len(wanted) and all(a in b for a, b in zip(wanted, said))
+        if name in WINDOWED:
+            assert apart.max() > 0.1

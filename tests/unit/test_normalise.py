@@ -1,0 +1,183 @@
+"""Configurations reach an architecture in the names that it reads, and nothing in them that means
+something is lost on the way."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("mlx_lm") is None:
+    pytest.skip("mlx_lm is not installed", allow_module_level=True)
+
+from tests.oracle.old_names import old_names
+from toastkit.errors import DataError
+from toastkit.model.config import ModelConfig
+from toastkit.model.normalise import Fitted, fit
+from toastkit.model.source import source_of
+from toastkit.model.supported import NO_WINDOW, supported
+
+RECORDED = sorted((Path(__file__).parents[1] / "oracle" / "recorded").glob("*.json"))
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "hidden_act": "silu",
+    "max_position_embeddings": 256, "vocab_size": 96, "num_hidden_layers": 4,
+}  # fmt: skip
+
+
+def fitted(config: dict[str, Any]) -> Fitted:
+    return fit(ModelConfig(config["model_type"], 96, None, config), "m")
+
+
+def changed(**fields: Any) -> Fitted:
+    return fitted({**LLAMA, **fields})
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_both_generations_of_names_are_one(path: Path) -> None:
+    """To the fields that the class has; what is refused is refused in both."""
+    new = json.loads(path.read_text())["config"]
+    found = []
+    for config in (new, old_names(new)):
+        before = json.dumps(config)
+        try:
+            made = fitted(config)
+        except DataError as error:
+            found.append(str(error))
+            continue
+        assert json.dumps(config) == before  # the configuration itself is left as it was
+        found.append((read(made), made.cautions, made.window))
+    assert found[0] == found[1]
+
+
+def read(made: Fitted) -> list[dict[str, Any]]:
+    """The levels of a configuration in the fields that some class of the architecture has, but for
+    `rope_parameters`, which may hold more than is read."""
+    fields = source_of(made.module).fields
+    levels = [made.config, made.config.get("text_config") or {}]
+    found = []
+    for level in levels:
+        others = ("text_config", "dtype", "rope_parameters")
+        one = {k: v for k, v in level.items() if k in fields and k not in others}
+        if isinstance(one.get("rope_scaling"), dict):
+            one["rope_scaling"] = {k: v for k, v in one["rope_scaling"].items() if v is not None}
+        found.append(one)
+    return found
+
+
+@pytest.mark.parametrize("row", supported(), ids=lambda row: f"{row.model_type}-{row.module}")
+def test_every_architecture_has_fields(row) -> None:
+    source = source_of(row.module)
+    assert source.fields and source.parts[0] == row.module
+
+
+def test_one_scaling_in_two_spellings() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4}
+    for given in ({"rope_parameters": rope}, {"rope_theta": 5e5, "rope_scaling": {
+        "type": "yarn", "factor": 4
+    }}):  # fmt: skip
+        made = changed(**given).config
+        assert made["rope_theta"] == 5e5
+        scaling = made["rope_scaling"]
+        assert scaling["type"] == scaling["rope_type"] == "yarn" and scaling["factor"] == 4.0
+        assert scaling["original_max_position_embeddings"] == 256  # as transformers has it
+
+
+LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+FAR = {"rope_type": "default", "rope_theta": 1e6}
+SCALED = {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"rope_theta": None}, "no usable rope_theta"),
+        ({"rope_theta": "10000"}, "no usable rope_theta"),
+        ({"rope_theta": 10**400}, "no usable rope_theta"),
+        ({"rope_parameters": {"rope_theta": None, "rope_type": "default"}}, "rope_theta"),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, "no usable factor"),
+        ({"rope_scaling": {"type": "longrope", "attention_factor": 3.0}}, "attention_factor"),
+        ({"rope_parameters": {"full_attention": FAR, "sliding_attention": LOCAL}},
+         "no rotation of its own for sliding_attention"),
+        ({"model_type": "gemma3_text", "hidden_act": "gelu_pytorch_tanh",
+          "rope_parameters": {"full_attention": FAR, "sliding_attention": SCALED}},
+         "no rotation of its own for sliding_attention"),
+        ({"model_type": "mixtral", "rope_scaling": {"type": "linear", "factor": 2.0}},
+         "knows no rope scaling of type linear"),
+        ({"model_type": "phi3", "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4,
+          "factor": 2.0}}, "knows no rope scaling of type yarn"),
+        ({"model_type": "starcoder2", "hidden_act": "gelu", "partial_rotary_factor": 0.5},
+         "rotates 100% of each head, not 50%"),
+        ({"model_type": "recurrent_gemma", "hidden_activation": "gelu_pytorch_tanh",
+          "rope_theta": 5e5}, "does not read rope_theta"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "does not compute clip_qkv 8.0"),
+        ({"final_logit_softcapping": 30.0}, "does not compute final_logit_softcapping 30.0"),
+        ({"model_type": "qwen2_moe", "norm_topk_prob": True}, "does not compute norm_topk_prob"),
+        ({"hidden_act": "relu"}, "does not compute hidden_act relu"),
+        ({"model_type": "gemma3_text", "hidden_act": "gelu_pytorch_tanh", "sliding_window": 16,
+          "sliding_window_pattern": 2, "layer_types": ["sliding_attention", "full_attention",
+          "full_attention", "full_attention"]}, "one layer in 2"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_what_means_something_is_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        changed(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_scaling": None}, {"rope_scaling": {"type": "default"}}, {"hidden_act": "swish"},
+        {"final_logit_softcapping": None, "clip_qkv": None, "norm_topk_prob": False},
+        {"partial_rotary_factor": 0.5},  # transformers ignores it as well
+        {"model_type": "granitemoehybrid", "position_embedding_type": "nope", "rope_theta": None},
+        {"model_type": "mamba2", "num_attention_heads": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_means_nothing_is_not(fields: dict[str, Any]) -> None:
+    assert changed(**fields).cautions == ()
+
+
+SLIDES = {"sliding_window": 16}
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        (SLIDES, None),  # transformers ignores it as well
+        ({"model_type": "mistral", **SLIDES}, 16),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "qwen2", **SLIDES}, 16),
+        ({"model_type": "qwen2", **SLIDES, "use_sliding_window": False}, None),
+        ({"model_type": "qwen2", **SLIDES, "max_window_layers": 4}, None),
+        ({"model_type": "qwen2", **SLIDES, "max_window_layers": 3}, 16),
+        ({"model_type": "qwen2", **SLIDES, "layer_types": ["full_attention"] * 4}, None),
+        ({"model_type": "gemma3_text", "hidden_act": "gelu_pytorch_tanh", **SLIDES}, None),
+        ({"model_type": "ministral3", **SLIDES}, 16),
+        ({"model_type": "ministral3", **SLIDES,
+          "layer_types": ["sliding_attention", "full_attention"] * 2}, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_windows_that_are_not_kept_to(fields: dict[str, Any], window: int | None) -> None:
+    assert changed(**fields).window == window
+
+
+@pytest.mark.parametrize("model_type", NO_WINDOW)
+def test_what_has_no_window_says_so(model_type: str) -> None:
+    (row,) = [row for row in supported() if row.model_type == model_type]
+    assert "without a sliding window" in row.note
+    act = "gelu_pytorch_tanh" if model_type in ("gemma2", "starcoder2") else "silu"
+    made = changed(model_type=model_type, **SLIDES, use_sliding_window=True, hidden_act=act)
+    assert made.window == 16
+
+
+def test_the_language_model_of_one_that_sees() -> None:
+    text = {**LLAMA, "model_type": "mistral", "rope_parameters": FAR, "sliding_window": 16}
+    made = fitted({"model_type": "mistral3", "tie_word_embeddings": False, "text_config": text})
+    assert made.config["text_config"]["rope_theta"] == 1e6 and made.window == 16
+    assert made.config["text_config"]["tie_word_embeddings"] is False

@@ -1,0 +1,259 @@
+"""A configuration as the class of its architecture reads it: the one place between config.json and
+mlx_lm's ModelArgs.
+
+    fitted = fit(config, module)
+    ModelArgs.from_dict(fitted.config)
+
+Both generations of names become those that the class has fields for. A field that means something
+and that the class does not read is refused, or told as a caution.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from toastkit.errors import DataError
+from toastkit.model import rotation
+from toastkit.model.config import ModelConfig
+from toastkit.model.source import Source, source_of
+from toastkit.model.supported import CAUTIONS, module_name
+from toastkit.model.window import ignored_window
+
+# Names for one thing: a class that reads one of them is given it from any other.
+SYNONYMS = (
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"),
+    ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    ("n_group", "num_expert_group"),
+    ("norm_topk_prob", "moe_renormalize"),
+    ("max_position_embeddings", "model_max_length", "n_positions", "n_ctx"),
+    ("hidden_size", "n_embd", "block_dim"),
+    ("head_dim", "linear_head_dim"),
+    ("rms_norm_eps", "norm_eps", "layernorm_epsilon", "layer_norm_epsilon", "layer_norm_eps"),
+    ("layer_types", "layers_block_type"),
+)  # fmt: skip
+# Words for one kind of layer, of which a class knows one.
+LAYERS = (("full_attention", "attention"), ("linear_attention", "mamba"))
+# What transformers no longer writes, as there is one value for it.
+CONSTANTS: dict[str, dict[str, Any]] = {
+    "longcat_flash": {
+        "attention_method": "MLA", "zero_expert_type": "identity", "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
+    "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "solar_open": {
+        "first_k_dense_replace": 0, "intermediate_size": 0, "partial_rotary_factor": 1.0,
+    },
+    "kimi_linear": {"rope_theta": 10000.0},
+    "qwen3_vl_moe": {"norm_topk_prob": True},
+    "minimax": {"shared_intermediate_size": 0},
+}  # fmt: skip
+# Their classes have a default for it, which is that of one checkpoint.
+HEAD_DIM_DERIVED = ("falcon_h1",)
+# Fields that change what is computed, with the values that change nothing.
+NEUTRAL: dict[str, tuple] = {
+    "attn_logit_softcapping": (None, 0), "final_logit_softcapping": (None, 0),
+    "logits_soft_cap": (None, 0), "clip_qkv": (None,), "rope_interleave": (None, True),
+    "use_bidirectional_attention": (None, False, "vision"), "alibi": (None, False),
+    "scale_attn_by_inverse_layer_idx": (None, False), "scale_attn_weights": (None, True),
+    "norm_topk_prob": (None, False), "decoder_sparse_step": (None, 1),
+    "swiglu_limit": (None, 7.0), "swiglu_alpha": (None, 1.702),
+    "embedding_multiplier": (None, 1), "residual_multiplier": (None, 1),
+    "attention_multiplier": (None, 1), "logits_scaling": (None, 1), "logit_scale": (None, 1),
+    "moe_layer_freq": (None, 1),
+}  # fmt: skip
+# What an architecture gets wrong where a field has a value.
+REFUSED = {
+    "minicpm3": (("tie_word_embeddings", True, "does not scale the logits of a tied head"),),
+}
+# The first that is set counts.
+ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act")
+# By family, what of a class's code computes them.
+FAMILIES = {
+    "silu": ("silu", "swiglu", "SiLU", "SwiGLU", "SwitchGLU"), "gelu": ("gelu", "GELU", "geglu"),
+    "relu": ("relu",), "relu2": ("relu",), "xielu": ("XIELU", "XieLU", "xielu"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """config: for ModelArgs.from_dict. yarn: a scaling to be given to the rotations afterwards, see
+    rotation.unrounded_yarn. cautions: in what the architecture differs from what the configuration
+    asks for, each the rest of a sentence that begins with the architecture. window: tokens past
+    which it looks further back than it should, None for never. module: its file in mlx_lm/models.
+    """
+
+    config: dict[str, Any]
+    yarn: dict[str, Any] | None
+    cautions: tuple[str, ...]
+    window: int | None
+    module: str
+
+    def warnings(self, where: str) -> list[str]:
+        """The cautions as lines for people. where: names the checkpoint."""
+        return [f"warning: {where}: {self.module} of mlx_lm {one}" for one in self.cautions]
+
+
+def fit(config: ModelConfig, where: str, module: str | None = None) -> Fitted:
+    """The configuration for the class of its architecture.
+
+    where: names the checkpoint in messages. module: the file in mlx_lm/models, found by the model
+    type where it is not given. Raises DataError for what the architecture does not compute.
+    """
+    module = module or module_name(config.model_type, config.raw.get("architectures"))
+    source = source_of(module)
+    fitted, told, windows = deepcopy(config.raw), list(_known(module)), []
+    levels = [(fitted, source)]
+    if isinstance(fitted.get("text_config"), dict):
+        text = fitted["text_config"]
+        if "vocab_size" in text and "vocab_size" in source.fields:
+            fitted.setdefault("vocab_size", text["vocab_size"])
+        if "tie_word_embeddings" in fitted:
+            text["tie_word_embeddings"] = fitted["tie_word_embeddings"]
+        levels.append((text, _text_source(text, source)))
+    for level, of in levels:
+        _rename(level, of)
+        rotation.rename_rotation(level, of, where)
+        _check(level, of, where)
+        told += [*rotation.cautions(level, of), *_activation_cautions(level, of)]
+        windows.append(ignored_window(level, of))
+    window = min((w for w in windows if w is not None), default=None)
+    yarn = next((y for level, _ in levels if (y := rotation.unrounded_yarn(level))), None)
+    return Fitted(fitted, yarn, tuple(dict.fromkeys(told)), window, module)
+
+
+def _known(module: str) -> Iterator[str]:
+    if module in CAUTIONS:
+        yield CAUTIONS[module]
+
+
+def _text_source(text: dict, source: Source) -> Source:
+    """The class for `text_config`, where it can be told from its model type."""
+    model_type = text.get("model_type")
+    if not isinstance(model_type, str):
+        return source
+    try:
+        name = module_name(model_type)
+    except DataError:
+        return source
+    return source_of(name) if name in source.parts else source
+
+
+# ------------------------------------------------------------------------------------------ names
+
+
+def _rename(config: dict[str, Any], source: Source) -> None:
+    """Fills in the fields of a class from what the configuration calls otherwise or implies."""
+    fields = source.fields
+    for names in SYNONYMS:
+        said = [name for name in names if config.get(name) is not None]
+        read = any(name in fields for name in said)
+        for name in names if said else ():
+            wanted = source.requires(name) or (name in fields and not read)
+            if wanted and config.get(name) is None:
+                config[name] = config[said[0]]
+    for name, value in CONSTANTS.get(source.module, {}).items():
+        config.setdefault(name, value)
+    for name, value in _implied(config, source):
+        other = isinstance(value, str) and isinstance(config.get(name), int)
+        if name in fields and (config.get(name) is None or other):
+            config[name] = value
+    for name in ("layer_types", "layers_block_type"):
+        if isinstance(config.get(name), list):
+            config[name] = [_layer_word(word, source) for word in config[name]]
+
+
+def _layer_word(word: object, source: Source) -> object:
+    for words in LAYERS:
+        if word in words and not source.has_word(str(word)):
+            return next((other for other in words if source.has_word(other)), word)
+    return word
+
+
+def _implied(config: dict[str, Any], source: Source) -> Iterator[tuple[str, Any]]:
+    """(name, value) of fields that follow from others."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    derived = source.requires("head_dim") or source.module in HEAD_DIM_DERIVED
+    if derived and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        yield "head_dim", hidden // heads
+    if isinstance(hidden, int) and isinstance(config.get("expand"), int):
+        yield "intermediate_size", hidden * config["expand"]
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, list):
+        yield "is_moe_layer", [kind == "sparse" for kind in kinds]
+        dense = next((n for n, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+        if "dense" not in kinds[dense:]:
+            yield "first_k_dense_replace", dense
+    layers = config.get("layer_types")
+    if isinstance(layers, list) and rotation.FULL in layers and not source.reads("layer_types"):
+        letters = "".join("G" if kind == rotation.FULL else "L" for kind in layers)
+        yield "sliding_window_pattern", letters if source.has_word("L") else letters.index("G") + 1
+    if isinstance(layers, list) and isinstance(config.get("linear_num_heads"), int):
+        full = [n for n, kind in enumerate(layers, 1) if kind == rotation.FULL]
+        yield "linear_attn_config", {
+            "kda_layers": [n for n in range(1, len(layers) + 1) if n not in full],
+            "full_attn_layers": full,
+            "num_heads": config["linear_num_heads"], "head_dim": config.get("linear_head_dim"),
+            "short_conv_kernel_size": config.get("linear_conv_kernel_dim"),
+        }  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------- checks
+
+
+def _check(config: dict[str, Any], source: Source, where: str) -> None:
+    """Raises DataError for a field that means something and that the class does not read."""
+    rotation.check_rotation(config, source, where)
+    for name, wrong, reason in REFUSED.get(source.module, ()):
+        if config.get(name) == wrong:
+            raise DataError(f"{where}: {source.module} of mlx_lm {reason}")
+    for name, neutral in NEUTRAL.items():
+        value: Any = config.get(name)
+        fixed = isinstance(value, float) and f"{value:g}" in source.text
+        if not (source.reads(name) or fixed or any(value == one for one in neutral)):
+            raise DataError(f"{where}: {source.module} of mlx_lm does not compute {name} {value}")
+    score = config.get("scoring_func")
+    if isinstance(score, str) and not source.reads("scoring_func") and score not in source.text:
+        raise DataError(f"{where}: {source.module} of mlx_lm does not score experts by {score}")
+    _check_pattern(config, source, where)
+    word = _activation(config, source)
+    family = "silu" if word == "swish" else "gelu" if "gelu" in word else word
+    if word and not any(code in source.text for code in FAMILIES.get(family, (family,))):
+        raise DataError(f"{where}: {source.module} of mlx_lm does not compute hidden_act {word}")
+
+
+def _activation(config: dict[str, Any], source: Source) -> str:
+    """The activation function that is asked for and that the class does not look at, or ""."""
+    name = next((name for name in ACTIVATIONS if isinstance(config.get(name), str)), None)
+    return "" if name is None or source.reads(name) else config[name]
+
+
+def _activation_cautions(config: dict[str, Any], source: Source) -> Iterator[str]:
+    """GELU has a tanh approximation, which is another function by up to 0.001."""
+    word = _activation(config, source)
+    if "gelu" not in word:
+        return
+    approximate = "gelu_approx" in source.text or "precise" in source.text
+    exact = re.search(r"nn\.gelu\(|nn\.GELU\(\)", source.text) is not None
+    if word == "gelu" and not exact:
+        yield "approximates GELU by tanh, which moves log-probabilities by up to 0.01"
+    elif word != "gelu" and not approximate:
+        yield "computes GELU exactly, not by tanh, which moves log-probabilities by up to 0.01"
+
+
+def _check_pattern(config: dict[str, Any], source: Source, where: str) -> None:
+    """Where the class has a period instead of a list of layers, the list has to have it."""
+    layers, period = config.get("layer_types"), config.get("sliding_window_pattern")
+    if not isinstance(layers, list) or source.reads("layer_types") or type(period) is not int:
+        return
+    if "sliding_window_pattern" in source.fields and period > 0:
+        for n, kind in enumerate(layers):
+            if (kind == rotation.FULL) != ((n + 1) % period == 0):
+                raise DataError(
+                    f"{where}: {source.module} of mlx_lm has one layer in {period} look back "
+                    f"without a window; layer {n + 1} of layer_types is otherwise"
+                )

@@ -1,0 +1,203 @@
+"""The rotary part of a configuration, in the names that an architecture reads.
+
+transformers 4 wrote `rope_theta` and `rope_scaling`; transformers 5 writes both into one map,
+`rope_parameters`, for some models one for each kind of layer. Most classes of mlx_lm know the
+former, some the latter. What a class cannot compute it drops in silence; here it is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from toastkit.errors import DataError
+from toastkit.model.source import Source
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+THETA = ("rope_theta", "rotary_emb_base")
+PARTIAL = ("partial_rotary_factor", "rotary_pct")
+# The base in the layers that have a window, where that is a field of its own.
+LOCAL_THETA = ("rope_local_base_freq", "swa_rope_theta", "rope_local_theta")
+# The kinds of scaling that classes compute without rope_utils.initialize_rope, which knows
+# what it does not know. The others, which are not named here, compute none.
+KINDS = {
+    "deepseek": ("linear",), "deepseek_v2": ("yarn", "deepseek_yarn"), "hunyuan": ("dynamic",),
+    "hunyuan_v1_dense": ("dynamic",), "minicpm3": ("longrope", "su"), "nemotron": ("linear",),
+    "phi3": ("longrope", "su", "linear"), "phimoe": ("longrope", "su"),
+}  # fmt: skip
+# Classes that cannot do without a scaling are given one that changes nothing.
+IDLE = {"deepseek_v2": {"type": "yarn", "factor": 1.0}, "minicpm3": {"type": "longrope"}}
+DEFAULT_THETA = 10000
+# A part of each head is rotated whatever the configuration says: what the class computes.
+FIXED_PART = {"recurrent_gemma": 0.5}
+# transformers too rotates all of it, whatever the configuration says.
+WHOLE_ALWAYS = ("llama",)
+_BY_LAYER = re.compile(r"rope_parameters( or \{\}\))?(\.get\(|\[)\s*(layer_|self\.layer_type)")
+
+
+def rename_rotation(config: dict[str, Any], source: Source, where: str) -> None:
+    """Gives a level of a configuration all the rotary names that the architecture reads.
+
+    where: names the checkpoint in messages. Raises DataError for a rotation that is not to be read,
+    or that the architecture does not compute.
+    """
+    found = _parameters(config)
+    if found:
+        full = found.get(FULL, next(iter(found.values())))
+        _check_layers(found, full, source, where)
+        kind = kind_of(full)
+        scaling = None if kind == "default" else _scaling(config, full, kind, source, where)
+        _write(config, found, full, scaling, source)
+    for name in (*THETA, *LOCAL_THETA):
+        theta = config.get(name, 1)
+        nope = theta is None and config.get("position_embedding_type") == "nope"
+        if name in source.fields and not _is_positive(theta) and not nope:
+            raise DataError(f"{where}: config.json has no usable {name}")
+
+
+def kind_of(rope: dict[str, Any]) -> str:
+    """The kind of scaling."""
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def cautions(config: dict[str, Any], source: Source) -> Iterator[str]:
+    """What of a renamed rotation an architecture computes otherwise, and yet not far off."""
+    for rope in (config.get("rope_scaling"), *_parameters(config).values()):
+        if not isinstance(rope, dict):
+            continue
+        short, long = rope.get("short_factor"), rope.get("long_factor")
+        if kind_of(rope) in ("longrope", "su") and short != long:
+            first = rope.get("original_max_position_embeddings")
+            first = first or config.get("original_max_position_embeddings")
+            yield f"rotates by long_factor also within the first {first} tokens"
+            return
+
+
+def unrounded_yarn(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The yarn scaling, with its `rope_theta`, whose range is not to be rounded to whole
+    dimensions, which mlx_lm always does; None where there is none."""
+    for rope in _parameters(config).values():
+        if kind_of(rope) == "yarn" and rope.get("truncate") is False:
+            return rope
+    return None
+
+
+def _parameters(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is said of the rotation, in the new spelling, by kind of layer; one entry, of the kind
+    "", where all are alike. Empty where nothing is said."""
+    new = config.get("rope_parameters")
+    if isinstance(new, dict) and new:
+        if all(isinstance(part, dict) for part in new.values()):
+            return dict(new)
+        rope = dict(new)
+    else:
+        old = config.get("rope_scaling")
+        rope = dict(old) if isinstance(old, dict) else {}
+    for names in (THETA, PARTIAL):
+        for name in names:
+            if name in config:
+                rope.setdefault(names[0], config[name])
+    return {"": rope} if rope else {}
+
+
+def _check_layers(found: dict, full: dict, source: Source, where: str) -> None:
+    """Raises DataError where layers differ and the class has one rotation for all of them."""
+    if source.reads("rope_parameters"):
+        return
+    local = any(name in source.fields for name in LOCAL_THETA)
+    for layer, rope in found.items():
+        odd = kind_of(rope) != "default" and rope is not full
+        for name in ("rope_theta", "partial_rotary_factor"):
+            apart = rope.get(name) != full.get(name)
+            odd = odd or (apart and not (local and layer == SLIDING and name == "rope_theta"))
+        if odd:
+            raise DataError(
+                f"{where}: {source.module} of mlx_lm has no rotation of its own for {layer} layers"
+            )
+
+
+def _scaling(config: dict, rope: dict, kind: str, source: Source, where: str) -> dict[str, Any]:
+    """`rope_scaling` in both spellings, with what the class would take a default of its own for."""
+    known = source.reads("rope_scaling") or source.reads("rope_parameters")
+    general = known and "initialize_rope" in source.text
+    if not general and kind not in KINDS.get(source.module, ()):
+        raise DataError(f"{where}: {source.module} of mlx_lm knows no rope scaling of type {kind}")
+    scaling = {k: v for k, v in rope.items() if k not in (*THETA, *PARTIAL)}
+    scaling["type"] = scaling["rope_type"] = kind
+    if "factor" in scaling:
+        if not _is_positive(scaling["factor"]):
+            raise DataError(f"{where}: config.json has no usable factor of its rope scaling")
+        scaling["factor"] = float(scaling["factor"])  # some classes insist
+    first = config.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+    if kind in ("yarn", "longrope", "su", "llama3") and first is not None:
+        scaling.setdefault("original_max_position_embeddings", first)
+    _set_attention_factor(config, scaling, kind, source, where)
+    return scaling
+
+
+def _set_attention_factor(config: dict, scaling: dict, kind: str, source: Source, where: str):
+    """mlx_lm computes it; one that is given has to be what it computes, or to become so."""
+    given = scaling.pop("attention_factor", None)
+    if given is None or kind not in ("yarn", "longrope", "su"):
+        return
+    first, last = (
+        scaling.get("original_max_position_embeddings"),
+        config.get("max_position_embeddings"),
+    )
+    if kind == "yarn" and scaling.get("factor", 1) > 1:
+        scaling["mscale"] = (given - 1) / (0.1 * math.log(scaling["factor"]))
+        scaling["mscale_all_dim"] = 0
+        return
+    usual = 1.0
+    if kind != "yarn" and first and last and last > first:
+        usual = math.sqrt(1 + math.log(last / first) / math.log(first))
+    if abs(given - usual) > 1e-6:
+        raise DataError(f"{where}: {source.module} of mlx_lm has no attention_factor of {given}")
+
+
+def _write(config: dict, found: dict, full: dict, scaling: dict | None, source: Source) -> None:
+    """The names that the class has fields of."""
+    part = full.get("partial_rotary_factor")
+    names = {**dict.fromkeys(THETA, full.get("rope_theta")), **dict.fromkeys(PARTIAL, part)}
+    if SLIDING in found:
+        names.update(dict.fromkeys(LOCAL_THETA, found[SLIDING].get("rope_theta")))
+    for name, value in names.items():
+        if name in source.fields and (value is not None or name in THETA and "rope_theta" in full):
+            config[name] = value
+    if source.requires("rotary_dim") and config.get("head_dim"):
+        config.setdefault("rotary_dim", int(config["head_dim"] * (part or 1)))
+    first = (scaling or {}).get("original_max_position_embeddings")
+    if first is not None and "original_max_position_embeddings" in source.fields:
+        config["original_max_position_embeddings"] = first
+    config["rope_scaling"] = scaling or IDLE.get(source.module)
+    if "rope_parameters" in source.fields and not isinstance(config.get("rope_parameters"), dict):
+        new = {**(scaling or {"rope_type": "default"}), **full}
+        by_layer = _BY_LAYER.search(source.text) and config.get("layer_types")
+        config["rope_parameters"] = {k: dict(new) for k in by_layer} if by_layer else new
+
+
+def check_rotation(config: dict[str, Any], source: Source, where: str) -> None:
+    """Raises DataError for a base that the class does not read, and where a part of each head is to
+    be rotated and the class rotates another."""
+    if not any(source.reads(name) for name in THETA):
+        for rope in _parameters(config).values():
+            if rope.get("rope_theta", DEFAULT_THETA) != DEFAULT_THETA:
+                raise DataError(f"{where}: {source.module} of mlx_lm does not read rope_theta")
+    if source.module in WHOLE_ALWAYS or any(
+        source.reads(name) for name in (*PARTIAL, "rotary_dim")
+    ):
+        return
+    computed = FIXED_PART.get(source.module, 1.0)
+    for rope in _parameters(config).values():
+        part = rope.get("partial_rotary_factor", computed)
+        if part != computed:
+            raise DataError(
+                f"{where}: {source.module} of mlx_lm rotates {computed:.0%} of each head, "
+                f"not {part:.0%}"
+            )
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e30
