@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 SECONDS = 20
 PEAK_BYTES = 1 << 30
@@ -25,7 +25,7 @@ class Taken(NamedTuple):
 
 def run_hostile(
     command: Sequence[object],
-    stdin: bytes | None = None,
+    stdin: bytes | IO | None = None,
     *,
     seconds: float = SECONDS,
     peak: int = PEAK_BYTES,
@@ -34,15 +34,15 @@ def run_hostile(
     """Runs a command to its end. It fails the test by taking longer than `seconds`, by having more
     than `peak` bytes resident, or by ending with a traceback.
 
-    stdin: what it is fed from a file, None for /dev/null; `popen` may say otherwise.
+    stdin: what it is fed from a file, or a stream of its own; None for /dev/null.
     """
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as out:
-        source.write(stdin or b"")
+        source.write(stdin if isinstance(stdin, bytes) else b"")
         source.seek(0)
         with tempfile.TemporaryFile() as error:
-            settings = {"stdin": subprocess.DEVNULL if stdin is None else source, **popen}
+            given = source if isinstance(stdin, bytes) else stdin or subprocess.DEVNULL
             child = subprocess.Popen(
-                [str(part) for part in command], stdout=out, stderr=error, **settings
+                [str(part) for part in command], stdin=given, stdout=out, stderr=error, **popen
             )
             late = threading.Event()
 

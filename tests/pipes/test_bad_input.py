@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def refused(done, code: int, *said: str) -> None:
     [
         (b"", "empty prompt"),
         (b"\n\n", "empty prompt"),
-        (bytes(1 << 20), "the prompt has 1048584 tokens, the model's context is 8192"),
+        (bytes(1 << 20), "the prompt has 1048626 characters, 163840 at most can fit"),
         (b"caf\xe9 au lait", "the prompt is not UTF-8: byte 0xe9 at offset 3"),
         (b"\xff\xfe" * 1000, "the prompt is not UTF-8: byte 0xff at offset 0"),
         (b"word " * 9000, "tokens, the model's context is 8192"),
@@ -50,6 +51,36 @@ def test_a_long_prompt_can_be_cut(toast: Toast, tmp_path: Path):
     done = toast("decode", "-m", model, "--truncate", "-n", "3", stdin=b"word " * 9000)
     assert done.returncode == 0 and done.stdout.strip()
     assert b"its beginning is cut off, 509 tokens are left" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["decode"], "the prompt: over 32 MiB"),
+        (["tokenize", "--count"], "the prompt: over 32 MiB"),
+        (["toast", "--no-daemon"], "the prompt: over 32 MiB"),
+        (["perplexity"], "standard input: over 32 MiB"),
+        (["tokenize", "--count", "--messages", "-"], "messages: over 16 MiB"),
+    ],
+)
+def test_an_input_without_end(command: list[str], said: str):
+    """It is read as far as a text may go, and no further."""
+    name, *options = command
+    with subprocess.Popen(["yes", "y" * 1000], stdout=subprocess.PIPE) as source:
+        taken = run_hostile([executable(name), *options], stdin=source.stdout, peak=400 << 20)
+        source.kill()
+    assert taken.code == 65 and said in taken.error
+
+
+def test_lines_are_read_one_by_one(toast: Toast):
+    """So that a line that came is answered before the next one comes."""
+    command = [executable("tokenize"), "--count", "--each-line", "--raw"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None and child.stdout is not None
+        for line in (b"a\n", b"\n\na b c d\r\n"):
+            child.stdin.write(line)
+            child.stdin.flush()
+            assert int(child.stdout.readline()) > 0
 
 
 @pytest.fixture

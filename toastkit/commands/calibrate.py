@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toastkit.commands.cli import say
-from toastkit.errors import DataError, NoInputError, from_os_error
+from toastkit.errors import DataError, NoInputError
 from toastkit.text.terminal import shown
 
 if TYPE_CHECKING:
@@ -92,18 +92,16 @@ def _measure(strategy: str, tokenizer: PromptTokenizer, flags: dict[str, Any]) -
 
 def _text_of_file(name: str) -> str:
     """A file, or stdin, as text. Raises NoInputError, with the word that may have been meant."""
-    from toastkit.commands.stdin import read_stdin
+    from toastkit.commands.stdin import read_input
 
     try:
-        data = read_stdin() if name == STDIN else Path(name).read_bytes()
-    except OSError as error:
-        wrapped = from_os_error(error, f"cannot read {name}")
-        if isinstance(wrapped, NoInputError):
-            import difflib
+        data = read_input(name, name)
+    except NoInputError as error:
+        import difflib
 
-            near = difflib.get_close_matches(name, WORDS, 1)
-            wrapped.hint = f"did you mean {near[0]}?" if near else wrapped.hint
-        raise wrapped from error
+        near = difflib.get_close_matches(name, WORDS, 1)
+        error.hint = f"did you mean {near[0]}?" if near else error.hint
+        raise
     except ValueError as error:  # a name with a zero byte, from who knows where
         raise NoInputError(f"cannot read {name!r}: no such file") from error
     try:

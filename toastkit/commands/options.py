@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from toastkit.commands import completion
-from toastkit.errors import DataError, UsageError, from_os_error
+from toastkit.errors import DataError, UsageError
 
 Decorator = Callable[[Callable], Callable]
 
@@ -273,19 +273,7 @@ def read_tools(name: str | None) -> list[dict] | None:
     """The tools in the file of --tools, None without it. Raises NoInputError, DataError."""
     if name is None:
         return None
+    from toastkit.commands.stdin import read_input
     from toastkit.text.messages import load_tools
 
-    return load_tools(read_json_file(name, "tools"))
-
-
-def read_json_file(name: str, what: str) -> bytes:
-    """A file of JSON, standard input for "-". Raises NoInputError where it cannot be read,
-    DataError where it is too large."""
-    try:
-        with open(0 if name == "-" else name, "rb", closefd=name != "-") as file:
-            data = file.read(MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise from_os_error(error, f"cannot read {name}") from error
-    if len(data) > MAX_JSON_BYTES:
-        raise DataError(f"{what}: over {MAX_JSON_BYTES >> 20} MiB")
-    return data
+    return load_tools(read_input(name, "tools", MAX_JSON_BYTES))

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,7 +21,7 @@ from toastkit.commands.score_reports import (
     counted,
     line,
 )
-from toastkit.errors import DataError, UsageError, from_os_error
+from toastkit.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from toastkit.engine.engine import Engine
@@ -113,8 +112,10 @@ def _tokenize(name: str, tokenizer: Tokenizer, limit: int | None) -> Text:
 
     limit: tokens to score. Raises NoInputError, DataError.
     """
-    data = _read(name)
+    from toastkit.commands.stdin import read_input
+
     label = "standard input" if name == STDIN else name
+    data = read_input(name, label)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -123,7 +124,8 @@ def _tokenize(name: str, tokenizer: Tokenizer, limit: int | None) -> Text:
         ) from error
     if not text:
         raise DataError(f"{label}: empty text")
-    ids = tokenizer.encode_prompt(text, templated=False)
+    del data
+    ids = tokenizer.encode_prompt(text, templated=False, most=limit and limit + 1)
     if len(ids) < 2:
         raise DataError(f"{label}: a text of one token, and nothing before it to predict it from")
     first = tokenizer.decode(ids[:1], keep_special=True)
@@ -132,15 +134,6 @@ def _tokenize(name: str, tokenizer: Tokenizer, limit: int | None) -> Text:
         text = tokenizer.decode(ids, keep_special=True)
     unscored = len(first.encode()) if text.startswith(first) else 0
     return Text(name, ids, len(text.encode()) - unscored)
-
-
-def _read(name: str) -> bytes:
-    try:
-        if name != STDIN:
-            return Path(name).read_bytes()
-        return sys.stdin.buffer.read()
-    except OSError as error:
-        raise from_os_error(error, f"cannot read {name}") from error
 
 
 def _choosers(checkpoint: ModelFiles, vocab: int, flags: dict[str, Any]) -> Callable[[], Chooser]:

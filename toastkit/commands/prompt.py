@@ -7,8 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from toastkit.commands.cli import say
-from toastkit.commands.options import read_json_file, read_tools, template_arguments
-from toastkit.commands.stdin import read_stdin, stdin_has_text, text_of, user_turn
+from toastkit.commands.options import MAX_JSON_BYTES, read_tools, template_arguments
+from toastkit.commands.stdin import (
+    read_input,
+    read_stdin,
+    stdin_has_text,
+    stdin_lines,
+    text_of,
+    user_turn,
+)
 from toastkit.errors import DataError, UsageError
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer
 
@@ -46,11 +53,11 @@ def prompts(words: tuple[str, ...], flags: dict[str, Any], first: bytes = b"") -
     if flags["messages"] is not None:
         yield _conversation(argument, flags)
     elif flags["each_line"]:
-        lines = [line for line in (first + read_stdin()).splitlines() if line.strip()]
-        if not lines:
-            raise DataError("no prompts: --each-line found no line on stdin that is not empty")
-        for line in lines:
+        line = b""
+        for line in filter(bytes.strip, stdin_lines(first)):
             yield _prompt(text_of(line), argument, flags)
+        if not line:
+            raise DataError("no prompts: --each-line found no line on stdin that is not empty")
     else:
         piped = asked or first or stdin_has_text()
         text = text_of(first + read_stdin()) if piped else ""
@@ -68,7 +75,8 @@ def _conversation(argument: str, flags: dict[str, Any]) -> Prompt:
 
     if argument or flags["system"] is not None or flags["each_line"]:
         raise UsageError("--messages is the whole conversation: no PROMPT, --system, --each-line")
-    return Prompt(messages=load_messages(read_json_file(flags["messages"], "messages")))
+    data = read_input(flags["messages"], "messages", MAX_JSON_BYTES)
+    return Prompt(messages=load_messages(data))
 
 
 def _prompt(text: str, argument: str, flags: dict[str, Any]) -> Prompt:

@@ -6,9 +6,13 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
+from typing import BinaryIO
 
-from toastkit.errors import DataError
+from toastkit.errors import DataError, from_os_error
 from toastkit.frames import starts_frames
+
+# Of a text: no context holds more, and a corpus of this size is scored for days.
+MOST_BYTES = 32 << 20
 
 
 def stdin_has_text() -> bool:
@@ -21,16 +25,39 @@ def stdin_has_text() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
-def read_stdin() -> bytes:
-    """All of it, nothing where it is closed."""
-    return sys.stdin.buffer.read() if sys.stdin is not None else b""
+def read_stdin(what: str = "the prompt", most: int = MOST_BYTES) -> bytes:
+    """All of it. Raises DataError where it does not end in time."""
+    return _read(sys.stdin.buffer, what, most)
 
 
-def stdin_lines() -> Iterator[str]:
-    """Its lines as they come, without their ends. Raises DataError for one that is not UTF-8."""
-    if sys.stdin is not None:
-        for line in sys.stdin.buffer:
-            yield text_of(line).rstrip("\r\n")
+def read_input(name: str, what: str, most: int = MOST_BYTES) -> bytes:
+    """All of a file, or of stdin where the name is "-". what: for the message of the DataError
+    that is raised for more than `most` bytes. Raises as from_os_error does where it cannot be
+    read."""
+    try:
+        if name == "-":
+            return read_stdin(what, most)
+        with open(name, "rb") as file:
+            return _read(file, what, most)
+    except OSError as error:
+        raise from_os_error(error, f"cannot read {name}") from error
+
+
+def _read(stream: BinaryIO, what: str, most: int) -> bytes:
+    data = stream.read(most + 1)
+    if len(data) > most:
+        raise DataError(f"{what}: over {most >> 20} MiB")
+    return data
+
+
+def stdin_lines(first: bytes = b"") -> Iterator[bytes]:
+    """Its lines as they come, without their ends. first: bytes of it that were read already.
+    Raises DataError for one that does not end in time."""
+    while (line := sys.stdin.buffer.readline(MOST_BYTES + 1)) or first:
+        if len(line) > MOST_BYTES:
+            raise DataError(f"a line of the prompt: over {MOST_BYTES >> 20} MiB")
+        yield from (first + line).splitlines()
+        first = b""
 
 
 def text_of(data: bytes) -> str:

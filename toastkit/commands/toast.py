@@ -239,7 +239,7 @@ def _chat(turns, words: tuple[str, ...], flags: dict[str, Any], interrupts) -> i
     """--chat: a line editor at a terminal, otherwise stdin line by line. The words come first."""
     from toastkit.client import repl
     from toastkit.client.chats import chats_root
-    from toastkit.commands.stdin import stdin_lines
+    from toastkit.commands.stdin import stdin_lines, text_of
 
     first = _joined(words)
     if sys.stdin.isatty():
@@ -250,7 +250,7 @@ def _chat(turns, words: tuple[str, ...], flags: dict[str, Any], interrupts) -> i
 
     def lines():
         yield first
-        yield from stdin_lines()
+        yield from map(text_of, stdin_lines())
 
     return repl.chat_with_lines(turns, lines(), interrupts)
 

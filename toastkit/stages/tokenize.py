@@ -10,11 +10,15 @@ from toastkit.errors import DataError
 from toastkit.frames import Frame, Head, Tokens, pack_ids
 from toastkit.model.config import ModelConfig, fingerprint
 from toastkit.model.files import ModelFiles
+from toastkit.text import pieces
 from toastkit.text.messages import content_text, with_text
 from toastkit.text.tokenizer import Tokenizer
 
 # Room that --truncate leaves for the answer when --max-tokens does not say how much it needs.
 ANSWER_ROOM = 256
+MOST_TOKENS = 1 << 20  # of a prompt, where the config names no context
+MOST_CLASSIFIED = 1 << 17  # characters that a guess at the difficulty looks at
+KEPT_HEAD = 1 << 10  # characters of a text that --truncate leaves before what it may keep
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def difficulty(prompt: Prompt) -> dict[str, Any]:
     from toastkit.gears.classifier import classify
 
     text = prompt.text if prompt.messages is None else content_text(prompt.messages[-1])
-    return classify(text or "").as_map()
+    return classify((text or "")[:MOST_CLASSIFIED]).as_map()
 
 
 class PromptTokenizer:
@@ -102,31 +106,81 @@ class PromptTokenizer:
             self._options.note(line)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The prompt's token ids. Raises DataError for an empty one, or one over the context."""
-        ids = self._ids(prompt)
+        """The prompt's token ids. Raises DataError for an empty one, or one over the context:
+        unread where it cannot fit, and else read no further than that takes."""
+        limit = self._config.context or MOST_TOKENS
+        truncate = self._options.truncate and self._config.context is not None
+        whole = prompt
+        if truncate:
+            prompt = self._shortened(prompt, limit)
+        text = self.render(prompt)
+        if not truncate:
+            self._check_size(text, limit)
+        ids = self._ids(prompt, text, None if truncate else limit)
         if not ids:
             raise DataError("empty prompt")
-        limit = self._config.context
-        if limit is None or len(ids) <= limit:
+        if len(ids) <= limit:
             return ids
-        if not self._options.truncate:
-            raise DataError(
-                f"the prompt has {len(ids)} tokens, the model's context is {limit}",
-                hint="shorten it, or give --truncate",
-            )
+        exact = prompt is whole and (truncate or len(text) <= pieces.PIECE)
+        count = f"the prompt has {'' if exact else 'at least '}{len(ids)} tokens"
+        if not truncate:
+            raise self._too_long(count, limit)
         wanted = self._options.max_tokens or ANSWER_ROOM
         room = max(limit - min(wanted, limit // 2), 1)
-        short = self._truncate(prompt, ids, room)
+        short = self._truncate(prompt, whole, ids, room)
         if self._options.note is not None:
             self._options.note(
-                f"the prompt has {len(ids)} tokens, the model's context is {limit}: "
+                f"{count}, the model's context is {limit}: "
                 f"its beginning is cut off, {len(short)} tokens are left"
             )
         return short
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def _ids(self, prompt: Prompt, text: str | None = None, most: int | None = None) -> list[int]:
+        """Ids of a prompt. text: what it is rendered to, where that is known. most: as of
+        Tokenizer.encode."""
         templated = prompt.messages is not None and self.tokenizer.chat_template is not None
-        return self.tokenizer.encode_prompt(self.render(prompt), templated)
+        text = self.render(prompt) if text is None else text
+        return self.tokenizer.encode_prompt(text, templated, most)
+
+    def _check_size(self, text: str, limit: int) -> None:
+        """Raises DataError for a text that cannot fit, whatever its tokens are."""
+        if len(text) <= pieces.PIECE:
+            return  # to look at a vocabulary takes longer than to read this
+        reach = self.tokenizer.reach
+        if reach is not None and len(text) > limit * reach:
+            count = f"the prompt has {len(text)} characters, {limit * reach} at most can fit"
+            raise self._too_long(count, limit)
+
+    def _too_long(self, what: str, limit: int) -> DataError:
+        if self._config.context is None:
+            return DataError(f"{what}, and without a context in config.json {limit} is the limit")
+        hint = "shorten it, or give --truncate"
+        return DataError(f"{what}, the model's context is {limit}", hint=hint)
+
+    def _shortened(self, prompt: Prompt, limit: int) -> Prompt:
+        """A prompt of which truncation leaves what it leaves of this one, or this one itself: long
+        texts without their middle. Nothing of that can stay, and it is not read."""
+        if prompt.messages is None:
+            text = self._ends(prompt.text or "", limit)
+            return prompt if text == prompt.text else Prompt(text=text)
+        contents = [content_text(message) for message in prompt.messages]
+        texts = [self._ends(content, limit) for content in contents]
+        if texts == contents:
+            return prompt
+        short = zip(prompt.messages, texts, contents)
+        messages = [m if text == content else with_text(m, text) for m, text, content in short]
+        return Prompt(messages=messages)
+
+    def _ends(self, text: str, limit: int) -> str:
+        """A text's beginning, and its end from more than 2 * limit tokens before it on: of those
+        at most `limit` are kept, which are too far from the cut to depend on it."""
+        size = 8 * limit
+        while KEPT_HEAD + size < len(text):
+            end = text[-size:]
+            if len(self.tokenizer.encode(end, False, 2 * limit)) > 2 * limit:
+                return text[:KEPT_HEAD] + end
+            size *= 2
+        return text
 
     def turning_points(self, prompt: Prompt, ids: list[int]) -> list[int]:
         """Where other prompts may part from this one: positions to resume at, ascending.
@@ -164,21 +218,26 @@ class PromptTokenizer:
         count = _common_length(ids, self._ids(other))
         return max(count - 1, 0)
 
-    def _truncate(self, prompt: Prompt, ids: list[int], room: int) -> list[int]:
+    def _truncate(self, prompt: Prompt, whole: Prompt, ids: list[int], room: int) -> list[int]:
         """Cuts the beginning off: of the tokens of a raw prompt, of the longest message else, so
-        that the template stays whole."""
-        if prompt.messages is None:
+        that the template stays whole. whole: the prompt before it was shortened."""
+        if prompt.messages is None or whole.messages is None:
             return ids[-room:]
         messages = list(prompt.messages)
-        while len(ids) > room:
-            texts = [content_text(message) for message in messages]
-            longest = max(range(len(texts)), key=lambda i: len(texts[i]))
-            content = self.tokenizer.encode(texts[longest], add_special=False)
+        lengths = [len(content_text(message)) for message in whole.messages]
+        excess = len(ids) - room
+        while excess > 0:
+            longest = max(range(len(lengths)), key=lengths.__getitem__)
+            content = self.tokenizer.encode(content_text(messages[longest]), add_special=False)
             if not content:
                 raise DataError(f"the prompt cannot be cut down to {room} tokens")
-            short = self.tokenizer.decode(content[len(ids) - room :])
-            messages[longest] = with_text(messages[longest], short)
-            ids = self._ids(Prompt(messages=messages))
+            # Half a character has more tokens than it had: it goes with the rest.
+            left = self.tokenizer.decode(content[excess:]).lstrip("\ufffd")
+            messages[longest], lengths[longest] = with_text(messages[longest], left), len(left)
+            excess -= len(content)
+            if excess <= 0:
+                ids = self._ids(Prompt(messages=messages))
+                excess = len(ids) - room
         return ids
 
     def head(self, session: str | None) -> Head:

@@ -5,12 +5,13 @@ Reads tokenizer.json with the `tokenizers` package; transformers is not needed.
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Protocol
 
 from toastkit.errors import DataError, NoInputError
+from toastkit.text import library, pieces
 from toastkit.text.bounded_json import parse
 
 # End a turn where the checkpoint's template writes them, whether or not a config says so.
@@ -74,33 +75,74 @@ class Tokenizer:
                 hint="config.json and tokenizer.json belong to two models",
             )
 
-    def encode(self, text: str, add_special: bool) -> list[int]:
+    def encode(self, text: str, add_special: bool, most: int | None = None) -> list[int]:
         """Token ids of a text. The text of a special token becomes that token.
 
-        add_special: let the tokenizer's post-processor add its BOS, EOS and the like.
-        Raises DataError for text that is not Unicode (lone surrogates).
+        add_special: let the tokenizer's post-processor add its BOS, EOS and the like. most: ids
+        that are of use: of a long text that has more, those of a beginning with more than so many.
+        Raises DataError for text that is not Unicode (lone surrogates), and for what the tokenizer
+        fails at or takes too long for.
         """
+        if len(text) <= pieces.PIECE:
+            found = self._encode(text, add_special, library.SECONDS)
+            if len(text) > pieces.MOST // 16:
+                pieces.give_back()
+            return found
+        ids: list[int] = []
+        numbers = list(range(self.vocab_size))  # one object for each id, however many there are
+        ends = time.monotonic() + library.SECONDS
+
+        def encode(part: str) -> list[int]:
+            return self._encode(part, False, ends - time.monotonic())
+
+        for piece in pieces.encode_pieces(encode, text, pieces.PIECE):
+            ids += map(numbers.__getitem__, piece)
+            pieces.give_back()
+            if most is not None and len(ids) > most:
+                break
+            ends = time.monotonic() + library.SECONDS
+        before, after = self._around(text[: pieces.MARGIN]) if add_special else ([], [])
+        return [*before, *ids, *after] if before or after else ids
+
+    def _encode(self, text: str, add_special: bool, seconds: float) -> list[int]:
+        def encode() -> list[int]:
+            # Not `encode`: that keeps Python's lock, and counts characters that nobody asks for.
+            found = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
+            return found[0].ids
+
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special).ids
-        except UnicodeEncodeError as error:
-            raise DataError(f"prompt: a lone surrogate at character {error.start}") from error
-        except Exception as error:
+            return library.call(f"cannot tokenize the prompt for {self.name}", encode, seconds)
+        except DataError as error:
             if any(0xD800 <= ord(character) < 0xE000 for character in text):
                 raise DataError("prompt: a lone surrogate is not text") from error
-            reason = " ".join(str(error).split())
-            raise DataError(f"cannot tokenize the prompt for {self.name}: {reason}") from error
+            raise
 
-    def encode_prompt(self, text: str, templated: bool) -> list[int]:
+    def _around(self, text: str) -> tuple[list[int], list[int]]:
+        """What the post-processor puts before and after a text."""
+        whole = self._encode(text, True, library.SECONDS)
+        ids = self._encode(text, False, library.SECONDS)
+        for start in range(len(whole) - len(ids) + 1):
+            if whole[start : start + len(ids)] == ids:
+                return whole[:start], whole[start + len(ids) :]
+        raise DataError(f"cannot tokenize the prompt for {self.name}: it is too long")
+
+    @cached_property
+    def reach(self) -> int | None:
+        """Characters of a text that a token stands for at most, None where nothing bounds them."""
+        return library.reach(self._tokenizer)
+
+    def encode_prompt(self, text: str, templated: bool, most: int | None = None) -> list[int]:
         """Token ids of a prompt.
 
         templated: the chat template wrote it, so its BOS is there already and none is added.
-        Otherwise specials are added, but no second BOS where the text begins with one.
+        Otherwise specials are added, but no second BOS where the text begins with one. most: as of
+        encode.
         """
         if templated:
-            return self.encode(text, add_special=False)
-        ids = self.encode(text, add_special=True)
+            return self.encode(text, False, most)
+        ids = self.encode(text, True, most)
         if self.bos_id is not None and ids[:2] == [self.bos_id] * 2:
-            written = self.encode(text, add_special=False)
+            written = self.encode(text[: pieces.MARGIN], add_special=False)[:8]
             if written[:1] == [self.bos_id] and ids[1 : 1 + len(written)] == written:
                 return ids[1:]
         return ids
@@ -115,7 +157,7 @@ class Tokenizer:
         ids = list(ids)
         for token_id in ids:
             self.token(token_id)
-        text = self._tokenizer.decode(ids, skip_special_tokens=not keep_special)
+        text = self.decode_as_library(ids, keep_special)
         if "\ufffd" in text and '"ByteFallback"' in self.decoder_json:
             from toastkit.text.detokenizer import decode_pieces
 
@@ -124,7 +166,10 @@ class Tokenizer:
 
     def decode_as_library(self, ids: list[int], keep_special: bool = False) -> str:
         """Text of token ids exactly as `tokenizers` decodes them."""
-        return self._tokenizer.decode(ids, skip_special_tokens=not keep_special)
+        return library.call(
+            f"cannot decode tokens of {self.name}",
+            lambda: self._tokenizer.decode(ids, skip_special_tokens=not keep_special),
+        )
 
     def token(self, token_id: int) -> str:
         """A token as the vocabulary spells it. Raises DataError for an id that is not in it."""
@@ -176,10 +221,7 @@ class Tokenizer:
 
 
 def _load(files: SmallFiles) -> Any:
-    """The `tokenizers.Tokenizer`, with truncation and padding off."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or it warns after a fork
-    import tokenizers
-
+    """The `tokenizers.Tokenizer`. Raises as Tokenizer."""
     data = files.read("tokenizer.json")
     if data is None:
         raise NoInputError(
@@ -187,15 +229,10 @@ def _load(files: SmallFiles) -> Any:
             hint="the checkpoint needs the tokenizers-library format; convert it with transformers",
         )
     try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(data)
-    except Exception as error:
-        reason = " ".join(str(error).split()).removeprefix(
-            "Cannot instantiate Tokenizer from buffer: "
-        )
-        raise DataError(f"{files.name}: broken tokenizer.json: {reason[:200]}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+        return library.load(data)
+    except DataError as error:
+        reason = error.message.replace("Cannot instantiate Tokenizer from buffer: ", "")
+        raise DataError(f"{files.name}: {reason}") from error
 
 
 def _read_json(files: SmallFiles, name: str) -> dict:

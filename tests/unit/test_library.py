@@ -1,0 +1,204 @@
+"""What a tokenizer.json may make the library do, and long texts in pieces."""
+
+from __future__ import annotations
+
+import json
+from itertools import cycle, islice
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import ROOT
+from toastkit.errors import DataError
+from toastkit.model.locate import locate
+from toastkit.text import library, pieces
+from toastkit.text.tokenizer import Tokenizer
+
+CATASTROPHE = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated",
+               "invert": False}  # fmt: skip
+STORY = (ROOT / "tests" / "texts" / "story.txt").read_text()
+TEXTS = st.lists(
+    st.sampled_from([" ", "  ", "\n", "a", "the", "x" * 9, "é", "中文", "\u0301", "🙂", "12", "…",
+                     "<|im_end|>", "don't", " (", "\t", STORY[:40]]), min_size=20, max_size=90
+).map("".join)  # fmt: skip
+
+
+def replace(old: str, new: str, kind: str = "String") -> dict:
+    return {"type": "Replace", "pattern": {kind: old}, "content": new}
+
+
+def sequence(*steps: dict, name: str = "normalizers") -> dict:
+    return {"type": "Sequence", name: list(steps)}
+
+
+def made(**parts: Any) -> Tokenizer:
+    """A tokenizer of the letters a to z and "▁", with these parts."""
+    vocab = {character: i for i, character in enumerate("▁abcdefghijklmnopqrstuvwxyz")}
+    document = {"added_tokens": [], "model": {"type": "BPE", "vocab": vocab, "merges": []}, **parts}
+    data = json.dumps(document).encode()
+    files = SimpleNamespace(name="odd", read=lambda n: data if n == "tokenizer.json" else None)
+    return Tokenizer(files)
+
+
+@pytest.fixture(scope="module")
+def crumb() -> Tokenizer:
+    return Tokenizer(locate("crumb"))
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+
+def test_a_panic_is_an_error_in_the_data(capfd: pytest.CaptureFixture) -> None:
+    tokenizer = made(pre_tokenizer=CATASTROPHE)
+    with pytest.raises(DataError, match="cannot tokenize the prompt for odd: Onig: Regex search"):
+        tokenizer.encode("a" * 38 + "b", add_special=False)
+    assert tokenizer.encode("ab", add_special=False) == [1, 2]
+    assert "stack backtrace" not in capfd.readouterr().err
+
+
+def test_a_search_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "SECONDS", 0.05)
+    tokenizer = made(pre_tokenizer=CATASTROPHE)
+    with pytest.raises(DataError, match="cannot tokenize the prompt for odd: it takes over 0.05 s"):
+        tokenizer.encode(("a" * 18 + "b") * 40, add_special=False)
+
+
+@pytest.mark.parametrize("bad", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_no_panic(bad: type[BaseException]) -> None:
+    def act() -> None:
+        raise bad
+
+    with pytest.raises(bad):
+        library.call("cannot act", act)
+
+
+@pytest.mark.parametrize(
+    ("section", "rules"),
+    [
+        ("normalizer", [replace("h", "h" * 1000)] * 3),
+        ("normalizer", [replace("", "h" * 100)]),
+        ("normalizer", [replace("(?=h)", "h" * 80, "Regex")]),
+        ("normalizer", [replace("h*", "h" * 64, "Regex")]),
+        ("normalizer", [{"type": "Prepend", "prepend": "h" * 3000}, replace("h", "h" * 50)]),
+        ("decoder", [replace("h", "h" * 1000)] * 3),
+    ],
+)
+def test_rules_that_make_a_text_endless(section: str, rules: list[dict]) -> None:
+    name = "normalizers" if section == "normalizer" else "decoders"
+    with pytest.raises(DataError, match=f"odd: broken tokenizer.json: its {section} makes a text"):
+        made(**{section: sequence(sequence(*rules, name=name), name=name)})
+
+
+def test_usual_rules_are_taken() -> None:
+    rules = [{"type": "Prepend", "prepend": "▁"}, replace(" ", "▁"), replace("`", "'"),
+             replace(" {2,}", " ", "Regex"), {"type": "NFKC"}]  # fmt: skip
+    assert made(normalizer=sequence(*rules)).encode("a b", add_special=False) == [0, 1, 0, 2]
+    steps = [replace("▁", " "), {"type": "ByteFallback"}, {"type": "Fuse"},
+             {"type": "Strip", "content": " ", "start": 1, "stop": 0}]  # fmt: skip
+    tokenizer = made(decoder=sequence(*steps, name="decoders"))
+    assert tokenizer.decode([0, 1, 0, 2]) == "a b"
+
+
+# --------------------------------------------------------------------------------------- pieces
+
+
+def llama_like() -> Tokenizer:
+    """One that writes a blank before every text, and cuts nothing before it merges."""
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+    trained.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    specials = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=specials, show_progress=False
+    )
+    trained.train_from_iterator(STORY.splitlines(), trainer)
+    data = trained.to_str().encode()
+    files = SimpleNamespace(name="llama", read=lambda n: data if n == "tokenizer.json" else None)
+    return Tokenizer(files)
+
+
+ALL = [Tokenizer(locate("crumb")), llama_like()]
+
+
+@pytest.mark.parametrize("tokenizer", ALL, ids=["crumb", "llama"])
+@given(text=TEXTS)
+def test_pieces_are_the_tokens_of_the_whole(tokenizer: Tokenizer, text: str) -> None:
+    def encode(part: str) -> list[int]:
+        return tokenizer._tokenizer.encode(part, add_special_tokens=False).ids
+
+    found = list(pieces.encode_pieces(encode, text, size=120))
+    assert [i for piece in found for i in piece] == encode(text)
+
+
+@pytest.mark.parametrize("tokenizer", ALL, ids=["crumb", "llama"])
+def test_a_long_text_is_read_in_pieces(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = STORY[:30_000]
+    whole = tokenizer.encode(text, add_special=True)
+    monkeypatch.setattr(pieces, "PIECE", 2000)
+    assert tokenizer.encode(text, add_special=True) == whole
+    some = tokenizer.encode(text, add_special=True, most=500)
+    assert 500 < len(some) < len(whole) / 2 and some == whole[: len(some)]
+
+
+def test_specials_stand_around_all_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    post = tokenizers.processors.TemplateProcessing(
+        single="a $A b", special_tokens=[("a", 1), ("b", 2)]
+    )
+    tokenizer = made(post_processor=json.loads(post.__getstate__()))
+    monkeypatch.setattr(pieces, "PIECE", 300)
+    assert tokenizer.encode("xyz" * 700, add_special=True) == [1, *[24, 25, 26] * 700, 2]
+
+
+def test_a_text_without_a_place_to_cut(crumb: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of blanks depend on both their ends. (Ten million of them make the library panic.)"""
+    monkeypatch.setattr(pieces, "MOST", 1 << 10)
+    monkeypatch.setattr(pieces, "PIECE", 1 << 8)
+    for text in (" " * 4000, "a b " * 90 + " " * 4000):
+        with pytest.raises(DataError, match="finds no place to cut"):
+            crumb.encode(text, add_special=False)
+
+
+@pytest.mark.parametrize("tokenizer", ALL, ids=["crumb", "llama"])
+@given(text=TEXTS)
+def test_no_token_reaches_further(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.reach is not None
+    assert len(text) <= tokenizer.reach * len(tokenizer.encode(text, add_special=False))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"pre_tokenizer": {**CATASTROPHE, "behavior": "Removed"}},
+        {"normalizer": replace("a", "")},
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"normalizer": replace("a+", "a", "Regex")},
+        {},  # what it does not know is dropped
+    ],
+)
+def test_where_nothing_bounds_what_a_token_stands_for(parts: dict) -> None:
+    assert made(**parts).reach is None
+
+
+def test_composed_characters_count() -> None:
+    """Four characters become one: α with three marks."""
+    plain = llama_like()
+    document = json.loads(plain._tokenizer.to_str())
+    document["normalizer"] = sequence({"type": "NFC"}, document["normalizer"])
+    files = SimpleNamespace(name="nfc", read=lambda n: json.dumps(document).encode())
+    files.read = lambda n, read=files.read: read(n) if n == "tokenizer.json" else None
+    assert (Tokenizer(files).reach or 0) > 4 * ((plain.reach or 0) - 1)
+
+
+def test_a_long_line_of_one_letter(crumb: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(islice(cycle("ab"), 5000))
+    whole = crumb.encode(text, add_special=False)
+    monkeypatch.setattr(pieces, "PIECE", 1000)
+    assert crumb.encode(text, add_special=False) == whole

@@ -1,0 +1,186 @@
+"""Calls into the `tokenizers` package, with a lid on them.
+
+It is written in Rust, and what a tokenizer.json makes it do is the author's of that file to choose:
+it may panic, search a text with a pattern for hours, or make it a thousand times as long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from toastkit.errors import DataError
+
+T = TypeVar("T")
+
+SECONDS = 10.0  # for a piece of a text, which takes under one
+MOST_LEFT = 2  # calls that did not end in time, and go on
+MOST_GROWTH = 64  # times the length of a text, by its rules
+MOST_ADDED = 1 << 16  # characters put before a text
+
+_left: list[threading.Thread] = []
+
+_COMPOSED = 4  # characters at most that become one in NFC and NFKC
+# Steps that drop nothing.
+_KEEPING = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteLevel")
+_SPLITTING = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation")
+
+
+def call(doing: str, act: Callable[[], T], seconds: float | None = None) -> T:
+    """What `act` returns. Raises DataError, beginning with `doing`, for what it raises, panics
+    included, and where it takes longer than `seconds`.
+
+    With `seconds` it runs on a thread of its own, which is left to itself when the time is over:
+    nothing else can end a search that has begun.
+    """
+    if seconds is None:
+        return _outcome(doing, *_tried(act))
+    _left[:] = [thread for thread in _left if thread.is_alive()]
+    if len(_left) >= MOST_LEFT:
+        raise DataError(f"{doing}: the tokenizer is busy with texts that take it too long")
+    result: list[tuple[Any, BaseException | None]] = []
+    thread = threading.Thread(target=lambda: result.append(_tried(act)), daemon=True)
+    thread.start()
+    thread.join(max(seconds, 0))
+    if not result:
+        _left.append(thread)
+        raise DataError(f"{doing}: it takes over {SECONDS:g} s")
+    return _outcome(doing, *result[0])
+
+
+def _tried(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """A panic is a BaseException, of a class that nothing exports."""
+    try:
+        return act(), None
+    except BaseException as error:
+        return None, error
+
+
+def _outcome(doing: str, value: Any, error: BaseException | None) -> Any:
+    if error is None:
+        return value
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        raise error
+    reason = " ".join(str(error).split())
+    raise DataError(f"{doing}: {reason[:200]}") from error
+
+
+def load(data: bytes) -> Any:
+    """The `tokenizers.Tokenizer` of a tokenizer.json, with truncation and padding off. Raises
+    DataError for one that is broken, or whose rules make a text very much longer."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or it warns after a fork
+    os.environ["RUST_BACKTRACE"] = "0"  # a panic tells stderr of itself: one line, no stack
+    import tokenizers
+
+    # Loading runs the rules already, over the added tokens. The file is not parsed for this.
+    text = data.decode("utf-8", "replace")
+    for found in re.finditer(r'"(normalizer|decoder)"\s*:\s*(?=\{)', text):
+        try:
+            _check_growth(json.JSONDecoder().raw_decode(text, found.end())[0], found[1])
+        except (ValueError, RecursionError):
+            continue  # the library says what is wrong with it
+    tokenizer = call("broken tokenizer.json", lambda: tokenizers.Tokenizer.from_buffer(data))
+    for name in ("normalizer", "decoder"):  # whatever the file calls them
+        _check_growth(section(tokenizer, name), name)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def section(tokenizer: Any, name: str) -> dict | None:
+    """A part of a tokenizer as tokenizer.json has it: normalizer, pre_tokenizer, decoder."""
+    part = getattr(tokenizer, name)
+    return None if part is None else json.loads(part.__getstate__())
+
+
+# ------------------------------------------------------------------------------- a text's length
+
+
+def _check_growth(part: Any, name: str) -> None:
+    times, added = growth(part)
+    if times > MOST_GROWTH or added > MOST_ADDED:
+        much = f"{times:.3g} times as long" if times > MOST_GROWTH else f"{added:.3g} characters"
+        raise DataError(f"broken tokenizer.json: its {name} makes a text {much}")
+
+
+def growth(part: Any) -> tuple[float, float]:
+    """How much longer a normalizer or a decoder makes a text: at most so many times, and so many
+    characters more. What Unicode's normal forms do is left out: it is bounded, and not theirs to
+    choose."""
+    times, added = 1.0, 0.0
+    for step in _steps(part):
+        if step.get("type") == "Replace":
+            factor = _replace_growth(step.get("pattern"), step.get("content"))
+            times, added = times * factor, added * factor
+        elif step.get("type") == "Prepend":
+            added += len(str(step.get("prepend")))
+    return times, added
+
+
+def _replace_growth(pattern: Any, content: Any) -> float:
+    size, kind = len(str(content)), pattern if isinstance(pattern, dict) else {}
+    text = kind.get("String")
+    if isinstance(text, str) and text:
+        return max(1.0, size / len(text))
+    expression = str(kind.get("Regex", ""))
+    try:
+        # What looks around itself may match nothing at all, wherever it is.
+        empty = "(?" in expression or re.match(expression, "") is not None
+    except (re.error, RecursionError, OverflowError):
+        empty = True
+    return 1.0 + size if empty else max(1.0, size)
+
+
+def _steps(part: Any) -> list[dict]:
+    """The steps of a part in their order, out of the sequences that they are in."""
+    if not isinstance(part, dict):
+        return []
+    if part.get("type") != "Sequence":
+        return [part]
+    lists = (part.get(name) for name in ("normalizers", "pretokenizers", "decoders"))
+    return [step for inner in lists for entry in inner or () for step in _steps(entry)]
+
+
+def reach(tokenizer: Any) -> int | None:
+    """The most characters of a text that one token stands for; None where that is not bounded:
+    where blanks are dropped, or anything unknown becomes one token."""
+    import tokenizers
+
+    model = tokenizer.model
+    vocab = tokenizer.get_vocab()
+    splits = _steps(section(tokenizer, "pre_tokenizer"))
+    forms = _steps(section(tokenizer, "normalizer"))
+    added = tokenizer.get_added_tokens_decoder().values()
+    if not isinstance(model, tokenizers.models.BPE) or not _spells_all(
+        model, vocab, splits + forms
+    ):
+        return None
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    if any(s["type"] not in _SPLITTING or s.get("behavior") == "Removed" for s in splits):
+        return None
+    shrinks = 1.0
+    for step in forms:
+        pattern, content = step.get("pattern", {}).get("String"), step.get("content")
+        if step["type"] == "Replace" and pattern and content:
+            shrinks *= max(1.0, len(pattern) / len(content))
+        elif step["type"] not in _KEEPING:
+            return None
+    if any(step["type"] in ("NFC", "NFKC") for step in forms):
+        shrinks *= _COMPOSED
+    return int(max(map(len, vocab), default=1) * shrinks) + 1
+
+
+def _spells_all(model: Any, vocab: dict[str, int], steps: list[dict]) -> bool:
+    """Whether every character becomes a token of its own at least."""
+    from toastkit.text.detokenizer import byte_alphabet
+
+    if any(step["type"] == "ByteLevel" for step in steps):
+        return all(character in vocab for character in byte_alphabet())
+    if model.byte_fallback:
+        return all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+    return model.unk_token in vocab and not model.fuse_unk
