@@ -308,6 +308,28 @@ def test_a_full_disk_is_told_of_once(engines: Engines, homes: Path, monkeypatch)
     assert len(driver.said) == 1
 
 
+@pytest.mark.parametrize("error", [ValueError("no such layer"), PermissionError(13, "denied")])
+def test_a_write_that_fails_costs_nothing_else(
+    engines: Engines, homes: Path, monkeypatch, error: Exception
+) -> None:
+    """The conversation stays in memory, and the end of the daemon tries once more."""
+    driver, chat = Driver(engines("llama")[0]), Chat(engines, "llama", LONG)
+
+    def fails(*arguments, **settings):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "open", fails)
+        chat.ask(driver)
+    (line,) = driver.said
+    assert line.startswith("conversations are not kept on disk: ") and not directories(homes)
+    driver.service.save_all()
+    assert len(directories(homes)) == 1
+    driver.restart()
+    held = chat.held
+    assert chat.ask(driver, "Why?").cached == held
+
+
 # ----------------------------------------------------------------------------------- interruptions
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.model.service_driver import FakeChannel
+from toastkit.daemon.interface import WorkerSettings
 from toastkit.daemon.requests import make_request
-from toastkit.daemon.worker import Worker, WorkerSettings
+from toastkit.daemon.worker import Worker
 
 DEADLINE = 60  # seconds, of a machine that does much else
 PROMPT = "Who are you?"

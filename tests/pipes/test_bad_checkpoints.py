@@ -334,6 +334,27 @@ def test_no_tokenizer(toast: Toast, make: Make) -> None:
     assert toast("model", "info", path).returncode == 0
 
 
+GROWING = {"type": "Replace", "pattern": {"String": "h"}, "content": "h" * 1000}
+SEARCHING = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated",
+             "invert": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "prompt", "said"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [GROWING] * 3}}, "h", "1e+09 times as"),
+        ({"decoder": {"type": "Sequence", "decoders": [GROWING] * 3}}, "h", "1e+09 times as long"),
+        ({"pre_tokenizer": SEARCHING}, "a" * 38 + "b", "Regex search error: retry-limit-in-match"),
+    ],
+    ids=["normalizer", "decoder", "pattern"],
+)
+def test_a_tokenizer_that_never_ends(make: Make, part: dict, prompt: str, said: str) -> None:
+    document = json.loads(locate("crumb").read("tokenizer.json") or b"")
+    path = make(**{"tokenizer.json": json.dumps({**document, **part}).encode()})
+    taken = run_hostile([executable("tokenize"), "-m", path, "--count", "--raw", prompt])
+    assert taken.code == 65 and said in taken.error and not taken.out
+
+
 # ---------------------------------------------------------------------------------- file system
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +61,13 @@ def test_the_hash_stays_what_it_is() -> None:
     spelled = b'tool\x1f12\x1f{"name": "clock", "x": [1, null]}\x1e'
     message = {"x": [1, None], "name": "clock", "content": "12", "role": "tool"}
     assert conversation_hash([message]) == fnv1a64(spelled)
+
+
+def test_a_long_message_goes_through_a_digest() -> None:
+    """FNV-1a goes byte by byte, in Python: fifteen megabytes would take it ten seconds."""
+    long = {"role": "user", "content": "x" * 15_000_000}
+    data = b"user\x1f" + b"x" * 15_000_000 + b"\x1f\x1e"
+    assert conversation_hash([HI, long]) == fnv1a64(blake2b(data).digest(), conversation_hash([HI]))
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,8 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
     )
 
     def make_worker():
-        from toastkit.daemon.worker import Worker, WorkerSettings
+        from toastkit.daemon.interface import WorkerSettings
+        from toastkit.daemon.worker import Worker
 
         return Worker(
             WorkerSettings(

@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any
 
 from toastkit.text.messages import content_text
 
 OFFSET_BASIS = 0xCBF29CE484222325
 PRIME = 0x100000001B3
+LONG = 1 << 12  # bytes of a message from which on its BLAKE2b stands for it
 
 
 def fnv1a64(data: bytes, start: int = OFFSET_BASIS) -> int:
@@ -28,7 +30,12 @@ def fnv1a64(data: bytes, start: int = OFFSET_BASIS) -> int:
 
 
 # A message is hashed once and not at every later turn: FNV-1a goes byte by byte, in Python.
-_extended = lru_cache(maxsize=4096)(lambda start, data: fnv1a64(data, start))
+_known = lru_cache(maxsize=4096)(lambda start, data: fnv1a64(data, start))
+
+
+def _extended(start: int, data: bytes) -> int:
+    """For the same reason, and because they are kept here, long messages go through a digest."""
+    return _known(start, blake2b(data).digest() if len(data) > LONG else data)
 
 
 def conversation_hash(messages: Iterable[dict[str, Any]], tools: list | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What the front and the worker know of each other, and the limits of the front."""
+"""What the front and the worker know of each other, and the settings of both."""
 
 from __future__ import annotations
 
@@ -40,6 +40,28 @@ class Worker(Protocol):
     def reload(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """model: as -m takes it. device, dtype, chunk: as of toast-prefill(1). parallel, batch,
+    cache_bytes, spill_bytes: as of ServiceSettings. max_queue: requests that may wait. idle_unload:
+    seconds without a request after which the model leaves the memory, None for never. audit: gets
+    a record of each request. say: is told what a person should know."""
+
+    model: str = "crumb"
+    device: str = "auto"
+    dtype: str | None = None
+    chunk: int | None = None
+    parallel: int = 8
+    batch: int = 8
+    max_queue: int = 64
+    idle_unload: float | None = None
+    cache_bytes: int = 2 << 30
+    spill_bytes: int = 8 << 30
+    audit: Any = None
+    debug: bool = False
+    say: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Kept:
     cache, checkpoints: on the device; cache is None where it is on disk only. path, generation:
     where it lies on disk. points, cuts: positions of its checkpoints; whether it can be cut back
     anywhere. saved: the disk has all of it. used: when it was last wanted, counted up. own: the
-    path is a session that a user named, not one of ours."""
+    path is a session that a user named, not one of ours. refused: the disk did not take it."""
 
     key: int
     tokens: np.ndarray
@@ -51,6 +51,7 @@ class Kept:
     saved: bool = False
     used: int = 0
     own: bool = False
+    refused: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -235,7 +236,7 @@ class Memory:
             kept.path, kept.generation, kept.key, kept.tokens.tolist(), kept.cache, kept.checkpoints
         )
         if place is None:
-            kept.path, kept.generation, kept.saved = None, 0, False
+            kept.path, kept.generation, kept.saved, kept.refused = None, 0, False, True
             return
         kept.path, kept.generation = place
         kept.saved = True

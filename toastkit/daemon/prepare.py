@@ -78,16 +78,17 @@ class Preparer:
         if request.model is not None:
             self._check_model(request.model)
         sampling = self._sampling(request)
-        key = conversation_hash(messages_of(request)[:-1], request.tools)
         if request.tokens is not None:
             self._check(request.tokens)
             ids, points = request.tokens, [len(request.tokens) - 1]
+            key = conversation_hash([], request.tools)
             return Prepared(request, ids, key, points, sampling, self.fingerprint)
         notes: list[str] = []
         prompts = self._prompts(request, notes.append)
         raw = request.options.raw
         prompt = Prompt(request.prompt) if raw else Prompt(messages=messages_of(request))
         ids = prompts.encode(prompt)
+        key = conversation_hash(messages_of(request)[:-1], request.tools)
         # Before the last token of raw text a pass ends in any case: it is asked again, or goes on.
         points = [len(ids) - 1] if raw else []
         if self.wants_points and not raw:

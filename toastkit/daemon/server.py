@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from toastkit import __version__
-from toastkit.daemon.channel import Channel, encode, error_reply
+from toastkit.daemon.channel import Channel, as_toast_error, encode, error_reply
 from toastkit.daemon.connection import Connection, close_all
 from toastkit.daemon.interface import Limits, Worker
 from toastkit.daemon.peer import may_connect, peer_of
@@ -272,10 +272,10 @@ class Server:
         except Exception as error:
             kept, connection.channel = False, None
             self._refused += 1
-            bug = ToastError(f"bug: {type(error).__name__}: {error}")
-            channel.reply(error_reply(error if isinstance(error, ToastError) else bug))
-            if not isinstance(error, ToastError):
-                self._debug(bug.message)
+            told = as_toast_error(error)
+            channel.reply(error_reply(told))
+            if told is not error:
+                self._debug(told.message)
         finally:
             if not kept:
                 close_all(fds)

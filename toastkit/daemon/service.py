@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from toastkit.daemon.channel import error_reply
+from toastkit.daemon.channel import as_toast_error, error_reply
 from toastkit.daemon.conversation import Channel, Conversation
 from toastkit.daemon.memory import Memory
 from toastkit.daemon.prepare import Prepared, Preparer
@@ -22,7 +22,6 @@ from toastkit.daemon.stepper import Stepper
 from toastkit.engine.checkpoints import always_cut
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
-from toastkit.errors import ToastError
 from toastkit.store.ledger import CACHE
 
 if TYPE_CHECKING:
@@ -96,14 +95,27 @@ class Service:
         return bool(self.active or self.memory.unsaved)
 
     def turn(self) -> None:
-        """One round."""
+        """One round. A failure that is no single conversation's ends those that are active, so that
+        none waits for ever, and not the service."""
+        try:
+            self._turn()
+        except Exception as error:
+            for conversation in list(self.active):
+                self._fail(conversation, error)
+
+    def _turn(self) -> None:
         for conversation in [c for c in self.active if c.channel.gone]:
             self.give_up(conversation)
         steppers = [c for c in self.active if c.want == "step"]
         if steppers:
-            self._stepper.step([c.runs.state for c in steppers if c.runs.state is not None])
+            states = [c.runs.state for c in steppers if c.runs.state is not None]
+            failed = {id(state): error for state, error in self._stepper.step(states)}
             for conversation in steppers:
-                self._advance(conversation)
+                error = failed.get(id(conversation.runs.state))
+                if error is None:
+                    self._advance(conversation)
+                else:
+                    self._fail(conversation, error)
         readers = [c for c in self.active if c.reading]
         if readers:
             self._read(readers)
@@ -140,18 +152,36 @@ class Service:
         try:
             act()
         except Exception as error:
-            conversation.error = ToastError(f"bug: {type(error).__name__}: {error}")
-            conversation.abort()
-            if self.settings.debug:
-                import traceback
+            conversation.error = as_toast_error(error)
+            try:
+                conversation.abort()
+            except Exception:
+                pass  # the first failure is the one to tell of
+            self._tell(error)
 
-                traceback.print_exception(error)
-            if self.settings.say is not None:
-                self.settings.say(conversation.error.message)
+    def _tell(self, error: Exception) -> None:
+        if self.settings.debug:
+            import traceback
+
+            traceback.print_exception(error)
+        if self.settings.say is not None:
+            self.settings.say(as_toast_error(error).message)
+
+    def _fail(self, conversation: Conversation, error: Exception) -> None:
+        """Ends a conversation with an error."""
+
+        def fail() -> None:
+            raise error
+
+        self._guarded(conversation, fail)
+        self._settle(conversation)
 
     def _settle(self, conversation: Conversation) -> None:
         self.active.remove(conversation)
-        self._finished(conversation)
+        try:
+            self._finished(conversation)
+        except Exception as error:
+            self._tell(error)
 
     # --------------------------------------------------------------------------- for conversations
 
@@ -194,7 +224,8 @@ class Service:
             attached.unplug()
 
     def save_all(self) -> None:
-        """Puts on disk what is not there yet."""
+        """Puts on disk what is not there yet, also what could not be put there before."""
+        self.memory.unsaved += [kept for kept in self.memory.kept if kept.refused]
         while self.memory.unsaved:
             self.memory.write(self.memory.unsaved.popleft())
 

@@ -68,10 +68,12 @@ class Spill:
             try:
                 found.append(self._stored(path))
             except NoInputError:
-                if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                if _age(path) > STALE_SECONDS:
                     self.remove(path)
             except (ToastError, ValueError):
                 self.remove(path)
+            except OSError:
+                continue  # not to be read now
         return found
 
     def _by_age(self) -> list[Path]:
@@ -120,7 +122,7 @@ class Spill:
                     path = named
             os.utime(path)
             return path, generation
-        except (ToastError, OSError) as error:
+        except Exception as error:  # whatever it is: the conversation is still in memory
             if self._say is not None:
                 self._say(f"conversations are not kept on disk: {error}")
                 self._say = None
@@ -155,6 +157,14 @@ class Spill:
         """Removes one conversation, if it is one of these."""
         if path.parent == self.root:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _age(path: Path) -> float:
+    """Seconds since a directory was written to; none where it has just gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _size(path: Path) -> int:

@@ -14,12 +14,15 @@ from toastkit.engine.state import ModelState
 # A batch pads its states to the longest. One joins where it is neither much shorter nor much longer
 # than those that are there: no more than twice, or this many tokens.
 SLACK_TOKENS = 1024
+# Rounds of steps after which batching is tried again where it has failed: doubled each time.
+FIRST_ROUNDS, MOST_ROUNDS = 64, 1 << 14
 
 
 class Stepper:
     """most: states in a batch; 1 takes every step alone. say: is told why states are not batched.
 
-    Whether a model can be batched is tried out when two states first step at once.
+    Whether a model can be batched is tried out when two states first step at once; where the trial
+    itself fails, or a batch does later, again after some time.
     """
 
     def __init__(self, engine: Engine, most: int, say: Callable[[str], None] | None = None):
@@ -28,23 +31,63 @@ class Stepper:
         self._say = say
         self._batches: list[Batch] = []
         self._works: bool | None = None if most > 1 else False
+        self._wait, self._pause = 0, FIRST_ROUNDS
 
-    def step(self, states: Sequence[ScheduledState]) -> None:
-        """Takes the step that is due of each state; their logits are being computed after it."""
-        if len(states) == 1 or not self._can_batch():
-            for state in states:
+    def step(self, states: Sequence[ScheduledState]) -> list[tuple[ScheduledState, Exception]]:
+        """Takes the step that is due of each state; their logits are being computed after it.
+        Returns those that failed, each with its error. Where a batch fails, each of its states is
+        read anew and steps alone: whose fault it was shows then."""
+        alone = states
+        if len(states) > 1 and self._can_batch():
+            try:
+                alone = self._step_together(states)
+            except Exception:
+                self._put_off()
+                for batch in list(self._batches):
+                    self._give_up(batch)
+                alone = [state for state in states if state.waiting is not None]
+        failed: list[tuple[ScheduledState, Exception]] = []
+        for state in alone:
+            try:
                 self._step_alone(state)
-            return
+            except Exception as error:
+                failed.append((state, error))
+        return failed
+
+    def _step_together(self, states: Sequence[ScheduledState]) -> list[ScheduledState]:
+        """Steps all that have company; returns the others."""
+        alone = []
         for state in states:
             if self._batch_of(state) is None:
                 self._join(state)
         for batch in list(self._batches):
             members = [state for state in batch.members if isinstance(state, ScheduledState)]
             if len(members) == 1:
-                self._step_alone(members[0])
-            else:
-                batch.step([_token(state) for state in members])
-                mx.async_eval([state.logits for state in members])
+                alone += members
+                continue
+            batch.step([state.waiting for state in members])
+            mx.async_eval([state.logits for state in members])
+            for state in members:
+                state.waiting = None
+        return alone
+
+    def _give_up(self, batch: Batch) -> None:
+        """Dissolves a batch that has failed: what its caches hold is not known."""
+        self._batches.remove(batch)
+        for state in batch.members:
+            state.cache = []
+
+    def _put_off(self) -> None:
+        """No batches for some time, and longer with each failure."""
+        self._works, self._wait = None, self._pause
+        self._pause = min(2 * self._pause, MOST_ROUNDS)
+
+    def _read_anew(self, state: ScheduledState) -> None:
+        """Makes the caches of a state whose batch was given up."""
+        state.settle()
+        ids, cache = state.read_tokens(), self._engine.new_cache()
+        self._engine.prefill(ids if state.waiting is None else ids[:-1], cache)
+        state.cache = cache
 
     def _step_alone(self, state: ScheduledState) -> None:
         self.leave(state)
@@ -56,11 +99,16 @@ class Stepper:
 
     def _can_batch(self) -> bool:
         if self._works is None:
+            if self._wait:
+                self._wait -= 1
+                return False
             self._works = can_batch(self._engine)
-            if not self._works and self._say is not None:
+            if self._works is None:
+                self._put_off()
+            elif not self._works and self._say is not None:
                 name = self._engine.files.name
                 self._say(f"{name} cannot be batched: conversations take their steps in turn")
-        return self._works
+        return bool(self._works)
 
     def _join(self, state: ScheduledState) -> None:
         """Puts a state into the first batch that has room and is about as long."""
@@ -79,22 +127,24 @@ class Stepper:
         return None
 
     def leave(self, state: ModelState) -> None:
-        """Takes a state out of the batch that it is in, if any."""
+        """Takes a state out of the batch that it is in, if any. Its caches hold its tokens then."""
         batch = self._batch_of(state)
         if batch is not None:
-            batch.leave([state])
-            if not batch.members:
-                self._batches.remove(batch)
+            try:
+                batch.leave([state])
+            except Exception:
+                self._give_up(batch)
+                self._put_off()
+            else:
+                if not batch.members:
+                    self._batches.remove(batch)
+        if not state.cache and isinstance(state, ScheduledState):
+            self._read_anew(state)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the batches' caches."""
         return sum(batch.nbytes for batch in self._batches)
-
-
-def _token(state: ScheduledState) -> int | mx.array:
-    token, state.waiting = state.waiting, None
-    return token
 
 
 def _alike(batch: Batch, state: ModelState) -> bool:

@@ -16,12 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
-from toastkit.daemon.channel import error_reply
+from toastkit.daemon.channel import as_toast_error, error_reply
 from toastkit.daemon.connection import close_all
 from toastkit.daemon.conversation import Channel, Conversation
+from toastkit.daemon.interface import WorkerSettings
 from toastkit.daemon.prepare import Prepared, Preparer, messages_of
 from toastkit.daemon.requests import ATTACH_OPS, Request
 from toastkit.daemon.service import Service, ServiceSettings, last_replies
@@ -29,29 +29,8 @@ from toastkit.errors import BusyError, ToastError, UnavailableError
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 
+PREPARERS = 2  # threads: a long prompt does not hold up a short one
 END_SECONDS = 1.0  # for the system's thread to follow Python's
-
-
-@dataclass(frozen=True)
-class WorkerSettings:
-    """model: as -m takes it. device, dtype, chunk: as of toast-prefill(1). parallel, batch,
-    cache_bytes, spill_bytes: as of ServiceSettings. max_queue: requests that may wait. idle_unload:
-    seconds without a request after which the model leaves the memory, None for never. audit: gets
-    a record of each request. say: is told what a person should know."""
-
-    model: str = "crumb"
-    device: str = "auto"
-    dtype: str | None = None
-    chunk: int | None = None
-    parallel: int = 8
-    batch: int = 8
-    max_queue: int = 64
-    idle_unload: float | None = None
-    cache_bytes: int = 2 << 30
-    spill_bytes: int = 8 << 30
-    audit: Any = None
-    debug: bool = False
-    say: Callable[[str], None] | None = None
 
 
 class Worker:
@@ -70,7 +49,7 @@ class Worker:
         self._draining = self._closing = self._reloading = False
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, name="worker", daemon=True)
-        self._readers = ThreadPoolExecutor(1, "preparer")
+        self._readers = ThreadPoolExecutor(PREPARERS, "preparer")
         self._service: Service | None = None
         self._last_used = time.monotonic()
         self._memory_summary: dict[str, Any] = {}
@@ -100,8 +79,9 @@ class Worker:
             if request.op == "generate":
                 self._check_room()
                 self._preparing += 1
+                order = next(self._order)
         if request.op == "generate":
-            self._readers.submit(self._prepare, request, channel)
+            self._readers.submit(self._prepare, request, channel, order)
         elif request.op == "health":
             self._do(lambda: self._health(channel))
         elif request.op in ATTACH_OPS:
@@ -126,28 +106,30 @@ class Worker:
             self._jobs.append(job)
             self._condition.notify()
 
-    def _prepare(self, request: Request, channel: Channel) -> None:
-        """On the preparing thread: the prompt becomes tokens."""
+    def _prepare(self, request: Request, channel: Channel, order: int) -> None:
+        """On a preparing thread: the prompt becomes tokens. Whatever happens, the one who asked is
+        answered and the place given back."""
         prepared: Prepared | None = None
         error: ToastError | None = None
         try:
             if not channel.gone:
                 prepared = self._preparer.prepare(request)
-        except ToastError as failure:
-            error = failure
-        except Exception as failure:
-            error = ToastError(f"bug: {type(failure).__name__}: {failure}")
+        except BaseException as failure:  # a thread of the pool is not interrupted
+            error = as_toast_error(failure)
         with self._condition:
             self._preparing -= 1
             if prepared is not None:
-                place = (-request.priority, next(self._order))
-                heapq.heappush(self._waiting, (*place, prepared, channel))
+                heapq.heappush(self._waiting, (-request.priority, order, prepared, channel))
             self._condition.notify()
         if prepared is None:
-            if error is not None:
-                channel.reply(error_reply(error))
-                self._record(request, channel, {"error": error.message})
-            channel.done()
+            self._refuse(request, channel, error)
+
+    def _refuse(self, request: Request, channel: Channel, error: ToastError | None) -> None:
+        """Ends a request that does not begin; with no error, of one who has gone."""
+        if error is not None:
+            channel.reply(error_reply(error))
+            self._record(request, channel, {"error": error.message})
+        channel.done()
 
     def status(self) -> dict[str, Any]:
         """What it is doing, at this moment."""
@@ -179,8 +161,7 @@ class Worker:
 
     def idle(self) -> bool:
         """Drained, and nothing under way."""
-        service = self._service
-        busy = service is not None and (service.busy or bool(service.attached))
+        busy = self._busy() or (self._service is not None and bool(self._service.attached))
         return self._draining and not (busy or self._preparing or self._waiting or self._jobs)
 
     def cancel_all(self) -> None:
@@ -216,7 +197,16 @@ class Worker:
         except BaseException as error:
             self.failure = error
             self._ready.set()
+            self._save_what_can_be()
         self.notify()
+
+    def _save_what_can_be(self) -> None:
+        """The conversations, after a failure that ends the daemon."""
+        try:
+            if self._service is not None:
+                self._service.save_all()
+        except Exception:
+            pass  # the first failure is the one to tell of
 
     def _load(self) -> Service:
         from toastkit.engine.engine import Engine
@@ -260,7 +250,10 @@ class Worker:
                 self._condition.wait(self._patience())
             job = self._jobs.popleft() if self._jobs else None
         if job is not None:
-            job()
+            try:
+                job()
+            except Exception as error:
+                self._say(as_toast_error(error).message)
         if self._reloading and not self._active():
             self._reload()
         while not self._reloading and (self._service is None or self._service.has_room):
@@ -305,29 +298,32 @@ class Worker:
             if self._service is None:
                 channel.reply({"progress": {"loading": self._preparer.files.name}})
             self._loaded().begin(prepared, channel)
-        except ToastError as error:
-            channel.reply(error_reply(error))
-            channel.done()
-            self._record(prepared.request, channel, {"error": error.message})
+        except Exception as error:
+            self._refuse(prepared.request, channel, as_toast_error(error))
 
     def _finished(self, conversation: Conversation) -> None:
         """The last replies of a request, its record, and the numbers of the status."""
         channel, request = conversation.channel, conversation.prepared.request
         model = self._preparer.files.name
-        for message in last_replies(conversation, model):
-            channel.reply(message)
-        stats = conversation.stats(model)
-        for name in self._counts:
-            self._counts[name] += stats[name]
-        self.served += 1
-        end = conversation.end
-        facts = {
-            **{name: stats[name] for name in ("prompt", "cached", "answer", "seconds")},
-            "end": "cancelled" if channel.gone or end is None else end.reason,
-            "hash": f"{conversation.prepared.save_key(conversation.text):016x}",
-            "error": conversation.error.message if conversation.error is not None else None,
-        }
-        channel.done()
+        try:
+            for message in last_replies(conversation, model):
+                channel.reply(message)
+            stats = conversation.stats(model)
+            for name in self._counts:
+                self._counts[name] += stats[name]
+            self.served += 1
+            end = conversation.end
+            facts = {
+                **{name: stats[name] for name in ("prompt", "cached", "answer", "seconds")},
+                "end": "cancelled" if channel.gone or end is None else end.reason,
+                "hash": f"{conversation.prepared.save_key(conversation.text):016x}",
+                "error": conversation.error.message if conversation.error is not None else None,
+            }
+        except Exception as error:
+            channel.reply(error_reply(as_toast_error(error)))
+            raise
+        finally:
+            channel.done()
         self._record(request, channel, facts, conversation.text)
 
     def _record(self, request: Request, channel: Any, facts: dict, text: str = "") -> None:
@@ -341,8 +337,13 @@ class Worker:
 
     def _health(self, channel: Channel) -> None:
         start = time.perf_counter()
-        if self._service is not None:
-            self._service.probe()
+        try:
+            if self._service is not None:
+                self._service.probe()
+        except Exception as error:
+            channel.reply(error_reply(as_toast_error(error)))
+            channel.done()
+            return
         seconds = round(time.perf_counter() - start, 6)
         loaded = self._service is not None
         channel.reply({"health": {"ok": True, "loaded": loaded, "seconds": seconds}})
@@ -358,20 +359,23 @@ class Worker:
         """The model's files may have changed: another checkpoint is loaded in the old one's place.
         Where that fails the old one stays, if it is still in memory."""
         self._reloading = False
-        say = self.settings.say or (lambda line: None)
         try:
             preparer = self._locate()
             if preparer.fingerprint == self._preparer.fingerprint:
-                return say(f"{preparer.files.name} has not changed")
+                return self._say(f"{preparer.files.name} has not changed")
             if self._service is not None:
                 self._service.let_attached_go()
             self._unload()
             self._preparer = preparer
             self._load()
-            say(f"reloaded {preparer.files.name}")
-        except ToastError as error:
-            say(f"cannot reload: {error.message}")
+            self._say(f"reloaded {preparer.files.name}")
+        except Exception as error:
+            self._say(f"cannot reload: {as_toast_error(error).message}")
         return None
+
+    def _say(self, line: str) -> None:
+        if self.settings.say is not None:
+            self.settings.say(line)
 
     def _attached(self, request: Request, channel: Any) -> None:
         """An op of toast-prefill or toast-decode, which use this model for a run of their own."""
@@ -379,10 +383,8 @@ class Worker:
 
         try:
             serve(self._loaded, self._preparer, request, channel, self._do)
-        except ToastError as error:
-            channel.reply(error_reply(error))
         except Exception as error:  # one run's bug must not end the others
-            channel.reply(error_reply(ToastError(f"bug: {type(error).__name__}: {error}")))
+            channel.reply(error_reply(as_toast_error(error)))
         finally:
             close_all(request.fds)
         self._last_used = time.monotonic()

@@ -78,10 +78,10 @@ def _extracted(layer: Any, row: int) -> Any:
     return own
 
 
-def can_batch(engine: Engine) -> bool:
+def can_batch(engine: Engine) -> bool | None:
     """Whether states of this model can step together: its caches can be merged, and two states of
     different lengths come out as they do alone. (An architecture may ignore the padding; that shows
-    here.) Runs some sixty tokens."""
+    here.) None where the trial failed for a reason that may pass. Runs some sixty tokens."""
     if not all(hasattr(layer, "merge") for layer in engine.new_cache()):
         return False
     most = engine.vocab - 1
@@ -98,8 +98,10 @@ def can_batch(engine: Engine) -> bool:
         together[0].consume(engine, min(6, most))
         alone[0].consume(engine, min(6, most))
         return all(_close(a.logits, b.logits, engine) for a, b in zip(together, alone))
-    except (ValueError, TypeError, AttributeError, IndexError, RuntimeError):
+    except (ValueError, TypeError, AttributeError, IndexError, NotImplementedError):
         return False  # these caches, or this model, are not made for it
+    except Exception:
+        return None  # of the device, say
 
 
 def _states(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[ModelState]:
