@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,9 +18,7 @@ from tests.model.service_driver import (  # noqa: E402
 )
 from toastkit.daemon import stepper as stepper_module  # noqa: E402
 from toastkit.daemon.memory import Memory  # noqa: E402
-from toastkit.daemon.service import Service  # noqa: E402
-from toastkit.engine.batch import Batch, can_batch  # noqa: E402
-from toastkit.engine.state import ModelState  # noqa: E402
+from toastkit.engine.batch import can_batch  # noqa: E402
 from toastkit.store.ledger import CACHE  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("homes")
@@ -320,115 +316,3 @@ def test_one_that_is_cancelled_leaves_the_others(llama) -> None:
     for n in (0, 2, 3):
         same(asked[n], plain, PROMPTS[n], max_tokens=16)
     assert engine.ledger.of(CACHE) == 0
-
-
-def steps_fail(patch: pytest.MonkeyPatch, engine: Any, when: Callable[[int], bool]) -> list[int]:
-    """Has steps of batches fail in their middle, with the caches changed, where when(n) says so of
-    the n-th; which did."""
-    failed: list[int] = []
-    count, step_rows = itertools.count(1), engine.step_rows
-
-    def fails(ids: Any, cache: list) -> Any:
-        logits = step_rows(ids, cache)
-        if len(ids) > 1 and when(n := next(count)):
-            failed.append(n)
-            raise RuntimeError("no memory left")
-        return logits
-
-    patch.setattr(engine, "step_rows", fails)
-    return failed
-
-
-@pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
-def test_a_batch_that_fails_costs_nobody_an_answer(llama, monkeypatch, sampling: dict) -> None:
-    engine, plain = llama
-    together = can_batch(engine)
-    monkeypatch.setattr(stepper_module, "FIRST_ROUNDS", 2)
-    driver = Driver(engine)
-    failed = steps_fail(monkeypatch, engine, lambda n: n in (6, 9))
-    asked = [driver.start(prompt, max_tokens=20, **sampling) for prompt in PROMPTS[:3]]
-    driver.turns_until(lambda: len(failed) == (2 if together else 0))
-    sizes = set()
-    while not all(one.over for one in asked):
-        driver.service.turn()
-        sizes |= set(joined(driver))
-    assert not together or 3 in sizes  # they try again
-    monkeypatch.undo()
-    driver.finish()
-    for one, prompt in zip(asked, PROMPTS):
-        same(one, plain, prompt, max_tokens=20, **sampling)
-    same(driver.ask(PROMPTS[1], **sampling), plain, PROMPTS[1], **sampling)
-    assert engine.ledger.of(CACHE) == 0 and not joined(driver) and not driver.said
-
-
-@pytest.mark.parametrize("batch", [8, 1])
-def test_a_step_that_fails_ends_its_conversation(llama, monkeypatch, batch: int) -> None:
-    """In a batch, where it takes the others' with it, they are each tried alone."""
-    engine, plain = llama
-    driver = Driver(engine, batch=batch)
-    asked = [driver.start(prompt, max_tokens=16) for prompt in PROMPTS[:3]]
-    driver.turns_until(lambda: len(asked[2].ids) == 3)
-    bad, run = asked[1].conversation.runs.state, ModelState.run
-
-    def fails(state: Any, *arguments: Any) -> Any:
-        if state is bad:
-            raise RuntimeError("no such row")
-        return run(state, *arguments)
-
-    monkeypatch.setattr(ModelState, "run", fails)
-    steps_fail(monkeypatch, engine, lambda n: True)
-    driver.finish()
-    assert asked[1].error["message"] == "bug: RuntimeError: no such row"
-    for n in (0, 2):
-        same(asked[n], plain, PROMPTS[n], max_tokens=16)
-    assert driver.said == ["bug: RuntimeError: no such row"]
-    assert engine.ledger.of(CACHE) == 0 and not joined(driver) and not driver.service.active
-
-
-def test_one_that_leaves_a_broken_batch(llama, monkeypatch) -> None:
-    engine, plain = llama
-    driver = Driver(engine)
-    counts = (12, 5, 9)
-    asked = [driver.start("Why?", max_tokens=n) for n in counts]
-    driver.turns_until(lambda: len(asked[2].ids) == 3)
-
-    def fails(batch: Batch, states: Any) -> None:
-        for state in states:
-            state.cache = [None]
-        raise RuntimeError("no such row")
-
-    monkeypatch.setattr(Batch, "leave", fails)
-    driver.finish()
-    for one, count in zip(asked, counts):
-        same(one, plain, "Why?", max_tokens=count)
-    assert all(None not in kept.cache for kept in driver.kept)
-
-
-def test_batching_is_tried_again_after_a_failure(llama, monkeypatch) -> None:
-    engine, plain = llama
-    if not can_batch(engine):
-        pytest.skip("an old mlx_lm")
-    verdicts = iter([None, None, True])
-    monkeypatch.setattr(stepper_module, "can_batch", lambda engine: next(verdicts))
-    monkeypatch.setattr(stepper_module, "FIRST_ROUNDS", 2)
-    driver = Driver(engine)
-    asked = [driver.start(prompt, max_tokens=30) for prompt in PROMPTS[:2]]
-    driver.turns_until(lambda: bool(joined(driver)))
-    driver.finish()
-    for one, prompt in zip(asked, PROMPTS):
-        same(one, plain, prompt, max_tokens=30)
-
-
-def test_a_round_that_fails_ends_those_in_it(llama, monkeypatch) -> None:
-    engine, plain = llama
-    driver = Driver(engine)
-    asked = [driver.start(prompt) for prompt in PROMPTS[:2]]
-
-    def fails(service: Service) -> None:
-        raise RuntimeError("no such round")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Service, "_read", lambda service, readers: fails(service))
-        driver.finish()
-    assert [one.error["message"] for one in asked] == ["bug: RuntimeError: no such round"] * 2
-    same(driver.ask(PROMPTS[0]), plain, PROMPTS[0])

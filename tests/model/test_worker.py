@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,10 +27,7 @@ from tests.model.worker_driver import (  # noqa: E402
     done,
     until,
 )
-from toastkit.daemon.prepare import Preparer  # noqa: E402
 from toastkit.daemon.service import Service  # noqa: E402
-from toastkit.daemon.spill import Spill  # noqa: E402
-from toastkit.daemon.worker import Worker  # noqa: E402
 from toastkit.engine.engine import Engine  # noqa: E402
 from toastkit.errors import BusyError, NoInputError, UnavailableError  # noqa: E402
 from toastkit.model.config import fingerprint  # noqa: E402
@@ -351,76 +347,6 @@ def test_a_model_that_cannot_be_loaded(model: Path) -> None:
     assert caught.value is running.worker.failure or running.worker.failure is None
     assert getattr(caught.value, "code", 70) in (65, 74)
     running.worker.close()
-
-
-class Panic(BaseException):
-    """As pyo3's: of no class that is expected."""
-
-
-@pytest.mark.parametrize("where", ["prepare", "begin", "probe", "reload"])
-def test_what_fails_unexpectedly_is_answered(start, plain: Plain, monkeypatch, where: str) -> None:
-    """Nobody waits for ever, no place is lost, and the others go on."""
-    running = start(max_queue=2)
-    kind = Panic if where == "prepare" else RuntimeError
-
-    def fails(*arguments: Any) -> None:
-        raise kind("a surprise")
-
-    owner = {"prepare": Preparer, "reload": Worker}.get(where, Service)
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, "_locate" if where == "reload" else where, fails)
-        if where == "reload":
-            running.worker.reload()
-            until(lambda: running.said)
-            assert running.said == [f"cannot reload: bug: {kind.__name__}: a surprise"]
-        for _ in range(3 * (where != "reload")):
-            channel = running.submit(op="health") if where == "probe" else running.ask()
-            done(channel)
-            assert channel.one("error")["message"] == f"bug: {kind.__name__}: a surprise"
-    assert running.answer() == plain.answer(PROMPT)
-    running.worker.drain()
-    until(running.worker.idle)
-
-
-def test_a_panic_of_the_tokenizer_is_answered(start, model: Path) -> None:
-    document = json.loads((model / "tokenizer.json").read_text())
-    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
-    steps = [{**split, "invert": False}, document["pre_tokenizer"]]
-    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
-    (model / "tokenizer.json").write_text(json.dumps(document))
-    running = start()
-    channel = running.ask("a" * 38 + "b")
-    done(channel)
-    error = channel.one("error")
-    assert error["code"] == 65 and "Regex search error" in error["message"]
-    done(running.ask("ab"))
-    running.worker.drain()
-    until(running.worker.idle)
-
-
-def test_a_long_prompt_holds_nobody_up(start) -> None:
-    """The other's answer comes first, and what cannot fit is refused unread."""
-    running = start()
-    long = running.ask("y\n" * 7_000_000)
-    done(long, running.ask(), running.submit(op="health"))
-    assert "characters" in long.one("error")["message"]
-
-
-def test_a_thread_that_dies_saves_what_it_can(start, monkeypatch, plain: Plain) -> None:
-    running = start()
-    written: list[int] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(Spill, "write", lambda spill, *arguments: None)  # a full disk
-        running.answer()
-        until(lambda: not running.worker._service.busy)
-    monkeypatch.setattr(Spill, "write", lambda spill, *arguments: written.append(1))
-
-    def fails(service: Service) -> None:
-        raise RuntimeError("the device has gone")
-
-    monkeypatch.setattr(Service, "turn", fails)
-    running.ask()
-    until(lambda: running.worker.failure is not None and written)
 
 
 def test_a_thread_that_dies_says_so(start, monkeypatch) -> None:

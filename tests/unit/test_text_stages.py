@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import io
 import os
-import random
-from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
 from hand_made import EOS, Recorder, answer, draw, drawn, head, kinds, step
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from toastkit.errors import DataError
 from toastkit.frames import (
@@ -30,7 +25,6 @@ from toastkit.gears.classifier import classify
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.session.feed import FeedMessage, FeedReader
-from toastkit.stages import tokenize as tokenize_stage
 from toastkit.stages.detokenize import TextOptions, detokenize
 from toastkit.stages.feeding import bare_ids, feed_tokens
 from toastkit.stages.follow import GearRules
@@ -45,19 +39,8 @@ from toastkit.stages.tokenize import (
     difficulty,
     tokenize,
 )
-from toastkit.text import pieces
 from toastkit.text.messages import user_messages
 from toastkit.text.tokenizer import Tokenizer
-
-
-@lru_cache
-def crumb() -> Tokenizer:
-    return Tokenizer(locate("crumb"))
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
-
 
 # ----------------------------------------------------------------------------------------- tokenize
 
@@ -134,67 +117,12 @@ def test_what_is_not_used_is_told_once() -> None:
     ]
 
 
-@settings(max_examples=12)
-@given(
-    before=st.sampled_from(["", "\n", " a", "🙂"]), seed=st.integers(0, 2**32), raw=st.booleans()
-)
-def test_truncation_looks_at_the_ends_only(before: str, seed: int, raw: bool) -> None:
-    """What it leaves is what it would leave after reading all of a long text."""
-    files, tokenizer = locate("crumb"), crumb()
-    chance = random.Random(seed)
-    words = ["bear", "\n", "🙂", "é", "river...", "(x)", "  ", "中文", "1234"]
-    texts = [before + " ".join(chance.choices(words, k=n)) for n in (3, 900, 20, 600)]
-    long = Prompt(texts[1]) if raw else Prompt(messages=[user(text) for text in texts])
-    found = []
-    for options in (PromptOptions(raw=raw, truncate=True), PromptOptions(raw=raw, truncate=True)):
-        config = replace(load_config(files), context=48)
-        stage = PromptTokenizer(files, config, options, tokenizer)
-        if found:
-            stage._shortened = lambda prompt, limit: prompt  # type: ignore[method-assign]
-        else:
-            assert stage._shortened(long, 48) is not long
-        found.append(stage.encode(long))
-    assert found[0] == found[1] and 0 < len(found[0]) <= 48
-
-
-def test_truncation_goes_through_many_messages_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    files, tokenizer = locate("crumb"), crumb()
-    config = replace(load_config(files), context=200)
-    stage = PromptTokenizer(files, config, PromptOptions(truncate=True), tokenizer)
-    rendered: list[Prompt] = []
-    monkeypatch.setattr(
-        stage, "render", lambda p: rendered.append(p) or "|".join(m["content"] for m in p.messages)
-    )
-    ids = stage.encode(Prompt(messages=[user("the bear " * 20) for _ in range(100)]))
-    assert 0 < len(ids) <= 200 and len(rendered) < 5
-
-
-def test_what_cannot_fit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    files, tokenizer = locate("crumb"), crumb()
-    stage = PromptTokenizer(files, load_config(files), PromptOptions(raw=True), tokenizer)
-    monkeypatch.setattr(tokenizer, "encode", None)
-    with pytest.raises(DataError, match="400000 characters, 163840 at most can fit, the model's"):
-        stage.encode(Prompt("x" * 400_000))
-
-
-def test_what_does_not_fit_is_read_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    files, tokenizer = locate("crumb"), crumb()
-    monkeypatch.setattr(pieces, "PIECE", 1000)
-    monkeypatch.setattr(tokenizer, "reach", None)
-    for context, said in ((64, "the model's context is 64"), (None, "400 is the limit")):
-        monkeypatch.setattr(tokenize_stage, "MOST_TOKENS", 400)
-        config = replace(load_config(files), context=context)
-        stage = PromptTokenizer(files, config, PromptOptions(raw=True), tokenizer)
-        with pytest.raises(DataError, match=f"the prompt has at least [0-9]{{3}} tokens.*{said}"):
-            stage.encode(Prompt("a bear " * 10_000))
-
-
 # --------------------------------------------------------------------------------------- detokenize
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return crumb()
+    return Tokenizer(locate("crumb"))
 
 
 def spoken(tokenizer: Tokenizer, text: str, reason: str = "stop", prompt: str = "Hi") -> list:
