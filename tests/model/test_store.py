@@ -172,7 +172,13 @@ def test_weights_that_do_not_fit(tmp_path: Path, mlx_started) -> None:
     assert "no usable quantization" in refused(quantization={"bits": 4})
     assert "never done" in refused(model_file="model.py")
     (path / "config.json").write_text(json.dumps(config))
-    (path / "model-00002-of-00002.safetensors").unlink()
+    file = path / "model-00002-of-00002.safetensors"
+    whole = file.read_bytes()
+    for dtype in ("I16", "U16"):
+        file.write_bytes(whole.replace(b'"F16"', f'"{dtype}"'.encode()))
+        with pytest.raises(DataError, match=f"is stored as {dtype}, which are no weights"):
+            open_store(path)
+    file.unlink()
     with pytest.raises(NoInputError, match="is missing"):
         open_store(path)
 
@@ -194,6 +200,24 @@ def test_sizes_that_no_tensor_has(
     (path / "config.json").write_text(json.dumps({**config, field: size}))
     monkeypatch.delattr("toastkit.store.skeleton.import_architecture")
     with pytest.raises(DataError, match=f"{field} .*, which no tensor has"):
+        open_store(path)
+
+
+def test_of_a_tensor_in_two_files_the_index_has_the_say(tmp_path: Path, mlx_started) -> None:
+    path = tied_llama(tmp_path / "m")
+    index = json.loads((path / "model.safetensors.index.json").read_bytes())
+    name, place = next(iter(index["weight_map"].items()))
+    before = open_store(path).tensor(name)
+    second = {name: before + 1}
+    mx.save_safetensors(str(path / "model-00003.safetensors"), second)
+    index["weight_map"]["other"] = "model-00003.safetensors"
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert same(open_store(path).tensor(name), before)
+    index["weight_map"][name] = "model-00003.safetensors"
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert same(open_store(path).tensor(name), second[name])
+    (path / "model.safetensors.index.json").unlink()
+    with pytest.raises(DataError, match=f"tensor {name} is in {place} and in model-00003"):
         open_store(path)
 
 

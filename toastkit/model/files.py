@@ -143,8 +143,9 @@ class ModelFiles:
 
     @cached_property
     def headers(self) -> list[Header]:
-        """The checked header of every weight file. Raises as weight_files and read_header do, and
-        DataError where a split checkpoint lacks a layer or a newer toastkit wrote it."""
+        """The checked header of every weight file; no two hold the same tensor. Raises as
+        weight_files and read_header do, and DataError where a split checkpoint lacks a layer, two
+        files disagree or a newer toastkit wrote one."""
         headers: list[Header] = []
         size = tensors = 0
         for path in self.weight_files():
@@ -164,7 +165,28 @@ class ModelFiles:
                 )  # fmt: skip
         if headers[0].path.name == toast_format.OUTSIDE_FILE:
             self._check_split(headers)
+        if len(headers) > 1:
+            self._settle_duplicates(headers)
         return headers
+
+    def _settle_duplicates(self, headers: list[Header]) -> None:
+        """Leaves each tensor in one file: where several hold it, in the one that the index names.
+        Raises DataError where it names none of them."""
+        holders: dict[str, list[Header]] = {}
+        for header in headers:
+            for name in header.entries:
+                holders.setdefault(name, []).append(header)
+        twice = {name: found for name, found in holders.items() if len(found) > 1}
+        places = (self.read_json(INDEX_FILE) or {}).get("weight_map", {}) if twice else {}
+        for name, found in twice.items():
+            if name.startswith(toast_format.PAD_PREFIX):
+                continue
+            files = [header.path.name for header in found]
+            if places.get(name) not in files:
+                raise DataError(f"{self.name}: tensor {name} is in {files[0]} and in {files[1]}")
+            for header in found:
+                if header.path.name != places[name]:
+                    del header.entries[name]
 
     def _check_split(self, headers: list[Header]) -> None:
         count = headers[0].metadata.get(toast_format.LAYERS_KEY, "")

@@ -37,7 +37,7 @@ CAUTIONS: dict[str, str] = {
     "ernie4_5_moe": "chooses experts without their correction bias",
     "jamba": "weighs the chosen experts against each other, not among all",
 }
-# What is refused or warned of in some checkpoints, by their configuration: toastkit.model.normalise.
+# Refused or warned of in some checkpoints, by their configuration: toastkit.model.normalise.
 NOTES = {
     "gemma": "GELU is exact", "gpt_bigcode": "GELU is exact", "starcoder2": "GELU is exact",
     "gpt_neox": "GELU is approximated", "glm": "rotates whole heads only",

@@ -25,7 +25,7 @@ DTYPES = {
 
 
 class RawTensors:
-    """The tensors of a checkpoint's files. A name that two files hold is the last file's."""
+    """The tensors of a checkpoint's files."""
 
     def __init__(self, files: ModelFiles):
         self._files = files
@@ -54,7 +54,7 @@ class RawTensors:
                     f"{self._files.name}: cannot read {header.path.name}: {reason}"
                 ) from error
             assert isinstance(found, dict)  # what a safetensors file gives
-            tensors.update((k, v) for k, v in found.items() if is_model_tensor(k))
+            tensors.update((k, found[k]) for k in header.entries if is_model_tensor(k))
         return tensors
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> mx.array:

@@ -110,14 +110,18 @@ class Store:
     def _check_fit(self) -> None:
         """Raises ValueError unless the tensors are exactly the model's parameters."""
         parameters: Any = tree_flatten(self.model.parameters())
-        expected = {name: tuple(array.shape) for name, array in parameters}
+        expected = {name: (tuple(array.shape), array.dtype) for name, array in parameters}
         for name in self.names:
             if name not in expected:
                 raise ValueError(f"it has no parameter {name}{_nearest(name, expected)}")
-            if self.shape(name) != expected[name]:
-                raise ValueError(
-                    f"{name} has shape {list(self.shape(name))}, not {list(expected[name])}"
-                )
+            shape, dtype = expected[name]
+            if self.shape(name) != shape:
+                raise ValueError(f"{name} has shape {list(self.shape(name))}, not {list(shape)}")
+            # Codes of some quantisation that nobody has decoded would pass for numbers.
+            if mx.issubdtype(dtype, mx.floating) != mx.issubdtype(self.dtype(name), mx.floating):
+                stored = self._sources.get(name)
+                kind = self.dtype(name) if stored is None else stored[1].dtype
+                raise ValueError(f"{name} is stored as {kind}, which are no weights")
         missing = sorted(set(expected) - set(self.names))
         if missing:
             more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
