@@ -203,6 +203,25 @@ def test_sizes_that_no_tensor_has(
         open_store(path)
 
 
+@pytest.mark.parametrize("said", [{"tie_word_embeddings": True}, {}], ids=["tied", "left out"])
+def test_an_output_matrix_that_is_stored_is_used(said, tmp_path: Path, mlx_started) -> None:
+    """As in transformers: unless it is the embedding once more, whatever the config says."""
+    path = tied_llama(tmp_path / "m")
+    tied = open_store(path)
+    config = json.loads((path / "config.json").read_bytes())
+    del config["tie_word_embeddings"]
+    (path / "config.json").write_text(json.dumps({**config, **said}))
+    index = json.loads((path / "model.safetensors.index.json").read_bytes())
+    index["weight_map"]["lm_head.weight"] = "head.safetensors"
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    embedding = tied.tensor("model.embed_tokens.weight")
+    head = mx.contiguous(embedding[::-1])
+    mx.save_safetensors(str(path / "head.safetensors"), {"lm_head.weight": head})
+    assert same(open_store(path).tensor("lm_head.weight"), head)
+    mx.save_safetensors(str(path / "head.safetensors"), {"lm_head.weight": embedding})
+    assert "lm_head.weight" not in open_store(path).names
+
+
 def test_of_a_tensor_in_two_files_the_index_has_the_say(tmp_path: Path, mlx_started) -> None:
     path = tied_llama(tmp_path / "m")
     index = json.loads((path / "model.safetensors.index.json").read_bytes())

@@ -41,6 +41,7 @@ from toastkit.store.skeleton import (
     quantisation_of,
     quantise_modules,
 )
+from toastkit.store.tied import has_own_head, untied
 
 
 class Store:
@@ -55,7 +56,8 @@ class Store:
 
     def __init__(self, files: ModelFiles, config: ModelConfig):
         self.files = files
-        self.config = config
+        own_head = has_own_head(files)
+        self.config = config = untied(config) if own_head else config
         self.fitted: Fitted = fit_config(files, config)
         self.model: nn.Module = new_model(files, config, self.fitted)
         self.quantization = quantisation_of(files, config)
@@ -67,6 +69,8 @@ class Store:
             if self.quantization is not None:
                 quantise_modules(self.model, self.quantization, self._waiting)
             self._check_fit()
+            if own_head and not any("lm_head" in name for name in self.names):
+                raise ValueError("it has no output matrix of its own, and one is stored")
             self.layers_path = layers_path(self.model)
         except MISFITS as error:
             reason = str(error).strip().split("\n")[0][:300]

@@ -63,10 +63,13 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> Path:
 
 def random_tensors(checkpoint: Checkpoint) -> dict[str, mx.array]:
     """The same values every time, large enough that the logits have clear winners."""
-    return {
+    made = {
         name: _random(name, shape, mx.random.key(number), checkpoint)
         for number, (name, shape) in enumerate(checkpoint.shapes.items())
     }
+    if checkpoint.config.get("tie_word_embeddings") and "lm_head.weight" in made:
+        made["lm_head.weight"] = made["model.embed_tokens.weight"]
+    return made
 
 
 def _random(name: str, shape: tuple[int, ...], key: mx.array, checkpoint: Checkpoint) -> mx.array:
