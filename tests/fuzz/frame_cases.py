@@ -292,7 +292,7 @@ def pack(value: Any) -> bytes:
     """A frame's map, or what has become of one; deeper than the packer goes is cut."""
     try:
         return msgpack.packb(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return b"\x91" * 600
 
 

@@ -61,6 +61,19 @@ def _places(root: Any) -> list[tuple[Any, Any]]:
     return found
 
 
+def _near(rng: random.Random, item: Any) -> Any:
+    """What is almost the same."""
+    if isinstance(item, msgpack.ExtType):
+        return msgpack.ExtType(item.code, mutate_bytes(rng, item.data))
+    if isinstance(item, bytes):
+        return rng.choice((item[:-1], item + b"\0", mutate_bytes(rng, item)))
+    if isinstance(item, (str, list)):
+        return rng.choice((item[1:], item + item[:1], item[::-1]))
+    if isinstance(item, (int, float)):
+        return rng.choice((item + 1, item - 1, -item, item * 2, float(item)))
+    return {} if item is None else None
+
+
 def mutate(rng: random.Random, root: list, known: tuple = MSGPACK_VALUES) -> None:
     """Changes one thing in a list of maps: a value, a name, what is there and in which order."""
     places = _places(root)
@@ -70,8 +83,10 @@ def mutate(rng: random.Random, root: list, known: tuple = MSGPACK_VALUES) -> Non
     holder, key = rng.choice(places)
     other, there = rng.choice(places)
     act = rng.randrange(8)
-    if act < 3:
+    if act < 2:
         holder[key] = value(rng, known)
+    elif act == 2:
+        holder[key] = _near(rng, holder[key])
     elif act == 3:
         holder[key] = copy.deepcopy(other[there])
     elif act == 4:

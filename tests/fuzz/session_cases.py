@@ -79,6 +79,7 @@ class Attacked(sequences.Sessions):
         if self.session.tokens == tokens:
             self.held = {n: self.name != "plain" for n in where}
         self.stored, self.live, self.known = list(self.session.tokens), None, 0
+        self.check_all(self.session)
         self.note()
 
     @rule()

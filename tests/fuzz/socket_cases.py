@@ -26,7 +26,7 @@ from toastkit.daemon.interface import Limits
 
 LAST = {"end", "error", "health", "status", "stopping", "reloading", "attached", "released",
         "restored", "read", "step", "committed"}  # fmt: skip
-MOST_LINE = 4096
+MOST_LINE = 1 << 16
 Expected = Callable[[dict], None]
 
 
@@ -172,8 +172,13 @@ class Attack:
             client.wanted.append(ANY)
             client.mute = True
         elif what == 9:  # gone in the middle
-            client.say += line + b"\n" if rng.random() < 0.5 else line[:5]
-            client.turn(rng)
+            word = rng.choice(("hold", "flood"))  # what the worker of `a_front` never ends with
+            client.say += rng.choice(
+                (line[:5], line + b"\n", b'{"prompt": "%s"}\n' % word.encode())
+            )
+            client.deaf = True
+            for _ in range(rng.choice((1, 5))):
+                client.turn(rng)
             client.socket.close()
             self.clients.remove(client)
         elif what == 10:
@@ -207,7 +212,8 @@ class Attack:
         if client.say:
             return
         count = self.rng.choice((1, 3, 9))
-        line = b'{"op": "attach", "fingerprint": "ab", "device": "cpu", "dtype": null}\n'
+        line = self.rng.choice((b'{"op": "status"}\n', b"{}\n", b'{"op": "attach", "fingerprint": '
+                                b'"ab", "device": "cpu", "dtype": null}\n'))  # fmt: skip
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0] * count))]
         try:
             client.socket.sendmsg([line], rights)
@@ -223,7 +229,7 @@ def a_front(repeats: bool) -> Iterator[Callable[[random.Random], None]]:
 
     def case(rng: random.Random) -> None:
         before = open_descriptors()
-        words = ("one", "zwei\n", "狐" * 200, "long " * 500)
+        words = ("one", "zwei\n", "狐" * 200, "long " * 9000)
         requests = [({"prompt": w, "stream": rng.random() < 0.5}, w) for w in words]
         worker = FakeWorker()
         with front(Limits(line_bytes=MOST_LINE), worker) as running:
