@@ -241,4 +241,7 @@ def sessions(repeats: bool) -> Iterator[Callable[[random.Random], None]]:
         machine = seed(rng.getrandbits(64))(type("Attacked", (Attacked,), {}))
         run_state_machine_as_test(machine, settings=limits)
 
-    yield case
+    try:
+        yield case
+    finally:
+        faulthandler.cancel_dump_traceback_later()
