@@ -81,7 +81,8 @@ def test_tokenize_and_prefill_are_killed(tmp_path: Path):
     # The head is out, and thousands of tokens are to be read.
     head = long.process("prefill")
     while head.poll() is None and not _has_run(Path(os.environ["XDG_STATE_HOME"])):
-        pass
+        time.sleep(0.01)
+    time.sleep(0.5)  # it is written as soon as there is a run
     long.kill("prefill")
     result = long.finish()
     assert result.statuses == [0, -9, 65, 65, 65, 65]
@@ -89,7 +90,7 @@ def test_tokenize_and_prefill_are_killed(tmp_path: Path):
 
 
 def _has_run(state: Path) -> bool:
-    return any(state.glob("toastkit/sessions/.ephemeral-*/runs/*/logits"))
+    return any(state.glob("toastkit/sessions/.ephemeral-*/runs/*/handover"))
 
 
 def test_a_reader_that_has_enough(tmp_path: Path):
@@ -152,7 +153,7 @@ def test_an_interrupt_while_the_prompt_is_read(tmp_path: Path):
     pipeline = Pipeline(
         "Tell me a story. " * 1200, {"prefill": ["--chunk", "8", "--session", str(session)]}
     )
-    while not list(session.glob("runs/*/logits")):
+    while not list(session.glob("runs/*/handover")):
         assert pipeline.process("prefill").poll() is None
     pipeline.signal_all(signal.SIGINT)
     result = pipeline.finish()
