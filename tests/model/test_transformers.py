@@ -140,3 +140,11 @@ def test_it_is_as_transformers(name: str, tmp_path: Path) -> None:
         assert len(said) == len(wanted) and all(a in b for a, b in zip(wanted, said))
         if name in WINDOWED:
             assert apart.max() > 0.1
+
+
+def test_a_config_that_an_architecture_cannot_run(tmp_path: Path) -> None:
+    """Which shows in its first pass: four layers, and the sixth is looked at."""
+    made = recorded("gemma3_text")
+    config = {k: v for k, v in made["config"].items() if k != "layer_types"}
+    with pytest.raises(DataError, match="cannot run a model with this config.json"):
+        score(write(tmp_path / "m", made), {**config, "sliding_window_pattern": 6})

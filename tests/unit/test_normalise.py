@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 if importlib.util.find_spec("mlx_lm") is None:
     pytest.skip("mlx_lm is not installed", allow_module_level=True)
@@ -73,16 +76,20 @@ def test_every_architecture_has_fields(row) -> None:
     assert source.fields and source.parts[0] == row.module
 
 
-def test_one_scaling_in_two_spellings() -> None:
-    rope = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4}
-    for given in ({"rope_parameters": rope}, {"rope_theta": 5e5, "rope_scaling": {
-        "type": "yarn", "factor": 4
-    }}):  # fmt: skip
-        made = changed(**given).config
-        assert made["rope_theta"] == 5e5
-        scaling = made["rope_scaling"]
-        assert scaling["type"] == scaling["rope_type"] == "yarn" and scaling["factor"] == 4.0
-        assert scaling["original_max_position_embeddings"] == 256  # as transformers has it
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4}},
+    ],
+    ids=["new", "old"],
+)
+def test_one_scaling_in_two_spellings(fields: dict[str, Any]) -> None:
+    made = changed(**fields).config
+    assert made["rope_theta"] == 5e5
+    scaling = made["rope_scaling"]
+    assert scaling["type"] == scaling["rope_type"] == "yarn" and scaling["factor"] == 4.0
+    assert scaling["original_max_position_embeddings"] == 256  # as transformers has it
 
 
 LOCAL = {"rope_type": "default", "rope_theta": 1e4}
@@ -140,6 +147,33 @@ def test_what_means_something_is_refused(fields: dict[str, Any], said: str) -> N
 )  # fmt: skip
 def test_what_means_nothing_is_not(fields: dict[str, Any]) -> None:
     assert changed(**fields).cautions == ()
+
+
+JUNK = st.recursive(
+    st.sampled_from([None, True, 0, -1, 10**400, 0.5, float("nan"), "", "yarn", "full_attention"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["rope_type", "type", "rope_theta", "factor", "full_attention",
+                         "attention_factor", "partial_rotary_factor", "sliding_attention"]),
+        inner, max_size=4,
+    ),
+    max_leaves=6,
+)  # fmt: skip
+NAMES = (
+    "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "layer_types",
+    "sliding_window", "mlp_layer_types", "hidden_act", "num_attention_heads", "text_config",
+    "max_position_embeddings", "sliding_window_pattern", "clip_qkv", "expand", "linear_num_heads",
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(["llama", "phi3", "gemma3_text", "exaone4", "minimax", "mistral3", "mellum"]),
+    st.dictionaries(st.sampled_from(NAMES), JUNK, max_size=4),
+)
+def test_junk_is_fitted_or_refused(model_type: str, fields: dict[str, Any]) -> None:
+    with suppress(DataError):
+        changed(model_type=model_type, **fields)
 
 
 SLIDES = {"sliding_window": 16}

@@ -105,6 +105,13 @@ def fit(config: ModelConfig, where: str, module: str | None = None) -> Fitted:
     type where it is not given. Raises DataError for what the architecture does not compute.
     """
     module = module or module_name(config.model_type, config.raw.get("architectures"))
+    try:
+        return _fit(config, where, module)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:
+        raise DataError(f"{where}: config.json does not describe a model: {error}") from error
+
+
+def _fit(config: ModelConfig, where: str, module: str) -> Fitted:
     source = source_of(module)
     fitted, told, windows = deepcopy(config.raw), list(_known(module)), []
     levels = [(fitted, source)]
