@@ -282,24 +282,6 @@ def test_a_config_that_describes_no_model(
     counts(toast, path)
 
 
-def test_a_window_that_is_not_kept_to(toast: Toast, make: Make, tmp_path: Path) -> None:
-    """Said once by whatever passes it, a prompt or an answer, and by info."""
-    path = make({"model_type": "mistral", "sliding_window": 16})
-    text = "one two three " * 20
-    (tmp_path / "text").write_text(text)
-    long = [
-        toast("decode", "-m", path, "-n", "2", "--raw", text),
-        toast("decode", "-m", path, "-n", "30", "--raw", "--temp", "2", "one"),
-        toast("perplexity", "-m", path, tmp_path / "text"),
-    ]
-    for done in long:
-        assert done.returncode == 0 and done.stderr.count(b"past 16 tokens mlx_lm looks") == 1
-    assert b"past 16" not in toast("decode", "-m", path, "-n", "2", "--raw", "one").stderr
-    assert b"past 16" not in toast("decode", "-q", "-m", path, "-n", "2", "--raw", text).stderr
-    shown = toast("model", "info", path).stdout
-    assert b"16 tokens, which mlx_lm does not keep to" in shown
-
-
 @pytest.mark.parametrize(
     "config",
     [{"model_type": None}, {"vocab_size": None}, {"vocab_size": "4096"}, {"vocab_size": 0}],
