@@ -265,7 +265,6 @@ def test_no_code_of_a_checkpoint_runs(toast: Toast, make: Make, tmp_path: Path) 
         ({"num_hidden_layers": -1}, "config.json does not describe a model"),
         ({"num_hidden_layers": 10**9}, "layers"),
         ({"hidden_size": 10**9}, "hidden_size 1000000000, which no tensor has"),
-        ({"num_attention_heads": 10**400}, "num_attention_heads of too many digits"),
         ({"rope_theta": "no"}, "config.json has no usable rope_theta"),
         ({"model_type": "llamma"}, "model type 'llamma' is not supported"),
         ({"model_type": "../../x"}, "model type '../../x' is not supported"),
