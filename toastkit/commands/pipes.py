@@ -76,7 +76,7 @@ def frame_writer() -> FrameWriter:
     if os.isatty(1):
         raise UsageError(
             "frames are not for a terminal",
-            hint="pipe them into the next stage, or into toast-frames --json to look at them",
+            hint="pipe them into the next stage, or into toast-frames --json",
         )
     return FrameWriter(sys.stdout.buffer)
 
