@@ -67,7 +67,7 @@ def test_an_input_without_end(command: list[str], said: str):
     """It is read as far as a text may go, and no further."""
     name, *options = command
     with subprocess.Popen(["yes", "y" * 1000], stdout=subprocess.PIPE) as source:
-        taken = run_hostile([executable(name), *options], stdin=source.stdout, peak=400 << 20)
+        taken = run_hostile([executable(name), *options], stdin=source.stdout)
         source.kill()
     assert taken.code == 65 and said in taken.error
 

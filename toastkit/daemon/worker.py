@@ -117,6 +117,7 @@ class Worker:
         except BaseException as failure:  # a thread of the pool is not interrupted
             error = as_toast_error(failure)
         with self._condition:
+            self._last_used = time.monotonic()
             self._preparing -= 1
             if prepared is not None:
                 heapq.heappush(self._waiting, (-request.priority, order, prepared, channel))
@@ -279,14 +280,12 @@ class Worker:
 
     def _patience(self) -> float | None:
         """Seconds until there is something to do without being asked."""
-        if self.settings.idle_unload is None or self._service is None:
+        if self.settings.idle_unload is None or self._service is None or self._preparing:
             return None
         return max(self._last_used + self.settings.idle_unload - time.monotonic(), 0)
 
     def _idle_for_long(self) -> bool:
-        limit = self.settings.idle_unload
-        loaded = self._service is not None
-        return limit is not None and loaded and time.monotonic() - self._last_used >= limit
+        return self._patience() == 0
 
     def _begin(self, prepared: Prepared, channel: Channel) -> None:
         if channel.gone:
