@@ -224,6 +224,7 @@ class Worker:
             settings.spill_bytes, settings.say, settings.debug,
         )  # fmt: skip
         self._service = Service(engine, self._preparer, limits, self._finished)
+        self._last_used = time.monotonic()
         return self._service
 
     def _loaded(self) -> Service:
