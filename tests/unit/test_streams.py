@@ -26,6 +26,7 @@ from toastkit.frames import (
     Token,
     Tokens,
     Unknown,
+    pack_ids,
 )
 from toastkit.gears.classifier import classify
 from toastkit.gears.monitor import MonitorOptions
@@ -36,7 +37,9 @@ from toastkit.stages.arrays import from_numpy
 from toastkit.stages.feeding import feed_tokens
 from toastkit.stages.follow import GearRules
 from toastkit.stages.gear import gear
-from toastkit.stages.options import Interrupt, StepOptions
+from toastkit.stages.local import LocalRuns
+from toastkit.stages.options import Interrupt, ReadOptions, StepOptions
+from toastkit.stages.prefill import prefill
 from toastkit.stages.shared import DecodeEnd
 from toastkit.stages.streams import compose, ends_run, whole_runs
 from toastkit.stages.tally import tallied
@@ -328,3 +331,11 @@ def test_room_is_made_for_the_logits_of_the_model(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="says 8388608 logits a step, the model has 4096"):
             runs.take(SimpleNamespace(vocab=4096), [1, 2, 3])
         assert sorted(os.listdir(attached.run)) == ["alive", "feed"]
+
+
+def test_a_prompt_for_other_logits_is_not_read() -> None:
+    stream = [Head("m", MODEL, 4097, []), Tokens(pack_ids([1]))]
+    engine = SimpleNamespace(vocab=4096)
+    runs = LocalRuns(None, Interrupt())
+    with pytest.raises(DataError, match="says 4097 logits a step, the model has 4096"):
+        list(prefill(stream, lambda head: engine, runs, ReadOptions(), Interrupt()))

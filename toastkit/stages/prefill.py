@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from toastkit.errors import DataError
 from toastkit.frames import End, Frame, Head, Prefilled, Tokens, unpack_ids
 from toastkit.stages.options import Interrupt, ReadOptions
-from toastkit.stages.runs import PrefillRuns, open_fork
+from toastkit.stages.runs import PrefillRuns, check_vocab, open_fork
 from toastkit.stages.streams import whole_runs
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def _read(
     interrupt: Interrupt,
 ) -> Iterator[Frame]:
     """One prompt: reuse what the session holds, run the rest, commit, hand over."""
+    check_vocab(head, engine)
     check_prompt(ids, engine)
     start = time.perf_counter()
     session = runs.session()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from toastkit.errors import NoInputError, UsageError
+from toastkit.errors import DataError, NoInputError, UsageError
 from toastkit.frames import Array, Frame, Head
 from toastkit.session.directory import Session
 from toastkit.session.names import resolve
@@ -147,6 +147,12 @@ def _restore_from_session(
 def open_fork(name: str, head: Head) -> Session:
     """The session to start from, for reading. Raises NoInputError where there is none."""
     return Session.open(resolve(name), head.fingerprint, create=False, write=False)
+
+
+def check_vocab(head: Head, engine: Engine) -> None:
+    """Raises DataError where a stream counts other logits than its model gives."""
+    if head.vocab != engine.vocab:
+        raise DataError(f"the head says {head.vocab} logits a step, the model has {engine.vocab}")
 
 
 def _require_hit(session_name: str, cached: int, stored: int) -> None:

@@ -28,7 +28,7 @@ from toastkit.stages.arrays import from_numpy, log_softmax
 from toastkit.stages.follow import Follower
 from toastkit.stages.options import Interrupt
 from toastkit.stages.poll import GONE, reader_gone, unread_bytes
-from toastkit.stages.runs import Next, SessionRuns
+from toastkit.stages.runs import Next, SessionRuns, check_vocab
 
 if TYPE_CHECKING:
     from toastkit.engine.engine import Engine
@@ -201,24 +201,21 @@ class DecodeEnd:
                 f"session {session.name} has moved on since this prompt was prefilled",
                 hint="run toast-prefill again",
             )
-        self._check_vocab(self._head, engine)
+        check_vocab(self._head, engine)
+        self._make_room(engine.vocab)
         state, _ = engine.restore(session, ids)
         for _ in engine.reading(state, ids):
             pass
         self._engine = engine
         return state
 
-    def _check_vocab(self, head: Head, engine: Engine) -> None:
-        """Makes room for logits of the size that head and model agree upon."""
+    def _make_room(self, vocab: int) -> None:
+        """For logits of the size that head and model agree upon."""
         assert self._run is not None  # attached
-        if head.vocab != engine.vocab:
-            raise DataError(
-                f"the head says {head.vocab} logits a step, the model has {engine.vocab}"
-            )
         if not self._inline:
-            self._ring = RingWriter(self._run.ring, engine.vocab)
+            self._ring = RingWriter(self._run.ring, vocab)
         if self._follower is not None:
-            self._meter = EntropyMeter(engine.vocab)
+            self._meter = EntropyMeter(vocab)
 
     def _adopt(self, head: Head) -> Session:
         assert head.session is not None
