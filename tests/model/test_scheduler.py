@@ -316,3 +316,14 @@ def test_one_that_is_cancelled_leaves_the_others(llama) -> None:
     for n in (0, 2, 3):
         same(asked[n], plain, PROMPTS[n], max_tokens=16)
     assert engine.ledger.of(CACHE) == 0
+
+
+def test_who_passes_a_window_that_is_not_kept_to_is_told(engines: Engines) -> None:
+    """Each who does, and nobody else; the engine says it once."""
+    window = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0}
+    engine, _ = engines("qwen2", **window)
+    driver = Driver(engine)
+    long, short = driver.ask(STORY * 3), driver.ask("Hi", max_tokens=2)
+    assert ["past 40 tokens" in note for note in long.stats["notes"]] == [True]
+    assert driver.ask(STORY * 3).stats["notes"] == long.stats["notes"]
+    assert short.stats["notes"] == []

@@ -56,6 +56,7 @@ class Conversation:
     ):
         self.prepared = prepared
         self.channel = channel
+        self._engine = engine
         self.want: str | None = "read"
         self.last_read = 0  # the scheduler's count of passes, when it last had one
         self.end: End | None = None
@@ -215,6 +216,11 @@ class Conversation:
         elif isinstance(frame, End):
             self.end = frame
 
+    def _notes(self) -> list[str]:
+        count = len(self.prepared.ids) + (0 if self.end is None else self.end.n)
+        warning = self._engine.window_warning(count)
+        return [*self.prepared.notes, *([warning] if warning else [])]
+
     def stats(self, model: str) -> dict[str, Any]:
         """What the request cost: the `stats` reply."""
         received = self.prepared.request.received
@@ -229,7 +235,7 @@ class Conversation:
             "why": self.runs.why,
             "answer": self.end.n if self.end is not None else 0,
             "seed": self.prepared.sampling.seed,
-            "notes": list(self.prepared.notes),
+            "notes": self._notes(),
             "seconds": {
                 "queued": since(self._began),
                 "prefill": since(self._read),

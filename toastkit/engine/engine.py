@@ -65,6 +65,7 @@ class Engine:
         load_weights(store, self.dtype, self.ledger)
         self._model = store.model
         self._window = store.fitted.window
+        self._window_told = False
         self._has_run = False
         self._say(*store.fitted.warnings(files.name))
         self._check_dtype()
@@ -237,13 +238,21 @@ class Engine:
                 f"{self.files.name}: mlx_lm cannot run a model with this config.json: {error}"
             ) from error
         self._has_run = True
-        if self._window is not None and _longest(cache) > self._window:
-            self._say(
-                f"warning: {self.files.name}: past {self._window:,} tokens mlx_lm looks further "
-                "back than the model's sliding window: its answers are others than they should be"
-            )
-            self._window = None
+        warning = None if self._window_told else self.window_warning(_longest(cache))
+        if warning is not None:
+            self._say(f"warning: {warning}")
+            self._window_told = True
         return logits
+
+    def window_warning(self, count: int) -> str | None:
+        """What is wrong with so many tokens of context: they pass a sliding window that the
+        architecture does not keep to. None where nothing is."""
+        if self._window is None or count <= self._window:
+            return None
+        return (
+            f"{self.files.name}: past {self._window:,} tokens mlx_lm looks further back than the "
+            "model's sliding window: its answers are others than they should be"
+        )
 
 
 def _longest(cache: list) -> int:
