@@ -199,7 +199,7 @@ class Frames:
         untouched = not times and data is whole
         assert not untouched or b"".join(map(dumps, frames)) == data
         self.through_json(rng, frames, untouched)
-        if rng.random() < 0.001 and all(map(self.at_home, frames)):
+        if rng.random() < 0.002 and all(map(self.at_home, frames)):
             self.through_commands(rng, data, frames)
         name = rng.choice(COSTLY if rng.random() < 0.15 else CHEAP)
         stage = self.stages(rng)[name]
@@ -208,7 +208,10 @@ class Frames:
                 shutil.rmtree(sessions_root() / session.name, ignore_errors=True)
                 shutil.copytree(session, sessions_root() / session.name)
         with shown():
-            for frame in stage(f for f in FrameReader(Pieces(rng, data)) if self.at_home(f)):
+            source: Iterable[Frame] = filter(self.at_home, FrameReader(Pieces(rng, data)))
+            if name == "answer":  # it reads what tokenize writes
+                source = (f for f in source if not isinstance(f, (Prefilled, Logits, Token)))
+            for frame in stage(source):
                 if not (name == "answer" and isinstance(frame, Logits)):  # these are on the device
                     assert list(FrameReader(io.BytesIO(dumps(frame))))
         with contextlib.suppress(BlockingIOError):

@@ -183,8 +183,12 @@ class Attack:
             self.clients.remove(client)
         elif what == 10:
             self.descriptors(client)
-        else:
-            client.deaf = rng.random() < 0.5
+        else:  # it lets the answers to some requests wait
+            client.deaf = not client.deaf
+            request, text = self.requests[-1]
+            for _ in range(4 * client.deaf):
+                client.say += json.dumps(request).encode() + b"\n"
+                client.wanted.append(proper(text, None))
 
     def mad(self, client: Rude, line: bytes) -> None:
         """A request that somebody has been at."""
