@@ -150,6 +150,7 @@ class Attacked(sequences.Sessions):
             file.write_bytes(harm.mutate_bytes(rng, data))
             return
         if act < 5 and file.name == "session.msgpack.tmp":
+            remove(file)
             file.write_bytes(b"half a hea")
             return
         if act == 5 and self.older:
@@ -165,7 +166,7 @@ class Attacked(sequences.Sessions):
             whole.write_bytes(file.read_bytes())
         remove(file)
         if act == 7:
-            file.symlink_to(rng.choice(("secret", "whole", "none")) and self.outside / "whole")
+            file.symlink_to(self.outside / "whole")
         elif act == 8:
             file.symlink_to(self.outside / rng.choice(("secret", "none", ".")))
         elif act == 9:
