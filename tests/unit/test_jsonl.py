@@ -143,7 +143,8 @@ def test_a_topk_list_is_the_head_of_the_softmax(array: Array, count: int) -> Non
 def test_a_signalling_nan_is_said_nowhere(dtype: str, nan: bytes) -> None:
     """numpy would warn on stderr of a cast that is meant."""
     frame = Logits(3, Array(dtype, (VOCAB,), nan * VOCAB))
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         assert len(json.loads(to_json(frame, "topk", 9, reader().read))["logits"]["topk"]) == VOCAB
 
 
