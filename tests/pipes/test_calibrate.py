@@ -182,13 +182,10 @@ def test_stored_thresholds_are_followed(toast, frames: bytes, cache_home: Path) 
     pipeline_gears = gears_of(shown.stdout, "logits")
     assert pipeline_gears[:4] == ["low"] * 4 and set(pipeline_gears[4:]) == {"high"}
 
-    arguments = ["--json", "--temp", "0", "-n", "12", "--ignore-eos", PROMPT]
+    arguments = ["--gear", "auto", "--json", "--temp", "0", "-n", "12", "--ignore-eos", PROMPT]
     assert gears_of(toast("decode", *arguments).stdout) == pipeline_gears
     aside_gears = gears_of(toast("decode", "--no-calibration", *arguments).stdout)
-    assert aside_gears == gears_of(
-        toast("frames", "--json", "--arrays", "none", stdin=plain.stdout).stdout, "logits"
-    )
-    assert "high" not in aside_gears[:5]
+    assert len(aside_gears) == 12 and "high" not in aside_gears[:5]
 
 
 def test_thresholds_given_by_hand_come_first(toast, frames: bytes, cache_home: Path) -> None:
@@ -218,7 +215,7 @@ def test_broken_thresholds(toast, calibrate, frames: bytes, cache_home: Path) ->
     file.write_text("{}")
     for done in (
         toast("entropy-gear", stdin=frames),
-        toast("decode", "--json", "-n", "2", "Hi"),
+        toast("decode", "--gear", "auto", "-n", "2", "Hi"),
     ):
         message, hint = done.stderr.decode().splitlines()
         assert done.returncode == 65 and f"cannot read thresholds {file}: " in message

@@ -106,7 +106,7 @@ def test_completion(model: Model) -> None:
     env |= {"COMP_WORDS": "toast-model verify --v", "COMP_CWORD": "2"}
     assert "plain,--values" in ok(model(env=env)).split()
     env |= {"COMP_WORDS": "toast-model verify cru", "COMP_CWORD": "2"}
-    assert ok(model(env=env)).split() == ["plain,crumb"]
+    assert ok(model(env=env)).split() == ["plain,crumb", "file,cru"]
 
 
 def test_a_reader_that_goes_away(model: Model) -> None:

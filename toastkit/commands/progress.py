@@ -8,11 +8,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toastkit.commands.cli import say
-from toastkit.stages.options import ReadOptions
 from toastkit.text.terminal import shown
+
+if TYPE_CHECKING:
+    from toastkit.stages.options import ReadOptions
 
 PATIENCE = 1.0  # seconds of work before anything is shown
 LABEL_CHARACTERS = 24
@@ -124,6 +126,8 @@ def waiting(label: str, flags: dict[str, Any]) -> Iterator[None]:
 
 def read_options(flags: dict[str, Any]) -> ReadOptions:
     """ReadOptions from flags, with a bar where stderr is a terminal."""
+    from toastkit.stages.options import ReadOptions
+
     named = flags["session"] is not None or flags["fork"] is not None
 
     def report(cached: int, total: int) -> None:

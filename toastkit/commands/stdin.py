@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from toastkit.errors import DataError, from_os_error
-from toastkit.frames import starts_frames
 
 # Of a text: no context holds more, and a corpus of this size is scored for days.
 MOST_BYTES = 32 << 20
@@ -62,11 +61,15 @@ def stdin_lines(first: bytes = b"") -> Iterator[bytes]:
 
 def text_of(data: bytes) -> str:
     """Bytes as text. Raises DataError, naming the first byte that is not UTF-8."""
-    if starts_frames(data[:1]):
-        raise DataError("the prompt is frames, not text", hint="toast-detokenize makes text of it")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
+        from toastkit.frames import starts_frames  # msgpack with it, which the client does without
+
+        if starts_frames(data[:1]):
+            raise DataError(
+                "the prompt is frames, not text", hint="toast-detokenize makes text of it"
+            ) from error
         raise DataError(
             f"the prompt is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}"
         ) from error
