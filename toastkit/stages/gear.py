@@ -15,20 +15,11 @@ from toastkit.stages.streams import ends_run, whole_runs, with_logits
 
 def gear(frames: Iterable[Frame], rules: GearRules) -> Iterator[Frame]:
     """Fills entropy, mean, slope, gear, shifted, reason and expected of every logits frame."""
-    from toastkit.stages.arrays import LogitsReader
-
-    reader = LogitsReader()
     follower = Follower(rules)
-    meter: EntropyMeter | None = None
     whole = with_logits(whole_runs(frames, ends_run), "toast-entropy-gear goes before toast-sample")
-    for frame in followed(whole, follower):
-        if isinstance(frame, Head):
-            reader.begin(frame)
-            meter = None
-        elif isinstance(frame, Logits):
-            logits = reader.read(frame.logits)
-            meter = meter or EntropyMeter(len(logits))
-            follower.annotate(frame, meter.bits(logits))
+    for frame in measured(followed(whole, follower)):
+        if isinstance(frame, Logits):
+            follower.annotate(frame, frame.entropy)
         yield frame
 
 

@@ -122,10 +122,10 @@ def _answer(source: str, variables: dict[str, Any], arguments: list[str]) -> dic
 
 
 def _unmentioned(given: Iterable[str], mentioned: list[str]) -> Iterable[str]:
-    import difflib
-
     for name in given:
         if name not in mentioned:
+            import difflib
+
             near = difflib.get_close_matches(name, mentioned, 1)
             but = f"; did you mean {near[0]}?" if near else ""
             yield f"the chat template makes no use of {name!r}{but}"
