@@ -17,6 +17,8 @@ the subject in it, no full stop.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class ToastError(Exception):
     """Base of all errors shown to a user.
@@ -92,6 +94,19 @@ class RemoteError(ToastError):
 class Misplaced(OSError):
     """Something else is where a file of ours should be; it was neither read nor written. strerror
     says what, after the name."""
+
+
+def did_you_mean(
+    name: str, known: Iterable[str], otherwise: str | None = None, cutoff: float = 0.6
+) -> str | None:
+    """A hint at the one of the known names that was perhaps meant, else `otherwise`.
+
+    cutoff: how alike they have to be, from 0 to 1.
+    """
+    from difflib import get_close_matches
+
+    near = get_close_matches(name[:100], list(known), 1, cutoff)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def from_os_error(error: OSError, doing: str, creating: bool = False) -> ToastError:

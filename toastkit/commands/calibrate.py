@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toastkit.commands.cli import say
-from toastkit.errors import DataError, NoInputError
+from toastkit.errors import DataError, NoInputError, did_you_mean
 from toastkit.text.terminal import shown
 
 if TYPE_CHECKING:
@@ -97,10 +97,7 @@ def _text_of_file(name: str) -> str:
     try:
         data = read_input(name, name)
     except NoInputError as error:
-        import difflib
-
-        near = difflib.get_close_matches(name, WORDS, 1)
-        error.hint = f"did you mean {near[0]}?" if near else error.hint
+        error.hint = did_you_mean(name, WORDS, error.hint)
         raise
     except ValueError as error:  # a name with a zero byte, from who knows where
         raise NoInputError(f"cannot read {name!r}: no such file") from error

@@ -13,7 +13,14 @@ import click
 from toastkit import __version__
 from toastkit.commands import COMMANDS, program_name
 from toastkit.commands.completion import files
-from toastkit.errors import IOFailure, RemoteError, ToastError, UsageError, from_os_error
+from toastkit.errors import (
+    IOFailure,
+    RemoteError,
+    ToastError,
+    UsageError,
+    did_you_mean,
+    from_os_error,
+)
 from toastkit.text.terminal import shown
 
 SUMMARIES = {command.name: command.summary for command in COMMANDS}
@@ -58,12 +65,8 @@ class Group(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]):
         """The subcommand that the first argument names. Raises UsageError."""
         if args[0] not in self.commands and not args[0].startswith("-"):
-            import difflib
-
-            near = difflib.get_close_matches(args[0], self.commands, 1)
-            hint = (
-                f"did you mean {near[0]}?" if near else f"commands are {', '.join(self.commands)}"
-            )
+            commands = f"commands are {', '.join(self.commands)}"
+            hint = did_you_mean(args[0], self.commands, commands)
             raise UsageError(f"no such command: {args[0][:100]!r}", hint=hint)
         return super().resolve_command(ctx, args)
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from toastkit.commands import cli, options
-from toastkit.errors import FrameError, UsageError
+from toastkit.errors import FrameError, UsageError, did_you_mean
 from toastkit.frames import KINDS, End, Frame, Head
 from toastkit.text.terminal import shown
 
@@ -70,10 +70,7 @@ def _kinds(text: str | None) -> frozenset[str] | None:
         return None
     kinds = frozenset(part.strip() for part in text.split(",") if part.strip())
     if unknown := sorted(kinds - set(KINDS)):
-        import difflib
-
-        near = difflib.get_close_matches(unknown[0], KINDS, 1)
-        hint = f"did you mean {near[0]}?" if near else f"kinds are {', '.join(KINDS)}"
+        hint = did_you_mean(unknown[0], KINDS, f"kinds are {', '.join(KINDS)}")
         raise UsageError(f"no such kind of frame: {unknown[0]}", hint=hint)
     return kinds
 

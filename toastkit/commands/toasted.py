@@ -11,7 +11,7 @@ import click
 
 from toastkit.commands import cli, options
 from toastkit.commands.sizes import Duration, Size
-from toastkit.errors import BusyError, ToastError, UnavailableError, UsageError
+from toastkit.errors import BusyError, ToastError, UnavailableError, UsageError, did_you_mean
 from toastkit.text.terminal import shown
 
 if TYPE_CHECKING:
@@ -105,12 +105,8 @@ def toasted(context: click.Context, action: str | None, **flags) -> int:
 
 def _check_action(action: str) -> None:
     if action not in ACTIONS:
-        import difflib
-
-        near = difflib.get_close_matches(action[:100], (*STARTS, *ACTIONS), 1)
-        hint = (
-            f"did you mean {near[0]}?" if near else f"actions are {', '.join((*STARTS, *ACTIONS))}"
-        )
+        known = (*STARTS, *ACTIONS)
+        hint = did_you_mean(action, known, f"actions are {', '.join(known)}")
         raise UsageError(f"no such action: {action[:100]!r}", hint=hint)
 
 

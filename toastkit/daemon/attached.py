@@ -25,6 +25,7 @@ from toastkit.errors import (
     ToastError,
     UnavailableError,
     UsageError,
+    did_you_mean,
 )
 from toastkit.session.directory import Session
 from toastkit.session.lock import WriterLock
@@ -340,10 +341,7 @@ def check_fields(request: Request) -> None:
     known = FIELDS[request.op]
     for name in request.raw:
         if name not in (*known, "op", "id"):
-            import difflib
-
-            near = difflib.get_close_matches(name[:100], known, 1)
-            hint = f"did you mean {near[0]}?" if near else None
+            hint = did_you_mean(name, known)
             raise UsageError(f"{request.op} takes no field {name[:100]!r}", hint=hint)
     for name in known:
         if name not in request.raw:

@@ -11,11 +11,11 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from toastkit.errors import DataError, UsageError
+from toastkit.errors import DataError, UsageError, did_you_mean
 from toastkit.sampling.options import INTERVALS, SamplingOptions
 
 CONTROL_OPS = ("health", "status", "stop", "reload")
@@ -377,15 +377,11 @@ def _short(value: int | float) -> str:
     return str(value) if isinstance(value, float) or abs(value) < 10**30 else "a long number"
 
 
-def _nearest(name: str, known: Iterable[str], what: str) -> str:
-    import difflib
-
-    names = list(known)
-    near = difflib.get_close_matches(name[:100], names, 1)
-    return f"did you mean {near[0]}?" if near else f"{what} are {', '.join(names)}"
+def _nearest(name: str, known: Collection[str], what: str) -> str | None:
+    return did_you_mean(name, known, f"{what} are {', '.join(known)}")
 
 
-def _field_hint(name: str) -> str:
+def _field_hint(name: str) -> str | None:
     if name in OPTIONS:
         return "it is an option: put it into the object options"
     if name == "system":

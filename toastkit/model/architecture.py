@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from toastkit.errors import DataError, UnavailableError
+from toastkit.errors import DataError, UnavailableError, did_you_mean
 from toastkit.model.config import ModelConfig
 from toastkit.model.supported import check_supported, module_name, supported
 
@@ -59,17 +59,11 @@ def import_architecture(config: ModelConfig) -> ModuleType:
     if not (Path(next(iter(package.__path__))) / "models" / f"{name}.py").is_file():
         raise DataError(
             f"model type {config.model_type!r} is not supported by mlx_lm",
-            hint=_nearest(config.model_type),
+            hint=did_you_mean(
+                config.model_type, [row.model_type for row in supported()], cutoff=0.8
+            ),
         )
     module = importlib.import_module(f"mlx_lm.models.{name}")
     if not hasattr(module, "Model") or not hasattr(module, "ModelArgs"):
         raise DataError(f"model type {config.model_type!r} is a part of others, not a model")
     return module
-
-
-def _nearest(model_type: str) -> str | None:
-    """A hint at the model type that was perhaps meant."""
-    from difflib import get_close_matches
-
-    close = get_close_matches(model_type, [row.model_type for row in supported()], 1, 0.8)
-    return f"did you mean {close[0]}?" if close else None

@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from toastkit.errors import DataError, NoInputError, from_os_error
+from toastkit.errors import DataError, NoInputError, did_you_mean, from_os_error
 from toastkit.folders import own_folder
 from toastkit.model import toast_format
 from toastkit.model.config import fingerprint
@@ -69,13 +69,8 @@ def _here(name: str, relative: bool = True) -> ModelFiles | None:
     if is_hub_id(name):
         cached = cached_snapshot(name)
         return None if cached is None else ModelFiles(cached, name)
-    import difflib
-
-    near = difflib.get_close_matches(name[:100], names_here(), 1)
     takes = "-m takes a directory, a .toast file, a hub id, or a name that toast-model list shows"
-    raise NoInputError(
-        f"no such model: {name[:100]}", hint=f"did you mean {near[0]}?" if near else takes
-    )
+    raise NoInputError(f"no such model: {name[:100]}", hint=did_you_mean(name, names_here(), takes))
 
 
 def _found(name: str, files: ModelFiles | None) -> ModelFiles:

@@ -23,7 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from toastkit.errors import DataError
+from toastkit.errors import DataError, did_you_mean
 from toastkit.model.config import ModelConfig
 from toastkit.model.files import ModelFiles
 from toastkit.model.normalise import Fitted
@@ -279,7 +279,5 @@ def _copied(module: nn.Module) -> nn.Module:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, list(known), 1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    hint = did_you_mean(name, known)
+    return f" ({hint})" if hint else ""

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from toastkit.errors import DataError
+from toastkit.errors import DataError, did_you_mean
 from toastkit.text.messages import content_text
 
 SECONDS = 5.0  # for one prompt
@@ -124,8 +124,5 @@ def _answer(source: str, variables: dict[str, Any], arguments: list[str]) -> dic
 def _unmentioned(given: Iterable[str], mentioned: list[str]) -> Iterable[str]:
     for name in given:
         if name not in mentioned:
-            import difflib
-
-            near = difflib.get_close_matches(name, mentioned, 1)
-            but = f"; did you mean {near[0]}?" if near else ""
-            yield f"the chat template makes no use of {name!r}{but}"
+            near = did_you_mean(name, mentioned)
+            yield f"the chat template makes no use of {name!r}{f'; {near}' if near else ''}"
