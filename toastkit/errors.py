@@ -96,6 +96,13 @@ class Misplaced(OSError):
     says what, after the name."""
 
 
+def as_toast_error(error: BaseException) -> ToastError:
+    """What is told of a failure: that of a ToastError, of any other that it is a bug."""
+    if isinstance(error, ToastError):
+        return error
+    return ToastError(f"bug: {type(error).__name__}: {error}")
+
+
 def did_you_mean(
     name: str, known: Iterable[str], otherwise: str | None = None, cutoff: float = 0.6
 ) -> str | None:

@@ -12,7 +12,14 @@ from types import FrameType
 
 from toastkit.commands import program_name
 from toastkit.commands.cli import die_by_sigpipe
-from toastkit.errors import FrameError, RemoteError, ToastError, UsageError, from_os_error
+from toastkit.errors import (
+    FrameError,
+    RemoteError,
+    ToastError,
+    UsageError,
+    as_toast_error,
+    from_os_error,
+)
 from toastkit.frames import End, Error, Frame, FrameReader, FrameWriter, starts_frames
 from toastkit.stages.options import Interrupt
 from toastkit.stages.poll import GONE
@@ -131,7 +138,7 @@ def run_filter(
     except BaseException as error:
         _close(stage)
         if sends_frames and isinstance(error, Exception):
-            send_error(ToastError(f"bug: {type(error).__name__}: {error}"), program_name(name))
+            send_error(as_toast_error(error), program_name(name))
         raise
     if signals:
         return 128 + signals.signal

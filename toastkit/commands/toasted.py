@@ -11,7 +11,14 @@ import click
 
 from toastkit.commands import cli, options
 from toastkit.commands.sizes import Duration, Size
-from toastkit.errors import BusyError, ToastError, UnavailableError, UsageError, did_you_mean
+from toastkit.errors import (
+    BusyError,
+    ToastError,
+    UnavailableError,
+    UsageError,
+    as_toast_error,
+    did_you_mean,
+)
 from toastkit.text.terminal import shown
 
 if TYPE_CHECKING:
@@ -128,11 +135,8 @@ def _run_in_background(flags: dict[str, Any]) -> int:
         return 0
     try:
         return _run(flags, background.say_with_time, starter)
-    except ToastError as error:
-        starter.failed(error)
-        raise
     except Exception as error:
-        starter.failed(ToastError(f"bug: {type(error).__name__}: {error}"))
+        starter.failed(as_toast_error(error))
         raise
 
 

@@ -176,13 +176,6 @@ def error_reply(error: ToastError) -> dict[str, Any]:
     return {"error": {"code": error.code, "message": error.message, "hint": error.hint}}
 
 
-def as_toast_error(error: BaseException) -> ToastError:
-    """What is told of a failure: that of a ToastError, of any other that it is a bug."""
-    if isinstance(error, ToastError):
-        return error
-    return ToastError(f"bug: {type(error).__name__}: {error}")
-
-
 def encode(message: dict[str, Any], identity: str | int | None) -> bytes:
     """A reply as a line. What JSON cannot say becomes what comes nearest: a reply that raised would
     leave its client waiting for ever."""

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from toastkit import __version__
-from toastkit.daemon.channel import Channel, as_toast_error, encode, error_reply
+from toastkit.daemon.channel import Channel, encode, error_reply
 from toastkit.daemon.connection import Connection, close_all
 from toastkit.daemon.interface import Limits, Worker
 from toastkit.daemon.peer import may_connect, peer_of
 from toastkit.daemon.requests import ATTACH_OPS, Request, make_request, parse_object, request_id
-from toastkit.errors import BusyError, ToastError, UnavailableError
+from toastkit.errors import BusyError, ToastError, UnavailableError, as_toast_error
 
 GONE = select.POLLERR | select.POLLHUP | select.POLLNVAL
 LINES_PER_TURN = 64  # of one connection, before the others get their turn

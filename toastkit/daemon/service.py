@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from toastkit.daemon.channel import as_toast_error, error_reply
+from toastkit.daemon.channel import error_reply
 from toastkit.daemon.conversation import Channel, Conversation
 from toastkit.daemon.memory import Memory
 from toastkit.daemon.prepare import Prepared, Preparer
@@ -22,6 +22,7 @@ from toastkit.daemon.stepper import Stepper
 from toastkit.engine.checkpoints import always_cut
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
+from toastkit.errors import as_toast_error
 from toastkit.store.ledger import CACHE
 
 if TYPE_CHECKING:

@@ -18,14 +18,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from toastkit.daemon.channel import as_toast_error, error_reply
+from toastkit.daemon.channel import error_reply
 from toastkit.daemon.connection import close_all
 from toastkit.daemon.conversation import Channel, Conversation
 from toastkit.daemon.interface import WorkerSettings
 from toastkit.daemon.prepare import Prepared, Preparer, messages_of
 from toastkit.daemon.requests import ATTACH_OPS, Request
 from toastkit.daemon.service import Service, ServiceSettings, last_replies
-from toastkit.errors import BusyError, ToastError, UnavailableError
+from toastkit.errors import BusyError, ToastError, UnavailableError, as_toast_error
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 

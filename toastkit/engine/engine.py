@@ -65,7 +65,7 @@ class Engine:
         load_weights(store, self.dtype, self.ledger)
         self._model = store.model
         self._window = store.fitted.window
-        self._window_told = False
+        self._window_told = self._window is None  # then nothing is looked at in a step
         self._has_run = False
         self._say(*store.fitted.warnings(files.name))
         self._check_dtype()
@@ -238,8 +238,7 @@ class Engine:
                 f"{self.files.name}: mlx_lm cannot run a model with this config.json: {error}"
             ) from error
         self._has_run = True
-        warning = None if self._window_told else self.window_warning(_longest(cache))
-        if warning is not None:
+        if not self._window_told and (warning := self.window_warning(_longest(cache))):
             self._say(f"warning: {warning}")
             self._window_told = True
         return logits
