@@ -1,78 +1,90 @@
-"""THE engine: a model, and the three things one does with it: prefill, step, score.
+"""THE engine: a model, and what one does with it: prefill, step, score; restore, read, consume.
 
+    engine = Engine(store, policies)            opens; nothing is loaded before the first pass
     logits = engine.prefill(ids, cache)         read the prompt in chunks
     logits = engine.step(token, cache)          one more token; lazy, nothing is waited for
 
-`mlx_lm.models` supplies the architecture and the cache classes.
+Policies (holdings.policy) decide before each pass which weights are on the device, and in which
+form. `mlx_lm.models` supplies the architecture and the cache classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet, WeakValueDictionary
 
 import mlx.core as mx
 
 from toastkit.engine import device
-from toastkit.engine.state import ModelState, restore_state
+from toastkit.engine.lookahead import Lookahead, can_look_ahead
+from toastkit.engine.savepoints import take_savepoint
+from toastkit.engine.state import Caches, ModelState
 from toastkit.errors import DataError, UsageError
-from toastkit.gears.options import GearOptions
-from toastkit.model.config import ModelConfig, load_config
-from toastkit.model.files import ModelFiles
+from toastkit.holdings.forms import ORIGINAL, Form
+from toastkit.holdings.holdings import Holdings
+from toastkit.holdings.policy import NO_WISH, PROMPT, Policy, Wish
 from toastkit.model.supported import reads_on_host
 from toastkit.session.directory import Session
-from toastkit.store.checkpoint import DTYPES, activation_dtype, load_weights
+from toastkit.store.checkpoint import DTYPES, activation_dtype
 from toastkit.store.ledger import CACHE, Ledger
 from toastkit.store.skeleton import MISFITS
 from toastkit.store.store import Store
 
 if TYPE_CHECKING:
-    from toastkit.gears.manager import PrecisionManager
+    from toastkit.gears.policy import GearPolicy
 
 # Tokens per prefill pass. On the CPU the recurrent layers unroll in Python, so larger chunks gain
 # nothing and hold Ctrl-C up longer.
 CHUNK = {"cpu": 256, "gpu": 2048}
 CLEAR_CACHE_EVERY = 256  # steps between returns of MLX's free buffers, as mlx_lm does
+PREPARED_SHARE = 0.5  # of a form that is seen coming is made at a time: the forecast's two steps
 
 
 class Engine:
-    """A loaded model.
+    """A model.
 
-    files: the checkpoint. dtype: of activations, None for the default of the device. notify: is
-    told a line where mlx_lm computes something else than the checkpoint asks for: at once, or when
-    a context passes a window that is not kept to; and when logits come out as NaN. ledger: who
-    keeps how many bytes on the device. reads_on_host: the graph of a step depends on its token's
-    value. gear_options: None leaves gears out altogether. gears: who shifts them; None without
-    gears, and for a checkpoint that is quantised already.
+    store: the checkpoint; it stays open. policies: who decides about the weights; without any, all
+    are loaded as they are. dtype: of activations, None for the default of the device. cache_bytes:
+    what forms not in use may keep, see Holdings.budget. notify: is told a line where mlx_lm
+    computes something else than the checkpoint asks for: at once, or when a context passes a window
+    that is not kept to; and when logits come out as NaN.
+
+    ledger: who keeps how many bytes on the device. reads_on_host: the graph of a step depends on
+    its token's value. Raises UsageError for a dtype or policies that this model cannot have.
     """
 
     def __init__(
         self,
-        files: ModelFiles,
+        store: Store,
+        policies: Sequence[Policy] = (),
         *,
         device_name: str = "auto",
         dtype: str | None = None,
+        cache_bytes: int | None = None,
         notify: Callable[[str], None] | None = None,
-        gear_options: GearOptions | None = None,
     ):
         self.device = device.start(device_name)
-        self.files = files
-        self.config: ModelConfig = load_config(files)
+        self.files, self.config = store.files, store.config
         self.dtype = dtype or activation_dtype(self.device == "cpu")
         self.ledger = Ledger()
         self._notify = notify
-        store = Store(files, self.config)
-        load_weights(store, self.dtype, self.ledger)
         self._model = store.model
         self._window = store.fitted.window
         self._window_told = self._window is None  # then nothing is looked at in a step
-        self._has_run = False
-        self._say(*store.fitted.warnings(files.name))
+        self._say(*store.fitted.warnings(self.files.name))
         self._check_dtype()
         self.reads_on_host = reads_on_host(type(self._model).__module__.rpartition(".")[2])
-        self.gears = self._gears_of(store, gear_options)
-        if self.gears is None:
-            store.close()
+        kind = None if self.dtype is None else DTYPES[self.dtype]
+        self.holdings = Holdings(store, kind, self.ledger, cache_bytes, notify)
+        self.policies = tuple(policies)
+        for policy in self.policies:
+            policy.attach(self.holdings)
+        self._caches: WeakValueDictionary[int, Caches] = WeakValueDictionary()
+        self.ledger.measure(CACHE, lambda: sum(c.nbytes for c in list(self._caches.values())))
+        self._ahead: WeakSet[ModelState] = WeakSet()
+        self._loaded = self._has_run = False
         self._steps = 0
 
     def _say(self, *lines: str) -> None:
@@ -89,31 +101,16 @@ class Engine:
                 f"--dtype {self.dtype}: on the CPU, MLX computes experts in float32 only"
             )
 
-    def _gears_of(self, store: Store, options: GearOptions | None) -> PrecisionManager | None:
-        """The gears of the loaded model. A quantised checkpoint has none: paper 003, section 12.2.
-        Raises UsageError where it would have to shift nevertheless."""
-        if options is None or not options.on:
-            return None
-        if store.quantization is not None:
-            if options.fixed in ("low", "mid"):
-                raise UsageError(
-                    f"--gear {options.fixed}: {self.files.name} is quantised already",
-                    hint="--gear auto shows what its gears would do",
-                )
-            if self._notify is not None and options.mode == "auto":
-                self._notify(
-                    f"{self.files.name} is quantised already: gears are shown and not shifted"
-                )
-            return None
-        from toastkit.gears.manager import PrecisionManager
+    @property
+    def model(self) -> Any:
+        """The architecture, an mlx_lm module, whose weights the holdings put into it."""
+        return self._model
 
-        dtype = None if self.dtype is None else DTYPES[self.dtype]
-        return PrecisionManager(store, dtype, self.ledger, options, self._notify)
-
-    def close(self) -> None:
-        """Lets go of the checkpoint's files, which gears hold open. The model stays usable."""
-        if self.gears is not None:
-            self.gears.close()
+    @property
+    def gears(self) -> GearPolicy | None:
+        """The policy of that name."""
+        found: Any = next((p for p in self.policies if p.name == "gears"), None)
+        return found
 
     @property
     def vocab(self) -> int:
@@ -125,11 +122,170 @@ class Engine:
         """Tokens that the model can read, None where its config does not say."""
         return self.config.context
 
-    def new_cache(self) -> list:
+    def close(self) -> None:
+        """Lets go of the checkpoint's files. What is loaded stays usable."""
+        self.holdings.close()
+
+    # -------------------------------------------------------------------------- weights and policies
+
+    def load(self) -> None:
+        """The policies' first decision: the weights that they want to begin with. Called by the
+        first pass, if by nobody before. Raises DataError, IOFailure, NoInputError."""
+        if not self._loaded:
+            self.holdings.change(self._wanted(self.holdings.modules))
+            self._loaded = True
+
+    def decide(self, wish: Wish) -> bool:
+        """Has the policies decide about the pass that comes; whether they changed their minds. The
+        weights have the forms that they want when this returns. Raises as `load`; everything is
+        then as it was."""
+        self.load()
+        deciding = [policy for policy in self.policies if policy.decide(wish)]
+        if not deciding:
+            return False
+        for state in list(self._ahead):
+            self.take_back(state)  # its graph was built of arrays that leave
+        start = time.perf_counter()
+        try:
+            made = self.holdings.change(self._wanted(p for d in deciding for p in d.paths)) or 0
+        except BaseException:
+            for policy in deciding:
+                policy.failed()
+            raise
+        for policy in deciding:
+            policy.changed(time.perf_counter() - start, made)
+        return True
+
+    def _wanted(self, paths: Iterable[str]) -> dict[str, Form]:
+        """The forms of some modules that the policies want, one after another."""
+        forms: dict[str, Form] = dict.fromkeys(paths, ORIGINAL)
+        for policy in self.policies:
+            forms.update({p: policy.form(p, forms[p]) for p in policy.paths if p in forms})
+        return forms
+
+    def shift(self, gear: str) -> bool:
+        """Puts the model into a gear; False where it is in it already. Raises as `load`."""
+        return self.decide(Wish(gear))
+
+    def prepare(self, wish: Wish) -> None:
+        """Begins with what the policies expect to want soon."""
+        for policy in self.policies:
+            forms = policy.expect(wish)
+            if forms:
+                self.holdings.prepare(forms, PREPARED_SHARE)
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether several states may take a step in one pass, as far as the policies go."""
+        return all(policy.steps_together for policy in self.policies)
+
+    def begin_run(self) -> None:
+        """Has the policies count from here on."""
+        for policy in self.policies:
+            policy.begin_run()
+
+    def run_report(self) -> dict[str, Any]:
+        """What the policies have to say of the run, by their names."""
+        return {policy.name: policy.run_report() for policy in self.policies}
+
+    # ----------------------------------------------------------------------------------- caches
+
+    def new_cache(self) -> Caches:
         """Empty caches, one per layer, of the classes that the architecture wants."""
         from mlx_lm.models.cache import make_prompt_cache
 
-        return make_prompt_cache(self._model)
+        return self.counted(make_prompt_cache(self._model))
+
+    def counted(self, layers: Iterable[Any]) -> Caches:
+        """Caches as a list whose bytes the ledger counts for as long as it lives."""
+        caches = Caches(layers)
+        self._caches[id(caches)] = caches
+        return caches
+
+    # ----------------------------------------------------------------------------------- states
+
+    def restore(
+        self, session: Session | None, ids: Sequence[int], source: Session | None = None
+    ) -> tuple[ModelState, int]:
+        """The state from which a prompt can be continued, and how many of its tokens it holds.
+
+        ids: the prompt's tokens. source: the session to read, where it is not the one to write.
+        When the whole prompt is stored with its logits nothing is left to run; otherwise at least
+        one token is, because logits come from running it.
+        """
+        read = source or session
+        count = 0 if read is None else read.reusable(ids)
+        if read is None or count == 0:
+            return ModelState(self.new_cache(), session=session), 0
+        points = read.restore_savepoints(count, self.new_cache)
+        cache = self.counted(read.restore(count, self.new_cache))
+        if count in read.savepoints:
+            points.append(take_savepoint(cache, count))  # or the next commit would drop it
+        state = ModelState(cache, list(ids[:count]), session=session, savepoints=points)
+        if count == len(ids):
+            stored = read.logits()
+            assert stored is not None  # or reusable would have left a token to run
+            state.logits = mx.array(stored)
+        return state, count
+
+    def reading(
+        self,
+        state: ModelState,
+        ids: Sequence[int],
+        chunk: Callable[[], int | None] = lambda: None,
+    ) -> Iterator[int]:
+        """Prefills what the state does not hold of the prompt yet; yields the number of tokens it
+        holds after each pass. Until the last pass the state has no logits."""
+        held = len(state.tokens)
+        if held == len(ids):
+            return
+        state.logits = None
+        rest, before = ids[held:], 0
+        for done, logits in self._passes(rest, state.cache, chunk):
+            state.tokens.extend(rest[before:done])
+            before, state.logits = done, logits
+            yield held + done
+
+    def consume(self, state: ModelState, token: int | mx.array, wish: Wish = NO_WISH) -> None:
+        """Runs one more token of a state. Lazy: nothing of it is waited for.
+
+        token: an id, or a device array () of one that has not been computed yet. wish: what is
+        known of this pass; the policies decide first. Raises as `load`; the state is then as it
+        was.
+        """
+        self.decide(wish)
+        self.count_step()
+        self.prepare(wish)
+        state.logits = self._next(state, token)
+        state.tokens.append(token)
+
+    def count_step(self) -> None:
+        """Has the policies count a step."""
+        for policy in self.policies:
+            policy.count_step()
+
+    def _next(self, state: ModelState, token: int | mx.array) -> mx.array:
+        """The logits (vocab,) after one more token, lazy; the caches count it from now on."""
+        ahead = state.ahead
+        if ahead is not None and isinstance(token, int):
+            state.ahead = None
+            return ahead.run(token)
+        self.take_back(state)
+        return self.step(token, state.cache)
+
+    def look_ahead(self, state: ModelState) -> None:
+        """Builds the graph of a state's next step already, whatever its token will be, where that
+        is possible."""
+        if state.ahead is None and can_look_ahead() and not self.reads_on_host:
+            state.ahead = Lookahead(self.step, state.cache)
+            self._ahead.add(state)
+
+    def take_back(self, state: ModelState) -> None:
+        """Takes back a step that was only looked ahead to."""
+        self._ahead.discard(state)
+        state.take_back()
+
+    # ----------------------------------------------------------------------------------- passes
 
     def prefill(
         self,
@@ -158,44 +314,19 @@ class Engine:
         """The passes of a prefill: (tokens read so far, logits), which only the last one has.
         chunk(): tokens of the next pass, None for the device's default."""
         total, done = len(ids), 0
-        if self.gears is not None:
-            self.gears.shift("high")  # a prompt is read densely: section 7.2
         while total - done > 1:
+            self.decide(PROMPT)
             count = min(chunk() or CHUNK[self.device], total - done - 1)
             self._run(mx.array(list(ids[done : done + count]), mx.uint32)[None], cache)
             mx.eval([layer.state for layer in cache])
             mx.clear_cache()
             done += count
             yield done, None
+        self.decide(PROMPT)
         logits = self.step(ids[-1], cache)
         mx.eval(logits, [layer.state for layer in cache])
-        self.ledger.put_bytes(CACHE, sum(layer.nbytes for layer in cache))
         self._check_logits(logits)
         yield total, logits
-
-    def restore(
-        self, session: Session | None, ids: Sequence[int], source: Session | None = None
-    ) -> tuple[ModelState, int]:
-        """The state from which a prompt can be continued: see state.restore_state."""
-        return restore_state(self, session, ids, source)
-
-    def reading(
-        self,
-        state: ModelState,
-        ids: Sequence[int],
-        chunk: Callable[[], int | None] = lambda: None,
-    ) -> Iterator[int]:
-        """Prefills what the state does not hold of the prompt yet; yields the number of tokens it
-        holds after each pass. Until the last pass the state has no logits."""
-        held = len(state.tokens)
-        if held == len(ids):
-            return
-        state.logits = None
-        rest, before = ids[held:], 0
-        for done, logits in self._passes(rest, state.cache, chunk):
-            state.tokens.extend(rest[before:done])
-            before, state.logits = done, logits
-            yield held + done
 
     def _check_logits(self, logits: mx.array) -> None:
         """Says once that a model computes nonsense: its weights hold NaN, most likely."""
@@ -229,6 +360,7 @@ class Engine:
 
     def _run(self, ids: mx.array, cache: list) -> mx.array:
         """A pass of the model: logits (B, N, vocab) for ids (B, N), lazy."""
+        self.load()
         try:
             logits = self._model(ids, cache=cache)
         except MISFITS as error:

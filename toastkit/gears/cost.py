@@ -9,21 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from toastkit.store.groups import group_size_of, padded
+from toastkit.store.groups import row_bytes
 
 BASE = "high"  # the gear that the others are held against
-
-
-def row_bytes(bits: int, columns: int, scale_bytes: int) -> int:
-    """Bytes of a quantised row as it is stored: its numbers, and a scale and a bias for each group.
-
-    columns: of the original, at least 1; filled up to a multiple of 32. scale_bytes: of one scale.
-    """
-    stored = padded(columns)
-    size = group_size_of(stored)
-    if size is None:
-        raise ValueError("a row without columns has no bytes")
-    return stored * bits // 8 + 2 * scale_bytes * (stored // size)
 
 
 def bytes_per_parameter(bits: int, columns: int, scale_bytes: int) -> float:

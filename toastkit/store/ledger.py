@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import threading
+from collections.abc import Callable
 
 EMBEDDING, OUTSIDE, EXPERTS, GEARS = "embedding", "outside", "experts", "gears"
 CACHE, SESSIONS = "cache", "sessions"  # of runs under way; of finished conversations
+READING = "reading"  # what is being read ahead
 
 
 def layer_owner(index: int) -> str:
@@ -15,41 +16,41 @@ def layer_owner(index: int) -> str:
 
 
 class Ledger:
-    """Device bytes by owner: "embedding", "layer.7", "experts", "gears", "cache",
-    "sessions", "outside".
+    """Device bytes by owner: "embedding", "layer.7", "experts", "gears", "cache", "sessions",
+    "reading", "outside". True at every moment: weights are entered as they come and go, and what
+    grows by itself, such as caches, is measured when somebody asks.
 
-    An entry says what its owner keeps now; a policy that drops something says so.
+    lock: held while weights change; whoever changes the account under way takes it.
     """
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self._bytes: dict[str, int] = {}
-
-    def put(self, owner: str, arrays: Iterable[Any]) -> None:
-        """Makes these arrays all that an owner keeps. They need not be evaluated yet."""
-        self.put_bytes(owner, sum(array.nbytes for array in arrays))
-
-    def put_bytes(self, owner: str, count: int) -> None:
-        """As put, where the size is known."""
-        if count:
-            self._bytes[owner] = count
-        else:
-            self._bytes.pop(owner, None)
+        self._meters: dict[str, Callable[[], int]] = {}
 
     def add(self, owner: str, count: int) -> None:
         """Adds bytes (negative: takes them away). Raises ValueError below zero."""
-        total = self._bytes.get(owner, 0) + count
-        if total < 0:
-            raise ValueError(f"{owner} gives back more than it had")
-        self.put_bytes(owner, total)
+        with self.lock:
+            total = self._bytes.get(owner, 0) + count
+            if total < 0:
+                raise ValueError(f"{owner} gives back more than it had")
+            self._bytes[owner] = total
+
+    def measure(self, owner: str, meter: Callable[[], int]) -> None:
+        """Has an owner's bytes measured by a function from now on, beside what was added."""
+        self._meters[owner] = meter
 
     def of(self, owner: str) -> int:
         """Bytes of one owner."""
-        return self._bytes.get(owner, 0)
+        meter = self._meters.get(owner)
+        return self._bytes.get(owner, 0) + (meter() if meter is not None else 0)
 
     def total(self) -> int:
         """Bytes of all owners."""
-        return sum(self._bytes.values())
+        return sum(self.by_owner().values())
 
     def by_owner(self) -> dict[str, int]:
-        """A copy of the account."""
-        return dict(self._bytes)
+        """Bytes of each owner that keeps any."""
+        with self.lock:
+            owners = dict.fromkeys([*self._bytes, *self._meters])
+        return {owner: count for owner in owners if (count := self.of(owner))}

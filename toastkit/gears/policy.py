@@ -1,0 +1,189 @@
+"""The gears of a model: a policy over its holdings (paper 003, section 6).
+
+Nothing is quantised before a gear is first entered. The originals leave the device with the shift,
+so that device memory falls, and are read again from the store with the shift up, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toastkit.errors import UsageError
+from toastkit.gears.discovery import discover
+from toastkit.gears.options import GearOptions
+from toastkit.holdings.forms import ORIGINAL, Form, packed
+from toastkit.holdings.holdings import Holdings
+from toastkit.holdings.packed import PathCounts
+from toastkit.holdings.policy import Wish
+from toastkit.store.store import Store
+
+GEARS = ("low", "mid", "high")
+
+
+@dataclass
+class ShiftTimes:
+    """Seconds of the shifts into a gear. first: while its set had to be made or read. again: while
+    it was kept."""
+
+    first: list[float]
+    again: list[float]
+
+
+class GearPolicy:
+    """Chooses the gear of each pass: high for a prompt (section 7.2), else the fixed one, the one
+    that is wished for, or as before. See holdings.policy.Policy.
+
+    gear: the one the model is in. tokens: steps run, by gear. times: of shifts, by gear.
+    """
+
+    name = "gears"
+
+    def __init__(self, options: GearOptions):
+        self.options = options
+        self.gear = "high"
+        self.tokens: Counter[str] = Counter()
+        self.times = {gear: ShiftTimes([], []) for gear in GEARS}
+        self.paths: list[str] = []
+        self.steps_together = options.mode != "auto"
+        self._wanted = self.gear
+        self._shifts_before = (0, 0.0)
+
+    def attach(self, holdings: Holdings) -> None:
+        """Finds the matrices of the scope. Raises UsageError where there are none."""
+        store, scope = holdings.store, self.options.scope
+        found = {id(one.module) for one in discover(store.model, scope)}
+        self._holdings = holdings
+        self.paths = [p for p, holding in holdings.modules.items() if id(holding.module) in found]
+        if not self.paths:
+            hint = "--gear-scope all looks for others than those of attention"
+            raise UsageError(
+                f"{store.files.name} has no matrix for gears in scope {scope}",
+                hint=hint if scope == "attention" else None,
+            )
+
+    # ------------------------------------------------------------------------------------- deciding
+
+    def decide(self, wish: Wish) -> bool:
+        """Whether the gear of that pass is another one."""
+        chosen = self.options.fixed or wish.gear or self.gear
+        self._wanted = "high" if wish.prompt else chosen
+        return self._wanted != self.gear
+
+    def form(self, path: str, form: Form) -> Form:
+        """Of a managed matrix in the gear that was decided on."""
+        return self.form_of(self._wanted)
+
+    def form_of(self, gear: str) -> Form:
+        """Of the managed matrices in a gear."""
+        bits = self.options.bits_of(gear)
+        return ORIGINAL if bits is None else packed(bits, self.options.path == "fused")
+
+    def expect(self, wish: Wish) -> Mapping[str, Form]:
+        """The matrices in the gear that is coming (section 3.5)."""
+        if wish.expected in (None, self.gear) or self.options.fixed is not None:
+            return {}
+        return dict.fromkeys(self.paths, self.form_of(wish.expected))
+
+    def changed(self, seconds: float, made: int) -> None:
+        """The model is in the gear that was decided on."""
+        self.gear = self._wanted
+        times = self.times[self.gear]
+        (times.first if made else times.again).append(seconds)
+
+    def failed(self) -> None:
+        """It is in the gear that it was in."""
+        self._wanted = self.gear
+
+    # ------------------------------------------------------------------------------------- counting
+
+    def begin_run(self) -> None:
+        """Counts steps and shifts from here on."""
+        self.tokens.clear()
+        self._shifts_before = self._shifts()
+
+    def count_step(self) -> None:
+        """A step is being run in this gear."""
+        self.tokens[self.gear] += 1
+
+    def run_report(self) -> dict[str, Any]:
+        """Of the run since `begin_run`: steps by gear, shifts, seconds that these took; bytes of
+        the managed matrices on the device now; products of all runs by path."""
+        count, seconds = self._shifts()
+        return {
+            **{gear: self.tokens[gear] for gear in GEARS},
+            "shifts": count - self._shifts_before[0],
+            "seconds": round(seconds - self._shifts_before[1], 6),
+            "bytes": self.device_bytes,
+            "paths": self.counts.as_map(),
+        }
+
+    def _shifts(self) -> tuple[int, float]:
+        """Number and seconds of all shifts."""
+        every = [s for times in self.times.values() for s in (*times.first, *times.again)]
+        return len(every), math.fsum(every)
+
+    # ------------------------------------------------------------------------------------ what is where
+
+    @property
+    def counts(self) -> PathCounts:
+        """Products of packed matrices by the way they were computed."""
+        return self._holdings.counts
+
+    @property
+    def bits(self) -> dict[str, float]:
+        """Bits a weight by gear; in high those of the file, on average."""
+        low, mid = self.options.bits
+        weights = [(self._holdings.store.dtype(f"{p}.weight").size, self._originals(p)) for p in self.paths]
+        mean = sum(size * weight for size, weight in weights) / self.originals_bytes
+        return {"low": low, "mid": mid, "high": 8 * mean}
+
+    def _originals(self, path: str) -> int:
+        return self._holdings.original_bytes(path)
+
+    @property
+    def originals_bytes(self) -> int:
+        """Bytes of the managed matrices as they are loaded."""
+        return sum(map(self._originals, self.paths))
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that the managed matrices take on the device now, in whatever gears."""
+        return self._holdings.matrix_bytes(self.paths)
+
+    def packed_bytes(self, gear: str) -> int:
+        """What the managed matrices take in a packed gear, with scales, in bytes."""
+        bits = self.options.bits_of(gear)
+        assert bits is not None  # high has no packed modules
+        return sum(self._holdings.packed_bytes(path, bits) for path in self.paths)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Gears that are kept whole beside the one in use, the last used last."""
+        forms = self._holdings.kept(self.paths[0])
+        whole = [f for f in forms if all(f in self._holdings.kept(path) for path in self.paths)]
+        gears = {self.form_of(gear): gear for gear in GEARS}
+        return tuple(gears[form] for form in whole)
+
+
+def gear_policy(
+    store: Store, options: GearOptions | None, notify: Callable[[str], None] | None
+) -> GearPolicy | None:
+    """The gears of a model, None where there are none to shift: a quantised checkpoint's are shown
+    at best (section 12.2). Raises UsageError where it would have to shift nevertheless."""
+    if options is None or not options.on:
+        return None
+    if store.quantization is None:
+        return GearPolicy(options)
+    name = store.files.name
+    if options.fixed in ("low", "mid"):
+        raise UsageError(
+            f"--gear {options.fixed}: {name} is quantised already",
+            hint="--gear auto shows what its gears would do",
+        )
+    if notify is not None and options.mode == "auto":
+        notify(f"{name} is quantised already: gears are shown and not shifted")
+    return None

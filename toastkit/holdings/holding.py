@@ -1,0 +1,176 @@
+"""One module of the model, and what hangs in it: the only place where the module tree is changed.
+
+A module changes its class, never its identity: architectures keep references to their modules and
+read attributes off them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
+from toastkit.holdings.packed import PathCounts, dense_bytes, packed_class
+from toastkit.store.ledger import EMBEDDING, GEARS, OUTSIDE, layer_owner
+from toastkit.store.precision import Rows
+from toastkit.store.store import Store
+
+
+class Tensor(NamedTuple):
+    """A parameter of a module. name: in the store. container, key: where it hangs."""
+
+    name: str
+    container: Any
+    key: str | int
+
+
+@dataclass(eq=False)
+class Parts:
+    """The arrays of a module in one form. matrix: its weight, or the rows of a packed one, by
+    parameter; rest: its other parameters, by name in the store, which every form but the absent one
+    shares. owner: of the matrix, in the ledger."""
+
+    form: Form
+    matrix: dict[str, mx.array]
+    rest: dict[str, mx.array]
+    owner: str
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of the weight in this form."""
+        return sum(array.nbytes for array in self.matrix.values())
+
+    @property
+    def rest_bytes(self) -> int:
+        """Of the other parameters, where they came with it."""
+        return sum(array.nbytes for array in self.rest.values())
+
+
+class Holding:
+    """A module and its form.
+
+    path: in the module tree. layer: its decoder layer, None outside of them. owner: of its
+    originals in the ledger. weight: the parameter that can be packed, (..., columns); None for a
+    module that has no such matrix. rest: its other parameters. form: what hangs there now, parts:
+    its arrays.
+    """
+
+    def __init__(self, path: str, module: nn.Module, store: Store):
+        self.path, self.module = path, module
+        self.layer = store.layer_of(f"{path}.")
+        self.owner = OUTSIDE if self.layer is None else layer_owner(self.layer)
+        if self.layer is None and "embed" in path:
+            self.owner = EMBEDDING
+        self.weight: Tensor | None = None
+        self.rest: list[Tensor] = []
+        self.form = ABSENT
+        self.parts = Parts(ABSENT, {}, {}, self.owner)
+        self.columns = 0
+        self._class, self._attributes = type(module), dict(vars(module))
+
+    def add(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        """Takes a parameter in. What initialising the architecture made of it is dropped."""
+        packable = hasattr(self.module, "to_quantized") and not isinstance(
+            self.module, nn.Embedding
+        )
+        if packable and tensor.container is self.module and tensor.key == "weight":
+            self.weight, self.columns = tensor, shape[-1]
+        else:
+            self.rest.append(tensor)
+        _remove(tensor)
+
+    @property
+    def names(self) -> list[str]:
+        """All parameters, by name in the store."""
+        return [t.name for t in (*([self.weight] if self.weight else ()), *self.rest)]
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of the matrix on the device, in use now: with its dequantised copy."""
+        return self.parts.matrix_bytes + dense_bytes(self.module)
+
+    def hang(self, parts: Parts, counts: PathCounts, grown: Callable[[int], None]) -> Parts:
+        """Puts a form's arrays into the tree; gives back what hung there. grown(bytes): is told of
+        a dequantised copy that the module makes, or drops (negative)."""
+        before = self.parts
+        self._unpack(grown)
+        rest = {} if parts.form == ABSENT else parts.rest or before.rest
+        for tensor in self.rest:
+            if tensor.name in rest:
+                tensor.container[tensor.key] = rest[tensor.name]
+            else:
+                _remove(tensor)
+        dict.update(self.module, parts.matrix)
+        self.form = parts.form
+        self.parts = Parts(parts.form, parts.matrix, rest, parts.owner)
+        if parts.form not in (ABSENT, ORIGINAL):
+            rows = Rows(*(parts.matrix[name] for name in Rows._fields))
+            kind = packed_class(self._class, self._attributes, rows, parts.form, self.columns)
+            self._become(kind.cls, kind.attributes)
+            vars(self.module).update(_counts=counts, _grown=grown)
+        return before
+
+    def _unpack(self, grown: Callable[[int], None]) -> None:
+        """The original class again, without the matrix."""
+        if dense := dense_bytes(self.module):
+            grown(-dense)
+        for name in self.parts.matrix:
+            self.module.pop(name, None)
+        self._become(self._class, self._attributes)
+
+    def _become(self, cls: type, attributes: Mapping[str, Any]) -> None:
+        self.module.__class__ = cls  # type: ignore[assignment]
+        vars(self.module).clear()
+        vars(self.module).update(attributes)
+
+    def original(self, arrays: Mapping[str, mx.array]) -> Parts:
+        """The parts of the original, of arrays by name in the store."""
+        matrix = {"weight": arrays[self.weight.name]} if self.weight is not None else {}
+        return Parts(ORIGINAL, matrix, self._rest_of(arrays), self.owner)
+
+    def packed(self, rows: Rows, form: Form, arrays: Mapping[str, mx.array]) -> Parts:
+        """The parts of a packed form. arrays: with the rest, where that is not in the tree."""
+        return Parts(form, rows._asdict(), self._rest_of(arrays), GEARS)
+
+    def _rest_of(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        return {t.name: arrays[t.name] for t in self.rest if t.name in arrays}
+
+
+def _remove(tensor: Tensor) -> None:
+    """Takes a parameter out of the tree. A list keeps its length."""
+    if isinstance(tensor.container, list):
+        tensor.container[int(tensor.key)] = None
+    else:
+        tensor.container.pop(tensor.key, None)
+
+
+def holdings_of(store: Store) -> list[Holding]:
+    """The modules of a store's model, by layer, in the order of the store within one; one that
+    hangs in two places of the tree is one. Their parameters are taken out of the tree."""
+    found: dict[int, Holding] = {}
+    slots: dict[tuple[int, str | int], tuple[Holding, Tensor]] = {}
+    for name in sorted(store.names, key=lambda name: -1 if (i := store.layer_of(name)) is None else i):
+        path, module, tensor = _place_of(store.model, name)
+        holding = found.setdefault(id(module), Holding(path, module, store))
+        slots[id(tensor.container), tensor.key] = holding, tensor
+    for holding, tensor in slots.values():
+        holding.add(tensor, store.shape(tensor.name))
+    return list(found.values())
+
+
+def _place_of(model: nn.Module, name: str) -> tuple[str, nn.Module, Tensor]:
+    """The innermost module that a parameter belongs to, with its path, and where it hangs."""
+    node: Any = model
+    module, count = model, 0
+    words = name.split(".")
+    for n, word in enumerate(words[:-1], 1):
+        node = node[int(word)] if isinstance(node, (list, tuple)) else node[word]
+        if isinstance(node, nn.Module):
+            module, count = node, n
+    last = int(words[-1]) if isinstance(node, list) else words[-1]
+    return ".".join(words[:count]), module, Tensor(name, node, last)
+

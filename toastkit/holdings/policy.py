@@ -1,0 +1,62 @@
+"""What a policy is: it decides, before each pass of the model, which module has which form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from toastkit.holdings.forms import Form
+from toastkit.holdings.holdings import Holdings
+
+
+class Wish(NamedTuple):
+    """What is known of the pass that comes. gear: low, mid or high, where somebody chose one.
+    expected: the gear that is coming after it, perhaps. prompt: it reads a prompt."""
+
+    gear: str | None = None
+    expected: str | None = None
+    prompt: bool = False
+
+
+NO_WISH = Wish()
+PROMPT = Wish(prompt=True)
+
+
+class Policy(Protocol):
+    """Decides forms, and nothing else; `Holdings` makes them come about, `Engine` asks.
+
+    name: of its report. paths: of the modules that it decides about; policies that decide about the
+    same ones are asked in their order, each what becomes of the form that the one before wants.
+    steps_together: whether several states may take a step in one pass.
+    """
+
+    name: str
+    paths: Sequence[str]
+    steps_together: bool
+
+    def attach(self, holdings: Holdings) -> None:
+        """Takes on a model. Raises UsageError where there is nothing to decide."""
+
+    def decide(self, wish: Wish) -> bool:
+        """Whether the pass that comes is to find other forms than the last one."""
+
+    def form(self, path: str, form: Form) -> Form:
+        """The form of a module in that pass. form: what it would be without this policy."""
+
+    def changed(self, seconds: float, made: int) -> None:
+        """The forms have come about; so many modules had to be read or made."""
+
+    def failed(self) -> None:
+        """They have not; what was there before still is."""
+
+    def expect(self, wish: Wish) -> Mapping[str, Form]:
+        """The forms that may be wanted soon, to prepare; empty where none are."""
+
+    def begin_run(self) -> None:
+        """Counts from here on."""
+
+    def count_step(self) -> None:
+        """A step is being run in the forms as they are."""
+
+    def run_report(self) -> dict[str, Any]:
+        """Of the run since `begin_run`."""
