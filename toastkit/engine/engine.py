@@ -16,7 +16,7 @@ import mlx.core as mx
 from toastkit.engine import device
 from toastkit.engine.state import ModelState, restore_state
 from toastkit.errors import DataError, UsageError
-from toastkit.gears.options import GearOptions
+from toastkit.gears.gear_options import GearOptions
 from toastkit.model.config import ModelConfig, load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.supported import reads_on_host

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from toastkit.errors import UsageError
 from toastkit.gears.cost import row_bytes
-from toastkit.gears.options import GearOptions
+from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.packed import PathCounts, fused_is_exact, packed_module
 from toastkit.gears.sources import Place, Sources, places_of
 from toastkit.store.ledger import GEARS, Ledger
