@@ -22,7 +22,7 @@ from measure import in_turn, ratio, spread
 from toastkit.engine.engine import Engine
 from toastkit.engine.geared import BySelector, Chooser, Schedule, score_in_gears
 from toastkit.gears.cost import break_even_tokens, dynamic_seconds, speedup
-from toastkit.gears.options import GearOptions
+from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.plan import GearPlan, plan
 from toastkit.gears.selector import GearSelector, SelectorOptions
 from toastkit.model.config import load_config

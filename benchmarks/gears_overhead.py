@@ -19,13 +19,13 @@ from pipeline import make_wide
 from toastkit.engine import device
 from toastkit.engine.engine import Engine
 from toastkit.frames import Head, Logits, Token, Tokens, pack_ids
-from toastkit.gears.device import entropy_bits
+from toastkit.gears.entropy_graph import entropy_bits
+from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.monitor import EntropyMeter
-from toastkit.gears.options import GearOptions
 from toastkit.gears.selector import GearSelector
 from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
-from toastkit.sampling.options import SamplingOptions
+from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.answer import AnswerOptions, answer
 from toastkit.stages.follow import Follower, GearRules
 from toastkit.stages.local import LocalRuns

@@ -19,7 +19,7 @@ import numpy as np
 from gears_report import say
 
 from toastkit.gears.calibration import Thresholds
-from toastkit.gears.options import GearOptions
+from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.selector import SelectorOptions
 from toastkit.model.locate import locate
 

@@ -45,7 +45,7 @@ from toastkit.frames import (
 from toastkit.model.config import load_config
 from toastkit.model.locate import for_stream, locate
 from toastkit.sampling.host import HostSampler
-from toastkit.sampling.options import SamplingOptions
+from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.session.feed import FeedReader, FeedWriter
 from toastkit.session.names import resolve, sessions_root
 from toastkit.session.ring import RingWriter

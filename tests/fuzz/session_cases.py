@@ -69,7 +69,7 @@ class Attacked(sequences.Sessions):
             try:
                 die_after(calls)
                 points = at(self.make, tokens, *where)
-                commit(self.session, tokens, *self.make(tokens), checkpoints=points)
+                commit(self.session, tokens, *self.make(tokens), savepoints=points)
             finally:
                 os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
@@ -96,9 +96,7 @@ class Attacked(sequences.Sessions):
         n = self.session.reusable(self.stored[: round(share * len(self.stored))])
         tokens = [*self.stored[:n], 7]
         with Session.open(self.folder / "f", MODEL, durable=False) as fork:
-            commit(
-                fork, tokens, *self.make(tokens), checkpoints=at(self.make, tokens, *({n} - {0}))
-            )
+            commit(fork, tokens, *self.make(tokens), savepoints=at(self.make, tokens, *({n} - {0})))
             self.check_all(fork)
         shutil.rmtree(self.folder / "f")
 
@@ -132,7 +130,7 @@ class Attacked(sequences.Sessions):
         """What is restored is a state that has read just these tokens."""
         kept, self.stored = self.stored, session.tokens
         try:
-            for n in (*session.checkpoints, *({len(session.tokens)} - {0})):
+            for n in (*session.savepoints, *({len(session.tokens)} - {0})):
                 self.check(session, n)
             logits = session.logits()
             assert logits is None or logits.tolist() == logits_of(session.tokens).tolist()

@@ -101,7 +101,7 @@ class FakeChannel:
 
 @dataclass
 class Asked:
-    """A request under way, or answered. prompt: its token ids. points: where a checkpoint would be
+    """A request under way, or answered. prompt: its token ids. points: where a savepoint would be
     of use."""
 
     channel: FakeChannel
@@ -326,8 +326,8 @@ def common(a: Any, b: Any) -> int:
 
 def usable(kept: Kept, prompt: list[int]) -> int:
     """How many tokens of a prompt a state in memory has read: all that are common where every layer
-    can be cut back, else up to its end or a checkpoint. One token is always left to run."""
+    can be cut back, else up to its end or a savepoint. One token is always left to run."""
     most = min(common(kept.tokens.tolist(), prompt), len(prompt) - 1)
     if most == len(kept.tokens) or all(layer.is_trimmable() for layer in kept.cache):
         return most
-    return max((point.count for point in kept.checkpoints if point.count <= most), default=0)
+    return max((point.count for point in kept.savepoints if point.count <= most), default=0)

@@ -17,7 +17,7 @@ from toastkit.gears import calibration  # noqa: E402
 from toastkit.gears.monitor import entropy_bits  # noqa: E402
 from toastkit.gears.thresholds import path, save  # noqa: E402
 from toastkit.model.config import load_config  # noqa: E402
-from toastkit.sampling.options import SamplingOptions  # noqa: E402
+from toastkit.sampling.sampling_options import SamplingOptions  # noqa: E402
 from toastkit.stages import calibrate as stage  # noqa: E402
 from toastkit.stages.answer import AnswerOptions, answer  # noqa: E402
 from toastkit.stages.calibrate import answer_entropies, prompt_entropies  # noqa: E402

@@ -10,10 +10,10 @@ import pytest
 
 from tests.model.reference import OLD_MLX_LM
 from toastkit.errors import DataError, UsageError
-from toastkit.sampling import device, filters
-from toastkit.sampling.device import DeviceSampler
+from toastkit.sampling import device_sampler, filters
+from toastkit.sampling.device_sampler import DeviceSampler
 from toastkit.sampling.host import HostSampler
-from toastkit.sampling.options import SamplingOptions
+from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.sampling.threefry import uniform, uniform_at
 
 NO_IDS = mx.array([], mx.int32)
@@ -61,9 +61,9 @@ def test_top_p_as_in_mlx_lm(mlx_lm_sampling, seed, top_p):
     values = random_values(seed)
     expected = survivors(mlx_lm_sampling.apply_top_p(log_softmax(values), top_p))
     whole = mx.exp(mx.array(values)).sum()
-    assert survivors(device.apply_top_p(mx.array(values), whole, top_p)) == expected
+    assert survivors(device_sampler.apply_top_p(mx.array(values), whole, top_p)) == expected
     head = np.argsort(values)[-30:].tolist()
-    both = survivors(device.apply_top_p(mx.array(values), whole, top_p, most=30))
+    both = survivors(device_sampler.apply_top_p(mx.array(values), whole, top_p, most=30))
     assert both == sorted(set(expected) & set(head))
     threshold = filters.top_p_threshold(values, float(np.exp(values).sum()), top_p)
     assert np.flatnonzero(values >= threshold).tolist() == expected
@@ -76,7 +76,7 @@ def test_min_p_as_in_mlx_lm(mlx_lm_sampling, seed, min_p, least):
         pytest.skip("this mlx_lm's min-p fails where it keeps several")
     values = random_values(seed)
     expected = survivors(mlx_lm_sampling.apply_min_p(log_softmax(values), min_p, least))
-    assert survivors(device.apply_min_p(mx.array(values), min_p, least)) == expected
+    assert survivors(device_sampler.apply_min_p(mx.array(values), min_p, least)) == expected
     threshold = filters.min_p_threshold(values, min_p, least)
     assert np.flatnonzero(values >= threshold).tolist() == expected
 
@@ -88,7 +88,7 @@ def test_top_k_as_in_mlx_lm(mlx_lm_sampling, seed, k):
     # On the shifted values: a log-softmax may round two of them to one number.
     expected = survivors(mlx_lm_sampling.apply_top_k(mx.array(values), k))
     assert len(expected) == k
-    assert survivors(device.apply_top_k(mx.array(values), k)) == expected
+    assert survivors(device_sampler.apply_top_k(mx.array(values), k)) == expected
     assert np.flatnonzero(values >= filters.top_k_threshold(values, k)).tolist() == expected
 
 
@@ -100,7 +100,7 @@ def test_xtc_as_in_mlx_lm(mlx_lm_sampling, seed, threshold, special):
     special = [*special, int(values.argmax())] if special else []
     expected = survivors(mlx_lm_sampling.apply_xtc(log_softmax(values), 1.0, threshold, special))
     ids = mx.array(special, mx.int32)
-    assert survivors(device.apply_xtc(mx.array(values), threshold, ids)) == expected
+    assert survivors(device_sampler.apply_xtc(mx.array(values), threshold, ids)) == expected
     protected = np.isin(np.arange(len(values)), special) if special else None
     assert np.flatnonzero(filters.xtc_mask(values, threshold, protected)).tolist() == expected
 
@@ -110,7 +110,7 @@ def test_xtc_as_in_mlx_lm(mlx_lm_sampling, seed, threshold, special):
 def test_typical_on_both(seed, typical_p):
     values = random_values(seed)
     expected = np.flatnonzero(filters.typical_mask(values, typical_p)).tolist()
-    assert survivors(device.apply_typical_p(mx.array(values), typical_p)) == expected
+    assert survivors(device_sampler.apply_typical_p(mx.array(values), typical_p)) == expected
 
 
 @pytest.mark.parametrize("context", [1, 4, 20])
@@ -218,8 +218,8 @@ def test_host_and_device_draw_the_same_from_a_large_vocabulary(options):
 def test_sums_are_accurate(n):
     values = np.exp(random_logits(n))
     exact = np.cumsum(values, dtype=np.float64)
-    assert device.total(mx.array(values)).item() == pytest.approx(exact[-1], rel=2e-6)
-    running = np.array(device.running_total(mx.array(values)))
+    assert device_sampler.total(mx.array(values)).item() == pytest.approx(exact[-1], rel=2e-6)
+    running = np.array(device_sampler.running_total(mx.array(values)))
     assert running.shape == (n,)
     assert np.abs(running / exact - 1).max() < 1e-5
 

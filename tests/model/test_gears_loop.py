@@ -13,15 +13,15 @@ import pytest
 
 from toastkit.engine.engine import Engine
 from toastkit.frames import End, Head, Logits, Prefilled, Token, Tokens, pack_ids
-from toastkit.gears import device, monitor
+from toastkit.gears import entropy_graph, monitor
+from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.monitor import MonitorOptions
-from toastkit.gears.options import GearOptions
 from toastkit.gears.selector import SelectorOptions
 from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
-from toastkit.sampling.device import DeviceSampler
+from toastkit.sampling.device_sampler import DeviceSampler
 from toastkit.sampling.host import HostSampler
-from toastkit.sampling.options import SamplingOptions
+from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.decode import decode
 from toastkit.stages.follow import Follower, GearRules
 from toastkit.stages.gear import entropy_on_device, followed, gear
@@ -181,7 +181,7 @@ def test_off_is_the_plain_path(crumb, plain: Answer, monkeypatch: pytest.MonkeyP
         pytest.fail("the entropy was computed")
 
     monkeypatch.setattr(monitor.EntropyMeter, "bits", fail)
-    monkeypatch.setattr(device, "entropy_bits", fail)
+    monkeypatch.setattr(entropy_graph, "entropy_bits", fail)
     for deferred in (False, True):
         head = Head("m", fingerprint(off.files), off.vocab, [])
         options = AnswerOptions(draw=DrawOptions(SamplingOptions(), 0, StepOptions(max_tokens=40)))

@@ -16,8 +16,8 @@ from tests.model.published import write_published
 from toastkit.engine.engine import Engine
 from toastkit.errors import DataError, UsageError
 from toastkit.gears import sources as sources_module
+from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.manager import PrecisionManager
-from toastkit.gears.options import GearOptions
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.store.bake import bake

@@ -26,8 +26,8 @@ from toastkit.frames import (  # noqa: E402
 )
 from toastkit.model.config import fingerprint, load_config  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
-from toastkit.sampling.device import DeviceSampler  # noqa: E402
-from toastkit.sampling.options import SamplingOptions  # noqa: E402
+from toastkit.sampling.device_sampler import DeviceSampler  # noqa: E402
+from toastkit.sampling.sampling_options import SamplingOptions  # noqa: E402
 from toastkit.session.directory import Session  # noqa: E402
 from toastkit.stages.decode import decode  # noqa: E402
 from toastkit.stages.feeds import ForcedFeed, GreedyFeed, forced_ids  # noqa: E402

@@ -20,7 +20,7 @@ from tests.model.service_driver import (  # noqa: E402
     user,
     words,
 )
-from toastkit.daemon.runs import LEAST_APART, MOST_CHECKPOINTS  # noqa: E402
+from toastkit.daemon.scheduled_runs import LEAST_APART, MOST_SAVEPOINTS  # noqa: E402
 from toastkit.store.ledger import SESSIONS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("homes")
@@ -61,10 +61,10 @@ def ask(engines: Engines, driver: Driver, messages: list, name: str = "crumb", *
     return asked
 
 
-def checkpoints_in(driver: Driver) -> list[int]:
+def savepoints_in(driver: Driver) -> list[int]:
     """Positions in the only state that is kept."""
     (kept,) = driver.kept
-    return [point.count for point in kept.checkpoints]
+    return [point.count for point in kept.savepoints]
 
 
 # ---------------------------------------------------------------------------------------- one chat
@@ -104,13 +104,13 @@ def test_eleven_turns_of_a_chat_are_one_state(engines: Engines, name: str) -> No
         messages.append(user(f"Question {turn}: where is the bear?"))
         messages.append(assistant(driver.ask(messages, max_tokens=4).text))
     (kept,) = driver.kept
-    assert len(kept.checkpoints) <= MOST_CHECKPOINTS
+    assert len(kept.savepoints) <= MOST_SAVEPOINTS
     alone = engine.new_cache()
     engine.prefill(kept.tokens.tolist(), alone)
     recurrent = sum(layer.nbytes for layer in alone if not layer.is_trimmable())
-    expected = sum(layer.nbytes for layer in alone) + len(kept.checkpoints) * recurrent
+    expected = sum(layer.nbytes for layer in alone) + len(kept.savepoints) * recurrent
     assert engine.ledger.of(SESSIONS) == kept.nbytes == pytest.approx(expected, rel=0.05)
-    assert (recurrent > 0) == (name == "qwen3_next") == bool(kept.checkpoints)
+    assert (recurrent > 0) == (name == "qwen3_next") == bool(kept.savepoints)
     assert driver.service.memory.summary() == {
         "kept": 1, "in_memory": 1, "bytes": kept.nbytes, "budget": 2 << 30, "on_disk": 1,
     }  # fmt: skip

@@ -166,7 +166,7 @@ def test_a_restart_finds_all(engines: Engines, name: str, homes: Path) -> None:
     for kept in driver.kept:
         old = before[kept.key]
         assert kept.tokens.tolist() == old.tokens.tolist() and kept.cache is None
-        assert kept.points == [point.count for point in old.checkpoints]
+        assert kept.points == [point.count for point in old.savepoints]
         assert kept.saved and int(kept.path.name, 16) == kept.key
     for chat in chats:
         branch = [*chat.messages[:3], user("Who are you?")]

@@ -149,7 +149,7 @@ class Machine(RuleBasedStateMachine):
         assert ledger.of(SESSIONS) == sum(one.nbytes for one in inside) <= driver.cache_bytes
         for one in kept:
             assert one.cache is not None or one.saved
-            assert [p.count for p in one.checkpoints] == sorted({p.count for p in one.checkpoints})
+            assert [p.count for p in one.savepoints] == sorted({p.count for p in one.savepoints})
         paths = [one.path for one in kept if one.path is not None]
         assert len(set(paths)) == len(paths) and all(path.is_dir() for path in paths)
 

@@ -20,7 +20,7 @@ from tests.model.service_driver import (  # noqa: E402
 )
 from toastkit.errors import IOFailure  # noqa: E402
 from toastkit.frames import Tokens, pack_ids  # noqa: E402
-from toastkit.sampling.options import SamplingOptions  # noqa: E402
+from toastkit.sampling.sampling_options import SamplingOptions  # noqa: E402
 from toastkit.session.directory import Session  # noqa: E402
 from toastkit.stages.answer import AnswerOptions, answer  # noqa: E402
 from toastkit.stages.local import LocalRuns  # noqa: E402

@@ -27,8 +27,8 @@ from toastkit.engine.geared import (  # noqa: E402
 )
 from toastkit.engine.perplexity import Scores, Totals, score, windows  # noqa: E402
 from toastkit.errors import DataError  # noqa: E402
+from toastkit.gears.gear_options import GearOptions  # noqa: E402
 from toastkit.gears.monitor import MonitorOptions  # noqa: E402
-from toastkit.gears.options import GearOptions  # noqa: E402
 from toastkit.gears.selector import GearSelector, SelectorOptions  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
 

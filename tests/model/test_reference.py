@@ -14,7 +14,7 @@ from reference import PROMPTS  # noqa: E402
 
 from toastkit.frames import End, Prefilled, Text, Token, Tokens, unpack_ids  # noqa: E402
 from toastkit.model.config import load_config  # noqa: E402
-from toastkit.sampling.options import SamplingOptions  # noqa: E402
+from toastkit.sampling.sampling_options import SamplingOptions  # noqa: E402
 from toastkit.stages.answer import AnswerOptions, answer  # noqa: E402
 from toastkit.stages.local import LocalRuns  # noqa: E402
 from toastkit.stages.options import Interrupt, Outcome, ReadOptions, StepOptions  # noqa: E402

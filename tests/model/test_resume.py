@@ -1,4 +1,4 @@
-"""States resumed at a checkpoint: a recurrent state or a full window goes on as if never saved."""
+"""States resumed at a savepoint: a recurrent state or a full window goes on as if never saved."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from tests.model.published import write_published  # noqa: E402
 from toastkit.errors import DataError  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
-from toastkit.session.checkpoints import Checkpoint  # noqa: E402
 from toastkit.session.directory import Session  # noqa: E402
+from toastkit.session.savepoints import Savepoint  # noqa: E402
 
 MODEL = "ab" * 32
 PROMPT = [(37 * n + 5) % 4096 for n in range(50)]
@@ -25,14 +25,14 @@ BRANCH = [*PROMPT[:35], *((11 * n + 1) % 4096 for n in range(12))]  # shares 35 
 CHUNKED = 1e-3  # of the largest logit, between prompts that were read in other chunks
 
 
-def snapshot(cache: list, count: int) -> Checkpoint:
+def snapshot(cache: list, count: int) -> Savepoint:
     """Copies of all layers as they are now, what can be cut back included."""
-    return Checkpoint(count, copy.deepcopy(cache))
+    return Savepoint(count, copy.deepcopy(cache))
 
 
-def bare(cache: list, count: int) -> Checkpoint:
+def bare(cache: list, count: int) -> Savepoint:
     """The same without the layers that can always be cut back."""
-    return Checkpoint(count, [None if type(x) is KVCache else copy.deepcopy(x) for x in cache])
+    return Savepoint(count, [None if type(x) is KVCache else copy.deepcopy(x) for x in cache])
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_a_prompt_that_parts_from_the_history(
     logits = read(engine, live, PROMPT[30:])
     with Session.open(tmp_path / "s", MODEL) as session:
         session.commit(PROMPT, live, logits, [point])
-        assert session.checkpoints == [30] and not session.can_cut
+        assert session.savepoints == [30] and not session.can_cut
     with Session.open(tmp_path / "s", MODEL, write=False) as session:
         assert session.reusable(BRANCH) == 30
         restored = session.restore(30, engine.new_cache)
@@ -82,10 +82,10 @@ def test_a_prompt_that_parts_from_the_history(
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "gemma3_text", "falcon_h1"])
-def test_turns_of_a_chat_hand_their_checkpoints_on(
+def test_turns_of_a_chat_hand_their_savepoints_on(
     tmp_path: Path, engines: Callable, name: str
 ) -> None:
-    """Each turn goes back to an earlier one, and every checkpoint stays what it was."""
+    """Each turn goes back to an earlier one, and every savepoint stays what it was."""
     engine, path = engines(name), tmp_path / "s"
     history: list[int] = []
     turns = [(0, [20, 30]), (30, [35, 50]), (50, [52]), (20, [40])]
@@ -94,8 +94,8 @@ def test_turns_of_a_chat_hand_their_checkpoints_on(
         with Session.open(path, MODEL) as session:
             held = session.reusable(ids)
             assert held == back
-            points = session.restore_checkpoints(held, engine.new_cache)
-            assert [point.count for point in points] == [n for n in session.checkpoints if n < back]
+            points = session.restore_savepoints(held, engine.new_cache)
+            assert [point.count for point in points] == [n for n in session.savepoints if n < back]
             cache = session.restore(held, engine.new_cache)
             if held:
                 points.append(snapshot(cache, held))
@@ -105,7 +105,7 @@ def test_turns_of_a_chat_hand_their_checkpoints_on(
                 held = place
             logits = read(engine, cache, ids[held:])
             session.commit(ids, cache, logits, points)
-            assert session.checkpoints == [point.count for point in points]
+            assert session.savepoints == [point.count for point in points]
         history = ids
     for place in [point.count for point in points]:
         with Session.open(path, MODEL, write=False) as session:
@@ -159,7 +159,7 @@ def alike(a, b) -> bool:
     return bool(pairs) and all(np.array_equal(x, y) for x, y in pairs)
 
 
-def test_checkpoints_come_back_as_they_were_given(tmp_path: Path) -> None:
+def test_savepoints_come_back_as_they_were_given(tmp_path: Path) -> None:
     cache, points = empty(), []
     for start, stop in ((0, 5), (5, 15), (15, 40), (40, 41)):
         advance(cache, start, stop)
@@ -169,9 +169,9 @@ def test_checkpoints_come_back_as_they_were_given(tmp_path: Path) -> None:
         session.commit(range(60), cache, None, points)
     for write in (True, False):
         with Session.open(tmp_path / "s", MODEL, write=write) as session:
-            assert session.restore_checkpoints(0, empty) == []
-            assert [p.count for p in session.restore_checkpoints(40, empty)] == [5, 15]
-            found = session.restore_checkpoints(60, empty)
+            assert session.restore_savepoints(0, empty) == []
+            assert [p.count for p in session.restore_savepoints(40, empty)] == [5, 15]
+            found = session.restore_savepoints(60, empty)
             assert [point.count for point in found] == [5, 15, 40, 41]
             for point in found:
                 assert point.layers[0] is None  # it is cut back from the end
@@ -182,14 +182,14 @@ def test_checkpoints_come_back_as_they_were_given(tmp_path: Path) -> None:
                 assert session.reusable([*range(n), 999]) in (0, 5)
 
 
-def test_a_session_without_checkpoints_hands_on_none(tmp_path: Path) -> None:
+def test_a_session_without_savepoints_hands_on_none(tmp_path: Path) -> None:
     with Session.open(tmp_path / "s", MODEL) as session:
-        assert session.restore_checkpoints(0, empty) == []
+        assert session.restore_savepoints(0, empty) == []
         session.commit([1, 2, 3], None, None)
-        assert session.restore_checkpoints(3, empty) == []
+        assert session.restore_savepoints(3, empty) == []
 
 
-def test_a_window_cut_back_within_a_checkpoint(tmp_path: Path) -> None:
+def test_a_window_cut_back_within_a_savepoint(tmp_path: Path) -> None:
     """The end has slid, a copy from before has not: it can be cut back further."""
 
     def make() -> list:
@@ -198,7 +198,7 @@ def test_a_window_cut_back_within_a_checkpoint(tmp_path: Path) -> None:
     cache, points = empty(), []
     for start, stop in ((0, 12), (12, 40)):
         advance(cache, start, stop)
-        points.append(Checkpoint(stop, [copy.deepcopy(cache[2])]))
+        points.append(Savepoint(stop, [copy.deepcopy(cache[2])]))
     advance(cache, 40, 50)
     with Session.open(tmp_path / "s", MODEL) as session:
         session.commit(range(50), [cache[2]], None, points)
@@ -217,14 +217,14 @@ def test_damage_names_the_layer_and_spares_the_rest(tmp_path: Path) -> None:
     advance(cache, 10, 20)
     with Session.open(tmp_path / "s", MODEL) as session:
         session.commit(range(20), cache, None, points)
-        (record,) = session._header.checkpoints
+        (record,) = session._header.savepoints
         place = record.layers[1].tensors[0].ranges[0].offset
     file = tmp_path / "s" / "cache.bin"
     data = bytearray(file.read_bytes())
     data[place] ^= 1
     file.write_bytes(data)
     with Session.open(tmp_path / "s", MODEL, write=False) as session:
-        for attempt in (session.restore, session.restore_checkpoints):
+        for attempt in (session.restore, session.restore_savepoints):
             with pytest.raises(DataError, match="s: layer 1: the checksum of 0 is wrong"):
                 attempt(10 if attempt == session.restore else 20, empty)
         assert alike(session.restore(20, empty)[1], cache[1])
@@ -234,7 +234,7 @@ def test_layers_of_another_model_are_refused(tmp_path: Path) -> None:
     cache = filled(10)
     with Session.open(tmp_path / "s", MODEL) as session:
         with pytest.raises(ValueError, match="other layers than the state"):
-            session.commit(range(20), cache, None, [Checkpoint(10, [KVCache()] * 4)])
+            session.commit(range(20), cache, None, [Savepoint(10, [KVCache()] * 4)])
         session.commit(range(20), cache, None, [snapshot(cache, 10)])
         with pytest.raises(DataError, match="it has 4 layers, the model 1"):
-            session.restore_checkpoints(20, lambda: [KVCache()])
+            session.restore_savepoints(20, lambda: [KVCache()])

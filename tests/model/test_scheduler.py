@@ -220,7 +220,7 @@ def test_a_resumed_prompt_does_not_make_the_slices_long(llama) -> None:
 
 def test_nobody_waits_without_a_chunk(engines: Engines) -> None:
     """Alone, a prompt is read in passes as long as the device likes, also where it is to stop for a
-    checkpoint far ahead."""
+    savepoint far ahead."""
     engine, _ = engines("mamba2")
     driver = Driver(engine)
     asked = driver.start([user(STORY * 90), user("Why?")], max_tokens=1)

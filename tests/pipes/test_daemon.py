@@ -119,7 +119,7 @@ def test_killed_in_mid_answer_a_conversation_goes_on_from_its_last_turn() -> Non
         assert daemon.control("status")["conversations"]["in_memory"] == 0
         after = daemon.ask(messages=chat, options=GREEDY)
         assert after.tokens == before.tokens
-        # Checkpoints are 32 tokens apart, so a few may be read again.
+        # Savepoints are 32 tokens apart, so a few may be read again.
         assert after.stats["cached"] > before.stats["cached"] - 32 > 300
 
 

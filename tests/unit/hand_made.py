@@ -6,7 +6,7 @@ import numpy as np
 
 from toastkit.frames import End, Head, Logits, Prefilled, Token, Tokens, pack_ids
 from toastkit.sampling.host import HostSampler
-from toastkit.sampling.options import SamplingOptions
+from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.arrays import from_numpy
 from toastkit.stages.sample import DrawOptions, sample
 

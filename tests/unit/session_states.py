@@ -8,9 +8,9 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from toastkit.session.blocks import LayerSource, TensorSource
-from toastkit.session.checkpoints import Checkpoint
 from toastkit.session.directory import Session
 from toastkit.session.layout import Layer
+from toastkit.session.savepoints import Savepoint
 
 MODEL = "ab" * 32
 HEADS, SIZE = 2, 16
@@ -96,18 +96,18 @@ def plain(tokens: list[int]) -> list[LayerSource]:
     return [growing(tokens), listed(growing(tokens), growing(tokens))]
 
 
-def at(layers: Callable[[list[int]], list], tokens: list[int], *counts: int) -> list[Checkpoint]:
-    """Checkpoints of a state whose layers are made by a function of the tokens read."""
-    return [Checkpoint(count, layers(tokens[:count])) for count in counts]
+def at(layers: Callable[[list[int]], list], tokens: list[int], *counts: int) -> list[Savepoint]:
+    """Savepoints of a state whose layers are made by a function of the tokens read."""
+    return [Savepoint(count, layers(tokens[:count])) for count in counts]
 
 
 def commit(
     session: Session,
     tokens: list[int],
     *sources: LayerSource,
-    checkpoints: Sequence[Checkpoint] = (),
+    savepoints: Sequence[Savepoint] = (),
 ) -> None:
-    session.commit_layers(tokens, sources or [growing(tokens)], logits_of(tokens), checkpoints)
+    session.commit_layers(tokens, sources or [growing(tokens)], logits_of(tokens), savepoints)
 
 
 def rows_of(session: Session, n: int) -> list[bytes]:

@@ -60,8 +60,8 @@ def test_errors_of_an_unknown_kind(code: Any) -> None:
 
 
 class FakeService:
-    """Stands for toastkit.daemon.local.LocalService. made: all of them. replies: what each ask
-    gives; asked: with what."""
+    """Stands for toastkit.daemon.local_service.LocalService. made: all of them. replies: what
+    each ask gives; asked: with what."""
 
     made: list[FakeService] = []
     replies: list[Any] = []
@@ -91,7 +91,7 @@ class FakeService:
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> type[FakeService]:
     module = SimpleNamespace(LocalService=FakeService)
-    monkeypatch.setitem(sys.modules, "toastkit.daemon.local", module)
+    monkeypatch.setitem(sys.modules, "toastkit.daemon.local_service", module)
     monkeypatch.setattr(FakeService, "made", [])
     monkeypatch.setattr(FakeService, "replies", answer("here"))
     return FakeService

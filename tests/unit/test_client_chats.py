@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.processes import start
+from toastkit import private_files
 from toastkit.client.chats import Chat, last_chat, named_chat
 from toastkit.errors import (
     CannotCreateError,
@@ -19,7 +20,6 @@ from toastkit.errors import (
     ToastError,
     UsageError,
 )
-from toastkit.session import files
 
 HI = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello."}]
 
@@ -166,7 +166,7 @@ def test_a_full_disk_leaves_the_last_turn(root: Path, monkeypatch: pytest.Monkey
     def full(*ignored: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(files, "pwrite_all", full)
+    monkeypatch.setattr(private_files, "pwrite_all", full)
     chat.add("And?", "So.")
     with pytest.raises(IOFailure, match="cannot keep .*no space left"):
         chat.save()

@@ -48,10 +48,6 @@ def test_where_the_socket_is(place: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not list(place.iterdir())
     monkeypatch.delenv("TMPDIR")
     assert os.path.isabs(paths.socket_path())
-    monkeypatch.setenv("XDG_STATE_HOME", str(place))
-    assert paths.state_path("x") == f"{place}/toastkit/x"
-    monkeypatch.setenv("XDG_STATE_HOME", "relative")
-    assert paths.state_path("x").endswith("/.local/state/toastkit/x")
 
 
 @pytest.mark.parametrize("bad", ["", "a\0b", "/" + "x" * paths.MAX_SOCKET_BYTES])

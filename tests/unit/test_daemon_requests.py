@@ -20,7 +20,7 @@ from toastkit.daemon.requests import (
     parse_request,
 )
 from toastkit.errors import DataError, ToastError, UsageError
-from toastkit.sampling.options import SamplingOptions
+from toastkit.sampling.sampling_options import SamplingOptions
 
 
 def parse(**fields: Any) -> Request:

@@ -20,7 +20,7 @@ from tests.unit.mdoc import COMMON, MAN, Page, items, literal_blocks, pages, pla
 from toastkit import errors
 from toastkit.commands import COMMANDS
 from toastkit.gears.monitor import MonitorOptions
-from toastkit.sampling.options import SamplingOptions
+from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.tokenize import ANSWER_ROOM
 
 ROOT = MAN.parent

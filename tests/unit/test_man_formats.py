@@ -121,18 +121,18 @@ def written_header() -> dict[str, dict]:
     tensor = layout.Tensor("keys", "float32", (1, 1, 2, 4), 2, [layout.Range(0, 32, 7)])
     layer = layout.Layer("KVCache", {"offset": 2}, [tensor], [])
     records = layout.TokenRecord([(0, 2)], 2, 7), layout.LogitsRecord(0, 4, 7)
-    whole = layout.Header("ab", 1, 2, *records, [layer], [layout.CheckpointRecord(1, [None])])
+    whole = layout.Header("ab", 1, 2, *records, [layer], [layout.SavepointRecord(1, [None])])
     envelope = msgpack.unpackb(header.encode_header(whole))
     body = msgpack.unpackb(envelope["body"])
     (stored,) = body["layers"]
     return {
         "Envelope": envelope, "Body": body, "Tokens": body["tokens"], "Logits": body["logits"],
-        "Layer": stored, "Tensor": stored["tensors"][0], "Checkpoint": body["checkpoints"][0],
+        "Layer": stored, "Tensor": stored["tensors"][0], "Savepoint": body["checkpoints"][0],
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "part", ["Envelope", "Body", "Tokens", "Logits", "Layer", "Checkpoint", "Tensor"]
+    "part", ["Envelope", "Body", "Tokens", "Logits", "Layer", "Savepoint", "Tensor"]
 )
 def test_fields_of_the_header(part: str) -> None:
     written = written_header()[part]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from toastkit.errors import DataError
 from toastkit.sampling.host import Draw, HostSampler
-from toastkit.sampling.options import SamplingOptions
+from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.sampling.threefry import gumbel, position_key, uniform, uniform_scalar
 
 
@@ -319,7 +319,7 @@ def test_a_draw_is_plain_data():
 
 def test_imports_stay_light():
     code = (
-        "import sys, toastkit.sampling.options; print('numpy' in sys.modules);"
+        "import sys, toastkit.sampling.sampling_options; print('numpy' in sys.modules);"
         "import toastkit.sampling.host; print('mlx' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

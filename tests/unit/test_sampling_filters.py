@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from toastkit.errors import UsageError
 from toastkit.sampling import filters
-from toastkit.sampling.options import SamplingOptions
+from toastkit.sampling.sampling_options import SamplingOptions
 
 value_lists = st.lists(st.floats(-30, 0, width=32), min_size=1, max_size=100).map(
     lambda values: np.array(values, np.float32) - np.float32(max(values))

@@ -31,12 +31,12 @@ from toastkit.errors import (
     UsageError,
 )
 from toastkit.session import names
-from toastkit.session.checkpoints import can_cut
 from toastkit.session.commit import MAX_SLICES
 from toastkit.session.directory import Session
 from toastkit.session.extents import ALIGNMENT, Space
 from toastkit.session.layout import Layer
 from toastkit.session.lock import WriterLock
+from toastkit.session.savepoints import can_cut
 
 
 @pytest.fixture
@@ -296,7 +296,7 @@ def test_reader_beside_a_writer(root: Path):
             while not stop.is_set():
                 version = 1 - version
                 tokens = histories[version]
-                commit(session, tokens, *hybrid(tokens), checkpoints=at(hybrid, tokens, 300))
+                commit(session, tokens, *hybrid(tokens), savepoints=at(hybrid, tokens, 300))
 
         writer = threading.Thread(target=write)
         writer.start()
@@ -308,7 +308,7 @@ def test_reader_beside_a_writer(root: Path):
                         tokens = reader.tokens
                         assert tokens in histories
                         assert rows_of(reader, 600)[0] == expected_rows(tokens)
-                        if reader.checkpoints:
+                        if reader.savepoints:
                             assert rows_of(reader, 300)[2] == state_bytes(tokens[:300])
                         whole += 1
                 except DataError as error:

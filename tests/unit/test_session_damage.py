@@ -56,13 +56,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "session"
     with Session.open(path, MODEL) as session:
         tokens = list(range(300))
-        commit(session, tokens, *mixed(tokens), checkpoints=at(mixed, tokens, 100, 299))
+        commit(session, tokens, *mixed(tokens), savepoints=at(mixed, tokens, 100, 299))
         session.commit_layers(tokens, mixed(tokens), logits_of(tokens), at(mixed, tokens, 100, 150))
     return path
 
 
 def mixed(tokens: list[int]) -> list[LayerSource]:
-    """Layers of all kinds that a checkpoint may hold."""
+    """Layers of all kinds that a savepoint may hold."""
     return [growing(tokens), listed(recurrent(tokens), growing(tokens)), sliding(tokens, 120)]
 
 
@@ -70,7 +70,7 @@ def opens_or_is_refused(path: Path) -> None:
     for write in (True, False):
         try:
             with Session.open(path, None, write=write) as session:
-                for n in (session.n_past, *session.checkpoints):
+                for n in (session.n_past, *session.savepoints):
                     rows_of(session, n)
                 session.logits()
                 session.reusable([*range(130), 0])
@@ -193,14 +193,14 @@ def test_full_disk_leaves_the_earlier_commit(root: Path):
     tokens = list(range(300))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Session.open(path, MODEL) as session:
-        commit(session, tokens, *hybrid(tokens), checkpoints=at(hybrid, tokens, 100, 200))
+        commit(session, tokens, *hybrid(tokens), savepoints=at(hybrid, tokens, 100, 200))
         longer = [*tokens, *range(900)]
         points = at(hybrid, longer, 200, 290, 1000)
         failures = 0
         for limit in range(0, (path / "cache.bin").stat().st_size * 4, 40_000):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
             try:
-                commit(session, longer, *hybrid(longer), checkpoints=points)
+                commit(session, longer, *hybrid(longer), savepoints=points)
             except IOFailure as error:
                 failures += 1
                 assert "cannot save session one: file too large" in error.message
@@ -212,7 +212,7 @@ def test_full_disk_leaves_the_earlier_commit(root: Path):
             with Session.open(path, MODEL, write=False) as reader:
                 for n in (100, 200, 300):
                     assert rows_of(reader, n) == expected(tokens[:n])
-                assert reader.checkpoints == [100, 200]
+                assert reader.savepoints == [100, 200]
                 assert reader.logits().tolist() == logits_of(tokens).tolist()
         assert failures > 2 and session.tokens == longer
     with Session.open(path, MODEL) as session:
@@ -256,7 +256,7 @@ def history(generation: int) -> list[int]:
 
 
 def places(generation: int) -> list[int]:
-    """The checkpoints of a commit in test_kill."""
+    """The savepoints of a commit in test_kill."""
     count = len(history(generation))
     return [n for n in (90, 400, count // 2, count - 1) if generation % 3 and 0 < n < count]
 
@@ -270,7 +270,7 @@ def commit_forever(path: str) -> None:
         while True:
             tokens = history(session.generation + 1)
             points = at(hybrid, tokens, *sorted(set(places(session.generation + 1))))
-            commit(session, tokens, *hybrid(tokens), checkpoints=points)
+            commit(session, tokens, *hybrid(tokens), savepoints=points)
 
 
 def test_kill_at_any_instant(tmp_path: Path):
@@ -295,8 +295,8 @@ def test_kill_at_any_instant(tmp_path: Path):
             reached.append(session.generation)
             tokens = history(session.generation)
             assert session.tokens == tokens
-            assert session.checkpoints == sorted(set(places(session.generation)))
-            for n in (*session.checkpoints, len(tokens)):
+            assert session.savepoints == sorted(set(places(session.generation)))
+            for n in (*session.savepoints, len(tokens)):
                 assert rows_of(session, n) == expected(tokens[:n])
             assert session.logits().tolist() == logits_of(tokens).tolist()
     assert reached == sorted(reached) and len(set(reached)) > 3

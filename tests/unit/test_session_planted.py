@@ -18,10 +18,10 @@ from toastkit.daemon.pidfile import Pidfile
 from toastkit.daemon.spill import Spill
 from toastkit.errors import Misplaced, ToastError
 from toastkit.gears import thresholds
+from toastkit.private_files import read_file, replace_file
 from toastkit.session import gear_state
 from toastkit.session.directory import Session
 from toastkit.session.feed import FeedReader, FeedWriter
-from toastkit.session.files import read_file, replace_file
 from toastkit.session.lock import WriterLock
 from toastkit.session.ring import RingReader, RingWriter
 from toastkit.session.run import RunDirectory

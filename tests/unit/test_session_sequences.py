@@ -1,4 +1,4 @@
-"""Checkpoints under any sequence of reading, committing, restoring and closing."""
+"""Savepoints under any sequence of reading, committing, restoring and closing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from session_states import MODEL, WINDOW, commit, hybrid, nested, plain, rows_of, windowed
 
 from toastkit.session.blocks import LayerSource
-from toastkit.session.checkpoints import Checkpoint
 from toastkit.session.directory import Session
+from toastkit.session.savepoints import Savepoint
 
 counts = st.integers(1, 100)
 MAKERS = {"hybrid": hybrid, "windowed": windowed, "nested": nested, "plain": plain}
@@ -21,7 +21,7 @@ MAKERS = {"hybrid": hybrid, "windowed": windowed, "nested": nested, "plain": pla
 
 class Sessions(RuleBasedStateMachine):
     """A writer that restores, reads on, commits and closes as it likes, beside a plain account of
-    what must be there: the committed tokens, and for each checkpoint whether it has copies."""
+    what must be there: the committed tokens, and for each savepoint whether it has copies."""
 
     def __init__(self):
         super().__init__()
@@ -95,11 +95,11 @@ class Sessions(RuleBasedStateMachine):
         bare = {n for n in chosen if data.draw(st.booleans(), "bare")}
         nothing = [None] * len(self.make([]))
         points = [
-            Checkpoint(n, nothing) if n in bare else Checkpoint(n, self.make(tokens[:n]))
+            Savepoint(n, nothing) if n in bare else Savepoint(n, self.make(tokens[:n]))
             for n in chosen
         ]
         before = self.owned()
-        commit(self.session, tokens, *self.make(tokens), checkpoints=points)
+        commit(self.session, tokens, *self.make(tokens), savepoints=points)
         same = next(
             (i for i, (a, b) in enumerate(zip(self.stored, tokens)) if a != b),
             min(len(self.stored), count),
@@ -136,7 +136,7 @@ class Sessions(RuleBasedStateMachine):
 
     @invariant()
     def all_is_there(self) -> None:
-        assert self.session.checkpoints == sorted(self.held)
+        assert self.session.savepoints == sorted(self.held)
         if self.stored:
             with Session.open(self.folder / "s", MODEL, write=False) as reader:
                 for n in (*self.held, len(self.stored)):

@@ -31,7 +31,7 @@ from toastkit.frames import (
 from toastkit.gears.classifier import classify
 from toastkit.gears.monitor import MonitorOptions
 from toastkit.gears.selector import SelectorOptions
-from toastkit.sampling.options import SamplingOptions
+from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.session.directory import Session
 from toastkit.stages.arrays import from_numpy
 from toastkit.stages.feeding import feed_tokens

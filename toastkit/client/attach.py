@@ -265,7 +265,7 @@ class RemoteState:
     """What the daemon's model has read for this process; see `state.ModelState`.
 
     tokens: ids the caches hold. session: where `commit` puts it, opened and locked here.
-    checkpoints: always empty; the daemon keeps them.
+    savepoints: always empty; the daemon keeps them.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class RemoteState:
     ):
         self.tokens = tokens
         self.session = session
-        self.checkpoints: list = []
+        self.savepoints: list = []
         self._engine = engine
         self._wire = wire
         self._logits = logits

@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from toastkit.base_directories import own_directory
 from toastkit.errors import DataError, NoInputError, ToastError, UsageError, from_os_error
-from toastkit.folders import make_private_folders, own_folder
-from toastkit.session.files import read_file, replace_file
+from toastkit.private_files import make_private_directories, read_file, replace_file
 from toastkit.session.names import resolve
 
 SUFFIX = ".jsonl"
@@ -63,7 +63,7 @@ class Chat:
 
 def chats_root() -> Path:
     """The directory of conversations, beside that of sessions."""
-    return Path(own_folder("STATE", "chats"))
+    return Path(own_directory("STATE", "chats"))
 
 
 def named_chat(name: str) -> Chat:
@@ -150,7 +150,7 @@ def _replace(path: Path, text: str) -> None:
     """Puts text in the place of a file in one step. The file beside it is this process's own."""
     beside = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.tmp")
     try:
-        make_private_folders(path.parent)
+        make_private_directories(path.parent)
         replace_file(path, text.encode(), sync=False, beside=beside)
     except OSError as error:
         doing = f"cannot keep the conversation in {path}"

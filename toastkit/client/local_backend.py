@@ -59,7 +59,7 @@ class LocalBackend:
 
     def _loaded(self) -> Any:
         if self._service is None:
-            from toastkit.daemon.local import LocalService
+            from toastkit.daemon.local_service import LocalService
 
             wanted = self._wanted
             self._service = LocalService(

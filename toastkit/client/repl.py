@@ -75,10 +75,9 @@ class Editor:
 
 def _make_private(path: Path) -> None:
     """Makes an empty file with mode 0600, unless there is one."""
-    from toastkit.folders import make_private_folders
-    from toastkit.session.files import open_private
+    from toastkit.private_files import make_private_directories, open_private
 
-    make_private_folders(path.parent)
+    make_private_directories(path.parent)
     os.close(open_private(path, os.O_WRONLY | os.O_CREAT))
 
 

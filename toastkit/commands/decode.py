@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from toastkit.client.output import write_text
-from toastkit.commands import cli, gear_options, options
+from toastkit.commands import cli, gear_flags, options
 from toastkit.errors import UsageError
 from toastkit.frames import End, Frame, Text, Token, starts_frames
 
@@ -47,13 +47,13 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 )
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Frames: stop after N steps.")
 @options.inline
-@gear_options.gears
-@gear_options.telemetry
+@gear_flags.gears
+@gear_flags.telemetry
 @options.engine
 @options.no_daemon
 @click.pass_context
 def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
-    gear_options.refuse_idle(context, flags)
+    gear_flags.refuse_idle(context, flags)
     first = _first_byte(prompt, flags)
     if starts_frames(first):
         if prompt:
@@ -62,7 +62,7 @@ def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
         if not flags["greedy"] and flags["force"] is None:
             cli.refuse_together(
                 context, "is not for the middle of a pipe: give it to toast-entropy-gear",
-                *gear_options.TELEMETRY_NAMES,
+                *gear_flags.TELEMETRY_NAMES,
             )  # fmt: skip
         return _filter(flags, first)
     cli.refuse_together(context, "is for frames, but there are none on stdin", *ONLY_FRAMES)
@@ -101,8 +101,8 @@ def _filter(flags: dict[str, Any], first: bytes) -> int:
     settings = StepOptions(flags["max_tokens"], flags["steps"], flags["inline"])
     follower = None
     if flags["gear"] == "auto":
-        follower = Follower(gear_options.gear_rules(flags))
-    engines = Engines(flags, gear_options.gear_settings(flags))
+        follower = Follower(gear_flags.gear_rules(flags))
+    engines = Engines(flags, gear_flags.gear_settings(flags))
 
     def build(frames, signals):
         runs = DecodeEnd(signals, own, settings.inline or own is not None, follower)
@@ -111,7 +111,7 @@ def _filter(flags: dict[str, Any], first: bytes) -> int:
         if isinstance(own, ForcedFeed):
             frames = own.listen(frames)
         made = stage(frames, engines, runs, settings, signals)
-        return gear_options.told(made) if flags["verbose"] else made
+        return gear_flags.told(made) if flags["verbose"] else made
 
     try:
         return run_filter(build, "decode", first)
@@ -172,13 +172,13 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
         read=read_options(flags),
         draw=DrawOptions(chain, flags["top"], limit, flags["ignore_eos"], flags["as_json"]),
         text=TextOptions(flags["stop"], flags["keep_special"], flags["echo"]),
-        rules=gear_options.gear_rules(flags),
+        rules=gear_flags.gear_rules(flags),
         telemetry=flags["as_json"],
         follow=flags["gear"] == "auto",
         fixed=flags["gear"] if flags["gear"] in ("low", "mid", "high") else None,
         xtc_special_ids=xtc_special_ids(chain, tokenizer.tokenizer),
     )
-    gears = gear_options.gear_settings(flags)
+    gears = gear_flags.gear_settings(flags)
     attached = attach(flags, first.fingerprint) if gears is None else None
     # A GPU computes while the host goes on. A CPU does not, and numpy draws faster on it, and takes
     # the entropy faster; logits of a daemon are on the host anyway.
@@ -197,7 +197,7 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
     text = tokenizer.tokenizer
     stage = answer(frames, text, engine_for, runs, settings, signals, outcome)
     if flags["verbose"]:
-        stage = gear_options.told(stage)
+        stage = gear_flags.told(stage)
     return _closing(opened, stage)
 
 

@@ -12,7 +12,7 @@ from toastkit.errors import CannotCreateError
 from toastkit.frames import Head
 
 if TYPE_CHECKING:
-    from toastkit.gears.options import GearOptions
+    from toastkit.gears.gear_options import GearOptions
 
 
 class Engines:

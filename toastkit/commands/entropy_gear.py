@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from toastkit.commands import cli, options
-from toastkit.commands.gear_options import TELEMETRY_NAMES, gear_rules, telemetry
+from toastkit.commands.gear_flags import TELEMETRY_NAMES, gear_rules, telemetry
 from toastkit.errors import ToastError
 
 CALIBRATION_NAMES = ("model", "raw", "device", "dtype")

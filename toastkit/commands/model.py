@@ -202,9 +202,9 @@ def _gears(text: str | None) -> tuple[str, ...]:
 def _bake_output(files, flags: dict[str, Any]) -> Path:
     """Where the file goes. Refuses one that exists unless --force."""
     from toastkit.errors import CannotCreateError, from_os_error
-    from toastkit.folders import make_private_folders
     from toastkit.model.locate import models_home
     from toastkit.model.toast_format import SUFFIX
+    from toastkit.private_files import make_private_directories
 
     given = flags["output"]
     if given is not None:
@@ -215,7 +215,7 @@ def _bake_output(files, flags: dict[str, Any]) -> Path:
         stem = files.name.rstrip("/").rpartition("/")[2].removesuffix(SUFFIX)
         out = models_home() / f"{stem}{SUFFIX}"
         try:
-            make_private_folders(out.parent)
+            make_private_directories(out.parent)
         except OSError as error:
             raise from_os_error(error, f"cannot create {out.parent}", creating=True) from error
     if out.is_dir():

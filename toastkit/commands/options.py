@@ -198,7 +198,7 @@ def sampling_options(flags: dict[str, Any], defaults: dict[str, Any], seed: int 
 
     seed: of the stream, where it records one; else a new one is drawn. Raises UsageError.
     """
-    from toastkit.sampling.options import SamplingOptions
+    from toastkit.sampling.sampling_options import SamplingOptions
 
     values = dict(defaults)
     values.update({n: flags[n] for n in SAMPLING_NAMES if flags.get(n) is not None})

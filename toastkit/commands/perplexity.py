@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, gear_options, options
+from toastkit.commands import cli, gear_flags, options
 from toastkit.commands.progress import ProgressBar, last_part, watched
 from toastkit.commands.score_reports import (
     Gearing,
@@ -46,8 +46,8 @@ STDIN = "-"
     "--limit", type=click.IntRange(1), metavar="N", help="Score the first N tokens of each text."
 )
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object per token.")
-@gear_options.gears
-@gear_options.telemetry
+@gear_flags.gears
+@gear_flags.telemetry
 @options.engine
 @click.pass_context
 def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
@@ -58,7 +58,7 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     from toastkit.text.tokenizer import Tokenizer
 
     _check_gears(context, flags)
-    settings = gear_options.gear_settings(flags)
+    settings = gear_flags.gear_settings(flags)
     Signals()  # SIGTERM and SIGHUP end a run as Ctrl-C does
     checkpoint = locate(flags["model"] or "crumb")
     config = load_config(checkpoint)
@@ -82,11 +82,11 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
 
 def _check_gears(context: click.Context, flags: dict[str, Any]) -> None:
     """Raises UsageError for options that would change nothing, or that make no sense."""
-    gear_options.refuse_idle(context, flags)
+    gear_flags.refuse_idle(context, flags)
     if flags["gear"] != "auto":
         return
     cli.refuse_together(context, "and --gear auto exclude each other", "chunk")
-    gear_options.gear_rules(flags)
+    gear_flags.gear_rules(flags)
 
 
 def _window(wanted: int | None, context: int | None) -> int:
@@ -147,7 +147,7 @@ def _choosers(checkpoint: ModelFiles, vocab: int, flags: dict[str, Any]) -> Call
 
     said: list[str] = []
     head = Head(checkpoint.name, fingerprint(checkpoint), vocab, eos=[])
-    options = selector_for(head, gear_options.gear_rules(flags, said.append)).options
+    options = selector_for(head, gear_flags.gear_rules(flags, said.append)).options
     if flags["verbose"]:
         cli.say(said[0])  # of thresholds; there is no prompt to say anything about
     return lambda: BySelector(GearSelector(vocab, options))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from toastkit.commands import cli, completion
-from toastkit.commands.gear_options import gear_bits, gear_scope
+from toastkit.commands.gear_flags import gear_bits, gear_scope
 from toastkit.commands.models import as_json, table, whisper
 from toastkit.commands.sizes import Size
 from toastkit.errors import UsageError
@@ -46,7 +46,7 @@ def add_to(group: click.Group) -> None:
 def _plan(name: str, **flags) -> int:
     if not flags["gears"]:
         raise UsageError("nothing to plan: give --gears")
-    from toastkit.gears.options import GearOptions
+    from toastkit.gears.gear_options import GearOptions
     from toastkit.model.locate import find
 
     GearOptions(scope=flags["gear_scope"], bits=flags["gear_bits"])  # refuses before it reads

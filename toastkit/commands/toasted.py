@@ -122,13 +122,13 @@ def _check_action(action: str) -> None:
 
 def _run_in_background(flags: dict[str, Any]) -> int:
     """Returns in both processes: at once when the daemon is ready, and when the daemon ends."""
+    from toastkit.base_directories import own_directory
     from toastkit.daemon import activation, background
-    from toastkit.daemon.paths import state_path
 
     if activation.is_activated():
         raise UsageError("--daemon makes no sense where systemd starts the daemon")
     _make_absolute(flags)
-    starter = background.detach(state_path("toasted.log"))
+    starter = background.detach(own_directory("STATE", "toasted.log"))
     if isinstance(starter, int):
         if flags["verbose"]:
             cli.say(f"ready, process {starter}")
@@ -201,10 +201,10 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
 def _audit(flags: dict[str, Any], say: Callable[[str], None]) -> Audit | None:
     if flags["no_audit"]:
         return None
+    from toastkit.base_directories import own_directory
     from toastkit.daemon.audit import Audit
-    from toastkit.daemon.paths import state_path
 
-    path = os.path.abspath(flags["audit"] or state_path("audit.jsonl"))
+    path = os.path.abspath(flags["audit"] or own_directory("STATE", "audit.jsonl"))
     try:
         return Audit(path, flags["audit_text"], say)
     except ToastError as error:

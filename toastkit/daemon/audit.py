@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toastkit.errors import from_os_error
-from toastkit.folders import make_private_folders
-from toastkit.session.files import open_private
+from toastkit.private_files import make_private_directories, open_private
 
 MAX_BYTES = 10 << 20  # of a file
 MAX_FILES = 5  # the one that is written and its predecessors, FILE.1 to FILE.4
@@ -44,7 +43,7 @@ class Audit:
         self._warned = False
         self._fd = -1
         try:
-            make_private_folders(Path(path).parent)
+            make_private_directories(Path(path).parent)
             self._open()
         except OSError as error:
             raise from_os_error(error, f"cannot write {path}", creating=True) from error

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from toastkit.errors import ToastError, UnavailableError, from_os_error
-from toastkit.folders import make_private_folders
-from toastkit.session.files import open_private
+from toastkit.private_files import make_private_directories, open_private
 from toastkit.text.terminal import shown
 
 FIRST_FREE = 3  # where the pipe is, once everything else has been closed
@@ -75,7 +74,7 @@ def detach(log: str) -> Starter | int:
         os.setsid()
         if os.fork():
             os._exit(0)
-        _settle(errors, write)
+        _detach_from_shell(errors, write)
     except BaseException as error:
         Starter(write).failed(ToastError(f"cannot go into the background: {error}"))
         os._exit(70)
@@ -84,13 +83,13 @@ def detach(log: str) -> Starter | int:
 
 def _open_log(log: str) -> int:
     try:
-        make_private_folders(Path(log).parent)
+        make_private_directories(Path(log).parent)
         return open_private(Path(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     except OSError as error:
         raise from_os_error(error, f"cannot write {log}", creating=True) from error
 
 
-def _settle(errors: int, pipe: int) -> None:
+def _detach_from_shell(errors: int, pipe: int) -> None:
     """The daemon's descriptors and directory: nothing of the shell's is held on to."""
     start = os.getcwd()
     os.chdir("/")

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from toastkit.daemon.history import conversation_hash
 from toastkit.daemon.memory import Kept, Memory
 from toastkit.daemon.prepare import Prepared, messages_of
-from toastkit.daemon.runs import ScheduledRuns, Scheduler
+from toastkit.daemon.scheduled_runs import ScheduledRuns, Scheduler
 from toastkit.engine.engine import Engine
 from toastkit.errors import ToastError
 from toastkit.frames import End, Frame, Head, Prefilled, Text, Token, Tokens, pack_ids
@@ -180,7 +180,7 @@ class Conversation:
             if named is not None and named.tokens != state.read_tokens():
                 named = None  # it was not committed
             self._memory.keep(
-                key, state.read_tokens(), state.cache, state.checkpoints,
+                key, state.read_tokens(), state.cache, state.savepoints,
                 self._early or self.runs.parent, self.prepared.key, named,
             )  # fmt: skip
         self._close()

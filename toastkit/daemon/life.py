@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
 
+from toastkit.base_directories import runtime_directory
 from toastkit.daemon import activation
 from toastkit.daemon.audit import Audit
 from toastkit.daemon.background import die
 from toastkit.daemon.interface import Limits, Worker
 from toastkit.daemon.listening import SocketFile
-from toastkit.daemon.paths import make_private, runtime_directory
+from toastkit.daemon.paths import make_private
 from toastkit.daemon.pidfile import Pidfile
 from toastkit.daemon.server import Server
 from toastkit.errors import ToastError

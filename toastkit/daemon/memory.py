@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from toastkit.daemon.spill import Spill
-from toastkit.engine.checkpoints import copy_caches, resumable, resume_at
+from toastkit.engine.savepoints import copy_caches, resumable, resume_at
 from toastkit.engine.state import ModelState
 from toastkit.errors import ToastError
-from toastkit.session.checkpoints import Checkpoint
 from toastkit.session.directory import Session
+from toastkit.session.savepoints import Savepoint
 from toastkit.store.ledger import SESSIONS, Ledger
 
 # Common tokens from which on it is said why they could not be used: a template's first words are
@@ -35,15 +35,15 @@ WORTH_A_WORD = 16
 @dataclass(eq=False)
 class Kept:
     """A state that is kept. key: hash of its conversation. tokens: uint32, ids it has read.
-    cache, checkpoints: on the device; cache is None where it is on disk only. path, generation:
-    where it lies on disk. points, cuts: positions of its checkpoints; whether it can be cut back
+    cache, savepoints: on the device; cache is None where it is on disk only. path, generation:
+    where it lies on disk. points, cuts: positions of its savepoints; whether it can be cut back
     anywhere. saved: the disk has all of it. used: when it was last wanted, counted up. own: the
     path is a session that a user named, not one of ours. refused: the disk did not take it."""
 
     key: int
     tokens: np.ndarray
     cache: list | None
-    checkpoints: list[Checkpoint] = field(default_factory=list)
+    savepoints: list[Savepoint] = field(default_factory=list)
     path: Path | None = None
     generation: int = 0
     points: list[int] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Kept:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        layers = [*(self.cache or ()), *(x for point in self.checkpoints for x in point.layers)]
+        layers = [*(self.cache or ()), *(x for point in self.savepoints for x in point.layers)]
         return sum(layer.nbytes for layer in layers if layer is not None)
 
 
@@ -134,23 +134,23 @@ class Memory:
         """How many tokens of a state can be taken, of at most `most`."""
         held = len(kept.tokens)
         if kept.cache is not None:
-            return resumable(kept.cache, held, most, kept.checkpoints)
+            return resumable(kept.cache, held, most, kept.savepoints)
         if most >= held:
             return held
         return most if kept.cuts else max((n for n in kept.points if n <= most), default=0)
 
-    def resume(self, match: Match) -> tuple[list, list[Checkpoint]] | None:
-        """Caches that have read the match's tokens, and the checkpoints before them. None where
+    def resume(self, match: Match) -> tuple[list, list[Savepoint]] | None:
+        """Caches that have read the match's tokens, and the savepoints before them. None where
         the disk did not keep its promise; the state is forgotten then."""
         kept, count = match.kept, match.count
         assert kept is not None
         kept.used = next(self._clock)
         if kept.cache is not None:
-            caches = resume_at(kept.cache, len(kept.tokens), count, kept.checkpoints)
+            caches = resume_at(kept.cache, len(kept.tokens), count, kept.savepoints)
             assert caches is not None  # or find had not promised it
             points = [
-                Checkpoint(p.count, copy_caches(p.layers))
-                for p in kept.checkpoints
+                Savepoint(p.count, copy_caches(p.layers))
+                for p in kept.savepoints
                 if p.count < count
             ]
             return caches, points
@@ -160,13 +160,13 @@ class Memory:
             self._forget(kept)
             return None
 
-    def _load(self, kept: Kept, count: int) -> tuple[list, list[Checkpoint]]:
+    def _load(self, kept: Kept, count: int) -> tuple[list, list[Savepoint]]:
         assert kept.path is not None  # what is not in memory is on disk
         session = Session.open(kept.path, None, create=False, write=False)
         try:
             if session.tokens[:count] != kept.tokens[:count].tolist():
                 raise ToastError("it was changed by another process")
-            points = session.restore_checkpoints(count, self._new_cache)
+            points = session.restore_savepoints(count, self._new_cache)
             return session.restore(count, self._new_cache), points
         finally:
             session.close()
@@ -178,7 +178,7 @@ class Memory:
         key: int,
         tokens: Sequence[int],
         cache: list,
-        checkpoints: Sequence[Checkpoint],
+        savepoints: Sequence[Savepoint],
         parent: Kept | None,
         history: int | None = None,
         session: Session | None = None,
@@ -190,7 +190,7 @@ class Memory:
         is this state. The caches are the memory's from now on.
         """
         ids = np.array(tokens, np.uint32)
-        points = [point for point in checkpoints if point.count < len(ids)]
+        points = [point for point in savepoints if point.count < len(ids)]
         new = Kept(key, ids, cache, points, used=next(self._clock))
         if session is not None:
             self.kept = [old for old in self.kept if old.path != session.path]  # it has moved on
@@ -215,7 +215,7 @@ class Memory:
     ) -> Kept:
         """Keeps a state that goes on being used: its arrays are shared until it writes. tokens:
         what its caches have read."""
-        caches, points = copy_caches(state.cache), list(state.checkpoints)
+        caches, points = copy_caches(state.cache), list(state.savepoints)
         return self.keep(key, tokens, caches, points, parent, history)
 
     def _replace(self, old: Kept, new: Kept) -> None:
@@ -233,7 +233,7 @@ class Memory:
         if self._spill is None or kept.cache is None or kept.saved or kept not in self.kept:
             return
         place = self._spill.write(
-            kept.path, kept.generation, kept.key, kept.tokens.tolist(), kept.cache, kept.checkpoints
+            kept.path, kept.generation, kept.key, kept.tokens.tolist(), kept.cache, kept.savepoints
         )
         if place is None:
             kept.path, kept.generation, kept.saved, kept.refused = None, 0, False, True
@@ -271,9 +271,9 @@ class Memory:
         if not kept.saved or kept.own:
             self._forget(kept)
             return
-        kept.points = [point.count for point in kept.checkpoints]
+        kept.points = [point.count for point in kept.savepoints]
         kept.cuts = kept.cache is None or all(x.is_trimmable() for x in kept.cache)
-        kept.cache, kept.checkpoints = None, []
+        kept.cache, kept.savepoints = None, []
 
     def _forget(self, kept: Kept) -> None:
         if kept in self.kept:

@@ -1,4 +1,4 @@
-"""Where the daemon's socket, its pidfile and its logs are. Cheap to import: a client asks for it on
+"""Where the daemon's socket and its pidfile are. Cheap to import: a client asks for it on
 its way to the first byte."""
 
 from __future__ import annotations
@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import sys
 
+from toastkit.base_directories import given_directory, runtime_directory
 from toastkit.errors import CannotCreateError, UsageError, from_os_error
-from toastkit.folders import given_folder, not_private, own_folder
+from toastkit.private_files import not_private
 
 SOCKET_NAME = "toasted.sock"
 # sun_path has 108 bytes on Linux and 104 elsewhere, one of them the NUL at the end.
@@ -26,7 +27,7 @@ def socket_path(explicit: str | None = None) -> str:
     if explicit is not None:
         return _given(explicit)
     directory = runtime_directory()
-    if given_folder("XDG_RUNTIME_DIR") is None:
+    if given_directory("XDG_RUNTIME_DIR") is None:
         check_private(directory)
     return os.path.join(directory, SOCKET_NAME)
 
@@ -47,16 +48,6 @@ def check_length(path: str) -> None:
             f"the socket's path has {size} bytes, at most {MAX_SOCKET_BYTES} are possible: {path}",
             hint="give a shorter --socket",
         )
-
-
-def runtime_directory() -> str:
-    """The directory of the socket where none is given."""
-    home = given_folder("XDG_RUNTIME_DIR")
-    if home is not None:
-        return os.path.join(home, "toastkit")
-    # POSIX promises that the second is there.
-    temporary = given_folder("TMPDIR") or os.path.join(os.sep, "tmp")
-    return os.path.join(temporary, f"toastkit-{os.geteuid()}")
 
 
 def make_private(directory: str) -> None:
@@ -86,8 +77,3 @@ def check_private(directory: str) -> None:
 def pidfile_path(socket: str) -> str:
     """The pidfile beside a socket: toasted.sock has toasted.pid."""
     return socket.removesuffix(".sock") + ".pid"
-
-
-def state_path(name: str) -> str:
-    """A file of the daemon that outlives it: NAME in XDG_STATE_HOME/toastkit."""
-    return own_folder("STATE", name)

@@ -10,7 +10,7 @@ import fcntl
 import os
 
 from toastkit.errors import BusyError, CannotCreateError, from_os_error
-from toastkit.session.files import open_private
+from toastkit.private_files import open_private
 
 _MAX_BYTES = 64
 

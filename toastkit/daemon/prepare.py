@@ -11,7 +11,7 @@ from toastkit.daemon.requests import Request
 from toastkit.errors import DataError, NoInputError, ToastError
 from toastkit.model.config import ModelConfig, fingerprint, sampling_defaults
 from toastkit.model.files import ModelFiles
-from toastkit.sampling.options import SamplingOptions
+from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer
 from toastkit.text.tokenizer import Tokenizer
 
@@ -19,7 +19,7 @@ from toastkit.text.tokenizer import Tokenizer
 @dataclass(frozen=True)
 class Prepared:
     """request: as it came. ids: the prompt's tokens. key: hash of its history, all messages but the
-    last. points: positions worth a checkpoint, see PromptTokenizer.turning_points. sampling: the
+    last. points: positions worth a savepoint, see PromptTokenizer.turning_points. sampling: the
     chain, with a seed. fingerprint: of the model that it was prepared for. notes: lines on what of
     the request the chat template makes no use of."""
 
@@ -50,7 +50,7 @@ def messages_of(request: Request) -> list[dict]:
 
 class Preparer:
     """Prepares requests for one checkpoint. Several threads may use it at once. wants_points:
-    whether the model has layers that cannot be cut back, so that checkpoints are of use."""
+    whether the model has layers that cannot be cut back, so that savepoints are of use."""
 
     wants_points = True
 

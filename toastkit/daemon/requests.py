@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from toastkit.errors import DataError, UsageError, did_you_mean
-from toastkit.sampling.options import INTERVALS, SamplingOptions
+from toastkit.sampling.sampling_options import INTERVALS, SamplingOptions
 
 CONTROL_OPS = ("health", "status", "stop", "reload")
 # Of toast-prefill and toast-decode; the worker checks their fields.

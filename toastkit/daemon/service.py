@@ -19,8 +19,8 @@ from toastkit.daemon.memory import Memory
 from toastkit.daemon.prepare import Prepared, Preparer
 from toastkit.daemon.spill import Spill
 from toastkit.daemon.stepper import Stepper
-from toastkit.engine.checkpoints import always_cut
 from toastkit.engine.engine import Engine
+from toastkit.engine.savepoints import always_cut
 from toastkit.engine.state import ModelState
 from toastkit.errors import as_toast_error
 from toastkit.store.ledger import CACHE
@@ -127,7 +127,7 @@ class Service:
     def give_up(self, conversation: Conversation) -> None:
         """Ends a conversation where it is."""
         self._guarded(conversation, conversation.give_up)
-        self._settle(conversation)
+        self._retire(conversation)
 
     def _read(self, readers: list[Conversation]) -> None:
         """A pass for one of those who read: of the highest priority, in turn among equals."""
@@ -146,7 +146,7 @@ class Service:
     def _advance(self, conversation: Conversation) -> None:
         self._guarded(conversation, conversation.advance)
         if conversation.want is None:
-            self._settle(conversation)
+            self._retire(conversation)
 
     def _guarded(self, conversation: Conversation, act: Callable[[], None]) -> None:
         """Keeps one conversation's bug from ending the others."""
@@ -175,9 +175,9 @@ class Service:
             raise error
 
         self._guarded(conversation, fail)
-        self._settle(conversation)
+        self._retire(conversation)
 
-    def _settle(self, conversation: Conversation) -> None:
+    def _retire(self, conversation: Conversation) -> None:
         self.active.remove(conversation)
         try:
             self._finished(conversation)

@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from toastkit.base_directories import own_directory
 from toastkit.errors import NoInputError, ToastError
-from toastkit.folders import make_private_folders, own_folder
-from toastkit.session.checkpoints import Checkpoint
+from toastkit.private_files import make_private_directories
 from toastkit.session.commit import common_prefix
 from toastkit.session.directory import Session
+from toastkit.session.savepoints import Savepoint
 from toastkit.session.upkeep import STALE_SECONDS
 
 FINGERPRINT_DIGITS = 16
@@ -29,7 +30,7 @@ FINGERPRINT_DIGITS = 16
 @dataclass
 class Stored:
     """A conversation found on disk. key: its hash. tokens: ids it has read. points: positions of
-    its checkpoints. cuts: it can be resumed at any position. generation: of its last commit."""
+    its savepoints. cuts: it can be resumed at any position. generation: of its last commit."""
 
     path: Path
     key: int
@@ -41,7 +42,7 @@ class Stored:
 
 def conversations_root() -> Path:
     """Where conversations of all models lie."""
-    return Path(own_folder("CACHE", "conversations"))
+    return Path(own_directory("CACHE", "conversations"))
 
 
 class Spill:
@@ -89,7 +90,7 @@ class Spill:
         session = Session.open(path, self.fingerprint, create=False, write=False)
         try:
             key = int(path.name.partition("-")[0], 16)
-            points, cuts = session.checkpoints, session.can_cut
+            points, cuts = session.savepoints, session.can_cut
             return Stored(path, key, session.tokens, points, cuts, session.generation)
         finally:
             session.close()
@@ -101,18 +102,18 @@ class Spill:
         key: int,
         tokens: Sequence[int],
         cache: list,
-        checkpoints: Sequence[Checkpoint],
+        savepoints: Sequence[Savepoint],
     ) -> tuple[Path, int] | None:
         """Stores a conversation; its directory and generation, or None where that failed.
 
         path, generation: where an earlier turn of it lies, of which only the change is written.
         """
         try:
-            make_private_folders(self.root)
+            make_private_directories(self.root)
             path = path if path is not None and path.is_dir() else self._free_name(key)
             with Session.open(path, self.fingerprint, durable=False) as session:
                 session.continues(common_prefix(session.tokens, tokens), generation)
-                session.commit(tokens, cache, None, checkpoints)
+                session.commit(tokens, cache, None, savepoints)
                 generation = session.generation
                 if not path.name.startswith(f"{key:016x}"):
                     named = self._free_name(key)

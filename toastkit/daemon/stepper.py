@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from toastkit.daemon.runs import ScheduledState
+from toastkit.daemon.scheduled_runs import ScheduledState
 from toastkit.engine.batch import Batch, can_batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import sys
 
+from toastkit.base_directories import own_directory
 from toastkit.errors import UsageError
-from toastkit.folders import make_private_folders, not_private, own_folder
+from toastkit.private_files import make_private_directories, not_private
 
 DEVICES = ("auto", "cpu", "gpu")
 _started: str | None = None
@@ -44,9 +45,9 @@ def keep_cuda_kernels() -> None:
     there is no such folder nothing is kept."""
     if "MLX_PTX_CACHE_DIR" in os.environ:
         return
-    folder = own_folder("CACHE", "ptx")
+    folder = own_directory("CACHE", "ptx")
     try:
-        make_private_folders(folder)
+        make_private_directories(folder)
         if not_private(folder) is not None or not_private(os.path.dirname(folder)) is not None:
             folder = ""
     except OSError:

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from toastkit.engine.engine import CHUNK, Engine
 from toastkit.errors import DataError
-from toastkit.sampling.device import total
+from toastkit.sampling.device_sampler import total
 
 LOGITS_BYTES = 256 << 20  # that the float32 logits of one pass may take, unless --chunk is given
 SLICE_BYTES = 64 << 20  # of them that are looked at together, which takes five times as much

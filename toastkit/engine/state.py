@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from toastkit.engine.checkpoints import take_checkpoint
 from toastkit.engine.lookahead import Lookahead, can_look_ahead
-from toastkit.session.checkpoints import Checkpoint
+from toastkit.engine.savepoints import take_savepoint
 from toastkit.session.directory import Session
+from toastkit.session.savepoints import Savepoint
 
 if TYPE_CHECKING:
     from toastkit.engine.engine import Engine
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 class ModelState:
     """tokens: ids the caches hold; an id may still be a device array (). logits: (vocab,) float32
     after the last of them. session: where `commit` puts it, None for a state that is not kept.
-    checkpoints: earlier positions at which it can be resumed, ascending."""
+    savepoints: earlier positions at which it can be resumed, ascending."""
 
     cache: list
     tokens: list = field(default_factory=list)
     logits: mx.array | None = None
     session: Session | None = None
-    checkpoints: list[Checkpoint] = field(default_factory=list)
+    savepoints: list[Savepoint] = field(default_factory=list)
     _ahead: Lookahead | None = field(default=None, repr=False)
 
     def consume(self, engine: Engine, token: int | mx.array) -> None:
@@ -76,7 +76,7 @@ class ModelState:
         self.settle()
         tokens = self.read_tokens()
         logits = None if self.logits is None else np.array(self.logits, dtype=np.float32)
-        kept = [point for point in self.checkpoints if point.count < len(tokens)]
+        kept = [point for point in self.savepoints if point.count < len(tokens)]
         self.session.commit(tokens, self.cache, logits, kept)
 
     def close(self) -> None:
@@ -99,11 +99,11 @@ def restore_state(
     count = 0 if read is None else read.reusable(ids)
     if read is None or count == 0:
         return ModelState(engine.new_cache(), session=session), 0
-    checkpoints = read.restore_checkpoints(count, engine.new_cache)
+    savepoints = read.restore_savepoints(count, engine.new_cache)
     cache = read.restore(count, engine.new_cache)
-    if count in read.checkpoints:
-        checkpoints.append(take_checkpoint(cache, count))  # or the next commit would drop it
-    state = ModelState(cache, list(ids[:count]), session=session, checkpoints=checkpoints)
+    if count in read.savepoints:
+        savepoints.append(take_savepoint(cache, count))  # or the next commit would drop it
+    state = ModelState(cache, list(ids[:count]), session=session, savepoints=savepoints)
     if count == len(ids):
         stored = read.logits()
         assert stored is not None  # or reusable would have left a token to run

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.nn as nn
 
 from toastkit.errors import UsageError
-from toastkit.gears.options import SCOPES
+from toastkit.gears.gear_options import SCOPES
 
 ATTENTION = ("attn", "attention")  # how the last word of a container's name ends
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from toastkit.gears.cost import row_bytes, whole_speedup
 from toastkit.gears.discovery import discover
-from toastkit.gears.options import GearOptions
+from toastkit.gears.gear_options import GearOptions
 from toastkit.model.toast_format import GEAR_PREFIX
 from toastkit.store.anatomy import anatomy, part_of
 from toastkit.store.checkpoint import DTYPES

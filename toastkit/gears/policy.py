@@ -14,7 +14,7 @@ from typing import Any
 
 from toastkit.errors import UsageError
 from toastkit.gears.discovery import discover
-from toastkit.gears.options import GearOptions
+from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.forms import ORIGINAL, Form, packed
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.packed import PathCounts

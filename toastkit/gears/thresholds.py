@@ -13,8 +13,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from toastkit.base_directories import own_directory
 from toastkit.errors import DataError, from_os_error
-from toastkit.folders import own_folder
 from toastkit.gears.calibration import Thresholds
 from toastkit.gears.monitor import MonitorOptions
 
@@ -28,7 +28,7 @@ def path(fingerprint: str) -> Path:
     word: it may come from any stream, and must not lead out of the directory."""
     if not _is_plain(fingerprint):
         raise DataError(f"invalid fingerprint: {str(fingerprint)[:40]!r} is not a plain word")
-    return Path(own_folder("CACHE", "thresholds", f"{fingerprint}.json"))
+    return Path(own_directory("CACHE", "thresholds", f"{fingerprint}.json"))
 
 
 def _is_plain(fingerprint: str) -> bool:
@@ -41,14 +41,13 @@ def save(fingerprint: str, thresholds: Thresholds) -> Path:
     import json
     from dataclasses import asdict
 
-    from toastkit.folders import make_private_folders
-    from toastkit.session.files import replace_file
+    from toastkit.private_files import make_private_directories, replace_file
 
     thresholds.validate()
     file = path(fingerprint)
     text = json.dumps({"schema": SCHEMA_VERSION, **asdict(thresholds)}, indent=2) + "\n"
     try:
-        make_private_folders(file.parent)
+        make_private_directories(file.parent)
         beside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
         replace_file(file, text.encode("ascii"), sync=True, beside=beside)
     except OSError as error:
@@ -60,7 +59,7 @@ def load(fingerprint: str) -> Thresholds | None:
     """A model's thresholds; None where there are none, as for a fingerprint under which none could
     be kept. Raises DataError, which names the file, for what `save` did not write; NoInputError,
     IOFailure where it cannot be read."""
-    from toastkit.session.files import read_file
+    from toastkit.private_files import read_file
 
     if not _is_plain(fingerprint):
         return None

@@ -166,10 +166,10 @@ class ModelFiles:
         if headers[0].path.name == toast_format.OUTSIDE_FILE:
             self._check_split(headers)
         if len(headers) > 1:
-            self._settle_duplicates(headers)
+            self._keep_indexed_copy(headers)
         return headers
 
-    def _settle_duplicates(self, headers: list[Header]) -> None:
+    def _keep_indexed_copy(self, headers: list[Header]) -> None:
         """Leaves each tensor in one file: where several hold it, in the one that the index names.
         Raises DataError where it names none of them."""
         holders: dict[str, list[Header]] = {}

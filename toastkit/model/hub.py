@@ -10,6 +10,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from toastkit.base_directories import base_directory
 from toastkit.errors import (
     CannotCreateError,
     DataError,
@@ -19,7 +20,6 @@ from toastkit.errors import (
     UnavailableError,
     UsageError,
 )
-from toastkit.folders import base_folder
 from toastkit.model.files import CONFIG_FILE, ModelFiles
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -40,7 +40,7 @@ def hub_cache() -> Path:
     """The Hugging Face cache directory: HF_HUB_CACHE, else HF_HOME/hub, else the default."""
     if cache := os.environ.get("HF_HUB_CACHE"):
         return Path(cache).expanduser()
-    home = os.environ.get("HF_HOME") or os.path.join(base_folder("CACHE"), "huggingface")
+    home = os.environ.get("HF_HOME") or os.path.join(base_directory("CACHE"), "huggingface")
     return Path(home).expanduser() / "hub"
 
 

@@ -8,8 +8,8 @@ import re
 import sys
 from pathlib import Path
 
+from toastkit.base_directories import own_directory
 from toastkit.errors import DataError, NoInputError, did_you_mean, from_os_error
-from toastkit.folders import own_folder
 from toastkit.model import toast_format
 from toastkit.model.config import fingerprint
 from toastkit.model.files import ModelFiles
@@ -124,4 +124,4 @@ def _listed(folder: Path) -> list[str]:
 
 def models_home() -> Path:
     """Toastkit's own models: NAME.toast files and NAME directories."""
-    return Path(own_folder("DATA", "models"))
+    return Path(own_directory("DATA", "models"))

@@ -26,9 +26,9 @@ that no step sees, and the first is the same float32 number on every device.
 The noise of step 10 comes from Threefry-2x32 keyed by (seed, position), so any position can be
 drawn again, in any order, by either sampler: see `toastkit.sampling.threefry`.
 
-    options.py    SamplingOptions: the fields, their legal intervals, their off values
-    threefry.py   the counter-based generator, bit for bit that of mx.random.uniform
-    filters.py    steps 5-9 as functions from float32 values to a threshold or a mask
-    host.py       HostSampler, Draw: numpy
-    device.py     DeviceSampler, DeviceDraw: MLX, lazy; the only module here that imports mlx
+    sampling_options.py    SamplingOptions: the fields, their legal intervals, their off values
+    threefry.py            the counter-based generator, bit for bit that of mx.random.uniform
+    filters.py             steps 5-9 as functions from float32 values to a threshold or a mask
+    host.py                HostSampler, Draw: numpy
+    device_sampler.py      DeviceSampler, DeviceDraw: MLX, lazy; the only one that imports mlx
 """

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import DataError
 from . import filters
-from .options import SamplingOptions
+from .sampling_options import SamplingOptions
 from .threefry import GUMBEL_MAX, Key, gumbel, position_key, uniform, uniform_at, uniform_scalar
 
 LARGEST = np.finfo(np.float32).max

@@ -6,7 +6,7 @@
     header.py       that file, read without trusting it
     extents.py      free space in cache.bin
     blocks.py       tensors <-> extents, copy on write
-    checkpoints.py  the positions at which a stored state can be resumed
+    savepoints.py   the positions at which a stored state can be resumed
     commit.py       what a commit writes, and in which order
     reading.py      what is read back of it
     caches.py       mlx_lm cache objects <-> tensors (the only file here that imports MLX)
@@ -16,7 +16,6 @@
     ring.py         logits by reference                feed.py   tokens back to decode
     gear_state.py   how far the choice of gears had come
     upkeep.py       directories made, removed, swept
-    files.py        small helpers over file descriptors
 
 Import from the modules: this file imports nothing, so that a stage pays only for what it uses.
 """

@@ -12,8 +12,8 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from toastkit.private_files import pread_into, pwrite_all
 from toastkit.session.extents import Space
-from toastkit.session.files import pread_into, pwrite_all
 from toastkit.session.layout import Damaged, Layer, Range, Tensor
 
 

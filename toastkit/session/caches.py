@@ -18,7 +18,6 @@ import mlx.core as mx
 
 from toastkit.errors import DataError
 from toastkit.session.blocks import LayerSource, TensorSource
-from toastkit.session.checkpoints import Checkpoint, Load
 from toastkit.session.layout import (
     BLOCK_ROWS,
     ITEM_BYTES,
@@ -27,6 +26,7 @@ from toastkit.session.layout import (
     Layer,
     Tensor,
 )
+from toastkit.session.savepoints import Load, Savepoint
 
 CACHE_MODULE = "mlx_lm.models.cache"
 DTYPES = {name: getattr(mx, "bool_" if name == "bool" else name) for name in ITEM_BYTES}
@@ -149,9 +149,9 @@ def describe(cache: Sequence[Any]) -> list[LayerSource]:
     return [_describe_one(layer) for layer in cache]
 
 
-def describe_checkpoint(point: Checkpoint) -> Checkpoint:
-    """The same for a checkpoint's layers, of which some may be None."""
-    return Checkpoint(
+def describe_savepoint(point: Savepoint) -> Savepoint:
+    """The same for a savepoint's layers, of which some may be None."""
+    return Savepoint(
         point.count, [None if layer is None else _describe_one(layer) for layer in point.layers]
     )
 

@@ -14,18 +14,18 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from toastkit.frames import pack_ids
+from toastkit.private_files import DataFiles, pwrite_all
 from toastkit.session.blocks import LayerSource, store_layer
-from toastkit.session.checkpoints import ALWAYS_CUT, Checkpoint, can_cut, same_class
 from toastkit.session.extents import Space, align
-from toastkit.session.files import DataFiles, pwrite_all
 from toastkit.session.layout import (
-    CheckpointRecord,
     Header,
     Layer,
     LogitsRecord,
     Part,
+    SavepointRecord,
     TokenRecord,
 )
+from toastkit.session.savepoints import ALWAYS_CUT, Savepoint, can_cut, same_class
 from toastkit.session.upkeep import CACHE_FILE, LOGITS_FILE, TOKENS_FILE
 
 MAX_SLICES = 64
@@ -101,25 +101,25 @@ def write_layers(
     ]
 
 
-# ------------------------------------------------------------------------------------- checkpoints
+# ------------------------------------------------------------------------------------- savepoints
 
-# What becomes of a layer in a checkpoint: taken over, written, cut from the end (None); the parts
+# What becomes of a layer in a savepoint: taken over, written, cut from the end (None); the parts
 # of a CacheList.
 Plan = Layer | LayerSource | list["Plan"] | None
 
 
 def in_order(
-    checkpoints: Sequence[Checkpoint], sources: Sequence[LayerSource] | None, count: int
-) -> list[Checkpoint]:
-    """Checkpoints of LayerSources, rising. Raises ValueError for positions and layers that a state
+    savepoints: Sequence[Savepoint], sources: Sequence[LayerSource] | None, count: int
+) -> list[Savepoint]:
+    """Savepoints of LayerSources, rising. Raises ValueError for positions and layers that a state
     of `count` tokens with these layers cannot have."""
-    rising = sorted(checkpoints, key=lambda point: point.count)
+    rising = sorted(savepoints, key=lambda point: point.count)
     reached = 0
     for point in rising:
         if not reached < point.count < count:
-            raise ValueError(f"a checkpoint at {point.count} of {count} tokens, after {reached}")
+            raise ValueError(f"a savepoint at {point.count} of {count} tokens, after {reached}")
         if sources is None or not _alike(point.layers, sources):
-            raise ValueError(f"the checkpoint at {point.count} has other layers than the state")
+            raise ValueError(f"the savepoint at {point.count} has other layers than the state")
         reached = point.count
     return rising
 
@@ -130,19 +130,19 @@ def _alike(given: Sequence[LayerSource | None], sources: Sequence[LayerSource]) 
     )
 
 
-def write_checkpoints(
-    fd: int, space: Space, old: Header, new: Header, points: Sequence[Checkpoint], shared: int
-) -> list[CheckpointRecord]:
-    """Writes what the checkpoints of a commit need besides new.layers. What `old` holds of one
+def write_savepoints(
+    fd: int, space: Space, old: Header, new: Header, points: Sequence[Savepoint], shared: int
+) -> list[SavepointRecord]:
+    """Writes what the savepoints of a commit need besides new.layers. What `old` holds of one
     within its first `shared` tokens is taken over. One that cannot be resumed is left out: a window
     has begun to slide since, and there is no copy of it. Raises OSError."""
     ends = new.layers or []
-    held = {point.count: point.layers for point in old.checkpoints if point.count <= shared}
+    held = {point.count: point.layers for point in old.savepoints if point.count <= shared}
     records = []
     for n, layers in points:
         plans = _plan_all(layers, held.get(n), ends, new.count, n)
         if all(_leads_back(plan, end, new.count, n) for plan, end in zip(plans, ends)):
-            records.append(CheckpointRecord(n, [_store(fd, space, plan, n) for plan in plans]))
+            records.append(SavepointRecord(n, [_store(fd, space, plan, n) for plan in plans]))
     return records
 
 
@@ -190,13 +190,13 @@ def _store(fd: int, space: Space, plan: Plan, n: int) -> Part:
 
 class State(NamedTuple):
     """What a commit is given. tokens: all ids that were read. sources: its layers, None where none
-    are kept. logits: float32 bytes after the last token, or None. checkpoints: of LayerSources,
+    are kept. logits: float32 bytes after the last token, or None. savepoints: of LayerSources,
     as in_order has them."""
 
     tokens: list[int]
     sources: Sequence[LayerSource] | None
     logits: memoryview | None
-    checkpoints: Sequence[Checkpoint]
+    savepoints: Sequence[Savepoint]
 
 
 def write_data(
@@ -215,7 +215,7 @@ def write_data(
         shared = min(shared, common_prefix(stored, state.tokens))
         fd, space = files.fd(CACHE_FILE), Space(old.extents())
         new.layers = write_layers(fd, space, old, state.sources, shared, new.count)
-        new.checkpoints = write_checkpoints(fd, space, old, new, state.checkpoints, shared)
+        new.savepoints = write_savepoints(fd, space, old, new, state.savepoints, shared)
     return new
 
 

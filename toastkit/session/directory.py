@@ -7,7 +7,7 @@
         session.commit(ids, cache, logits)
 
 A state that cannot be cut back, such as a recurrent one, can be resumed at its end and at the
-checkpoints that it was committed with (checkpoints.py).
+savepoints that it was committed with (savepoints.py).
 
 One process writes at a time; it holds the lock from open to close or hands it on (handover.py).
 Any number may read the last commit meanwhile. The layout on disk is in layout.py.
@@ -21,14 +21,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toastkit.errors import DataError, from_os_error
+from toastkit.private_files import DataFiles
 from toastkit.session import commit as writing
-from toastkit.session import files, reading
+from toastkit.session import reading
 from toastkit.session.blocks import LayerSource, load_tensor
-from toastkit.session.checkpoints import Checkpoint, Load, cuts_anywhere, layers_at, stored_layers
 from toastkit.session.header import encode_header
 from toastkit.session.layout import Damaged, Header, Layer, NewerSchema, Tensor
 from toastkit.session.lock import WriterLock
 from toastkit.session.names import HEADER_FILE, display_name, is_ephemeral
+from toastkit.session.savepoints import Load, Savepoint, cuts_anywhere, layers_at, stored_layers
 from toastkit.session.upkeep import (
     CACHE_FILE,
     gone,
@@ -63,7 +64,7 @@ class Session:
         self._header = Header(fingerprint or "")
         self._shared = 0  # leading tokens for which the caller's caches have the rows on disk
         self._stale = False  # a commit broke off while its header was being put in place
-        self._files = files.DataFiles(path, writes=lock is not None)
+        self._files = DataFiles(path, writes=lock is not None)
 
     # ------------------------------------------------------------------------- opening and closing
 
@@ -164,14 +165,14 @@ class Session:
         return self._header.generation
 
     @property
-    def checkpoints(self) -> list[int]:
-        """Positions of the checkpoints that the last commit holds, ascending."""
-        return [point.count for point in self._header.checkpoints]
+    def savepoints(self) -> list[int]:
+        """Positions of the savepoints that the last commit holds, ascending."""
+        return [point.count for point in self._header.savepoints]
 
     @property
     def can_cut(self) -> bool:
         """Whether every layer of the last commit can be cut back to any earlier position, so that
-        checkpoints are of no use. (A window that has not begun to slide may do so later.)"""
+        savepoints are of no use. (A window that has not begun to slide may do so later.)"""
         return cuts_anywhere(self._header)
 
     # -------------------------------------------------------------------------------------- reading
@@ -179,7 +180,7 @@ class Session:
     def reusable(self, ids: Sequence[int]) -> int:
         """How many leading tokens of ids can be taken from here, so that running the rest gives
         the logits after the last: all that is stored if ids begin with it, otherwise the common
-        part if every layer can be had as it was there, otherwise up to the last checkpoint within
+        part if every layer can be had as it was there, otherwise up to the last savepoint within
         the common part, or 0.
 
         That is less than len(ids) unless ids are what is stored and its logits are too.
@@ -190,7 +191,7 @@ class Session:
             n -= 1  # the last token is run again: there are no logits without
         if n <= 0:
             return 0
-        earlier = (count for count in reversed(self.checkpoints) if count < n)
+        earlier = (count for count in reversed(self.savepoints) if count < n)
         ways = (count for count in (n, *earlier) if layers_at(self._header, count) is not None)
         return next(ways, 0)
 
@@ -223,17 +224,17 @@ class Session:
         self._shared = n
         return result
 
-    def restore_checkpoints(self, n: int, make_cache: Callable[[], list]) -> list[Checkpoint]:
-        """The checkpoints before position n, n as reusable gave it: a state that is restored there
+    def restore_savepoints(self, n: int, make_cache: Callable[[], list]) -> list[Savepoint]:
+        """The savepoints before position n, n as reusable gave it: a state that is restored there
         hands them on to its next commit. In each, caches are None where the end is cut back.
         make_cache, errors: as for restore."""
-        if n <= 0 or not self.checkpoints:
+        if n <= 0 or not self.savepoints:
             return []
         from toastkit.session import caches
 
-        def rebuilt() -> list[Checkpoint]:
+        def rebuilt() -> list[Savepoint]:
             return [
-                Checkpoint(count, caches.fill(make_cache(), layers, self._load_tensor))
+                Savepoint(count, caches.fill(make_cache(), layers, self._load_tensor))
                 for count, layers in stored_layers(self._header, n)
             ]
 
@@ -291,24 +292,24 @@ class Session:
         tokens: Sequence[int],
         cache: list | None,
         logits: Any,
-        checkpoints: Sequence[Checkpoint] = (),
+        savepoints: Sequence[Savepoint] = (),
     ) -> None:
         """Makes this the session's state, all of it or (on any failure) nothing.
 
         tokens: ALL ids that the caches have read. cache: a list of mlx_lm cache objects, or None
         where there are none to keep. logits: float32 (vocab,) after the last token, or None.
-        checkpoints: ALL that the session is to hold from now on; `checkpoints` says which it does,
-        since one that is left without a way back (see commit.write_checkpoints) is dropped.
+        savepoints: ALL that the session is to hold from now on; `savepoints` says which it does,
+        since one that is left without a way back (see commit.write_savepoints) is dropped.
         Only what changed is written: rows of tokens that this session restored or committed before
-        are taken to be as they were, and so are its checkpoints among them.
+        are taken to be as they were, and so are its savepoints among them.
         Raises IOFailure if the disk is full, DataError for a cache of a class it does not know,
-        ValueError for checkpoints that are not the state's.
+        ValueError for savepoints that are not the state's.
         """
         if cache is None:
-            return self.commit_layers(tokens, None, logits, checkpoints)
+            return self.commit_layers(tokens, None, logits, savepoints)
         from toastkit.session import caches
 
-        points = [caches.describe_checkpoint(point) for point in checkpoints]
+        points = [caches.describe_savepoint(point) for point in savepoints]
         return self.commit_layers(tokens, caches.describe(cache), logits, points)
 
     def commit_layers(
@@ -316,16 +317,16 @@ class Session:
         tokens: Sequence[int],
         sources: Sequence[LayerSource] | None,
         logits: Any,
-        checkpoints: Sequence[Checkpoint] = (),
+        savepoints: Sequence[Savepoint] = (),
     ) -> None:
-        """What commit does, for layers that are described already, those of checkpoints too."""
+        """What commit does, for layers that are described already, those of savepoints too."""
         if self.lock is None or not self.lock.held:
             raise ValueError("the session is open for reading only")
         state = writing.State(
             list(tokens),
             sources,
             None if logits is None else writing.logits_bytes(logits),
-            writing.in_order(checkpoints, sources, len(tokens)),
+            writing.in_order(savepoints, sources, len(tokens)),
         )
         try:
             if self._stale:

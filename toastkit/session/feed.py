@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from toastkit.errors import DataError, NoInputError, from_os_error
-from toastkit.session.files import open_private
+from toastkit.private_files import open_private
 
 GEARS = (None, "low", "mid", "high")
 MAX_MESSAGE_BYTES = 512  # POSIX's least PIPE_BUF

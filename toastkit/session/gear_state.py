@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from toastkit.errors import DataError, from_os_error
-from toastkit.session.files import read_file, replace_file
+from toastkit.private_files import read_file, replace_file
 from toastkit.session.names import HEADER_FILE, display_name
 
 GEAR_FILE = "gears.msgpack"

@@ -2,7 +2,7 @@
 
 layout.py says what each field is. A header that passes here is consistent with itself: every range
 is aligned, has the length that dtype and shape give it, and overlaps no other; every layer has the
-settings and arrays of its class; checkpoints rise and have the layers of the end. The sizes of the
+settings and arrays of its class; savepoints rise and have the layers of the end. The sizes of the
 data files are checked by commit.damage.
 """
 
@@ -19,7 +19,6 @@ from toastkit.session.layout import (
     ITEM_BYTES,
     KINDS,
     SCHEMA_VERSION,
-    CheckpointRecord,
     Damaged,
     Header,
     Kind,
@@ -28,6 +27,7 @@ from toastkit.session.layout import (
     NewerSchema,
     Part,
     Range,
+    SavepointRecord,
     Tensor,
     TokenRecord,
 )
@@ -46,9 +46,9 @@ def encode_header(header: Header) -> bytes:
             "tokens": _fields(header.tokens),
             "logits": _fields(header.logits) if header.logits else None,
             "layers": None if header.layers is None else [_layer_map(x) for x in header.layers],
-            "checkpoints": [
+            "checkpoints": [  # what savepoints were called when schema 1 was made
                 {"count": point.count, "layers": _part_value(point.layers)}
-                for point in header.checkpoints
+                for point in header.savepoints
             ],
         }
     )
@@ -98,7 +98,7 @@ def decode_header(data: bytes) -> Header:
     )
     total = sum(count for _, count in header.tokens.slices)
     _need(total == header.count, "the token count and the token slices differ")
-    header.checkpoints = _checkpoints(fields.get("checkpoints", []), header)
+    header.savepoints = _savepoints(fields.get("checkpoints", []), header)
     _check_overlap(header.extents())
     return header
 
@@ -145,25 +145,25 @@ def _layer(value: Any, depth: int = 0) -> Layer:
     return layer
 
 
-def _checkpoints(value: Any, header: Header) -> list[CheckpointRecord]:
-    """The checkpoints of a header that is whole but for them."""
-    found: list[CheckpointRecord] = []
+def _savepoints(value: Any, header: Header) -> list[SavepointRecord]:
+    """The savepoints of a header that is whole but for them."""
+    found: list[SavepointRecord] = []
     reached = 0
     for item in _list(value, "checkpoints"):
-        fields = _map(item, "a checkpoint")
+        fields = _map(item, "a savepoint")
         count = _count(fields.get("count"), "checkpoints.count")
-        _need(reached < count < header.count, "the checkpoints are out of order")
+        _need(reached < count < header.count, "the savepoints are out of order")
         if header.layers is None:
-            raise Damaged("it holds checkpoints but no caches")
-        found.append(CheckpointRecord(count, _parts(fields.get("layers"), header.layers)))
+            raise Damaged("it holds savepoints but no caches")
+        found.append(SavepointRecord(count, _parts(fields.get("layers"), header.layers)))
         reached = count
     return found
 
 
 def _parts(value: Any, ends: list[Layer]) -> list[Part]:
-    """What a checkpoint holds of each of these layers."""
+    """What a savepoint holds of each of these layers."""
     items = _list(value, "checkpoints.layers")
-    _need(len(items) == len(ends), "a checkpoint has another number of layers")
+    _need(len(items) == len(ends), "a savepoint has another number of layers")
     return [_part(item, end) for item, end in zip(items, ends)]
 
 
@@ -173,7 +173,7 @@ def _part(value: Any, end: Layer) -> Part:
     if end.kind == "CacheList":
         return _parts(value, end.parts)
     layer = _layer(value)
-    _need(layer.kind == end.kind, f"a checkpoint of a {end.kind} has the kind {layer.kind}")
+    _need(layer.kind == end.kind, f"a savepoint of a {end.kind} has the kind {layer.kind}")
     return layer
 
 

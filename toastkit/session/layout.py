@@ -37,7 +37,8 @@ The body:
         axis     the axis that grows with the tokens, or nil
         ranges   [[offset, length, crc], ...] in cache.bin, bytes. length and crc: of the committed
                  bytes; an extent has room for its whole block
-    checkpoints  earlier positions at which the state can be resumed; a list, empty if it is absent:
+    checkpoints  savepoints, earlier positions at which the state can be resumed; a list, empty if
+                 it is absent:
       count      tokens that the state had read there: more than 0, fewer than the history, rising
       layers     one a layer of the model: nil where the layer above can be cut back to there,
                  otherwise a layer as it was there, of the same kind and with extents of its own;
@@ -152,14 +153,14 @@ class Layer:
         return self.settings.get("start_position", 0)
 
 
-# What a checkpoint holds of a layer. None: nothing, the layer at the end can be cut back. A list:
+# What a savepoint holds of a layer. None: nothing, the layer at the end can be cut back. A list:
 # the parts of a CacheList.
 Part = Layer | list["Part"] | None
 
 
 @dataclass(slots=True)
-class CheckpointRecord:
-    """A checkpoint on disk; the fields as in the module's text."""
+class SavepointRecord:
+    """A savepoint on disk; the fields as in the module's text."""
 
     count: int
     layers: list[Part] = field(default_factory=list)
@@ -193,7 +194,7 @@ class Header:
     tokens: TokenRecord = field(default_factory=TokenRecord)
     logits: LogitsRecord | None = None
     layers: list[Layer] | None = None
-    checkpoints: list[CheckpointRecord] = field(default_factory=list)
+    savepoints: list[SavepointRecord] = field(default_factory=list)
 
     def extents(self) -> list[tuple[int, int]]:
         """(offset, size in bytes) of all that this commit owns in cache.bin."""
@@ -204,9 +205,9 @@ class Header:
         ]
 
     def all_tensors(self) -> list[Tensor]:
-        """Those of the layers and of the checkpoints."""
+        """Those of the layers and of the savepoints."""
         found: list[Tensor] = []
-        parts: list[Part] = [*(self.layers or ()), *(point.layers for point in self.checkpoints)]
+        parts: list[Part] = [*(self.layers or ()), *(point.layers for point in self.savepoints)]
         while parts:
             part = parts.pop()
             if isinstance(part, Layer):

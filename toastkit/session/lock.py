@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from toastkit.errors import BusyError, DataError, from_os_error
-from toastkit.session.files import open_private, read_file
+from toastkit.private_files import open_private, read_file
 from toastkit.session.names import display_name
 
 LOCK_FILE = "lock"

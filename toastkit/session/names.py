@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from toastkit.base_directories import own_directory
 from toastkit.errors import UsageError
-from toastkit.folders import own_folder
 
 HEADER_FILE = "session.msgpack"
 EPHEMERAL_PREFIX = ".ephemeral-"  # a name that begins with a dot cannot be asked for
@@ -19,7 +19,7 @@ MAX_NAME_BYTES = 128
 
 def sessions_root() -> Path:
     """The directory of named sessions."""
-    return Path(own_folder("STATE", "sessions"))
+    return Path(own_directory("STATE", "sessions"))
 
 
 def resolve(name_or_dir: str) -> Path:

@@ -6,8 +6,8 @@ import zlib
 
 from toastkit.errors import DataError
 from toastkit.frames import unpack_ids
+from toastkit.private_files import DataFiles
 from toastkit.session.commit import damage
-from toastkit.session.files import DataFiles
 from toastkit.session.header import MAX_HEADER_BYTES, decode_header
 from toastkit.session.layout import Damaged, Header, LogitsRecord
 from toastkit.session.names import HEADER_FILE

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from toastkit.errors import DataError, IOFailure, from_os_error
 from toastkit.frames import MAX_VOCAB, Reference
-from toastkit.session.files import open_private, pread_into, pwrite_all
+from toastkit.private_files import open_private, pread_into, pwrite_all
 
 if TYPE_CHECKING:
     import numpy as np

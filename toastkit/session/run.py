@@ -18,8 +18,7 @@ import time
 from pathlib import Path
 
 from toastkit.errors import CannotCreateError, NoInputError, from_os_error
-from toastkit.folders import make_private_folders
-from toastkit.session.files import open_directory, open_private
+from toastkit.private_files import make_private_directories, open_directory, open_private
 from toastkit.session.upkeep import RUNS_DIRECTORY, older_than, remove_tree
 
 ALIVE_FILE = "alive"
@@ -42,7 +41,7 @@ class RunDirectory:
         runs of the session are swept away first. Raises CannotCreateError, IOFailure."""
         runs = session_path / RUNS_DIRECTORY
         try:
-            make_private_folders(runs)
+            make_private_directories(runs)
             os.close(open_directory(runs))  # not a link that leads elsewhere
             sweep(session_path)
             path = runs / os.urandom(6).hex()

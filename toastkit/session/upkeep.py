@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from toastkit.errors import CannotCreateError, NoInputError, ToastError, from_os_error
-from toastkit.folders import make_private_folders
+from toastkit.private_files import make_private_directories
 from toastkit.session.gear_state import GEAR_FILE
 from toastkit.session.lock import LOCK_FILE, WriterLock
 from toastkit.session.names import (
@@ -47,7 +47,7 @@ def prepare(path: Path, create: bool) -> None:
             raise gone(path)
         if path.exists() and not path.is_dir():
             raise CannotCreateError(f"cannot create session {name}: not a directory")
-        make_private_folders(path)
+        make_private_directories(path)
         if not is_session and not set(os.listdir(path)) <= OWN_NAMES:
             raise CannotCreateError(
                 f"cannot create session {name}: the directory holds other files",
@@ -64,7 +64,7 @@ def make_ephemeral() -> Path:
     earlier ones left behind is swept away. Raises CannotCreateError, IOFailure."""
     root = sessions_root()
     try:
-        make_private_folders(root)
+        make_private_directories(root)
         sweep_ephemeral(root)
         path = root / (EPHEMERAL_PREFIX + os.urandom(8).hex())
         os.mkdir(path, 0o700)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toastkit.frames import Frame, Head
-from toastkit.sampling.options import SamplingOptions
+from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.decode import decode
 from toastkit.stages.detokenize import TextOptions, detokenize
 from toastkit.stages.follow import Follower, GearRules
@@ -92,7 +92,7 @@ def _sampling(options: AnswerOptions, runs: LocalRuns) -> list[Stage]:
 
     new_sampler: Any
     if runs.deferred:
-        from toastkit.sampling.device import DeviceSampler as new_sampler
+        from toastkit.sampling.device_sampler import DeviceSampler as new_sampler
     else:
         from toastkit.sampling.host import HostSampler as new_sampler
 

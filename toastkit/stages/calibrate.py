@@ -125,7 +125,7 @@ def answer_entropies(
     """
     import mlx.core as mx
 
-    from toastkit.gears.device import entropy_bits
+    from toastkit.gears.entropy_graph import entropy_bits
 
     if engine.context is not None:
         count = min(count, engine.context - len(ids) + 1)

@@ -37,7 +37,7 @@ def followed(frames: Iterable[Frame], follower: Follower) -> Iterator[Frame]:
 
 def entropy_on_device(frames: Iterable[Frame]) -> Iterator[Frame]:
     """Puts the entropy of each step into its graph, unread (003, section 3.6)."""
-    from toastkit.gears.device import entropy_bits as device_entropy
+    from toastkit.gears.entropy_graph import entropy_bits as device_entropy
 
     for frame in frames:
         if isinstance(frame, Logits):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from toastkit.frames import End, Frame, Head, Logits, Token, Tokens, unpack_ids
-from toastkit.sampling.options import SamplingOptions
+from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.follow import Follower
 from toastkit.stages.options import StepOptions
 from toastkit.stages.streams import ends_run, whole_runs, with_logits

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from toastkit.errors import BusyError, CannotCreateError, from_os_error
-from toastkit.session.files import sync_directory
+from toastkit.private_files import sync_directory
 
 SUFFIX = ".partial"
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)

@@ -13,7 +13,7 @@ from toastkit.model.toast_format import (
     OUTSIDE_FILE,
     digest_of,
 )
-from toastkit.session.files import open_private, pwrite_all, sync_directory
+from toastkit.private_files import open_private, pwrite_all, sync_directory
 from toastkit.store.bake import Contents, metadata, small_files, write_pieces
 from toastkit.store.partial import Partial
 from toastkit.store.pieces import Piece

@@ -24,7 +24,7 @@ from toastkit.model.toast_format import (
     digest_of,
     new_digest,
 )
-from toastkit.session.files import pread_into, pwrite_all
+from toastkit.private_files import pread_into, pwrite_all
 from toastkit.store.partial import Partial
 
 CHUNK_BYTES = 8 << 20

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.session.checkpoints import ALWAYS_CUT, Checkpoint
+from toastkit.session.savepoints import ALWAYS_CUT, Savepoint
 
 
 def copy_caches(caches: Sequence[Any]) -> list:
@@ -39,14 +39,14 @@ def _copy_value(value: Any) -> Any:
     return _copy(value) if hasattr(value, "is_trimmable") else value
 
 
-def take_checkpoint(caches: Sequence[Any], count: int) -> Checkpoint:
+def take_savepoint(caches: Sequence[Any], count: int) -> Savepoint:
     """What is needed to come back to this position, of `count` tokens, later: the layers that
     cannot be cut back to it. (A window that has not slid yet may do so later.)"""
-    return Checkpoint(count, [None if _always_cuts(x) else _copy(x) for x in caches])
+    return Savepoint(count, [None if _always_cuts(x) else _copy(x) for x in caches])
 
 
 def always_cut(caches: Sequence[Any]) -> bool:
-    """Whether caches can be cut back whatever they read from now on: checkpoints are moot."""
+    """Whether caches can be cut back whatever they read from now on: savepoints are moot."""
     return all(_always_cuts(layer) for layer in caches)
 
 
@@ -58,16 +58,16 @@ def _always_cuts(layer: Any) -> bool:
 
 
 def resume_at(
-    caches: Sequence[Any], held: int, n: int, checkpoints: Sequence[Checkpoint]
+    caches: Sequence[Any], held: int, n: int, savepoints: Sequence[Savepoint]
 ) -> list | None:
     """Caches that have read the first n of the `held` tokens that these have; they share arrays.
-    None where they cannot be cut back to n and no checkpoint is there."""
+    None where they cannot be cut back to n and no savepoint is there."""
     twins = copy_caches(caches)
     if n == held:
         return twins
     if all(layer.is_trimmable() for layer in twins) and _cut(twins, held - n):
         return twins
-    point = next((point for point in checkpoints if point.count == n), None)
+    point = next((point for point in savepoints if point.count == n), None)
     if point is None:
         return None
     twins = [_copy(stored) or _copy(layer) for stored, layer in zip(point.layers, caches)]
@@ -80,21 +80,19 @@ def _cut(layers: Sequence[Any], count: int) -> bool:
     return all(layer.is_trimmable() and layer.trim(count) == count for layer in layers)
 
 
-def resumable(
-    caches: Sequence[Any], held: int, most: int, checkpoints: Sequence[Checkpoint]
-) -> int:
+def resumable(caches: Sequence[Any], held: int, most: int, savepoints: Sequence[Savepoint]) -> int:
     """The largest n of at most `most` tokens for which `resume_at` gives caches, or 0."""
     if most >= held:
         return held
     if most > 0 and resume_at(caches, held, most, ()) is not None:
         return most
-    return max((point.count for point in checkpoints if point.count <= most), default=0)
+    return max((point.count for point in savepoints if point.count <= most), default=0)
 
 
-def thinned(checkpoints: Sequence[Checkpoint], most: int) -> list[Checkpoint]:
-    """At most `most` checkpoints: those go whose loss costs least, which is what lies between them
+def thinned(savepoints: Sequence[Savepoint], most: int) -> list[Savepoint]:
+    """At most `most` savepoints: those go whose loss costs least, which is what lies between them
     and the one before. The last two stay: the next turn wants one of them."""
-    kept = sorted(checkpoints, key=lambda point: point.count)
+    kept = sorted(savepoints, key=lambda point: point.count)
     while len(kept) > most:
         gaps = [p.count - (kept[i - 1].count if i else 0) for i, p in enumerate(kept[:-2])]
         del kept[gaps.index(min(gaps)) if gaps else 0]

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from toastkit.daemon import paths
+from toastkit.base_directories import base_directory, own_directory
 from toastkit.daemon.spill import conversations_root
-from toastkit.folders import base_folder, make_private_folders, not_private, own_folder
 from toastkit.gears import thresholds
 from toastkit.model.hub import hub_cache
 from toastkit.model.locate import models_home
+from toastkit.private_files import make_private_directories, not_private
 from toastkit.session.names import sessions_root
 
 
@@ -36,28 +36,27 @@ def test_one_rule_for_every_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert conversations_root() == base / ".cache/toastkit/conversations"
         assert models_home() == base / ".local/share/toastkit/models"
         assert sessions_root() == base / ".local/state/toastkit/sessions"
-        assert paths.state_path("x") == str(base / ".local/state/toastkit/x")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "d"))
-    assert base_folder("DATA") == str(tmp_path / "d")
-    assert own_folder("DATA", "models", "x") == str(tmp_path / "d/toastkit/models/x")
+    assert base_directory("DATA") == str(tmp_path / "d")
+    assert own_directory("DATA", "models", "x") == str(tmp_path / "d/toastkit/models/x")
 
 
 def test_parents_are_private_whatever_the_umask(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
-        make_private_folders(tmp_path / "a" / "b" / "c")
-        make_private_folders(tmp_path / "a" / "b" / "c")
+        make_private_directories(tmp_path / "a" / "b" / "c")
+        make_private_directories(tmp_path / "a" / "b" / "c")
     finally:
         os.umask(old)
     for name in ("a", "a/b", "a/b/c"):
         assert mode(tmp_path / name) == 0o700
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
-        make_private_folders(tmp_path / "file" / "below")
+        make_private_directories(tmp_path / "file" / "below")
 
 
 def test_what_others_can_write_to_is_told(tmp_path: Path) -> None:
-    make_private_folders(tmp_path / "mine")
+    make_private_directories(tmp_path / "mine")
     assert not_private(str(tmp_path / "mine")) is None
     (tmp_path / "mine").chmod(0o777)
     assert not_private(str(tmp_path / "mine")) == "has mode 0777 instead of 0700"

@@ -6,7 +6,7 @@ import math
 
 import mlx.core as mx
 
-from toastkit.sampling.device import total
+from toastkit.sampling.device_sampler import total
 
 
 def entropy_bits(logits: mx.array) -> mx.array:

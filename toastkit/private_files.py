@@ -1,10 +1,10 @@
-"""Small helpers over file descriptors: whole reads and writes at an offset, files of one's own.
+"""Files and directories of this user's alone: opened, replaced, read and written whole.
 
-A session may come from anywhere, such as an archive. So what is opened by its name here is what it
-should be, a regular file of this user's, or Misplaced is raised: nothing is followed, waited for or
-written to that somebody put in its place.
+A directory may come from anywhere, such as an archive. So what is opened by its name here is what
+it should be, a regular file of this user's, or Misplaced is raised: nothing is followed, waited
+for or written to that somebody put in its place.
 
-Session data is written with pwrite and never through a memory map: a full disk is then ENOSPC from
+Data is written with pwrite and never through a memory map: a full disk is then ENOSPC from
 the call that hit it, where a map would be killed by SIGBUS.
 """
 
@@ -13,9 +13,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toastkit.errors import Misplaced
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _KINDS = {
     stat.S_IFREG: "a regular file", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO",
@@ -138,6 +141,34 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_private_directories(path: str | os.PathLike[str]) -> None:
+    """Creates the directory and its missing parents, all with mode 0700. Raises OSError."""
+    missing = []
+    current = os.fspath(path)
+    while current and not os.path.isdir(current):
+        missing.append(current)
+        current = os.path.dirname(current)
+    for directory in reversed(missing):
+        try:
+            os.mkdir(directory, 0o700)
+        except FileExistsError:
+            if not os.path.isdir(directory):
+                raise
+
+
+def not_private(directory: str) -> str | None:
+    """Why others could put something of theirs there: it is no real directory, not ours, or its
+    mode is not 0700. None where none of that is so. Raises OSError where nothing is there."""
+    info = os.lstat(directory)
+    if not stat.S_ISDIR(info.st_mode):
+        return "is not a directory"
+    if info.st_uid != os.geteuid():
+        return "belongs to another user"
+    if stat.S_IMODE(info.st_mode) != 0o700:
+        return f"has mode {stat.S_IMODE(info.st_mode):04o} instead of 0700"
+    return None
 
 
 class DataFiles:

@@ -15,7 +15,7 @@ from typing import cast
 import mlx.core as mx
 
 from .host import GUARD, LARGEST, Draw, nothing_left, xtc_acts
-from .options import SamplingOptions
+from .sampling_options import SamplingOptions
 from .threefry import position_key
 
 _GUMBEL_FLOOR = 1e-20

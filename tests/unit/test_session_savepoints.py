@@ -1,4 +1,4 @@
-"""Checkpoints within a session: what may be reused, what a commit writes of them, what is refused.
+"""Savepoints within a session: what may be reused, what a commit writes of them, what is refused.
 
 The states are those of session_states.py: every byte follows from the tokens that were read.
 """
@@ -33,8 +33,8 @@ from session_states import (
 )
 
 from toastkit.errors import DataError
-from toastkit.session.checkpoints import Checkpoint
 from toastkit.session.directory import Session
+from toastkit.session.savepoints import Savepoint
 
 TOKENS = list(range(300))
 
@@ -46,7 +46,7 @@ def path(tmp_path: Path) -> Path:
 
 def save(path: Path, make: Callable, *counts: int, tokens: list[int] = TOKENS) -> None:
     with Session.open(path, MODEL, durable=False) as session:
-        commit(session, tokens, *make(tokens), checkpoints=at(make, tokens, *counts))
+        commit(session, tokens, *make(tokens), savepoints=at(make, tokens, *counts))
 
 
 def body_of(path: Path) -> dict:
@@ -91,10 +91,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 # ------------------------------------------------------------------------------- what may be reused
 
 
-def test_the_last_checkpoint_within_the_common_part(path: Path):
+def test_the_last_savepoint_within_the_common_part(path: Path):
     save(path, hybrid, 30, 100)
     with Session.open(path, MODEL, write=False) as session:
-        assert session.checkpoints == [30, 100] and not session.can_cut
+        assert session.savepoints == [30, 100] and not session.can_cut
         assert session.reusable([*TOKENS, 7]) == 300
         assert session.reusable(TOKENS) == 300
         assert session.reusable(TOKENS[:-1]) == 100
@@ -115,7 +115,7 @@ def test_a_window_that_had_not_slid_yet_can_be_cut(path: Path):
     with Session.open(path, MODEL, write=False) as session:
         assert session.reusable([*TOKENS[:250], 7]) == 200
         assert session.reusable([*TOKENS[:199], 7]) == 50
-        assert session.reusable([*TOKENS[:40], 7]) == 40  # from the checkpoint at 50
+        assert session.reusable([*TOKENS[:40], 7]) == 40  # from the savepoint at 50
         for n in (40, 50):
             assert rows_of(session, n)[0][: n * ROW_BYTES] == expected_rows(TOKENS[:n])
             assert rows_of(session, n)[2:] == [expected_rows(TOKENS[:n])] * 2
@@ -123,18 +123,18 @@ def test_a_window_that_had_not_slid_yet_can_be_cut(path: Path):
             assert first == {"offset": n, "keep": 0, "max_size": WINDOW, "idx": n}
 
 
-def test_where_all_can_be_cut_checkpoints_change_nothing(path: Path):
+def test_where_all_can_be_cut_savepoints_change_nothing(path: Path):
     save(path, plain, 30, 100)
     with Session.open(path, MODEL, write=False) as session:
-        assert session.can_cut and session.checkpoints == [30, 100]
+        assert session.can_cut and session.savepoints == [30, 100]
         assert [session.reusable([*TOKENS[:n], 7]) for n in (1, 30, 77, 250)] == [1, 30, 77, 250]
-        assert not [t for p in session._header.checkpoints for t in p.layers if t is not None]
+        assert not [t for p in session._header.savepoints for t in p.layers if t is not None]
 
 
 def test_only_what_cannot_be_cut_is_stored(path: Path):
     save(path, nested, 30)
     with Session.open(path, MODEL, write=False) as session:
-        first, second, third = session._header.checkpoints[0].layers
+        first, second, third = session._header.savepoints[0].layers
         assert [part and part.kind for part in first] == ["ArraysCache", None]
         assert [part and part.kind for part in second] == [None, "RotatingKVCache"]
         assert third is None
@@ -150,41 +150,41 @@ def test_a_layer_that_has_read_other_tokens_is_stored(path: Path):
         assert session.reusable([*TOKENS[:200], 7]) == 100
         assert rows_of(session, 100)[0] == expected_rows(TOKENS[:50])
         assert rows_of(session, 100)[2] == expected_rows(TOKENS[:100])
-        assert session._header.checkpoints[0].layers[1] is None
+        assert session._header.savepoints[0].layers[1] is None
 
 
 # ---------------------------------------------------------------------------- what a commit writes
 
 
-def test_a_checkpoint_is_written_once(path: Path, counted: Counted):
+def test_a_savepoint_is_written_once(path: Path, counted: Counted):
     first, second = TOKENS[:280], TOKENS
     size = len(state_bytes([]))
     with Session.open(path, MODEL) as session:
-        commit(session, first, *hybrid(first), checkpoints=at(hybrid, first, 50, 100))
+        commit(session, first, *hybrid(first), savepoints=at(hybrid, first, 50, 100))
         assert counted.take() > 3 * size + 2 * 280 * ROW_BYTES
         owned = {
-            t.ranges[0].offset for p in session._header.checkpoints for t in p.layers[1].tensors
+            t.ranges[0].offset for p in session._header.savepoints for t in p.layers[1].tensors
         }
-        commit(session, second, *hybrid(second), checkpoints=at(hybrid, second, 50, 100))
+        commit(session, second, *hybrid(second), savepoints=at(hybrid, second, 50, 100))
         without = size + 2 * 44 * ROW_BYTES + 4096  # the state at the end, a block, small files
         assert size + 2 * 20 * ROW_BYTES < counted.take() < without
-        commit(session, second, *hybrid(second), checkpoints=[Checkpoint(100, [None, None])])
-        assert counted.take() < without and session.checkpoints == [100]
-        kept = session._header.checkpoints[0].layers[1].tensors[0].ranges[0].offset
+        commit(session, second, *hybrid(second), savepoints=[Savepoint(100, [None, None])])
+        assert counted.take() < without and session.savepoints == [100]
+        kept = session._header.savepoints[0].layers[1].tensors[0].ranges[0].offset
         assert kept in owned and rows_of(session, 100)[2] == state_bytes(second[:100])
 
 
-def test_after_a_restore_at_a_checkpoint_it_is_shared(path: Path, counted: Counted):
+def test_after_a_restore_at_a_savepoint_it_is_shared(path: Path, counted: Counted):
     save(path, hybrid, 50, 100, 200)
     branch = [*TOKENS[:100], *range(1000, 1050)]
     with Session.open(path, MODEL) as session:
         assert session.reusable(branch) == 100
         rows_of(session, 100)
         counted.take()
-        commit(session, branch, *hybrid(branch), checkpoints=at(hybrid, branch, 50, 100, 120))
+        commit(session, branch, *hybrid(branch), savepoints=at(hybrid, branch, 50, 100, 120))
         assert counted.take() < 2 * len(state_bytes([])) + 2 * 150 * ROW_BYTES + 4096
-        assert session.checkpoints == [50, 100, 120]
-        for n in session.checkpoints:
+        assert session.savepoints == [50, 100, 120]
+        for n in session.savepoints:
             assert rows_of(session, n)[2] == state_bytes(branch[:n])
 
 
@@ -197,7 +197,7 @@ def test_nothing_is_taken_over_that_was_not_restored(path: Path, make: Callable,
             if tokens is other:
                 rows_of(session, 300)  # all was restored, but the tokens differ before 100
             old = {r.offset for t in session._header.all_tensors() for r in t.ranges}
-            commit(session, tokens, *make(tokens), checkpoints=at(make, tokens, 100))
+            commit(session, tokens, *make(tokens), savepoints=at(make, tokens, 100))
             new = {r.offset for t in session._header.all_tensors() for r in t.ranges}
             assert tokens is other or not old & new
             assert state_bytes(tokens[:100]) in rows_of(session, 100)
@@ -212,12 +212,12 @@ def test_closed_and_gone_on(path: Path, counted: Counted):
         assert not session.continues(300, 2) and not session.continues(301, 1)
         assert not session.continues(-1, 1) and session.continues(300, 1)
         counted.take()
-        commit(session, longer, *hybrid(longer), checkpoints=points)
+        commit(session, longer, *hybrid(longer), savepoints=points)
         assert counted.take() < len(state_bytes([])) + 4096
     with Session.open(path, MODEL) as session:
         assert not session.continues(301, 1)  # another has committed since
         counted.take()
-        commit(session, longer, *hybrid(longer), checkpoints=points)
+        commit(session, longer, *hybrid(longer), savepoints=points)
         assert counted.take() > whole + 2 * len(state_bytes([]))
         assert rows_of(session, 100)[2] == state_bytes(longer[:100])
 
@@ -231,42 +231,42 @@ def test_syncs_are_left_out_where_they_are_not_wanted(path: Path, durable: bool,
         assert session.tokens == [1, 2]
 
 
-def test_a_checkpoint_without_a_way_back_is_left_out(path: Path):
-    """A window that could be cut when the checkpoint was made has begun to slide since."""
+def test_a_savepoint_without_a_way_back_is_left_out(path: Path):
+    """A window that could be cut when the savepoint was made has begun to slide since."""
     with Session.open(path, MODEL) as session:
-        short, bare = TOKENS[:50], [Checkpoint(30, [None, None])]
-        commit(session, short, *windowed(short), checkpoints=bare)
-        assert session.checkpoints == [30] and session.can_cut
-        commit(session, TOKENS, *windowed(TOKENS), checkpoints=bare)
-        assert session.checkpoints == [] and not session.can_cut
+        short, bare = TOKENS[:50], [Savepoint(30, [None, None])]
+        commit(session, short, *windowed(short), savepoints=bare)
+        assert session.savepoints == [30] and session.can_cut
+        commit(session, TOKENS, *windowed(TOKENS), savepoints=bare)
+        assert session.savepoints == [] and not session.can_cut
 
 
 def test_a_copy_that_is_not_needed_yet_is_kept(path: Path):
     with Session.open(path, MODEL) as session:
         short = TOKENS[:50]
-        commit(session, short, *windowed(short), checkpoints=at(windowed, short, 30))
-        commit(session, TOKENS, *windowed(TOKENS), checkpoints=[Checkpoint(30, [None, None])])
-        assert session.checkpoints == [30]
+        commit(session, short, *windowed(short), savepoints=at(windowed, short, 30))
+        commit(session, TOKENS, *windowed(TOKENS), savepoints=[Savepoint(30, [None, None])])
+        assert session.savepoints == [30]
         assert rows_of(session, 30)[0] == expected_rows(TOKENS[:30])
 
 
 @pytest.mark.parametrize(
     "points",
     [
-        [Checkpoint(0, [None, None])],
-        [Checkpoint(300, [None, None])],
-        [Checkpoint(-1, [None, None])],
-        [Checkpoint(3, [None, recurrent([1])])] * 2,
-        [Checkpoint(3, [None])],
-        [Checkpoint(3, [recurrent([1]), None])],
-        [Checkpoint(3, [None, listed(recurrent([1]))])],
+        [Savepoint(0, [None, None])],
+        [Savepoint(300, [None, None])],
+        [Savepoint(-1, [None, None])],
+        [Savepoint(3, [None, recurrent([1])])] * 2,
+        [Savepoint(3, [None])],
+        [Savepoint(3, [recurrent([1]), None])],
+        [Savepoint(3, [None, listed(recurrent([1]))])],
     ],
 )
-def test_checkpoints_of_another_state(path: Path, points: list[Checkpoint]):
+def test_savepoints_of_another_state(path: Path, points: list[Savepoint]):
     with Session.open(path, MODEL) as session:
-        with pytest.raises(ValueError, match="checkpoint"):
-            commit(session, TOKENS, *hybrid(TOKENS), checkpoints=points)
-        with pytest.raises(ValueError, match="checkpoint"):
+        with pytest.raises(ValueError, match="savepoint"):
+            commit(session, TOKENS, *hybrid(TOKENS), savepoints=points)
+        with pytest.raises(ValueError, match="savepoint"):
             session.commit_layers(TOKENS, None, None, points)
         assert session.generation == 0
 
@@ -275,15 +275,15 @@ def test_other_layers_are_not_taken_over(path: Path):
     """The same tokens in a state of another kind."""
     tokens = TOKENS[:100]
     with Session.open(path, MODEL) as session:
-        commit(session, tokens, *hybrid(tokens), checkpoints=at(hybrid, tokens, 50))
-        commit(session, tokens, *windowed(tokens), checkpoints=at(windowed, tokens, 50))
+        commit(session, tokens, *hybrid(tokens), savepoints=at(hybrid, tokens, 50))
+        commit(session, tokens, *windowed(tokens), savepoints=at(windowed, tokens, 50))
         assert rows_of(session, 50)[0] == expected_rows(tokens[:50])
-        commit(session, tokens, *nested(tokens), checkpoints=at(nested, tokens, 50))
+        commit(session, tokens, *nested(tokens), savepoints=at(nested, tokens, 50))
         assert rows_of(session, 50)[0] == state_bytes(tokens[:50])
         wider = [sliding(tokens, 70), growing(tokens)]
-        commit(session, tokens, *windowed(tokens), checkpoints=at(windowed, tokens, 50))
-        commit(session, tokens, *wider, checkpoints=[Checkpoint(50, [None, None])])
-        assert session.checkpoints == []
+        commit(session, tokens, *windowed(tokens), savepoints=at(windowed, tokens, 50))
+        commit(session, tokens, *wider, savepoints=[Savepoint(50, [None, None])])
+        assert session.savepoints == []
     with Session.open(path, MODEL) as session:
         assert session.generation == 5
 
@@ -291,20 +291,20 @@ def test_other_layers_are_not_taken_over(path: Path):
 # ------------------------------------------------------------------------------ files under harm
 
 
-def test_a_file_of_before_checkpoints_opens(path: Path):
+def test_a_file_of_before_savepoints_opens(path: Path):
     save(path, hybrid)
     body = body_of(path)
     assert body.pop("checkpoints") == []
     put_body(path, body)
     with Session.open(path, MODEL) as session:
-        assert session.checkpoints == [] and session.tokens == TOKENS
+        assert session.savepoints == [] and session.tokens == TOKENS
         rows_of(session, 300)
-        commit(session, TOKENS, *hybrid(TOKENS), checkpoints=at(hybrid, TOKENS, 30))
+        commit(session, TOKENS, *hybrid(TOKENS), savepoints=at(hybrid, TOKENS, 30))
     with Session.open(path, MODEL) as session:
-        assert session.checkpoints == [30]
+        assert session.savepoints == [30]
 
 
-def test_damage_in_a_checkpoint(path: Path):
+def test_damage_in_a_savepoint(path: Path):
     save(path, hybrid, 30, 100)
     record = body_of(path)["checkpoints"][0]["layers"][1]["tensors"][0]
     file = path / "cache.bin"
@@ -320,7 +320,7 @@ def test_damage_in_a_checkpoint(path: Path):
         Session.open(path, MODEL)
 
 
-ORDER, NUMBER = "the checkpoints are out of order", "a checkpoint has another number of layers"
+ORDER, NUMBER = "the savepoints are out of order", "a savepoint has another number of layers"
 
 
 @pytest.mark.parametrize(
@@ -330,14 +330,14 @@ ORDER, NUMBER = "the checkpoints are out of order", "a checkpoint has another nu
         (ORDER, "checkpoints 1 count", 300),
         (ORDER, "checkpoints 0 count", 0),
         ("checkpoints is not a list", "checkpoints", None),
-        ("a checkpoint is not a map", "checkpoints 1", []),
+        ("a savepoint is not a map", "checkpoints 1", []),
         ("checkpoints.count is not a count", "checkpoints 0 count", None),
         ("checkpoints.layers is not a list", "checkpoints 0 layers", None),
-        ("it holds checkpoints but no caches", "layers", None),
+        ("it holds savepoints but no caches", "layers", None),
         (NUMBER, "checkpoints 0 layers", [None, None]),
         (NUMBER, "checkpoints 0 layers 0", [None]),
         (NUMBER, "layers", []),
-        ("a checkpoint of a KVCache has the kind ArraysCache", "checkpoints 0 layers 2", "state"),
+        ("a savepoint of a KVCache has the kind ArraysCache", "checkpoints 0 layers 2", "state"),
         ("checkpoints.layers is not a list", "checkpoints 0 layers 0", "state"),
         ("a layer is not a map", "checkpoints 0 layers 2", 5),
         ("two ranges overlap", "checkpoints 1 layers 0", ["state", None]),

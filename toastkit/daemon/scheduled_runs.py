@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from toastkit.daemon.memory import Kept, Memory
-from toastkit.engine.checkpoints import always_cut, take_checkpoint, thinned
 from toastkit.engine.engine import CHUNK, Engine
+from toastkit.engine.savepoints import always_cut, take_savepoint, thinned
 from toastkit.engine.state import ModelState
 from toastkit.frames import Frame, Head, Logits
 from toastkit.session.directory import Session
@@ -19,8 +19,8 @@ from toastkit.stages.local import LocalRuns
 from toastkit.stages.options import Interrupt, ReadOptions
 from toastkit.stages.runs import Pause
 
-MOST_CHECKPOINTS = 3  # of one state; each costs its recurrent layers once more
-LEAST_APART = 32  # tokens between a checkpoint and the one before: fewer are read as fast
+MOST_SAVEPOINTS = 3  # of one state; each costs its recurrent layers once more
+LEAST_APART = 32  # tokens between a savepoint and the one before: fewer are read as fast
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class ScheduledRuns(LocalRuns):
     """One run: see `runs.PrefillRuns` and `runs.DecodeRuns`.
 
     memory: where to resume. key: hash of the prompt's history. points: positions at which to keep
-    checkpoints. path: the session that the user named. deferred: see LocalRuns.
+    savepoints. path: the session that the user named. deferred: see LocalRuns.
 
     state: once there is one. cached, why: tokens that were not read, and why not more. parent: the
     kept state that it continues.
@@ -100,13 +100,13 @@ class ScheduledRuns(LocalRuns):
         if always_cut(state.cache):
             self._points = []
         else:
-            self._note_checkpoint(state)
+            self._note_savepoint(state)
             self._points = self._worth_a_pass(state)
         return state, self.cached
 
     def _worth_a_pass(self, state: ModelState) -> list[int]:
         """The points at which a pass over the prompt is to end: far enough from each other."""
-        last, points = _last_checkpoint(state), []
+        last, points = _last_savepoint(state), []
         for point in self._points:
             if point > len(state.tokens) and point - last >= LEAST_APART:
                 points.append(point)
@@ -126,25 +126,25 @@ class ScheduledRuns(LocalRuns):
             found = self._memory.resume(match)
             if found is not None:
                 break
-        cache, checkpoints = found
+        cache, savepoints = found
         if self.named is not None and match.kept.path == self.named.path:
             self.named.continues(match.count, match.kept.generation)
         held = list(ids[: match.count])
-        return ScheduledState(cache, held, session=self.named, checkpoints=checkpoints)
+        return ScheduledState(cache, held, session=self.named, savepoints=savepoints)
 
     def _restored(self, engine: Engine, ids: list[int], session: Session) -> ScheduledState:
         state, _ = engine.restore(session, ids[:-1])
         self.parent, self.why = None, f"session {session.name} holds no more of it"
         held = ScheduledState(state.cache, state.tokens, state.logits, session)
-        held.checkpoints = state.checkpoints
+        held.savepoints = state.savepoints
         return held
 
-    def _note_checkpoint(self, state: ModelState) -> None:
+    def _note_savepoint(self, state: ModelState) -> None:
         """Keeps the position that a state has reached, if it is far enough from the last one."""
         count = len(state.tokens)
-        if count - _last_checkpoint(state) >= LEAST_APART:
-            points = [*state.checkpoints, take_checkpoint(state.cache, count)]
-            state.checkpoints = thinned(points, MOST_CHECKPOINTS)
+        if count - _last_savepoint(state) >= LEAST_APART:
+            points = [*state.savepoints, take_savepoint(state.cache, count)]
+            state.savepoints = thinned(points, MOST_SAVEPOINTS)
 
     def pass_size(self, state: ModelState) -> int | None:
         size = self._scheduler.slice_size() or self._longest_pass
@@ -152,7 +152,7 @@ class ScheduledRuns(LocalRuns):
 
     def passed(self, state: ModelState) -> Iterator[Any]:
         if len(state.tokens) in self._points:
-            self._note_checkpoint(state)
+            self._note_savepoint(state)
         yield Pause("read")
 
     def take(self, engine: Engine, ids: list[int]) -> ModelState:
@@ -180,8 +180,8 @@ class ScheduledRuns(LocalRuns):
         """Nothing: the state is kept, or let go, by whoever began the run."""
 
 
-def _last_checkpoint(state: ModelState) -> int:
-    return state.checkpoints[-1].count if state.checkpoints else 0
+def _last_savepoint(state: ModelState) -> int:
+    return state.savepoints[-1].count if state.savepoints else 0
 
 
 class _Gone(Interrupt):

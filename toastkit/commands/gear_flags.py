@@ -120,7 +120,7 @@ def gear_settings(flags: dict[str, Any]):
     """GearOptions from flags, None for off. Raises UsageError."""
     if flags["gear"] == "off":
         return None
-    from toastkit.gears.options import GearOptions
+    from toastkit.gears.gear_options import GearOptions
 
     return GearOptions(
         flags["gear"], flags["gear_scope"], flags["gear_bits"], flags["gear_path"],

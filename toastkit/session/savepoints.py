@@ -1,9 +1,9 @@
-"""Where a stored state can be resumed: at its end, at what that can be cut back to, at checkpoints.
+"""Where a stored state can be resumed: at its end, at what that can be cut back to, at savepoints.
 
 Attention caches can be cut back to any earlier position. A recurrent state, or a window that has
 begun to slide, cannot: it can be resumed where it was saved, and nowhere else. So a session holds,
-besides its end, checkpoints: positions, and of each layer that cannot come back to them a copy as
-it was there. The other layers are cut back from the end, and cost a checkpoint nothing.
+besides its end, savepoints: positions, and of each layer that cannot come back to them a copy as
+it was there. The other layers are cut back from the end, and cost a savepoint nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from toastkit.session.layout import CheckpointRecord, Header, Layer, Part, Tensor
+from toastkit.session.layout import Header, Layer, Part, SavepointRecord, Tensor
 
 # Classes that can be cut back whatever they read from now on.
 ALWAYS_CUT = ("KVCache", "ConcatenateKVCache", "QuantizedKVCache")
@@ -20,7 +20,7 @@ MOVING = ("offset", "idx", "start_position")  # settings that follow the tokens
 Load = Callable[[Tensor], bytearray]  # blocks.load_tensor from a session's file
 
 
-class Checkpoint(NamedTuple):
+class Savepoint(NamedTuple):
     """An earlier position at which a state can be resumed.
 
     count: tokens read there, more than 0 and fewer than the state has read. layers: one a layer of
@@ -81,17 +81,17 @@ def _cut_rows(tensor: Tensor, rows: int) -> Tensor:
 
 def layers_at(header: Header, n: int) -> list[Layer] | None:
     """The stored layers as they were after the first n tokens, or None if there is no way to them:
-    those at the end cut back, otherwise those of the nearest checkpoint, at n or past it."""
-    end = CheckpointRecord(header.count, [None] * len(header.layers or ()))
-    for point in (end, *header.checkpoints):
+    those at the end cut back, otherwise those of the nearest savepoint, at n or past it."""
+    end = SavepointRecord(header.count, [None] * len(header.layers or ()))
+    for point in (end, *header.savepoints):
         layers = _layers_from(header, point, n) if point.count >= n else None
         if layers is not None:
             return layers
     return None
 
 
-def _layers_from(header: Header, point: CheckpointRecord, n: int) -> list[Layer] | None:
-    """What a checkpoint holds, and the end where it holds nothing, cut back to the first n tokens;
+def _layers_from(header: Header, point: SavepointRecord, n: int) -> list[Layer] | None:
+    """What a savepoint holds, and the end where it holds nothing, cut back to the first n tokens;
     None if one of them cannot be."""
     return _all(
         _cut_part(part, point.count, end, header.count, n)
@@ -119,10 +119,10 @@ def _all(layers: Iterable[Layer | None]) -> list[Layer] | None:
 
 
 def stored_layers(header: Header, n: int) -> list[tuple[int, list[Layer | None]]]:
-    """The checkpoints before position n that can be resumed: their counts, and the layers as they
+    """The savepoints before position n that can be resumed: their counts, and the layers as they
     were there, None where nothing is held of one and the end is cut back."""
     found = []
-    for point in header.checkpoints:
+    for point in header.savepoints:
         layers = _layers_from(header, point, point.count) if point.count < n else None
         if layers is not None:
             pairs = zip(point.layers, layers)
