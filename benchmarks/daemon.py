@@ -113,10 +113,10 @@ def turns(model: Path) -> None:
 def contexts(model: Path, lengths: list[int], rounds: int) -> None:
     """What a token costs after a history. The caches are filled with noise, in an instant: what a
     step costs does not depend on what is in them, and all lengths can be timed in turn."""
-    from toastkit.engine.engine import Engine
+    from toastkit.engine.opening import open_engine
     from toastkit.model.locate import locate
 
-    engine = Engine(locate(str(model)))
+    engine = open_engine(locate(str(model)))
     states = {length: noisy_state(engine, length) for length in lengths}
     cases = {f"{n:,} tokens": partial(token_cost, engine, states[n]) for n in lengths}
     results = in_turn(cases, rounds)
@@ -151,9 +151,9 @@ def token_cost(engine: Any, state: Any, count: int = 32) -> float:
     start = time.perf_counter()
     for _ in range(count):
         token = int(state.values().argmax())
-        state.consume(engine, token)
+        engine.consume(state, token)
         state.submit()
-        state.look_ahead(engine)
+        engine.look_ahead(state)
     state.values()
     return (time.perf_counter() - start) / count
 

@@ -21,6 +21,7 @@ from measure import in_turn, ratio, spread
 
 from toastkit.engine.engine import Engine
 from toastkit.engine.geared import BySelector, Chooser, Schedule, score_in_gears
+from toastkit.engine.opening import open_engine
 from toastkit.gears.cost import break_even_tokens, dynamic_seconds, speedup
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.plan import GearPlan, plan
@@ -57,7 +58,7 @@ class Subject:
     def engine(self, scope: str, path: str, cache: int, baked: bool = False) -> Engine:
         """It, with gears."""
         options = GearOptions("auto", scope, (4, 8), path, cache)
-        return Engine(self.baked if baked else self.files, gear_options=options)
+        return open_engine(self.baked if baked else self.files, gear_options=options)
 
 
 def with_gears_baked(files: ModelFiles, out: Path) -> ModelFiles:
@@ -158,7 +159,7 @@ def touched(engine: Engine) -> float:
     raw = {**engine.config.raw, **text}
     total = 0.0
     seen: set[int] = set()
-    modules: Any = engine._model.named_modules()
+    modules: Any = engine.model.named_modules()
     for path, module in modules:
         if id(module) in seen or "._" in path:  # a dequantised copy is counted with its matrix
             continue
@@ -189,7 +190,7 @@ def _steps(engine: Engine, gear: str | None, count: int, warm: int = WARM) -> fl
     for number in range(warm + count):
         if number == warm:
             start = time.perf_counter()
-        engine.gears.step(gear)
+        engine.decide(Wish(gear))
         mx.eval(engine.step(number + 3, cache))
     return (time.perf_counter() - start) / count
 
@@ -284,7 +285,7 @@ def _shift_times(subject: Subject, scope: str) -> dict[str, dict[str, list[float
         for engine in engines.values():
             assert engine.gears is not None
             for gear in ("mid", "high", "low", "high"):
-                engine.gears.shift(gear)
+                engine.shift(gear)
             if number == 0:  # warming
                 for shifts in engine.gears.times.values():
                     shifts.first.clear()

@@ -18,6 +18,7 @@ from pipeline import make_wide
 
 from toastkit.engine import device
 from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
 from toastkit.frames import Head, Logits, Token, Tokens, pack_ids
 from toastkit.gears.entropy_graph import entropy_bits
 from toastkit.gears.gear_options import GearOptions
@@ -111,8 +112,8 @@ def _decodes(name: str, model: str, prompt: str, rounds: int, tokens: int) -> No
     files = locate(model)
     tokenizer = Tokenizer(files)
     ids = tokenizer.encode(prompt, False)
-    plain = Engine(files)
-    shifting = Engine(files, gear_options=GearOptions("high", "all"))
+    plain = open_engine(files)
+    shifting = open_engine(files, gear_options=GearOptions("high", "all"))
     rows = []
     for drawn, deferred in (("on the device", True), ("on the host", False)):
         run = partial(_answer, tokenizer=tokenizer, ids=ids, count=tokens, deferred=deferred)

@@ -184,11 +184,11 @@ def _joined(parts: Iterable[Scores]) -> Scored:
 
 @cache
 def _engine(scope: str, bits: tuple[int, int], path: str) -> Engine:
-    from toastkit.engine.engine import Engine
+    from toastkit.engine.opening import open_engine
 
     keep_all = 1 << 40  # gears are made once; what the cache costs is not the question here
     options = GearOptions("auto", scope, bits, path, keep_all)
-    return Engine(locate("crumb"), dtype="float32", gear_options=options)
+    return open_engine(locate("crumb"), dtype="float32", gear_options=options)
 
 
 def _calibrate(strategy: str) -> Thresholds:
@@ -204,7 +204,7 @@ def _calibrate(strategy: str) -> Thresholds:
         measure = from_texts(tokenizer, EASY_AND_HARD.read_text(encoding="utf-8"))
     engine = _engine("all", (4, 8), "fused")
     if engine.gears is not None:
-        engine.gears.shift("high")
+        engine.shift("high")
     return measure(engine).thresholds
 
 

@@ -93,10 +93,11 @@ seconds = time.perf_counter() - start
 OUR_WHOLE = """
 import sys
 from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
 from toastkit.text.tokenizer import Tokenizer
 files = locate(sys.argv[1])
-engine, tokenizer = Engine(files, dtype=DTYPE), Tokenizer(files)
+engine, tokenizer = open_engine(files, dtype=DTYPE), Tokenizer(files)
 seconds = None
 """
 THEIR_WHOLE = """

@@ -22,10 +22,10 @@ def mlx_started(private_home: Path) -> None:
 @pytest.fixture(scope="session")
 def crumb(mlx_started: None):
     """An Engine for the embedded model, in float32 on whatever device this machine has."""
-    from toastkit.engine.engine import Engine
+    from toastkit.engine.opening import open_engine
     from toastkit.model.locate import locate
 
-    return Engine(locate("crumb"), dtype="float32")
+    return open_engine(locate("crumb"), dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def private_homes(folder: Path, patch: pytest.MonkeyPatch) -> Path:
 def published_engine(folder: Path, name: str, template: str | None = None, **config: Any):
     """An Engine for a published checkpoint in a new directory. template: the chat template, where
     it is to be another. config: fields of config.json that are to be others."""
-    from toastkit.engine.engine import Engine
+    from toastkit.engine.opening import open_engine
 
     path = write_published(folder / name, name)
     if template is not None:
@@ -66,7 +66,7 @@ def published_engine(folder: Path, name: str, template: str | None = None, **con
     if config:
         fields = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({**fields, **config}))
-    return Engine(locate(str(path)), dtype="float32")
+    return open_engine(locate(str(path)), dtype="float32")
 
 
 class FakeChannel:

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten  # noqa: E402
 
 from tests.model.published import NAMES, write_published  # noqa: E402
 from toastkit.engine.lookahead import can_look_ahead  # noqa: E402
-from toastkit.engine.state import ModelState, restore_state  # noqa: E402
+from toastkit.engine.state import ModelState  # noqa: E402
 from toastkit.model.config import fingerprint, load_config  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
 from toastkit.model.safetensors import read_header  # noqa: E402
@@ -42,13 +42,13 @@ def made(request, tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Made
     """Each checkpoint once."""
     from mlx_lm.utils import load_model
 
-    from toastkit.engine.engine import Engine
+    from toastkit.engine.opening import open_engine
 
     name = request.param
     path = write_published(tmp_path_factory.mktemp("published") / name, name)
     theirs, _ = load_model(path)
     theirs.set_dtype(mx.float32)
-    return Made(name, path, Engine(locate(str(path)), dtype="float32"), theirs)
+    return Made(name, path, open_engine(locate(str(path)), dtype="float32"), theirs)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def run(made: Made, state: ModelState, count: int) -> list[mx.array]:
     """Greedy steps; the logits after each."""
     found = []
     for _ in range(count):
-        state.consume(made.engine, int(mx.argmax(state.logits)))
+        made.engine.consume(state, int(mx.argmax(state.logits)))
         mx.eval(state.logits)
         found.append(state.logits)
     return found
@@ -149,8 +149,8 @@ def test_a_resumed_session_goes_on_as_if_never_saved(made: Made, tmp_path: Path)
         live.commit()
     tokens, ids = list(live.tokens), [*live.tokens, 77, 4000, 78]
     with Session.open(tmp_path / "s", model, write=False) as session:
-        whole, count = restore_state(made.engine, session, tokens)
-        further, further_count = restore_state(made.engine, session, ids)
+        whole, count = made.engine.restore(session, tokens)
+        further, further_count = made.engine.restore(session, ids)
     assert count == further_count == len(PROMPT) + 3
     assert mx.array_equal(whole.logits, live.logits)
     assert read_prompt(made, further, ids)[-1] == len(further.tokens) == len(ids)
@@ -168,11 +168,11 @@ def test_looking_ahead_changes_nothing(made: Made) -> None:
     for state in (plain, ahead):
         read_prompt(made, state, PROMPT)
     for token in (9, 2000, 31, 4):
-        ahead.look_ahead(made.engine)
-        ahead.settle()  # taken back
-        ahead.look_ahead(made.engine)
+        made.engine.look_ahead(ahead)
+        made.engine.take_back(ahead)  # taken back
+        made.engine.look_ahead(ahead)
         for state in (plain, ahead):
-            state.consume(made.engine, token)
+            made.engine.consume(state, token)
         assert mx.array_equal(plain.logits, ahead.logits)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.model.published import NAMES, write_published
 from tests.model.reference import OLD_MLX_LM
-from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
 from toastkit.errors import BusyError, CannotCreateError, DataError
 from toastkit.model.config import load_config
 from toastkit.model.files import SMALL_FILES
@@ -42,7 +42,7 @@ def baked(source: Path | str, out: Path, **options) -> Path:
 
 
 def logits(path: Path) -> mx.array:
-    engine = Engine(locate(str(path)), dtype="float32")
+    engine = open_engine(locate(str(path)), dtype="float32")
     return engine.prefill(PROMPT, engine.new_cache())[1]
 
 

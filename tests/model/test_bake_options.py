@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from tests.model.published import write_published
-from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
 from toastkit.errors import DataError, UsageError
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
@@ -131,7 +131,7 @@ def test_a_quantised_model_computes_what_mlx_lm_computes(sources: dict, tmp_path
     ids = [(37 * n + 5) % 4096 for n in range(20)]
     expected = theirs(mx.array([ids]))[0, -1]
     for path in (toast, tmp_path / "split"):
-        engine = Engine(locate(str(path)), dtype="float32")
+        engine = open_engine(locate(str(path)), dtype="float32")
         logits = engine.prefill(ids, engine.new_cache())[1]
         assert mx.allclose(logits, expected, rtol=1e-4, atol=1e-4 * float(mx.abs(expected).max()))
 

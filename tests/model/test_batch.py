@@ -15,6 +15,7 @@ from tests.model.reference import OLD_MLX_LM  # noqa: E402
 from toastkit.engine.batch import Batch, can_batch  # noqa: E402
 from toastkit.engine.state import ModelState  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
+from toastkit.store.ledger import CACHE  # noqa: E402
 
 CLOSE = 1e-3  # of the largest logit
 LENGTHS = (3, 20, 45)  # the window of those that have one is 32
@@ -28,10 +29,10 @@ class Made(NamedTuple):
 @pytest.fixture(scope="module", params=NAMES)
 def made(request, tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Made:
     """Each checkpoint once."""
-    from toastkit.engine.engine import Engine
+    from toastkit.engine.opening import open_engine
 
     path = write_published(tmp_path_factory.mktemp("published") / request.param, request.param)
-    return Made(request.param, Engine(locate(str(path)), dtype="float32"))
+    return Made(request.param, open_engine(locate(str(path)), dtype="float32"))
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ class Pair:
         return state
 
     def step_alone(self, token: int) -> None:
-        self.alone.consume(self.engine, token)
+        self.engine.consume(self.alone, token)
 
     def check(self) -> None:
         found, expected = np.array(self.twin.logits), np.array(self.alone.logits)
@@ -128,10 +129,10 @@ def test_what_cannot_be_batched_is_found_out(tmp_path: Path, mlx_started: None) 
     one that gives nonsense anyway."""
     from mlx_lm.models.cache import ConcatenateKVCache
 
-    from toastkit.engine.engine import Engine
+    from toastkit.engine.opening import open_engine
 
     path = write_published(tmp_path / "llama", "llama")
-    engine = Engine(locate(str(path)), dtype="float32")
+    engine = open_engine(locate(str(path)), dtype="float32")
 
     def of_all(ids: Any, cache: list) -> Any:
         logits = engine.step_rows(ids, cache)
@@ -155,11 +156,11 @@ def test_they_come_and_go(batched: Made) -> None:
     steps(batch, [short, middle], 2, 100)
     batch.join([long.twin])  # one that is longer than those that are there
     steps(batch, [short, middle, long], 3, 200)
-    assert batch.nbytes > 0 and short.twin.cache == []
+    assert engine.ledger.of(CACHE) > 0 and short.twin.cache == []
     leave(batch, middle)
     steps(batch, [short, long], 2, 300)
     for token in (7, 8, 9):  # it goes on alone
-        middle.twin.consume(engine, token)
+        engine.consume(middle.twin, token)
         middle.step_alone(token)
         middle.check()
     newcomer = Pair(engine, 1, first=77)
@@ -170,7 +171,7 @@ def test_they_come_and_go(batched: Made) -> None:
     batch.leave([short.twin, newcomer.twin])
     steps(batch, [middle], 1, 600)
     leave(batch, middle)
-    assert batch.members == [] and batch.nbytes == 0
+    assert batch.members == []
     for pair in (short, middle, newcomer, long):
         pair.check_cache()
         list(engine.reading(pair.twin, [*pair.twin.tokens, *prompt(40, 9)]))  # another turn
@@ -195,7 +196,7 @@ def test_the_window_slides_in_the_batch(batched: Made) -> None:
     leave(batch, third)
     for pair in (one, third):
         for token in (5, 6, 7):
-            pair.twin.consume(engine, token)
+            engine.consume(pair.twin, token)
             pair.step_alone(token)
             pair.check()
 
@@ -204,7 +205,7 @@ def test_a_state_is_taken_back_from_a_look_ahead(batched: Made) -> None:
     engine = batched.engine
     one, two = Pair(engine, 6), Pair(engine, 9)
     for pair in (one, two):
-        pair.twin.look_ahead(engine)
+        engine.look_ahead(pair.twin)
     batch = Batch(engine)
     batch.join([one.twin, two.twin])
     steps(batch, [one, two], 3, 100)

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
 from toastkit.frames import End, Head, Logits, Prefilled, Token, Tokens, pack_ids
 from toastkit.gears import entropy_graph, monitor
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.monitor import MonitorOptions
 from toastkit.gears.selector import SelectorOptions
+from toastkit.holdings.holdings import Holdings
 from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
 from toastkit.sampling.device_sampler import DeviceSampler
@@ -38,7 +40,7 @@ ALWAYS_HIGH = MonitorOptions(low=0, high=1e-6, hysteresis=0, scale_to_vocab=Fals
 
 
 def geared(mode: str = "auto", **options: Any) -> Engine:
-    return Engine(locate("crumb"), dtype="float32", gear_options=GearOptions(mode, **options))
+    return open_engine(locate("crumb"), dtype="float32", gear_options=GearOptions(mode, **options))
 
 
 class Answer:
@@ -136,7 +138,7 @@ def test_each_pass_is_computed_in_its_gear() -> None:
     _, logits = again.prefill(PROMPT, cache)
     assert np.abs(np.array(logits) - found.logits[0]).max() == 0
     for token, gear_of, wanted in zip(found.ids, found.gears[1:], found.logits[1:]):
-        again.gears.shift(gear_of)
+        again.shift(gear_of)
         assert (np.array(again.step(token, cache)) == wanted).all()
 
 
@@ -172,9 +174,9 @@ def test_off_is_the_plain_path(crumb, plain: Answer, monkeypatch: pytest.MonkeyP
     from toastkit.stages.options import Outcome
     from toastkit.text.tokenizer import Tokenizer
 
-    off = Engine(locate("crumb"), dtype="float32", gear_options=GearOptions("off"))
+    off = open_engine(locate("crumb"), dtype="float32", gear_options=GearOptions("off"))
     assert off.gears is None and crumb.gears is None
-    kinds = [{p: type(m) for p, m in e._model.named_modules()} for e in (off, crumb)]
+    kinds = [{p: type(m) for p, m in e.model.named_modules()} for e in (off, crumb)]
     assert kinds[0] == kinds[1]
 
     def fail(*arguments: Any) -> None:
@@ -230,19 +232,18 @@ def test_catastrophe_goes_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_expected_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from toastkit.gears.manager import PrecisionManager
-
     engine = geared("auto", scope="all")
-    prepared: list[str] = []
-    real = PrecisionManager.prepare
+    prepared: list[str | None] = []
+    real = Engine.prepare
     monkeypatch.setattr(
-        PrecisionManager, "prepare", lambda self, gear: (prepared.append(gear), real(self, gear))
+        Engine, "prepare", lambda self, wish: (prepared.append(wish.expected), real(self, wish))
     )
     found = Answer(engine, rules=rules())
     assert prepared == [step.expected for step in found.steps[:-1]]
     assert any(step.expected != step.gear for step in found.steps)
-    Answer(geared("low"), count=5, rules=rules())  # a fixed gear expects no other
-    assert len(prepared) == len(found.steps) - 1
+    fixed = geared("low")
+    monkeypatch.setattr(Holdings, "prepare", lambda *a: pytest.fail("prepared"))
+    Answer(fixed, count=5, rules=rules())  # a fixed gear expects no other
 
 
 # ------------------------------------------------------------------------------------- sessions

@@ -14,10 +14,12 @@ from mlx.utils import tree_flatten
 from tests.model.checkpoints import SIZES, random_weights, write_checkpoint
 from tests.model.published import write_published
 from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
 from toastkit.errors import DataError, UsageError
-from toastkit.gears import sources as sources_module
 from toastkit.gears.gear_options import GearOptions
-from toastkit.gears.manager import PrecisionManager
+from toastkit.gears.policy import GearPolicy
+from toastkit.holdings import weights as weights_module
+from toastkit.holdings.policy import Wish
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.store.bake import bake
@@ -30,10 +32,10 @@ PLENTY = 1 << 40
 
 
 def engine_of(path: Path | str, options: GearOptions | None = None, **rest) -> Engine:
-    return Engine(locate(str(path)), dtype="float32", gear_options=options, **rest)
+    return open_engine(locate(str(path)), dtype="float32", gear_options=options, **rest)
 
 
-def geared(path: Path | str, scope: str = "all", /, **options) -> tuple[Engine, PrecisionManager]:
+def geared(path: Path | str, scope: str = "all", /, **options) -> tuple[Engine, GearPolicy]:
     engine = engine_of(path, GearOptions("auto", scope, **options))
     assert engine.gears is not None
     return engine, engine.gears
@@ -49,7 +51,7 @@ def logits(engine: Engine) -> np.ndarray:
 def weights_by_hand(engine: Engine, paths: list[str], bits: int) -> None:
     """Puts into a plain model what section 5 makes of its bfloat16 matrices, with numpy alone."""
     changed = []
-    for name, array in tree_flatten(engine._model.parameters()):
+    for name, array in tree_flatten(engine.model.parameters()):
         if name.rpartition(".")[0] in paths and name.endswith(".weight"):
             w = np.array(array)
             peak = np.abs(w).max(axis=-1, keepdims=True)
@@ -58,7 +60,7 @@ def weights_by_hand(engine: Engine, paths: list[str], bits: int) -> None:
             q = np.clip(np.round(w / s), -LARGEST[bits], LARGEST[bits])
             changed.append((name, mx.array((q * s).astype(np.float32))))
     assert len(changed) == len(paths)
-    engine._model.load_weights(changed, strict=False)
+    engine.model.load_weights(changed, strict=False)
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +78,8 @@ def test_high_gear_is_no_gear(sources: dict, name: str, scope: str) -> None:
     engine, gears = geared(path, scope, cache_bytes=0)
     assert (logits(engine) == plain).all()
     for gear in ("low", "high", "mid", "low", "high"):
-        assert gears.shift(gear)
-        assert not gears.shift(gear)
+        assert engine.shift(gear)
+        assert not engine.shift(gear)
         assert (logits(engine) == plain).all() == (gear == "high")
 
 
@@ -89,7 +91,7 @@ def test_gears_compute_what_the_numbers_stand_for(
 ) -> None:
     engine, gears = geared(sources["qwen3_moe"], scope, bits=bits, path=path)
     for gear, width in zip(("low", "mid"), bits):
-        gears.shift(gear)
+        engine.shift(gear)
         found = logits(engine)
         plain = engine_of(sources["qwen3_moe"])
         weights_by_hand(plain, gears.paths, width)
@@ -102,26 +104,24 @@ def test_gears_compute_what_the_numbers_stand_for(
 
 def test_fused_is_dequantised_then_multiplied() -> None:
     fused, gears = geared("crumb")
-    dense, dequant = geared("crumb", path="dequant")
+    dense, _ = geared("crumb", path="dequant")
     for gear in ("low", "mid"):
-        gears.shift(gear)
-        dequant.shift(gear)
+        fused.shift(gear)
+        dense.shift(gear)
         first, second = logits(fused), logits(dense)
         assert np.abs(first - second).max() <= 1e-4 * np.abs(first).max()
 
 
 def test_dense_copies_last_as_long_as_the_gear() -> None:
     engine, gears = geared("crumb", "attention", path="dequant")
-    gears.shift("mid")
+    engine.shift("mid")
     count = len(gears.paths)
     packed = gears.device_bytes
-    gears.step(None)
     logits(engine)
     assert gears.counts.as_map() == {"fused": 0, "hit": count, "miss": count}
-    gears.step("mid")
     assert engine.ledger.of(GEARS) == gears.device_bytes == packed + gears.originals_bytes
-    gears.shift("high")
-    gears.shift("mid")
+    engine.shift("high")
+    engine.shift("mid")
     assert engine.ledger.of(GEARS) == gears.device_bytes == packed
     logits(engine)
     assert gears.counts.as_map() == {"fused": 0, "hit": 2 * count, "miss": 2 * count}
@@ -136,23 +136,23 @@ def test_rows_that_mlx_has_no_groups_for(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "odd", config, random_weights(model, 0.2), 1)
     plain = logits(engine_of(path))
     engine, gears = geared(path)
-    gears.shift("mid")
+    engine.shift("mid")
     found = logits(engine)
     assert 0 < np.abs(found - plain).max() < 0.05 * np.abs(plain).max()
     assert gears.counts.fused == 0 and gears.counts.hit > 0
-    gears.shift("high")
+    engine.shift("high")
     assert (logits(engine) == plain).all()
 
 
 def test_device_memory_falls_and_returns() -> None:
     engine, gears = geared("crumb", cache_bytes=0)
-    mx.eval(engine._model.parameters())
+    mx.eval(engine.model.parameters())
     gc.collect()
     mx.clear_cache()
     memory, ledger = mx.get_active_memory(), engine.ledger.total()
     assert gears.device_bytes == gears.originals_bytes > 25 << 20
     for gear in ("low", "mid", "high", "low", "high"):
-        gears.shift(gear)
+        engine.shift(gear)
         gc.collect()
         fall = memory - mx.get_active_memory()
         assert ledger - engine.ledger.total() == gears.originals_bytes - gears.device_bytes
@@ -164,20 +164,20 @@ def test_device_memory_falls_and_returns() -> None:
 
 def test_nothing_is_quantised_before_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    real = sources_module.quantise_rows
+    real = weights_module.quantise_rows
 
     def counted(weight, bits, pad):
         made.append(bits)
         return real(weight, bits, pad)
 
-    monkeypatch.setattr(sources_module, "quantise_rows", counted)
+    monkeypatch.setattr(weights_module, "quantise_rows", counted)
     engine, gears = geared("crumb", "attention")
     logits(engine)
     assert made == []
-    gears.shift("mid")
+    engine.shift("mid")
     assert made == [8] * len(gears.paths)
-    gears.shift("high")
-    gears.shift("mid")
+    engine.shift("high")
+    engine.shift("mid")
     assert len(made) == len(gears.paths)
     times = gears.times["mid"]
     assert (len(times.first), len(times.again)) == (1, 1)
@@ -193,11 +193,11 @@ def test_baked_gears_are_read(
     baked, stored = geared(tmp_path / "x.toast", scope, cache_bytes=0)
     wanted = []
     for gear in ("low", "mid", "high"):
-        gears.shift(gear)
+        made.shift(gear)
         wanted.append(logits(made))
-    monkeypatch.setattr(sources_module, "quantise_rows", lambda *a, **k: pytest.fail("quantised"))
+    monkeypatch.setattr(weights_module, "quantise_rows", lambda *a, **k: pytest.fail("quantised"))
     for gear, expected in zip(("low", "mid", "high"), wanted):
-        stored.shift(gear)
+        baked.shift(gear)
         assert (logits(baked) == expected).all()
 
 
@@ -205,91 +205,91 @@ def test_baked_gears_of_other_bits_are_not(sources: dict, tmp_path: Path) -> Non
     files = locate(str(sources["qwen3"]))
     bake(Store(files, load_config(files)), tmp_path / "x.toast", gears=("low",))
     six, gears = geared(tmp_path / "x.toast", bits=(6, 8))
-    gears.shift("low")
+    six.shift("low")
     plain, own = geared(sources["qwen3"], bits=(6, 8))
-    own.shift("low")
+    plain.shift("low")
     assert (logits(six) == logits(plain)).all()
 
 
 def test_the_cache_is_bounded() -> None:
-    _, gears = geared("crumb", "attention")
+    engine, gears = geared("crumb", "attention")
     for gear in ("low", "mid", "high"):
-        gears.shift(gear)
+        engine.shift(gear)
         assert gear == "high" or gears.packed_bytes(gear) == sum(
-            module.packed_bytes for module in gears._set
+            engine.holdings.modules[path].matrix_bytes for path in gears.paths
         )
     assert gears.kept == ("low", "mid")
-    assert gears.budget == gears.packed_bytes("low") + gears.packed_bytes("mid")
-    assert gears.device_bytes == gears.originals_bytes + gears.budget
+    packed = gears.packed_bytes("low") + gears.packed_bytes("mid")
+    assert gears.device_bytes == gears.originals_bytes + packed
 
     low = 1 << 20  # room for the low set, not for the mid one
-    _, gears = geared("crumb", "attention", cache_bytes=low)
+    engine, gears = geared("crumb", "attention", cache_bytes=low)
     for gear in ("low", "mid", "high", "low", "high"):
-        gears.shift(gear)
+        engine.shift(gear)
         assert "mid" not in gears.kept and "high" not in gears.kept
         assert gears.kept == (("low",) if gear != "low" else ())
 
-    _, gears = geared("crumb", "attention", cache_bytes=0)
+    engine, gears = geared("crumb", "attention", cache_bytes=0)
     for gear in ("low", "mid", "high"):
-        gears.shift(gear)
+        engine.shift(gear)
         assert gears.kept == ()
 
 
 def test_a_cache_with_room_keeps_the_originals(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, gears = geared("crumb", "attention", cache_bytes=PLENTY)
-    before = dict(tree_flatten(engine._model.parameters()))
-    monkeypatch.setattr(Store, "tensors", lambda *a: pytest.fail("read again"))
+    before = dict(tree_flatten(engine.model.parameters()))
+    monkeypatch.setattr(Store, "read", lambda *a: pytest.fail("read again"))
     for gear in ("low", "mid", "high"):
-        gears.shift(gear)
-    after = dict(tree_flatten(engine._model.parameters()))
+        engine.shift(gear)
+    after = dict(tree_flatten(engine.model.parameters()))
     assert all(after[name] is array for name, array in before.items())
 
 
 def test_a_gear_that_is_coming_is_made_in_parts() -> None:
     engine, gears = geared("crumb", "attention")
     full = engine.ledger.total()
-    gears.prepare("high")  # it is there
+    engine.prepare(Wish(expected="high"))  # it is there
     assert engine.ledger.total() == full
-    gears.prepare("mid")
+    engine.prepare(Wish(expected="mid"))
     first = engine.ledger.of(GEARS)
-    gears.prepare("mid")
+    engine.prepare(Wish(expected="mid"))
     whole = engine.ledger.of(GEARS)
     assert 0 < first < whole and gears.device_bytes == gears.originals_bytes + whole
-    gears.prepare("mid")
+    engine.prepare(Wish(expected="mid"))
     assert engine.ledger.of(GEARS) == whole
-    gears.prepare("low")  # the other one is not coming after all
+    engine.prepare(Wish(expected="low"))  # the other one is not coming after all
     assert 0 < engine.ledger.of(GEARS) < first
-    gears.shift("mid")
+    engine.shift("mid")
     assert engine.ledger.of(GEARS) == gears.device_bytes == whole
-    gears.prepare("high")  # reads ahead; nothing on the device
+    engine.prepare(Wish(expected="high"))  # reads ahead; nothing on the device
     assert gears.device_bytes == whole
 
     prepared, late = geared("crumb", "attention")
-    late.prepare("low")
-    late.shift("low")  # half of it was ready
+    prepared.prepare(Wish(expected="low"))
+    prepared.shift("low")  # half of it was ready
     plain, gears = geared("crumb", "attention")
-    gears.shift("low")
+    plain.shift("low")
     assert (logits(prepared) == logits(plain)).all()
 
-    _, gears = geared("crumb", "attention", cache_bytes=1000)
-    gears.prepare("mid")
+    engine, gears = geared("crumb", "attention", cache_bytes=1000)
+    engine.prepare(Wish(expected="mid"))
     assert gears.device_bytes == gears.originals_bytes
 
 
 def test_changed_files_are_noticed(tmp_path: Path) -> None:
     path = write_published(tmp_path / "llama", "llama")
     engine, gears = geared(path)
-    gears.shift("low")
+    engine.shift("low")
     expected = logits(engine)
     file = sorted(path.glob("*.safetensors"))[0]
     data = file.read_bytes()
     file.unlink()
     with pytest.raises(Exception, match="cannot read|no such"):
-        gears.shift("high")
+        engine.shift("high")
     file.write_bytes(data)
     os.utime(file, ns=(1, 1))
     with pytest.raises(DataError, match="have changed since"):
-        gears.shift("high")
+        engine.shift("high")
     assert gears.gear == "low" and (logits(engine) == expected).all()
 
 
@@ -302,11 +302,11 @@ def test_weights_that_cannot_be_quantised(tmp_path: Path) -> None:
     tensors[name] = mx.full(tensors[name].shape, float("nan"), tensors[name].dtype)
     mx.save_safetensors(str(file), tensors, metadata={"format": "pt"})
     engine, gears = geared(path)
-    before = dict(tree_flatten(engine._model.parameters()))
+    before = dict(tree_flatten(engine.model.parameters()))
     with pytest.raises(DataError, match=r"layers\.1\.self_attn\.o_proj\.weight: NaN"):
-        gears.shift("low")
+        engine.shift("low")
     assert gears.gear == "high" and gears.device_bytes == gears.originals_bytes
-    assert dict(tree_flatten(engine._model.parameters())).keys() == before.keys()
+    assert dict(tree_flatten(engine.model.parameters())).keys() == before.keys()
 
 
 def test_a_quantised_checkpoint_only_shows_its_gears(sources: dict) -> None:
@@ -333,23 +333,23 @@ def test_weights_that_were_quantised_before(tmp_path: Path) -> None:
     told: list[str] = []
     engine = engine_of(path, GearOptions("auto", "all"), notify=told.append)
     assert engine.gears is not None
-    engine.gears.shift("low")
-    engine.gears.shift("mid")
+    engine.shift("low")
+    engine.shift("mid")
     assert len([line for line in told if "quantised before" in line]) == 1
 
 
 def test_a_module_in_two_places_is_one(sources: dict) -> None:
-    engine, _ = geared(sources["qwen3"])
-    layers = engine._model.model.layers
+    files = locate(str(sources["qwen3"]))
+    store = Store(files, load_config(files))
+    layers = store.model.model.layers
     layers[1].self_attn.q_proj = layers[0].self_attn.q_proj
-    store = Store(locate(str(sources["qwen3"])), load_config(locate(str(sources["qwen3"]))))
-    store.model = engine._model
-    twice = PrecisionManager(store, mx.float32, engine.ledger, GearOptions("auto", "attention"))
+    gears = GearPolicy(GearOptions("auto", "attention"))
+    engine = Engine(store, (gears,), dtype="float32")
     paths = [f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
-    assert paths[0] in twice.paths and paths[1] not in twice.paths
-    twice.shift("low")
+    assert paths[0] in gears.paths and paths[1] not in gears.paths
+    engine.shift("low")
     assert layers[1].self_attn.q_proj is layers[0].self_attn.q_proj
-    assert hasattr(layers[0].self_attn.q_proj, "packed_bytes")
+    assert hasattr(layers[0].self_attn.q_proj, "packed_bits")
 
 
 def test_sixteen_bits_on_the_cpu_are_not_fused(sources: dict) -> None:
@@ -357,10 +357,10 @@ def test_sixteen_bits_on_the_cpu_are_not_fused(sources: dict) -> None:
     if mx.default_device() != mx.Device(mx.cpu):
         pytest.skip("a GPU adds up in float32")
     files = locate(str(sources["qwen3"]))
-    engine = Engine(files, dtype="bfloat16", gear_options=GearOptions("auto", "all"))
+    engine = open_engine(files, dtype="bfloat16", gear_options=GearOptions("auto", "all"))
     assert engine.gears is not None
     plain = logits(engine)
-    engine.gears.shift("mid")
+    engine.shift("mid")
     found = logits(engine)
     assert engine.gears.counts.fused == 0 and engine.gears.counts.miss > 0
     assert np.abs(found - plain).mean() < 0.1 * plain.std()
@@ -373,5 +373,5 @@ def test_a_model_without_matrices_to_manage(tmp_path: Path) -> None:
     assert "--gear-scope all" in str(caught.value.hint)
     engine, gears = geared(path, "all")
     plain = logits(engine)
-    gears.shift("low")
+    engine.shift("low")
     assert not (logits(engine) == plain).all()

@@ -47,10 +47,10 @@ MORE = [2, 201, 1, 316, 201, 445, 261, 552, 16, 2, 201, 1, 317, 201]
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory, mlx_started):
     """An Engine for a small model with attention only: its state can be cut back."""
-    from toastkit.engine.engine import Engine
+    from toastkit.engine.opening import open_engine
 
     path = tied_llama(tmp_path_factory.mktemp("models") / "llama")
-    return Engine(locate(str(path)), dtype="float32")
+    return open_engine(locate(str(path)), dtype="float32")
 
 
 class Run:

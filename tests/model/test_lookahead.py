@@ -6,10 +6,18 @@ import pytest
 
 mx = pytest.importorskip("mlx.core")
 
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache  # noqa: E402
+from mlx_lm.models.cache import (  # noqa: E402
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    RotatingKVCache,
+)
 
 from tests.model.reference import PROMPTS  # noqa: E402
 from toastkit.engine.lookahead import Lookahead, can_look_ahead  # noqa: E402
+from toastkit.engine.savepoints import roll_back, take_savepoint  # noqa: E402
 
 PROMPT = PROMPTS[2]
 
@@ -21,7 +29,7 @@ def test_a_run_step_is_the_step(crumb):
     crumb.prefill(PROMPT["token_ids"], one)
     crumb.prefill(PROMPT["token_ids"], two)
     for token in PROMPT["greedy"][:6]:
-        ahead = Lookahead(crumb, two).run(token)
+        ahead = Lookahead(crumb.step, two).run(token)
         assert mx.array_equal(crumb.step(token, one), ahead)
 
 
@@ -29,51 +37,101 @@ def test_a_discarded_step_leaves_no_trace(crumb):
     one, two = crumb.new_cache(), crumb.new_cache()
     crumb.prefill(PROMPT["token_ids"], one)
     crumb.prefill(PROMPT["token_ids"], two)
-    Lookahead(crumb, two).discard()
+    Lookahead(crumb.step, two).discard()
     for token in PROMPT["greedy"][:3]:
-        Lookahead(crumb, two).discard()
+        Lookahead(crumb.step, two).discard()
         assert mx.array_equal(crumb.step(token, one), crumb.step(token, two))
 
 
-class Recorder:
-    """Stands for an engine: a step writes one row into every cache."""
-
-    def step(self, token, cache):
-        for layer in cache:
-            _write(layer)
-        return token.astype(mx.float32)
+def _step(token, cache):
+    """Stands for a model: a step writes one row into every cache."""
+    for layer in cache:
+        _write(layer, 1)
+    return token.astype(mx.float32)
 
 
-def _write(layer) -> None:
+def _write(layer, rows: int, size: int = 4) -> None:
     if isinstance(layer, CacheList):
         for part in layer.caches:
-            _write(part)
+            _write(part, rows, size)
     elif isinstance(layer, ArraysCache):
-        layer[0] = (layer[0] if layer[0] is not None else mx.zeros(3)) + 1
+        layer[0] = (layer[0] if layer[0] is not None else mx.zeros(3)) + rows
     else:
-        row = mx.full((1, 2, 1, 4), float(layer.offset))
-        layer.update_and_fetch(row, row)
+        if isinstance(layer, ChunkedKVCache):
+            layer.maybe_trim_front()
+        values = mx.arange(layer.offset, layer.offset + rows, dtype=mx.float32)
+        new = mx.broadcast_to(values[None, None, :, None], (1, 2, rows, size))
+        layer.update_and_fetch(new, new)
 
 
 def _contents(layer) -> list:
+    """What attention would read, in its order, and all that tells where the next row goes."""
     if isinstance(layer, CacheList):
         return [x for part in layer.caches for x in _contents(part)]
     if isinstance(layer, ArraysCache):
         return [layer[0].tolist()]
-    return [layer.offset, layer.keys[..., : layer.offset, :].tolist()]
+    places = [getattr(layer, name, None) for name in ("_idx", "start_position")]
+    used = layer.keys[..., : layer.offset - (places[1] or 0), :]
+    return [layer.offset, *places, used.tolist()]
+
+
+def _caches() -> list:
+    return [
+        KVCache(), RotatingKVCache(max_size=4), RotatingKVCache(max_size=4, keep=1),
+        ArraysCache(2), ConcatenateKVCache(), ChunkedKVCache(4),
+        CacheList(ArraysCache(1), KVCache(), RotatingKVCache(max_size=4)),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("steps", [2, 9])
 def test_every_kind_of_cache(steps: int):
-    def caches() -> list:
-        return [KVCache(), RotatingKVCache(max_size=4), ArraysCache(2),
-                CacheList(ArraysCache(1), KVCache())]  # fmt: skip
-
-    plain, tried = caches(), caches()
+    plain, tried = _caches(), _caches()
     for _ in range(steps):
-        Recorder().step(mx.array(0), plain)
-        Recorder().step(mx.array(0), tried)
-        Lookahead(Recorder(), tried).discard()
-    Recorder().step(mx.array(0), plain)
-    Lookahead(Recorder(), tried).run(0)
+        _step(mx.array(0), plain)
+        _step(mx.array(0), tried)
+        Lookahead(_step, tried).discard()
+    _step(mx.array(0), plain)
+    Lookahead(_step, tried).run(0)
     assert [_contents(c) for c in plain] == [_contents(c) for c in tried]
+
+
+@pytest.mark.parametrize("prompt", [0, 1, 3, 4, 6])
+@pytest.mark.parametrize("steps", [1, 3, 4, 9])
+def test_rolled_back_is_never_run(prompt: int, steps: int) -> None:
+    """Every class of cache, empty, full, over full and wrapped round: to the bit."""
+    plain, tried = _caches(), _caches()
+    for caches in (plain, tried):
+        for layer in caches:
+            if prompt:
+                _write(layer, prompt)
+        for _ in range(steps):
+            _step(mx.array(0), caches)
+    for _ in range(6):
+        held = prompt + steps
+        point = take_savepoint(tried, held, one_step=True)
+        before = [_contents(c) for c in tried]
+        _step(mx.array(0), tried)
+        mx.eval([layer.state for layer in tried])
+        roll_back(tried, held + 1, point)
+        assert [_contents(c) for c in tried] == before == [_contents(c) for c in plain]
+        _step(mx.array(0), plain)
+        _step(mx.array(0), tried)
+        steps += 1
+
+
+@pytest.mark.parametrize("make", [KVCache, lambda: RotatingKVCache(max_size=4096)])
+def test_no_keys_and_values_are_copied(make) -> None:
+    """The step after a savepoint writes where it would have written without."""
+    layer = make()
+    _write(layer, 4000, 64)
+    for _ in range(200):
+        _write(layer, 1, 64)
+    mx.eval(layer.state)
+    point = take_savepoint([layer], 4200, one_step=True)
+    size, before = layer.nbytes, mx.get_active_memory()
+    mx.reset_peak_memory()
+    _write(layer, 1, 64)
+    mx.eval(layer.state)
+    assert mx.get_peak_memory() - before < size / 8
+    roll_back([layer], 4201, point)
+    assert layer.offset == 4200

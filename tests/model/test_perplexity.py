@@ -16,7 +16,8 @@ mx = pytest.importorskip("mlx.core")
 
 from checkpoints import tied_llama, write_checkpoint  # noqa: E402
 
-from toastkit.engine.engine import CHUNK, Engine  # noqa: E402
+from toastkit.engine.engine import CHUNK  # noqa: E402
+from toastkit.engine.opening import open_engine  # noqa: E402
 from toastkit.engine.perplexity import (  # noqa: E402
     LOGITS_BYTES,
     Totals,
@@ -167,7 +168,7 @@ def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def small(tmp_path_factory: pytest.TempPathFactory, mlx_started):
     """An Engine for a small random llama."""
     path = tied_llama(tmp_path_factory.mktemp("models") / "llama")
-    return Engine(locate(str(path)), dtype="float32")
+    return open_engine(locate(str(path)), dtype="float32")
 
 
 def test_scores_are_those_of_the_logits(small) -> None:
@@ -232,7 +233,7 @@ def quantised(crumb, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = copy.deepcopy(crumb.config.raw)
     architecture = import_architecture(crumb.config)
     model = architecture.Model(architecture.ModelArgs.from_dict(copy.deepcopy(config)))
-    model.load_weights(list(tree_flatten(crumb._model.parameters())))
+    model.load_weights(list(tree_flatten(crumb.model.parameters())))
     nn.quantize(model, group_size=64, bits=4)
     config["quantization"] = config["quantization_config"] = {"group_size": 64, "bits": 4}
     weights = dict(tree_flatten(model.parameters()))
@@ -246,7 +247,9 @@ def test_a_quantised_copy_agrees_with_mlx_lm(crumb, quantised: Path) -> None:
     from mlx_lm.utils import load_model
 
     ids = ids_of("story", 129)
-    mine = math.exp(-np.mean(scored(Engine(locate(str(quantised)), dtype="float32"), ids, 64)[1]))
+    mine = math.exp(
+        -np.mean(scored(open_engine(locate(str(quantised)), dtype="float32"), ids, 64)[1])
+    )
     model, _ = load_model(quantised)
     model.set_dtype(mx.float32)
     theirs, _ = eval_ppl(model, mx.array([part for _, part in windows(ids, 64)]))

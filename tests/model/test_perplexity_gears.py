@@ -25,11 +25,13 @@ from toastkit.engine.geared import (  # noqa: E402
     score_in_gear,
     score_in_gears,
 )
+from toastkit.engine.opening import open_engine  # noqa: E402
 from toastkit.engine.perplexity import Scores, Totals, score, windows  # noqa: E402
 from toastkit.errors import DataError  # noqa: E402
 from toastkit.gears.gear_options import GearOptions  # noqa: E402
 from toastkit.gears.monitor import MonitorOptions  # noqa: E402
 from toastkit.gears.selector import GearSelector, SelectorOptions  # noqa: E402
+from toastkit.holdings.policy import Wish  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
 
 WINDOW, COUNT = 16, 40  # tokens of a window, and of the text
@@ -54,19 +56,21 @@ def quantised(weight: np.ndarray, bits: int) -> np.ndarray:
 
 def by_hand(scope: str, bits: int) -> Engine:
     """The embedded model without gears, its matrices put through `quantised`."""
-    engine = Engine(locate("crumb"), dtype="float32")
+    engine = open_engine(locate("crumb"), dtype="float32")
     found = []
-    for name, value in tree_flatten(engine._model.parameters()):
+    for name, value in tree_flatten(engine.model.parameters()):
         inside = "_attn." in name if scope == "attention" else ".layers." in name
         if inside and name.endswith(".weight") and value.ndim > 1 and "conv1d" not in name:
             found.append((name, mx.array(quantised(np.array(value), bits))))
     assert len(found) > 20
-    engine._model.load_weights(found, strict=False)
+    engine.model.load_weights(found, strict=False)
     return engine
 
 
 def with_gears(scope: str = "all", bits: tuple[int, int] = (4, 8)) -> Engine:
-    return Engine(locate("crumb"), dtype="float32", gear_options=GearOptions("auto", scope, bits))
+    return open_engine(
+        locate("crumb"), dtype="float32", gear_options=GearOptions("auto", scope, bits)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +93,7 @@ def ids(mlx_started) -> list[int]:
 @pytest.fixture(scope="module")
 def mixed(geared, ids) -> Scores:
     """The text in gears that the entropy chooses; a step is counted for every pass."""
-    geared.gears.begin_run()
+    geared.begin_run()
     found = joined(score_in_gears(geared, ids, WINDOW, by_selector(4096, MIXED)))
     # The last id is never run.
     assert +geared.gears.tokens == Counter(found.gears) and len(found.gears) == len(ids) - 1
@@ -243,24 +247,20 @@ def test_gears_that_are_only_watched(crumb, ids, monkeypatch: pytest.MonkeyPatch
 class Recorder(Scripted):
     """An engine with gears that writes down what is asked of it."""
 
-    reads_on_host = True  # no step is built before its token is known
-
     def __init__(self, logits) -> None:
         super().__init__(logits)
         self.events: list = []
-        self.gears = SimpleNamespace(
-            gear="low",
-            step=self._step,
-            prepare=lambda gear: self.events.append(f"prepare {gear}"),
-        )
+        self.gears = SimpleNamespace(gear="low")
 
-    def _step(self, gear: str) -> None:
-        self.gears.gear = gear
-        self.events.append(gear)
-
-    def step(self, token, cache: list):
+    def consume(self, state, token, wish: Wish) -> None:
+        self.events.append(wish.gear)
+        if wish.expected is not None:
+            self.events.append(f"prepare {wish.expected}")
         self.events.append(token)
-        return self.logits
+        state.logits = self.logits
+
+    def look_ahead(self, state) -> None:
+        """Nothing: no step is built before its token is known."""
 
 
 class Eager:

@@ -39,13 +39,14 @@ def bare(cache: list, count: int) -> Savepoint:
 def engines(tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Callable:
     """Random models by architecture, each made once."""
     from toastkit.engine.engine import Engine
+    from toastkit.engine.opening import open_engine
 
     made: dict = {}
 
     def engine(name: str) -> Engine:
         if name not in made:
             path = write_published(tmp_path_factory.mktemp("published") / name, name)
-            made[name] = Engine(locate(str(path)), dtype="float32")
+            made[name] = open_engine(locate(str(path)), dtype="float32")
         return made[name]
 
     return engine

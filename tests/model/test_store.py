@@ -261,9 +261,9 @@ def test_an_account_is_what_was_put_in() -> None:
 MEASURE = """
 import sys
 import mlx.core as mx
-from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-engine = Engine(locate(sys.argv[1]), dtype=sys.argv[2])
+engine = open_engine(locate(sys.argv[1]), dtype=sys.argv[2])
 before = mx.get_active_memory()
 weights = engine.ledger.total()
 cache = engine.new_cache()

@@ -101,11 +101,11 @@ def split_experts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def score(path: Path, config: dict[str, Any]) -> tuple[np.ndarray, list[str]]:
     """Log-probabilities (LENGTH, VOCAB), and what was said."""
-    from toastkit.engine.engine import Engine
+    from toastkit.engine.opening import open_engine
 
     (path / "config.json").write_text(json.dumps(config))
     said: list[str] = []
-    engine = Engine(locate(str(path)), dtype="float32", device_name="cpu", notify=said.append)
+    engine = open_engine(locate(str(path)), dtype="float32", device_name="cpu", notify=said.append)
     logits = np.array(engine.score(prompt(LENGTH, VOCAB), engine.new_cache()), np.float64)
     return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True), said
 

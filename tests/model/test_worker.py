@@ -28,7 +28,7 @@ from tests.model.worker_driver import (  # noqa: E402
     until,
 )
 from toastkit.daemon.service import Service  # noqa: E402
-from toastkit.engine.engine import Engine  # noqa: E402
+from toastkit.engine.opening import open_engine  # noqa: E402
 from toastkit.errors import BusyError, NoInputError, UnavailableError  # noqa: E402
 from toastkit.model.config import fingerprint  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
@@ -309,7 +309,7 @@ def test_a_reload_takes_what_has_changed(start, model: Path) -> None:
     until(lambda: len(running.said) == 2)
     assert running.said[1] == f"reloaded {model}"
     done(waiting)
-    expected = Plain(Engine(locate(str(model)), dtype="float32")).answer(PROMPT)
+    expected = Plain(open_engine(locate(str(model)), dtype="float32")).answer(PROMPT)
     assert answer_of(waiting) == running.answer() == expected
     assert running.worker.status()["fingerprint"] == fingerprint(locate(str(model))) != old
 

@@ -73,7 +73,7 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
         bits = None if engine.gears is None else engine.gears.bits
         gearing = Gearing(settings.mode, settings.scope, settings.bits, bits)
     if engine.gears is not None and engine.gears.options.fixed is not None:
-        engine.gears.shift(engine.gears.options.fixed)  # now: it is no part of the scoring's time
+        engine.shift(engine.gears.options.fixed)  # now: it is no part of the scoring's time
     report = JsonReport(tokenizer, window, gearing) if flags["as_json"] else TextReport(gearing)
     scoring = Scoring(engine, window, flags, gearing, chooser_for)
     _score_all(scoring, texts, report)

@@ -25,19 +25,19 @@ class Batch:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._caches: list[Any] = []
+        self._caches: Any = []
         self.members: list[ModelState] = []
 
     def join(self, states: Sequence[ModelState]) -> None:
         """Takes states in, each of which has read at least one token."""
         for state in states:
-            state.settle()
+            self._engine.take_back(state)
         added = [type(layers[0]).merge(list(layers)) for layers in zip(*(s.cache for s in states))]
         if self.members:
             for mine, theirs in zip(self._caches, added):
                 mine.extend(theirs)
         else:
-            self._caches = added
+            self._caches = self._engine.counted(added)
         for state in states:
             state.cache = []  # in the batch from now on
         self.members += states
@@ -46,7 +46,7 @@ class Batch:
         """Gives states their own caches back."""
         for state in states:
             row = self.members.index(state)
-            state.cache = [_extracted(layer, row) for layer in self._caches]
+            state.cache = self._engine.counted(_extracted(x, row) for x in self._caches)
             mx.eval([layer.state for layer in state.cache])
         rest = [i for i, member in enumerate(self.members) if member not in states]
         if rest:
@@ -63,11 +63,6 @@ class Batch:
         logits = self._engine.step_rows(ids, self._caches)
         for row, state in enumerate(self.members):
             state.logits = logits[row]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its caches."""
-        return sum(layer.nbytes for layer in self._caches)
 
 
 def _extracted(layer: Any, row: int) -> Any:
@@ -93,10 +88,10 @@ def can_batch(engine: Engine) -> bool | None:
         for _ in range(2):
             batch.step([min(5, most)] * 2)
             for state in alone:
-                state.consume(engine, min(5, most))
+                engine.consume(state, min(5, most))
         batch.leave([together[0]])
-        together[0].consume(engine, min(6, most))
-        alone[0].consume(engine, min(6, most))
+        engine.consume(together[0], min(6, most))
+        engine.consume(alone[0], min(6, most))
         return all(_close(a.logits, b.logits, engine) for a, b in zip(together, alone))
     except (ValueError, TypeError, AttributeError, IndexError, NotImplementedError):
         return False  # these caches, or this model, are not made for it

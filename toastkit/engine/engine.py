@@ -126,7 +126,7 @@ class Engine:
         """Lets go of the checkpoint's files. What is loaded stays usable."""
         self.holdings.close()
 
-    # -------------------------------------------------------------------------- weights and policies
+    # ---------------------------------------------------------------------- weights and policies
 
     def load(self) -> None:
         """The policies' first decision: the weights that they want to begin with. Called by the
@@ -188,7 +188,7 @@ class Engine:
         """What the policies have to say of the run, by their names."""
         return {policy.name: policy.run_report() for policy in self.policies}
 
-    # ----------------------------------------------------------------------------------- caches
+    # ------------------------------------------------------------------------------------ caches
 
     def new_cache(self) -> Caches:
         """Empty caches, one per layer, of the classes that the architecture wants."""
@@ -202,7 +202,7 @@ class Engine:
         self._caches[id(caches)] = caches
         return caches
 
-    # ----------------------------------------------------------------------------------- states
+    # ------------------------------------------------------------------------------------ states
 
     def restore(
         self, session: Session | None, ids: Sequence[int], source: Session | None = None
@@ -285,7 +285,7 @@ class Engine:
         self._ahead.discard(state)
         state.take_back()
 
-    # ----------------------------------------------------------------------------------- passes
+    # ------------------------------------------------------------------------------------ passes
 
     def prefill(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -28,9 +28,7 @@ from toastkit.engine.perplexity import (
 from toastkit.engine.state import ModelState
 from toastkit.gears.monitor import EntropyMeter
 from toastkit.gears.selector import GearSelector
-
-if TYPE_CHECKING:
-    from toastkit.gears.manager import PrecisionManager
+from toastkit.holdings.policy import Wish
 
 FIRST = "high"  # gear of a window's first pass
 DIGITS = 6  # of an entropy that a gear is chosen by: what a frame says, so that all ways agree
@@ -81,8 +79,7 @@ def score_in_gear(
     engine: Engine, ids: Sequence[int], window: int, gear: str, chunk: int | None = None
 ) -> Iterator[Scores]:
     """As perplexity.score, in one gear throughout. The engine stays in it."""
-    if engine.gears is not None:
-        engine.gears.shift(gear)
+    engine.shift(gear)
     for part in score(engine, ids, window, chunk):
         yield replace(part, gears=[gear] * len(part.ids))
 
@@ -97,33 +94,28 @@ def score_in_gears(
     as the chooser sees them. The engine stays in the gear of the last pass. Where it cannot shift
     (engine.gears is None) gears are chosen all the same, and several tokens go through in a pass.
     Raises DataError for an id that the model does not have, and for logits that are not numbers;
-    what PrecisionManager.shift raises.
+    what Engine.decide raises.
     """
     check_ids(engine, ids)
     for start, part in windows(ids, window):
         if engine.gears is None:
             yield from _watched(engine, start, part, chooser_for())
         else:
-            yield from _shifting(engine, engine.gears, start, part, chooser_for())
+            yield from _shifting(engine, start, part, chooser_for())
 
 
 def _shifting(
-    engine: Engine, gears: PrecisionManager, start: int, part: Sequence[int], chooser: Chooser
+    engine: Engine, start: int, part: Sequence[int], chooser: Chooser
 ) -> Iterator[Scores]:
     """A window, token by token."""
     meter = EntropyMeter(engine.vocab)
     state = ModelState(engine.new_cache())
     choice, last = Choice(FIRST), len(part) - 2
     for n, (token, target) in enumerate(zip(part, part[1:])):
-        if choice.gear != gears.gear:
-            state.settle()  # the graph of this step was built of modules that leave
-        gears.step(choice.gear)
-        if choice.expected is not None:
-            gears.prepare(choice.expected)
-        state.consume(engine, token)
+        engine.consume(state, token, Wish(choice.gear, choice.expected))
         state.submit()
         if n < last:
-            state.look_ahead(engine)  # while the device computes
+            engine.look_ahead(state)  # while the device computes
         logits = state.values()
         entropy = round(meter.bits(logits), DIGITS)
         logprob = _logprob(logits, target)

@@ -8,8 +8,8 @@ MLX arrays are values, so a copy costs nothing until one of the two is written t
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -39,10 +39,86 @@ def _copy_value(value: Any) -> Any:
     return _copy(value) if hasattr(value, "is_trimmable") else value
 
 
-def take_savepoint(caches: Sequence[Any], count: int) -> Savepoint:
+def put_back(caches: Sequence[Any], copies: Sequence[Any]) -> None:
+    """Gives caches what `copy_caches` made of them; the copies are used up."""
+    for layer, twin in zip(caches, copies):
+        if layer is not None:
+            vars(layer).update(vars(twin))
+
+
+class _Row(NamedTuple):
+    """What one more token overwrites in a ring that is full. settings: its offset and index. keys,
+    values: (B, H, 1, D), of the position that is written next."""
+
+    settings: dict[str, int]
+    place: int
+    keys: mx.array
+    values: mx.array
+
+
+def take_savepoint(caches: Sequence[Any], count: int, *, one_step: bool = False) -> Savepoint:
     """What is needed to come back to this position, of `count` tokens, later: the layers that
-    cannot be cut back to it. (A window that has not slid yet may do so later.)"""
-    return Savepoint(count, [None if _always_cuts(x) else _copy(x) for x in caches])
+    cannot be cut back to it. (A window that has not slid yet may do so later.)
+
+    one_step: to come back, by `roll_back`, after at most one more token: then no keys and values
+    are held, and so none copied when that token is run, but for the row that it overwrites in a
+    ring. Waits for that row.
+    """
+    if not one_step:
+        return Savepoint(count, [None if _always_cuts(x) else _copy(x) for x in caches])
+    layers = [_before_a_step(layer) for layer in caches]
+    mx.eval([x[2:] for x in _flat(layers) if isinstance(x, _Row)])
+    return Savepoint(count, layers)
+
+
+def _before_a_step(layer: Any) -> Any:
+    """What one more token changes in a cache for good: None where it can be cut off again."""
+    if (parts := getattr(layer, "caches", None)) is not None:
+        return [_before_a_step(part) for part in parts]
+    name = type(layer).__name__
+    if name == "RotatingKVCache" and layer.keys is not None:
+        if layer.keys.shape[2] > layer.max_size:
+            return _copy(layer)  # the step makes another array: this one may be held
+        if layer.offset >= layer.max_size:
+            place = layer.keep if layer._idx == layer.max_size else layer._idx
+            rows = slice(place, place + 1)
+            settings = {"offset": layer.offset, "_idx": layer._idx}
+            keys, values = layer.keys[..., rows, :], layer.values[..., rows, :]
+            return _Row(settings, place, mx.contiguous(keys), mx.contiguous(values))
+    moved = name == "ChunkedKVCache" and layer.offset - layer.start_position > layer.chunk_size
+    if moved or not layer.is_trimmable():
+        return _copy(layer)
+    return None
+
+
+def _flat(layers: Sequence[Any]) -> Iterator[Any]:
+    for layer in layers:
+        if isinstance(layer, list):
+            yield from _flat(layer)
+        else:
+            yield layer
+
+
+def roll_back(caches: Sequence[Any], held: int, point: Savepoint) -> None:
+    """Takes caches that have read `held` tokens back to a savepoint of `one_step`, which is used
+    up. The caches are then, to the bit, as if they had read no further."""
+    for layer, before in zip(caches, point.layers):
+        _roll_back(layer, held - point.count, before)
+
+
+def _roll_back(layer: Any, count: int, before: Any) -> None:
+    if isinstance(before, list):
+        for part, kept in zip(layer.caches, before):
+            _roll_back(part, count, kept)
+    elif isinstance(before, _Row):
+        if count:
+            rows = slice(before.place, before.place + 1)
+            layer.keys[..., rows, :], layer.values[..., rows, :] = before.keys, before.values
+        vars(layer).update(before.settings)
+    elif before is None:
+        _trim(layer, count)
+    else:
+        vars(layer).update(vars(before))
 
 
 def always_cut(caches: Sequence[Any]) -> bool:
@@ -77,7 +153,17 @@ def resume_at(
 
 def _cut(layers: Sequence[Any], count: int) -> bool:
     """Cuts tokens off the end of each; whether all could."""
-    return all(layer.is_trimmable() and layer.trim(count) == count for layer in layers)
+    return all(layer.is_trimmable() and _trim(layer, count) == count for layer in layers)
+
+
+def _trim(layer: Any, count: int) -> int:
+    """Cuts tokens off the end; how many it could."""
+    done = layer.trim(count)
+    for part in (layer, *getattr(layer, "caches", ())):
+        if type(part).__name__ == "ConcatenateKVCache" and part.keys is not None:
+            # It grows from what it has, whatever its offset says.
+            part.keys, part.values = (x[..., : part.offset, :] for x in (part.keys, part.values))
+    return done
 
 
 def resumable(caches: Sequence[Any], held: int, most: int, savepoints: Sequence[Savepoint]) -> int:

@@ -2,48 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from toastkit.engine.lookahead import Lookahead, can_look_ahead
-from toastkit.engine.savepoints import take_savepoint
+from toastkit.engine.lookahead import Lookahead
 from toastkit.session.directory import Session
 from toastkit.session.savepoints import Savepoint
 
-if TYPE_CHECKING:
-    from toastkit.engine.engine import Engine
+
+class Caches(list):
+    """The caches of a state, one a layer, or several: see Engine.counted. Some may be None."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of their arrays on the device."""
+        return sum(map(_nbytes, self))
+
+
+def _nbytes(layer: Any) -> int:
+    try:
+        return 0 if layer is None else layer.nbytes
+    except (AttributeError, TypeError):
+        return 0  # another thread is just filling it
 
 
 @dataclass(eq=False)
 class ModelState:
-    """tokens: ids the caches hold; an id may still be a device array (). logits: (vocab,) float32
-    after the last of them. session: where `commit` puts it, None for a state that is not kept.
-    savepoints: earlier positions at which it can be resumed, ascending."""
+    """A state is what an Engine works on; by itself it does nothing but be kept.
+
+    cache: of the model's layers. tokens: ids that the caches hold; an id may still be a device
+    array (). logits: (vocab,) float32 after the last of them, lazy. session: where `commit` puts
+    it, None for a state that is not kept. savepoints: earlier positions at which it can be resumed,
+    ascending. ahead: the next step, if it was looked ahead to.
+    """
 
     cache: list
     tokens: list = field(default_factory=list)
     logits: mx.array | None = None
     session: Session | None = None
     savepoints: list[Savepoint] = field(default_factory=list)
-    _ahead: Lookahead | None = field(default=None, repr=False)
-
-    def consume(self, engine: Engine, token: int | mx.array) -> None:
-        """Runs one more token. Lazy: nothing is waited for."""
-        self.logits = self.run(engine, token)
-        self.tokens.append(token)
-
-    def run(self, engine: Engine, token: int | mx.array) -> mx.array:
-        """The logits (vocab,) after one more token, lazy; the caches count it from now on."""
-        if self._ahead is not None and isinstance(token, int):
-            logits = self._ahead.run(token)
-            self._ahead = None
-            return logits
-        self.settle()
-        return engine.step(token, self.cache)
+    ahead: Lookahead | None = field(default=None, repr=False)
 
     def submit(self) -> None:
         """Lets the device begin with what was consumed."""
@@ -53,16 +56,11 @@ class ModelState:
         """The logits as float32 (vocab,) of the host; waits for them."""
         return np.array(self.logits, copy=False)
 
-    def look_ahead(self, engine: Engine) -> None:
-        """Builds the graph of the next step already, whatever its token will be."""
-        if self._ahead is None and can_look_ahead() and not engine.reads_on_host:
-            self._ahead = Lookahead(engine, self.cache)
-
-    def settle(self) -> None:
+    def take_back(self) -> None:
         """Takes back a step that was only looked ahead to."""
-        if self._ahead is not None:
-            self._ahead.discard()
-            self._ahead = None
+        if self.ahead is not None:
+            self.ahead.discard()
+            self.ahead = None
 
     def read_tokens(self) -> list[int]:
         """The tokens, all of them known; waits for those that are not yet."""
@@ -73,7 +71,7 @@ class ModelState:
         """Writes the state into its session, if it has one."""
         if self.session is None:
             return
-        self.settle()
+        self.take_back()
         tokens = self.read_tokens()
         logits = None if self.logits is None else np.array(self.logits, dtype=np.float32)
         kept = [point for point in self.savepoints if point.count < len(tokens)]
@@ -84,28 +82,3 @@ class ModelState:
         if self.session is not None:
             self.session.close()
             self.session = None
-
-
-def restore_state(
-    engine: Engine, session: Session | None, ids: Sequence[int], source: Session | None = None
-) -> tuple[ModelState, int]:
-    """The state from which a prompt can be continued, and how many of its tokens it holds.
-
-    ids: the prompt's tokens. source: the session to read, where it is not the one to write.
-    When the whole prompt is stored with its logits nothing is left to run; otherwise at least one
-    token is, because logits come from running it.
-    """
-    read = source or session
-    count = 0 if read is None else read.reusable(ids)
-    if read is None or count == 0:
-        return ModelState(engine.new_cache(), session=session), 0
-    savepoints = read.restore_savepoints(count, engine.new_cache)
-    cache = read.restore(count, engine.new_cache)
-    if count in read.savepoints:
-        savepoints.append(take_savepoint(cache, count))  # or the next commit would drop it
-    state = ModelState(cache, list(ids[:count]), session=session, savepoints=savepoints)
-    if count == len(ids):
-        stored = read.logits()
-        assert stored is not None  # or reusable would have left a token to run
-        state.logits = mx.array(stored)
-    return state, count

@@ -126,7 +126,7 @@ class GearPolicy:
         every = [s for times in self.times.values() for s in (*times.first, *times.again)]
         return len(every), math.fsum(every)
 
-    # ------------------------------------------------------------------------------------ what is where
+    # ---------------------------------------------------------------------------- what is where
 
     @property
     def counts(self) -> PathCounts:
@@ -137,7 +137,9 @@ class GearPolicy:
     def bits(self) -> dict[str, float]:
         """Bits a weight by gear; in high those of the file, on average."""
         low, mid = self.options.bits
-        weights = [(self._holdings.store.dtype(f"{p}.weight").size, self._originals(p)) for p in self.paths]
+        weights = [
+            (self._holdings.store.dtype(f"{p}.weight").size, self._originals(p)) for p in self.paths
+        ]
         mean = sum(size * weight for size, weight in weights) / self.originals_bytes
         return {"low": low, "mid": mid, "high": 8 * mean}
 

@@ -7,14 +7,14 @@ read attributes off them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
-from toastkit.holdings.packed import PathCounts, dense_bytes, packed_class
+from toastkit.holdings.packed import Kind, PathCounts, dense_bytes, packed_class
 from toastkit.store.ledger import EMBEDDING, GEARS, OUTSIDE, layer_owner
 from toastkit.store.precision import Rows
 from toastkit.store.store import Store
@@ -32,12 +32,13 @@ class Tensor(NamedTuple):
 class Parts:
     """The arrays of a module in one form. matrix: its weight, or the rows of a packed one, by
     parameter; rest: its other parameters, by name in the store, which every form but the absent one
-    shares. owner: of the matrix, in the ledger."""
+    shares. owner: of the matrix, in the ledger. kind: what a packed module becomes."""
 
     form: Form
     matrix: dict[str, mx.array]
     rest: dict[str, mx.array]
     owner: str
+    kind: Kind | None = None
 
     @property
     def matrix_bytes(self) -> int:
@@ -105,12 +106,9 @@ class Holding:
             else:
                 _remove(tensor)
         dict.update(self.module, parts.matrix)
-        self.form = parts.form
-        self.parts = Parts(parts.form, parts.matrix, rest, parts.owner)
-        if parts.form not in (ABSENT, ORIGINAL):
-            rows = Rows(*(parts.matrix[name] for name in Rows._fields))
-            kind = packed_class(self._class, self._attributes, rows, parts.form, self.columns)
-            self._become(kind.cls, kind.attributes)
+        self.form, self.parts = parts.form, replace(parts, rest=rest)
+        if parts.kind is not None:
+            self._become(*parts.kind)
             vars(self.module).update(_counts=counts, _grown=grown)
         return before
 
@@ -134,7 +132,8 @@ class Holding:
 
     def packed(self, rows: Rows, form: Form, arrays: Mapping[str, mx.array]) -> Parts:
         """The parts of a packed form. arrays: with the rest, where that is not in the tree."""
-        return Parts(form, rows._asdict(), self._rest_of(arrays), GEARS)
+        kind = packed_class(self._class, self._attributes, rows, form, self.columns)
+        return Parts(form, rows._asdict(), self._rest_of(arrays), GEARS, kind)
 
     def _rest_of(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         return {t.name: arrays[t.name] for t in self.rest if t.name in arrays}
@@ -153,9 +152,13 @@ def holdings_of(store: Store) -> list[Holding]:
     hangs in two places of the tree is one. Their parameters are taken out of the tree."""
     found: dict[int, Holding] = {}
     slots: dict[tuple[int, str | int], tuple[Holding, Tensor]] = {}
-    for name in sorted(store.names, key=lambda name: -1 if (i := store.layer_of(name)) is None else i):
+    for name in sorted(
+        store.names, key=lambda name: -1 if (i := store.layer_of(name)) is None else i
+    ):
         path, module, tensor = _place_of(store.model, name)
-        holding = found.setdefault(id(module), Holding(path, module, store))
+        if id(module) not in found:
+            found[id(module)] = Holding(path, module, store)
+        holding = found[id(module)]
         slots[id(tensor.container), tensor.key] = holding, tensor
     for holding, tensor in slots.values():
         holding.add(tensor, store.shape(tensor.name))
@@ -173,4 +176,3 @@ def _place_of(model: nn.Module, name: str) -> tuple[str, nn.Module, Tensor]:
             module, count = node, n
     last = int(words[-1]) if isinstance(node, list) else words[-1]
     return ".".join(words[:count]), module, Tensor(name, node, last)
-

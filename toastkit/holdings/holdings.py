@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ class Holdings:
         self._changes = 0
         self._freed = False
 
-    # ------------------------------------------------------------------------------------ questions
+    # --------------------------------------------------------------------------------- questions
 
     def of_layer(self, index: int) -> list[Holding]:
         """The modules of a decoder layer."""
@@ -103,7 +104,7 @@ class Holdings:
     def _item(self, name: str) -> int:
         return self._weights.loaded_dtype(name).size
 
-    # -------------------------------------------------------------------------------------- changes
+    # ----------------------------------------------------------------------------------- changes
 
     def change(self, wanted: Mapping[str, Form]) -> int | None:
         """Gives modules, by path, the forms that are wanted of them.
@@ -152,7 +153,7 @@ class Holdings:
             self._weights.read_ahead([h for h, form in moves if form == ORIGINAL])
             missing = [m for m in moves if m[1].kind == "packed" and m not in self._coming]
             size = sum(self.packed_bytes(h.path, f.bits) for h, f in moves if f.kind == "packed")
-            if missing and (self.budget is None or size <= self.budget - self._kept_bytes()):
+            if missing and (self.budget is None or size <= self.budget - self.kept_bytes):
                 self._coming.update(self._made(missing[: math.ceil(len(moves) * share)]))
 
     def _ready(self, moves: list[Key]) -> dict[Key, Parts]:
@@ -180,8 +181,7 @@ class Holdings:
             for other in [key for key in self._kept if key[0] is holding]:
                 self._leave(holding, self._kept.pop(other).parts)
         elif before.matrix:
-            aside = Parts(before.form, before.matrix, {}, before.owner)
-            self._kept[holding, before.form] = _Kept(aside, self._changes)
+            self._kept[holding, before.form] = _Kept(replace(before, rest={}), self._changes)
 
     def _grown(self, count: int) -> None:
         """A dequantised copy was made, or dropped."""
@@ -197,9 +197,11 @@ class Holdings:
         for holding, form in set(self._coming).difference(keep):
             self._leave(holding, self._coming.pop((holding, form)))
 
-    # ------------------------------------------------------------------------------------ the budget
+    # -------------------------------------------------------------------------------- the budget
 
-    def _kept_bytes(self) -> int:
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what is kept beside the forms in use."""
         return sum(kept.parts.matrix_bytes for kept in self._kept.values())
 
     def _shrink(self) -> None:
@@ -211,7 +213,7 @@ class Holdings:
             last = [k for k, kept in self._kept.items() if kept.change == self._changes]
             if sum(self._kept[key].parts.matrix_bytes for key in last) > self.budget:
                 self._drop(last)
-            while self._kept_bytes() > self.budget:
+            while self.kept_bytes > self.budget:
                 oldest = next(iter(self._kept.values())).change
                 self._drop([k for k, kept in self._kept.items() if kept.change == oldest])
 

@@ -30,6 +30,7 @@ class Weights:
 
     def __init__(self, store: Store, dtype: mx.Dtype | None, notify: Callable[[str], None] | None):
         self._store, self._dtype, self._notify = store, dtype, notify
+        self._files = _identities(store)
         self._sampled: set[Holding] = set()
 
     def loaded_dtype(self, name: str) -> mx.Dtype:
@@ -58,22 +59,23 @@ class Weights:
         mx.eval([(parts.matrix, parts.rest) for parts in made])
         return made
 
-    def _wanted(
-        self, holding: Holding, form: Form, baked: Mapping[str, Rows]
-    ) -> list[str]:
+    def _wanted(self, holding: Holding, form: Form, baked: Mapping[str, Rows]) -> list[str]:
         """The parameters to read: the rest where it is not in the tree, and the matrix unless it
         is baked, or the original is there to be packed."""
+        if form == ABSENT:
+            return []
         names = [t.name for t in holding.rest] if holding.form == ABSENT else []
-        if holding.weight is not None and form != ABSENT and holding.path not in baked:
-            if form == ORIGINAL or holding.form != ORIGINAL:
-                names.append(holding.weight.name)
-        return [] if form == ABSENT else names
+        there = holding.path in baked or (form != ORIGINAL and holding.form == ORIGINAL)
+        if holding.weight is not None and not there:
+            names.append(holding.weight.name)
+        return names
 
     def _read(self, names: list[str]) -> dict[str, mx.array]:
         """Parameters by name, in the dtype of the device."""
         if not names:
             return {}
-        found = self._store.read(names)
+        self._check_files()
+        found = self._store.tensors(names)
         return {name: found[name].astype(self.loaded_dtype(name)) for name in names}
 
     def _parts(
@@ -128,6 +130,28 @@ class Weights:
         layers = {holding.layer for holding in holdings}
         self._store.prefetch(sorted(layer for layer in layers if layer is not None))
 
+    def _check_files(self) -> None:
+        if _identities(self._store) != self._files:
+            raise DataError(
+                f"{self._store.files.name}: its files have changed since the model was loaded",
+                hint="start again, or keep the originals with a larger --gear-cache",
+            )
+
     def close(self) -> None:
         """Lets the checkpoint go."""
         self._store.close()
+
+
+def _identities(store: Store) -> list[tuple[int, int, int]]:
+    import os
+
+    from toastkit.errors import from_os_error
+
+    found = []
+    for header in store.files.headers:
+        try:
+            about = os.stat(header.path)
+        except OSError as error:
+            raise from_os_error(error, f"cannot read {header.path}") from error
+        found.append((about.st_ino, about.st_size, about.st_mtime_ns))
+    return found

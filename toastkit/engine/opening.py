@@ -1,0 +1,41 @@
+"""Opens an engine: a checkpoint with the policies that somebody asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from toastkit.engine import device
+from toastkit.engine.engine import Engine
+from toastkit.gears.gear_options import GearOptions
+from toastkit.gears.policy import gear_policy
+from toastkit.model.config import load_config
+from toastkit.model.files import ModelFiles
+from toastkit.store.store import Store
+
+
+def open_engine(
+    files: ModelFiles,
+    *,
+    device_name: str = "auto",
+    dtype: str | None = None,
+    notify: Callable[[str], None] | None = None,
+    gear_options: GearOptions | None = None,
+) -> Engine:
+    """The engine of a checkpoint, with its first weights loaded.
+
+    device_name, dtype, notify: see Engine. gear_options: None leaves gears out altogether. Raises
+    UsageError, DataError, IOFailure, NoInputError.
+    """
+    device.start(device_name)
+    store = Store(files, load_config(files))
+    gears = gear_policy(store, gear_options, notify)
+    engine = Engine(
+        store,
+        () if gears is None else (gears,),
+        device_name=device_name,
+        dtype=dtype,
+        cache_bytes=None if gear_options is None else gear_options.cache_bytes,
+        notify=notify,
+    )
+    engine.load()
+    return engine
