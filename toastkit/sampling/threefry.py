@@ -108,7 +108,7 @@ def uniform_scalar(key: Key) -> float:
 def gumbel(u: np.ndarray) -> np.ndarray:
     """Standard Gumbel noise from uniform numbers, -log(-log(u + 1e-20)): paper 003 section 10.1.
 
-    u: float32, overwritten with the result, which is also returned.
+    u: float32 (n,), overwritten with the result, which is also returned.
     """
     np.add(u, _GUMBEL_FLOOR, out=u)
     np.log(u, out=u)

@@ -70,8 +70,8 @@ class RingWriter:
             ) from error
 
     def write(self, logits: Any) -> Reference:
-        """Copies one step's logits, any contiguous float32 buffer of `vocab` values, into the next
-        slot. Returns what a frame says in their place; it is good for `slots` steps.
+        """Copies one step's logits, any contiguous buffer of float32 (vocab,), into the next slot.
+        Returns what a frame says in their place; it is good for `slots` steps.
         Raises ValueError for another dtype or size, IOFailure where the file was cut short."""
         data = memoryview(logits)
         if data.format != "f" or data.nbytes != 4 * self.vocab:
