@@ -1,6 +1,6 @@
 """The filters of the chain in numpy: float32 values in, a threshold or a mask of survivors out.
 
-`values` are logits minus the largest logit: float32 (n,), at most 0, -inf for what is ruled out.
+`values` are logits minus the largest logit: float32 (n,), at most 0, -inf where masked.
 A filter that keeps the most likely ids answers with the lowest value that survives, so that
 several of them combine as a maximum. None of them sorts a large vocabulary when a bound will do.
 """
@@ -126,7 +126,7 @@ def _typical_distance(
 
 
 def xtc_mask(values: np.ndarray, threshold: float, protected: np.ndarray | None) -> np.ndarray:
-    """Exclude Top Choices: bool (n,), True survives: mlx_lm's apply_xtc once its coin has fallen.
+    """Exclude Top Choices: bool (n,), True survives: mlx_lm's apply_xtc after its random draw.
 
     Of the ids with a probability (renormalised) over the threshold only the least likely stays.
     values: float32 (n,). protected: bool (n,), ids that are never dropped, or None.

@@ -55,7 +55,7 @@ def threefry2x32(key: Key, counter0: Any, counter1: Any) -> tuple[Any, Any]:
 
 
 def position_key(seed: int, position: int, stream: int = 0) -> Key:
-    """The key for the draw at a position. seed: 64 bits. stream: 0 the noise, 1 the XTC coin."""
+    """The key for the draw at a position. seed: 64 bits. stream: 0 the noise, 1 XTC's draw."""
     return _scalar((seed >> 32 & _MASK, seed & _MASK), position & _MASK, stream & _MASK)
 
 

@@ -222,8 +222,8 @@ def write_data(
 
 
 def trim_file(fd: int, end: int) -> None:
-    """Gives back the tail of a file that has become more than twice as long as its committed end
-    (bytes). Not sooner: states that take turns between two places would grow and shrink it with
+    """Truncates a file that has become more than twice as long as its committed end (bytes).
+    Not sooner: states that take turns between two places would grow and shrink it with
     every commit."""
     if os.fstat(fd).st_size > 2 * end + SLACK_BYTES:
         os.ftruncate(fd, end)
