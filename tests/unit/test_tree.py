@@ -301,6 +301,27 @@ def test_public_functions_say_what_they_do() -> None:
     assert not [where for name, method, where in silent if not (method and name in told)]
 
 
+# Where every public function over arrays says their shape and dtype. It may only grow.
+SHAPED = ("toastkit/sampling/", "toastkit/session/", "toastkit/stages/arrays.py", "toastkit/text/")
+SHAPE = re.compile(r"\((\.\.\.|[\w.+* ]+(,|(, [\w.+* ]+)+))\)|\bscalar\b")
+DTYPE = re.compile(r"\b(float|uint|int|bool|bfloat16|dtype)\d*\b")
+
+
+def test_functions_over_arrays_say_shape_and_dtype() -> None:
+    """In their docstring or their class's."""
+    silent, held = [], 0
+    for path in [path for path in SOURCES if relative(path).startswith(SHAPED)]:
+        for name, node, owner, visible in functions(ast.parse(path.read_text(encoding="utf-8"))):
+            hints = [a.annotation for a in (*node.args.args, *node.args.kwonlyargs)]
+            text = " ".join(ast.unparse(hint) for hint in (*hints, node.returns) if hint)
+            if visible and re.search(r"\b(np\.ndarray|mx\.array)\b", text):
+                held += 1
+                about = (ast.get_docstring(node) or "") + (owner and ast.get_docstring(owner) or "")
+                if not (SHAPE.search(about) and DTYPE.search(about)):
+                    silent.append(f"{relative(path)}:{name}")
+    assert not silent and held > 20
+
+
 def tracked_texts() -> Iterator[tuple[str, str]]:
     """Path and content of every text that belongs to the project."""
     folders = ("toastkit", "tests", "bin", "examples", "benchmarks", "man", ".ci")

@@ -15,7 +15,7 @@ The chain, in order (each step is skipped while its option has its off value):
  9. top-k            keeps the k most likely; whatever ties with the k-th stays too
 10. draw             argmax of log-probability / temperature + Gumbel noise
 
-At temperature 0 the draw is the argmax after step 3 (the lowest id among equals); 5-9 are moot.
+At temperature 0 the draw is the argmax after step 3 (the lowest id among equals); 5-9 do nothing.
 Order and meaning follow `mlx_lm.sample_utils`, which has no steps 1 and 7. As there, top-p keeps
 what ties with its last id; top-k does so here, too, so that the survivors do not depend on how a
 device happens to partition.

@@ -166,7 +166,7 @@ class DeviceSampler:
 def apply_top_p(
     values: mx.array, whole: mx.array, top_p: float, most: int | None = None
 ) -> mx.array:
-    """Rule out what lies below the nucleus, and, without sorting it, what top-k by most would.
+    """Mask what lies below the nucleus, and, without sorting it, what top-k by most would.
 
     values: float32 (n,), at most 0. whole: float32 scalar, the sum of exp(values).
     """
@@ -179,7 +179,8 @@ def apply_top_p(
 
 
 def apply_min_p(values: mx.array, min_p: float, min_tokens_to_keep: int = 1) -> mx.array:
-    """Rule out what is less likely than min_p times the best. values: float32 (n,), best 0."""
+    """Mask what is less likely than min_p times the best. values: float32 (n,), best 0. Returns,
+    as all of these, float32 (n,) with -inf where masked."""
     threshold = mx.array(math.log(min_p), mx.float32)
     if min_tokens_to_keep > 1:
         threshold = mx.minimum(threshold, _kth_largest(values, min_tokens_to_keep))
@@ -202,7 +203,8 @@ def apply_typical_p(values: mx.array, typical_p: float) -> mx.array:
 
 
 def apply_xtc(values: mx.array, threshold: float, special: mx.array) -> mx.array:
-    """Of the ids over the threshold rule out all but the least likely. special: ids that stay."""
+    """Mask all ids over the threshold but the least likely. values: float32 (n,).
+    special: int32 (m,), ids that stay."""
     exponentials = mx.exp(values)
     over = exponentials > threshold * total(exponentials)
     drop = values > mx.where(over, values, math.inf).min()

@@ -1,6 +1,6 @@
 """The filters of the chain in numpy: float32 values in, a threshold or a mask of survivors out.
 
-`values` are logits minus the largest logit: float32 (n,), at most 0, -inf for what is ruled out.
+`values` are logits minus the largest logit: float32 (n,), at most 0, -inf where masked.
 A filter that keeps the most likely ids answers with the lowest value that survives, so that
 several of them combine as a maximum. None of them sorts a large vocabulary when a bound will do.
 """
@@ -23,7 +23,7 @@ _SLACK = 0.01
 
 
 def top_k_threshold(values: np.ndarray, k: int) -> float:
-    """The k-th largest value, or -inf when there are no more than k."""
+    """The k-th largest of float32 (n,), or -inf when there are no more than k."""
     n = len(values)
     if k >= n:
         return NOTHING
@@ -35,13 +35,14 @@ def top_k_threshold(values: np.ndarray, k: int) -> float:
 
 
 def at_least(values: np.ndarray, bound: float) -> np.ndarray:
-    """The values that reach a bound, in their order."""
+    """Of float32 (n,) those that reach a bound, in their order: float32 (m,)."""
     # A quarter of the time of indexing with a mask.
     return values.compress(values >= np.float32(bound))
 
 
 def at_least_k_bound(values: np.ndarray, k: int) -> float:
-    """A number that at least k values reach, close to the k-th largest; -inf when none is cheap.
+    """A number that at least k of float32 (n,) reach, close to the k-th largest; -inf when none is
+    cheap.
 
     The largest values of disjoint groups belong to distinct ids, so the k-th largest of them is
     a lower bound of the k-th largest of all.
@@ -56,8 +57,9 @@ def at_least_k_bound(values: np.ndarray, k: int) -> float:
 def top_p_threshold(values: np.ndarray, total: float, top_p: float) -> float:
     """The least likely value in the nucleus: mlx_lm's apply_top_p.
 
-    total: sum of exp over all ids; values may be the head of them. An id is kept while the mass
-    strictly above it in the sorted order is less than top_p * total. -inf when all are kept.
+    values: float32 (n,), of all ids or of the most likely. total: sum of exp over all ids. An id
+    is kept while the mass above it in the sorted order is less than top_p * total. -inf when all
+    are kept.
     """
     bounds = []
     if len(values) > _TINY:
@@ -83,7 +85,8 @@ def _nucleus(head: np.ndarray, budget: float) -> float | None:
 
 
 def min_p_threshold(values: np.ndarray, min_p: float, min_tokens_to_keep: int = 1) -> float:
-    """log(min_p), lowered until min_tokens_to_keep values reach it: mlx_lm's apply_min_p."""
+    """log(min_p), lowered until min_tokens_to_keep of float32 (n,) reach it: mlx_lm's
+    apply_min_p."""
     threshold = float(np.float32(math.log(min_p)))
     if min_tokens_to_keep > 1:
         threshold = min(threshold, top_k_threshold(values, min_tokens_to_keep))
@@ -93,8 +96,8 @@ def min_p_threshold(values: np.ndarray, min_p: float, min_tokens_to_keep: int = 
 def typical_mask(values: np.ndarray, typical_p: float) -> np.ndarray:
     """Locally typical sampling (Meister et al., 2022, equation 7): bool (n,), True survives.
 
-    values: finite; they are renormalised. Keeps the ids whose information content is nearest to
-    the entropy, as few as have the mass typical_p, and what ties with the last of them.
+    values: float32 (n,), finite; they are renormalised. Keeps the ids whose information content is
+    nearest to the entropy, as few as have the mass typical_p, and what ties with the last of them.
     """
     exponentials = np.exp(values)
     total = exponentials.sum()
@@ -123,10 +126,10 @@ def _typical_distance(
 
 
 def xtc_mask(values: np.ndarray, threshold: float, protected: np.ndarray | None) -> np.ndarray:
-    """Exclude Top Choices: bool (n,), True survives: mlx_lm's apply_xtc once its coin has fallen.
+    """Exclude Top Choices: bool (n,), True survives: mlx_lm's apply_xtc after its random draw.
 
     Of the ids with a probability (renormalised) over the threshold only the least likely stays.
-    protected: bool (n,), ids that are never dropped, or None.
+    values: float32 (n,). protected: bool (n,), ids that are never dropped, or None.
     """
     exponentials = np.exp(values)
     over = exponentials > np.float32(threshold) * exponentials.sum()

@@ -43,7 +43,7 @@ def nothing_left() -> DataError:
 
 
 def xtc_acts(options: SamplingOptions, position: int) -> bool:
-    """Whether XTC's coin, which hangs on seed and position alone, falls for it."""
+    """Whether XTC acts at a position: a Bernoulli draw that depends on seed and position alone."""
     if options.xtc_probability <= 0:
         return False
     return uniform_scalar(position_key(options.seed, position, XTC_STREAM)) <= (
@@ -212,9 +212,9 @@ class HostSampler:
         return ids, values
 
     def _pick(self, ids: np.ndarray | None, values: np.ndarray, position: int) -> int:
-        """The winner among ids (ascending; None: all of them) under Gumbel noise.
+        """The Gumbel-max draw among ids (ascending int64 (n,); None: all of them).
 
-        values: float32, one for each of the ids.
+        values: float32 (n,), of the ids.
         """
         if ids is not None and len(ids) == 1:
             return int(ids[0])
@@ -231,7 +231,7 @@ class HostSampler:
     def _contenders(
         self, key: Key, ids: np.ndarray | None, scaled: np.ndarray
     ) -> np.ndarray | None:
-        """Indices into scaled that noise can still lift to the top, or None: treat them all."""
+        """Indices of scaled, float32 (n,), that noise can still make the largest; None for all."""
         head = np.flatnonzero(scaled >= np.float32(filters.at_least_k_bound(scaled, _PRUNE_HEAD)))
         noise = self._noise(key, head if ids is None else ids[head])
         best = float((scaled[head] + noise).max())
@@ -241,7 +241,7 @@ class HostSampler:
         return np.flatnonzero(reach)
 
     def _noise(self, key: Key, ids: np.ndarray | None) -> np.ndarray:
-        """Gumbel noise for ids, float32; for all of them when ids is None."""
+        """Gumbel noise, float32 (n,), for ids; float32 (vocab,) when ids is None."""
         if ids is None:
             return gumbel(uniform(key, self.vocab))
         # A pair of counters yields two numbers, of which a single id needs one.

@@ -55,7 +55,7 @@ def threefry2x32(key: Key, counter0: Any, counter1: Any) -> tuple[Any, Any]:
 
 
 def position_key(seed: int, position: int, stream: int = 0) -> Key:
-    """The key for the draw at a position. seed: 64 bits. stream: 0 the noise, 1 the XTC coin."""
+    """The key for the draw at a position. seed: 64 bits. stream: 0 the noise, 1 XTC's draw."""
     return _scalar((seed >> 32 & _MASK, seed & _MASK), position & _MASK, stream & _MASK)
 
 
@@ -108,7 +108,7 @@ def uniform_scalar(key: Key) -> float:
 def gumbel(u: np.ndarray) -> np.ndarray:
     """Standard Gumbel noise from uniform numbers, -log(-log(u + 1e-20)): paper 003 section 10.1.
 
-    u: float32, overwritten with the result, which is also returned.
+    u: float32 (n,), overwritten with the result, which is also returned.
     """
     np.add(u, _GUMBEL_FLOOR, out=u)
     np.log(u, out=u)

@@ -32,7 +32,10 @@ CACHE_MODULE = "mlx_lm.models.cache"
 DTYPES = {name: getattr(mx, "bool_" if name == "bool" else name) for name in ITEM_BYTES}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-Arrays = dict[str, mx.array]  # by the names of layout.KINDS; an array that is None is left out
+# By the names of layout.KINDS; an array that is None is left out. Keys and values: (batch, heads,
+# positions, size) of the activations' dtype, or packed to uint32 with scales and biases; what
+# ArraysCache holds has the shapes and dtypes of its architecture.
+Arrays = dict[str, mx.array]
 
 
 class Codec(NamedTuple):
@@ -207,8 +210,9 @@ def fill(caches: Sequence[Any], layers: Sequence[Layer | None], load: Load) -> l
     """Sets fresh caches to what the stored layers say, and returns them, with None in the place of
     those that are not stored.
 
-    load: see blocks.load_tensor. Growing arrays get room for whole blocks of 256 positions, as the
-    classes themselves allocate. Raises Damaged, also if the model's caches are others.
+    load: see blocks.load_tensor. Arrays come back in the stored shape and dtype; growing ones get
+    room for whole blocks of 256 positions, as the classes themselves allocate. Raises Damaged, also
+    if the model's caches are others.
     """
     if len(caches) != len(layers):
         raise Damaged(f"it has {len(layers)} layers, the model {len(caches)}")

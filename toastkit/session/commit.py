@@ -71,7 +71,8 @@ def _cut_slices(slices: list[tuple[int, int]], count: int) -> list[tuple[int, in
 
 
 def write_logits(fd: int, old: LogitsRecord | None, logits: memoryview) -> LogitsRecord:
-    """Writes float32 logits where the last commit's are not. Raises OSError."""
+    """Writes logits where the last commit's are not. logits: the bytes of float32 (vocab,). Raises
+    OSError."""
     used = [] if old is None else [(old.offset, align(4 * old.count))]
     offset = Space(used).allocate(logits.nbytes)
     pwrite_all(fd, logits, offset)
@@ -79,7 +80,8 @@ def write_logits(fd: int, old: LogitsRecord | None, logits: memoryview) -> Logit
 
 
 def logits_bytes(logits: object) -> memoryview:
-    """The bytes of a contiguous float32 array of any library. Raises ValueError for another."""
+    """The bytes (uint8) of a contiguous float32 array of any shape and library. Raises ValueError
+    for another."""
     view = memoryview(logits)  # type: ignore[arg-type]
     if view.format != "f" or not view.c_contiguous:
         raise ValueError("logits must be a contiguous float32 array")
@@ -190,8 +192,8 @@ def _store(fd: int, space: Space, plan: Plan, n: int) -> Part:
 
 class State(NamedTuple):
     """What a commit is given. tokens: all ids that were read. sources: its layers, None where none
-    are kept. logits: float32 bytes after the last token, or None. savepoints: of LayerSources,
-    as in_order has them."""
+    are kept. logits: the bytes of float32 (vocab,) after the last token, or None.
+    savepoints: of LayerSources, as in_order has them."""
 
     tokens: list[int]
     sources: Sequence[LayerSource] | None
@@ -220,8 +222,8 @@ def write_data(
 
 
 def trim_file(fd: int, end: int) -> None:
-    """Gives back the tail of a file that has become more than twice as long as its committed end
-    (bytes). Not sooner: states that take turns between two places would grow and shrink it with
+    """Truncates a file that has become more than twice as long as its committed end (bytes).
+    Not sooner: states that take turns between two places would grow and shrink it with
     every commit."""
     if os.fstat(fd).st_size > 2 * end + SLACK_BYTES:
         os.ftruncate(fd, end)

@@ -46,7 +46,7 @@ def _read_tokens(files: DataFiles, header: Header) -> list[int]:
 
 
 def read_logits(files: DataFiles, record: LogitsRecord) -> bytearray:
-    """The bytes of the logits. Raises Damaged, OSError."""
+    """The bytes of the logits, float32 (record.count,). Raises Damaged, OSError."""
     buffer = bytearray(4 * record.count)
     _read(files, LOGITS_FILE, memoryview(buffer), record.offset)
     if zlib.crc32(buffer) != record.crc:

@@ -70,8 +70,8 @@ class RingWriter:
             ) from error
 
     def write(self, logits: Any) -> Reference:
-        """Copies one step's logits, any contiguous float32 buffer of `vocab` values, into the next
-        slot. Returns what a frame says in their place; it is good for `slots` steps.
+        """Copies one step's logits, any contiguous buffer of float32 (vocab,), into the next slot.
+        Returns what a frame says in their place; it is good for `slots` steps.
         Raises ValueError for another dtype or size, IOFailure where the file was cut short."""
         data = memoryview(logits)
         if data.format != "f" or data.nbytes != 4 * self.vocab:
@@ -98,15 +98,15 @@ _ORDER = threading.Lock()
 
 
 def _fence() -> None:
-    """Keeps loads and stores in order on processors that would not, such as ARM: what comes before
-    the release of a lock is seen before what comes after the next time it is taken."""
+    """A memory barrier, for weakly ordered processors such as ARM: loads and stores before the
+    release of a lock are seen before those after its next acquisition."""
     for _ in range(2):
         _ORDER.acquire()
         _ORDER.release()
 
 
 def _fill(fd: int, size: int) -> None:
-    """Gives a file its blocks. Raises OSError."""
+    """Allocates the blocks of a file of `size` bytes. Raises OSError."""
     if hasattr(os, "posix_fallocate"):
         try:
             return os.posix_fallocate(fd, 0, size)

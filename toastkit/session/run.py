@@ -4,7 +4,7 @@
     logits      the ring that logits frames point into (ring.py)
     handover    Unix socket on which the writer's lock passes from prefill to decode (handover.py)
     alive       locked, shared, by every process of the run that says so; once nobody holds it, the
-                directory is rubbish that the next run sweeps away
+                next run removes the directory
 
 The directory has mode 0700, what is in it 0600.
 """

@@ -14,7 +14,8 @@ _DTYPES = {"float32": "<f4", "float16": "<f2", "uint32": "<u4", "int32": "<i4", 
 
 
 def to_numpy(array: Array) -> np.ndarray:
-    """An inline array as numpy, read-only; bfloat16 becomes float32."""
+    """An inline array as numpy, read-only: (...) of its shape and dtype, but float32 for
+    bfloat16."""
     if array.dtype == "bfloat16":
         bits = np.frombuffer(array.data, "<u2").astype(np.uint32) << 16
         return bits.view(np.float32).reshape(array.shape)
@@ -22,13 +23,14 @@ def to_numpy(array: Array) -> np.ndarray:
 
 
 def from_numpy(values: np.ndarray) -> Array:
-    """A float32 array to travel inside a frame."""
+    """An array to travel inside a frame. values: (...) of any real dtype; sent as float32."""
     values = np.ascontiguousarray(values, dtype="<f4")
     return Array("float32", values.shape, values.data.cast("B"))
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Natural logs of softmax(logits), float64 (vocab,). NaN counts as 0, infinity as 1e4."""
+    """Natural logs of softmax(logits), float64 (vocab,). logits: float (vocab,). NaN counts as 0,
+    infinity as 1e4."""
     with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
         x = np.nan_to_num(logits.astype(np.float64), nan=0.0, posinf=1e4, neginf=-1e4)
     x -= x.max()
@@ -51,7 +53,8 @@ class LogitsReader:
         self._run = head.run
 
     def read(self, logits: Any) -> np.ndarray:
-        """Logits (vocab,) float32. Raises DataError where they are missing, stale or misshapen."""
+        """The logits of a frame, inline, by reference or a device array: float32 (vocab,). Raises
+        DataError where they are missing, stale or misshapen."""
         if isinstance(logits, Reference):
             values = self._from_ring(logits)
         elif isinstance(logits, Array):

@@ -1,7 +1,7 @@
-"""Calls into the `tokenizers` package, with a lid on them.
+"""Calls into the `tokenizers` package, bounded in time and in output.
 
-It is written in Rust, and what a tokenizer.json makes it do is the author's of that file to choose:
-it may panic, search a text with a pattern for hours, or make it a thousand times as long.
+It is written in Rust and does what an untrusted tokenizer.json says: it may panic, match a pattern
+for hours, or make a text a thousand times as long.
 """
 
 from __future__ import annotations

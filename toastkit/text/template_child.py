@@ -112,7 +112,7 @@ class _Child:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory of a process, 0 where nobody can tell."""
+    """Bytes of memory of a process, 0 where unknown."""
     command = ["ps", "-o", "rss=", "-p", str(pid)]
     try:
         return int(subprocess.run(command, capture_output=True, check=True).stdout) * 1024
