@@ -17,6 +17,7 @@ from toastkit.gears import device, monitor
 from toastkit.gears.monitor import MonitorOptions
 from toastkit.gears.options import GearOptions
 from toastkit.gears.selector import SelectorOptions
+from toastkit.interrupts import Interrupt
 from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
 from toastkit.sampling.device import DeviceSampler
@@ -25,9 +26,9 @@ from toastkit.sampling.options import SamplingOptions
 from toastkit.stages.decode import decode
 from toastkit.stages.follow import Follower, GearRules
 from toastkit.stages.gear import entropy_on_device, followed, gear
-from toastkit.stages.local import LocalRuns
-from toastkit.stages.options import Interrupt, ReadOptions, StepOptions
 from toastkit.stages.prefill import prefill
+from toastkit.stages.run.one_process import LocalRuns
+from toastkit.stages.run.settings import ReadOptions, StepOptions
 from toastkit.stages.sample import DrawOptions, sample, sample_deferred
 from toastkit.stages.streams import compose
 
@@ -169,7 +170,7 @@ def test_host_and_device_choose_the_same_gears() -> None:
 def test_off_is_the_plain_path(crumb, plain: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     """No manager, no other module, no entropy: what runs is what ran before there were gears."""
     from toastkit.stages.answer import AnswerOptions, answer
-    from toastkit.stages.options import Outcome
+    from toastkit.stages.run.settings import Outcome
     from toastkit.text.tokenizer import Tokenizer
 
     off = Engine(locate("crumb"), dtype="float32", gear_options=GearOptions("off"))

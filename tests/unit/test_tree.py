@@ -32,7 +32,17 @@ LEVELS = (
     {"engine"},
     {"gears"},
     {"store", "model", "session"},
-    {"frames", "arrays", "outline", "errors", "folders", "text", "sampling", "__init__"},
+    {
+        "frames",
+        "arrays",
+        "outline",
+        "errors",
+        "folders",
+        "interrupts",
+        "text",
+        "sampling",
+        "__init__",
+    },
 )
 LEVEL = {folder: n for n, level in enumerate(LEVELS) for folder in level}
 
