@@ -39,6 +39,7 @@ LEVELS = (
         "errors",
         "folders",
         "interrupts",
+        "prefix",
         "text",
         "sampling",
         "__init__",

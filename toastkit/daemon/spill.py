@@ -18,8 +18,8 @@ from pathlib import Path
 
 from toastkit.errors import NoInputError, ToastError
 from toastkit.folders import make_private_folders, own_folder
+from toastkit.prefix import common_prefix
 from toastkit.session.checkpoints import Checkpoint
-from toastkit.session.commit import common_prefix
 from toastkit.session.directory import Session
 from toastkit.session.upkeep import STALE_SECONDS
 
