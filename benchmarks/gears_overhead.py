@@ -24,13 +24,14 @@ from toastkit.gears.entropy_graph import entropy_bits
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.monitor import EntropyMeter
 from toastkit.gears.selector import GearSelector
+from toastkit.interrupts import Interrupt
 from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.answer import AnswerOptions, answer
 from toastkit.stages.follow import Follower, GearRules
-from toastkit.stages.local import LocalRuns
-from toastkit.stages.options import Interrupt, Outcome, StepOptions
+from toastkit.stages.run.one_process import LocalRuns
+from toastkit.stages.run.settings import Outcome, StepOptions
 from toastkit.stages.sample import DrawOptions
 from toastkit.text.tokenizer import Tokenizer
 

@@ -42,6 +42,7 @@ from toastkit.frames import (
     dumps,
     pack_ids,
 )  # fmt: skip
+from toastkit.interrupts import Interrupt
 from toastkit.model.config import load_config
 from toastkit.model.locate import for_stream, locate
 from toastkit.sampling.host import HostSampler
@@ -53,18 +54,19 @@ from toastkit.session.run import RunDirectory
 from toastkit.stages.answer import AnswerOptions, answer
 from toastkit.stages.decode import decode
 from toastkit.stages.detokenize import TextOptions, detokenize
-from toastkit.stages.feeding import feed_tokens
-from toastkit.stages.feeds import ForcedFeed, GreedyFeed
+from toastkit.stages.feed import feed_tokens
 from toastkit.stages.follow import Follower, GearRules
 from toastkit.stages.gear import gear
 from toastkit.stages.inspect import Statistics, choose, make_inline
 from toastkit.stages.jsonl import from_json, json_frames, to_json
-from toastkit.stages.local import LocalRuns
-from toastkit.stages.options import Interrupt, Outcome, ReadOptions, StepOptions
-from toastkit.stages.pipe_feed import PipeFeed
 from toastkit.stages.prefill import prefill
+from toastkit.stages.run.one_process import LocalRuns
+from toastkit.stages.run.own_tokens import ForcedFeed, GreedyFeed
+from toastkit.stages.run.pipe_decode import DecodeEnd
+from toastkit.stages.run.pipe_feed import PipeFeed
+from toastkit.stages.run.pipe_prefill import PrefillEnd
+from toastkit.stages.run.settings import Outcome, ReadOptions, StepOptions
 from toastkit.stages.sample import DrawOptions, sample
-from toastkit.stages.shared import DecodeEnd, PrefillEnd
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, tokenize
 from toastkit.text.messages import user_messages
 from toastkit.text.tokenizer import Tokenizer

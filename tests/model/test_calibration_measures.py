@@ -16,13 +16,14 @@ from toastkit.frames import Token  # noqa: E402
 from toastkit.gears import calibration  # noqa: E402
 from toastkit.gears.monitor import entropy_bits  # noqa: E402
 from toastkit.gears.thresholds import path, save  # noqa: E402
+from toastkit.interrupts import Interrupt  # noqa: E402
 from toastkit.model.config import load_config  # noqa: E402
 from toastkit.sampling.sampling_options import SamplingOptions  # noqa: E402
 from toastkit.stages import calibrate as stage  # noqa: E402
 from toastkit.stages.answer import AnswerOptions, answer  # noqa: E402
 from toastkit.stages.calibrate import answer_entropies, prompt_entropies  # noqa: E402
-from toastkit.stages.local import LocalRuns  # noqa: E402
-from toastkit.stages.options import Interrupt, Outcome, StepOptions  # noqa: E402
+from toastkit.stages.run.one_process import LocalRuns  # noqa: E402
+from toastkit.stages.run.settings import Outcome, StepOptions  # noqa: E402
 from toastkit.stages.sample import DrawOptions  # noqa: E402
 from toastkit.stages.tokenize import (  # noqa: E402
     Prompt,

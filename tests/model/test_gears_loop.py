@@ -19,6 +19,7 @@ from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.monitor import MonitorOptions
 from toastkit.gears.selector import SelectorOptions
 from toastkit.holdings.holdings import Holdings
+from toastkit.interrupts import Interrupt
 from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
 from toastkit.sampling.device_sampler import DeviceSampler
@@ -27,9 +28,9 @@ from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.decode import decode
 from toastkit.stages.follow import Follower, GearRules
 from toastkit.stages.gear import entropy_on_device, followed, gear
-from toastkit.stages.local import LocalRuns
-from toastkit.stages.options import Interrupt, ReadOptions, StepOptions
 from toastkit.stages.prefill import prefill
+from toastkit.stages.run.one_process import LocalRuns
+from toastkit.stages.run.settings import ReadOptions, StepOptions
 from toastkit.stages.sample import DrawOptions, sample, sample_deferred
 from toastkit.stages.streams import compose
 
@@ -171,7 +172,7 @@ def test_host_and_device_choose_the_same_gears() -> None:
 def test_off_is_the_plain_path(crumb, plain: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     """No manager, no other module, no entropy: what runs is what ran before there were gears."""
     from toastkit.stages.answer import AnswerOptions, answer
-    from toastkit.stages.options import Outcome
+    from toastkit.stages.run.settings import Outcome
     from toastkit.text.tokenizer import Tokenizer
 
     off = open_engine(locate("crumb"), dtype="float32", gear_options=GearOptions("off"))

@@ -24,17 +24,18 @@ from toastkit.frames import (  # noqa: E402
     dumps,
     pack_ids,
 )
+from toastkit.interrupts import Interrupt  # noqa: E402
 from toastkit.model.config import fingerprint, load_config  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
 from toastkit.sampling.device_sampler import DeviceSampler  # noqa: E402
 from toastkit.sampling.sampling_options import SamplingOptions  # noqa: E402
 from toastkit.session.directory import Session  # noqa: E402
 from toastkit.stages.decode import decode  # noqa: E402
-from toastkit.stages.feeds import ForcedFeed, GreedyFeed, forced_ids  # noqa: E402
-from toastkit.stages.local import LocalRuns  # noqa: E402
-from toastkit.stages.options import Interrupt, ReadOptions, StepOptions  # noqa: E402
 from toastkit.stages.prefill import prefill  # noqa: E402
-from toastkit.stages.runs import Next  # noqa: E402
+from toastkit.stages.run.one_process import LocalRuns  # noqa: E402
+from toastkit.stages.run.own_tokens import ForcedFeed, GreedyFeed, forced_ids  # noqa: E402
+from toastkit.stages.run.protocol import Next  # noqa: E402
+from toastkit.stages.run.settings import ReadOptions, StepOptions  # noqa: E402
 from toastkit.stages.sample import DrawOptions, sample_deferred  # noqa: E402
 from toastkit.stages.streams import compose  # noqa: E402
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer  # noqa: E402

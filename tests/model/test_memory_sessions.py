@@ -20,11 +20,12 @@ from tests.model.service_driver import (  # noqa: E402
 )
 from toastkit.errors import IOFailure  # noqa: E402
 from toastkit.frames import Tokens, pack_ids  # noqa: E402
+from toastkit.interrupts import Interrupt  # noqa: E402
 from toastkit.sampling.sampling_options import SamplingOptions  # noqa: E402
 from toastkit.session.directory import Session  # noqa: E402
 from toastkit.stages.answer import AnswerOptions, answer  # noqa: E402
-from toastkit.stages.local import LocalRuns  # noqa: E402
-from toastkit.stages.options import Interrupt, Outcome, StepOptions  # noqa: E402
+from toastkit.stages.run.one_process import LocalRuns  # noqa: E402
+from toastkit.stages.run.settings import Outcome, StepOptions  # noqa: E402
 from toastkit.stages.sample import DrawOptions  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("homes")

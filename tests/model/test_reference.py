@@ -13,11 +13,12 @@ mx = pytest.importorskip("mlx.core")
 from reference import PROMPTS  # noqa: E402
 
 from toastkit.frames import End, Prefilled, Text, Token, Tokens, unpack_ids  # noqa: E402
+from toastkit.interrupts import Interrupt  # noqa: E402
 from toastkit.model.config import load_config  # noqa: E402
 from toastkit.sampling.sampling_options import SamplingOptions  # noqa: E402
 from toastkit.stages.answer import AnswerOptions, answer  # noqa: E402
-from toastkit.stages.local import LocalRuns  # noqa: E402
-from toastkit.stages.options import Interrupt, Outcome, ReadOptions, StepOptions  # noqa: E402
+from toastkit.stages.run.one_process import LocalRuns  # noqa: E402
+from toastkit.stages.run.settings import Outcome, ReadOptions, StepOptions  # noqa: E402
 from toastkit.stages.sample import DrawOptions  # noqa: E402
 from toastkit.stages.tokenize import (  # noqa: E402
     Prompt,

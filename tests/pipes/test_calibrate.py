@@ -17,7 +17,7 @@ from toastkit.gears import thresholds
 from toastkit.gears.calibration import Thresholds
 from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
-from toastkit.stages.poll import unread_bytes
+from toastkit.stages.run.poll import unread_bytes
 
 PROMPT = "Tell me a story."
 MARK = fingerprint(locate("crumb"))

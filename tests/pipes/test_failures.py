@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import executable
 from tests.pipes.pipelines import STAGES, STORY, TIMEOUT, WHO, WHO_ANSWER, Pipeline, run_pipeline
 
-HANDOVER_SECONDS = 2  # of stages.shared, which imports MLX
+HANDOVER_SECONDS = 2  # of stages.run.pipe_prefill, which imports MLX
 ENDLESS = {"sample": ["--ignore-eos"]}
 SIGPIPE = -signal.SIGPIPE
 

@@ -8,6 +8,7 @@ from toastkit.frames import End, Head, Logits, Prefilled, Token, Tokens, pack_id
 from toastkit.sampling.host import HostSampler
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.arrays import from_numpy
+from toastkit.stages.run.protocol import Next
 from toastkit.stages.sample import DrawOptions, sample
 
 VOCAB = 6
@@ -54,16 +55,9 @@ class Recorder:
     def begin(self, head: Head) -> None:
         self.told.append(("begin",))
 
-    def send(
-        self,
-        pos: int,
-        token: int,
-        end: str | None = None,
-        gear: str | None = None,
-        expected: str | None = None,
-    ) -> None:
-        self.told.append(("send", pos, token, end))
-        self.gears.append((gear, expected))
+    def send(self, pos: int, following: Next) -> None:
+        self.told.append(("send", pos, following.token, following.end))
+        self.gears.append((following.gear, following.expected))
 
     def close(self, reason: str) -> None:
         self.told.append(("close", reason))

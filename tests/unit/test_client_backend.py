@@ -15,10 +15,10 @@ import pytest
 from tests.unit.fake_daemon import FakeDaemon, answer, failure, signals_put_back
 from toastkit import errors
 from toastkit.client.backend import OtherModel, Wanted, choose_backend, remote_error
-from toastkit.client.interrupts import Interrupts
 from toastkit.client.local_backend import LocalBackend
 from toastkit.client.socket_backend import SocketBackend
 from toastkit.errors import NoInputError, ToastError, UnavailableError, UsageError
+from toastkit.interrupts import Signals
 
 ASK = {"messages": [{"role": "user", "content": "Hi!"}], "options": {}}
 
@@ -30,9 +30,9 @@ def no_daemon_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def interrupts() -> Iterator[Interrupts]:
+def interrupts() -> Iterator[Signals]:
     with signals_put_back():
-        yield Interrupts()
+        yield Signals()
 
 
 # ------------------------------------------------------------------------------------------- errors
@@ -124,7 +124,7 @@ def test_leaving_cancels_in_this_process(service: type[FakeService]) -> None:
 
 
 def test_a_signal_while_the_model_loads_ends_at_once(
-    service: type[FakeService], interrupts: Interrupts
+    service: type[FakeService], interrupts: Signals
 ) -> None:
     interrupts.patient = True
     service.replies = [
@@ -136,9 +136,7 @@ def test_a_signal_while_the_model_loads_ends_at_once(
         list(LocalBackend(Wanted(), interrupts).ask(ASK))
 
 
-def test_a_signal_in_mid_answer_is_noted(
-    service: type[FakeService], interrupts: Interrupts
-) -> None:
+def test_a_signal_in_mid_answer_is_noted(service: type[FakeService], interrupts: Signals) -> None:
     service.replies = [{"text": "a"}, lambda: signal.raise_signal(signal.SIGINT), {"text": "b"}, 5]
     seen = list(LocalBackend(Wanted(), interrupts).ask(ASK))
     assert seen == [{"text": "a"}, {"text": "b"}] and interrupts.code == 130

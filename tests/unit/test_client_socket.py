@@ -21,18 +21,18 @@ from tests.unit.fake_daemon import (
     signals_put_back,
 )
 from toastkit.client import socket_backend
-from toastkit.client.interrupts import Interrupts
 from toastkit.client.socket_backend import SocketBackend, connect, control
 from toastkit.daemon.peer import Peer
 from toastkit.errors import DataError, UnavailableError
+from toastkit.interrupts import Signals
 
 ASK = {"messages": [{"role": "user", "content": "Hi!"}], "options": {}}
 
 
 @pytest.fixture
-def interrupts() -> Iterator[Interrupts]:
+def interrupts() -> Iterator[Signals]:
     with signals_put_back():
-        yield Interrupts()
+        yield Signals()
 
 
 def test_a_request_and_its_replies() -> None:
@@ -183,7 +183,7 @@ def test_control_does_not_wait_for_ever() -> None:
 # -------------------------------------------------------------------------------- signals and pipes
 
 
-def test_a_signal_ends_the_replies(interrupts: Interrupts) -> None:
+def test_a_signal_ends_the_replies(interrupts: Signals) -> None:
     with FakeDaemon([{"text": "a"}, HOLD]) as daemon:
         timer = threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGTERM])
         replies = SocketBackend(daemon.path, interrupts=interrupts).ask(ASK)
@@ -195,7 +195,7 @@ def test_a_signal_ends_the_replies(interrupts: Interrupts) -> None:
         timer.join()
 
 
-def test_signals_first_and_second(interrupts: Interrupts) -> None:
+def test_signals_first_and_second(interrupts: Signals) -> None:
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     with pytest.raises(SystemExit) as ended:
@@ -217,7 +217,7 @@ def test_signals_first_and_second(interrupts: Interrupts) -> None:
 def test_a_signal_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     with signals_put_back():
-        Interrupts()
+        Signals()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     signal.signal(signal.SIGHUP, before)
 

@@ -32,7 +32,7 @@ from toastkit.frames import (
     to_map,
 )
 from toastkit.stages.arrays import LogitsReader, from_numpy
-from toastkit.stages.feeding import bare_ids
+from toastkit.stages.feed import bare_ids
 from toastkit.stages.jsonl import from_json, json_frames, lines, to_json
 
 VOCAB = 5

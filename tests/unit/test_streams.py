@@ -31,16 +31,17 @@ from toastkit.frames import (
 from toastkit.gears.classifier import classify
 from toastkit.gears.monitor import MonitorOptions
 from toastkit.gears.selector import SelectorOptions
+from toastkit.interrupts import Interrupt
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.session.directory import Session
 from toastkit.stages.arrays import from_numpy
-from toastkit.stages.feeding import feed_tokens
+from toastkit.stages.feed import feed_tokens
 from toastkit.stages.follow import GearRules
 from toastkit.stages.gear import gear
-from toastkit.stages.local import LocalRuns
-from toastkit.stages.options import Interrupt, ReadOptions, StepOptions
 from toastkit.stages.prefill import prefill
-from toastkit.stages.shared import DecodeEnd
+from toastkit.stages.run.one_process import LocalRuns
+from toastkit.stages.run.pipe_decode import DecodeEnd
+from toastkit.stages.run.settings import ReadOptions, StepOptions
 from toastkit.stages.streams import compose, ends_run, whole_runs
 from toastkit.stages.tally import tallied
 
@@ -324,13 +325,12 @@ def test_room_is_made_for_the_logits_of_the_model(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with Session.open(path, MODEL) as session:
         commit(session, [1, 2, 3])
-    runs = DecodeEnd(Interrupt(), None, inline=False)
-    with closing(runs):
-        attached = runs.attach(Head("m", MODEL, 1 << 23, [], session=str(path)))
-        assert isinstance(attached.run, str)
+    end = DecodeEnd(Interrupt(), None, inline=False)
+    with closing(end.attach(Head("m", MODEL, 1 << 23, [], session=str(path)))) as run:
+        assert isinstance(run.head.run, str)
         with pytest.raises(DataError, match="says 8388608 logits a step, the model has 4096"):
-            runs.take(SimpleNamespace(vocab=4096), [1, 2, 3])
-        assert sorted(os.listdir(attached.run)) == ["alive", "feed"]
+            run.take(SimpleNamespace(vocab=4096), [1, 2, 3])
+        assert sorted(os.listdir(run.head.run)) == ["alive", "feed"]
 
 
 def test_a_prompt_for_other_logits_is_not_read() -> None:

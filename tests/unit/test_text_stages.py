@@ -22,16 +22,17 @@ from toastkit.frames import (
     pack_ids,
 )
 from toastkit.gears.classifier import classify
+from toastkit.interrupts import Interrupt
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.session.feed import FeedMessage, FeedReader
 from toastkit.stages.detokenize import TextOptions, detokenize
-from toastkit.stages.feeding import bare_ids, feed_tokens
+from toastkit.stages.feed import bare_ids, feed_tokens
 from toastkit.stages.follow import GearRules
 from toastkit.stages.gear import gear
-from toastkit.stages.options import Interrupt, Outcome, ReadOptions
-from toastkit.stages.pipe_feed import PipeFeed
 from toastkit.stages.prefill import prefill
+from toastkit.stages.run.pipe_feed import PipeFeed
+from toastkit.stages.run.settings import Outcome, ReadOptions
 from toastkit.stages.tokenize import (
     Prompt,
     PromptOptions,

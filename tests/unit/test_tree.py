@@ -31,10 +31,11 @@ LEVELS = (
     {"stages"},
     {"engine"},
     {"gears"},
+    {"holdings"},
     {"store", "model", "session"},
     {
-        "frames", "arrays", "outline", "errors", "base_directories", "private_files", "text",
-        "sampling", "__init__",
+        "frames", "arrays", "outline", "errors", "base_directories", "private_files", "interrupts",
+        "prefix", "wire", "text", "sampling", "__init__",
     },
 )  # fmt: skip
 LEVEL = {folder: n for n, level in enumerate(LEVELS) for folder in level}

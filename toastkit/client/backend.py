@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from toastkit import errors
-from toastkit.client.interrupts import Interrupts
 from toastkit.errors import CannotCreateError, NoInputError, ToastError, UnavailableError
+from toastkit.interrupts import Signals
 
 STDOUT = 1
 
@@ -50,7 +50,7 @@ class Wanted(NamedTuple):
     quiet: bool = False
 
 
-def choose_backend(wanted: Wanted, interrupts: Interrupts | None = None) -> Backend:
+def choose_backend(wanted: Wanted, interrupts: Signals | None = None) -> Backend:
     """The backend for some flags: the daemon where one answers, else this process.
 
     Raises UnavailableError where a daemon was insisted on and none answers.
@@ -67,7 +67,7 @@ def choose_backend(wanted: Wanted, interrupts: Interrupts | None = None) -> Back
     return OtherModel(daemon, wanted, interrupts)
 
 
-def _daemon(wanted: Wanted, interrupts: Interrupts | None) -> Backend | None:
+def _daemon(wanted: Wanted, interrupts: Signals | None) -> Backend | None:
     from toastkit.client.socket_backend import connect
     from toastkit.daemon.paths import socket_path
 
@@ -86,7 +86,7 @@ def _daemon(wanted: Wanted, interrupts: Interrupts | None) -> Backend | None:
     return found
 
 
-def _this_process(wanted: Wanted, interrupts: Interrupts | None) -> Backend:
+def _this_process(wanted: Wanted, interrupts: Signals | None) -> Backend:
     from toastkit.client.local_backend import LocalBackend
 
     return LocalBackend(wanted, interrupts, _watched())
@@ -105,7 +105,7 @@ class OtherModel:
     """A daemon for as long as it runs the model that is asked for, and this process from the first
     request on that it refuses because it runs another."""
 
-    def __init__(self, daemon: Backend, wanted: Wanted, interrupts: Interrupts | None):
+    def __init__(self, daemon: Backend, wanted: Wanted, interrupts: Signals | None):
         self._backend = daemon
         self._wanted = wanted
         self._interrupts = interrupts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from toastkit.client.interrupts import Interrupts
+from toastkit.interrupts import Signals
 
 if TYPE_CHECKING:
     from toastkit.client.backend import Wanted
@@ -22,9 +22,7 @@ class LocalBackend:
 
     name = "this process"
 
-    def __init__(
-        self, wanted: Wanted, interrupts: Interrupts | None = None, watch: int | None = None
-    ):
+    def __init__(self, wanted: Wanted, interrupts: Signals | None = None, watch: int | None = None):
         self._wanted = wanted
         self._interrupts = interrupts
         self._watch = watch
@@ -33,7 +31,7 @@ class LocalBackend:
     def ask(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The replies to a request. The request's own `model` is the one that is loaded here."""
         from toastkit.client.backend import hang_up
-        from toastkit.stages.poll import reader_gone
+        from toastkit.stages.run.poll import reader_gone
 
         if self._interrupts is not None:
             self._interrupts.patient = False

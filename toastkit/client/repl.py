@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from toastkit.client.interrupts import Interrupts
 from toastkit.client.turn import Turns
 from toastkit.errors import ToastError, from_os_error
+from toastkit.interrupts import Signals
 
 PROMPT = "> "
 HISTORY_LINES = 1000
@@ -84,7 +84,7 @@ def _make_private(path: Path) -> None:
 def chat_with_person(
     turns: Turns,
     first: str,
-    interrupts: Interrupts,
+    interrupts: Signals,
     history: Path | None,
     report: Callable[[ToastError], None],
 ) -> int:
@@ -127,7 +127,7 @@ def _ask(turns: Turns, line: str, editor: Editor, report: Callable[[ToastError],
             editor.newline()  # below the ^C
 
 
-def chat_with_lines(turns: Turns, lines: Iterator[str], interrupts: Interrupts) -> int:
+def chat_with_lines(turns: Turns, lines: Iterator[str], interrupts: Signals) -> int:
     """Asks each line that is not blank. Gives the exit code; the first failure ends the chat."""
     while not interrupts.signal:
         interrupts.patient = False  # who writes the lines may take long

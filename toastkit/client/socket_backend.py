@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from toastkit.client.backend import remote_error
-from toastkit.client.interrupts import Interrupts
 from toastkit.errors import DataError, UnavailableError
+from toastkit.interrupts import Signals
 
 MAX_REPLY = 64 << 20  # bytes of a line; the longest is an `end` with the whole answer
 NOBODY = (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED)
@@ -33,7 +33,7 @@ class SocketBackend:
         self,
         path: str,
         connection: socket.socket | None = None,
-        interrupts: Interrupts | None = None,
+        interrupts: Signals | None = None,
         watch: int | None = None,
     ):
         self.path = path
@@ -88,7 +88,7 @@ class Wire:
     def __init__(
         self,
         connection: socket.socket,
-        interrupts: Interrupts | None = None,
+        interrupts: Signals | None = None,
         watch: int | None = None,
         deadline: float | None = None,
     ):
@@ -164,7 +164,7 @@ class Wire:
 
 
 def connect(
-    path: str, interrupts: Interrupts | None = None, watch: int | None = None
+    path: str, interrupts: Signals | None = None, watch: int | None = None
 ) -> SocketBackend | None:
     """The daemon at a path, connected; None where nobody answers.
 

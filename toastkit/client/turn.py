@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from toastkit.client.backend import Backend, hang_up, remote_error
 from toastkit.client.chats import Chat
-from toastkit.client.interrupts import Interrupts
 from toastkit.client.output import Output, Progress, Reply, write_text
 from toastkit.errors import DataError, ToastError, UnavailableError
+from toastkit.interrupts import Signals
 
 
 class Answer:
@@ -58,9 +58,7 @@ class TurnSettings(NamedTuple):
 class Turns:
     """The turns of one conversation."""
 
-    def __init__(
-        self, chat: Chat, backend: Backend, interrupts: Interrupts, settings: TurnSettings
-    ):
+    def __init__(self, chat: Chat, backend: Backend, interrupts: Signals, settings: TurnSettings):
         self._chat = chat
         self._backend = backend
         self._interrupts = interrupts

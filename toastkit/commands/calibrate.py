@@ -24,9 +24,9 @@ def calibrate(strategy: str, flags: dict[str, Any]) -> int:
     strategy: one of WORDS, or the name of a file of prompts. Interrupted, it stores nothing.
     """
     from toastkit.commands.engines import load
-    from toastkit.commands.pipes import Signals
     from toastkit.commands.prompt import prompt_tokenizer
     from toastkit.gears.thresholds import save
+    from toastkit.interrupts import Signals
     from toastkit.model.config import fingerprint
 
     Signals()  # SIGTERM and SIGHUP end it as Ctrl-C does

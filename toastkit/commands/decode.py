@@ -85,11 +85,11 @@ def _filter(flags: dict[str, Any], first: bytes) -> int:
     from toastkit.commands.engines import Engines
     from toastkit.commands.pipes import run_filter
     from toastkit.stages.decode import decode as stage
-    from toastkit.stages.feeds import ForcedFeed, GreedyFeed, forced_ids
     from toastkit.stages.follow import Follower
     from toastkit.stages.gear import followed
-    from toastkit.stages.options import StepOptions
-    from toastkit.stages.shared import DecodeEnd
+    from toastkit.stages.run.own_tokens import ForcedFeed, GreedyFeed, forced_ids
+    from toastkit.stages.run.pipe_decode import DecodeEnd
+    from toastkit.stages.run.settings import StepOptions
 
     if flags["greedy"] and flags["force"] is not None:
         raise UsageError("--greedy and --force exclude each other")
@@ -122,10 +122,10 @@ def _filter(flags: dict[str, Any], first: bytes) -> int:
 def _answer(prompt: tuple[str, ...], flags: dict[str, Any], first: bytes) -> int:
     """Text in, text out: all stages in this process."""
     from toastkit.commands.detokenize import TextWriter, check_length
-    from toastkit.commands.pipes import Signals
     from toastkit.commands.prompt import prompt_tokenizer, prompts
-    from toastkit.stages.options import Outcome
-    from toastkit.stages.poll import reader_gone
+    from toastkit.interrupts import Signals
+    from toastkit.stages.run.poll import reader_gone
+    from toastkit.stages.run.settings import Outcome
 
     wanted = prompts(prompt, flags, first)
     if not flags["each_line"]:
@@ -142,12 +142,12 @@ def _answer(prompt: tuple[str, ...], flags: dict[str, Any], first: bytes) -> int
     except BrokenPipeError:
         stage.close()
         if signals:
-            return 128 + signals.signal
+            return signals.code
         raise
     finally:
         stage.close()
     if signals:
-        return 128 + signals.signal
+        return signals.code
     return check_length(outcome, flags["fail_on_length"])
 
 
@@ -157,13 +157,13 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
     from toastkit.commands.progress import read_options
     from toastkit.model.config import sampling_defaults
     from toastkit.stages.detokenize import TextOptions
-    from toastkit.stages.options import StepOptions
+    from toastkit.stages.run.settings import StepOptions
 
     chain = options.sampling_options(flags, sampling_defaults(tokenizer.files), None)
     first = tokenizer.head(None)
     chain.validate(first.vocab)
     from toastkit.stages.answer import AnswerOptions, answer, xtc_special_ids
-    from toastkit.stages.local import LocalRuns
+    from toastkit.stages.run.one_process import LocalRuns
     from toastkit.stages.sample import DrawOptions
     from toastkit.stages.tokenize import tokenize
 

@@ -25,8 +25,8 @@ def detokenize(context: click.Context, **flags) -> int:
     from toastkit.model.locate import for_stream, locate
     from toastkit.stages.detokenize import TextOptions
     from toastkit.stages.detokenize import detokenize as stage
-    from toastkit.stages.options import Outcome
-    from toastkit.stages.pipe_feed import PipeFeed
+    from toastkit.stages.run.pipe_feed import PipeFeed
+    from toastkit.stages.run.settings import Outcome
     from toastkit.text.tokenizer import Tokenizer
 
     if flags["as_frames"]:

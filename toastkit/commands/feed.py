@@ -37,9 +37,12 @@ def _run_of(name: str) -> str:
     from toastkit.errors import NoInputError
     from toastkit.session.feed import OPEN_SECONDS
     from toastkit.session.names import resolve
+    from toastkit.session.run import FEED_FILE
+    from toastkit.session.upkeep import RUNS_DIRECTORY
 
+    pattern = f"{RUNS_DIRECTORY}/*/{FEED_FILE}"
     deadline = time.monotonic() + OPEN_SECONDS
-    while not (feeds := sorted((resolve(name) / "runs").glob("*/feed"))):
+    while not (feeds := sorted(resolve(name).glob(pattern))):
         if time.monotonic() >= deadline:
             break
         time.sleep(0.01)
@@ -51,13 +54,12 @@ def _run_of(name: str) -> str:
 
 def _send(ids: tuple[int, ...], path: str | None, end: bool) -> int:
     """Sends the ids of the command line."""
-    from pathlib import Path
-
     from toastkit.session.feed import FeedWriter
+    from toastkit.session.run import feed_of
 
     if path is None:
         raise UsageError("which run? give --run or --session")
-    writer = FeedWriter(Path(path) / "feed")
+    writer = FeedWriter(feed_of(path))
     for number, token in enumerate(ids, 1):
         writer.send(None, token, end=end and number == len(ids))
     if end and not ids:
@@ -69,7 +71,7 @@ def _send(ids: tuple[int, ...], path: str | None, end: bool) -> int:
 def _follow(path: str | None, ignore_eos: bool) -> int:
     """Sends what comes on stdin: frames, JSON lines or bare ids; tokens also go to stdout."""
     from toastkit.commands.pipes import WatchedInput, run_filter
-    from toastkit.stages.feeding import bare_ids, feed_tokens
+    from toastkit.stages.feed import bare_ids, feed_tokens
     from toastkit.stages.jsonl import json_frames
 
     first = os.read(0, 1)

@@ -52,7 +52,7 @@ STDIN = "-"
 @click.pass_context
 def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     from toastkit.commands.engines import load
-    from toastkit.commands.pipes import Signals
+    from toastkit.interrupts import Signals
     from toastkit.model.config import load_config
     from toastkit.model.locate import locate
     from toastkit.text.tokenizer import Tokenizer
@@ -195,7 +195,7 @@ def _score_all(scoring: Scoring, texts: list[Text], report: Report) -> None:
             with closing(_scores(scoring, text, totals)) as parts:
                 for scores in parts:
                     report.tokens(text, scores)
-        except SystemExit:
+        except (KeyboardInterrupt, SystemExit):
             _report_part(text, totals, scoring.gearing)
             raise
         totals.bytes = text.bytes

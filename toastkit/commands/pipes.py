@@ -1,14 +1,12 @@
-"""The two ends of a filter: stdin that notices when stdout's reader has gone, signals that let a
-run end tidily, and the loop between a reader and a writer."""
+"""The two ends of a filter: stdin that notices when stdout's reader has gone, and the loop between
+a reader and a writer."""
 
 from __future__ import annotations
 
 import os
 import select
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
 
 from toastkit.commands import program_name
 from toastkit.commands.cli import die_by_sigpipe
@@ -21,32 +19,9 @@ from toastkit.errors import (
     from_os_error,
 )
 from toastkit.frames import End, Error, Frame, FrameReader, FrameWriter, starts_frames
-from toastkit.stages.options import Interrupt
-from toastkit.stages.poll import GONE
+from toastkit.interrupts import Signals
+from toastkit.stages.run.poll import GONE
 from toastkit.stages.streams import BEGIN
-
-
-class Signals(Interrupt):
-    """Ctrl-C, SIGTERM and SIGHUP. Until `patient` is set they end the process at once; after it the
-    first one is only noted, so that a run can be committed, and the second ends the process."""
-
-    def __init__(self) -> None:
-        self.patient = False
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, background jobs
-                signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        again = bool(self.signal)
-        self.signal = self.signal or number
-        if not self.patient or again:
-            raise SystemExit(128 + number)
-        os.write(self._write, b"!")
-
-    def fileno(self) -> int:
-        return self._read
 
 
 class WatchedInput:
@@ -127,7 +102,7 @@ def run_filter(
     except BrokenPipeError:
         _close(stage)
         if signals:
-            return 128 + signals.signal
+            return signals.code
         die_by_sigpipe()
     except (ToastError, OSError) as error:
         _close(stage)
@@ -141,7 +116,7 @@ def run_filter(
             send_error(as_toast_error(error), program_name(name))
         raise
     if signals:
-        return 128 + signals.signal
+        return signals.code
     return 130 if interrupted else 0
 
 

@@ -19,7 +19,7 @@ def prefill(context: click.Context, **flags) -> int:
     from toastkit.commands.pipes import run_filter
     from toastkit.commands.progress import read_options
     from toastkit.stages.prefill import prefill as stage
-    from toastkit.stages.shared import PrefillEnd
+    from toastkit.stages.run.pipe_prefill import PrefillEnd
 
     settings = read_options(flags)
     engines = Engines(flags)

@@ -14,7 +14,7 @@ from toastkit.commands.cli import say
 from toastkit.text.terminal import shown
 
 if TYPE_CHECKING:
-    from toastkit.stages.options import ReadOptions
+    from toastkit.stages.run.settings import ReadOptions
 
 PATIENCE = 1.0  # seconds of work before anything is shown
 LABEL_CHARACTERS = 24
@@ -126,7 +126,7 @@ def waiting(label: str, flags: dict[str, Any]) -> Iterator[None]:
 
 def read_options(flags: dict[str, Any]) -> ReadOptions:
     """ReadOptions from flags, with a bar where stderr is a terminal."""
-    from toastkit.stages.options import ReadOptions
+    from toastkit.stages.run.settings import ReadOptions
 
     named = flags["session"] is not None or flags["fork"] is not None
 

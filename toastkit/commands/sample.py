@@ -17,8 +17,8 @@ from toastkit.frames import Head
 @click.pass_context
 def sample(context: click.Context, **flags) -> int:
     from toastkit.commands.pipes import run_filter
-    from toastkit.stages.options import StepOptions
-    from toastkit.stages.pipe_feed import PipeFeed
+    from toastkit.stages.run.pipe_feed import PipeFeed
+    from toastkit.stages.run.settings import StepOptions
     from toastkit.stages.sample import DrawOptions
     from toastkit.stages.sample import sample as stage
 

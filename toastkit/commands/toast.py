@@ -58,10 +58,10 @@ def toast(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     question = "" if flags["chat"] else _question(prompt)
 
     from toastkit.client.backend import choose_backend
-    from toastkit.client.interrupts import Interrupts
     from toastkit.client.turn import Turns
+    from toastkit.interrupts import Signals
 
-    interrupts = Interrupts()
+    interrupts = Signals()
     backend = choose_backend(_wanted(context, flags), interrupts)
     try:
         turns = Turns(chat, backend, interrupts, _settings(flags, request_options))

@@ -14,10 +14,11 @@ from toastkit.daemon.scheduled_runs import ScheduledRuns, Scheduler
 from toastkit.engine.engine import Engine
 from toastkit.errors import ToastError
 from toastkit.frames import End, Frame, Head, Prefilled, Text, Token, Tokens, pack_ids
+from toastkit.interrupts import Interrupt
 from toastkit.stages.answer import AnswerOptions, answer, xtc_special_ids
 from toastkit.stages.detokenize import TextOptions
-from toastkit.stages.options import Interrupt, Outcome, ReadOptions, StepOptions
-from toastkit.stages.runs import Pause
+from toastkit.stages.run.protocol import Pause
+from toastkit.stages.run.settings import Outcome, ReadOptions, StepOptions
 from toastkit.stages.sample import DrawOptions
 from toastkit.text.tokenizer import Tokenizer
 

@@ -23,6 +23,7 @@ from toastkit.daemon.spill import Spill
 from toastkit.engine.savepoints import copy_caches, resumable, resume_at
 from toastkit.engine.state import ModelState
 from toastkit.errors import ToastError
+from toastkit.prefix import common_prefix
 from toastkit.session.directory import Session
 from toastkit.session.savepoints import Savepoint
 from toastkit.store.ledger import SESSIONS, Ledger
@@ -123,8 +124,8 @@ class Memory:
     def _candidates(self, key: int, wanted: np.ndarray) -> Iterator[tuple[Kept, int]]:
         """The kept states, each with the tokens that it has in common with a prompt: those of the
         hash, then the others, the most in common first."""
-        yield from ((k, _common(k.tokens, wanted)) for k in self.kept if k.key == key)
-        others = [(k, _common(k.tokens, wanted)) for k in self.kept if k.key != key]
+        yield from ((k, common_prefix(k.tokens, wanted)) for k in self.kept if k.key == key)
+        others = [(k, common_prefix(k.tokens, wanted)) for k in self.kept if k.key != key]
         yield from sorted(others, key=lambda pair: -pair[1])
 
     def _nothing(self) -> str:
@@ -298,14 +299,7 @@ class Memory:
 
 def _begins(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether b begins with all of a."""
-    return len(a) <= len(b) and _common(a, b) == len(a)
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the longest common beginning of two uint32 arrays."""
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    return int(differs.argmax()) if differs.any() else n
+    return len(a) <= len(b) and common_prefix(a, b) == len(a)
 
 
 def _why(kept: Kept, common: int, count: int, total: int) -> str:

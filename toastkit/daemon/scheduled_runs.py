@@ -14,10 +14,11 @@ from toastkit.engine.engine import CHUNK, Engine
 from toastkit.engine.savepoints import always_cut, take_savepoint, thinned
 from toastkit.engine.state import ModelState
 from toastkit.frames import Frame, Head, Logits
+from toastkit.interrupts import Interrupt
 from toastkit.session.directory import Session
-from toastkit.stages.local import LocalRuns
-from toastkit.stages.options import Interrupt, ReadOptions
-from toastkit.stages.runs import Pause
+from toastkit.stages.run.one_process import LocalRuns
+from toastkit.stages.run.protocol import Pause
+from toastkit.stages.run.settings import ReadOptions
 
 MOST_SAVEPOINTS = 3  # of one state; each costs its recurrent layers once more
 LEAST_APART = 32  # tokens between a savepoint and the one before: fewer are read as fast
@@ -51,7 +52,7 @@ class Scheduler(Protocol):
 
 
 class ScheduledRuns(LocalRuns):
-    """One run: see `runs.PrefillRuns` and `runs.DecodeRuns`.
+    """One run: see `protocol.PrefillRuns` and `protocol.DecodeRuns`.
 
     memory: where to resume. key: hash of the prompt's history. points: positions at which to keep
     savepoints. path: the session that the user named. deferred: see LocalRuns.

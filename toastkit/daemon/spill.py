@@ -18,8 +18,8 @@ from pathlib import Path
 
 from toastkit.base_directories import own_directory
 from toastkit.errors import NoInputError, ToastError
+from toastkit.prefix import common_prefix
 from toastkit.private_files import make_private_directories
-from toastkit.session.commit import common_prefix
 from toastkit.session.directory import Session
 from toastkit.session.savepoints import Savepoint
 from toastkit.session.upkeep import STALE_SECONDS

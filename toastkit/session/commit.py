@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from toastkit.frames import pack_ids
+from toastkit.prefix import common_prefix
 from toastkit.private_files import DataFiles, pwrite_all
 from toastkit.session.blocks import LayerSource, store_layer
 from toastkit.session.extents import Space, align
@@ -30,14 +31,6 @@ from toastkit.session.upkeep import CACHE_FILE, LOGITS_FILE, TOKENS_FILE
 
 MAX_SLICES = 64
 SLACK_BYTES = 1 << 20
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of leading tokens that two lists share."""
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
 
 
 def write_tokens(

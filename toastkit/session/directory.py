@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toastkit.errors import DataError, from_os_error
+from toastkit.prefix import common_prefix
 from toastkit.private_files import DataFiles
 from toastkit.session import commit as writing
 from toastkit.session import reading
@@ -186,7 +187,7 @@ class Session:
         That is less than len(ids) unless ids are what is stored and its logits are too.
         """
         ids = list(ids)
-        n = writing.common_prefix(self.tokens, ids)
+        n = common_prefix(self.tokens, ids)
         if n == len(ids) and not (n == self.n_past and self._header.logits is not None):
             n -= 1  # the last token is run again: there are no logits without
         if n <= 0:

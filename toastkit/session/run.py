@@ -83,11 +83,11 @@ class RunDirectory:
 
     @property
     def feed(self) -> Path:
-        return self.path / FEED_FILE
+        return feed_of(self.path)
 
     @property
     def ring(self) -> Path:
-        return self.path / RING_FILE
+        return ring_of(self.path)
 
     def close(self) -> None:
         """Lets go of the run and leaves the directory to the others. May be called again."""
@@ -99,6 +99,16 @@ class RunDirectory:
         """Removes the directory: the run has ended. Open rings and FIFOs stay usable."""
         remove_tree(self.path)
         self.close()
+
+
+def feed_of(run: Path | str) -> Path:
+    """The FIFO of the run in a directory."""
+    return Path(run) / FEED_FILE
+
+
+def ring_of(run: Path | str) -> Path:
+    """The logits ring of the run in a directory."""
+    return Path(run) / RING_FILE
 
 
 def sweep(session_path: Path) -> None:

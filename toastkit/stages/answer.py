@@ -8,14 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toastkit.frames import Frame, Head
+from toastkit.interrupts import Interrupt
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.decode import decode
 from toastkit.stages.detokenize import TextOptions, detokenize
 from toastkit.stages.follow import Follower, GearRules
 from toastkit.stages.gear import entropy_on_device, followed, gear, in_gear, measured
-from toastkit.stages.local import LocalRuns
-from toastkit.stages.options import Interrupt, Outcome, ReadOptions, StepOptions
 from toastkit.stages.prefill import prefill
+from toastkit.stages.run.one_process import LocalRuns
+from toastkit.stages.run.settings import Outcome, ReadOptions, StepOptions
 from toastkit.stages.sample import DrawOptions, sample, sample_deferred
 from toastkit.stages.streams import Stage, compose
 from toastkit.text.tokenizer import Tokenizer

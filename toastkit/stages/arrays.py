@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,13 +70,14 @@ class LogitsReader:
     def _from_ring(self, reference: Reference) -> np.ndarray:
         if self._ring is None:
             from toastkit.session.ring import RingReader
+            from toastkit.session.run import ring_of
 
             if not isinstance(self._run, str):
                 raise DataError(
                     "logits by reference, but the head names no single run",
                     hint="save and mix streams with toast-decode --inline",
                 )
-            self._ring = RingReader(Path(self._run) / "logits")
+            self._ring = RingReader(ring_of(self._run))
         return self._ring.read(reference)
 
     def close(self) -> None:

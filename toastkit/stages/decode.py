@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 from typing import TYPE_CHECKING
 
 from toastkit.errors import DataError, NoInputError
 from toastkit.frames import End, Frame, Head, Prefilled, Tokens, unpack_ids
-from toastkit.stages.options import Interrupt, StepOptions
-from toastkit.stages.runs import DecodeRuns, Next
+from toastkit.interrupts import Interrupt
+from toastkit.stages.run.protocol import DecodeRun, DecodeRuns, Next
+from toastkit.stages.run.settings import StepOptions
 from toastkit.stages.streams import whole_runs
 
 if TYPE_CHECKING:
@@ -32,31 +32,39 @@ def decode(
     which token is next, and how logits travel. The state is committed when the run ends, however
     it ends: a reader that goes away closes this generator.
     """
-    with closing(runs):
-        head: Head | None = None
-        ids: list[int] = []
-        whole = whole_runs(frames, lambda f: isinstance(f, (Prefilled, End)))
+    run: DecodeRun | None = None
+    ids: list[int] = []
+    whole = whole_runs(frames, lambda f: isinstance(f, (Prefilled, End)))
+    try:
         for frame in whole:
             if isinstance(frame, Head):
-                head, ids = _attach(runs, frame, whole), []
-                yield head
+                run, ids = _attach(runs, frame, whole), []
+                yield run.head
+            elif run is None:
+                yield frame
             elif isinstance(frame, Tokens):
                 ids += unpack_ids(frame.ids)
                 yield frame
-                if frame.final and head is not None:
-                    engine_for(head)  # loads while prefill computes
+                if frame.final:
+                    engine_for(run.head)  # loads while prefill computes
             elif isinstance(frame, Prefilled):
-                assert head is not None  # whole_runs: a head comes first
                 frame.logits = None
                 yield frame
-                yield from _run(engine_for(head), runs, ids, options)
+                yield from _run(engine_for(run.head), run, ids, options)
+                run = None
                 if interrupt:
                     return
             else:
+                if isinstance(frame, End):
+                    run.close()
+                    run = None
                 yield frame
+    finally:
+        if run is not None:
+            run.close()
 
 
-def _attach(runs: DecodeRuns, head: Head, rest: Iterator[Frame]) -> Head:
+def _attach(runs: DecodeRuns, head: Head, rest: Iterator[Frame]) -> DecodeRun:
     """Attaches to a run. Where it has gone already, the error that ended prefill comes next in the
     stream, and it is that error which counts."""
     try:
@@ -67,31 +75,31 @@ def _attach(runs: DecodeRuns, head: Head, rest: Iterator[Frame]) -> Head:
         raise
 
 
-def _run(engine: Engine, runs: DecodeRuns, ids: list[int], options: StepOptions) -> Iterator[Frame]:
+def _run(engine: Engine, run: DecodeRun, ids: list[int], options: StepOptions) -> Iterator[Frame]:
     """One run: state in, logits out, commit, and only then the end."""
-    state = runs.take(engine, ids)
+    state = run.take(engine, ids)
     if engine.gears is not None:
         engine.gears.begin_run()
     try:
-        end = yield from _steps(engine, runs, state, options)
+        end = yield from _steps(engine, run, state, options)
     finally:
-        runs.finish(state)
+        run.finish(state)
     if engine.gears is not None:
         end.extra["gears"] = engine.gears.run_report()
     yield end
 
 
-def _steps(engine: Engine, runs: DecodeRuns, state: ModelState, options: StepOptions):
+def _steps(engine: Engine, run: DecodeRun, state: ModelState, options: StepOptions):
     """The loop; returns the run's End."""
     context = engine.context
     drawn = steps = 0
     started = None
     while True:
-        yield from runs.emit(state, started)
+        yield from run.emit(state, started)
         steps += 1
         if steps == options.steps:
             return End("length", drawn)
-        following = runs.next()
+        following = run.next()
         token, end = following.token, following.end
         if token is None:
             return End(end or "interrupt", drawn)
@@ -103,7 +111,7 @@ def _steps(engine: Engine, runs: DecodeRuns, state: ModelState, options: StepOpt
         if end is None and (full or drawn == options.max_tokens):
             end = "length"
         # A kept session holds every token of the answer, the last one too.
-        if not full and (end is None or runs.keeps(state)):
+        if not full and (end is None or run.keeps(state)):
             if engine.gears is not None:
                 _shift(engine.gears, state, following)
             state.consume(engine, token)

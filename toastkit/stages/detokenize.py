@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from toastkit.frames import End, Frame, Head, Text, Token, Tokens, unpack_ids
-from toastkit.stages.options import Outcome
-from toastkit.stages.sample import Feed
+from toastkit.stages.run.protocol import Feed
+from toastkit.stages.run.settings import Outcome
 from toastkit.stages.streams import ends_run, whole_runs, with_tokens
 from toastkit.text.detokenizer import StreamingDetokenizer
 from toastkit.text.stops import StopStrings

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from toastkit.errors import DataError
 from toastkit.frames import End, Frame, Head, Prefilled, Tokens, unpack_ids
-from toastkit.stages.options import Interrupt, ReadOptions
-from toastkit.stages.runs import PrefillRuns, check_vocab, open_fork
+from toastkit.interrupts import Interrupt
+from toastkit.stages.run.protocol import PrefillRuns, check_vocab, open_fork
+from toastkit.stages.run.settings import ReadOptions
 from toastkit.stages.streams import whole_runs
 
 if TYPE_CHECKING:

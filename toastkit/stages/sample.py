@@ -8,36 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from toastkit.frames import End, Frame, Head, Logits, Token, Tokens, unpack_ids
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.follow import Follower
-from toastkit.stages.options import StepOptions
+from toastkit.stages.run.protocol import Feed, Next
+from toastkit.stages.run.settings import StepOptions
 from toastkit.stages.streams import ends_run, whole_runs, with_logits
-
-
-class Feed(Protocol):
-    """The way back to decode: `local.LocalFeed`, or `pipe_feed.PipeFeed`."""
-
-    def begin(self, head: Head) -> None: ...
-
-    def send(
-        self,
-        pos: int,
-        token: Any,
-        end: str | None = None,
-        gear: str | None = None,
-        expected: str | None = None,
-    ) -> None: ...
-
-    def close(self, reason: str) -> None: ...
-
-    def finish(self) -> None: ...
-
-    @property
-    def awaited(self) -> bool:
-        """Whether another process waits for the tokens of the run."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +60,7 @@ def sample(
                 reader.read(frame.logits), frame.pos, run.history, options.top, options.want_logprob
             )
             token = run.token(frame, drawn)
-            feed.send(frame.pos, drawn.id, run.ended, frame.gear, frame.expected)
+            feed.send(frame.pos, Next(drawn.id, run.ended, frame.gear, frame.expected))
             yield token
         elif isinstance(frame, Token):
             continue  # of an earlier draw, in a replayed stream
@@ -130,12 +108,12 @@ def sample_deferred(
                 value = drawn.read()
                 follower.annotate(frame, frame.entropy.item())
                 token = run.token(frame, value)
-                feed.send(frame.pos, token.id, run.ended, frame.gear, frame.expected)
+                feed.send(frame.pos, Next(token.id, run.ended, frame.gear, frame.expected))
                 yield token
                 continue
             count = run.drawn + (1 if waiting is None else 2)
             last = count == options.limit.max_tokens
-            feed.send(frame.pos, drawn.id, "length" if last else None)
+            feed.send(frame.pos, Next(drawn.id, "length" if last else None))
             if waiting is not None:
                 yield from _read(run, waiting, feed)
             waiting = (frame, drawn)

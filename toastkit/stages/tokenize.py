@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from toastkit.errors import DataError
 from toastkit.frames import Frame, Head, Tokens, pack_ids
 from toastkit.model.config import ModelConfig, fingerprint
 from toastkit.model.files import ModelFiles
+from toastkit.prefix import common_prefix
 from toastkit.text import pieces
 from toastkit.text.messages import content_text, with_text
 from toastkit.text.tokenizer import Tokenizer
@@ -209,13 +210,13 @@ class PromptTokenizer:
     def _common_tokens(self, text: str, ids: list[int], other: Prompt) -> int:
         """How many tokens two prompts begin with in common, up to where a special token begins:
         there the tokens on the left do not depend on what is to the right."""
-        end = _common_length(text, self.render(other))
+        end = common_prefix(text, self.render(other))
         start = max((_last_within(text, t, end) for t in self.tokenizer.special_texts), default=-1)
         if start > 0:
             tail = self.tokenizer.encode(text[start:], add_special=False)
             if tail == ids[len(ids) - len(tail) :]:
                 return len(ids) - len(tail)
-        count = _common_length(ids, self._ids(other))
+        count = common_prefix(ids, self._ids(other))
         return max(count - 1, 0)
 
     def _truncate(self, prompt: Prompt, whole: Prompt, ids: list[int], room: int) -> list[int]:
@@ -249,18 +250,6 @@ class PromptTokenizer:
             eos=self.tokenizer.eos_ids,
             session=session,
         )
-
-
-def _common_length(a: Sequence, b: Sequence) -> int:
-    """Length of the longest common beginning; by halves, because slices compare fast."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _last_within(text: str, piece: str, end: int) -> int:

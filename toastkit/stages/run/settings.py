@@ -32,23 +32,6 @@ class StepOptions:
     inline: bool = False
 
 
-class Interrupt:
-    """Whether a person asked to stop. `signal` is the number of the signal, 0 for none.
-
-    A stage that can stop tidily looks at it between two steps; `fileno` is readable once it is set,
-    for a stage that waits in poll(2).
-    """
-
-    signal: int = 0
-
-    def __bool__(self) -> bool:
-        return self.signal != 0
-
-    def fileno(self) -> int:
-        """A descriptor that becomes readable on a signal; -1 where there is none."""
-        return -1
-
-
 @dataclass
 class Outcome:
     """How the last run of a stream ended: a reason of `End`, or "" before the first end."""

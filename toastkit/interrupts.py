@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP while an answer is on its way."""
+"""Ctrl-C, SIGTERM and SIGHUP: whether a person asked to stop. Cheap to import."""
 
 from __future__ import annotations
 
@@ -7,14 +7,35 @@ import signal
 from types import FrameType
 
 
-class Interrupts:
+class Interrupt:
+    """Whether a person asked to stop. `signal` is the number of the signal, 0 for none.
+
+    A stage that can stop tidily looks at it between two steps; `fileno` is readable once it is set,
+    for a stage that waits in poll(2).
+    """
+
+    signal: int = 0
+
+    def __bool__(self) -> bool:
+        return self.signal != 0
+
+    @property
+    def code(self) -> int:
+        """The exit code that the noted signal gives, 0 where there was none."""
+        return 128 + self.signal if self.signal else 0
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable on a signal; -1 where there is none."""
+        return -1
+
+
+class Signals(Interrupt):
     """Until `patient` is set a signal ends what is being done at once: Ctrl-C as KeyboardInterrupt,
-    the others as SystemExit. After it the first one is only noted, in `signal`, and wakes who polls
-    `fileno()`, so that an answer's beginning can be kept; the second one ends the process."""
+    the others as SystemExit. After it the first one is only noted, so that a run can be committed
+    or an answer's beginning be kept; the second one ends the process."""
 
     def __init__(self) -> None:
         self.patient = False
-        self.signal = 0
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
@@ -34,11 +55,6 @@ class Interrupts:
 
     def fileno(self) -> int:
         return self._read
-
-    @property
-    def code(self) -> int:
-        """The exit code that the noted signal gives, 0 where there was none."""
-        return 128 + self.signal if self.signal else 0
 
     def forget(self) -> None:
         """The next signal is the first one again."""

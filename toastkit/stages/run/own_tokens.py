@@ -9,8 +9,8 @@ import numpy as np
 
 from toastkit.errors import DataError, from_os_error
 from toastkit.frames import End, Frame, FrameReader, Head, Token, Tokens, starts_frames, unpack_ids
-from toastkit.stages.feeding import bare_ids
-from toastkit.stages.runs import Next
+from toastkit.stages.feed import bare_ids
+from toastkit.stages.run.protocol import Next
 
 
 class GreedyFeed:

@@ -1,8 +1,9 @@
-"""What prefill and decode ask of the place they run in: one process, or a pipe between two.
+"""What the stages ask of the place that a run is in: one process, or a pipe between several.
 
-`local.LocalRuns` is the one process: the state is handed on as an object, tokens come from a deque,
-logits stay on the device. `shared.PrefillEnd` and `shared.DecodeEnd` are two ends of a pipe: the
-state goes through a session directory, tokens come through a FIFO, logits go through a ring.
+`one_process.LocalRuns` is the one process: the state is handed on as an object, tokens come from a
+deque, logits stay on the device. `pipe_prefill.PrefillEnd` and `pipe_decode.DecodeEnd` are two ends
+of a pipe: the state goes through a session directory, tokens come through a FIFO, logits go through
+a ring.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ from toastkit.errors import DataError, NoInputError, UsageError
 from toastkit.frames import Array, Frame, Head
 from toastkit.session.directory import Session
 from toastkit.session.names import resolve
-from toastkit.stages.options import ReadOptions
+from toastkit.stages.run.settings import ReadOptions
 
 if TYPE_CHECKING:
-    import mlx.core as mx
-
     from toastkit.engine.engine import Engine
     from toastkit.engine.state import ModelState
 
@@ -29,7 +28,7 @@ class Next(NamedTuple):
     still being computed), None to stop at once. end: the reason, where the run ends here. gear: of
     the pass that runs the token, None for as before. expected: the gear that is coming, perhaps."""
 
-    token: int | mx.array | None
+    token: Any
     end: str | None = None
     gear: str | None = None
     expected: str | None = None
@@ -71,8 +70,14 @@ class PrefillRuns(Protocol):
 class DecodeRuns(Protocol):
     """decode's side."""
 
-    def attach(self, head: Head) -> Head:
-        """Prepares the run's feed and ring; the head that names them."""
+    def attach(self, head: Head) -> DecodeRun:
+        """Prepares the feed and the ring of a run. Raises NoInputError for one that is over."""
+
+
+class DecodeRun(Protocol):
+    """One run on decode's side. head: the one that goes on, which names the run."""
+
+    head: Head
 
     def take(self, engine: Engine, ids: list[int]) -> ModelState:
         """The state of a prompt. DataError where it is not the prompt that was prefilled."""
@@ -90,7 +95,27 @@ class DecodeRuns(Protocol):
         """Commits the state and lets the run go."""
 
     def close(self) -> None:
-        """Lets go of a run whose state was not taken."""
+        """Lets the run go, however far it got. May be called again."""
+
+
+class Feed(Protocol):
+    """The way back to decode: `one_process.LocalFeed`, or `pipe_feed.PipeFeed`."""
+
+    def begin(self, head: Head) -> None:
+        """Takes the next run."""
+
+    def send(self, pos: int, following: Next) -> None:
+        """The token at `pos`, and how to go on with it."""
+
+    def close(self, reason: str) -> None:
+        """Ends the run before any token that waits."""
+
+    def finish(self) -> None:
+        """The run is over."""
+
+    @property
+    def awaited(self) -> bool:
+        """Whether another process waits for the tokens of the run."""
 
 
 @dataclass(frozen=True)

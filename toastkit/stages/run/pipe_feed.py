@@ -7,6 +7,8 @@ from pathlib import Path
 from toastkit.errors import NoInputError
 from toastkit.frames import Head
 from toastkit.session.feed import FeedWriter
+from toastkit.session.run import feed_of
+from toastkit.stages.run.protocol import Next
 
 
 class PipeFeed:
@@ -25,7 +27,7 @@ class PipeFeed:
         """Takes the next run."""
         self.finish()
         runs = [head.run] if isinstance(head.run, str) else head.run or []
-        feeds = [Path(run) / "feed" for run in runs]
+        feeds = map(feed_of, runs)
         self._paths = [path for path in feeds if path.exists()] if self._sends else []
 
     @property
@@ -33,40 +35,24 @@ class PipeFeed:
         """Whether a decode waits for the tokens of the run."""
         return bool(self._paths)
 
-    def send(
-        self,
-        pos: int,
-        token: int,
-        end: str | None = None,
-        gear: str | None = None,
-        expected: str | None = None,
-    ) -> None:
-        """The token at `pos`; with `end`, the last one. gear: of the pass that runs it."""
-        # Prompts of several decodes differ in length: each takes the token for its own next one.
-        known = pos if len(self._paths) == 1 else None
-        self._send(known, token, end is not None, gear, expected)
-
-    def close(self, reason: str) -> None:
-        """Ends the run at once."""
-        self._send(None, None, True)
-
-    def _send(
-        self,
-        pos: int | None,
-        token: int | None,
-        end: bool,
-        gear: str | None = None,
-        expected: str | None = None,
-    ) -> None:
-        """A decode that has ended meanwhile says so in the stream: that is where it is noticed."""
+    def send(self, pos: int, following: Next) -> None:
+        """As of Feed. A decode that has ended meanwhile says so in the stream: that is where it is
+        noticed."""
         if not self._paths:
             return
+        # Prompts of several decodes differ in length: each takes the token for its own next one.
+        known = pos if following.token is not None and len(self._paths) == 1 else None
         try:
             if self._writer is None:
                 self._writer = FeedWriter(self._paths)
-            self._writer.send(pos, token, gear, end, expected)
+            token, end, gear, expected = following
+            self._writer.send(known, token, gear, end is not None, expected)
         except (BrokenPipeError, NoInputError):
             self.finish()
+
+    def close(self, reason: str) -> None:
+        """Ends the run at once."""
+        self.send(0, Next(None, reason))
 
     def finish(self) -> None:
         """Lets the FIFO go."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toastkit.frames import Frame, Head, Logits
+from toastkit.interrupts import Interrupt
 from toastkit.session.directory import Session
 from toastkit.session.names import resolve
-from toastkit.stages.options import Interrupt
-from toastkit.stages.runs import Next, SessionRuns
+from toastkit.stages.run.protocol import Next, SessionRuns
 
 if TYPE_CHECKING:
     from toastkit.engine.engine import Engine
@@ -32,17 +32,9 @@ class LocalFeed:
         self.waiting.clear()
         self.closed = None
 
-    def send(
-        self,
-        pos: int,
-        token: Any,
-        end: str | None = None,
-        gear: str | None = None,
-        expected: str | None = None,
-    ) -> None:
-        """The token at `pos`, an int or a device array (); with `end`, the last one. gear: of the
-        pass that runs it."""
-        self.waiting.append(Next(token, end, gear, expected))
+    def send(self, pos: int, following: Next) -> None:
+        """The token may be a device array () here."""
+        self.waiting.append(following)
 
     def close(self, reason: str) -> None:
         """Ends the run before any token that waits."""
@@ -53,7 +45,7 @@ class LocalFeed:
 
 
 class LocalRuns(SessionRuns):
-    """Both ends at once: see `runs.PrefillRuns` and `runs.DecodeRuns`.
+    """Both ends at once: see `protocol.PrefillRuns` and `protocol.DecodeRuns`.
 
     session_name: the session to keep the state in, None to keep it in memory only.
     reader_gone: tells whether the reader of the output has closed it. deferred: tokens are drawn on
@@ -88,8 +80,9 @@ class LocalRuns(SessionRuns):
     def hand_over(self, state: ModelState) -> None:
         """Nothing: decode took the state when it was announced."""
 
-    def attach(self, head: Head) -> Head:
-        return head
+    def attach(self, head: Head) -> LocalRuns:
+        self.head = head
+        return self
 
     def take(self, engine: Engine, ids: list[int]) -> ModelState:
         assert self._state is not None  # announced by prefill

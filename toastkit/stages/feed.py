@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from toastkit.errors import DataError, RemoteError
 from toastkit.frames import End, Error, Frame, Head, Token, Tokens
 from toastkit.session.feed import FeedWriter
+from toastkit.session.run import feed_of
 from toastkit.stages.jsonl import lines
 from toastkit.stages.streams import with_tokens
 
@@ -57,7 +57,7 @@ def _open(run: Any) -> FeedWriter:
     if not run:
         raise DataError("no run to feed: the stream has no head that names one")
     runs = [run] if isinstance(run, str) else run
-    return FeedWriter([Path(r) / "feed" for r in runs])
+    return FeedWriter(map(feed_of, runs))
 
 
 def _position(frame: Token, head: Head | None) -> int | None:

@@ -1,0 +1,27 @@
+"""The longest common beginning of texts, lists and arrays, against counting element by element."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from toastkit.prefix import common_prefix
+
+
+@pytest.mark.parametrize("kind", [list, "".join, lambda x: np.array(list(map(ord, x)), np.uint32)])
+def test_against_counting(kind) -> None:
+    words = ["".join(w) for n in range(6) for w in itertools.product("ab", repeat=n)]
+    for a, b in itertools.product(words, words):
+        count = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b))))
+        assert common_prefix(kind(a), kind(b)) == count, (a, b)
+    assert common_prefix([1, 2, 3], (1, 2, 4)) == 2
+
+
+def test_of_long_ones() -> None:
+    tokens = list(range(100_000))
+    for place in (0, 1, 49_999, 50_000, 99_999):
+        other = [*tokens[:place], -1, *tokens[place + 1 :]]
+        assert common_prefix(tokens, other) == place
+        assert common_prefix(np.array(tokens), np.array(other)) == place

@@ -1,0 +1,253 @@
+"""decode's side of runs between processes: the state comes from a session directory, tokens come
+back through a FIFO, logits go through a ring."""
+
+from __future__ import annotations
+
+import dataclasses
+import select
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from toastkit.errors import DataError, NoInputError, UnavailableError
+from toastkit.frames import Frame, Head, Logits, Token
+from toastkit.gears.monitor import EntropyMeter
+from toastkit.interrupts import Interrupt
+from toastkit.session.directory import Session
+from toastkit.session.feed import FeedMessage, FeedReader
+from toastkit.session.handover import HandoverClient
+from toastkit.session.ring import RingWriter
+from toastkit.session.run import RunDirectory
+from toastkit.stages.arrays import from_numpy, log_softmax
+from toastkit.stages.follow import Follower
+from toastkit.stages.run.poll import GONE
+from toastkit.stages.run.protocol import Next, check_vocab
+
+if TYPE_CHECKING:
+    from toastkit.engine.engine import Engine
+    from toastkit.engine.state import ModelState
+
+
+class OwnTokens(Protocol):
+    """Where tokens come from when no sampler sends them: see `own_tokens`."""
+
+    def begin(self, head: Head) -> None: ...
+
+    def choose(self, logits: np.ndarray) -> Next | None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeEnd:
+    """decode's side of runs: see `protocol.DecodeRuns`.
+
+    own: chooses the tokens here; None waits for them on the run's FIFO. inline: logits travel in
+    the frames; else through the ring, which a reader must not fall behind of. follower: chooses the
+    gears where no token that comes back names one.
+    """
+
+    interrupt: Interrupt
+    own: OwnTokens | None
+    inline: bool
+    follower: Follower | None = None
+
+    def attach(self, head: Head) -> PipeRun:
+        if head.session is None:
+            raise DataError(
+                "the stream names no session", hint="is toast-prefill before toast-decode?"
+            )
+        run = PipeRun(self, head, head.session)
+        try:
+            run.open()
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+
+class PipeRun:
+    """One of them: see `protocol.DecodeRun`. session_path: where the state comes from."""
+
+    def __init__(self, end: DecodeEnd, head: Head, session_path: str):
+        self.head = head
+        self._end = end
+        self._session_path = session_path
+        self._session: Session | None = None
+        self._directory: RunDirectory | None = None
+        self._client: HandoverClient | None = None
+        self._ring: RingWriter | None = None
+        self._feed: FeedReader | None = None
+        self._messages: deque[FeedMessage] = deque()
+        self._chosen: Next | None = None
+        self._meter: EntropyMeter | None = None
+        self._step: tuple[Logits, np.ndarray] | None = None
+
+    def open(self) -> None:
+        """Joins the run that prefill began, or begins one; takes its FIFO."""
+        self._join()
+        if self._directory is None:
+            self._session = Session.open(self._session_path, self.head.fingerprint, create=False)
+            self._directory = RunDirectory.create(self._session.path)
+        run, own = self._directory, self._end.own
+        if own is not None:
+            run.feed.unlink(missing_ok=True)  # nobody waits for tokens
+            own.begin(self.head)
+        else:
+            self._feed = FeedReader(run.feed)
+        self.head = dataclasses.replace(self.head, run=str(run.path))
+
+    def _join(self) -> None:
+        """The run that prefill began, if prefill is still there: a stream from a file names one
+        that is over."""
+        if not isinstance(self.head.run, str):
+            return
+        try:
+            self._directory = RunDirectory.join(self.head.run)
+            self._client = HandoverClient(self.head.run, Path(self._session_path))
+        except (NoInputError, UnavailableError):
+            if self._directory is not None:
+                self._directory.close()
+                self._directory = None
+
+    def take(self, engine: Engine, ids: list[int]) -> ModelState:
+        if self._session is None:
+            self._session = self._adopted()
+        session = self._session
+        if session.tokens != ids:
+            raise DataError(
+                f"session {session.name} has moved on since this prompt was prefilled",
+                hint="run toast-prefill again",
+            )
+        check_vocab(self.head, engine)
+        if not self._end.inline:
+            assert self._directory is not None  # open
+            self._ring = RingWriter(self._directory.ring, engine.vocab)
+        if self._end.follower is not None:
+            self._meter = EntropyMeter(engine.vocab)
+        self._engine = engine
+        state, _ = engine.restore(session, ids)
+        for _ in engine.reading(state, ids):
+            pass
+        return state
+
+    def _adopted(self) -> Session:
+        """The session, under the lock that prefill gives."""
+        if self._client is not None:
+            try:
+                lock = self._client.receive()
+            except UnavailableError:
+                pass  # prefill has died or given up waiting: its lock is free
+            else:
+                return Session.adopt(self._session_path, self.head.fingerprint, lock)
+        return Session.open(self._session_path, self.head.fingerprint, create=False)
+
+    def emit(self, state: ModelState, started: float | None) -> Iterator[Frame]:
+        state.submit()
+        state.look_ahead(self._engine)  # while the rest of this step is computed
+        values = state.values()
+        seconds = None if started is None else round(time.perf_counter() - started, 6)
+        position, own = len(state.tokens), self._end.own
+        array = from_numpy(values) if self._ring is None else self._ring.write(values)
+        frame = Logits(position, array, seconds)
+        self._step = frame, values
+        if own is None:
+            yield frame
+            return
+        self._follow(frame, values)
+        yield frame
+        chosen = None if self._end.interrupt else own.choose(values)
+        if chosen is not None and isinstance(chosen.token, int):
+            logprob = _log_probability(values, chosen.token)
+            yield Token(position, chosen.token, logprob, gear=frame.gear, entropy=frame.entropy)
+            chosen = chosen._replace(gear=frame.gear, expected=frame.expected)
+        self._chosen = chosen
+
+    def _follow(self, frame: Logits, values: np.ndarray) -> None:
+        """Chooses the gear of the pass after these logits."""
+        if self._end.follower is not None and self._meter is not None:
+            self._end.follower.annotate(frame, self._meter.bits(values))
+
+    def next(self) -> Next:
+        interrupt = self._end.interrupt
+        if self._feed is None:  # our own tokens
+            return Next(None, "interrupt") if interrupt else self._chosen or Next(None, "stop")
+        if interrupt:
+            self._messages += self._feed.read_available()
+        while not self._messages:
+            if interrupt or self._wait(self._feed):
+                return Next(None, "interrupt")
+        return self._following(self._messages.popleft())
+
+    def _following(self, message: FeedMessage) -> Next:
+        """What a message says. Raises DataError where it is about another step than this one."""
+        assert self._step is not None  # emit comes before next
+        frame, values = self._step
+        if message.id is None:
+            return Next(None, "stop")
+        if message.pos is not None and message.pos != frame.pos:
+            raise DataError(
+                f"the feed sent a token for position {message.pos}, decode is at {frame.pos}",
+                hint="do two samplers feed one run? give one of them --no-feed",
+            )
+        gear, expected = message.gear, message.expected
+        if gear is None:  # no entropy-gear stands in the pipe
+            self._follow(frame, values)
+            gear, expected = frame.gear, frame.expected
+        if not message.end:
+            # A token that was drawn already has been shown: it belongs to what is committed.
+            end = "interrupt" if self._end.interrupt else None
+        else:
+            end = "eos" if message.id in self.head.eos else "length"
+        return Next(message.id, end, gear, expected)
+
+    def _wait(self, feed: FeedReader) -> bool:
+        """Waits for the feed; True when a signal came instead. Raises BrokenPipeError when the
+        reader of stdout goes away: no token can come any more."""
+        interrupt = self._end.interrupt
+        poll = select.poll()
+        poll.register(feed.fileno(), select.POLLIN)
+        poll.register(1, 0)
+        if interrupt.fileno() >= 0:
+            poll.register(interrupt.fileno(), select.POLLIN)
+        ready = dict(poll.poll())
+        if feed.fileno() in ready:
+            self._messages += feed.read_available()
+            return False
+        if ready.get(1, 0) & GONE:
+            raise BrokenPipeError
+        return bool(interrupt)
+
+    def keeps(self, state: ModelState) -> bool:
+        return state.session is not None and not state.session.ephemeral
+
+    def finish(self, state: ModelState) -> None:
+        try:
+            if self.keeps(state):
+                state.commit()
+        finally:
+            state.session = None  # `close` closes it, when the run has been removed
+            state.close()
+            if self._end.follower is not None:
+                self._end.follower.end()
+            self.close()
+
+    def close(self) -> None:
+        for held in (self._feed, self._ring):
+            if held is not None:
+                held.close()
+        if self._directory is not None:
+            self._directory.remove()
+        for last in (self._session, self._client):  # prefill takes the session for free after it
+            if last is not None:
+                last.close()
+        self._feed = self._ring = self._directory = self._session = self._client = None
+
+
+def _log_probability(logits: np.ndarray, token: int) -> float | None:
+    """Natural log of softmax(logits)[token], 6 digits; None for a token outside the logits."""
+    if not 0 <= token < logits.size:
+        return None
+    return round(float(log_softmax(logits)[token]), 6)
