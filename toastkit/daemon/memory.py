@@ -83,11 +83,11 @@ class Memory:
     ):
         self._new_cache = new_cache
         self._budget = budget
-        self._ledger = ledger
         self._spill = spill
         self._clock = itertools.count(1)
         self.kept: list[Kept] = []
         self.unsaved: deque[Kept] = deque()  # that `write` has still to be called for
+        ledger.measure(SESSIONS, lambda: sum(kept.nbytes for kept in list(self.kept)))
         for stored in spill.scan() if spill is not None else ():
             ids = np.array(stored.tokens, np.uint32)
             self.kept.append(
@@ -192,7 +192,7 @@ class Memory:
         """
         ids = np.array(tokens, np.uint32)
         points = [point for point in savepoints if point.count < len(ids)]
-        new = Kept(key, ids, cache, points, used=next(self._clock))
+        new = Kept(key, ids, list(cache), points, used=next(self._clock))
         if session is not None:
             self.kept = [old for old in self.kept if old.path != session.path]  # it has moved on
             new.path, new.generation = session.path, session.generation
@@ -251,7 +251,6 @@ class Memory:
         """Takes every state off the device; those that are not on disk are lost."""
         for kept in list(self.kept):
             self._drop(kept)
-        self._count()
 
     def _shrink(self) -> None:
         """Takes the longest unused off the device until the budget holds."""
@@ -264,7 +263,6 @@ class Memory:
             if not kept.saved:
                 self.write(kept)
             self._drop(kept)
-        self._count()
 
     def _drop(self, kept: Kept) -> None:
         """Takes one off the device. A session of the user's may change behind our back: the device
@@ -281,9 +279,6 @@ class Memory:
             self.kept.remove(kept)
         if kept.path is not None and not kept.own and self._spill is not None:
             self._spill.remove(kept.path)
-
-    def _count(self) -> None:
-        self._ledger.put_bytes(SESSIONS, sum(kept.nbytes for kept in self.kept))
 
     def summary(self) -> dict[str, Any]:
         """Numbers for the status."""

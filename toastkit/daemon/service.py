@@ -23,7 +23,6 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.savepoints import always_cut
 from toastkit.engine.state import ModelState
 from toastkit.errors import as_toast_error
-from toastkit.store.ledger import CACHE
 
 if TYPE_CHECKING:
     from toastkit.daemon.attached import Attached
@@ -122,7 +121,6 @@ class Service:
             self._read(readers)
         if self.memory.unsaved:
             self.memory.write(self.memory.unsaved.popleft())
-        self.count()
 
     def give_up(self, conversation: Conversation) -> None:
         """Ends a conversation where it is."""
@@ -200,13 +198,6 @@ class Service:
         self._stepper.leave(state)
 
     # -------------------------------------------------------------------------------------- upkeep
-
-    def count(self) -> None:
-        """Tells the ledger what the conversations and runs under way keep."""
-        states = [c.runs.state for c in self.active if c.runs.state is not None]
-        alone = sum(layer.nbytes for s in states for layer in s.cache if layer is not None)
-        others = sum(attached.nbytes for attached in self.attached)
-        self.engine.ledger.put_bytes(CACHE, alone + self._stepper.nbytes + others)
 
     def probe(self) -> None:
         """Runs one step of the model, to see that it still does."""

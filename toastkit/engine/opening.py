@@ -8,6 +8,7 @@ from toastkit.engine import device
 from toastkit.engine.engine import Engine
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.policy import gear_policy
+from toastkit.holdings.policy import Policy
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.store.store import Store
@@ -29,9 +30,10 @@ def open_engine(
     device.start(device_name)
     store = Store(files, load_config(files))
     gears = gear_policy(store, gear_options, notify)
+    policies: list[Policy] = [] if gears is None else [gears]
     engine = Engine(
         store,
-        () if gears is None else (gears,),
+        policies,
         device_name=device_name,
         dtype=dtype,
         cache_bytes=None if gear_options is None else gear_options.cache_bytes,

@@ -40,9 +40,8 @@ class GearPolicy:
     gear: the one the model is in. tokens: steps run, by gear. times: of shifts, by gear.
     """
 
-    name = "gears"
-
     def __init__(self, options: GearOptions):
+        self.name = "gears"
         self.options = options
         self.gear = "high"
         self.tokens: Counter[str] = Counter()

@@ -70,8 +70,9 @@ class _Packed:
             return super().__call__(*args, **rest)  # type: ignore[misc]
         if self._dense is None:
             self._counts.miss += 1
-            vars(self)["_dense"] = self._dequantised()
-            self._grown(self._dense.weight.nbytes)
+            dense: Any = self._dequantised()
+            vars(self)["_dense"] = dense
+            self._grown(dense.weight.nbytes)
         else:
             self._counts.hit += 1
         return self._dense(*args, **rest)
@@ -87,7 +88,7 @@ class _Packed:
 
 def _bare(kind: Kind, parameters: Mapping[str, Any]) -> Any:
     """A module of a class with these attributes and parameters."""
-    module = kind.cls.__new__(kind.cls)
+    module: Any = nn.Module.__new__(kind.cls)
     vars(module).update(kind.attributes)
     dict.update(module, parameters)
     return module

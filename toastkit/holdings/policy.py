@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from toastkit.holdings.forms import Form
-from toastkit.holdings.holdings import Holdings
+
+if TYPE_CHECKING:
+    from toastkit.holdings.holdings import Holdings
 
 
 class Wish(NamedTuple):
@@ -31,7 +33,7 @@ class Policy(Protocol):
     """
 
     name: str
-    paths: Sequence[str]
+    paths: list[str]
     steps_together: bool
 
     def attach(self, holdings: Holdings) -> None:
