@@ -151,9 +151,9 @@ def token_cost(engine: Any, state: Any, count: int = 32) -> float:
     start = time.perf_counter()
     for _ in range(count):
         token = int(state.values().argmax())
-        state.consume(engine, token)
+        engine.consume(state, token)
         state.submit()
-        state.look_ahead(engine)
+        engine.look_ahead(state)
     state.values()
     return (time.perf_counter() - start) / count
 

@@ -129,7 +129,7 @@ def run(made: Made, state: ModelState, count: int) -> list[mx.array]:
     """Greedy steps; the logits after each."""
     found = []
     for _ in range(count):
-        state.consume(made.engine, int(mx.argmax(state.logits)))
+        made.engine.consume(state, int(mx.argmax(state.logits)))
         mx.eval(state.logits)
         found.append(state.logits)
     return found
@@ -168,11 +168,11 @@ def test_looking_ahead_changes_nothing(made: Made) -> None:
     for state in (plain, ahead):
         read_prompt(made, state, PROMPT)
     for token in (9, 2000, 31, 4):
-        ahead.look_ahead(made.engine)
+        made.engine.look_ahead(ahead)
         ahead.settle()  # taken back
-        ahead.look_ahead(made.engine)
+        made.engine.look_ahead(ahead)
         for state in (plain, ahead):
-            state.consume(made.engine, token)
+            made.engine.consume(state, token)
         assert mx.array_equal(plain.logits, ahead.logits)
 
 

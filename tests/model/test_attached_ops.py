@@ -44,7 +44,7 @@ def test_logits_are_those_of_the_engine(client: Client, size: int) -> None:
     reply = client.read(PROMPT, size)
     assert np.array_equal(values_of(reply), state.values())
     for token in (5, 6, 7):
-        state.consume(engine, token)
+        engine.consume(state, token)
         assert np.array_equal(values_of(client.op("step", token=token)), state.values())
     assert client.op("commit") == {} and client.op("release") == {}
 

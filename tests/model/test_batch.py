@@ -58,7 +58,7 @@ class Pair:
         return state
 
     def step_alone(self, token: int) -> None:
-        self.alone.consume(self.engine, token)
+        self.engine.consume(self.alone, token)
 
     def check(self) -> None:
         found, expected = np.array(self.twin.logits), np.array(self.alone.logits)
@@ -159,7 +159,7 @@ def test_they_come_and_go(batched: Made) -> None:
     leave(batch, middle)
     steps(batch, [short, long], 2, 300)
     for token in (7, 8, 9):  # it goes on alone
-        middle.twin.consume(engine, token)
+        engine.consume(middle.twin, token)
         middle.step_alone(token)
         middle.check()
     newcomer = Pair(engine, 1, first=77)
@@ -195,7 +195,7 @@ def test_the_window_slides_in_the_batch(batched: Made) -> None:
     leave(batch, third)
     for pair in (one, third):
         for token in (5, 6, 7):
-            pair.twin.consume(engine, token)
+            engine.consume(pair.twin, token)
             pair.step_alone(token)
             pair.check()
 
@@ -204,7 +204,7 @@ def test_a_state_is_taken_back_from_a_look_ahead(batched: Made) -> None:
     engine = batched.engine
     one, two = Pair(engine, 6), Pair(engine, 9)
     for pair in (one, two):
-        pair.twin.look_ahead(engine)
+        engine.look_ahead(pair.twin)
     batch = Batch(engine)
     batch.join([one.twin, two.twin])
     steps(batch, [one, two], 3, 100)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,12 +19,12 @@ from toastkit.engine import geared as geared_module  # noqa: E402
 from toastkit.engine.engine import Engine  # noqa: E402
 from toastkit.engine.geared import (  # noqa: E402
     BySelector,
-    Choice,
     Schedule,
     score_in_gear,
     score_in_gears,
 )
 from toastkit.engine.perplexity import Scores, Totals, score, windows  # noqa: E402
+from toastkit.engine.protocol import Wish  # noqa: E402
 from toastkit.errors import DataError  # noqa: E402
 from toastkit.gears.monitor import MonitorOptions  # noqa: E402
 from toastkit.gears.options import GearOptions  # noqa: E402
@@ -243,24 +242,18 @@ def test_gears_that_are_only_watched(crumb, ids, monkeypatch: pytest.MonkeyPatch
 class Recorder(Scripted):
     """An engine with gears that writes down what is asked of it."""
 
-    reads_on_host = True  # no step is built before its token is known
+    gears = object()  # it can shift
 
     def __init__(self, logits) -> None:
         super().__init__(logits)
         self.events: list = []
-        self.gears = SimpleNamespace(
-            gear="low",
-            step=self._step,
-            prepare=lambda gear: self.events.append(f"prepare {gear}"),
-        )
 
-    def _step(self, gear: str) -> None:
-        self.gears.gear = gear
-        self.events.append(gear)
+    def consume(self, state, token, wish: Wish) -> None:
+        self.events += [wish.gear, *([f"prepare {wish.expected}"] if wish.expected else []), token]
+        state.logits = self.logits
 
-    def step(self, token, cache: list):
-        self.events.append(token)
-        return self.logits
+    def look_ahead(self, state) -> None:
+        """Nothing."""
 
 
 class Eager:
@@ -269,9 +262,9 @@ class Eager:
     def __init__(self) -> None:
         self.entropies: list[float] = []
 
-    def choose(self, entropy: float) -> Choice:
+    def choose(self, entropy: float) -> Wish:
         self.entropies.append(entropy)
-        return Choice("low", "mid")
+        return Wish("low", "mid")
 
 
 def test_the_order_of_shifts_and_steps() -> None:

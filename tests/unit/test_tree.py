@@ -32,19 +32,9 @@ LEVELS = (
     {"engine"},
     {"gears"},
     {"store", "model", "session"},
-    {
-        "frames",
-        "arrays",
-        "outline",
-        "errors",
-        "folders",
-        "interrupts",
-        "prefix",
-        "text",
-        "sampling",
-        "__init__",
-    },
-)
+    {"frames", "arrays", "outline", "errors", "folders", "text", "sampling", "__init__",
+     "descriptors", "interrupts", "prefix", "wire"},
+)  # fmt: skip
 LEVEL = {folder: n for n, level in enumerate(LEVELS) for folder in level}
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 400, 60, 100

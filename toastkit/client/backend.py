@@ -3,13 +3,11 @@ not know whether a daemon, this process or, one day, a provider elsewhere is beh
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from toastkit import errors
-from toastkit.errors import CannotCreateError, NoInputError, ToastError, UnavailableError
+from toastkit.descriptors import is_pipe
+from toastkit.errors import CannotCreateError, NoInputError, UnavailableError
 from toastkit.interrupts import Signals
 
 STDOUT = 1
@@ -94,11 +92,7 @@ def _this_process(wanted: Wanted, interrupts: Signals | None) -> Backend:
 
 def _watched() -> int | None:
     """stdout, where it is something whose reader can go away."""
-    try:
-        mode = os.fstat(STDOUT).st_mode
-    except OSError:
-        return None
-    return STDOUT if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else None
+    return STDOUT if is_pipe(STDOUT) else None
 
 
 class OtherModel:
@@ -152,18 +146,3 @@ def hang_up(replies: Iterator[dict[str, Any]]) -> None:
 def _code(reply: dict[str, Any]) -> int | None:
     error = reply.get("error")
     return error.get("code") if isinstance(error, dict) else None
-
-
-def remote_error(error: Any) -> ToastError:
-    """The ToastError for what an `error` reply holds: its code, message and hint."""
-    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
-        return ToastError("the daemon failed without saying why")
-    code, hint = error.get("code"), error.get("hint")
-    kinds = {kind.code: kind for kind in vars(errors).values() if _is_plain_error(kind)}
-    kind = kinds.get(code, ToastError) if isinstance(code, int) else ToastError
-    return kind(error["message"], hint if isinstance(hint, str) else None)
-
-
-def _is_plain_error(kind: Any) -> bool:
-    """FrameError and RemoteError take more than a message and a hint."""
-    return isinstance(kind, type) and kind.__base__ is ToastError and "code" in vars(kind)

@@ -123,8 +123,8 @@ def _answer(prompt: tuple[str, ...], flags: dict[str, Any], first: bytes) -> int
     """Text in, text out: all stages in this process."""
     from toastkit.commands.detokenize import TextWriter, check_length
     from toastkit.commands.prompt import prompt_tokenizer, prompts
+    from toastkit.descriptors import reader_gone
     from toastkit.interrupts import Signals
-    from toastkit.stages.run.poll import reader_gone
     from toastkit.stages.run.settings import Outcome
 
     wanted = prompts(prompt, flags, first)
@@ -146,9 +146,7 @@ def _answer(prompt: tuple[str, ...], flags: dict[str, Any], first: bytes) -> int
         raise
     finally:
         stage.close()
-    if signals:
-        return signals.code
-    return check_length(outcome, flags["fail_on_length"])
+    return signals.code or check_length(outcome, flags["fail_on_length"])
 
 
 def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):

@@ -12,7 +12,6 @@ import click
 from toastkit.commands import cli, options
 from toastkit.commands.sizes import Duration, Size
 from toastkit.errors import (
-    BusyError,
     ToastError,
     UnavailableError,
     UsageError,
@@ -236,33 +235,10 @@ def _act(action: str, flags: dict[str, Any]) -> int:
 
 
 def _stop(path: str) -> dict[str, Any]:
-    """Tells the daemon to stop, and waits until it has let go of its place: it closes connections
-    last, so the end of this one tells."""
-    import socket
-
-    from toastkit.client.backend import remote_error
+    """Tells the daemon to stop, and waits until it has let go of its place."""
     from toastkit.client.socket_backend import control
 
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(STOP_SECONDS)
-        data = b""
-        try:
-            connection.connect(path)
-            connection.sendall(b'{"op": "stop"}\n')
-            while piece := connection.recv(4096):
-                data += piece
-        except TimeoutError:
-            what = "is still finishing requests" if data else "does not answer"
-            raise BusyError(f"the daemon at {path} {what}", hint="wait, or kill it") from None
-        except OSError:
-            pass
-    line = data.partition(b"\n")[0]
-    if not line:
-        return control(path, "stop", ANSWER_SECONDS)  # which says why there is none
-    reply = json.loads(line)
-    if "error" in reply:
-        raise remote_error(reply["error"])
-    return reply
+    return control(path, "stop", STOP_SECONDS, True)
 
 
 def _stop_if_any(path: str) -> None:

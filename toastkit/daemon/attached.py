@@ -1,6 +1,6 @@
 """Runs of other processes on this daemon's weights: toast-prefill and toast-decode attach.
 
-Their stages, pipes and locks stay with them (client/attach.py); what is here is the state, and a
+Their stages, pipes and locks stay with them (engine/remote.py); what is here is the state, and a
 copy of the session's lock. Everything below runs on the worker's thread, one op at a time, but for
 `Attached.hang_up`. The ops are described in toasted(7).
 
@@ -98,10 +98,6 @@ class Attached:
             self.service.attached.remove(self)
             self.service = None
 
-    def begin(self, state: ModelState, prompt: list[int]) -> None:
-        """Takes the state of a new run."""
-        self.state, self.prompt = state, prompt
-
     def let_go(self) -> None:
         """Drops the state, and closes our copy of the session's lock. May be called again."""
         with self.at_work:
@@ -171,7 +167,7 @@ def serve(
     attached.plug(service)
     channel.reply(_done(attached, service, request))
     if request.op == "step":
-        _state(attached).look_ahead(service.engine)  # while the client chooses the token
+        service.engine.look_ahead(_state(attached))  # while the client chooses the token
 
 
 def _done(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
@@ -256,7 +252,7 @@ def _restore(attached: Attached, service: Service, request: Request) -> dict[str
     finally:
         if read is not None:
             read.close()
-    attached.begin(state, ids)
+    attached.state, attached.prompt = state, ids
     return {"restored": {"cached": cached, "logits": encoded(state)}}
 
 
@@ -301,7 +297,7 @@ def _step(attached: Attached, service: Service, request: Request) -> dict[str, A
         raise UsageError("step: the prompt has not been read to its end")
     if engine.context is not None and len(state.tokens) >= engine.context:
         raise DataError(f"the model's context of {engine.context} tokens is full")
-    state.consume(engine, token)
+    engine.consume(state, token)
     state.submit()
     return {"step": {"logits": encoded(state)}}
 

@@ -72,6 +72,7 @@ class Conversation:
         self._early: Kept | None = None
         request = prepared.request
         self.runs = ScheduledRuns(
+            engine,
             memory,
             scheduler,
             prepared.key,

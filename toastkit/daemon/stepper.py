@@ -95,7 +95,7 @@ class Stepper:
         state.take_step(self._engine)
         state.submit()
         if known:
-            state.look_ahead(self._engine)  # while the last of this step is computed
+            self._engine.look_ahead(state)  # while the last of this step is computed
 
     def _can_batch(self) -> bool:
         if self._works is None:

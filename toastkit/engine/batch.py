@@ -93,10 +93,10 @@ def can_batch(engine: Engine) -> bool | None:
         for _ in range(2):
             batch.step([min(5, most)] * 2)
             for state in alone:
-                state.consume(engine, min(5, most))
+                engine.consume(state, min(5, most))
         batch.leave([together[0]])
-        together[0].consume(engine, min(6, most))
-        alone[0].consume(engine, min(6, most))
+        engine.consume(together[0], min(6, most))
+        engine.consume(alone[0], min(6, most))
         return all(_close(a.logits, b.logits, engine) for a, b in zip(together, alone))
     except (ValueError, TypeError, AttributeError, IndexError, NotImplementedError):
         return False  # these caches, or this model, are not made for it

@@ -9,11 +9,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from toastkit.engine import device
+from toastkit.engine.protocol import NO_WISH, Wish
 from toastkit.engine.state import ModelState, restore_state
 from toastkit.errors import DataError, UsageError
 from toastkit.gears.options import GearOptions
@@ -176,7 +177,7 @@ class Engine:
     def restore(
         self, session: Session | None, ids: Sequence[int], source: Session | None = None
     ) -> tuple[ModelState, int]:
-        """The state from which a prompt can be continued: see state.restore_state."""
+        """As of StepEngine: see state.restore_state."""
         return restore_state(self, session, ids, source)
 
     def reading(
@@ -185,8 +186,7 @@ class Engine:
         ids: Sequence[int],
         chunk: Callable[[], int | None] = lambda: None,
     ) -> Iterator[int]:
-        """Prefills what the state does not hold of the prompt yet; yields the number of tokens it
-        holds after each pass. Until the last pass the state has no logits."""
+        """As of StepEngine."""
         held = len(state.tokens)
         if held == len(ids):
             return
@@ -196,6 +196,28 @@ class Engine:
             state.tokens.extend(rest[before:done])
             before, state.logits = done, logits
             yield held + done
+
+    def begin_run(self) -> None:
+        if self.gears is not None:
+            self.gears.begin_run()
+
+    def consume(self, state: ModelState, token: int | mx.array, wish: Wish = NO_WISH) -> None:
+        """As of StepEngine: in a gear that is fixed, or else in the one wished for."""
+        if self.gears is not None:
+            fixed = self.gears.options.fixed
+            gear = fixed or wish.gear
+            if gear is not None and gear != self.gears.gear:
+                state.settle()  # the next step's graph was built of modules that leave
+            self.gears.step(gear)
+            if wish.expected is not None and fixed is None:
+                self.gears.prepare(wish.expected)
+        state.run(self, token)
+
+    def look_ahead(self, state: ModelState) -> None:
+        state.look_ahead(self)
+
+    def run_report(self) -> dict[str, Any]:
+        return {} if self.gears is None else {"gears": self.gears.run_report()}
 
     def _check_logits(self, logits: mx.array) -> None:
         """Says once that a model computes nonsense: its weights hold NaN, most likely."""

@@ -31,19 +31,14 @@ class ModelState:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     _ahead: Lookahead | None = field(default=None, repr=False)
 
-    def consume(self, engine: Engine, token: int | mx.array) -> None:
+    def run(self, engine: Engine, token: int | mx.array) -> None:
         """Runs one more token. Lazy: nothing is waited for."""
-        self.logits = self.run(engine, token)
-        self.tokens.append(token)
-
-    def run(self, engine: Engine, token: int | mx.array) -> mx.array:
-        """The logits (vocab,) after one more token, lazy; the caches count it from now on."""
         if self._ahead is not None and isinstance(token, int):
-            logits = self._ahead.run(token)
-            self._ahead = None
-            return logits
-        self.settle()
-        return engine.step(token, self.cache)
+            self.logits, self._ahead = self._ahead.run(token), None
+        else:
+            self.settle()
+            self.logits = engine.step(token, self.cache)
+        self.tokens.append(token)
 
     def submit(self) -> None:
         """Lets the device begin with what was consumed."""

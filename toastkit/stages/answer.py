@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from toastkit.engine.protocol import StepEngine
 from toastkit.frames import Frame, Head
 from toastkit.interrupts import Interrupt
 from toastkit.sampling.options import SamplingOptions
@@ -20,9 +21,6 @@ from toastkit.stages.run.settings import Outcome, ReadOptions, StepOptions
 from toastkit.stages.sample import DrawOptions, sample, sample_deferred
 from toastkit.stages.streams import Stage, compose
 from toastkit.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from toastkit.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class AnswerOptions:
 def answer(
     frames: Iterable[Frame],
     tokenizer: Tokenizer,
-    engine_for: Callable[[Head], Engine],
+    engine_for: Callable[[Head], StepEngine],
     runs: LocalRuns,
     options: AnswerOptions,
     interrupt: Interrupt,
