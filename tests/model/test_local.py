@@ -283,8 +283,9 @@ class Broken:
     def __getattr__(self, name: str):
         return getattr(self._engine, name)
 
-    def step(self, token, cache):
-        return self._change(self._engine.step(token, cache))
+    def consume(self, state, token, wish):
+        self._engine.consume(state, token, wish)
+        state.logits = self._change(state.logits)
 
     def reading(self, state, ids, chunk):
         yield from self._engine.reading(state, ids, chunk)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from toastkit.engine import geared as geared_module  # noqa: E402
 from toastkit.engine.engine import Engine  # noqa: E402
 from toastkit.engine.geared import (  # noqa: E402
     BySelector,
-    Choice,
     Schedule,
     score_in_gear,
     score_in_gears,
@@ -247,20 +245,18 @@ def test_gears_that_are_only_watched(crumb, ids, monkeypatch: pytest.MonkeyPatch
 class Recorder(Scripted):
     """An engine with gears that writes down what is asked of it."""
 
+    gears = object()  # it can shift
+
     def __init__(self, logits) -> None:
         super().__init__(logits)
         self.events: list = []
-        self.gears = SimpleNamespace(gear="low")
 
     def consume(self, state, token, wish: Wish) -> None:
-        self.events.append(wish.gear)
-        if wish.expected is not None:
-            self.events.append(f"prepare {wish.expected}")
-        self.events.append(token)
+        self.events += [wish.gear, *([f"prepare {wish.expected}"] if wish.expected else []), token]
         state.logits = self.logits
 
     def look_ahead(self, state) -> None:
-        """Nothing: no step is built before its token is known."""
+        """Nothing."""
 
 
 class Eager:
@@ -269,9 +265,9 @@ class Eager:
     def __init__(self) -> None:
         self.entropies: list[float] = []
 
-    def choose(self, entropy: float) -> Choice:
+    def choose(self, entropy: float) -> Wish:
         self.entropies.append(entropy)
-        return Choice("low", "mid")
+        return Wish("low", "mid")
 
 
 def test_the_order_of_shifts_and_steps() -> None:

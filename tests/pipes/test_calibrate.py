@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import executable
+from toastkit.descriptors import unread_bytes
 from toastkit.gears import thresholds
 from toastkit.gears.calibration import Thresholds
 from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
-from toastkit.stages.run.poll import unread_bytes
 
 PROMPT = "Tell me a story."
 MARK = fingerprint(locate("crumb"))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.unit.fake_daemon import DROP, HOLD, SECONDS, FakeDaemon, failure
-from toastkit.client.attach import RemoteEngine, Wire, attach
+from toastkit.engine.remote import Operations, RemoteEngine, attach
 from toastkit.errors import (
     CannotCreateError,
     IOFailure,
@@ -157,9 +157,9 @@ def test_a_socket_that_nobody_serves(tmp_path: Path) -> None:
 
 
 def test_another_users_daemon_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from toastkit.daemon import peer
+    from toastkit import wire
 
-    monkeypatch.setattr(peer, "peer_of", lambda connection: peer.Peer(os.geteuid() + 1, 1))
+    monkeypatch.setattr(wire, "peer_of", lambda connection: wire.Peer(os.geteuid() + 1, 1))
     with FakeDaemon([HELLO]) as daemon:
         assert attach(daemon.path, MODEL, "auto", None) is None
         assert daemon.requests == []
@@ -180,7 +180,7 @@ def test_a_run_from_its_prompt_to_its_end() -> None:
         assert list(reading) == [4, 5, 7]
         assert state.tokens == [5, 6, 7, 8, 9, 10, 11]
         assert state.values().tolist() == [1, 2, 3, 4]
-        state.consume(engine, 3)
+        engine.consume(state, 3)
         assert state.tokens[-1] == 3
         assert state.values().tolist() == [0, 0, 0, 9] == state.logits.tolist()
         state.commit()  # it has no session
@@ -208,9 +208,9 @@ def test_all_of_a_prompt_that_is_stored_is_not_read() -> None:
 def test_a_step_is_waited_for_when_its_logits_are_wanted() -> None:
     with FakeDaemon([HELLO], restored(1, FULL), [HOLD]) as daemon:
         engine, state = running(daemon, [5])
-        state.consume(engine, 1)
+        engine.consume(state, 1)
         state.submit()
-        state.look_ahead(engine)
+        engine.look_ahead(state)
         assert len(state.tokens) == 2
         state.close()  # the daemon is at work on it: closing must not wait for that
         engine.close()
@@ -223,8 +223,8 @@ def test_what_is_asked_waits_for_the_step_before_it(tmp_path: Path) -> None:
     with FakeDaemon(*scripts) as daemon, Session.open(tmp_path / "s", MODEL) as session:
         engine = attached(daemon)
         state, _ = engine.restore(session, [5])
-        state.consume(engine, 1)
-        state.consume(engine, 2)
+        engine.consume(state, 1)
+        engine.consume(state, 2)
         state.commit()
         engine.close()
         assert [r["op"] for r in daemon.requests[2:]] == ["step", "step", "commit", "release"]
@@ -268,7 +268,7 @@ def test_the_lock_goes_along(tmp_path: Path, count: int) -> None:
         finally:
             os._exit(code)
     with here, there, Session.open(tmp_path / "s", MODEL) as session:
-        engine = RemoteEngine(Wire(here, "x"), HELLO["attached"])
+        engine = RemoteEngine(Operations(here, "x"), HELLO["attached"])
         engine.restore(session, [5] * count)
         assert os.waitpid(pid, 0)[1] == 0
         assert session.lock is not None and session.lock.held
@@ -318,7 +318,7 @@ def test_what_comes_instead_of_an_answer(script: list, kind: type | None) -> Non
 def test_once_gone_it_stays_gone() -> None:
     with FakeDaemon([HELLO], restored(1, FULL), [DROP]) as daemon:
         engine, state = running(daemon, [5])
-        state.consume(engine, 1)
+        engine.consume(state, 1)
         for ask in (state.values, state.values, lambda: engine.restore(None, [5])):
             with pytest.raises(UnavailableError) as raised:
                 ask()
@@ -329,7 +329,7 @@ def test_once_gone_it_stays_gone() -> None:
 
 
 def test_an_answer_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toastkit.client.attach.MAX_ANSWER", 1000)
+    monkeypatch.setattr("toastkit.wire.MAX_REPLY", 1000)
     with FakeDaemon([HELLO], [b"x" * 3000, HOLD]) as daemon:
         engine = attached(daemon)
         with pytest.raises(UnavailableError):

@@ -14,11 +14,12 @@ import pytest
 
 from tests.unit.fake_daemon import FakeDaemon, answer, failure, signals_put_back
 from toastkit import errors
-from toastkit.client.backend import OtherModel, Wanted, choose_backend, remote_error
+from toastkit.client.backend import OtherModel, Wanted, choose_backend
 from toastkit.client.local_backend import LocalBackend
 from toastkit.client.socket_backend import SocketBackend
 from toastkit.errors import NoInputError, ToastError, UnavailableError, UsageError
 from toastkit.interrupts import Signals
+from toastkit.wire import remote_error
 
 ASK = {"messages": [{"role": "user", "content": "Hi!"}], "options": {}}
 

@@ -20,11 +20,11 @@ from tests.unit.fake_daemon import (
     failure,
     signals_put_back,
 )
-from toastkit.client import socket_backend
+from toastkit import wire
 from toastkit.client.socket_backend import SocketBackend, connect, control
-from toastkit.daemon.peer import Peer
 from toastkit.errors import DataError, UnavailableError
 from toastkit.interrupts import Signals
+from toastkit.wire import Peer
 
 ASK = {"messages": [{"role": "user", "content": "Hi!"}], "options": {}}
 
@@ -69,7 +69,7 @@ def test_a_long_request_and_a_long_reply(monkeypatch: pytest.MonkeyPatch) -> Non
         asked = {**ASK, "messages": [{"role": "user", "content": text}]}
         replies = list(SocketBackend(daemon.path).ask(asked))
         assert daemon.request == asked and replies[-1]["end"]["text"] == text
-        monkeypatch.setattr(socket_backend, "MAX_REPLY", 1 << 20)
+        monkeypatch.setattr(wire, "MAX_REPLY", 1 << 20)
         with pytest.raises(DataError, match="a line of more than 1 MiB"):
             list(SocketBackend(daemon.path).ask(ASK))
 
@@ -143,7 +143,7 @@ def test_nobody_answers(tmp_path: Path, kind: str) -> None:
 
 
 def test_what_another_user_listens_at_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toastkit.daemon.peer.peer_of", lambda connection: Peer(4711, 1))
+    monkeypatch.setattr("toastkit.wire.peer_of", lambda connection: Peer(4711, 1))
     monkeypatch.setattr(os, "geteuid", lambda: 4712)
     with FakeDaemon() as daemon:
         with pytest.raises(UnavailableError, match=r"another user's \(uid 4711\)"):

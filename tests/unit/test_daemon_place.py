@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.daemon_front import short_directory
-from toastkit.daemon import activation, paths, peer
+from toastkit import wire
+from toastkit.daemon import activation, paths
 from toastkit.daemon.listening import SocketFile
 from toastkit.daemon.pidfile import Pidfile
 from toastkit.errors import BusyError, CannotCreateError, UsageError
@@ -212,10 +213,10 @@ def test_a_pidfile_that_is_removed_while_one_waits_for_it(
 def test_who_is_there() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        found = peer.peer_of(ours)
-        assert found == peer.Peer(os.geteuid(), os.getpid())
-        assert peer.may_connect(found) and peer.may_connect(peer.Peer(0, 1))
-        assert not peer.may_connect(peer.Peer(os.geteuid() + 1, 1))
+        found = wire.peer_of(ours)
+        assert found == wire.Peer(os.geteuid(), os.getpid())
+        assert wire.may_connect(found) and wire.may_connect(wire.Peer(0, 1))
+        assert not wire.may_connect(wire.Peer(os.geteuid() + 1, 1))
 
 
 def test_variables_for_another_process_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from toastkit import __version__
 from toastkit.daemon import server as module
 from toastkit.daemon.channel import Channel, encode
 from toastkit.daemon.interface import Limits
-from toastkit.daemon.peer import Peer
+from toastkit.wire import Peer
 
 
 def texts(replies: list[dict]) -> str:

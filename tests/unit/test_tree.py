@@ -35,7 +35,7 @@ LEVELS = (
     {"store", "model", "session"},
     {
         "frames", "arrays", "outline", "errors", "base_directories", "private_files", "interrupts",
-        "prefix", "wire", "text", "sampling", "__init__",
+        "descriptors", "prefix", "wire", "text", "sampling", "__init__",
     },
 )  # fmt: skip
 LEVEL = {folder: n for n, level in enumerate(LEVELS) for folder in level}

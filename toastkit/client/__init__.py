@@ -8,8 +8,6 @@
     output.py          what of the replies goes to stdout and stderr, in which form
     extract.py         fenced code blocks
     repl.py            --chat: turn after turn, from a person or from a pipe
-    interrupts.py      Ctrl-C and its like
-    attach.py          a daemon's weights for toast-prefill and toast-decode
 
 Requests and replies are those of toasted(7), whoever answers. Start-up is the point: with a daemon
 the request is on its way 60 ms after the shell started us, so nothing here imports numpy, msgpack,

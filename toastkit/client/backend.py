@@ -3,13 +3,11 @@ not know whether a daemon, this process or, one day, a provider elsewhere is beh
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from toastkit import errors
-from toastkit.errors import CannotCreateError, NoInputError, ToastError, UnavailableError
+from toastkit.descriptors import is_pipe
+from toastkit.errors import CannotCreateError, NoInputError, UnavailableError
 from toastkit.interrupts import Signals
 
 STDOUT = 1
@@ -34,7 +32,8 @@ class Backend(Protocol):
 class Wanted(NamedTuple):
     """What the flags say about who shall answer.
 
-    model: as -m had it, or None. device, dtype: for a model in this process, None by default.
+    model: as -m had it, or None. device, dtype, gears (stages.follow.GearSettings): for a model in
+    this process, None by default.
     here: no daemon is to be asked. socket: where it listens, None for the usual place.
     insist: only a daemon will do. say: takes a line for stderr. verbose, quiet: as the flags.
     """
@@ -48,6 +47,7 @@ class Wanted(NamedTuple):
     say: Callable[[str], None] = print
     verbose: bool = False
     quiet: bool = False
+    gears: Any = None
 
 
 def choose_backend(wanted: Wanted, interrupts: Signals | None = None) -> Backend:
@@ -94,11 +94,7 @@ def _this_process(wanted: Wanted, interrupts: Signals | None) -> Backend:
 
 def _watched() -> int | None:
     """stdout, where it is something whose reader can go away."""
-    try:
-        mode = os.fstat(STDOUT).st_mode
-    except OSError:
-        return None
-    return STDOUT if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else None
+    return STDOUT if is_pipe(STDOUT) else None
 
 
 class OtherModel:
@@ -152,18 +148,3 @@ def hang_up(replies: Iterator[dict[str, Any]]) -> None:
 def _code(reply: dict[str, Any]) -> int | None:
     error = reply.get("error")
     return error.get("code") if isinstance(error, dict) else None
-
-
-def remote_error(error: Any) -> ToastError:
-    """The ToastError for what an `error` reply holds: its code, message and hint."""
-    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
-        return ToastError("the daemon failed without saying why")
-    code, hint = error.get("code"), error.get("hint")
-    kinds = {kind.code: kind for kind in vars(errors).values() if _is_plain_error(kind)}
-    kind = kinds.get(code, ToastError) if isinstance(code, int) else ToastError
-    return kind(error["message"], hint if isinstance(hint, str) else None)
-
-
-def _is_plain_error(kind: Any) -> bool:
-    """FrameError and RemoteError take more than a message and a hint."""
-    return isinstance(kind, type) and kind.__base__ is ToastError and "code" in vars(kind)

@@ -31,7 +31,7 @@ class LocalBackend:
     def ask(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The replies to a request. The request's own `model` is the one that is loaded here."""
         from toastkit.client.backend import hang_up
-        from toastkit.stages.run.poll import reader_gone
+        from toastkit.descriptors import reader_gone
 
         if self._interrupts is not None:
             self._interrupts.patient = False
@@ -66,5 +66,6 @@ class LocalBackend:
                 dtype=wanted.dtype,
                 say=wanted.say,
                 quiet=wanted.quiet,
+                gears=wanted.gears,
             )
         return self._service

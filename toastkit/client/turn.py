@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from toastkit.client.backend import Backend, hang_up, remote_error
+from toastkit.client.backend import Backend, hang_up
 from toastkit.client.chats import Chat
 from toastkit.client.output import Output, Progress, Reply, write_text
 from toastkit.errors import DataError, ToastError, UnavailableError
 from toastkit.interrupts import Signals
+from toastkit.wire import remote_error
 
 
 class Answer:

@@ -295,13 +295,9 @@ def print_error(error: ToastError, name: str) -> None:
 def _stdin_is_live() -> bool:
     """Whether stdin is a pipe: then the stage that failed has said so itself. A stream from a file
     brings an error of another day, which nobody has seen yet."""
-    import stat
+    from toastkit.descriptors import is_pipe
 
-    try:
-        mode = os.fstat(0).st_mode
-    except OSError:
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+    return is_pipe(0)
 
 
 def _one_line(error: click.ClickException) -> str:

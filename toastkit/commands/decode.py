@@ -102,7 +102,7 @@ def _filter(flags: dict[str, Any], first: bytes) -> int:
     follower = None
     if flags["gear"] == "auto":
         follower = Follower(gear_flags.gear_rules(flags))
-    engines = Engines(flags, gear_flags.gear_settings(flags))
+    engines = Engines(flags, gear_flags.gear_options(flags))
 
     def build(frames, signals):
         runs = DecodeEnd(signals, own, settings.inline or own is not None, follower)
@@ -123,8 +123,8 @@ def _answer(prompt: tuple[str, ...], flags: dict[str, Any], first: bytes) -> int
     """Text in, text out: all stages in this process."""
     from toastkit.commands.detokenize import TextWriter, check_length
     from toastkit.commands.prompt import prompt_tokenizer, prompts
+    from toastkit.descriptors import reader_gone
     from toastkit.interrupts import Signals
-    from toastkit.stages.run.poll import reader_gone
     from toastkit.stages.run.settings import Outcome
 
     wanted = prompts(prompt, flags, first)
@@ -146,9 +146,7 @@ def _answer(prompt: tuple[str, ...], flags: dict[str, Any], first: bytes) -> int
         raise
     finally:
         stage.close()
-    if signals:
-        return signals.code
-    return check_length(outcome, flags["fail_on_length"])
+    return signals.code or check_length(outcome, flags["fail_on_length"])
 
 
 def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
@@ -162,23 +160,21 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
     chain = options.sampling_options(flags, sampling_defaults(tokenizer.files), None)
     first = tokenizer.head(None)
     chain.validate(first.vocab)
-    from toastkit.stages.answer import AnswerOptions, answer, xtc_special_ids
+    from toastkit.stages.answer import AnswerOptions, answer, gear_answer_options, xtc_special_ids
     from toastkit.stages.run.one_process import LocalRuns
     from toastkit.stages.sample import DrawOptions
     from toastkit.stages.tokenize import tokenize
 
+    gears = gear_flags.gear_settings(flags)
     limit = StepOptions(max_tokens=flags["max_tokens"])
     settings = AnswerOptions(
         read=read_options(flags),
         draw=DrawOptions(chain, flags["top"], limit, flags["ignore_eos"], flags["as_json"]),
         text=TextOptions(flags["stop"], flags["keep_special"], flags["echo"]),
-        rules=gear_flags.gear_rules(flags),
         telemetry=flags["as_json"],
-        follow=flags["gear"] == "auto",
-        fixed=flags["gear"] if flags["gear"] in ("low", "mid", "high") else None,
+        **gear_answer_options(gears),
         xtc_special_ids=xtc_special_ids(chain, tokenizer.tokenizer),
     )
-    gears = gear_flags.gear_settings(flags)
     attached = attach(flags, first.fingerprint) if gears is None else None
     # A GPU computes while the host goes on. A CPU does not, and numpy draws faster on it, and takes
     # the entropy faster; logits of a daemon are on the host anyway.
@@ -190,7 +186,7 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
 
     def engine_for(head: Any) -> Any:
         if not opened:
-            opened.append(load(tokenizer.files, flags, gears))
+            opened.append(load(tokenizer.files, flags, gears and gears.options))
         return opened[0]
 
     frames = tokenize(wanted, tokenizer)

@@ -12,6 +12,8 @@ from toastkit.errors import CannotCreateError
 from toastkit.frames import Head
 
 if TYPE_CHECKING:
+    from toastkit.engine.engine import Engine
+    from toastkit.engine.protocol import StepEngine
     from toastkit.gears.gear_options import GearOptions
 
 
@@ -26,18 +28,18 @@ class Engines:
         self._flags = flags
         self._gear_options = gear_options
         self._model: tuple[str, str] | None = None
-        self._engine: Any = None
+        self._engine: StepEngine | None = None
 
-    def __call__(self, head: Head):
+    def __call__(self, head: Head) -> StepEngine:
         name = self._flags["model"] or head.model
         model = (name, head.fingerprint)
-        if self._model == model:
+        if self._engine is not None and self._model == model:
             return self._engine
         self.close()  # let the last model go before the next one is loaded
         # A daemon has the weights, so the files that the head names need not be here; those of -m
         # are held against the stream in any case.
         files = self._located(head) if self._flags["model"] else None
-        engine = None
+        engine: StepEngine | None = None
         if self._gear_options is None:
             engine = attach(self._flags, head.fingerprint)
         if engine is None:
@@ -57,14 +59,14 @@ class Engines:
             engine.close()
 
 
-def attach(flags: dict[str, Any], fingerprint: str):
-    """A daemon's engine for the model, a RemoteEngine, where one runs it as the flags would; else
-    None. Where there is no daemon this costs one look at a path. Raises UsageError for a
-    TOAST_SOCKET that cannot be a socket's path."""
+def attach(flags: dict[str, Any], fingerprint: str) -> StepEngine | None:
+    """A daemon's engine for the model, where one runs it as the flags would; else None. Where there
+    is no daemon this costs one look at a path. Raises UsageError for a TOAST_SOCKET that cannot be
+    a socket's path."""
     path = None if flags["no_daemon"] else _daemon_socket()
     if path is None:
         return None
-    from toastkit.client.attach import attach as attach_to_daemon
+    from toastkit.engine.remote import attach as attach_to_daemon
 
     tell = say if flags["verbose"] else None
     return attach_to_daemon(path, fingerprint, flags["device"], flags["dtype"], tell)
@@ -88,15 +90,15 @@ def start_device(flags: dict[str, Any]) -> str:
     return device.start(flags["device"])
 
 
-def load(files, flags: dict[str, Any], gear_options: GearOptions | None = None):
+def load(files, flags: dict[str, Any], gear_options: GearOptions | None = None) -> Engine:
     """An Engine for a checkpoint, on the device and in the dtype of the flags."""
     import time
 
     start = time.perf_counter()
     with waiting(f"loading {last_part(files.name)}", flags):
-        from toastkit.engine.engine import Engine
+        from toastkit.engine.opening import open_engine
 
-        engine = Engine(
+        engine = open_engine(
             files,
             device_name=flags["device"],
             dtype=flags["dtype"],

@@ -117,6 +117,15 @@ def told(frames: Iterable[Frame]) -> Iterator[Frame]:
 
 
 def gear_settings(flags: dict[str, Any]):
+    """GearSettings from flags, None for off. Raises UsageError."""
+    if (options := gear_options(flags)) is None:
+        return None
+    from toastkit.stages.follow import GearSettings
+
+    return GearSettings(options, gear_rules(flags))
+
+
+def gear_options(flags: dict[str, Any]):
     """GearOptions from flags, None for off. Raises UsageError."""
     if flags["gear"] == "off":
         return None

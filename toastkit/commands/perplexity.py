@@ -58,7 +58,7 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     from toastkit.text.tokenizer import Tokenizer
 
     _check_gears(context, flags)
-    settings = gear_flags.gear_settings(flags)
+    settings = gear_flags.gear_options(flags)
     Signals()  # SIGTERM and SIGHUP end a run as Ctrl-C does
     checkpoint = locate(flags["model"] or "crumb")
     config = load_config(checkpoint)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from toastkit.commands import program_name
 from toastkit.commands.cli import die_by_sigpipe
+from toastkit.descriptors import GONE
 from toastkit.errors import (
     FrameError,
     RemoteError,
@@ -20,7 +21,6 @@ from toastkit.errors import (
 )
 from toastkit.frames import End, Error, Frame, FrameReader, FrameWriter, starts_frames
 from toastkit.interrupts import Signals
-from toastkit.stages.run.poll import GONE
 from toastkit.stages.streams import BEGIN
 
 
@@ -115,9 +115,7 @@ def run_filter(
         if sends_frames and isinstance(error, Exception):
             send_error(as_toast_error(error), program_name(name))
         raise
-    if signals:
-        return signals.code
-    return 130 if interrupted else 0
+    return signals.code or (130 if interrupted else 0)
 
 
 def _patiently(frames: Iterable[Frame], signals: Signals) -> Iterator[Frame]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, completion, options
+from toastkit.commands import cli, completion, gear_flags, options
 from toastkit.errors import DataError, NoInputError, UsageError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from toastkit.client.turn import TurnSettings
 
 INFINITE = float("inf")
+OF_THIS_PROCESS = ("device", "dtype", "gear")  # a daemon's model has its own
 
 
 @cli.command("toast")
@@ -50,6 +51,8 @@ INFINITE = float("inf")
 @options.no_daemon
 @click.option("--socket", metavar="PATH", help="Where the daemon listens.")
 @options.engine
+@gear_flags.gears
+@gear_flags.telemetry
 @click.pass_context
 def toast(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     _check(context, flags)
@@ -84,8 +87,9 @@ def _check(context: click.Context, flags: dict[str, Any]) -> None:
         cli.refuse_together(context, "is for a daemon, not with --no-daemon", "socket")
     if flags["quiet"]:
         cli.refuse_together(context, "has something to say, but not with --quiet", "usage")
-    if cli.given(context, "device", "dtype") and cli.given(context, "socket"):
-        raise UsageError("--device and --dtype are for a model in this process, not with --socket")
+    gear_flags.refuse_idle(context, flags)
+    if (names := cli.given(context, *OF_THIS_PROCESS)) and cli.given(context, "socket"):
+        raise UsageError(f"{names[0]} is for a model in this process, not with --socket")
 
 
 def _request_options(flags: dict[str, Any]) -> dict[str, Any]:
@@ -169,19 +173,21 @@ def _joined(words: tuple[str, ...]) -> str:
 
 
 def _wanted(context: click.Context, flags: dict[str, Any]) -> Wanted:
-    """What the flags say about who shall answer: --device and --dtype ask for this process."""
+    """What the flags say about who shall answer: --device, --dtype and --gear ask for this
+    process."""
     from toastkit.client.backend import Wanted
 
     return Wanted(
         model=flags["model"],
         device=flags["device"],
         dtype=flags["dtype"],
-        here=flags["no_daemon"] or bool(cli.given(context, "device", "dtype")),
+        here=flags["no_daemon"] or bool(cli.given(context, *OF_THIS_PROCESS)),
         socket=flags["socket"],
         insist=bool(cli.given(context, "socket")),
         say=cli.say,
         verbose=flags["verbose"],
         quiet=flags["quiet"],
+        gears=gear_flags.gear_settings(flags),
     )
 
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, options
+from toastkit.commands import cli, gear_flags, options
 from toastkit.commands.sizes import Duration, Size
 from toastkit.errors import (
-    BusyError,
     ToastError,
     UnavailableError,
     UsageError,
@@ -32,7 +31,7 @@ STOP_SECONDS = 35.0  # for it to be gone: the usual --drain, and some more
 ONLY_DAEMON = (
     "model", "daemon", "pidfile", "idle_unload", "device", "dtype", "chunk", "parallel", "batch",
     "max_queue", "max_connections", "max_line", "cache", "spill", "audit", "no_audit",
-    "audit_text", "drain",
+    "audit_text", "drain", "gear", *gear_flags.GEAR_NAMES, *gear_flags.TELEMETRY_NAMES,
 )  # fmt: skip
 
 
@@ -52,6 +51,8 @@ def _actions(context: click.Context, parameter: click.Parameter, incomplete: str
     help="Unload the model after so long without a request (default: never).",
 )  # fmt: skip
 @options.engine
+@gear_flags.gears
+@gear_flags.telemetry
 @click.option("--chunk", type=click.IntRange(1), metavar="N", help="Prompt tokens per pass.")
 @click.option(
     "--parallel", type=click.IntRange(1), default=8, show_default=True, metavar="N",
@@ -103,6 +104,7 @@ def toasted(context: click.Context, action: str | None, **flags) -> int:
         cli.refuse_together(context, "is for the daemon, not for an action", *ONLY_DAEMON)
         return _act(action, flags)
     cli.refuse_together(context, f"needs an action: {', '.join(ACTIONS)}", "as_json")
+    gear_flags.refuse_idle(context, flags)
     if len(cli.given(context, "audit", "no_audit")) > 1:
         raise UsageError("--audit and --no-audit exclude each other")
     if flags["no_audit"]:
@@ -159,6 +161,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
     from toastkit.daemon.paths import pidfile_path
 
     told = None if flags["quiet"] else say
+    gears = gear_flags.gear_settings(flags)
     audit = _audit(flags, say)
     settings = Settings(
         socket=flags["socket"],
@@ -192,6 +195,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
                 audit=audit,
                 debug=flags["debug"],
                 say=told,
+                gears=gears,
             )
         )
 
@@ -236,33 +240,10 @@ def _act(action: str, flags: dict[str, Any]) -> int:
 
 
 def _stop(path: str) -> dict[str, Any]:
-    """Tells the daemon to stop, and waits until it has let go of its place: it closes connections
-    last, so the end of this one tells."""
-    import socket
-
-    from toastkit.client.backend import remote_error
+    """Tells the daemon to stop, and waits until it has let go of its place."""
     from toastkit.client.socket_backend import control
 
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(STOP_SECONDS)
-        data = b""
-        try:
-            connection.connect(path)
-            connection.sendall(b'{"op": "stop"}\n')
-            while piece := connection.recv(4096):
-                data += piece
-        except TimeoutError:
-            what = "is still finishing requests" if data else "does not answer"
-            raise BusyError(f"the daemon at {path} {what}", hint="wait, or kill it") from None
-        except OSError:
-            pass
-    line = data.partition(b"\n")[0]
-    if not line:
-        return control(path, "stop", ANSWER_SECONDS)  # which says why there is none
-    reply = json.loads(line)
-    if "error" in reply:
-        raise remote_error(reply["error"])
-    return reply
+    return control(path, "stop", STOP_SECONDS, True)
 
 
 def _stop_if_any(path: str) -> None:

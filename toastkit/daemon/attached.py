@@ -1,6 +1,6 @@
 """Runs of other processes on this daemon's weights: toast-prefill and toast-decode attach.
 
-Their stages, pipes and locks stay with them (client/attach.py); what is here is the state, and a
+Their stages, pipes and locks stay with them (engine/remote.py); what is here is the state, and a
 copy of the session's lock. Everything below runs on the worker's thread, one op at a time, but for
 `Attached.hang_up`. The ops are described in toasted(7).
 
@@ -86,6 +86,8 @@ class Attached:
 
     def plug(self, service: Service) -> None:
         """Uses these weights from now on."""
+        if self.service is not service and self.state is not None:
+            self.state.cache = service.engine.counted(self.state.cache)
         self.service = service
         if self not in service.attached:
             service.attached.append(self)
@@ -93,14 +95,10 @@ class Attached:
     def unplug(self) -> None:
         """Lets the weights go, for a model that is unloaded, and keeps the state."""
         if self.state is not None:
-            self.state.settle()  # a graph that is built ahead holds them
+            self.state.take_back()  # a graph that is built ahead holds them
         if self.service is not None:
             self.service.attached.remove(self)
             self.service = None
-
-    def begin(self, state: ModelState, prompt: list[int]) -> None:
-        """Takes the state of a new run."""
-        self.state, self.prompt = state, prompt
 
     def let_go(self) -> None:
         """Drops the state, and closes our copy of the session's lock. May be called again."""
@@ -110,7 +108,6 @@ class Attached:
         if self.service is not None:
             service, self.service = self.service, None
             service.attached.remove(self)
-            service.count()
 
     def hang_up(self, later: Callable[[Callable[[], None]], None]) -> None:
         """The connection has ended; on the front's thread. The session is free at once, unless it
@@ -171,7 +168,7 @@ def serve(
     attached.plug(service)
     channel.reply(_done(attached, service, request))
     if request.op == "step":
-        _state(attached).look_ahead(service.engine)  # while the client chooses the token
+        service.engine.look_ahead(_state(attached))  # while the client chooses the token
 
 
 def _done(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
@@ -187,7 +184,6 @@ def _done(attached: Attached, service: Service, request: Request) -> dict[str, A
     finally:
         if attached.state is None:
             attached.unplug()
-        service.count()
 
 
 # -------------------------------------------------------------------------------------- the ops
@@ -215,6 +211,8 @@ def _attach(
         raise NoInputError(f"the daemon runs {name} on the {engine.device}")
     if (dtype or activation_dtype(engine.device == "cpu")) != engine.dtype:
         raise NoInputError(f"the daemon runs {name} in {engine.dtype or 'its own dtype'}")
+    if engine.policies:
+        raise NoInputError(f"the daemon runs {name} in gears")
     if KEY not in channel.store:
         attached = channel.store[KEY] = Attached(preparer.fingerprint)
         channel.on_close.append(lambda: attached.hang_up(later))
@@ -256,7 +254,7 @@ def _restore(attached: Attached, service: Service, request: Request) -> dict[str
     finally:
         if read is not None:
             read.close()
-    attached.begin(state, ids)
+    attached.state, attached.prompt = state, ids
     return {"restored": {"cached": cached, "logits": encoded(state)}}
 
 
@@ -301,7 +299,7 @@ def _step(attached: Attached, service: Service, request: Request) -> dict[str, A
         raise UsageError("step: the prompt has not been read to its end")
     if engine.context is not None and len(state.tokens) >= engine.context:
         raise DataError(f"the model's context of {engine.context} tokens is full")
-    state.consume(engine, token)
+    engine.consume(state, token)
     state.submit()
     return {"step": {"logits": encoded(state)}}
 

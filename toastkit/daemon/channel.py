@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from toastkit.daemon.peer import Peer
 from toastkit.errors import ToastError
+from toastkit.wire import Peer
 
 UNSENT_LIMIT = 1 << 20  # bytes
 SEND_BYTES = 1 << 18  # a single send(2)

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 from toastkit.daemon.channel import Channel, Outbox
-from toastkit.daemon.peer import Peer
 from toastkit.errors import DataError
+from toastkit.wire import Peer
 
 READ_BYTES = 1 << 16
 MAX_FDS = 8  # with one piece of a line, and waiting for their lines

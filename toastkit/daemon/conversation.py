@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +16,9 @@ from toastkit.engine.engine import Engine
 from toastkit.errors import ToastError
 from toastkit.frames import End, Frame, Head, Prefilled, Text, Token, Tokens, pack_ids
 from toastkit.interrupts import Interrupt
-from toastkit.stages.answer import AnswerOptions, answer, xtc_special_ids
+from toastkit.stages.answer import AnswerOptions, answer, gear_answer_options, xtc_special_ids
 from toastkit.stages.detokenize import TextOptions
+from toastkit.stages.follow import GearSettings
 from toastkit.stages.run.protocol import Pause
 from toastkit.stages.run.settings import Outcome, ReadOptions, StepOptions
 from toastkit.stages.sample import DrawOptions
@@ -54,6 +56,7 @@ class Conversation:
         memory: Memory,
         scheduler: Scheduler,
         chunk: int | None,
+        gears: GearSettings | None = None,
     ):
         self.prepared = prepared
         self.channel = channel
@@ -71,15 +74,19 @@ class Conversation:
         self._told = 0.0
         self._early: Kept | None = None
         request = prepared.request
+        self._gears = gears
+        self._gear_tokens: Counter[str] = Counter()
+        follow = gears is not None and gears.options.mode == "auto"
+        plain = prepared.sampling.temperature == 0 and not (request.options.tokens or follow)
         self.runs = ScheduledRuns(
+            engine,
             memory,
             scheduler,
             prepared.key,
             prepared.points,
             None if request.session is None else Path(request.session),
             lambda: channel.gone,
-            deferred=engine.device == "gpu"
-            or (prepared.sampling.temperature == 0 and not request.options.tokens),
+            deferred=engine.device == "gpu" or plain,
         )
         frames: list[Frame] = [head, Tokens(pack_ids(prepared.ids))]
         options = self._options(chunk, tokenizer)
@@ -96,6 +103,7 @@ class Conversation:
             draw=DrawOptions(sampling, wanted.top, limit, wanted.ignore_eos, wanted.tokens),
             text=TextOptions(wanted.stop, wanted.keep_special),
             telemetry=wanted.tokens,
+            **gear_answer_options(self._gears),
             xtc_special_ids=xtc_special_ids(sampling, tokenizer),
         )
 
@@ -175,7 +183,7 @@ class Conversation:
         unfinished = self.end is None and len(state.tokens) - self.runs.cached < WORTH_KEEPING
         if not unfinished:
             self._scheduler.leave(state)
-            state.settle()
+            state.take_back()
             key = self.prepared.save_key(self.text)
             named = self.runs.named
             if named is not None and named.tokens != state.read_tokens():
@@ -210,9 +218,15 @@ class Conversation:
             self._text.append(frame.s)
             if request.stream:
                 self.channel.reply({"text": frame.s})
-        elif isinstance(frame, Token) and request.options.tokens:
+        elif isinstance(frame, Token):
+            if frame.gear is not None:
+                self._gear_tokens[frame.gear] += 1
+            if not request.options.tokens:
+                return
             told = {"pos": frame.pos, "id": frame.id, "logprob": frame.logprob,
                     "entropy": frame.entropy}  # fmt: skip
+            if frame.gear is not None:
+                told["gear"] = frame.gear
             self.channel.reply({"token": {**told, **({"top": frame.top} if frame.top else {})}})
         elif isinstance(frame, End):
             self.end = frame
@@ -237,6 +251,7 @@ class Conversation:
             "answer": self.end.n if self.end is not None else 0,
             "seed": self.prepared.sampling.seed,
             "notes": self._notes(),
+            **({"gears": dict(self._gear_tokens)} if self._gears is not None else {}),
             "seconds": {
                 "queued": since(self._began),
                 "prefill": since(self._read),

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from toastkit.daemon.channel import Channel
 from toastkit.daemon.requests import Request
+from toastkit.stages.follow import GearSettings
 
 
 class Worker(Protocol):
@@ -45,7 +46,7 @@ class Worker(Protocol):
 @dataclass(frozen=True)
 class WorkerSettings:
     """model: as -m takes it. device, dtype, chunk: as of toast-prefill(1). parallel, batch,
-    cache_bytes, spill_bytes: as of ServiceSettings. max_queue: requests that may wait. idle_unload:
+    cache_bytes, spill_bytes, gears: as of ServiceSettings. max_queue: requests that may wait. idle_unload:
     seconds without a request after which the model leaves the memory, None for never. audit: gets
     a record of each request. say: is told what a person should know."""
 
@@ -62,6 +63,7 @@ class WorkerSettings:
     audit: Any = None
     debug: bool = False
     say: Callable[[str], None] | None = None
+    gears: GearSettings | None = None
 
 
 @dataclass(frozen=True)

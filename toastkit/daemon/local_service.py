@@ -8,14 +8,15 @@ from toastkit.daemon.channel import error_reply
 from toastkit.daemon.prepare import Preparer
 from toastkit.daemon.requests import make_request
 from toastkit.daemon.service import Service, ServiceSettings, last_replies
-from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
 from toastkit.errors import ToastError
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
+from toastkit.stages.follow import GearSettings
 
 
 class LocalService:
-    """model: as -m takes it. device, dtype: as of toast-decode(1). say: is told a line now and
+    """model: as -m takes it. device, dtype, gears: as of toast-decode(1). say: is told a line now and
     then; with quiet, only what went wrong. Raises NoInputError, DataError for the model's files."""
 
     def __init__(
@@ -25,12 +26,18 @@ class LocalService:
         dtype: str | None = None,
         say: Callable[[str], None] | None = None,
         quiet: bool = False,
+        gears: GearSettings | None = None,
     ):
         files = locate(model)
         self._preparer = Preparer(files, load_config(files))
-        notify = None if quiet else say
-        self._load = lambda: Engine(files, device_name=device, dtype=dtype, notify=notify)
-        self._say = say
+        self._load = lambda: open_engine(
+            files,
+            device_name=device,
+            dtype=dtype,
+            notify=None if quiet else say,
+            gear_options=None if gears is None else gears.options,
+        )
+        self._settings = ServiceSettings(say=say, gears=gears)
         self._service: Service | None = None
 
     def ask(self, request: dict) -> Iterator[dict]:
@@ -41,8 +48,9 @@ class LocalService:
             prepared = self._preparer.prepare(make_request(request))
             if self._service is None:
                 yield {"progress": {"loading": self._preparer.files.name}}
-                settings = ServiceSettings(say=self._say)
-                self._service = Service(self._load(), self._preparer, settings, lambda c: None)
+                self._service = Service(
+                    self._load(), self._preparer, self._settings, lambda c: None
+                )
             conversation = self._service.begin(prepared, channel)
         except ToastError as error:
             yield error_reply(error)

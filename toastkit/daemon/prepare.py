@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from toastkit.daemon.history import conversation_hash
 from toastkit.daemon.requests import Request
@@ -12,7 +12,7 @@ from toastkit.errors import DataError, NoInputError, ToastError
 from toastkit.model.config import ModelConfig, fingerprint, sampling_defaults
 from toastkit.model.files import ModelFiles
 from toastkit.sampling.sampling_options import SamplingOptions
-from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer
+from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, difficulty
 from toastkit.text.tokenizer import Tokenizer
 
 
@@ -30,6 +30,7 @@ class Prepared:
     sampling: SamplingOptions
     fingerprint: str
     notes: tuple[str, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def save_key(self, answer: str) -> int:
         """The hash that the next turn's history will have, if it is this one and the answer."""
@@ -50,9 +51,11 @@ def messages_of(request: Request) -> list[dict]:
 
 class Preparer:
     """Prepares requests for one checkpoint. Several threads may use it at once. wants_points:
-    whether the model has layers that cannot be cut back, so that savepoints are of use."""
+    whether the model has layers that cannot be cut back, so that savepoints are of use.
+    wants_difficulty: whether gears may be chosen by how hard a prompt looks."""
 
     wants_points = True
+    wants_difficulty = False
 
     def __init__(self, files: ModelFiles, config: ModelConfig):
         self.files = files
@@ -93,7 +96,9 @@ class Preparer:
         points = [len(ids) - 1] if raw else []
         if self.wants_points and not raw:
             points = prompts.turning_points(prompt, ids)
-        return Prepared(request, ids, key, points, sampling, self.fingerprint, tuple(notes))
+        extra = {"difficulty": difficulty(prompt)} if self.wants_difficulty else {}
+        mark = self.fingerprint
+        return Prepared(request, ids, key, points, sampling, mark, tuple(notes), extra)
 
     def _check_model(self, name: str) -> None:
         from toastkit.model.locate import for_stream

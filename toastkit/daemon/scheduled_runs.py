@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import mlx.core as mx
-
 from toastkit.daemon.memory import Kept, Memory
 from toastkit.engine.engine import CHUNK, Engine
+from toastkit.engine.protocol import State, StepEngine
 from toastkit.engine.savepoints import always_cut, take_savepoint, thinned
 from toastkit.engine.state import ModelState
 from toastkit.frames import Frame, Head, Logits
+from toastkit.holdings.policy import NO_WISH, Wish
 from toastkit.interrupts import Interrupt
 from toastkit.session.directory import Session
 from toastkit.stages.run.one_process import LocalRuns
@@ -26,19 +26,17 @@ LEAST_APART = 32  # tokens between a savepoint and the one before: fewer are rea
 
 @dataclass(eq=False)
 class ScheduledState(ModelState):
-    """A state whose steps the scheduler takes. waiting: the token of the step that is due."""
+    """A state whose steps the scheduler takes. waiting: the token of the step that is due, which is
+    the last of its tokens already. wish: what is wanted of that step."""
 
     waiting: Any = field(default=None)
-
-    def consume(self, engine: Engine, token: int | mx.array) -> None:
-        """Notes the token; the step is due from now on."""
-        self.waiting = token
-        self.tokens.append(token)
+    wish: Wish = field(default=NO_WISH)
 
     def take_step(self, engine: Engine) -> None:
         """Takes the step that is due, alone. Lazy."""
         token, self.waiting = self.waiting, None
-        self.logits = self.run(engine, token)
+        self.tokens.pop()
+        engine.consume(self, token, self.wish)
 
 
 class Scheduler(Protocol):
@@ -54,8 +52,9 @@ class Scheduler(Protocol):
 class ScheduledRuns(LocalRuns):
     """One run: see `protocol.PrefillRuns` and `protocol.DecodeRuns`.
 
-    memory: where to resume. key: hash of the prompt's history. points: positions at which to keep
-    savepoints. path: the session that the user named. deferred: see LocalRuns.
+    engine: whose steps the scheduler takes. memory: where to resume. key: hash of the prompt's
+    history. points: positions at which to keep savepoints. path: the session that the user named.
+    deferred: see LocalRuns.
 
     state: once there is one. cached, why: tokens that were not read, and why not more. parent: the
     kept state that it continues.
@@ -63,6 +62,7 @@ class ScheduledRuns(LocalRuns):
 
     def __init__(
         self,
+        engine: Engine,
         memory: Memory,
         scheduler: Scheduler,
         key: int,
@@ -72,12 +72,13 @@ class ScheduledRuns(LocalRuns):
         deferred: bool,
     ):
         super().__init__(None, _Gone(gone), gone, deferred)
+        self._engine: Engine = engine
         self._memory = memory
         self._scheduler = scheduler
         self._key = key
         self._points = points
         self._path = path
-        self._longest_pass = 0
+        self._longest_pass = CHUNK[engine.device]
         self.named: Session | None = None
         self.state: ScheduledState | None = None
         self.parent: Kept | None = None
@@ -85,18 +86,23 @@ class ScheduledRuns(LocalRuns):
         self.why = ""
 
     def begin(self, head: Head) -> Head:
-        if self._path is not None:
-            self.named = Session.open(self._path, head.fingerprint)
-        return head
+        if self._path is None:
+            return head
+        self.named = Session.open(self._path, head.fingerprint)
+        return replace(head, session=str(self._path))
 
     def session(self) -> Session | None:
         return self.named
 
+    @property
+    def _held(self) -> ScheduledState:
+        assert self.state is not None  # restore made it
+        return self.state
+
     def restore(
-        self, engine: Engine, head: Head, ids: list[int], options: ReadOptions
-    ) -> tuple[ModelState, int]:
-        self._longest_pass = CHUNK[engine.device]
-        state = self._resumed(engine, ids)
+        self, engine: StepEngine, head: Head, ids: list[int], options: ReadOptions
+    ) -> tuple[ScheduledState, int]:
+        state = self._resumed(self._engine, ids)
         self.state, self.cached = state, len(state.tokens)
         if always_cut(state.cache):
             self._points = []
@@ -147,34 +153,34 @@ class ScheduledRuns(LocalRuns):
             points = [*state.savepoints, take_savepoint(state.cache, count)]
             state.savepoints = thinned(points, MOST_SAVEPOINTS)
 
-    def pass_size(self, state: ModelState) -> int | None:
+    def pass_size(self, state: State) -> int | None:
         size = self._scheduler.slice_size() or self._longest_pass
         return min([size, *(n - len(state.tokens) for n in self._points if n > len(state.tokens))])
 
-    def passed(self, state: ModelState) -> Iterator[Any]:
+    def passed(self, state: State) -> Iterator[Any]:
         if len(state.tokens) in self._points:
-            self._note_savepoint(state)
+            self._note_savepoint(self._held)
         yield Pause("read")
 
-    def take(self, engine: Engine, ids: list[int]) -> ModelState:
-        self._engine = engine
-        assert self.state is not None  # restore made it
-        return self.state
+    def take(self, engine: StepEngine, ids: list[int]) -> State:
+        return self._held
 
-    def emit(self, state: ModelState, started: float | None) -> Iterator[Frame]:
-        if self.state is not None and self.state.waiting is not None:
+    def emit(self, state: State, started: float | None) -> Iterator[Frame]:
+        if self._held.waiting is not None:
             yield Pause("step")  # type: ignore[misc]
         yield Logits(len(state.tokens), state.logits)
 
-    def keeps(self, state: ModelState) -> bool:
-        return state.session is not None
+    def consume(self, state: State, token: Any, wish: Wish) -> None:
+        """Notes the token; the step is due from now on."""
+        self._held.waiting, self._held.wish = token, wish
+        state.tokens.append(token)
 
-    def finish(self, state: ModelState) -> None:
+    def finish(self, state: State) -> None:
         """Brings the state to where its tokens are, and a named session up to date."""
-        self._scheduler.leave(state)
-        if self.state is not None and self.state.waiting is not None:
-            self.state.take_step(self._engine)
-        state.settle()
+        self._scheduler.leave(self._held)
+        if self._held.waiting is not None:
+            self._held.take_step(self._engine)
+        self._held.take_back()
         state.commit()
 
     def close(self) -> None:

@@ -20,11 +20,11 @@ from toastkit import __version__
 from toastkit.daemon.channel import Channel, encode, error_reply
 from toastkit.daemon.connection import Connection, close_all
 from toastkit.daemon.interface import Limits, Worker
-from toastkit.daemon.peer import may_connect, peer_of
 from toastkit.daemon.requests import ATTACH_OPS, Request, make_request, parse_object, request_id
+from toastkit.descriptors import GONE
 from toastkit.errors import BusyError, ToastError, UnavailableError, as_toast_error
+from toastkit.wire import may_connect, peer_of
 
-GONE = select.POLLERR | select.POLLHUP | select.POLLNVAL
 LINES_PER_TURN = 64  # of one connection, before the others get their turn
 ACCEPTS_PER_TURN = 64
 GOODBYE_SECONDS = 2.0  # for a client that is sent away to read why

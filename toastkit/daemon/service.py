@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toastkit.daemon.channel import error_reply
 from toastkit.daemon.conversation import Channel, Conversation
@@ -23,11 +23,13 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.savepoints import always_cut
 from toastkit.engine.state import ModelState
 from toastkit.errors import as_toast_error
+from toastkit.stages.follow import GearSettings
 
 if TYPE_CHECKING:
     from toastkit.daemon.attached import Attached
 
 SLICE_SECONDS = 0.05  # of reading, between two steps of others
+SHIFTING_SECONDS = 1.0  # instead, where reading and answering want the weights in other forms
 LEAST_SLICE, FIRST_SLICE = 16, 32  # tokens
 
 
@@ -36,7 +38,7 @@ class ServiceSettings:
     """parallel: conversations at the device at once. batch: of them, how many take their steps
     together; 1: in turn. chunk: tokens of a prefill pass, None for the device's default.
     cache_bytes, spill_bytes: for finished conversations, on the device and on disk. say: is told
-    what a person should know. debug: with tracebacks."""
+    what a person should know. debug: with tracebacks. gears: of the engine, None without any."""
 
     parallel: int = 8
     batch: int = 8
@@ -45,6 +47,7 @@ class ServiceSettings:
     spill_bytes: int = 8 << 30
     say: Callable[[str], None] | None = None
     debug: bool = False
+    gears: GearSettings | None = None
 
 
 class Service:
@@ -69,9 +72,11 @@ class Service:
             variant = engine.dtype or "own"
             spill = Spill(preparer.fingerprint, variant, settings.spill_bytes, settings.say)
         self.memory = Memory(engine.new_cache, settings.cache_bytes, engine.ledger, spill)
+        preparer.wants_difficulty = settings.gears is not None
         preparer.wants_points = not always_cut(engine.new_cache())
         self._stepper = Stepper(engine, settings.batch, settings.say)
         self._rate: float | None = None  # prompt tokens a second
+        self._slice_seconds = SHIFTING_SECONDS if engine.policies else SLICE_SECONDS
         self._turns = 0
 
     # ------------------------------------------------------------------------------------- rounds
@@ -79,8 +84,9 @@ class Service:
     def begin(self, prepared: Prepared, channel: Channel) -> Conversation:
         """Gives a request its place at the device."""
         conversation = Conversation(
-            prepared, channel, replace(self._preparer.head), self._preparer.tokenizer,
-            self.engine, self.memory, self, self.settings.chunk,
+            prepared, channel, replace(self._preparer.head, extra=dict(prepared.extra)),
+            self._preparer.tokenizer,
+            self.engine, self.memory, self, self.settings.chunk, self.settings.gears,
         )  # fmt: skip
         self.active.append(conversation)
         return conversation
@@ -190,7 +196,7 @@ class Service:
         if not any(c.want == "step" for c in self.active):
             return self.settings.chunk
         rate = self._rate or FIRST_SLICE / SLICE_SECONDS
-        size = max(int(rate * SLICE_SECONDS), LEAST_SLICE)
+        size = max(int(rate * self._slice_seconds), LEAST_SLICE)
         return size if self.settings.chunk is None else min(size, self.settings.chunk)
 
     def leave(self, state: ModelState) -> None:
@@ -198,6 +204,10 @@ class Service:
         self._stepper.leave(state)
 
     # -------------------------------------------------------------------------------------- upkeep
+
+    def policy_report(self) -> dict[str, Any]:
+        """What the policies have done so far, by name, for the status."""
+        return {policy.name: policy.report() for policy in self.engine.policies}
 
     def probe(self) -> None:
         """Runs one step of the model, to see that it still does."""

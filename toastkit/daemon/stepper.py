@@ -19,7 +19,7 @@ FIRST_ROUNDS, MOST_ROUNDS = 64, 1 << 14
 
 
 class Stepper:
-    """most: states in a batch; 1 takes every step alone. say: is told why states are not batched.
+    """most: states in a batch; 1 takes every step alone, as do gears that change. say: is told why states are not batched.
 
     Whether a model can be batched is tried out when two states first step at once; where the trial
     itself fails, or a batch does later, again after some time.
@@ -27,10 +27,10 @@ class Stepper:
 
     def __init__(self, engine: Engine, most: int, say: Callable[[str], None] | None = None):
         self._engine = engine
-        self._most = most
+        self._most = most if engine.steps_together else 1
         self._say = say
         self._batches: list[Batch] = []
-        self._works: bool | None = None if most > 1 else False
+        self._works: bool | None = None if self._most > 1 else False
         self._wait, self._pause = 0, FIRST_ROUNDS
 
     def step(self, states: Sequence[ScheduledState]) -> list[tuple[ScheduledState, Exception]]:
@@ -84,7 +84,7 @@ class Stepper:
 
     def _read_anew(self, state: ScheduledState) -> None:
         """Makes the caches of a state whose batch was given up."""
-        state.settle()
+        state.take_back()
         ids, cache = state.read_tokens(), self._engine.new_cache()
         self._engine.prefill(ids if state.waiting is None else ids[:-1], cache)
         state.cache = cache
@@ -95,7 +95,7 @@ class Stepper:
         state.take_step(self._engine)
         state.submit()
         if known:
-            state.look_ahead(self._engine)  # while the last of this step is computed
+            self._engine.look_ahead(state)  # while the last of this step is computed
 
     def _can_batch(self) -> bool:
         if self._works is None:
@@ -140,11 +140,6 @@ class Stepper:
                     self._batches.remove(batch)
         if not state.cache and isinstance(state, ScheduledState):
             self._read_anew(state)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the batches' caches."""
-        return sum(batch.nbytes for batch in self._batches)
 
 
 def _alike(batch: Batch, state: ModelState) -> bool:

@@ -148,6 +148,7 @@ class Worker:
             "tokens": dict(self._counts),
             "conversations": service.memory.summary() if service else self._memory_summary,
             "ledger": service.engine.ledger.by_owner() if service else {},
+            **(service.policy_report() if service else {}),
         }
 
     def drain(self) -> None:
@@ -210,18 +211,19 @@ class Worker:
             pass  # the first failure is the one to tell of
 
     def _load(self) -> Service:
-        from toastkit.engine.engine import Engine
+        from toastkit.engine.opening import open_engine
 
-        settings = self.settings
-        engine = Engine(
+        settings, gears = self.settings, self.settings.gears
+        engine = open_engine(
             self._preparer.files,
             device_name=settings.device,
             dtype=settings.dtype,
             notify=settings.say,
+            gear_options=None if gears is None else gears.options,
         )
         limits = ServiceSettings(
             settings.parallel, settings.batch, settings.chunk, settings.cache_bytes,
-            settings.spill_bytes, settings.say, settings.debug,
+            settings.spill_bytes, settings.say, settings.debug, gears,
         )  # fmt: skip
         self._service = Service(engine, self._preparer, limits, self._finished)
         self._last_used = time.monotonic()
@@ -240,6 +242,7 @@ class Worker:
         service.save_all()
         service.unplug_attached()
         service.memory.unload()
+        service.engine.close()
         self._memory_summary = service.memory.summary()
         del service
         gc.collect()

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
+from toastkit.holdings.policy import NO_WISH
 
 # How far the logits of a batch may be from those of each state alone, of their spread, for the
 # architecture to count as one that can be batched: rounding in float32, and in 16 bits.
@@ -60,9 +61,11 @@ class Batch:
         """Runs one more token of each member, in their order; sets their logits, lazy. The
         members' token lists are the caller's to keep."""
         ids = mx.stack([mx.array(token, mx.uint32).reshape(1) for token in tokens])
+        self._engine.decide(NO_WISH)
         logits = self._engine.step_rows(ids, self._caches)
         for row, state in enumerate(self.members):
             state.logits = logits[row]
+            self._engine.count_step()
 
 
 def _extracted(layer: Any, row: int) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -34,17 +34,10 @@ FIRST = "high"  # gear of a window's first pass
 DIGITS = 6  # of an entropy that a gear is chosen by: what a frame says, so that all ways agree
 
 
-class Choice(NamedTuple):
-    """gear: low, mid or high, of the next pass. expected: the one to prepare meanwhile, if any."""
-
-    gear: str
-    expected: str | None = None
-
-
 class Chooser(Protocol):
     """Who says which gear comes next."""
 
-    def choose(self, entropy: float) -> Choice:
+    def choose(self, entropy: float) -> Wish:
         """The gear of the pass that consumes the next token. entropy: bits, of the logits that
         this token is predicted from. Asked once for every pass but a window's first."""
 
@@ -55,10 +48,10 @@ class BySelector:
     def __init__(self, selector: GearSelector):
         self._selector = selector
 
-    def choose(self, entropy: float) -> Choice:
+    def choose(self, entropy: float) -> Wish:
         """The selector's decision. Raises DataError for an entropy that is not finite."""
         decision = self._selector.update(entropy)
-        return Choice(decision.gear, decision.expected)
+        return Wish(decision.gear, decision.expected)
 
 
 class Schedule:
@@ -67,12 +60,12 @@ class Schedule:
     def __init__(self, gears: Iterable[str]):
         self._gears = iter(gears)
 
-    def choose(self, entropy: float) -> Choice:
+    def choose(self, entropy: float) -> Wish:
         """The next gear of the list. Raises ValueError after its last one."""
         gear = next(self._gears, None)
         if gear is None:
             raise ValueError("the schedule has fewer gears than there are passes")
-        return Choice(gear)
+        return Wish(gear)
 
 
 def score_in_gear(
@@ -110,16 +103,17 @@ def _shifting(
     """A window, token by token."""
     meter = EntropyMeter(engine.vocab)
     state = ModelState(engine.new_cache())
-    choice, last = Choice(FIRST), len(part) - 2
+    gear, choice, last = FIRST, Wish(FIRST), len(part) - 2
     for n, (token, target) in enumerate(zip(part, part[1:])):
-        engine.consume(state, token, Wish(choice.gear, choice.expected))
+        gear = choice.gear or gear
+        engine.consume(state, token, choice)
         state.submit()
         if n < last:
             engine.look_ahead(state)  # while the device computes
         logits = state.values()
         entropy = round(meter.bits(logits), DIGITS)
         logprob = _logprob(logits, target)
-        yield checked(Scores(start + n + 1, [target], [logprob], [entropy], [choice.gear]))
+        yield checked(Scores(start + n + 1, [target], [logprob], [entropy], [gear]))
         if n < last:
             choice = chooser.choose(entropy)
     mx.clear_cache()
@@ -134,7 +128,7 @@ def _watched(engine: Engine, start: int, part: Sequence[int], chooser: Chooser) 
         for position, entropy in enumerate(entropies, scores.position):
             told.append(gear)
             if position < end:
-                gear = chooser.choose(entropy).gear
+                gear = chooser.choose(entropy).gear or gear
         yield replace(scores, entropies=entropies, gears=told)
 
 

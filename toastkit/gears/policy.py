@@ -49,7 +49,7 @@ class GearPolicy:
         self.paths: list[str] = []
         self.steps_together = options.mode != "auto"
         self._wanted = self.gear
-        self._shifts_before = (0, 0.0)
+        self._before: dict[str, float] = {}
 
     def attach(self, holdings: Holdings) -> None:
         """Finds the matrices of the scope. Raises UsageError where there are none."""
@@ -101,8 +101,7 @@ class GearPolicy:
 
     def begin_run(self) -> None:
         """Counts steps and shifts from here on."""
-        self.tokens.clear()
-        self._shifts_before = self._shifts()
+        self._before = self._counts()
 
     def count_step(self) -> None:
         """A step is being run in this gear."""
@@ -111,19 +110,20 @@ class GearPolicy:
     def run_report(self) -> dict[str, Any]:
         """Of the run since `begin_run`: steps by gear, shifts, seconds that these took; bytes of
         the managed matrices on the device now; products of all runs by path."""
-        count, seconds = self._shifts()
-        return {
-            **{gear: self.tokens[gear] for gear in GEARS},
-            "shifts": count - self._shifts_before[0],
-            "seconds": round(seconds - self._shifts_before[1], 6),
-            "bytes": self.device_bytes,
-            "paths": self.counts.as_map(),
-        }
+        now = self._counts()
+        counts = {name: round(now[name] - self._before.get(name, 0), 6) for name in now}
+        return {**counts, "bytes": self.device_bytes, "paths": self.counts.as_map()}
 
-    def _shifts(self) -> tuple[int, float]:
-        """Number and seconds of all shifts."""
+    def report(self) -> dict[str, Any]:
+        """Of all runs: the mode, and as `run_report`."""
+        counts = {"mode": self.options.mode, "scope": self.options.scope, **self._counts()}
+        return {**counts, "bytes": self.device_bytes, "paths": self.counts.as_map()}
+
+    def _counts(self) -> dict[str, float]:
+        """Steps by gear, shifts, and the seconds that these took."""
         every = [s for times in self.times.values() for s in (*times.first, *times.again)]
-        return len(every), math.fsum(every)
+        steps = {gear: self.tokens[gear] for gear in GEARS}
+        return {**steps, "shifts": len(every), "seconds": round(math.fsum(every), 6)}
 
     # ---------------------------------------------------------------------------- what is where
 

@@ -62,3 +62,6 @@ class Policy(Protocol):
 
     def run_report(self) -> dict[str, Any]:
         """Of the run since `begin_run`."""
+
+    def report(self) -> dict[str, Any]:
+        """Of all runs so far, for a daemon's status."""

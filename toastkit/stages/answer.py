@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from toastkit.engine.protocol import StepEngine
 from toastkit.frames import Frame, Head
 from toastkit.interrupts import Interrupt
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.decode import decode
 from toastkit.stages.detokenize import TextOptions, detokenize
-from toastkit.stages.follow import Follower, GearRules
+from toastkit.stages.follow import Follower, GearRules, GearSettings
 from toastkit.stages.gear import entropy_on_device, followed, gear, in_gear, measured
 from toastkit.stages.prefill import prefill
 from toastkit.stages.run.one_process import LocalRuns
@@ -20,9 +21,6 @@ from toastkit.stages.run.settings import Outcome, ReadOptions, StepOptions
 from toastkit.stages.sample import DrawOptions, sample, sample_deferred
 from toastkit.stages.streams import Stage, compose
 from toastkit.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from toastkit.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,18 @@ class AnswerOptions:
     xtc_special_ids: tuple[int, ...] = ()
 
 
+def gear_answer_options(gears: GearSettings | None) -> dict[str, Any]:
+    """The fields of AnswerOptions that gears set."""
+    if gears is None:
+        return {}
+    follow = gears.options.mode == "auto"
+    return {"rules": gears.rules, "follow": follow, "fixed": gears.options.fixed}
+
+
 def answer(
     frames: Iterable[Frame],
     tokenizer: Tokenizer,
-    engine_for: Callable[[Head], Engine],
+    engine_for: Callable[[Head], StepEngine],
     runs: LocalRuns,
     options: AnswerOptions,
     interrupt: Interrupt,

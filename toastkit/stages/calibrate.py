@@ -129,10 +129,11 @@ def answer_entropies(
 
     if engine.context is not None:
         count = min(count, engine.context - len(ids) + 1)
-    cache = engine.new_cache()
-    _, logits = engine.prefill(ids, cache)
+    state, _ = engine.restore(None, ids)
+    for _ in engine.reading(state, ids):
+        pass
     found: list[float] = []
-    while logits is not None:
+    while (logits := state.logits) is not None:
         token, bits, broken = mx.argmax(logits), entropy_bits(logits), mx.isnan(logits).any()
         mx.eval(token, bits, broken)
         if broken.item():
@@ -143,7 +144,7 @@ def answer_entropies(
         found.append(cast("float", bits.item()))
         if len(found) >= count or token.item() in eos:
             break
-        logits = engine.step(token, cache)
+        engine.consume(state, token)
     mx.clear_cache()
     return found
 

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
+from toastkit.engine.protocol import State, StepEngine, Wish
 from toastkit.errors import DataError, NoInputError
 from toastkit.frames import End, Frame, Head, Prefilled, Tokens, unpack_ids
 from toastkit.interrupts import Interrupt
-from toastkit.stages.run.protocol import DecodeRun, DecodeRuns, Next
+from toastkit.stages.run.protocol import DecodeRun, DecodeRuns
 from toastkit.stages.run.settings import StepOptions
 from toastkit.stages.streams import whole_runs
-
-if TYPE_CHECKING:
-    from toastkit.engine.engine import Engine
-    from toastkit.engine.state import ModelState
-    from toastkit.gears.manager import PrecisionManager
 
 
 def decode(
     frames: Iterable[Frame],
-    engine_for: Callable[[Head], Engine],
+    engine_for: Callable[[Head], StepEngine],
     runs: DecodeRuns,
     options: StepOptions,
     interrupt: Interrupt,
@@ -75,21 +70,21 @@ def _attach(runs: DecodeRuns, head: Head, rest: Iterator[Frame]) -> DecodeRun:
         raise
 
 
-def _run(engine: Engine, run: DecodeRun, ids: list[int], options: StepOptions) -> Iterator[Frame]:
+def _run(
+    engine: StepEngine, run: DecodeRun, ids: list[int], options: StepOptions
+) -> Iterator[Frame]:
     """One run: state in, logits out, commit, and only then the end."""
     state = run.take(engine, ids)
-    if engine.gears is not None:
-        engine.gears.begin_run()
+    engine.begin_run()
     try:
         end = yield from _steps(engine, run, state, options)
     finally:
         run.finish(state)
-    if engine.gears is not None:
-        end.extra["gears"] = engine.gears.run_report()
+    end.extra.update(engine.run_report())
     yield end
 
 
-def _steps(engine: Engine, run: DecodeRun, state: ModelState, options: StepOptions):
+def _steps(engine: StepEngine, run: DecodeRun, state: State, options: StepOptions):
     """The loop; returns the run's End."""
     context = engine.context
     drawn = steps = 0
@@ -112,18 +107,6 @@ def _steps(engine: Engine, run: DecodeRun, state: ModelState, options: StepOptio
             end = "length"
         # A kept session holds every token of the answer, the last one too.
         if not full and (end is None or run.keeps(state)):
-            if engine.gears is not None:
-                _shift(engine.gears, state, following)
-            state.consume(engine, token)
+            run.consume(state, token, Wish(following.gear, following.expected))
         if end is not None:
             return End(end, drawn)
-
-
-def _shift(gears: PrecisionManager, state: ModelState, following: Next) -> None:
-    """Puts the model into the gear of the pass that comes now."""
-    gear = gears.options.fixed or following.gear
-    if gear is not None and gear != gears.gear:
-        state.settle()  # the next step's graph was built of modules that leave
-    gears.step(gear)
-    if following.expected is not None and gears.options.fixed is None:
-        gears.prepare(following.expected)

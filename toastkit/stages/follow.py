@@ -12,6 +12,7 @@ from pathlib import Path
 
 from toastkit.errors import ToastError
 from toastkit.frames import Head, Logits, Prefilled, Token
+from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.selector import GearSelector, SelectorOptions
 from toastkit.session import gear_state
 
@@ -24,6 +25,15 @@ class GearRules:
     selector: SelectorOptions = SelectorOptions()
     calibrated: bool = True
     explain: Callable[[str], None] | None = None
+
+
+@dataclass(frozen=True)
+class GearSettings:
+    """The gears of a model that answers. options: of its engine. rules: where the entropy
+    chooses."""
+
+    options: GearOptions
+    rules: GearRules = GearRules()
 
 
 def selector_for(head: Head, rules: GearRules) -> GearSelector:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING
 
+from toastkit.engine.protocol import StepEngine
 from toastkit.errors import DataError
 from toastkit.frames import End, Frame, Head, Prefilled, Tokens, unpack_ids
 from toastkit.interrupts import Interrupt
@@ -14,13 +14,10 @@ from toastkit.stages.run.protocol import PrefillRuns, check_vocab, open_fork
 from toastkit.stages.run.settings import ReadOptions
 from toastkit.stages.streams import whole_runs
 
-if TYPE_CHECKING:
-    from toastkit.engine.engine import Engine
-
 
 def prefill(
     frames: Iterable[Frame],
-    engine_for: Callable[[Head], Engine],
+    engine_for: Callable[[Head], StepEngine],
     runs: PrefillRuns,
     options: ReadOptions,
     interrupt: Interrupt,
@@ -54,7 +51,7 @@ def prefill(
 def _read(
     head: Head,
     ids: list[int],
-    engine: Engine,
+    engine: StepEngine,
     runs: PrefillRuns,
     options: ReadOptions,
     interrupt: Interrupt,
@@ -88,7 +85,7 @@ def _read(
     runs.hand_over(state)
 
 
-def check_prompt(ids: list[int], engine: Engine) -> None:
+def check_prompt(ids: list[int], engine: StepEngine) -> None:
     """Raises DataError for a prompt that the model cannot read."""
     if not ids:
         raise DataError("empty prompt")

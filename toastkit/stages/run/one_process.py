@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
+from toastkit.engine.protocol import State, StepEngine, Wish
 from toastkit.frames import Frame, Head, Logits
 from toastkit.interrupts import Interrupt
 from toastkit.session.directory import Session
 from toastkit.session.names import resolve
-from toastkit.stages.run.protocol import Next, SessionRuns
-
-if TYPE_CHECKING:
-    from toastkit.engine.engine import Engine
-    from toastkit.engine.state import ModelState
+from toastkit.stages.run.protocol import DecodeRun, Next, SessionRuns
 
 
 class LocalFeed:
@@ -65,7 +62,7 @@ class LocalRuns(SessionRuns):
         self._name = session_name
         self._interrupt = interrupt
         self._session: Session | None = None
-        self._state: ModelState | None = None
+        self._state: State | None = None
 
     def begin(self, head: Head) -> Head:
         if self._name is None:
@@ -74,26 +71,29 @@ class LocalRuns(SessionRuns):
         self._session = Session.open(path, head.fingerprint)
         return dataclasses.replace(head, session=str(path))
 
-    def announce(self, state: ModelState) -> None:
+    def announce(self, state: State) -> None:
         self._state = state
 
-    def hand_over(self, state: ModelState) -> None:
+    def hand_over(self, state: State) -> None:
         """Nothing: decode took the state when it was announced."""
 
-    def attach(self, head: Head) -> LocalRuns:
+    def attach(self, head: Head) -> DecodeRun:
         self.head = head
         return self
 
-    def take(self, engine: Engine, ids: list[int]) -> ModelState:
+    def take(self, engine: StepEngine, ids: list[int]) -> State:
         assert self._state is not None  # announced by prefill
         self._engine = engine
         return self._state
 
-    def emit(self, state: ModelState, started: float | None) -> Iterator[Frame]:
+    def emit(self, state: State, started: float | None) -> Iterator[Frame]:
         if not self.deferred:
             state.submit()
-            state.look_ahead(self._engine)  # while the last of this step is computed
+            self._engine.look_ahead(state)  # while the last of this step is computed
         yield Logits(len(state.tokens), state.logits)
+
+    def consume(self, state: State, token: Any, wish: Wish) -> None:
+        self._engine.consume(state, token, wish)
 
     def next(self) -> Next:
         if self.feed.closed is not None:
@@ -102,10 +102,10 @@ class LocalRuns(SessionRuns):
             return Next(None, "interrupt")
         return self.feed.waiting.popleft()
 
-    def keeps(self, state: ModelState) -> bool:
+    def keeps(self, state: State) -> bool:
         return state.session is not None
 
-    def finish(self, state: ModelState) -> None:
+    def finish(self, state: State) -> None:
         try:
             state.commit()
         finally:

@@ -9,10 +9,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from toastkit.descriptors import GONE
+from toastkit.engine.protocol import State, StepEngine, Wish
 from toastkit.errors import DataError, NoInputError, UnavailableError
 from toastkit.frames import Frame, Head, Logits, Token
 from toastkit.gears.monitor import EntropyMeter
@@ -24,12 +26,7 @@ from toastkit.session.ring import RingWriter
 from toastkit.session.run import RunDirectory
 from toastkit.stages.arrays import from_numpy, log_softmax
 from toastkit.stages.follow import Follower
-from toastkit.stages.run.poll import GONE
-from toastkit.stages.run.protocol import Next, check_vocab
-
-if TYPE_CHECKING:
-    from toastkit.engine.engine import Engine
-    from toastkit.engine.state import ModelState
+from toastkit.stages.run.protocol import DecodeRun, Next, check_vocab
 
 
 class OwnTokens(Protocol):
@@ -54,7 +51,7 @@ class DecodeEnd:
     inline: bool
     follower: Follower | None = None
 
-    def attach(self, head: Head) -> PipeRun:
+    def attach(self, head: Head) -> DecodeRun:
         if head.session is None:
             raise DataError(
                 "the stream names no session", hint="is toast-prefill before toast-decode?"
@@ -112,7 +109,7 @@ class PipeRun:
                 self._directory.close()
                 self._directory = None
 
-    def take(self, engine: Engine, ids: list[int]) -> ModelState:
+    def take(self, engine: StepEngine, ids: list[int]) -> State:
         if self._session is None:
             self._session = self._adopted()
         session = self._session
@@ -144,9 +141,9 @@ class PipeRun:
                 return Session.adopt(self._session_path, self.head.fingerprint, lock)
         return Session.open(self._session_path, self.head.fingerprint, create=False)
 
-    def emit(self, state: ModelState, started: float | None) -> Iterator[Frame]:
+    def emit(self, state: State, started: float | None) -> Iterator[Frame]:
         state.submit()
-        state.look_ahead(self._engine)  # while the rest of this step is computed
+        self._engine.look_ahead(state)  # while the rest of this step is computed
         values = state.values()
         seconds = None if started is None else round(time.perf_counter() - started, 6)
         position, own = len(state.tokens), self._end.own
@@ -169,6 +166,9 @@ class PipeRun:
         """Chooses the gear of the pass after these logits."""
         if self._end.follower is not None and self._meter is not None:
             self._end.follower.annotate(frame, self._meter.bits(values))
+
+    def consume(self, state: State, token: Any, wish: Wish) -> None:
+        self._engine.consume(state, token, wish)
 
     def next(self) -> Next:
         interrupt = self._end.interrupt
@@ -220,10 +220,10 @@ class PipeRun:
             raise BrokenPipeError
         return bool(interrupt)
 
-    def keeps(self, state: ModelState) -> bool:
+    def keeps(self, state: State) -> bool:
         return state.session is not None and not state.session.ephemeral
 
-    def finish(self, state: ModelState) -> None:
+    def finish(self, state: State) -> None:
         try:
             if self.keeps(state):
                 state.commit()

@@ -1,10 +1,10 @@
-"""The feed of a run as `sample` and `detokenize` see it between processes: the run's FIFO."""
+"""The feed of a run as `sample`, `detokenize` and `feed` see it between processes: its FIFO."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from toastkit.errors import NoInputError
+from toastkit.errors import DataError, NoInputError
 from toastkit.frames import Head
 from toastkit.session.feed import FeedWriter
 from toastkit.session.run import feed_of
@@ -12,50 +12,59 @@ from toastkit.stages.run.protocol import Next
 
 
 class PipeFeed:
-    """Sends tokens to the decodes that a head names; to nobody for a run that is over, so that a
-    saved stream can be drawn from again.
+    """Sends tokens to the decodes that a head names: see `protocol.Feed`. Nobody gets them for a
+    run that is over, so that a saved stream can be drawn from again.
 
-    send: False never sends. The FIFO is opened at the first message.
+    send: False never sends. insist: every run has to be there, and is waited for.
     """
 
-    def __init__(self, send: bool = True):
+    def __init__(self, send: bool = True, insist: bool = False):
         self._sends = send
+        self._insists = insist
         self._paths: list[Path] = []
         self._writer: FeedWriter | None = None
 
     def begin(self, head: Head) -> None:
-        """Takes the next run."""
+        self.open(head.run)
+
+    def open(self, run: str | list[str] | None) -> None:
+        """Takes the next run, or several. The FIFO is opened at the first message, by one who
+        insists at once: DataError where no run is named, NoInputError where none is there."""
         self.finish()
-        runs = [head.run] if isinstance(head.run, str) else head.run or []
-        feeds = map(feed_of, runs)
-        self._paths = [path for path in feeds if path.exists()] if self._sends else []
+        feeds = [feed_of(path) for path in ([run] if isinstance(run, str) else run or [])]
+        if not self._insists:
+            self._paths = [path for path in feeds if path.exists()] if self._sends else []
+            return
+        if not feeds:
+            raise DataError("no run to feed: the stream has no head that names one")
+        self._writer = FeedWriter(feeds)
+        self._paths = feeds
 
     @property
     def awaited(self) -> bool:
-        """Whether a decode waits for the tokens of the run."""
         return bool(self._paths)
 
     def send(self, pos: int, following: Next) -> None:
-        """As of Feed. A decode that has ended meanwhile says so in the stream: that is where it is
-        noticed."""
+        """pos: -1 where it is not known. A decode that has ended meanwhile says so in the stream:
+        that is where it is noticed."""
         if not self._paths:
             return
         # Prompts of several decodes differ in length: each takes the token for its own next one.
-        known = pos if following.token is not None and len(self._paths) == 1 else None
+        known = pos if pos >= 0 and len(self._paths) == 1 else None
         try:
             if self._writer is None:
                 self._writer = FeedWriter(self._paths)
             token, end, gear, expected = following
             self._writer.send(known, token, gear, end is not None, expected)
-        except (BrokenPipeError, NoInputError):
+        except BrokenPipeError:
+            pass  # the others, if there are any, got it
+        except NoInputError:
             self.finish()
 
     def close(self, reason: str) -> None:
-        """Ends the run at once."""
-        self.send(0, Next(None, reason))
+        self.send(-1, Next(None, reason))
 
     def finish(self) -> None:
-        """Lets the FIFO go."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

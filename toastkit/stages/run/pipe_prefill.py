@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import stat
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from toastkit.descriptors import is_pipe, reader_gone, unread_bytes
+from toastkit.engine.protocol import State
 from toastkit.frames import Array, Head
 from toastkit.session.directory import Session
 from toastkit.session.handover import HandoverServer
 from toastkit.session.names import resolve
 from toastkit.session.run import RunDirectory
 from toastkit.stages.arrays import from_numpy
-from toastkit.stages.run.poll import reader_gone, unread_bytes
 from toastkit.stages.run.protocol import SessionRuns
-
-if TYPE_CHECKING:
-    from toastkit.engine.state import ModelState
 
 HANDOVER_SECONDS = 2.0  # how long prefill waits for a decode that has not shown up yet
 RUNS_AHEAD = 2  # ephemeral sessions that prefill may fill before decode is done with the first
@@ -70,15 +65,15 @@ class PrefillEnd(SessionRuns):
     def abandoned(self) -> bool:
         return reader_gone()
 
-    def announce(self, state: ModelState) -> Array:
+    def announce(self, state: State) -> Array:
         logits = from_numpy(np.array(state.values(), dtype=np.float32))
         state.session = None  # it stays open: it is to be handed over
         state.close()
         return logits
 
-    def hand_over(self, state: ModelState) -> None:
+    def hand_over(self, state: State) -> None:
         assert self._session is not None and self._server is not None and self._run is not None
-        if _is_pipe(1) and self._offer(self._server):
+        if is_pipe(1) and self._offer(self._server):
             self._handed.append((self._session.path, self._server))
             self._run.close()
             self._session.close()
@@ -105,8 +100,3 @@ class PrefillEnd(SessionRuns):
         if self._session is not None:
             self._session.close()
         self._session = self._run = self._server = None
-
-
-def _is_pipe(descriptor: int) -> bool:
-    mode = os.fstat(descriptor).st_mode
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

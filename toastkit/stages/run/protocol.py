@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from toastkit.engine.protocol import State, StepEngine, Wish
 from toastkit.errors import DataError, NoInputError, UsageError
 from toastkit.frames import Array, Frame, Head
 from toastkit.session.directory import Session
 from toastkit.session.names import resolve
 from toastkit.stages.run.settings import ReadOptions
-
-if TYPE_CHECKING:
-    from toastkit.engine.engine import Engine
-    from toastkit.engine.state import ModelState
 
 
 class Next(NamedTuple):
@@ -44,23 +41,23 @@ class PrefillRuns(Protocol):
         """The session of the run that has begun, None for a state that lives in memory only."""
 
     def restore(
-        self, engine: Engine, head: Head, ids: list[int], options: ReadOptions
-    ) -> tuple[ModelState, int]:
+        self, engine: StepEngine, head: Head, ids: list[int], options: ReadOptions
+    ) -> tuple[State, int]:
         """The state to continue from, and how many of the prompt's tokens it holds."""
 
-    def pass_size(self, state: ModelState) -> int | None:
+    def pass_size(self, state: State) -> int | None:
         """Tokens of the next pass over the prompt, None for what the options say."""
 
-    def passed(self, state: ModelState) -> Iterator[Any]:
+    def passed(self, state: State) -> Iterator[Any]:
         """A pass is done; what it has to say to whoever runs the stages."""
 
     def abandoned(self) -> bool:
         """Whether nobody waits for the result any more."""
 
-    def announce(self, state: ModelState) -> Array | None:
+    def announce(self, state: State) -> Array | None:
         """The committed state is about to be announced; the logits to put into the frame."""
 
-    def hand_over(self, state: ModelState) -> None:
+    def hand_over(self, state: State) -> None:
         """The frame is written: gives the state, and the writer's lock, to decode."""
 
     def close(self) -> None:
@@ -79,19 +76,22 @@ class DecodeRun(Protocol):
 
     head: Head
 
-    def take(self, engine: Engine, ids: list[int]) -> ModelState:
+    def take(self, engine: StepEngine, ids: list[int]) -> State:
         """The state of a prompt. DataError where it is not the prompt that was prefilled."""
 
-    def emit(self, state: ModelState, started: float | None) -> Iterator[Frame]:
+    def emit(self, state: State, started: float | None) -> Iterator[Frame]:
         """The frames of one step. started: when the step began, of time.perf_counter, or None."""
+
+    def consume(self, state: State, token: Any, wish: Wish) -> None:
+        """Has the engine run one more token: now, or when the state's turn comes."""
 
     def next(self) -> Next:
         """Waits until the next token, or an end, is known."""
 
-    def keeps(self, state: ModelState) -> bool:
+    def keeps(self, state: State) -> bool:
         """Whether the state will be wanted after the run."""
 
-    def finish(self, state: ModelState) -> None:
+    def finish(self, state: State) -> None:
         """Commits the state and lets the run go."""
 
     def close(self) -> None:
@@ -137,36 +137,30 @@ class SessionRuns:
         return self._session
 
     def restore(
-        self, engine: Engine, head: Head, ids: list[int], options: ReadOptions
-    ) -> tuple[ModelState, int]:
-        """From the session, or the one to fork."""
-        return _restore_from_session(engine, head, ids, self.session(), options)
+        self, engine: StepEngine, head: Head, ids: list[int], options: ReadOptions
+    ) -> tuple[State, int]:
+        """The fork's, else the session's own, else an empty one."""
+        session = self.session()
+        if options.fork is None:
+            state, cached = engine.restore(session, ids)
+            if options.require_hit:
+                if session is None or session.ephemeral:
+                    raise UsageError("--require-hit needs a --session or a --fork")
+                _require_hit(session.path.name, cached, session.n_past)
+            return state, cached
+        with open_fork(options.fork, head) as source:
+            state, cached = engine.restore(session, ids, source)
+            if options.require_hit:
+                _require_hit(source.path.name, cached, source.n_past)
+        return state, cached
 
-    def pass_size(self, state: ModelState) -> int | None:
+    def pass_size(self, state: State) -> int | None:
         """As the options say."""
         return None
 
-    def passed(self, state: ModelState) -> Iterator[Any]:
+    def passed(self, state: State) -> Iterator[Any]:
         """Nothing to say."""
         return iter(())
-
-
-def _restore_from_session(
-    engine: Engine, head: Head, ids: list[int], session: Session | None, options: ReadOptions
-) -> tuple[ModelState, int]:
-    """The state to continue from: the fork's, else the session's own, else an empty one."""
-    if options.fork is None:
-        state, cached = engine.restore(session, ids)
-        if options.require_hit:
-            if session is None or session.ephemeral:
-                raise UsageError("--require-hit needs a --session or a --fork")
-            _require_hit(session.path.name, cached, session.n_past)
-        return state, cached
-    with open_fork(options.fork, head) as source:
-        state, cached = engine.restore(session, ids, source)
-        if options.require_hit:
-            _require_hit(source.path.name, cached, source.n_past)
-    return state, cached
 
 
 def open_fork(name: str, head: Head) -> Session:
@@ -174,7 +168,7 @@ def open_fork(name: str, head: Head) -> Session:
     return Session.open(resolve(name), head.fingerprint, create=False, write=False)
 
 
-def check_vocab(head: Head, engine: Engine) -> None:
+def check_vocab(head: Head, engine: StepEngine) -> None:
     """Raises DataError where a stream counts other logits than its model gives."""
     if head.vocab != engine.vocab:
         raise DataError(f"the head says {head.vocab} logits a step, the model has {engine.vocab}")

@@ -1,13 +1,24 @@
-"""Whether anybody still reads what we write: what a filter must ask while it waits or computes."""
+"""What is at the other end of a descriptor: what a filter must ask while it waits or computes."""
 
 from __future__ import annotations
 
 import fcntl
+import os
 import select
+import stat
 import struct
 import termios
 
 GONE = select.POLLERR | select.POLLHUP | select.POLLNVAL
+
+
+def is_pipe(descriptor: int) -> bool:
+    """Whether it is a pipe or a socket: something whose other end can go away."""
+    try:
+        mode = os.fstat(descriptor).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def reader_gone(descriptor: int = 1) -> bool:

@@ -1,0 +1,213 @@
+"""A Unix socket between a client and the daemon: who is at the other end, and lines of JSON.
+
+Who it is the kernel says, and cannot be lied to. Linux has SO_PEERCRED; macOS LOCAL_PEERCRED and
+LOCAL_PEERPID, written after its headers and not yet run there. Elsewhere nothing is known, and the
+modes of socket and directory have to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import socket
+import struct
+import sys
+import time
+from typing import Any, NamedTuple, NoReturn
+
+from toastkit import errors
+from toastkit.descriptors import GONE
+from toastkit.errors import DataError, ToastError, UnavailableError
+from toastkit.interrupts import Interrupt
+
+MAX_REPLY = 64 << 20  # bytes of a line; the longest is an answer's whole text, or a step's logits
+NOBODY = (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED)
+
+_UCRED = struct.Struct("iII")  # Linux: pid, uid, gid
+_XUCRED = struct.Struct("IIh2x16I")  # macOS: version, uid, number of groups, groups
+_SOL_LOCAL, _LOCAL_PEERCRED, _LOCAL_PEERPID = 0, 1, 2
+
+
+class Peer(NamedTuple):
+    """uid: the user who connected. pid: the process that did, 0 where that is not known."""
+
+    uid: int
+    pid: int
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """The other end of a connected Unix socket. Raises OSError where it has gone already."""
+    if hasattr(socket, "SO_PEERCRED"):
+        data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        pid, uid, _ = _UCRED.unpack(data)
+        return Peer(uid, pid)
+    if sys.platform == "darwin":
+        data = connection.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, _XUCRED.size)
+        pid = connection.getsockopt(_SOL_LOCAL, _LOCAL_PEERPID)
+        return Peer(_XUCRED.unpack(data.ljust(_XUCRED.size, b"\0"))[1], pid)
+    return Peer(os.geteuid(), 0)
+
+
+def may_connect(peer: Peer) -> bool:
+    """The daemon is one user's: it serves that user, and root."""
+    return peer.uid in (os.geteuid(), 0)
+
+
+def connect(path: str, own: bool = False) -> socket.socket | None:
+    """A connected socket, None where nobody listens. Raises UnavailableError where somebody does
+    who cannot be reached, or is neither this user nor root: he would read what is asked. Root asks
+    anybody, but for own."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(path)
+        peer = peer_of(connection)
+    except OSError as error:
+        connection.close()
+        if error.errno in NOBODY:
+            return None
+        reason = (error.strerror or str(error)).lower()
+        raise UnavailableError(
+            f"cannot reach the daemon at {path}: {reason}", hint="--no-daemon does without it"
+        ) from error
+    except BaseException:
+        connection.close()
+        raise
+    if may_connect(peer) or (os.geteuid() == 0 and not own):
+        return connection
+    connection.close()
+    raise UnavailableError(f"what listens at {path} is another user's (uid {peer.uid})")
+
+
+class Wire:
+    """Requests to the daemon at `path` and its replies, over a connected socket, without ever
+    waiting where a signal would not help.
+
+    interrupts: where given, a signal ends the replies. watch: a pipe or a socket, such as stdout;
+    once nobody reads there any more, waiting ends with BrokenPipeError. deadline: of
+    time.monotonic; past it, waiting ends with TimeoutError. refusal: raised for what is no reply.
+    over: nothing comes any more.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        path: str,
+        interrupts: Interrupt | None = None,
+        watch: int | None = None,
+        deadline: float | None = None,
+        refusal: type[ToastError] = DataError,
+    ):
+        connection.setblocking(False)
+        self.name = f"the daemon at {path}"
+        self._socket = connection
+        self._interrupts = interrupts
+        self._watch = watch
+        self._deadline = deadline
+        self._refusal = refusal
+        self._poll = select.poll()
+        if interrupts is not None:
+            self._poll.register(interrupts.fileno(), select.POLLIN)
+        if watch is not None:
+            self._poll.register(watch, 0)
+        self._buffer = bytearray()
+        self.over = False
+
+    def send(self, request: dict[str, Any], fd: int | None = None) -> None:
+        """Sends a request, or as much as the other end takes before it closes: what it had to say
+        about the rest can still be read. fd: a descriptor that goes along. Raises DataError for
+        text that is not UTF-8, as an argument may be."""
+        try:
+            line = json.dumps(request, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        except UnicodeEncodeError as error:
+            raise DataError("the request is not UTF-8") from error
+        view = memoryview(line)
+        while view.nbytes and not self.over:
+            try:
+                if fd is None:
+                    view = view[self._socket.send(view) :]
+                else:
+                    view, fd = view[socket.send_fds(self._socket, [view], [fd]) :], None
+            except BlockingIOError:
+                if not self._wait(select.POLLOUT):
+                    return
+            except OSError:
+                return
+
+    def reply(self) -> dict[str, Any] | None:
+        """The next reply; None at the end, or after a signal. Nothing comes after a refusal."""
+        line = self._line()
+        if line is None:
+            return None
+        try:
+            reply = json.loads(line)
+        except (ValueError, RecursionError):  # not UTF-8 is a ValueError too
+            reply = None
+        return reply if isinstance(reply, dict) else self.refuse()
+
+    def refuse(self) -> NoReturn:
+        """Raises the error for a reply that is none."""
+        self.over = True
+        self._buffer.clear()
+        raise self._refusal(f"what {self.name} sent is not a reply", hint="is it toasted?")
+
+    def close(self) -> None:
+        """Ends the connection, and with it whatever the daemon was doing for it."""
+        self._socket.close()
+
+    def _line(self) -> bytes | None:
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
+            if searched > MAX_REPLY:
+                self.over = True
+                raise self._refusal(f"the daemon sent a line of more than {MAX_REPLY >> 20} MiB")
+            if not self._fill():
+                return None
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return line
+
+    def _fill(self) -> bool:
+        while not self.over and self._wait(select.POLLIN):
+            try:
+                data = self._socket.recv(1 << 18)
+            except BlockingIOError:
+                continue
+            except OSError:
+                data = b""
+            self._buffer += data
+            self.over = not data
+            return bool(data)
+        return False
+
+    def _wait(self, events: int) -> bool:
+        """Until the socket is ready for `events`; False if a signal came first."""
+        self._poll.register(self._socket, events)
+        while True:
+            left = None if self._deadline is None else self._deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError
+            ready = dict(self._poll.poll(None if left is None else left * 1000))
+            if self._interrupts is not None and self._interrupts.signal:
+                return False
+            if self._watch is not None and ready.get(self._watch, 0) & GONE:
+                raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+            if self._socket.fileno() in ready:
+                return True
+
+
+def remote_error(error: Any) -> ToastError:
+    """The ToastError for what an `error` reply holds: its code, message and hint."""
+    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+        return ToastError("the daemon failed without saying why")
+    code, hint = error.get("code"), error.get("hint")
+    kinds = {kind.code: kind for kind in vars(errors).values() if _is_plain_error(kind)}
+    kind = kinds.get(code, ToastError) if isinstance(code, int) else ToastError
+    return kind(error["message"], hint if isinstance(hint, str) else None)
+
+
+def _is_plain_error(kind: Any) -> bool:
+    """FrameError and RemoteError take more than a message and a hint."""
+    return isinstance(kind, type) and kind.__base__ is ToastError and "code" in vars(kind)
