@@ -26,6 +26,7 @@ from toastkit.gears.cost import break_even_tokens, dynamic_seconds, speedup
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.plan import GearPlan, plan
 from toastkit.gears.selector import GearSelector, SelectorOptions
+from toastkit.holdings.policy import Wish
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
@@ -140,7 +141,6 @@ def _bytes(subject: Subject, plans: dict[str, dict[str, GearPlan]]) -> None:
 
 def _bytes_in(engine: Engine, gear: str, before: int, plans: dict[str, GearPlan]) -> list[str]:
     _steps(engine, gear, 1)
-    _steps(engine, None, 1)  # the Ledger hears of copies with the next step
     _collect()
     active, counted = mx.get_active_memory() - before, touched(engine)
     token, device = plans[gear].token, plans[gear].device

@@ -223,7 +223,7 @@ class Conversation:
                 self._gear_tokens[frame.gear] += 1
             if not request.options.tokens:
                 return
-            told = {"pos": frame.pos, "id": frame.id, "logprob": frame.logprob,
+            told: dict[str, Any] = {"pos": frame.pos, "id": frame.id, "logprob": frame.logprob,
                     "entropy": frame.entropy}  # fmt: skip
             if frame.gear is not None:
                 told["gear"] = frame.gear

@@ -46,9 +46,9 @@ class Worker(Protocol):
 @dataclass(frozen=True)
 class WorkerSettings:
     """model: as -m takes it. device, dtype, chunk: as of toast-prefill(1). parallel, batch,
-    cache_bytes, spill_bytes, gears: as of ServiceSettings. max_queue: requests that may wait. idle_unload:
-    seconds without a request after which the model leaves the memory, None for never. audit: gets
-    a record of each request. say: is told what a person should know."""
+    cache_bytes, spill_bytes, gears: as of ServiceSettings. max_queue: requests that may wait.
+    idle_unload: seconds without a request after which the model leaves the memory, None for never.
+    audit: gets a record of each request. say: is told what a person should know."""
 
     model: str = "crumb"
     device: str = "auto"

@@ -16,8 +16,8 @@ from toastkit.stages.follow import GearSettings
 
 
 class LocalService:
-    """model: as -m takes it. device, dtype, gears: as of toast-decode(1). say: is told a line now and
-    then; with quiet, only what went wrong. Raises NoInputError, DataError for the model's files."""
+    """model: as -m takes it. device, dtype, gears: as of toast-decode(1). say: is told a line now
+    and then; with quiet, only what went wrong. Raises NoInputError, DataError for the files."""
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from toastkit.daemon.history import conversation_hash
 from toastkit.daemon.requests import Request

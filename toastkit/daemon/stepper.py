@@ -19,7 +19,8 @@ FIRST_ROUNDS, MOST_ROUNDS = 64, 1 << 14
 
 
 class Stepper:
-    """most: states in a batch; 1 takes every step alone, as do gears that change. say: is told why states are not batched.
+    """most: states in a batch; 1 takes every step alone, as policies may ask for too. say: is told
+    why states are not batched.
 
     Whether a model can be batched is tried out when two states first step at once; where the trial
     itself fails, or a batch does later, again after some time.
