@@ -103,12 +103,12 @@ def read_file(path: Path | str, max_bytes: int, at: int | None = None) -> bytes:
 
 
 def replace_file(
-    path: Path | str, data: bytes, sync: bool, beside: Path | None = None, at: int | None = None
+    path: Path | str, data: bytes, sync: bool, contended: bool = False, at: int | None = None
 ) -> None:
     """Puts `data` in the place of a file in one step: write beside it, sync, rename.
-    The directory is not synced. beside: where to write first, for files that several processes
-    replace. at: as of open_private. Raises OSError, with the file as it was."""
-    temporary = beside or f"{path}.tmp"
+    The directory is not synced. contended: several processes may do so at once. at: as of
+    open_private. Raises OSError, with the file as it was."""
+    temporary = f"{path}.{os.getpid()}.tmp" if contended else f"{path}.tmp"
     _remove(temporary, at)  # what a killed process left, or what was planted
     try:
         fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, at)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,16 @@ from toastkit.daemon.requests import (
     SAMPLING_NAMES,
     GenerateOptions,
     Request,
-    parse_request,
+    make_request,
+    parse_object,
 )
 from toastkit.errors import DataError, ToastError, UsageError
 from toastkit.sampling.sampling_options import SamplingOptions
+
+
+def parse_request(line: bytes, fds: Iterable[int] = ()) -> Request:
+    """As the server reads a line."""
+    return make_request(parse_object(line), fds)
 
 
 def parse(**fields: Any) -> Request:

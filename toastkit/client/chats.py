@@ -8,7 +8,6 @@ newest of them is kept. The file `last` names the one that `-c` continues.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +146,10 @@ def _message(line: bytes) -> Message:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Puts text in the place of a file in one step. The file beside it is this process's own."""
-    beside = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.tmp")
+    """Puts text in the place of a file in one step."""
     try:
         make_private_directories(path.parent)
-        replace_file(path, text.encode(), sync=False, beside=beside)
+        replace_file(path, text.encode(), sync=False, contended=True)
     except OSError as error:
         doing = f"cannot keep the conversation in {path}"
         raise from_os_error(error, doing, creating=True) from error

@@ -87,12 +87,6 @@ class Request:
     raw: dict[str, Any] = field(default_factory=dict)
 
 
-def parse_request(line: bytes, fds: Iterable[int] = ()) -> Request:
-    """A request from its line. Raises DataError for what is no JSON object or no conversation,
-    UsageError for fields and options that are unknown, missing or of the wrong type."""
-    return make_request(parse_object(line), fds)
-
-
 def parse_object(line: bytes) -> dict[str, Any]:
     """The object of a line. Raises DataError."""
     try:
@@ -141,7 +135,8 @@ def request_id(document: dict[str, Any]) -> str | int | None:
 
 
 def make_request(document: dict[str, Any], fds: Iterable[int] = ()) -> Request:
-    """A request from its object. Raises DataError, UsageError."""
+    """A request from its object. Raises DataError for what is no conversation, UsageError for
+    fields and options that are unknown, missing or of the wrong type."""
     identity = request_id(document)
     op = _string(document, "op", "generate")
     if op in ATTACH_OPS:

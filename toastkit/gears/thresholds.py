@@ -8,7 +8,6 @@ the old one or the new one.
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -48,8 +47,7 @@ def save(fingerprint: str, thresholds: Thresholds) -> Path:
     text = json.dumps({"schema": SCHEMA_VERSION, **asdict(thresholds)}, indent=2) + "\n"
     try:
         make_private_directories(file.parent)
-        beside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-        replace_file(file, text.encode("ascii"), sync=True, beside=beside)
+        replace_file(file, text.encode("ascii"), sync=True, contended=True)
     except OSError as error:
         raise from_os_error(error, f"cannot save thresholds in {file}", creating=True) from error
     return file

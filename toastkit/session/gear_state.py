@@ -12,7 +12,6 @@ which a reader finds in the session's header without the lock. One msgpack map:
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,7 @@ def save(session_dir: Path, count: int, tokens_crc: int, state: dict[str, Any]) 
     file = session_dir / GEAR_FILE
     try:
         # Streams that are replayed may name one session at the same time.
-        beside = file.with_name(f"{GEAR_FILE}.{os.getpid()}.tmp")
-        replace_file(file, data, sync=False, beside=beside)
+        replace_file(file, data, sync=False, contended=True)
     except OSError as error:
         raise from_os_error(error, doing, creating=True) from error
 
