@@ -238,7 +238,7 @@ def test_the_cache_is_bounded() -> None:
 def test_a_cache_with_room_keeps_the_originals(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, gears = geared("crumb", "attention", cache_bytes=PLENTY)
     before = dict(tree_flatten(engine._model.parameters()))
-    monkeypatch.setattr(Store, "tensors", lambda *a: pytest.fail("read again"))
+    monkeypatch.setattr(Store, "read", lambda *a: pytest.fail("read again"))
     for gear in ("low", "mid", "high"):
         gears.shift(gear)
     after = dict(tree_flatten(engine._model.parameters()))

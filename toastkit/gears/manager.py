@@ -166,6 +166,7 @@ class PrecisionManager:
             _forget_dense(module)
         left, self._kept[self.gear] = self.gear, self._set
         self._set, self.gear = modules, gear
+        self._sources.forget_ahead()
         self._drop_what_is_over(left)
         self._enter_into_ledger()
         times = self.times[gear]
@@ -180,6 +181,7 @@ class PrecisionManager:
         if gear == "high":
             self._sources.read_ahead(self._places)
             return
+        self._sources.forget_ahead()
         if self._coming is not None and self._coming[0] != gear:
             self._coming = None
         done = [] if self._coming is None else self._coming[1]

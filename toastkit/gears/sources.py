@@ -7,7 +7,6 @@ and else quantised.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from toastkit.errors import DataError, from_os_error
+from toastkit.errors import DataError
 from toastkit.gears.discovery import discover
 from toastkit.store.ledger import OUTSIDE, layer_owner
 from toastkit.store.precision import GEAR_BITS, Rows, looks_quantised, quantise_rows
+from toastkit.store.reading import AHEAD, Request
 from toastkit.store.store import Store
 
 SAMPLED_MODULES = 3  # whose rows are looked at for an earlier quantisation
@@ -86,7 +86,7 @@ class Sources:
     def __init__(self, store: Store, dtype: mx.Dtype | None, notify: Callable[[str], None] | None):
         self.name = store.files.name
         self._store, self._dtype, self._notify = store, dtype, notify
-        self._files = _identities(store)
+        self._ahead: Request | None = None
 
     def stored_dtype(self, place: Place) -> mx.Dtype:
         """Of the original in the checkpoint."""
@@ -97,15 +97,12 @@ class Sources:
         return self._dtype or self.stored_dtype(place)
 
     def originals(self, places: list[Place]) -> list[mx.array]:
-        """The weights of these places as they were loaded, to the bit; lazy, and read anew where
-        they have left. Raises DataError, NoInputError."""
+        """The weights of these places as they were loaded, to the bit; read anew where they have
+        left. Raises DataError, NoInputError, IOFailure."""
         if places and "weight" in places[0].shell:
             return [place.shell["weight"] for place in places]
-        self._check_files()
-        try:
-            found = self._store.tensors([place.weight_name for place in places])
-        except KeyError as error:
-            raise DataError(f"{self.name}: {error} cannot be read again") from error
+        self._store.check_files()
+        found = self._store.read(place.weight_name for place in places)
         arrays = [found[place.weight_name] for place in places]
         return arrays if self._dtype is None else [a.astype(self._dtype) for a in arrays]
 
@@ -135,13 +132,12 @@ class Sources:
         """The gear as the checkpoint holds it; empty where it does not hold all of it."""
         if GEAR_BITS.get(gear) != bits:
             return []
-        self._check_files()
+        self._store.check_files()
+        if not all(self._store.baked(place.path, gear) for place in places):
+            return []
         found = []
         for place in places:
-            try:
-                parts = self._store.module(place.path, gear)
-            except KeyError:
-                return []
+            parts = self._store.module(place.path, gear)
             found.append(Rows(*(parts[f"{place.path}.{name}"] for name in Rows._fields)))
         return found
 
@@ -158,30 +154,16 @@ class Sources:
         self._notify = None
 
     def read_ahead(self, places: list[Place]) -> None:
-        """Starts reading the originals into the system's cache, and returns at once."""
-        layers = {self._store.layer_of(place.weight_name) for place in places}
-        self._store.prefetch(sorted(layer for layer in layers if layer is not None))
+        """Begins to read the originals, and returns at once."""
+        if self._ahead is None:
+            self._ahead = self._store.request((place.weight_name for place in places), AHEAD)
 
-    def _check_files(self) -> None:
-        """Raises DataError where the checkpoint is no longer the one that was loaded."""
-        if _identities(self._store) != self._files:
-            raise DataError(
-                f"{self.name}: its files have changed since the model was loaded",
-                hint="start again, or keep the originals with a larger --gear-cache",
-            )
+    def forget_ahead(self) -> None:
+        """Lets go what was read ahead and is not needed, or has been read by now."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+        self._ahead = None
 
     def close(self) -> None:
         """Lets the checkpoint go."""
         self._store.close()
-
-
-def _identities(store: Store) -> list[tuple[int, int, int]]:
-    """What tells a file from another that took its name."""
-    found = []
-    for header in store.files.headers:
-        try:
-            about = os.stat(header.path)
-        except OSError as error:
-            raise from_os_error(error, f"cannot read {header.path}") from error
-        found.append((about.st_ino, about.st_size, about.st_mtime_ns))
-    return found
