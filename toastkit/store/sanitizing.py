@@ -58,7 +58,7 @@ class Sanitizing:
         self._numbers: dict[tuple, int] = {}
         self._nodes: list[tuple] = []
         self._whole: dict[str, int] | None = None
-        self._layers = {name: _layer_in(name) for name in self._names}
+        self._layers: dict[str, str | None] = {}
         self._cover: set[str | None] = set()
         self._subsets: dict[frozenset, tuple[list[str], set[str]]] = {}
 
@@ -117,6 +117,7 @@ class Sanitizing:
         """The graph of all, by tensor."""
         with self._lock:
             if self._whole is None:
+                self._layers = {name: _layer_in(name) for name in self._names}
                 self._cover = self._covering()
                 self._whole = self._record(self._names)
             return self._whole
