@@ -49,7 +49,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made["crumb"].mkdir()
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (made["crumb"] / file).write_bytes(crumb.files.read(file))
-    tensors = crumb.tensors(crumb.names)
+    tensors = crumb.read(crumb.names)
     mx.save_safetensors(str(made["crumb"] / "model.safetensors"), tensors)
     return made
 

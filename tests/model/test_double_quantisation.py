@@ -102,7 +102,7 @@ def test_few_rows_are_looked_at() -> None:
 def test_the_embedded_model_was_not_quantised() -> None:
     files = locate("crumb")
     store = Store(files, load_config(files))
-    found = store.tensors([name for name in store.names if len(store.shape(name)) > 1])
+    found = store.read([name for name in store.names if len(store.shape(name)) > 1])
     assert len(found) > 90
     for name, array in found.items():
         assert not looks_quantised(array), name

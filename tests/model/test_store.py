@@ -98,26 +98,11 @@ def test_experts_are_rows_of_the_stacked_tensors(store: Store) -> None:
 
 def test_an_expert_is_read_without_its_neighbours(store: Store) -> None:
     """In a baked file and in a published directory: of neighbours, not a byte is read."""
-    from toastkit.store.raw import RawTensors
-
-    store.expert(1, 0)  # finds out what the tensors are made of
     name = store.expert_names(store.layer_count - 1)[0]
-    read: list[int] = []
-    plain = RawTensors.read
-
-    def count(self, name, first=0, count=None):
-        array = plain(self, name, first, count)
-        read.append(array.nbytes)
-        return array
-
-    def refuse(*_):
-        raise AssertionError("the whole tensor was read")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RawTensors, "read", count)
-        patch.setattr(Store, "tensors", refuse)
-        rows = store.rows(name, 2, 4)
-    assert sum(read) == rows.nbytes == 2 * store.nbytes(name) // store.shape(name)[0]
+    before = store.reader.bytes_read
+    rows = store.rows(name, 2, 4)
+    assert store.reader.bytes_read - before == rows.nbytes
+    assert rows.nbytes == 2 * store.nbytes(name) // store.shape(name)[0]
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -139,19 +124,6 @@ def test_sources_are_not_what_sanitize_changed(store: Store) -> None:
         assert "model.norm.weight" in changed  # shifted by one
         assert "model.embed_tokens.weight" not in changed
         assert set(store.expert_names(0)) <= changed
-
-
-def test_reading_ahead_reads_the_layers_that_were_asked_for(store: Store) -> None:
-    """In one file not more than that; elsewhere a read may span a gap between two ranges."""
-    ahead = Store(store.files, store.config)
-    ahead.prefetch([1])
-    assert ahead._prefetcher is not None
-    ahead._prefetcher.wait()
-    layer = sum(map(ahead.nbytes, ahead.layer_names(1)))
-    most = 1.01 * layer if ahead.files.is_baked else sum(h.size for h in ahead.files.headers)
-    assert layer <= ahead._prefetcher.read <= most
-    assert ahead._prefetcher.declined == 0
-    ahead.close()
 
 
 def test_weights_that_do_not_fit(tmp_path: Path, mlx_started) -> None:

@@ -208,24 +208,3 @@ def test_a_format_of_the_future(tmp_path: Path) -> None:
     path = put(tmp_path / "x.toast", {"__metadata__": {"toastkit": "2"}}, b"")
     with pytest.raises(DataError, match="format '2'"):
         _ = ModelFiles(path, "m").headers
-
-
-# ---------------------------------------------------------------------------------- reading ahead
-
-
-def test_prefetching_reads_what_was_asked_and_no_more_than_its_bound(tmp_path: Path) -> None:
-    from toastkit.store.prefetch import MERGE_BYTES, Prefetcher, Range, merged
-
-    path = tmp_path / "file"
-    path.write_bytes(bytes(3 << 20))
-    far = 2 * MERGE_BYTES
-    parts = [Range(path, far, far + 100), Range(path, 0, 10), Range(path, 10, 500)]
-    assert merged(parts) == [Range(path, 0, 500), Range(path, far, far + 100)]
-    reader = Prefetcher(ahead_bytes=550)
-    reader.ask(parts)
-    reader.wait()
-    assert reader.read in (500, 600) and reader.read + reader.declined == 600
-    reader = Prefetcher()
-    reader.ask([Range(tmp_path / "missing", 0, 10), Range(path, 0, 1 << 40)])
-    reader.close()
-    assert reader.declined == 1 << 40

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from toastkit.holdings.holding import Holding, Parts, holdings_of
 from toastkit.holdings.packed import PathCounts
 from toastkit.holdings.weights import Weights
 from toastkit.store.groups import row_bytes
-from toastkit.store.ledger import GEARS, Ledger
+from toastkit.store.ledger import GEARS, READING, Ledger
 from toastkit.store.store import Store
 
 Key = tuple[Holding, Form]
@@ -64,6 +65,7 @@ class Holdings:
         self._kept: dict[Key, _Kept] = {}  # the longest unused first
         self._coming: dict[Key, Parts] = {}
         self._changes = 0
+        ledger.measure(READING, lambda: store.reader.held_bytes)
         self._freed = False
 
     # --------------------------------------------------------------------------------- questions
@@ -116,21 +118,13 @@ class Holdings:
             moves = [(h, form) for p, form in wanted.items() if (h := self.modules[p]).form != form]
             if not moves:
                 return None
-            ready, made = self._ready(moves), {}
-            rest = [move for move in moves if move not in ready]
-            self._weights.sample([h for h, form in rest if form.kind == "packed"])
-            try:
-                for _, some in groupby(rest, lambda move: move[0].layer):
-                    for key, parts in self._made(list(some)):
-                        made[key] = parts
-            except BaseException:
-                for (holding, _), parts in made.items():
-                    self._leave(holding, parts)
-                raise
+            ready = self._ready(moves)
+            made = self._all_made([move for move in moves if move not in ready])
             self._changes += 1
             for key in moves:
                 self._put(key, made[key] if key in made else ready[key])
             self._drop_coming()
+            self._weights.forget_ahead()
             self._shrink()
             if self._freed:
                 self._freed = False
@@ -160,6 +154,21 @@ class Holdings:
         """What need not be made, because it is kept or was prepared."""
         kept = {key: self._kept[key].parts for key in moves if key in self._kept}
         return {**kept, **{key: self._coming[key] for key in moves if key in self._coming}}
+
+    def _all_made(self, moves: list[Key]) -> dict[Key, Parts]:
+        """As `_made`, layer after layer; nothing stays of what was made when one fails."""
+        made: dict[Key, Parts] = {}
+        self._weights.sample([h for h, form in moves if form.kind == "packed"])
+        most = 2 * sum(form == ORIGINAL for _, form in moves) > len(self.modules)
+        with self._weights.whole() if most else nullcontext():
+            try:
+                for _, some in groupby(moves, lambda move: move[0].layer):
+                    made.update(self._made(list(some)))
+            except BaseException:
+                for (holding, _), parts in made.items():
+                    self._leave(holding, parts)
+                raise
+        return made
 
     def _made(self, moves: list[Key]) -> list[tuple[Key, Parts]]:
         """Modules in other forms, read or made, and in the ledger."""

@@ -7,7 +7,8 @@ form is read where it was baked, and else quantised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import mlx.core as mx
 
@@ -15,6 +16,7 @@ from toastkit.errors import DataError
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
 from toastkit.holdings.holding import Holding, Parts
 from toastkit.store.precision import GEAR_BITS, Rows, looks_quantised, quantise_rows
+from toastkit.store.reading import AHEAD, Request
 from toastkit.store.store import Store
 
 SAMPLED_MODULES = 3  # whose rows are looked at for an earlier quantisation
@@ -30,7 +32,10 @@ class Weights:
 
     def __init__(self, store: Store, dtype: mx.Dtype | None, notify: Callable[[str], None] | None):
         self._store, self._dtype, self._notify = store, dtype, notify
-        self._files = _identities(store)
+        self._known = frozenset(store.names)
+        self._whole: dict[str, mx.array] | None = None
+        self._ahead: Request | None = None
+        self._ahead_names: list[str] = []
         self._sampled: set[Holding] = set()
 
     def loaded_dtype(self, name: str) -> mx.Dtype:
@@ -46,68 +51,90 @@ class Weights:
         Raises DataError, IOFailure, NoInputError where the files cannot be read, are no longer
         those that were opened, or hold weights that cannot be quantised.
         """
-        baked = {h.path: names for h, form in moves if (names := self._baked(h, form)) is not None}
-        arrays = self._read([name for move in moves for name in self._wanted(*move, baked)])
+        names = [name for move in moves for name in self._wanted(*move)]
+        arrays = self._read(names) if names else {}
         made = []
         for holding, form in moves:
-            parts = self._parts(holding, form, baked.get(holding.path), arrays)
+            parts = self._parts(holding, form, arrays)
             for name in holding.names:
                 arrays.pop(name, None)
             if form.kind == "packed":
                 mx.eval(parts.matrix)  # now, which lets the original go
             made.append(parts)
-        mx.eval([(parts.matrix, parts.rest) for parts in made])
+        try:
+            mx.eval([(parts.matrix, parts.rest) for parts in made])
+        except RuntimeError as error:
+            reason = str(error).strip().split("\n")[0]
+            raise DataError(
+                f"{self._store.files.name}: cannot read the weights: {reason}"
+            ) from error
         return made
 
-    def _wanted(self, holding: Holding, form: Form, baked: Mapping[str, Rows]) -> list[str]:
-        """The parameters to read: the rest where it is not in the tree, and the matrix unless it
-        is baked, or the original is there to be packed."""
+    def _wanted(self, holding: Holding, form: Form) -> list[str]:
+        """The parameters to read: the rest where it is not in the tree, and the matrix unless the
+        original is there to be packed; where it is baked, that."""
         if form == ABSENT:
             return []
         names = [t.name for t in holding.rest] if holding.form == ABSENT else []
-        there = holding.path in baked or (form != ORIGINAL and holding.form == ORIGINAL)
-        if holding.weight is not None and not there:
+        if baked := self._baked(holding, form):
+            return [*names, *baked.values()]
+        if holding.weight is not None and (form == ORIGINAL or holding.form != ORIGINAL):
             names.append(holding.weight.name)
         return names
 
-    def _read(self, names: list[str]) -> dict[str, mx.array]:
-        """Parameters by name, in the dtype of the device."""
-        if not names:
+    def _baked(self, holding: Holding, form: Form) -> dict[str, str]:
+        """The stored names of a packed matrix, by part, where the checkpoint holds it."""
+        if form.kind != "packed" or form.bits not in GEAR_OF:
             return {}
-        self._check_files()
-        found = self._store.tensors(names)
-        return {name: found[name].astype(self.loaded_dtype(name)) for name in names}
+        names = self._store.baked(holding.path, GEAR_OF[form.bits])
+        return {name.rpartition(".")[2]: name for name in names}
 
-    def _parts(
-        self, holding: Holding, form: Form, baked: Rows | None, arrays: Mapping[str, mx.array]
-    ) -> Parts:
+    def _read(self, names: list[str]) -> dict[str, mx.array]:
+        """Parameters by name, in the dtype of the device, and baked parts as they are."""
+        self._store.check_files()
+        found = self._whole if self._whole is not None else self._store.read(names)
+        return {
+            name: found[name].astype(self.loaded_dtype(name))
+            if name in self._known
+            else found[name]
+            for name in names
+        }
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """While most of the model is read at once: MLX does that quickest."""
+        self._whole = self._store.load()
+        try:
+            yield
+        finally:
+            self._whole = None
+
+    def _parts(self, holding: Holding, form: Form, arrays: Mapping[str, mx.array]) -> Parts:
         if form == ABSENT:
             return Parts(ABSENT, {}, {}, holding.owner)
         if form == ORIGINAL or holding.weight is None:
             return holding.original(arrays)
         name = holding.weight.name
+        if baked := self._baked(holding, form):
+            rows = Rows(*(arrays[baked[part]] for part in Rows._fields))
+        else:
+            rows = self._quantised(holding, form.bits, arrays.get(name))
         dtype = self.loaded_dtype(name)
-        rows = baked
-        if rows is None:
-            weight = arrays[name] if name in arrays else holding.parts.matrix["weight"]
-            self._look_at(holding, weight)
-            try:
-                # In the dtype of the file, as baking does: a gear is the same, baked or made here.
-                rows = quantise_rows(weight.astype(self._store.dtype(name)), form.bits, pad=True)
-            except DataError as error:
-                raise DataError(f"{name}: {error.message}", error.hint) from error
         rows = Rows(rows.weight, rows.scales.astype(dtype), rows.biases.astype(dtype))
         return holding.packed(rows, form, arrays)
 
-    def _baked(self, holding: Holding, form: Form) -> Rows | None:
-        """A packed matrix as the checkpoint holds it, where it does."""
-        if form.kind != "packed" or form.bits not in GEAR_OF:
-            return None
+    def _quantised(self, holding: Holding, bits: int, weight: mx.array | None) -> Rows:
+        """A matrix in so many bits. weight: as it was read, None where it is in the tree."""
+        assert holding.weight is not None  # it is about to be packed
+        name = holding.weight.name
+        if weight is None:
+            weight = holding.parts.matrix["weight"]
+        self._look_at(holding, weight)
         try:
-            parts = self._store.module(holding.path, GEAR_OF[form.bits])
-        except KeyError:
-            return None
-        return Rows(*(parts[f"{holding.path}.{name}"] for name in Rows._fields))
+            # In the dtype of the file, as baking does: a gear is the same, baked or made here.
+            return quantise_rows(weight.astype(self._store.dtype(name)), bits, pad=True)
+        except DataError as error:
+            raise DataError(f"{name}: {error.message}", error.hint) from error
 
     def sample(self, holdings: Sequence[Holding]) -> None:
         """Chooses, once, of modules that are about to be packed those whose weights are looked at
@@ -126,32 +153,20 @@ class Weights:
         self._notify = None
 
     def read_ahead(self, holdings: Sequence[Holding]) -> None:
-        """Starts reading originals, and returns at once."""
-        layers = {holding.layer for holding in holdings}
-        self._store.prefetch(sorted(layer for layer in layers if layer is not None))
+        """Begins to read originals, and these alone, and returns at once; what was being read
+        ahead and is not among them is let go."""
+        names = [h.weight.name for h in holdings if h.weight is not None]
+        if names != self._ahead_names:
+            self.forget_ahead()
+            self._ahead, self._ahead_names = self._store.request(names, AHEAD), names
 
-    def _check_files(self) -> None:
-        if _identities(self._store) != self._files:
-            raise DataError(
-                f"{self._store.files.name}: its files have changed since the model was loaded",
-                hint="start again, or keep the originals with a larger --gear-cache",
-            )
+    def forget_ahead(self) -> None:
+        """Lets go what was read ahead and is not needed, or has been taken by now."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+        self._ahead, self._ahead_names = None, []
 
     def close(self) -> None:
         """Lets the checkpoint go."""
+        self.forget_ahead()
         self._store.close()
-
-
-def _identities(store: Store) -> list[tuple[int, int, int]]:
-    import os
-
-    from toastkit.errors import from_os_error
-
-    found = []
-    for header in store.files.headers:
-        try:
-            about = os.stat(header.path)
-        except OSError as error:
-            raise from_os_error(error, f"cannot read {header.path}") from error
-        found.append((about.st_ino, about.st_size, about.st_mtime_ns))
-    return found

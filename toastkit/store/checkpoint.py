@@ -36,7 +36,7 @@ def load_model(
 def load_weights(store: Store, dtype: str | None, ledger: Ledger | None = None) -> None:
     """As `load_model`, into the model of a store that stays open."""
     model = store.model
-    model.load_weights(list(store.tensors(store.names).items()))
+    model.load_weights(list(store.load().items()))
     if dtype is not None:
         model.set_dtype(DTYPES[dtype])
     try:

@@ -1,18 +1,21 @@
-"""Tensors as the files hold them, under their stored names."""
+"""Tensors as the files hold them, under their stored names, and their bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+import threading
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 from toastkit.errors import DataError, from_os_error
 from toastkit.model.files import ModelFiles
 from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import is_model_tensor
-from toastkit.store.prefetch import Range
 
 # dtype in the file -> how numpy sees the bytes, and as what MLX takes them.
 DTYPES = {
@@ -22,30 +25,59 @@ DTYPES = {
     "F32": ("<f4", mx.float32), "U64": ("<u8", mx.uint64), "I64": ("<i8", mx.int64),
     "F8_E4M3": ("u1", mx.uint8), "F8_E5M2": ("u1", mx.uint8), "F8_E8M0": ("u1", mx.uint8),
 }  # fmt: skip
+CHUNK_BYTES = 16 << 20  # of one system call: between two, a reader can be stopped
+
+
+class Span(NamedTuple):
+    """Bytes start:stop of a file."""
+
+    path: Path
+    start: int
+    stop: int
 
 
 class RawTensors:
-    """The tensors of a checkpoint's files."""
+    """The tensors of a checkpoint's files. A file is opened when it is first read, and stays open
+    until `close`. Raises what from_os_error gives where a file is gone."""
 
     def __init__(self, files: ModelFiles):
         self._files = files
         self._places: dict[str, tuple[Path, Entry]] = {}
+        self._identities = {header.path: _identity(header.path) for header in files.headers}
         for header in files.headers:
             for name, entry in header.entries.items():
                 self._places[name] = (header.path, entry)
+        self._sorted = sorted(self._places)
+        self._lock = threading.Lock()
+        self._opened: dict[Path, int] = {}
+        self.close = weakref.finalize(self, _close_all, self._opened)
 
     def names(self) -> Iterator[str]:
-        """All stored names."""
+        """All stored names, in the order of the files."""
         return iter(self._places)
+
+    def below(self, prefix: str) -> list[str]:
+        """The stored names that begin with a prefix, which ends with a dot."""
+        return below(self._sorted, prefix)
 
     def place(self, name: str) -> tuple[Path, Entry]:
         """The file of a tensor, and where in it. Raises KeyError."""
         return self._places[name]
 
+    def span(self, name: str, first: int = 0, stop: int | None = None) -> Span:
+        """Where rows first:stop (all without stop) of a stored tensor lie. Raises KeyError."""
+        path, entry = self._places[name]
+        if stop is None:
+            return Span(path, entry.start, entry.stop)
+        row = entry.nbytes // entry.shape[0]
+        return Span(path, entry.start + first * row, entry.start + stop * row)
+
     def load(self) -> dict[str, mx.array]:
-        """All tensors of the model by stored name, lazy and fresh. Raises DataError."""
+        """All tensors of the model by stored name, lazy and fresh. Raises DataError, NoInputError,
+        IOFailure."""
         tensors: dict[str, mx.array] = {}
         for header in self._files.headers:
+            _identity(header.path)  # MLX does not say why it cannot read a file
             try:
                 found = mx.load(str(header.path), format="safetensors")
             except (RuntimeError, ValueError, OSError) as error:
@@ -57,28 +89,62 @@ class RawTensors:
             tensors.update((k, found[k]) for k in header.entries if is_model_tensor(k))
         return tensors
 
-    def read(self, name: str, first: int = 0, count: int | None = None) -> mx.array:
-        """Rows first:first + count (all without count) of a stored tensor, evaluated.
-        Raises DataError, IOFailure."""
-        path, entry = self._places[name]
-        shape = entry.shape
-        start, nbytes = entry.start, entry.nbytes
-        if count is not None:
-            row = entry.nbytes // shape[0]
-            start, nbytes, shape = entry.start + first * row, count * row, (count, *shape[1:])
-        try:
-            with open(path, "rb") as file:
-                file.seek(start)
-                data = file.read(nbytes)
-        except OSError as error:
-            raise from_os_error(error, f"cannot read {path}") from error
-        if len(data) != nbytes:
-            raise DataError(f"{self._files.name}: {path.name} is shorter than it was")
-        kind, dtype = DTYPES[entry.dtype]
-        array = mx.array(np.frombuffer(data, kind).reshape(shape))
-        return array.view(dtype) if entry.dtype == "BF16" else array
+    def fill(self, view: memoryview, spans: Iterable[Span], stopped: Callable[[], bool]) -> None:
+        """Reads spans, one after another, into memory of their size in bytes; leaves off where
+        `stopped` says so. Raises DataError for a file that has become shorter or another one, and
+        what from_os_error gives."""
+        done = 0
+        for path, start, stop in spans:
+            try:
+                fd = self._descriptor(path)
+                while start < stop and not stopped():
+                    size = min(CHUNK_BYTES, stop - start)
+                    count = os.preadv(fd, [view[done : done + size]], start)
+                    if not count:
+                        raise DataError(f"{self._files.name}: {path.name} is shorter than it was")
+                    start, done = start + count, done + count
+            except OSError as error:
+                raise from_os_error(error, f"cannot read {path}") from error
 
-    def ranges(self, names: Iterable[str]) -> list[Range]:
-        """Where stored tensors lie."""
-        places = [self._places[name] for name in names]
-        return [Range(path, entry.start, entry.stop) for path, entry in places]
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            fd = self._opened.get(path)
+            if fd is None:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._opened[path] = fd
+                if os.fstat(fd).st_ino != self._identities[path][0]:
+                    raise self._changed()
+            return fd
+
+    def check_files(self) -> None:
+        """Raises DataError where a file is no longer the one whose header was read, NoInputError
+        where it is gone. A file that is open stays readable when another takes its name."""
+        for path, known in self._identities.items():
+            if _identity(path) != known:
+                raise self._changed()
+
+    def _changed(self) -> DataError:
+        return DataError(
+            f"{self._files.name}: its files have changed since the model was loaded",
+            hint="start again, or keep the originals with a larger --gear-cache",
+        )
+
+
+def below(names: list[str], prefix: str) -> list[str]:
+    """Those of sorted names that begin with a prefix. prefix: ends with a dot."""
+    last = prefix[:-1] + chr(ord(".") + 1)
+    return names[bisect_left(names, prefix) : bisect_left(names, last)]
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    """What tells a file from another that took its name, and from one that was written to."""
+    try:
+        about = os.stat(path)
+    except OSError as error:
+        raise from_os_error(error, f"cannot read {path}") from error
+    return about.st_ino, about.st_size, about.st_mtime_ns
+
+
+def _close_all(opened: dict[Path, int]) -> None:
+    while opened:
+        os.close(opened.popitem()[1])

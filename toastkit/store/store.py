@@ -1,14 +1,14 @@
 """THE weights store: tensors of a checkpoint, read when somebody asks for them.
 
     store = Store(files, config)
-    store.layer(7)                  # dict of lazy arrays: evaluating them reads layer 7
-    store.expert(7, 3)              # expert 3 of layer 7
+    store.read(names)               # tensors by name, evaluated
+    store.request(names, AHEAD)     # begins to read, and returns at once
+    store.layer(7)                  # the tensors of layer 7
 
 Names are those of the model's parameters, after the architecture's own `sanitize`: experts stacked,
-norms shifted, vision towers dropped. `sanitize` runs over lazy arrays, so it reads nothing; what it
-builds for a tensor is evaluated with the tensor. Each lazy array is handed out once. When one is
-asked for again, as streaming does, the whole set is built anew: some milliseconds for a pass over
-all layers.
+norms shifted, vision towers dropped. A tensor is read as often as it is asked for: a stored one as
+a range of its file, a stacked one part by part into its rows, one that is computed from the stored
+tensors that it is made of.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ from toastkit.model.config import ModelConfig
 from toastkit.model.files import ModelFiles
 from toastkit.model.normalise import Fitted
 from toastkit.model.safetensors import Entry
-from toastkit.model.toast_format import GEAR_PREFIX, is_model_tensor
-from toastkit.store.prefetch import Prefetcher, Range
-from toastkit.store.raw import RawTensors
-from toastkit.store.rows import RowReader, kind_of
+from toastkit.model.toast_format import GEAR_PREFIX
+from toastkit.store.raw import RawTensors, below
+from toastkit.store.reading import NOW, Job, Reader, Request
+from toastkit.store.sanitizing import Made, Sanitizing, Stacked, Stored
 from toastkit.store.skeleton import (
     MISFITS,
     fit_config,
@@ -50,7 +51,7 @@ class Store:
     fitted: the configuration as the architecture reads it. model: the architecture, with quantised
     modules in place and no weights. quantization: settings of config.json, None if not quantised.
     names: of all tensors, in the order of the files where that is known. layers_path: such as
-    `model.layers`.
+    `model.layers`. reader: its threads, whose limit and account can be set.
     Raises DataError, NoInputError for a checkpoint that is broken, not whole, or does not fit.
     """
 
@@ -61,13 +62,12 @@ class Store:
         self.fitted: Fitted = fit_config(files, config)
         self.model: nn.Module = new_model(files, config, self.fitted)
         self.quantization = quantisation_of(files, config)
-        self._lock = threading.Lock()
         self._raw = RawTensors(files)
-        self._prefetcher: Prefetcher | None = None
+        self.reader = Reader(self._raw)
         try:
-            self._waiting = self._survey()
+            tensors = self._survey()
             if self.quantization is not None:
-                quantise_modules(self.model, self.quantization, self._waiting)
+                quantise_modules(self.model, self.quantization, tensors)
             self._check_fit()
             if own_head and not any("lm_head" in name for name in self.names):
                 raise ValueError("it has no output matrix of its own, and one is stored")
@@ -79,35 +79,33 @@ class Store:
         self._by_layer: dict[int | None, list[str]] = {}
         for name in self.names:
             self._by_layer.setdefault(self.layer_of(name), []).append(name)
-        self._rows = RowReader(self)
-        # Some sanitizes multiply arrays in place, which leaves no trace but in the values.
-        self._untouched: dict[str, bool] = {}
-
-    def _build(self, raw: dict[str, mx.array]) -> dict[str, mx.array]:
-        """All tensors by name, lazy, made of the stored ones."""
-        return raw if self._pristine is None else _copied(self._pristine).sanitize(raw)
+        self._sorted = sorted(self.names)
+        # For whoever loads the whole model next, in the thread that these arrays belong to.
+        self._unread: tuple[int, dict[str, mx.array]] | None = (threading.get_ident(), tensors)
 
     def _survey(self) -> dict[str, mx.array]:
-        """Builds once, and notes each tensor's shape and dtype, and where it lies if sanitize left
-        it as it was."""
+        """All tensors, lazy; notes each one's shape and dtype, and which stored one it seems to
+        be."""
         sanitizes = hasattr(self.model, "sanitize")
-        self._pristine: Any = None
-        if sanitizes and not self.files.is_baked:
-            self._pristine = _copied(self.model)
         raw = self._raw.load()
-        by_identity = {id(array): name for name, array in raw.items()}
+        self._sanitizing: Sanitizing | None = None
         tensors = raw
-        if sanitizes:
-            if self.files.is_baked:
-                # Only for what it does to the model: some drop a module that has no weights.
-                self.model.sanitize(self._raw.load())
-            else:
-                tensors = self.model.sanitize(dict(raw))
-        origin = {name: by_identity.get(id(array)) for name, array in tensors.items()}
-        self._sources = {name: self._raw.place(o) for name, o in origin.items() if o is not None}
+        if sanitizes and self.files.is_baked:
+            # Only for what it does to the model: some drop a module that has no weights.
+            self.model.sanitize(self._raw.load())
+        elif sanitizes:
+            pristine = _copied(self.model)
+            self._sanitize = lambda tensors: _copied(pristine).sanitize(tensors)  # type: ignore
+            self._sanitizing = Sanitizing(self._raw, self._sanitize, raw)
+            tensors = self.model.sanitize(dict(raw))
+        by_identity = {id(array): name for name, array in raw.items()}
+        self._stored = {n: by_identity[id(a)] for n, a in tensors.items() if id(a) in by_identity}
         self._about = {name: (tuple(a.shape), a.dtype) for name, a in tensors.items()}
-        order = {name: (str(path), entry.start) for name, (path, entry) in self._sources.items()}
         last = ("\U0010ffff", 0)
+        order = {}
+        for name, stored in self._stored.items():
+            path, entry = self._raw.place(stored)
+            order[name] = (str(path), entry.start)
         self.names = sorted(tensors, key=lambda name: order.get(name, last))
         return tensors
 
@@ -123,8 +121,8 @@ class Store:
                 raise ValueError(f"{name} has shape {list(self.shape(name))}, not {list(shape)}")
             # Codes of some quantisation that nobody has decoded would pass for numbers.
             if mx.issubdtype(dtype, mx.floating) != mx.issubdtype(self.dtype(name), mx.floating):
-                stored = self._sources.get(name)
-                kind = self.dtype(name) if stored is None else stored[1].dtype
+                stored = self._stored.get(name)
+                kind = self.dtype(name) if stored is None else self._raw.place(stored)[1].dtype
                 raise ValueError(f"{name} is stored as {kind}, which are no weights")
         missing = sorted(set(expected) - set(self.names))
         if missing:
@@ -154,30 +152,87 @@ class Store:
     def source(self, name: str) -> tuple[Path, Entry] | None:
         """The file and the place where a tensor lies exactly as it is; None if it is made of
         others."""
-        if name not in self._about:
-            raise KeyError(name)
-        place = self._sources.get(name)
-        if place is None or self.files.is_baked:
-            return place
-        kind = kind_of(name)
-        if kind not in self._untouched:
-            self._untouched[kind] = self._rows.is_stored(name, place[1].name)
-        return place if self._untouched[kind] else None
+        origin = self._origin(name)
+        return self._raw.place(origin.name) if isinstance(origin, Stored) else None
 
-    def tensors(self, names: Iterable[str]) -> dict[str, mx.array]:
-        """Tensors by name, lazy: evaluating one reads it, dropping it frees it."""
-        names = list(names)
-        with self._lock:
-            if any(name not in self._waiting for name in names):
-                for name in names:
-                    if name not in self._about:
-                        raise KeyError(name)
-                self._waiting = self._build(self._raw.load())
-            return {name: self._waiting.pop(name) for name in names}
+    def _origin(self, name: str) -> Stored | Stacked | Made | None:
+        known = name in self._about
+        if not known:
+            self._raw.place(name if name.startswith(GEAR_PREFIX) else "")  # raises KeyError
+        if self._sanitizing is None or not known:
+            return Stored(name)
+        return self._sanitizing.origin(name)
+
+    # ---------------------------------------------------------------------------------- reading
+
+    def load(self) -> dict[str, mx.array]:
+        """All tensors, lazy: evaluating one in this thread reads it. For the whole model at once
+        MLX's own reading is the quickest. Raises DataError, NoInputError, IOFailure."""
+        unread, self._unread = self._unread, None
+        if unread is None or unread[0] != threading.get_ident():
+            tensors = self._raw.load()
+            unread = 0, tensors if self._sanitizing is None else self._sanitize(tensors)
+        return {name: unread[1][name] for name in self.names}
+
+    def read(self, names: Iterable[str]) -> dict[str, mx.array]:
+        """Tensors by name, evaluated, in the stored dtype: to the bit what `load` gives. Also
+        stored tensors of gears, see `baked`. Raises KeyError; DataError for a file that is not
+        what it was, NoInputError, IOFailure."""
+        return self.request(names).result()
+
+    def request(self, names: Iterable[str], priority: int = NOW) -> Request[dict[str, mx.array]]:
+        """Begins to read and returns at once; the result is that of `read`, and is to be taken in a
+        thread that computes. priority: NOW, or AHEAD for what nobody waits for yet."""
+        self._unread = None
+        origins = {name: self._origin(name) for name in names}
+        jobs: dict[Any, Job] = {}
+        for origin in origins.values():
+            if isinstance(origin, Made):
+                jobs.update((Stored(part), self._job(Stored(part))) for part in origin.parts)
+            elif origin is not None:
+                jobs[origin] = self._job(origin)
+        return self.reader.request(jobs, partial(self._finish, origins), priority)
+
+    def _job(self, origin: Stored | Stacked, start: int = 0, stop: int | None = None) -> Job:
+        """What reads a tensor, or rows start:stop of it."""
+        if isinstance(origin, Stored):
+            _, entry = self._raw.place(origin.name)
+            rows = entry.shape if stop is None else (stop - start, *entry.shape[1:])
+            return Job((self._raw.span(origin.name, start, stop),), entry.dtype, rows)
+        parts = origin.parts[start:stop]
+        _, entry = self._raw.place(parts[0])
+        return Job(tuple(map(self._raw.span, parts)), entry.dtype, (len(parts), *entry.shape))
+
+    def _finish(self, origins: dict[str, Any], read: dict[Any, mx.array]) -> dict[str, mx.array]:
+        """The tensors, of what was read for them."""
+        found = {name: read[origin] for name, origin in origins.items() if origin in read}
+        layers: dict[int | None, list[str]] = {}
+        for name, origin in origins.items():
+            if isinstance(origin, Made):
+                layers.setdefault(self.layer_of(name), []).append(name)
+        stored = {key.name: array for key, array in read.items() if isinstance(key, Stored)}
+        for names in layers.values():
+            assert self._sanitizing is not None  # who else makes any
+            found.update(self._sanitizing.make(names, stored))
+        if None in origins.values():
+            whole = self.load()
+            found.update((n, whole[n]) for n, origin in origins.items() if origin is None)
+            del whole
+        try:
+            mx.eval(found)
+        except RuntimeError as error:
+            reason = str(error).strip().split("\n")[0]
+            raise DataError(f"{self.files.name}: cannot read the weights: {reason}") from error
+        return {name: found[name] for name in origins}
 
     def tensor(self, name: str) -> mx.array:
-        """One tensor, lazy."""
-        return self.tensors([name])[name]
+        """One tensor, evaluated."""
+        return self.read([name])[name]
+
+    def check_files(self) -> None:
+        """Raises DataError where the files are no longer those that were opened, NoInputError where
+        one is gone. Costs a system call a file."""
+        self._raw.check_files()
 
     # --------------------------------------------------------------------------------- by layer
 
@@ -198,28 +253,33 @@ class Store:
         return list(self._by_layer.get(None, ()))
 
     def layer(self, index: int) -> dict[str, mx.array]:
-        """The tensors of a layer, lazy."""
-        return self.tensors(self.layer_names(index))
+        """The tensors of a layer, evaluated."""
+        return self.read(self.layer_names(index))
 
     def outside(self) -> dict[str, mx.array]:
-        """The tensors outside the layers, lazy."""
-        return self.tensors(self.outside_names())
+        """The tensors outside the layers, evaluated."""
+        return self.read(self.outside_names())
+
+    def parameters(self, path: str) -> list[str]:
+        """The tensors below a module path, in alphabetical order; none where there is no such
+        module."""
+        return below(self._sorted, f"{path}.")
+
+    def baked(self, path: str, gear: str) -> list[str]:
+        """The stored names of a module's parameters in a gear ("low", "mid"), which `read` and
+        `request` take too; none where it was not baked in that gear."""
+        return self._raw.below(f"{GEAR_PREFIX}{gear}.{path}.")
 
     def module(self, path: str, precision: str | None = None) -> dict[str, mx.array]:
-        """The parameters below a module path, by full name, lazy. precision: "low" or "mid" gives
-        them as they were baked in that gear, evaluated. Raises KeyError where there are none."""
-        prefix = f"{path}."
+        """The parameters below a module path, by full name, evaluated. precision: "low" or "mid"
+        gives them as they were baked in that gear. Raises KeyError where there are none."""
         if precision is None:
-            names = [name for name in self.names if name.startswith(prefix)]
-            if not names:
-                raise KeyError(path)
-            return self.tensors(names)
-        stored = f"{GEAR_PREFIX}{precision}.{prefix}"
-        found = [name for name in self._raw.names() if name.startswith(stored)]
-        if not found:
-            raise KeyError(f"{path} in {precision} gear")
-        skip = len(f"{GEAR_PREFIX}{precision}.")
-        return {name[skip:]: self._raw.read(name) for name in found}
+            names, skip = self.parameters(path), 0
+        else:
+            names, skip = self.baked(path, precision), len(f"{GEAR_PREFIX}{precision}.")
+        if not names:
+            raise KeyError(path if precision is None else f"{path} in {precision} gear")
+        return {name[skip:]: array for name, array in self.read(names).items()}
 
     # ------------------------------------------------------------------------------- by expert
 
@@ -242,30 +302,30 @@ class Store:
         Raises IndexError for rows that there are not."""
         if not 0 <= start < stop <= (self.shape(name) or (0,))[0]:
             raise IndexError(f"{name} has no rows {start}:{stop}")
-        return self._rows.read(name, start, stop)
+        origin = self._origin(name)
+        if isinstance(origin, (Stored, Stacked)):
+            job = self._job(origin, start, stop)
+            return self.reader.request({name: job}, _evaluated, NOW).result()[name]
+        return _evaluated({name: mx.contiguous(self.tensor(name)[start:stop])})[name]
 
-    # ---------------------------------------------------------------------------- reading ahead
-
-    def prefetch(self, layers: Iterable[int]) -> None:
-        """Starts reading layers into the page cache and returns at once."""
-        if self._prefetcher is None:
-            self._prefetcher = Prefetcher()
-        ranges: list[Range] = []
-        for index in layers:
-            ranges += self._raw.ranges(self._raw_names(index))
-        self._prefetcher.ask(ranges)
-
-    def _raw_names(self, index: int) -> list[str]:
-        """Stored tensors of a layer. Where sanitize renames, the layer's number is still in the
-        name, behind the last word of the path: `layers.7.`."""
-        word = f".{self.layers_path.rpartition('.')[2]}.{index}."
-        return [name for name in self._raw.names() if word in f".{name}" and is_model_tensor(name)]
+    # -------------------------------------------------------------------------------- closing
 
     def close(self) -> None:
-        """Stops reading ahead and lets the files go."""
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-        self._waiting = {}
+        """Stops reading and lets the files go. May be called again."""
+        self._unread = None
+        self.reader.close()
+        self._raw.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _evaluated(arrays: dict[Any, mx.array]) -> dict[Any, mx.array]:
+    mx.eval(arrays)
+    return arrays
 
 
 def _copied(module: nn.Module) -> nn.Module:

@@ -1,0 +1,318 @@
+"""Reading by threads: in which order, how much, once for all who ask, and what is said of files
+that are not what they were. Counted, not timed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import pytest
+
+mx = pytest.importorskip("mlx.core")
+
+from tests.model.published import write_published  # noqa: E402
+from toastkit.errors import DataError, IOFailure, NoInputError  # noqa: E402
+from toastkit.model.config import load_config  # noqa: E402
+from toastkit.model.locate import locate  # noqa: E402
+from toastkit.store import reading  # noqa: E402
+from toastkit.store.raw import RawTensors  # noqa: E402
+from toastkit.store.reading import AHEAD, NOW, Job, Reader  # noqa: E402
+from toastkit.store.store import Store  # noqa: E402
+
+SECONDS = 60  # for what would otherwise wait for ever
+
+
+def open_store(path: Path) -> Store:
+    files = locate(str(path))
+    return Store(files, load_config(files))
+
+
+def bits(array):
+    return array.reshape(-1).view(mx.uint8)
+
+
+def same(a, b) -> bool:
+    alike = a.dtype == b.dtype and a.shape == b.shape
+    return alike and bool(mx.array_equal(bits(a), bits(b)))
+
+
+@pytest.fixture
+def llama(tmp_path: Path, mlx_started) -> Path:
+    return write_published(tmp_path / "llama", "llama")
+
+
+class Gate:
+    """The files, of which nothing is read until `open`. order: in which reads began."""
+
+    def __init__(self, raw: RawTensors):
+        self._raw = raw
+        self.order: list[str] = []
+        self.began = threading.Semaphore(0)
+        self._open = threading.Event()
+        self._names = {raw.span(name): name for name in raw.names()}
+
+    def fill(self, view, spans, stopped) -> None:
+        self.order.append(self._names[spans[0]])
+        self.began.release()
+        while not self._open.wait(0.01) and not stopped():
+            pass
+        self._raw.fill(view, spans, stopped)
+
+    def open(self) -> None:
+        self._open.set()
+
+    def wait(self, count: int = 1) -> None:
+        for _ in range(count):
+            assert self.began.acquire(timeout=SECONDS)
+
+
+@pytest.fixture
+def gate(llama: Path) -> Gate:
+    return Gate(RawTensors(locate(str(llama))))
+
+
+def jobs_of(gate: Gate) -> dict[str, Job]:
+    """One a tensor, of one size: the matrices of the heads."""
+    raw, found = gate._raw, {}
+    for name in raw.names():
+        if name.endswith(("q_proj.weight", "o_proj.weight")):
+            _, entry = raw.place(name)
+            found[name] = Job((raw.span(name),), entry.dtype, entry.shape)
+    assert len(found) >= 6 and len({job.nbytes for job in found.values()}) == 1
+    return found
+
+
+def ask(reader: Reader, jobs: dict[str, Job], names, priority: int = NOW):
+    return reader.request({name: jobs[name] for name in names}, dict, priority)
+
+
+def test_what_is_waited_for_goes_first(gate: Gate) -> None:
+    reader, jobs = Reader(gate, threads=1), jobs_of(gate)
+    a, b, c, d, e, f = list(jobs)[:6]
+    ahead = ask(reader, jobs, (a, b, c, d), AHEAD)
+    gate.wait()  # a has begun
+    now = ask(reader, jobs, (e, c))  # c is raised
+    further = ask(reader, jobs, (f,), AHEAD)
+    gate.open()
+    assert list(now.result()) == [e, c]
+    assert list(ahead.result()) == [a, b, c, d] and list(further.result()) == [f]
+    assert gate.order == [a, e, c, b, d, f]
+    reader.close()
+
+
+def test_a_read_is_joined(gate: Gate) -> None:
+    """By whoever asks for it while it waits, runs, or lies there; afterwards it is read anew."""
+    reader, jobs = Reader(gate, threads=1), jobs_of(gate)
+    a, b = list(jobs)[:2]
+    first, waiting = ask(reader, jobs, (a, b)), ask(reader, jobs, (b, a))
+    gate.wait()
+    running = ask(reader, jobs, (a,))
+    gate.open()
+    found = [first.result(), waiting.result()]
+    lying = ask(reader, jobs, (a,))
+    found += [running.result(), lying.result()]
+    assert all(same(one[a], found[0][a]) for one in found)
+    assert gate.order == [a, b] and reader.bytes_read == 2 * jobs[a].nbytes
+    assert reader.held_bytes == 0
+    ask(reader, jobs, (a,)).result()
+    assert gate.order == [a, b, a]
+    reader.close()
+
+
+def test_cancelling_drops_what_has_not_begun(gate: Gate) -> None:
+    reader, jobs = Reader(gate, threads=1), jobs_of(gate)
+    a, b, c = list(jobs)[:3]
+    with ask(reader, jobs, (a, b, c), AHEAD) as request:
+        assert request.nbytes == 3 * jobs[a].nbytes and not request.done()
+        gate.wait()
+        other = ask(reader, jobs, (c,), AHEAD)
+    request.cancel()  # may be called again
+    gate.open()
+    assert list(other.result()) == [c]
+    assert gate.order == [a, c]  # a had begun, and was thrown away; c is wanted by another
+    assert reader.held_bytes == 0
+    for taken in (request, other):
+        with pytest.raises(CancelledError):
+            taken.result()
+    reader.close()
+
+
+def test_reading_ahead_goes_up_to_its_limit(gate: Gate) -> None:
+    jobs = jobs_of(gate)
+    names, size = list(jobs)[:5], jobs[next(iter(jobs))].nbytes
+    reader = Reader(gate, threads=2, ahead_bytes=5 * size // 2)
+    told: list[int] = []
+    reader.watch = told.append
+    gate.open()
+    ahead = ask(reader, jobs, names[:4], AHEAD)
+    gate.wait(2)
+    assert not gate.began.acquire(timeout=0.05)
+    assert gate.order == names[:2] or gate.order == names[1::-1]
+    now = ask(reader, jobs, names[4:])  # needs no room
+    assert list(now.result()) == names[4:]
+    assert not ahead.done() and max(told) == 3 * size
+    assert list(ahead.result()) == names[:4]  # which no limit holds up
+    assert (told[-1], reader.held_bytes, reader.bytes_read) == (0, 0, 5 * size)
+    small = Reader(gate, threads=1, ahead_bytes=size - 1)
+    assert list(ask(small, jobs, names[:1], AHEAD).result()) == names[:1]
+    small.close()
+    reader.close()
+
+
+def test_closing_ends_it(gate: Gate) -> None:
+    reader, jobs = Reader(gate, threads=2), jobs_of(gate)
+    request = ask(reader, jobs, jobs)
+    gate.wait(2)
+    failed: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            request.result()
+        except BaseException as error:
+            failed.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    reader.close()
+    reader.close()
+    waiter.join(SECONDS)
+    assert [type(error) for error in failed] == [CancelledError]
+    assert len(gate.order) == 2 and not reader._running
+    with pytest.raises(CancelledError):
+        ask(reader, jobs, jobs)
+
+
+# ------------------------------------------------------------------------------------- of a store
+
+
+def test_a_request_may_be_taken_in_another_thread(tmp_path: Path, mlx_started) -> None:
+    """What is computed of the files is computed where it is taken; any thread may use it."""
+    with open_store(write_published(tmp_path / "m", "qwen3_next")) as store:
+        whole = store.load()
+        mx.eval(whole)
+        request = store.request(store.layer_names(1), AHEAD)
+        found: list[dict] = []
+        thread = threading.Thread(target=lambda: found.append(request.result()))
+        thread.start()
+        thread.join(SECONDS)
+        assert found[0].keys() == set(store.layer_names(1))
+        assert all(same(array, whole[name]) for name, array in found[0].items())
+
+
+def test_a_device_that_the_host_cannot_write_to(llama: Path, monkeypatch) -> None:
+    with open_store(llama) as store:
+        expected = store.layer(1)
+        monkeypatch.setattr(reading, "host_writes", lambda: False)
+        assert all(same(array, expected[name]) for name, array in store.layer(1).items())
+
+
+def test_names_by_module(llama: Path) -> None:
+    with open_store(llama) as store:
+        for path in ("model.layers.1", "model.layers.1.mlp", "model", "model.norm"):
+            expected = sorted(name for name in store.names if name.startswith(f"{path}."))
+            assert store.parameters(path) == expected and expected
+        assert store.parameters("model.layers.1.ml") == store.baked("model.norm", "low") == []
+
+
+def test_preparing_for_high_gear_reads_the_managed_matrices(llama: Path) -> None:
+    from toastkit.gears.options import GearOptions
+
+    from toastkit.engine.engine import Engine
+
+    engine = Engine(locate(str(llama)), dtype="float32", gear_options=GearOptions("auto", "all"))
+    gears = engine.gears
+    gears.shift("low")
+    reader = gears._sources._store.reader
+    before = reader.bytes_read
+    for _ in range(10):
+        gears.prepare("high")
+    gears.shift("high")
+    assert reader.bytes_read - before == gears.originals_bytes // 2  # stored as 16 bits
+    assert reader.held_bytes == 0
+    gears.shift("low")
+    gears.prepare("high")
+    gears.prepare("mid")  # it is not needed after all
+    gears.close()
+    assert reader.held_bytes == 0
+
+
+# ------------------------------------------------------------------------------------ broken files
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors"))
+
+
+def test_files_that_are_cut_short(tmp_path: Path, mlx_started) -> None:
+    """What is stored, what is stacked of parts, and what is computed."""
+    for name in ("llama", "qwen3_moe", "qwen3_next"):
+        path = write_published(tmp_path / name, name)
+        with open_store(path) as store:
+            for file in files_of(path):
+                os.truncate(file, 64)
+            with pytest.raises(DataError, match="is shorter than it was"):
+                store.layer(1)
+            with pytest.raises(DataError, match="have changed since"):
+                store.check_files()
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_files_that_go(llama: Path, opened: bool) -> None:
+    with open_store(llama) as store:
+        if opened:
+            before = store.layer(1)
+        for file in files_of(llama):
+            file.rename(file.with_suffix(".gone"))
+        with pytest.raises(NoInputError, match="no such file"):
+            store.check_files()
+        if opened:  # it stays readable
+            assert all(same(array, before[name]) for name, array in store.layer(1).items())
+        else:
+            with pytest.raises(NoInputError, match="no such file"):
+                store.layer(1)
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_files_that_are_replaced(llama: Path, opened: bool) -> None:
+    """Nothing is ever read from the new one."""
+    with open_store(llama) as store:
+        store.check_files()
+        if opened:
+            before = store.layer(1)
+        for file in files_of(llama):
+            other = file.with_suffix(".new")
+            other.write_bytes(bytes(len(file.read_bytes())))
+            other.replace(file)
+        with pytest.raises(DataError, match="have changed since the model was loaded"):
+            store.check_files()
+        if opened:
+            assert all(same(array, before[name]) for name, array in store.layer(1).items())
+        else:
+            with pytest.raises(DataError, match="have changed since the model was loaded"):
+                store.layer(1)
+
+
+def test_a_disk_that_fails(llama: Path, monkeypatch) -> None:
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with open_store(llama) as store:
+        plain = os.preadv
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(IOFailure, match="cannot read .*: input/output error"):
+            store.layer(1)
+        monkeypatch.setattr(os, "preadv", plain)
+        assert store.layer(1) and store.reader.held_bytes == 0  # it is tried again
+        halves = []
+
+        def half(fd, buffers, offset):
+            halves.append(len(buffers[0]))
+            return plain(fd, [buffers[0][: -(-len(buffers[0]) // 2)]], offset)
+
+        expected = store.layer(0)
+        monkeypatch.setattr(os, "preadv", half)  # as a system call may
+        assert all(same(array, expected[name]) for name, array in store.layer(0).items())
+        assert len(halves) > 2 * len(expected)
