@@ -179,11 +179,11 @@ def test_a_change_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     forms = {path: h.form for path, h in holdings.modules.items()}
     real, calls = Weights.make, []
 
-    def failing(self, moves):
+    def failing(self, moves, there):
         calls.append(moves)
         if len(calls) > 2:
             raise DataError("the disk is on fire")
-        return real(self, moves)
+        return real(self, moves, there)
 
     monkeypatch.setattr(Weights, "make", failing)
     wanted = {}

@@ -172,11 +172,19 @@ class Holdings:
 
     def _made(self, moves: list[Key]) -> list[tuple[Key, Parts]]:
         """Modules in other forms, read or made, and in the ledger."""
-        made = list(zip(moves, self._weights.make(moves)))
+        there = {h: p.matrix["weight"] for h, _ in moves if (p := self._original(h)) and p.matrix}
+        made = list(zip(moves, self._weights.make(moves, there)))
         for (holding, _), parts in made:
             self.ledger.add(parts.owner, parts.matrix_bytes)
             self.ledger.add(holding.owner, parts.rest_bytes)
         return made
+
+    def _original(self, holding: Holding) -> Parts | None:
+        """Of a module, where it is on the device."""
+        if holding.form == ORIGINAL:
+            return holding.parts
+        kept = self._kept.get((holding, ORIGINAL))
+        return None if kept is None else kept.parts
 
     def _put(self, key: Key, parts: Parts) -> None:
         """Hangs a module's new form into the tree, and sets the old one aside; an absent module

@@ -44,18 +44,20 @@ class Weights:
         floating = mx.issubdtype(stored, mx.floating)
         return self._dtype if self._dtype is not None and floating else stored
 
-    def make(self, moves: Sequence[tuple[Holding, Form]]) -> list[Parts]:
+    def make(
+        self, moves: Sequence[tuple[Holding, Form]], there: Mapping[Holding, mx.array]
+    ) -> list[Parts]:
         """The arrays of each module in its new form, evaluated; of modules that lie together, a
-        layer say, so that they are read together.
+        layer say, so that they are read together. there: originals of matrices on the device.
 
         Raises DataError, IOFailure, NoInputError where the files cannot be read, are no longer
         those that were opened, or hold weights that cannot be quantised.
         """
-        names = [name for move in moves for name in self._wanted(*move)]
+        names = [name for move in moves for name in self._wanted(*move, there)]
         arrays = self._read(names) if names else {}
         made = []
         for holding, form in moves:
-            parts = self._parts(holding, form, arrays)
+            parts = self._parts(holding, form, arrays, there.get(holding))
             for name in holding.names:
                 arrays.pop(name, None)
             if form.kind == "packed":
@@ -70,7 +72,7 @@ class Weights:
             ) from error
         return made
 
-    def _wanted(self, holding: Holding, form: Form) -> list[str]:
+    def _wanted(self, holding: Holding, form: Form, there: Mapping[Holding, mx.array]) -> list[str]:
         """The parameters to read: the rest where it is not in the tree, and the matrix unless the
         original is there to be packed; where it is baked, that."""
         if form == ABSENT:
@@ -78,7 +80,7 @@ class Weights:
         names = [t.name for t in holding.rest] if holding.form == ABSENT else []
         if baked := self._baked(holding, form):
             return [*names, *baked.values()]
-        if holding.weight is not None and (form == ORIGINAL or holding.form != ORIGINAL):
+        if holding.weight is not None and (form == ORIGINAL or holding not in there):
             names.append(holding.weight.name)
         return names
 
@@ -109,7 +111,13 @@ class Weights:
         finally:
             self._whole = None
 
-    def _parts(self, holding: Holding, form: Form, arrays: Mapping[str, mx.array]) -> Parts:
+    def _parts(
+        self,
+        holding: Holding,
+        form: Form,
+        arrays: Mapping[str, mx.array],
+        there: mx.array | None,
+    ) -> Parts:
         if form == ABSENT:
             return Parts(ABSENT, {}, {}, holding.owner)
         if form == ORIGINAL or holding.weight is None:
@@ -118,17 +126,15 @@ class Weights:
         if baked := self._baked(holding, form):
             rows = Rows(*(arrays[baked[part]] for part in Rows._fields))
         else:
-            rows = self._quantised(holding, form.bits, arrays.get(name))
+            rows = self._quantised(holding, form.bits, arrays[name] if there is None else there)
         dtype = self.loaded_dtype(name)
         rows = Rows(rows.weight, rows.scales.astype(dtype), rows.biases.astype(dtype))
         return holding.packed(rows, form, arrays)
 
-    def _quantised(self, holding: Holding, bits: int, weight: mx.array | None) -> Rows:
-        """A matrix in so many bits. weight: as it was read, None where it is in the tree."""
+    def _quantised(self, holding: Holding, bits: int, weight: mx.array) -> Rows:
+        """A matrix, (..., columns) in the dtype of the device, in so many bits."""
         assert holding.weight is not None  # it is about to be packed
         name = holding.weight.name
-        if weight is None:
-            weight = holding.parts.matrix["weight"]
         self._look_at(holding, weight)
         try:
             # In the dtype of the file, as baking does: a gear is the same, baked or made here.
