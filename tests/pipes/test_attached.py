@@ -192,12 +192,12 @@ def test_text_is_the_same(toast, sampling: list) -> None:
 
 def test_nothing_of_mlx_is_imported(tmp_path: Path, prompt_of) -> None:
     modules, out = loaded(tmp_path, "decode", *SEEDED, WHO)
-    assert out and not modules & {"mlx", "mlx_lm"} and "toastkit.engine" not in modules
+    assert out and not modules & {"mlx", "mlx_lm"} and "toastkit.engine.engine" not in modules
     session = str(tmp_path / "session")
     modules, out = loaded(tmp_path, "prefill", "--session", session, stdin=prompt_of(WHO))
-    assert out and not modules & {"mlx", "mlx_lm"} and "toastkit.engine" not in modules
+    assert out and not modules & {"mlx", "mlx_lm"} and "toastkit.engine.engine" not in modules
     modules, out = loaded(tmp_path, "decode", "--greedy", stdin=out)
-    assert out and not modules & {"mlx", "mlx_lm"} and "toastkit.engine" not in modules
+    assert out and not modules & {"mlx", "mlx_lm"} and "toastkit.engine.engine" not in modules
 
 
 def test_another_model_is_loaded_here(toast, tmp_path: Path) -> None:

@@ -23,10 +23,12 @@ from toastkit.errors import (
     IOFailure,
     NoInputError,
 )
-from toastkit.frames import Reference
+from toastkit.frames import Head, Reference
 from toastkit.session.feed import FeedMessage, FeedReader, FeedWriter
 from toastkit.session.ring import RingReader, RingWriter
 from toastkit.session.run import RunDirectory, sweep
+from toastkit.stages.run.pipe_feed import PipeFeed
+from toastkit.stages.run.protocol import Next
 
 
 @pytest.fixture
@@ -329,3 +331,23 @@ def test_nothing_but_messages_can_be_sent(run: RunDirectory):
         with pytest.raises(DataError):
             writer.send(*arguments)
     assert reader.read_available() == []
+
+
+def test_a_sampler_goes_on_for_the_decodes_that_are_left(tmp_path: Path) -> None:
+    runs = [RunDirectory.create(tmp_path / name) for name in ("a", "b")]
+    readers = [FeedReader(run.feed) for run in runs]
+    feed = PipeFeed()
+    feed.begin(Head("m", "ab" * 16, 4, [], run=[str(run.path) for run in runs]))
+    feed.send(1, Next(7))
+    readers[0].close()
+    feed.send(2, Next(8))
+    feed.send(3, Next(9, "length"))
+    assert [(m.id, m.end) for m in readers[1].read_available()] == [
+        (7, False),
+        (8, False),
+        (9, True),
+    ]
+    readers[1].close()
+    feed.finish()
+    for run in runs:
+        run.remove()
