@@ -19,7 +19,7 @@ from toastkit.daemon.requests import make_request
 from toastkit.daemon.service import Service, ServiceSettings, last_replies
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
-from toastkit.store.ledger import CACHE, SESSIONS, Ledger
+from toastkit.store.ledger import Ledger
 
 MOST_TURNS = 5000  # of a service, until which every conversation has to be over
 
@@ -180,8 +180,6 @@ class Driver:
 
     def restart(self) -> None:
         """Another Service over the same directories, as after a restart of the daemon."""
-        for owner in (CACHE, SESSIONS):
-            self.engine.ledger.put_bytes(owner, 0)  # a restarted daemon has another engine
         settings = ServiceSettings(
             parallel=self.parallel,
             batch=self.batch,

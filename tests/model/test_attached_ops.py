@@ -192,7 +192,7 @@ def test_the_state_outlives_the_weights(client: Client) -> None:
     state = client.channel.store[KEY].state
     client.service.unplug_attached()
     assert client.service.attached == [] and client.channel.store[KEY].service is None
-    assert state._ahead is None  # its graph would keep the weights
+    assert state.ahead is None  # its graph would keep the weights
     first = values_of(client.op("step", token=6))
     assert client.service.attached == [client.channel.store[KEY]]
     client.restore(PROMPT)

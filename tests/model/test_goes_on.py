@@ -108,14 +108,14 @@ def test_a_step_that_fails_ends_its_conversation(llama, monkeypatch, batch: int)
     driver = Driver(engine, batch=batch)
     asked = [driver.start(prompt, max_tokens=16) for prompt in PROMPTS[:3]]
     driver.turns_until(lambda: len(asked[2].ids) == 3)
-    bad, run = asked[1].conversation.runs.state, ModelState.run
+    bad, consume = asked[1].conversation.runs.state, Engine.consume
 
-    def fails(state: Any, *arguments: Any) -> Any:
+    def fails(engine: Engine, state: Any, *arguments: Any) -> None:
         if state is bad:
             raise RuntimeError("no such row")
-        return run(state, *arguments)
+        consume(engine, state, *arguments)
 
-    monkeypatch.setattr(ModelState, "run", fails)
+    monkeypatch.setattr(Engine, "consume", fails)
     steps_fail(monkeypatch, engine, lambda n: True)
     driver.finish()
     assert asked[1].error["message"] == "bug: RuntimeError: no such row"

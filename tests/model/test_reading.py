@@ -218,24 +218,21 @@ def test_names_by_module(llama: Path) -> None:
 
 
 def test_preparing_for_high_gear_reads_the_managed_matrices(llama: Path) -> None:
-    from toastkit.gears.options import GearOptions
-
-    from toastkit.engine.engine import Engine
-
-    engine = Engine(locate(str(llama)), dtype="float32", gear_options=GearOptions("auto", "all"))
-    gears = engine.gears
-    gears.shift("low")
-    reader = gears._sources._store.reader
+    options = GearOptions("auto", "all")
+    engine = open_engine(locate(str(llama)), dtype="float32", gear_options=options)
+    engine.shift("low")
+    reader = engine.holdings.store.reader
     before = reader.bytes_read
     for _ in range(10):
-        gears.prepare("high")
-    gears.shift("high")
-    assert reader.bytes_read - before == gears.originals_bytes // 2  # stored as 16 bits
-    assert reader.held_bytes == 0
-    gears.shift("low")
-    gears.prepare("high")
-    gears.prepare("mid")  # it is not needed after all
-    gears.close()
+        engine.prepare(Wish(expected="high"))
+    engine.shift("high")
+    assert engine.gears is not None
+    assert reader.bytes_read - before == engine.gears.originals_bytes // 2  # stored as 16 bits
+    assert reader.held_bytes == engine.ledger.of(READING) == 0
+    engine.shift("low")
+    engine.prepare(Wish(expected="high"))
+    engine.prepare(Wish(expected="mid"))  # it is not needed after all
+    engine.close()
     assert reader.held_bytes == 0
 
 

@@ -104,6 +104,9 @@ class Attached:
         """Drops the state, and closes our copy of the session's lock. May be called again."""
         with self.at_work:
             self._close_session()
+            if self.state is not None:
+                self.state.take_back()
+                self.state.cache = []
             self.state, self.prompt = None, []
         if self.service is not None:
             service, self.service = self.service, None

@@ -152,9 +152,11 @@ class Conversation:
         self._close()
 
     def _close(self) -> None:
-        """Lets go of a named session, whatever happened."""
-        if self.runs.state is not None:
-            self._scheduler.leave(self.runs.state)
+        """Lets go of the state and of a named session, whatever happened."""
+        state, self.runs.state = self.runs.state, None
+        if state is not None:
+            self._scheduler.leave(state)
+            state.cache, state.savepoints = [], []
         if self.runs.named is not None:
             self.runs.named.close()
 

@@ -191,7 +191,7 @@ class Memory:
         is this state. The caches are the memory's from now on.
         """
         ids = np.array(tokens, np.uint32)
-        points = [point for point in savepoints if point.count < len(ids)]
+        points = [Savepoint(p.count, list(p.layers)) for p in savepoints if p.count < len(ids)]
         new = Kept(key, ids, list(cache), points, used=next(self._clock))
         if session is not None:
             self.kept = [old for old in self.kept if old.path != session.path]  # it has moved on

@@ -137,7 +137,9 @@ class ScheduledRuns(LocalRuns):
         if self.named is not None and match.kept.path == self.named.path:
             self.named.continues(match.count, match.kept.generation)
         held = list(ids[: match.count])
-        return ScheduledState(cache, held, session=self.named, savepoints=savepoints)
+        return ScheduledState(
+            engine.counted(cache), held, session=self.named, savepoints=savepoints
+        )
 
     def _restored(self, engine: Engine, ids: list[int], session: Session) -> ScheduledState:
         state, _ = engine.restore(session, ids[:-1])
@@ -150,8 +152,9 @@ class ScheduledRuns(LocalRuns):
         """Keeps the position that a state has reached, if it is far enough from the last one."""
         count = len(state.tokens)
         if count - _last_savepoint(state) >= LEAST_APART:
-            points = [*state.savepoints, take_savepoint(state.cache, count)]
-            state.savepoints = thinned(points, MOST_SAVEPOINTS)
+            point = take_savepoint(state.cache, count)
+            point = point._replace(layers=self._engine.counted(point.layers))
+            state.savepoints = thinned([*state.savepoints, point], MOST_SAVEPOINTS)
 
     def pass_size(self, state: State) -> int | None:
         size = self._scheduler.slice_size() or self._longest_pass
