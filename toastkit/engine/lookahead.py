@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
+from toastkit.store.reading import host_writes
+
 if TYPE_CHECKING:
     from toastkit.engine.engine import Engine
 
 
 def can_look_ahead() -> bool:
     """Whether the device computes on memory that the host can write: the CPU and Metal do."""
-    return mx.default_device() == mx.Device(mx.cpu) or mx.metal.is_available()
+    return host_writes()
 
 
 class Lookahead:

@@ -151,9 +151,10 @@ class Reader:
         finally:
             self._work.acquire()
         flight.outcome = outcome
-        self.bytes_read += flight.nbytes
         if isinstance(outcome, BaseException):
             self._forget(flight)  # asked for again, it is tried again
+        else:
+            self.bytes_read += flight.nbytes
         if not flight.users:
             self._drop(flight)
         self._done.notify_all()
