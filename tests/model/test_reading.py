@@ -97,6 +97,7 @@ def test_what_is_waited_for_goes_first(gate: Gate) -> None:
     now = ask(reader, jobs, (e, c))  # c is raised
     further = ask(reader, jobs, (f,), AHEAD)
     gate.open()
+    gate.wait(5)  # who waits for a result would read too
     assert list(now.result()) == [e, c]
     assert list(ahead.result()) == [a, b, c, d] and list(further.result()) == [f]
     assert gate.order == [a, e, c, b, d, f]
@@ -165,7 +166,6 @@ def test_reading_ahead_goes_up_to_its_limit(gate: Gate) -> None:
 def test_closing_ends_it(gate: Gate) -> None:
     reader, jobs = Reader(gate, threads=2), jobs_of(gate)
     request = ask(reader, jobs, jobs)
-    gate.wait(2)
     failed: list[BaseException] = []
 
     def wait() -> None:
@@ -176,11 +176,12 @@ def test_closing_ends_it(gate: Gate) -> None:
 
     waiter = threading.Thread(target=wait)
     waiter.start()
+    gate.wait(3)  # who waits reads too
     reader.close()
     reader.close()
     waiter.join(SECONDS)
     assert [type(error) for error in failed] == [CancelledError]
-    assert len(gate.order) == 2 and not reader._running
+    assert len(gate.order) == 3 and not reader._running
     with pytest.raises(CancelledError):
         ask(reader, jobs, jobs)
 
