@@ -14,13 +14,13 @@ mx = pytest.importorskip("mlx.core")
 from mlx.utils import tree_flatten  # noqa: E402
 
 from tests.model.published import NAMES, write_published  # noqa: E402
-from toastkit.engine.lookahead import can_look_ahead  # noqa: E402
 from toastkit.engine.state import ModelState  # noqa: E402
 from toastkit.model.config import fingerprint, load_config  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
 from toastkit.model.safetensors import read_header  # noqa: E402
 from toastkit.model.supported import TESTED  # noqa: E402
 from toastkit.session.directory import Session  # noqa: E402
+from toastkit.store.reading import host_writes  # noqa: E402
 from toastkit.store.store import Store  # noqa: E402
 
 PROMPT = [(37 * n + 5) % 4096 for n in range(70)]
@@ -162,7 +162,7 @@ def test_a_resumed_session_goes_on_as_if_never_saved(made: Made, tmp_path: Path)
     check_close(further.logits, again.logits, CHUNKED)
 
 
-@pytest.mark.skipif(not can_look_ahead(), reason="the device's memory is its own")
+@pytest.mark.skipif(not host_writes(), reason="the device's memory is its own")
 def test_looking_ahead_changes_nothing(made: Made) -> None:
     plain, ahead = ModelState(made.engine.new_cache()), ModelState(made.engine.new_cache())
     for state in (plain, ahead):

@@ -22,7 +22,7 @@ from toastkit.daemon.service import Service  # noqa: E402
 from toastkit.daemon.spill import Spill  # noqa: E402
 from toastkit.daemon.worker import Worker  # noqa: E402
 from toastkit.engine.batch import Batch, can_batch  # noqa: E402
-from toastkit.engine.state import ModelState  # noqa: E402
+from toastkit.engine.engine import Engine  # noqa: E402
 from toastkit.store.ledger import CACHE  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("homes")

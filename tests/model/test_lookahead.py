@@ -16,12 +16,13 @@ from mlx_lm.models.cache import (  # noqa: E402
 )
 
 from tests.model.reference import PROMPTS  # noqa: E402
-from toastkit.engine.lookahead import Lookahead, can_look_ahead  # noqa: E402
+from toastkit.engine.lookahead import Lookahead  # noqa: E402
 from toastkit.engine.savepoints import roll_back, take_savepoint  # noqa: E402
+from toastkit.store.reading import host_writes  # noqa: E402
 
 PROMPT = PROMPTS[2]
 
-pytestmark = pytest.mark.skipif(not can_look_ahead(), reason="the device's memory is its own")
+pytestmark = pytest.mark.skipif(not host_writes(), reason="the device's memory is its own")
 
 
 def test_a_run_step_is_the_step(crumb):

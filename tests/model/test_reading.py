@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -14,10 +15,14 @@ import pytest
 mx = pytest.importorskip("mlx.core")
 
 from tests.model.published import write_published  # noqa: E402
+from toastkit.engine.opening import open_engine  # noqa: E402
 from toastkit.errors import DataError, IOFailure, NoInputError  # noqa: E402
+from toastkit.gears.gear_options import GearOptions  # noqa: E402
+from toastkit.holdings.policy import Wish  # noqa: E402
 from toastkit.model.config import load_config  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
 from toastkit.store import reading  # noqa: E402
+from toastkit.store.ledger import READING  # noqa: E402
 from toastkit.store.raw import RawTensors  # noqa: E402
 from toastkit.store.reading import AHEAD, NOW, Job, Reader  # noqa: E402
 from toastkit.store.store import Store  # noqa: E402
@@ -97,6 +102,7 @@ def test_what_is_waited_for_goes_first(gate: Gate) -> None:
     now = ask(reader, jobs, (e, c))  # c is raised
     further = ask(reader, jobs, (f,), AHEAD)
     gate.open()
+    gate.wait(5)  # who waits for a result would read too
     assert list(now.result()) == [e, c]
     assert list(ahead.result()) == [a, b, c, d] and list(further.result()) == [f]
     assert gate.order == [a, e, c, b, d, f]
@@ -133,11 +139,11 @@ def test_cancelling_drops_what_has_not_begun(gate: Gate) -> None:
     gate.open()
     assert list(other.result()) == [c]
     assert gate.order == [a, c]  # a had begun, and was thrown away; c is wanted by another
-    assert reader.held_bytes == 0
     for taken in (request, other):
         with pytest.raises(CancelledError):
             taken.result()
     reader.close()
+    assert reader.held_bytes == 0
 
 
 def test_reading_ahead_goes_up_to_its_limit(gate: Gate) -> None:
@@ -165,7 +171,6 @@ def test_reading_ahead_goes_up_to_its_limit(gate: Gate) -> None:
 def test_closing_ends_it(gate: Gate) -> None:
     reader, jobs = Reader(gate, threads=2), jobs_of(gate)
     request = ask(reader, jobs, jobs)
-    gate.wait(2)
     failed: list[BaseException] = []
 
     def wait() -> None:
@@ -176,11 +181,12 @@ def test_closing_ends_it(gate: Gate) -> None:
 
     waiter = threading.Thread(target=wait)
     waiter.start()
+    gate.wait(3)  # who waits reads too
     reader.close()
     reader.close()
     waiter.join(SECONDS)
     assert [type(error) for error in failed] == [CancelledError]
-    assert len(gate.order) == 2 and not reader._running
+    assert len(gate.order) == 3 and not reader._running
     with pytest.raises(CancelledError):
         ask(reader, jobs, jobs)
 
@@ -301,6 +307,8 @@ def test_a_disk_that_fails(llama: Path, monkeypatch) -> None:
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(IOFailure, match="cannot read .*: input/output error"):
             store.layer(1)
+        while store.reader.held_bytes:  # others have begun, and fail too
+            time.sleep(0.001)
         monkeypatch.setattr(os, "preadv", plain)
         assert store.layer(1) and store.reader.held_bytes == 0  # it is tried again
         halves = []

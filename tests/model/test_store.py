@@ -125,6 +125,47 @@ def test_sources_are_not_what_sanitize_changed(store: Store) -> None:
         assert set(store.expert_names(0)) <= changed
 
 
+def sparse_llama(path: Path, layers: int) -> int:
+    """A checkpoint with holes for weights. Returns its bytes."""
+    path.mkdir()
+    small = write_published(path / "small", "llama_tied")
+    config = json.loads((small / "config.json").read_bytes())
+    width, inner = 2048, 5632
+    config |= {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    config |= {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 64}
+    shapes = {f"self_attn.{n}_proj": [width, width] for n in "qkvo"}
+    shapes |= {"mlp.gate_proj": [inner, width], "mlp.up_proj": [inner, width]}
+    shapes |= {"mlp.down_proj": [width, inner], "input_layernorm": [width]}
+    shapes["post_attention_layernorm"] = [width]
+    tensors = {f"model.layers.{n}.{k}": s for n in range(layers) for k, s in shapes.items()}
+    tensors |= {"model.embed_tokens": [config["vocab_size"], width], "model.norm": [width]}
+    header, end = {}, 0
+    for name, shape in tensors.items():
+        start, end = end, end + 2 * int(np.prod(shape))
+        offsets = [start, end]
+        header[f"{name}.weight"] = {"dtype": "F16", "shape": shape, "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    with open(path / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    (path / "config.json").write_text(json.dumps(config))
+    return end
+
+
+def test_opening_reads_no_weights(tmp_path: Path, mlx_started) -> None:
+    """Of 4 GB, and takes no memory for them; a layer takes its own size."""
+    size = sparse_llama(tmp_path / "m", 38)
+    before = mx.get_active_memory()
+    with open_store(tmp_path / "m") as store:
+        assert sum(map(store.nbytes, store.names)) == size > 3.9e9
+        assert store.reader.bytes_read == 0 and mx.get_active_memory() - before < 1 << 20
+        names = store.parameters("model.layers.7.self_attn")
+        found = store.read(names)
+        assert store.reader.bytes_read == sum(map(store.nbytes, names)) == 4 * 2 * 2048 * 2048
+        assert mx.get_active_memory() - before < 1.01 * store.reader.bytes_read
+        assert len(found) == 4
+
+
 def test_weights_that_do_not_fit(tmp_path: Path, mlx_started) -> None:
     path = tied_llama(tmp_path / "m")
     config = json.loads((path / "config.json").read_bytes())

@@ -18,7 +18,7 @@ from weakref import WeakSet, WeakValueDictionary
 import mlx.core as mx
 
 from toastkit.engine import device
-from toastkit.engine.lookahead import Lookahead, can_look_ahead
+from toastkit.engine.lookahead import Lookahead
 from toastkit.engine.savepoints import take_savepoint
 from toastkit.engine.state import Caches, ModelState
 from toastkit.errors import DataError, UsageError
@@ -29,6 +29,7 @@ from toastkit.model.supported import reads_on_host
 from toastkit.session.directory import Session
 from toastkit.store.checkpoint import DTYPES, activation_dtype
 from toastkit.store.ledger import CACHE, Ledger
+from toastkit.store.reading import host_writes
 from toastkit.store.skeleton import MISFITS
 from toastkit.store.store import Store
 
@@ -276,7 +277,7 @@ class Engine:
     def look_ahead(self, state: ModelState) -> None:
         """Builds the graph of a state's next step already, whatever its token will be, where that
         is possible."""
-        if state.ahead is None and can_look_ahead() and not self.reads_on_host:
+        if state.ahead is None and host_writes() and not self.reads_on_host:
             state.ahead = Lookahead(self.step, state.cache)
             self._ahead.add(state)
 

@@ -16,13 +16,9 @@ import numpy as np
 from toastkit.engine.savepoints import copy_caches, put_back
 
 
-def can_look_ahead() -> bool:
-    """Whether the device computes on memory that the host can write: the CPU and Metal do."""
-    return mx.default_device() == mx.Device(mx.cpu) or mx.metal.is_available()
-
-
 class Lookahead:
     """One step after `cache`, of a token to be named later. step(token, cache): builds its graph.
+    Only for a device that computes on memory that the host can write: reading.host_writes.
 
     The caches count the step from now on; either `run` or `discard` has to follow.
     """

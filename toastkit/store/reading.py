@@ -76,6 +76,8 @@ class Reader:
         self._waiting: tuple[OrderedDict[_Flight, None], ...] = (OrderedDict(), OrderedDict())
         self._running: set[threading.Thread] = set()
         self._idle = 0
+        # Arrays begin as these: pages that nobody has written to, and so take no memory.
+        self._zeros = np.zeros(0, np.uint8)
         self._closed = False
 
     def request(
@@ -151,20 +153,26 @@ class Reader:
         finally:
             self._work.acquire()
         flight.outcome = outcome
-        self.bytes_read += flight.nbytes
         if isinstance(outcome, BaseException):
             self._forget(flight)  # asked for again, it is tried again
+        else:
+            self.bytes_read += flight.nbytes
         if not flight.users:
             self._drop(flight)
         self._done.notify_all()
 
     def _read(self, job: Job) -> mx.array:
         # Evaluated, and made without a stream: a stream belongs to the thread that made it.
-        blank = np.empty(job.shape, DTYPES[job.dtype][0])
-        array = mx.array(blank) if host_writes() else blank
-        if job.nbytes:
-            view = memoryview(array).cast("B")  # type: ignore[arg-type]
-            self._raw.fill(view, job.spans, lambda: self._closed)
+        kind, size, zeros = DTYPES[job.dtype][0], job.nbytes, self._zeros
+        array: Any
+        if host_writes():
+            if zeros.nbytes < size:
+                self._zeros = zeros = np.zeros(size, np.uint8)
+            array = mx.array(zeros[:size].view(kind).reshape(job.shape))
+        else:
+            array = np.empty(job.shape, kind)
+        if size:
+            self._raw.fill(memoryview(array).cast("B"), job.spans, lambda: self._closed)
         if self._closed:
             raise CancelledError("the files are closed")
         return array if isinstance(array, mx.array) else mx.array(array)
@@ -189,7 +197,7 @@ class Reader:
             self._hold(-flight.nbytes)
 
     def take(self, flights: Iterable[_Flight]) -> list[mx.array]:
-        """Waits for all. Raises the first error among them."""
+        """Waits for all, and helps. Raises the first error among them."""
         flights = list(flights)
         with self._done:
             for flight in flights:
@@ -197,7 +205,10 @@ class Reader:
             arrays = []
             for flight in flights:
                 while flight.outcome is None and not self._closed:
-                    self._done.wait()
+                    if self._waiting[NOW]:  # rather than wait, this thread reads too
+                        self._fly(self._waiting[NOW].popitem(last=False)[0])
+                    else:
+                        self._done.wait()
                 if not isinstance(flight.outcome, mx.array):
                     raise flight.outcome or CancelledError("the files are closed")
                 arrays.append(_typed(flight))
