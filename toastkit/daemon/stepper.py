@@ -75,8 +75,7 @@ class Stepper:
     def _give_up(self, batch: Batch) -> None:
         """Dissolves a batch that has failed: what its caches hold is not known."""
         self._batches.remove(batch)
-        for state in batch.members:
-            state.cache = []
+        batch.dissolve()
 
     def _put_off(self) -> None:
         """No batches for some time, and longer with each failure."""

@@ -57,6 +57,12 @@ class Batch:
             self._caches = []
         self.members = [self.members[i] for i in rest]
 
+    def dissolve(self) -> None:
+        """Gives the batch up, and with it the caches of its members: they are to be read anew."""
+        self._caches = []
+        for state in self.members:
+            state.cache = []
+
     def step(self, tokens: Sequence[int | mx.array]) -> None:
         """Runs one more token of each member, in their order; sets their logits, lazy. The
         members' token lists are the caller's to keep."""
