@@ -19,6 +19,7 @@ from toastkit.daemon.requests import make_request
 from toastkit.daemon.service import Service, ServiceSettings, last_replies
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
+from toastkit.stages.follow import GearSettings
 from toastkit.store.ledger import Ledger
 
 MOST_TURNS = 5000  # of a service, until which every conversation has to be over
@@ -173,6 +174,7 @@ class Driver:
     cache_bytes: int = 2 << 30
     spill_bytes: int = 8 << 30
     said: list[str] = field(default_factory=list)
+    gears: GearSettings | None = None
 
     def __post_init__(self) -> None:
         self.preparer = Preparer(self.engine.files, load_config(self.engine.files))
@@ -187,6 +189,7 @@ class Driver:
             cache_bytes=self.cache_bytes,
             spill_bytes=self.spill_bytes,
             say=self.said.append,
+            gears=self.gears,
         )
         self.service = Service(self.engine, self.preparer, settings, self._finished)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.daemons import Daemon
 from tests.pipes.pipelines import STORY, Pipeline
 
 GEARS = ["--gear", "auto", "--gear-scope", "all"]
@@ -129,3 +130,22 @@ def test_it_says_what_the_gears_did(toast) -> None:
     done = toast("decode", "-v", "--gear", "low", "--temp", "0", "-n", "8", STORY)
     said = done.stderr.decode()
     assert "gears: low 7, mid 0, high 0 steps; 1 shift in" in said and "on the device now" in said
+
+
+def test_a_daemon_with_gears() -> None:
+    """It answers as one process with the same flags, and toast without a daemon does too."""
+    asked = ["--temp", "0", *COUNT, STORY]
+    with Daemon("crumb", *GEARS) as daemon:
+        served = daemon.toast("toast", "--json", *asked)
+        here = daemon.toast("toast", *GEARS, *asked)
+        alone = daemon.toast("decode", *GEARS, *asked)
+        attached = daemon.toast("decode", "-v", *asked)
+        status = daemon.toast("toasted", "status")
+        assert {r.returncode for r in (served, here, alone, attached, status)} == {0}
+    lines = [json.loads(line) for line in served.stdout.splitlines()]
+    assert lines[-1]["end"]["text"] == here.stdout.decode().removesuffix("\n")
+    assert here.stdout == alone.stdout
+    [counts] = [line["stats"]["gears"] for line in lines if "stats" in line]
+    assert sum(counts.values()) == 24 and len(counts) > 1
+    assert b"the daemon runs crumb in gears: loading the model here" in attached.stderr
+    assert b"\ngears: auto; low " in status.stdout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import click
@@ -101,19 +101,22 @@ def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
 
 def told(frames: Iterable[Frame]) -> Iterator[Frame]:
     """The frames; a line on stderr for what the gears did in each run."""
-    from toastkit.model.info import human
-    from toastkit.stages.tally import counted
-
     for frame in frames:
         if isinstance(frame, End) and "gears" in frame.extra:
-            run = frame.extra["gears"]
-            steps = ", ".join(f"{gear} {run[gear]}" for gear in ("low", "mid", "high"))
-            say(
-                f"gears: {steps} steps; {counted(run['shifts'], 'shift')} "
-                f"in {run['seconds']:.3f} s; "
-                f"{human(run['bytes'])} on the device now"
-            )
+            say(f"gears: {counted(frame.extra['gears'])}")
         yield frame
+
+
+def counted(report: Mapping[str, Any]) -> str:
+    """A GearPolicy's report in words."""
+    from toastkit.model.info import human
+    from toastkit.stages.tally import counted as number
+
+    steps = ", ".join(f"{gear} {report[gear]}" for gear in ("low", "mid", "high"))
+    return (
+        f"{steps} steps; {number(report['shifts'], 'shift')} in {report['seconds']:.3f} s; "
+        f"{human(report['bytes'])} on the device now"
+    )
 
 
 def gear_settings(flags: dict[str, Any]):

@@ -271,7 +271,7 @@ def _summary(status: dict[str, Any]) -> Iterator[str]:
 
     ledger, tokens, chats = status["ledger"], status["tokens"], status["conversations"]
     remembered = ledger.get("sessions", 0)
-    weights = sum(ledger.values()) - remembered - ledger.get("cache", 0)
+    weights = sum(ledger.values()) - remembered - ledger.get("cache", 0) - ledger.get("reading", 0)
     where = f"on the {status['device']} in {status['dtype']}" if status["loaded"] else "not loaded"
     yield f"daemon: process {status['pid']}, up {_ago(status['uptime'])}, at {status['socket']}"
     yield f"model: {status['model']}, {where}"
@@ -287,6 +287,8 @@ def _summary(status: dict[str, Any]) -> Iterator[str]:
         f"conversations: {chats['in_memory']} in memory, {human(chats['bytes'])} of "
         f"{human(chats['budget'])}; {chats['on_disk']} on disk"
     )
+    if "gears" in status:
+        yield f"gears: {status['gears']['mode']}; {gear_flags.counted(status['gears'])}"
 
 
 def _ago(seconds: float) -> str:

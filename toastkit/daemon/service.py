@@ -69,7 +69,7 @@ class Service:
         self._finished = finished
         spill = None
         if settings.spill_bytes:
-            variant = engine.dtype or "own"
+            variant = "-".join([engine.dtype or "own", *(p.variant for p in engine.policies)])
             spill = Spill(preparer.fingerprint, variant, settings.spill_bytes, settings.say)
         self.memory = Memory(engine.new_cache, settings.cache_bytes, engine.ledger, spill)
         preparer.wants_difficulty = settings.gears is not None

@@ -1,6 +1,6 @@
 """Finished conversations on disk: a session directory each, found again after a restart.
 
-    $XDG_CACHE_HOME/toastkit/conversations/FINGERPRINT-DTYPE/HASH/
+    $XDG_CACHE_HOME/toastkit/conversations/FINGERPRINT-VARIANT/HASH/
 
 They are written after every turn, without waiting for the disk: a commit survives the death of the
 process, and what a power failure tears is found out by its checksums and dropped. The oldest go
@@ -46,8 +46,8 @@ def conversations_root() -> Path:
 
 
 class Spill:
-    """The conversations of one model. variant: what else its states depend on, the dtype. budget:
-    bytes of disk. say: is told, once, what fails."""
+    """The conversations of one model. variant: what else its states depend on: dtype and policies.
+    budget: bytes of disk. say: is told, once, what fails."""
 
     def __init__(
         self,

@@ -42,6 +42,8 @@ class GearPolicy:
 
     def __init__(self, options: GearOptions):
         self.name = "gears"
+        low, mid = options.bits
+        self.variant = f"{options.mode}-{options.scope}-{low}-{mid}"
         self.options = options
         self.gear = "high"
         self.tokens: Counter[str] = Counter()

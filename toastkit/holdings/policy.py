@@ -27,12 +27,14 @@ PROMPT = Wish(prompt=True)
 class Policy(Protocol):
     """Decides forms, and nothing else; `Holdings` makes them come about, `Engine` asks.
 
-    name: of its report. paths: of the modules that it decides about; policies that decide about the
+    name: of its report. variant: what it does to the results, in a word that can be part of a
+    directory's name. paths: of the modules that it decides about; policies that decide about the
     same ones are asked in their order, each what becomes of the form that the one before wants.
     steps_together: whether several states may take a step in one pass.
     """
 
     name: str
+    variant: str
     paths: list[str]
     steps_together: bool
 
