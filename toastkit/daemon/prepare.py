@@ -10,8 +10,9 @@ from typing import Any
 from toastkit.daemon.history import conversation_hash
 from toastkit.daemon.requests import Request
 from toastkit.errors import DataError, NoInputError, ToastError
-from toastkit.model.config import ModelConfig, fingerprint, sampling_defaults
+from toastkit.model.config import ModelConfig, fingerprint, load_config, sampling_defaults
 from toastkit.model.files import ModelFiles
+from toastkit.model.locate import for_stream, locate
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, difficulty
 from toastkit.text.tokenizer import Tokenizer
@@ -102,8 +103,6 @@ class Preparer:
         return Prepared(request, ids, key, points, sampling, mark, tuple(notes), extra)
 
     def _check_model(self, name: str) -> None:
-        from toastkit.model.locate import for_stream
-
         if name != self.files.name:
             try:
                 for_stream(None, name, self.fingerprint)
@@ -130,3 +129,9 @@ class Preparer:
         )
         chain.validate(self._config.vocab)
         return chain
+
+
+def find_model(name: str) -> Preparer:
+    """Of the model that -m would take. Raises NoInputError, DataError for its files."""
+    files = locate(name)
+    return Preparer(files, load_config(files))
