@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from toastkit.daemon.attached import KEY, serve
@@ -20,8 +21,7 @@ class FakeChannel:
 
     def __init__(self) -> None:
         self.gone = False
-        self.store: dict[str, Any] = {}
-        self.on_close: list[Callable[[], None]] = []
+        self.connection = SimpleNamespace(store={}, on_close=[])
         self.replies: list[dict] = []
 
     def reply(self, message: dict) -> None:
@@ -65,7 +65,7 @@ class Client:
 
     def read(self, ids: list[int], size: int = 1000) -> dict:
         """Reads a prompt, slice by slice; the last reply."""
-        held = len(self.channel.store[KEY].state.tokens)
+        held = len(self.channel.connection.store[KEY].state.tokens)
         while True:
             reply = self.op("read", ids=ids[held : held + size])
             held = reply["held"]
@@ -75,7 +75,7 @@ class Client:
     def hang_up(self) -> None:
         """The connection ends: first what the front does, later what the worker does."""
         self.channel.gone = True
-        for told in self.channel.on_close:
+        for told in self.channel.connection.on_close:
             told()
 
 
@@ -85,7 +85,7 @@ def connected(engine: Any) -> Iterator[Client]:
     from tests.model.service_driver import Driver
 
     service = Driver(engine, cache_bytes=0, spill_bytes=0).service
-    made = Client(service, service._preparer)
+    made = Client(service, service.preparer)
     made.attach()
     yield made
     made.hang_up()

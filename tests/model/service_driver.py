@@ -7,20 +7,23 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.model.published import write_published
 from toastkit.daemon.conversation import Conversation
-from toastkit.daemon.memory import Kept
 from toastkit.daemon.prepare import Preparer
 from toastkit.daemon.requests import make_request
-from toastkit.daemon.service import Service, ServiceSettings, last_replies
+from toastkit.daemon.service import Service, last_replies
+from toastkit.daemon.settings import ServiceSettings
+from toastkit.daemon.spill import Kept
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.stages.follow import GearSettings
 from toastkit.store.ledger import Ledger
+from toastkit.wire import Peer
 
 MOST_TURNS = 5000  # of a service, until which every conversation has to be over
 
@@ -73,7 +76,7 @@ def published_engine(folder: Path, name: str, template: str | None = None, **con
 class FakeChannel:
     """The way back to one who asks. gone: set by a test, when nobody is to read any more."""
 
-    uid, pid = 1000, 4321
+    connection = SimpleNamespace(peer=Peer(1000, 4321))
 
     def __init__(self) -> None:
         self.gone = False

@@ -70,7 +70,7 @@ def test_what_attach_tells(client: Client) -> None:
     client = Client(client.service, client.preparer)
     told = {"vocab": 4096, "context": 8192, "device": "cpu", "dtype": "float32", "chunk": 256}
     assert client.attach() == told
-    assert client.attach(dtype=None) == told and len(client.channel.on_close) == 1
+    assert client.attach(dtype=None) == told and len(client.channel.connection.on_close) == 1
     assert client.attach(device="auto")["device"] == "cpu"
 
 
@@ -126,7 +126,7 @@ def test_every_end_frees_the_session(client: Client, tmp_path: Path, way: str) -
         assert client.service.attached
         client.jobs.pop()()
     elif way == "hang up at work":
-        with client.channel.store[KEY].at_work:
+        with client.channel.connection.store[KEY].at_work:
             client.hang_up()
             assert not free(tmp_path / "s")
         client.jobs.pop()()
@@ -189,12 +189,12 @@ def test_the_state_outlives_the_weights(client: Client) -> None:
     client.restore(PROMPT)
     client.read(PROMPT)
     expected = values_of(client.op("step", token=5))  # and one more is looked ahead to
-    state = client.channel.store[KEY].state
+    state = client.channel.connection.store[KEY].state
     client.service.unplug_attached()
-    assert client.service.attached == [] and client.channel.store[KEY].service is None
+    assert client.service.attached == [] and client.channel.connection.store[KEY].service is None
     assert state.ahead is None  # its graph would keep the weights
     first = values_of(client.op("step", token=6))
-    assert client.service.attached == [client.channel.store[KEY]]
+    assert client.service.attached == [client.channel.connection.store[KEY]]
     client.restore(PROMPT)
     client.read(PROMPT)
     assert np.array_equal(values_of(client.op("step", token=5)), expected)
@@ -226,12 +226,12 @@ def test_hanging_up_from_another_thread(client: Client, tmp_path: Path) -> None:
     with Session.open(tmp_path / "s", client.preparer.fingerprint) as session:
         client.restore(PROMPT, session)
         client.read(PROMPT)
-        state = client.channel.store[KEY].state
-        with client.channel.store[KEY].at_work:
+        state = client.channel.connection.store[KEY].state
+        with client.channel.connection.store[KEY].at_work:
             thread = threading.Thread(target=client.hang_up)
             thread.start()
             thread.join(10)
             assert not thread.is_alive()
-        assert client.channel.store[KEY].state is state
+        assert client.channel.connection.store[KEY].state is state
         client.jobs.pop()()
-        assert client.channel.store[KEY].state is None
+        assert client.channel.connection.store[KEY].state is None

@@ -29,7 +29,7 @@ def test_what_attach_refuses(client: Client, fields: dict, kind: type, text: str
     with pytest.raises(ToastError) as raised:
         client.attach(**fields)
     assert type(raised.value) is kind and raised.value.message.startswith(text)
-    assert client.channel.store == {}
+    assert client.channel.connection.store == {}
     if "fingerprint" in fields:
         assert client.loaded == 0  # an unloaded model is not loaded to be refused
 

@@ -17,10 +17,10 @@ from tests.model.service_driver import Driver, Engines, Plain  # noqa: E402
 from tests.model.test_scheduler import LONG_CONTEXT, PROMPTS, SEEDED, joined, same  # noqa: E402
 from tests.model.worker_driver import PROMPT, Running, done, until  # noqa: E402
 from toastkit.daemon import stepper as stepper_module  # noqa: E402
+from toastkit.daemon import worker  # noqa: E402
 from toastkit.daemon.prepare import Preparer  # noqa: E402
 from toastkit.daemon.service import Service  # noqa: E402
 from toastkit.daemon.spill import Spill  # noqa: E402
-from toastkit.daemon.worker import Worker  # noqa: E402
 from toastkit.engine.batch import Batch, can_batch  # noqa: E402
 from toastkit.engine.engine import Engine  # noqa: E402
 from toastkit.store.ledger import CACHE  # noqa: E402
@@ -190,9 +190,9 @@ def test_what_fails_unexpectedly_is_answered(start, plain: Plain, monkeypatch, w
     def fails(*arguments: Any) -> None:
         raise kind("a surprise")
 
-    owner = {"prepare": Preparer, "reload": Worker}.get(where, Service)
+    owner = {"prepare": Preparer, "reload": worker}.get(where, Service)
     with monkeypatch.context() as patch:
-        patch.setattr(owner, "_locate" if where == "reload" else where, fails)
+        patch.setattr(owner, "find_model" if where == "reload" else where, fails)
         if where == "reload":
             running.worker.reload()
             until(lambda: running.said)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.model.service_driver import FakeChannel
-from toastkit.daemon.interface import WorkerSettings
 from toastkit.daemon.requests import make_request
+from toastkit.daemon.settings import ServiceSettings
 from toastkit.daemon.worker import Worker
 
 DEADLINE = 60  # seconds, of a machine that does much else
@@ -34,7 +34,7 @@ class Running:
         self.said: list[str] = []
         self.audit = Audit()
         settings = {"dtype": "float32", "audit": self.audit, **settings}
-        self.worker = Worker(WorkerSettings(model=str(model), say=self.said.append, **settings))
+        self.worker = Worker(ServiceSettings(model=str(model), say=self.said.append, **settings))
 
     def submit(self, **request: Any) -> FakeChannel:
         channel = FakeChannel()

@@ -22,7 +22,7 @@ from toastkit.errors import DataError
 
 
 class Settings:
-    """Stands for WorkerSettings: takes what the command gives."""
+    """Stands for ServiceSettings: takes what the command gives."""
 
     def __init__(self, **values: Any):
         self.__dict__.update(values)
@@ -68,7 +68,7 @@ class Worker(FakeWorker):
 
 def main() -> None:
     fake = types.ModuleType("toastkit.daemon.worker")
-    fake.Worker, fake.WorkerSettings = Worker, Settings  # type: ignore[attr-defined]
+    fake.Worker = Worker  # type: ignore[attr-defined]
     sys.modules["toastkit.daemon.worker"] = fake
     life.CANCEL_SECONDS = float(os.environ.get("CANCEL_SECONDS", life.CANCEL_SECONDS))
     from toastkit.commands.toasted import main as command

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from toastkit.daemon.channel import Channel
-from toastkit.daemon.interface import Limits
 from toastkit.daemon.listening import SocketFile
 from toastkit.daemon.requests import ATTACH_OPS, Request
 from toastkit.daemon.server import Server
+from toastkit.daemon.settings import Limits
 from toastkit.errors import BusyError, UnavailableError
 
 PATIENCE = 20.0  # seconds; a test that works needs milliseconds
@@ -139,7 +139,7 @@ class FakeWorker:
         if request.op == "health":
             channel.reply({"health": {"ok": True, "loaded": True, "seconds": 0.0}})
         elif request.op in ATTACH_OPS:
-            channel.store["fds"] = request.fds
+            channel.connection.store["fds"] = request.fds
             channel.reply({"attached": len(request.fds)})
         else:
             text = request.prompt or "?"

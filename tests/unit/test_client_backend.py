@@ -17,6 +17,7 @@ from toastkit import errors
 from toastkit.client.backend import OtherModel, Wanted, choose_backend
 from toastkit.client.local_backend import LocalBackend
 from toastkit.client.socket_backend import SocketBackend
+from toastkit.daemon.settings import ServiceSettings
 from toastkit.errors import NoInputError, ToastError, UnavailableError, UsageError
 from toastkit.interrupts import Signals
 from toastkit.wire import remote_error
@@ -67,8 +68,8 @@ class FakeService:
     made: list[FakeService] = []
     replies: list[Any] = []
 
-    def __init__(self, **settings: Any):
-        self.settings = settings
+    def __init__(self, settings: ServiceSettings, quiet: bool):
+        self.settings, self.quiet = settings, quiet
         self.asked: list[dict] = []
         self.closed = self.cancelled = False
         FakeService.made.append(self)
@@ -105,8 +106,7 @@ def test_this_process_loads_at_the_first_request(service: type[FakeService]) -> 
     assert list(backend.ask(ASK)) == answer("here")
     (made,) = service.made
     assert made.asked == [ASK, ASK]
-    assert made.settings == {"model": "m", "device": "cpu", "dtype": "float16", "say": print,
-                             "quiet": True}  # fmt: skip
+    assert made.settings == ServiceSettings("m", "cpu", "float16", say=print) and made.quiet
     backend.close()
     assert made.closed
 
@@ -114,7 +114,7 @@ def test_this_process_loads_at_the_first_request(service: type[FakeService]) -> 
 def test_the_embedded_model_is_the_default(service: type[FakeService]) -> None:
     list(LocalBackend(Wanted()).ask(ASK))
     settings = service.made[0].settings
-    assert (settings["model"], settings["device"], settings["dtype"]) == ("crumb", "auto", None)
+    assert (settings.model, settings.device, settings.dtype) == ("crumb", "auto", None)
 
 
 def test_leaving_cancels_in_this_process(service: type[FakeService]) -> None:
@@ -209,7 +209,7 @@ def test_a_daemon_with_another_model_is_left_for_this_process(service: type[Fake
         assert backend.name == "this process" and daemon.request == asked
         assert list(backend.ask(asked)) == answer("here")
         assert len(daemon.requests) == 1, "it is not asked again"
-    assert len(service.made) == 1 and service.made[0].settings["model"] == "m"
+    assert len(service.made) == 1 and service.made[0].settings.model == "m"
     assert said[1:] == [f"the daemon at {daemon.path} runs another model: running in this process"]
 
 

@@ -15,7 +15,7 @@ from tests.unit.daemon_front import FakeWorker, Front, eventually, front, open_d
 from toastkit import __version__
 from toastkit.daemon import server as module
 from toastkit.daemon.channel import Channel, encode
-from toastkit.daemon.interface import Limits
+from toastkit.daemon.settings import Limits
 from toastkit.wire import Peer
 
 
@@ -32,7 +32,7 @@ def test_an_answer() -> None:
         request = running.worker.requests[0]
         assert (request.op, request.prompt) == ("generate", "hello")
         channel = running.worker.channels[0]
-        assert (channel.uid, channel.pid) == (os.geteuid(), os.getpid())
+        assert channel.connection.peer == (os.geteuid(), os.getpid())
 
 
 @pytest.mark.parametrize("identity", ["a", "", 0, 12345678901234567890])
@@ -178,18 +178,20 @@ def test_what_belongs_to_a_connection_ends_with_it() -> None:
     with front(Limits(idle_seconds=0.05)) as running:
         client = running.client()
         assert client.ask({"op": "attach"}) == {"attached": 0}
-        store, called = running.worker.channels[0].store, []
+        store, called = running.worker.channels[0].connection.store, []
 
         def fail() -> None:
             called.append(threading.current_thread().name)
             raise ValueError("no")
 
-        running.worker.channels[0].on_close.extend([fail, lambda: called.append("second")])
+        running.worker.channels[0].connection.on_close.extend(
+            [fail, lambda: called.append("second")]
+        )
         store["state"] = 1
         other = running.client()  # it is idle, and goes; who has something in the store stays
         assert other.line() is None
         client.ask({"op": "step"})
-        assert running.worker.channels[1].store is store
+        assert running.worker.channels[1].connection.store is store
         client.close()
         eventually(lambda: len(called) == 2)
         assert called[0] != threading.current_thread().name and called[1] == "second"

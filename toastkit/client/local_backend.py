@@ -58,14 +58,15 @@ class LocalBackend:
     def _loaded(self) -> Any:
         if self._service is None:
             from toastkit.daemon.local_service import LocalService
+            from toastkit.daemon.settings import ServiceSettings
 
             wanted = self._wanted
-            self._service = LocalService(
+            settings = ServiceSettings(
                 model=wanted.model or EMBEDDED,
                 device=wanted.device or "auto",
                 dtype=wanted.dtype,
                 say=wanted.say,
-                quiet=wanted.quiet,
                 gears=wanted.gears,
             )
+            self._service = LocalService(settings, wanted.quiet)
         return self._service

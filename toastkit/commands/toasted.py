@@ -156,9 +156,9 @@ def _make_absolute(flags: dict[str, Any]) -> None:
 
 def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | None = None) -> int:
     """The daemon, up to its exit code."""
-    from toastkit.daemon.interface import Limits
     from toastkit.daemon.life import Settings, serve
     from toastkit.daemon.paths import pidfile_path
+    from toastkit.daemon.settings import Limits
 
     told = None if flags["quiet"] else say
     gears = gear_flags.gear_settings(flags)
@@ -177,25 +177,20 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
     )
 
     def make_worker():
-        from toastkit.daemon.interface import WorkerSettings
+        from toastkit.daemon.settings import ServiceSettings
         from toastkit.daemon.worker import Worker
 
+        same = ("device", "dtype", "chunk", "parallel", "batch", "max_queue", "debug")
         return Worker(
-            WorkerSettings(
+            ServiceSettings(
                 model=flags["model"] or "crumb",
-                device=flags["device"],
-                dtype=flags["dtype"],
-                chunk=flags["chunk"],
-                parallel=flags["parallel"],
-                batch=flags["batch"],
-                max_queue=flags["max_queue"],
                 idle_unload=flags["idle_unload"] or None,
                 cache_bytes=flags["cache"],
                 spill_bytes=flags["spill"],
                 audit=audit,
-                debug=flags["debug"],
                 say=told,
                 gears=gears,
+                **{name: flags[name] for name in same},
             )
         )
 

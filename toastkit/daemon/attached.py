@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from toastkit.daemon.service import Service
     from toastkit.engine.state import ModelState
 
-KEY = "attached"  # of the channel's store
+KEY = "attached"  # of the connection's store
 FIELDS = {
     "attach": ("fingerprint", "device", "dtype"),
     "restore": ("session", "source", "ids"),
@@ -153,7 +153,7 @@ def serve(
     if request.op == "attach":
         channel.reply(_attach(load, preparer, request, channel, later))
         return
-    attached = channel.store.get(KEY)
+    attached = channel.connection.store.get(KEY)
     if attached is None:
         raise UsageError(f"{request.op}: attach comes first")
     if request.op == "release":
@@ -216,9 +216,9 @@ def _attach(
         raise NoInputError(f"the daemon runs {name} in {engine.dtype or 'its own dtype'}")
     if engine.policies:
         raise NoInputError(f"the daemon runs {name} in gears")
-    if KEY not in channel.store:
-        attached = channel.store[KEY] = Attached(preparer.fingerprint)
-        channel.on_close.append(lambda: attached.hang_up(later))
+    if KEY not in channel.connection.store:
+        attached = channel.connection.store[KEY] = Attached(preparer.fingerprint)
+        channel.connection.on_close.append(lambda: attached.hang_up(later))
     from toastkit.engine.engine import CHUNK
 
     return {

@@ -13,10 +13,12 @@ import math
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from toastkit.errors import ToastError
-from toastkit.wire import Peer
+
+if TYPE_CHECKING:
+    from toastkit.daemon.connection import Connection
 
 UNSENT_LIMIT = 1 << 20  # bytes
 SEND_BYTES = 1 << 18  # a single send(2)
@@ -112,63 +114,31 @@ class Outbox:
         self._waiting = bytearray()
 
 
-class Line(Protocol):
-    """What a channel needs of its connection. store, on_close: see Channel."""
-
-    peer: Peer
-    outbox: Outbox
-    store: dict[str, Any]
-    on_close: list[Callable[[], None]]
-
-    def attend(self) -> None: ...
-
-
 class Channel:
-    """The way back of one request. identity: comes with every reply."""
+    """The way back of one request. connection: that it came by. identity: comes with every
+    reply."""
 
-    def __init__(self, connection: Line, identity: str | int | None = None):
-        self._connection = connection
+    def __init__(self, connection: Connection, identity: str | int | None = None):
+        self.connection = connection
         self.identity = identity
         self.over = False
 
     @property
-    def uid(self) -> int:
-        """The client's user."""
-        return self._connection.peer.uid
-
-    @property
-    def pid(self) -> int:
-        """The client's process; 0 where the system does not tell."""
-        return self._connection.peer.pid
-
-    @property
     def gone(self) -> bool:
         """Whether nobody will read the answer: the request is cancelled."""
-        return self._connection.outbox.gone
-
-    @property
-    def store(self) -> dict[str, Any]:
-        """For the worker: what belongs to the connection and lives as long as it does. A connection
-        with something in it is not closed for being idle."""
-        return self._connection.store
-
-    @property
-    def on_close(self) -> list[Callable[[], None]]:
-        """Called once, on the front's thread, when the connection ends; a request of it may still
-        be running then."""
-        return self._connection.on_close
+        return self.connection.outbox.gone
 
     def reply(self, message: dict[str, Any]) -> None:
         """Sends one reply, from any thread. Never waits, never raises; after done() it is dropped,
         since the connection belongs to the next request."""
         if not self.over:
-            self._connection.outbox.put(encode(message, self.identity))
+            self.connection.outbox.put(encode(message, self.identity))
 
     def done(self) -> None:
         """The request is over: the connection's next line may be read. To be called once."""
         if not self.over:
             self.over = True
-            self._connection.attend()
+            self.connection.attend()
 
 
 def error_reply(error: ToastError) -> dict[str, Any]:

@@ -26,9 +26,12 @@ _INT = struct.Struct("i")
 
 
 class Connection:
-    """peer: who is there. channel: the request that is running, if one is. eof: the client sends no
-    more. touched: time.monotonic() of the last sign of life. ends: when it is closed at the latest,
-    where it has been told that it is to go; what it sends until then is thrown away.
+    """peer: who is there. store: for the worker, what lives as long as the connection; one with
+    something in it is not closed for being idle. on_close: called once, on the front's thread, when
+    it ends; a request of it may still be running then. channel: the request that is running, if one
+    is. eof: the client sends no more. touched: time.monotonic() of the last sign of life. ends:
+    when it is closed at the latest, where it has been told that it is to go; what it sends until
+    then is thrown away.
     """
 
     def __init__(

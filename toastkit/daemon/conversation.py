@@ -5,24 +5,24 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from toastkit.daemon.history import conversation_hash
-from toastkit.daemon.memory import Kept, Memory
 from toastkit.daemon.prepare import Prepared, messages_of
-from toastkit.daemon.scheduled_runs import ScheduledRuns, Scheduler
-from toastkit.engine.engine import Engine
+from toastkit.daemon.scheduled_runs import ScheduledRuns
+from toastkit.daemon.spill import Kept
 from toastkit.errors import ToastError
-from toastkit.frames import End, Frame, Head, Prefilled, Text, Token, Tokens, pack_ids
+from toastkit.frames import End, Frame, Prefilled, Text, Token, Tokens, pack_ids
 from toastkit.interrupts import Interrupt
 from toastkit.stages.answer import AnswerOptions, answer, gear_answer_options, xtc_special_ids
 from toastkit.stages.detokenize import TextOptions
-from toastkit.stages.follow import GearSettings
 from toastkit.stages.run.protocol import Pause
 from toastkit.stages.run.settings import Outcome, ReadOptions, StepOptions
 from toastkit.stages.sample import DrawOptions
-from toastkit.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from toastkit.daemon.service import Service
 
 WORTH_KEEPING = 256  # tokens read, from which on an unfinished state is kept for another try
 PROGRESS_SECONDS = 0.1  # between two progress replies
@@ -46,65 +46,44 @@ class Conversation:
     want: what it waits for: "read", a pass over its prompt; "step", a step; None: it is over.
     """
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        channel: Channel,
-        head: Head,
-        tokenizer: Tokenizer,
-        engine: Engine,
-        memory: Memory,
-        scheduler: Scheduler,
-        chunk: int | None,
-        gears: GearSettings | None = None,
-    ):
+    def __init__(self, prepared: Prepared, channel: Channel, service: Service):
         self.prepared = prepared
         self.channel = channel
-        self._engine = engine
+        self._service = service
         self.want: str | None = "read"
         self.last_read = 0  # the scheduler's count of passes, when it last had one
         self.end: End | None = None
         self.error: ToastError | None = None
-        self._memory = memory
-        self._scheduler = scheduler
         self._text: list[str] = []
         self._began = time.perf_counter()
         self._read: float | None = None
         self._first: float | None = None
         self._told = 0.0
         self._early: Kept | None = None
-        request = prepared.request
-        self._gears = gears
+        self._gears = gears = service.settings.gears
         self._gear_tokens: Counter[str] = Counter()
         follow = gears is not None and gears.options.mode == "auto"
-        plain = prepared.sampling.temperature == 0 and not (request.options.tokens or follow)
-        self.runs = ScheduledRuns(
-            engine,
-            memory,
-            scheduler,
-            prepared.key,
-            prepared.points,
-            None if request.session is None else Path(request.session),
-            lambda: channel.gone,
-            deferred=engine.device == "gpu" or plain,
-        )
+        tokens = prepared.request.options.tokens
+        plain = prepared.sampling.temperature == 0 and not (tokens or follow)
+        deferred = service.engine.device == "gpu" or plain
+        self.runs = ScheduledRuns(service, prepared, lambda: channel.gone, deferred)
+        head = replace(service.preparer.head, extra=dict(prepared.extra))
         frames: list[Frame] = [head, Tokens(pack_ids(prepared.ids))]
-        options = self._options(chunk, tokenizer)
         self._frames: Iterator[Any] = answer(
-            frames, tokenizer, lambda head: engine, self.runs, options, Interrupt(), Outcome()
-        )
+            frames, service.preparer.tokenizer, lambda head: service.engine, self.runs,
+            self._options(), Interrupt(), Outcome(),
+        )  # fmt: skip
 
-    def _options(self, chunk: int | None, tokenizer: Tokenizer) -> AnswerOptions:
-        request = self.prepared.request
-        wanted, sampling = request.options, self.prepared.sampling
+    def _options(self) -> AnswerOptions:
+        wanted, sampling = self.prepared.request.options, self.prepared.sampling
         limit = StepOptions(max_tokens=wanted.max_tokens)
         return AnswerOptions(
-            read=ReadOptions(chunk=chunk, progress=self._progress),
+            read=ReadOptions(chunk=self._service.settings.chunk, progress=self._progress),
             draw=DrawOptions(sampling, wanted.top, limit, wanted.ignore_eos, wanted.tokens),
             text=TextOptions(wanted.stop, wanted.keep_special),
             telemetry=wanted.tokens,
             **gear_answer_options(self._gears),
-            xtc_special_ids=xtc_special_ids(sampling, tokenizer),
+            xtc_special_ids=xtc_special_ids(sampling, self._service.preparer.tokenizer),
         )
 
     # ---------------------------------------------------------------------------------- its course
@@ -155,7 +134,7 @@ class Conversation:
         """Lets go of the state and of a named session, whatever happened."""
         state, self.runs.state = self.runs.state, None
         if state is not None:
-            self._scheduler.leave(state)
+            self._service.leave(state)
             state.cache, state.savepoints = [], []
         if self.runs.named is not None:
             self.runs.named.close()
@@ -171,7 +150,7 @@ class Conversation:
             key = conversation_hash(messages_of(request), request.tools)
             # The caches hold the prompt and no more: the first step is due, and not taken yet.
             ids = self.prepared.ids
-            self._early = self._memory.keep_copy(
+            self._early = self._service.memory.keep_copy(
                 key, ids, state, self.runs.parent, self.prepared.key
             )
 
@@ -184,13 +163,13 @@ class Conversation:
             return
         unfinished = self.end is None and len(state.tokens) - self.runs.cached < WORTH_KEEPING
         if not unfinished:
-            self._scheduler.leave(state)
+            self._service.leave(state)
             state.take_back()
             key = self.prepared.save_key(self.text)
             named = self.runs.named
             if named is not None and named.tokens != state.read_tokens():
                 named = None  # it was not committed
-            self._memory.keep(
+            self._service.memory.keep(
                 key, state.read_tokens(), state.cache, state.savepoints,
                 self._early or self.runs.parent, self.prepared.key, named,
             )  # fmt: skip
@@ -235,7 +214,7 @@ class Conversation:
 
     def _notes(self) -> list[str]:
         count = len(self.prepared.ids) + (0 if self.end is None else self.end.n)
-        warning = self._engine.window_warning(count)
+        warning = self._service.engine.window_warning(count)
         return [*self.prepared.notes, *([warning] if warning else [])]
 
     def stats(self, model: str) -> dict[str, Any]:

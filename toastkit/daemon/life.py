@@ -17,18 +17,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from toastkit.base_directories import runtime_directory
 from toastkit.daemon import activation
 from toastkit.daemon.audit import Audit
 from toastkit.daemon.background import die
-from toastkit.daemon.interface import Limits, Worker
 from toastkit.daemon.listening import SocketFile
 from toastkit.daemon.paths import make_private
 from toastkit.daemon.pidfile import Pidfile
 from toastkit.daemon.server import Server
+from toastkit.daemon.settings import Limits
 from toastkit.errors import ToastError
+
+if TYPE_CHECKING:
+    from toastkit.daemon.worker import Worker
 
 WATCH_SECONDS = 0.05  # between looks at whether the worker is done, during a drain
 CANCEL_SECONDS = 5.0  # for cancelled requests to end

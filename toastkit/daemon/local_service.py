@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from toastkit.daemon.channel import error_reply
-from toastkit.daemon.prepare import Preparer
+from toastkit.daemon.prepare import find_model
 from toastkit.daemon.requests import make_request
-from toastkit.daemon.service import Service, ServiceSettings, last_replies
-from toastkit.engine.opening import open_engine
+from toastkit.daemon.service import Service, last_replies, open_service
+from toastkit.daemon.settings import ServiceSettings
 from toastkit.errors import ToastError
-from toastkit.model.config import load_config
-from toastkit.model.locate import locate
-from toastkit.stages.follow import GearSettings
 
 
 class LocalService:
-    """model: as -m takes it. device, dtype, gears: as of toast-decode(1). say: is told a line now
-    and then; with quiet, only what went wrong. Raises NoInputError, DataError for the files."""
+    """settings: as of the daemon. quiet: say is told only what went wrong, not what happens. Raises
+    NoInputError, DataError for the files."""
 
-    def __init__(
-        self,
-        model: str,
-        device: str = "auto",
-        dtype: str | None = None,
-        say: Callable[[str], None] | None = None,
-        quiet: bool = False,
-        gears: GearSettings | None = None,
-    ):
-        files = locate(model)
-        self._preparer = Preparer(files, load_config(files))
-        self._load = lambda: open_engine(
-            files,
-            device_name=device,
-            dtype=dtype,
-            notify=None if quiet else say,
-            gear_options=None if gears is None else gears.options,
-        )
-        self._settings = ServiceSettings(say=say, gears=gears)
+    def __init__(self, settings: ServiceSettings, quiet: bool = False):
+        self._preparer = find_model(settings.model)
+        self._settings = settings
+        self._notify = None if quiet else settings.say
         self._service: Service | None = None
 
     def ask(self, request: dict) -> Iterator[dict]:
@@ -48,8 +30,8 @@ class LocalService:
             prepared = self._preparer.prepare(make_request(request))
             if self._service is None:
                 yield {"progress": {"loading": self._preparer.files.name}}
-                self._service = Service(
-                    self._load(), self._preparer, self._settings, lambda c: None
+                self._service = open_service(
+                    self._preparer, self._settings, self._notify, lambda conversation: None
                 )
             conversation = self._service.begin(prepared, channel)
         except ToastError as error:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from toastkit.daemon.spill import Spill
+from toastkit.daemon.spill import Kept, Spill
 from toastkit.engine.savepoints import copy_caches, resumable, resume_at
 from toastkit.engine.state import ModelState
 from toastkit.errors import ToastError
@@ -31,34 +31,6 @@ from toastkit.store.ledger import SESSIONS, Ledger
 # Common tokens from which on it is said why they could not be used: a template's first words are
 # common to all prompts.
 WORTH_A_WORD = 16
-
-
-@dataclass(eq=False)
-class Kept:
-    """A state that is kept. key: hash of its conversation. tokens: uint32, ids it has read.
-    cache, savepoints: on the device; cache is None where it is on disk only. path, generation:
-    where it lies on disk. points, cuts: positions of its savepoints; whether it can be cut back
-    anywhere. saved: the disk has all of it. used: when it was last wanted, counted up. own: the
-    path is a session that a user named, not one of ours. refused: the disk did not take it."""
-
-    key: int
-    tokens: np.ndarray
-    cache: list | None
-    savepoints: list[Savepoint] = field(default_factory=list)
-    path: Path | None = None
-    generation: int = 0
-    points: list[int] = field(default_factory=list)
-    cuts: bool = False
-    saved: bool = False
-    used: int = 0
-    own: bool = False
-    refused: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        layers = [*(self.cache or ()), *(x for point in self.savepoints for x in point.layers)]
-        return sum(layer.nbytes for layer in layers if layer is not None)
 
 
 @dataclass(frozen=True)
@@ -89,11 +61,8 @@ class Memory:
         self.unsaved: deque[Kept] = deque()  # that `write` has still to be called for
         ledger.measure(SESSIONS, lambda: sum(kept.nbytes for kept in list(self.kept)))
         for stored in spill.scan() if spill is not None else ():
-            ids = np.array(stored.tokens, np.uint32)
-            self.kept.append(
-                Kept(stored.key, ids, None, [], stored.path, stored.generation, stored.points,
-                     stored.cuts, True, next(self._clock))
-            )  # fmt: skip
+            stored.used = next(self._clock)
+            self.kept.append(stored)
 
     # ------------------------------------------------------------------------------------- looking
 
@@ -163,14 +132,11 @@ class Memory:
 
     def _load(self, kept: Kept, count: int) -> tuple[list, list[Savepoint]]:
         assert kept.path is not None  # what is not in memory is on disk
-        session = Session.open(kept.path, None, create=False, write=False)
-        try:
+        with Session.open(kept.path, None, create=False, write=False) as session:
             if session.tokens[:count] != kept.tokens[:count].tolist():
                 raise ToastError("it was changed by another process")
             points = session.restore_savepoints(count, self._new_cache)
             return session.restore(count, self._new_cache), points
-        finally:
-            session.close()
 
     # -------------------------------------------------------------------------------------- keeping
 
@@ -233,14 +199,9 @@ class Memory:
         """Puts a state on disk, as far as it is not there yet."""
         if self._spill is None or kept.cache is None or kept.saved or kept not in self.kept:
             return
-        place = self._spill.write(
-            kept.path, kept.generation, kept.key, kept.tokens.tolist(), kept.cache, kept.savepoints
-        )
-        if place is None:
+        if not self._spill.write(kept):
             kept.path, kept.generation, kept.saved, kept.refused = None, 0, False, True
             return
-        kept.path, kept.generation = place
-        kept.saved = True
         gone = set(self._spill.prune(keep=kept.path))
         for other in [k for k in self.kept if k.path in gone]:
             other.path, other.generation, other.saved = None, 0, False

@@ -10,8 +10,9 @@ from typing import Any
 from toastkit.daemon.history import conversation_hash
 from toastkit.daemon.requests import Request
 from toastkit.errors import DataError, NoInputError, ToastError
-from toastkit.model.config import ModelConfig, fingerprint, sampling_defaults
+from toastkit.model.config import ModelConfig, fingerprint, load_config, sampling_defaults
 from toastkit.model.files import ModelFiles
+from toastkit.model.locate import for_stream, locate
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, difficulty
 from toastkit.text.tokenizer import Tokenizer
@@ -52,11 +53,9 @@ def messages_of(request: Request) -> list[dict]:
 
 class Preparer:
     """Prepares requests for one checkpoint. Several threads may use it at once. wants_points:
-    whether the model has layers that cannot be cut back, so that savepoints are of use.
-    wants_difficulty: whether gears may be chosen by how hard a prompt looks."""
+    whether the model has layers that cannot be cut back, so that savepoints are of use."""
 
     wants_points = True
-    wants_difficulty = False
 
     def __init__(self, files: ModelFiles, config: ModelConfig):
         self.files = files
@@ -97,13 +96,10 @@ class Preparer:
         points = [len(ids) - 1] if raw else []
         if self.wants_points and not raw:
             points = prompts.turning_points(prompt, ids)
-        extra = {"difficulty": difficulty(prompt)} if self.wants_difficulty else {}
-        mark = self.fingerprint
+        extra, mark = {"difficulty": difficulty(prompt)}, self.fingerprint
         return Prepared(request, ids, key, points, sampling, mark, tuple(notes), extra)
 
     def _check_model(self, name: str) -> None:
-        from toastkit.model.locate import for_stream
-
         if name != self.files.name:
             try:
                 for_stream(None, name, self.fingerprint)
@@ -130,3 +126,9 @@ class Preparer:
         )
         chain.validate(self._config.vocab)
         return chain
+
+
+def find_model(name: str) -> Preparer:
+    """Of the model that -m would take. Raises NoInputError, DataError for its files."""
+    files = locate(name)
+    return Preparer(files, load_config(files))

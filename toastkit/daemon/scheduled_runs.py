@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from toastkit.daemon.memory import Kept, Memory
+from toastkit.daemon.prepare import Prepared
+from toastkit.daemon.spill import Kept
 from toastkit.engine.engine import CHUNK, Engine
 from toastkit.engine.protocol import State, StepEngine
 from toastkit.engine.savepoints import always_cut, take_savepoint, thinned
@@ -19,6 +20,9 @@ from toastkit.session.directory import Session
 from toastkit.stages.run.one_process import LocalRuns
 from toastkit.stages.run.protocol import Pause
 from toastkit.stages.run.settings import ReadOptions
+
+if TYPE_CHECKING:
+    from toastkit.daemon.service import Service
 
 MOST_SAVEPOINTS = 3  # of one state; each costs its recurrent layers once more
 LEAST_APART = 32  # tokens between a savepoint and the one before: fewer are read as fast
@@ -39,46 +43,26 @@ class ScheduledState(ModelState):
         engine.consume(self, token, self.wish)
 
 
-class Scheduler(Protocol):
-    """What a run asks of the one who runs it."""
-
-    def slice_size(self) -> int | None:
-        """Tokens of the next pass over a prompt; None for the device's default."""
-
-    def leave(self, state: ModelState) -> None:
-        """Takes a state out of the batch that it steps in, if any."""
-
-
 class ScheduledRuns(LocalRuns):
     """One run: see `protocol.PrefillRuns` and `protocol.DecodeRuns`.
 
-    engine: whose steps the scheduler takes. memory: where to resume. key: hash of the prompt's
-    history. points: positions at which to keep savepoints. path: the session that the user named.
-    deferred: see LocalRuns.
+    service: takes the steps, and remembers where to resume. gone: whether nobody waits for the
+    answer. deferred: see LocalRuns.
 
     state: once there is one. cached, why: tokens that were not read, and why not more. parent: the
     kept state that it continues.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        memory: Memory,
-        scheduler: Scheduler,
-        key: int,
-        points: list[int],
-        path: Path | None,
-        gone: Callable[[], bool],
-        deferred: bool,
+        self, service: Service, prepared: Prepared, gone: Callable[[], bool], deferred: bool
     ):
         super().__init__(None, _Gone(gone), gone, deferred)
-        self._engine: Engine = engine
-        self._memory = memory
-        self._scheduler = scheduler
-        self._key = key
-        self._points = points
-        self._path = path
-        self._longest_pass = CHUNK[engine.device]
+        self._engine: Engine = service.engine
+        self._service = service
+        self._key = prepared.key
+        self._points = prepared.points
+        session = prepared.request.session
+        self._path = None if session is None else Path(session)
         self.named: Session | None = None
         self.state: ScheduledState | None = None
         self.parent: Kept | None = None
@@ -123,14 +107,14 @@ class ScheduledRuns(LocalRuns):
     def _resumed(self, engine: Engine, ids: list[int]) -> ScheduledState:
         """The state to begin with: from memory, or from the session that was named."""
         while True:
-            match = self._memory.find(self._key, ids, self._path)
+            match = self._service.memory.find(self._key, ids, self._path)
             self.parent, self.why = match.kept, match.why
             stored = 0 if self.named is None else min(self.named.reusable(ids), len(ids) - 1)
             if self.named is not None and stored > match.count:
                 return self._restored(engine, ids, self.named)
             if match.kept is None:
                 return ScheduledState(engine.new_cache(), session=self.named)
-            found = self._memory.resume(match)
+            found = self._service.memory.resume(match)
             if found is not None:
                 break
         cache, savepoints = found
@@ -157,7 +141,7 @@ class ScheduledRuns(LocalRuns):
             state.savepoints = thinned([*state.savepoints, point], MOST_SAVEPOINTS)
 
     def pass_size(self, state: State) -> int | None:
-        size = self._scheduler.slice_size() or self._longest_pass
+        size = self._service.slice_size() or CHUNK[self._engine.device]
         return min([size, *(n - len(state.tokens) for n in self._points if n > len(state.tokens))])
 
     def passed(self, state: State) -> Iterator[Any]:
@@ -180,7 +164,7 @@ class ScheduledRuns(LocalRuns):
 
     def finish(self, state: State) -> None:
         """Brings the state to where its tokens are, and a named session up to date."""
-        self._scheduler.leave(self._held)
+        self._service.leave(self._held)
         if self._held.waiting is not None:
             self._held.take_step(self._engine)
         self._held.take_back()

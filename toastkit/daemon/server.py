@@ -14,16 +14,19 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toastkit import __version__
 from toastkit.daemon.channel import Channel, encode, error_reply
 from toastkit.daemon.connection import Connection, close_all
-from toastkit.daemon.interface import Limits, Worker
 from toastkit.daemon.requests import ATTACH_OPS, Request, make_request, parse_object, request_id
+from toastkit.daemon.settings import Limits
 from toastkit.descriptors import GONE
 from toastkit.errors import BusyError, ToastError, UnavailableError, as_toast_error
 from toastkit.wire import may_connect, peer_of
+
+if TYPE_CHECKING:
+    from toastkit.daemon.worker import Worker
 
 LINES_PER_TURN = 64  # of one connection, before the others get their turn
 ACCEPTS_PER_TURN = 64

@@ -3,27 +3,27 @@
 A round takes the step of every conversation that is answering, together where it can, then one
 pass over the prompt of one that is reading: a short one while others answer. One thread owns a
 Service, because MLX's streams belong to threads. The daemon's worker runs it for many clients
-(worker.py), `LocalService` for one, in the client's own process (local.py).
+(worker.py), `LocalService` for one, in the client's own process (local_service.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from toastkit.daemon.channel import error_reply
 from toastkit.daemon.conversation import Channel, Conversation
 from toastkit.daemon.memory import Memory
 from toastkit.daemon.prepare import Prepared, Preparer
+from toastkit.daemon.settings import ServiceSettings
 from toastkit.daemon.spill import Spill
 from toastkit.daemon.stepper import Stepper
 from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
 from toastkit.engine.savepoints import always_cut
 from toastkit.engine.state import ModelState
 from toastkit.errors import as_toast_error
-from toastkit.stages.follow import GearSettings
 
 if TYPE_CHECKING:
     from toastkit.daemon.attached import Attached
@@ -31,23 +31,6 @@ if TYPE_CHECKING:
 SLICE_SECONDS = 0.05  # of reading, between two steps of others
 SHIFTING_SECONDS = 1.0  # instead, where reading and answering want the weights in other forms
 LEAST_SLICE, FIRST_SLICE = 16, 32  # tokens
-
-
-@dataclass(frozen=True)
-class ServiceSettings:
-    """parallel: conversations at the device at once. batch: of them, how many take their steps
-    together; 1: in turn. chunk: tokens of a prefill pass, None for the device's default.
-    cache_bytes, spill_bytes: for finished conversations, on the device and on disk. say: is told
-    what a person should know. debug: with tracebacks. gears: of the engine, None without any."""
-
-    parallel: int = 8
-    batch: int = 8
-    chunk: int | None = None
-    cache_bytes: int = 2 << 30
-    spill_bytes: int = 8 << 30
-    say: Callable[[str], None] | None = None
-    debug: bool = False
-    gears: GearSettings | None = None
 
 
 class Service:
@@ -65,14 +48,13 @@ class Service:
         self.settings = settings
         self.active: list[Conversation] = []
         self.attached: list[Attached] = []
-        self._preparer = preparer
+        self.preparer = preparer
         self._finished = finished
         spill = None
         if settings.spill_bytes:
             variant = "-".join([engine.dtype or "own", *(p.variant for p in engine.policies)])
             spill = Spill(preparer.fingerprint, variant, settings.spill_bytes, settings.say)
         self.memory = Memory(engine.new_cache, settings.cache_bytes, engine.ledger, spill)
-        preparer.wants_difficulty = settings.gears is not None
         preparer.wants_points = not always_cut(engine.new_cache())
         self._stepper = Stepper(engine, settings.batch, settings.say)
         self._rate: float | None = None  # prompt tokens a second
@@ -83,11 +65,7 @@ class Service:
 
     def begin(self, prepared: Prepared, channel: Channel) -> Conversation:
         """Gives a request its place at the device."""
-        conversation = Conversation(
-            prepared, channel, replace(self._preparer.head, extra=dict(prepared.extra)),
-            self._preparer.tokenizer,
-            self.engine, self.memory, self, self.settings.chunk, self.settings.gears,
-        )  # fmt: skip
+        conversation = Conversation(prepared, channel, self)
         self.active.append(conversation)
         return conversation
 
@@ -235,6 +213,23 @@ class Service:
 def _held(conversation: Conversation) -> int:
     state = conversation.runs.state
     return 0 if state is None else len(state.tokens)
+
+
+def open_service(
+    preparer: Preparer,
+    settings: ServiceSettings,
+    notify: Callable[[str], None] | None,
+    finished: Callable[[Conversation], None],
+) -> Service:
+    """A Service with its model loaded. notify: is told what an Engine has to say."""
+    engine = open_engine(
+        preparer.files,
+        device_name=settings.device,
+        dtype=settings.dtype,
+        notify=notify,
+        gear_options=None if settings.gears is None else settings.gears.options,
+    )
+    return Service(engine, preparer, settings, finished)
 
 
 def last_replies(conversation: Conversation, model: str) -> Iterator[dict]:

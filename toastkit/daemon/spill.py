@@ -12,9 +12,11 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from toastkit.base_directories import own_directory
 from toastkit.errors import NoInputError, ToastError
@@ -27,17 +29,32 @@ from toastkit.session.upkeep import STALE_SECONDS
 FINGERPRINT_DIGITS = 16
 
 
-@dataclass
-class Stored:
-    """A conversation found on disk. key: its hash. tokens: ids it has read. points: positions of
-    its savepoints. cuts: it can be resumed at any position. generation: of its last commit."""
+@dataclass(eq=False)
+class Kept:
+    """A state that is kept. key: hash of its conversation. tokens: uint32, ids it has read.
+    cache, savepoints: on the device; cache is None where it is on disk only. path, generation:
+    where it lies on disk. points, cuts: positions of its savepoints; whether it can be cut back
+    anywhere. saved: the disk has all of it. used: when it was last wanted, counted up. own: the
+    path is a session that a user named, not one of ours. refused: the disk did not take it."""
 
-    path: Path
     key: int
-    tokens: list[int]
-    points: list[int]
-    cuts: bool
-    generation: int
+    tokens: np.ndarray
+    cache: list | None
+    savepoints: list[Savepoint] = field(default_factory=list)
+    path: Path | None = None
+    generation: int = 0
+    points: list[int] = field(default_factory=list)
+    cuts: bool = False
+    saved: bool = False
+    used: int = 0
+    own: bool = False
+    refused: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        layers = [*(self.cache or ()), *(x for point in self.savepoints for x in point.layers)]
+        return sum(layer.nbytes for layer in layers if layer is not None)
 
 
 def conversations_root() -> Path:
@@ -61,7 +78,7 @@ class Spill:
         self.budget = budget
         self._say = say
 
-    def scan(self) -> list[Stored]:
+    def scan(self) -> list[Kept]:
         """What is there, the longest unused first. Damaged ones are removed, and what another
         process began to make and never finished."""
         found = []
@@ -86,51 +103,41 @@ class Spill:
             return []
         return [path for _, path in sorted(folders)]
 
-    def _stored(self, path: Path) -> Stored:
-        session = Session.open(path, self.fingerprint, create=False, write=False)
-        try:
-            key = int(path.name.partition("-")[0], 16)
-            points, cuts = session.savepoints, session.can_cut
-            return Stored(path, key, session.tokens, points, cuts, session.generation)
-        finally:
-            session.close()
+    def _stored(self, path: Path) -> Kept:
+        with Session.open(path, self.fingerprint, create=False, write=False) as session:
+            return Kept(
+                int(path.name.partition("-")[0], 16), np.array(session.tokens, np.uint32), None,
+                path=path, generation=session.generation, points=session.savepoints,
+                cuts=session.can_cut, saved=True,
+            )  # fmt: skip
 
-    def write(
-        self,
-        path: Path | None,
-        generation: int,
-        key: int,
-        tokens: Sequence[int],
-        cache: list,
-        savepoints: Sequence[Savepoint],
-    ) -> tuple[Path, int] | None:
-        """Stores a conversation; its directory and generation, or None where that failed.
-
-        path, generation: where an earlier turn of it lies, of which only the change is written.
-        """
+    def write(self, kept: Kept) -> bool:
+        """Stores a conversation that is in memory, of an earlier turn of it only the change, and
+        notes its place; whether that worked."""
+        assert kept.cache is not None  # or there is nothing to write
+        name, tokens = f"{kept.key:016x}", kept.tokens.tolist()
         try:
             make_private_directories(self.root)
-            path = path if path is not None and path.is_dir() else self._free_name(key)
+            path = kept.path
+            if path is None or not path.is_dir():
+                path = self._free_name(name)
             with Session.open(path, self.fingerprint, durable=False) as session:
-                session.continues(common_prefix(session.tokens, tokens), generation)
-                session.commit(tokens, cache, None, savepoints)
+                session.continues(common_prefix(session.tokens, tokens), kept.generation)
+                session.commit(tokens, kept.cache, None, kept.savepoints)
                 generation = session.generation
-                if not path.name.startswith(f"{key:016x}"):
-                    named = self._free_name(key)
-                    os.rename(
-                        path, named
-                    )  # with its lock, which is of the file and not of the name
-                    path = named
+                if not path.name.startswith(name):
+                    # With its lock, which is of the file and not of the name.
+                    path = path.rename(self._free_name(name))
             os.utime(path)
-            return path, generation
         except Exception as error:  # whatever it is: the conversation is still in memory
             if self._say is not None:
                 self._say(f"conversations are not kept on disk: {error}")
                 self._say = None
-            return None
+            return False
+        kept.path, kept.generation, kept.saved = path, generation, True
+        return True
 
-    def _free_name(self, key: int) -> Path:
-        name = f"{key:016x}"
+    def _free_name(self, name: str) -> Path:
         path, count = self.root / name, 1
         while os.path.lexists(path):
             count += 1

@@ -21,13 +21,11 @@ from typing import Any
 from toastkit.daemon.channel import error_reply
 from toastkit.daemon.connection import close_all
 from toastkit.daemon.conversation import Channel, Conversation
-from toastkit.daemon.interface import WorkerSettings
-from toastkit.daemon.prepare import Prepared, Preparer, messages_of
+from toastkit.daemon.prepare import Prepared, find_model, messages_of
 from toastkit.daemon.requests import ATTACH_OPS, Request
-from toastkit.daemon.service import Service, ServiceSettings, last_replies
+from toastkit.daemon.service import Service, last_replies, open_service
+from toastkit.daemon.settings import ServiceSettings
 from toastkit.errors import BusyError, ToastError, UnavailableError, as_toast_error
-from toastkit.model.config import load_config
-from toastkit.model.locate import locate
 
 PREPARERS = 2  # threads: a long prompt does not hold up a short one
 END_SECONDS = 1.0  # for the system's thread to follow Python's
@@ -36,7 +34,7 @@ END_SECONDS = 1.0  # for the system's thread to follow Python's
 class Worker:
     """See the module. notify: called from the worker's threads when something has changed."""
 
-    def __init__(self, settings: WorkerSettings):
+    def __init__(self, settings: ServiceSettings):
         self.settings = settings
         self.failure: BaseException | None = None
         self.notify: Callable[[], None] = lambda: None
@@ -59,19 +57,16 @@ class Worker:
 
     def start(self) -> None:
         """Loads the model, and returns when it can be asked. Raises what loading raises."""
-        self._preparer = self._locate()
+        self._preparer = find_model(self.settings.model)
         self._thread.start()
         self._ready.wait()
         if self.failure is not None:
             raise self.failure
 
-    def _locate(self) -> Preparer:
-        files = locate(self.settings.model)
-        return Preparer(files, load_config(files))
-
     def submit(self, request: Request, channel: Channel) -> None:
-        """Takes a request in; the answer comes through the channel. Raises BusyError where too many
-        wait, UnavailableError while the daemon shuts down."""
+        """Takes a request in, and the descriptors of an attach op; the answer comes through the
+        channel. Raises BusyError where too many wait, UnavailableError while the daemon shuts
+        down."""
         with self._condition:
             # A run that is attached goes on to its end, as every other does.
             if self._draining and (request.op not in ATTACH_OPS or request.op == "attach"):
@@ -211,21 +206,8 @@ class Worker:
             pass  # the first failure is the one to tell of
 
     def _load(self) -> Service:
-        from toastkit.engine.opening import open_engine
-
-        settings, gears = self.settings, self.settings.gears
-        engine = open_engine(
-            self._preparer.files,
-            device_name=settings.device,
-            dtype=settings.dtype,
-            notify=settings.say,
-            gear_options=None if gears is None else gears.options,
-        )
-        limits = ServiceSettings(
-            settings.parallel, settings.batch, settings.chunk, settings.cache_bytes,
-            settings.spill_bytes, settings.say, settings.debug, gears,
-        )  # fmt: skip
-        self._service = Service(engine, self._preparer, limits, self._finished)
+        settings = self.settings
+        self._service = open_service(self._preparer, settings, settings.say, self._finished)
         self._last_used = time.monotonic()
         return self._service
 
@@ -333,7 +315,7 @@ class Worker:
         """A line of the audit log. It is the log's to leave the texts out."""
         if self.settings.audit is None:
             return
-        who = {"uid": channel.uid, "pid": channel.pid, "op": request.op}
+        who = {**channel.connection.peer._asdict(), "op": request.op}
         about = {"model": self._preparer.files.name, "session": request.session}
         texts = {"messages": messages_of(request), "text": text}
         self.settings.audit.write({**who, **about, **facts}, texts)
@@ -363,7 +345,7 @@ class Worker:
         Where that fails the old one stays, if it is still in memory."""
         self._reloading = False
         try:
-            preparer = self._locate()
+            preparer = find_model(self.settings.model)
             if preparer.fingerprint == self._preparer.fingerprint:
                 return self._say(f"{preparer.files.name} has not changed")
             if self._service is not None:
