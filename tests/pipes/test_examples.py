@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.forked import SCRIPTS, SERVER
 from toastkit.frames import End, FrameReader, Head, Logits, Token
 from toastkit.stages.arrays import to_numpy
 
@@ -35,7 +35,7 @@ class Shell:
         self.state = folder / "state"
         self.environment = {
             **os.environ,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PATH": os.pathsep.join([SERVER.stubs(), str(SCRIPTS), os.environ["PATH"]]),
             "HOME": str(folder),
             "XDG_STATE_HOME": str(self.state),
             "TMPDIR": str(folder / "tmp"),
