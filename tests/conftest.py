@@ -17,9 +17,18 @@ from tests.forked import SCRIPTS, SERVER, executable, start
 __all__ = ["SCRIPTS", "executable"]
 ROOT = Path(__file__).parent.parent
 
+# As many times the examples of Hypothesis as in an ordinary run.
+THOROUGH = float(os.environ.get("TOAST_TEST_EXAMPLES", "1"))
+
+
+def examples(count: int) -> int:
+    """How many examples a test takes that needs so many in an ordinary run."""
+    return max(1, round(THOROUGH * count))
+
+
 # No wall-clock assertions, no example database: a run depends on the tree and on nothing else.
 settings.register_profile(
-    "toastkit", deadline=None, derandomize=True, database=None, max_examples=50
+    "toastkit", deadline=None, derandomize=True, database=None, max_examples=examples(25)
 )
 settings.load_profile("toastkit")
 

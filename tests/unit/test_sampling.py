@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import examples
 from toastkit.errors import DataError
 from toastkit.sampling.host import Draw, HostSampler
 from toastkit.sampling.options import SamplingOptions
@@ -81,7 +82,7 @@ sampling_options = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(75), deadline=None)
 @given(
     sampling_options,
     st.integers(1, 200),
@@ -176,7 +177,7 @@ def test_greedy_takes_the_lowest_id_among_equals():
     assert HostSampler(SamplingOptions(top_p=0.1, top_k=1), 5).draw(logits, 0).id == 1
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(st.integers(2, 300), st.integers(1, 310), st.booleans())
 def test_logprob_and_top_list(vocab, top, coarse):
     logits = random_logits(vocab, 2.0, seed=vocab + top)
@@ -222,7 +223,7 @@ def test_guard(temperature):
     assert sampler.draw(np.full(4, -np.inf, np.float32), 0).logprob == pytest.approx(math.log(0.25))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(40))
 @given(
     st.lists(
         st.sampled_from([math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 0.0, 1.0]),
