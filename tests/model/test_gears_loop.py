@@ -48,7 +48,7 @@ class Answer:
         self,
         engine: Engine,
         ids: list[int] = PROMPT,
-        count: int = 40,
+        count: int = 28,
         rules: GearRules | None = None,
         deferred: bool = False,
         session: Path | None = None,
@@ -151,8 +151,8 @@ def test_high_is_bit_for_bit_the_plain_path(plain: Answer, mode: str, deferred: 
 def test_a_fixed_gear_begins_after_the_prompt(plain: Answer, mode: str, deferred: bool) -> None:
     engine = geared(mode, scope="all")
     for _ in range(2):  # the second answer goes up for its prompt, and down again
-        found = Answer(engine, count=20, rules=rules(), deferred=deferred)
-        assert found.gears == ["high"] + [mode] * 19
+        found = Answer(engine, count=8, rules=rules(), deferred=deferred)
+        assert found.gears == ["high"] + [mode] * 7
         assert (found.logits[0] == plain.logits[0]).all()
         assert not (found.logits[1] == plain.logits[1]).all()
         assert found.end.extra["gears"]["shifts"] == 1
@@ -184,7 +184,7 @@ def test_off_is_the_plain_path(crumb, plain: Answer, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(device, "entropy_bits", fail)
     for deferred in (False, True):
         head = Head("m", fingerprint(off.files), off.vocab, [])
-        options = AnswerOptions(draw=DrawOptions(SamplingOptions(), 0, StepOptions(max_tokens=40)))
+        options = AnswerOptions(draw=DrawOptions(SamplingOptions(), 0, StepOptions(max_tokens=28)))
         runs = LocalRuns(None, Interrupt(), deferred=deferred)
         frames = list(
             answer(
@@ -212,7 +212,7 @@ def test_the_prompt_chooses_the_first_gear() -> None:
 
 def test_a_gear_is_held() -> None:
     for duration in (1, 6):
-        found = Answer(geared("auto"), count=60, rules=rules(min_duration=duration))
+        found = Answer(geared("auto"), count=40, rules=rules(min_duration=duration))
         lengths = [len(list(run)) for _, run in groupby(found.asked)]
         assert len(lengths) > 2 and min(lengths[:-1]) >= duration
 

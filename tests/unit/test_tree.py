@@ -312,11 +312,8 @@ def tracked_texts() -> Iterator[tuple[str, str]]:
     paths = [p for folder in folders for p in sorted((ROOT / folder).rglob("*"))]
     paths += sorted((ROOT / "docs").glob("*")) + sorted(ROOT.glob("*.*")) + [ROOT / "Makefile"]
     for path in paths:
-        odd = {"__pycache__", ".git"} & set(path.parts) or path.suffix in (
-            ".safetensors",
-            ".png",
-            ".pyc",
-        )
+        odd = {"__pycache__", ".git"}.intersection(path.parts)
+        odd |= {path.suffix}.intersection((".safetensors", ".png", ".pyc"))
         if path.is_file() and not odd and path.stat().st_size < 1 << 20:
             yield relative(path), path.read_text(encoding="utf-8")
 
