@@ -73,7 +73,6 @@ def test_every_architecture_comes_out_the_same(published: Path, tmp_path: Path) 
         view = [a.reshape(-1).view(mx.uint8) for a in (one, two, three)]
         assert mx.array_equal(view[0], view[1]) and mx.array_equal(view[0], view[2])
     # And once it has this form, it keeps it.
-    assert baked(toast, tmp_path / "y.toast").read_bytes() == toast.read_bytes()
     assert baked(folder, tmp_path / "z.toast").read_bytes() == toast.read_bytes()
 
 

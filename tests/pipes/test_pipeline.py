@@ -120,10 +120,7 @@ def test_greedy_without_a_sampler(pipeline) -> None:
 
 # ------------------------------------------------------------------------------- sampled answers
 
-LINES = [
-    "Tell me a story about a fox and a river.", "What is 12 + 30?",
-    "Write a function that adds two numbers.",
-]  # fmt: skip
+LINES = ["Tell me a story about a fox and a river.", "What is 12 + 30?"]
 STDIN = "\n".join(LINES).encode()
 CHAINS = {
     "penalties": ["--temp", "0.9", "--top-p", "0.9", "--repetition-penalty", "1.3",
