@@ -44,6 +44,7 @@ def serve(place: str) -> str:
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests end it when they end
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     running: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX) as listener:
@@ -67,6 +68,7 @@ def serve(place: str) -> str:
                 if not pid:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    signal.signal(signal.SIGINT, interrupts)
                     for other in (ended, wake, *(s.detach() for s in running.values())):
                         os.close(other)
                     connection.close()
@@ -74,7 +76,8 @@ def serve(place: str) -> str:
                 for fd in fds:
                     os.close(fd)
                 running[pid] = connection
-                connection.sendall(f"{pid}\n".encode())
+                with contextlib.suppress(OSError):  # whoever asked may be gone
+                    connection.sendall(f"{pid}\n".encode())
             if 0 in ready:
                 sys.exit()
 
