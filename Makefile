@@ -14,7 +14,10 @@ $(VENV)/stamp: pyproject.toml
 
 SECONDS ?= 60
 
-.PHONY: demo pages test fuzz check lint types man format clean
+# A test starts processes by the hundred: what they import is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo pages test quick fuzz check lint types man format clean
 demo: $(VENV)/stamp            ## the whole pipeline, six processes, on the embedded model
 	sh examples/demo.sh
 
@@ -25,8 +28,12 @@ pages:                         ## the manual pages, for `man toast`
 		ln -sf "$(CURDIR)/$$page" "$(VENV)/share/$$page"; \
 	done
 
+# Whoever has no test left takes half of the other's. TOAST_TEST_EXAMPLES=10: ten times the examples.
 test: $(VENV)/stamp            ## every test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+quick: $(VENV)/stamp           ## those in tests/quick.txt: most units, the oracles of model and pipe
+	$(BIN)/python -m pytest -n 2 --dist worksteal @tests/quick.txt
 
 fuzz: $(VENV)/stamp            ## attacks with new seeds: SECONDS=60; SEED=frames-123 repeats one
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))

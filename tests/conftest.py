@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,14 +12,23 @@ from typing import NamedTuple
 import pytest
 from hypothesis import settings
 
-from toastkit.commands import program_name
+from tests.forked import SCRIPTS, SERVER, executable, start
 
+__all__ = ["SCRIPTS", "executable"]
 ROOT = Path(__file__).parent.parent
-SCRIPTS = Path(sysconfig.get_path("scripts"))
+
+# As many times the examples of Hypothesis as in an ordinary run.
+THOROUGH = float(os.environ.get("TOAST_TEST_EXAMPLES", "1"))
+
+
+def examples(count: int) -> int:
+    """How many examples a test takes that needs so many in an ordinary run."""
+    return max(1, round(THOROUGH * count))
+
 
 # No wall-clock assertions, no example database: a run depends on the tree and on nothing else.
 settings.register_profile(
-    "toastkit", deadline=None, derandomize=True, database=None, max_examples=50
+    "toastkit", deadline=None, derandomize=True, database=None, max_examples=examples(25)
 )
 settings.load_profile("toastkit")
 
@@ -41,7 +49,9 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.setenv(f"XDG_{name}", str(folder))
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("PYTHONFAULTHANDLER", "1")
+        SERVER.open()
         yield home
+        SERVER.close()
 
 
 @pytest.fixture
@@ -51,28 +61,23 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state" / "toastkit" / "sessions"
 
 
-def executable(name: str) -> str:
-    """The path of an installed command, by its name in the table."""
-    return str(SCRIPTS / program_name(name))
-
-
 Toast = Callable[..., subprocess.CompletedProcess]
 
 
 @pytest.fixture(scope="session")
 def toast(private_home: Path) -> Toast:
-    """toast(name, *arguments, stdin=b"", env={}): runs an executable, gives its CompletedProcess
-    with bytes. stdin=None is /dev/null: no prompt is piped in."""
+    """toast(name, *arguments, stdin=b"", env={}): runs a command, gives its CompletedProcess with
+    bytes. stdin=None is /dev/null: no prompt is piped in. Further settings are those of start."""
 
-    def run(name: str, *arguments: str, stdin: bytes | None = None, env: dict | None = None):
-        source = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
-        return subprocess.run(
-            [executable(name), *map(str, arguments)],
-            capture_output=True,
-            timeout=60,
-            env={**os.environ, **(env or {})},
-            **source,
-        )
+    def run(name: str, *arguments: str, stdin: bytes | None = None, **settings):
+        source = subprocess.DEVNULL if stdin is None else subprocess.PIPE
+        pipe = subprocess.PIPE
+        process = start(name, *arguments, stdin=source, stdout=pipe, stderr=pipe, **settings)
+        try:
+            out, err = process.communicate(stdin, timeout=60)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(process.args, process.wait(), out, err)
 
     return run
 
@@ -87,23 +92,19 @@ class Piped(NamedTuple):
 
 @pytest.fixture(scope="session")
 def pipeline(private_home: Path) -> Callable[..., Piped]:
-    """pipeline([name, *arguments], ..., stdin=b"", env={}): executables joined by pipes. stdin is a
-    file; None is /dev/null."""
+    """pipeline([name, *arguments], ..., stdin=b"", env={}): commands joined by pipes. stdin is a
+    file; None is /dev/null. Further settings are those of start."""
 
-    def run(*stages: list[str], stdin: bytes | None = None, env: dict | None = None) -> Piped:
-        settings = {"env": {**os.environ, **(env or {})}}
+    def run(*stages: list[str], stdin: bytes | None = None, **settings) -> Piped:
         errors = [tempfile.TemporaryFile() for _ in stages]
         with tempfile.TemporaryFile() as first:
             first.write(stdin or b"")
             first.seek(0)
             source = subprocess.DEVNULL if stdin is None else first
             running = []
-            for (name, *arguments), err in zip(stages, errors):
-                command = [executable(name), *map(str, arguments)]
+            for command, err in zip(stages, errors):
                 running.append(
-                    subprocess.Popen(
-                        command, stdin=source, stdout=subprocess.PIPE, stderr=err, **settings
-                    )
+                    start(*command, stdin=source, stdout=subprocess.PIPE, stderr=err, **settings)
                 )
                 if len(running) > 1:
                     running[-2].stdout.close()

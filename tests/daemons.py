@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.conftest import executable
+from tests.forked import Process, start
 
 PATIENCE = 120.0  # seconds until a daemon answers, at the worst
 
@@ -50,16 +50,16 @@ class Daemon:
             folder = self.home / name.lower()
             folder.mkdir(mode=0o700)
             self.environment[f"XDG_{name}"] = str(folder)
-        self.command = [executable("toasted"), "-q", "-m", str(model), *arguments]
+        self.arguments = ["-q", "-m", str(model), *arguments]
         self.errors = self.home / "stderr"
-        self.process: subprocess.Popen | None = None
+        self.process: subprocess.Popen | Process | None = None
         self.start()
 
     def start(self, *arguments: str) -> None:
         """Starts it, and waits until it answers."""
         with open(self.errors, "ab") as errors:
-            self.process = subprocess.Popen(
-                [*self.command, *arguments], env=self.environment, stderr=errors,
+            self.process = start(
+                "toasted", *self.arguments, *arguments, env=self.environment, stderr=errors,
                 stdin=subprocess.DEVNULL,
             )  # fmt: skip
         deadline = time.monotonic() + PATIENCE
@@ -118,11 +118,13 @@ class Daemon:
 
     def toast(self, name: str, *arguments: str, stdin: bytes | None = None):
         """Runs an executable beside this daemon; its CompletedProcess with bytes."""
-        source: Any = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
-        return subprocess.run(
-            [executable(name), *arguments], capture_output=True, timeout=PATIENCE,
-            env=self.environment, **source,
-        )  # fmt: skip
+        pipe = subprocess.PIPE
+        source = subprocess.DEVNULL if stdin is None else pipe
+        with start(
+            name, *arguments, stdin=source, stdout=pipe, stderr=pipe, env=self.environment
+        ) as process:
+            out, err = process.communicate(stdin, timeout=PATIENCE)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def kill(self) -> None:
         """kill -9."""

@@ -29,12 +29,14 @@ WITH_EXPERTS = ("moe", "olmoe", "mixtral", "gpt_oss", "qwen3_next")
 
 
 class Made(NamedTuple):
-    """A checkpoint: its directory, our engine, and mlx_lm's model, both in float32."""
+    """A checkpoint: its directory, our engine and mlx_lm's model in float32. stored: mlx_lm's
+    parameters by name, as stored."""
 
     name: str
     path: Path
     engine: object
     theirs: object
+    stored: dict[str, mx.array]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -47,8 +49,9 @@ def made(request, tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Made
     name = request.param
     path = write_published(tmp_path_factory.mktemp("published") / name, name)
     theirs, _ = load_model(path)
+    stored = dict(tree_flatten(theirs.parameters()))
     theirs.set_dtype(mx.float32)
-    return Made(name, path, open_engine(locate(str(path)), dtype="float32"), theirs)
+    return Made(name, path, open_engine(locate(str(path)), dtype="float32"), theirs, stored)
 
 
 @pytest.fixture
@@ -179,20 +182,12 @@ def test_looking_ahead_changes_nothing(made: Made) -> None:
 # --------------------------------------------------------------------------------------- the store
 
 
-def whole_model(path: Path) -> dict[str, mx.array]:
-    """mlx_lm's parameters by name, as stored."""
-    from mlx_lm.utils import load_model
-
-    model, _ = load_model(path)
-    return dict(tree_flatten(model.parameters()))
-
-
 def same(a: mx.array, b: mx.array) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bool(mx.array_equal(a, b))
 
 
 def test_the_layers_are_the_model(made: Made, store: Store) -> None:
-    expected = whole_model(made.path)
+    expected = made.stored
     assert sorted(store.names) == sorted(expected)
     found = {}
     for part in (*map(store.layer, reversed(range(store.layer_count))), store.outside()):
@@ -209,7 +204,7 @@ def test_the_layers_are_the_model(made: Made, store: Store) -> None:
 
 
 def test_rows_are_slices(made: Made, store: Store) -> None:
-    for name, array in whole_model(made.path).items():
+    for name, array in made.stored.items():
         count = array.shape[0]
         for start, stop in {(0, 1), (count // 3, count // 3 + 1 + count // 5), (count - 1, count)}:
             assert same(store.rows(name, start, stop), array[start:stop]), name
@@ -219,7 +214,7 @@ def test_rows_are_slices(made: Made, store: Store) -> None:
 
 def test_a_tensor_in_a_file_is_that_tensor(made: Made, store: Store) -> None:
     """What `source` points at are the tensor's own bytes, and most tensors have one."""
-    expected = whole_model(made.path)
+    expected = made.stored
     found = 0
     for name, array in expected.items():
         place = store.source(name)
@@ -236,7 +231,7 @@ def test_a_tensor_in_a_file_is_that_tensor(made: Made, store: Store) -> None:
 
 
 def test_experts_are_slices(made: Made, store: Store) -> None:
-    expected = whole_model(made.path)
+    expected = made.stored
     sparse = [n for n in range(store.layer_count) if store.expert_names(n)]
     assert bool(sparse) == any(word in made.name for word in WITH_EXPERTS)
     for layer in sparse:
@@ -270,7 +265,7 @@ def test_a_layer_needs_no_bytes_of_another(made: Made, tmp_path: Path) -> None:
             with open(file, "r+b") as opened:
                 opened.seek(start)
                 opened.write(b"\x55" * (stop - start))
-    expected = whole_model(made.path)
+    expected = made.stored
     layer = store.layer(1)
     assert layer and all(same(array, expected[name]) for name, array in layer.items())
     store.close()

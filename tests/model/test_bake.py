@@ -63,9 +63,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_architecture_comes_out_the_same(published: Path, tmp_path: Path) -> None:
     toast, folder = baked(published, tmp_path / "x.toast"), tmp_path / "split"
     split(open_store(published), folder)
-    expected = logits(published)
-    assert mx.array_equal(logits(toast), expected)
-    assert mx.array_equal(logits(folder), expected)
+    assert mx.array_equal(logits(toast), logits(published))
     assert [*verify(locate(str(toast)), values=True)] == [*verify(locate(str(folder)))] == []
     source, copy, parts = map(open_store, (published, toast, folder))
     assert set(source.names) == set(copy.names) == set(parts.names)
@@ -75,7 +73,6 @@ def test_every_architecture_comes_out_the_same(published: Path, tmp_path: Path) 
         view = [a.reshape(-1).view(mx.uint8) for a in (one, two, three)]
         assert mx.array_equal(view[0], view[1]) and mx.array_equal(view[0], view[2])
     # And once it has this form, it keeps it.
-    assert baked(toast, tmp_path / "y.toast").read_bytes() == toast.read_bytes()
     assert baked(folder, tmp_path / "z.toast").read_bytes() == toast.read_bytes()
 
 

@@ -19,6 +19,9 @@ from toastkit.store.ledger import CACHE  # noqa: E402
 
 CLOSE = 1e-3  # of the largest logit
 LENGTHS = (3, 20, 45)  # the window of those that have one is 32
+# One for each kind of cache and each way to use it: attention, windows, recurrence, both in turns
+# and side by side, experts. That all others can be batched is seen by can_batch, and in short.
+KINDS = ("llama", "gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_next", "mamba2", "falcon_h1")
 
 
 class Made(NamedTuple):
@@ -148,6 +151,7 @@ def test_what_cannot_be_batched_is_found_out(tmp_path: Path, mlx_started: None) 
     assert not can_batch(Odd(engine, step_rows=nothing))
 
 
+@pytest.mark.parametrize("made", KINDS, indirect=True)
 def test_they_come_and_go(batched: Made) -> None:
     engine = batched.engine
     short, middle, long = (Pair(engine, count) for count in LENGTHS)
@@ -181,6 +185,7 @@ def test_they_come_and_go(batched: Made) -> None:
     steps(batch, [short, long], 2, 700)
 
 
+@pytest.mark.parametrize("made", ["llama", "gemma3_text", "gpt_oss"], indirect=True)
 def test_the_window_slides_in_the_batch(batched: Made) -> None:
     """From 28 tokens, one by one, past the windows of 32; one joins when it has slid round."""
     engine = batched.engine

@@ -78,11 +78,11 @@ def test_a_prompt_has_an_entropy_after_each_token(crumb, tokenizer: PromptTokeni
 def test_an_answer_has_the_entropies_that_gears_are_chosen_by(
     crumb, tokenizer: PromptTokenizer, greedy, text: str
 ) -> None:
-    tokens = greedy(text, 20)
+    tokens = greedy(text, 16)
     eos = tokenizer.tokenizer.eos_ids
-    found = answer_entropies(crumb, ids_of(tokenizer, text), 20, eos)
+    found = answer_entropies(crumb, ids_of(tokenizer, text), 16, eos)
     assert found == pytest.approx([token.entropy for token in tokens], abs=CLOSE)
-    assert (len(found) < 20) == (tokens[-1].id in eos) == (text == "Who are you?")
+    assert (len(found) < 16) == (tokens[-1].id in eos) == (text == "Who are you?")
 
 
 def test_an_answer_ends_in_time(crumb, tokenizer: PromptTokenizer, greedy, monkeypatch) -> None:
@@ -113,7 +113,7 @@ def test_logits_that_are_not_numbers(crumb, tokenizer: PromptTokenizer, monkeypa
 def test_strategies_measure_what_their_rules_want(
     crumb, tokenizer: PromptTokenizer, monkeypatch
 ) -> None:
-    monkeypatch.setattr(stage, "ANSWER_TOKENS", 6)
+    monkeypatch.setattr(stage, "ANSWER_TOKENS", 5)
     prompt = Prompt(messages=[user("What is 3 + 4?")])
     found = stage.from_prompt(tokenizer, prompt)(crumb)
     entropies = prompt_entropies(crumb, tokenizer.encode(prompt))
@@ -123,7 +123,7 @@ def test_strategies_measure_what_their_rules_want(
     found = stage.from_built_in(tokenizer)(crumb)
     eos = tokenizer.tokenizer.eos_ids
     answers = [
-        answer_entropies(crumb, ids_of(tokenizer, text), 6, eos)
+        answer_entropies(crumb, ids_of(tokenizer, text), 5, eos)
         for text in calibration.CALIBRATION_PROMPTS
     ]
     assert found.samples == {"answers": sum(answers, [])} and all(map(len, answers))

@@ -70,8 +70,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_published(folder / name, name) for name in names}
 
 
-@pytest.mark.parametrize("scope", ["attention", "all"])
-@pytest.mark.parametrize("name", ["crumb", "qwen3", "qwen3_moe", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("name", "scope"),
+    [("crumb", "attention"), ("crumb", "all"), ("qwen3", "attention"), ("qwen3_moe", "all"),
+     ("gemma3_text", "all")],
+)  # fmt: skip
 def test_high_gear_is_no_gear(sources: dict, name: str, scope: str) -> None:
     path = sources.get(name, name)
     plain = logits(engine_of(path))
@@ -83,9 +86,11 @@ def test_high_gear_is_no_gear(sources: dict, name: str, scope: str) -> None:
         assert (logits(engine) == plain).all() == (gear == "high")
 
 
-@pytest.mark.parametrize("path", ["fused", "dequant"])
-@pytest.mark.parametrize("bits", [(4, 8), (2, 6)])
-@pytest.mark.parametrize("scope", ["attention", "all"])
+@pytest.mark.parametrize(
+    ("scope", "bits", "path"),
+    [("all", (4, 8), "fused"), ("all", (2, 6), "dequant"), ("attention", (4, 8), "dequant"),
+     ("attention", (2, 6), "fused")],
+)  # fmt: skip
 def test_gears_compute_what_the_numbers_stand_for(
     sources: dict, scope: str, bits: tuple[int, int], path: str
 ) -> None:

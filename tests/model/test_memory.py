@@ -44,8 +44,8 @@ GREEDY, SEEDED = SAMPLINGS
 # Attention alone; a window that slides; recurrent layers, alone and beside attention in a layer;
 # experts. The embedded model is recurrent, has experts, and gives answers of words.
 CHATS = {
-    "crumb": (GREEDY,), "llama": SAMPLINGS, "gemma3_text": (SEEDED,), "mamba2": (GREEDY,),
-    "falcon_h1": (SEEDED,), "qwen3_moe": (GREEDY,),
+    "crumb": GREEDY, "llama": SEEDED, "gemma3_text": SEEDED, "mamba2": GREEDY,
+    "falcon_h1": SEEDED, "qwen3_moe": GREEDY,
 }  # fmt: skip
 
 
@@ -70,18 +70,14 @@ def savepoints_in(driver: Driver) -> list[int]:
 # ---------------------------------------------------------------------------------------- one chat
 
 
-@pytest.mark.parametrize(
-    ("name", "sampling"),
-    [(name, sampling) for name, samplings in CHATS.items() for sampling in samplings],
-    ids=lambda value: value if isinstance(value, str) else f"at {value['temperature']}",
-)
-def test_a_chat_is_the_same_without_a_cache(engines: Engines, name: str, sampling: dict) -> None:
+@pytest.mark.parametrize("name", CHATS)
+def test_a_chat_is_the_same_without_a_cache(engines: Engines, name: str) -> None:
     driver, agreed = Driver(engines(name)[0]), 0
     messages = [system("You are a bear.") if name == "crumb" else SYSTEM]
-    for turn, question in enumerate(QUESTIONS):
+    for turn, question in enumerate(QUESTIONS[2:7]):
         held = driver.kept[-1].tokens.tolist() if driver.kept else []
         messages.append(user(question))
-        asked = ask(engines, driver, messages, name, max_tokens=5, **sampling)
+        asked = ask(engines, driver, messages, name, max_tokens=5, **CHATS[name])
         if turn == 0:
             assert asked.cached == 0 and asked.why == "nothing is kept"
             continue
@@ -92,7 +88,7 @@ def test_a_chat_is_the_same_without_a_cache(engines: Engines, name: str, samplin
         else:  # a text has many tokenisations, and a random model writes odd ones
             assert name != "crumb" and "the rest is new" not in asked.why
         assert len(driver.kept) == 1
-    assert name != "crumb" or agreed == 7
+    assert name != "crumb" or agreed == 4
     assert not driver.said
 
 
@@ -145,7 +141,7 @@ def test_two_chats_are_two_states(engines: Engines) -> None:
 # ---------------------------------------------------------------------------------------- branches
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", "mamba2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_a_branch_keeps_both(engines: Engines, name: str) -> None:
     driver, trunk = Driver(engines(name)[0]), [SYSTEM, user("Who are you? " + LONG)]
     options = words(driver)
@@ -170,8 +166,11 @@ def test_a_branch_keeps_both(engines: Engines, name: str) -> None:
         assert len(driver.kept) == 2
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "other seed"])
-@pytest.mark.parametrize("name", ["llama", "qwen3_5", "mamba2"])
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [("llama", GREEDY), ("llama", SEEDED), ("qwen3_5", SEEDED), ("mamba2", GREEDY)],
+    ids=["llama", "llama, other seed", "qwen3_5, other seed", "mamba2"],
+)
 def test_a_turn_asked_again_resumes_late(engines: Engines, name: str, sampling: dict) -> None:
     driver, messages = Driver(engines(name)[0]), [SYSTEM, user("Who are you?")]
     ask(engines, driver, messages, name)
@@ -211,7 +210,7 @@ def test_the_end_of_a_long_system_prompt_is_shared(engines: Engines, name: str) 
 # ------------------------------------------------------------------ what is written another way
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5", "mamba2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 def test_a_template_that_drops_thoughts(engines: Engines, name: str) -> None:
     """The answer is opened with a tag that later turns do not have: what was read before it counts,
     and nothing after it."""
@@ -294,8 +293,11 @@ def test_an_answer_that_is_tokenised_otherwise(engines: Engines, name: str) -> N
     assert len(driver.kept) == 1
 
 
-@pytest.mark.parametrize("change", ["strip", "edit", "shorten"])
-@pytest.mark.parametrize("name", ["llama", "mamba2"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("llama", "strip"), ("llama", "edit"), ("llama", "shorten"), ("mamba2", "strip"),
+     ("mamba2", "edit")],
+)  # fmt: skip
 def test_an_answer_that_the_client_has_changed(engines: Engines, name: str, change: str) -> None:
     driver, messages = Driver(engines(name)[0]), [SYSTEM, user(LONG)]
     space = str(driver.preparer.tokenizer.encode(" the", add_special=False)[0])

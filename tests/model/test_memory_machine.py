@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 
 mx = pytest.importorskip("mlx.core")
 
+from tests.conftest import examples  # noqa: E402
 from tests.model.service_driver import (  # noqa: E402
     Asked,
     Driver,
@@ -164,5 +165,5 @@ def test_any_order(engines: Engines, name: str, monkeypatch: pytest.MonkeyPatch)
     engine, plain = engines(name)
     run_state_machine_as_test(
         lambda: Machine(engine, plain, monkeypatch),
-        settings=settings(max_examples=12, stateful_step_count=12),
+        settings=settings(max_examples=examples(6), stateful_step_count=12),
     )

@@ -58,8 +58,9 @@ def joined(driver: Driver) -> list[int]:
 # ------------------------------------------------------------------------------------- each alone
 
 
-@pytest.mark.parametrize("batch", [8, 2, 1])
-@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("name", "batch"), [("llama", 8), ("llama", 2), ("llama", 1), ("qwen3_5", 8)]
+)
 def test_several_at_once_are_each_alone(engines: Engines, name: str, batch: int) -> None:
     """Of many lengths, drawn on the device and on the host, with all that reads the history."""
     engine, plain = engines(name)
@@ -180,7 +181,7 @@ def test_a_long_prompt_does_not_hold_up_an_answer(llama) -> None:
     answering = [driver.start(prompt, max_tokens=400) for prompt in PROMPTS[:2]]
     driver.turns_until(lambda: all(one.conversation.want == "step" for one in answering))
     sizes.clear()
-    prompt = [5 + n % 3000 for n in range(2000)]
+    prompt = [5 + n % 3000 for n in range(1200)]
     reader, passes = driver.start(prompt, max_tokens=3), 0
     while reader.conversation.reading:
         before, steps = reader.read, [len(one.ids) for one in answering]
@@ -196,7 +197,7 @@ def test_a_long_prompt_does_not_hold_up_an_answer(llama) -> None:
     driver.finish()
     same(reader, plain, prompt, max_tokens=3)
     done = [one["done"] for one in reader.channel.all_of("progress")]
-    assert done == sorted(done) and all(0 <= n < 2000 for n in done)
+    assert done == sorted(done) and all(0 <= n < 1200 for n in done)
 
 
 def test_a_resumed_prompt_does_not_make_the_slices_long(llama) -> None:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.conftest import executable
+from tests.forked import Process, start
 
 STAGES = ("tokenize", "prefill", "decode", "entropy-gear", "sample", "detokenize")
 STORY = "Tell me a story about a fox and a river."
@@ -56,25 +56,25 @@ class Pipeline:
         lines: Sequence[str] = (),
     ):
         self.stages = stages
-        self.processes: list[subprocess.Popen] = []
+        self.processes: list[subprocess.Popen | Process] = []
         source: object = subprocess.DEVNULL
         if lines:
             source = tempfile.TemporaryFile()
             source.write("\n".join(lines).encode())
             source.seek(0)
         for name in stages:
-            arguments = [executable(name), *(extra or {}).get(name, [])]
+            arguments = list((extra or {}).get(name, []))
             if name == "tokenize" and prompt:
                 arguments.append(prompt)
-            process = subprocess.Popen(
-                arguments, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            process = start(
+                name, *arguments, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )
             if source is not subprocess.DEVNULL:
                 source.close()
             source = process.stdout
             self.processes.append(process)
 
-    def process(self, name: str) -> subprocess.Popen:
+    def process(self, name: str) -> subprocess.Popen | Process:
         return self.processes[self.stages.index(name)]
 
     def first_output(self) -> bytes:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import executable
 from tests.daemons import Daemon
+from tests.forked import executable, start
 from tests.pipes.pipelines import STORY, TIMEOUT, WHO, WHO_ANSWER
 from tests.pipes.test_failures import stored
 from tests.pipes.test_pipeline import frames_of
@@ -243,9 +243,9 @@ def test_two_runs_and_a_conversation_at_once(daemon: Daemon) -> None:
     assert [said.tokens for said in found] == [alone.tokens] * 2
 
 
-def begin(*arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen:
+def begin(*arguments: str, stdin: int = subprocess.DEVNULL):
     """toast-decode on text, running."""
-    return subprocess.Popen([executable("decode"), *arguments], stdin=stdin, stdout=subprocess.PIPE)
+    return start("decode", *arguments, stdin=stdin, stdout=subprocess.PIPE)
 
 
 def test_a_second_writer_is_told_of_the_first(toast, tmp_path: Path) -> None:

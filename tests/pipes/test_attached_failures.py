@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import executable
 from tests.daemons import Daemon
+from tests.forked import start
 from tests.pipes.pipelines import STORY, TIMEOUT, WHO, WHO_ANSWER, Pipeline
 from tests.pipes.test_failures import stored
 from tests.unit.daemon_front import eventually
@@ -34,12 +34,10 @@ def nearby(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Daemon:
     return daemon
 
 
-def begin(*arguments: str) -> subprocess.Popen:
+def begin(*arguments: str):
     """toast-decode on text, running."""
-    return subprocess.Popen(
-        [executable("decode"), *arguments],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    pipe = subprocess.PIPE
+    return start("decode", *arguments, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
 
 
 def attached(daemon: Daemon) -> int:

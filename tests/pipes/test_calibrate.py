@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import executable
+from tests.forked import start
 from toastkit.descriptors import unread_bytes
 from toastkit.gears import thresholds
 from toastkit.gears.calibration import Thresholds
@@ -150,8 +150,8 @@ def test_options_of_a_calibration_need_one(toast) -> None:
 
 def test_an_interrupted_calibration_stores_nothing(cache_home: Path) -> None:
     thresholds.save(MARK, TIGHT)
-    process = subprocess.Popen(
-        [executable("entropy-gear"), "--calibrate", "prefill"],
+    process = start(
+        "entropy-gear", "--calibrate", "prefill",
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     process.stdin.write(b"The first half of a prompt ")

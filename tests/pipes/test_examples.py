@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.forked import SCRIPTS, SERVER
 from toastkit.frames import End, FrameReader, Head, Logits, Token
 from toastkit.stages.arrays import to_numpy
 
@@ -35,7 +35,7 @@ class Shell:
         self.state = folder / "state"
         self.environment = {
             **os.environ,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PATH": os.pathsep.join([SERVER.stubs(), str(SCRIPTS), os.environ["PATH"]]),
             "HOME": str(folder),
             "XDG_STATE_HOME": str(self.state),
             "TMPDIR": str(folder / "tmp"),
@@ -114,7 +114,7 @@ def test_a_script_begins_with_what_it_shows(name: str) -> None:
 
 
 def test_demo(shell: Shell) -> None:
-    output = shell("sh", EXAMPLES / "demo.sh").stdout
+    output = shell("sh", EXAMPLES / "demo.sh", TOAST_MAX_TOKENS="40").stdout
     pipeline, story = output.split("\n\n", 1)
     assert "toast-prefill | toast-decode | toast-entropy-gear" in pipeline
     assert "fox" in story
@@ -164,7 +164,7 @@ def test_replay_finds_where_two_seeds_part(shell: Shell) -> None:
     """The recorded logits tell what the model would have said: up to the first difference the
     replay is the run that the other seed would have given."""
     prompt = "Tell me a story about a fox and a river."
-    drawing = ["--temp", "1", "-n", "60", "--seed"]
+    drawing = ["--temp", "1", "-n", "30", "--seed"]
     first = answers(shell, prompt, *drawing, "5")
     second = answers(shell, prompt, *drawing, "6")
     position, one, other = next(
@@ -180,9 +180,12 @@ def test_replay_finds_where_two_seeds_part(shell: Shell) -> None:
 
 @pytest.fixture
 def questions(shell: Shell) -> Path:
-    """A copy of the folder, without what make may have left in it."""
+    """A copy of the folder, without what make may have left in it, and with less to read."""
     made = shutil.ignore_patterns("answers", "*.session")
-    return Path(shutil.copytree(EXAMPLES / "questions", shell.folder / "questions", ignore=made))
+    shutil.copytree(EXAMPLES / "questions", shell.folder / "questions", ignore=made)
+    document = shell.folder / "questions" / "document.txt"
+    document.write_text("\n\n".join(document.read_text().split("\n\n")[2:4]) + "\n")
+    return document.parent
 
 
 def test_questions_read_the_document_once(shell: Shell, questions: Path) -> None:

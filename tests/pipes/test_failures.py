@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import executable
+from tests.forked import executable, start
 from tests.pipes.pipelines import STAGES, STORY, TIMEOUT, WHO, WHO_ANSWER, Pipeline, run_pipeline
 
 HANDOVER_SECONDS = 2  # of stages.run.pipe_prefill, which imports MLX
@@ -106,8 +107,8 @@ def test_a_reader_that_has_enough(tmp_path: Path):
 
 def test_a_reader_of_one_process_that_has_enough(tmp_path: Path):
     session = tmp_path / "session"
-    process = subprocess.Popen(
-        [executable("decode"), "--ignore-eos", "--session", str(session), STORY],
+    process = start(
+        "decode", "--ignore-eos", "--session", session, STORY,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout.read1(20)
@@ -135,8 +136,8 @@ def test_an_interrupt_commits_and_prints_what_there_is(number: int, status: int,
 
 def test_an_interrupt_of_one_process(tmp_path: Path):
     session = tmp_path / "session"
-    process = subprocess.Popen(
-        [executable("decode"), "--ignore-eos", "--session", str(session), STORY],
+    process = start(
+        "decode", "--ignore-eos", "--session", session, STORY,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     first = process.stdout.read1(20)
@@ -155,6 +156,7 @@ def test_an_interrupt_while_the_prompt_is_read(tmp_path: Path):
     )
     while not list(session.glob("runs/*/handover")):
         assert pipeline.process("prefill").poll() is None
+    assert pipeline.process("tokenize").wait(TIMEOUT) == 0
     pipeline.signal_all(signal.SIGINT)
     result = pipeline.finish()
     assert result.statuses == [0, 130, 130, 130, 130, 130]
@@ -171,43 +173,38 @@ def test_two_pipelines_at_once(tmp_path: Path):
     assert [r.out for r in results] == [WHO_ANSWER, b"The capital of Peru is Lima.\n"]
 
 
-def test_a_second_writer_is_turned_away(tmp_path: Path):
+def test_a_second_writer_is_turned_away(toast, tmp_path: Path):
     session = str(tmp_path / "session")
     first = Pipeline(STORY, {**ENDLESS, "prefill": ["--session", session]})
     first.first_output()
     second = run_pipeline(WHO, {"prefill": ["--session", session]})
     assert second.statuses == [0, 75, 75, 75, 75, 75]
     assert second.errors[0].startswith(f"toast-prefill: session {session} is in use by another")
-    one = subprocess.run(
-        [executable("decode"), "--session", session, WHO],
-        stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT,
-    )  # fmt: skip
+    one = toast("decode", "--session", session, WHO)
     assert (one.returncode, one.stdout) == (75, b"")
     first.signal_all(signal.SIGINT)
     assert first.finish().statuses[-1] == 130
 
 
-@pytest.mark.parametrize("limit", [8 << 10, 40 << 10, 500 << 10])
-def test_a_full_disk_keeps_the_earlier_commit(limit: int, tmp_path: Path):
+def test_a_full_disk_keeps_the_earlier_commit(toast, tmp_path: Path):
     session = tmp_path / "session"
-    assert run_pipeline(WHO, {"prefill": ["--session", str(session)]}).statuses == [0] * 6
+    assert toast("decode", "--session", session, WHO).stdout == WHO_ANSWER
     before = stored(session)
+    for limit in (8 << 10, 40 << 10, 500 << 10):
 
-    def shrink() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        def shrink(limit: int = limit) -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    done = subprocess.run(
-        [executable("decode"), "--session", str(session), STORY],
-        stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT, preexec_fn=shrink,
-    )  # fmt: skip
-    assert done.returncode == 74
-    assert done.stderr.decode().count("\n") == 1 and b"too large" in done.stderr
-    after = stored(session)
-    assert before[0] == after[0] and (before[1] == after[1]).all()
-    assert subprocess.run(
-        [executable("decode"), "--session", str(session), WHO],
-        stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT,
-    ).stdout == WHO_ANSWER  # fmt: skip
+        done = subprocess.run(
+            [executable("decode"), "--session", str(session), STORY],
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT, preexec_fn=shrink,
+        )  # fmt: skip
+        assert done.returncode == 74
+        assert done.stderr.decode().count("\n") == 1 and b"too large" in done.stderr
+        after = stored(session)
+        assert before[0] == after[0] and (before[1] == after[1]).all()
+        copy = shutil.copytree(session, tmp_path / str(limit))
+        assert toast("decode", "--session", copy, WHO).stdout == WHO_ANSWER
 
 
 def test_an_error_travels_down_the_pipe(tmp_path: Path):
@@ -224,11 +221,11 @@ def test_a_recorded_error_is_told(tmp_path: Path):
     recorded = run_pipeline("hello " * 9000, stages=STAGES[:5]).out
     (tmp_path / "run.frames").write_bytes(recorded)
     with open(tmp_path / "run.frames", "rb") as source:
-        done = subprocess.run(
-            [executable("detokenize")], stdin=source, capture_output=True, timeout=TIMEOUT
-        )
-    assert done.returncode == 65
-    assert done.stderr.startswith(b"toast-detokenize: toast-tokenize: the prompt has 9010 tokens")
+        pipe = subprocess.PIPE
+        process = start("detokenize", stdin=source, stdout=pipe, stderr=pipe)
+        _, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 65
+    assert errors.startswith(b"toast-detokenize: toast-tokenize: the prompt has 9010 tokens")
 
 
 def test_nothing_is_left_behind(state_home: Path):

@@ -58,7 +58,7 @@ def prompt_frames(prompts: list[dict]) -> bytes:
 
 
 def test_the_reference(pipeline) -> None:
-    chosen = PROMPTS[::2]  # one process answers all of them: test_reference.py
+    chosen = PROMPTS[2::3]  # the others: tests/model/test_reference.py
     done = pipeline(
         ["prefill", *FLOAT32],
         ["decode", *FLOAT32],
@@ -120,10 +120,7 @@ def test_greedy_without_a_sampler(pipeline) -> None:
 
 # ------------------------------------------------------------------------------- sampled answers
 
-LINES = [
-    "Tell me a story about a fox and a river.", "What is 12 + 30?",
-    "Write a function that adds two numbers.",
-]  # fmt: skip
+LINES = ["Tell me a story about a fox and a river.", "What is 12 + 30?"]
 STDIN = "\n".join(LINES).encode()
 CHAINS = {
     "penalties": ["--temp", "0.9", "--top-p", "0.9", "--repetition-penalty", "1.3",
@@ -138,7 +135,7 @@ CHAINS = {
 
 def one_process(toast, *arguments: str) -> list[dict]:
     done = toast(
-        "decode", "--each-line", "--json", "-n", "16", *FLOAT32, *arguments, stdin=STDIN
+        "decode", "--each-line", "--json", "-n", "8", *FLOAT32, *arguments, stdin=STDIN
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -150,7 +147,7 @@ def six_processes(pipeline, *arguments: str) -> tuple[list[Token], list[End], st
         ["prefill", *FLOAT32],
         ["decode", *FLOAT32],
         ["entropy-gear"],
-        ["sample", "-n", "16", *arguments],
+        ["sample", "-n", "8", *arguments],
         ["detokenize", "--frames"],
         stdin=STDIN,
     )
@@ -250,8 +247,9 @@ def test_an_error_in_the_middle_is_told_once(pipeline) -> None:
     head = Head("crumb", "00" * 16, load_config(files).vocab, [2])
     wrong = dumps(head) + dumps(Tokens(pack_ids([1, 2])))
     done = pipeline(
-        ["prefill"], ["decode"], ["entropy-gear"], ["sample"], ["detokenize"], stdin=wrong
-    )
+        ["prefill"], ["decode"], ["entropy-gear"], ["sample"], ["detokenize"], stdin=wrong,
+        forked=False,  # decode, if it is as early, makes the same complaint
+    )  # fmt: skip
     assert done.codes == [65] * 5 and done.out == b""
     assert "is not the model that this stream was tokenised for" in done.errors[0]
     assert done.errors[1:] == [""] * 4
@@ -259,7 +257,7 @@ def test_an_error_in_the_middle_is_told_once(pipeline) -> None:
 
 def test_an_error_frame_says_what_the_first_stage_choked_on(pipeline) -> None:
     stream = dumps(Head("crumb", "00" * 16, 4096, [2])) + dumps(Tokens(pack_ids([1, 2])))
-    done = pipeline(["prefill"], ["decode"], stdin=stream)
+    done = pipeline(["prefill"], ["decode"], stdin=stream, forked=False)
     last = frames_of(done.out)[-1]
     assert type(last) is Error and (last.code, last.stage) == (65, "toast-prefill")
 

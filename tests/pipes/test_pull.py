@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import executable
+from tests.forked import start
 from tests.pipes.conftest import Model
 from tests.pipes.fake_hub import serving
 from tests.pipes.test_toast_model import ok, refused
@@ -93,9 +92,8 @@ def test_a_pull_that_stalls(model: Model, weights: bytes, tmp_path: Path) -> Non
         left = blobs(tmp_path)
         assert not any("incomplete" in name for name in left)
         hub.sent.clear()
-        command = [executable("model"), "pull", "org/name"]
         own = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DOWNLOAD_TIMEOUT": "600"}
-        process = subprocess.Popen(command, env={**os.environ, **env, **own})
+        process = start("model", "pull", "org/name", env={**env, **own})
         while not hub.sent and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from tests.conftest import ROOT, SCRIPTS
+from tests.forked import SERVER
 from tests.pipes.pipelines import check_answers
 
 
@@ -35,7 +36,7 @@ def test_commands_work_as_pasted(tmp_path: Path, state_home: Path):
     folder = tempfile.mkdtemp(prefix="t")  # short, as a socket's path has to be
     environment = {
         **os.environ,
-        "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
+        "PATH": f"{SERVER.stubs()}:{SCRIPTS}:{os.environ['PATH']}",
         "TOAST_SOCKET": os.path.join(folder, "s"),
         "TOAST_MAX_TOKENS": "24",  # long answers show no more
     }

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import executable
+from tests.forked import executable, start
 from tests.pipes.toast_runs import asked, kept
 from tests.unit.fake_daemon import HOLD, SECONDS, FakeDaemon, answer, failure
 from tests.unit.test_cli import lines_of
@@ -98,14 +98,11 @@ def test_a_damaged_conversation_is_left_as_it_is(ask: Run, home: Path) -> None:
 def test_two_at_once(home: Path) -> None:
     """Both are answered; what is kept is one of them, whole."""
     with FakeDaemon(ONE) as daemon:
-        env = {**os.environ, "TOAST_SOCKET": daemon.path}
+        env = {"TOAST_SOCKET": daemon.path}
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
         running = [
-            subprocess.Popen(
-                [executable("toast"), "--session", "fox", text],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=env,
-            )
-            for text in ("a", "b")
-        ]  # fmt: skip
+            start("toast", "--session", "fox", text, env=env, **streams) for text in ("a", "b")
+        ]
         assert [process.communicate(timeout=SECONDS)[0] for process in running] == [b"one\n"] * 2
     assert kept(home, "fox") in (["a", "one"], ["b", "one"], ["a", "one", "b", "one"],
                                  ["b", "one", "a", "one"])  # fmt: skip
@@ -149,9 +146,9 @@ def test_a_failure_ends_a_chat_from_a_pipe(ask: Run, home: Path) -> None:
 def test_turns_are_answered_as_they_come(home: Path) -> None:
     """A program at the other end writes a line, reads its answer, writes the next."""
     with FakeDaemon(ONE, TWO) as daemon:
-        process = subprocess.Popen(
-            [executable("toast"), "--chat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**os.environ, "TOAST_SOCKET": daemon.path},
+        process = start(
+            "toast", "--chat", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={"TOAST_SOCKET": daemon.path},
         )  # fmt: skip
         assert process.stdin is not None and process.stdout is not None
         for line, reply in ((b"a\n", b"one\n"), (b"b\n", b"two\n")):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import executable
+from tests.forked import executable, start
 from tests.pipes.toast_runs import kept, without_out
 from tests.unit.fake_daemon import DROP, HOLD, SECONDS, FakeDaemon, answer, failure
 from tests.unit.test_cli import lines_of
@@ -20,11 +20,10 @@ Run = Callable[..., subprocess.CompletedProcess]
 HELLO = answer("Hello", " there.")
 
 
-def started(daemon: FakeDaemon, *arguments: str, **settings) -> subprocess.Popen:
-    return subprocess.Popen(
-        [executable("toast"), *arguments],
+def started(daemon: FakeDaemon, *arguments: str):
+    return start(
+        "toast", *arguments, env={"TOAST_SOCKET": daemon.path},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "TOAST_SOCKET": daemon.path}, **settings,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import executable
+from tests.forked import start
 from tests.pipes.toast_runs import kept
 from tests.unit.fake_daemon import SECONDS, FakeDaemon, answer, failure
 from tests.unit.test_tree import loaded
@@ -39,8 +39,8 @@ def test_another_model_than_the_daemons_runs_here(ask: Run, home: Path) -> None:
 
 
 def test_ctrl_c_in_this_process(home: Path) -> None:
-    process = subprocess.Popen(
-        [executable("toast"), "--no-daemon", "--ignore-eos", "--session", "fox", "Hi!"],
+    process = start(
+        "toast", "--no-daemon", "--ignore-eos", "--session", "fox", "Hi!",
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -13,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Toast, executable
+from tests.conftest import Toast
+from tests.forked import start
 
 TEXTS = Path(__file__).parents[1] / "texts"
 STORY, CHAT = str(TEXTS / "story.txt"), str(TEXTS / "chat.txt")
@@ -240,11 +240,11 @@ def test_an_interrupt_tells_the_gears_so_far() -> None:
 # ------------------------------------------------------------------------------------------- ending
 
 
-def running(*arguments: str, chunk: Sequence[str] = ("--chunk", "16")) -> subprocess.Popen:
+def running(*arguments: str, chunk: Sequence[str] = ("--chunk", "16")):
     """A run over a text that takes a minute, after its first line of JSON."""
-    process = subprocess.Popen(
-        [executable("perplexity"), "--json", *chunk, *arguments, STORY],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ,
+    process = start(
+        "perplexity", "--json", *chunk, *arguments, STORY,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
     assert json.loads(process.stdout.readline())["pos"] == 1

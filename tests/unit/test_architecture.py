@@ -82,13 +82,12 @@ assert mlx_lm.models.llama is sys.modules["mlx_lm.models.llama"]
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", ["__version__", "load"])
-def test_the_first_name_asked_for_may_be_any(name: str) -> None:
-    code = f"""
+def test_the_first_name_asked_for_may_be_any() -> None:
+    code = """
 from toastkit.model.architecture import import_architecture
 from toastkit.model.config import ModelConfig
-import_architecture(ModelConfig("llama", 16, None, {{}}))
+import_architecture(ModelConfig("llama", 16, None, {}))
 import mlx_lm
-assert mlx_lm.{name}
+assert mlx_lm.__version__
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -235,7 +235,7 @@ def test_a_traceback_only_on_demand(toast) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_version(toast, name: str) -> None:
-    done = toast(name, "--version")
+    done = toast(name, "--version", forked=False)
     assert (done.returncode, done.stdout.decode()) == (0, f"{program_name(name)} {__version__}\n")
 
 

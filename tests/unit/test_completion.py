@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SCRIPTS
+from tests.forked import SCRIPTS, SERVER
 from toastkit.commands import program_name
 
 SECONDS = 20  # until a bash that says nothing is given up
@@ -29,7 +29,7 @@ class Bash:
 
     def __init__(self, folder: Path):
         self._main, tty = pty.openpty()
-        path = f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}"
+        path = os.pathsep.join([SERVER.stubs(), str(SCRIPTS), os.environ["PATH"]])
         environment = {**os.environ, "PATH": path, "TERM": "dumb", "PS1": "", "INPUTRC": os.devnull}
         self._process = subprocess.Popen(
             ["bash", "--norc", "--noprofile", "-i"], stdin=tty, stdout=tty, stderr=tty, cwd=folder,

@@ -69,13 +69,18 @@ STATUS = {
 }  # fmt: skip
 
 
+def act(action: str, socket: str, *flags: str) -> None:
+    """What `toasted ACTION` does, in this process."""
+    command.toasted.main([action, "--socket", socket, *flags], standalone_mode=False)
+
+
 def test_a_status_for_people(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     from toastkit.client import socket_backend
 
     monkeypatch.setattr(socket_backend, "control", lambda *_: {"status": STATUS})
-    command._act("status", {"socket": "", "as_json": False, "verbose": False})
+    act("status", "s")
     assert capsys.readouterr().out.splitlines() == [
         r"daemon: process 77, up 1 d 2 h, at s\x1b[2J",
         "model: crumb, on the cpu in float32",
@@ -85,7 +90,7 @@ def test_a_status_for_people(
         "tokens: 100 in prompts, 40 of them remembered; 60 in answers",
         "conversations: 2 in memory, 954 kB of 2.15 GB; 1 on disk",
     ]
-    command._act("status", {"socket": "", "as_json": True, "verbose": False})
+    act("status", "s", "--json")
     assert json.loads(capsys.readouterr().out) == {"status": STATUS}
 
 
@@ -127,19 +132,17 @@ def test_limits_of_the_command_line(home: Home) -> None:
 
 @pytest.mark.parametrize("action", command.ACTIONS)
 def test_no_daemon(action: str, tmp_path: Path) -> None:
-    flags = {"socket": str(tmp_path / "s"), "as_json": False, "verbose": False}
     with pytest.raises(errors.UnavailableError, match="no daemon answers at"):
-        command._act(action, flags)
+        act(action, str(tmp_path / "s"))
 
 
 def test_a_daemon_that_does_not_answer(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "ANSWER_SECONDS", 0.05)
     monkeypatch.setattr(command, "STOP_SECONDS", 0.05)
-    flags = {"socket": silent, "as_json": False, "verbose": False}
     with pytest.raises(errors.UnavailableError, match="does not answer"):
-        command._act("status", flags)
+        act("status", silent)
     with pytest.raises(errors.BusyError, match="does not answer"):
-        command._act("stop", flags)
+        act("stop", silent)
 
 
 def test_a_daemon_that_is_not_well(
@@ -149,9 +152,8 @@ def test_a_daemon_that_is_not_well(
 
     told = {"health": {"ok": False}}
     monkeypatch.setattr(socket_backend, "control", lambda *_: told)
-    flags = {"socket": silent, "as_json": False, "verbose": False}
     with pytest.raises(errors.UnavailableError, match="is not well"):
-        command._act("health", flags)
+        act("health", silent)
     assert capsys.readouterr().out == "ok: false\n"
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import examples
 from tests.unit.daemon_front import FakeWorker, Front, eventually, front, open_descriptors
 from toastkit import __version__
 from toastkit.daemon import server as module
@@ -322,7 +323,7 @@ LINES = st.binary(max_size=60).filter(lambda line: b"stop" not in line) | st.sam
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(50))
 @given(st.lists(LINES, max_size=6), st.integers(1, 40))
 def test_any_lines_get_an_answer(shared: Front, lines: list[bytes], size: int) -> None:
     """Each line that is not blank is answered once, however the bytes are cut; then it ends."""

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 if importlib.util.find_spec("mlx_lm") is None:
     pytest.skip("mlx_lm is not installed", allow_module_level=True)
 
+from tests.conftest import examples
 from tests.oracle.old_names import old_names
 from toastkit.errors import DataError
 from toastkit.model.config import ModelConfig
@@ -166,7 +167,7 @@ NAMES = (
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.sampled_from(["llama", "phi3", "gemma3_text", "exaone4", "minimax", "mistral3", "mellum"]),
     st.dictionaries(st.sampled_from(NAMES), JUNK, max_size=4),

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from processes import start
 
+from tests.conftest import examples
 from toastkit.errors import (
     CannotCreateError,
     DataError,
@@ -72,7 +73,9 @@ def test_run_in_a_place_that_is_a_file(tmp_path: Path):
 
 
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(20),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(vocab=st.integers(1, 300), slots=st.integers(1, 5), steps=st.integers(1, 12))
 def test_ring_keeps_the_last_steps(tmp_path: Path, vocab: int, slots: int, steps: int):
@@ -271,7 +274,9 @@ messages = st.builds(
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(sent=st.lists(messages, max_size=8), cuts=st.lists(st.integers(0, 200), max_size=4))
 def test_partial_messages_are_kept(run: RunDirectory, sent: list[FeedMessage], cuts: list[int]):
@@ -289,7 +294,9 @@ def test_partial_messages_are_kept(run: RunDirectory, sent: list[FeedMessage], c
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(50),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     data=st.binary(min_size=1, max_size=300)

@@ -32,6 +32,7 @@ from session_states import (
     state_bytes,
 )
 
+from tests.conftest import examples
 from toastkit.errors import (
     DataError,
     IOFailure,
@@ -78,7 +79,7 @@ def opens_or_is_refused(path: Path) -> None:
             assert "\n" not in error.message and "session" in error.message
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_header_fuzz(saved: Path, data: st.DataObject):
     """Any bytes in the header's place: a session or a DataError. With the checksum made right too,
@@ -114,7 +115,7 @@ def replaced(value, seen: list, target: int, by):
     return value
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     target=st.integers(0, 280),
     by=st.sampled_from([None, -1, 0, 1, 300, 2**40, 2**63, 0.5, "", "KVCache", "x", b"", [], {}]),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from session_states import MODEL, WINDOW, commit, hybrid, nested, plain, rows_of, windowed
 
+from tests.conftest import examples
 from toastkit.session.blocks import LayerSource
 from toastkit.session.directory import Session
 from toastkit.session.savepoints import Savepoint
@@ -159,4 +160,4 @@ def parts_of(source: LayerSource) -> list[LayerSource]:
 
 
 TestSessions = Sessions.TestCase
-TestSessions.settings = settings(max_examples=100, stateful_step_count=16, deadline=None)
+TestSessions.settings = settings(max_examples=examples(40), stateful_step_count=16, deadline=None)

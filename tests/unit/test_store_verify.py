@@ -164,8 +164,8 @@ def test_values_that_are_not_finite(
     tmp_path: Path, dtype: str, good: bytes, infinite: bytes | None, nan: bytes
 ) -> None:
     count = (9 << 20) // len(good)  # more than is read at a time
-    values = [good] * (count - 3) + [infinite or good, nan, good]
-    tensors = {"good": (dtype, [3], good * 3), "bad": (dtype, [count], b"".join(values))}
+    values = good * (count - 3) + (infinite or good) + nan + good
+    tensors = {"good": (dtype, [3], good * 3), "bad": (dtype, [count], values)}
     folder = plain(tmp_path / "x", tensors)
     assert problems(folder) == []
     (problem,) = problems(folder, values=True)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import examples
 from toastkit.sampling.threefry import (
     GUMBEL_MAX,
     gumbel,
@@ -93,7 +94,7 @@ def test_blocks_do_not_show(n):
     assert (uniform((7, 8), n) == naive_uniform((7, 8), n)).all()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 @given(keys, st.integers(1, 5000), st.data())
 def test_uniform_at_is_a_view_into_uniform(key, n, data):
     indices = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=30)), np.int64)

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,12 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 400, 60, 100
 LONGER: tuple[str, ...] = ()
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """What a file consists of."""
+    return ast.parse(path.read_bytes())
+
+
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -64,7 +71,7 @@ def imports(path: Path) -> Iterator[str]:
     package = module_name(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -80,6 +87,7 @@ def imports(path: Path) -> Iterator[str]:
                 )
 
 
+@cache
 def arrows() -> dict[tuple[str, str], set[str]]:
     """(from, to) of folders -> the files in which that import stands."""
     found: dict[tuple[str, str], set[str]] = {}
@@ -113,7 +121,7 @@ def test_folders_do_not_import_in_a_circle() -> None:
 
 def module_level(path: Path) -> Iterator[str]:
     """What importing a file imports."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in tree_of(path).body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -268,7 +276,7 @@ def test_nothing_grows_too_long() -> None:
         text = path.read_text(encoding="utf-8")
         if text.count("\n") > MAX_FILE_LINES:
             long.append(relative(path))
-        for name, node, _, _ in functions(ast.parse(text)):
+        for name, node, _, _ in functions(tree_of(path)):
             if lines_of(node) > MAX_FUNCTION_LINES:
                 long.append(f"{relative(path)}:{name}")
         for number, line in enumerate(text.splitlines(), 1):
@@ -282,7 +290,7 @@ def test_every_file_says_what_it_is_about() -> None:
     silent = [
         relative(path)
         for path in [*SOURCES, *TESTS]
-        if path.read_bytes().strip() and not ast.get_docstring(ast.parse(path.read_bytes()))
+        if path.read_bytes().strip() and not ast.get_docstring(tree_of(path))
     ]
     assert not silent
 
@@ -292,7 +300,7 @@ def test_public_functions_say_what_they_do() -> None:
     where the protocol is."""
     told, silent = set(), []
     for path in SOURCES:
-        for name, node, owner, visible in functions(ast.parse(path.read_text(encoding="utf-8"))):
+        for name, node, owner, visible in functions(tree_of(path)):
             protocol = owner and any(getattr(b, "id", "") == "Protocol" for b in owner.bases)
             if protocol and ast.get_docstring(node):
                 told.add(node.name)
@@ -329,7 +337,8 @@ def tracked_texts() -> Iterator[tuple[str, str]]:
     paths = [p for folder in folders for p in sorted((ROOT / folder).rglob("*"))]
     paths += sorted((ROOT / "docs").glob("*")) + sorted(ROOT.glob("*.*")) + [ROOT / "Makefile"]
     for path in paths:
-        odd = "__pycache__" in path.parts or path.suffix in (".safetensors", ".png", ".pyc")
+        odd = {"__pycache__", ".git"}.intersection(path.parts)
+        odd |= {path.suffix}.intersection((".safetensors", ".png", ".pyc"))
         if path.is_file() and not odd and path.stat().st_size < 1 << 20:
             yield relative(path), path.read_text(encoding="utf-8")
 
@@ -363,7 +372,7 @@ def test_the_table_names_what_there_is() -> None:
     with_main = {
         path.stem.replace("_", "-")
         for path in (PACKAGE / "commands").glob("*.py")
-        if any(name == "main" for name, *_ in functions(ast.parse(path.read_text("utf-8"))))
+        if any(name == "main" for name, *_ in functions(tree_of(path)))
     }
     assert with_main == set(NAMES)
     assert {path.name for path in (ROOT / "bin").iterdir()} == set(PLUMBING)
