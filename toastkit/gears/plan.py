@@ -13,12 +13,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.gears.cost import row_bytes, whole_speedup
+from toastkit.gears.cost import whole_speedup
 from toastkit.gears.discovery import discover
 from toastkit.gears.gear_options import GearOptions
 from toastkit.model.toast_format import GEAR_PREFIX
 from toastkit.store.anatomy import anatomy, part_of
-from toastkit.store.checkpoint import DTYPES
+from toastkit.store.dtypes import DTYPES
+from toastkit.store.groups import row_bytes
 from toastkit.store.precision import GEAR_BITS, Rows
 from toastkit.store.quantising import leaf_modules
 from toastkit.store.skeleton import holds_experts

@@ -32,14 +32,13 @@ from toastkit.model.toast_format import (
     VERSION,
     VERSION_KEY,
 )
-from toastkit.store.checkpoint import DTYPES
+from toastkit.store.dtypes import DTYPES
+from toastkit.store.groups import group_size_of
 from toastkit.store.pieces import Converted, Copied, Literal, Piece, cast_to
-from toastkit.store.precision import GEAR_BITS, group_size_of, quantise_rows
+from toastkit.store.precision import GEAR_BITS, quantise_rows
 from toastkit.store.quantising import Packing, QuantizationOptions, choose_modules, leaf_modules
 from toastkit.store.store import Store
 from toastkit.store.writer import Planned, Progress, TensorWriter
-
-__all__ = ["QuantizationOptions", "bake"]
 
 PARTS = ("weight", "scales", "biases")  # of a quantised matrix, in the order of the file
 
