@@ -213,7 +213,7 @@ def test_experts_that_cannot_be_counted_all_count(monkeypatch: pytest.MonkeyPatc
     def refuse(*rest, **named):
         raise ValueError("no such luck")
 
-    monkeypatch.setattr(anatomy._Trial, "_run", refuse)
+    monkeypatch.setattr(anatomy, "_hollow", refuse)
     files, told = locate("crumb"), []
     found = plan(Store(files, load_config(files)), "all", explain=told.append)
     assert found.gears[0].token == found.gears[0].device

@@ -33,13 +33,6 @@ def is_model_tensor(name: str) -> bool:
     return not name.startswith((FILE_PREFIX, PAD_PREFIX, GEAR_PREFIX))
 
 
-def digest_of(data: bytes) -> str:
-    """Hex of the hash of bytes that are all there."""
-    digest = new_digest()
-    digest.update(data)
-    return digest.hexdigest()
-
-
-def new_digest() -> hashlib.blake2b:
-    """The hash of one tensor's bytes."""
-    return hashlib.blake2b(digest_size=DIGEST_BYTES)
+def new_digest(data: bytes = b"") -> hashlib.blake2b:
+    """The hash of one tensor's bytes, or of those of them that are there."""
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES)
