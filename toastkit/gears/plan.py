@@ -7,6 +7,7 @@ well). The cache is left out: it hangs on the length.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -114,10 +115,7 @@ class _Weight:
 
     @property
     def count(self) -> int:
-        numbers = 1
-        for side in self.shape:
-            numbers *= side
-        return numbers
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

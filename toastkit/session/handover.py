@@ -20,7 +20,6 @@ import os
 import select
 import socket
 import struct
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,24 +37,18 @@ ASK, LOCK, DONE = b"?", b"L", b"!"
 
 @contextmanager
 def _address(run_path: Path, name: str) -> Iterator[str]:
-    """A path of a socket in the run's directory that is short enough for sun_path: as it is, by way
-    of a descriptor of the directory (Linux), or by way of a short-lived symbolic link."""
+    """A path of a socket in the run's directory that is short enough for sun_path: as it is, or by
+    way of a short-lived symbolic link."""
     plain = os.path.join(run_path, name)
     if len(os.fsencode(plain)) <= MAX_ADDRESS_BYTES:
         yield plain
-    elif sys.platform == "linux":
-        fd = os.open(run_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            yield f"/proc/self/fd/{fd}/{name}"
-        finally:
-            os.close(fd)
-    else:
-        import tempfile
+        return
+    import tempfile
 
-        with tempfile.TemporaryDirectory(prefix="toast") as directory:
-            link = os.path.join(directory, "r")
-            os.symlink(os.path.abspath(run_path), link)
-            yield os.path.join(link, name)
+    with tempfile.TemporaryDirectory(prefix="toast") as directory:
+        link = os.path.join(directory, "r")
+        os.symlink(os.path.abspath(run_path), link)
+        yield os.path.join(link, name)
 
 
 class HandoverServer:
