@@ -59,7 +59,9 @@ def to_json(frame: Frame, arrays: str, top: int, read: Any) -> str:
         elif arrays == "topk":
             fields["logits"] = _top(read(frame.logits), top)
         else:
-            fields["logits"] = _all(read(frame.logits))
+            from toastkit.stages.arrays import from_numpy
+
+            fields["logits"] = _plain(from_numpy(read(frame.logits)))
     return json.dumps(fields, ensure_ascii=False, default=_plain)
 
 
@@ -137,14 +139,6 @@ def _top(values: Any, count: int) -> dict:
     count = min(count, x.size)
     best = np.argsort(-x, kind="stable")[:count]
     return {"topk": [[int(i), round(float(x[i]), 6)] for i in best], "size": int(x.size)}
-
-
-def _all(values: Any) -> dict:
-    return {
-        "dtype": "float32",
-        "shape": list(values.shape),
-        "base64": base64.b64encode(values.astype("<f4").tobytes()).decode(),
-    }
 
 
 def _shown(value: Any) -> Any:
