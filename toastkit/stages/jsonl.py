@@ -1,12 +1,4 @@
-"""Frames as JSON lines and back: for awk, jq and eyes.
-
-A frame is its map as an object. Token ids are a list of numbers. An array is one of
-
-    {"topk": [[id, logprob], ...], "size": n}      its n softmax entries' most likely ones
-    {"dtype": d, "shape": [...], "base64": s}      all of it
-    {"slot": i, "seq": n, "dtype": d, "shape": []} a reference, as it stands
-
-and the first two become arrays again: what a top-k list leaves out is minus infinity.
+"""Frames as JSON lines and back, as in toast-frames(5): for awk, jq and eyes.
 
 A line is bounded before it is parsed: in bytes, and in values by its commas and brackets, which
 those in strings only make more of.

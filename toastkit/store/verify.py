@@ -17,10 +17,10 @@ from toastkit.model.toast_format import (
     FILE_PREFIX,
     FILES_GROUP,
     LAYER_GROUP,
-    LAYERS_KEY,
     OUTSIDE_GROUP,
     PAD_PREFIX,
     VERSION_KEY,
+    layer_count,
     new_digest,
 )
 from toastkit.store.writer import LAYOUT_KEY, Progress, layout_digest
@@ -200,8 +200,7 @@ class _Scan:
 
 def _missing_groups(header: Header, found: set[str]) -> Iterator[Problem]:
     """Layers that no file speaks of."""
-    layers = header.metadata.get(LAYERS_KEY, "")
-    count = int(layers) if layers.isdecimal() and len(layers) < 6 else 0
-    for group in [OUTSIDE_GROUP, *map(LAYER_GROUP.format, range(count))]:
+    layers = range(layer_count(header.metadata))
+    for group in [OUTSIDE_GROUP, *map(LAYER_GROUP.format, layers)]:
         if group not in found:
             yield Problem(header.path.name, None, f"has no checksums of {group}")
