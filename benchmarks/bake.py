@@ -74,8 +74,8 @@ def measure(case: str, source: str, out: Path) -> dict:
 
     from toastkit.model.config import load_config
     from toastkit.model.locate import locate
-    from toastkit.store.bake import QuantizationOptions, bake
-    from toastkit.store.split import split
+    from toastkit.store.bake import bake, split
+    from toastkit.store.quantising import QuantizationOptions
     from toastkit.store.store import Store
 
     def run(name: str, out: Path):

@@ -22,7 +22,7 @@ from measure import in_turn, ratio, spread
 from toastkit.engine.engine import Engine
 from toastkit.engine.geared import BySelector, Chooser, Schedule, score_in_gears
 from toastkit.engine.opening import open_engine
-from toastkit.gears.cost import break_even_tokens, dynamic_seconds, speedup
+from toastkit.gears.cost import break_even_tokens
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.plan import GearPlan, plan
 from toastkit.gears.selector import GearSelector, SelectorOptions
@@ -93,7 +93,7 @@ def cost(subjects: Sequence[Subject]) -> None:
 def _plan(subject: Subject, scope: str) -> dict[str, GearPlan]:
     """The prediction, by gear, for the type that this machine computes in."""
     from toastkit.engine import device
-    from toastkit.store.checkpoint import activation_dtype
+    from toastkit.store.dtypes import activation_dtype
 
     dtype = activation_dtype(device.start() == "cpu")
     store = Store(subject.files, load_config(subject.files))
@@ -320,7 +320,7 @@ def _answer(
     total = sum(into.values())
     each = {gear: median(shifts["first" if gear == "high" else "kept"][gear]) for gear in ORDER}
     one = sum(n * each[gear] for gear, n in into.items()) / max(1, total)
-    predicted = dynamic_seconds(counts, seconds, total, one)
+    predicted = _dynamic_seconds(counts, seconds, total, one)
     values = [timing.total for timing in timings["auto"]]
     by_bytes = {gear: plans[gear].token for gear in ORDER}
     how = "gears by the entropy of a story" if subject.by_entropy else f"{RUN} tokens in each gear"
@@ -336,8 +336,8 @@ def _answer(
             ["t_shift", f"{1e3 * one:.2f} ms", f"{total} shifts"],
             ["T predicted", f"{predicted:.3f} s", ""],
             ["T measured", f"{spread(values, 1, 3)} s", f"{fmean(values) / predicted:.3f} of it"],
-            ["speedup by bytes alone", f"{speedup(counts, by_bytes, 0, 0):.3f}", ""],
-            ["speedup predicted", f"{speedup(counts, seconds, total, one):.3f}", ""],
+            ["speedup by bytes alone", f"{_speedup(counts, by_bytes, 0, 0):.3f}", ""],
+            ["speedup predicted", f"{_speedup(counts, seconds, total, one):.3f}", ""],
             ["speedup measured", f"{seconds['high'] * len(told) / fmean(values):.3f}", ""],
         ],
     )
@@ -384,3 +384,15 @@ def _chooser(subject: Subject, name: str, vocab: int) -> Chooser:
         return BySelector(GearSelector(vocab, SelectorOptions()))
     # The first two passes are not timed: one in high that is not asked for, and one here.
     return Schedule([LOT[0], *(LOT[n // RUN % len(LOT)] for n in range(count))])
+
+
+def _dynamic_seconds(counts: dict, seconds: dict, shifts: int, shift_seconds: float) -> float:
+    """T_dynamic of section 9: tokens and shifts together. counts: tokens by gear. seconds: of a
+    token, by gear."""
+    return shifts * shift_seconds + sum(n * seconds[gear] for gear, n in counts.items() if n)
+
+
+def _speedup(counts: dict, seconds: dict, shifts: int, shift_seconds: float) -> float:
+    """How many times faster than all in high gear: N t_high / T_dynamic."""
+    total = _dynamic_seconds(counts, seconds, shifts, shift_seconds)
+    return sum(counts.values()) * seconds["high"] / total

@@ -7,12 +7,12 @@ from typing import NamedTuple, cast
 import mlx.core as mx
 from gears_report import percent, table, title
 
-from toastkit.gears.cost import row_bytes
 from toastkit.gears.discovery import discover
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
-from toastkit.store.checkpoint import load_model
-from toastkit.store.precision import LARGEST, dequantise_rows, predicted_mse, quantise_rows
+from toastkit.store.groups import row_bytes
+from toastkit.store.precision import LARGEST, dequantise_rows, quantise_rows
+from toastkit.store.store import Store
 
 
 class Found(NamedTuple):
@@ -28,8 +28,9 @@ class Found(NamedTuple):
 def formats() -> None:
     """A row for each width."""
     files = locate("crumb")
-    model = load_model(files, load_config(files), None)
-    weights: list[mx.array] = [one.module["weight"] for one in discover(model, "all")]
+    store = Store(files, load_config(files))
+    store.model.load_weights(list(store.load().items()))
+    weights: list[mx.array] = [one.module["weight"] for one in discover(store.model, "all")]
     found = {bits: _measured(weights, bits) for bits in sorted(LARGEST, reverse=True)}
     title(
         "Formats",
@@ -60,7 +61,12 @@ def _measured(weights: list[mx.array], bits: int) -> Found:
     for weight in weights:
         packed, columns = quantise_rows(weight, bits, pad=True), weight.shape[-1]
         off = weight.astype(mx.float32) - dequantise_rows(packed, bits, columns)
-        means = mx.stack([mx.mean(predicted_mse(weight, bits)), mx.mean(mx.square(off))])
+        means = mx.stack(
+            [
+                mx.mean(mx.square(packed.scales[..., 0].astype(mx.float32))) / 12,
+                mx.mean(mx.square(off)),
+            ]
+        )
         first, second = cast("list[float]", means.tolist())
         expected += first * weight.size
         error += second * weight.size

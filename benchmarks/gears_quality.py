@@ -129,7 +129,7 @@ def distribution(bench: Bench) -> None:
                 options = SelectorOptions(monitor, hold)
                 selector = GearSelector(VOCAB, options)
                 gears = chosen(entropies, options)[head:]
-                low_high = f"{selector.low:.2f} {selector.high:.2f}"
+                low_high = f"{selector.monitor.low:.2f} {selector.monitor.high:.2f}"
                 rows.append([text.name, name, low_high, str(hold), *_spread_of(gears)])
     table(
         ("text", "thresholds", "bits", "hold", *GEARS, "shifts/100", "run"), rows, left=2
@@ -227,7 +227,7 @@ def auto(bench: Bench) -> None:
 
 
 def _say_what_auto_is(scope: str, cost: Cost, calibrated: SelectorOptions) -> None:
-    default, own = (GearSelector(VOCAB, o) for o in (SelectorOptions(), calibrated))
+    default, own = (GearSelector(VOCAB, o).monitor for o in (SelectorOptions(), calibrated))
     bits = ", ".join(f"{gear} {cost.bits[gear]:.2f}" for gear in GEARS)
     title(
         f"Auto against fixed gears and blind mixtures, scope {scope}",

@@ -4,7 +4,7 @@
 
 The checkpoint is a llama with random bfloat16 weights in several shards, made for the run. Each
 load is a process of its own, in turn with the others, with the files in the system's cache.
-"model" is the call that gives the model, imports not counted: our load_model, and load_model of
+"model" is the call that gives the model, imports not counted: our open_engine, and load_model of
 mlx_lm.utils. "whole" is a process from its start until model and tokenizer are there: our Engine
 and Tokenizer, and mlx_lm.load. Peak memory is that of the process, and what MLX counted. All keep
 the checkpoint's dtype but for one: float32, our default on the CPU, where weights take twice the
@@ -76,14 +76,13 @@ print(json.dumps({
 OUR_MODEL = """
 import sys, time
 from toastkit.engine import device
-from toastkit.model.config import load_config
+from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.store.checkpoint import load_model
 import mlx_lm.models.llama
 device.start()
 start = time.perf_counter()
 files = locate(sys.argv[1])
-model = load_model(files, load_config(files), None)
+model = open_engine(files, dtype="bfloat16").model
 seconds = time.perf_counter() - start
 """
 THEIR_MODEL = """

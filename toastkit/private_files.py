@@ -11,6 +11,7 @@ the call that hit it, where a map would be killed by SIGBUS.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from typing import TYPE_CHECKING
@@ -132,6 +133,16 @@ def _remove(path: Path | str, at: int | None) -> None:
         os.unlink(path, dir_fd=at)
     except FileNotFoundError:
         pass
+
+
+def try_lock(fd: int) -> bool:
+    """Takes the lock (flock, exclusive) of an open file, without waiting; False where another
+    holds it. Raises OSError."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
 
 
 def sync_directory(path: Path) -> None:

@@ -46,6 +46,19 @@ def random_weights(model, scale: float) -> dict:
     return made
 
 
+def loaded_model(files, dtype: str | None = None):
+    """The model of a checkpoint with all its weights, by way of the store alone."""
+    from toastkit.model.config import load_config
+    from toastkit.store.dtypes import DTYPES
+    from toastkit.store.store import Store
+
+    store = Store(files, load_config(files))
+    store.model.load_weights(list(store.load().items()))
+    if dtype is not None:
+        store.model.set_dtype(DTYPES[dtype])
+    return store.model
+
+
 def tied_llama(path: Path) -> Path:
     """Tied embeddings, two shards."""
     from mlx_lm.models import llama

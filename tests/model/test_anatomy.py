@@ -10,6 +10,7 @@ mx = pytest.importorskip("mlx.core")
 
 from mlx.utils import tree_flatten  # noqa: E402
 
+from tests.model.checkpoints import loaded_model  # noqa: E402
 from tests.model.published import NAMES, write_published  # noqa: E402
 from tests.model.reference import OLD_MLX_LM  # noqa: E402
 from toastkit.model.config import load_config  # noqa: E402
@@ -17,7 +18,6 @@ from toastkit.model.files import ModelFiles  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
 from toastkit.store import anatomy as module  # noqa: E402
 from toastkit.store.anatomy import PARTS, anatomy, part_of  # noqa: E402
-from toastkit.store.checkpoint import load_model  # noqa: E402
 from toastkit.store.skeleton import new_model  # noqa: E402
 from toastkit.store.store import Store  # noqa: E402
 
@@ -97,7 +97,7 @@ def test_caches_are_those_of_the_loaded_model(published: tuple[str, ModelFiles])
 
     _, files = published
     _, found = look(files)
-    model = load_model(files, load_config(files), None)
+    model = loaded_model(files)
     cache = make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.uint32), cache=cache)  # lazy: the CPU has no experts in 16 bits
     grows = window = state = 0

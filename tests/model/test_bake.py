@@ -21,8 +21,7 @@ from toastkit.model.files import SMALL_FILES
 from toastkit.model.locate import locate
 from toastkit.model.safetensors import read_header
 from toastkit.model.toast_format import PAGE, is_model_tensor
-from toastkit.store.bake import bake
-from toastkit.store.split import split
+from toastkit.store.bake import bake, split
 from toastkit.store.store import Store
 from toastkit.store.verify import verify
 
@@ -138,7 +137,7 @@ def test_blocks_of_rows_make_no_difference(
     whole = baked(mixed, tmp_path / "a.toast", **options).read_bytes()
     monkeypatch.setattr("toastkit.store.pieces.READ_BYTES", 3000)
     monkeypatch.setattr("toastkit.store.pieces.BLOCK_BYTES", 700)
-    monkeypatch.setattr("toastkit.store.writer.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("toastkit.model.safetensors.CHUNK_BYTES", 1000)
     assert baked(mixed, tmp_path / "b.toast", **options).read_bytes() == whole
 
 
@@ -196,8 +195,7 @@ device.start("cpu")
 from toastkit.errors import ToastError
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
-from toastkit.store.bake import bake
-from toastkit.store.split import split
+from toastkit.store.bake import bake, split
 from toastkit.store.store import Store
 files = locate(sys.argv[1])
 def progress(done, total):

@@ -16,9 +16,9 @@ from toastkit.errors import DataError, UsageError
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.model.safetensors import read_header
-from toastkit.store.bake import QuantizationOptions, bake
+from toastkit.store.bake import bake, split
 from toastkit.store.precision import GEAR_BITS, dequantise_rows, quantise_rows
-from toastkit.store.split import split
+from toastkit.store.quantising import QuantizationOptions
 from toastkit.store.store import Store
 from toastkit.store.verify import verify
 

@@ -14,7 +14,7 @@ from tests.model.service_driver import Driver, user  # noqa: E402
 from toastkit.errors import DataError  # noqa: E402
 from toastkit.frames import Token  # noqa: E402
 from toastkit.gears import calibration  # noqa: E402
-from toastkit.gears.monitor import entropy_bits  # noqa: E402
+from toastkit.gears.monitor import EntropyMeter  # noqa: E402
 from toastkit.gears.thresholds import path, save  # noqa: E402
 from toastkit.interrupts import Interrupt  # noqa: E402
 from toastkit.model.config import load_config  # noqa: E402
@@ -69,7 +69,7 @@ def test_a_prompt_has_an_entropy_after_each_token(crumb, tokenizer: PromptTokeni
     ids = ids_of(tokenizer, "What is 3 + 4? Show your work.")
     rows = np.array(crumb.score(ids, crumb.new_cache()))
     found = prompt_entropies(crumb, ids)
-    assert found == pytest.approx([entropy_bits(row) for row in rows], abs=CLOSE)
+    assert found == pytest.approx([EntropyMeter(len(row)).bits(row) for row in rows], abs=CLOSE)
     assert len(found) == len(ids) and max(found) > 1
     assert prompt_entropies(crumb, ids[:1]) == pytest.approx(found[:1], abs=CLOSE)
 

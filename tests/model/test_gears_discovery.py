@@ -12,7 +12,7 @@ import mlx.nn as nn  # noqa: E402
 
 from tests.model.published import NAMES, write_published  # noqa: E402
 from toastkit.errors import UsageError  # noqa: E402
-from toastkit.gears.discovery import discover, is_attention, layer_of, prefixes  # noqa: E402
+from toastkit.gears.discovery import container, discover, layer_of  # noqa: E402
 from toastkit.model.config import load_config  # noqa: E402
 from toastkit.model.files import ModelFiles  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
@@ -98,6 +98,12 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+def prefixes(managed: list) -> list[str]:
+    """The containers of attention that matrices are in, each once."""
+    found = (container(one.path) for one in managed)
+    return list(dict.fromkeys(path for path in found if path is not None))
+
+
 def module_tree(names: list[str]) -> nn.Module:
     """Modules under dotted names; numbers make lists."""
     tree: dict[str, Any] = {}
@@ -178,7 +184,7 @@ def test_a_published_layout(name: str) -> None:
     ],
 )
 def test_names_of_attention(path: str, yes: bool) -> None:
-    assert is_attention(path) == yes
+    assert (container(path) is not None) == yes
 
 
 def test_layers_are_the_first_numbers() -> None:
@@ -243,7 +249,7 @@ def test_an_architecture(name: str, tmp_path) -> None:
     layers = {one.layer for one in attention}
     assert layers == (set() if name == "mamba2" else set(range(store.layer_count)))
     paths = [one.path for one in everything]
-    assert [one.path for one in attention] == [path for path in paths if is_attention(path)]
+    assert [one.path for one in attention] == [path for path in paths if container(path)]
     assert set(paths) == {
         path
         for path, module in leaf_modules(store.model)

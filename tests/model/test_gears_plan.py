@@ -11,7 +11,12 @@ mx = pytest.importorskip("mlx.core")
 
 from mlx.utils import tree_flatten  # noqa: E402
 
-from tests.model.checkpoints import SIZES, random_weights, write_checkpoint  # noqa: E402
+from tests.model.checkpoints import (  # noqa: E402
+    SIZES,
+    loaded_model,
+    random_weights,
+    write_checkpoint,
+)
 from tests.model.published import write_published  # noqa: E402
 from toastkit.errors import UsageError  # noqa: E402
 from toastkit.gears.cost import whole_speedup  # noqa: E402
@@ -22,7 +27,6 @@ from toastkit.model.files import ModelFiles  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
 from toastkit.model.toast_format import GEAR_PREFIX  # noqa: E402
 from toastkit.store.bake import bake  # noqa: E402
-from toastkit.store.checkpoint import load_model  # noqa: E402
 from toastkit.store.precision import quantise_rows  # noqa: E402
 from toastkit.store.store import Store  # noqa: E402
 
@@ -63,7 +67,7 @@ def sizes(model: Any) -> dict[str, int]:
 @pytest.mark.parametrize("name", MODELS)
 def test_device_bytes_are_those_of_the_quantised_model(made, name: str, dtype: str | None) -> None:
     files = made(name)
-    model = load_model(files, load_config(files), dtype)
+    model = loaded_model(files, dtype)
     before = sizes(model)
     for scope in SCOPES:
         managed = discover(model, scope)
@@ -189,7 +193,7 @@ def test_models_without_gears(made, name: str, scope: str, said: str) -> None:
     assert said in found.note
     (high,) = found.gears
     assert (high.gear, high.managed, high.shift, found.share, found.modules) == ("high", 0, 0, 0, 0)
-    assert high.device == sum(sizes(load_model(files, load_config(files), None)).values())
+    assert high.device == sum(sizes(loaded_model(files)).values())
 
 
 def test_the_mixers_of_mamba_are_in_the_scope_of_all(made) -> None:
@@ -209,7 +213,7 @@ def test_experts_that_cannot_be_counted_all_count(monkeypatch: pytest.MonkeyPatc
     def refuse(*rest, **named):
         raise ValueError("no such luck")
 
-    monkeypatch.setattr(anatomy._Trial, "_run", refuse)
+    monkeypatch.setattr(anatomy, "_hollow", refuse)
     files, told = locate("crumb"), []
     found = plan(Store(files, load_config(files)), "all", explain=told.append)
     assert found.gears[0].token == found.gears[0].device

@@ -10,15 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from toastkit.errors import DataError
-from toastkit.store.groups import padded
+from toastkit.store.groups import group_size_of, padded
 from toastkit.store.precision import (
     FLOOR,
     HALF_FLOOR,
     LARGEST,
     Rows,
     dequantise_rows,
-    group_size_of,
-    predicted_mse,
     quantise_rows,
 )
 
@@ -283,6 +281,11 @@ def test_padding_is_multiplied_with_padding() -> None:
 
 
 # ------------------------------------------------------------------------- the error, section 13
+
+
+def predicted_mse(weight: mx.array, bits: int) -> mx.array:
+    """s^2 / 12 of each row: of numbers that fall anywhere between two steps."""
+    return mx.square(quantise_rows(weight, bits).scales[..., 0].astype(mx.float32)) / 12
 
 
 def mean_error(weight: mx.array, bits: int) -> np.ndarray:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from toastkit.errors import DataError, UsageError
 from toastkit.gears.classifier import Difficulty, classify
-from toastkit.gears.monitor import EntropyMonitor, MonitorOptions
-from toastkit.gears.selector import Decision, GearSelector, SelectorOptions
+from toastkit.gears.monitor import EntropyMonitor, MonitorOptions, Reading
+from toastkit.gears.selector import GearSelector, SelectorOptions
 
 VOCAB = 32768
 # Half of what is drawn is about the thresholds or past the catastrophe's limit, 13.5.
@@ -36,12 +36,12 @@ def one(min_duration: int = 1, **monitor) -> SelectorOptions:
 
 def run(
     values: list[float], options: SelectorOptions | None = None, start: Difficulty | None = None
-) -> list[Decision]:
+) -> list[Reading]:
     selector = GearSelector(VOCAB, options, start)
     return [selector.update(value) for value in values]
 
 
-def gears(decisions: list[Decision]) -> list[str]:
+def gears(decisions: list[Reading]) -> list[str]:
     return [decision.gear for decision in decisions]
 
 
@@ -139,8 +139,11 @@ def test_the_forecast_says_what_to_prepare():
 
 def test_thresholds_are_those_of_the_vocabulary():
     selector = GearSelector(4096)
-    assert (selector.vocab, selector.gear) == (4096, None)
-    assert (selector.low, selector.high) == (pytest.approx(1.44), pytest.approx(2.8))
+    assert (selector.monitor.vocab, selector.gear) == (4096, None)
+    assert (selector.monitor.low, selector.monitor.high) == (
+        pytest.approx(1.44),
+        pytest.approx(2.8),
+    )
     assert selector.update(1.44).gear == selector.gear == "low"
 
 
@@ -151,9 +154,8 @@ def test_a_prompt_that_was_classified_can_be_a_start():
 
 def test_last_and_whether_another_goes_on():
     selector = GearSelector(VOCAB)
-    with pytest.raises(ValueError):
-        selector.last()
-    assert selector.update(1.5) is selector.last()
+    assert selector.last is None
+    assert selector.update(1.5) is selector.last
     assert selector.goes_on_as(GearSelector(VOCAB, SelectorOptions(), start_in("high")))
     assert not selector.goes_on_as(GearSelector(4096))
     assert not selector.goes_on_as(GearSelector(VOCAB, SelectorOptions(min_duration=5)))
@@ -212,12 +214,12 @@ def test_a_resumed_selector_goes_on_identically(before, after, window, duration,
         GearSelector.from_state(msgpack.unpackb(msgpack.packb(state))),
         GearSelector.from_state(json.loads(json.dumps(state))),
     ]
-    kept = selector.last() if before else None
+    kept = selector.last if before else None
     expected = [selector.update(value) for value in after]
     for other in resumed:
         assert other.goes_on_as(selector)
         assert other.state() == state
-        assert kept is None or other.last() == kept
+        assert kept is None or other.last == kept
         assert [other.update(value) for value in after] == expected
     assert selector.state() == resumed[0].state()
 

@@ -296,7 +296,7 @@ def test_more_tensors_than_a_header_holds(tmp_path: Path) -> None:
 
 
 def test_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "CHUNK_BYTES", 100)
+    monkeypatch.setattr("toastkit.model.safetensors.CHUNK_BYTES", 100)
     source = tmp_path / "source"
     item = Planned("a", "U8", (1001,), "outside")
     source.write_bytes(b"before" + content(item) + b"after")

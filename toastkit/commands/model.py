@@ -234,7 +234,7 @@ def split(source: str, **flags) -> int:
     files = find(source)
     _end_tidily()
     store = _open(files, flags)
-    from toastkit.store.split import split as write
+    from toastkit.store.bake import split as write
 
     write(store, Path(flags["output"]), _bar(flags, "split"))
     _print_path(Path(flags["output"]))

@@ -68,7 +68,7 @@ def _worked_out(files, flags: dict[str, Any]) -> Plan:
     on = device.start("auto")
     from toastkit.gears.plan import plan
     from toastkit.model.config import load_config
-    from toastkit.store.checkpoint import activation_dtype
+    from toastkit.store.dtypes import activation_dtype
     from toastkit.store.store import Store
 
     dtype = flags["dtype"] or activation_dtype(on == "cpu")

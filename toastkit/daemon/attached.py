@@ -208,7 +208,7 @@ def _attach(
         raise NoInputError(f"the daemon runs {name}")
     service = load()
     engine = service.engine
-    from toastkit.store.checkpoint import activation_dtype
+    from toastkit.store.dtypes import activation_dtype
 
     if (_usual_device() if device == "auto" else device) != engine.device:
         raise NoInputError(f"the daemon runs {name} on the {engine.device}")

@@ -27,7 +27,7 @@ from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import NO_WISH, PROMPT, Policy, Wish
 from toastkit.model.supported import reads_on_host
 from toastkit.session.directory import Session
-from toastkit.store.checkpoint import DTYPES, activation_dtype
+from toastkit.store.dtypes import DTYPES, activation_dtype
 from toastkit.store.ledger import CACHE, Ledger
 from toastkit.store.reading import host_writes
 from toastkit.store.skeleton import MISFITS

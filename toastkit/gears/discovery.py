@@ -8,7 +8,7 @@ Nemotron-H, is out of the paper's scope and in that of all layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import mlx.nn as nn
@@ -28,11 +28,6 @@ class Managed(NamedTuple):
     layer: int | None
 
 
-def is_attention(path: str) -> bool:
-    """Whether a module's path leads through a container of attention, such as `self_attn`."""
-    return _container(path) is not None
-
-
 def discover(model: nn.Module, scope: str) -> list[Managed]:
     """The matrices of a model that change gear, by layer, and in the order of the tree within one.
 
@@ -45,16 +40,9 @@ def discover(model: nn.Module, scope: str) -> list[Managed]:
     found = []
     for path, module in _matrices(model, "", set()):
         layer = layer_of(path)
-        if is_attention(path) if scope == "attention" else layer is not None:
+        if container(path) is not None if scope == "attention" else layer is not None:
             found.append(Managed(path, module, layer))
     return sorted(found, key=lambda one: -1 if one.layer is None else one.layer)
-
-
-def prefixes(managed: Iterable[Managed]) -> list[str]:
-    """Paths of the attention containers that matrices are in, each once, such as
-    `model.layers.0.self_attn`. Matrices outside of attention have none."""
-    paths = (_container(one.path) for one in managed)
-    return list(dict.fromkeys(path for path in paths if path is not None))
 
 
 def layer_of(path: str) -> int | None:
@@ -62,8 +50,8 @@ def layer_of(path: str) -> int | None:
     return next((int(word) for word in path.split(".") if word.isdecimal()), None)
 
 
-def _container(path: str) -> str | None:
-    """The path up to the first container of attention."""
+def container(path: str) -> str | None:
+    """The path up to the first container of attention, such as `model.layers.0.self_attn`."""
     words = path.split(".")
     for count, word in enumerate(words[:-1], 1):
         if word.lower().replace("_", "").endswith(ATTENTION):

@@ -71,11 +71,6 @@ class EntropyMeter:
         return min(max(nats / math.log(2), 0.0), self._limit)
 
 
-def entropy_bits(logits: np.ndarray) -> float:
-    """Entropy of softmax(logits) in bits. For one call; EntropyMeter keeps its buffers."""
-    return EntropyMeter(len(logits)).bits(logits)
-
-
 @dataclass(frozen=True)
 class MonitorOptions:
     """Paper 003 table 9 and section 3.5.
@@ -96,9 +91,9 @@ class MonitorOptions:
 
     def validate(self) -> None:
         """Raises UsageError that names the option, its value and what it may be."""
-        _check_whole("window", self.window, 1, LONGEST_WINDOW)
-        _check_whole("reference vocabulary", self.reference_vocab, 2, 2**31 - 1)
-        _check_whole("lookahead", self.lookahead, 0, LONGEST_WINDOW)
+        check_whole("window", self.window, 1, LONGEST_WINDOW)
+        check_whole("reference vocabulary", self.reference_vocab, 2, 2**31 - 1)
+        check_whole("lookahead", self.lookahead, 0, LONGEST_WINDOW)
         _check_bits("low threshold", self.low)
         _check_bits("high threshold", self.high)
         _check_bits("hysteresis", self.hysteresis)
@@ -110,7 +105,8 @@ class MonitorOptions:
             )
 
 
-def _check_whole(name: str, value: Any, low: int, high: int) -> None:
+def check_whole(name: str, value: Any, low: int, high: int) -> None:
+    """Raises UsageError that names a number and what it may be."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise UsageError(f"invalid {name}: {value!r} is not a whole number in [{low}, {high}]")
 
@@ -123,10 +119,12 @@ def _check_bits(name: str, value: Any) -> None:
 
 @dataclass(slots=True)
 class Reading:
-    """What one step says. entropy, mean, forecast: bits. slope: bits a step.
+    """What one step's logits lead to. entropy, mean, forecast: bits. slope: bits a step.
 
-    gear: "low", "mid" or "high". shifted: whether it differs from the step before.
-    reason: a few words, such as "mean 1.20 <= 1.44" or "held by hysteresis".
+    gear: low, mid or high, to run the next pass in. shifted: it differs from the one before.
+    reason: a few words, such as "mean 1.20 <= 1.44", "held by hysteresis", "held: 2 of 4 tokens",
+    "prompt score 4.8 -> high". expected: the gear that the forecast falls into by the thresholds
+    alone (section 3.5): the one to prepare.
     """
 
     entropy: float
@@ -136,6 +134,7 @@ class Reading:
     gear: str
     shifted: bool
     reason: str
+    expected: str
 
     @property
     def catastrophic(self) -> bool:
@@ -162,13 +161,7 @@ class EntropyMonitor:
         self.low = options.low * scale
         self.high = options.high * scale
         self._catastrophic = CATASTROPHIC * math.log2(vocab)
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the answer so far."""
-        self._window: deque[float] = deque(maxlen=self.options.window)
-        # Kept beside the window, which may hold a single value.
-        self._previous: float | None = None
+        self._window: deque[float] = deque(maxlen=options.window)
         self._gear: str | None = None
 
     def update(self, entropy: float) -> Reading:
@@ -176,20 +169,20 @@ class EntropyMonitor:
         if not math.isfinite(entropy):
             raise DataError(f"cannot follow the entropy: {entropy} is not finite")
         window = self._window
+        previous = window[-1] if window else 0.0
         window.append(entropy)
         # Summed anew, not kept running: the reading then hangs on the window alone, with no drift.
         mean = sum(window) / len(window)
         slope = (window[-1] - window[0]) / (len(window) - 1) if len(window) > 1 else 0.0
-        limit, previous = self._catastrophic, self._previous
-        if previous is not None and previous > limit and entropy > limit:
+        if min(previous, entropy) > self._catastrophic:
             gear, reason = "high", _CATASTROPHE
         else:
             gear, reason = self.classify(mean, self._gear)
         shifted = self._gear is not None and gear != self._gear
-        self._previous = entropy
         self._gear = gear
         forecast = mean + self.options.lookahead * slope
-        return Reading(entropy, mean, slope, forecast, gear, shifted, reason)
+        expected = self.plain(forecast)
+        return Reading(entropy, mean, slope, forecast, gear, shifted, reason, expected)
 
     @property
     def filled(self) -> bool:
@@ -225,7 +218,7 @@ class EntropyMonitor:
             "vocab": self.vocab,
             "options": asdict(self.options),
             "window": list(self._window),
-            "previous": self._previous,
+            "previous": self._window[-1] if self._window else None,
             "gear": self._gear,
         }
 
@@ -247,6 +240,5 @@ class EntropyMonitor:
         if not valid:
             raise DataError("cannot restore the entropy monitor: its state is malformed")
         monitor._window.extend(window)
-        monitor._previous = previous
         monitor._gear = gear
         return monitor

@@ -7,18 +7,20 @@ well). The cache is left out: it hangs on the length.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from toastkit.gears.cost import row_bytes, whole_speedup
+from toastkit.gears.cost import whole_speedup
 from toastkit.gears.discovery import discover
 from toastkit.gears.gear_options import GearOptions
 from toastkit.model.toast_format import GEAR_PREFIX
 from toastkit.store.anatomy import anatomy, part_of
-from toastkit.store.checkpoint import DTYPES
+from toastkit.store.dtypes import DTYPES
+from toastkit.store.groups import row_bytes
 from toastkit.store.precision import GEAR_BITS, Rows
 from toastkit.store.quantising import leaf_modules
 from toastkit.store.skeleton import holds_experts
@@ -113,10 +115,7 @@ class _Weight:
 
     @property
     def count(self) -> int:
-        numbers = 1
-        for side in self.shape:
-            numbers *= side
-        return numbers
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from toastkit.errors import DataError, UsageError
 from toastkit.gears.classifier import Difficulty, short
-from toastkit.gears.monitor import GEARS, EntropyMonitor, MonitorOptions, Reading
+from toastkit.gears.monitor import GEARS, EntropyMonitor, MonitorOptions, Reading, check_whole
 
 LONGEST_DURATION = 1 << 20
 
@@ -32,39 +32,14 @@ class SelectorOptions:
     def validate(self) -> None:
         """Raises UsageError that names the option, its value and what it may be."""
         self.monitor.validate()
-        value = self.min_duration
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or not 1 <= value <= LONGEST_DURATION:
-            raise UsageError(
-                f"invalid minimum duration: {value!r} is not a whole number "
-                f"in [1, {LONGEST_DURATION}]"
-            )
-
-
-@dataclass(slots=True)
-class Decision:
-    """What one step's logits lead to. entropy, mean, forecast: bits. slope: bits a step.
-
-    gear: low, mid or high, to run the next pass in. shifted: it differs from the last decision's.
-    reason: a few words, such as "mean 1.20 <= 1.44", "held by hysteresis", "held: 2 of 4 tokens",
-    "prompt score 4.8 -> high". expected: the gear that the forecast falls into by the thresholds
-    alone (section 3.5): the one to prepare.
-    """
-
-    entropy: float
-    mean: float
-    slope: float
-    forecast: float
-    gear: str
-    shifted: bool
-    reason: str
-    expected: str
+        check_whole("minimum duration", self.min_duration, 1, LONGEST_DURATION)
 
 
 class GearSelector:
     """Decides the gear of every pass of one answer. Deterministic; O(window) a step.
 
-    vocab: ids. start: the difficulty of the prompt, where it is known. Raises UsageError.
+    vocab: ids. start: the difficulty of the prompt, where it is known. monitor: reads the entropy.
+    last: what was decided last, None before the first. Raises UsageError.
     """
 
     def __init__(
@@ -72,45 +47,25 @@ class GearSelector:
     ):
         self.options = options or SelectorOptions()
         self.options.validate()
-        self._monitor = EntropyMonitor(vocab, self.options.monitor)
+        self.monitor = EntropyMonitor(vocab, self.options.monitor)
+        self.last: Reading | None = None
         self._start = start
-        self._last: Decision | None = None
         self._held = 0  # passes in the gear, the one that was decided last included
-
-    @property
-    def vocab(self) -> int:
-        return self._monitor.vocab
-
-    @property
-    def low(self) -> float:
-        """Bits up to which the mean asks for the low gear, for this vocabulary."""
-        return self._monitor.low
-
-    @property
-    def high(self) -> float:
-        """Bits from which the mean asks for the high gear, for this vocabulary."""
-        return self._monitor.high
 
     @property
     def gear(self) -> str | None:
         """The gear of the last decision; None before the first."""
-        return None if self._last is None else self._last.gear
-
-    def last(self) -> Decision:
-        """The last decision. Raises ValueError before the first."""
-        if self._last is None:
-            raise ValueError("nothing has been decided yet")
-        return self._last
+        return None if self.last is None else self.last.gear
 
     def goes_on_as(self, other: GearSelector) -> bool:
         """Whether the other follows the same rules for the same vocabulary, so that this one may
         stand in for it. What they have seen, and how they started, is not compared."""
-        return self.vocab == other.vocab and self.options == other.options
+        return self.monitor.vocab == other.monitor.vocab and self.options == other.options
 
-    def update(self, entropy: float) -> Decision:
+    def update(self, entropy: float) -> Reading:
         """The gear of the pass that consumes the token drawn from logits of this entropy (bits).
         Raises DataError when it is not finite."""
-        reading = self._monitor.update(entropy)
+        reading = self.monitor.update(entropy)
         wanted, reason = self._wanted(reading)
         gear = self.gear or wanted
         shifted = wanted != gear
@@ -118,34 +73,26 @@ class GearSelector:
             wanted, shifted = gear, False
             reason = f"held: {self._held} of {self.options.min_duration} tokens"
         self._held = 1 if shifted else self._held + 1
-        self._last = Decision(
-            reading.entropy,
-            reading.mean,
-            reading.slope,
-            reading.forecast,
-            wanted,
-            shifted,
-            reason,
-            self._monitor.plain(reading.forecast),
-        )
-        return self._last
+        reading.gear, reading.shifted, reading.reason = wanted, shifted, reason
+        self.last = reading
+        return reading
 
     def _wanted(self, reading: Reading) -> tuple[str, str]:
         """Gear and reason, were there no minimum duration."""
         if reading.catastrophic:
             self._start = None  # the prompt looked easier than it is: it is not asked again
             return "high", reading.reason
-        if self._start is not None and not self._monitor.filled:
+        if self._start is not None and not self.monitor.filled:
             score, gear = short(self._start.score), self._start.gear
             return gear, f"prompt score {score} -> {gear}"
-        return self._monitor.classify(reading.mean, self.gear)
+        return self.monitor.classify(reading.mean, self.gear)
 
     def state(self) -> dict[str, Any]:
         """Everything that the next decision hangs on, as plain data for msgpack or JSON."""
         return {
-            "monitor": self._monitor.state(),
+            "monitor": self.monitor.state(),
             "min_duration": self.options.min_duration,
-            "last": None if self._last is None else asdict(self._last),
+            "last": None if self.last is None else asdict(self.last),
             "held": self._held,
             "start": None if self._start is None else self._start.as_map(),
         }
@@ -159,7 +106,7 @@ class GearSelector:
             options = SelectorOptions(monitor.options, state["min_duration"])
             difficulty = None if start is None else Difficulty.from_map(start)
             selector = cls(monitor.vocab, options, difficulty)
-            decision = None if last is None else Decision(**last)
+            decision = None if last is None else Reading(**last)
         except (KeyError, TypeError) as error:
             raise DataError("cannot restore the gear selector: its state is malformed") from error
         except UsageError as error:
@@ -169,11 +116,11 @@ class GearSelector:
         whole = decision is not None and _is_sound(decision) if begun else decision is None
         if not counted or not whole or (difficulty is None) != (start is None):
             raise DataError("cannot restore the gear selector: its state is malformed")
-        selector._monitor, selector._last, selector._held = monitor, decision, held
+        selector.monitor, selector.last, selector._held = monitor, decision, held
         return selector
 
 
-def _is_sound(decision: Decision) -> bool:
+def _is_sound(decision: Reading) -> bool:
     """Whether a decision that was read holds what one may hold."""
     numbers = (decision.entropy, decision.mean, decision.slope, decision.forecast)
     return (

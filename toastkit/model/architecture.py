@@ -8,15 +8,18 @@ runs it after all, so that other users of mlx_lm in the same process notice noth
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
-import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 
-from toastkit.errors import DataError, UnavailableError, did_you_mean
+from toastkit.errors import DataError, did_you_mean
 from toastkit.model.config import ModelConfig
-from toastkit.model.supported import check_supported, module_name, supported
+from toastkit.model.supported import (
+    check_supported,
+    mlx_lm_folder,
+    mlx_lm_spec,
+    module_name,
+    supported,
+)
 
 
 class _Deferred(ModuleType):
@@ -36,12 +39,10 @@ def _mlx_lm() -> ModuleType:
     module = sys.modules.get("mlx_lm")
     if module is not None:
         return module
-    spec = importlib.machinery.PathFinder.find_spec("mlx_lm")
-    if spec is None or spec.submodule_search_locations is None:
-        raise UnavailableError("mlx_lm is not installed", hint="pip install mlx-lm")
+    spec = mlx_lm_spec()
     module = _Deferred("mlx_lm")
     module.__spec__ = spec
-    module.__path__ = spec.submodule_search_locations
+    module.__path__ = spec.submodule_search_locations or []
     module.__file__ = spec.origin
     module.__package__ = "mlx_lm"
     sys.modules["mlx_lm"] = module
@@ -53,10 +54,10 @@ def import_architecture(config: ModelConfig) -> ModuleType:
 
     Raises DataError for a model type that mlx_lm does not know, or that cannot work here.
     """
-    package = _mlx_lm()
+    _mlx_lm()
     name = module_name(config.model_type, config.raw.get("architectures"))
     check_supported(config.model_type, name)
-    if not (Path(next(iter(package.__path__))) / "models" / f"{name}.py").is_file():
+    if not (mlx_lm_folder() / "models" / f"{name}.py").is_file():
         raise DataError(
             f"model type {config.model_type!r} is not supported by mlx_lm",
             hint=did_you_mean(

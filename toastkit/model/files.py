@@ -189,13 +189,9 @@ class ModelFiles:
                     del header.entries[name]
 
     def _check_split(self, headers: list[Header]) -> None:
-        count = headers[0].metadata.get(toast_format.LAYERS_KEY, "")
-        expected = [
-            toast_format.LAYER_FILE.format(i)
-            for i in range(int(count) if count.isdecimal() and len(count) < 6 else 0)
-        ]
         found = {header.path.name for header in headers}
-        for name in expected:
+        for index in range(toast_format.layer_count(headers[0].metadata)):
+            name = toast_format.LAYER_FILE.format(index)
             if name not in found:
                 raise NoInputError(f"{self.name}: {name} is missing")
 

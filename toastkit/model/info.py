@@ -69,12 +69,10 @@ def _quantization(config: ModelConfig) -> dict[str, Any] | None:
 
 
 def _has_template(files: ModelFiles) -> bool:
-    if files.read("chat_template.jinja") is not None:
-        return True
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        if (files.read_json(name) or {}).get("chat_template"):
-            return True
-    return False
+    names = ("chat_template.json", "tokenizer_config.json")
+    return files.read("chat_template.jinja") is not None or any(
+        (files.read_json(name) or {}).get("chat_template") for name in names
+    )
 
 
 # ---------------------------------------------------------------------------- for people to read

@@ -21,7 +21,6 @@ from toastkit.model import rotation
 from toastkit.model.config import ModelConfig
 from toastkit.model.source import Source, source_of
 from toastkit.model.supported import CAUTIONS, module_name
-from toastkit.model.window import ignored_window
 
 # Names for one thing: a class that reads one of them is given it from any other.
 SYNONYMS = (
@@ -70,6 +69,11 @@ NEUTRAL: dict[str, tuple] = {
 REFUSED = {
     "minicpm3": (("tie_word_embeddings", True, "does not scale the logits of a tied head"),),
 }
+WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size")
+# Architectures that transformers too computes without one, whatever the configuration says.
+WITHOUT_WINDOW = ("llama",)
+# Without `layer_types` these, and what is built on them, have no window in any layer.
+LISTED = ("llama", "ministral3")
 # The first that is set counts.
 ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act")
 # By family, what of a class's code computes them.
@@ -127,7 +131,7 @@ def _fit(config: ModelConfig, where: str, module: str) -> Fitted:
         rotation.rename_rotation(level, of, where)
         _check(level, of, where)
         told += [*rotation.cautions(level, of), *_activation_cautions(level, of)]
-        windows.append(ignored_window(level, of))
+        windows.append(_ignored_window(level, of))
     window = min((w for w in windows if w is not None), default=None)
     yarn = next((y for level, _ in levels if (y := rotation.unrounded_yarn(level))), None)
     return Fitted(fitted, yarn, tuple(dict.fromkeys(told)), window, module)
@@ -264,3 +268,41 @@ def _check_pattern(config: dict[str, Any], source: Source, where: str) -> None:
                     f"{where}: {source.module} of mlx_lm has one layer in {period} look back "
                     f"without a window; layer {n + 1} of layer_types is otherwise"
                 )
+
+
+# ---------------------------------------------------------------------------------------- windows
+
+
+def _ignored_window(config: dict[str, Any], source: Source) -> int | None:
+    """The tokens past which the architecture looks further back than its configuration allows, None
+    where it does not.
+
+    config: a level of it, in the names that the class reads.
+    """
+    window = next((config[name] for name in WINDOWS if config.get(name)), None)
+    if type(window) is not int or window < 1 or not _slides(config):
+        return None
+    if config.get("model_type") in WITHOUT_WINDOW or _keeps(config, source):
+        return None
+    return window
+
+
+def _slides(config: dict[str, Any]) -> bool:
+    """Whether any layer has the window."""
+    if config.get("use_sliding_window") is False:
+        return False
+    layers = config.get("layer_types")
+    if isinstance(layers, list):
+        return any("sliding" in str(kind) for kind in layers)
+    first, count = config.get("max_window_layers"), config.get("num_hidden_layers")
+    return not (isinstance(first, int) and isinstance(count, int) and first >= count)
+
+
+def _keeps(config: dict[str, Any], source: Source) -> bool:
+    """Whether the class has a window where the configuration has one. Some have it only in the
+    layers that `layer_types` names."""
+    if not any(source.reads(name) for name in WINDOWS):
+        return False
+    listed = any(part in LISTED for part in source.parts)
+    by_name = "layer_types" in source.fields and source.has_word("full_attention")
+    return not by_name or isinstance(config.get("layer_types"), list) or not listed

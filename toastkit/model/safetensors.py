@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from toastkit.errors import DataError, NoInputError, from_os_error
+from toastkit.private_files import pread_into
 from toastkit.text.bounded_json import parse
 
 ITEM_BYTES = {
@@ -31,6 +33,7 @@ MAX_TENSORS = 1 << 18
 MAX_DIMENSIONS = 16
 MAX_NAME_LENGTH = 1024
 METADATA = "__metadata__"
+CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,19 @@ def read_header(path: Path, label: str) -> Header:
         raise DataError(f"{label}: cannot read {path.name}: {error}") from error
     texts = {key: value for key, value in metadata.items() if isinstance(value, str)}
     return Header(path, {entry.name: entry for entry in entries}, texts, data_start, size)
+
+
+def chunks(path: Path, start: int, stop: int) -> Iterator[memoryview | None]:
+    """Bytes start:stop of a file, CHUNK_BYTES at a time, each good until the next; None, as the
+    last, where the file ends before. Raises what from_os_error gives."""
+    scratch = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
+    try:
+        with open(path, "rb", buffering=0) as file:
+            for offset in range(start, stop, CHUNK_BYTES):
+                part = scratch[: stop - offset]
+                yield part if pread_into(file.fileno(), part, offset) else None
+    except OSError as error:
+        raise from_os_error(error, f"cannot read {path}") from error
 
 
 def check_sizes(header_bytes: int, tensors: int) -> None:

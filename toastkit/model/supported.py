@@ -7,11 +7,11 @@ transformers; so `toast-model info --supported` answers without either.
 from __future__ import annotations
 
 import ast
-import importlib.machinery
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from toastkit.errors import DataError, UnavailableError
@@ -71,13 +71,18 @@ class Support:
     note: str
 
 
-def mlx_lm_folder() -> Path:
-    """Where mlx_lm is installed. Raises UnavailableError where it is not."""
+def mlx_lm_spec() -> ModuleSpec:
+    """Of the installed mlx_lm. Raises UnavailableError where it is not."""
     module = sys.modules.get("mlx_lm")
-    spec = getattr(module, "__spec__", None) or importlib.machinery.PathFinder.find_spec("mlx_lm")
+    spec = getattr(module, "__spec__", None) or PathFinder.find_spec("mlx_lm")
     if spec is None or spec.submodule_search_locations is None:
         raise UnavailableError("mlx_lm is not installed", hint="pip install mlx-lm")
-    return Path(next(iter(spec.submodule_search_locations)))
+    return spec
+
+
+def mlx_lm_folder() -> Path:
+    """Where mlx_lm is installed. Raises UnavailableError where it is not."""
+    return Path(next(iter(mlx_lm_spec().submodule_search_locations or ())))
 
 
 def module_name(model_type: str, architectures: object = None) -> str:

@@ -1,21 +1,14 @@
-"""The `.toast` file: a whole model in one safetensors file.
-
-    metadata   format "mlx", toastkit "1", layers "8", checksums (JSON, below)
-    data       __file__.config.json and the other small files, as U8 tensors
-               the tensors outside the layers
-               layer 0, layer 1, ...: each begins at a multiple of PAGE, padded by __pad__.N
+"""The `.toast` file of toast-file(5): a whole model in one safetensors file.
 
 A tensor has the name of the model's parameter that it is: what mlx_lm's `sanitize` does to a
 published checkpoint has been done, and quantised modules are stored as weight, scales, biases.
-`__gear__.low.NAME` is NAME in another precision. There are no holes, so any safetensors reader can
-open it. `checksums` is {group: {tensor: hex of its BLAKE2b-64}}, groups `files`, `outside`,
-`layer.0` ...; a split directory has the same in the metadata of its files, that of the small files
-beside it included. `layout` is the BLAKE2b-64 of what the header itself says.
+There are no holes, so any safetensors reader can open it.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 VERSION = "1"
 VERSION_KEY, LAYERS_KEY, CHECKSUMS_KEY = "toastkit", "layers", "checksums"
@@ -33,13 +26,12 @@ def is_model_tensor(name: str) -> bool:
     return not name.startswith((FILE_PREFIX, PAD_PREFIX, GEAR_PREFIX))
 
 
-def digest_of(data: bytes) -> str:
-    """Hex of the hash of bytes that are all there."""
-    digest = new_digest()
-    digest.update(data)
-    return digest.hexdigest()
+def layer_count(metadata: Mapping[str, str]) -> int:
+    """The layers that a header says there are, 0 where it does not say."""
+    layers = metadata.get(LAYERS_KEY, "")
+    return int(layers) if layers.isdecimal() and len(layers) < 6 else 0
 
 
-def new_digest() -> hashlib.blake2b:
-    """The hash of one tensor's bytes."""
-    return hashlib.blake2b(digest_size=DIGEST_BYTES)
+def new_digest(data: bytes = b"") -> hashlib.blake2b:
+    """The hash of one tensor's bytes, or of those of them that are there."""
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES)

@@ -75,6 +75,7 @@ class HostSampler:
         self._use_top_k = 0 < options.top_k < vocab
         self._inverse = np.float32(1 / options.temperature if options.temperature else 0)
 
+    @np.errstate(over="ignore")  # differences of huge logits overflow to -inf, which they mean
     def draw(
         self,
         logits: np.ndarray,
@@ -94,20 +95,7 @@ class HostSampler:
                 f"cannot draw a token: logits have shape {list(logits.shape)}, "
                 f"the vocabulary has {self.vocab} ids"
             )
-        # Differences of huge logits overflow to -inf, which is what they mean.
-        with np.errstate(over="ignore"):
-            return self._draw(
-                logits.astype(np.float32, copy=False), position, history, top, want_logprob
-            )
-
-    def _draw(
-        self,
-        logits: np.ndarray,
-        position: int,
-        history: Sequence[int],
-        top: int,
-        want_logprob: bool,
-    ) -> Draw:
+        logits = logits.astype(np.float32, copy=False)
         logits, best = self._adjust(logits, history)
         sampling = self.options.temperature > 0
         want_sum = want_logprob or top > 0

@@ -12,8 +12,6 @@ host and MLX on the device see the same bits:
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 Key = tuple[int, int]
@@ -41,22 +39,9 @@ _GUMBEL_FLOOR = np.float32(1e-20)
 GUMBEL_MAX = 16.65
 
 
-def threefry2x32(key: Key, counter0: Any, counter1: Any) -> tuple[Any, Any]:
-    """Two 32-bit words from a key and a counter of two words each.
-
-    counters: Python ints, or uint32 arrays of one shape (not modified). Returns the same kind.
-    """
-    if isinstance(counter0, int):
-        return _scalar(key, counter0, counter1)
-    first = np.array(counter0, np.uint32)
-    second = np.array(counter1, np.uint32)
-    _encrypt(key, first, second, np.empty_like(first))
-    return first, second
-
-
 def position_key(seed: int, position: int, stream: int = 0) -> Key:
     """The key for the draw at a position. seed: 64 bits. stream: 0 the noise, 1 XTC's draw."""
-    return _scalar((seed >> 32 & _MASK, seed & _MASK), position & _MASK, stream & _MASK)
+    return threefry2x32((seed >> 32 & _MASK, seed & _MASK), position & _MASK, stream & _MASK)
 
 
 def uniform(key: Key, n: int) -> np.ndarray:
@@ -101,7 +86,7 @@ def uniform_at(key: Key, n: int, indices: np.ndarray) -> np.ndarray:
 
 def uniform_scalar(key: Key) -> float:
     """The one number of uniform(key, 1), without arrays."""
-    bits, _ = _scalar(key, 0, 0)
+    bits, _ = threefry2x32(key, 0, 0)
     return float(min(np.float32(bits) * _SCALE, _BELOW_ONE))
 
 
@@ -117,7 +102,8 @@ def gumbel(u: np.ndarray) -> np.ndarray:
     return np.negative(u, out=u)
 
 
-def _scalar(key: Key, counter0: int, counter1: int) -> tuple[int, int]:
+def threefry2x32(key: Key, counter0: int, counter1: int) -> tuple[int, int]:
+    """Two 32-bit words from a key and a counter of two words each."""
     schedule = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
     x0 = counter0 + schedule[0] & _MASK
     x1 = counter1 + schedule[1] & _MASK

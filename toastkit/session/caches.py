@@ -1,4 +1,4 @@
-"""mlx_lm's cache objects <-> stored layers: one codec a class, found by an explicit table.
+"""mlx_lm's cache objects <-> stored layers, by the table of classes in layout.py.
 
 A cache is its arrays and a few integers, as `state` of mlx_lm.models.cache has them. Classes are
 told by name and module, never through a subclass test: a subclass may hold more than its parent,
@@ -11,8 +11,8 @@ All arrays are read and made on the calling thread's default stream; MLX streams
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -26,109 +26,53 @@ from toastkit.session.layout import (
     Layer,
     Tensor,
 )
-from toastkit.session.savepoints import Load, Savepoint
+from toastkit.session.savepoints import Load
 
 CACHE_MODULE = "mlx_lm.models.cache"
 DTYPES = {name: getattr(mx, "bool_" if name == "bool" else name) for name in ITEM_BYTES}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# By the names of layout.KINDS; an array that is None is left out. Keys and values: (batch, heads,
-# positions, size) of the activations' dtype, or packed to uint32 with scales and biases; what
-# ArraysCache holds has the shapes and dtypes of its architecture.
 Arrays = dict[str, mx.array]
+Settings = dict[str, int]
+ATTRIBUTES = {"idx": "_idx"}  # where a cache calls a setting otherwise
+# Settings that a fresh cache has too and that must agree.
+FIXED = {
+    "QuantizedKVCache": ("group_size", "bits"), "ChunkedKVCache": ("chunk_size",),
+    "RotatingKVCache": ("keep", "max_size"), "ArraysCache": ("size",),
+}  # fmt: skip
 
 
-class Codec(NamedTuple):
-    """take(cache) -> (settings, arrays); put(cache, settings, arrays) sets a fresh one's state.
-    fixed: settings that a fresh cache has too and that must agree."""
-
-    take: Callable[[Any], tuple[dict[str, int], Arrays]]
-    put: Callable[[Any, dict[str, int], Arrays], None]
-    fixed: tuple[str, ...] = ()
-
-
-# ------------------------------------------------------------------------------------- the classes
-
-
-def _key_values(cache: Any) -> Arrays:
-    return {} if cache.keys is None else {"keys": cache.keys, "values": cache.values}
-
-
-def _take_kv(cache: Any) -> tuple[dict[str, int], Arrays]:
-    return {"offset": cache.offset}, _key_values(cache)
-
-
-def _put_kv(cache: Any, settings: dict[str, int], arrays: Arrays) -> None:
-    cache.keys, cache.values = arrays["keys"], arrays["values"]
-    cache.offset = settings["offset"]
-
-
-def _put_concatenated(cache: Any, settings: dict[str, int], arrays: Arrays) -> None:
-    rows = settings["offset"]  # the class takes its offset from the shape: no room to grow
-    cache.keys, cache.values = arrays["keys"][..., :rows, :], arrays["values"][..., :rows, :]
-    cache.offset = rows
-
-
-def _take_quantized(cache: Any) -> tuple[dict[str, int], Arrays]:
-    settings = {"offset": cache.offset, "group_size": cache.group_size, "bits": cache.bits}
+def _take(kind: str, cache: Any) -> tuple[Settings, Arrays]:
+    """Settings and arrays of a cache by the names of layout.KINDS; an array that is None is left
+    out. Keys and values: (batch, heads, positions, size) of the activations' dtype, or packed to
+    uint32 with scales and biases; what ArraysCache holds is as its architecture has it."""
+    if kind == "ArraysCache":
+        arrays = {str(i): entry for i, entry in enumerate(cache.cache)}
+        arrays.update(left_padding=cache.left_padding, lengths=cache.lengths)
+        present = {name: array for name, array in arrays.items() if array is not None}
+        return {"size": len(cache.cache)}, present
+    settings = {n: int(getattr(cache, ATTRIBUTES.get(n, n))) for n in KINDS[kind].settings}
     if cache.keys is None:
         return settings, {}
-    names = KINDS["QuantizedKVCache"].tensors
-    return settings, dict(zip(names, (*cache.keys, *cache.values), strict=True))
+    packed = kind == "QuantizedKVCache"
+    values = (*cache.keys, *cache.values) if packed else (cache.keys, cache.values)
+    return settings, dict(zip(KINDS[kind].tensors, values, strict=True))
 
 
-def _put_quantized(cache: Any, settings: dict[str, int], arrays: Arrays) -> None:
-    cache.keys, cache.values = (
-        tuple(arrays[f"{side}.{part}"] for part in ("weight", "scales", "biases"))
-        for side in ("keys", "values")
-    )
-    for name in ("offset", "group_size", "bits"):
-        setattr(cache, name, settings[name])
-
-
-def _take_chunked(cache: Any) -> tuple[dict[str, int], Arrays]:
-    names = ("offset", "chunk_size", "start_position")
-    return {name: getattr(cache, name) for name in names}, _key_values(cache)
-
-
-def _put_chunked(cache: Any, settings: dict[str, int], arrays: Arrays) -> None:
-    cache.keys, cache.values = arrays.get("keys"), arrays.get("values")  # none where a chunk begins
-    for name in ("offset", "chunk_size", "start_position"):
-        setattr(cache, name, settings[name])
-
-
-def _take_rotating(cache: Any) -> tuple[dict[str, int], Arrays]:
-    settings = {name: getattr(cache, name) for name in ("offset", "keep", "max_size")}
-    return {**settings, "idx": cache._idx}, _key_values(cache)
-
-
-def _put_rotating(cache: Any, settings: dict[str, int], arrays: Arrays) -> None:
-    cache.keys, cache.values = arrays["keys"], arrays["values"]
-    cache._idx = settings["idx"]
-    for name in ("offset", "keep", "max_size"):
-        setattr(cache, name, settings[name])
-
-
-def _take_arrays(cache: Any) -> tuple[dict[str, int], Arrays]:
-    arrays = {str(i): entry for i, entry in enumerate(cache.cache)}
-    arrays.update(left_padding=cache.left_padding, lengths=cache.lengths)
-    present = {name: array for name, array in arrays.items() if array is not None}
-    return {"size": len(cache.cache)}, present
-
-
-def _put_arrays(cache: Any, settings: dict[str, int], arrays: Arrays) -> None:
-    cache.cache = [arrays.get(str(i)) for i in range(settings["size"])]
-    cache.left_padding, cache.lengths = arrays.get("left_padding"), arrays.get("lengths")
-
-
-CODECS = {
-    "KVCache": Codec(_take_kv, _put_kv),
-    "ConcatenateKVCache": Codec(_take_kv, _put_concatenated),
-    "QuantizedKVCache": Codec(_take_quantized, _put_quantized, ("group_size", "bits")),
-    "ChunkedKVCache": Codec(_take_chunked, _put_chunked, ("chunk_size",)),
-    "RotatingKVCache": Codec(_take_rotating, _put_rotating, ("keep", "max_size")),
-    "ArraysCache": Codec(_take_arrays, _put_arrays, ("size",)),
-}
+def _put(kind: str, cache: Any, settings: Settings, arrays: Arrays) -> None:
+    """Sets a fresh cache's state."""
+    if kind == "ArraysCache":
+        cache.cache = [arrays.get(str(i)) for i in range(settings["size"])]
+        cache.left_padding, cache.lengths = arrays.get("left_padding"), arrays.get("lengths")
+        return
+    if kind == "ConcatenateKVCache":  # takes its offset from the shape: no room to grow
+        arrays = {name: array[..., : settings["offset"], :] for name, array in arrays.items()}
+    values = [arrays.get(name) for name in KINDS[kind].tensors]  # none where a chunk begins
+    if kind == "QuantizedKVCache":
+        values = [tuple(values[:3]), tuple(values[3:])]  # type: ignore[list-item]
+    cache.keys, cache.values = values
+    for name, value in settings.items():
+        setattr(cache, ATTRIBUTES.get(name, name), value)
 
 
 def _kind(cache: Any) -> str:
@@ -146,25 +90,18 @@ def _kind(cache: Any) -> str:
 # ------------------------------------------------------------------------------------------- saving
 
 
-def describe(cache: Sequence[Any]) -> list[LayerSource]:
+def describe(caches: Sequence[Any]) -> list[LayerSource]:
     """What Session.commit_layers takes, from a model's list of caches. Arrays are read only when
     they are written. Raises DataError for a class or a dtype that cannot be saved."""
-    return [_describe_one(layer) for layer in cache]
+    return [describe_one(cache) for cache in caches]
 
 
-def describe_savepoint(point: Savepoint) -> Savepoint:
-    """The same for a savepoint's layers, of which some may be None."""
-    return Savepoint(
-        point.count, [None if layer is None else _describe_one(layer) for layer in point.layers]
-    )
-
-
-def _describe_one(cache: Any) -> LayerSource:
+def describe_one(cache: Any) -> LayerSource:
+    """The same for one cache."""
     kind = _kind(cache)
     if kind == "CacheList":
         return LayerSource(kind, {}, [], describe(cache.caches))
-    settings, arrays = CODECS[kind].take(cache)
-    settings = {name: int(value) for name, value in settings.items()}
+    settings, arrays = _take(kind, cache)
     if not KINDS[kind].grows:
         return LayerSource(kind, settings, [_whole(*item) for item in arrays.items()])
     rows = settings["offset"] - settings.get("start_position", 0)
@@ -235,9 +172,8 @@ def _fill_one(cache: Any, layer: Layer, load: Load) -> None:
         for part, stored in zip(cache.caches, layer.parts):
             _fill_one(part, stored, load)
         return
-    codec = CODECS[kind]
-    fresh, _ = codec.take(cache)
-    for name in codec.fixed:
+    fresh, _ = _take(kind, cache)
+    for name in FIXED.get(kind, ()):
         if fresh[name] != layer.settings[name]:
             raise Damaged(f"{name} is {layer.settings[name]}, the model's {fresh[name]}")
     rows = layer.settings["offset"] - layer.start if KINDS[kind].grows else 1
@@ -245,7 +181,7 @@ def _fill_one(cache: Any, layer: Layer, load: Load) -> None:
     if not arrays and kind not in ("ArraysCache", "ChunkedKVCache"):
         return  # it was never used: a fresh one is the same
     mx.eval(list(arrays.values()))
-    codec.put(cache, layer.settings, arrays)
+    _put(kind, cache, layer.settings, arrays)
 
 
 def _array(tensor: Tensor, buffer: bytearray) -> mx.array:

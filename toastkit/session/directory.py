@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toastkit.errors import DataError, from_os_error
@@ -136,12 +135,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --------------------------------------------------------------------------------- properties
@@ -308,10 +302,13 @@ class Session:
         """
         if cache is None:
             return self.commit_layers(tokens, None, logits, savepoints)
-        from toastkit.session import caches
+        from toastkit.session.caches import describe, describe_one
 
-        points = [caches.describe_savepoint(point) for point in savepoints]
-        return self.commit_layers(tokens, caches.describe(cache), logits, points)
+        points = [
+            Savepoint(count, [None if x is None else describe_one(x) for x in layers])
+            for count, layers in savepoints
+        ]
+        return self.commit_layers(tokens, describe(cache), logits, points)
 
     def commit_layers(
         self,

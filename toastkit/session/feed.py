@@ -1,14 +1,7 @@
 """The feed: tokens from `sample` back to `decode`, over the FIFO `feed` of a run.
 
-A message is one msgpack map, written in one piece of less than PIPE_BUF bytes, so that messages of
-several writers never mix:
-
-    pos    index of the token, as in the logits frame that it answers; nil or missing: whichever is
-           next
-    id     the token, uint32; may be nil or missing in a message with end
-    gear   low, mid or high: for the pass that consumes the token; missing: as before
-    end    true: no token follows, the run is over; missing: false
-    expected  the gear that is likely to be asked for soon: may be prepared; may be missing
+A message is one msgpack map, see toast-frames(5), written in one piece of less than PIPE_BUF bytes,
+so that messages of several writers never mix.
 """
 
 from __future__ import annotations
@@ -33,7 +26,8 @@ RETRY_SECONDS = 0.002
 
 
 class FeedMessage(NamedTuple):
-    """One message; the fields as in the module's text. id is None only with end."""
+    """One message. pos: index of the token, None for whichever is next. id: None only with end.
+    gear: for the pass that consumes it. expected: the gear that is likely to be asked for soon."""
 
     pos: int | None
     id: int | None

@@ -2,12 +2,7 @@
 
 It is no part of a commit: without it, or with one that does not belong to the last commit, the
 choice begins anew. Which commit it belongs to is told by the number of tokens and their checksum,
-which a reader finds in the session's header without the lock. One msgpack map:
-
-    toastkit     the string "gears"
-    count        tokens of the session, as in session.msgpack
-    crc          zlib.crc32 of them, as its tokens.crc
-    state        a map, for toastkit.gears.selector to judge
+which a reader finds in the session's header without the lock. The fields are in toast-session(5).
 """
 
 from __future__ import annotations

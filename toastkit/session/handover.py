@@ -1,16 +1,9 @@
-"""The writer's lock, passed from prefill to decode without a gap.
+"""The writer's lock, passed from prefill to decode without a gap, over the socket `handover` of a
+run; toast-session(5) has the protocol, "?", "L" with the descriptor of the lock, "!".
 
-prefill holds the lock and listens on the Unix socket `handover` of the run; decode connects, early
-if it likes, and asks when it is ready. The descriptor of the lock travels over the socket
-(SCM_RIGHTS): flock belongs to the open file description, so there is no moment at which it is free.
-
-    client -> server   "?"            I am waiting now
-    server -> client   "L" + fd       here is the lock
-    client -> server   "!"            I have it: close yours
-
-Until the server has seen "!" it keeps its copy, and a client that dies or gives up before closes
-its own with the connection: exactly one side ends up with the lock. The connection stays open
-afterwards, so that the server can wait for the client's end. Both sides are one user's: the run's
+flock belongs to the open file description, so there is no moment at which it is free. Until the
+server has seen "!" it keeps its copy, and a client that dies or gives up before closes its own with
+the connection: exactly one side ends up with the lock. Both sides are one user's: the run's
 directory has mode 0700, and on Linux the server looks at the peer's user id as well.
 """
 
@@ -20,7 +13,6 @@ import os
 import select
 import socket
 import struct
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,24 +30,18 @@ ASK, LOCK, DONE = b"?", b"L", b"!"
 
 @contextmanager
 def _address(run_path: Path, name: str) -> Iterator[str]:
-    """A path of a socket in the run's directory that is short enough for sun_path: as it is, by way
-    of a descriptor of the directory (Linux), or by way of a short-lived symbolic link."""
+    """A path of a socket in the run's directory that is short enough for sun_path: as it is, or by
+    way of a short-lived symbolic link."""
     plain = os.path.join(run_path, name)
     if len(os.fsencode(plain)) <= MAX_ADDRESS_BYTES:
         yield plain
-    elif sys.platform == "linux":
-        fd = os.open(run_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            yield f"/proc/self/fd/{fd}/{name}"
-        finally:
-            os.close(fd)
-    else:
-        import tempfile
+        return
+    import tempfile
 
-        with tempfile.TemporaryDirectory(prefix="toast") as directory:
-            link = os.path.join(directory, "r")
-            os.symlink(os.path.abspath(run_path), link)
-            yield os.path.join(link, name)
+    with tempfile.TemporaryDirectory(prefix="toast") as directory:
+        link = os.path.join(directory, "r")
+        os.symlink(os.path.abspath(run_path), link)
+        yield os.path.join(link, name)
 
 
 class HandoverServer:
@@ -195,14 +181,10 @@ class HandoverClient:
                 with _address(Path(run_path), HANDOVER_FILE) as address:
                     self._socket.connect(address)
                 return
-            except FileNotFoundError as error:
-                problem: OSError = error
             except OSError as error:
-                self._socket.close()
-                raise _unreachable(error) from error
-            if time.monotonic() >= deadline:
-                self._socket.close()
-                raise _unreachable(problem) from problem
+                if not isinstance(error, FileNotFoundError) or time.monotonic() >= deadline:
+                    self._socket.close()
+                    raise _unreachable(error) from error
             time.sleep(RETRY_SECONDS)
 
     def receive(self, timeout_seconds: float | None = None) -> WriterLock:

@@ -1,52 +1,9 @@
-"""The header of a session, session.msgpack: every field of it, and the words for it here.
-
-    SESSION/            mode 0700, files 0600
-        session.msgpack     the header. Replaced as a whole by each commit; the rest is only data
-        tokens.u32          token ids, little-endian uint32; a commit appends
-        cache.bin           tensors, in extents that begin at multiples of 16 KiB
-        logits.f32          float32, in extents as above; two take turns
-        lock                flock of the one writer; holds its process id as text
-        runs/ID/            a run's feed, logits and handover; see run.py
-
-The file is one msgpack map, the envelope:
-
-    toastkit     the string "session"
-    schema       version of this layout, 1. A newer one is refused
-    crc          zlib.crc32 of body
-    body         bytes: the msgpack map below
-
-The body:
-
-    fingerprint  the model's, hex: weights and tokenizer. Another model's session is refused
-    generation   number of commits so far, from 1
-    count        number of tokens that the state has read
-    tokens       {slices: [[first, count], ...], end, crc}: the history is the concatenation of the
-                 slices of tokens.u32, counted in tokens, so history that was cut back and rewritten
-                 is appended too. end: tokens of the file that commits own; the next one appends
-                 there. crc: of the history's bytes
-    logits       nil, or {offset, count, crc}: byte offset in logits.f32, number of float32. They
-                 belong to the last token of the history
-    layers       nil if no caches were saved, or a list, one a layer:
-      kind       class of the cache: a key of KINDS
-      settings   map of integers, what the class holds besides arrays (KINDS gives the names)
-      parts      layers within this one (CacheList), else empty
-      tensors    list of
-        name     keys, values, ...; an array that is None is left out
-        dtype    a key of ITEM_BYTES
-        shape    sizes; along axis, the committed rows only
-        axis     the axis that grows with the tokens, or nil
-        ranges   [[offset, length, crc], ...] in cache.bin, bytes. length and crc: of the committed
-                 bytes; an extent has room for its whole block
-    checkpoints  savepoints, earlier positions at which the state can be resumed; a list, empty if
-                 it is absent:
-      count      tokens that the state had read there: more than 0, fewer than the history, rising
-      layers     one a layer of the model: nil where the layer above can be cut back to there,
-                 otherwise a layer as it was there, of the same kind and with extents of its own;
-                 for a CacheList a list of its parts, each of them one of the three
+"""The header of a session, session.msgpack, and the words for it here: what each field means, how
+tensors lie in the data files, and what a reader may trust is in toast-session(5).
 
 A tensor that grows is stored with that axis first, 256 rows (positions) a block, one extent and one
 range a block; C order within a row. A tensor that does not is one block in C order. A tensor
-without bytes has no ranges. Numbers in the data files are little-endian.
+without bytes has no ranges.
 """
 
 from __future__ import annotations
@@ -110,7 +67,7 @@ class Range(NamedTuple):
 
 @dataclass(slots=True)
 class Tensor:
-    """An array on disk; the fields as in the module's text."""
+    """An array on disk; the fields as in toast-session(5)."""
 
     name: str
     dtype: str
@@ -140,7 +97,7 @@ class Tensor:
 
 @dataclass(slots=True)
 class Layer:
-    """One cache on disk; the fields as in the module's text."""
+    """One cache on disk; the fields as in toast-session(5)."""
 
     kind: str
     settings: dict[str, int]
@@ -160,7 +117,7 @@ Part = Layer | list["Part"] | None
 
 @dataclass(slots=True)
 class SavepointRecord:
-    """A savepoint on disk; the fields as in the module's text."""
+    """A savepoint on disk; the fields as in toast-session(5)."""
 
     count: int
     layers: list[Part] = field(default_factory=list)
@@ -186,7 +143,7 @@ class LogitsRecord:
 
 @dataclass(slots=True)
 class Header:
-    """One commit; the fields as in the module's text."""
+    """One commit; the fields as in toast-session(5)."""
 
     fingerprint: str
     generation: int = 0

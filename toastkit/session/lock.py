@@ -8,18 +8,14 @@ process it was handed to. The file holds the holder's process id as text; that i
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
-import time
 from pathlib import Path
 
 from toastkit.errors import BusyError, DataError, from_os_error
-from toastkit.private_files import open_private, read_file
+from toastkit.private_files import open_private, read_file, try_lock
 from toastkit.session.names import display_name
 
 LOCK_FILE = "lock"
-RETRY_SECONDS = 0.01
 
 
 class WriterLock:
@@ -31,24 +27,17 @@ class WriterLock:
         self._write_holder()
 
     @classmethod
-    def acquire(cls, path: Path, blocking_seconds: float = 0) -> WriterLock:
-        """Takes the lock, waiting up to blocking_seconds for it.
-
-        Raises BusyError if another process holds it, otherwise what from_os_error gives.
-        """
-        deadline = time.monotonic() + blocking_seconds
-        while True:
-            try:
-                fd = _try_lock(path / LOCK_FILE)
-            except OSError as error:
-                raise from_os_error(
-                    error, f"cannot lock session {display_name(path)}", creating=True
-                ) from error
-            if fd is not None:
-                return cls(path, fd)
-            if time.monotonic() >= deadline:
-                raise _busy(path)
-            time.sleep(RETRY_SECONDS)
+    def acquire(cls, path: Path) -> WriterLock:
+        """Takes the lock, without waiting. Raises BusyError if another process holds it, otherwise
+        what from_os_error gives."""
+        try:
+            fd = _try_lock(path / LOCK_FILE)
+        except OSError as error:
+            doing = f"cannot lock session {display_name(path)}"
+            raise from_os_error(error, doing, creating=True) from error
+        if fd is None:
+            raise _busy(path)
+        return cls(path, fd)
 
     @classmethod
     def from_fd(cls, path: Path, fd: int) -> WriterLock:
@@ -88,23 +77,13 @@ class WriterLock:
             pass  # a full disk takes the name of the holder from a message, nothing else
 
 
-def _flock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
-
-
 def _try_lock(file: Path) -> int | None:
     """A descriptor that holds the lock, or None. A lock on a file that was removed meanwhile is no
     lock: the next writer would make a new file and lock that."""
     while True:
         fd = open_private(file, os.O_RDWR | os.O_CREAT)
         try:
-            if not _flock(fd):
+            if not try_lock(fd):
                 os.close(fd)
                 return None
             if os.path.samestat(os.fstat(fd), os.lstat(file)):

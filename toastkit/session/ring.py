@@ -1,9 +1,5 @@
-"""The logits ring: float32 logits of the last few steps, in a file that a run's processes share.
-
-    header, 64 bytes    magic "toastrng", then little-endian uint32: version, vocab, slots, zero;
-                        zeros to 64 bytes
-    slot i              at 64 + i * stride: the step's number, uint64 (0: empty or being written),
-                        zeros to 64 bytes, vocab float32; stride is a multiple of 64
+"""The logits ring: float32 logits of the last few steps, in a file that a run's processes share,
+laid out as toast-frames(5) says.
 
 Steps are numbered from 1; step n is in slot (n - 1) % slots. A slot is a seqlock: the writer sets
 its number to 0, writes the logits, sets the number; a reader looks at the number before and after

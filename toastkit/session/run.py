@@ -1,24 +1,23 @@
-"""SESSION/runs/ID: one pipeline over a session. It is gone when the run ends.
+"""SESSION/runs/ID: one pipeline over a session, see toast-session(5). It is gone when the run ends.
 
-    feed        FIFO, tokens from `sample` to `decode` (feed.py)
-    logits      the ring that logits frames point into (ring.py)
-    handover    Unix socket on which the writer's lock passes from prefill to decode (handover.py)
-    alive       locked, shared, by every process of the run that says so; once nobody holds it, the
-                next run removes the directory
-
-The directory has mode 0700, what is in it 0600.
+`alive` is locked, shared, by every process of the run that says so; once nobody holds it, the next
+run removes the directory, which has mode 0700, what is in it 0600.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import time
 from pathlib import Path
 
 from toastkit.errors import CannotCreateError, NoInputError, from_os_error
-from toastkit.private_files import make_private_directories, open_directory, open_private
+from toastkit.private_files import (
+    make_private_directories,
+    open_directory,
+    open_private,
+    try_lock,
+)
 from toastkit.session.upkeep import RUNS_DIRECTORY, older_than, remove_tree
 
 ALIVE_FILE = "alive"
@@ -134,11 +133,6 @@ def _is_dead(entry: os.DirEntry) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
-            raise
-        return False
+        return try_lock(fd)
     finally:
         os.close(fd)

@@ -32,13 +32,12 @@ class Calibration:
 
     def quantiles(self) -> list[str]:
         """A line for each kind of samples."""
-        return [f"{name}: {_quantiles(entropies)}" for name, entropies in self.samples.items()]
-
-
-def _quantiles(entropies: list[float]) -> str:
-    rising = sorted(entropies)
-    marks = ", ".join(f"p{percent} {percentile(rising, percent):.2f}" for percent in QUANTILES)
-    return f"{len(rising)} entropies, {marks} bits"
+        lines = []
+        for name, entropies in self.samples.items():
+            rising = sorted(entropies)
+            marks = ", ".join(f"p{rank} {percentile(rising, rank):.2f}" for rank in QUANTILES)
+            lines.append(f"{name}: {len(rising)} entropies, {marks} bits")
+        return lines
 
 
 # A calibration is prepared without the model, so that a bad prompt costs nothing, and then run.

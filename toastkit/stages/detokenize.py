@@ -46,7 +46,7 @@ def detokenize(
         elif isinstance(frame, Text):
             continue  # of another detokenizer: it is made again
         elif isinstance(frame, Tokens) and options.echo:
-            yield Text(writer.prompt(frame))
+            yield Text(writer.tokenizer.decode(unpack_ids(frame.ids), keep_special=True))
         elif isinstance(frame, Token):
             if writer.stopped:
                 continue  # drawn before decode heard of the stop
@@ -70,13 +70,10 @@ class _Writer:
     """The text of one answer."""
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions):
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._pieces = StreamingDetokenizer(tokenizer, options.keep_special)
         self._stops = StopStrings(options.stops)
         self.stopped = False
-
-    def prompt(self, frame: Tokens) -> str:
-        return self._tokenizer.decode(unpack_ids(frame.ids), keep_special=True)
 
     def add(self, token: int) -> str:
         piece, self.stopped = self._stops.add(self._pieces.add(token))

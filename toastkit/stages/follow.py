@@ -51,7 +51,7 @@ def selector_for(head: Head, rules: GearRules) -> GearSelector:
     start = Difficulty.from_map(head.extra.get("difficulty"))
     selector = GearSelector(head.vocab, options, start)
     if rules.explain is not None:
-        low, high = selector.low, selector.high
+        low, high = selector.monitor.low, selector.monitor.high
         rules.explain(f"thresholds {low:.2f} and {high:.2f} bits: {origin}")
         rules.explain("prompt: not seen" if start is None else f"prompt: {start.explain()}")
     return selector
@@ -111,8 +111,8 @@ class Follower:
         selector = self._selector
         frame.entropy = round(entropy, 6)  # what the frame says, so that all ways agree
         # A position that was seen before the last run stopped is not counted twice.
-        seen = frame.pos <= self._position
-        decision = selector.last() if seen else selector.update(frame.entropy)
+        seen = selector.last if frame.pos <= self._position else None
+        decision = seen or selector.update(frame.entropy)
         self._position = max(self._position, frame.pos)
         frame.gear = decision.gear
         if isinstance(frame, Logits):

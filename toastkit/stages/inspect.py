@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -60,9 +61,9 @@ class Statistics:
 
     frames: int = 0
     bytes: int = 0
-    kinds: dict[str, int] = field(default_factory=dict)
-    ends: dict[str, int] = field(default_factory=dict)
-    gears: dict[str, int] = field(default_factory=dict)
+    kinds: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    gears: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     seconds: float = 0.0
@@ -75,7 +76,7 @@ class Statistics:
         """Counts one frame."""
         self.frames += 1
         self.bytes += len(dumps(frame))
-        _count(self.kinds, kind_of(frame))
+        self.kinds[kind_of(frame)] += 1
         if isinstance(frame, Prefilled):
             self.prompt_tokens += frame.n_past
             self.cached_tokens += frame.n_cached
@@ -83,7 +84,7 @@ class Statistics:
         elif isinstance(frame, Logits):
             self.seconds += frame.seconds or 0.0
             if frame.gear is not None:
-                _count(self.gears, frame.gear)
+                self.gears[frame.gear] += 1
             if isinstance(frame.entropy, (int, float)):
                 self.entropy_sum += frame.entropy
                 self.entropy_count += 1
@@ -91,14 +92,16 @@ class Statistics:
             self.logprob_sum += frame.logprob
             self.logprob_count += 1
         elif isinstance(frame, End):
-            _count(self.ends, frame.reason)
+            self.ends[frame.reason] += 1
         elif isinstance(frame, Error):
-            _count(self.ends, "error")
+            self.ends["error"] += 1
 
     def summary(self) -> dict:
         """The counts as plain data, means where there was something to take one of."""
-        mean_entropy = self.entropy_sum / self.entropy_count if self.entropy_count else None
-        mean_logprob = self.logprob_sum / self.logprob_count if self.logprob_count else None
+
+        def mean(total: float, count: int) -> float | None:
+            return round(total / count, 6) if count else None
+
         return {
             "frames": self.frames,
             "bytes": self.bytes,
@@ -108,10 +111,6 @@ class Statistics:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "seconds": round(self.seconds, 6),
-            "mean_entropy_bits": None if mean_entropy is None else round(mean_entropy, 6),
-            "mean_logprob": None if mean_logprob is None else round(mean_logprob, 6),
+            "mean_entropy_bits": mean(self.entropy_sum, self.entropy_count),
+            "mean_logprob": mean(self.logprob_sum, self.logprob_count),
         }
-
-
-def _count(counts: dict[str, int], name: str) -> None:
-    counts[name] = counts.get(name, 0) + 1

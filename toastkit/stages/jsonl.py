@@ -1,12 +1,4 @@
-"""Frames as JSON lines and back: for awk, jq and eyes.
-
-A frame is its map as an object. Token ids are a list of numbers. An array is one of
-
-    {"topk": [[id, logprob], ...], "size": n}      its n softmax entries' most likely ones
-    {"dtype": d, "shape": [...], "base64": s}      all of it
-    {"slot": i, "seq": n, "dtype": d, "shape": []} a reference, as it stands
-
-and the first two become arrays again: what a top-k list leaves out is minus infinity.
+"""Frames as JSON lines and back, as in toast-frames(5): for awk, jq and eyes.
 
 A line is bounded before it is parsed: in bytes, and in values by its commas and brackets, which
 those in strings only make more of.
@@ -59,7 +51,9 @@ def to_json(frame: Frame, arrays: str, top: int, read: Any) -> str:
         elif arrays == "topk":
             fields["logits"] = _top(read(frame.logits), top)
         else:
-            fields["logits"] = _all(read(frame.logits))
+            from toastkit.stages.arrays import from_numpy
+
+            fields["logits"] = _plain(from_numpy(read(frame.logits)))
     return json.dumps(fields, ensure_ascii=False, default=_plain)
 
 
@@ -137,14 +131,6 @@ def _top(values: Any, count: int) -> dict:
     count = min(count, x.size)
     best = np.argsort(-x, kind="stable")[:count]
     return {"topk": [[int(i), round(float(x[i]), 6)] for i in best], "size": int(x.size)}
-
-
-def _all(values: Any) -> dict:
-    return {
-        "dtype": "float32",
-        "shape": list(values.shape),
-        "base64": base64.b64encode(values.astype("<f4").tobytes()).decode(),
-    }
 
 
 def _shown(value: Any) -> Any:

@@ -10,43 +10,27 @@ from toastkit.frames import End, Frame, Head, Logits
 from toastkit.gears.monitor import GEARS
 
 
-class Tally:
-    """Counts the steps of one run by their gears, as entropy-gear has annotated them."""
-
-    def __init__(self) -> None:
-        self._gears: Counter[str] = Counter()
-        self._shifts = 0
-        self._entropies: list[float] = []
-
-    def add(self, frame: Logits) -> None:
-        """Counts a step in."""
-        if frame.gear is not None and frame.entropy is not None:
-            self._gears[frame.gear] += 1
-            self._shifts += bool(frame.shifted)
-            self._entropies.append(frame.entropy)
-
-    def line(self) -> str:
-        """What was counted."""
-        count = len(self._entropies)
-        if not count:
-            return "gears: no tokens"
-        spread = ", ".join(f"{gear} {self._gears[gear]}" for gear in GEARS)
-        return (
-            f"gears: {spread} of {counted(count, 'token')}; {counted(self._shifts, 'shift')}; "
-            f"mean entropy {math.fsum(self._entropies) / count:.2f} bits"
-        )
-
-
 def tallied(frames: Iterable[Frame], say: Callable[[str], None]) -> Iterator[Frame]:
-    """The frames; a line is said at the end of each run."""
-    tally = Tally()
+    """The frames, as entropy-gear has annotated them; a line is said at the end of each run."""
+    gears: Counter[str] = Counter()
+    entropies: list[float] = []
+    shifts = 0
     for frame in frames:
         if isinstance(frame, Head):
-            tally = Tally()
-        elif isinstance(frame, Logits):
-            tally.add(frame)
+            gears, entropies, shifts = Counter(), [], 0
+        elif isinstance(frame, Logits) and frame.gear is not None and frame.entropy is not None:
+            gears[frame.gear] += 1
+            entropies.append(frame.entropy)
+            shifts += bool(frame.shifted)
+        elif isinstance(frame, End) and not entropies:
+            say("gears: no tokens")
         elif isinstance(frame, End):
-            say(tally.line())
+            spread = ", ".join(f"{gear} {gears[gear]}" for gear in GEARS)
+            mean = math.fsum(entropies) / len(entropies)
+            say(
+                f"gears: {spread} of {counted(len(entropies), 'token')}; "
+                f"{counted(shifts, 'shift')}; mean entropy {mean:.2f} bits"
+            )
         yield frame
 
 

@@ -211,7 +211,8 @@ class PromptTokenizer:
         """How many tokens two prompts begin with in common, up to where a special token begins:
         there the tokens on the left do not depend on what is to the right."""
         end = common_prefix(text, self.render(other))
-        start = max((_last_within(text, t, end) for t in self.tokenizer.special_texts), default=-1)
+        special = filter(None, self.tokenizer.special_texts)
+        start = max((text.rfind(piece, 0, end) for piece in special), default=-1)
         if start > 0:
             tail = self.tokenizer.encode(text[start:], add_special=False)
             if tail == ids[len(ids) - len(tail) :]:
@@ -250,11 +251,6 @@ class PromptTokenizer:
             eos=self.tokenizer.eos_ids,
             session=session,
         )
-
-
-def _last_within(text: str, piece: str, end: int) -> int:
-    """Where `piece` begins for the last time within text[:end], -1 where it does not."""
-    return text.rfind(piece, 0, end) if piece else -1
 
 
 def tokenize(

@@ -27,6 +27,7 @@ _MLP = re.compile(r"mlp|moe|ffn|feed_?forward|expert|^ff_|^fc\d|^w[123]$|^(gate|
 _MLP_CLASS = re.compile(r"MLP|MoE|Moe|FeedForward|FFN")
 _HEADS = ("lm_head", "embed_out", "output", "head", "ff_out")
 _SHARED = re.compile(r"\bshared_(mlp|experts?)\b")
+_SHARED_COUNTS = ("n_shared_experts", "num_shared_experts")
 _WINDOWS = ("RotatingKVCache", "ChunkedKVCache")
 
 
@@ -40,11 +41,11 @@ def anatomy(store: Store, explain: Callable[[str], None]) -> dict[str, Any]:
     leaves = dict(_leaves(model))
     parts = {path: part_of(store, path) for path in leaves}
     total = {path: _parameters(module) for path, module in leaves.items()}
-    trial = _Trial(store, explain)
+    cache, routed = _trial(store, explain)
     idle = 0.0
     for path, module in leaves.items():
         if holds_experts(module):
-            chosen = trial.routed.get(id(module), module.num_experts)
+            chosen = routed.get(id(module), module.num_experts)
             idle += total[path] * (1 - min(chosen / module.num_experts, 1))
     sizes = dict.fromkeys(PARTS, 0)
     for name in store.names:
@@ -52,8 +53,8 @@ def anatomy(store: Store, explain: Callable[[str], None]) -> dict[str, Any]:
         sizes[parts[path] if path in parts else part_of(store, path)] += store.nbytes(name)
     found: dict[str, Any] = {
         "layers": store.layer_count,
-        "layer_kinds": _kinds(store, parts, trial.cache),
-        "experts": _experts(store.config, leaves, trial.routed),
+        "layer_kinds": _kinds(store, parts, cache),
+        "experts": _experts(store.config, leaves, routed),
         "parameters": sum(total.values()),
         "active_parameters": sum(total.values()) - round(idle),
         "bytes": sizes,
@@ -61,8 +62,8 @@ def anatomy(store: Store, explain: Callable[[str], None]) -> dict[str, Any]:
         "window_not_kept": store.fitted.window,
         "cautions": list(store.fitted.cautions),
     }
-    if trial.cache is not None:
-        found["cache"] = _cache_bytes(trial.cache)
+    if cache is not None:
+        found["cache"] = _cache_bytes(cache)
     return found
 
 
@@ -100,20 +101,13 @@ def _experts(config: ModelConfig, leaves: dict, routed: dict[int, int]) -> dict 
     stacks = [module for module in leaves.values() if holds_experts(module)]
     if not stacks:
         return None
-    shared = any(_SHARED.search(path) for path in leaves)
+    shared = int(any(_SHARED.search(path) for path in leaves))
+    places = [(place, name) for place in config.levels for name in _SHARED_COUNTS]
     return {
         "total": max(module.num_experts for module in stacks),
         "active": max((routed[id(m)] for m in stacks if id(m) in routed), default=None),
-        "shared": _count(config, "n_shared_experts", "num_shared_experts") or int(shared),
+        "shared": next((p[n] for p, n in places if type(p.get(n)) is int), 0) or shared,
     }
-
-
-def _count(config: ModelConfig, *names: str) -> int | None:
-    for place in config.levels:
-        for name in names:
-            if type(place.get(name)) is int:
-                return place[name]
-    return None
 
 
 def _kinds(store: Store, parts: dict[str, str], cache: list | None) -> dict[str, int]:
@@ -183,45 +177,37 @@ def _chain(model: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
 # ------------------------------------------------------------------------------------- a trial
 
 
-class _Trial:
-    """One token through the model, lazily.
+def _trial(store: Store, explain: Callable[[str], None]) -> tuple[list | None, dict[int, int]]:
+    """One token through the model, lazily: the caches after it, None where the architecture cannot
+    be run so, and how many experts it went to, by id of the module that holds them."""
+    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-    cache: the caches after it, None where the architecture cannot be run so. routed: how many
-    experts the token went to, by id of the module that holds them.
-    """
+    routed: dict[int, int] = {}
 
-    def __init__(self, store: Store, explain: Callable[[str], None]):
-        self.routed: dict[int, int] = {}
-        self.cache: list | None = None
-        try:
-            _hollow(store)
-            self.cache = self._run(store.model)
-        except Exception as error:  # what a model of mlx_lm raises is its own choice
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            explain(f"the caches cannot be looked at: {reason}")
-
-    def _run(self, model: Any) -> list:
-        from mlx_lm.models.cache import make_prompt_cache
-        from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-
-        classes: tuple[Any, ...] = (SwitchLinear, QuantizedSwitchLinear)
-        originals = [kind.__call__ for kind in classes]
-        cache = make_prompt_cache(model)
-        try:
-            for kind, original in zip(classes, originals):
-                kind.__call__ = self._listening(original)
-            model(mx.zeros((1, 1), mx.uint32), cache=cache)
-        finally:
-            for kind, original in zip(classes, originals):
-                kind.__call__ = original
-        return cache
-
-    def _listening(self, original: Callable) -> Callable:
+    def listening(original: Callable) -> Callable:
         def call(module: Any, x: Any, indices: Any, *rest: Any, **named: Any) -> Any:
-            self.routed[id(module)] = indices.size
+            routed[id(module)] = indices.size
             return original(module, x, indices, *rest, **named)
 
         return call
+
+    classes: tuple[Any, ...] = (SwitchLinear, QuantizedSwitchLinear)
+    originals = [kind.__call__ for kind in classes]
+    try:
+        _hollow(store)
+        cache = make_prompt_cache(store.model)
+        for kind, original in zip(classes, originals):
+            kind.__call__ = listening(original)
+        store.model(mx.zeros((1, 1), mx.uint32), cache=cache)
+        return cache, routed
+    except Exception as error:  # what a model of mlx_lm raises is its own choice
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        explain(f"the caches cannot be looked at: {reason}")
+        return None, routed
+    finally:
+        for kind, original in zip(classes, originals):
+            kind.__call__ = original
 
 
 def _hollow(store: Store) -> None:

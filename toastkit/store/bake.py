@@ -1,4 +1,5 @@
-"""Makes one `.toast` file of a checkpoint: a stream through memory, a tensor at a time.
+"""Makes one `.toast` file of a checkpoint, or splits it into a file a layer: a stream through
+memory, a tensor at a time.
 
 Each tensor is a piece (pieces.py): copied from file to file where it stays as it is, else cast or
 quantised in blocks of rows. So the peak is below 2.5 times the largest layer, or the largest tensor
@@ -12,6 +13,7 @@ depend on how the source was cut into files.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,20 +28,24 @@ from toastkit.model.toast_format import (
     FILE_PREFIX,
     FILES_GROUP,
     GEAR_PREFIX,
+    LAYER_FILE,
     LAYER_GROUP,
     LAYERS_KEY,
+    OUTSIDE_FILE,
     OUTSIDE_GROUP,
     VERSION,
     VERSION_KEY,
+    new_digest,
 )
-from toastkit.store.checkpoint import DTYPES
+from toastkit.private_files import replace_file
+from toastkit.store.dtypes import DTYPES
+from toastkit.store.groups import group_size_of
+from toastkit.store.partial import Partial
 from toastkit.store.pieces import Converted, Copied, Literal, Piece, cast_to
-from toastkit.store.precision import GEAR_BITS, group_size_of, quantise_rows
-from toastkit.store.quantising import Packing, QuantizationOptions, choose_modules, leaf_modules
+from toastkit.store.precision import GEAR_BITS, quantise_rows
+from toastkit.store.quantising import Quantise, QuantizationOptions, choose_modules, leaf_modules
 from toastkit.store.store import Store
 from toastkit.store.writer import Planned, Progress, TensorWriter
-
-__all__ = ["QuantizationOptions", "bake"]
 
 PARTS = ("weight", "scales", "biases")  # of a quantised matrix, in the order of the file
 
@@ -70,6 +76,42 @@ def bake(
     for index in range(store.layer_count):
         pieces += contents.layer(index)
     write_pieces(out, pieces, metadata(store), progress=progress)
+
+
+def split(store: Store, out_directory: Path, progress: Progress | None = None) -> None:
+    """Writes a file a layer and one for the rest, as the layer-streaming paper reads them, and the
+    small files beside them, into a new directory, which is there whole at the end, or not at all.
+
+    progress(done, total): bytes written.
+    Raises DataError for a broken checkpoint, CannotCreateError where something is in the place of
+    the directory, BusyError, IOFailure.
+    """
+    contents = Contents(store)
+    parts: dict[str, list[Piece]] = {OUTSIDE_FILE: contents.outside()}
+    for index in range(store.layer_count):
+        parts[LAYER_FILE.format(index)] = contents.layer(index)
+    total = sum(item.nbytes for pieces in parts.values() for p in pieces for item in p.planned)
+    files = dict(small_files(contents))
+    digests = {FILE_PREFIX + name: new_digest(data).hexdigest() for name, data in files.items()}
+    done = 0
+
+    def report(written: int, _: int) -> None:
+        if progress is not None:
+            progress(done + written, total)
+
+    with Partial(out_directory, directory=True) as partial:
+        for name, pieces in parts.items():
+            checksums = {FILES_GROUP: digests} if name == OUTSIDE_FILE else None
+            path = partial.beside / name
+            write_pieces(path, pieces, metadata(store), checksums=checksums, progress=report)
+            done += sum(item.nbytes for p in pieces for item in p.planned)
+        try:  # last, so that a process killed on the way leaves nothing that looks like a model
+            for name, data in files.items():
+                replace_file(partial.beside / name, data, sync=True)
+                os.chmod(partial.beside / name, 0o666 & ~partial.mask)
+        except OSError as error:
+            raise partial.failure(error) from error
+        partial.publish()
 
 
 def write_pieces(
@@ -125,7 +167,7 @@ class Contents:
         self.store = store
         self._dtype = _known("dtype", dtype, DTYPES) if dtype is not None else None
         self._gears = sorted({_known("gear", g, GEAR_BITS) for g in gears}, key=[*GEAR_BITS].index)
-        self._packings: dict[str, Packing] = {}
+        self._packings: dict[str, Quantise] = {}
         self._settings = store.quantization
         if quantization is not None:
             self._packings, self._settings = choose_modules(store, quantization)
@@ -169,9 +211,9 @@ class Contents:
         path, _, leaf = name.rpartition(".")
         cast = self._cast if self._may_cast(name) else cast_to(None)
         if leaf == "weight" and path in self._packings:
-            packing = self._packings[path]
+            quantise = self._packings[path]
             names = {part: f"{path}.{part}" for part in PARTS}
-            return Converted(store, name, lambda rows: packing.quantise(cast(rows)), names, group)
+            return Converted(store, name, lambda rows: quantise(cast(rows)), names, group)
         source = store.source(name)
         if source is not None and cast(mx.zeros(1, store.dtype(name))).dtype == store.dtype(name):
             return Copied(*source, name, group)

@@ -7,15 +7,13 @@ killed process left behind is taken over by the next one instead of filling the 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from pathlib import Path
 
 from toastkit.errors import BusyError, CannotCreateError, from_os_error
-from toastkit.private_files import sync_directory
+from toastkit.private_files import sync_directory, try_lock
 
 SUFFIX = ".partial"
-_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # some network shares
 
 
@@ -71,10 +69,9 @@ class Partial:
 
     def _lock(self, fd: int) -> None:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not try_lock(fd):
+                raise BusyError(f"{self.path} is being written by another process")
         except OSError as error:
-            if error.errno in _HELD:
-                raise BusyError(f"{self.path} is being written by another process") from error
             if error.errno not in _NO_LOCKS:
                 raise
 

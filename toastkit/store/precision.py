@@ -18,12 +18,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from toastkit.errors import DataError
-from toastkit.store.groups import GROUP_SIZES, group_size_of, padded
-
-__all__ = [
-    "GEAR_BITS", "GROUP_SIZES", "LARGEST", "Rows", "dequantise_rows", "group_size_of",
-    "looks_quantised", "predicted_mse", "quantise_rows",
-]  # fmt: skip
+from toastkit.store.groups import group_size_of, padded
 
 GEAR_BITS = {"low": 4, "mid": 8}
 LARGEST = {2: 1, 4: 7, 6: 31, 8: 127}  # bits -> qmax
@@ -89,13 +84,6 @@ def dequantise_rows(rows: Rows, bits: int, columns: int | None = None) -> mx.arr
     grouped = q.reshape(*q.shape[:-1], groups, stored // groups)
     whole = (grouped * rows.scales[..., None].astype(mx.float32)).reshape(q.shape)
     return whole if columns is None else whole[..., :columns]
-
-
-def predicted_mse(weight: mx.array, bits: int) -> mx.array:
-    """The mean squared error of each row that section 13.1 expects: s^2 / 12, that of numbers which
-    fall anywhere between two steps. weight: (..., columns). Returns (...,) float32, lazy."""
-    scale = _scales(weight.astype(mx.float32), weight.dtype, bits).astype(mx.float32)
-    return mx.square(scale[..., 0]) / 12
 
 
 def looks_quantised(weight: mx.array) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,25 +52,21 @@ class QuantizationOptions:
         }
 
 
-@dataclass(frozen=True)
-class Packing:
-    """What mx.quantize is told for one module."""
+Quantise = Callable[[mx.array], dict[str, mx.array]]
 
-    group_size: int
-    bits: int
-    mode: str
 
-    def quantise(self, weight: mx.array) -> dict[str, mx.array]:
-        """(..., columns) in any floating dtype -> weight (..., columns * bits / 32) uint32, scales
-        and, in affine mode, biases (..., columns / group_size). Lazy."""
-        parts = mx.quantize(weight, self.group_size, self.bits, mode=self.mode)
-        return dict(zip(("weight", "scales", "biases"), parts))
+def _packing(group_size: int, bits: int, mode: str) -> Quantise:
+    """What quantises one module: (..., columns) in any floating dtype -> weight (..., columns *
+    bits / 32) uint32, scales and, in affine mode, biases (..., columns / group_size). Lazy."""
+    return lambda weight: dict(
+        zip(("weight", "scales", "biases"), mx.quantize(weight, group_size, bits, mode=mode))
+    )
 
 
 def choose_modules(
     store: Store, options: QuantizationOptions
-) -> tuple[dict[str, Packing], dict[str, Any]]:
-    """The modules to quantise, by path, and the `quantization` for config.json.
+) -> tuple[dict[str, Quantise], dict[str, Any]]:
+    """What quantises each module, by path, and the `quantization` for config.json.
 
     As mlx_lm.utils.quantize_model: every module that can be and whose rows divide into groups, but
     for those that the architecture excepts or wants in other bits.
@@ -81,7 +78,7 @@ def choose_modules(
     settings = options.settings()
     base = dict(settings)
     predicate = getattr(store.model, "quant_predicate", None)
-    chosen: dict[str, Packing] = {}
+    chosen: dict[str, Quantise] = {}
     for path, module in leaf_modules(store.model):
         if not hasattr(module, "to_quantized") or module.weight.shape[-1] % base["group_size"]:
             continue
@@ -95,7 +92,7 @@ def choose_modules(
         except (ValueError, TypeError) as error:
             reason = str(error).strip().split("\n")[0][:200]
             raise UsageError(f"{name}: {path} cannot be quantised so: {reason}") from error
-        chosen[path] = Packing(made.group_size, made.bits, getattr(made, "mode", "affine"))
+        chosen[path] = _packing(made.group_size, made.bits, getattr(made, "mode", "affine"))
     if not chosen:
         size = base["group_size"]
         raise UsageError(f"{name}: no module's rows divide into groups of {size}")

@@ -7,16 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from toastkit.errors import from_os_error
 from toastkit.model.config import ModelConfig
 from toastkit.model.files import ModelFiles
-from toastkit.model.safetensors import Entry
+from toastkit.model.safetensors import Entry, chunks
 
 FIELD = "tie_word_embeddings"
 HEADS, EMBEDDINGS = ("lm_head",), ("embed_tokens", "wte", "embeddings", "embed_in")
 # Where those of the language model are; others, as of layers that predict further tokens, are not.
 PLACES = {"model", "language_model", "text_model", "transformer", "backbone", "gpt_neox"}
-CHUNK_BYTES = 1 << 20
 
 
 def has_own_head(files: ModelFiles) -> bool:
@@ -50,16 +48,5 @@ def _alike(one: tuple[Path, Entry], other: tuple[Path, Entry]) -> bool:
     (path, a), (beside, b) = one, other
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    try:
-        with open(path, "rb") as first, open(beside, "rb") as second:
-            first.seek(a.start)
-            second.seek(b.start)
-            left = a.nbytes
-            while left > 0:
-                size = min(left, CHUNK_BYTES)
-                if first.read(size) != second.read(size):
-                    return False
-                left -= size
-    except OSError as error:
-        raise from_os_error(error, f"cannot read {path}") from error
-    return True
+    pairs = zip(chunks(path, a.start, a.stop), chunks(beside, b.start, b.stop))
+    return all(first == second for first, second in pairs)

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
-from toastkit.errors import DataError, from_os_error
+from toastkit.errors import DataError
 from toastkit.model.files import ModelFiles
-from toastkit.model.safetensors import ITEM_BYTES, Entry, Header, read_header
+from toastkit.model.safetensors import ITEM_BYTES, Entry, Header, chunks, read_header
 from toastkit.model.toast_format import (
     CHECKSUMS_KEY,
     FILE_PREFIX,
     FILES_GROUP,
     LAYER_GROUP,
-    LAYERS_KEY,
     OUTSIDE_GROUP,
     PAD_PREFIX,
     VERSION_KEY,
-    digest_of,
+    layer_count,
     new_digest,
 )
-from toastkit.store.writer import CHUNK_BYTES, LAYOUT_KEY, Progress, layout_digest
+from toastkit.store.writer import LAYOUT_KEY, Progress, layout_digest
 from toastkit.text.bounded_json import parse
 
 # dtype -> (numpy's name for as many bytes, bits that are all set in what is not finite, bits that
@@ -88,15 +87,11 @@ def verify(
             expected = {name: value for group in groups.values() for name, value in group.items()}
             yield from _check_header(header, expected)
             yield from _check_small_files(files, header, groups.get(FILES_GROUP, {}))
-        try:
-            with open(header.path, "rb", buffering=0) as file:
-                for entry in header.entries.values():
-                    yield from _check_tensor(header, file, entry, expected, values)
-                    done += entry.nbytes
-                    if progress is not None:
-                        progress(done, total)
-        except OSError as error:
-            raise from_os_error(error, f"cannot read {header.path}") from error
+        for entry in header.entries.values():
+            yield from _check_tensor(header, entry, expected, values)
+            done += entry.nbytes
+            if progress is not None:
+                progress(done, total)
     if found:
         yield from _missing_groups(headers[0], found)
 
@@ -143,21 +138,21 @@ def _check_small_files(
         if data is None:
             yield Problem(small, None, "is missing")
             continue
-        if digest_of(data) != digest:
+        if new_digest(data).hexdigest() != digest:
             yield Problem(small, None, "is not as it was written")
 
 
 def _check_tensor(
-    header: Header, file: BinaryIO, entry: Entry, expected: dict[str, str], values: bool
+    header: Header, entry: Entry, expected: dict[str, str], values: bool
 ) -> Iterator[Problem]:
-    """Reads one tensor and compares. Raises OSError."""
+    """Reads one tensor and compares. Raises what from_os_error gives."""
     name, padding = entry.name, entry.name.startswith(PAD_PREFIX)
     digest = new_digest() if name in expected else None
     scan = _Scan(entry) if values and entry.dtype in NOT_FINITE else None
     if digest is None and scan is None and not (padding and expected):
         return
     clean = True
-    for chunk in _chunks(file, entry):
+    for chunk in chunks(header.path, entry.start, entry.stop):
         if chunk is None:
             yield Problem(header.path.name, name, "is cut off")
             return
@@ -171,24 +166,6 @@ def _check_tensor(
         yield Problem(header.path.name, name, "is not as it was written")
     if scan is not None and scan.count:
         yield Problem(header.path.name, name, scan.report())
-
-
-def _chunks(file: BinaryIO, entry: Entry) -> Iterator[memoryview | None]:
-    """A tensor's bytes; None, as the last, where the file ends before the tensor."""
-    scratch = memoryview(bytearray(min(CHUNK_BYTES, entry.nbytes)))
-    file.seek(entry.start)
-    left = entry.nbytes
-    while left:
-        filled = 0
-        want = min(left, len(scratch))
-        while filled < want:  # whole chunks, so that none ends within a number
-            count = file.readinto(scratch[filled:want])  # type: ignore[attr-defined]
-            if not count:
-                yield None
-                return
-            filled += count
-        left -= filled
-        yield scratch[:filled]
 
 
 class _Scan:
@@ -223,8 +200,7 @@ class _Scan:
 
 def _missing_groups(header: Header, found: set[str]) -> Iterator[Problem]:
     """Layers that no file speaks of."""
-    layers = header.metadata.get(LAYERS_KEY, "")
-    count = int(layers) if layers.isdecimal() and len(layers) < 6 else 0
-    for group in [OUTSIDE_GROUP, *map(LAYER_GROUP.format, range(count))]:
+    layers = range(layer_count(header.metadata))
+    for group in [OUTSIDE_GROUP, *map(LAYER_GROUP.format, layers)]:
         if group not in found:
             yield Problem(header.path.name, None, f"has no checksums of {group}")

@@ -14,20 +14,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toastkit.errors import DataError, IOFailure, from_os_error
-from toastkit.model.safetensors import ITEM_BYTES, LENGTH, MAX_HEADER_BYTES, METADATA, Entry
+from toastkit.errors import DataError, IOFailure
+from toastkit.model.safetensors import (
+    ITEM_BYTES,
+    LENGTH,
+    MAX_HEADER_BYTES,
+    METADATA,
+    Entry,
+    chunks,
+)
 from toastkit.model.toast_format import (
     CHECKSUMS_KEY,
     DIGEST_BYTES,
     PAD_PREFIX,
     PAGE,
-    digest_of,
     new_digest,
 )
-from toastkit.private_files import pread_into, pwrite_all
+from toastkit.private_files import pwrite_all
 from toastkit.store.partial import Partial
 
-CHUNK_BYTES = 8 << 20
 ITEM_ALIGNMENT = 64  # bytes; a cache line, so that vectors can be loaded from a mapped file
 # Metadata: hex of the hash of all else that the header says, so that a change there is found too.
 LAYOUT_KEY = "layout"
@@ -88,7 +93,7 @@ class TensorWriter:
             self._check_room()
             self._skip_empty()
         except BaseException:
-            self.abort()
+            self._partial.discard()
             raise
 
     def _check_room(self) -> None:
@@ -139,21 +144,10 @@ class TensorWriter:
     def copy(self, name: str, source: Path, start: int, stop: int) -> None:
         """Writes a whole tensor from bytes start:stop of another file, a chunk at a time.
         Raises DataError where that file ends before, what from_os_error gives."""
-        chunk = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
-        try:
-            file = open(source, "rb", buffering=0)
-        except OSError as error:
-            raise from_os_error(error, f"cannot read {source}") from error
-        with file:
-            for offset in range(start, stop, CHUNK_BYTES):
-                part = chunk[: min(CHUNK_BYTES, stop - offset)]
-                try:
-                    whole = pread_into(file.fileno(), part, offset)
-                except OSError as error:
-                    raise from_os_error(error, f"cannot read {source}") from error
-                if not whole:
-                    raise DataError(f"cannot read {source}: truncated while it was read")
-                self.write(name, part)
+        for part in chunks(source, start, stop):
+            if part is None:
+                raise DataError(f"cannot read {source}: truncated while it was read")
+            self.write(name, part)
 
     def finish(self) -> None:
         """Writes the padding and the header, and gives the file its name. Raises ValueError where
@@ -170,10 +164,6 @@ class TensorWriter:
         except OSError as error:
             raise self._partial.failure(error) from error
         self._partial.publish()
-        self._partial.discard()
-
-    def abort(self) -> None:
-        """Removes what has been written, unless it is finished. May be called again."""
         self._partial.discard()
 
     def _header(self) -> bytes:
@@ -197,7 +187,7 @@ class TensorWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.abort()
+        self._partial.discard()
 
 
 def lay_out(plan: Iterable[Planned]) -> list[Entry]:
@@ -230,7 +220,7 @@ def layout_digest(entries: Iterable[Entry], data_start: int, metadata: Mapping[s
         for entry in entries
     ]
     texts = {key: value for key, value in metadata.items() if key != LAYOUT_KEY}
-    return digest_of(_compact([places, sorted(texts.items())]).encode())
+    return new_digest(_compact([places, sorted(texts.items())]).encode()).hexdigest()
 
 
 def _compact(value: object) -> str:
