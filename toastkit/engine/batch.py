@@ -64,8 +64,8 @@ class Batch:
             state.cache = []
 
     def step(self, tokens: Sequence[int | mx.array]) -> None:
-        """Runs one more token of each member, in their order; sets their logits, lazy. The
-        members' token lists are the caller's to keep."""
+        """Runs one more token of each member, in their order: ids, or device arrays () uint32. Sets
+        each one's logits, float32 (vocab,), lazy. The token lists are the caller's to keep."""
         ids = mx.stack([mx.array(token, mx.uint32).reshape(1) for token in tokens])
         self._engine.decide(NO_WISH)
         logits = self._engine.step_rows(ids, self._caches)

@@ -248,10 +248,10 @@ class Engine:
             yield held + done
 
     def consume(self, state: ModelState, token: int | mx.array, wish: Wish = NO_WISH) -> None:
-        """Runs one more token of a state. Lazy: nothing of it is waited for.
+        """Runs one more token of a state, and sets its logits, float32 (vocab,), lazy.
 
-        token: an id, or a device array () of one that has not been computed yet. wish: what is
-        known of this pass; the policies decide first. Raises as `load`; the state is then as it
+        token: an id, or a device array () uint32 of one that has not been computed yet. wish: what
+        is known of this pass; the policies decide first. Raises as `load`; the state is then as it
         was.
         """
         self.decide(wish)
@@ -356,7 +356,7 @@ class Engine:
         return self._run(ids, cache)[:, -1].astype(mx.float32)
 
     def score(self, ids: Sequence[int], cache: list) -> mx.array:
-        """Logits (len(ids), vocab) float32: row i is what the model expects after ids[i]. Lazy."""
+        """Logits (N, vocab) float32 of N ids: row i is what is expected after ids[i]. Lazy."""
         return self._run(mx.array(list(ids), mx.uint32)[None], cache)[0].astype(mx.float32)
 
     def _run(self, ids: mx.array, cache: list) -> mx.array:

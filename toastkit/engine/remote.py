@@ -226,7 +226,7 @@ class RemoteState:
         return self._logits
 
     def hold(self, ids: Sequence[int], logits: np.ndarray | None) -> None:
-        """Notes that the caches hold these tokens too."""
+        """Notes that the caches hold these tokens too. logits: float32 (vocab,), after the last."""
         self.tokens.extend(ids)
         self._logits = logits
 

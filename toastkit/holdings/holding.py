@@ -30,9 +30,11 @@ class Tensor(NamedTuple):
 
 @dataclass(eq=False)
 class Parts:
-    """The arrays of a module in one form. matrix: its weight, or the rows of a packed one, by
-    parameter; rest: its other parameters, by name in the store, which every form but the absent one
-    shares. owner: of the matrix, in the ledger. kind: what a packed module becomes."""
+    """The arrays of a module in one form: (rows, columns) or (experts, rows, columns), in the dtype
+    of the device; packed ones as precision.Rows has them. matrix: its weight, or the rows of a
+    packed one, by parameter. rest: its other parameters, by name in the store, which every form but
+    the absent one shares. owner: of the matrix, in the ledger. kind: what a packed module
+    becomes."""
 
     form: Form
     matrix: dict[str, mx.array]
@@ -126,12 +128,14 @@ class Holding:
         vars(self.module).update(attributes)
 
     def original(self, arrays: Mapping[str, mx.array]) -> Parts:
-        """The parts of the original, of arrays by name in the store."""
+        """The parts of the original. arrays: by name in the store, each of its stored shape, such
+        as (rows, columns), in the dtype of the device."""
         matrix = {"weight": arrays[self.weight.name]} if self.weight is not None else {}
         return Parts(ORIGINAL, matrix, self._rest_of(arrays), self.owner)
 
     def packed(self, rows: Rows, form: Form, arrays: Mapping[str, mx.array]) -> Parts:
-        """The parts of a packed form. arrays: with the rest, where that is not in the tree."""
+        """The parts of a packed form. rows: (rows, columns * bits / 32) uint32, and scales in the
+        dtype of the device. arrays: with the rest, where that is not in the tree."""
         kind = packed_class(self._class, self._attributes, rows, form, self.columns)
         return Parts(form, rows._asdict(), self._rest_of(arrays), GEARS, kind)
 

@@ -48,7 +48,8 @@ class Weights:
         self, moves: Sequence[tuple[Holding, Form]], there: Mapping[Holding, mx.array]
     ) -> list[Parts]:
         """The arrays of each module in its new form, evaluated; of modules that lie together, a
-        layer say, so that they are read together. there: originals of matrices on the device.
+        layer say, so that they are read together. there: originals, (..., columns), of matrices on
+        the device, in its dtype.
 
         Raises DataError, IOFailure, NoInputError where the files cannot be read, are no longer
         those that were opened, or hold weights that cannot be quantised.

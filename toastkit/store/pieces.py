@@ -102,7 +102,8 @@ class Converted:
 
 
 def cast_to(dtype: mx.Dtype | None) -> Callable[[mx.array], mx.array]:
-    """Rows -> rows in another dtype; None leaves them. Only floating tensors are ever cast."""
+    """Rows, (rows, columns) of any dtype -> the same in another dtype; None leaves them. Only
+    floating tensors are ever cast."""
 
     def cast(rows: mx.array) -> mx.array:
         floating = mx.issubdtype(rows.dtype, mx.floating)

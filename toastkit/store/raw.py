@@ -37,7 +37,8 @@ class Span(NamedTuple):
 
 
 class RawTensors:
-    """The tensors of a checkpoint's files. A file is opened when it is first read, and stays open
+    """The tensors of a checkpoint's files, as these have them: (rows, columns) in the stored dtype,
+    or whatever their shape is. A file is opened when it is first read, and stays open
     until `close`. Raises what from_os_error gives where a file is gone."""
 
     def __init__(self, files: ModelFiles):

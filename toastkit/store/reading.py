@@ -57,7 +57,8 @@ class _Flight:
 
 
 class Reader:
-    """The threads, which start when there is something to read.
+    """The threads, which start when there is something to read. An array has the shape of its job,
+    such as (rows, columns), and the dtype.
 
     raw: the files. threads: at most. ahead_bytes: reading ahead begins with nothing more while
     that many bytes lie in memory and nobody has taken them. watch: is told, after every change, how

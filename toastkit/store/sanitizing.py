@@ -47,8 +47,8 @@ class Made(NamedTuple):
 class Sanitizing:
     """The tensors that a sanitize makes of those of the files.
 
-    sanitize: a dictionary of arrays -> another; may change the first, and arrays in place. names:
-    of the stored tensors that it is given.
+    sanitize: a dictionary of arrays, such as (rows, columns) in the stored dtype, -> another; may
+    change the first, and arrays in place. names: of the stored tensors that it is given.
     """
 
     def __init__(self, raw: RawTensors, sanitize: Sanitize, names: Iterable[str]):

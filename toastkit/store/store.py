@@ -46,7 +46,8 @@ from toastkit.store.tied import has_own_head, untied
 
 
 class Store:
-    """The weights of one checkpoint.
+    """The weights of one checkpoint. A tensor has its stored dtype and shape: (rows, columns) of a
+    matrix, (experts, rows, columns) of stacked experts; see `dtype` and `shape`.
 
     fitted: the configuration as the architecture reads it. model: the architecture, with quantised
     modules in place and no weights. quantization: settings of config.json, None if not quantised.

@@ -47,7 +47,7 @@ class ForcedFeed:
         self._waiting = deque(self._given or ())
 
     def choose(self, logits: np.ndarray) -> Next | None:
-        """The next given token, None after the last."""
+        """The next given token, None after the last. logits: float32 (vocab,), not looked at."""
         if not self._waiting and self._given is None:
             self._pull()
         return Next(self._waiting.popleft()) if self._waiting else None

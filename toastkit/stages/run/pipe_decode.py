@@ -30,7 +30,8 @@ from toastkit.stages.run.protocol import DecodeRun, Next, check_vocab
 
 
 class OwnTokens(Protocol):
-    """Where tokens come from when no sampler sends them: see `own_tokens`."""
+    """Where tokens come from when no sampler sends them, given the logits, float32 (vocab,): see
+    `own_tokens`."""
 
     def begin(self, head: Head) -> None: ...
 
