@@ -27,6 +27,7 @@ from toastkit.session.layout import (
     Tensor,
 )
 from toastkit.session.savepoints import Load
+from toastkit.store.dtypes import bytes_of
 
 CACHE_MODULE = "mlx_lm.models.cache"
 DTYPES = {name: getattr(mx, "bool_" if name == "bool" else name) for name in ITEM_BYTES}
@@ -119,7 +120,7 @@ def _dtype_name(array: mx.array) -> str:
 
 def _whole(name: str, array: mx.array) -> TensorSource:
     return TensorSource(
-        name, _dtype_name(array), array.shape, None, lambda first, last: _bytes(array)
+        name, _dtype_name(array), array.shape, None, lambda first, last: bytes_of(array)
     )
 
 
@@ -127,17 +128,10 @@ def _growing(name: str, array: mx.array, rows: int) -> TensorSource:
     """array: (B, H, at least `rows`, D)."""
 
     def read(first: int, last: int) -> memoryview:
-        return _bytes(mx.moveaxis(array[:, :, first:last], 2, 0))
+        return bytes_of(mx.moveaxis(array[:, :, first:last], 2, 0))
 
     batch, heads, _, size = array.shape
     return TensorSource(name, _dtype_name(array), (batch, heads, rows, size), 2, read)
-
-
-def _bytes(array: mx.array) -> memoryview:
-    """The array's bytes in C order."""
-    flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
-    mx.eval(flat)
-    return memoryview(flat)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------- restoring

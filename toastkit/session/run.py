@@ -80,14 +80,6 @@ class RunDirectory:
             raise from_os_error(error, f"cannot open run {path}") from error
         return cls(path, fd)
 
-    @property
-    def feed(self) -> Path:
-        return feed_of(self.path)
-
-    @property
-    def ring(self) -> Path:
-        return ring_of(self.path)
-
     def close(self) -> None:
         """Lets go of the run and leaves the directory to the others. May be called again."""
         if self._fd >= 0:
