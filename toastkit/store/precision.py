@@ -78,7 +78,11 @@ def quantise_rows(weight: mx.array, bits: int, pad: bool = False) -> Rows:
         sides = [(0, 0)] * (weight.ndim - 1) + [(0, padded(columns) - columns)]
         weight = mx.pad(weight, sides)
     wide = weight.astype(mx.float32)
-    scale = _scales(wide, weight.dtype, bits)
+    # One a row, of the dtype in which it is stored: rounding it afterwards would shift what the
+    # numbers stand for.
+    floor = HALF_FLOOR if weight.dtype == mx.float16 else FLOOR
+    peak = mx.abs(wide).max(axis=-1, keepdims=True)
+    scale = mx.maximum(peak / LARGEST[bits], floor).astype(weight.dtype)
     if not mx.isfinite(scale).all().item():
         raise DataError("NaN or infinite weights cannot be quantised")
     largest, offset = LARGEST[bits], 1 << (bits - 1)
@@ -87,14 +91,6 @@ def quantise_rows(weight: mx.array, bits: int, pad: bool = False) -> Rows:
     groups = (*weight.shape[:-1], weight.shape[-1] // size)
     scales = mx.contiguous(mx.broadcast_to(scale, groups))
     return Rows(packed, scales, -offset * scales)
-
-
-def _scales(wide: mx.array, dtype: mx.Dtype, bits: int) -> mx.array:
-    """One scale a row, (..., 1), of the dtype in which it is stored: rounding it afterwards would
-    shift what the numbers stand for. wide: (..., columns) float32."""
-    peak = mx.abs(wide).max(axis=-1, keepdims=True)
-    floor = HALF_FLOOR if dtype == mx.float16 else FLOOR
-    return mx.maximum(peak / LARGEST[bits], floor).astype(dtype)
 
 
 def dequantise_rows(rows: Rows, bits: int, columns: int | None = None) -> mx.array:
@@ -116,10 +112,8 @@ def looks_quantised(weight: mx.array) -> bool:
     values are counted against those that as many random bfloat16 numbers of the same sizes would
     have: bfloat16 is the coarsest type in which weights are trained. Zeros count for nothing, and a
     row that is one number throughout tells nothing.
-    Found: 8 bits and fewer with a scale a row; 2 to 6 bits in groups of any size; the fp4 and fp8
-    formats, in blocks or not; 8 bits in groups of 32 to 128 where rows are longer than some 200.
-    Not found: 8 bits in groups in shorter rows, and what was trained further, or rotated, after
-    it was quantised.
+    Not found: 8 bits in groups in rows shorter than some 200, and what was trained further, or
+    rotated, after it was quantised.
     """
     import numpy as np
 
