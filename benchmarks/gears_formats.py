@@ -10,8 +10,7 @@ from gears_report import percent, table, title
 from toastkit.gears.discovery import discover
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
-from toastkit.store.groups import row_bytes
-from toastkit.store.precision import LARGEST, dequantise_rows, quantise_rows
+from toastkit.store.precision import LARGEST, dequantise_rows, quantise_rows, row_bytes
 from toastkit.store.store import Store
 
 

@@ -145,6 +145,18 @@ def try_lock(fd: int) -> bool:
     return True
 
 
+class Descriptor:
+    """Holds a descriptor, _fd, until it is closed."""
+
+    _fd: int
+
+    def close(self) -> None:
+        """Lets it go. May be called again."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+
 def sync_directory(path: Path) -> None:
     """Makes renames in a directory durable. Raises OSError."""
     fd = open_directory(path, follow=True)

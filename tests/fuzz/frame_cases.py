@@ -50,7 +50,7 @@ from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.session.feed import FeedReader, FeedWriter
 from toastkit.session.names import resolve, sessions_root
 from toastkit.session.ring import RingWriter
-from toastkit.session.run import RunDirectory
+from toastkit.session.run import RunDirectory, ring_of
 from toastkit.stages.answer import AnswerOptions, answer
 from toastkit.stages.decode import decode
 from toastkit.stages.detokenize import TextOptions, detokenize
@@ -132,7 +132,7 @@ class Frames:
 
     def by_reference(self) -> list[Frame]:
         """A run that is under way: its feed is read, its logits are in the ring."""
-        ring = RingWriter(self.live.ring, self.engine.vocab)
+        ring = RingWriter(ring_of(self.live.path), self.engine.vocab)
         values = np.zeros(self.engine.vocab, np.float32)
         steps = [Logits(2 + n, ring.write(values)) for n in range(3)]
         head = replace(self.prompts.head(None), run=str(self.live.path))

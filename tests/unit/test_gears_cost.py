@@ -15,7 +15,6 @@ from toastkit.gears.cost import (
     mean_bits,
     whole_speedup,
 )
-from toastkit.store.groups import GROUP_SIZES, group_size_of, padded, row_bytes
 
 BITS = {"low": 4, "mid": 8, "high": 16}
 MIXED = {"low": 55, "mid": 25, "high": 20}  # the mixed workload of section 9
@@ -27,54 +26,6 @@ def test_it_does_without_mlx() -> None:
         "sys.exit(any(name.split('.')[0] in ('mlx', 'numpy') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-# ----------------------------------------------------------------------------------------- bytes
-
-
-@pytest.mark.parametrize(
-    ("columns", "size"), [(32, 32), (96, 32), (192, 64), (128, 128), (4096, 128), (40, None)]
-)
-def test_group_sizes(columns: int, size: int | None) -> None:
-    assert group_size_of(columns) == size
-
-
-def test_padding() -> None:
-    assert [padded(n) for n in (0, 1, 31, 32, 33, 64, 100)] == [0, 32, 32, 32, 64, 64, 128]
-
-
-@pytest.mark.parametrize(
-    ("bits", "columns", "scale_bytes", "expected"),
-    [
-        (4, 192, 2, 96 + 3 * 2 * 2),  # three groups of 64
-        (8, 4096, 2, 4096 + 32 * 2 * 2),
-        (6, 32, 4, 24 + 2 * 4),
-        (2, 40, 4, 16 + 2 * 4),  # stored as 64
-    ],
-)
-def test_bytes_of_a_row(bits: int, columns: int, scale_bytes: int, expected: int) -> None:
-    assert row_bytes(bits, columns, scale_bytes) == expected
-
-
-@given(
-    bits=st.sampled_from([2, 4, 6, 8]),
-    columns=st.integers(1, 20000),
-    scale_bytes=st.sampled_from([2, 4]),
-)
-def test_scales_and_padding_are_all_that_comes_on_top(
-    bits: int, columns: int, scale_bytes: int
-) -> None:
-    """Of table 5's bits / 8, to which rows of many numbers come close."""
-    size = group_size_of(padded(columns))
-    assert size in GROUP_SIZES
-    found = row_bytes(bits, columns, scale_bytes)
-    assert found - columns * bits / 8 < bits * 4 + 2 * scale_bytes * (columns / size + 1)
-    assert found > columns * bits / 8
-
-
-def test_a_row_has_columns() -> None:
-    with pytest.raises(ValueError, match="without columns"):
-        row_bytes(4, 0, 2)
 
 
 # --------------------------------------------------------------------------------------- speedups

@@ -27,7 +27,7 @@ from toastkit.errors import (
 from toastkit.frames import Head, Reference
 from toastkit.session.feed import FeedMessage, FeedReader, FeedWriter
 from toastkit.session.ring import RingReader, RingWriter
-from toastkit.session.run import RunDirectory, sweep
+from toastkit.session.run import RunDirectory, feed_of, ring_of, sweep
 from toastkit.stages.run.pipe_feed import PipeFeed
 from toastkit.stages.run.protocol import Next
 
@@ -120,14 +120,14 @@ def test_ring_refuses_what_does_not_fit(tmp_path: Path):
 
 
 def test_a_copy_stays_and_an_open_ring_outlives_its_directory(run: RunDirectory):
-    writer = RingWriter(run.ring, 4, slots=1)
-    reader = RingReader(run.ring)
+    writer = RingWriter(ring_of(run.path), 4, slots=1)
+    reader = RingReader(ring_of(run.path))
     first = reader.read(writer.write(array("f", [1, 2, 3, 4])))
     run.remove()
     second = reader.read(writer.write(array("f", [5, 6, 7, 8])))
     assert first.tolist() == [1, 2, 3, 4] and second.tolist() == [5, 6, 7, 8]
     with pytest.raises(DataError, match="are gone"):
-        RingReader(run.ring)
+        RingReader(ring_of(run.path))
 
 
 WRITER = """
@@ -205,9 +205,9 @@ def test_ring_on_a_full_disk(tmp_path: Path):
 
 
 def test_feed_between_two_ends(run: RunDirectory):
-    reader = FeedReader(run.feed)
+    reader = FeedReader(feed_of(run.path))
     assert reader.read_available() == []
-    writer = FeedWriter(run.feed)
+    writer = FeedWriter(feed_of(run.path))
     writer.send(3, 17)
     writer.send(4, 2**32 - 1, gear="low", expected="mid")
     assert select.select([reader], [], [], 1)[0]
@@ -217,7 +217,7 @@ def test_feed_between_two_ends(run: RunDirectory):
     writer.close()
     assert reader.read_available() == [FeedMessage(5, None, None, True)]
     assert not select.select([reader], [], [], 0)[0]  # no end of file, no spinning
-    again = FeedWriter([run.feed])
+    again = FeedWriter([feed_of(run.path)])
     again.send(6, 1)
     again.close()
     assert reader.read_available() == [FeedMessage(6, 1)]
@@ -226,8 +226,8 @@ def test_feed_between_two_ends(run: RunDirectory):
 
 def test_one_sampler_feeds_two_decodes(tmp_path: Path):
     runs = [RunDirectory.create(tmp_path / name) for name in ("a", "b")]
-    readers = [FeedReader(run.feed) for run in runs]
-    writer = FeedWriter([run.feed for run in runs])
+    readers = [FeedReader(feed_of(run.path)) for run in runs]
+    writer = FeedWriter([feed_of(run.path) for run in runs])
     writer.send(0, 5)
     assert [reader.read_available() for reader in readers] == [[FeedMessage(0, 5)]] * 2
     readers[0].close()
@@ -238,7 +238,7 @@ def test_one_sampler_feeds_two_decodes(tmp_path: Path):
 
 def test_feed_without_a_reader(run: RunDirectory, tmp_path: Path):
     with pytest.raises(NoInputError, match="no decode is reading"):
-        FeedWriter(run.feed, wait_seconds=0.02)
+        FeedWriter(feed_of(run.path), wait_seconds=0.02)
     with pytest.raises(NoInputError):
         FeedWriter(tmp_path / "nothing", wait_seconds=0)
     with pytest.raises(NoInputError):
@@ -281,8 +281,8 @@ messages = st.builds(
 @given(sent=st.lists(messages, max_size=8), cuts=st.lists(st.integers(0, 200), max_size=4))
 def test_partial_messages_are_kept(run: RunDirectory, sent: list[FeedMessage], cuts: list[int]):
     data = b"".join(msgpack.packb({**m._asdict(), "unknown": 1}) for m in sent)
-    reader = FeedReader(run.feed)
-    fd = os.open(run.feed, os.O_WRONLY)
+    reader = FeedReader(feed_of(run.path))
+    fd = os.open(feed_of(run.path), os.O_WRONLY)
     got = []
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     for first, last in zip(edges, edges[1:]):
@@ -306,8 +306,8 @@ def test_partial_messages_are_kept(run: RunDirectory, sent: list[FeedMessage], c
     ).map(msgpack.packb)
 )
 def test_garbage_on_the_feed(run: RunDirectory, data: bytes):
-    reader = FeedReader(run.feed)
-    fd = os.open(run.feed, os.O_WRONLY)
+    reader = FeedReader(feed_of(run.path))
+    fd = os.open(feed_of(run.path), os.O_WRONLY)
     os.write(fd, data)
     try:
         for message in reader.read_available():
@@ -324,16 +324,16 @@ def test_garbage_on_the_feed(run: RunDirectory, data: bytes):
     "data", [b"hello\n", b"\xc1", b"\x80", msgpack.packb({"pos": 1, "id": -1}), b"\xde\xff\xff" * 9]
 )
 def test_garbage_is_an_error(run: RunDirectory, data: bytes):
-    reader = FeedReader(run.feed)
-    fd = os.open(run.feed, os.O_WRONLY)
+    reader = FeedReader(feed_of(run.path))
+    fd = os.open(feed_of(run.path), os.O_WRONLY)
     os.write(fd, data)
     with pytest.raises(DataError):
         reader.read_available()
 
 
 def test_nothing_but_messages_can_be_sent(run: RunDirectory):
-    reader = FeedReader(run.feed)
-    writer = FeedWriter(run.feed)
+    reader = FeedReader(feed_of(run.path))
+    writer = FeedWriter(feed_of(run.path))
     for arguments in ((1, -1), (-1, 1), (1, None), (1, 2, "fast")):
         with pytest.raises(DataError):
             writer.send(*arguments)

@@ -24,7 +24,7 @@ from toastkit.session.directory import Session
 from toastkit.session.feed import FeedReader, FeedWriter
 from toastkit.session.lock import WriterLock
 from toastkit.session.ring import RingReader, RingWriter
-from toastkit.session.run import RunDirectory
+from toastkit.session.run import RunDirectory, feed_of, ring_of
 from toastkit.session.upkeep import make_ephemeral
 
 HANG_SECONDS = 10
@@ -182,15 +182,15 @@ def test_an_ephemeral_session_that_lies_elsewhere(state_home: Path, tmp_path: Pa
 @plants
 def test_the_files_of_a_run(tmp_path: Path, victim: Path, plant) -> None:
     run = RunDirectory.create(tmp_path / "s")
-    planted(run.ring, victim, plant)
+    planted(ring_of(run.path), victim, plant)
     if plant is not PLANTS["hard link"]:
-        refused(lambda: RingReader(run.ring), 65)
-    refused(lambda: RingWriter(run.ring, 4), 65, 73)
-    run.feed.unlink()
+        refused(lambda: RingReader(ring_of(run.path)), 65)
+    refused(lambda: RingWriter(ring_of(run.path), 4), 65, 73)
+    feed_of(run.path).unlink()
     if plant is not PLANTS["FIFO"]:
-        planted(run.feed, victim, plant)
-        refused(lambda: FeedReader(run.feed), 65)
-        refused(lambda: FeedWriter(run.feed), 65)
+        planted(feed_of(run.path), victim, plant)
+        refused(lambda: FeedReader(feed_of(run.path)), 65)
+        refused(lambda: FeedWriter(feed_of(run.path)), 65)
     planted(run.path / "alive", victim, plant)
     refused(lambda: RunDirectory.join(run.path), 65)
 

@@ -20,8 +20,7 @@ from toastkit.gears.gear_options import GearOptions
 from toastkit.model.toast_format import GEAR_PREFIX
 from toastkit.store.anatomy import anatomy, part_of
 from toastkit.store.dtypes import DTYPES
-from toastkit.store.groups import row_bytes
-from toastkit.store.precision import GEAR_BITS, Rows
+from toastkit.store.precision import GEAR_BITS, Rows, row_bytes
 from toastkit.store.quantising import leaf_modules
 from toastkit.store.skeleton import holds_experts
 from toastkit.store.store import Store
@@ -85,14 +84,30 @@ def plan(
     found = [] if store.quantization is not None else discover(store.model, scope)
     paths = [one.path for one in found]
     managed = [weights[f"{path}.weight"] for path in paths]
+    high = [one.nbytes for one in managed]
+    read = sum(one.token for one in managed)
     device = sum(one.nbytes for one in weights.values())
-    token = sum(one.token for one in weights.values())
-    rows = [_high(managed, device, token)]
+    rest = sum(one.token for one in weights.values()) - read
+
+    def gear_plan(gear: str, bits: float, sizes: list[int], shift: int) -> GearPlan:
+        """sizes: bytes of the managed weights."""
+        size, part = sum(sizes), sum(n * one.used for n, one in zip(sizes, managed))
+        whole, token = rest + read, rest + part
+        speedup = whole_speedup(read / whole, read / part) if part else 1.0
+        on_device = device - sum(high) + size
+        ratio = token / whole
+        return GearPlan(gear, bits, on_device, size, token, part, ratio, speedup, shift)
+
+    count = sum(one.count for one in managed)
+    stored = sum(one.stored for one in managed)
+    width = 8 * sum(high) / count if count else 0.0
+    rows = [gear_plan("high", width, high, sum(high) + stored)]
     for gear in ("mid", "low") if managed else ():
         wanted = options.bits_of(gear) or 0
-        rows.append(_packed(gear, wanted, managed, rows[0], _baked(store, gear, wanted, paths)))
+        sizes, baked = [one.packed(wanted) for one in managed], _baked(store, gear, wanted, paths)
+        shift = sum(sizes) + (sum(high) if baked is None else baked)
+        rows.append(gear_plan(gear, wanted, sizes, shift))
     share = rows[0].managed_token / rows[0].token
-    count = sum(one.count for one in managed)
     return Plan(scope, dtype, len(managed), count, share, tuple(rows), _note(store, scope, managed))
 
 
@@ -129,43 +144,6 @@ class _Weight:
         """Bytes in a gear: its scales are of its own type."""
         columns = self.shape[-1]
         return self.count // columns * row_bytes(bits, columns, self.item)
-
-
-def _high(managed: list[_Weight], device: int, token: float) -> GearPlan:
-    """device, token: bytes of all weights, and what a token reads of them."""
-    size = sum(one.nbytes for one in managed)
-    count = sum(one.count for one in managed)
-    return GearPlan(
-        "high",
-        bits=8 * size / count if count else 0.0,
-        device=device,
-        managed=size,
-        token=token,
-        managed_token=sum(one.token for one in managed),
-        ratio=1.0,
-        speedup=1.0,
-        shift=size + sum(one.stored for one in managed),
-    )
-
-
-def _packed(
-    gear: str, bits: int, managed: list[_Weight], high: GearPlan, baked: int | None
-) -> GearPlan:
-    """baked: bytes of the gear in the files, None where it is made of the originals."""
-    sizes = [one.packed(bits) for one in managed]
-    size, read = sum(sizes), sum(size * one.used for size, one in zip(sizes, managed))
-    token = high.token - high.managed_token + read
-    return GearPlan(
-        gear,
-        bits=bits,
-        device=high.device - high.managed + size,
-        managed=size,
-        token=token,
-        managed_token=read,
-        ratio=token / high.token,
-        speedup=whole_speedup(high.managed_token / high.token, high.managed_token / read),
-        shift=size + (high.managed if baked is None else baked),
-    )
 
 
 def _baked(store: Store, gear: str, bits: int, paths: list[str]) -> int | None:

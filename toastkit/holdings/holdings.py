@@ -23,8 +23,8 @@ from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
 from toastkit.holdings.holding import Holding, Parts, holdings_of
 from toastkit.holdings.packed import PathCounts
 from toastkit.holdings.weights import Weights
-from toastkit.store.groups import row_bytes
 from toastkit.store.ledger import GEARS, READING, Ledger
+from toastkit.store.precision import row_bytes
 from toastkit.store.store import Store
 
 Key = tuple[Holding, Form]

@@ -18,8 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from toastkit.holdings.forms import Form
-from toastkit.store.groups import group_size_of
-from toastkit.store.precision import Rows, dequantise_rows
+from toastkit.store.precision import Rows, dequantise_rows, group_size_of
 
 
 def fused_is_exact(dtype: mx.Dtype) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from toastkit.errors import DataError, from_os_error
@@ -16,6 +16,7 @@ MOST = 1 << 53  # of any number here; beyond it floats have gaps
 MAX_HEADER_BYTES = 100 << 20
 # What configurations call the longest context: nearly all the first; gpt2 and gptj n_positions.
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "model_max_length", "max_seq_len")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,8 @@ class ModelConfig:
     @property
     def levels(self) -> tuple[dict, dict]:
         """Where a field of the language model may stand: on top, or below `text_config`."""
-        return _levels(self.raw)
-
-
-def _levels(raw: dict) -> tuple[dict, dict]:
-    text = raw.get("text_config")
-    return raw, text if isinstance(text, dict) else {}
+        text = self.raw.get("text_config")
+        return self.raw, text if isinstance(text, dict) else {}
 
 
 def load_config(files: ModelFiles) -> ModelConfig:
@@ -44,27 +41,20 @@ def load_config(files: ModelFiles) -> ModelConfig:
     raw = files.read_json("config.json")
     if raw is None:
         raise DataError(f"{files.name}: no config.json")
-    _, text = _levels(raw)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise DataError(f"{files.name}: config.json has no model_type")
-    vocab = raw.get("vocab_size", text.get("vocab_size"))
+    config = ModelConfig(model_type, 0, None, raw)
+    top, text = config.levels
+    vocab = top.get("vocab_size", text.get("vocab_size"))
     if type(vocab) is not int or not 1 <= vocab <= MOST:
         raise DataError(f"{files.name}: config.json has no usable vocab_size")
-    context = _context(files, raw)
-    return ModelConfig(model_type, vocab, context, raw)
-
-
-def _context(files: ModelFiles, raw: dict) -> int | None:
-    """The most positions, by the first of the names for it."""
-    for fields in _levels(raw):
-        for name in CONTEXT_NAMES:
-            context = fields.get(name)
-            if context is not None:
-                if type(context) is not int or not 1 <= context <= MOST:
-                    raise DataError(f"{files.name}: config.json has no usable {name}")
-                return context
-    return None
+    # The most positions, by the first of the names for it.
+    said = ((name, fields.get(name)) for fields in (top, text) for name in CONTEXT_NAMES)
+    name, context = next((pair for pair in said if pair[1] is not None), ("", None))
+    if context is not None and (type(context) is not int or not 1 <= context <= MOST):
+        raise DataError(f"{files.name}: config.json has no usable {name}")
+    return replace(config, vocab=vocab, context=context)
 
 
 def digits(number: int) -> str:
@@ -73,24 +63,20 @@ def digits(number: int) -> str:
 
 
 def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
-    """The sampling settings that generation_config.json sets, by our option names.
+    """The sampling settings that generation_config.json sets, which are called as our options.
 
     As in transformers, they hold only where `do_sample` is true: a checkpoint without it is greedy.
     """
     generation = files.read_json("generation_config.json") or {}
     if generation.get("do_sample") is not True:
         return {}
-    names = {
-        "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-        "typical_p": "typical_p", "repetition_penalty": "repetition_penalty",
-    }  # fmt: skip
-    found = {"temperature": 1.0}
-    for theirs, ours in names.items():
-        value = generation.get(theirs)
+    found: dict[str, float | int] = {"temperature": 1.0}
+    for name in SAMPLING:
+        value = generation.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if not -MOST <= value <= MOST:  # nor NaN
-                raise DataError(f"{files.name}: generation_config.json has no usable {theirs}")
-            found[ours] = int(value) if ours == "top_k" else float(value)
+                raise DataError(f"{files.name}: generation_config.json has no usable {name}")
+            found[name] = int(value) if name == "top_k" else float(value)
     return found
 
 

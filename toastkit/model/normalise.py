@@ -117,7 +117,8 @@ def fit(config: ModelConfig, where: str, module: str | None = None) -> Fitted:
 
 def _fit(config: ModelConfig, where: str, module: str) -> Fitted:
     source = source_of(module)
-    fitted, told, windows = deepcopy(config.raw), list(_known(module)), []
+    fitted, windows = deepcopy(config.raw), []
+    told = [CAUTIONS[module]] if module in CAUTIONS else []
     levels = [(fitted, source)]
     if isinstance(fitted.get("text_config"), dict):
         text = fitted["text_config"]
@@ -135,11 +136,6 @@ def _fit(config: ModelConfig, where: str, module: str) -> Fitted:
     window = min((w for w in windows if w is not None), default=None)
     yarn = next((y for level, _ in levels if (y := rotation.unrounded_yarn(level))), None)
     return Fitted(fitted, yarn, tuple(dict.fromkeys(told)), window, module)
-
-
-def _known(module: str) -> Iterator[str]:
-    if module in CAUTIONS:
-        yield CAUTIONS[module]
 
 
 def _text_source(text: dict, source: Source) -> Source:

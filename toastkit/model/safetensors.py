@@ -48,11 +48,6 @@ class Entry:
     stop: int
 
     @property
-    def count(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.stop - self.start

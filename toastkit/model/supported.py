@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -174,11 +173,6 @@ def _source(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _is_architecture(source: str) -> bool:
-    """Whether a file has the two classes `Model` and `ModelArgs`, its own or imported."""
-    return {"Model", "ModelArgs"} <= set(_top_names(source))
-
-
 # Parsing all of mlx_lm takes a second; lines that begin a class or an import take none.
 CLASS = re.compile(r"^class (\w+)", re.M)
 IMPORT = re.compile(r"^from [.\w]+ import (\([^)]*\)|.*)", re.M)
@@ -186,10 +180,10 @@ IMPORT = re.compile(r"^from [.\w]+ import (\([^)]*\)|.*)", re.M)
 VISION = re.compile(r"vision_(tower|model|embed)|model\.visual|multi_modal_projector|audio_tower")
 
 
-def _top_names(source: str) -> Iterator[str]:
-    """Classes that a module defines, and names that it imports from others."""
-    yield from CLASS.findall(source)
-    for names in IMPORT.findall(source):
-        for name in re.sub(r"#.*|[()]", "", names).split(","):
-            words = name.split()
-            yield words[-1] if words else ""
+def _is_architecture(source: str) -> bool:
+    """Whether a file has the two classes `Model` and `ModelArgs`, its own or imported."""
+    names = set(CLASS.findall(source))
+    for listed in IMPORT.findall(source):
+        words = map(str.split, re.sub(r"#.*|[()]", "", listed).split(","))
+        names.update(found[-1] for found in words if found)
+    return {"Model", "ModelArgs"} <= names

@@ -27,6 +27,7 @@ from toastkit.session.layout import (
     Tensor,
 )
 from toastkit.session.savepoints import Load
+from toastkit.store.dtypes import bytes_of
 
 CACHE_MODULE = "mlx_lm.models.cache"
 DTYPES = {name: getattr(mx, "bool_" if name == "bool" else name) for name in ITEM_BYTES}
@@ -102,12 +103,11 @@ def describe_one(cache: Any) -> LayerSource:
     if kind == "CacheList":
         return LayerSource(kind, {}, [], describe(cache.caches))
     settings, arrays = _take(kind, cache)
-    if not KINDS[kind].grows:
-        return LayerSource(kind, settings, [_whole(*item) for item in arrays.items()])
-    rows = settings["offset"] - settings.get("start_position", 0)
-    if not rows:
-        arrays = {}  # cut back to nothing: the same as never used
-    return LayerSource(kind, settings, [_growing(*item, rows) for item in arrays.items()])
+    rows = None
+    if KINDS[kind].grows:
+        rows = settings["offset"] - settings.get("start_position", 0)
+        arrays = arrays if rows else {}  # cut back to nothing: the same as never used
+    return LayerSource(kind, settings, [_source(*item, rows) for item in arrays.items()])
 
 
 def _dtype_name(array: mx.array) -> str:
@@ -117,27 +117,14 @@ def _dtype_name(array: mx.array) -> str:
     return name
 
 
-def _whole(name: str, array: mx.array) -> TensorSource:
-    return TensorSource(
-        name, _dtype_name(array), array.shape, None, lambda first, last: _bytes(array)
-    )
-
-
-def _growing(name: str, array: mx.array, rows: int) -> TensorSource:
-    """array: (B, H, at least `rows`, D)."""
+def _source(name: str, array: mx.array, rows: int | None) -> TensorSource:
+    """rows: how many of (B, H, at least `rows`, D) are to be saved; None saves the array whole."""
 
     def read(first: int, last: int) -> memoryview:
-        return _bytes(mx.moveaxis(array[:, :, first:last], 2, 0))
+        return bytes_of(array if rows is None else mx.moveaxis(array[:, :, first:last], 2, 0))
 
-    batch, heads, _, size = array.shape
-    return TensorSource(name, _dtype_name(array), (batch, heads, rows, size), 2, read)
-
-
-def _bytes(array: mx.array) -> memoryview:
-    """The array's bytes in C order."""
-    flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
-    mx.eval(flat)
-    return memoryview(flat)  # type: ignore[arg-type]
+    shape = array.shape if rows is None else (*array.shape[:2], rows, *array.shape[3:])
+    return TensorSource(name, _dtype_name(array), shape, None if rows is None else 2, read)
 
 
 # ---------------------------------------------------------------------------------------- restoring

@@ -29,7 +29,7 @@ from toastkit.session.header import encode_header
 from toastkit.session.layout import Damaged, Header, Layer, NewerSchema, Tensor
 from toastkit.session.lock import WriterLock
 from toastkit.session.names import HEADER_FILE, display_name, is_ephemeral
-from toastkit.session.savepoints import Load, Savepoint, cuts_anywhere, layers_at, stored_layers
+from toastkit.session.savepoints import Load, Savepoint, can_cut, layers_at, stored_layers
 from toastkit.session.upkeep import (
     CACHE_FILE,
     gone,
@@ -168,7 +168,8 @@ class Session:
     def can_cut(self) -> bool:
         """Whether every layer of the last commit can be cut back to any earlier position, so that
         savepoints are of no use. (A window that has not begun to slide may do so later.)"""
-        return cuts_anywhere(self._header)
+        layers, count = self._header.layers or (), self._header.count
+        return all(can_cut(layer, count, 0) for layer in layers)
 
     # -------------------------------------------------------------------------------------- reading
 

@@ -33,10 +33,8 @@ class Space:
         size = align(size)
         for index, (offset, room) in enumerate(self._holes):
             if room >= size:
-                if room == size:
-                    del self._holes[index]
-                else:
-                    self._holes[index] = (offset + size, room - size)
+                left = [(offset + size, room - size)] if room > size else []
+                self._holes[index : index + 1] = left
                 return offset
         offset = self._end
         self._end += size

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from toastkit.errors import DataError, NoInputError, from_os_error
-from toastkit.private_files import open_private
+from toastkit.private_files import Descriptor, open_private
 
 GEARS = (None, "low", "mid", "high")
 MAX_MESSAGE_BYTES = 512  # POSIX's least PIPE_BUF
@@ -36,7 +36,7 @@ class FeedMessage(NamedTuple):
     expected: str | None = None
 
 
-class FeedReader:
+class FeedReader(Descriptor):
     """The end of the FIFO that decode reads. It never sees an end of file: the reader keeps a
     writing end open itself, and writers may come and go. Raises NoInputError, DataError if the
     file is no FIFO."""
@@ -75,11 +75,6 @@ class FeedReader:
         except Exception as error:  # msgpack raises ValueError, StackError, UnicodeDecodeError, ...
             raise DataError("cannot read the feed: not msgpack") from error
         return messages
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
 
 
 def _message(fields: Any) -> FeedMessage:

@@ -34,6 +34,7 @@ from toastkit.session.layout import (
 
 MAX_HEADER_BYTES = 256 << 20
 MAX_PARTS_DEPTH = 4
+NAMES: dict[type, str] = {dict: "map", list: "list", str: "string"}
 
 
 def encode_header(header: Header) -> bytes:
@@ -77,7 +78,7 @@ def _part_value(part: Part) -> Any:
 def decode_header(data: bytes) -> Header:
     """The header in these bytes. Raises Damaged for anything that a commit did not write, and
     NewerSchema for a later layout."""
-    envelope = _map(_unpack(data), "the header")
+    envelope = _is(_unpack(data), dict, "the header")
     _need(envelope.get("toastkit") == "session", "the header is not one of toastkit")
     schema = _count(envelope.get("schema"), "schema")
     if schema > SCHEMA_VERSION:
@@ -86,15 +87,15 @@ def decode_header(data: bytes) -> Header:
     if type(body) is not bytes:
         raise Damaged("the header has no body")
     _need(zlib.crc32(body) == envelope.get("crc"), "the header's checksum is wrong")
-    fields = _map(_unpack(body), "the header")
+    fields = _is(_unpack(body), dict, "the header")
     layers = fields.get("layers")
     header = Header(
-        _text(fields.get("fingerprint"), "fingerprint"),
+        _is(fields.get("fingerprint"), str, "fingerprint"),
         _count(fields.get("generation"), "generation"),
         _count(fields.get("count"), "count"),
-        _token_record(_map(fields.get("tokens"), "tokens")),
+        _token_record(_is(fields.get("tokens"), dict, "tokens")),
         _logits_record(fields.get("logits")),
-        None if layers is None else [_layer(layer) for layer in _list(layers, "layers")],
+        None if layers is None else [_layer(layer) for layer in _is(layers, list, "layers")],
     )
     total = sum(count for _, count in header.tokens.slices)
     _need(total == header.count, "the token count and the token slices differ")
@@ -107,7 +108,7 @@ def _token_record(fields: dict) -> TokenRecord:
     end = _count(fields.get("end"), "tokens.end")
     slices: list[tuple[int, int]] = []
     reached = 0
-    for item in _list(fields.get("slices"), "tokens.slices"):
+    for item in _is(fields.get("slices"), list, "tokens.slices"):
         first, count = _counts(item, 2, "tokens.slices")
         _need(reached <= first and first + count <= end, "the token slices are out of order")
         slices.append((first, count))
@@ -118,28 +119,28 @@ def _token_record(fields: dict) -> TokenRecord:
 def _logits_record(value: Any) -> LogitsRecord | None:
     if value is None:
         return None
-    fields = _map(value, "logits")
+    fields = _is(value, dict, "logits")
     record = LogitsRecord(*(_count(fields.get(k), f"logits.{k}") for k in LogitsRecord.__slots__))
     _need(record.offset % ALIGNMENT == 0, "the logits are not aligned")
     return record
 
 
 def _layer(value: Any, depth: int = 0) -> Layer:
-    fields = _map(value, "a layer")
-    name = _text(fields.get("kind"), "kind")
+    fields = _is(value, dict, "a layer")
+    name = _is(fields.get("kind"), str, "kind")
     kind = KINDS.get(name)
     if kind is None:
         raise Damaged(f"it holds a cache of unknown class {name[:40]!r}")
     _need(depth < MAX_PARTS_DEPTH, "caches are nested too deep")
     settings = {
-        _text(key, "settings"): _count(number, "settings")
-        for key, number in _map(fields.get("settings"), "settings").items()
+        _is(key, str, "settings"): _count(number, "settings")
+        for key, number in _is(fields.get("settings"), dict, "settings").items()
     }
     layer = Layer(
         name,
         settings,
-        [_tensor(item) for item in _list(fields.get("tensors"), "tensors")],
-        [_layer(item, depth + 1) for item in _list(fields.get("parts"), "parts")],
+        [_tensor(item) for item in _is(fields.get("tensors"), list, "tensors")],
+        [_layer(item, depth + 1) for item in _is(fields.get("parts"), list, "parts")],
     )
     _check_layer(kind, layer)
     return layer
@@ -149,8 +150,8 @@ def _savepoints(value: Any, header: Header) -> list[SavepointRecord]:
     """The savepoints of a header that is whole but for them."""
     found: list[SavepointRecord] = []
     reached = 0
-    for item in _list(value, "checkpoints"):
-        fields = _map(item, "a savepoint")
+    for item in _is(value, list, "checkpoints"):
+        fields = _is(item, dict, "a savepoint")
         count = _count(fields.get("count"), "checkpoints.count")
         _need(reached < count < header.count, "the savepoints are out of order")
         if header.layers is None:
@@ -162,7 +163,7 @@ def _savepoints(value: Any, header: Header) -> list[SavepointRecord]:
 
 def _parts(value: Any, ends: list[Layer]) -> list[Part]:
     """What a savepoint holds of each of these layers."""
-    items = _list(value, "checkpoints.layers")
+    items = _is(value, list, "checkpoints.layers")
     _need(len(items) == len(ends), "a savepoint has another number of layers")
     return [_part(item, end) for item, end in zip(items, ends)]
 
@@ -206,16 +207,16 @@ def _check_layer(kind: Kind, layer: Layer) -> None:
 
 
 def _tensor(value: Any) -> Tensor:
-    fields = _map(value, "a tensor")
-    dtype = _text(fields.get("dtype"), "dtype")
+    fields = _is(value, dict, "a tensor")
+    dtype = _is(fields.get("dtype"), str, "dtype")
     _need(dtype in ITEM_BYTES, "it holds an array of unknown dtype")
-    shape = tuple(_count(n, "shape") for n in _list(fields.get("shape"), "shape"))
+    shape = tuple(_count(n, "shape") for n in _is(fields.get("shape"), list, "shape"))
     axis = fields.get("axis")
     _need(len(shape) <= 8 and math.prod(shape) < 2**53, "it holds an array of impossible shape")
     _need(axis is None or (type(axis) is int and 0 <= axis < len(shape)), "a wrong axis")
-    tensor = Tensor(_text(fields.get("name"), "name"), dtype, shape, axis, [])
+    tensor = Tensor(_is(fields.get("name"), str, "name"), dtype, shape, axis, [])
     rows, row, step = tensor.rows, tensor.row_bytes, tensor.block_rows
-    ranges = _list(fields.get("ranges"), "ranges")
+    ranges = _is(fields.get("ranges"), list, "ranges")
     expected = -(-rows // step) if row else 0
     _need(len(ranges) == expected, "an array has another number of ranges")
     for index, item in enumerate(ranges):
@@ -245,18 +246,8 @@ def _need(condition: bool, what: str) -> None:
         raise Damaged(what)
 
 
-def _map(value: Any, what: str) -> dict:
-    _need(type(value) is dict, f"{what} is not a map")
-    return value
-
-
-def _list(value: Any, what: str) -> list:
-    _need(type(value) is list, f"{what} is not a list")
-    return value
-
-
-def _text(value: Any, what: str) -> str:
-    _need(type(value) is str, f"{what} is not a string")
+def _is(value: Any, kind: type, what: str) -> Any:
+    _need(type(value) is kind, f"{what} is not a {NAMES[kind]}")
     return value
 
 

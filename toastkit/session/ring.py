@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from toastkit.errors import DataError, IOFailure, from_os_error
 from toastkit.frames import MAX_VOCAB, Reference
-from toastkit.private_files import open_private, pread_into, pwrite_all
+from toastkit.private_files import Descriptor, open_private, pread_into, pwrite_all
 
 if TYPE_CHECKING:
     import numpy as np
@@ -114,7 +114,7 @@ def _fill(fd: int, size: int) -> None:
         pwrite_all(fd, zeros[: size - offset], offset)
 
 
-class RingReader:
+class RingReader(Descriptor):
     """Reads steps from a run's ring. Raises DataError if there is none (any more) or it is not one.
 
     vocab: logits a step. slots: as its writer made it."""
@@ -171,9 +171,3 @@ class RingReader:
             if whole and self._holds(start, number):
                 return copy
         raise DataError(f"logits of step {number} are gone: the reference is stale", STALE_HINT)
-
-    def close(self) -> None:
-        """Lets go of the ring. May be called again."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from toastkit.errors import CannotCreateError, NoInputError, from_os_error
 from toastkit.private_files import (
+    Descriptor,
     make_private_directories,
     open_directory,
     open_private,
@@ -27,8 +28,9 @@ HANDOVER_FILE = "handover"
 UNBORN_SECONDS = 3600
 
 
-class RunDirectory:
-    """A run's directory, held alive by this process until close or remove."""
+class RunDirectory(Descriptor):
+    """A run's directory, held alive by this process until close, which leaves it to the others, or
+    remove."""
 
     def __init__(self, path: Path, alive_fd: int):
         self.path = path
@@ -79,20 +81,6 @@ class RunDirectory:
         except OSError as error:
             raise from_os_error(error, f"cannot open run {path}") from error
         return cls(path, fd)
-
-    @property
-    def feed(self) -> Path:
-        return feed_of(self.path)
-
-    @property
-    def ring(self) -> Path:
-        return ring_of(self.path)
-
-    def close(self) -> None:
-        """Lets go of the run and leaves the directory to the others. May be called again."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
 
     def remove(self) -> None:
         """Removes the directory: the run has ended. Open rings and FIFOs stay usable."""

@@ -110,12 +110,9 @@ def _cut_part(part: Part, there: int, end: Layer, count: int, n: int) -> Layer |
 
 
 def _all(layers: Iterable[Layer | None]) -> list[Layer] | None:
-    found = []
-    for layer in layers:
-        if layer is None:
-            return None
-        found.append(layer)
-    return found
+    """All of them, or None if one is missing."""
+    found = list(layers)
+    return None if any(layer is None for layer in found) else found  # type: ignore[return-value]
 
 
 def stored_layers(header: Header, n: int) -> list[tuple[int, list[Layer | None]]]:
@@ -129,11 +126,6 @@ def stored_layers(header: Header, n: int) -> list[tuple[int, list[Layer | None]]
             held = [layer if part is not None else None for part, layer in pairs]
             found.append((point.count, held))
     return found
-
-
-def cuts_anywhere(header: Header) -> bool:
-    """Whether every layer at the end can be cut back to any earlier position."""
-    return all(can_cut(layer, header.count, 0) for layer in header.layers or ())
 
 
 def same_class(a: Layer, b: Layer) -> bool:

@@ -57,11 +57,10 @@ def from_prompt(tokenizer: PromptTokenizer, prompt: Prompt) -> Measure:
 
 def from_built_in(tokenizer: PromptTokenizer) -> Measure:
     """Section 4.2, as for MLX: by the answers to three prompts of mixed difficulty."""
-    prompts = _turns(tokenizer, calibration.CALIBRATION_PROMPTS)
-    eos = tokenizer.tokenizer.eos_ids
+    answers = _answers(tokenizer, calibration.CALIBRATION_PROMPTS)
 
     def measure(engine: Engine) -> Calibration:
-        found = _answers(engine, prompts, eos)
+        found = answers(engine)
         return Calibration(calibration.from_prompts(found, engine.vocab), {"answers": found})
 
     return measure
@@ -73,31 +72,26 @@ def from_texts(tokenizer: PromptTokenizer, text: str) -> Measure:
     text: of the file that holds them, see calibration.parse_prompts. Raises DataError.
     """
     easy_texts, hard_texts = calibration.parse_prompts(text)
-    easy_prompts, hard_prompts = _turns(tokenizer, easy_texts), _turns(tokenizer, hard_texts)
-    eos = tokenizer.tokenizer.eos_ids
+    easy_answers, hard_answers = _answers(tokenizer, easy_texts), _answers(tokenizer, hard_texts)
 
     def measure(engine: Engine) -> Calibration:
-        easy = _answers(engine, easy_prompts, eos)
-        hard = _answers(engine, hard_prompts, eos)
+        easy, hard = easy_answers(engine), hard_answers(engine)
         found = calibration.from_easy_and_hard(easy, hard, engine.vocab)
         return Calibration(found, {"easy": easy, "hard": hard})
 
     return measure
 
 
-def _turns(tokenizer: PromptTokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Each text as a user's turn: its token ids."""
+def _answers(tokenizer: PromptTokenizer, texts: Sequence[str]) -> Callable[[Engine], list[float]]:
+    """Measures the answers to texts, each of them a user's turn."""
     from toastkit.stages.tokenize import Prompt
     from toastkit.text.messages import user_messages
 
-    return [tokenizer.encode(Prompt(messages=user_messages(text))) for text in texts]
-
-
-def _answers(engine: Engine, prompts: list[list[int]], eos: Collection[int]) -> list[float]:
-    found: list[float] = []
-    for ids in prompts:
-        found += answer_entropies(engine, ids, ANSWER_TOKENS, eos)
-    return found
+    prompts = [tokenizer.encode(Prompt(messages=user_messages(text))) for text in texts]
+    eos = tokenizer.tokenizer.eos_ids
+    return lambda engine: [
+        bits for ids in prompts for bits in answer_entropies(engine, ids, ANSWER_TOKENS, eos)
+    ]
 
 
 def prompt_entropies(engine: Engine, ids: Sequence[int]) -> list[float]:

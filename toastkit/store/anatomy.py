@@ -228,7 +228,8 @@ def _cache_bytes(cache: list) -> dict[str, Any]:
     for part in _flat(cache):
         keys, values = getattr(part, "keys", None), getattr(part, "values", None)
         if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
-            arrays = list(_arrays(part))
+            flat: Any = tree_flatten(part.state)  # of a recurrent state, however nested
+            arrays = [value for _, value in flat if isinstance(value, mx.array)]
             state += sum(array.nbytes for array in arrays)
             dtypes += [array.dtype for array in arrays]
             continue
@@ -252,9 +253,3 @@ def _flat(caches: Iterable[Any]) -> Iterator[Any]:
             yield from _flat(cache.caches)
         elif cache is not None:
             yield cache
-
-
-def _arrays(cache: Any) -> Iterator[mx.array]:
-    """The arrays of a recurrent state, however nested."""
-    flat: Any = tree_flatten(cache.state)
-    return (value for _, value in flat if isinstance(value, mx.array))

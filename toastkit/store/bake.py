@@ -39,10 +39,9 @@ from toastkit.model.toast_format import (
 )
 from toastkit.private_files import replace_file
 from toastkit.store.dtypes import DTYPES
-from toastkit.store.groups import group_size_of
 from toastkit.store.partial import Partial
-from toastkit.store.pieces import Converted, Copied, Literal, Piece, cast_to
-from toastkit.store.precision import GEAR_BITS, quantise_rows
+from toastkit.store.pieces import Piece, cast_to, converted, copied, literal
+from toastkit.store.precision import GEAR_BITS, group_size_of, quantise_rows
 from toastkit.store.quantising import Quantise, QuantizationOptions, choose_modules, leaf_modules
 from toastkit.store.store import Store
 from toastkit.store.writer import Planned, Progress, TensorWriter
@@ -70,7 +69,7 @@ def bake(
     """
     contents = Contents(store, quantization, dtype, gears)
     pieces = [
-        *(Literal(FILE_PREFIX + name, data, FILES_GROUP) for name, data in small_files(contents)),
+        *(literal(FILE_PREFIX + name, data, FILES_GROUP) for name, data in small_files(contents)),
         *contents.outside(),
     ]
     for index in range(store.layer_count):
@@ -179,7 +178,7 @@ class Contents:
         # What the architecture computes in float32 stays in it.
         self._may_cast = getattr(store.model, "cast_predicate", lambda _: True)
         self._linear = self._gear_modules() if gears else set()
-        self._carried = []
+        self._carried: list[tuple[int | None, Piece]] = []
         if not gears and quantization is None and dtype is None:
             self._carried = self._stored_gears()
 
@@ -201,10 +200,7 @@ class Contents:
                 for name in names
                 if name.endswith(".weight") and _path(name) in self._linear
             ]
-        for path, entry in self._carried:
-            if self.store.layer_of(_original(entry.name)) == index:
-                pieces.append(Copied(path, entry, entry.name, group))
-        return pieces
+        return [*pieces, *(piece for layer, piece in self._carried if layer == index)]
 
     def _piece(self, name: str, group: str) -> Piece:
         store = self.store
@@ -213,17 +209,17 @@ class Contents:
         if leaf == "weight" and path in self._packings:
             quantise = self._packings[path]
             names = {part: f"{path}.{part}" for part in PARTS}
-            return Converted(store, name, lambda rows: quantise(cast(rows)), names, group)
+            return converted(store, name, lambda rows: quantise(cast(rows)), names, group)
         source = store.source(name)
         if source is not None and cast(mx.zeros(1, store.dtype(name))).dtype == store.dtype(name):
-            return Copied(*source, name, group)
-        return Converted(store, name, lambda rows: {leaf: cast(rows)}, {leaf: name}, group)
+            return copied(*source, name, group)
+        return converted(store, name, lambda rows: {leaf: cast(rows)}, {leaf: name}, group)
 
     def _gear_piece(self, gear: str, name: str, group: str) -> Piece:
         cast = self._cast if self._may_cast(name) else cast_to(None)
         names = {part: f"{GEAR_PREFIX}{gear}.{_path(name)}.{part}" for part in PARTS}
         bits = GEAR_BITS[gear]
-        return Converted(
+        return converted(
             self.store, name, lambda rows: quantise_rows(cast(rows), bits)._asdict(), names, group
         )
 
@@ -242,14 +238,16 @@ class Contents:
             raise UsageError(f"{self.store.files.name}: has no matrix that gears can be made of")
         return found
 
-    def _stored_gears(self) -> list:
-        """(file, entry) of the gears that the source has."""
-        return [
-            (header.path, entry)
-            for header in self.store.files.headers
-            for name, entry in header.entries.items()
-            if name.startswith(GEAR_PREFIX)
-        ]
+    def _stored_gears(self) -> list[tuple[int | None, Piece]]:
+        """The gears that the source has, each with its layer."""
+        found = []
+        for header in self.store.files.headers:
+            for name, entry in header.entries.items():
+                if name.startswith(GEAR_PREFIX):
+                    index = self.store.layer_of(name[len(GEAR_PREFIX) :].partition(".")[2])
+                    group = LAYER_GROUP.format(index)
+                    found.append((index, copied(header.path, entry, name, group)))
+        return found
 
     def config(self) -> bytes | None:
         """config.json as it must be for these tensors; byte for byte the source's where it fits."""
@@ -281,11 +279,6 @@ def _known(word: str, name: str, names: Iterable[str]) -> str:
 
 def _path(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _original(name: str) -> str:
-    """`__gear__.low.NAME` -> NAME."""
-    return name[len(GEAR_PREFIX) :].partition(".")[2]
 
 
 def _order(name: str) -> tuple[str, int, str]:

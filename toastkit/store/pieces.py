@@ -5,100 +5,78 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from toastkit.model.safetensors import Entry
+from toastkit.store.dtypes import bytes_of
+from toastkit.store.raw import DTYPES
 from toastkit.store.store import Store
 from toastkit.store.writer import Planned, TensorWriter
 
 READ_BYTES = 8 << 20  # of a tensor, that are read at a time
 # Of those, that are converted at a time: it takes several times as much memory, in float32.
 BLOCK_BYTES = 2 << 20
-DTYPE_NAMES = {
-    mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8", mx.uint16: "U16", mx.int16: "I16",
-    mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.int32: "I32", mx.float32: "F32",
-    mx.uint64: "U64", mx.int64: "I64", mx.float64: "F64", mx.complex64: "C64",
-}  # fmt: skip
+DTYPE_NAMES = {mx.float64: "F64", mx.complex64: "C64"}
+DTYPE_NAMES.update((kind, name) for name, (_, kind) in DTYPES.items() if not name.startswith("F8"))
 
 Conversion = Callable[[mx.array], dict[str, mx.array]]  # rows -> rows of each part
 
 
-class Piece(Protocol):
-    """One or more tensors of the output. planned: them, in order."""
+class Piece(NamedTuple):
+    """One or more tensors of the output, in order. write: writes them; raises what TensorWriter and
+    Store do, RuntimeError where MLX cannot read a file."""
 
     planned: list[Planned]
-
-    def write(self, writer: TensorWriter) -> None:
-        """Writes them. Raises what TensorWriter and Store do, RuntimeError where MLX cannot read
-        a file."""
+    write: Callable[[TensorWriter], None]
 
 
-class Literal:
+def literal(name: str, data: bytes, group: str) -> Piece:
     """Bytes at hand, such as config.json."""
-
-    def __init__(self, name: str, data: bytes, group: str):
-        self.planned = [Planned(name, "U8", (len(data),), group)]
-        self._data = data
-
-    def write(self, writer: TensorWriter) -> None:
-        if self._data:
-            writer.write(self.planned[0].name, self._data)
+    planned = [Planned(name, "U8", (len(data),), group)]
+    return Piece(planned, lambda writer: writer.write(name, data) if data else None)
 
 
-class Copied:
+def copied(path: Path, entry: Entry, name: str, group: str) -> Piece:
     """A tensor that goes from file to file as it is."""
-
-    def __init__(self, path: Path, entry: Entry, name: str, group: str):
-        self.planned = [Planned(name, entry.dtype, entry.shape, group)]
-        self._path, self._entry = path, entry
-
-    def write(self, writer: TensorWriter) -> None:
-        entry = self._entry
-        writer.copy(self.planned[0].name, self._path, entry.start, entry.stop)
+    planned = [Planned(name, entry.dtype, entry.shape, group)]
+    return Piece(planned, lambda writer: writer.copy(name, path, entry.start, entry.stop))
 
 
-class Converted:
+def converted(
+    store: Store, name: str, convert: Conversion, names: dict[str, str], group: str
+) -> Piece:
     """A tensor of the store that is computed, block by block: cast, quantised or both.
 
     convert: rows of the tensor -> the same rows of each part; it works along the last axis. names:
     the parts' names in the file, in the order in which they are written: the first goes straight to
     the file, the others, which are much smaller, wait for their turn.
     """
+    shape = store.shape(name)
+    sample = convert(mx.zeros((*(1 for _ in shape[:-1]), *shape[-1:]), store.dtype(name)))
+    first, *others = (part for part in names if part in sample)
+    planned = []
+    for part in (first, *others):
+        sides = (*shape[:-1], *sample[part].shape[-1:])
+        planned.append(Planned(names[part], DTYPE_NAMES[sample[part].dtype], sides, group))
 
-    def __init__(
-        self, store: Store, name: str, convert: Conversion, names: dict[str, str], group: str
-    ):
-        self._store, self._name, self._convert = store, name, convert
-        shape = store.shape(name)
-        sample = convert(mx.zeros((*(1 for _ in shape[:-1]), *shape[-1:]), store.dtype(name)))
-        self._names = {part: full for part, full in names.items() if part in sample}
-        self.planned = [
-            Planned(
-                full,
-                DTYPE_NAMES[sample[part].dtype],
-                (*shape[:-1], *sample[part].shape[-1:]),
-                group,
-            )
-            for part, full in self._names.items()
-        ]
-
-    def write(self, writer: TensorWriter) -> None:
-        first, *others = self._names
+    def write(writer: TensorWriter) -> None:
         waiting: dict[str, list[bytes]] = {part: [] for part in others}
-        for rows in _row_blocks(self._store, self._name):
-            parts = self._convert(rows)
+        for rows in _row_blocks(store, name):
+            parts = convert(rows)
             mx.eval(list(parts.values()))
             if parts[first].nbytes:
-                writer.write(self._names[first], _bytes_of(parts[first]))
+                writer.write(names[first], bytes_of(parts[first]))
             for part, chunks in waiting.items():
-                chunks.append(bytes(_bytes_of(parts[part])))
+                chunks.append(bytes(bytes_of(parts[part])))
             del rows, parts
             mx.clear_cache()
         for part, chunks in waiting.items():
             for chunk in chunks:
-                writer.write(self._names[part], chunk)
+                writer.write(names[part], chunk)
+
+    return Piece(planned, write)
 
 
 def cast_to(dtype: mx.Dtype | None) -> Callable[[mx.array], mx.array]:
@@ -137,10 +115,3 @@ def _read_blocks(store: Store, name: str) -> Iterator[mx.array]:
     step = max(1, READ_BYTES * shape[0] // size)
     for start in range(0, shape[0], step):
         yield store.rows(name, start, min(start + step, shape[0]))
-
-
-def _bytes_of(array: mx.array) -> memoryview:
-    """The bytes of an array, C order."""
-    flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
-    mx.eval(flat)
-    return memoryview(flat)  # type: ignore[arg-type]

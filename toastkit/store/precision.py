@@ -18,8 +18,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from toastkit.errors import DataError
-from toastkit.store.groups import group_size_of, padded
 
+GROUP_SIZES = (128, 64, 32)  # that MLX has; in a large one the repeated scale costs less
 GEAR_BITS = {"low": 4, "mid": 8}
 LARGEST = {2: 1, 4: 7, 6: 31, 8: 127}  # bits -> qmax
 FLOOR, HALF_FLOOR = 1e-8, 1e-4  # of the scale; float16 has no smaller normal numbers to spare
@@ -39,6 +39,28 @@ class Rows(NamedTuple):
     biases: mx.array
 
 
+def group_size_of(columns: int) -> int | None:
+    """The group size in which rows of so many numbers are stored; None where MLX has none."""
+    return next((size for size in GROUP_SIZES if columns % size == 0 and columns), None)
+
+
+def padded(columns: int) -> int:
+    """The columns of a row that is filled up until MLX has a group size for it."""
+    return columns + -columns % GROUP_SIZES[-1]
+
+
+def row_bytes(bits: int, columns: int, scale_bytes: int) -> int:
+    """Bytes of a quantised row as it is stored: its numbers, and a scale and a bias for each group.
+
+    columns: of the original, at least 1; filled up to a multiple of 32. scale_bytes: of one scale.
+    """
+    stored = padded(columns)
+    size = group_size_of(stored)
+    if size is None:
+        raise ValueError("a row without columns has no bytes")
+    return stored * bits // 8 + 2 * scale_bytes * (stored // size)
+
+
 def quantise_rows(weight: mx.array, bits: int, pad: bool = False) -> Rows:
     """Quantises along the last axis.
 
@@ -56,7 +78,11 @@ def quantise_rows(weight: mx.array, bits: int, pad: bool = False) -> Rows:
         sides = [(0, 0)] * (weight.ndim - 1) + [(0, padded(columns) - columns)]
         weight = mx.pad(weight, sides)
     wide = weight.astype(mx.float32)
-    scale = _scales(wide, weight.dtype, bits)
+    # One a row, of the dtype in which it is stored: rounding it afterwards would shift what the
+    # numbers stand for.
+    floor = HALF_FLOOR if weight.dtype == mx.float16 else FLOOR
+    peak = mx.abs(wide).max(axis=-1, keepdims=True)
+    scale = mx.maximum(peak / LARGEST[bits], floor).astype(weight.dtype)
     if not mx.isfinite(scale).all().item():
         raise DataError("NaN or infinite weights cannot be quantised")
     largest, offset = LARGEST[bits], 1 << (bits - 1)
@@ -65,14 +91,6 @@ def quantise_rows(weight: mx.array, bits: int, pad: bool = False) -> Rows:
     groups = (*weight.shape[:-1], weight.shape[-1] // size)
     scales = mx.contiguous(mx.broadcast_to(scale, groups))
     return Rows(packed, scales, -offset * scales)
-
-
-def _scales(wide: mx.array, dtype: mx.Dtype, bits: int) -> mx.array:
-    """One scale a row, (..., 1), of the dtype in which it is stored: rounding it afterwards would
-    shift what the numbers stand for. wide: (..., columns) float32."""
-    peak = mx.abs(wide).max(axis=-1, keepdims=True)
-    floor = HALF_FLOOR if dtype == mx.float16 else FLOOR
-    return mx.maximum(peak / LARGEST[bits], floor).astype(dtype)
 
 
 def dequantise_rows(rows: Rows, bits: int, columns: int | None = None) -> mx.array:
@@ -94,10 +112,8 @@ def looks_quantised(weight: mx.array) -> bool:
     values are counted against those that as many random bfloat16 numbers of the same sizes would
     have: bfloat16 is the coarsest type in which weights are trained. Zeros count for nothing, and a
     row that is one number throughout tells nothing.
-    Found: 8 bits and fewer with a scale a row; 2 to 6 bits in groups of any size; the fp4 and fp8
-    formats, in blocks or not; 8 bits in groups of 32 to 128 where rows are longer than some 200.
-    Not found: 8 bits in groups in shorter rows, and what was trained further, or rotated, after
-    it was quantised.
+    Not found: 8 bits in groups in rows shorter than some 200, and what was trained further, or
+    rotated, after it was quantised.
     """
     import numpy as np
 

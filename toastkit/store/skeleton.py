@@ -127,9 +127,9 @@ def quantise_modules(
 ) -> None:
     """Gives the modules that are stored quantised their quantised classes.
 
-    settings: as quantisation_of gives them. tensors: by name; of weights, (rows, columns * bits /
-    32) uint32, and scales, (rows, columns / group size), the shapes and dtypes are read: they tell
-    bits and group size where no exception names the module.
+    settings: as quantisation_of gives them. tensors: by name; of weights, (rows, words)
+    uint32, and scales, (rows, groups), the shapes and dtypes are read: they tell bits and group
+    size where no exception names the module.
     Raises ValueError for a module whose packing cannot be told.
     """
 

@@ -23,7 +23,7 @@ from toastkit.session.directory import Session
 from toastkit.session.feed import FeedMessage, FeedReader
 from toastkit.session.handover import HandoverClient
 from toastkit.session.ring import RingWriter
-from toastkit.session.run import RunDirectory
+from toastkit.session.run import RunDirectory, feed_of, ring_of
 from toastkit.stages.arrays import from_numpy, log_softmax
 from toastkit.stages.follow import Follower
 from toastkit.stages.run.protocol import DecodeRun, Next, check_vocab
@@ -91,10 +91,10 @@ class PipeRun:
             self._directory = RunDirectory.create(self._session.path)
         run, own = self._directory, self._end.own
         if own is not None:
-            run.feed.unlink(missing_ok=True)  # nobody waits for tokens
+            feed_of(run.path).unlink(missing_ok=True)  # nobody waits for tokens
             own.begin(self.head)
         else:
-            self._feed = FeedReader(run.feed)
+            self._feed = FeedReader(feed_of(run.path))
         self.head = dataclasses.replace(self.head, run=str(run.path))
 
     def _join(self) -> None:
@@ -122,7 +122,7 @@ class PipeRun:
         check_vocab(self.head, engine)
         if not self._end.inline:
             assert self._directory is not None  # open
-            self._ring = RingWriter(self._directory.ring, engine.vocab)
+            self._ring = RingWriter(ring_of(self._directory.path), engine.vocab)
         if self._end.follower is not None:
             self._meter = EntropyMeter(engine.vocab)
         self._engine = engine
