@@ -34,7 +34,7 @@ def free(path: Path) -> bool:
 # ----------------------------------------------------------------------------------------- a run
 
 
-@pytest.mark.parametrize("size", [1000, 7, 1])
+@pytest.mark.parametrize("size", [1000, 7])
 def test_logits_are_those_of_the_engine(client: Client, size: int) -> None:
     engine = client.service.engine
     state, _ = engine.restore(None, PROMPT)

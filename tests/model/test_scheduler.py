@@ -84,7 +84,7 @@ def test_several_at_once_are_each_alone(engines: Engines, name: str, batch: int)
 def test_the_embedded_model_serves_two(engines: Engines) -> None:
     engine, plain = engines("crumb")
     driver = Driver(engine)
-    for options in ({"max_tokens": 8}, {"max_tokens": 8, **SEEDED}):
+    for options in ({"max_tokens": 5}, {"max_tokens": 5, **SEEDED}):
         asked = [driver.start(what, **options) for what in ("Who are you?", "What is a river?")]
         driver.finish()
         for one, what in zip(asked, ("Who are you?", "What is a river?")):
