@@ -14,7 +14,7 @@ def activation_dtype(on_cpu: bool) -> str | None:
 
 
 def bytes_of(array: mx.array) -> memoryview:
-    """The bytes of an array of any shape and dtype, in C order; evaluates it."""
+    """The bytes of an array (...) of any dtype, in C order; evaluates it."""
     flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
     mx.eval(flat)
     return memoryview(flat)  # type: ignore[arg-type]
