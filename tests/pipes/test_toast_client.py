@@ -207,7 +207,7 @@ REFUSED = [
     (["-x", "--chat"], 64, "--chat is for one answer as text, not with --extract"),
     (["--no-daemon", "--socket", "x", "hi"], 64, "--socket is for a daemon, not with --no-daemon"),
     (["-q", "--usage", "hi"], 64, "--usage has something to say, but not with --quiet"),
-    (["--device", "cpu", "--socket", "x", "hi"], 64, "--device and --dtype are for a model in"),
+    (["--device", "cpu", "--socket", "x", "hi"], 64, "--device is for a model in this process"),
     (["--temp", "nan", "hi"], 64, "invalid temperature: nan is not"),
     (["--logit-bias", "5=inf", "hi"], 64, "invalid logit-bias: inf is not"),
     (["--logit-bias", "5=1", "--logit-bias", "5=2", "hi"], 64, "id 5 is given twice"),

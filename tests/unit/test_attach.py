@@ -76,7 +76,7 @@ def test_without_a_daemon_nothing_is_imported_and_nothing_said() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     few = {
         "toastkit.daemon", "toastkit.daemon.paths", "toastkit.base_directories",
-        "toastkit.private_files", "stat",
+        "toastkit.private_files", "fcntl", "stat",
     }  # fmt: skip
     assert set(done.stdout.split()) <= few
 

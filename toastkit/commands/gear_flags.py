@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from toastkit.commands.cli import refuse_together, say
 from toastkit.commands.options import defaulted, together
 from toastkit.commands.sizes import Size
-from toastkit.frames import End, Frame
+
+if TYPE_CHECKING:
+    from toastkit.frames import Frame
 
 
 class Bits(click.ParamType):
@@ -101,6 +103,8 @@ def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
 
 def told(frames: Iterable[Frame]) -> Iterator[Frame]:
     """The frames; a line on stderr for what the gears did in each run."""
+    from toastkit.frames import End
+
     for frame in frames:
         if isinstance(frame, End) and "gears" in frame.extra:
             say(f"gears: {counted(frame.extra['gears'])}")

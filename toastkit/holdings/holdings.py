@@ -159,8 +159,9 @@ class Holdings:
         """As `_made`, layer after layer; nothing stays of what was made when one fails."""
         made: dict[Key, Parts] = {}
         self._weights.sample([h for h, form in moves if form.kind == "packed"])
-        most = 2 * sum(form == ORIGINAL for _, form in moves) > len(self.modules)
-        with self._weights.whole() if most else nullcontext():
+        # MLX reads a whole model quickest; later, only what is wanted is read.
+        first = not self._changes and len(moves) == len(self.modules)
+        with self._weights.whole() if first else nullcontext():
             try:
                 for _, some in groupby(moves, lambda move: move[0].layer):
                     made.update(self._made(list(some)))
