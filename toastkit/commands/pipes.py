@@ -7,6 +7,7 @@ import os
 import select
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 from toastkit.commands import program_name
 from toastkit.commands.cli import die_by_sigpipe
@@ -140,7 +141,5 @@ def send_error(error: ToastError, name: str) -> None:
     """Sends an error down the pipe as the stream's last frame. name: the command's."""
     stage = error.stage if isinstance(error, RemoteError) and error.stage else name
     error.sent = True
-    try:
+    with suppress(OSError):  # nobody is there to hear it
         FrameWriter(sys.stdout.buffer).write(Error(error.code, stage, error.message, error.hint))
-    except OSError:
-        pass  # nobody is there to hear it

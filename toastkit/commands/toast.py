@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -44,9 +43,7 @@ OF_THIS_PROCESS = ("device", "dtype", "gear")  # a daemon's model has its own
 @options.stop
 @options.tools
 @options.template_arg
-@click.option(
-    "--fail-on-length", is_flag=True, help="Exit with 65 if an answer was cut off by a limit."
-)
+@options.fail_on_length
 @click.option("--no-history", is_flag=True, help="Do not keep the conversation.")
 @options.no_daemon
 @click.option("--socket", metavar="PATH", help="Where the daemon listens.")
@@ -194,7 +191,7 @@ def _wanted(context: click.Context, flags: dict[str, Any]) -> Wanted:
 def _settings(flags: dict[str, Any], request_options: dict[str, Any]) -> TurnSettings:
     from toastkit.client.output import (
         JsonOutput,
-        NoOutput,
+        Output,
         Progress,
         TextOutput,
         cached_line,
@@ -204,7 +201,7 @@ def _settings(flags: dict[str, Any], request_options: dict[str, Any]) -> TurnSet
     from toastkit.client.turn import TurnSettings
     from toastkit.commands.progress import watched
 
-    form = JsonOutput if flags["as_json"] else NoOutput if flags["extract"] else TextOutput
+    form = JsonOutput if flags["as_json"] else Output if flags["extract"] else TextOutput
     tell: list[Callable[[dict[str, Any]], object]] = []
     if not flags["quiet"]:
         tell.append(lambda stats: list(map(cli.say, notes_of(stats))))
@@ -215,7 +212,7 @@ def _settings(flags: dict[str, Any], request_options: dict[str, Any]) -> TurnSet
     return TurnSettings(
         options=request_options,
         output=form,
-        model=_absolute(flags["model"]),
+        model=options.absolute_model(flags["model"]),
         tools=options.read_tools(flags["tools"]),
         progress=Progress(_bar) if watched(flags) else None,
         keep=not flags["no_history"],
@@ -223,16 +220,6 @@ def _settings(flags: dict[str, Any], request_options: dict[str, Any]) -> TurnSet
         fail_on_length=flags["fail_on_length"],
         tell=tuple(tell),
     )
-
-
-def _absolute(model: str | None) -> str | None:
-    """A model's path as the daemon, in another directory, understands it; other names as given."""
-    if model is None or model == "crumb":
-        return model
-    path = os.path.expanduser(model)
-    if os.path.isfile(path) or os.path.isfile(os.path.join(path, "config.json")):
-        return os.path.abspath(path)
-    return model
 
 
 def _bar(label: str) -> Bar:

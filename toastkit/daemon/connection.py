@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from toastkit.daemon.channel import Channel, Outbox
@@ -177,7 +178,5 @@ def _descriptors(messages: list[tuple[int, int, bytes]]) -> list[int]:
 def close_all(fds: list[int]) -> None:
     """Closes descriptors that came with a line."""
     for fd in fds:
-        try:
+        with suppress(OSError):  # whoever took it has closed it
             os.close(fd)
-        except OSError:
-            pass  # whoever took it has closed it

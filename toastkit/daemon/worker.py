@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from toastkit.daemon.channel import error_reply
@@ -199,11 +200,9 @@ class Worker:
 
     def _save_what_can_be(self) -> None:
         """The conversations, after a failure that ends the daemon."""
-        try:
+        with suppress(Exception):  # the first failure is the one to tell of
             if self._service is not None:
                 self._service.save_all()
-        except Exception:
-            pass  # the first failure is the one to tell of
 
     def _load(self) -> Service:
         settings = self.settings
