@@ -105,17 +105,14 @@ def run_filter(
         if signals:
             return signals.code
         die_by_sigpipe()
-    except (ToastError, OSError) as error:
-        _close(stage)
-        wrapped = error if isinstance(error, ToastError) else from_os_error(error, "i/o")
-        if sends_frames:
-            send_error(wrapped, program_name(name))
-        raise wrapped from error
     except BaseException as error:
         _close(stage)
-        if sends_frames and isinstance(error, Exception):
-            send_error(as_toast_error(error), program_name(name))
-        raise
+        told = from_os_error(error, "i/o") if isinstance(error, OSError) else error
+        if sends_frames and isinstance(told, Exception):
+            send_error(as_toast_error(told), program_name(name))
+        if told is error:
+            raise
+        raise told from error
     return signals.code or (130 if interrupted else 0)
 
 

@@ -14,7 +14,6 @@ from toastkit.errors import DataError, NoInputError, UsageError
 if TYPE_CHECKING:
     from toastkit.client.backend import Wanted
     from toastkit.client.chats import Chat
-    from toastkit.client.output import Bar
     from toastkit.client.turn import TurnSettings
 
 INFINITE = float("inf")
@@ -199,7 +198,7 @@ def _settings(flags: dict[str, Any], request_options: dict[str, Any]) -> TurnSet
         usage_line,
     )
     from toastkit.client.turn import TurnSettings
-    from toastkit.commands.progress import watched
+    from toastkit.commands.progress import ProgressBar, watched
 
     form = JsonOutput if flags["as_json"] else Output if flags["extract"] else TextOutput
     tell: list[Callable[[dict[str, Any]], object]] = []
@@ -214,18 +213,12 @@ def _settings(flags: dict[str, Any], request_options: dict[str, Any]) -> TurnSet
         output=form,
         model=options.absolute_model(flags["model"]),
         tools=options.read_tools(flags["tools"]),
-        progress=Progress(_bar) if watched(flags) else None,
+        progress=Progress(ProgressBar) if watched(flags) else None,
         keep=not flags["no_history"],
         extract=flags["extract"],
         fail_on_length=flags["fail_on_length"],
         tell=tuple(tell),
     )
-
-
-def _bar(label: str) -> Bar:
-    from toastkit.commands.progress import ProgressBar
-
-    return ProgressBar(label)
 
 
 def _chat(turns, words: tuple[str, ...], flags: dict[str, Any], interrupts) -> int:

@@ -44,6 +44,7 @@ class Connection:
     ):
         connection.setblocking(False)
         self.peer = peer
+        self.attend = lambda: attend(self)  # has the loop look at it; from any thread
         self.outbox = Outbox(connection, self.attend)
         self.store: dict[str, Any] = {}
         self.on_close: list[Callable[[], None]] = []
@@ -55,7 +56,6 @@ class Connection:
         self._socket = connection
         self._fd = connection.fileno()
         self._max_line = max_line
-        self._attend = attend
         self._input = bytearray()
         self._scanned = 0  # bytes of it that hold no newline
         self._received = 0  # bytes, of the whole connection
@@ -65,10 +65,6 @@ class Connection:
     def fileno(self) -> int:
         """The descriptor, also after it has been closed: the loop's name for the connection."""
         return self._fd
-
-    def attend(self) -> None:
-        """Has the loop look at the connection. From any thread."""
-        self._attend(self)
 
     @property
     def busy(self) -> bool:

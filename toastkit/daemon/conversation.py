@@ -109,7 +109,7 @@ class Conversation:
             self._keep()
         except ToastError as error:
             self.error = error
-            self._close()
+        self._close()
         self.want = None
         return None
 
@@ -154,25 +154,21 @@ class Conversation:
             )  # fmt: skip
 
     def _keep(self) -> None:
-        """Keeps the state for the next turn."""
-        state = self.runs.state
-        wanted = self.prepared.request.keep or self.runs.named is not None
+        """Keeps the state for the next turn, unless little was read and nothing answered."""
+        state, named = self.runs.state, self.runs.named
+        wanted = self.prepared.request.keep or named is not None
         if state is None or not state.tokens or not wanted:
-            self._close()
             return
-        unfinished = self.end is None and len(state.tokens) - self.runs.cached < WORTH_KEEPING
-        if not unfinished:
-            self._service.leave(state)
-            state.take_back()
-            key = self.prepared.save_key(self.text)
-            named = self.runs.named
-            if named is not None and named.tokens != state.read_tokens():
-                named = None  # it was not committed
-            self._service.memory.keep(
-                key, state.read_tokens(), state.cache, state.savepoints,
-                self._early or self.runs.parent, self.prepared.key, named,
-            )  # fmt: skip
-        self._close()
+        if self.end is None and len(state.tokens) - self.runs.cached < WORTH_KEEPING:
+            return
+        self._service.leave(state)
+        state.take_back()
+        if named is not None and named.tokens != state.read_tokens():
+            named = None  # it was not committed
+        self._service.memory.keep(
+            self.prepared.save_key(self.text), state.read_tokens(), state.cache, state.savepoints,
+            self._early or self.runs.parent, self.prepared.key, named,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------- what is said
 
