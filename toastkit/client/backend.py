@@ -3,7 +3,8 @@ not know whether a daemon, this process or, one day, a provider elsewhere is beh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Any, NamedTuple, Protocol
 
 from toastkit.descriptors import is_pipe
@@ -12,19 +13,21 @@ from toastkit.interrupts import Signals
 
 STDOUT = 1
 
+Replies = Generator[dict[str, Any], None, None]
+
 
 class Backend(Protocol):
     """Who answers. name: how messages call it, as "the daemon at PATH".
 
     ask(request) gives the replies as they come, the last one being `end` or `error`; after a signal
-    it stops without them. Closing the iterator cancels the request. It may be called again once the
-    replies before have ended.
+    it stops without them. Closing it cancels the request. It may be called again once the replies
+    before have ended.
     """
 
     @property
     def name(self) -> str: ...
 
-    def ask(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]: ...
+    def ask(self, request: dict[str, Any]) -> Replies: ...
 
     def close(self) -> None: ...
 
@@ -111,11 +114,10 @@ class OtherModel:
     def name(self) -> str:
         return self._backend.name
 
-    def ask(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def ask(self, request: dict[str, Any]) -> Replies:
         """The replies of one or the other; the daemon's refusal is not among them."""
         if not self._refused:
-            replies = self._backend.ask(request)
-            try:
+            with closing(self._backend.ask(request)) as replies:
                 for reply in replies:
                     if _code(reply) == NoInputError.code:
                         self._refused = True
@@ -123,8 +125,6 @@ class OtherModel:
                     yield reply
                 else:
                     return
-            finally:
-                hang_up(replies)
             self._move()
         yield from self._backend.ask(request)
 
@@ -136,13 +136,6 @@ class OtherModel:
 
     def close(self) -> None:
         self._backend.close()
-
-
-def hang_up(replies: Iterator[dict[str, Any]]) -> None:
-    """Cancels the request of some replies, unless they have ended."""
-    close = getattr(replies, "close", None)
-    if close is not None:
-        close()
 
 
 def _code(reply: dict[str, Any]) -> int | None:

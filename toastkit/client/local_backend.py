@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from toastkit.interrupts import Signals
@@ -14,11 +15,8 @@ EMBEDDED = "crumb"
 
 
 class LocalBackend:
-    """A model of this process. wanted: which one, on which device.
-
-    interrupts: where given, a signal ends the replies. watch: a pipe or a socket, such as stdout;
-    once nobody reads there any more, asking ends with BrokenPipeError.
-    """
+    """A model of this process. wanted: which one, on which device. interrupts, watch: as of
+    wire.Wire, for the replies."""
 
     name = "this process"
 
@@ -28,16 +26,14 @@ class LocalBackend:
         self._watch = watch
         self._service: Any = None
 
-    def ask(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def ask(self, request: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The replies to a request. The request's own `model` is the one that is loaded here."""
-        from toastkit.client.backend import hang_up
         from toastkit.descriptors import reader_gone
 
         if self._interrupts is not None:
             self._interrupts.patient = False
         request = {name: value for name, value in request.items() if name != "model"}
-        replies = self._loaded().ask(request)
-        try:
+        with closing(self._loaded().ask(request)) as replies:
             for reply in replies:
                 if self._watch is not None and reader_gone(self._watch):
                     raise BrokenPipeError
@@ -47,8 +43,6 @@ class LocalBackend:
                     self._interrupts.patient = "loading" not in (reply.get("progress") or ())
                     if self._interrupts.signal:
                         return
-        finally:
-            hang_up(replies)
 
     def close(self) -> None:
         if self._service is not None:

@@ -13,13 +13,15 @@ from toastkit.text.terminal import harmless
 Reply = dict[str, Any]
 
 
-class Output(Protocol):
-    """Where the replies to one request go: put(reply) takes each of them as it comes, end() is
-    called once, also where the answer broke off."""
+class Output:
+    """Where the replies to one request go. This one shows nothing: for an answer of which only a
+    part is wanted in the end."""
 
-    def put(self, reply: Reply) -> None: ...
+    def put(self, reply: Reply) -> None:
+        """Takes each reply as it comes."""
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """Called once, also where the answer broke off."""
 
 
 def write_text(text: str) -> None:
@@ -30,44 +32,31 @@ def write_text(text: str) -> None:
     sys.stdout.buffer.flush()
 
 
-class TextOutput:
+class TextOutput(Output):
     """The text, as it comes, and a newline where it has none at its end."""
 
     def __init__(self) -> None:
         self._last = "\n"
 
     def put(self, reply: Reply) -> None:
-        text = reply.get("text")
-        if text:
-            self._write(text)
+        self.write(reply.get("text", ""))
 
     def end(self) -> None:
         if not self._last.endswith("\n"):
-            self._write("\n")
+            self.write("\n")
 
-    def _write(self, text: str) -> None:
-        self._last = text
-        write_text(text)
+    def write(self, text: str) -> None:
+        """Some of the text."""
+        if text:
+            self._last = text
+            write_text(text)
 
 
-class JsonOutput:
+class JsonOutput(Output):
     """The replies themselves, one a line."""
 
     def put(self, reply: Reply) -> None:
         write_text(json.dumps(reply, ensure_ascii=False) + "\n")
-
-    def end(self) -> None:
-        pass
-
-
-class NoOutput:
-    """Nothing, for an answer of which only a part is wanted in the end."""
-
-    def put(self, reply: Reply) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
 
 
 class Bar(Protocol):

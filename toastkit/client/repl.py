@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,8 @@ class Editor:
         self._readline = readline
         readline.set_history_length(HISTORY_LINES)
         if self._history is not None:
-            try:
+            with suppress(OSError):  # none yet; one that cannot be written is told of at the end
                 readline.read_history_file(str(self._history))
-            except OSError:
-                pass  # none yet; one that cannot be written is told of at the end
 
 
 def _make_private(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from toastkit.errors import BusyError, UnavailableError
@@ -18,10 +18,7 @@ LAST = ("end", "error", "health", "status", "stopping", "reloading")  # what end
 
 class SocketBackend:
     """The daemon that listens at `path`. connection: an open one, for the first request.
-
-    interrupts: where given, a signal ends the replies. watch: a pipe or a socket, such as stdout;
-    once nobody reads there any more, asking ends with BrokenPipeError.
-    """
+    interrupts, watch: as of wire.Wire."""
 
     def __init__(
         self,
@@ -36,7 +33,7 @@ class SocketBackend:
         self._interrupts = interrupts
         self._watch = watch
 
-    def ask(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def ask(self, request: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The replies to a request, up to the last one, or up to a signal.
 
         Raises UnavailableError where the daemon is not there or goes away, DataError for what is no

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from toastkit.client.backend import Backend, hang_up
+from toastkit.client.backend import Backend
 from toastkit.client.chats import Chat
 from toastkit.client.output import Output, Progress, Reply, write_text
 from toastkit.errors import DataError, ToastError, UnavailableError
@@ -114,7 +114,7 @@ class Turns:
             output.end()  # what the error says begins on a line of its own
             raise
         finally:
-            hang_up(replies)
+            replies.close()
             if progress is not None:
                 progress.end()
         output.end()

@@ -35,10 +35,8 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 @options.keep_special
 @options.echo
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object per token.")
-@click.option("--no-newline", is_flag=True, help="Do not end an answer with a newline.")
-@click.option(
-    "--fail-on-length", is_flag=True, help="Exit with 65 if an answer was cut off by a limit."
-)
+@options.no_newline
+@options.fail_on_length
 @click.option("--greedy", is_flag=True, help="Frames: take the most likely token, need no sampler.")
 @click.option(
     "--force",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from toastkit.client.output import write_text
+from toastkit.client.output import TextOutput
 from toastkit.commands import cli, options
 from toastkit.frames import End, Frame, Head, Text
 
@@ -15,10 +15,8 @@ from toastkit.frames import End, Frame, Head, Text
 @options.keep_special
 @options.echo
 @click.option("--frames", "as_frames", is_flag=True, help="Write text frames among the others.")
-@click.option("--no-newline", is_flag=True, help="Do not end an answer with a newline.")
-@click.option(
-    "--fail-on-length", is_flag=True, help="Exit with 65 if an answer was cut off by a limit."
-)
+@options.no_newline
+@options.fail_on_length
 @click.pass_context
 def detokenize(context: click.Context, **flags) -> int:
     from toastkit.commands.pipes import run_filter
@@ -58,17 +56,13 @@ class TextWriter:
 
     def __init__(self, newline: bool):
         self._newline = newline
-        self._last = "\n"
+        self._output = TextOutput()
 
     def __call__(self, frame: Frame) -> None:
         if isinstance(frame, Text):
-            self._write(frame.s)
-        elif isinstance(frame, End) and self._newline and not self._last.endswith("\n"):
-            self._write("\n")
-
-    def _write(self, text: str) -> None:
-        write_text(text)
-        self._last = text or self._last
+            self._output.write(frame.s)
+        elif isinstance(frame, End) and self._newline:
+            self._output.end()
 
 
 def check_length(outcome, fail_on_length: bool) -> int:

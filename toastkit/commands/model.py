@@ -85,13 +85,10 @@ def _lines(pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def _anatomy(files, flags: dict[str, Any]) -> dict[str, Any]:
-    """Shapes are told by the CPU as well as by any other device, and sooner."""
-    _start_mlx(flags)
-    from toastkit.model.config import load_config
+    store = _open(files)
     from toastkit.store.anatomy import anatomy
-    from toastkit.store.store import Store
 
-    return anatomy(Store(files, load_config(files)), whisper(flags))
+    return anatomy(store, whisper(flags))
 
 
 def _supported(flags: dict[str, Any]) -> int:
@@ -174,7 +171,7 @@ def bake(source: str, **flags) -> int:
     files = find(source)
     out = _bake_output(files, flags)
     _end_tidily()
-    store = _open(files, flags)
+    store = _open(files)
     from toastkit.store.bake import bake as write
     from toastkit.store.quantising import QuantizationOptions
 
@@ -233,7 +230,7 @@ def split(source: str, **flags) -> int:
 
     files = find(source)
     _end_tidily()
-    store = _open(files, flags)
+    store = _open(files)
     from toastkit.store.bake import split as write
 
     write(store, Path(flags["output"]), _bar(flags, "split"))
@@ -274,19 +271,16 @@ plan.add_to(model)
 # ---------------------------------------------------------------------------------------- shared
 
 
-def _open(files, flags: dict[str, Any]):
-    """A Store of a checkpoint."""
-    _start_mlx(flags)
+def _open(files):
+    """A Store of a checkpoint. Shapes are told, and weights written, by the CPU as well as by any
+    other device, and sooner."""
+    from toastkit.engine import device
+
+    device.start("cpu")
     from toastkit.model.config import load_config
     from toastkit.store.store import Store
 
     return Store(files, load_config(files))
-
-
-def _start_mlx(flags: dict[str, Any]) -> None:
-    from toastkit.engine import device
-
-    device.start("cpu")
 
 
 def _print_path(path: Path) -> None:

@@ -66,6 +66,14 @@ model = click.option(
 )  # fmt: skip
 
 
+def absolute_model(model: str | None) -> str | None:
+    """A model's path as a daemon, in another directory, understands it; other names as given."""
+    path = os.path.expanduser(model or "crumb")
+    if path != "crumb" and any(map(os.path.isfile, (path, os.path.join(path, "config.json")))):
+        return os.path.abspath(path)
+    return model
+
+
 def _session_name(context: click.Context, parameter: click.Parameter, value: str | None):
     """Refuses a name that no session can have before anything else is done."""
     if value is not None:
@@ -100,16 +108,20 @@ keep_special = click.option(
     "--keep-special", is_flag=True, help="Print special tokens such as end-of-turn marks."
 )
 echo = click.option("--echo", is_flag=True, help="Print the prompt before the answer.")
-
+no_newline = click.option("--no-newline", is_flag=True, help="Do not end an answer with a newline.")
+fail_on_length = click.option(
+    "--fail-on-length", is_flag=True, help="Exit with 65 if an answer was cut off by a limit."
+)
+dtype = click.option(
+    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]),
+    help="Type of activations (default: float32 on the CPU, the checkpoint's own elsewhere).",
+)  # fmt: skip
 engine = together(
     click.option(
         "--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", show_default=True,
         help="Where to compute.",
     ),
-    click.option(
-        "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]),
-        help="Type of activations (default: float32 on the CPU, the checkpoint's own elsewhere).",
-    ),
+    dtype,
 )  # fmt: skip
 no_daemon = click.option(
     "--no-daemon", is_flag=True, help="Load the model here, even if a daemon runs it."
@@ -205,8 +217,6 @@ def sampling_options(flags: dict[str, Any], defaults: dict[str, Any], seed: int 
     if flags.get("seed") is not None:
         seed = flags["seed"]
     if seed is None:
-        import os
-
         seed = int.from_bytes(os.urandom(4), "little")
     options = SamplingOptions(
         **values,

@@ -200,9 +200,9 @@ def _score_all(scoring: Scoring, texts: list[Text], report: Report) -> None:
             raise
         totals.bytes = text.bytes
         overall.include(totals)
-        report.text(text, totals)
+        report.total(text, totals)
     if len(texts) > 1:
-        report.overall(len(texts), overall)
+        report.total(len(texts), overall)
 
 
 def _scores(scoring: Scoring, text: Text, totals: Totals) -> Generator[Scores, None, None]:

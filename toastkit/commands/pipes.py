@@ -7,6 +7,7 @@ import os
 import select
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 from toastkit.commands import program_name
 from toastkit.commands.cli import die_by_sigpipe
@@ -104,17 +105,14 @@ def run_filter(
         if signals:
             return signals.code
         die_by_sigpipe()
-    except (ToastError, OSError) as error:
-        _close(stage)
-        wrapped = error if isinstance(error, ToastError) else from_os_error(error, "i/o")
-        if sends_frames:
-            send_error(wrapped, program_name(name))
-        raise wrapped from error
     except BaseException as error:
         _close(stage)
-        if sends_frames and isinstance(error, Exception):
-            send_error(as_toast_error(error), program_name(name))
-        raise
+        told = from_os_error(error, "i/o") if isinstance(error, OSError) else error
+        if sends_frames and isinstance(told, Exception):
+            send_error(as_toast_error(told), program_name(name))
+        if told is error:
+            raise
+        raise told from error
     return signals.code or (130 if interrupted else 0)
 
 
@@ -140,7 +138,5 @@ def send_error(error: ToastError, name: str) -> None:
     """Sends an error down the pipe as the stream's last frame. name: the command's."""
     stage = error.stage if isinstance(error, RemoteError) and error.stage else name
     error.sent = True
-    try:
+    with suppress(OSError):  # nobody is there to hear it
         FrameWriter(sys.stdout.buffer).write(Error(error.code, stage, error.message, error.hint))
-    except OSError:
-        pass  # nobody is there to hear it

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, completion
+from toastkit.commands import cli, completion, options
 from toastkit.commands.gear_flags import gear_bits, gear_scope
 from toastkit.commands.models import as_json, table, whisper
 from toastkit.commands.sizes import Size
@@ -34,10 +34,7 @@ def add_to(group: click.Group) -> None:
 )  # fmt: skip
 @gear_scope
 @gear_bits
-@click.option(
-    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]),
-    help="Type of activations (default: float32 on the CPU, the checkpoint's own elsewhere).",
-)  # fmt: skip
+@options.dtype
 @click.option(
     "--bandwidth", type=Size(1), metavar="SIZE",
     help="Bytes that the memory gives in a second, such as 100G: tells times too.",

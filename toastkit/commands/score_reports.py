@@ -93,13 +93,10 @@ class TextReport:
     def tokens(self, text: Text, scores: Scores) -> None:
         """Nothing: tokens are not shown."""
 
-    def text(self, text: Text, totals: Totals) -> None:
-        """The line of a text."""
-        print(line(text.name, totals, self._gearing), flush=True)
-
-    def overall(self, count: int, totals: Totals) -> None:
-        """The line of all texts together."""
-        print(line("total", totals, self._gearing), flush=True)
+    def total(self, of: Text | int, totals: Totals) -> None:
+        """The line of a text, or of so many together."""
+        name = "total" if isinstance(of, int) else of.name
+        print(line(name, totals, self._gearing), flush=True)
 
 
 class JsonReport:
@@ -133,18 +130,10 @@ class JsonReport:
             )  # fmt: skip
         sys.stdout.flush()
 
-    def text(self, text: Text, totals: Totals) -> None:
-        """The totals of a text."""
-        self._write({"file": text.name, **self._summary(totals)})
-        sys.stdout.flush()
-
-    def overall(self, count: int, totals: Totals) -> None:
-        """The totals of all texts together."""
-        self._write({"files": count, **self._summary(totals)})
-        sys.stdout.flush()
-
-    def _summary(self, totals: Totals) -> dict[str, Any]:
-        return {
+    def total(self, of: Text | int, totals: Totals) -> None:
+        """The totals of a text, or of so many together."""
+        what = {"files": of} if isinstance(of, int) else {"file": of.name}
+        values = {
             "perplexity": _finite(totals.perplexity),
             "loss": _finite(totals.loss),
             "entropy": _finite(totals.mean_entropy),
@@ -154,8 +143,10 @@ class JsonReport:
             "window": self._window,
             "seconds": round(totals.seconds, 6),
             "tokens_per_second": _finite(totals.speed),
-            **({} if self._gearing is None else self._gearing.facts(totals)),
         }
+        gears = {} if self._gearing is None else self._gearing.facts(totals)
+        self._write({**what, **values, **gears})
+        sys.stdout.flush()
 
     def _write(self, value: dict[str, Any]) -> None:
         print(json.dumps(value, ensure_ascii=False))

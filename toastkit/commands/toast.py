@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from toastkit.errors import DataError, NoInputError, UsageError
 if TYPE_CHECKING:
     from toastkit.client.backend import Wanted
     from toastkit.client.chats import Chat
-    from toastkit.client.output import Bar
     from toastkit.client.turn import TurnSettings
 
 INFINITE = float("inf")
@@ -44,9 +42,7 @@ OF_THIS_PROCESS = ("device", "dtype", "gear")  # a daemon's model has its own
 @options.stop
 @options.tools
 @options.template_arg
-@click.option(
-    "--fail-on-length", is_flag=True, help="Exit with 65 if an answer was cut off by a limit."
-)
+@options.fail_on_length
 @click.option("--no-history", is_flag=True, help="Do not keep the conversation.")
 @options.no_daemon
 @click.option("--socket", metavar="PATH", help="Where the daemon listens.")
@@ -194,7 +190,7 @@ def _wanted(context: click.Context, flags: dict[str, Any]) -> Wanted:
 def _settings(flags: dict[str, Any], request_options: dict[str, Any]) -> TurnSettings:
     from toastkit.client.output import (
         JsonOutput,
-        NoOutput,
+        Output,
         Progress,
         TextOutput,
         cached_line,
@@ -202,9 +198,9 @@ def _settings(flags: dict[str, Any], request_options: dict[str, Any]) -> TurnSet
         usage_line,
     )
     from toastkit.client.turn import TurnSettings
-    from toastkit.commands.progress import watched
+    from toastkit.commands.progress import ProgressBar, watched
 
-    form = JsonOutput if flags["as_json"] else NoOutput if flags["extract"] else TextOutput
+    form = JsonOutput if flags["as_json"] else Output if flags["extract"] else TextOutput
     tell: list[Callable[[dict[str, Any]], object]] = []
     if not flags["quiet"]:
         tell.append(lambda stats: list(map(cli.say, notes_of(stats))))
@@ -215,30 +211,14 @@ def _settings(flags: dict[str, Any], request_options: dict[str, Any]) -> TurnSet
     return TurnSettings(
         options=request_options,
         output=form,
-        model=_absolute(flags["model"]),
+        model=options.absolute_model(flags["model"]),
         tools=options.read_tools(flags["tools"]),
-        progress=Progress(_bar) if watched(flags) else None,
+        progress=Progress(ProgressBar) if watched(flags) else None,
         keep=not flags["no_history"],
         extract=flags["extract"],
         fail_on_length=flags["fail_on_length"],
         tell=tuple(tell),
     )
-
-
-def _absolute(model: str | None) -> str | None:
-    """A model's path as the daemon, in another directory, understands it; other names as given."""
-    if model is None or model == "crumb":
-        return model
-    path = os.path.expanduser(model)
-    if os.path.isfile(path) or os.path.isfile(os.path.join(path, "config.json")):
-        return os.path.abspath(path)
-    return model
-
-
-def _bar(label: str) -> Bar:
-    from toastkit.commands.progress import ProgressBar
-
-    return ProgressBar(label)
 
 
 def _chat(turns, words: tuple[str, ...], flags: dict[str, Any], interrupts) -> int:

@@ -147,11 +147,7 @@ def _make_absolute(flags: dict[str, Any]) -> None:
     for name in ("pidfile", "audit"):
         if flags[name] is not None:
             flags[name] = os.path.abspath(flags[name])
-    model = flags["model"]
-    if model is not None and model != "crumb":
-        path = os.path.expanduser(model)
-        if os.path.isfile(path) or os.path.isfile(os.path.join(path, "config.json")):
-            flags["model"] = os.path.abspath(path)
+    flags["model"] = options.absolute_model(flags["model"])
 
 
 def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | None = None) -> int:

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 
 from toastkit.errors import UsageError
 
@@ -81,12 +82,10 @@ def notify(*lines: str) -> None:
         return
     if address.startswith("@"):
         address = "\0" + address[1:]
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
-            out.setblocking(False)
-            out.sendto("\n".join(lines).encode(), address)
-    except OSError:
-        pass  # nobody listens; that is the manager's business
+    # Where nobody listens, that is the manager's business.
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+        out.setblocking(False)
+        out.sendto("\n".join(lines).encode(), address)
 
 
 def notify_reloading() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toastkit.daemon.requests import Request, kind
+from toastkit.daemon.requests import Request
 from toastkit.errors import (
     BusyError,
     DataError,
@@ -30,6 +30,7 @@ from toastkit.errors import (
 from toastkit.session.directory import Session
 from toastkit.session.lock import WriterLock
 from toastkit.session.names import display_name
+from toastkit.text.messages import kind
 
 if TYPE_CHECKING:
     from toastkit.daemon.channel import Channel

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -102,10 +103,8 @@ def _detach_from_shell(errors: int, pipe: int) -> None:
     os.dup2(pipe, FIRST_FREE, inheritable=False)
     for name in os.listdir("/dev/fd"):
         if int(name) > FIRST_FREE:
-            try:
+            with suppress(OSError):  # the one that listed them
                 os.close(int(name))
-            except OSError:
-                pass  # the one that listed them
 
 
 def _wait(read: int, child: int, log: str) -> int:

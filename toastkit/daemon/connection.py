@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from toastkit.daemon.channel import Channel, Outbox
@@ -43,6 +44,7 @@ class Connection:
     ):
         connection.setblocking(False)
         self.peer = peer
+        self.attend = lambda: attend(self)  # has the loop look at it; from any thread
         self.outbox = Outbox(connection, self.attend)
         self.store: dict[str, Any] = {}
         self.on_close: list[Callable[[], None]] = []
@@ -54,7 +56,6 @@ class Connection:
         self._socket = connection
         self._fd = connection.fileno()
         self._max_line = max_line
-        self._attend = attend
         self._input = bytearray()
         self._scanned = 0  # bytes of it that hold no newline
         self._received = 0  # bytes, of the whole connection
@@ -64,10 +65,6 @@ class Connection:
     def fileno(self) -> int:
         """The descriptor, also after it has been closed: the loop's name for the connection."""
         return self._fd
-
-    def attend(self) -> None:
-        """Has the loop look at the connection. From any thread."""
-        self._attend(self)
 
     @property
     def busy(self) -> bool:
@@ -177,7 +174,5 @@ def _descriptors(messages: list[tuple[int, int, bytes]]) -> list[int]:
 def close_all(fds: list[int]) -> None:
     """Closes descriptors that came with a line."""
     for fd in fds:
-        try:
+        with suppress(OSError):  # whoever took it has closed it
             os.close(fd)
-        except OSError:
-            pass  # whoever took it has closed it

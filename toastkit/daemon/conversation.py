@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +13,7 @@ from toastkit.daemon.history import conversation_hash
 from toastkit.daemon.prepare import Prepared, messages_of
 from toastkit.daemon.scheduled_runs import ScheduledRuns
 from toastkit.daemon.spill import Kept
+from toastkit.engine.savepoints import copy_caches
 from toastkit.errors import ToastError
 from toastkit.frames import End, Frame, Prefilled, Text, Token, Tokens, pack_ids
 from toastkit.interrupts import Interrupt
@@ -107,7 +109,7 @@ class Conversation:
             self._keep()
         except ToastError as error:
             self.error = error
-            self._close()
+        self._close()
         self.want = None
         return None
 
@@ -124,10 +126,8 @@ class Conversation:
     def abort(self) -> None:
         """Lets everything go after a failure that is not the user's."""
         self.want = None
-        try:
+        with suppress(Exception):  # the first failure is the one to tell of
             self._frames.close()  # type: ignore[attr-defined]
-        except Exception:
-            pass  # the first failure is the one to tell of
         self._close()
 
     def _close(self) -> None:
@@ -148,32 +148,29 @@ class Conversation:
         if wanted and read >= WORTH_KEEPING:
             request = self.prepared.request
             key = conversation_hash(messages_of(request), request.tools)
-            # The caches hold the prompt and no more: the first step is due, and not taken yet.
-            ids = self.prepared.ids
-            self._early = self._service.memory.keep_copy(
-                key, ids, state, self.runs.parent, self.prepared.key
-            )
+            # The caches hold the prompt and no more, for the first step is due and not taken yet.
+            # Their arrays are shared until it writes.
+            self._early = self._service.memory.keep(
+                key, self.prepared.ids, copy_caches(state.cache), state.savepoints,
+                self.runs.parent, self.prepared.key,
+            )  # fmt: skip
 
     def _keep(self) -> None:
-        """Keeps the state for the next turn."""
-        state = self.runs.state
-        wanted = self.prepared.request.keep or self.runs.named is not None
+        """Keeps the state for the next turn, unless little was read and nothing answered."""
+        state, named = self.runs.state, self.runs.named
+        wanted = self.prepared.request.keep or named is not None
         if state is None or not state.tokens or not wanted:
-            self._close()
             return
-        unfinished = self.end is None and len(state.tokens) - self.runs.cached < WORTH_KEEPING
-        if not unfinished:
-            self._service.leave(state)
-            state.take_back()
-            key = self.prepared.save_key(self.text)
-            named = self.runs.named
-            if named is not None and named.tokens != state.read_tokens():
-                named = None  # it was not committed
-            self._service.memory.keep(
-                key, state.read_tokens(), state.cache, state.savepoints,
-                self._early or self.runs.parent, self.prepared.key, named,
-            )  # fmt: skip
-        self._close()
+        if self.end is None and len(state.tokens) - self.runs.cached < WORTH_KEEPING:
+            return
+        self._service.leave(state)
+        state.take_back()
+        if named is not None and named.tokens != state.read_tokens():
+            named = None  # it was not committed
+        self._service.memory.keep(
+            self.prepared.save_key(self.text), state.read_tokens(), state.cache, state.savepoints,
+            self._early or self.runs.parent, self.prepared.key, named,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------- what is said
 

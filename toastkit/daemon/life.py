@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -289,10 +290,8 @@ class Life:
 
     def _close_quietly(self, worker: Worker) -> None:
         """Saves the states as far as possible, after something else has failed."""
-        try:
+        with suppress(Exception):  # the failure to report is the first one
             worker.close()
-        except Exception:
-            pass  # the failure to report is the first one
 
     def _remove_socket(self) -> None:
         if self._file is not None:

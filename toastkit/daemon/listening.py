@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 import stat
+from contextlib import suppress
 
 from toastkit.daemon.paths import check_length
 from toastkit.errors import BusyError, CannotCreateError, from_os_error
@@ -49,11 +50,9 @@ class SocketFile:
 
     def remove(self) -> None:
         """Removes the file, if it is still this one. May be called again."""
-        try:
+        with suppress(OSError):  # gone already
             if self._identity == _identity(self.path):
                 os.unlink(self.path)
-        except OSError:
-            pass  # gone already
         self._identity = None
 
 

@@ -21,7 +21,6 @@ import numpy as np
 
 from toastkit.daemon.spill import Kept, Spill
 from toastkit.engine.savepoints import copy_caches, resumable, resume_at
-from toastkit.engine.state import ModelState
 from toastkit.errors import ToastError
 from toastkit.prefix import common_prefix
 from toastkit.session.directory import Session
@@ -171,19 +170,6 @@ class Memory:
         self.unsaved.append(new)
         self._shrink()
         return new
-
-    def keep_copy(
-        self,
-        key: int,
-        tokens: Sequence[int],
-        state: ModelState,
-        parent: Kept | None,
-        history: int | None = None,
-    ) -> Kept:
-        """Keeps a state that goes on being used: its arrays are shared until it writes. tokens:
-        what its caches have read."""
-        caches, points = copy_caches(state.cache), list(state.savepoints)
-        return self.keep(key, tokens, caches, points, parent, history)
 
     def _replace(self, old: Kept, new: Kept) -> None:
         """Evicts a state that the new one continues; the new one takes its place on disk."""

@@ -25,19 +25,15 @@ def socket_path(explicit: str | None = None) -> str:
     if explicit is None:
         explicit = os.environ.get("TOAST_SOCKET") or None
     if explicit is not None:
-        return _given(explicit)
+        if not explicit or "\0" in explicit:
+            raise UsageError(f"invalid socket: {explicit!r} is not a path")
+        path = os.path.abspath(explicit)
+        check_length(path)
+        return path
     directory = runtime_directory()
     if given_directory("XDG_RUNTIME_DIR") is None:
         check_private(directory)
     return os.path.join(directory, SOCKET_NAME)
-
-
-def _given(path: str) -> str:
-    if not path or "\0" in path:
-        raise UsageError(f"invalid socket: {path!r} is not a path")
-    path = os.path.abspath(path)
-    check_length(path)
-    return path
 
 
 def check_length(path: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 
 from toastkit.errors import BusyError, CannotCreateError, from_os_error
 from toastkit.private_files import open_private
@@ -69,10 +70,8 @@ class Pidfile:
         """Removes the file and lets go of the lock. May be called again."""
         if self._fd < 0:
             return
-        try:
+        with suppress(OSError):  # gone already, or in a directory that is
             if os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
                 os.unlink(self.path)
-        except OSError:
-            pass  # gone already, or in a directory that is
         os.close(self._fd)
         self._fd = -1

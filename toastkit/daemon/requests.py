@@ -13,10 +13,13 @@ import re
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from toastkit.errors import DataError, UsageError, did_you_mean
 from toastkit.sampling.sampling_options import INTERVALS, SamplingOptions
+from toastkit.text.messages import check_messages, check_size, check_tools, kind
+
+T = TypeVar("T")
 
 CONTROL_OPS = ("health", "status", "stop", "reload")
 # Of toast-prefill and toast-decode; the worker checks their fields.
@@ -32,6 +35,7 @@ OPTIONS = (
     "template", "keep_special", "tokens",
 )  # fmt: skip
 PROMPTS = ("messages", "prompt", "tokens")
+_TYPES = {str: "a string", dict: "an object", bool: "true or false"}
 MAX_ID_BYTES = 1000  # as JSON: it comes back with every reply
 MAX_TOKEN_ID = 2**32 - 1
 MAX_COUNT = 2**53
@@ -138,7 +142,7 @@ def make_request(document: dict[str, Any], fds: Iterable[int] = ()) -> Request:
     """A request from its object. Raises DataError for what is no conversation, UsageError for
     fields and options that are unknown, missing or of the wrong type."""
     identity = request_id(document)
-    op = _string(document, "op", "generate")
+    op = _typed(document, "op", "generate")
     if op in ATTACH_OPS:
         return Request(op, identity, fds=list(fds), raw=document)
     if op not in OPS:
@@ -155,8 +159,8 @@ def make_request(document: dict[str, Any], fds: Iterable[int] = ()) -> Request:
     if len(given) != 1:
         what = " and ".join(given) or "no prompt"
         raise UsageError(f"{what}: a request has one of {', '.join(PROMPTS)}")
-    options = _options(_object(document, "options"))
-    tools = _tools(document)
+    options = _options(_typed(document, "options", {}))
+    tools = check_tools(document["tools"]) if "tools" in document else None
     _check_together(options, given[0], tools)
     return Request(
         op,
@@ -164,22 +168,20 @@ def make_request(document: dict[str, Any], fds: Iterable[int] = ()) -> Request:
         **_prompt(document, given[0], options.raw),
         tools=tools,
         options=options,
-        stream=_flag(document, "stream", True),
+        stream=_typed(document, "stream", True),
         session=_session(document),
         priority=_whole(document, "priority", -MAX_PRIORITY, MAX_PRIORITY, 0),
         model=_model(document),
-        keep=_flag(document, "keep", True),
+        keep=_typed(document, "keep", True),
         raw=document,
     )
 
 
 def _prompt(document: dict[str, Any], name: str, raw: bool) -> dict[str, Any]:
     if name == "messages":
-        from toastkit.text.messages import check_messages
-
         return {name: check_messages(document[name])}
     if name == "prompt":
-        text = _string(document, name)
+        text = _typed(document, name, "")
         if not (text if raw else text.strip("\n")):
             raise DataError("empty prompt")
         return {name: text}
@@ -200,14 +202,14 @@ def _options(given: dict[str, Any]) -> GenerateOptions:
         seed=_whole(given, "seed", 0, 2**64 - 1, None),
         max_tokens=_whole(given, "max_tokens", 1, MAX_COUNT, None),
         stop=_stops(given),
-        ignore_eos=_flag(given, "ignore_eos"),
-        logit_bias=_bias(_object(given, "logit_bias")),
+        ignore_eos=_typed(given, "ignore_eos", False),
+        logit_bias=_bias(_typed(given, "logit_bias", {})),
         ban=tuple(_ids(given.get("ban", []), "ban")),
         top=_whole(given, "top", 0, MAX_TOP, 0),
-        raw=_flag(given, "raw"),
+        raw=_typed(given, "raw", False),
         template=_template(given),
-        keep_special=_flag(given, "keep_special"),
-        tokens=_flag(given, "tokens"),
+        keep_special=_typed(given, "keep_special", False),
+        tokens=_typed(given, "tokens", False),
     )
     SamplingOptions(**options.sampling, logit_bias=options.logit_bias, bans=options.ban).validate()
     return options
@@ -219,14 +221,6 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
     for name, value in chosen.items():
         _check_number(value, name)
     return chosen
-
-
-def _tools(document: dict[str, Any]) -> list[dict] | None:
-    if "tools" not in document:
-        return None
-    from toastkit.text.messages import check_tools
-
-    return check_tools(document["tools"])
 
 
 def _check_together(options: GenerateOptions, prompt: str, tools: list | None) -> None:
@@ -246,24 +240,11 @@ def _check_together(options: GenerateOptions, prompt: str, tools: list | None) -
 # ------------------------------------------------------------------------------ one field each
 
 
-def _string(values: dict[str, Any], name: str, default: str = "") -> str:
+def _typed(values: dict[str, Any], name: str, default: T) -> T:
+    """A string, an object or a boolean, as the default is."""
     value = values.get(name, default)
-    if not isinstance(value, str):
-        raise UsageError(f"{name}: {kind(value)} instead of a string")
-    return value
-
-
-def _object(values: dict[str, Any], name: str) -> dict[str, Any]:
-    value = values.get(name, {})
-    if not isinstance(value, dict):
-        raise UsageError(f"{name}: {kind(value)} instead of an object")
-    return value
-
-
-def _flag(values: dict[str, Any], name: str, default: bool = False) -> bool:
-    value = values.get(name, default)
-    if not isinstance(value, bool):
-        raise UsageError(f"{name}: {kind(value)} instead of true or false")
+    if not isinstance(value, type(default)):
+        raise UsageError(f"{name}: {kind(value)} instead of {_TYPES[type(default)]}")
     return value
 
 
@@ -318,12 +299,10 @@ def _check_number(value: Any, name: str) -> None:
 
 
 def _template(given: dict[str, Any]) -> dict[str, Any]:
-    variables = _object(given, "template")
+    variables: dict[str, Any] = _typed(given, "template", {})
     for name in variables:
         if not name.isidentifier() or name == "messages":
             raise UsageError(f"template: {name[:40]!r} is not a name for a variable")
-    from toastkit.text.messages import check_size
-
     check_size(variables, "template")
     return variables
 
@@ -335,7 +314,7 @@ def _session(document: dict[str, Any]) -> str | None:
         return None
     from toastkit.session.names import resolve, sessions_root
 
-    value = _string(document, "session")
+    value = _typed(document, "session", "")
     if os.path.isabs(value):
         return str(resolve(value))
     if "/" in value or value in (".", ".."):
@@ -350,21 +329,13 @@ def _session(document: dict[str, Any]) -> str | None:
 def _model(document: dict[str, Any]) -> str | None:
     if "model" not in document:
         return None
-    value = _string(document, "model")
+    value = _typed(document, "model", "")
     if not value or "\0" in value:
         raise UsageError(f"model: {value[:100]!r} is no model")
     return value
 
 
 # ------------------------------------------------------------------------------------ wording
-
-
-def kind(value: Any) -> str:
-    """What a value of JSON is, for a message."""
-    if value is None:
-        return "null"
-    names = {bool: "a boolean", dict: "an object", list: "a list", str: "a string"}
-    return names.get(type(value), "a number")
 
 
 def _short(value: int | float) -> str:

@@ -14,6 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from toastkit import __version__
@@ -85,10 +86,8 @@ class Server:
         """Ends a wait of the loop. From any thread."""
         if not self._awake:
             self._awake = True
-            try:
+            with suppress(OSError):  # full: it wakes in any case; closed: there is nobody to wake
                 os.write(self._wake_write, b"!")
-            except OSError:
-                pass  # full: it wakes in any case; closed: there is nobody to wake
 
     def _attend(self, connection: Connection) -> None:
         self._attention.append(connection)
@@ -135,11 +134,9 @@ class Server:
         return max(min(due), 0) * 1000 + 1 if due else None
 
     def _drain_wake(self) -> None:
-        try:
+        with suppress(BlockingIOError):
             while len(os.read(self._wake_read, 4096)) == 4096:
                 pass
-        except BlockingIOError:
-            pass
 
     def _guarded(self, connection: Connection, action: Callable[..., None], *arguments) -> None:
         """What goes wrong in one connection ends that connection."""
@@ -214,10 +211,8 @@ class Server:
             connection.outbox.flush()
             connection.touched = time.monotonic()
         if events & select.POLLIN and not connection.outbox.gone:
-            try:
+            with suppress(BlockingIOError, InterruptedError):
                 connection.read()
-            except (BlockingIOError, InterruptedError):
-                pass
         self._look_after(connection)
 
     def _look_after(self, connection: Connection) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from toastkit.daemon.channel import error_reply
@@ -136,10 +137,8 @@ class Service:
             act()
         except Exception as error:
             conversation.error = as_toast_error(error)
-            try:
+            with suppress(Exception):  # the first failure is the one to tell of
                 conversation.abort()
-            except Exception:
-                pass  # the first failure is the one to tell of
             self._tell(error)
 
     def _tell(self, error: Exception) -> None:

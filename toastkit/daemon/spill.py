@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -178,11 +179,8 @@ def _age(path: Path) -> float:
 def _size(path: Path) -> int:
     """Bytes on disk of the files in a directory."""
     total = 0
-    try:
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if entry.is_file(follow_symlinks=False):
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-    except OSError:
-        pass
+    with suppress(OSError), os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False):
+                total += entry.stat(follow_symlinks=False).st_blocks * 512
     return total

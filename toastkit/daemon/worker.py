@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from toastkit.daemon.channel import error_reply
@@ -78,9 +79,9 @@ class Worker:
         if request.op == "generate":
             self._readers.submit(self._prepare, request, channel, order)
         elif request.op == "health":
-            self._do(lambda: self._health(channel))
+            self._do(lambda: self._answer(lambda: self._health(channel), channel))
         elif request.op in ATTACH_OPS:
-            self._do(lambda: self._attached(request, channel))
+            self._do(lambda: self._answer(lambda: self._attached(request, channel), channel))
 
     def _check_room(self) -> None:
         """Raises BusyError where too many wait. Those that have given up do not count."""
@@ -194,16 +195,10 @@ class Worker:
         except BaseException as error:
             self.failure = error
             self._ready.set()
-            self._save_what_can_be()
+            with suppress(Exception):  # the first failure is the one to tell of
+                if self._service is not None:
+                    self._service.save_all()
         self.notify()
-
-    def _save_what_can_be(self) -> None:
-        """The conversations, after a failure that ends the daemon."""
-        try:
-            if self._service is not None:
-                self._service.save_all()
-        except Exception:
-            pass  # the first failure is the one to tell of
 
     def _load(self) -> Service:
         settings = self.settings
@@ -322,17 +317,11 @@ class Worker:
 
     def _health(self, channel: Channel) -> None:
         start = time.perf_counter()
-        try:
-            if self._service is not None:
-                self._service.probe()
-        except Exception as error:
-            channel.reply(error_reply(as_toast_error(error)))
-            channel.done()
-            return
+        if self._service is not None:
+            self._service.probe()
         seconds = round(time.perf_counter() - start, 6)
         loaded = self._service is not None
         channel.reply({"health": {"ok": True, "loaded": loaded, "seconds": seconds}})
-        channel.done()
 
     def _give_up_all(self) -> None:
         if self._service is not None:
@@ -368,11 +357,16 @@ class Worker:
 
         try:
             serve(self._loaded, self._preparer, request, channel, self._do)
-        except Exception as error:  # one run's bug must not end the others
-            channel.reply(error_reply(as_toast_error(error)))
         finally:
             close_all(request.fds)
-        self._last_used = time.monotonic()
+            self._last_used = time.monotonic()
+
+    def _answer(self, act: Callable[[], None], channel: Channel) -> None:
+        """Does what is no conversation; its bug must not end the others."""
+        try:
+            act()
+        except Exception as error:
+            channel.reply(error_reply(as_toast_error(error)))
         channel.done()
 
 

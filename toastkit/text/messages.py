@@ -42,7 +42,7 @@ def check_messages(document: Any) -> list[dict]:
     Raises DataError, which names the message (counted from 1), for anything else.
     """
     if not isinstance(document, list):
-        raise DataError(f"messages: {_kind(document)} instead of a list", hint=f"give {_SHAPE}")
+        raise DataError(f"messages: {kind(document)} instead of a list", hint=f"give {_SHAPE}")
     if not document:
         raise DataError("messages: the list is empty")
     for i, entry in enumerate(document, 1):
@@ -55,10 +55,10 @@ def check_tools(document: Any) -> list[dict]:
     """Tools from what was read from JSON: a list of objects, which are the template's to read.
     Raises DataError for anything else."""
     if not isinstance(document, list):
-        raise DataError(f"tools: {_kind(document)} instead of a list", hint=f"give {_TOOLS_SHAPE}")
+        raise DataError(f"tools: {kind(document)} instead of a list", hint=f"give {_TOOLS_SHAPE}")
     for i, tool in enumerate(document, 1):
         if not isinstance(tool, dict):
-            raise DataError(f"tool {i}: {_kind(tool)} instead of an object")
+            raise DataError(f"tool {i}: {kind(tool)} instead of an object")
     check_size(document, "tools")
     return document
 
@@ -145,11 +145,11 @@ def _others(entry: dict) -> Iterator[Any]:
 
 def _check_message(entry: Any, where: str) -> None:
     if not isinstance(entry, dict):
-        raise DataError(f"{where}: {_kind(entry)} instead of an object")
+        raise DataError(f"{where}: {kind(entry)} instead of an object")
     if "role" not in entry:
         raise DataError(f"{where}: no role")
     if not isinstance(entry["role"], str):
-        raise DataError(f"{where}: the role is {_kind(entry['role'])} instead of a string")
+        raise DataError(f"{where}: the role is {kind(entry['role'])} instead of a string")
     content = entry.get("content")
     if content is None:
         if not entry.get("tool_calls"):
@@ -158,22 +158,23 @@ def _check_message(entry: Any, where: str) -> None:
         for i, part in enumerate(content, 1):
             _check_part(part, f"{where}: part {i}")
     elif not isinstance(content, str):
-        raise DataError(f"{where}: the content is {_kind(content)} instead of a string")
+        raise DataError(f"{where}: the content is {kind(content)} instead of a string")
 
 
 def _check_part(part: Any, where: str) -> None:
     if not isinstance(part, dict):
-        raise DataError(f"{where}: {_kind(part)} instead of an object")
-    kind = part.get("type")
-    if not isinstance(kind, str):
+        raise DataError(f"{where}: {kind(part)} instead of an object")
+    form = part.get("type")
+    if not isinstance(form, str):
         raise DataError(f"{where}: no type")
-    if kind != "text":
-        raise DataError(f"{where}: cannot take content of type {kind[:40]!r}, only text")
+    if form != "text":
+        raise DataError(f"{where}: cannot take content of type {form[:40]!r}, only text")
     if not isinstance(part.get("text"), str):
-        raise DataError(f"{where}: the text is {_kind(part.get('text'))} instead of a string")
+        raise DataError(f"{where}: the text is {kind(part.get('text'))} instead of a string")
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
+    """What a value of JSON is, for a message."""
     if value is None:
         return "null"
     names = {bool: "a boolean", dict: "an object", list: "a list", str: "a string"}

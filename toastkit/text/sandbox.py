@@ -11,6 +11,7 @@ import codecs
 import json
 import resource
 import signal
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from importlib import import_module
@@ -222,7 +223,6 @@ def _confine(memory_bytes: int) -> None:
     ):
         hard = resource.getrlimit(kind)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        try:
+        # MacOS refuses some; there the parent looks at the memory, too.
+        with suppress(OSError, ValueError):
             resource.setrlimit(kind, (most, most))
-        except (OSError, ValueError):
-            pass  # macOS refuses some; there the parent looks at the memory, too
