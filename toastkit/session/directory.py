@@ -146,10 +146,6 @@ class Session:
         return display_name(self.path)
 
     @property
-    def fingerprint(self) -> str:
-        return self._header.fingerprint
-
-    @property
     def n_past(self) -> int:
         """Number of tokens that the committed state has read."""
         return len(self.tokens)

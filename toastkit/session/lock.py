@@ -12,19 +12,23 @@ import os
 from pathlib import Path
 
 from toastkit.errors import BusyError, DataError, from_os_error
-from toastkit.private_files import open_private, read_file, try_lock
+from toastkit.private_files import Descriptor, open_private, read_file, try_lock
 from toastkit.session.names import display_name
 
 LOCK_FILE = "lock"
 
 
-class WriterLock:
+class WriterLock(Descriptor):
     """The right to write one session. path: the session's directory."""
 
     def __init__(self, path: Path, fd: int):
         self.path = path
         self._fd = fd
-        self._write_holder()
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        except OSError:
+            pass  # a full disk takes the name of the holder from a message, nothing else
 
     @classmethod
     def acquire(cls, path: Path) -> WriterLock:
@@ -63,18 +67,7 @@ class WriterLock:
             raise ValueError("the lock has been released")
         return self._fd
 
-    def release(self) -> None:
-        """Closes this process's copy of the lock. May be called again."""
-        if self.held:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
-
-    def _write_holder(self) -> None:
-        try:
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, b"%d\n" % os.getpid(), 0)
-        except OSError:
-            pass  # a full disk takes the name of the holder from a message, nothing else
+    release = Descriptor.close  # this process's copy of the lock
 
 
 def _try_lock(file: Path) -> int | None:
