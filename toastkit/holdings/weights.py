@@ -96,12 +96,10 @@ class Weights:
         """Parameters by name, in the dtype of the device, and baked parts as they are."""
         self._store.check_files()
         found = self._whole if self._whole is not None else self._store.read(names)
-        return {
-            name: found[name].astype(self.loaded_dtype(name))
-            if name in self._known
-            else found[name]
-            for name in names
-        }
+        arrays = {name: found.pop(name) for name in names}  # once cast, what was read is let go
+        for name in self._known.intersection(names):
+            arrays[name] = arrays[name].astype(self.loaded_dtype(name))
+        return arrays
 
     @contextmanager
     def whole(self) -> Iterator[None]:
