@@ -12,7 +12,8 @@ room.
 
 Then comes the time to the first byte of `toast-model info` on a checkpoint of 1,000 tensors, and
 what it takes to read one layer again of a mixture of 18,432 experts' matrices: by itself, and by
-building the lazy set of all tensors anew, as was done before.
+building the lazy set of all tensors anew, as was done before. Last, the large checkpoint is opened
+without being loaded, and a layer comes and goes.
 """
 
 from __future__ import annotations
@@ -125,6 +126,31 @@ with Store(files, load_config(files)) as store:
             ask(store.layer_names(layer))
             times[name].append(time.perf_counter() - start)
 print(json.dumps(times))
+"""
+# Opens an engine and loads nothing; then a layer in the original, the next one in low gear, and both
+# dropped: what the ledger counts, and what MLX does.
+OPEN = """
+import json, sys, time
+from toastkit.engine import device
+device.start()
+import mlx.core as mx, mlx_lm.models.llama
+from toastkit.engine.engine import Engine
+from toastkit.holdings.forms import ABSENT, ORIGINAL, packed
+from toastkit.model.config import load_config
+from toastkit.model.locate import locate
+from toastkit.store.store import Store
+resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
+before, start = resident(), time.perf_counter()
+files = locate(sys.argv[1])
+engine = Engine(Store(files, load_config(files)))
+told = [[time.perf_counter() - start, (resident() - before) / 2**20]]
+for layer, form in ((0, ORIGINAL), (1, packed(4)), (0, ABSENT), (1, ABSENT)):
+    packs = form.kind == "packed"
+    wanted = {h.path: ORIGINAL if packs and h.weight is None else form
+              for h in engine.holdings.of_layer(layer)}
+    engine.holdings.change(wanted)
+    told.append([engine.ledger.total() / 2**20, mx.get_active_memory() / 2**20])
+print(json.dumps(told))
 """
 THEIR_WHOLE = """
 import sys
@@ -243,6 +269,16 @@ def again(folder: Path) -> str:
     return f"{alone} ms alone (the first {first:.0f}), {whole} ms of a set of all"
 
 
+def opened(folder: Path) -> str:
+    """What it takes to open a model without loading it, and what a layer takes that comes and goes,
+    in words. Linux."""
+    done = subprocess.run([sys.executable, "-c", OPEN, str(folder)], capture_output=True, check=True)
+    (seconds, mebibytes), *forms = json.loads(done.stdout)
+    names = ("a layer", "and one in low gear", "without the first", "without both")
+    told = ", ".join(f"{n} {a:.1f} / {b:.1f}" for n, (a, b) in zip(names, forms))
+    return f"{seconds * 1e3:.0f} ms, {mebibytes:.1f} MiB; MiB by ledger / by MLX: {told}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=2.0)
@@ -269,12 +305,13 @@ def main() -> None:
         results = in_turn(cases, options.rounds)
         info = [str(BIN / "toast-model"), "info", str(many)]
         bytes_ = in_turn({"info": partial(first_byte, info)}, options.rounds)
-        reading = again(mixture)
+        reading, opening = again(mixture), opened(large)
     print(f"{machine()}; {options.rounds} rounds; median (min .. max)")
     print(f"{weights / GIGABYTE:.2f} GB of weights; memory in multiples of that\n")
     show(results, records, weights)
     print(f"\ntoast-model info, 1,001 tensors: {spread(bytes_['info'], 1e-3, 0)} ms to first byte")
     print(f"a layer of a mixture read again: {reading}")
+    print(f"opened, nothing loaded: {opening}")
 
 
 if __name__ == "__main__":
