@@ -135,9 +135,9 @@ def test_blocks_of_rows_make_no_difference(
 ) -> None:
     options = {"dtype": "float32", "gears": ("low", "mid")}
     whole = baked(mixed, tmp_path / "a.toast", **options).read_bytes()
-    monkeypatch.setattr("toastkit.store.pieces.READ_BYTES", 3000)
-    monkeypatch.setattr("toastkit.store.pieces.BLOCK_BYTES", 700)
-    monkeypatch.setattr("toastkit.model.safetensors.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("toastkit.store.pieces.READ_BYTES", 20_000)
+    monkeypatch.setattr("toastkit.store.pieces.BLOCK_BYTES", 5000)
+    monkeypatch.setattr("toastkit.model.safetensors.CHUNK_BYTES", 7000)
     assert baked(mixed, tmp_path / "b.toast", **options).read_bytes() == whole
 
 

@@ -38,6 +38,7 @@ from toastkit.stages.streams import compose
 # "Tell me a story about a fox." as a turn of a chat with the embedded model.
 PROMPT = [1, 316, 201, 1032, 445, 261, 552, 547, 261, 3072, 294, 261, 1536, 16, 2, 201, 1, 317, 201]
 DEFAULTS = MonitorOptions()
+LIVELY = MonitorOptions(window=2, low=0.3, high=1.2)  # every gear within sixteen tokens
 ALWAYS_HIGH = MonitorOptions(low=0, high=1e-6, hysteresis=0, scale_to_vocab=False)
 
 
@@ -46,13 +47,14 @@ def geared(mode: str = "auto", **options: Any) -> Engine:
 
 
 class Answer:
-    """An answer with gears. gears: that each token's pass ran in, as decode ran them."""
+    """An answer with gears. gears: that each token's pass ran in, as decode ran them. device_bytes:
+    of the gears, at its end."""
 
     def __init__(
         self,
         engine: Engine,
         ids: list[int] = PROMPT,
-        count: int = 28,
+        count: int = 16,
         rules: GearRules | None = None,
         deferred: bool = False,
         session: Path | None = None,
@@ -84,6 +86,7 @@ class Answer:
         self.prefilled = next(f for f in self.frames if type(f) is Prefilled)
         assert type(self.frames[-1]) is End
         self.end = self.frames[-1]
+        self.device_bytes = None if engine.gears is None else engine.gears.device_bytes
 
     def _drawing(self, rules: GearRules, draw: DrawOptions, runs: LocalRuns, deferred: bool):
         chain = draw.sampling
@@ -105,7 +108,7 @@ class Answer:
             yield frame
 
 
-def rules(options: MonitorOptions = DEFAULTS, min_duration: int = 1) -> GearRules:
+def rules(options: MonitorOptions = LIVELY, min_duration: int = 1) -> GearRules:
     return GearRules(SelectorOptions(options, min_duration), calibrated=False)
 
 
@@ -114,10 +117,22 @@ def plain(crumb) -> Answer:
     return Answer(crumb)
 
 
+@pytest.fixture(scope="module")
+def auto(mlx_started: None) -> Engine:
+    """With gears of all matrices: every answer goes up for its prompt, wherever the last one
+    left it."""
+    return geared("auto", scope="all")
+
+
+@pytest.fixture(scope="module")
+def lively(auto: Engine) -> dict[bool, Answer]:
+    """Answers by whether they were drawn on the device."""
+    return {deferred: Answer(auto, rules=rules(), deferred=deferred) for deferred in (False, True)}
+
+
 @pytest.mark.parametrize("deferred", [False, True])
-def test_a_gear_is_that_of_the_pass_that_reads_its_token(deferred: bool) -> None:
-    engine = geared("auto", scope="all")
-    found = Answer(engine, rules=rules(), deferred=deferred)
+def test_a_gear_is_that_of_the_pass_that_reads_its_token(lively: dict, deferred: bool) -> None:
+    found = lively[deferred]
     assert {"low", "mid", "high"} == set(found.asked)
     # The prompt in high; then each pass as the token that it reads says.
     assert found.gears == ["high", *found.asked[:-1]]
@@ -126,14 +141,13 @@ def test_a_gear_is_that_of_the_pass_that_reads_its_token(deferred: bool) -> None
     report = found.end.extra["gears"]
     assert {name: report[name] for name in counts} == counts
     assert report["shifts"] == shifts > 2 and report["seconds"] > 0
-    assert engine.gears is not None and report["bytes"] == engine.gears.device_bytes
+    assert report["bytes"] == found.device_bytes
 
 
-def test_each_pass_is_computed_in_its_gear() -> None:
+def test_each_pass_is_computed_in_its_gear(lively: dict) -> None:
     """The same tokens, forced through engines that stay in one gear: from one cache on, a pass of
     the loop gives the logits of the engine in that gear."""
-    engine = geared("auto", scope="all")
-    found = Answer(engine, count=12, rules=rules())
+    found = lively[False]
     again = geared("auto", scope="all")
     assert again.gears is not None
     cache = again.new_cache()
@@ -155,16 +169,15 @@ def test_high_is_bit_for_bit_the_plain_path(plain: Answer, mode: str, deferred: 
 def test_a_fixed_gear_begins_after_the_prompt(plain: Answer, mode: str, deferred: bool) -> None:
     engine = geared(mode, scope="all")
     for _ in range(2):  # the second answer goes up for its prompt, and down again
-        found = Answer(engine, count=8, rules=rules(), deferred=deferred)
-        assert found.gears == ["high"] + [mode] * 7
+        found = Answer(engine, count=5, rules=rules(), deferred=deferred)
+        assert found.gears == ["high"] + [mode] * 4
         assert (found.logits[0] == plain.logits[0]).all()
         assert not (found.logits[1] == plain.logits[1]).all()
         assert found.end.extra["gears"]["shifts"] == 1
 
 
-def test_host_and_device_choose_the_same_gears() -> None:
-    engine = geared("auto", scope="all")
-    host, dev = (Answer(engine, rules=rules(), deferred=d) for d in (False, True))
+def test_host_and_device_choose_the_same_gears(lively: dict) -> None:
+    host, dev = lively[False], lively[True]
     assert host.ids == dev.ids and host.asked == dev.asked
     assert [s.reason for s in host.steps] == [s.reason for s in dev.steps]
     assert np.allclose([s.entropy for s in host.steps], [s.entropy for s in dev.steps], atol=1e-4)
@@ -188,7 +201,7 @@ def test_off_is_the_plain_path(crumb, plain: Answer, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(entropy_graph, "entropy_bits", fail)
     for deferred in (False, True):
         head = Head("m", fingerprint(off.files), off.vocab, [])
-        options = AnswerOptions(draw=DrawOptions(SamplingOptions(), 0, StepOptions(max_tokens=28)))
+        options = AnswerOptions(draw=DrawOptions(SamplingOptions(), 0, StepOptions(max_tokens=16)))
         runs = LocalRuns(None, Interrupt(), deferred=deferred)
         frames = list(
             answer(
@@ -208,57 +221,55 @@ def test_the_prompt_chooses_the_first_gear() -> None:
     easy = classify("Hi!")
     assert (hard.gear, easy.gear) == ("high", "low")
     for difficulty in (hard, easy):
-        found = Answer(engine, rules=rules(), difficulty=difficulty.as_map())
-        first = found.asked[: MonitorOptions().window - 1]
-        assert first == [difficulty.gear] * len(first)
-        assert "prompt score" in found.steps[0].reason
+        first = Answer(
+            engine, count=DEFAULTS.window - 1, rules=rules(DEFAULTS), difficulty=difficulty.as_map()
+        )
+        assert first.asked == [difficulty.gear] * (DEFAULTS.window - 1)
+        assert "prompt score" in first.steps[0].reason
 
 
-def test_a_gear_is_held() -> None:
-    for duration in (1, 6):
-        found = Answer(geared("auto"), count=40, rules=rules(min_duration=duration))
+def test_a_gear_is_held(auto: Engine, lively: dict) -> None:
+    held = Answer(auto, rules=rules(min_duration=3))
+    for duration, found in ((1, lively[False]), (3, held)):
         lengths = [len(list(run)) for _, run in groupby(found.asked)]
         assert len(lengths) > 2 and min(lengths[:-1]) >= duration
 
 
-def test_catastrophe_goes_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catastrophe_goes_up_at_once(auto: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The meter is told to see one: no text of the embedded model's is."""
-    engine = geared("auto", scope="all")
     limit = 12.0  # log2 of the vocabulary
     values = iter([0.1] * 6 + [limit, limit] + [0.1] * 100)
     monkeypatch.setattr(monitor.EntropyMeter, "bits", lambda self, logits: next(values))
-    found = Answer(engine, count=12, rules=rules(min_duration=5))
+    found = Answer(auto, count=9, rules=rules(DEFAULTS, 5))
     assert found.asked[:8] == ["low"] * 6 + ["mid", "high"]  # mid is held for one token of five
     assert found.steps[7].reason == "catastrophic"
     assert found.gears[8] == "high"
 
 
-def test_what_is_expected_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = geared("auto", scope="all")
+def test_what_is_expected_is_prepared(auto: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[str | None] = []
     real = Engine.prepare
     monkeypatch.setattr(
         Engine, "prepare", lambda self, wish: (prepared.append(wish.expected), real(self, wish))
     )
-    found = Answer(engine, rules=rules())
+    found = Answer(auto, count=8, rules=rules())
     assert prepared == [step.expected for step in found.steps[:-1]]
     assert any(step.expected != step.gear for step in found.steps)
     fixed = geared("low")
     monkeypatch.setattr(Holdings, "prepare", lambda *a: pytest.fail("prepared"))
-    Answer(fixed, count=5, rules=rules())  # a fixed gear expects no other
+    Answer(fixed, count=3, rules=rules())  # a fixed gear expects no other
 
 
 # ------------------------------------------------------------------------------------- sessions
 
 
-def test_gears_go_on_where_the_session_stopped(tmp_path: Path) -> None:
-    engine = geared("auto", scope="all")
-    whole = Answer(engine, count=24, rules=rules(min_duration=3), session=tmp_path / "whole")
-    for cut in (1, 9):
+def test_gears_go_on_where_the_session_stopped(auto: Engine, tmp_path: Path) -> None:
+    whole = Answer(auto, count=12, rules=rules(min_duration=3), session=tmp_path / "whole")
+    for cut in (1, 5):
         path = tmp_path / f"cut{cut}"
-        first = Answer(engine, count=cut, rules=rules(min_duration=3), session=path)
+        first = Answer(auto, count=cut, rules=rules(min_duration=3), session=path)
         ids = [*PROMPT, *first.ids]
-        second = Answer(engine, ids, 24 - cut, rules(min_duration=3), session=path)
+        second = Answer(auto, ids, 12 - cut, rules(min_duration=3), session=path)
         assert second.prefilled.n_new == 0
         assert first.ids + second.ids == whole.ids
         assert first.asked + second.asked == whole.asked
@@ -269,11 +280,11 @@ def test_gears_go_on_where_the_session_stopped(tmp_path: Path) -> None:
 def test_gears_begin_anew_where_more_was_read(tmp_path: Path) -> None:
     engine = geared("auto")
     path = tmp_path / "s"
-    first = Answer(engine, count=7, session=path)
+    first = Answer(engine, count=4, session=path)
     ids = [*PROMPT, *first.ids, 2, 201]
-    more = Answer(engine, ids, 5, session=path)
+    more = Answer(engine, ids, 3, session=path)
     assert more.prefilled.n_new == 2 and more.steps[0].mean == more.steps[0].entropy
-    other = Answer(engine, [*ids, *more.ids], 5, rules(MonitorOptions(window=2)), session=path)
+    other = Answer(engine, [*ids, *more.ids], 3, rules(MonitorOptions(window=2)), session=path)
     assert other.prefilled.n_new == 0  # but other rules than those it was kept with
     assert other.steps[0].mean == other.steps[0].entropy
 
@@ -288,7 +299,7 @@ def test_a_broken_state_is_as_good_as_none(tmp_path: Path) -> None:
     from toastkit.session import gear_state
 
     engine = geared("auto")
-    first = Answer(engine, count=5, session=tmp_path / "first")
+    first = Answer(engine, count=3, session=tmp_path / "first")
     for number, state in enumerate(BROKEN_STATES):
         path = shutil.copytree(tmp_path / "first", tmp_path / str(number))
         if isinstance(state, bytes):
@@ -297,6 +308,6 @@ def test_a_broken_state_is_as_good_as_none(tmp_path: Path) -> None:
             committed = gear_state.committed(path)
             assert committed is not None
             gear_state.save(path, *committed, state)
-        second = Answer(engine, [*PROMPT, *first.ids], 3, session=path)
+        second = Answer(engine, [*PROMPT, *first.ids], 2, session=path)
         assert second.prefilled.n_new == 0
         assert second.steps[0].mean == second.steps[0].entropy

@@ -17,7 +17,10 @@ from toastkit.stages.follow import GearRules, GearSettings
 pytestmark = pytest.mark.usefixtures("homes")
 
 PROMPTS = ["Tell me a story about a fox.", "What is 12 + 7?", "Prove that pi is irrational. Why?"]
-RULES = GearRules(SelectorOptions(MonitorOptions(), 1), calibrated=False)
+# All gears come within a few tokens.
+LIVELY = MonitorOptions(window=2, low=0.3, high=1.2)
+RULES = GearRules(SelectorOptions(LIVELY, 1), calibrated=False)
+COUNT = 8  # tokens of an answer
 
 
 def told(asked: Asked) -> list[tuple]:
@@ -32,12 +35,12 @@ def test_conversations_share_a_model_with_gears(mode: str) -> None:
     alone = []
     for prompt in PROMPTS:
         fresh = Driver(engine, cache_bytes=0, spill_bytes=0, gears=gears)
-        alone.append(fresh.start(prompt, max_tokens=20))
+        alone.append(fresh.start(prompt, max_tokens=COUNT))
         fresh.finish()
     driver = Driver(engine, gears=gears)
-    asked = [driver.start(PROMPTS[0], max_tokens=20)]
+    asked = [driver.start(PROMPTS[0], max_tokens=COUNT)]
     driver.turns_until(lambda: len(asked[0].ids) == 3)  # the others are read while it answers
-    asked += [driver.start(prompt, max_tokens=20) for prompt in PROMPTS[1:]]
+    asked += [driver.start(prompt, max_tokens=COUNT) for prompt in PROMPTS[1:]]
     driver.finish()
     seen = set()
     for mine, wanted in zip(asked, alone):

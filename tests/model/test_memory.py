@@ -53,6 +53,7 @@ def ask(engines: Engines, driver: Driver, messages: list, name: str = "crumb", *
     """Asks, holds the answer against the one without a cache, and what was cached against what the
     kept states have in common with the prompt; adds the answer to the messages."""
     before = list(driver.kept)
+    options = {"max_tokens": 6, **options}
     asked = driver.ask(messages, **options)
     assert asked.answer == engines(name)[1].answer(messages, **options)
     assert asked.cached == max((usable(kept, asked.prompt) for kept in before), default=0)
@@ -74,7 +75,7 @@ def savepoints_in(driver: Driver) -> list[int]:
 def test_a_chat_is_the_same_without_a_cache(engines: Engines, name: str) -> None:
     driver, agreed = Driver(engines(name)[0]), 0
     messages = [system("You are a bear.") if name == "crumb" else SYSTEM]
-    for turn, question in enumerate(QUESTIONS[2:7]):
+    for turn, question in enumerate(QUESTIONS[2 : 5 if name == "crumb" else 7]):
         held = driver.kept[-1].tokens.tolist() if driver.kept else []
         messages.append(user(question))
         asked = ask(engines, driver, messages, name, max_tokens=5, **CHATS[name])
@@ -88,7 +89,7 @@ def test_a_chat_is_the_same_without_a_cache(engines: Engines, name: str) -> None
         else:  # a text has many tokenisations, and a random model writes odd ones
             assert name != "crumb" and "the rest is new" not in asked.why
         assert len(driver.kept) == 1
-    assert name != "crumb" or agreed == 4
+    assert name != "crumb" or agreed == 2
     assert not driver.said
 
 
@@ -218,8 +219,8 @@ def test_a_template_that_drops_thoughts(engines: Engines, name: str) -> None:
     driver, messages, before = Driver(engine), [SYSTEM], []
     for turn, question in enumerate((QUESTIONS[4], LONG, "Why?", LONG, "Bye.")):
         messages.append(user(question))
-        asked = driver.ask(messages)
-        assert asked.answer == plain.answer(messages)
+        asked = driver.ask(messages, max_tokens=6)
+        assert asked.answer == plain.answer(messages, max_tokens=6)
         if turn:
             apart = common(before, asked.prompt)
             assert before[apart:] and len(before) - apart < 8  # "<think>\n"
@@ -240,8 +241,8 @@ def test_a_template_that_rewrites_the_beginning(engines: Engines, name: str) -> 
     driver, messages = Driver(engine), []
     for question in QUESTIONS[2:5]:
         messages.append(user(question))
-        asked = driver.ask(messages)
-        assert asked.answer == plain.answer(messages)
+        asked = driver.ask(messages, max_tokens=6)
+        assert asked.answer == plain.answer(messages, max_tokens=6)
         assert asked.cached < 8 if name == "llama" else asked.cached == 0
         messages.append(assistant(asked.text))
     assert asked.why in (

@@ -44,7 +44,7 @@ class Chat:
         """Answers the last message; question: one more of them."""
         if question is not None:
             self.messages.append(user(question))
-        options = {"max_tokens": 6, **words(driver)}
+        options = {"max_tokens": 4, **words(driver)}
         asked = driver.ask(self.messages, **options, **settings)
         assert asked.answer == self.plain.answer(self.messages, **options)
         self.messages.append(assistant(asked.text))
@@ -232,8 +232,8 @@ def damage(how: str, path: Path) -> None:
      ("no directory", True)],
 )  # fmt: skip
 def test_damage_costs_time_only(engines: Engines, homes: Path, how: str, running: bool) -> None:
-    driver, chat = Driver(engines(HYBRID)[0], cache_bytes=0), Chat(engines, HYBRID, LONG)
-    other = Chat(engines, HYBRID, "Hello. " + LONG)
+    driver, chat = Driver(engines("falcon_h1")[0], cache_bytes=0), Chat(engines, "falcon_h1", LONG)
+    other = Chat(engines, "falcon_h1", "Hello. " + LONG)
     chat.ask(driver)
     (path,) = directories(homes)
     other.ask(driver)
@@ -261,7 +261,7 @@ def test_two_daemons_in_one_place(engines: Engines, homes: Path, cache: int) -> 
     branch.messages, branch.held = list(chat.messages), chat.held
     held = chat.held
     assert branch.ask(there, "Who are you?").cached == held  # and takes its directory over
-    for turn in range(3):
+    for turn in range(2):
         held = chat.held
         asked = chat.ask(here, f"{turn}. Why?")
         assert asked.cached == (held if turn or cache else 0)

@@ -83,7 +83,7 @@ def test_greedy_frames_are_the_same(pipeline, prompt_of, tmp_path: Path, chunk: 
         session = tmp_path / f"session{len(sessions)}"
         done = pipeline(
             ["prefill", "-v", *chunk, "--session", str(session), *alone],
-            ["decode", "-v", "--greedy", "-n", "12", "--inline", *alone],
+            ["decode", "-v", "--greedy", "-n", "6", "--inline", *alone],
             stdin=prompt_of(STORY),
         )
         assert done.codes == [0, 0], done.errors
@@ -92,23 +92,23 @@ def test_greedy_frames_are_the_same(pipeline, prompt_of, tmp_path: Path, chunk: 
             assert ("loaded crumb on the cpu" in error) == bool(alone)
         streams.append(without_times(done.out))
         sessions.append(files_of(session))
-    assert len(streams[0]) > 24 and streams[0] == streams[1]
+    assert len(streams[0]) > 12 and streams[0] == streams[1]
     assert len(sessions[0]) >= 4 and sessions[0] == sessions[1]
 
 
 def test_sampled_frames_are_the_same_for_run_after_run(pipeline, prompt_of) -> None:
-    stdin = prompt_of(WHO) + prompt_of(STORY) + prompt_of("What is 12 + 30?")
+    stdin = prompt_of(WHO) + prompt_of("What is 12 + 30?")
     streams = []
     for alone in ([], [ALONE]):
         done = pipeline(
             ["prefill", *alone],
             ["decode", *alone],
-            ["sample", *SEEDED, "-n", "10", "--top", "3"],
+            ["sample", *SEEDED, "-n", "5", "--top", "3"],
             stdin=stdin,
         )
         assert done.codes == [0] * 3, done.errors
         streams.append(without_times(done.out))
-    assert streams[0] == streams[1] and len(streams[0]) > 30
+    assert streams[0] == streams[1] and len(streams[0]) > 20
 
 
 def test_a_session_goes_on_either_way(pipeline, prompt_of, tmp_path: Path, toast) -> None:
@@ -118,7 +118,7 @@ def test_a_session_goes_on_either_way(pipeline, prompt_of, tmp_path: Path, toast
     for place, flags in ((session, ([], [ALONE], [])), (other, ([ALONE], [ALONE], [ALONE]))):
         for turn, alone in enumerate(flags):
             prompt = WHO if turn == 0 else f"{WHO} {WHO_ANSWER.decode()} {'And then? ' * turn}"
-            done = toast("decode", "-v", "--raw", "--session", place, "-n", "8", *SEEDED, *alone,
+            done = toast("decode", "-v", "--raw", "--session", place, "-n", "3", *SEEDED, *alone,
                          prompt)  # fmt: skip
             assert done.returncode == 0, done.stderr
             taken = [line for line in done.stderr.decode().splitlines() if "taken from" in line]
@@ -139,7 +139,7 @@ def test_a_fork_and_what_it_has_to_hold(pipeline, prompt_of, tmp_path: Path) -> 
     for alone in ([], [ALONE]):
         done = pipeline(
             ["prefill", "--fork", str(source), "--require-hit", *alone],
-            ["decode", "--greedy", "-n", "8", "--inline", *alone],
+            ["decode", "--greedy", "-n", "4", "--inline", *alone],
             stdin=question,
         )
         assert done.codes == [0, 0], done.errors
@@ -176,12 +176,12 @@ def test_a_stream_from_a_file_needs_no_model_here(pipeline, prompt_of, tmp_path:
 def test_text_is_the_same(toast, sampling: list) -> None:
     answers = []
     for alone in ([], [ALONE]):
-        done = toast("decode", *sampling, "-n", "16", "--json", "--top", "2", "--each-line", *alone,
+        done = toast("decode", *sampling, "-n", "7", "--json", "--top", "2", "--each-line", *alone,
                      stdin=f"{WHO}\n{STORY}\n".encode())  # fmt: skip
         assert done.returncode == 0, done.stderr
         answers.append([json.loads(line) for line in done.stdout.splitlines()])
     mine, theirs = answers
-    assert len(mine) == len(theirs) > 20
+    assert len(mine) == len(theirs) > 14
     for one, other in zip(mine, theirs):
         for name in ("logprob", "entropy"):  # the device has another way to compute them
             assert one.pop(name, None) == pytest.approx(other.pop(name, None), abs=1e-4)
@@ -227,19 +227,19 @@ def test_another_dtype_is_loaded_here(toast) -> None:
 def test_two_runs_and_a_conversation_at_once(daemon: Daemon) -> None:
     """Each gets what it gets alone."""
     options = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "tokens": True, "ignore_eos": True,
-               "max_tokens": 40}  # fmt: skip
+               "max_tokens": 16}  # fmt: skip
     alone = daemon.ask(prompt=STORY, options=options)
     answers = {WHO: WHO_ANSWER, "What is the capital of Peru?": b"The capital of Peru is Lima.\n"}
     running = []
     for prompt in answers:
         running.append(begin("--temp", "0", "--each-line", stdin=subprocess.PIPE))
-        running[-1].stdin.write(f"{prompt}\n".encode() * 4)
+        running[-1].stdin.write(f"{prompt}\n".encode() * 2)
         running[-1].stdin.close()
         running[-1].stdin = None
     eventually(lambda: daemon.control("status")["attached"])
     found = [daemon.ask(prompt=STORY, options=options) for _ in range(2)]
     texts = [process.communicate(timeout=TIMEOUT)[0] for process in running]
-    assert texts == [4 * answer for answer in answers.values()]
+    assert texts == [2 * answer for answer in answers.values()]
     assert [said.tokens for said in found] == [alone.tokens] * 2
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import time
@@ -51,7 +50,8 @@ def test_a_stage_is_killed_in_mid_run(victim: str, statuses: list[int], tmp_path
     ids, _ = stored(session)
     # decode commits what it had, unless it was the one that died: then the prompt's commit holds.
     assert len(ids) == 19 if victim == "decode" else len(ids) > 19
-    assert run_pipeline(WHO, {"prefill": ["--session", str(session)]}).out == WHO_ANSWER
+    if victim == "decode":  # its session is free, and goes on
+        assert run_pipeline(WHO, {"prefill": ["--session", str(session)]}).out == WHO_ANSWER
 
 
 def test_prefill_keeps_the_next_prompt_for_as_long_as_an_answer_lasts():
@@ -78,7 +78,7 @@ def test_tokenize_and_prefill_are_killed(tmp_path: Path):
     assert result.statuses == [-9, 65, 65, 65, 65, 65]
     assert result.errors[0] == "toast-prefill: no frames on input"
 
-    long = Pipeline("Tell me a story. " * 1200, {"prefill": ["--chunk", "8"]})
+    long = Pipeline("Tell me a story. " * 600, {"prefill": ["--chunk", "8"]})
     # The head is out, and thousands of tokens are to be read.
     head = long.process("prefill")
     while head.poll() is None and not _has_run(Path(os.environ["XDG_STATE_HOME"])):
@@ -152,7 +152,7 @@ def test_an_interrupt_of_one_process(tmp_path: Path):
 def test_an_interrupt_while_the_prompt_is_read(tmp_path: Path):
     session = tmp_path / "session"
     pipeline = Pipeline(
-        "Tell me a story. " * 1200, {"prefill": ["--chunk", "8", "--session", str(session)]}
+        "Tell me a story. " * 600, {"prefill": ["--chunk", "8", "--session", str(session)]}
     )
     while not list(session.glob("runs/*/handover")):
         assert pipeline.process("prefill").poll() is None
@@ -203,8 +203,7 @@ def test_a_full_disk_keeps_the_earlier_commit(toast, tmp_path: Path):
         assert done.stderr.decode().count("\n") == 1 and b"too large" in done.stderr
         after = stored(session)
         assert before[0] == after[0] and (before[1] == after[1]).all()
-        copy = shutil.copytree(session, tmp_path / str(limit))
-        assert toast("decode", "--session", copy, WHO).stdout == WHO_ANSWER
+    assert toast("decode", "--session", session, WHO).stdout == WHO_ANSWER
 
 
 def test_an_error_travels_down_the_pipe(tmp_path: Path):

@@ -101,7 +101,7 @@ def greedy_text(prompt: dict) -> str:
 
 def test_greedy_without_a_sampler(pipeline) -> None:
     """decode feeds itself: its logits, in the frames, are the record's."""
-    prompts = [p for p in PROMPTS if len(p["token_ids"]) < 100]
+    prompts = [p for p in PROMPTS if len(p["token_ids"]) < 100][:4]
     done = pipeline(
         ["prefill", *FLOAT32],
         ["decode", *FLOAT32, "--greedy", "--steps", "3", "--inline"],
@@ -135,7 +135,7 @@ CHAINS = {
 
 def one_process(toast, *arguments: str) -> list[dict]:
     done = toast(
-        "decode", "--each-line", "--json", "-n", "8", *FLOAT32, *arguments, stdin=STDIN
+        "decode", "--each-line", "--json", "-n", "6", *FLOAT32, *arguments, stdin=STDIN
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -147,7 +147,7 @@ def six_processes(pipeline, *arguments: str) -> tuple[list[Token], list[End], st
         ["prefill", *FLOAT32],
         ["decode", *FLOAT32],
         ["entropy-gear"],
-        ["sample", "-n", "8", *arguments],
+        ["sample", "-n", "6", *arguments],
         ["detokenize", "--frames"],
         stdin=STDIN,
     )
@@ -176,14 +176,11 @@ def test_one_seed_gives_one_answer(name: str, pipeline, toast) -> None:
         assert [i for i, _ in token.top] == [i for i, _ in line["top"]]
 
 
-def test_draws_can_be_repeated_and_seeds_differ(pipeline, toast) -> None:
-    seven = [*CHAINS["min-p"], "-n", "6", "--seed", "7"]
+def test_draws_can_be_repeated_and_seeds_differ(toast) -> None:
+    seven = [*CHAINS["min-p"], "-n", "4", "--seed", "7"]
     first = one_process(toast, *seven)
     assert one_process(toast, *seven) == first
     assert one_process(toast, *seven[:-1], "8") != first
-    tokens, _, text = six_processes(pipeline, *seven)
-    assert [t.id for t in tokens] == [line["id"] for line in first if "id" in line]
-    assert text == "".join(line["text"] for line in first)
 
 
 @pytest.fixture(scope="module")

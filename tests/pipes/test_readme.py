@@ -38,7 +38,7 @@ def test_commands_work_as_pasted(tmp_path: Path, state_home: Path):
         **os.environ,
         "PATH": f"{SERVER.stubs()}:{SCRIPTS}:{os.environ['PATH']}",
         "TOAST_SOCKET": os.path.join(folder, "s"),
-        "TOAST_MAX_TOKENS": "24",  # long answers show no more
+        "TOAST_MAX_TOKENS": "16",  # long answers show no more
     }
     try:
         for script in scripts:
