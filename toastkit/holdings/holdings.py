@@ -81,8 +81,9 @@ class Holdings:
     def matrix_bytes(self, paths: Iterable[str]) -> int:
         """Bytes on the device of some modules' matrices, in all forms, in use or not."""
         wanted = {self.modules[path] for path in paths}
-        others = [(h, k.parts) for (h, _), k in self._kept.items()]
-        others += [(h, parts) for (h, _), parts in self._coming.items()]
+        # Copies: another thread may ask while forms change.
+        others = [(h, k.parts) for (h, _), k in list(self._kept.items())]
+        others += [(h, parts) for (h, _), parts in list(self._coming.items())]
         return sum(holding.matrix_bytes for holding in wanted) + sum(
             parts.matrix_bytes for holding, parts in others if holding in wanted
         )

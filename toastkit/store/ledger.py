@@ -20,7 +20,7 @@ class Ledger:
     "reading", "outside". True at every moment: weights are entered as they come and go, and what
     grows by itself, such as caches, is measured when somebody asks.
 
-    lock: held while weights change; whoever changes the account under way takes it.
+    lock: held while weights change. To read the account takes none: whoever asks never waits.
     """
 
     def __init__(self) -> None:
@@ -51,6 +51,5 @@ class Ledger:
 
     def by_owner(self) -> dict[str, int]:
         """Bytes of each owner that keeps any."""
-        with self.lock:
-            owners = dict.fromkeys([*self._bytes, *self._meters])
+        owners = dict.fromkeys([*self._bytes, *self._meters])
         return {owner: count for owner in owners if (count := self.of(owner))}
