@@ -127,8 +127,8 @@ with Store(files, load_config(files)) as store:
             times[name].append(time.perf_counter() - start)
 print(json.dumps(times))
 """
-# Opens an engine and loads nothing; then a layer in the original, the next one in low gear, and both
-# dropped: what the ledger counts, and what MLX does.
+# Opens an engine and loads nothing; then a layer in the original, the next one in low gear, and
+# both dropped: what the ledger counts, and what MLX does.
 OPEN = """
 import json, sys, time
 from toastkit.engine import device
@@ -272,7 +272,9 @@ def again(folder: Path) -> str:
 def opened(folder: Path) -> str:
     """What it takes to open a model without loading it, and what a layer takes that comes and goes,
     in words. Linux."""
-    done = subprocess.run([sys.executable, "-c", OPEN, str(folder)], capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN, str(folder)], capture_output=True, check=True
+    )
     (seconds, mebibytes), *forms = json.loads(done.stdout)
     names = ("a layer", "and one in low gear", "without the first", "without both")
     told = ", ".join(f"{n} {a:.1f} / {b:.1f}" for n, (a, b) in zip(names, forms))

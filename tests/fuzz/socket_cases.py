@@ -22,7 +22,7 @@ from tests.daemons import Daemon
 from tests.fuzz import CODES, harm
 from tests.hostile import SECONDS
 from toastkit.daemon.connection import close_all
-from toastkit.daemon.settings import Limits
+from toastkit.daemon.service_settings import Limits
 
 LAST = {"end", "error", "health", "status", "stopping", "reloading", "attached", "released",
         "restored", "read", "step", "committed"}  # fmt: skip

@@ -17,7 +17,7 @@ from toastkit.daemon.conversation import Conversation
 from toastkit.daemon.prepare import Preparer
 from toastkit.daemon.requests import make_request
 from toastkit.daemon.service import Service, last_replies
-from toastkit.daemon.settings import ServiceSettings
+from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.daemon.spill import Kept
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate

@@ -17,7 +17,7 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.errors import DataError, UsageError
 from toastkit.gears.gear_options import GearOptions
-from toastkit.gears.policy import GearPolicy
+from toastkit.gears.gear_policy import GearPolicy
 from toastkit.holdings import weights as weights_module
 from toastkit.holdings.policy import Wish
 from toastkit.model.config import load_config

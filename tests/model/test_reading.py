@@ -21,10 +21,9 @@ from toastkit.gears.gear_options import GearOptions  # noqa: E402
 from toastkit.holdings.policy import Wish  # noqa: E402
 from toastkit.model.config import load_config  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
-from toastkit.store import reading  # noqa: E402
 from toastkit.store.ledger import READING  # noqa: E402
 from toastkit.store.raw import RawTensors  # noqa: E402
-from toastkit.store.reading import AHEAD, NOW, Job, Reader  # noqa: E402
+from toastkit.store.reader import AHEAD, NOW, Job, Reader  # noqa: E402
 from toastkit.store.store import Store  # noqa: E402
 
 SECONDS = 60  # for what would otherwise wait for ever
@@ -211,7 +210,7 @@ def test_a_request_may_be_taken_in_another_thread(tmp_path: Path, mlx_started) -
 def test_a_device_that_the_host_cannot_write_to(llama: Path, monkeypatch) -> None:
     with open_store(llama) as store:
         expected = store.layer(1)
-        monkeypatch.setattr(reading, "host_writes", lambda: False)
+        monkeypatch.setattr(reader, "host_writes", lambda: False)
         assert all(same(array, expected[name]) for name, array in store.layer(1).items())
 
 

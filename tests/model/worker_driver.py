@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.model.service_driver import FakeChannel
 from toastkit.daemon.requests import make_request
-from toastkit.daemon.settings import ServiceSettings
+from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.daemon.worker import Worker
 
 DEADLINE = 60  # seconds, of a machine that does much else

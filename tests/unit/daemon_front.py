@@ -19,7 +19,7 @@ from toastkit.daemon.channel import Channel
 from toastkit.daemon.listening import SocketFile
 from toastkit.daemon.requests import ATTACH_OPS, Request
 from toastkit.daemon.server import Server
-from toastkit.daemon.settings import Limits
+from toastkit.daemon.service_settings import Limits
 from toastkit.errors import BusyError, UnavailableError
 
 PATIENCE = 20.0  # seconds; a test that works needs milliseconds

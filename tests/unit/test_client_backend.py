@@ -17,7 +17,7 @@ from toastkit import errors
 from toastkit.client.backend import OtherModel, Wanted, choose_backend
 from toastkit.client.local_backend import LocalBackend
 from toastkit.client.socket_backend import SocketBackend
-from toastkit.daemon.settings import ServiceSettings
+from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.errors import NoInputError, ToastError, UnavailableError, UsageError
 from toastkit.interrupts import Signals
 from toastkit.wire import remote_error

@@ -19,7 +19,7 @@ from tests.unit.daemon_front import (
 )
 from toastkit.daemon import server as module
 from toastkit.daemon.channel import UNSENT_LIMIT
-from toastkit.daemon.settings import Limits
+from toastkit.daemon.service_settings import Limits
 
 MB = 1 << 20
 

@@ -21,7 +21,7 @@ from tests.unit.daemon_front import Front, front
 from tests.unit.mdoc import MAN, Page, fields, literal_blocks
 from toastkit.commands.toasted import toasted
 from toastkit.daemon import activation, channel, connection, requests, server
-from toastkit.daemon.settings import Limits
+from toastkit.daemon.service_settings import Limits
 
 PAGE = Page(MAN / "man7" / "toasted.7")
 EXAMPLES = MAN.parent / "examples"

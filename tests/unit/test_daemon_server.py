@@ -16,7 +16,7 @@ from tests.unit.daemon_front import FakeWorker, Front, eventually, front, open_d
 from toastkit import __version__
 from toastkit.daemon import server as module
 from toastkit.daemon.channel import Channel, encode
-from toastkit.daemon.settings import Limits
+from toastkit.daemon.service_settings import Limits
 from toastkit.wire import Peer
 
 

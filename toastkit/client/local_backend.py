@@ -52,7 +52,7 @@ class LocalBackend:
     def _loaded(self) -> Any:
         if self._service is None:
             from toastkit.daemon.local_service import LocalService
-            from toastkit.daemon.settings import ServiceSettings
+            from toastkit.daemon.service_settings import ServiceSettings
 
             wanted = self._wanted
             settings = ServiceSettings(

@@ -13,7 +13,7 @@ from toastkit.frames import Head
 
 if TYPE_CHECKING:
     from toastkit.engine.engine import Engine
-    from toastkit.engine.protocol import StepEngine
+    from toastkit.engine.step_engine import StepEngine
     from toastkit.gears.gear_options import GearOptions
 
 

@@ -154,7 +154,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
     """The daemon, up to its exit code."""
     from toastkit.daemon.life import Settings, serve
     from toastkit.daemon.paths import pidfile_path
-    from toastkit.daemon.settings import Limits
+    from toastkit.daemon.service_settings import Limits
 
     told = None if flags["quiet"] else say
     gears = gear_flags.gear_settings(flags)
@@ -173,7 +173,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
     )
 
     def make_worker():
-        from toastkit.daemon.settings import ServiceSettings
+        from toastkit.daemon.service_settings import ServiceSettings
         from toastkit.daemon.worker import Worker
 
         same = ("device", "dtype", "chunk", "parallel", "batch", "max_queue", "debug")

@@ -28,7 +28,7 @@ from toastkit.daemon.listening import SocketFile
 from toastkit.daemon.paths import make_private
 from toastkit.daemon.pidfile import Pidfile
 from toastkit.daemon.server import Server
-from toastkit.daemon.settings import Limits
+from toastkit.daemon.service_settings import Limits
 from toastkit.errors import ToastError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from toastkit.daemon.channel import error_reply
 from toastkit.daemon.prepare import find_model
 from toastkit.daemon.requests import make_request
 from toastkit.daemon.service import Service, last_replies, open_service
-from toastkit.daemon.settings import ServiceSettings
+from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.errors import ToastError
 
 

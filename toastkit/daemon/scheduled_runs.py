@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from toastkit.daemon.prepare import Prepared
 from toastkit.daemon.spill import Kept
 from toastkit.engine.engine import CHUNK, Engine
-from toastkit.engine.protocol import State, StepEngine
 from toastkit.engine.savepoints import always_cut, take_savepoint, thinned
 from toastkit.engine.state import ModelState
+from toastkit.engine.step_engine import State, StepEngine
 from toastkit.frames import Frame, Head, Logits
 from toastkit.holdings.policy import NO_WISH, Wish
 from toastkit.interrupts import Interrupt

@@ -21,7 +21,7 @@ from toastkit import __version__
 from toastkit.daemon.channel import Channel, encode, error_reply
 from toastkit.daemon.connection import Connection, close_all
 from toastkit.daemon.requests import ATTACH_OPS, Request, make_request, parse_object, request_id
-from toastkit.daemon.settings import Limits
+from toastkit.daemon.service_settings import Limits
 from toastkit.descriptors import GONE
 from toastkit.errors import BusyError, ToastError, UnavailableError, as_toast_error
 from toastkit.wire import may_connect, peer_of

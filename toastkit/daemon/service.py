@@ -17,7 +17,7 @@ from toastkit.daemon.channel import error_reply
 from toastkit.daemon.conversation import Channel, Conversation
 from toastkit.daemon.memory import Memory
 from toastkit.daemon.prepare import Prepared, Preparer
-from toastkit.daemon.settings import ServiceSettings
+from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.daemon.spill import Spill
 from toastkit.daemon.stepper import Stepper
 from toastkit.engine.engine import Engine

@@ -25,7 +25,7 @@ from toastkit.daemon.conversation import Channel, Conversation
 from toastkit.daemon.prepare import Prepared, find_model, messages_of
 from toastkit.daemon.requests import ATTACH_OPS, Request
 from toastkit.daemon.service import Service, last_replies, open_service
-from toastkit.daemon.settings import ServiceSettings
+from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.errors import BusyError, ToastError, UnavailableError, as_toast_error
 
 PREPARERS = 2  # threads: a long prompt does not hold up a short one

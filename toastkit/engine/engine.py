@@ -29,12 +29,12 @@ from toastkit.model.supported import reads_on_host
 from toastkit.session.directory import Session
 from toastkit.store.dtypes import DTYPES, activation_dtype
 from toastkit.store.ledger import CACHE, Ledger
-from toastkit.store.reading import host_writes
+from toastkit.store.reader import host_writes
 from toastkit.store.skeleton import MISFITS
 from toastkit.store.store import Store
 
 if TYPE_CHECKING:
-    from toastkit.gears.policy import GearPolicy
+    from toastkit.gears.gear_policy import GearPolicy
 
 # Tokens per prefill pass. On the CPU the recurrent layers unroll in Python, so larger chunks gain
 # nothing and hold Ctrl-C up longer.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from toastkit.engine import device
 from toastkit.engine.engine import Engine
 from toastkit.gears.gear_options import GearOptions
-from toastkit.gears.policy import gear_policy
+from toastkit.gears.gear_policy import gear_policy
 from toastkit.holdings.policy import Policy
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles

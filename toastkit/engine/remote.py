@@ -2,7 +2,7 @@
 
 Pipes, sessions and locks stay in this process; what it computes with is in the daemon, which may
 have loaded it long ago. `RemoteEngine` and `RemoteState` are a StepEngine and its State, as
-protocol.py has them, so that nothing else changes. MLX is never imported.
+step_engine.py has them, so that nothing else changes. MLX is never imported.
 
 One connection; it has one run at a time. Each op is a line, and one line answers it: see RUNS OF
 OTHER PROCESSES in toasted(7). A session's lock goes along as a descriptor, as in a hand-over
@@ -104,7 +104,7 @@ class Operations:
 
 
 class RemoteEngine:
-    """A model that a daemon has loaded: see `protocol.StepEngine`.
+    """A model that a daemon has loaded: see `step_engine.StepEngine`.
 
     chunk: tokens of a pass over the prompt, where nobody says otherwise.
     """
@@ -200,7 +200,7 @@ class RemoteEngine:
 
 
 class RemoteState:
-    """What the daemon's model has read for this process: see `protocol.State`. session: opened and
+    """What the daemon's model has read for this process: see `step_engine.State`. session: opened and
     locked here."""
 
     def __init__(

@@ -16,7 +16,7 @@ from toastkit.errors import DataError
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
 from toastkit.holdings.holding import Holding, Parts
 from toastkit.store.precision import GEAR_BITS, Rows, looks_quantised, quantise_rows
-from toastkit.store.reading import AHEAD, Request
+from toastkit.store.reader import AHEAD, Request
 from toastkit.store.store import Store
 
 SAMPLED_MODULES = 3  # whose rows are looked at for an earlier quantisation

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from toastkit.engine.protocol import StepEngine
+from toastkit.engine.step_engine import StepEngine
 from toastkit.frames import Frame, Head
 from toastkit.interrupts import Interrupt
 from toastkit.sampling.sampling_options import SamplingOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from toastkit.engine.protocol import State, StepEngine, Wish
+from toastkit.engine.step_engine import State, StepEngine, Wish
 from toastkit.errors import DataError, NoInputError
 from toastkit.frames import End, Frame, Head, Prefilled, Tokens, unpack_ids
 from toastkit.interrupts import Interrupt

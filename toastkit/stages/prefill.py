@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 
-from toastkit.engine.protocol import StepEngine
+from toastkit.engine.step_engine import StepEngine
 from toastkit.errors import DataError
 from toastkit.frames import End, Frame, Head, Prefilled, Tokens, unpack_ids
 from toastkit.interrupts import Interrupt

@@ -31,7 +31,7 @@ from toastkit.model.normalise import Fitted
 from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import GEAR_PREFIX
 from toastkit.store.raw import RawTensors, below
-from toastkit.store.reading import NOW, Job, Reader, Request
+from toastkit.store.reader import NOW, Job, Reader, Request
 from toastkit.store.sanitizing import Made, Sanitizing, Stacked, Stored
 from toastkit.store.skeleton import (
     MISFITS,

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from toastkit.engine.protocol import State, StepEngine, Wish
+from toastkit.engine.step_engine import State, StepEngine, Wish
 from toastkit.frames import Frame, Head, Logits
 from toastkit.interrupts import Interrupt
 from toastkit.session.directory import Session

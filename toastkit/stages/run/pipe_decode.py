@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from toastkit.descriptors import GONE
-from toastkit.engine.protocol import State, StepEngine, Wish
+from toastkit.engine.step_engine import State, StepEngine, Wish
 from toastkit.errors import DataError, NoInputError, UnavailableError
 from toastkit.frames import Frame, Head, Logits, Token
 from toastkit.gears.monitor import EntropyMeter

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from toastkit.descriptors import is_pipe, reader_gone, unread_bytes
-from toastkit.engine.protocol import State
+from toastkit.engine.step_engine import State
 from toastkit.frames import Array, Head
 from toastkit.session.directory import Session
 from toastkit.session.handover import HandoverServer

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from toastkit.engine.protocol import State, StepEngine, Wish
+from toastkit.engine.step_engine import State, StepEngine, Wish
 from toastkit.errors import DataError, NoInputError, UsageError
 from toastkit.frames import Array, Frame, Head
 from toastkit.session.directory import Session
