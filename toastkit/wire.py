@@ -17,7 +17,6 @@ import sys
 import time
 from typing import Any, NamedTuple, NoReturn
 
-from toastkit import errors
 from toastkit.descriptors import GONE
 from toastkit.errors import DataError, ToastError, UnavailableError
 from toastkit.interrupts import Interrupt
@@ -203,11 +202,7 @@ def remote_error(error: Any) -> ToastError:
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
         return ToastError("the daemon failed without saying why")
     code, hint = error.get("code"), error.get("hint")
-    kinds = {kind.code: kind for kind in vars(errors).values() if _is_plain_error(kind)}
+    # RemoteError, which has no code of its own, takes more than a message and a hint.
+    kinds = {kind.code: kind for kind in ToastError.__subclasses__() if "code" in vars(kind)}
     kind = kinds.get(code, ToastError) if isinstance(code, int) else ToastError
     return kind(error["message"], hint if isinstance(hint, str) else None)
-
-
-def _is_plain_error(kind: Any) -> bool:
-    """FrameError and RemoteError take more than a message and a hint."""
-    return isinstance(kind, type) and kind.__base__ is ToastError and "code" in vars(kind)

@@ -203,7 +203,7 @@ def test_data(line: bytes, message: str) -> None:
 
 
 def test_attach_ops_are_passed_through() -> None:
-    line = b'{"op": "step", "id": 3, "tokens": "not checked", "more": [1]}'
+    line = b'{"op": "step", "id": 3, "token": "not checked"}'
     request = parse_request(line, fds=[5, 6])
     assert (request.op, request.id, request.fds) == ("step", 3, [5, 6])
     assert request.raw == json.loads(line)

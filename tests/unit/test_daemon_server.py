@@ -178,7 +178,7 @@ def test_what_belongs_to_a_connection_ends_with_it() -> None:
     """The store outlives a request; on_close is called once, whatever one of them raises."""
     with front(Limits(idle_seconds=0.05)) as running:
         client = running.client()
-        assert client.ask({"op": "attach"}) == {"attached": 0}
+        assert client.ask({"op": "commit"}) == {"attached": 0}
         store, called = running.worker.channels[0].connection.store, []
 
         def fail() -> None:
@@ -191,7 +191,7 @@ def test_what_belongs_to_a_connection_ends_with_it() -> None:
         store["state"] = 1
         other = running.client()  # it is idle, and goes; who has something in the store stays
         assert other.line() is None
-        client.ask({"op": "step"})
+        client.ask({"op": "release"})
         assert running.worker.channels[1].connection.store is store
         client.close()
         eventually(lambda: len(called) == 2)
@@ -250,9 +250,9 @@ def test_descriptors_come_with_their_line() -> None:
     with front() as running:
         before = open_descriptors()
         client = running.client()
-        client.send(b'{"op": "attach"}\n{"op": "st')
-        fds = sent_with(client, b'ep"}\n', 2)
-        client.send({"op": "read"})
+        client.send(b'{"op": "commit"}\n{"op": "com')
+        fds = sent_with(client, b'mit"}\n', 2)
+        client.send({"op": "release"})
         replies = [client.replies()[0] for _ in range(3)]
         assert replies == [{"attached": 0}, {"attached": 2}, {"attached": 0}]
         received = running.worker.requests[1].fds

@@ -166,7 +166,7 @@ def test_every_end_flushes_what_was_held_back(tokenizer: Tokenizer, reason: str)
     stream = spoken(tokenizer, "the END", reason)
     frames = write(tokenizer, stream, outcome=outcome, stops=["ENDING"])
     assert text_of(frames) == "the END" and frames[-1].reason == reason
-    assert (outcome.reason, outcome.tokens) == (reason, stream[-1].n)
+    assert (outcome.reasons[-1], outcome.tokens) == (reason, stream[-1].n)
 
 
 def test_a_stop_string_ends_the_answer_once(tokenizer: Tokenizer) -> None:
@@ -175,7 +175,7 @@ def test_a_stop_string_ends_the_answer_once(tokenizer: Tokenizer) -> None:
     frames = write(tokenizer, stream, feed, outcome, stops=[" thr"])
     assert text_of(frames) == "one two"
     assert feed.told == [("begin",), ("close", "stop"), ("finish",)]
-    assert frames[-1].reason == outcome.reason == "stop"
+    assert frames[-1].reason == outcome.reasons[-1] == "stop"
     assert len(drawn(frames)) < len(drawn(stream))
 
 

@@ -10,14 +10,15 @@ idle daemon may unload them, and loads them again for the next op.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toastkit.daemon.requests import Request
+from toastkit.daemon.requests import ATTACH_OPS, Request
+from toastkit.engine.device import DEVICES
 from toastkit.errors import (
     BusyError,
     DataError,
@@ -25,8 +26,8 @@ from toastkit.errors import (
     ToastError,
     UnavailableError,
     UsageError,
-    did_you_mean,
 )
+from toastkit.private_files import try_lock
 from toastkit.session.directory import Session
 from toastkit.session.lock import WriterLock
 from toastkit.session.names import display_name
@@ -39,33 +40,7 @@ if TYPE_CHECKING:
     from toastkit.engine.state import ModelState
 
 KEY = "attached"  # of the connection's store
-FIELDS = {
-    "attach": ("fingerprint", "device", "dtype"),
-    "restore": ("session", "source", "ids"),
-    "read": ("ids",),
-    "step": ("token",),
-    "commit": (),
-    "release": (),
-}
-DEVICES = ("auto", "cpu", "gpu")
 DTYPES = ("float32", "float16", "bfloat16")
-
-
-class LentLock(WriterLock):
-    """A copy of another process's lock. The name in the file stays that of the other process."""
-
-    def _write_holder(self) -> None:
-        """Nothing: the holder has written its own."""
-
-    def check(self) -> None:
-        """Makes sure that the lock is held: for a copy of one that is, that changes nothing.
-        Raises BusyError, with the copy closed."""
-        try:
-            fcntl.flock(self.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.release()
-            name = display_name(self.path)
-            raise BusyError(f"session {name} is in use by another writer") from error
 
 
 class Attached:
@@ -97,6 +72,9 @@ class Attached:
         """Lets the weights go, for a model that is unloaded, and keeps the state."""
         if self.state is not None:
             self.state.take_back()  # a graph that is built ahead holds them
+        self._unplug()
+
+    def _unplug(self) -> None:
         if self.service is not None:
             self.service.attached.remove(self)
             self.service = None
@@ -109,9 +87,7 @@ class Attached:
                 self.state.take_back()
                 self.state.cache = []
             self.state, self.prompt = None, []
-        if self.service is not None:
-            service, self.service = self.service, None
-            service.attached.remove(self)
+        self._unplug()
 
     def hang_up(self, later: Callable[[Callable[[], None]], None]) -> None:
         """The connection has ended; on the front's thread. The session is free at once, unless it
@@ -125,15 +101,10 @@ class Attached:
         later(self.let_go)
 
     def _close_session(self) -> None:
-        """Gives the lock back before the session is closed: whether the directory stays is for the
-        one who lent it to decide."""
-        session = None if self.state is None else self.state.session
-        if self.state is None or session is None:
+        if self.state is None or self.state.session is None:
             return
-        self.state.session = None
-        if session.lock is not None:
-            session.lock.release()
-        session.close()
+        session, self.state.session = self.state.session, None
+        _give_back(session)
 
 
 def serve(
@@ -150,11 +121,15 @@ def serve(
     """
     if channel.gone:
         return
-    check_fields(request)
+    connection = channel.connection
     if request.op == "attach":
-        channel.reply(_attach(load, preparer, request, channel, later))
+        reply = _attach(load, preparer, request)
+        if KEY not in connection.store:
+            begun = connection.store[KEY] = Attached(preparer.fingerprint)
+            connection.on_close.append(lambda: begun.hang_up(later))
+        channel.reply(reply)
         return
-    attached = channel.connection.store.get(KEY)
+    attached = connection.store.get(KEY)
     if attached is None:
         raise UsageError(f"{request.op}: attach comes first")
     if request.op == "release":
@@ -193,16 +168,10 @@ def _done(attached: Attached, service: Service, request: Request) -> dict[str, A
 # -------------------------------------------------------------------------------------- the ops
 
 
-def _attach(
-    load: Callable[[], Service],
-    preparer: Preparer,
-    request: Request,
-    channel: Channel,
-    later: Callable[[Callable[[], None]], None],
-) -> dict[str, Any]:
+def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -> dict[str, Any]:
     """Holds the client's model, device and dtype against ours. Raises NoInputError where it would
     compute something else by itself."""
-    fingerprint, device, dtype = (request.raw.get(name) for name in FIELDS["attach"])
+    fingerprint, device, dtype = (request.raw[name] for name in ATTACH_OPS["attach"])
     _check_wishes(fingerprint, device, dtype)
     name = preparer.files.name
     if fingerprint != preparer.fingerprint:
@@ -217,9 +186,6 @@ def _attach(
         raise NoInputError(f"the daemon runs {name} in {engine.dtype or 'its own dtype'}")
     if engine.policies:
         raise NoInputError(f"the daemon runs {name} in gears")
-    if KEY not in channel.connection.store:
-        attached = channel.connection.store[KEY] = Attached(preparer.fingerprint)
-        channel.connection.on_close.append(lambda: attached.hang_up(later))
     from toastkit.engine.engine import CHUNK
 
     return {
@@ -251,9 +217,8 @@ def _restore(attached: Attached, service: Service, request: Request) -> dict[str
             read = Session.open(source, attached.fingerprint, create=False, write=False)
         state, cached = service.engine.restore(session, ids, read)
     except BaseException:
-        if session is not None and session.lock is not None:
-            session.lock.release()
-            session.close()
+        if session is not None:
+            _give_back(session)
         raise
     finally:
         if read is not None:
@@ -262,18 +227,30 @@ def _restore(attached: Attached, service: Service, request: Request) -> dict[str
     return {"restored": {"cached": cached, "logits": encoded(state)}}
 
 
+def _give_back(session: Session) -> None:
+    """The lock first, then the session is closed: whether the directory stays is for the one who
+    lent it to decide."""
+    if session.lock is not None:
+        session.lock.release()
+    session.close()
+
+
 def _lent_session(request: Request, path: Path, fingerprint: str) -> Session:
     """The session whose lock has come with the request."""
     if len(request.fds) != 1:
         raise UsageError("session: the descriptor of its lock has to come along, and no other")
     try:
-        lock = LentLock.from_fd(path, request.fds.pop())
+        lock = WriterLock.from_fd(path, request.fds.pop(), lent=True)
     except DataError as error:
         # In a container, say, or with a private directory for temporary files.
         hint = "the daemon may not see the same files; --no-daemon does without it"
         raise DataError(error.message, hint) from error
-    assert isinstance(lock, LentLock)  # from_fd makes what it is called on
-    lock.check()
+    held = False
+    with suppress(OSError):
+        held = try_lock(lock.fileno())  # which changes nothing for a copy of one that is held
+    if not held:
+        lock.release()
+        raise BusyError(f"session {display_name(path)} is in use by another writer")
     return Session.adopt(path, fingerprint, lock)
 
 
@@ -296,7 +273,7 @@ def _read(attached: Attached, service: Service, request: Request) -> dict[str, A
 def _step(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
     """One more token."""
     state, engine = _state(attached), service.engine
-    token = request.raw.get("token")
+    token = request.raw["token"]
     if type(token) is not int or not 0 <= token < engine.vocab:
         raise UsageError(f"token: not an id below {engine.vocab}")
     if state.logits is None:
@@ -309,7 +286,6 @@ def _step(attached: Attached, service: Service, request: Request) -> dict[str, A
 
 
 def _commit(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
-    """Puts the state into its session, if it has one."""
     _state(attached).commit()
     return {"committed": {}}
 
@@ -336,18 +312,6 @@ def _state(attached: Attached) -> ModelState:
 
 
 # ----------------------------------------------------------------------------------- the fields
-
-
-def check_fields(request: Request) -> None:
-    """Raises UsageError for a field that the op does not have, or lacks one that it has."""
-    known = FIELDS[request.op]
-    for name in request.raw:
-        if name not in (*known, "op", "id"):
-            hint = did_you_mean(name, known)
-            raise UsageError(f"{request.op} takes no field {name[:100]!r}", hint=hint)
-    for name in known:
-        if name not in request.raw:
-            raise UsageError(f"{request.op} needs the field {name!r}")
 
 
 def _check_wishes(fingerprint: Any, device: Any, dtype: Any) -> None:

@@ -22,8 +22,11 @@ from toastkit.text.messages import check_messages, check_size, check_tools, kind
 T = TypeVar("T")
 
 CONTROL_OPS = ("health", "status", "stop", "reload")
-# Of toast-prefill and toast-decode; the worker checks their fields.
-ATTACH_OPS = ("attach", "restore", "read", "step", "commit", "release")
+# Of toast-prefill and toast-decode, and the fields of each; attached.py checks their values.
+ATTACH_OPS = {
+    "attach": ("fingerprint", "device", "dtype"), "restore": ("session", "source", "ids"),
+    "read": ("ids",), "step": ("token",), "commit": (), "release": (),
+}  # fmt: skip
 OPS = ("generate", *CONTROL_OPS)
 SAMPLING_NAMES = tuple(name for name in INTERVALS if name != "seed")
 FIELDS = (
@@ -143,15 +146,18 @@ def make_request(document: dict[str, Any], fds: Iterable[int] = ()) -> Request:
     fields and options that are unknown, missing or of the wrong type."""
     identity = request_id(document)
     op = _typed(document, "op", "generate")
-    if op in ATTACH_OPS:
-        return Request(op, identity, fds=list(fds), raw=document)
+    if op in ATTACH_OPS or op in CONTROL_OPS:
+        known = ATTACH_OPS.get(op, ())
+        for name in document:
+            if name not in (*known, "op", "id"):
+                hint = did_you_mean(name, known)
+                raise UsageError(f"{op} takes no field {name[:100]!r}", hint=hint)
+        for name in known:
+            if name not in document:
+                raise UsageError(f"{op} needs the field {name!r}")
+        return Request(op, identity, fds=list(fds if op in ATTACH_OPS else ()), raw=document)
     if op not in OPS:
         raise UsageError(f"op: unknown {op[:100]!r}", hint=_nearest(op, OPS, "ops"))
-    if op in CONTROL_OPS:
-        for name in document:
-            if name not in ("op", "id"):
-                raise UsageError(f"{op} takes no field {name[:100]!r}")
-        return Request(op, identity, raw=document)
     for name in document:
         if name not in FIELDS:
             raise UsageError(f"unknown field {name[:100]!r}", hint=_field_hint(name))

@@ -52,18 +52,18 @@ def attach(
     if connection is None:
         return None
     daemon = Operations(connection, path)
+    engine: RemoteEngine | None = None
+    said = f"using the weights of the daemon at {path}"
     try:
         fields = {"fingerprint": fingerprint, "device": device, "dtype": dtype}
         engine = RemoteEngine(daemon, daemon.ask("attach", fields))
-    except BaseException as error:
-        daemon.close()
-        if not isinstance(error, ToastError):
-            raise
-        if say is not None:
-            say(f"{error.message}: loading the model here")
-        return None
+    except ToastError as error:
+        said = f"{error.message}: loading the model here"
+    finally:
+        if engine is None:
+            daemon.close()
     if say is not None:
-        say(f"using the weights of the daemon at {path}")
+        say(said)
     return engine
 
 
@@ -112,9 +112,8 @@ class RemoteEngine:
     def __init__(self, daemon: Operations, attached: dict[str, Any]):
         self._daemon = daemon
         self.vocab: int = self._number(attached, "vocab")
-        self.context: int | None = None
-        if attached.get("context") is not None:
-            self.context = self._number(attached, "context")
+        known = attached.get("context") is not None
+        self.context: int | None = self._number(attached, "context") if known else None
         self.chunk: int = self._number(attached, "chunk")
         self._state: RemoteState | None = None
         self.device: str = attached.get("device", "")

@@ -19,11 +19,14 @@ LOCK_FILE = "lock"
 
 
 class WriterLock(Descriptor):
-    """The right to write one session. path: the session's directory."""
+    """The right to write one session. path: the session's directory. lent: the name in the file
+    stays that of the process that has lent it."""
 
-    def __init__(self, path: Path, fd: int):
+    def __init__(self, path: Path, fd: int, lent: bool = False):
         self.path = path
         self._fd = fd
+        if lent:
+            return
         try:
             os.ftruncate(fd, 0)
             os.pwrite(fd, b"%d\n" % os.getpid(), 0)
@@ -44,7 +47,7 @@ class WriterLock(Descriptor):
         return cls(path, fd)
 
     @classmethod
-    def from_fd(cls, path: Path, fd: int) -> WriterLock:
+    def from_fd(cls, path: Path, fd: int, lent: bool = False) -> WriterLock:
         """The lock that another process handed over with this descriptor, which is now ours.
         Raises DataError, with the descriptor closed, if it is not this session's lock."""
         try:
@@ -55,7 +58,7 @@ class WriterLock(Descriptor):
             os.close(fd)
             raise DataError(f"what was handed over is not the lock of session {display_name(path)}")
         os.set_inheritable(fd, False)
-        return cls(path, fd)
+        return cls(path, fd, lent)
 
     @property
     def held(self) -> bool:

@@ -62,7 +62,8 @@ def detokenize(
             if writer.stopped:
                 frame.reason = "stop"
             feed.finish()
-            outcome.note(frame.reason, frame.n)
+            outcome.reasons.append(frame.reason)
+            outcome.tokens = frame.n
         yield frame
 
 

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,16 +26,8 @@ from toastkit.session.ring import RingWriter
 from toastkit.session.run import RunDirectory, feed_of, ring_of
 from toastkit.stages.arrays import from_numpy, log_softmax
 from toastkit.stages.follow import Follower
+from toastkit.stages.run.own_tokens import ForcedFeed, GreedyFeed
 from toastkit.stages.run.protocol import DecodeRun, Next, check_vocab
-
-
-class OwnTokens(Protocol):
-    """Where tokens come from when no sampler sends them, given the logits, float32 (vocab,): see
-    `own_tokens`."""
-
-    def begin(self, head: Head) -> None: ...
-
-    def choose(self, logits: np.ndarray) -> Next | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +40,7 @@ class DecodeEnd:
     """
 
     interrupt: Interrupt
-    own: OwnTokens | None
+    own: GreedyFeed | ForcedFeed | None
     inline: bool
     follower: Follower | None = None
 
@@ -151,11 +143,11 @@ class PipeRun:
         array = from_numpy(values) if self._ring is None else self._ring.write(values)
         frame = Logits(position, array, seconds)
         self._step = frame, values
-        if own is None:
-            yield frame
-            return
-        self._follow(frame, values)
+        if own is not None:
+            self._follow(frame, values)
         yield frame
+        if own is None:
+            return
         chosen = None if self._end.interrupt else own.choose(values)
         if chosen is not None and isinstance(chosen.token, int):
             logprob = _log_probability(values, chosen.token)
@@ -197,10 +189,9 @@ class PipeRun:
         if gear is None:  # no entropy-gear stands in the pipe
             self._follow(frame, values)
             gear, expected = frame.gear, frame.expected
-        if not message.end:
-            # A token that was drawn already has been shown: it belongs to what is committed.
-            end = "interrupt" if self._end.interrupt else None
-        else:
+        # A token that was drawn already has been shown: it belongs to what is committed.
+        end = "interrupt" if self._end.interrupt else None
+        if message.end:
             end = "eos" if message.id in self.head.eos else "length"
         return Next(message.id, end, gear, expected)
 

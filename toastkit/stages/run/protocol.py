@@ -128,12 +128,11 @@ class Pause:
 
 
 class SessionRuns:
-    """What prefill's side does where states come from sessions alone and nobody else waits."""
+    """PrefillRuns, in part: states come from sessions alone, and nobody else waits."""
 
     _session: Session | None = None
 
     def session(self) -> Session | None:
-        """As of PrefillRuns."""
         return self._session
 
     def restore(
@@ -155,11 +154,9 @@ class SessionRuns:
         return state, cached
 
     def pass_size(self, state: State) -> int | None:
-        """As the options say."""
         return None
 
     def passed(self, state: State) -> Iterator[Any]:
-        """Nothing to say."""
         return iter(())
 
 

@@ -34,14 +34,7 @@ class StepOptions:
 
 @dataclass
 class Outcome:
-    """How the last run of a stream ended: a reason of `End`, or "" before the first end."""
+    """How the runs of a stream ended: each one's reason of `End`, and the last one's tokens."""
 
-    reason: str = ""
     tokens: int = 0
     reasons: list[str] = field(default_factory=list)
-
-    def note(self, reason: str, tokens: int) -> None:
-        """Records the end of one run."""
-        self.reason = reason
-        self.tokens = tokens
-        self.reasons.append(reason)
