@@ -21,6 +21,7 @@ from toastkit.gears.gear_options import GearOptions  # noqa: E402
 from toastkit.holdings.policy import Wish  # noqa: E402
 from toastkit.model.config import load_config  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
+from toastkit.store import reader  # noqa: E402
 from toastkit.store.ledger import READING  # noqa: E402
 from toastkit.store.raw import RawTensors  # noqa: E402
 from toastkit.store.reader import AHEAD, NOW, Job, Reader  # noqa: E402

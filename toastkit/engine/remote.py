@@ -199,8 +199,8 @@ class RemoteEngine:
 
 
 class RemoteState:
-    """What the daemon's model has read for this process: see `step_engine.State`. session: opened and
-    locked here."""
+    """What the daemon's model has read for this process: see `step_engine.State`. session: opened
+    and locked here."""
 
     def __init__(
         self,
