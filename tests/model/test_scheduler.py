@@ -84,7 +84,7 @@ def test_several_at_once_are_each_alone(engines: Engines, name: str, batch: int)
 def test_the_embedded_model_serves_two(engines: Engines) -> None:
     engine, plain = engines("crumb")
     driver = Driver(engine)
-    for options in ({"max_tokens": 8}, {"max_tokens": 8, **SEEDED}):
+    for options in ({"max_tokens": 5}, {"max_tokens": 5, **SEEDED}):
         asked = [driver.start(what, **options) for what in ("Who are you?", "What is a river?")]
         driver.finish()
         for one, what in zip(asked, ("Who are you?", "What is a river?")):
@@ -120,7 +120,7 @@ def test_one_that_comes_later(engines: Engines, name: str) -> None:
     comes back for its next turn."""
     engine, plain = engines(name)
     driver = Driver(engine)
-    first = driver.start("Who are you?", max_tokens=40)
+    first = driver.start("Who are you?", max_tokens=24)
     second = driver.start(PROMPTS[4], max_tokens=14, **SEEDED)
     driver.turns_until(lambda: len(second.ids) == 3)
     third = driver.start(PROMPTS[1], max_tokens=6)
@@ -129,7 +129,7 @@ def test_one_that_comes_later(engines: Engines, name: str) -> None:
     prompt = [*second.prompt, *second.ids, 7, 8, 9]
     fourth = driver.start(prompt, max_tokens=8)
     driver.finish()
-    same(first, plain, "Who are you?", max_tokens=40)
+    same(first, plain, "Who are you?", max_tokens=24)
     same(second, plain, PROMPTS[4], max_tokens=14, **SEEDED)
     same(third, plain, PROMPTS[1], max_tokens=6)
     same(fourth, plain, prompt, max_tokens=8)
