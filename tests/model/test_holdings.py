@@ -124,9 +124,9 @@ def answer_of(engine: Engine, form: Form, drop: int | None) -> list[bytes]:
     cache = engine.new_cache()
     state = ModelState(cache, list(IDS), engine.prefill(IDS, cache)[1])
     found = []
-    for step in range(8):
+    for step in range(6):
         found.append(state.values().tobytes())
-        if drop is not None and step in (2, 5):
+        if drop is not None and step in (2, 4):
             engine.look_ahead(state)
             engine.take_back(state)
             come_and_go(engine, layer(holdings, drop, form))

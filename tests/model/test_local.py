@@ -61,7 +61,7 @@ class Run:
         self.interrupt = settings.pop("interrupt", Interrupt())
         self.stop_after = settings.pop("stop_after", None)
         session = settings.pop("session", None)
-        limit = StepOptions(max_tokens=settings.pop("count", 8))
+        limit = StepOptions(max_tokens=settings.pop("count", 6))
         options = settings.pop("sampling", SamplingOptions())
         read = ReadOptions(**settings)
         head = Head("m", fingerprint(engine.files), engine.vocab, [])
@@ -130,11 +130,11 @@ def test_a_restored_state_is_the_one_that_was_never_saved(name, request, tmp_pat
     """Bit for bit: two turns in one memory, and two turns with a session between them."""
     engine = request.getfixturevalue(name)
     first = Run(engine, PROMPT, session=tmp_path / "s")
-    assert (first.cached, len(first.ids)) == (0, 8)
+    assert (first.cached, len(first.ids)) == (0, 6)
     assert stored(tmp_path / "s") == PROMPT + first.ids
     ids = PROMPT + first.ids + MORE
     second = Run(engine, ids, session=tmp_path / "s")
-    assert (second.cached, second.read.n_new) == (len(PROMPT) + 8, len(MORE))
+    assert (second.cached, second.read.n_new) == (len(PROMPT) + 6, len(MORE))
     assert stored(tmp_path / "s") == ids + second.ids
 
     cache = engine.new_cache()
@@ -230,8 +230,8 @@ def test_an_interrupted_answer_is_kept_and_goes_on(crumb, tmp_path: Path) -> Non
     cut = Run(crumb, PROMPT, session=tmp_path / "s", stop_after=3)
     assert cut.end.reason == "interrupt" and whole.ids[: len(cut.ids)] == cut.ids
     kept = stored(tmp_path / "s")
-    assert kept[: len(PROMPT)] == PROMPT and 0 < len(kept) - len(PROMPT) < 8
-    rest = Run(crumb, kept, session=tmp_path / "s", count=8 - (len(kept) - len(PROMPT)))
+    assert kept[: len(PROMPT)] == PROMPT and 0 < len(kept) - len(PROMPT) < 6
+    rest = Run(crumb, kept, session=tmp_path / "s", count=6 - (len(kept) - len(PROMPT)))
     assert rest.cached == len(kept)
     assert kept[len(PROMPT) :] + rest.ids == whole.ids
 

@@ -94,8 +94,8 @@ def mixed(geared, ids) -> Scores:
     geared.begin_run()
     found = joined(score_in_gears(geared, ids, WINDOW, by_selector(4096, MIXED)))
     # The last id is never run.
-    report, wanted = geared.run_report()["gears"], Counter(found.gears)
-    assert all(report[gear] == wanted[gear] for gear in ("low", "mid", "high"))
+    counted = geared.gears.run_report()
+    assert {gear: counted[gear] for gear in ("low", "mid", "high")} == Counter(found.gears)
     assert len(found.gears) == len(ids) - 1
     return found
 

@@ -120,7 +120,7 @@ def test_one_that_comes_later(engines: Engines, name: str) -> None:
     comes back for its next turn."""
     engine, plain = engines(name)
     driver = Driver(engine)
-    first = driver.start("Who are you?", max_tokens=40)
+    first = driver.start("Who are you?", max_tokens=24)
     second = driver.start(PROMPTS[4], max_tokens=14, **SEEDED)
     driver.turns_until(lambda: len(second.ids) == 3)
     third = driver.start(PROMPTS[1], max_tokens=6)
@@ -129,7 +129,7 @@ def test_one_that_comes_later(engines: Engines, name: str) -> None:
     prompt = [*second.prompt, *second.ids, 7, 8, 9]
     fourth = driver.start(prompt, max_tokens=8)
     driver.finish()
-    same(first, plain, "Who are you?", max_tokens=40)
+    same(first, plain, "Who are you?", max_tokens=24)
     same(second, plain, PROMPTS[4], max_tokens=14, **SEEDED)
     same(third, plain, PROMPTS[1], max_tokens=6)
     same(fourth, plain, prompt, max_tokens=8)

@@ -108,7 +108,7 @@ def test_sampled_frames_are_the_same_for_run_after_run(pipeline, prompt_of) -> N
         )
         assert done.codes == [0] * 3, done.errors
         streams.append(without_times(done.out))
-    assert streams[0] == streams[1] and len(streams[0]) > 20
+    assert streams[0] == streams[1] and len(streams[0]) > 12
 
 
 def test_a_session_goes_on_either_way(pipeline, prompt_of, tmp_path: Path, toast) -> None:

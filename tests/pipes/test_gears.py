@@ -12,7 +12,7 @@ from tests.daemons import Daemon
 from tests.pipes.pipelines import STORY, Pipeline
 
 GEARS = ["--gear", "auto", "--gear-scope", "all"]
-COUNT = ["-n", "16"]
+COUNT = ["-n", "24"]
 
 
 def in_one(toast, *flags: str, env: dict | None = None) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ def test_fixed_and_high(toast) -> None:
     assert [t[3] for t in tokens(high)] == [t[3] for t in tokens(plain)]
     assert [t[1] for t in tokens(low)] != [t[1] for t in tokens(plain)]
     assert {t[2] for t in tokens(low)} == {"low"} and {t[2] for t in tokens(high)} == {"high"}
-    assert low[-1]["gears"]["low"] == 15 and low[-1]["gears"]["bytes"] < 4 << 20
+    assert low[-1]["gears"]["low"] == 23 and low[-1]["gears"]["bytes"] < 4 << 20
     assert "gears" not in plain[-1] and not any("gear" in x for x in plain)
 
 
@@ -93,7 +93,7 @@ def test_a_session_goes_on_in_its_gears(toast, pipeline, tmp_path: Path) -> None
     frames = toast("frames", "--from-json", stdin=stream.encode()).stdout
     second = pipeline(
         ["prefill", "--session", path], ["decode", *GEARS], ["entropy-gear"],
-        ["sample", "--temp", "0", "-n", "7"], ["frames", *JSON], stdin=frames,
+        ["sample", "--temp", "0", "-n", "15"], ["frames", *JSON], stdin=frames,
     )  # fmt: skip
     assert second.codes == [0] * 5, second.errors
     rest = [json.loads(line) for line in second.out.splitlines()]
@@ -146,6 +146,6 @@ def test_a_daemon_with_gears() -> None:
     assert lines[-1]["end"]["text"] == here.stdout.decode().removesuffix("\n")
     assert here.stdout == alone.stdout
     [counts] = [line["stats"]["gears"] for line in lines if "stats" in line]
-    assert sum(counts.values()) == 16 and len(counts) > 1
+    assert sum(counts.values()) == 24 and len(counts) > 1
     assert b"the daemon runs crumb in gears: loading the model here" in attached.stderr
     assert b"\ngears: auto; low " in status.stdout

@@ -50,7 +50,7 @@ def shell(tmp_path: Path, private_home: Path):
             cwd=work, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
             env={
                 **os.environ, "PATH": path, "XDG_STATE_HOME": str(state),
-                "TOAST_MAX_TOKENS": "12",  # long answers show no more
+                "TOAST_MAX_TOKENS": "16",  # long answers show no more
             },
         )  # fmt: skip
 
