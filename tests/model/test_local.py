@@ -35,7 +35,7 @@ from toastkit.stages.prefill import prefill  # noqa: E402
 from toastkit.stages.run.one_process import LocalRuns  # noqa: E402
 from toastkit.stages.run.own_tokens import ForcedFeed, GreedyFeed, forced_ids  # noqa: E402
 from toastkit.stages.run.protocol import Next  # noqa: E402
-from toastkit.stages.run.settings import ReadOptions, StepOptions  # noqa: E402
+from toastkit.stages.run.settings import ReadOptions  # noqa: E402
 from toastkit.stages.sample import DrawOptions, sample_deferred  # noqa: E402
 from toastkit.stages.streams import compose  # noqa: E402
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer  # noqa: E402
@@ -61,7 +61,7 @@ class Run:
         self.interrupt = settings.pop("interrupt", Interrupt())
         self.stop_after = settings.pop("stop_after", None)
         session = settings.pop("session", None)
-        limit = StepOptions(max_tokens=settings.pop("count", 8))
+        limit = settings.pop("count", 8)
         options = settings.pop("sampling", SamplingOptions())
         read = ReadOptions(**settings)
         head = Head("m", fingerprint(engine.files), engine.vocab, [])

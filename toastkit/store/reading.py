@@ -212,7 +212,8 @@ class Reader:
                         self._done.wait()
                 if not isinstance(flight.outcome, mx.array):
                     raise flight.outcome or CancelledError("the files are closed")
-                arrays.append(_typed(flight))
+                # In the dtype that numpy may not have; an array of its own for each who asks.
+                arrays.append(flight.outcome.view(DTYPES[flight.job.dtype][1]))
             return arrays
 
     def release(self, flights: Iterable[_Flight]) -> None:
@@ -233,11 +234,6 @@ class Reader:
             self._done.notify_all()
         for thread in running:
             thread.join()
-
-
-def _typed(flight: _Flight) -> mx.array:
-    """The array, in the dtype that numpy may not have; an array of its own for each who asks."""
-    return flight.outcome.view(DTYPES[flight.job.dtype][1])
 
 
 class Request(Generic[Result]):
