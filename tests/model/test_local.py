@@ -35,7 +35,7 @@ from toastkit.stages.prefill import prefill  # noqa: E402
 from toastkit.stages.run.one_process import LocalRuns  # noqa: E402
 from toastkit.stages.run.own_tokens import ForcedFeed, GreedyFeed, forced_ids  # noqa: E402
 from toastkit.stages.run.protocol import Next  # noqa: E402
-from toastkit.stages.run.settings import ReadOptions  # noqa: E402
+from toastkit.stages.run.settings import ReadOptions, StepOptions  # noqa: E402
 from toastkit.stages.sample import DrawOptions, sample_deferred  # noqa: E402
 from toastkit.stages.streams import compose  # noqa: E402
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer  # noqa: E402
@@ -73,7 +73,7 @@ class Run:
             compose(
                 [head, Tokens(pack_ids(ids))],
                 partial(prefill, options=read, **shared),
-                partial(decode, options=limit, **shared),
+                partial(decode, options=StepOptions(limit), **shared),
                 self.listen,
                 partial(
                     sample_deferred,

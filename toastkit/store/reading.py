@@ -247,10 +247,6 @@ class Request(Generic[Result]):
         self._flights: dict[Any, _Flight] | None = flights
         self.nbytes = sum(flight.nbytes for flight in flights.values())
 
-    def done(self) -> bool:
-        """Whether `result` would not wait, or there is none any more."""
-        return all(f.outcome is not None for f in (self._flights or {}).values())
-
     def result(self) -> Result:
         """Waits for what was asked for, before all that is read ahead. Raises DataError,
         NoInputError, IOFailure where it cannot be read; CancelledError after `cancel` or `close`,
