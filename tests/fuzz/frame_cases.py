@@ -149,7 +149,7 @@ class Frames:
         """Every stage, with some of its options."""
         chain, rules, quiet = rng.choice(CHAINS), GearRules(), Interrupt()
         forced, steps = ForcedFeed(rng.choice((None, [3, 4], [5000]))), StepOptions(None, 3)
-        draw = DrawOptions(chain, rng.choice((0, 3)), StepOptions(rng.choice((None, 2))))
+        draw = DrawOptions(chain, rng.choice((0, 3)), rng.choice((None, 2)))
         runs = LocalRuns(rng.choice((None, "two")), quiet, deferred=rng.random() < 0.5)
         whole = AnswerOptions(step=steps, draw=draw, telemetry=rng.random() < 0.5)
 

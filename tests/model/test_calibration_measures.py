@@ -23,7 +23,7 @@ from toastkit.stages import calibrate as stage  # noqa: E402
 from toastkit.stages.answer import AnswerOptions, answer  # noqa: E402
 from toastkit.stages.calibrate import answer_entropies, prompt_entropies  # noqa: E402
 from toastkit.stages.run.one_process import LocalRuns  # noqa: E402
-from toastkit.stages.run.settings import Outcome, StepOptions  # noqa: E402
+from toastkit.stages.run.settings import Outcome  # noqa: E402
 from toastkit.stages.sample import DrawOptions  # noqa: E402
 from toastkit.stages.tokenize import (  # noqa: E402
     Prompt,
@@ -46,9 +46,7 @@ def greedy(crumb, tokenizer: PromptTokenizer, homes) -> Callable[..., list[Token
 
     def run(text: str, count: int) -> list[Token]:
         sampling = SamplingOptions(temperature=0)
-        options = AnswerOptions(
-            draw=DrawOptions(sampling, limit=StepOptions(max_tokens=count)), telemetry=True
-        )
+        options = AnswerOptions(draw=DrawOptions(sampling, max_tokens=count), telemetry=True)
         frames = answer(
             tokenize([Prompt(messages=[user(text)])], tokenizer), tokenizer.tokenizer,
             lambda head: crumb, LocalRuns(None, Interrupt()), options, Interrupt(), Outcome(),

@@ -61,13 +61,12 @@ class Answer:
         difficulty: Any = None,
     ):
         rules = rules or GearRules(calibrated=False)
-        limit = StepOptions(max_tokens=count)
         name = None if session is None else str(session)
         extra = {} if difficulty is None else {"difficulty": difficulty}
         head = Head("m", fingerprint(engine.files), engine.vocab, [], session=name, extra=extra)
         runs = LocalRuns(name, Interrupt(), deferred=deferred)
         shared = {"engine_for": lambda head: engine, "runs": runs, "interrupt": Interrupt()}
-        draw = DrawOptions(SamplingOptions(), 0, limit)
+        draw = DrawOptions(SamplingOptions(), 0, count)
         self.logits: list[np.ndarray] = []
         self.steps: list[Logits] = []
         self.gears: list[str | None] = []
@@ -76,7 +75,7 @@ class Answer:
             compose(
                 [head, Tokens(pack_ids(ids))],
                 partial(prefill, options=ReadOptions(), **shared),
-                partial(decode, options=limit, **shared),
+                partial(decode, options=StepOptions(count), **shared),
                 self.listen,
                 *self._drawing(rules, draw, runs, deferred),
             )
@@ -201,7 +200,7 @@ def test_off_is_the_plain_path(crumb, plain: Answer, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(entropy_graph, "entropy_bits", fail)
     for deferred in (False, True):
         head = Head("m", fingerprint(off.files), off.vocab, [])
-        options = AnswerOptions(draw=DrawOptions(SamplingOptions(), 0, StepOptions(max_tokens=16)))
+        options = AnswerOptions(draw=DrawOptions(SamplingOptions(), 0, 16))
         runs = LocalRuns(None, Interrupt(), deferred=deferred)
         frames = list(
             answer(

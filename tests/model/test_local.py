@@ -61,7 +61,7 @@ class Run:
         self.interrupt = settings.pop("interrupt", Interrupt())
         self.stop_after = settings.pop("stop_after", None)
         session = settings.pop("session", None)
-        limit = StepOptions(max_tokens=settings.pop("count", 6))
+        limit = settings.pop("count", 6)
         options = settings.pop("sampling", SamplingOptions())
         read = ReadOptions(**settings)
         head = Head("m", fingerprint(engine.files), engine.vocab, [])
@@ -73,7 +73,7 @@ class Run:
             compose(
                 [head, Tokens(pack_ids(ids))],
                 partial(prefill, options=read, **shared),
-                partial(decode, options=limit, **shared),
+                partial(decode, options=StepOptions(limit), **shared),
                 self.listen,
                 partial(
                     sample_deferred,

@@ -25,7 +25,7 @@ from toastkit.sampling.sampling_options import SamplingOptions  # noqa: E402
 from toastkit.session.directory import Session  # noqa: E402
 from toastkit.stages.answer import AnswerOptions, answer  # noqa: E402
 from toastkit.stages.run.one_process import LocalRuns  # noqa: E402
-from toastkit.stages.run.settings import Outcome, StepOptions  # noqa: E402
+from toastkit.stages.run.settings import Outcome  # noqa: E402
 from toastkit.stages.sample import DrawOptions  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("homes")
@@ -43,7 +43,7 @@ def path(tmp_path: Path) -> Path:
 def decoded(driver: Driver, path: Path, ids: list[int], count: int = 12) -> None:
     """What toast-decode --session does, in another process, with one run of some tokens."""
     engine, preparer = driver.engine, driver.preparer
-    draw = DrawOptions(SamplingOptions(), 0, StepOptions(max_tokens=count))
+    draw = DrawOptions(SamplingOptions(), 0, count)
     frames = [preparer.head, Tokens(pack_ids(ids))]
     for _ in answer(
         iter(frames), preparer.tokenizer, lambda head: engine,

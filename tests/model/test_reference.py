@@ -18,7 +18,7 @@ from toastkit.model.config import load_config  # noqa: E402
 from toastkit.sampling.sampling_options import SamplingOptions  # noqa: E402
 from toastkit.stages.answer import AnswerOptions, answer  # noqa: E402
 from toastkit.stages.run.one_process import LocalRuns  # noqa: E402
-from toastkit.stages.run.settings import Outcome, ReadOptions, StepOptions  # noqa: E402
+from toastkit.stages.run.settings import Outcome, ReadOptions  # noqa: E402
 from toastkit.stages.sample import DrawOptions  # noqa: E402
 from toastkit.stages.tokenize import (  # noqa: E402
     Prompt,
@@ -115,7 +115,7 @@ def run_all(
 ) -> tuple[list, Outcome]:
     """What `toast-decode --raw --ignore-eos` does, in this process: frames and outcome."""
     tokenizer = PromptTokenizer(crumb.files, load_config(crumb.files), PromptOptions(raw=True))
-    limit = StepOptions(max_tokens=settings.pop("max_tokens", 48))
+    limit = settings.pop("max_tokens", 48)
     chain = settings.pop("sampling", SamplingOptions())
     draw = DrawOptions(chain, settings.pop("top", 0), limit, settings.pop("ignore_eos", True))
     read = ReadOptions(chunk=settings.pop("chunk", None))

@@ -41,7 +41,7 @@ from toastkit.stages.gear import gear
 from toastkit.stages.prefill import prefill
 from toastkit.stages.run.one_process import LocalRuns
 from toastkit.stages.run.pipe_decode import DecodeEnd
-from toastkit.stages.run.settings import ReadOptions, StepOptions
+from toastkit.stages.run.settings import ReadOptions
 from toastkit.stages.streams import compose, ends_run, whole_runs
 from toastkit.stages.tally import tallied
 
@@ -158,13 +158,13 @@ def test_an_end_of_turn_token_ends_the_answer(ignore: bool, expected: list[int])
 
 def test_the_answer_has_a_longest_length() -> None:
     feed = Recorder()
-    frames = draw(answer(3, 1, 4, 1), feed, limit=StepOptions(max_tokens=2))
+    frames = draw(answer(3, 1, 4, 1), feed, max_tokens=2)
     assert drawn(frames) == [3, 1] and frames[-1] == End("length", 2)
     assert [end for *_, end in feed.sent] == [None, "length"]
 
 
 def test_an_end_of_turn_token_at_the_limit_is_an_end_of_turn() -> None:
-    frames = draw(answer(3, EOS), limit=StepOptions(max_tokens=2))
+    frames = draw(answer(3, EOS), max_tokens=2)
     assert frames[-1] == End("eos", 2)
 
 
@@ -208,7 +208,7 @@ def test_a_replayed_stream_is_drawn_anew() -> None:
     again = draw(saved, options=hot)
     assert drawn(again) == drawn(first)
     assert drawn(draw(saved, options=SamplingOptions(temperature=3.0, seed=12))) != drawn(first)
-    assert drawn(draw(saved, limit=StepOptions(max_tokens=3))) == [1, 2, 3]
+    assert drawn(draw(saved, max_tokens=3)) == [1, 2, 3]
 
 
 def test_runs_do_not_know_of_each_other() -> None:

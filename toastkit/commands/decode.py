@@ -153,7 +153,6 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
     from toastkit.commands.progress import read_options
     from toastkit.model.config import sampling_defaults
     from toastkit.stages.detokenize import TextOptions
-    from toastkit.stages.run.settings import StepOptions
 
     chain = options.sampling_options(flags, sampling_defaults(tokenizer.files), None)
     first = tokenizer.head(None)
@@ -164,10 +163,11 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
     from toastkit.stages.tokenize import tokenize
 
     gears = gear_flags.gear_settings(flags)
-    limit = StepOptions(max_tokens=flags["max_tokens"])
     settings = AnswerOptions(
         read=read_options(flags),
-        draw=DrawOptions(chain, flags["top"], limit, flags["ignore_eos"], flags["as_json"]),
+        draw=DrawOptions(
+            chain, flags["top"], flags["max_tokens"], flags["ignore_eos"], flags["as_json"]
+        ),
         text=TextOptions(flags["stop"], flags["keep_special"], flags["echo"]),
         telemetry=flags["as_json"],
         **gear_answer_options(gears),

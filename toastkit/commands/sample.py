@@ -18,7 +18,6 @@ from toastkit.frames import Head
 def sample(context: click.Context, **flags) -> int:
     from toastkit.commands.pipes import run_filter
     from toastkit.stages.run.pipe_feed import PipeFeed
-    from toastkit.stages.run.settings import StepOptions
     from toastkit.stages.sample import DrawOptions
     from toastkit.stages.sample import sample as stage
 
@@ -27,8 +26,7 @@ def sample(context: click.Context, **flags) -> int:
 
         chain = options.sampling_options(flags, _defaults(head), _seed(head))
         chain.validate(head.vocab)
-        limit = StepOptions(max_tokens=flags["max_tokens"])
-        draw = DrawOptions(chain, flags["top"], limit, flags["ignore_eos"])
+        draw = DrawOptions(chain, flags["top"], flags["max_tokens"], flags["ignore_eos"])
         return HostSampler(chain, head.vocab, _xtc_special_ids(chain, head)), draw
 
     options.sampling_options(flags, {}, 0)  # refuse bad values before the first frame

@@ -172,15 +172,24 @@ def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -
     """Holds the client's model, device and dtype against ours. Raises NoInputError where it would
     compute something else by itself."""
     fingerprint, device, dtype = (request.raw[name] for name in ATTACH_OPS["attach"])
-    _check_wishes(fingerprint, device, dtype)
+    if not isinstance(fingerprint, str):
+        raise UsageError(f"fingerprint: {kind(fingerprint)} instead of a string")
+    if device not in DEVICES:
+        raise UsageError(f"device: not one of {', '.join(DEVICES)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"dtype: neither null nor one of {', '.join(DTYPES)}")
     name = preparer.files.name
     if fingerprint != preparer.fingerprint:
         raise NoInputError(f"the daemon runs {name}")
     service = load()
     engine = service.engine
+    import mlx.core as mx
+
     from toastkit.store.dtypes import activation_dtype
 
-    if (_usual_device() if device == "auto" else device) != engine.device:
+    if device == "auto":
+        device = "gpu" if mx.is_available(mx.gpu) else "cpu"
+    if device != engine.device:
         raise NoInputError(f"the daemon runs {name} on the {engine.device}")
     if (dtype or activation_dtype(engine.device == "cpu")) != engine.dtype:
         raise NoInputError(f"the daemon runs {name} in {engine.dtype or 'its own dtype'}")
@@ -197,13 +206,6 @@ def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -
             "chunk": service.settings.chunk or CHUNK[engine.device],
         }
     }
-
-
-def _usual_device() -> str:
-    """What --device auto means on this machine."""
-    import mlx.core as mx
-
-    return "gpu" if mx.is_available(mx.gpu) else "cpu"
 
 
 def _restore(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
@@ -312,15 +314,6 @@ def _state(attached: Attached) -> ModelState:
 
 
 # ----------------------------------------------------------------------------------- the fields
-
-
-def _check_wishes(fingerprint: Any, device: Any, dtype: Any) -> None:
-    if not isinstance(fingerprint, str):
-        raise UsageError(f"fingerprint: {kind(fingerprint)} instead of a string")
-    if device not in DEVICES:
-        raise UsageError(f"device: not one of {', '.join(DEVICES)}")
-    if dtype is not None and dtype not in DTYPES:
-        raise UsageError(f"dtype: neither null nor one of {', '.join(DTYPES)}")
 
 
 def _path(request: Request, name: str) -> Path | None:

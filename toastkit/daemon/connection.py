@@ -120,16 +120,12 @@ class Connection:
             )
         with memoryview(self._input) as view:
             line = bytes(view[:end])
-        self._take(end + 1)
+        del self._input[: end + 1]
+        self._taken, self._scanned = self._taken + end + 1, 0
         fds: list[int] = []
         while self._fds and self._fds[0][0] <= self._taken:
             fds += self._fds.pop(0)[1]
         return line, fds
-
-    def _take(self, size: int) -> None:
-        del self._input[:size]
-        self._taken += size
-        self._scanned = 0
 
     def say_goodbye(self, seconds: float) -> None:
         """Nothing more is said, and what is read is thrown away, for some time. To close at once

@@ -20,7 +20,7 @@ from toastkit.interrupts import Interrupt
 from toastkit.stages.answer import AnswerOptions, answer, gear_answer_options, xtc_special_ids
 from toastkit.stages.detokenize import TextOptions
 from toastkit.stages.run.protocol import Pause
-from toastkit.stages.run.settings import Outcome, ReadOptions, StepOptions
+from toastkit.stages.run.settings import Outcome, ReadOptions
 from toastkit.stages.sample import DrawOptions
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ class Conversation:
 
     def _options(self) -> AnswerOptions:
         wanted, sampling = self.prepared.request.options, self.prepared.sampling
-        limit = StepOptions(max_tokens=wanted.max_tokens)
+        most = wanted.max_tokens
         return AnswerOptions(
             read=ReadOptions(chunk=self._service.settings.chunk, progress=self._progress),
-            draw=DrawOptions(sampling, wanted.top, limit, wanted.ignore_eos, wanted.tokens),
+            draw=DrawOptions(sampling, wanted.top, most, wanted.ignore_eos, wanted.tokens),
             text=TextOptions(wanted.stop, wanted.keep_special),
             telemetry=wanted.tokens,
             **gear_answer_options(self._gears),

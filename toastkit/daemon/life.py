@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from toastkit.base_directories import runtime_directory
 from toastkit.daemon import activation
@@ -96,7 +96,6 @@ class Signals:
         self.hangups = 0
         self.patient = False
         self._before: dict[int, Any] = {}
-        self._wakeup: int | None = None
 
     def install(self) -> None:
         """Takes the signals over, but for those that are ignored: by nohup, say."""
@@ -107,19 +106,8 @@ class Signals:
                 signal.signal(number, self._note)
         self._before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
-    def wake(self, fd: int) -> None:
-        """Has each signal write a byte to a descriptor, so that a poll in progress ends."""
-        self._wakeup = signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
-
-    def sleep(self) -> None:
-        """Ends that: the descriptor is about to be closed."""
-        if self._wakeup is not None:
-            signal.set_wakeup_fd(self._wakeup)
-            self._wakeup = None
-
     def restore(self) -> None:
         """Gives the signals back."""
-        self.sleep()
         while self._before:
             number, before = self._before.popitem()
             signal.signal(number, before)
@@ -151,6 +139,7 @@ class Life:
         self._file: SocketFile | None = None
         self._listeners: list[socket.socket] = []
         self._server: Server | None = None
+        self._wakeup: int | None = None
         self._stop_asked = False
         self._hangups = 0
         self.loading = False
@@ -165,7 +154,7 @@ class Life:
             debug=self._settings.say if self._settings.debug else None,
         )  # fmt: skip
         worker.notify = server.wake
-        self._signals.wake(server.wake_fd)
+        self._wakeup = signal.set_wakeup_fd(server.wake_fd, warn_on_full_buffer=False)
         self.loading = True
         self._explain("loading the model")
         worker.start()
@@ -178,7 +167,8 @@ class Life:
             self._drain(server, worker)
             self._flush(server)
         except BaseException:
-            self._close_quietly(worker)
+            with suppress(Exception):  # states are saved; the failure to report is the first one
+                worker.close()
             raise
         self._explain("saving conversations")
         worker.close()
@@ -268,18 +258,14 @@ class Life:
             hurried = len(self._signals.ends) > 1 and not cancelled
             if time.monotonic() < deadline and not hurried:
                 continue
-            if cancelled:
-                self._abandon(worker)
+            if cancelled:  # a step of the model that does not come back cannot be ended otherwise
+                self._settings.say("a cancelled request does not end: leaving it")
+                self.close()
+                die(70)
             self._explain("cancelling what is still under way")
             worker.cancel_all()
             cancelled = True
             deadline = time.monotonic() + CANCEL_SECONDS
-
-    def _abandon(self, worker: Worker) -> NoReturn:
-        """A step of the model that does not come back cannot be ended otherwise."""
-        self._settings.say("a cancelled request does not end: leaving it")
-        self.close()
-        die(70)
 
     def _flush(self, server: Server) -> None:
         """Gives clients a moment to read what was said last."""
@@ -287,11 +273,6 @@ class Life:
         server.step(0)
         while server.unsent and time.monotonic() < deadline:
             server.step(WATCH_SECONDS)
-
-    def _close_quietly(self, worker: Worker) -> None:
-        """Saves the states as far as possible, after something else has failed."""
-        with suppress(Exception):  # the failure to report is the first one
-            worker.close()
 
     def _remove_socket(self) -> None:
         if self._file is not None:
@@ -305,7 +286,9 @@ class Life:
             self._pidfile.remove()
         if self._settings.audit is not None:
             self._settings.audit.close()
-        self._signals.sleep()
+        if self._wakeup is not None:  # the descriptor is about to be closed
+            signal.set_wakeup_fd(self._wakeup)
+            self._wakeup = None
         if self._server is not None:
             self._server.close()
             self._server = None

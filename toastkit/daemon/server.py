@@ -105,7 +105,9 @@ class Server:
         accepting = False
         for fd, events in self._poll.poll(self._milliseconds(timeout_seconds)):
             if fd == self._wake_read:
-                self._drain_wake()
+                with suppress(BlockingIOError):
+                    while len(os.read(fd, 4096)) == 4096:
+                        pass
             elif fd in self._listeners:
                 accepting = True
             elif fd in self._connections:
@@ -133,21 +135,12 @@ class Server:
             due.append(timeout)
         return max(min(due), 0) * 1000 + 1 if due else None
 
-    def _drain_wake(self) -> None:
-        with suppress(BlockingIOError):
-            while len(os.read(self._wake_read, 4096)) == 4096:
-                pass
-
     def _guarded(self, connection: Connection, action: Callable[..., None], *arguments) -> None:
         """What goes wrong in one connection ends that connection."""
         try:
             action(connection, *arguments)
         except Exception as error:
-            self._tell(connection, f"{type(error).__name__}: {error}")
-            self._close(connection)
-
-    def _tell(self, connection: Connection, what: str) -> None:
-        self._debug(f"connection of process {connection.peer.pid} closed: {what}")
+            self._close(connection, f"{type(error).__name__}: {error}")
 
     # ------------------------------------------------------------------------- new connections
 
@@ -317,8 +310,8 @@ class Server:
             self._poll.modify(connection.fileno(), events)
         connection.watched = events
 
-    def _close(self, connection: Connection) -> None:
-        fd = connection.fileno()
+    def _close(self, connection: Connection, *why: str) -> None:
+        fd, reasons = connection.fileno(), list(why)
         if self._connections.get(fd) is connection:
             del self._connections[fd]
             if connection.watched is not None:
@@ -326,7 +319,9 @@ class Server:
         try:
             connection.close()
         except Exception as error:
-            self._tell(connection, f"{type(error).__name__}: {error}")
+            reasons.append(f"{type(error).__name__}: {error}")
+        for reason in reasons:
+            self._debug(f"connection of process {connection.peer.pid} closed: {reason}")
 
     # ----------------------------------------------------------------------------- time and end
 
@@ -342,8 +337,7 @@ class Server:
                 at_work = connection.channel is not None or bool(connection.store)
                 ends = (now if at_work else connection.touched) + self._limits.idle_seconds
             if now >= ends:
-                self._tell(connection, "its time is over")
-                self._close(connection)
+                self._close(connection, "its time is over")
             else:
                 self._sweep_by(ends)
 

@@ -78,10 +78,9 @@ class Worker:
                 order = next(self._order)
         if request.op == "generate":
             self._readers.submit(self._prepare, request, channel, order)
-        elif request.op == "health":
-            self._do(lambda: self._answer(lambda: self._health(channel), channel))
-        elif request.op in ATTACH_OPS:
-            self._do(lambda: self._answer(lambda: self._attached(request, channel), channel))
+        else:
+            act = self._health if request.op == "health" else self._attached
+            self._do(lambda: self._answer(act, request, channel))
 
     def _check_room(self) -> None:
         """Raises BusyError where too many wait. Those that have given up do not count."""
@@ -228,7 +227,8 @@ class Worker:
     def _round(self) -> None:
         """Waits for work, and does some."""
         with self._condition:
-            if not self._busy() and not self._work():
+            work = self._jobs or self._waiting or self._closing or self._reloading
+            if not self._busy() and not work:
                 self._condition.wait(self._patience())
             job = self._jobs.popleft() if self._jobs else None
         if job is not None:
@@ -236,7 +236,7 @@ class Worker:
                 job()
             except Exception as error:
                 self._say(as_toast_error(error).message)
-        if self._reloading and not self._active():
+        if self._reloading and not (self._service is not None and self._service.active):
             self._reload()
         while not self._reloading and (self._service is None or self._service.has_room):
             with self._condition:
@@ -247,26 +247,17 @@ class Worker:
         if self._service is not None and self._service.busy:
             self._service.turn()
             self._last_used = time.monotonic()
-        elif self._idle_for_long():
+        elif self._patience() == 0:
             self._unload()
-
-    def _work(self) -> bool:
-        return bool(self._jobs or self._waiting or self._closing or self._reloading)
 
     def _busy(self) -> bool:
         return self._service is not None and self._service.busy
-
-    def _active(self) -> bool:
-        return self._service is not None and bool(self._service.active)
 
     def _patience(self) -> float | None:
         """Seconds until there is something to do without being asked."""
         if self.settings.idle_unload is None or self._service is None or self._preparing:
             return None
         return max(self._last_used + self.settings.idle_unload - time.monotonic(), 0)
-
-    def _idle_for_long(self) -> bool:
-        return self._patience() == 0
 
     def _begin(self, prepared: Prepared, channel: Channel) -> None:
         if channel.gone:
@@ -315,12 +306,11 @@ class Worker:
         texts = {"messages": messages_of(request), "text": text}
         self.settings.audit.write({**who, **about, **facts}, texts)
 
-    def _health(self, channel: Channel) -> None:
-        start = time.perf_counter()
+    def _health(self, request: Request, channel: Any) -> None:
+        start, loaded = time.perf_counter(), self._service is not None
         if self._service is not None:
             self._service.probe()
         seconds = round(time.perf_counter() - start, 6)
-        loaded = self._service is not None
         channel.reply({"health": {"ok": True, "loaded": loaded, "seconds": seconds}})
 
     def _give_up_all(self) -> None:
@@ -342,10 +332,9 @@ class Worker:
             self._unload()
             self._preparer = preparer
             self._load()
-            self._say(f"reloaded {preparer.files.name}")
+            return self._say(f"reloaded {preparer.files.name}")
         except Exception as error:
-            self._say(f"cannot reload: {as_toast_error(error).message}")
-        return None
+            return self._say(f"cannot reload: {as_toast_error(error).message}")
 
     def _say(self, line: str) -> None:
         if self.settings.say is not None:
@@ -361,10 +350,12 @@ class Worker:
             close_all(request.fds)
             self._last_used = time.monotonic()
 
-    def _answer(self, act: Callable[[], None], channel: Channel) -> None:
+    def _answer(
+        self, act: Callable[[Request, Any], None], request: Request, channel: Channel
+    ) -> None:
         """Does what is no conversation; its bug must not end the others."""
         try:
-            act()
+            act(request, channel)
         except Exception as error:
             channel.reply(error_reply(as_toast_error(error)))
         channel.done()

@@ -57,13 +57,8 @@ def from_prompt(tokenizer: PromptTokenizer, prompt: Prompt) -> Measure:
 
 def from_built_in(tokenizer: PromptTokenizer) -> Measure:
     """Section 4.2, as for MLX: by the answers to three prompts of mixed difficulty."""
-    answers = _answers(tokenizer, calibration.CALIBRATION_PROMPTS)
-
-    def measure(engine: Engine) -> Calibration:
-        found = answers(engine)
-        return Calibration(calibration.from_prompts(found, engine.vocab), {"answers": found})
-
-    return measure
+    texts = calibration.CALIBRATION_PROMPTS
+    return _of_answers(tokenizer, calibration.from_prompts, answers=texts)
 
 
 def from_texts(tokenizer: PromptTokenizer, text: str) -> Measure:
@@ -71,27 +66,31 @@ def from_texts(tokenizer: PromptTokenizer, text: str) -> Measure:
 
     text: of the file that holds them, see calibration.parse_prompts. Raises DataError.
     """
-    easy_texts, hard_texts = calibration.parse_prompts(text)
-    easy_answers, hard_answers = _answers(tokenizer, easy_texts), _answers(tokenizer, hard_texts)
-
-    def measure(engine: Engine) -> Calibration:
-        easy, hard = easy_answers(engine), hard_answers(engine)
-        found = calibration.from_easy_and_hard(easy, hard, engine.vocab)
-        return Calibration(found, {"easy": easy, "hard": hard})
-
-    return measure
+    easy, hard = calibration.parse_prompts(text)
+    return _of_answers(tokenizer, calibration.from_easy_and_hard, easy=easy, hard=hard)
 
 
-def _answers(tokenizer: PromptTokenizer, texts: Sequence[str]) -> Callable[[Engine], list[float]]:
-    """Measures the answers to texts, each of them a user's turn."""
+def _of_answers(
+    tokenizer: PromptTokenizer, derive: Callable[..., Thresholds], **texts: Sequence[str]
+) -> Measure:
+    """Thresholds by the answers to some kinds of texts, each of them a user's turn."""
     from toastkit.stages.tokenize import Prompt
     from toastkit.text.messages import user_messages
 
-    prompts = [tokenizer.encode(Prompt(messages=user_messages(text))) for text in texts]
+    def encoded(text: str) -> list[int]:
+        return tokenizer.encode(Prompt(messages=user_messages(text)))
+
+    prompts = {kind: list(map(encoded, some)) for kind, some in texts.items()}
     eos = tokenizer.tokenizer.eos_ids
-    return lambda engine: [
-        bits for ids in prompts for bits in answer_entropies(engine, ids, ANSWER_TOKENS, eos)
-    ]
+
+    def measure(engine: Engine) -> Calibration:
+        found: dict[str, list[float]] = {kind: [] for kind in prompts}
+        for kind, some in prompts.items():
+            for ids in some:
+                found[kind] += answer_entropies(engine, ids, ANSWER_TOKENS, eos)
+        return Calibration(derive(*found.values(), engine.vocab), found)
+
+    return measure
 
 
 def prompt_entropies(engine: Engine, ids: Sequence[int]) -> list[float]:

@@ -102,14 +102,9 @@ class Statistics:
         def mean(total: float, count: int) -> float | None:
             return round(total / count, 6) if count else None
 
+        counts = {n: v for n, v in vars(self).items() if not n.endswith(("_sum", "_count"))}
         return {
-            "frames": self.frames,
-            "bytes": self.bytes,
-            "kinds": self.kinds,
-            "ends": self.ends,
-            "gears": self.gears,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
+            **counts,
             "seconds": round(self.seconds, 6),
             "mean_entropy_bits": mean(self.entropy_sum, self.entropy_count),
             "mean_logprob": mean(self.logprob_sum, self.logprob_count),

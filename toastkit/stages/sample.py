@@ -14,19 +14,18 @@ from toastkit.frames import End, Frame, Head, Logits, Token, Tokens, unpack_ids
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.follow import Follower
 from toastkit.stages.run.protocol import Feed, Next
-from toastkit.stages.run.settings import StepOptions
 from toastkit.stages.streams import ends_run, whole_runs, with_logits
 
 
 @dataclass(frozen=True)
 class DrawOptions:
-    """sampling: the chain. top: how many alternatives a token frame lists. limit: StepOptions of
-    which max_tokens counts here. ignore_eos: end-of-turn tokens do not end the answer.
-    want_logprob: whether anybody reads them."""
+    """sampling: the chain. top: how many alternatives a token frame lists. max_tokens: that are
+    drawn, None for no limit. ignore_eos: end-of-turn tokens do not end the answer. want_logprob:
+    whether anybody reads them."""
 
     sampling: SamplingOptions
     top: int = 0
-    limit: StepOptions = StepOptions()
+    max_tokens: int | None = None
     ignore_eos: bool = False
     want_logprob: bool = True
 
@@ -112,7 +111,7 @@ def sample_deferred(
                 yield token
                 continue
             count = run.drawn + (1 if waiting is None else 2)
-            last = count == options.limit.max_tokens
+            last = count == options.max_tokens
             feed.send(frame.pos, Next(drawn.id, "length" if last else None))
             if waiting is not None:
                 yield from _read(run, waiting, feed)
@@ -179,7 +178,7 @@ class _Run:
             self.history.append(drawn.id)
         if drawn.id in self.head.eos and not self.options.ignore_eos:
             self.ended = "eos"
-        elif self.drawn == self.options.limit.max_tokens:
+        elif self.drawn == self.options.max_tokens:
             self.ended = "length"
         logprob = round(drawn.logprob, 6) if self.options.want_logprob else None
         top = drawn.top and [[token, round(value, 6)] for token, value in drawn.top]

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,10 +52,6 @@ class RawTensors:
         self._lock = threading.Lock()
         self._opened: dict[Path, int] = {}
         self.close = weakref.finalize(self, _close_all, self._opened)
-
-    def names(self) -> Iterator[str]:
-        """All stored names, in the order of the files."""
-        return iter(self._places)
 
     def below(self, prefix: str) -> list[str]:
         """The stored names that begin with a prefix, which ends with a dot."""

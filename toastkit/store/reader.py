@@ -212,7 +212,8 @@ class Reader:
                         self._done.wait()
                 if not isinstance(flight.outcome, mx.array):
                     raise flight.outcome or CancelledError("the files are closed")
-                arrays.append(_typed(flight))
+                # In the dtype that numpy may not have; an array of its own for each who asks.
+                arrays.append(flight.outcome.view(DTYPES[flight.job.dtype][1]))
             return arrays
 
     def release(self, flights: Iterable[_Flight]) -> None:
@@ -235,11 +236,6 @@ class Reader:
             thread.join()
 
 
-def _typed(flight: _Flight) -> mx.array:
-    """The array, in the dtype that numpy may not have; an array of its own for each who asks."""
-    return flight.outcome.view(DTYPES[flight.job.dtype][1])
-
-
 class Request(Generic[Result]):
     """Something that is being read. nbytes: of the arrays that are read for it.
 
@@ -250,10 +246,6 @@ class Request(Generic[Result]):
         self._reader, self._finish = reader, finish
         self._flights: dict[Any, _Flight] | None = flights
         self.nbytes = sum(flight.nbytes for flight in flights.values())
-
-    def done(self) -> bool:
-        """Whether `result` would not wait, or there is none any more."""
-        return all(f.outcome is not None for f in (self._flights or {}).values())
 
     def result(self) -> Result:
         """Waits for what was asked for, before all that is read ahead. Raises DataError,

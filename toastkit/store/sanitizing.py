@@ -58,7 +58,7 @@ class Sanitizing:
         self._numbers: dict[tuple, int] = {}
         self._nodes: list[tuple] = []
         self._whole: dict[str, int] | None = None
-        self._layers: dict[str, str | None] = {}
+        self._layers: dict[str, str | None] = {}  # by the first number in a stored name
         self._cover: set[str | None] = set()
         self._subsets: dict[frozenset, tuple[list[str], set[str]]] = {}
 
@@ -117,7 +117,8 @@ class Sanitizing:
         """The graph of all, by tensor."""
         with self._lock:
             if self._whole is None:
-                self._layers = {name: _layer_in(name) for name in self._names}
+                numbers = {name: NUMBER.search(name) for name in self._names}
+                self._layers = {name: n.group() if n else None for name, n in numbers.items()}
                 self._cover = self._covering()
                 self._whole = self._record(self._names)
             return self._whole
@@ -223,9 +224,3 @@ def _recordable() -> Iterator[None]:
         finally:
             for name, function in plain.items():
                 setattr(mx, name, function)
-
-
-def _layer_in(name: str) -> str | None:
-    """The first number in a stored name, which is its layer's."""
-    number = NUMBER.search(name)
-    return number.group() if number else None

@@ -13,6 +13,7 @@ tensors that it is made of.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable
 from copy import copy
@@ -30,7 +31,7 @@ from toastkit.model.files import ModelFiles
 from toastkit.model.normalise import Fitted
 from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import GEAR_PREFIX
-from toastkit.store.raw import RawTensors, below
+from toastkit.store.raw import RawTensors, Span, below
 from toastkit.store.reader import NOW, Job, Reader, Request
 from toastkit.store.sanitizing import Made, Sanitizing, Stacked, Stored
 from toastkit.store.skeleton import (
@@ -102,11 +103,8 @@ class Store:
         by_identity = {id(array): name for name, array in raw.items()}
         self._stored = {n: by_identity[id(a)] for n, a in tensors.items() if id(a) in by_identity}
         self._about = {name: (tuple(a.shape), a.dtype) for name, a in tensors.items()}
-        last = ("\U0010ffff", 0)
-        order = {}
-        for name, stored in self._stored.items():
-            path, entry = self._raw.place(stored)
-            order[name] = (str(path), entry.start)
+        last = Span(Path("\U0010ffff"), 0, 0)
+        order = {name: self._raw.span(stored) for name, stored in self._stored.items()}
         self.names = sorted(tensors, key=lambda name: order.get(name, last))
         return tensors
 
@@ -145,10 +143,7 @@ class Store:
     def nbytes(self, name: str) -> int:
         """Stored size of a tensor in bytes."""
         shape, dtype = self._about[name]
-        count = dtype.size
-        for side in shape:
-            count *= side
-        return count
+        return math.prod(shape) * dtype.size
 
     def source(self, name: str) -> tuple[Path, Entry] | None:
         """The file and the place where a tensor lies exactly as it is; None if it is made of
@@ -286,10 +281,8 @@ class Store:
 
     def expert_names(self, layer: int) -> list[str]:
         """The tensors of a layer that are stacked by expert: (experts, ...)."""
-        paths = []
-        for path, module in self.model.layers[layer].named_modules():
-            if holds_experts(module):
-                paths.append(f"{self.layers_path}.{layer}.{path}")
+        modules, own = self.model.layers[layer].named_modules(), f"{self.layers_path}.{layer}."
+        paths = {own + path for path, module in modules if holds_experts(module)}
         return [name for name in self.layer_names(layer) if name.rpartition(".")[0] in paths]
 
     def expert(self, layer: int, start: int, stop: int | None = None) -> dict[str, mx.array]:

@@ -150,8 +150,10 @@ class PipeRun:
             return
         chosen = None if self._end.interrupt else own.choose(values)
         if chosen is not None and isinstance(chosen.token, int):
-            logprob = _log_probability(values, chosen.token)
-            yield Token(position, chosen.token, logprob, gear=frame.gear, entropy=frame.entropy)
+            token, logprob = chosen.token, None  # as it is for a token outside the logits
+            if 0 <= token < values.size:
+                logprob = round(float(log_softmax(values)[token]), 6)
+            yield Token(position, token, logprob, gear=frame.gear, entropy=frame.entropy)
             chosen = chosen._replace(gear=frame.gear, expected=frame.expected)
         self._chosen = chosen
 
@@ -236,10 +238,3 @@ class PipeRun:
             if last is not None:
                 last.close()
         self._feed = self._ring = self._directory = self._session = self._client = None
-
-
-def _log_probability(logits: np.ndarray, token: int) -> float | None:
-    """Natural log of softmax(logits)[token], 6 digits; None for a token outside the logits."""
-    if not 0 <= token < logits.size:
-        return None
-    return round(float(log_softmax(logits)[token]), 6)
