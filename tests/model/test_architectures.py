@@ -190,7 +190,10 @@ def test_the_layers_are_the_model(made: Made, store: Store) -> None:
     expected = made.stored
     assert sorted(store.names) == sorted(expected)
     found = {}
-    for part in (*map(store.layer, reversed(range(store.layer_count))), store.outside()):
+    for part in (
+        *map(store.layer, reversed(range(store.layer_count))),
+        store.read(store.outside_names()),
+    ):
         assert not set(part) & set(found)
         found.update(part)
     assert set(found) == set(expected)

@@ -200,9 +200,8 @@ def _prompt(document: dict[str, Any], name: str, raw: bool) -> dict[str, Any]:
 def _options(given: dict[str, Any]) -> GenerateOptions:
     for name in given:
         if name not in OPTIONS:
-            raise UsageError(
-                f"unknown option {name[:100]!r}", hint=_nearest(name, OPTIONS, "options")
-            )
+            hint = _nearest(name, OPTIONS, "options")
+            raise UsageError(f"unknown option {name[:100]!r}", hint=hint)
     options = GenerateOptions(
         sampling=_sampling(given),
         seed=_whole(given, "seed", 0, 2**64 - 1, None),

@@ -99,7 +99,11 @@ def sample_deferred(
             yield frame
         elif isinstance(frame, Logits):
             if options.sampling.needs_history:
-                recent = _recent(mx, recent, run, waiting, options)
+                size = options.sampling.penalty_context
+                if waiting is None:
+                    recent = mx.array(run.history[-size:], mx.uint32)
+                else:  # on the device: the newest has not been read yet
+                    recent = mx.concatenate([recent, waiting[1].id.reshape(1)])[-size:]
             drawn = sampler.draw(frame.logits, frame.pos, recent, options.top, options.want_logprob)
             extra = [] if frame.entropy is None else [frame.entropy]
             mx.async_eval(*drawn.arrays(), *extra)
@@ -117,7 +121,7 @@ def sample_deferred(
                 yield from _read(run, waiting, feed)
             waiting = (frame, drawn)
         elif isinstance(frame, End):
-            if waiting is not None and run.ended is None:
+            if waiting is not None:
                 yield from _read(run, waiting, feed)
             waiting = None
             feed.finish()
@@ -139,14 +143,6 @@ def _read(run: _Run, waiting: tuple[Logits, Any], feed: Feed) -> Iterator[Frame]
     if run.ended == "eos":
         feed.close("eos")
     yield token
-
-
-def _recent(mx: Any, recent: Any, run: _Run, waiting: Any, options: DrawOptions) -> Any:
-    """The last `penalty_context` ids, on the device: the newest has not been read yet."""
-    size = options.sampling.penalty_context
-    if waiting is None:
-        return mx.array(run.history[-size:], mx.uint32)
-    return mx.concatenate([recent, waiting[1].id.reshape(1)])[-size:]
 
 
 def _signed(head: Head, options: DrawOptions) -> Head:

@@ -82,10 +82,8 @@ class PromptTokenizer:
         options = self._options
         template = self.tokenizer.template_for(options.tools)
         if template is None:
-            for name in [
-                *options.template_arguments,
-                *([] if options.tools is None else ["tools"]),
-            ]:
+            tools = [] if options.tools is None else ["tools"]
+            for name in [*options.template_arguments, *tools]:
                 self._note_once(f"{self.files.name} has no chat template to make use of {name!r}")
             return "\n\n".join(map(content_text, prompt.messages))
         from toastkit.text.chat_template import render

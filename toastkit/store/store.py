@@ -252,10 +252,6 @@ class Store:
         """The tensors of a layer, evaluated."""
         return self.read(self.layer_names(index))
 
-    def outside(self) -> dict[str, mx.array]:
-        """The tensors outside the layers, evaluated."""
-        return self.read(self.outside_names())
-
     def parameters(self, path: str) -> list[str]:
         """The tensors below a module path, in alphabetical order; none where there is no such
         module."""
