@@ -50,7 +50,7 @@ from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.session.feed import FeedReader, FeedWriter
 from toastkit.session.names import resolve, sessions_root
 from toastkit.session.ring import RingWriter
-from toastkit.session.run import RunDirectory, ring_of
+from toastkit.session.run import RunDirectory, feed_of, ring_of
 from toastkit.stages.answer import AnswerOptions, answer
 from toastkit.stages.decode import decode
 from toastkit.stages.detokenize import TextOptions, detokenize
@@ -107,7 +107,7 @@ class Frames:
         self.kept = Path("kept")
         shutil.copytree(sessions_root(), self.kept)
         self.live = RunDirectory.create(sessions_root() / "live")
-        self.feed = FeedReader(self.live.feed)
+        self.feed = FeedReader(feed_of(self.live.path))
         self.streams.append([msgpack.unpackb(dumps(frame)) for frame in self.by_reference()])
 
         for undo in (self.engine.close, self.live.remove, self.feed.close):

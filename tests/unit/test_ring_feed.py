@@ -342,7 +342,7 @@ def test_nothing_but_messages_can_be_sent(run: RunDirectory):
 
 def test_a_sampler_goes_on_for_the_decodes_that_are_left(tmp_path: Path) -> None:
     runs = [RunDirectory.create(tmp_path / name) for name in ("a", "b")]
-    readers = [FeedReader(run.feed) for run in runs]
+    readers = [FeedReader(feed_of(run.path)) for run in runs]
     feed = PipeFeed()
     feed.begin(Head("m", "ab" * 16, 4, [], run=[str(run.path) for run in runs]))
     feed.send(1, Next(7))
