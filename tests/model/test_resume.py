@@ -218,7 +218,7 @@ def test_damage_names_the_layer_and_spares_the_rest(tmp_path: Path) -> None:
     advance(cache, 10, 20)
     with Session.open(tmp_path / "s", MODEL) as session:
         session.commit(range(20), cache, None, points)
-        (record,) = session._header.savepoints
+        (record,) = session.header.savepoints
         place = record.layers[1].tensors[0].ranges[0].offset
     file = tmp_path / "s" / "cache.bin"
     data = bytearray(file.read_bytes())

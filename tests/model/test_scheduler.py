@@ -52,7 +52,7 @@ def same(asked: Asked, plain: Plain, what: Any, **options: Any) -> None:
 
 def joined(driver: Driver) -> list[int]:
     """Sizes of the batches that there are."""
-    return [len(batch.members) for batch in driver.service._stepper._batches]
+    return [len(batch.members) for batch in driver.service.stepper._batches]
 
 
 # ------------------------------------------------------------------------------------- each alone
@@ -208,7 +208,7 @@ def test_a_resumed_prompt_does_not_make_the_slices_long(llama) -> None:
     driver.ask(prompt, max_tokens=1)
     answering = driver.start("Why?", max_tokens=100)
     driver.turns_until(lambda: answering.conversation.want == "step")
-    driver.service._rate = None
+    driver.service.rate = None
     driver.start([*prompt, *range(9, 900)])
     for _ in range(3):
         before = driver.service.slice_size()

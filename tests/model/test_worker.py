@@ -112,7 +112,7 @@ def test_the_queue_has_a_bound(start, plain: Plain) -> None:
     with pytest.raises(BusyError, match="2 requests are waiting") as caught:
         running.ask()
     assert caught.value.code == 75 and caught.value.hint
-    until(lambda: running.worker.status()["waiting"] == 2 and not running.worker._preparing)
+    until(lambda: running.worker.status()["waiting"] == 2 and not running.worker.preparing)
     assert running.worker.status()["active"] == 1
     waiting[0].gone = True  # it does not count any more
     third = running.ask("Bye.")
@@ -131,7 +131,7 @@ def test_the_more_important_come_first(start) -> None:
     channels = [running.ask(priority=n, max_tokens=2) for n in (0, 5, -5, 5)]
     for n, channel in enumerate(channels):
         channel.done = lambda n=n, end=channel.done: (order.append(n), end())
-    until(lambda: running.worker.status()["waiting"] == 4 and not running.worker._preparing)
+    until(lambda: running.worker.status()["waiting"] == 4 and not running.worker.preparing)
     first.gone = True
     done(*channels)
     assert order == [1, 3, 0, 2]
@@ -218,7 +218,7 @@ def test_a_drain_ends_what_has_begun_and_nothing_else(start) -> None:
     first, second = running.ask(max_tokens=100, ignore_eos=True), None
     until(lambda: first.all_of("token"))
     second = running.ask()
-    until(lambda: not running.worker._preparing)
+    until(lambda: not running.worker.preparing)
     assert not running.worker.idle()
     running.worker.drain()
     done(second)

@@ -167,7 +167,7 @@ def test_committed_bytes_are_never_overwritten(root: Path):
             tokens = tokens[: rng.randint(max(0, len(tokens) - 400), len(tokens))]
             tokens = tokens + [rng.randrange(1000) for _ in range(rng.randint(1, 400))]
             before = {p.name: p.read_bytes() for p in path.iterdir() if p.is_file()}
-            old = session._header.all_tensors(), session._header.tokens.slices
+            old = session.header.all_tensors(), session.header.tokens.slices
             commit(session, tokens, growing(tokens), recurrent(tokens))
             cache = (path / "cache.bin").read_bytes()
             for tensor in old[0]:
@@ -178,7 +178,7 @@ def test_committed_bytes_are_never_overwritten(root: Path):
                 part = slice(4 * first, 4 * (first + count))
                 assert (path / "tokens.u32").read_bytes()[part] == before["tokens.u32"][part]
             assert rows_of(session, len(tokens))[:2] == [expected_rows(tokens)] * 2
-    used = sum(size for _, size in session._header.extents())
+    used = sum(size for _, size in session.header.extents())
     assert (path / "cache.bin").stat().st_size <= 4 * used + (1 << 20)
 
 
@@ -187,7 +187,7 @@ def test_history_in_many_slices(root: Path):
         for i in range(3 * MAX_SLICES):
             tokens = [*range(i), 10**6]
             session.commit_layers(tokens, None, None)
-            assert len(session._header.tokens.slices) <= MAX_SLICES
+            assert len(session.header.tokens.slices) <= MAX_SLICES
     with Session.open(names.resolve("one"), MODEL) as session:
         assert session.tokens == tokens
         with pytest.raises(DataError, match="no caches"):

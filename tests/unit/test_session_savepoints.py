@@ -128,13 +128,13 @@ def test_where_all_can_be_cut_savepoints_change_nothing(path: Path):
     with Session.open(path, MODEL, write=False) as session:
         assert session.can_cut and session.savepoints == [30, 100]
         assert [session.reusable([*TOKENS[:n], 7]) for n in (1, 30, 77, 250)] == [1, 30, 77, 250]
-        assert not [t for p in session._header.savepoints for t in p.layers if t is not None]
+        assert not [t for p in session.header.savepoints for t in p.layers if t is not None]
 
 
 def test_only_what_cannot_be_cut_is_stored(path: Path):
     save(path, nested, 30)
     with Session.open(path, MODEL, write=False) as session:
-        first, second, third = session._header.savepoints[0].layers
+        first, second, third = session.header.savepoints[0].layers
         assert [part and part.kind for part in first] == ["ArraysCache", None]
         assert [part and part.kind for part in second] == [None, "RotatingKVCache"]
         assert third is None
@@ -150,7 +150,7 @@ def test_a_layer_that_has_read_other_tokens_is_stored(path: Path):
         assert session.reusable([*TOKENS[:200], 7]) == 100
         assert rows_of(session, 100)[0] == expected_rows(TOKENS[:50])
         assert rows_of(session, 100)[2] == expected_rows(TOKENS[:100])
-        assert session._header.savepoints[0].layers[1] is None
+        assert session.header.savepoints[0].layers[1] is None
 
 
 # ---------------------------------------------------------------------------- what a commit writes
@@ -163,14 +163,14 @@ def test_a_savepoint_is_written_once(path: Path, counted: Counted):
         commit(session, first, *hybrid(first), savepoints=at(hybrid, first, 50, 100))
         assert counted.take() > 3 * size + 2 * 280 * ROW_BYTES
         owned = {
-            t.ranges[0].offset for p in session._header.savepoints for t in p.layers[1].tensors
+            t.ranges[0].offset for p in session.header.savepoints for t in p.layers[1].tensors
         }
         commit(session, second, *hybrid(second), savepoints=at(hybrid, second, 50, 100))
         without = size + 2 * 44 * ROW_BYTES + 4096  # the state at the end, a block, small files
         assert size + 2 * 20 * ROW_BYTES < counted.take() < without
         commit(session, second, *hybrid(second), savepoints=[Savepoint(100, [None, None])])
         assert counted.take() < without and session.savepoints == [100]
-        kept = session._header.savepoints[0].layers[1].tensors[0].ranges[0].offset
+        kept = session.header.savepoints[0].layers[1].tensors[0].ranges[0].offset
         assert kept in owned and rows_of(session, 100)[2] == state_bytes(second[:100])
 
 
@@ -196,9 +196,9 @@ def test_nothing_is_taken_over_that_was_not_restored(path: Path, make: Callable,
         with Session.open(path, MODEL) as session:
             if tokens is other:
                 rows_of(session, 300)  # all was restored, but the tokens differ before 100
-            old = {r.offset for t in session._header.all_tensors() for r in t.ranges}
+            old = {r.offset for t in session.header.all_tensors() for r in t.ranges}
             commit(session, tokens, *make(tokens), savepoints=at(make, tokens, 100))
-            new = {r.offset for t in session._header.all_tensors() for r in t.ranges}
+            new = {r.offset for t in session.header.all_tensors() for r in t.ranges}
             assert tokens is other or not old & new
             assert state_bytes(tokens[:100]) in rows_of(session, 100)
 

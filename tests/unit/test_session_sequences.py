@@ -120,7 +120,7 @@ class Sessions(RuleBasedStateMachine):
         if not self.stored:
             return []
         data = (self.folder / "s" / "cache.bin").read_bytes()
-        ranges = [r for t in self.session._header.all_tensors() for r in t.ranges]
+        ranges = [r for t in self.session.header.all_tensors() for r in t.ranges]
         return [(r.offset, data[r.offset : r.offset + r.length]) for r in ranges]
 
     @rule(keep=st.booleans(), share=st.floats(0, 1))

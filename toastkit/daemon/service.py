@@ -36,7 +36,8 @@ LEAST_SLICE, FIRST_SLICE = 16, 32  # tokens
 
 class Service:
     """A loaded model and its conversations. finished(conversation) is called when one is over.
-    attached: runs of other processes that have a state here, see attached.py."""
+    attached: runs of other processes that have a state here, see attached.py. stepper: who takes
+    steps. rate: prompt tokens a second, as measured last, or None."""
 
     def __init__(
         self,
@@ -57,8 +58,8 @@ class Service:
             spill = Spill(preparer.fingerprint, variant, settings.spill_bytes, settings.say)
         self.memory = Memory(engine.new_cache, settings.cache_bytes, engine.ledger, spill)
         preparer.wants_points = not always_cut(engine.new_cache())
-        self._stepper = Stepper(engine, settings.batch, settings.say)
-        self._rate: float | None = None  # prompt tokens a second
+        self.stepper = Stepper(engine, settings.batch, settings.say)
+        self.rate: float | None = None  # prompt tokens a second
         self._slice_seconds = SHIFTING_SECONDS if engine.policies else SLICE_SECONDS
         self._turns = 0
 
@@ -94,7 +95,7 @@ class Service:
         steppers = [c for c in self.active if c.want == "step"]
         if steppers:
             states = [c.runs.state for c in steppers if c.runs.state is not None]
-            failed = {id(state): error for state, error in self._stepper.step(states)}
+            failed = {id(state): error for state, error in self.stepper.step(states)}
             for conversation in steppers:
                 error = failed.get(id(conversation.runs.state))
                 if error is None:
@@ -124,7 +125,7 @@ class Service:
         self._advance(conversation)
         read = _held(conversation) - before
         if begun and conversation.reading and read >= LEAST_SLICE:
-            self._rate = read / (time.perf_counter() - start)
+            self.rate = read / (time.perf_counter() - start)
 
     def _advance(self, conversation: Conversation) -> None:
         self._guarded(conversation, conversation.advance)
@@ -172,13 +173,13 @@ class Service:
         a step, else as many as take SLICE_SECONDS."""
         if not any(c.want == "step" for c in self.active):
             return self.settings.chunk
-        rate = self._rate or FIRST_SLICE / SLICE_SECONDS
+        rate = self.rate or FIRST_SLICE / SLICE_SECONDS
         size = max(int(rate * self._slice_seconds), LEAST_SLICE)
         return size if self.settings.chunk is None else min(size, self.settings.chunk)
 
     def leave(self, state: ModelState) -> None:
         """Takes a state out of its batch."""
-        self._stepper.leave(state)
+        self.stepper.leave(state)
 
     # -------------------------------------------------------------------------------------- upkeep
 

@@ -33,7 +33,8 @@ END_SECONDS = 1.0  # for the system's thread to follow Python's
 
 
 class Worker:
-    """See the module. notify: called from the worker's threads when something has changed."""
+    """See the module. notify: called from the worker's threads when something has changed.
+    preparing: requests whose prompts are being tokenised."""
 
     def __init__(self, settings: ServiceSettings):
         self.settings = settings
@@ -42,7 +43,7 @@ class Worker:
         self.served = 0
         self._condition = threading.Condition()
         self._waiting: list[tuple[int, int, Prepared, Channel]] = []
-        self._preparing = 0
+        self.preparing = 0
         self._order = itertools.count()
         self._jobs: deque[Callable[[], None]] = deque()
         self._draining = self._closing = self._reloading = False
@@ -74,7 +75,7 @@ class Worker:
                 raise UnavailableError("the daemon is shutting down")
             if request.op == "generate":
                 self._check_room()
-                self._preparing += 1
+                self.preparing += 1
                 order = next(self._order)
         if request.op == "generate":
             self._readers.submit(self._prepare, request, channel, order)
@@ -85,14 +86,14 @@ class Worker:
     def _check_room(self) -> None:
         """Raises BusyError where too many wait. Those that have given up do not count."""
         most = self.settings.max_queue
-        if self._preparing + len(self._waiting) < most:
+        if self.preparing + len(self._waiting) < most:
             return
         for _, _, _, channel in self._waiting:
             if channel.gone:
                 channel.done()
         self._waiting = [entry for entry in self._waiting if not entry[-1].gone]
         heapq.heapify(self._waiting)
-        count = self._preparing + len(self._waiting)
+        count = self.preparing + len(self._waiting)
         if count >= most:
             raise BusyError(f"busy: {count} requests are waiting", hint="try again later")
 
@@ -113,7 +114,7 @@ class Worker:
             error = as_toast_error(failure)
         with self._condition:
             self._last_used = time.monotonic()
-            self._preparing -= 1
+            self.preparing -= 1
             if prepared is not None:
                 heapq.heappush(self._waiting, (-request.priority, order, prepared, channel))
             self._condition.notify()
@@ -138,7 +139,7 @@ class Worker:
             "dtype": service.engine.dtype if service else None,
             "active": len(service.active) if service else 0,
             "attached": len(service.attached) if service else 0,
-            "waiting": self._preparing + len(self._waiting),
+            "waiting": self.preparing + len(self._waiting),
             "answered": self.served,
             "tokens": dict(self._counts),
             "conversations": service.memory.summary() if service else self._memory_summary,
@@ -159,7 +160,7 @@ class Worker:
     def idle(self) -> bool:
         """Drained, and nothing under way."""
         busy = self._busy() or (self._service is not None and bool(self._service.attached))
-        return self._draining and not (busy or self._preparing or self._waiting or self._jobs)
+        return self._draining and not (busy or self.preparing or self._waiting or self._jobs)
 
     def cancel_all(self) -> None:
         """Ends what is under way, soon."""
@@ -255,7 +256,7 @@ class Worker:
 
     def _patience(self) -> float | None:
         """Seconds until there is something to do without being asked."""
-        if self.settings.idle_unload is None or self._service is None or self._preparing:
+        if self.settings.idle_unload is None or self._service is None or self.preparing:
             return None
         return max(self._last_used + self.settings.idle_unload - time.monotonic(), 0)
 

@@ -49,7 +49,8 @@ class Session:
     """One session directory.
 
     path: the directory. fingerprint: of the model, hex. tokens: ids that the last commit has read.
-    ephemeral: it vanishes when closed. lock: the writer's lock, or None when only reading.
+    ephemeral: it vanishes when closed. lock: the writer's lock, or None when only reading. header:
+    of the last commit; it is not to be changed.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Session:
         self.tokens: list[int] = []
         self._syncs = durable and not self.ephemeral
         self._expected = fingerprint
-        self._header = Header(fingerprint or "")
+        self.header = Header(fingerprint or "")
         self._shared = 0  # leading tokens for which the caller's caches have the rows on disk
         self._stale = False  # a commit broke off while its header was being put in place
         self._files = DataFiles(path, writes=lock is not None)
@@ -153,18 +154,18 @@ class Session:
     @property
     def generation(self) -> int:
         """Number of commits so far."""
-        return self._header.generation
+        return self.header.generation
 
     @property
     def savepoints(self) -> list[int]:
         """Positions of the savepoints that the last commit holds, ascending."""
-        return [point.count for point in self._header.savepoints]
+        return [point.count for point in self.header.savepoints]
 
     @property
     def can_cut(self) -> bool:
         """Whether every layer of the last commit can be cut back to any earlier position, so that
         savepoints are of no use. (A window that has not begun to slide may do so later.)"""
-        layers, count = self._header.layers or (), self._header.count
+        layers, count = self.header.layers or (), self.header.count
         return all(can_cut(layer, count, 0) for layer in layers)
 
     # -------------------------------------------------------------------------------------- reading
@@ -179,12 +180,12 @@ class Session:
         """
         ids = list(ids)
         n = common_prefix(self.tokens, ids)
-        if n == len(ids) and not (n == self.n_past and self._header.logits is not None):
+        if n == len(ids) and not (n == self.n_past and self.header.logits is not None):
             n -= 1  # the last token is run again: there are no logits without
         if n <= 0:
             return 0
         earlier = (count for count in reversed(self.savepoints) if count < n)
-        ways = (count for count in (n, *earlier) if layers_at(self._header, count) is not None)
+        ways = (count for count in (n, *earlier) if layers_at(self.header, count) is not None)
         return next(ways, 0)
 
     def restore(self, n: int, make_cache: Callable[[], list]) -> list:
@@ -207,7 +208,7 @@ class Session:
         blocks.load_tensor)."""
 
         def rebuilt() -> Result:
-            layers = layers_at(self._header, n)
+            layers = layers_at(self.header, n)
             if layers is None:
                 raise Damaged("it was changed while it was being read")
             return rebuild(layers, self._load_tensor)
@@ -227,7 +228,7 @@ class Session:
         def rebuilt() -> list[Savepoint]:
             return [
                 Savepoint(count, caches.fill(make_cache(), layers, self._load_tensor))
-                for count, layers in stored_layers(self._header, n)
+                for count, layers in stored_layers(self.header, n)
             ]
 
         return self._unless_changed(n, rebuilt)
@@ -240,7 +241,7 @@ class Session:
         def attempt() -> Result:
             if self.tokens[:n] != wanted:
                 raise Damaged("it was changed while it was being read")
-            if self._header.layers is None:
+            if self.header.layers is None:
                 raise Damaged("it holds tokens but no caches")
             return rebuilt()
 
@@ -254,7 +255,7 @@ class Session:
         def attempt() -> bytearray | None:
             if self.tokens != wanted:
                 raise Damaged("it was changed while it was being read")
-            record = self._header.logits
+            record = self.header.logits
             return None if record is None else reading.read_logits(self._files, record)
 
         buffer = self._guarded(attempt)
@@ -326,7 +327,7 @@ class Session:
         try:
             if self._stale:
                 self._load()
-            header = writing.write_data(self._files, self._header, self.tokens, state, self._shared)
+            header = writing.write_data(self._files, self.header, self.tokens, state, self._shared)
             if self._syncs:
                 self._files.sync()
             self._publish(header, state.tokens)
@@ -339,7 +340,7 @@ class Session:
         """Puts the header in place: the moment at which the commit happens."""
         self._stale = True
         self._files.replace(HEADER_FILE, encode_header(header), self._syncs)
-        self._header, self.tokens, self._shared = header, tokens, len(tokens)
+        self.header, self.tokens, self._shared = header, tokens, len(tokens)
         self._stale = False
         if self._syncs:
             self._files.sync_directory()
@@ -381,4 +382,4 @@ class Session:
             if self.lock is not None:
                 return  # created, and not yet committed to
             raise gone(self.path) from None
-        self._header, self.tokens, self._stale, self._shared = header, tokens, False, 0
+        self.header, self.tokens, self._stale, self._shared = header, tokens, False, 0
