@@ -162,9 +162,7 @@ def test_a_savepoint_is_written_once(path: Path, counted: Counted):
     with Session.open(path, MODEL) as session:
         commit(session, first, *hybrid(first), savepoints=at(hybrid, first, 50, 100))
         assert counted.take() > 3 * size + 2 * 280 * ROW_BYTES
-        owned = {
-            t.ranges[0].offset for p in session.header.savepoints for t in p.layers[1].tensors
-        }
+        owned = {t.ranges[0].offset for p in session.header.savepoints for t in p.layers[1].tensors}
         commit(session, second, *hybrid(second), savepoints=at(hybrid, second, 50, 100))
         without = size + 2 * 44 * ROW_BYTES + 4096  # the state at the end, a block, small files
         assert size + 2 * 20 * ROW_BYTES < counted.take() < without
