@@ -21,6 +21,7 @@ from toastkit.store.raw import DTYPES, RawTensors, Span
 NOW, AHEAD = 0, 1  # priorities
 AHEAD_BYTES = 1 << 30
 THREADS = 4
+LITTLE_BYTES = 32 << 20
 IDLE_SECONDS = 5.0  # after which a thread ends; the next request starts one
 Result = TypeVar("Result")
 
@@ -82,15 +83,23 @@ class Reader:
         self._closed = False
 
     def request(
-        self, jobs: dict[Any, Job], finish: Callable[[dict[Any, mx.array]], Result], priority: int
+        self,
+        jobs: dict[Any, Job],
+        finish: Callable[[dict[Any, mx.array]], Result],
+        priority: int,
+        at_once: bool = False,
     ) -> Request[Result]:
         """Begins to read and returns at once. finish: makes the result of the arrays, by the keys
-        of the jobs, in the thread that asks for it. Raises CancelledError where this is closed."""
+        of the jobs, in the thread that asks for it. at_once: that is done next, and little is read
+        there: to wake another thread would take longer. Raises CancelledError where this is
+        closed."""
         with self._work:
             if self._closed:
                 raise CancelledError("the files are closed")
             flights = {key: self._join(job, priority) for key, job in jobs.items()}
             fresh = sum(len(waiting) for waiting in self._waiting)
+            if at_once and sum(flight.nbytes for flight in self._waiting[NOW]) <= LITTLE_BYTES:
+                fresh = 0
             self._work.notify(fresh)
             for _ in range(min(fresh - self._idle, self._threads - len(self._running))):
                 thread = threading.Thread(target=self._run, name="reader", daemon=True)

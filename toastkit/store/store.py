@@ -174,11 +174,14 @@ class Store:
         """Tensors by name, evaluated, in the stored dtype: to the bit what `load` gives. Also
         stored tensors of gears, see `baked`. Raises KeyError; DataError for a file that is not
         what it was, NoInputError, IOFailure."""
-        return self.request(names).result()
+        return self.request(names, at_once=True).result()
 
-    def request(self, names: Iterable[str], priority: int = NOW) -> Request[dict[str, mx.array]]:
+    def request(
+        self, names: Iterable[str], priority: int = NOW, at_once: bool = False
+    ) -> Request[dict[str, mx.array]]:
         """Begins to read and returns at once; the result is that of `read`, and is to be taken in a
-        thread that computes. priority: NOW, or AHEAD for what nobody waits for yet."""
+        thread that computes. priority: NOW, or AHEAD for what nobody waits for yet. at_once: see
+        Reader.request."""
         self._unread = None
         origins = {name: self._origin(name) for name in names}
         jobs: dict[Any, Job] = {}
@@ -187,7 +190,7 @@ class Store:
                 jobs.update((Stored(part), self._job(Stored(part))) for part in origin.parts)
             elif origin is not None:
                 jobs[origin] = self._job(origin)
-        return self.reader.request(jobs, partial(self._finish, origins), priority)
+        return self.reader.request(jobs, partial(self._finish, origins), priority, at_once)
 
     def _job(self, origin: Stored | Stacked, start: int = 0, stop: int | None = None) -> Job:
         """What reads a tensor, or rows start:stop of it."""
