@@ -172,7 +172,7 @@ def test_looking_ahead_changes_nothing(made: Made) -> None:
         read_prompt(made, state, PROMPT)
     for token in (9, 2000, 31, 4):
         made.engine.look_ahead(ahead)
-        made.engine.take_back(ahead)  # taken back
+        ahead.take_back()  # taken back
         made.engine.look_ahead(ahead)
         for state in (plain, ahead):
             made.engine.consume(state, token)

@@ -128,7 +128,7 @@ def answer_of(engine: Engine, form: Form, drop: int | None) -> list[bytes]:
         found.append(state.values().tobytes())
         if drop is not None and step in (2, 4):
             engine.look_ahead(state)
-            engine.take_back(state)
+            state.take_back()
             come_and_go(engine, layer(holdings, drop, form))
         engine.consume(state, int(np.argmax(state.values())))
     return found

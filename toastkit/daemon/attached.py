@@ -54,12 +54,6 @@ class Attached:
         self.state: ModelState | None = None
         self.at_work = threading.Lock()  # the session's files are in use
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the caches."""
-        caches = [] if self.state is None else self.state.cache
-        return sum(layer.nbytes for layer in caches if layer is not None)
-
     def plug(self, service: Service) -> None:
         """Uses these weights from now on."""
         if self.service is not service and self.state is not None:

@@ -59,7 +59,7 @@ class Service:
         self.memory = Memory(engine.new_cache, settings.cache_bytes, engine.ledger, spill)
         preparer.wants_points = not always_cut(engine.new_cache())
         self.stepper = Stepper(engine, settings.batch, settings.say)
-        self.rate: float | None = None  # prompt tokens a second
+        self.rate: float | None = None
         self._slice_seconds = SHIFTING_SECONDS if engine.policies else SLICE_SECONDS
         self._turns = 0
 
@@ -170,7 +170,7 @@ class Service:
 
     def slice_size(self) -> int | None:
         """Tokens of the next pass over a prompt: all that the device likes where nobody waits for
-        a step, else as many as take SLICE_SECONDS."""
+        a step, else as many as are read in a slice of time."""
         if not any(c.want == "step" for c in self.active):
             return self.settings.chunk
         rate = self.rate or FIRST_SLICE / SLICE_SECONDS

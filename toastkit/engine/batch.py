@@ -32,7 +32,7 @@ class Batch:
     def join(self, states: Sequence[ModelState]) -> None:
         """Takes states in, each of which has read at least one token."""
         for state in states:
-            self._engine.take_back(state)
+            state.take_back()
         added = [type(layers[0]).merge(list(layers)) for layers in zip(*(s.cache for s in states))]
         if self.members:
             for mine, theirs in zip(self._caches, added):

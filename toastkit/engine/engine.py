@@ -84,7 +84,7 @@ class Engine:
             policy.attach(self.holdings)
         self._caches: WeakValueDictionary[int, Caches] = WeakValueDictionary()
         self.ledger.measure(CACHE, lambda: sum(c.nbytes for c in list(self._caches.values())))
-        self._ahead: WeakSet[ModelState] = WeakSet()
+        self._ahead: WeakSet[ModelState] = WeakSet()  # those that have looked ahead
         self._loaded = self._has_run = False
         self._steps = 0
 
@@ -145,7 +145,7 @@ class Engine:
         if not deciding:
             return False
         for state in list(self._ahead):
-            self.take_back(state)  # its graph was built of arrays that leave
+            state.take_back()  # its graph was built of arrays that leave
         start = time.perf_counter()
         try:
             made = self.holdings.change(self._wanted(p for d in deciding for p in d.paths)) or 0
@@ -271,7 +271,7 @@ class Engine:
         if ahead is not None and isinstance(token, int):
             state.ahead = None
             return ahead.run(token)
-        self.take_back(state)
+        state.take_back()
         return self.step(token, state.cache)
 
     def look_ahead(self, state: ModelState) -> None:
@@ -280,11 +280,6 @@ class Engine:
         if state.ahead is None and host_writes() and not self.reads_on_host:
             state.ahead = Lookahead(self.step, state.cache)
             self._ahead.add(state)
-
-    def take_back(self, state: ModelState) -> None:
-        """Takes back a step that was only looked ahead to."""
-        self._ahead.discard(state)
-        state.take_back()
 
     # ------------------------------------------------------------------------------------ passes
 

@@ -16,8 +16,6 @@ from toastkit.session.savepoints import Savepoint
 class Caches(list):
     """The caches of a state, one a layer, or several: see Engine.counted. Some may be None."""
 
-    __hash__ = None  # type: ignore[assignment]
-
     @property
     def nbytes(self) -> int:
         """Bytes of their arrays on the device."""

@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from toastkit.errors import UsageError
 from toastkit.gears.gear_options import SCOPES
+from toastkit.store.skeleton import is_matrix
 
 ATTENTION = ("attn", "attention")  # how the last word of a container's name ends
 
@@ -69,7 +70,7 @@ def _matrices(holder: Any, prefix: str, seen: set[tuple[int, Any]]) -> Iterator[
             continue
         seen.add((id(holder), key))
         path = f"{prefix}{key}"
-        if hasattr(value, "to_quantized") and not isinstance(value, nn.Embedding):
+        if is_matrix(value):
             yield path, value
         else:
             yield from _matrices(value, f"{path}.", seen)

@@ -17,6 +17,7 @@ from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
 from toastkit.holdings.packed import Kind, PathCounts, dense_bytes, packed_class
 from toastkit.store.ledger import EMBEDDING, GEARS, OUTSIDE, layer_owner
 from toastkit.store.precision import Rows
+from toastkit.store.skeleton import is_matrix
 from toastkit.store.store import Store
 
 
@@ -77,10 +78,8 @@ class Holding:
 
     def add(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
         """Takes a parameter in. What initialising the architecture made of it is dropped."""
-        packable = hasattr(self.module, "to_quantized") and not isinstance(
-            self.module, nn.Embedding
-        )
-        if packable and tensor.container is self.module and tensor.key == "weight":
+        own = tensor.container is self.module and tensor.key == "weight"
+        if own and is_matrix(self.module):
             self.weight, self.columns = tensor, shape[-1]
         else:
             self.rest.append(tensor)

@@ -122,8 +122,8 @@ class Holdings:
             ready = self._ready(moves)
             made = self._all_made([move for move in moves if move not in ready])
             self._changes += 1
-            for key in moves:
-                self._put(key, made[key] if key in made else ready[key])
+            for key, parts in {**ready, **made}.items():
+                self._put(key, parts)
             self._drop_coming()
             self._weights.forget_ahead()
             self._shrink()

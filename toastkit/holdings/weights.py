@@ -56,21 +56,16 @@ class Weights:
         """
         names = [name for move in moves for name in self._wanted(*move, there)]
         arrays = self._read(names) if names else {}
+        arrays.update({h.weight.name: weight for h, weight in there.items() if h.weight})
         made = []
         for holding, form in moves:
-            parts = self._parts(holding, form, arrays, there.get(holding))
+            parts = self._parts(holding, form, arrays)
             for name in holding.names:
                 arrays.pop(name, None)
             if form.kind == "packed":
                 mx.eval(parts.matrix)  # now, which lets the original go
             made.append(parts)
-        try:
-            mx.eval([(parts.matrix, parts.rest) for parts in made])
-        except RuntimeError as error:
-            reason = str(error).strip().split("\n")[0]
-            raise DataError(
-                f"{self._store.files.name}: cannot read the weights: {reason}"
-            ) from error
+        self._store.evaluate([(parts.matrix, parts.rest) for parts in made])
         return made
 
     def _wanted(self, holding: Holding, form: Form, there: Mapping[Holding, mx.array]) -> list[str]:
@@ -110,13 +105,7 @@ class Weights:
         finally:
             self._whole = None
 
-    def _parts(
-        self,
-        holding: Holding,
-        form: Form,
-        arrays: Mapping[str, mx.array],
-        there: mx.array | None,
-    ) -> Parts:
+    def _parts(self, holding: Holding, form: Form, arrays: Mapping[str, mx.array]) -> Parts:
         if form == ABSENT:
             return Parts(ABSENT, {}, {}, holding.owner)
         if form == ORIGINAL or holding.weight is None:
@@ -125,7 +114,7 @@ class Weights:
         if baked := self._baked(holding, form):
             rows = Rows(*(arrays[baked[part]] for part in Rows._fields))
         else:
-            rows = self._quantised(holding, form.bits, arrays[name] if there is None else there)
+            rows = self._quantised(holding, form.bits, arrays[name])
         dtype = self.loaded_dtype(name)
         rows = Rows(rows.weight, rows.scales.astype(dtype), rows.biases.astype(dtype))
         return holding.packed(rows, form, arrays)

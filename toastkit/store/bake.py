@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from toastkit.errors import DataError, UsageError
 from toastkit.model.files import SMALL_FILES
@@ -43,6 +42,7 @@ from toastkit.store.partial import Partial
 from toastkit.store.pieces import Piece, cast_to, converted, copied, literal
 from toastkit.store.precision import GEAR_BITS, group_size_of, quantise_rows
 from toastkit.store.quantising import Quantise, QuantizationOptions, choose_modules, leaf_modules
+from toastkit.store.skeleton import is_matrix
 from toastkit.store.store import Store
 from toastkit.store.writer import Planned, Progress, TensorWriter
 
@@ -229,8 +229,7 @@ class Contents:
         found = {
             path
             for path, module in leaf_modules(self.store.model)
-            if hasattr(module, "to_quantized")
-            and not isinstance(module, nn.Embedding)
+            if is_matrix(module)
             and self.store.layer_of(path) is not None
             and group_size_of(module.weight.shape[-1]) is not None
         }

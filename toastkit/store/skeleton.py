@@ -161,6 +161,12 @@ def _packing(path: str, module: nn.Module, tensors: Mapping[str, mx.array]) -> d
     return {"group_size": group_size, "bits": bits, "mode": MODES[bits, group_size]}
 
 
+def is_matrix(module: Any) -> bool:
+    """Whether its weight is a matrix that can be packed; an embedding, whose rows are looked up, is
+    none."""
+    return hasattr(module, "to_quantized") and not isinstance(module, nn.Embedding)
+
+
 def holds_experts(module: nn.Module) -> bool:
     """Whether it is a stack of matrices, one an expert, of which a token uses a few."""
     return type(module).__name__ in ("SwitchLinear", "QuantizedSwitchLinear")

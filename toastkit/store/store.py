@@ -217,12 +217,17 @@ class Store:
             whole = self.load()
             found.update((n, whole[n]) for n, origin in origins.items() if origin is None)
             del whole
+        self.evaluate(found)
+        return {name: found[name] for name in origins}
+
+    def evaluate(self, arrays: Any) -> None:
+        """Computes arrays, in whatever lists or dictionaries, that `load` and `read` have led to.
+        Raises DataError where MLX cannot read what they need."""
         try:
-            mx.eval(found)
+            mx.eval(arrays)
         except RuntimeError as error:
             reason = str(error).strip().split("\n")[0]
             raise DataError(f"{self.files.name}: cannot read the weights: {reason}") from error
-        return {name: found[name] for name in origins}
 
     def tensor(self, name: str) -> mx.array:
         """One tensor, evaluated."""
