@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import tempfile
@@ -50,6 +51,7 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("PYTHONFAULTHANDLER", "1")
         SERVER.open()
+        gc.freeze()  # five thousand tests and what they import: no collection looks there again
         yield home
         SERVER.close()
 

@@ -27,6 +27,8 @@ def preload() -> None:
     import pkgutil
     from importlib import import_module
 
+    import tokenizers  # noqa: F401
+
     import toastkit
     from toastkit.model.architecture import import_architecture
     from toastkit.model.config import load_config

@@ -1,9 +1,11 @@
-"""Ctrl-C, SIGTERM and SIGHUP: whether a person asked to stop. Cheap to import."""
+"""Ctrl-C, SIGTERM and SIGHUP: whether a person asked to stop. SIGUSR1: memory is wanted elsewhere.
+Cheap to import."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType
 
 
@@ -36,6 +38,8 @@ class Signals(Interrupt):
 
     def __init__(self) -> None:
         self.patient = False
+        self._warn: Callable[[], None] | None = None
+        self._warned = False
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
@@ -55,6 +59,22 @@ class Signals(Interrupt):
 
     def fileno(self) -> int:
         return self._read
+
+    def on_memory_warning(self, warn: Callable[[], None] | None = None) -> None:
+        """SIGUSR1 calls this from now on, and does not end the process any more. warn: does
+        nothing that a signal handler must not; without one the signal is noted for the next."""
+        self._warn = warn
+        if warn is not None and self._warned:
+            self._warned = False
+            warn()
+        if signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN:
+            signal.signal(signal.SIGUSR1, self._note_memory)
+
+    def _note_memory(self, number: int, frame: FrameType | None) -> None:
+        if self._warn is None:
+            self._warned = True
+        else:
+            self._warn()
 
     def forget(self) -> None:
         """The next signal is the first one again."""

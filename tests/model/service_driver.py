@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,11 @@ from toastkit.daemon.service import Service, last_replies
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.daemon.spill import Kept
 from toastkit.model.config import load_config
+from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.stages.follow import GearSettings
 from toastkit.store.ledger import Ledger
+from toastkit.text.tokenizer import Tokenizer
 from toastkit.wire import Peer
 
 MOST_TURNS = 5000  # of a service, until which every conversation has to be over
@@ -71,6 +74,12 @@ def published_engine(folder: Path, name: str, template: str | None = None, **con
         fields = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({**fields, **config}))
     return open_engine(locate(str(path)), dtype="float32")
+
+
+@lru_cache(maxsize=16)
+def preparer_of(files: ModelFiles) -> Preparer:
+    """Reads the requests for a model; tests share it, for it takes longer to make than to use."""
+    return Preparer(files, load_config(files))
 
 
 class FakeChannel:
@@ -180,7 +189,7 @@ class Driver:
     gears: GearSettings | None = None
 
     def __post_init__(self) -> None:
-        self.preparer = Preparer(self.engine.files, load_config(self.engine.files))
+        self.preparer = preparer_of(self.engine.files)
         self.restart()
 
     def restart(self) -> None:
@@ -216,8 +225,8 @@ class Driver:
         **options: Any,
     ) -> Asked:
         """Gives a request its place. what: messages, token ids, or a prompt. options: those of a
-        request; 12 tokens and token replies where nothing else is said."""
-        options = {"max_tokens": 12, "tokens": True, **options}
+        request; 8 tokens and token replies where nothing else is said."""
+        options = {"max_tokens": 8, "tokens": True, **options}
         document: dict[str, Any] = {"options": options, "priority": priority}
         if isinstance(what, str):
             document["prompt"] = what
@@ -299,13 +308,17 @@ class Engines:
 def words(driver: Driver) -> dict[str, Any]:
     """Options that make a model with random weights answer in words: such an answer comes back as
     the tokens that were drawn."""
-    tokenizer = driver.preparer.tokenizer
-    found = []
-    for word in ("bear", "river", "tree", "water", "little", "house", "friend", "apple"):
-        ids = tokenizer.encode(f" {word}", add_special=False)
-        found += ids if len(ids) == 1 else []
-    assert len(found) > 4
-    return {"logit_bias": dict.fromkeys(map(str, found), 1000)}
+    return {"logit_bias": dict.fromkeys(map(str, word_tokens(driver.preparer.tokenizer)), 1000)}
+
+
+@lru_cache(maxsize=16)
+def word_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Tokens that are a word with a blank before it."""
+    words = ("bear", "river", "tree", "water", "little", "house", "friend", "apple")
+    found = [tokenizer.encode(f" {word}", add_special=False) for word in words]
+    alone = [ids[0] for ids in found if len(ids) == 1]
+    assert len(alone) > 4
+    return alone
 
 
 def user(text: str) -> dict:

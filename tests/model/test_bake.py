@@ -25,7 +25,7 @@ from toastkit.store.bake import bake, split
 from toastkit.store.store import Store
 from toastkit.store.verify import verify
 
-PROMPT = [(37 * n + 5) % 4096 for n in range(20)]
+PROMPT = [(37 * n + 5) % 4096 for n in range(8)]
 
 
 def open_store(path: Path | str) -> Store:

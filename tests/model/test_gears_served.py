@@ -20,7 +20,7 @@ PROMPTS = ["Tell me a story about a fox.", "What is 12 + 7?", "Prove that pi is 
 # All gears come within a few tokens.
 LIVELY = MonitorOptions(window=2, low=0.3, high=1.2)
 RULES = GearRules(SelectorOptions(LIVELY, 1), calibrated=False)
-COUNT = 8  # tokens of an answer
+COUNT = 6  # tokens of an answer
 
 
 def told(asked: Asked) -> list[tuple]:

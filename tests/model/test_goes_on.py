@@ -233,10 +233,11 @@ def test_a_long_prompt_holds_nobody_up(start) -> None:
 def test_a_thread_that_dies_saves_what_it_can(start, monkeypatch, plain: Plain) -> None:
     running = start()
     written: list[int] = []
+    tried: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr(Spill, "write", lambda spill, *arguments: None)  # a full disk
+        patch.setattr(Spill, "write", lambda spill, *arguments: tried.append(1))  # a full disk
         running.answer()
-        until(lambda: not running.worker._service.busy)
+        until(lambda: tried)
     monkeypatch.setattr(Spill, "write", lambda spill, *arguments: written.append(1))
 
     def fails(service: Service) -> None:

@@ -181,15 +181,15 @@ def test_a_change_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     holdings.change(layer(holdings, 0, LOW))
     before, tree = holdings.ledger.by_owner(), weights_of(holdings.store.model)
     forms = {path: h.form for path, h in holdings.modules.items()}
-    real, calls = Weights.make, []
+    real, calls = Weights.finish, []
 
-    def failing(self, moves, there):
-        calls.append(moves)
+    def failing(self, reading):
+        calls.append(reading)
         if len(calls) > 2:
             raise DataError("the disk is on fire")
-        return real(self, moves, there)
+        return real(self, reading)
 
-    monkeypatch.setattr(Weights, "make", failing)
+    monkeypatch.setattr(Weights, "finish", failing)
     wanted = {}
     for index, form in ((0, ABSENT), (1, LOW), (2, ORIGINAL)):
         wanted.update(layer(holdings, index, form))

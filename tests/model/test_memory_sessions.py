@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "named"
 
 
-def decoded(driver: Driver, path: Path, ids: list[int], count: int = 12) -> None:
+def decoded(driver: Driver, path: Path, ids: list[int], count: int = 8) -> None:
     """What toast-decode --session does, in another process, with one run of some tokens."""
     engine, preparer = driver.engine, driver.preparer
     draw = DrawOptions(SamplingOptions(), 0, count)
@@ -151,7 +151,7 @@ def test_a_session_that_leaves_the_device_is_forgotten(engines: Engines, path: P
     asked = driver.ask(PROMPT, session=path)
     assert asked.error is None and not driver.kept
     ids = [*PROMPT, *asked.ids, *MORE]
-    assert driver.ask(ids, session=path).cached == len(PROMPT) + 12
+    assert driver.ask(ids, session=path).cached == len(PROMPT) + 8
     assert stored(engine, path)[: len(ids)] == ids
 
 

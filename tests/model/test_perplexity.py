@@ -78,6 +78,9 @@ class Scripted:
     def new_cache(self) -> list:
         return []
 
+    def decide(self, wish) -> bool:
+        return False
+
     def score(self, ids, cache: list):
         return mx.broadcast_to(self.logits, (len(ids), self.vocab))
 

@@ -52,7 +52,7 @@ def same(asked: Asked, plain: Plain, what: Any, **options: Any) -> None:
 
 def joined(driver: Driver) -> list[int]:
     """Sizes of the batches that there are."""
-    return [len(batch.members) for batch in driver.service.stepper._batches]
+    return driver.service.stepper.sizes
 
 
 # ------------------------------------------------------------------------------------- each alone

@@ -42,7 +42,7 @@ class Running:
         return channel
 
     def ask(self, prompt: str = PROMPT, priority: int = 0, **options: Any) -> FakeChannel:
-        options = {"max_tokens": 12, "tokens": True, **options}
+        options = {"max_tokens": 8, "tokens": True, **options}
         return self.submit(prompt=prompt, options=options, priority=priority)
 
     def answer(self, prompt: str = PROMPT, **options: Any) -> tuple:

@@ -18,9 +18,9 @@ import pytest
 from tests.daemons import Answer, Daemon, Refused
 from tests.pipes.pipelines import STORY, WHO, WHO_ANSWER, Pipeline
 
-GREEDY = {"temperature": 0, "max_tokens": 16, "tokens": True}
-SEEDED = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 16, "tokens": True}
-LONG = "Tell me a story about a fox, a river and a mill. " * 24  # some 360 tokens
+GREEDY = {"temperature": 0, "max_tokens": 8, "tokens": True}
+SEEDED = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 8, "tokens": True}
+LONG = "Tell me a story about a fox, a river and a mill. " * 12  # some 180 tokens
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def resident(daemon: Daemon) -> int:
 
 def test_the_daemon_answers_as_one_process_and_as_the_pipeline(daemon: Daemon, toast) -> None:
     said = daemon.ask(prompt=STORY, options={**SEEDED, "tokens": False})
-    flags = ("--temp", "0.8", "--top-p", "0.95", "--seed", "7", "-n", "16")
+    flags = ("--temp", "0.8", "--top-p", "0.95", "--seed", "7", "-n", "8")
     alone = toast("decode", "--no-newline", *flags, STORY)
     assert alone.stdout.decode() == said.text
     piped = Pipeline(STORY, {"sample": list(flags)}).finish()
@@ -129,17 +129,18 @@ def test_killed_in_mid_answer_a_conversation_goes_on_from_its_last_turn() -> Non
         after = daemon.ask(messages=chat, options=GREEDY)
         assert after.tokens == before.tokens
         # Savepoints are 32 tokens apart, so a few may be read again.
-        assert after.stats["cached"] > before.stats["cached"] - 32 > 300
+        assert after.stats["cached"] > before.stats["cached"] - 32 > 130
 
 
 def test_a_long_prompt_is_not_read_twice_when_its_answer_was_cut_off() -> None:
+    prompt = LONG * 2  # worth keeping before its answer ends
     with Daemon() as daemon:
-        replies = daemon.replies({"prompt": LONG, "options": {"ignore_eos": True}})
+        replies = daemon.replies({"prompt": prompt, "options": {"ignore_eos": True}})
         assert any("text" in reply for reply in replies)
         eventually(lambda: daemon.control("status")["conversations"]["on_disk"])
         daemon.kill()
         daemon.start()
-        said = daemon.ask(prompt=LONG, options=GREEDY)
+        said = daemon.ask(prompt=prompt, options=GREEDY)
         assert said.stats["cached"] > said.stats["prompt"] - 40
 
 
@@ -196,7 +197,7 @@ def test_a_slow_reader_holds_up_nobody(daemon: Daemon) -> None:
 
 
 def test_a_reader_that_goes_in_mid_prefill_stops_it(daemon: Daemon) -> None:
-    connection = daemon.send({"prompt": LONG * 20, "options": GREEDY})
+    connection = daemon.send({"prompt": LONG * 40, "options": GREEDY})
     eventually(lambda: daemon.control("status")["active"])
     assert b"progress" in connection.recv(1000)
     connection.close()

@@ -274,7 +274,7 @@ def test_mix_ends_with_the_decode_that_fails(shell: Shell) -> None:
 
 
 def test_gears_are_marked_where_they_shift(shell: Shell) -> None:
-    ask = "toast-decode --json --gear auto --gear-scope all --temp 0 -n 30 'Tell me a story.' |"
+    ask = "toast-decode --json --gear auto --gear-scope all --temp 0 -n 18 'Tell me a story.' |"
     script = f"{ask} tee lines | python3 {EXAMPLES / 'gears.py'}"
     text, counts = shell("bash", "-o", "pipefail", "-c", script).stdout.splitlines()
     *tokens, end = map(json.loads, (shell.folder / "lines").read_text().splitlines())

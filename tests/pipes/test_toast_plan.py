@@ -1,8 +1,10 @@
-"""toast-model plan as a person runs it: the table, JSON, a bandwidth, what it refuses."""
+"""toast-model plan as a person runs it: what fits, the times, the table of the gears, JSON, a
+bandwidth, what it refuses."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -10,6 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Toast
+
+GEARS = ("model", "plan", "--gears", "--no-calibration")
+TABLE = 8  # lines before it
+
+
+@pytest.fixture(autouse=True)
+def not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests have measured is not here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "not measured"))
 
 
 def told(done: subprocess.CompletedProcess) -> list[str]:
@@ -19,12 +30,79 @@ def told(done: subprocess.CompletedProcess) -> list[str]:
 
 
 def planned(toast: Toast, *arguments: object, env: dict | None = None) -> dict:
-    (line,) = told(toast("model", "plan", "--gears", "--json", *arguments, env=env))
+    (line,) = told(toast(*GEARS, "--json", *arguments, env=env))
     return json.loads(line)
 
 
+def fits(toast: Toast, *arguments: object, env: dict | None = None) -> dict:
+    """What is said of the residency, and no times."""
+    (line,) = told(toast("model", "plan", "--no-calibration", "--json", *arguments, env=env))
+    return json.loads(line)["residency"]
+
+
+# --------------------------------------------------------------------------------- what fits, times
+
+
+def test_what_fits(toast: Toast) -> None:
+    lines = told(toast("model", "plan", "--mem", "20M", "--context", "600", "--no-calibration"))
+    said = {line[:18].strip(): line[19:] for line in lines}
+    assert list(said) == [
+        "model", "memory", "outside layers", "layers", "cache", "resident", "on the device",
+    ]  # fmt: skip
+    assert said["memory"].startswith("21.0 MB given, ") and said["cache"].endswith(" 600 tokens")
+    assert said["resident"] == "2 of 8 layers, interleaved; the others are read as they run"
+    all_stay = told(toast("model", "plan", "--no-calibration"))
+    assert "all 8 layers" in all_stay[5] and "available now" in all_stay[1]
+
+
+def test_as_many_stay_as_it_says(toast: Toast) -> None:
+    """With --resident SIZE, and the number of a refusal is one that works."""
+    ask = ("decode", "-n", "2", "--json", "--no-daemon", "Hi")
+    for size in ("18M", "24M", "80M"):
+        end = json.loads(told(toast(*ask, "--resident", size))[-1])
+        assert fits(toast, "--mem", size)["resident"] == end["residency"]["resident"]
+    done = toast("model", "plan", "--mem", "2M")
+    assert (done.returncode, done.stdout) == (64, b"")
+    found = re.search(rb"--mem 2M: crumb needs ([0-9]+)M at least, with 1,024 tokens", done.stderr)
+    assert found is not None
+    size = f"{int(found[1])}M"
+    assert fits(toast, "--mem", size)["resident"] == 0
+    assert toast(*ask, "--resident", size).returncode == 0
+
+
+def test_times_are_measured_once(toast: Toast, tmp_path: Path) -> None:
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    arguments = ("model", "plan", "--json", "--mem", "20M", "--context", "512")
+    first = toast(*arguments, env=env)
+    assert (first.returncode, first.stderr) == (
+        0, b"toast-model: measuring crumb on this device, once\n",
+    )  # fmt: skip
+    (file,) = (tmp_path / "toastkit" / "residency").iterdir()
+    assert os.stat(file).st_mode & 0o777 == 0o600
+    (again,) = told(toast(*arguments, env=env))
+    found = json.loads(again)["residency"]["prediction"]
+    assert json.loads(first.stdout)["residency"]["prediction"] == found
+    assert found["tokens_per_second"] == pytest.approx(1 / found["token_seconds"])
+    assert found["prompt_tokens"] == 512 and found["prompt_tokens_per_second"] > 0
+    slow, quick = found["token_seconds"], found["computing_seconds"]
+    assert max(found["reading_seconds"], quick) <= slow * 1.001
+    *_, decode, prefill = told(toast("model", "plan", "--mem", "20M", env=env))
+    assert re.fullmatch(r"decode +[0-9.]+ tokens a second: .* of computing for each", decode)
+    assert re.fullmatch(r"prefill +[0-9.]+ tokens a second, a prompt of 1,024", prefill)
+    file.write_text("{")  # broken: as if there were none
+    assert fits(toast, env=env)["prediction"] is None
+    assert b"measuring" in toast("model", "plan", env=env).stderr
+    assert json.loads(file.read_text())["schema"] == 1
+    assert b"measuring" in toast("model", "plan", "--calibrate", env=env).stderr
+
+
+# --------------------------------------------------------------------------------------- the gears
+
+
 def test_the_table(toast: Toast) -> None:
-    head, *rows, share, shift = told(toast("model", "plan", "--gears", "--dtype", "bfloat16"))
+    lines = told(toast(*GEARS, "--dtype", "bfloat16", "--mem", "9M", "--context", "100"))
+    head, *rows, share, shift = lines[TABLE + 1 :]
+    assert lines[TABLE] == "" and re.search(r"gears +\d in mid gear, \d in low gear", lines[7])
     assert head.split() == ["GEAR", "BITS", "DEVICE", "MANAGED", "TOKEN", "RATIO", "SPEEDUP"]
     assert [row.split()[:2] for row in rows] == [["high", "16"], ["mid", "8"], ["low", "4"]]
     assert {len(line) for line in (head, *rows)} == {len(head)}  # all flush right
@@ -37,7 +115,7 @@ def test_the_table(toast: Toast) -> None:
 
 def test_a_bandwidth_tells_times(toast: Toast) -> None:
     arguments = ["--gear-scope", "all", "--bandwidth", "10G"]
-    head, *rows, _, _ = told(toast("model", "plan", "--gears", *arguments))
+    head, *rows, _, _ = told(toast(*GEARS, *arguments))[TABLE + 1 :]
     assert head.split()[-2:] == ["SECONDS", "BREAK-EVEN"]
     assert rows[0].split()[-1] == "-"
     found = planned(toast, *arguments)
@@ -56,6 +134,7 @@ def test_json_has_what_the_table_has(toast: Toast) -> None:
     found = planned(toast, "crumb", "--gear-bits", "2,6", env={"TOAST_DTYPE": "float16"})
     assert list(found) == [
         "name", "scope", "dtype", "modules", "parameters", "share", "gears", "note", "bandwidth",
+        "residency",
     ]  # fmt: skip
     assert (found["name"], found["scope"], found["dtype"]) == ("crumb", "attention", "float16")
     assert (found["note"], found["bandwidth"]) == (None, None)
@@ -63,13 +142,14 @@ def test_json_has_what_the_table_has(toast: Toast) -> None:
     assert all(isinstance(gear["token"], int) for gear in found["gears"])
     again = planned(toast, "crumb", env={"TOAST_GEAR_SCOPE": "all", "TOAST_GEAR_BITS": "4,6"})
     assert (again["scope"], again["gears"][1]["bits"]) == ("all", 6)
-    assert planned(toast, env={"TOAST_GEARS": "low,mid"}) == planned(toast)
+    size = ("--mem", "20M")
+    assert planned(toast, *size, env={"TOAST_GEARS": "low,mid"}) == planned(toast, *size)
 
 
 def test_a_quantised_model_stays_in_high_gear(toast: Toast, tmp_path: Path) -> None:
     path = tmp_path / "quantised.toast"
     assert toast("model", "bake", "crumb", "--quant", "4", "-o", path).returncode == 0
-    lines = told(toast("model", "plan", path, "--gears", "--bandwidth", "1G"))
+    lines = told(toast(*GEARS, path, "--bandwidth", "1G"))[TABLE:]
     assert [re.split(r"\s+", line)[0] for line in lines[:2]] == ["GEAR", "high"]
     assert lines[2:] == ["it is quantised already: gears are told, and nothing is replaced"]
     assert planned(toast, path)["share"] == 0
@@ -78,7 +158,13 @@ def test_a_quantised_model_stays_in_high_gear(toast: Toast, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        ([], 64, "nothing to plan: give --gears"),
+        (["--bandwidth", "1G"], 64, "--bandwidth needs --gears"),
+        (["--gear-scope", "all"], 64, "--gear-scope needs --gears"),
+        (["--calibrate", "--no-calibration"], 64, "exclude each other"),
+        (["--mem", "1M", "--priority", "max-context"], 64, "--mem 1M: crumb needs "),
+        (["--mem", "some"], 64, "'some' is not a size"),
+        (["--context", "0"], 64, "0 is not in the range"),
+        (["--context", "1000000"], 64, "--context 1000000: crumb reads 8,192"),
         (["--gears", "--gear-bits", "8,4"], 64, "no such gear bits: 8,4 (each of 2, 4, 6, 8; "),
         (["--gears", "--gear-bits", "four"], 64, "'four' is not two numbers, such as 4,8"),
         (["--gears", "--gear-scope", "mlp"], 64, "'mlp' is not one of "),

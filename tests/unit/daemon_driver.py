@@ -37,7 +37,8 @@ class Worker(FakeWorker):
 
     def start(self) -> None:
         """Loads nothing, as the model's name says."""
-        signal.signal(signal.SIGUSR1, lambda *_: self.release.set())
+        if self.settings.residency is None:
+            signal.signal(signal.SIGUSR1, lambda *_: self.release.set())
         model = self.settings.model
         if model == "broken":
             raise DataError("broken is no model", hint="take another")
@@ -63,6 +64,7 @@ class Worker(FakeWorker):
 
     def status(self) -> dict[str, Any]:
         values = {n: v for n, v in vars(self.settings).items() if n not in ("audit", "say")}
+        values["residency"] = None if values["residency"] is None else values["residency"].setting
         return {**values, **super().status(), "calls": self.calls, "nested": {"a": {"b": "x\ny"}}}
 
 

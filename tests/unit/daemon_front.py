@@ -108,6 +108,9 @@ class FakeWorker:
     def reload(self) -> None:
         self.calls.append("reload")
 
+    def memory_warning(self) -> None:
+        self.calls.append("memory_warning")
+
     def close(self) -> None:
         """Ends the thread."""
         self.calls.append("close")

@@ -21,7 +21,7 @@ SECONDS = 30  # a wait that takes longer fails its test
 @contextmanager
 def signals_put_back() -> Iterator[None]:
     """What a test does to the handlers of signals is undone at its end."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     try:
         yield

@@ -122,6 +122,26 @@ def test_what_is_told_and_asked_at_first() -> None:
     assert (engine.device, engine.dtype) == ("cpu", None)
 
 
+@pytest.mark.parametrize("has", ["all", "50%", None])
+def test_a_residency_that_is_insisted_on(has: str | None) -> None:
+    """A daemon that says nothing of it is of a version that has none."""
+    hello = [{"attached": {**HELLO["attached"], **({} if has is None else {"resident": has})}}]
+    with FakeDaemon(hello) as daemon:
+        for wanted in (None, has or "all"):
+            engine = attach(daemon.path, MODEL, "auto", None, None, wanted)
+            assert engine is not None and engine.resident == (has or "all")
+            engine.close()
+        said: list[str] = []
+        with pytest.raises(UsageError) as caught:
+            attach(daemon.path, MODEL, "auto", None, said.append, "12 --placement last")
+        error = caught.value
+        assert said == [] and error.hint == "--no-daemon loads the model here"
+        assert error.message == (
+            f"the daemon at {daemon.path} runs with --resident {has or 'all'}, "
+            "not --resident 12 --placement last"
+        )
+
+
 @pytest.mark.parametrize(
     ("script", "line"),
     [

@@ -20,6 +20,7 @@ from toastkit.client.socket_backend import SocketBackend
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.errors import NoInputError, ToastError, UnavailableError, UsageError
 from toastkit.interrupts import Signals
+from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.wire import remote_error
 
 ASK = {"messages": [{"role": "user", "content": "Hi!"}], "options": {}}
@@ -72,6 +73,7 @@ class FakeService:
         self.settings, self.quiet = settings, quiet
         self.asked: list[dict] = []
         self.closed = self.cancelled = False
+        self.warnings = 0
         FakeService.made.append(self)
 
     def ask(self, request: dict) -> Iterator[dict]:
@@ -85,6 +87,9 @@ class FakeService:
         except GeneratorExit:
             self.cancelled = True
             raise
+
+    def memory_warning(self) -> None:
+        self.warnings += 1
 
     def close(self) -> None:
         self.closed = True
@@ -109,6 +114,19 @@ def test_this_process_loads_at_the_first_request(service: type[FakeService]) -> 
     assert made.settings == ServiceSettings("m", "cpu", "float16", say=print) and made.quiet
     backend.close()
     assert made.closed
+
+
+def test_the_residency_is_that_of_this_process(service: type[FakeService]) -> None:
+    """What a daemon would be held to is no part of the request here."""
+    wanted = ResidencyOptions("layers", 3)
+    backend = LocalBackend(Wanted(residency=wanted))
+    backend.memory_warning()  # there is nothing yet that could leave
+    assert list(backend.ask({**ASK, "resident": "3"})) == answer("here")
+    (made,) = service.made
+    assert made.asked == [ASK] and made.settings.residency == wanted
+    assert made.settings.resident == "3" and ServiceSettings().resident == "all"
+    backend.memory_warning()
+    assert made.warnings == 1
 
 
 def test_the_embedded_model_is_the_default(service: type[FakeService]) -> None:

@@ -118,6 +118,8 @@ def bash(folder: Path, private_home: Path) -> Iterator[Bash]:
         ("toast-model inf", "<info>"),
         ("toast-model info mod", "<info><models/>"),
         ("toast-decode --device g", "<--device><gpu>"),
+        ("toast-prefill --resident au", "<--resident><auto>"),
+        ("toast --placement in", "<--placement><interleaved>"),
     ],
 )
 def test_bash(bash: Bash, line: str, arguments: str) -> None:

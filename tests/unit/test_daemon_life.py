@@ -135,6 +135,23 @@ def test_hang_up_reloads(home: Home) -> None:
     assert client.ask({"op": "status"})["status"]["calls"] == ["reload", "reload"]
 
 
+def test_a_memory_warning_is_passed_on(home: Home) -> None:
+    """Where layers are streamed; one that comes during the load is not lost, nor one in a drain."""
+    process = home.start("--resident", "auto", "-m", "slow0.3", ready=False)
+    eventually(home.socket.exists)
+    process.send_signal(signal.SIGUSR1)
+    client = home.client()
+    eventually(lambda: client.ask({"op": "status"})["status"]["calls"] == ["memory_warning"])
+    assert client.ask({"op": "status"})["status"]["residency"] == "auto"
+    active = home.held()
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGUSR1)
+    calls = ["memory_warning", "drain", "memory_warning"]
+    eventually(lambda: sorted(client.ask({"op": "status"})["status"]["calls"]) == sorted(calls))
+    process.send_signal(signal.SIGTERM)
+    assert "end" in active.replies()[-1] and ended(process)[0] == 0
+
+
 def test_a_dead_worker_ends_the_daemon(home: Home) -> None:
     process = home.start()
     active = home.held()

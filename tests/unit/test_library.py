@@ -106,8 +106,9 @@ def test_usual_rules_are_taken() -> None:
 # --------------------------------------------------------------------------------------- pieces
 
 
-def llama_like() -> Tokenizer:
-    """One that writes a blank before every text, and cuts nothing before it merges."""
+def llama_data() -> bytes:
+    """tokenizer.json of one that writes a blank before every text, and cuts nothing before it
+    merges."""
     trained = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
     trained.normalizer = tokenizers.normalizers.Sequence(
         [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
@@ -117,7 +118,11 @@ def llama_like() -> Tokenizer:
         vocab_size=600, special_tokens=specials, show_progress=False
     )
     trained.train_from_iterator(STORY.splitlines(), trainer)
-    data = trained.to_str().encode()
+    return trained.to_str().encode()
+
+
+def llama_like() -> Tokenizer:
+    data = llama_data()
     files = SimpleNamespace(name="llama", read=lambda n: data if n == "tokenizer.json" else None)
     return Tokenizer(files)
 
@@ -129,7 +134,7 @@ ALL = [Tokenizer(locate("crumb")), llama_like()]
 @given(text=TEXTS)
 def test_pieces_are_the_tokens_of_the_whole(tokenizer: Tokenizer, text: str) -> None:
     def encode(part: str) -> list[int]:
-        return tokenizer._tokenizer.encode(part, add_special_tokens=False).ids
+        return tokenizer.encode(part, add_special=False)
 
     found = list(pieces.encode_pieces(encode, text, size=120))
     assert [i for piece in found for i in piece] == encode(text)
@@ -189,8 +194,7 @@ def test_where_nothing_bounds_what_a_token_stands_for(parts: dict) -> None:
 
 def test_composed_characters_count() -> None:
     """Four characters become one: α with three marks."""
-    plain = llama_like()
-    document = json.loads(plain._tokenizer.to_str())
+    plain, document = llama_like(), json.loads(llama_data())
     document["normalizer"] = sequence({"type": "NFC"}, document["normalizer"])
     files = SimpleNamespace(name="nfc", read=lambda n: json.dumps(document).encode())
     files.read = lambda n, read=files.read: read(n) if n == "tokenizer.json" else None

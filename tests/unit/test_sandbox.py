@@ -64,7 +64,7 @@ for attempt in (lambda: open("/etc/passwd"), lambda: os.pipe(), lambda: bytes(1 
 """
     command = [sys.executable, "-I", "-c", f"import sys; sys.path += sys.argv[1:]\n{tries}"]
     with open(tmp_path / "out", "wb") as out:
-        roots = template_child._package_roots()
+        roots = template_child.package_roots()
         done = subprocess.run([*command, *roots], stdout=out, stderr=subprocess.PIPE)
     assert done.returncode == 0, done.stderr.decode()
 
@@ -143,15 +143,18 @@ def test_what_a_child_says_is_not_read_without_end(monkeypatch: pytest.MonkeyPat
         ask("{{ 'x' * 1000 }}")
 
 
-def test_the_child_is_used_again_and_replaced_when_it_is_gone() -> None:
-    ask("x")
-    first = template_child._child
-    assert first is not None and ask("y") == "y"
-    assert template_child._child is first
-    first._process.kill()
-    first._process.wait()
-    assert ask("z") == "z"
-    assert template_child._child is not first
+def test_the_child_is_used_again_and_replaced_when_it_is_gone(monkeypatch) -> None:
+    template_child.end()
+    started: list[subprocess.Popen] = []
+    begin = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *a, **s: started.append(begin(*a, **s)) or started[-1]
+    )
+    assert (ask("x"), ask("y")) == ("x", "y")
+    (first,) = started
+    first.kill()
+    first.wait()
+    assert ask("z") == "z" and len(started) == 2
 
 
 def test_several_threads_get_their_own_texts() -> None:
@@ -177,6 +180,6 @@ def test_no_child_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_child_that_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
     template_child.end()
-    monkeypatch.setattr(template_child, "_package_roots", list)
+    monkeypatch.setattr(template_child, "package_roots", list)
     with pytest.raises(UnavailableError, match="cannot start the process that renders templates"):
         ask("x")

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import executable
+from tests.forked import start
 from toastkit.commands import program_name, progress
 from toastkit.commands.cli import print_error, say
 from toastkit.commands.progress import ProgressBar
@@ -63,8 +64,7 @@ class Terminal:
             key: self.tty for fd, key in enumerate(("stdin", "stdout", "stderr")) if fd in fds
         }
         settings = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, **popen, **streams}
-        done = subprocess.run([executable(name), *arguments], timeout=SECONDS, **settings)
-        return done.returncode, self.written()
+        return start(name, *arguments, **settings).wait(SECONDS), self.written()
 
 
 @pytest.fixture
@@ -107,10 +107,11 @@ def impatient(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     return begin
 
 
-def appear(bar: ProgressBar) -> None:
-    """Waits for the timer that shows it."""
-    assert bar._timer is not None
-    bar._timer.join(SECONDS)
+def appear() -> None:
+    """Waits for the timer that shows a bar."""
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join(2 * SECONDS)
 
 
 @pytest.mark.parametrize("label", ["prefill", "x" * 200, "\x1b[2J"])
@@ -118,7 +119,7 @@ def test_a_bar_keeps_to_its_line_and_vanishes(impatient, label: str) -> None:
     terminal = impatient()
     bar = ProgressBar(label)
     bar(0, 5202)
-    appear(bar)
+    appear()
     for done in range(0, 5202, 100):
         bar(done, 5202, "perplexity 1.2345")
     bar._bar.refresh()
@@ -135,7 +136,7 @@ def test_a_bar_shows_where_the_work_is_before_its_first_part_is_done(impatient) 
     terminal = impatient()
     bar = ProgressBar("prefill")
     bar(7, 5202)
-    appear(bar)
+    appear()
     bar.close()
     assert "7/5202" in terminal.written()
 
@@ -144,7 +145,7 @@ def test_without_a_total_only_the_label_is_shown(impatient) -> None:
     terminal = impatient()
     bar = ProgressBar("loading crumb")
     bar()
-    appear(bar)
+    appear()
     bar.close()
     text = terminal.written()
     assert text.strip() == "loading crumb" and screen(text, COLUMNS) == [""]
@@ -156,14 +157,15 @@ def test_quick_work_shows_nothing(impatient, monkeypatch: pytest.MonkeyPatch) ->
     bar = ProgressBar("prefill")
     for done in (0, 5, 10, 0, 10):
         bar(done, 10)
-    assert terminal.written() == "" and bar._timer is None
+    appear()  # it was called off, or would show now
+    assert terminal.written() == ""
 
 
 def test_a_line_that_is_said_meanwhile_is_whole(impatient) -> None:
     terminal = impatient()
     bar = ProgressBar("prefill")
     bar(7, 5202)
-    appear(bar)
+    appear()
     say("hello")
     bar.close()
     lines = screen(terminal.written(), COLUMNS)
@@ -171,12 +173,13 @@ def test_a_line_that_is_said_meanwhile_is_whole(impatient) -> None:
 
 
 ENDS = """
-import sys, time
+import sys, threading
 from toastkit.commands import progress
 progress.PATIENCE = 0
 bar = progress.ProgressBar("prefill")
 bar(1, 9)
-bar._timer.join()
+for timer in threading.enumerate()[1:]:
+    timer.join()
 {end}
 """
 

@@ -31,7 +31,7 @@ LEVELS = (
     {"daemon"},
     {"stages"},
     {"engine"},
-    {"gears"},
+    {"gears", "residency"},
     {"holdings"},
     {"store", "model", "session"},
     {
@@ -147,7 +147,7 @@ def test_nothing_imports_transformers_or_runs_foreign_code() -> None:
 # ----------------------------------------------------------------------------- what a command loads
 
 ENGINES = {"mlx", "mlx_lm", "transformers", "huggingface_hub"}
-PROMPT_FREE = ENGINES | {"numpy"}
+PROMPT_FREE = ENGINES | {"numpy", "psutil"}
 HELP_FREE = PROMPT_FREE | {"tokenizers", "jinja2", "safetensors", "asyncio", "http", "ssl"}
 HELP_MODULES = 200  # bare Python has about 30, click makes it 120
 

@@ -21,7 +21,8 @@ class Backend(Protocol):
 
     ask(request) gives the replies as they come, the last one being `end` or `error`; after a signal
     it stops without them. Closing it cancels the request. It may be called again once the replies
-    before have ended.
+    before have ended. memory_warning() may be called by a signal handler: memory of this process is
+    wanted elsewhere.
     """
 
     @property
@@ -29,14 +30,16 @@ class Backend(Protocol):
 
     def ask(self, request: dict[str, Any]) -> Replies: ...
 
+    def memory_warning(self) -> None: ...
+
     def close(self) -> None: ...
 
 
 class Wanted(NamedTuple):
     """What the flags say about who shall answer.
 
-    model: as -m had it, or None. device, dtype, gears (stages.follow.GearSettings): for a model in
-    this process, None by default.
+    model: as -m had it, or None. device, dtype, gears (stages.follow.GearSettings), residency
+    (ResidencyOptions): for a model in this process, None by default.
     here: no daemon is to be asked. socket: where it listens, None for the usual place.
     insist: only a daemon will do. say: takes a line for stderr. verbose, quiet: as the flags.
     """
@@ -51,6 +54,7 @@ class Wanted(NamedTuple):
     verbose: bool = False
     quiet: bool = False
     gears: Any = None
+    residency: Any = None
 
 
 def choose_backend(wanted: Wanted, interrupts: Signals | None = None) -> Backend:
@@ -133,6 +137,9 @@ class OtherModel:
             self._wanted.say(f"{self.name} runs another model: running in this process")
         self._backend.close()
         self._backend = _this_process(self._wanted, self._interrupts)
+
+    def memory_warning(self) -> None:
+        self._backend.memory_warning()
 
     def close(self) -> None:
         self._backend.close()

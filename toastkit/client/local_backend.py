@@ -27,12 +27,13 @@ class LocalBackend:
         self._service: Any = None
 
     def ask(self, request: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The replies to a request. The request's own `model` is the one that is loaded here."""
+        """The replies to a request. What it says of the model is what is loaded here."""
         from toastkit.descriptors import reader_gone
 
         if self._interrupts is not None:
             self._interrupts.patient = False
-        request = {name: value for name, value in request.items() if name != "model"}
+        of_model = ("model", "resident")
+        request = {name: value for name, value in request.items() if name not in of_model}
         with closing(self._loaded().ask(request)) as replies:
             for reply in replies:
                 if self._watch is not None and reader_gone(self._watch):
@@ -43,6 +44,10 @@ class LocalBackend:
                     self._interrupts.patient = "loading" not in (reply.get("progress") or ())
                     if self._interrupts.signal:
                         return
+
+    def memory_warning(self) -> None:
+        if self._service is not None:
+            self._service.memory_warning()
 
     def close(self) -> None:
         if self._service is not None:
@@ -61,6 +66,7 @@ class LocalBackend:
                 dtype=wanted.dtype,
                 say=wanted.say,
                 gears=wanted.gears,
+                residency=wanted.residency,
             )
             self._service = LocalService(settings, wanted.quiet)
         return self._service

@@ -55,6 +55,9 @@ class SocketBackend:
         finally:
             wire.close()
 
+    def memory_warning(self) -> None:
+        """Nothing: the weights are the daemon's."""
+
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()

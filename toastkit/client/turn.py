@@ -37,8 +37,8 @@ class Answer:
 
 
 class TurnSettings(NamedTuple):
-    """options: of the request. model, tools: in the request, or None. output: makes what takes the
-    replies of a request. progress: shows how far the prompt is, or None.
+    """options: of the request. model, resident, tools: in the request, or None. output: makes what
+    takes the replies of a request. progress: shows how far the prompt is, or None.
 
     keep: whether turns are written to the conversation's file. extract: print only the first fenced
     block. fail_on_length: an answer that was cut off is an error. tell: each takes the stats of an
@@ -48,6 +48,7 @@ class TurnSettings(NamedTuple):
     options: dict[str, Any]
     output: Callable[[], Output]
     model: str | None = None
+    resident: str | None = None
     tools: list[dict] | None = None
     progress: Progress | None = None
     keep: bool = True
@@ -94,6 +95,8 @@ class Turns:
             request["tools"] = settings.tools
         if settings.model is not None:
             request["model"] = settings.model
+        if settings.resident is not None:
+            request["resident"] = settings.resident
         if not settings.keep:
             request["keep"] = False
         return request

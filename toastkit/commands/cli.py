@@ -198,6 +198,8 @@ def run(entry: click.Command) -> NoReturn:
     # The work is done: a signal while Python shuts down must not change how it ended.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:  # somebody heeds it
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         sys.stdout.flush()
     except OSError:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from toastkit.client.output import write_text
-from toastkit.commands import cli, gear_flags, options
+from toastkit.commands import cli, gear_flags, options, resident_flags, run_reports
 from toastkit.errors import UsageError
 from toastkit.frames import End, Frame, Text, Token, starts_frames
 
@@ -47,11 +47,14 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 @options.inline
 @gear_flags.gears
 @gear_flags.telemetry
+@resident_flags.residency
 @options.engine
 @options.no_daemon
 @click.pass_context
 def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     gear_flags.refuse_idle(context, flags)
+    resident_flags.refuse_idle(context, flags)
+    insisted = resident_flags.insisted(context, flags)
     first = _first_byte(prompt, flags)
     if starts_frames(first):
         if prompt:
@@ -62,11 +65,11 @@ def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
                 context, "is not for the middle of a pipe: give it to toast-entropy-gear",
                 *gear_flags.TELEMETRY_NAMES,
             )  # fmt: skip
-        return _filter(flags, first)
+        return _filter(flags, first, insisted)
     cli.refuse_together(context, "is for frames, but there are none on stdin", *ONLY_FRAMES)
     if flags["require_hit"] and flags["session"] is None and flags["fork"] is None:
         raise UsageError("--require-hit needs a --session or a --fork")
-    return _answer(prompt, flags, first)
+    return _answer(prompt, flags, first, insisted)
 
 
 def _first_byte(prompt: tuple[str, ...], flags: dict[str, Any]) -> bytes:
@@ -78,8 +81,8 @@ def _first_byte(prompt: tuple[str, ...], flags: dict[str, Any]) -> bytes:
     return os.read(0, 1)
 
 
-def _filter(flags: dict[str, Any], first: bytes) -> int:
-    """Frames in, frames out: the middle of a pipeline."""
+def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:
+    """Frames in, frames out: the middle of a pipeline. insisted: as of Engines."""
     from toastkit.commands.engines import Engines
     from toastkit.commands.pipes import run_filter
     from toastkit.stages.decode import decode as stage
@@ -100,16 +103,18 @@ def _filter(flags: dict[str, Any], first: bytes) -> int:
     follower = None
     if flags["gear"] == "auto":
         follower = Follower(gear_flags.gear_rules(flags))
-    engines = Engines(flags, gear_flags.gear_options(flags))
+    residency = resident_flags.residency_options(flags)
+    engines = Engines(flags, gear_flags.gear_options(flags), residency, insisted)
 
     def build(frames, signals):
+        engines.heed(signals)
         runs = DecodeEnd(signals, own, settings.inline or own is not None, follower)
         if follower is not None:
             frames = followed(frames, follower)
         if isinstance(own, ForcedFeed):
             frames = own.listen(frames)
         made = stage(frames, engines, runs, settings, signals)
-        return gear_flags.told(made) if flags["verbose"] else made
+        return run_reports.told(made) if flags["verbose"] else made
 
     try:
         return run_filter(build, "decode", first)
@@ -117,11 +122,12 @@ def _filter(flags: dict[str, Any], first: bytes) -> int:
         engines.close()
 
 
-def _answer(prompt: tuple[str, ...], flags: dict[str, Any], first: bytes) -> int:
-    """Text in, text out: all stages in this process."""
+def _answer(
+    prompt: tuple[str, ...], flags: dict[str, Any], first: bytes, insisted: str | None
+) -> int:
+    """Text in, text out: all stages in this process. insisted: as of Engines."""
     from toastkit.commands.detokenize import TextWriter, check_length
     from toastkit.commands.prompt import prompt_tokenizer, prompts
-    from toastkit.descriptors import reader_gone
     from toastkit.interrupts import Signals
     from toastkit.stages.run.settings import Outcome
 
@@ -132,7 +138,7 @@ def _answer(prompt: tuple[str, ...], flags: dict[str, Any], first: bytes) -> int
     tokenizer = prompt_tokenizer(flags)
     outcome = Outcome()
     put = JsonWriter() if flags["as_json"] else TextWriter(not flags["no_newline"])
-    stage = _stages(wanted, tokenizer, flags, signals, reader_gone, outcome)
+    stage = _stages(wanted, tokenizer, flags, signals, outcome, insisted)
     signals.patient = True
     try:
         for frame in stage:
@@ -147,10 +153,11 @@ def _answer(prompt: tuple[str, ...], flags: dict[str, Any], first: bytes) -> int
     return signals.code or check_length(outcome, flags["fail_on_length"])
 
 
-def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
+def _stages(wanted, tokenizer, flags, signals, outcome, insisted):
     """The generator of all stages, as the flags ask for them."""
     from toastkit.commands.engines import attach, load, start_device
     from toastkit.commands.progress import read_options
+    from toastkit.descriptors import reader_gone
     from toastkit.model.config import sampling_defaults
     from toastkit.stages.detokenize import TextOptions
 
@@ -162,6 +169,9 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
     from toastkit.stages.sample import DrawOptions
     from toastkit.stages.tokenize import tokenize
 
+    residency = resident_flags.residency_options(flags)
+    if residency is not None:
+        signals.on_memory_warning()
     gears = gear_flags.gear_settings(flags)
     settings = AnswerOptions(
         read=read_options(flags),
@@ -173,7 +183,7 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
         **gear_answer_options(gears),
         xtc_special_ids=xtc_special_ids(chain, tokenizer.tokenizer),
     )
-    attached = attach(flags, first.fingerprint) if gears is None else None
+    attached = attach(flags, first.fingerprint, insisted) if gears is None else None
     # A GPU computes while the host goes on. A CPU does not, and numpy draws faster on it, and takes
     # the entropy faster; logits of a daemon are on the host anyway.
     plain = chain.temperature == 0 and not (settings.telemetry or settings.follow)
@@ -184,14 +194,15 @@ def _stages(wanted, tokenizer, flags, signals, reader_gone, outcome):
 
     def engine_for(head: Any) -> Any:
         if not opened:
-            opened.append(load(tokenizer.files, flags, gears and gears.options))
+            own = gears and gears.options
+            opened.append(load(tokenizer.files, flags, own, residency, signals))
         return opened[0]
 
     frames = tokenize(wanted, tokenizer)
     text = tokenizer.tokenizer
     stage = answer(frames, text, engine_for, runs, settings, signals, outcome)
     if flags["verbose"]:
-        stage = gear_flags.told(stage)
+        stage = run_reports.told(stage)
     return _closing(opened, stage)
 
 
@@ -224,8 +235,8 @@ class JsonWriter:
                 }
             )  # fmt: skip
         elif isinstance(frame, End):
-            gears = {k: frame.extra[k] for k in ("gears",) if k in frame.extra}
-            self._write({"end": frame.reason, "n": frame.n, "text": self._text, **gears})
+            told = {k: frame.extra[k] for k in run_reports.REPORTS if k in frame.extra}
+            self._write({"end": frame.reason, "n": frame.n, "text": self._text, **told})
 
     def _write(self, value: dict) -> None:
         self._text = ""

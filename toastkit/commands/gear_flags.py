@@ -1,19 +1,16 @@
-"""Options of the gears: which one, of what, how; and how their course is followed."""
+"""Options of the gears: which one, of what, how."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import click
 
-from toastkit.commands.cli import refuse_together, say
+from toastkit.commands.cli import refuse_together
 from toastkit.commands.options import defaulted, together
 from toastkit.commands.sizes import Size
-
-if TYPE_CHECKING:
-    from toastkit.frames import Frame
 
 
 class Bits(click.ParamType):
@@ -99,28 +96,6 @@ def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
         refuse_together(context, "needs a --gear", *GEAR_NAMES)
     if flags["gear"] != "auto":
         refuse_together(context, "is for --gear auto", *TELEMETRY_NAMES)
-
-
-def told(frames: Iterable[Frame]) -> Iterator[Frame]:
-    """The frames; a line on stderr for what the gears did in each run."""
-    from toastkit.frames import End
-
-    for frame in frames:
-        if isinstance(frame, End) and "gears" in frame.extra:
-            say(f"gears: {counted(frame.extra['gears'])}")
-        yield frame
-
-
-def counted(report: Mapping[str, Any]) -> str:
-    """A GearPolicy's report in words."""
-    from toastkit.model.info import human
-    from toastkit.stages.tally import counted as number
-
-    steps = ", ".join(f"{gear} {report[gear]}" for gear in ("low", "mid", "high"))
-    return (
-        f"{steps} steps; {number(report['shifts'], 'shift')} in {report['seconds']:.3f} s; "
-        f"{human(report['bytes'])} on the device now"
-    )
 
 
 def gear_settings(flags: dict[str, Any]):

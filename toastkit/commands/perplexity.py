@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, gear_flags, options
+from toastkit.commands import cli, gear_flags, options, resident_flags, run_reports
 from toastkit.commands.progress import ProgressBar, last_part, watched
 from toastkit.commands.score_reports import (
     Gearing,
@@ -48,6 +48,7 @@ STDIN = "-"
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object per token.")
 @gear_flags.gears
 @gear_flags.telemetry
+@resident_flags.residency
 @options.engine
 @click.pass_context
 def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
@@ -58,8 +59,12 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     from toastkit.text.tokenizer import Tokenizer
 
     _check_gears(context, flags)
+    resident_flags.refuse_idle(context, flags)
     settings = gear_flags.gear_options(flags)
-    Signals()  # SIGTERM and SIGHUP end a run as Ctrl-C does
+    signals = Signals()  # SIGTERM and SIGHUP end a run as Ctrl-C does
+    residency = resident_flags.residency_options(flags)
+    if residency is not None:
+        signals.on_memory_warning()
     checkpoint = locate(flags["model"] or "crumb")
     config = load_config(checkpoint)
     window = _window(flags["window_tokens"], config.context)
@@ -67,7 +72,7 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     # All of them before the model is loaded: a missing file costs nothing.
     texts = [_tokenize(name, tokenizer, flags["limit"]) for name in _names(files, flags)]
     chooser_for = _choosers(checkpoint, config.vocab, flags) if flags["gear"] == "auto" else None
-    engine = load(checkpoint, flags, settings)
+    engine = load(checkpoint, flags, settings, residency, signals)
     gearing = None
     if settings is not None:
         bits = None if engine.gears is None else engine.gears.bits
@@ -175,6 +180,11 @@ class Scoring:
             return score_in_gear(self.engine, text.ids, self.window, self.gearing.mode, chunk)
         return score(self.engine, text.ids, self.window, chunk)
 
+    def told(self) -> dict[str, Any]:
+        """What the residency did for the text that was scored last, by its name."""
+        reports = self.engine.run_report()
+        return {name: reports[name] for name in ("residency",) if name in reports}
+
     def say(self, text: Text) -> None:
         """What is about to be done, where that is wanted."""
         if self.flags["verbose"]:
@@ -191,6 +201,7 @@ def _score_all(scoring: Scoring, texts: list[Text], report: Report) -> None:
     for text in texts:
         scoring.say(text)
         totals = Totals()
+        scoring.engine.begin_run()
         try:
             with closing(_scores(scoring, text, totals)) as parts:
                 for scores in parts:
@@ -200,7 +211,10 @@ def _score_all(scoring: Scoring, texts: list[Text], report: Report) -> None:
             raise
         totals.bytes = text.bytes
         overall.include(totals)
-        report.total(text, totals)
+        told = scoring.told()
+        report.total(text, totals, told)
+        if scoring.flags["verbose"]:
+            run_reports.tell(told)
     if len(texts) > 1:
         report.total(len(texts), overall)
 

@@ -1,4 +1,5 @@
-"""toast-model plan: what the gears would make of a model, before any of its weights is read."""
+"""toast-model plan: what of a model fits into a memory, how fast it will be, and what the gears
+would make of it."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import click
 from toastkit.commands import cli, completion, options
 from toastkit.commands.gear_flags import gear_bits, gear_scope
 from toastkit.commands.models import as_json, table, whisper
+from toastkit.commands.plan_residency import lines, residency_flags, work_out
 from toastkit.commands.sizes import Size
 from toastkit.errors import UsageError
 
@@ -24,13 +26,16 @@ TIMES = ("SECONDS", "BREAK-EVEN")
 
 def add_to(group: click.Group) -> None:
     """Makes the command a subcommand of a group."""
-    cli.command("plan", under=group, help="Say what the gears would make of a model.")(_plan)
+    cli.command(
+        "plan", under=group, help="Say what of a model fits into memory, and how fast it is."
+    )(_plan)
 
 
 @click.argument("name", default="crumb", envvar="TOAST_MODEL", shell_complete=completion.models)
+@residency_flags
 @click.option(
     "--gears", is_flag=True, allow_from_autoenv=False,
-    help="Bytes on the device, bytes of a token and ideal speedup by gear.",
+    help="Bytes on the device, bytes of a token and ideal speedup by gear too.",
 )  # fmt: skip
 @gear_scope
 @gear_bits
@@ -40,20 +45,33 @@ def add_to(group: click.Group) -> None:
     help="Bytes that the memory gives in a second, such as 100G: tells times too.",
 )  # fmt: skip
 @as_json
-def _plan(name: str, **flags) -> int:
+@click.pass_context
+def _plan(given: click.Context, /, name: str, **flags) -> int:
     if not flags["gears"]:
-        raise UsageError("nothing to plan: give --gears")
+        cli.refuse_together(given, "needs --gears", "gear_scope", "gear_bits", "bandwidth")
     from toastkit.gears.gear_options import GearOptions
     from toastkit.model.locate import find
+    from toastkit.text.terminal import shown
 
+    if flags["calibrate"] and flags["no_calibration"]:
+        raise UsageError("--calibrate and --no-calibration exclude each other")
     GearOptions(scope=flags["gear_scope"], bits=flags["gear_bits"])  # refuses before it reads
     files = find(name)
-    found = _worked_out(files, flags)
-    rows = _rows(found, flags["bandwidth"])
+    residency = work_out(files, flags)
+    found = rows = None
+    if flags["gears"]:
+        found = _worked_out(files, flags)
+        rows = _rows(found, flags["bandwidth"])
     if flags["as_json"]:
-        record = {"name": files.name, **asdict(found), "bandwidth": flags["bandwidth"]}
-        print(json.dumps({**record, "gears": rows}))
-    else:
+        record: dict[str, Any] = {"name": files.name}
+        if found is not None:
+            record.update(asdict(found), bandwidth=flags["bandwidth"], gears=rows)
+        print(json.dumps({**record, "residency": residency}))
+        return 0
+    for what, value in lines(files.name, residency):
+        print(f"{what:18} {shown(value)}")
+    if found is not None and rows is not None:
+        print()
         _show(found, rows)
     return 0
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
 import click
 
-from toastkit.commands import cli, options
+from toastkit.commands import cli, options, resident_flags, run_reports
+
+if TYPE_CHECKING:
+    from toastkit.commands.engines import Engines
+    from toastkit.frames import Frame
 
 
 @cli.command("prefill")
 @options.model
 @options.session
 @options.reading
+@resident_flags.residency
 @options.engine
 @options.no_daemon
 @click.pass_context
@@ -21,16 +29,31 @@ def prefill(context: click.Context, **flags) -> int:
     from toastkit.stages.prefill import prefill as stage
     from toastkit.stages.run.pipe_prefill import PrefillEnd
 
+    resident_flags.refuse_idle(context, flags)
     settings = read_options(flags)
-    engines = Engines(flags)
+    residency = resident_flags.residency_options(flags)
+    engines = Engines(flags, None, residency, resident_flags.insisted(context, flags))
 
     def build(frames, signals):
-        return stage(frames, engines, PrefillEnd(flags["session"]), settings, signals)
+        engines.heed(signals)
+        made = stage(frames, engines, PrefillEnd(flags["session"]), settings, signals)
+        return _told(made, engines) if flags["verbose"] else made
 
     try:
         return run_filter(build, "prefill")
     finally:
         engines.close()
+
+
+def _told(frames: Iterable[Frame], engines: Engines) -> Iterator[Frame]:
+    """The frames; a line on stderr for what each policy did while a prompt was read."""
+    from toastkit.frames import Prefilled
+
+    for frame in frames:
+        if isinstance(frame, Prefilled) and engines.engine is not None:
+            run_reports.tell(engines.engine.run_report())
+            engines.engine.begin_run()  # counts the next prompt by itself
+        yield frame
 
 
 def main() -> None:

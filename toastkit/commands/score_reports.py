@@ -93,7 +93,7 @@ class TextReport:
     def tokens(self, text: Text, scores: Scores) -> None:
         """Nothing: tokens are not shown."""
 
-    def total(self, of: Text | int, totals: Totals) -> None:
+    def total(self, of: Text | int, totals: Totals, told: dict[str, Any] | None = None) -> None:
         """The line of a text, or of so many together."""
         name = "total" if isinstance(of, int) else of.name
         print(line(name, totals, self._gearing), flush=True)
@@ -130,8 +130,8 @@ class JsonReport:
             )  # fmt: skip
         sys.stdout.flush()
 
-    def total(self, of: Text | int, totals: Totals) -> None:
-        """The totals of a text, or of so many together."""
+    def total(self, of: Text | int, totals: Totals, told: dict[str, Any] | None = None) -> None:
+        """The totals of a text, or of so many together. told: more fields for its object."""
         what = {"files": of} if isinstance(of, int) else {"file": of.name}
         values = {
             "perplexity": _finite(totals.perplexity),
@@ -145,7 +145,7 @@ class JsonReport:
             "tokens_per_second": _finite(totals.speed),
         }
         gears = {} if self._gearing is None else self._gearing.facts(totals)
-        self._write({**what, **values, **gears})
+        self._write({**what, **values, **gears, **(told or {})})
         sys.stdout.flush()
 
     def _write(self, value: dict[str, Any]) -> None:

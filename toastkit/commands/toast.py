@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, completion, gear_flags, options
+from toastkit.commands import cli, completion, gear_flags, options, resident_flags, run_reports
 from toastkit.errors import DataError, NoInputError, UsageError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ OF_THIS_PROCESS = ("device", "dtype", "gear")  # a daemon's model has its own
 @options.engine
 @gear_flags.gears
 @gear_flags.telemetry
+@resident_flags.residency
 @click.pass_context
 def toast(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     _check(context, flags)
@@ -62,8 +63,10 @@ def toast(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
 
     interrupts = Signals()
     backend = choose_backend(_wanted(context, flags), interrupts)
+    if flags["resident"].kind != "all":
+        interrupts.on_memory_warning(backend.memory_warning)
     try:
-        turns = Turns(chat, backend, interrupts, _settings(flags, request_options))
+        turns = Turns(chat, backend, interrupts, _settings(context, flags, request_options))
         if flags["chat"]:
             return _chat(turns, prompt, flags, interrupts)
         turns.ask(question)
@@ -84,6 +87,7 @@ def _check(context: click.Context, flags: dict[str, Any]) -> None:
     if flags["quiet"]:
         cli.refuse_together(context, "has something to say, but not with --quiet", "usage")
     gear_flags.refuse_idle(context, flags)
+    resident_flags.refuse_idle(context, flags)
     if (names := cli.given(context, *OF_THIS_PROCESS)) and cli.given(context, "socket"):
         raise UsageError(f"{names[0]} is for a model in this process, not with --socket")
 
@@ -184,10 +188,13 @@ def _wanted(context: click.Context, flags: dict[str, Any]) -> Wanted:
         verbose=flags["verbose"],
         quiet=flags["quiet"],
         gears=gear_flags.gear_settings(flags),
+        residency=resident_flags.residency_options(flags),
     )
 
 
-def _settings(flags: dict[str, Any], request_options: dict[str, Any]) -> TurnSettings:
+def _settings(
+    context: click.Context, flags: dict[str, Any], request_options: dict[str, Any]
+) -> TurnSettings:
     from toastkit.client.output import (
         JsonOutput,
         Output,
@@ -206,12 +213,14 @@ def _settings(flags: dict[str, Any], request_options: dict[str, Any]) -> TurnSet
         tell.append(lambda stats: list(map(cli.say, notes_of(stats))))
     if flags["verbose"]:
         tell.append(lambda stats: cli.say(cached_line(stats)))
+        tell.append(run_reports.tell_residency)
     if flags["usage"]:
         tell.append(lambda stats: cli.say(usage_line(stats)))
     return TurnSettings(
         options=request_options,
         output=form,
         model=options.absolute_model(flags["model"]),
+        resident=resident_flags.insisted(context, flags),
         tools=options.read_tools(flags["tools"]),
         progress=Progress(ProgressBar) if watched(flags) else None,
         keep=not flags["no_history"],

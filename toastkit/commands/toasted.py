@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, gear_flags, options
+from toastkit.commands import cli, gear_flags, options, resident_flags, run_reports
 from toastkit.commands.sizes import Duration, Size
 from toastkit.errors import (
     ToastError,
@@ -32,6 +32,7 @@ ONLY_DAEMON = (
     "model", "daemon", "pidfile", "idle_unload", "device", "dtype", "chunk", "parallel", "batch",
     "max_queue", "max_connections", "max_line", "cache", "spill", "audit", "no_audit",
     "audit_text", "drain", "gear", *gear_flags.GEAR_NAMES, *gear_flags.TELEMETRY_NAMES,
+    *resident_flags.RESIDENT_NAMES,
 )  # fmt: skip
 
 
@@ -53,6 +54,7 @@ def _actions(context: click.Context, parameter: click.Parameter, incomplete: str
 @options.engine
 @gear_flags.gears
 @gear_flags.telemetry
+@resident_flags.residency
 @click.option("--chunk", type=click.IntRange(1), metavar="N", help="Prompt tokens per pass.")
 @click.option(
     "--parallel", type=click.IntRange(1), default=8, show_default=True, metavar="N",
@@ -105,6 +107,7 @@ def toasted(context: click.Context, action: str | None, **flags) -> int:
         return _act(action, flags)
     cli.refuse_together(context, f"needs an action: {', '.join(ACTIONS)}", "as_json")
     gear_flags.refuse_idle(context, flags)
+    resident_flags.refuse_idle(context, flags)
     if len(cli.given(context, "audit", "no_audit")) > 1:
         raise UsageError("--audit and --no-audit exclude each other")
     if flags["no_audit"]:
@@ -158,6 +161,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
 
     told = None if flags["quiet"] else say
     gears = gear_flags.gear_settings(flags)
+    residency = resident_flags.residency_options(flags)
     audit = _audit(flags, say)
     settings = Settings(
         socket=flags["socket"],
@@ -170,6 +174,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
         debug=flags["debug"],
         audit=audit,
         on_ready=starter.ready if starter is not None else None,
+        memory_warnings=residency is not None,
     )
 
     def make_worker():
@@ -186,6 +191,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
                 audit=audit,
                 say=told,
                 gears=gears,
+                residency=residency,
                 **{name: flags[name] for name in same},
             )
         )
@@ -279,7 +285,10 @@ def _summary(status: dict[str, Any]) -> Iterator[str]:
         f"{human(chats['budget'])}; {chats['on_disk']} on disk"
     )
     if "gears" in status:
-        yield f"gears: {status['gears']['mode']}; {gear_flags.counted(status['gears'])}"
+        yield f"gears: {status['gears']['mode']}; {run_reports.counted_gears(status['gears'])}"
+    if "residency" in status:
+        counted = run_reports.counted_residency(status["residency"])
+        yield f"residency: {status['resident']}; {counted}"
 
 
 def _ago(seconds: float) -> str:

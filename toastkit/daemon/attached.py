@@ -187,7 +187,7 @@ def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -
         raise NoInputError(f"the daemon runs {name} on the {engine.device}")
     if (dtype or activation_dtype(engine.device == "cpu")) != engine.dtype:
         raise NoInputError(f"the daemon runs {name} in {engine.dtype or 'its own dtype'}")
-    if engine.policies:
+    if engine.gears is not None:
         raise NoInputError(f"the daemon runs {name} in gears")
     from toastkit.engine.engine import CHUNK
 
@@ -198,6 +198,7 @@ def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -
             "device": engine.device,
             "dtype": engine.dtype,
             "chunk": service.settings.chunk or CHUNK[engine.device],
+            "resident": service.settings.resident,
         }
     }
 

@@ -214,6 +214,11 @@ class Conversation:
         warning = self._service.engine.window_warning(count)
         return [*self.prepared.notes, *([warning] if warning else [])]
 
+    def _residency(self) -> dict[str, Any]:
+        """What the model has streamed, also for others, since the last answer began."""
+        extra = {} if self.end is None else self.end.extra
+        return {name: extra[name] for name in ("residency",) if name in extra}
+
     def stats(self, model: str) -> dict[str, Any]:
         """What the request cost: the `stats` reply."""
         received = self.prepared.request.received
@@ -230,6 +235,7 @@ class Conversation:
             "seed": self.prepared.sampling.seed,
             "notes": self._notes(),
             **({"gears": dict(self._gear_tokens)} if self._gears is not None else {}),
+            **self._residency(),
             "seconds": {
                 "queued": since(self._began),
                 "prefill": since(self._read),

@@ -4,6 +4,7 @@
     second                          what is active is cancelled
     third                           gone at once
     SIGHUP                          the model and the audit log are opened anew
+    SIGUSR1                         layers that may leave the device do so, where any may
 
 Before the model is loaded, the first signal ends the process.
 """
@@ -44,7 +45,8 @@ _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Settings:
     """socket, pidfile: paths. say: one line for people. announce: say when it is ready. verbose:
     say what it is waiting for. debug: say why connections are closed. audit: closed at the end.
-    on_ready: called once the model is loaded, for the process that waits for this one."""
+    on_ready: called once the model is loaded, for the process that waits for this one.
+    memory_warnings: SIGUSR1 is one; otherwise it is left alone."""
 
     socket: str
     pidfile: str
@@ -56,6 +58,7 @@ class Settings:
     debug: bool = False
     audit: Audit | None = None
     on_ready: Callable[[], None] | None = None
+    memory_warnings: bool = False
 
 
 def serve(settings: Settings, make_worker: Callable[[], Worker]) -> int:
@@ -68,7 +71,7 @@ def serve(settings: Settings, make_worker: Callable[[], Worker]) -> int:
     signals = Signals()
     life = Life(settings, signals)
     try:
-        signals.install()
+        signals.install(settings.memory_warnings)
         return life.run(make_worker)
     except Ended as end:
         life.close()
@@ -93,13 +96,13 @@ class Signals:
 
     def __init__(self) -> None:
         self.ends: list[int] = []
-        self.hangups = 0
+        self.hangups = self.warnings = 0
         self.patient = False
         self._before: dict[int, Any] = {}
 
-    def install(self) -> None:
+    def install(self, memory_warnings: bool = False) -> None:
         """Takes the signals over, but for those that are ignored: by nohup, say."""
-        for number in _NUMBERS:
+        for number in (*_NUMBERS, *([signal.SIGUSR1] if memory_warnings else [])):
             before = signal.getsignal(number)
             if before is not signal.SIG_IGN or number == signal.SIGTERM:
                 self._before[number] = before
@@ -122,6 +125,9 @@ class Signals:
         if number == signal.SIGHUP:
             self.hangups += 1
             return
+        if number == signal.SIGUSR1:
+            self.warnings += 1
+            return
         self.ends.append(number)
         if len(self.ends) > 2:
             die(128 + number)
@@ -141,7 +147,7 @@ class Life:
         self._server: Server | None = None
         self._wakeup: int | None = None
         self._stop_asked = False
-        self._hangups = 0
+        self._hangups = self._warnings = 0
         self.loading = False
 
     def run(self, make_worker: Callable[[], Worker]) -> int:
@@ -231,8 +237,11 @@ class Life:
             activation.notify("READY=1")
 
     def _check(self, server: Server, worker: Worker) -> None:
-        """Raises ToastError once the worker's thread has died: a daemon that takes requests which
-        nobody will answer is worse than none."""
+        """Passes memory warnings on. Raises ToastError once the worker's thread has died: a daemon
+        that takes requests which nobody will answer is worse than none."""
+        if self._warnings < self._signals.warnings:
+            self._warnings = self._signals.warnings
+            worker.memory_warning()
         failure = worker.failure
         if failure is None:
             return

@@ -21,6 +21,7 @@ class LocalService:
         self._settings = settings
         self._notify = None if quiet else settings.say
         self._service: Service | None = None
+        self._warned = False
 
     def ask(self, request: dict) -> Iterator[dict]:
         """The replies of toasted(7) to a request, which is an object of it. Closing the iterator
@@ -33,6 +34,8 @@ class LocalService:
                 self._service = open_service(
                     self._preparer, self._settings, self._notify, lambda conversation: None
                 )
+                if self._warned:  # while it was loaded
+                    self._service.memory_warning()
             conversation = self._service.begin(prepared, channel)
         except ToastError as error:
             yield error_reply(error)
@@ -46,6 +49,13 @@ class LocalService:
             channel.gone = True
             while self._service.busy:
                 self._service.turn()
+
+    def memory_warning(self) -> None:
+        """Has the layers that may leave the device do so before the next pass. For a signal
+        handler."""
+        self._warned = True
+        if self._service is not None:
+            self._service.memory_warning()
 
     def close(self) -> None:
         """Lets the model go."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from toastkit.daemon.history import conversation_hash
 from toastkit.daemon.requests import Request
-from toastkit.errors import DataError, NoInputError, ToastError
+from toastkit.errors import DataError, NoInputError, ToastError, UsageError
 from toastkit.model.config import ModelConfig, fingerprint, load_config, sampling_defaults
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import for_stream, locate
@@ -53,12 +53,14 @@ def messages_of(request: Request) -> list[dict]:
 
 class Preparer:
     """Prepares requests for one checkpoint. Several threads may use it at once. wants_points:
-    whether the model has layers that cannot be cut back, so that savepoints are of use."""
+    whether the model has layers that cannot be cut back, so that savepoints are of use. resident:
+    which of its layers stay on the device, as ResidencyOptions.setting has it."""
 
     wants_points = True
 
-    def __init__(self, files: ModelFiles, config: ModelConfig):
+    def __init__(self, files: ModelFiles, config: ModelConfig, resident: str = "all"):
         self.files = files
+        self.resident = resident
         self.fingerprint = fingerprint(files)
         self.tokenizer = Tokenizer(files)
         self._config = config
@@ -77,9 +79,16 @@ class Preparer:
 
     def prepare(self, request: Request) -> Prepared:
         """Raises DataError for a prompt that cannot be read, UsageError for options that do not
-        fit the model, NoInputError for a request that wants another model."""
+        fit the model, or a residency that it does not have, NoInputError for a request that wants
+        another model."""
         if request.model is not None:
             self._check_model(request.model)
+        if request.resident not in (None, self.resident):
+            raise UsageError(
+                f"the daemon runs with --resident {self.resident}, "
+                f"not --resident {request.resident[:100]}",
+                hint="--no-daemon answers without it",
+            )
         sampling = self._sampling(request)
         if request.tokens is not None:
             self._check(request.tokens)
@@ -128,7 +137,8 @@ class Preparer:
         return chain
 
 
-def find_model(name: str) -> Preparer:
-    """Of the model that -m would take. Raises NoInputError, DataError for its files."""
+def find_model(name: str, resident: str = "all") -> Preparer:
+    """Of the model that -m would take. resident: as of Preparer. Raises NoInputError, DataError for
+    its files."""
     files = locate(name)
-    return Preparer(files, load_config(files))
+    return Preparer(files, load_config(files), resident)

@@ -54,7 +54,9 @@ class Service:
         self._finished = finished
         spill = None
         if settings.spill_bytes:
-            variant = "-".join([engine.dtype or "own", *(p.variant for p in engine.policies)])
+            variant = "-".join(
+                [engine.dtype or "own", *(p.variant for p in engine.policies if p.variant)]
+            )
             spill = Spill(preparer.fingerprint, variant, settings.spill_bytes, settings.say)
         self.memory = Memory(engine.new_cache, settings.cache_bytes, engine.ledger, spill)
         preparer.wants_points = not always_cut(engine.new_cache())
@@ -187,6 +189,12 @@ class Service:
         """What the policies have done so far, by name, for the status."""
         return {policy.name: policy.report() for policy in self.engine.policies}
 
+    def memory_warning(self) -> None:
+        """Has the layers that may leave the device do so before the next pass. For a signal
+        handler, too."""
+        if self.engine.residency is not None:
+            self.engine.residency.memory_warning()
+
     def probe(self) -> None:
         """Runs one step of the model, to see that it still does."""
         import mlx.core as mx
@@ -228,6 +236,7 @@ def open_service(
         dtype=settings.dtype,
         notify=notify,
         gear_options=None if settings.gears is None else settings.gears.options,
+        residency=settings.residency,
     )
     return Service(engine, preparer, settings, finished)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.stages.follow import GearSettings
 
 
@@ -16,8 +17,8 @@ class ServiceSettings:
     them, how many take their steps together; 1: in turn. max_queue: requests that may wait.
     idle_unload: seconds without a request after which the model leaves the memory, None for never.
     cache_bytes, spill_bytes: for finished conversations, on the device and on disk. audit: gets a
-    record of each request. debug: with tracebacks. say: is told what a person should know. gears:
-    of the engine, None without any."""
+    record of each request. debug: with tracebacks. say: is told what a person should know. gears,
+    residency: of the engine, None without any."""
 
     model: str = "crumb"
     device: str = "auto"
@@ -33,6 +34,12 @@ class ServiceSettings:
     debug: bool = False
     say: Callable[[str], None] | None = None
     gears: GearSettings | None = None
+    residency: ResidencyOptions | None = None
+
+    @property
+    def resident(self) -> str:
+        """Which layers stay on the device, as ResidencyOptions.setting has it."""
+        return (self.residency or ResidencyOptions()).setting
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,11 @@ class Stepper:
         self._works: bool | None = None if self._most > 1 else False
         self._wait, self._pause = 0, FIRST_ROUNDS
 
+    @property
+    def sizes(self) -> list[int]:
+        """How many states step together, batch by batch."""
+        return [len(batch.members) for batch in self._batches]
+
     def step(self, states: Sequence[ScheduledState]) -> list[tuple[ScheduledState, Exception]]:
         """Takes the step that is due of each state; their logits are being computed after it.
         Returns those that failed, each with its error. Where a batch fails, each of its states is

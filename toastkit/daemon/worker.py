@@ -27,6 +27,7 @@ from toastkit.daemon.requests import ATTACH_OPS, Request
 from toastkit.daemon.service import Service, last_replies, open_service
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.errors import BusyError, ToastError, UnavailableError, as_toast_error
+from toastkit.holdings.policy import NO_WISH
 
 PREPARERS = 2  # threads: a long prompt does not hold up a short one
 END_SECONDS = 1.0  # for the system's thread to follow Python's
@@ -59,7 +60,7 @@ class Worker:
 
     def start(self) -> None:
         """Loads the model, and returns when it can be asked. Raises what loading raises."""
-        self._preparer = find_model(self.settings.model)
+        self._preparer = find_model(self.settings.model, self.settings.resident)
         self._thread.start()
         self._ready.wait()
         if self.failure is not None:
@@ -137,6 +138,7 @@ class Worker:
             "loaded": service is not None,
             "device": service.engine.device if service else None,
             "dtype": service.engine.dtype if service else None,
+            "resident": self.settings.resident,
             "active": len(service.active) if service else 0,
             "attached": len(service.attached) if service else 0,
             "waiting": self.preparing + len(self._waiting),
@@ -171,6 +173,11 @@ class Worker:
         with self._condition:
             self._reloading = True
             self._condition.notify()
+
+    def memory_warning(self) -> None:
+        """Has the layers that may leave the device do so before the next pass, and at once where
+        nothing is under way."""
+        self._do(self._make_room)
 
     def close(self) -> None:
         """Ends the thread, with every conversation on disk."""
@@ -320,12 +327,17 @@ class Worker:
                 self._service.give_up(conversation)
             self._service.let_attached_go()
 
+    def _make_room(self) -> None:
+        if self._service is not None:
+            self._service.memory_warning()
+            self._service.engine.decide(NO_WISH)
+
     def _reload(self) -> None:
         """The model's files may have changed: another checkpoint is loaded in the old one's place.
         Where that fails the old one stays, if it is still in memory."""
         self._reloading = False
         try:
-            preparer = find_model(self.settings.model)
+            preparer = find_model(self.settings.model, self.settings.resident)
             if preparer.fingerprint == self._preparer.fingerprint:
                 return self._say(f"{preparer.files.name} has not changed")
             if self._service is not None:

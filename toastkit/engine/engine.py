@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -19,12 +20,12 @@ import mlx.core as mx
 
 from toastkit.engine import device
 from toastkit.engine.lookahead import Lookahead
-from toastkit.engine.savepoints import take_savepoint
+from toastkit.engine.savepoints import longest, take_savepoint, undone_on_failure
 from toastkit.engine.state import Caches, ModelState
 from toastkit.errors import DataError, UsageError
 from toastkit.holdings.forms import ORIGINAL, Form
 from toastkit.holdings.holdings import Holdings
-from toastkit.holdings.policy import NO_WISH, PROMPT, Policy, Wish
+from toastkit.holdings.policy import NO_WISH, PROMPT, Policy, Wish, decided
 from toastkit.model.supported import reads_on_host
 from toastkit.session.directory import Session
 from toastkit.store.dtypes import DTYPES, activation_dtype
@@ -35,6 +36,7 @@ from toastkit.store.store import Store
 
 if TYPE_CHECKING:
     from toastkit.gears.gear_policy import GearPolicy
+    from toastkit.residency.residency_policy import ResidencyPolicy
 
 # Tokens per prefill pass. On the CPU the recurrent layers unroll in Python, so larger chunks gain
 # nothing and hold Ctrl-C up longer.
@@ -110,8 +112,15 @@ class Engine:
     @property
     def gears(self) -> GearPolicy | None:
         """The policy of that name."""
-        found: Any = next((p for p in self.policies if p.name == "gears"), None)
-        return found
+        return self._policy("gears")
+
+    @property
+    def residency(self) -> ResidencyPolicy | None:
+        """Likewise."""
+        return self._policy("residency")
+
+    def _policy(self, name: str) -> Any:
+        return next((policy for policy in self.policies if policy.name == name), None)
 
     @property
     def vocab(self) -> int:
@@ -133,7 +142,8 @@ class Engine:
         """The policies' first decision: the weights that they want to begin with. Called by the
         first pass, if by nobody before. Raises DataError, IOFailure, NoInputError."""
         if not self._loaded:
-            self.holdings.change(self._wanted(self.holdings.modules))
+            deciding = [policy for policy in self.policies if policy.decide(PROMPT)]
+            self._change(deciding, self.holdings.modules)
             self._loaded = True
 
     def decide(self, wish: Wish) -> bool:
@@ -146,23 +156,24 @@ class Engine:
             return False
         for state in list(self._ahead):
             state.take_back()  # its graph was built of arrays that leave
+        self._change(deciding, (path for policy in deciding for path in policy.paths))
+        return True
+
+    def _change(self, deciding: Sequence[Policy], paths: Iterable[str]) -> None:
+        """Gives modules the forms that are wanted of them, and tells those who decided so."""
         start = time.perf_counter()
         try:
-            made = self.holdings.change(self._wanted(p for d in deciding for p in d.paths)) or 0
+            made = self.holdings.change(self._wanted(paths)) or 0
         except BaseException:
             for policy in deciding:
                 policy.failed()
             raise
         for policy in deciding:
             policy.changed(time.perf_counter() - start, made)
-        return True
 
     def _wanted(self, paths: Iterable[str]) -> dict[str, Form]:
-        """The forms of some modules that the policies want, one after another."""
-        forms: dict[str, Form] = dict.fromkeys(paths, ORIGINAL)
-        for policy in self.policies:
-            forms.update({p: policy.form(p, forms[p]) for p in policy.paths if p in forms})
-        return forms
+        """The forms of some modules that the policies want."""
+        return decided(dict.fromkeys(paths, ORIGINAL), self.policies)
 
     def shift(self, gear: str) -> bool:
         """Puts the model into a gear; False where it is in it already. Raises as `load`."""
@@ -170,9 +181,9 @@ class Engine:
 
     def prepare(self, wish: Wish) -> None:
         """Begins with what the policies expect to want soon."""
-        for policy in self.policies:
-            forms = policy.expect(wish)
-            if forms:
+        for place, policy in enumerate(self.policies, 1):
+            if forms := dict(policy.expect(wish)):
+                forms = decided(forms, self.policies[place:])
                 self.holdings.prepare(forms, PREPARED_SHARE)
 
     @property
@@ -276,8 +287,9 @@ class Engine:
 
     def look_ahead(self, state: ModelState) -> None:
         """Builds the graph of a state's next step already, whatever its token will be, where that
-        is possible."""
-        if state.ahead is None and host_writes() and not self.reads_on_host:
+        is possible: streamed layers run while the graph is built."""
+        waits = self.reads_on_host or self.holdings.streams.layers
+        if state.ahead is None and host_writes() and not waits:
             state.ahead = Lookahead(self.step, state.cache)
             self._ahead.add(state)
 
@@ -358,7 +370,10 @@ class Engine:
         """A pass of the model: logits (B, N, vocab) for ids (B, N), lazy."""
         self.load()
         try:
-            logits = self._model(ids, cache=cache)
+            # One that streams can fail half way. (The caches of a batch are then given up.)
+            streams = self.holdings.streams.layers and ids.shape[0] == 1
+            with undone_on_failure(cache, ids.shape[1]) if streams else nullcontext():
+                logits = self._model(ids, cache=cache)
         except MISFITS as error:
             if self._has_run:
                 raise
@@ -366,7 +381,7 @@ class Engine:
                 f"{self.files.name}: mlx_lm cannot run a model with this config.json: {error}"
             ) from error
         self._has_run = True
-        if not self._window_told and (warning := self.window_warning(_longest(cache))):
+        if not self._window_told and (warning := self.window_warning(longest(cache))):
             self._say(f"warning: {warning}")
             self._window_told = True
         return logits
@@ -380,13 +395,3 @@ class Engine:
             f"{self.files.name}: past {self._window:,} tokens mlx_lm looks further back than the "
             "model's sliding window: its answers are others than they should be"
         )
-
-
-def _longest(cache: list) -> int:
-    """The tokens in the caches, of the longest state in a batch."""
-    for layer in cache:
-        for name in ("offset", "_idx"):
-            count = getattr(layer, name, None)
-            if isinstance(count, int):
-                return count
-    return 0

@@ -11,6 +11,7 @@ from toastkit.gears.gear_policy import gear_policy
 from toastkit.holdings.policy import Policy
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
+from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store.store import Store
 
 
@@ -21,16 +22,27 @@ def open_engine(
     dtype: str | None = None,
     notify: Callable[[str], None] | None = None,
     gear_options: GearOptions | None = None,
+    residency: ResidencyOptions | None = None,
 ) -> Engine:
     """The engine of a checkpoint, with its first weights loaded.
 
-    device_name, dtype, notify: see Engine. gear_options: None leaves gears out altogether. Raises
-    UsageError, DataError, IOFailure, NoInputError.
+    device_name, dtype, notify: see Engine. gear_options: None leaves gears out altogether.
+    residency: None has all layers stay. Raises UsageError, DataError, IOFailure, NoInputError.
     """
     device.start(device_name)
     store = Store(files, load_config(files))
     gears = gear_policy(store, gear_options, notify)
     policies: list[Policy] = [] if gears is None else [gears]
+    if residency is not None and residency.on:
+        from toastkit.residency.residency_policy import ResidencyPolicy
+
+        policies.append(ResidencyPolicy(residency, notify=notify))
+        shifts = gears is not None and gears.options.fixed != "high"
+        if shifts and notify is not None and not store.has_baked_gears:
+            notify(
+                f"warning: {files.name} has no baked gears: layers that do not stay are quantised "
+                "whenever they run in one (toast-model bake --gears makes a file that has them)"
+            )
     engine = Engine(
         store,
         policies,

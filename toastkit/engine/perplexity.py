@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from toastkit.engine.engine import CHUNK, Engine
 from toastkit.errors import DataError
+from toastkit.holdings.policy import NO_WISH
 from toastkit.sampling.device_sampler import total
 
 LOGITS_BYTES = 256 << 20  # that the float32 logits of one pass may take, unless --chunk is given
@@ -139,6 +140,7 @@ def score_window(engine: Engine, start: int, part: Sequence[int], size: int) -> 
     inputs, targets = part[:-1], part[1:]
     for first in range(0, len(inputs), size):
         wanted = targets[first : first + size]
+        engine.decide(NO_WISH)  # the gear stays, layers may have to go
         logits = engine.score(inputs[first : first + size], cache)
         logprobs, entropies = _judge(logits, mx.array(list(wanted), mx.uint32))
         del logits

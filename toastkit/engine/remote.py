@@ -38,12 +38,15 @@ def attach(
     device: str,
     dtype: str | None,
     say: Callable[[str], None] | None = None,
+    resident: str | None = None,
 ) -> RemoteEngine | None:
     """The engine of the daemon that listens at a path, or None: there is none, or it would not
     compute what this process would.
 
     fingerprint: of the model. device, dtype: as --device and --dtype have them; the daemon must use
     what they would give here. say: takes a line on what a daemon that is there has answered.
+    resident: the setting that its residency must have, as ResidencyOptions.setting has it; None for
+    any. Raises UsageError where it has another.
     """
     try:
         connection = connect(path, own=True)
@@ -62,6 +65,13 @@ def attach(
     finally:
         if engine is None:
             daemon.close()
+    if engine is not None and resident not in (None, engine.resident):
+        engine.close()
+        raise UsageError(
+            f"the daemon at {path} runs with --resident {engine.resident}, "
+            f"not --resident {resident}",
+            hint="--no-daemon loads the model here",
+        )
     if say is not None:
         say(said)
     return engine
@@ -106,7 +116,8 @@ class Operations:
 class RemoteEngine:
     """A model that a daemon has loaded: see `step_engine.StepEngine`.
 
-    chunk: tokens of a pass over the prompt, where nobody says otherwise.
+    chunk: tokens of a pass over the prompt, where nobody says otherwise. resident: which of its
+    layers stay on the device, as ResidencyOptions.setting has it.
     """
 
     def __init__(self, daemon: Operations, attached: dict[str, Any]):
@@ -118,6 +129,7 @@ class RemoteEngine:
         self._state: RemoteState | None = None
         self.device: str = attached.get("device", "")
         self.dtype: str | None = attached.get("dtype")
+        self.resident: str = attached.get("resident", "all")
 
     def restore(
         self, session: Session | None, ids: Sequence[int], source: Session | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -121,6 +122,48 @@ def _roll_back(layer: Any, count: int, before: Any) -> None:
         vars(layer).update(vars(before))
 
 
+@contextmanager
+def undone_on_failure(caches: Sequence[Any], tokens: int) -> Iterator[None]:
+    """A pass of so many tokens over the caches of one state: where it raises after some layers have
+    run, these are put back, to the bit. Keys and values are not held, and so not copied, but for
+    what a window loses."""
+    before = [_position(layer, tokens == 1) for layer in caches]
+    mx.eval([x.kept[2:] for x in _flat(before) if isinstance(x.kept, _Row)])
+    try:
+        yield
+    except BaseException:
+        for layer, position in zip(caches, before):
+            _put_back_to(layer, position)
+        raise
+
+
+class _Position(NamedTuple):
+    """Where a cache stood: its offset, and what `_before_a_step` kept of it, or all."""
+
+    offset: int
+    kept: Any
+
+
+def _position(layer: Any, one_step: bool) -> Any:
+    if (parts := getattr(layer, "caches", None)) is not None:
+        return [_position(part, one_step) for part in parts]
+    offset = getattr(layer, "offset", 0)
+    if layer is None or not isinstance(offset, int):  # of a batch
+        return _Position(0, _copy(layer))
+    if one_step:
+        return _Position(offset, _before_a_step(layer))
+    return _Position(offset, None if _always_cuts(layer) else _copy(layer))
+
+
+def _put_back_to(layer: Any, position: Any) -> None:
+    if isinstance(position, list):
+        for part, own in zip(layer.caches, position):
+            _put_back_to(part, own)
+    elif layer is not None:
+        count = layer.offset - position.offset if position.kept is None else 1
+        _roll_back(layer, count, position.kept)
+
+
 def always_cut(caches: Sequence[Any]) -> bool:
     """Whether caches can be cut back whatever they read from now on: savepoints are moot."""
     return all(_always_cuts(layer) for layer in caches)
@@ -183,3 +226,13 @@ def thinned(savepoints: Sequence[Savepoint], most: int) -> list[Savepoint]:
         gaps = [p.count - (kept[i - 1].count if i else 0) for i, p in enumerate(kept[:-2])]
         del kept[gaps.index(min(gaps)) if gaps else 0]
     return kept
+
+
+def longest(caches: Sequence[Any]) -> int:
+    """The tokens in the caches, of the longest state in a batch."""
+    for layer in caches:
+        for name in ("offset", "_idx"):
+            count = getattr(layer, name, None)
+            if isinstance(count, int):
+                return count
+    return 0

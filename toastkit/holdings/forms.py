@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Form:
     """kind: "absent", "original" or "packed". bits: of a packed weight, 2, 4, 6 or 8. fused:
     multiply packed weights as they are, where MLX computes that exactly; else from a dequantised
-    copy."""
+    copy. streamed: it is so while its layer runs, and absent else."""
 
     kind: str
     bits: int = 0
     fused: bool = True
+    streamed: bool = False
+
+    @property
+    def away(self) -> bool:
+        """Whether nothing of it is on the device between two passes."""
+        return self.streamed or self.kind == "absent"
+
+    @property
+    def present(self) -> Form:
+        """The form while its layer runs."""
+        return replace(self, streamed=False)
 
 
 ABSENT, ORIGINAL = Form("absent"), Form("original")
@@ -22,3 +33,8 @@ ABSENT, ORIGINAL = Form("absent"), Form("original")
 def packed(bits: int, fused: bool = True) -> Form:
     """The form of weights in so many bits with one scale a row (store.precision)."""
     return Form("packed", bits, fused)
+
+
+def streamed(form: Form) -> Form:
+    """That form, brought before its layer runs and dropped after it."""
+    return replace(form, streamed=True)

@@ -100,7 +100,7 @@ class Holding:
         a dequantised copy that the module makes, or drops (negative)."""
         before = self.parts
         self._unpack(grown)
-        rest = {} if parts.form == ABSENT else parts.rest or before.rest
+        rest = {} if parts.form.away else parts.rest or before.rest
         for tensor in self.rest:
             if tensor.name in rest:
                 tensor.container[tensor.key] = rest[tensor.name]
@@ -119,7 +119,8 @@ class Holding:
             grown(-dense)
         for name in self.parts.matrix:
             self.module.pop(name, None)
-        self._become(self._class, self._attributes)
+        if self.parts.kind is not None:
+            self._become(self._class, self._attributes)
 
     def _become(self, cls: type, attributes: Mapping[str, Any]) -> None:
         self.module.__class__ = cls  # type: ignore[assignment]

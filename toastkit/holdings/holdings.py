@@ -11,8 +11,8 @@ is kept within a budget, and what was not in use for longest goes first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
@@ -22,12 +22,14 @@ import mlx.core as mx
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
 from toastkit.holdings.holding import Holding, Parts, holdings_of
 from toastkit.holdings.packed import PathCounts
-from toastkit.holdings.weights import Weights
+from toastkit.holdings.streams import Streams
+from toastkit.holdings.weights import Reading, Weights
 from toastkit.store.ledger import GEARS, READING, Ledger
 from toastkit.store.precision import row_bytes
 from toastkit.store.store import Store
 
 Key = tuple[Holding, Form]
+LITTLE_BYTES, FEW_TENSORS = 64 << 20, 512  # that MLX reads quicker
 
 
 class _Kept(NamedTuple):
@@ -67,6 +69,7 @@ class Holdings:
         self._changes = 0
         ledger.measure(READING, lambda: store.reader.held_bytes)
         self._freed = False
+        self.streams = Streams(self, self._weights)
 
     # --------------------------------------------------------------------------------- questions
 
@@ -91,10 +94,31 @@ class Holdings:
     def original_bytes(self, path: str) -> int:
         """Bytes of a module's matrix as it is loaded; 0 where it has none."""
         weight = self.modules[path].weight
-        if weight is None:
-            return 0
-        stored = self.store.dtype(weight.name).size
-        return self.store.nbytes(weight.name) // stored * self._item(weight.name)
+        return 0 if weight is None else self._loaded_bytes(weight.name)
+
+    def module_bytes(self, path: str) -> int:
+        """Bytes of all of a module's parameters as they are loaded."""
+        return sum(map(self._loaded_bytes, self.modules[path].names))
+
+    def _loaded_bytes(self, name: str) -> int:
+        return self.store.nbytes(name) // self.store.dtype(name).size * self._item(name)
+
+    @contextmanager
+    def shapes_only(self) -> Iterator[None]:
+        """While all modules hold arrays of the right shapes and dtypes that nobody has computed, so
+        that a pass can be built, and not evaluated. For a model of which nothing is loaded."""
+        for holding in self.modules.values():
+            arrays = {
+                name: mx.zeros(self.store.shape(name), self._weights.loaded_dtype(name))
+                for name in holding.names
+            }
+            holding.hang(holding.original(arrays), self.counts, self._grown)
+        try:
+            yield
+        finally:
+            for holding in self.modules.values():
+                nothing = Parts(ABSENT, {}, {}, holding.owner)
+                holding.hang(nothing, self.counts, self._grown)
 
     def packed_bytes(self, path: str, bits: int) -> int:
         """Bytes of a module's matrix in so many bits, with its scales."""
@@ -124,13 +148,14 @@ class Holdings:
             self._changes += 1
             for key, parts in {**ready, **made}.items():
                 self._put(key, parts)
+            self.streams.follow()
             self._drop_coming()
             self._weights.forget_ahead()
             self._shrink()
             if self._freed:
                 self._freed = False
                 mx.clear_cache()  # or MLX would keep the memory for itself
-            return sum(1 for holding, form in made if form != ABSENT)
+            return sum(1 for holding, form in made if not form.away)
 
     def prepare(self, wanted: Mapping[str, Form], share: float = 1.0) -> None:
         """Begins with what a change to these forms will need: originals are read ahead, of packed
@@ -141,6 +166,7 @@ class Holdings:
                 (h, form)
                 for path, form in wanted.items()
                 if (h := self.modules[path]).form != form and (h, form) not in self._kept
+                if not form.away
             ]
             if not moves:
                 return
@@ -149,7 +175,7 @@ class Holdings:
             missing = [m for m in moves if m[1].kind == "packed" and m not in self._coming]
             size = sum(self.packed_bytes(h.path, f.bits) for h, f in moves if f.kind == "packed")
             if missing and (self.budget is None or size <= self.budget - self.kept_bytes):
-                self._coming.update(self._made(missing[: math.ceil(len(moves) * share)]))
+                self._coming.update(self._all_made(missing[: math.ceil(len(moves) * share)]))
 
     def _ready(self, moves: list[Key]) -> dict[Key, Parts]:
         """What need not be made, because it is kept or was prepared."""
@@ -157,48 +183,67 @@ class Holdings:
         return {**kept, **{key: self._coming[key] for key in moves if key in self._coming}}
 
     def _all_made(self, moves: list[Key]) -> dict[Key, Parts]:
-        """As `_made`, layer after layer; nothing stays of what was made when one fails."""
+        """Modules in other forms, read or made, and in the ledger; layer after layer, and while one
+        is made the next is read. Nothing stays of what was made when one fails."""
         made: dict[Key, Parts] = {}
         self._weights.sample([h for h, form in moves if form.kind == "packed"])
-        # MLX reads a whole model quickest; later, only what is wanted is read.
-        first = not self._changes and len(moves) == len(self.modules)
-        with self._weights.whole() if first else nullcontext():
+        with self._weights.whole() if self._is_quickest_whole(moves) else nullcontext():
             try:
-                for _, some in groupby(moves, lambda move: move[0].layer):
-                    made.update(self._made(list(some)))
+                for reading in self._requested(moves):
+                    for move, parts in zip(reading.moves, self._weights.finish(reading)):
+                        self._enter(move[0], parts)
+                        made[move] = parts
             except BaseException:
                 for (holding, _), parts in made.items():
-                    self._leave(holding, parts)
+                    self._let_go(holding, parts)
                 raise
         return made
 
-    def _made(self, moves: list[Key]) -> list[tuple[Key, Parts]]:
-        """Modules in other forms, read or made, and in the ledger."""
-        there = {h: p.matrix["weight"] for h, _ in moves if (p := self._original(h)) and p.matrix}
-        made = list(zip(moves, self._weights.make(moves, there)))
-        for (holding, _), parts in made:
-            self.ledger.add(parts.owner, parts.matrix_bytes)
-            self.ledger.add(holding.owner, parts.rest_bytes)
-        return made
+    def _is_quickest_whole(self, moves: Sequence[Key]) -> bool:
+        """Whether MLX's own reading is the quicker: of a whole model, when it is loaded, and of
+        originals that are little, in a model of few tensors; else only what is wanted is read."""
+        if any(form != ORIGINAL for _, form in moves):
+            return False
+        if len(moves) == len(self.modules) and not self._changes:
+            return True
+        few = len(self.store.names) <= FEW_TENSORS and not self._weights.is_reading_ahead
+        return few and sum(self.original_bytes(h.path) for h, _ in moves) <= LITTLE_BYTES
 
-    def _original(self, holding: Holding) -> Parts | None:
-        """Of a module, where it is on the device."""
-        if holding.form == ORIGINAL:
-            return holding.parts
+    def _requested(self, moves: list[Key]) -> Iterator[Reading]:
+        """What is being read for moves, by layer: each begun before the one before it is taken."""
+        layers = [list(some) for _, some in groupby(moves, lambda move: move[0].layer)]
+        begun: Reading | None = None
+        try:
+            for some in layers:
+                there = {h: weight for h, _ in some if (weight := self._original(h)) is not None}
+                one = self._weights.request(some, there, at_once=True)
+                begun, last = one, begun
+                if last is not None:
+                    yield last
+            if begun is not None:
+                yield begun
+        finally:
+            if begun is not None:
+                begun.cancel()
+
+    def _original(self, holding: Holding) -> mx.array | None:
+        """The matrix of a module, (..., columns), where it is on the device."""
         kept = self._kept.get((holding, ORIGINAL))
-        return None if kept is None else kept.parts
+        if holding.form == ORIGINAL:
+            return holding.parts.matrix.get("weight")
+        return None if kept is None else kept.parts.matrix.get("weight")
 
     def _put(self, key: Key, parts: Parts) -> None:
-        """Hangs a module's new form into the tree, and sets the old one aside; an absent module
-        keeps nothing."""
+        """Hangs a module's new form into the tree, and sets the old one aside; what is away keeps
+        nothing."""
         holding, form = key
         self._kept.pop(key, None)
         self._coming.pop(key, None)
         before = holding.hang(parts, self.counts, self._grown)
-        if form == ABSENT:
-            self._leave(holding, before)
+        if form.away:
+            self._let_go(holding, before)
             for other in [key for key in self._kept if key[0] is holding]:
-                self._leave(holding, self._kept.pop(other).parts)
+                self._let_go(holding, self._kept.pop(other).parts)
         elif before.matrix:
             self._kept[holding, before.form] = _Kept(replace(before, rest={}), self._changes)
 
@@ -206,15 +251,43 @@ class Holdings:
         """A dequantised copy was made, or dropped."""
         self.ledger.add(GEARS, count)
 
+    def _enter(self, holding: Holding, parts: Parts) -> None:
+        self.ledger.add(parts.owner, parts.matrix_bytes)
+        self.ledger.add(holding.owner, parts.rest_bytes)
+
     def _leave(self, holding: Holding, parts: Parts) -> None:
-        self._freed = True
         self.ledger.add(parts.owner, -parts.matrix_bytes)
         self.ledger.add(holding.owner, -parts.rest_bytes)
+
+    def _let_go(self, holding: Holding, parts: Parts) -> None:
+        """Leaves, and nothing of ours will use the memory again: MLX is to give it back."""
+        self._freed = True
+        self._leave(holding, parts)
 
     def _drop_coming(self, keep: Iterable[Key] = ()) -> None:
         """Lets go what was prepared, for nothing."""
         for holding, form in set(self._coming).difference(keep):
-            self._leave(holding, self._coming.pop((holding, form)))
+            self._let_go(holding, self._coming.pop((holding, form)))
+
+    # ------------------------------------------------------------------------- layers that pass by
+
+    def bring(self, reading: Reading) -> None:
+        """Hangs what is being read into the tree, for as long as its layer runs. Raises as
+        `change`."""
+        # Not evaluated, which would wait for what is being computed meanwhile.
+        made = self._weights.finish(reading, lazy=True)
+        with self.ledger.lock:
+            for (holding, _), parts in zip(reading.moves, made):
+                self._enter(holding, parts)
+                holding.hang(parts, self.counts, self._grown)
+
+    def drop(self, forms: Iterable[Key]) -> None:
+        """Takes it out again; the modules have the streamed forms that they had."""
+        with self.ledger.lock:
+            for holding, form in forms:
+                away = Parts(form, {}, {}, holding.owner)
+                before = holding.hang(away, self.counts, self._grown)
+                self._leave(holding, before)  # and its memory is read into again
 
     # -------------------------------------------------------------------------------- the budget
 
@@ -238,8 +311,9 @@ class Holdings:
 
     def _drop(self, keys: Iterable[Key]) -> None:
         for key in keys:
-            self._leave(key[0], self._kept.pop(key).parts)
+            self._let_go(key[0], self._kept.pop(key).parts)
 
     def close(self) -> None:
         """Lets the checkpoint go; what is on the device stays usable."""
+        self.streams.forget_ahead()
         self._weights.close()

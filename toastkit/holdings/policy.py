@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from toastkit.holdings.forms import Form
@@ -67,3 +67,10 @@ class Policy(Protocol):
 
     def report(self) -> dict[str, Any]:
         """Of all runs so far, for a daemon's status."""
+
+
+def decided(forms: dict[str, Form], policies: Sequence[Policy]) -> dict[str, Form]:
+    """What becomes of the forms of modules, by path, when policies are asked in their order."""
+    for policy in policies:
+        forms.update({p: policy.form(p, forms[p]) for p in policy.paths if p in forms})
+    return forms

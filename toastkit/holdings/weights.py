@@ -7,20 +7,49 @@ form is read where it was baked, and else quantised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import mlx.core as mx
 
 from toastkit.errors import DataError
-from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
+from toastkit.holdings.forms import ORIGINAL, Form
 from toastkit.holdings.holding import Holding, Parts
 from toastkit.store.precision import GEAR_BITS, Rows, looks_quantised, quantise_rows
-from toastkit.store.reader import AHEAD, Request
+from toastkit.store.reader import AHEAD, NOW, Request
 from toastkit.store.store import Store
 
 SAMPLED_MODULES = 3  # whose rows are looked at for an earlier quantisation
+Move = tuple[Holding, Form]
 GEAR_OF = {bits: gear for gear, bits in GEAR_BITS.items()}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Moves whose arrays are being read. names: of what. there: originals on the device. request:
+    None where nothing has to be read."""
+
+    moves: Sequence[Move]
+    names: list[str]
+    there: Mapping[Holding, mx.array]
+    request: Request[dict[str, mx.array]] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the arrays that are read."""
+        return 0 if self.request is None else self.request.nbytes
+
+    def cancel(self) -> None:
+        """Wants it no longer."""
+        if self.request is not None:
+            self.request.cancel()
+
+    def give_back(self) -> None:
+        """Nothing is computed any more of what was read: see Request.give_back."""
+        if self.request is not None:
+            self.request.give_back()
 
 
 class Weights:
@@ -34,8 +63,7 @@ class Weights:
         self._store, self._dtype, self._notify = store, dtype, notify
         self._known = frozenset(store.names)
         self._whole: dict[str, mx.array] | None = None
-        self._ahead: Request | None = None
-        self._ahead_names: list[str] = []
+        self._ahead: Reading | None = None
         self._sampled: set[Holding] = set()
 
     def loaded_dtype(self, name: str) -> mx.Dtype:
@@ -44,36 +72,51 @@ class Weights:
         floating = mx.issubdtype(stored, mx.floating)
         return self._dtype if self._dtype is not None and floating else stored
 
-    def make(
-        self, moves: Sequence[tuple[Holding, Form]], there: Mapping[Holding, mx.array]
-    ) -> list[Parts]:
-        """The arrays of each module in its new form, evaluated; of modules that lie together, a
-        layer say, so that they are read together. there: originals, (..., columns), of matrices on
-        the device, in its dtype.
-
-        Raises DataError, IOFailure, NoInputError where the files cannot be read, are no longer
-        those that were opened, or hold weights that cannot be quantised.
-        """
+    def request(
+        self,
+        moves: Sequence[Move],
+        there: Mapping[Holding, mx.array] = MappingProxyType({}),
+        priority: int = NOW,
+        at_once: bool = False,
+    ) -> Reading:
+        """Begins to read what it takes to give modules other forms: of modules that lie together, a
+        layer say. What is read ahead is not held against the files: nobody may come to want it, and
+        who does has to (`check_files`). there: originals, (..., columns), of matrices on the
+        device, in its dtype. priority, at_once: as of Store.request. Raises DataError, IOFailure,
+        NoInputError where the files cannot be read, or are no longer those that were opened."""
         names = [name for move in moves for name in self._wanted(*move, there)]
-        arrays = self._read(names) if names else {}
-        arrays.update({h.weight.name: weight for h, weight in there.items() if h.weight})
+        if not names or self._whole is not None:
+            return Reading(moves, names, there, None)
+        if priority == NOW:
+            self._store.check_files()
+        cast = self._cast(names, moves)
+        widen = {name for name in cast if self.loaded_dtype(name) == mx.float32}
+        request = self._store.request(names, priority, at_once, widen, lazy=True)
+        return Reading(moves, names, there, request)
+
+    def finish(self, reading: Reading, lazy: bool = False) -> list[Parts]:
+        """The arrays of each module in its new form, evaluated, or, if lazy, read. Raises as
+        `request`; DataError for weights that cannot be quantised."""
+        arrays = self._read(reading)
+        arrays.update({h.weight.name: weight for h, weight in reading.there.items() if h.weight})
         made = []
-        for holding, form in moves:
+        for holding, form in reading.moves:
             parts = self._parts(holding, form, arrays)
             for name in holding.names:
                 arrays.pop(name, None)
             if form.kind == "packed":
                 mx.eval(parts.matrix)  # now, which lets the original go
             made.append(parts)
-        self._store.evaluate([(parts.matrix, parts.rest) for parts in made])
+        if not lazy:
+            self._store.evaluate([(parts.matrix, parts.rest) for parts in made])
         return made
 
-    def _wanted(self, holding: Holding, form: Form, there: Mapping[Holding, mx.array]) -> list[str]:
+    def _wanted(self, holding: Holding, form: Form, there: Container[Holding]) -> list[str]:
         """The parameters to read: the rest where it is not in the tree, and the matrix unless the
         original is there to be packed; where it is baked, that."""
-        if form == ABSENT:
+        if form.away:
             return []
-        names = [t.name for t in holding.rest] if holding.form == ABSENT else []
+        names = [t.name for t in holding.rest] if holding.form.away else []
         if baked := self._baked(holding, form):
             return [*names, *baked.values()]
         if holding.weight is not None and (form == ORIGINAL or holding not in there):
@@ -87,14 +130,23 @@ class Weights:
         names = self._store.baked(holding.path, GEAR_OF[form.bits])
         return {name.rpartition(".")[2]: name for name in names}
 
-    def _read(self, names: list[str]) -> dict[str, mx.array]:
+    def _read(self, reading: Reading) -> dict[str, mx.array]:
         """Parameters by name, in the dtype of the device, and baked parts as they are."""
-        self._store.check_files()
-        found = self._whole if self._whole is not None else self._store.read(names)
-        arrays = {name: found.pop(name) for name in names}  # once cast, what was read is let go
-        for name in self._known.intersection(names):
+        if self._whole is not None:
+            self._store.check_files()
+            # Once cast, what was read is let go.
+            arrays = {name: self._whole.pop(name) for name in reading.names}
+        else:
+            arrays = {} if reading.request is None else reading.request.result()
+        for name in self._cast(reading.names, reading.moves):
             arrays[name] = arrays[name].astype(self.loaded_dtype(name))
         return arrays
+
+    def _cast(self, names: Iterable[str], moves: Iterable[Move]) -> frozenset[str]:
+        """Of what is read, what gets the dtype of the device: not what is baked, nor what is to be
+        packed, which begins in the dtype of the file."""
+        packed = {h.weight.name for h, form in moves if form.kind == "packed" and h.weight}
+        return self._known.intersection(names) - packed
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -106,8 +158,8 @@ class Weights:
             self._whole = None
 
     def _parts(self, holding: Holding, form: Form, arrays: Mapping[str, mx.array]) -> Parts:
-        if form == ABSENT:
-            return Parts(ABSENT, {}, {}, holding.owner)
+        if form.away:
+            return Parts(form, {}, {}, holding.owner)
         if form == ORIGINAL or holding.weight is None:
             return holding.original(arrays)
         name = holding.weight.name
@@ -120,7 +172,7 @@ class Weights:
         return holding.packed(rows, form, arrays)
 
     def _quantised(self, holding: Holding, bits: int, weight: mx.array) -> Rows:
-        """A matrix, (..., columns) in the dtype of the device, in so many bits."""
+        """A matrix, (..., columns) in the dtype of the file or of the device, in so many bits."""
         assert holding.weight is not None  # it is about to be packed
         name = holding.weight.name
         self._look_at(holding, weight)
@@ -146,19 +198,28 @@ class Weights:
         )
         self._notify = None
 
+    @property
+    def is_reading_ahead(self) -> bool:
+        """Whether `read_ahead` has begun with something."""
+        return self._ahead is not None
+
     def read_ahead(self, holdings: Sequence[Holding]) -> None:
         """Begins to read originals, and these alone, and returns at once; what was being read
         ahead and is not among them is let go."""
-        names = [h.weight.name for h in holdings if h.weight is not None]
-        if names != self._ahead_names:
+        moves = [(h, ORIGINAL) for h in holdings if h.weight is not None]
+        if self._ahead is None or moves != self._ahead.moves:
             self.forget_ahead()
-            self._ahead, self._ahead_names = self._store.request(names, AHEAD), names
+            self._ahead = self.request(moves, priority=AHEAD)
 
     def forget_ahead(self) -> None:
         """Lets go what was read ahead and is not needed, or has been taken by now."""
         if self._ahead is not None:
             self._ahead.cancel()
-        self._ahead, self._ahead_names = None, []
+        self._ahead = None
+
+    def check_files(self) -> None:
+        """Raises DataError, NoInputError where the files are not those that were opened."""
+        self._store.check_files()
 
     def close(self) -> None:
         """Lets the checkpoint go."""

@@ -221,7 +221,7 @@ def _check(config: dict[str, Any], source: Source, where: str) -> None:
     for name, neutral in NEUTRAL.items():
         value: Any = config.get(name)
         fixed = isinstance(value, float) and f"{value:g}" in source.text
-        if not (source.reads(name) or fixed or any(value == one for one in neutral)):
+        if not (any(value == one for one in neutral) or fixed or source.reads(name)):
             raise DataError(f"{where}: {source.module} of mlx_lm does not compute {name} {value}")
     score = config.get("scoring_func")
     if isinstance(score, str) and not source.reads("scoring_func") and score not in source.text:

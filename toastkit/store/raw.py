@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import sys
 import threading
 import weakref
 from bisect import bisect_left
@@ -26,6 +29,7 @@ DTYPES = {
     "F8_E4M3": ("u1", mx.uint8), "F8_E5M2": ("u1", mx.uint8), "F8_E8M0": ("u1", mx.uint8),
 }  # fmt: skip
 CHUNK_BYTES = 16 << 20  # of one system call: between two, a reader can be stopped
+RWF_DONTCACHE = 0x80  # Linux 6.14: pages that this read brought into the cache leave it again
 
 
 class Span(NamedTuple):
@@ -39,10 +43,16 @@ class Span(NamedTuple):
 class RawTensors:
     """The tensors of a checkpoint's files, as these have them: (rows, columns) in the stored dtype,
     or whatever their shape is. A file is opened when it is first read, and stays open
-    until `close`. Raises what from_os_error gives where a file is gone."""
+    until `close`. Raises what from_os_error gives where a file is gone.
+
+    cached: whether what `fill` reads may stay in the system's cache of files. Else what was not
+    there before is not left there.
+    """
 
     def __init__(self, files: ModelFiles):
         self._files = files
+        self.cached = True
+        self._dropping = RWF_DONTCACHE if sys.platform == "linux" else 0
         self._places: dict[str, tuple[Path, Entry]] = {}
         self._identities = {header.path: _identity(header.path) for header in files.headers}
         for header in files.headers:
@@ -96,12 +106,30 @@ class RawTensors:
                 fd = self._descriptor(path)
                 while start < stop and not stopped():
                     size = min(CHUNK_BYTES, stop - start)
-                    count = os.preadv(fd, [view[done : done + size]], start)
+                    count = self._pread(fd, view[done : done + size], start)
                     if not count:
                         raise DataError(f"{self._files.name}: {path.name} is shorter than it was")
                     start, done = start + count, done + count
             except OSError as error:
                 raise from_os_error(error, f"cannot read {path}") from error
+
+    def _pread(self, fd: int, view: memoryview, start: int) -> int:
+        """Reads into a view; how many bytes."""
+        if self.cached:
+            return os.preadv(fd, [view], start)
+        if self._dropping:
+            try:
+                return os.preadv(fd, [view], start, self._dropping)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                self._dropping = 0  # an older system, or a file system that cannot
+        if sys.platform == "darwin":
+            fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
+        count = os.preadv(fd, [view], start)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, start, count, os.POSIX_FADV_DONTNEED)
+        return count
 
     def _descriptor(self, path: Path) -> int:
         with self._lock:

@@ -7,6 +7,7 @@ joins that read. What has not begun can be dropped; what has begun ends and is t
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
@@ -20,8 +21,10 @@ from toastkit.store.raw import DTYPES, RawTensors, Span
 
 NOW, AHEAD = 0, 1  # priorities
 AHEAD_BYTES = 1 << 30
-THREADS = 4
+THREADS = 3
 LITTLE_BYTES = 32 << 20
+MOST_ITEM_BYTES = 8
+WIDENED_BYTES = 1 << 20  # of the file at a time
 IDLE_SECONDS = 5.0  # after which a thread ends; the next request starts one
 Result = TypeVar("Result")
 
@@ -34,20 +37,32 @@ def host_writes() -> bool:
 @dataclass(frozen=True)
 class Job:
     """One array to be read. spans: of the files, in the order of its bytes. dtype: as safetensors
-    names it."""
+    names it. widened: "BF16" or "F16" is to become float32 as it is read."""
 
     spans: tuple[Span, ...]
     dtype: str
     shape: tuple[int, ...]
+    widened: bool = False
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size in the files."""
+        return sum(span.stop - span.start for span in self.spans)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
-        return sum(span.stop - span.start for span in self.spans)
+        """Size of the array in bytes."""
+        return self.stored_bytes * (2 if self.widened else 1)
+
+    @property
+    def result_dtype(self) -> mx.Dtype:
+        """Of the array."""
+        return mx.float32 if self.widened else DTYPES[self.dtype][1]
 
 
 class _Flight:
-    """A job under way. users: requests that want it. outcome: the array or what was raised."""
+    """A job under way. users: requests that want it. outcome: its bytes, uint8 (rows, columns), or
+    what was raised."""
 
     def __init__(self, job: Job):
         self.job = job
@@ -62,25 +77,40 @@ class Reader:
     such as (rows, columns), and the dtype.
 
     raw: the files. threads: at most. ahead_bytes: reading ahead begins with nothing more while
-    that many bytes lie in memory and nobody has taken them. watch: is told, after every change, how
-    many bytes lie so; it is called from any thread and must not call back.
-    bytes_read: from the files, since the beginning. held_bytes: what `watch` was told last.
+    that many bytes lie in memory and nobody has taken them.
+    bytes_read: from the files, since the beginning; device_bytes: what they are as arrays;
+    busy_seconds: during which something was being read. held_bytes: how many lie so, and memory
+    that was given back and waits for its next use.
     """
 
     def __init__(self, raw: RawTensors, threads: int = THREADS, ahead_bytes: int = AHEAD_BYTES):
         self._raw, self._threads = raw, threads
-        self.ahead_bytes = ahead_bytes
-        self.watch: Callable[[int], None] = lambda held: None
-        self.bytes_read = self.held_bytes = 0
+        self._ahead_bytes = ahead_bytes
+        self.bytes_read = self.device_bytes = self.held_bytes = 0
+        self.busy_seconds = 0.0
+        self._busy, self._since = 0, 0.0
         lock = threading.RLock()
         self._work, self._done = threading.Condition(lock), threading.Condition(lock)
-        self._flights: dict[tuple[Span, ...], _Flight] = {}
+        self._flights: dict[Job, _Flight] = {}
         self._waiting: tuple[OrderedDict[_Flight, None], ...] = (OrderedDict(), OrderedDict())
         self._running: set[threading.Thread] = set()
         self._idle = 0
         # Arrays begin as these: pages that nobody has written to, and so take no memory.
         self._zeros = np.zeros(0, np.uint8)
+        self._own = threading.local()
+        self._spare: list[mx.array] = []  # to read into once more, the longest unused first
         self._closed = False
+
+    @property
+    def ahead_bytes(self) -> int:
+        """How much may be held."""
+        return self._ahead_bytes
+
+    @ahead_bytes.setter
+    def ahead_bytes(self, count: int) -> None:
+        with self._work:
+            self._ahead_bytes = count
+            self._shrink(0)
 
     def request(
         self,
@@ -108,9 +138,9 @@ class Reader:
         return Request(self, flights, finish)
 
     def _join(self, job: Job, priority: int) -> _Flight:
-        flight = self._flights.get(job.spans)
+        flight = self._flights.get(job)
         if flight is None:
-            flight = self._flights[job.spans] = _Flight(job)
+            flight = self._flights[job] = _Flight(job)
             self._waiting[priority][flight] = None
         elif priority == NOW:
             self._raise(flight)
@@ -129,12 +159,12 @@ class Reader:
         now, ahead = self._waiting
         if now:
             return now.popitem(last=False)[0]
-        room = self.ahead_bytes - self.held_bytes
-        for flight in ahead if room > 0 else ():
-            if flight.nbytes <= room:
-                del ahead[flight]
-                return flight
-        return None
+        spare = sum(array.nbytes for array in self._spare)  # makes room where it does not fit
+        room = self.ahead_bytes - self.held_bytes + spare
+        found = next((flight for flight in ahead if flight.nbytes <= room), None)
+        if found is not None:
+            del ahead[found]
+        return found
 
     def _run(self) -> None:
         with self._work:
@@ -154,48 +184,107 @@ class Reader:
     def _fly(self, flight: _Flight) -> None:
         """Reads; the lock is given back meanwhile."""
         flight.begun = True
+        spare = self._take_spare(flight.nbytes)
         self._hold(flight.nbytes)
+        self._count_busy(1)
         self._work.release()
         try:
-            outcome: Any = self._read(flight.job)
+            outcome: Any = self._read(flight.job, spare)
         except BaseException as error:
             outcome = error
         finally:
             self._work.acquire()
+        self._count_busy(-1)
         flight.outcome = outcome
         if isinstance(outcome, BaseException):
             self._forget(flight)  # asked for again, it is tried again
         else:
-            self.bytes_read += flight.nbytes
+            self.bytes_read += flight.job.stored_bytes
+            self.device_bytes += flight.nbytes
         if not flight.users:
             self._drop(flight)
         self._done.notify_all()
 
-    def _read(self, job: Job) -> mx.array:
-        # Evaluated, and made without a stream: a stream belongs to the thread that made it.
-        kind, size, zeros = DTYPES[job.dtype][0], job.nbytes, self._zeros
-        array: Any
-        if host_writes():
-            if zeros.nbytes < size:
-                self._zeros = zeros = np.zeros(size, np.uint8)
-            array = mx.array(zeros[:size].view(kind).reshape(job.shape))
-        else:
-            array = np.empty(job.shape, kind)
-        if size:
-            self._raw.fill(memoryview(array).cast("B"), job.spans, lambda: self._closed)
+    def _count_busy(self, change: int) -> None:
+        """One thread more reads, or one less."""
+        now = time.perf_counter()
+        self.busy_seconds += now - self._since if self._busy else 0.0
+        self._busy, self._since = self._busy + change, now
+
+    def _take_spare(self, size: int) -> mx.array | None:
+        """Memory of that size that was given back; else lets some go, where there would be too much
+        of it."""
+        found = next((i for i, array in enumerate(self._spare) if array.nbytes == size), None)
+        if found is not None:
+            self._hold(-size)
+            return self._spare.pop(found)
+        self._shrink(size)
+        return None
+
+    def _shrink(self, size: int) -> None:
+        """Makes room for so many bytes, as far as memory that waits for its next use goes."""
+        while self._spare and self.held_bytes + size > self.ahead_bytes:
+            self._hold(-self._spare.pop(0).nbytes)
+
+    def _read(self, job: Job, spare: mx.array | None) -> mx.array:
+        """The bytes of the array."""
+        memory: Any = spare
+        if spare is None:
+            memory = self._fresh(job.nbytes)
+        if job.nbytes:
+            view = memoryview(memory).cast("B")
+            if job.widened:
+                self._widen(view, job)
+            else:
+                self._raw.fill(view, job.spans, lambda: self._closed)
         if self._closed:
             raise CancelledError("the files are closed")
-        return array if isinstance(array, mx.array) else mx.array(array)
+        return memory if isinstance(memory, mx.array) else mx.array(memory)
+
+    def _fresh(self, size: int) -> mx.array | np.ndarray:
+        """Memory of a size in bytes, uint8 (rows, columns): MLX's dimensions have 31 bits."""
+        columns = min(size & -size, 1 << 20) or MOST_ITEM_BYTES
+        # Evaluated, and made without a stream: a stream belongs to the thread that made it.
+        if not host_writes():
+            return np.empty((size // columns, columns), np.uint8)
+        zeros = self._zeros
+        if zeros.nbytes < size:
+            self._zeros = zeros = np.zeros(size, np.uint8)
+        return mx.array(zeros[:size].reshape(-1, columns))
+
+    def _scratch(self) -> np.ndarray:
+        """Memory of this thread, uint8 (WIDENED_BYTES,), that the system need not make anew."""
+        if not hasattr(self._own, "scratch"):
+            self._own.scratch = np.empty(WIDENED_BYTES, np.uint8)
+        return self._own.scratch
+
+    def _widen(self, view: memoryview, job: Job) -> None:
+        """Reads 16-bit floats, piece by piece while the processor has them at hand, and writes
+        float32, which represents all of them."""
+        floats, done = np.frombuffer(view, np.float32), 0
+        scratch = self._scratch()
+        for path, start, stop in job.spans:
+            for first in range(start, stop, WIDENED_BYTES):
+                span = Span(path, first, min(first + WIDENED_BYTES, stop))
+                piece = scratch[: span.stop - first]
+                self._raw.fill(piece.data, [span], lambda: self._closed)
+                if self._closed:
+                    return
+                into = floats[done : done + piece.nbytes // 2]
+                done += into.size
+                if job.dtype == "BF16":
+                    np.left_shift(piece.view("<u2"), 16, out=into.view(np.uint32), dtype=np.uint32)
+                else:
+                    into[...] = piece.view("<f2")
 
     def _hold(self, count: int) -> None:
         self.held_bytes += count
-        self.watch(self.held_bytes)
         if count < 0:
             self._work.notify_all()  # there is room again
 
     def _forget(self, flight: _Flight) -> None:
-        if self._flights.get(flight.job.spans) is flight:
-            del self._flights[flight.job.spans]
+        if self._flights.get(flight.job) is flight:
+            del self._flights[flight.job]
 
     def _drop(self, flight: _Flight) -> None:
         """Nobody wants it: it is not begun, or thrown away."""
@@ -221,17 +310,39 @@ class Reader:
                         self._done.wait()
                 if not isinstance(flight.outcome, mx.array):
                     raise flight.outcome or CancelledError("the files are closed")
-                # In the dtype that numpy may not have; an array of its own for each who asks.
-                arrays.append(flight.outcome.view(DTYPES[flight.job.dtype][1]))
+                # An array of its own for each who asks.
+                array = flight.outcome.view(flight.job.result_dtype)
+                arrays.append(array.reshape(flight.job.shape))
             return arrays
 
-    def release(self, flights: Iterable[_Flight]) -> None:
-        """One request wants them no longer."""
+    def release(self, flights: Iterable[_Flight]) -> list[mx.array]:
+        """One request wants them no longer. Returns the memory that nobody else reads from."""
+        memory = []
         with self._work:
             for flight in flights:
                 flight.users -= 1
                 if not flight.users and (flight.outcome is not None or not flight.begun):
+                    if isinstance(flight.outcome, mx.array):
+                        memory.append(flight.outcome)
                     self._drop(flight)
+        return memory
+
+    def give_back(self, memory: Iterable[mx.array]) -> None:
+        """Takes memory, uint8 (rows, columns), to read into again. Nothing may be computed any more
+        of what was read there."""
+        if not host_writes():
+            return
+        with self._work:
+            for array in memory:
+                if 0 < array.nbytes <= self.ahead_bytes - self.held_bytes:
+                    self._spare.append(array)
+                    self._hold(array.nbytes)
+
+    def drop_spare(self) -> None:
+        """Lets the memory go that was given back."""
+        with self._work:
+            while self._spare:
+                self._hold(-self._spare.pop().nbytes)
 
     def close(self) -> None:
         """Drops what has not begun, stops what has, and waits for the threads. May be called
@@ -254,6 +365,7 @@ class Request(Generic[Result]):
     def __init__(self, reader: Reader, flights: dict[Any, _Flight], finish: Callable):
         self._reader, self._finish = reader, finish
         self._flights: dict[Any, _Flight] | None = flights
+        self._memory: list[mx.array] = []
         self.nbytes = sum(flight.nbytes for flight in flights.values())
 
     def result(self) -> Result:
@@ -267,7 +379,14 @@ class Request(Generic[Result]):
             arrays = self._reader.take(flights.values())
             return self._finish(dict(zip(flights, arrays)))
         finally:
-            self.cancel()
+            self._flights = None
+            self._memory = self._reader.release(flights.values())
+
+    def give_back(self) -> None:
+        """What was read there is not needed any more, by nobody who took it: its memory is to be
+        used again, which spares the system to make it anew for every layer that passes."""
+        memory, self._memory = self._memory, []
+        self._reader.give_back(memory)
 
     def cancel(self) -> None:
         """Wants it no longer. May be called again."""

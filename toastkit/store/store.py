@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ from toastkit.store.skeleton import (
     quantise_modules,
 )
 from toastkit.store.tied import has_own_head, untied
+
+WIDENED = ("BF16", "F16")  # as safetensors names them
 
 
 class Store:
@@ -177,20 +180,29 @@ class Store:
         return self.request(names, at_once=True).result()
 
     def request(
-        self, names: Iterable[str], priority: int = NOW, at_once: bool = False
+        self,
+        names: Iterable[str],
+        priority: int = NOW,
+        at_once: bool = False,
+        widen: Container[str] = (),
+        lazy: bool = False,
     ) -> Request[dict[str, mx.array]]:
         """Begins to read and returns at once; the result is that of `read`, and is to be taken in a
         thread that computes. priority: NOW, or AHEAD for what nobody waits for yet. at_once: see
-        Reader.request."""
+        Reader.request. widen: names of which 16-bit floats become float32 as they are read, where
+        they lie in the files as they are; the others keep the stored dtype. lazy: the result need
+        not be evaluated, because who asked does it."""
         self._unread = None
         origins = {name: self._origin(name) for name in names}
         jobs: dict[Any, Job] = {}
-        for origin in origins.values():
+        for name, origin in origins.items():
             if isinstance(origin, Made):
                 jobs.update((Stored(part), self._job(Stored(part))) for part in origin.parts)
             elif origin is not None:
-                jobs[origin] = self._job(origin)
-        return self.reader.request(jobs, partial(self._finish, origins), priority, at_once)
+                job = self._job(origin)
+                widened = job.dtype in WIDENED and name in widen
+                jobs[name] = replace(job, widened=widened)
+        return self.reader.request(jobs, partial(self._finish, origins, lazy), priority, at_once)
 
     def _job(self, origin: Stored | Stacked, start: int = 0, stop: int | None = None) -> Job:
         """What reads a tensor, or rows start:stop of it."""
@@ -202,9 +214,11 @@ class Store:
         _, entry = self._raw.place(parts[0])
         return Job(tuple(map(self._raw.span, parts)), entry.dtype, (len(parts), *entry.shape))
 
-    def _finish(self, origins: dict[str, Any], read: dict[Any, mx.array]) -> dict[str, mx.array]:
+    def _finish(
+        self, origins: dict[str, Any], lazy: bool, read: dict[Any, mx.array]
+    ) -> dict[str, mx.array]:
         """The tensors, of what was read for them."""
-        found = {name: read[origin] for name, origin in origins.items() if origin in read}
+        found = {name: read[name] for name in origins if name in read}
         layers: dict[int | None, list[str]] = {}
         for name, origin in origins.items():
             if isinstance(origin, Made):
@@ -217,7 +231,8 @@ class Store:
             whole = self.load()
             found.update((n, whole[n]) for n, origin in origins.items() if origin is None)
             del whole
-        self.evaluate(found)
+        if not lazy:
+            self.evaluate(found)
         return {name: found[name] for name in origins}
 
     def evaluate(self, arrays: Any) -> None:
@@ -228,6 +243,15 @@ class Store:
         except RuntimeError as error:
             reason = str(error).strip().split("\n")[0]
             raise DataError(f"{self.files.name}: cannot read the weights: {reason}") from error
+
+    @property
+    def keeps_cached(self) -> bool:
+        """Whether what is read from now on may stay in the system's cache of files."""
+        return self._raw.cached
+
+    @keeps_cached.setter
+    def keeps_cached(self, kept: bool) -> None:
+        self._raw.cached = kept
 
     def tensor(self, name: str) -> mx.array:
         """One tensor, evaluated."""
@@ -269,6 +293,11 @@ class Store:
         """The stored names of a module's parameters in a gear ("low", "mid"), which `read` and
         `request` take too; none where it was not baked in that gear."""
         return self._raw.below(f"{GEAR_PREFIX}{gear}.{path}.")
+
+    @property
+    def has_baked_gears(self) -> bool:
+        """Whether any gear is stored beside the originals."""
+        return bool(self._raw.below(GEAR_PREFIX))
 
     def module(self, path: str, precision: str | None = None) -> dict[str, mx.array]:
         """The parameters below a module path, by full name, evaluated. precision: "low" or "mid"

@@ -43,7 +43,7 @@ class _Child:
     def __init__(self) -> None:
         self._owner = os.getpid()
         self._socket, theirs = socket.socketpair()
-        command = [sys.executable, "-I", "-S", "-c", _BOOT, *_package_roots()]
+        command = [sys.executable, "-I", "-S", "-c", _BOOT, *package_roots()]
         variables = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         failed = UnavailableError("cannot start the process that renders templates")
         try:
@@ -120,7 +120,7 @@ def _resident(pid: int) -> int:
         return 0
 
 
-def _package_roots() -> list[str]:
+def package_roots() -> list[str]:
     """Where the child finds what it imports beside the standard library."""
     from importlib.util import find_spec
 

@@ -10,6 +10,7 @@ a text model drops. The tables of names are in dense.py, experts.py and recurren
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 from . import dense, experts, quantised, recurrent
@@ -39,4 +40,10 @@ NAMES = tuple(MAKERS)
 
 def write_published(path: Path, name: str) -> Path:
     """A new directory with the checkpoint of that name (one of NAMES). Returns the directory."""
-    return write_checkpoint(path, MAKERS[name]())
+    return write_checkpoint(path, checkpoint(name))
+
+
+@lru_cache
+def checkpoint(name: str) -> Checkpoint:
+    """The checkpoint of that name: one object, so that its tensors are drawn once."""
+    return MAKERS[name]()

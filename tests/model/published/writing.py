@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,7 +23,7 @@ OWN_DTYPES = {"A_log": "F32", "dt_bias": "F32", ".inv_freq": "F32"}
 PACKED = ("_blocks", "_scales")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
     """config: config.json. shapes: by tensor name. dtype: of most tensors, a key of DTYPES.
     shards: files; more than one have an index. norms_around_zero: the layer adds the one.
@@ -61,6 +62,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> Path:
     return path
 
 
+@lru_cache(maxsize=32)
 def random_tensors(checkpoint: Checkpoint) -> dict[str, mx.array]:
     """The same values every time, large enough that the logits have clear winners."""
     made = {

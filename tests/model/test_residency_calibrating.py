@@ -1,0 +1,89 @@
+"""A device is measured on the embedded model: what comes of it, in how much memory, and that it
+leaves nothing changed."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("mlx.core")
+
+from toastkit.engine import calibrating
+from toastkit.engine.calibrating import measure
+from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
+from toastkit.errors import DataError
+from toastkit.model.locate import locate
+from toastkit.residency.calibration import about, load, save
+from toastkit.residency.predict import predict
+from toastkit.residency.residency_options import ResidencyOptions
+
+
+class Opener:
+    """Opens crumb with so many layers that stay, and remembers the engines."""
+
+    def __init__(self) -> None:
+        self.opened: list[tuple[int, Engine]] = []
+
+    def __call__(self, count: int) -> Engine:
+        residency = ResidencyOptions("layers", count)
+        engine = open_engine(locate("crumb"), dtype="float32", residency=residency)
+        self.opened.append((count, engine))
+        return engine
+
+
+def test_a_measurement_is_kept_and_read_again(homes) -> None:
+    opener, told = Opener(), []
+    found = measure(opener, told.append)
+    (none, first), (few, _) = opener.opened
+    assert (none, few) == (0, calibrating.STAYING) and len(told) == 3
+    assert first.residency is not None
+    sizes = first.residency.sizes
+    assert len(found.token) == len(found.chunk_token) == len(sizes.layers) == 8
+    assert all(seconds > 0 for seconds in found.token) and found.cached.rate > found.cold.rate / 50
+    assert 0 < found.stays <= 1 and found.outside_token > 0
+    of = about("cpu", "float32", sizes.outside, sizes.layers)
+    assert load(of) is None
+    save(of, found)
+    assert load(of) == found
+    assert load(about("cpu", "bfloat16", sizes.outside, sizes.layers)) is None
+    told_of = predict(sizes.layers, found, range(8), cached=True, prompt=9, chunk=4)
+    assert 0 < told_of.token < told_of.prompt
+
+
+def test_a_pass_of_many_layers_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the layers that did not run are taken to be like those of their size."""
+    monkeypatch.setattr(calibrating, "LITTLE_BYTES", 0)
+    monkeypatch.setattr(calibrating, "FEW_LAYERS", 3)
+    opener = Opener()
+    found = measure(opener)
+    ((_, engine),) = opener.opened  # no memory for any that stay
+    assert found.stays == 1.0 and len(found.token) == 8
+    assert len(set(found.token)) < 8 == len(engine.model.layers)
+
+
+def test_it_leaves_the_engine_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    opener = Opener()
+    engine = opener(0)
+    streams, store = engine.holdings.streams, engine.holdings.store
+    before = streams.most_ahead, store.keeps_cached
+    closed = []
+    monkeypatch.setattr(engine, "close", lambda: closed.append(engine))
+    monkeypatch.setattr(calibrating, "STAYING", 0)
+    measure(lambda count: engine)
+    assert (streams.most_ahead, store.keeps_cached) == before and closed == [engine]
+    streams.watch(0)  # nobody is told
+
+
+def test_a_file_that_goes_away_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    opener = Opener()
+
+    def broken(*_) -> None:
+        raise DataError("its files have changed")
+
+    def opened(count: int) -> Engine:
+        engine = opener(count)
+        monkeypatch.setattr(engine.holdings, "bring", broken)
+        return engine
+
+    with pytest.raises(DataError, match="have changed"):
+        measure(opened)

@@ -1,0 +1,298 @@
+"""Layers that come and go: the results of a model that stays, to the bit; nothing left behind; each
+read once a pass, in order; a pass that fails leaves everything as it was."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toastkit.engine.batch import Batch
+from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
+from toastkit.engine.state import ModelState
+from toastkit.errors import UsageError
+from toastkit.gears.gear_options import GearOptions
+from toastkit.holdings.policy import Wish
+from toastkit.model.config import load_config
+from toastkit.model.locate import locate
+from toastkit.residency.residency_options import PLACEMENTS, ResidencyOptions
+from toastkit.residency.residency_policy import ResidencyPolicy
+from toastkit.session.directory import Session
+from toastkit.store.bake import bake
+from toastkit.store.store import Store
+
+PROMPT = [5 + 7 * n % 4000 for n in range(24)]
+NEXT = [11, 12, 13, 14]
+MIB = 1 << 20
+MODEL = "a" * 64  # the fingerprint that sessions are kept for
+
+
+def streaming(
+    kind: str = "layers", amount: float = 0, path: Path | str = "crumb", **rest
+) -> Engine:
+    """An engine of which so much stays."""
+    gears = rest.pop("gears", None)
+    options = ResidencyOptions(kind, amount, **rest)
+    return open_engine(locate(str(path)), dtype="float32", residency=options, gear_options=gears)
+
+
+def read_prompt(engine: Engine) -> ModelState:
+    state = ModelState(engine.new_cache())
+    for _ in engine.reading(state, PROMPT, lambda: 16):
+        pass
+    return state
+
+
+def answer(engine: Engine, before: Callable[[int], Wish] = lambda n: Wish()) -> list[mx.array]:
+    """Logits after the prompt and after each token that follows."""
+    state = read_prompt(engine)
+    found = [state.logits]
+    for n, token in enumerate(NEXT):
+        engine.consume(state, token, before(n))
+        found.append(state.logits)
+    mx.eval(found)
+    return found
+
+
+def alike(a: list[mx.array], b: list[mx.array]) -> bool:
+    return len(a) == len(b) and all(mx.array_equal(x, y).item() for x, y in zip(a, b))
+
+
+def layer_bytes(engine: Engine, index: int) -> int:
+    return engine.ledger.of(f"layer.{index}")
+
+
+@pytest.fixture(scope="module")
+def expected(crumb) -> list[mx.array]:
+    return answer(crumb)
+
+
+@settings(max_examples=6, deadline=None)
+@given(count=st.integers(0, 8), placement=st.sampled_from(PLACEMENTS))
+def test_results_are_those_of_a_model_that_stays(expected, count: int, placement: str) -> None:
+    engine = streaming("layers", count, placement=placement)
+    assert alike(answer(engine), expected)
+    assert len(engine.residency.resident) == count
+    here = [index for index in range(8) if layer_bytes(engine, index)]
+    assert here == sorted(engine.residency.resident)
+    engine.close()
+    assert engine.ledger.of("reading") == 0
+
+
+def soon(holds: Callable[[], bool]) -> bool:
+    """Whether something comes to hold, because reader threads are at work."""
+    for _ in range(100):
+        if holds():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def agree(engine: Engine, base: int) -> bool:
+    """The ledger and MLX, but for `base` bytes."""
+    total = engine.ledger.total
+    return soon(lambda: abs(mx.get_active_memory() - base - total()) < MIB // 4)
+
+
+def test_what_was_dropped_has_left(crumb) -> None:
+    """The account, MLX's figures and the module tree agree before, between and after."""
+    answer(crumb)  # what MLX keeps for itself is there by now
+    gc.collect()
+    base = mx.get_active_memory()
+    engine = streaming("layers", 2, placement="first")
+    sizes = engine.residency.sizes
+    state = read_prompt(engine)
+    for token in NEXT:
+        engine.consume(state, token)
+        mx.eval(state.logits)
+        assert agree(engine, base + state.logits.nbytes)
+    resident = sizes.outside + sum(sizes.layers[:2])
+    window = engine.ledger.of("reading")
+    assert window <= 5 * max(sizes.layers)  # read ahead, and memory to read into
+    held = resident + engine.ledger.of("cache")
+    assert soon(lambda: engine.ledger.total() == held + engine.ledger.of("reading"))
+    engine.holdings.streams.forget_ahead()
+    del state
+    gc.collect()
+    assert soon(lambda: engine.ledger.total() == resident)  # what has begun is read to its end
+    assert agree(engine, base)
+    engine.close()
+
+
+def test_a_pass_reads_each_absent_layer_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = streaming("layers", 3, placement="first")
+    store = engine.holdings.store
+    of_layer = [sum(map(store.nbytes, store.layer_names(i))) for i in range(8)]
+    ran: list[int] = []
+    bring = type(engine.holdings).bring
+    monkeypatch.setattr(
+        type(engine.holdings),
+        "bring",
+        lambda self, reading: (ran.append(reading.moves[0][0].layer), bring(self, reading))[1],
+    )
+    opened = store.reader.bytes_read
+    state = read_prompt(engine)  # two chunks, and the last token
+    ahead = store.reader.bytes_read - opened - 3 * sum(of_layer[3:])
+    assert ran == [*range(3, 8)] * 3
+    assert 0 <= ahead <= 4 * max(of_layer)  # of the pass that comes
+    for token in NEXT:
+        engine.consume(state, token)
+    assert ran == [*range(3, 8)] * 7
+    engine.holdings.streams.forget_ahead()
+    assert store.reader.bytes_read - opened <= 7 * sum(of_layer[3:]) + 4 * max(of_layer)
+    report = engine.residency.report()
+    assert report["passes"] == 35 and report["resident"] == 3 and report["layers"] == 8
+    engine.close()
+
+
+def test_streamed_layers_have_gears(crumb, tmp_path: Path) -> None:
+    """A baked low gear is read instead of the originals; gears change in the middle."""
+    path = tmp_path / "baked.toast"
+    files = locate("crumb")
+    bake(Store(files, load_config(files)), path, gears=("low",))
+    options = GearOptions("auto", scope="all")
+    gears = ["high", "low", "low", "high"]
+    resident = open_engine(locate(str(path)), dtype="float32", gear_options=options)
+    wanted = answer(resident, lambda n: Wish(gears[n]))
+    engine = streaming(path=path, gears=options)
+    assert alike(answer(engine, lambda n: Wish(gears[n])), wanted)
+
+    def token_bytes(gear: str) -> int:
+        engine.shift(gear)
+        engine.holdings.streams.forget_ahead()
+        state = ModelState(engine.new_cache())
+        engine.consume(state, 5, Wish(gear))
+        before = engine.holdings.store.reader.bytes_read
+        engine.consume(state, 5, Wish(gear))
+        mx.eval(state.logits)
+        engine.holdings.streams.forget_ahead()
+        return engine.holdings.store.reader.bytes_read - before
+
+    assert token_bytes("low") < 0.45 * token_bytes("high")  # of 16 bits, norms and scales included
+    resident.close()
+    engine.close()
+
+
+# ------------------------------------------------------------------------------------ how many stay
+
+
+def test_a_budget_holds_everything() -> None:
+    """From the least that will do: the account never passes it. Below that: the number."""
+    policy = streaming().residency
+    sizes, least = policy.sizes, policy.least
+    whole = sizes.outside + sum(sizes.layers)
+    for budget in (least, (least + whole) // 2, whole + 8 * MIB):
+        engine = streaming("bytes", budget)
+        state = read_prompt(engine)
+        for token in NEXT:
+            engine.consume(state, token)
+            assert engine.ledger.total() <= budget
+        if budget == whole + 8 * MIB:
+            assert len(engine.residency.resident) == engine.residency.layers
+        engine.close()
+    with pytest.raises(UsageError, match=r"needs (\d+)M at least") as caught:
+        streaming("bytes", least // 2)
+    assert int(caught.value.message.split("needs ")[1].split("M")[0]) == -(-least // MIB)
+
+
+def test_layers_give_way_to_caches(crumb) -> None:
+    """A context that outgrows what was kept for it: results stay, the budget too."""
+    sizes = streaming().residency.sizes
+    budget = sizes.outside + sum(sizes.layers[:4]) + 2 * max(sizes.layers) + sizes.cache_fixed
+    budget += int(sizes.cache_per_token * 1024) + MIB
+    engine = streaming("bytes", budget)
+    first = len(engine.residency.resident)
+    states = [read_prompt(engine) for _ in range(8)]
+    wanted = answer(crumb)[1]
+    for state in states:
+        engine.consume(state, NEXT[0])
+        assert mx.array_equal(state.logits, wanted).item()
+    assert engine.residency.report()["shed"] > 0 and len(engine.residency.resident) < first
+    assert engine.ledger.total() <= budget
+    engine.close()
+
+
+class Readings:
+    """Bytes of available memory, as somebody says."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def __call__(self) -> int:
+        return self.count
+
+
+def test_layers_follow_memory(expected, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go when memory is short, all at a warning, and come back; never a result changes."""
+    from toastkit.residency import residency_policy
+
+    monkeypatch.setattr(residency_policy, "CHECK_TOKENS", 1)
+    readings = Readings(4 << 30)
+    files = locate("crumb")
+    policy = ResidencyPolicy(ResidencyOptions("auto"), readings)
+    engine = Engine(Store(files, load_config(files)), [policy], dtype="float32")
+    counts, state, tokens = [], read_prompt(engine), iter(NEXT * 20)
+
+    def run(steps: int) -> int:
+        for _ in range(steps):
+            engine.consume(state, next(tokens))
+            counts.append(len(policy.resident))
+        return counts[-1]
+
+    assert run(2) == 8
+    readings.count = 200 * MIB
+    assert run(1) == 6 and run(1) == 4  # a quarter, then a quarter of six
+    readings.count = 4 << 30
+    assert run(12) == 5  # one below where it was too much
+    policy.memory_warning()
+    assert run(1) == 0
+    assert run(10) <= 4
+    report = policy.report()
+    assert report["shed"] >= 8 and report["grown"] >= 1
+    state = read_prompt(engine)
+    for n, token in enumerate(NEXT):
+        engine.consume(state, token)
+        assert mx.array_equal(state.logits, expected[n + 1]).item()
+    engine.close()
+
+
+# ------------------------------------------------------------------------------------- together
+
+
+def test_states_step_together_over_streamed_layers(crumb) -> None:
+    """One reading of the layers for all of them."""
+    results = []
+    for engine in (crumb, streaming()):
+        states = [read_prompt(engine), ModelState(engine.new_cache())]
+        engine.consume(states[1], 17)
+        batch = Batch(engine)
+        batch.join(states)
+        for token in NEXT:
+            batch.step([token, token + 1])
+        mx.eval([state.logits for state in states])
+        results.append([state.logits for state in states])
+    assert alike(*results)
+    assert engine.residency.report()["passes"] == 8 * (3 + 1 + len(NEXT))
+    engine.close()
+
+
+def test_a_session_goes_on_with_other_layers(crumb, expected, tmp_path: Path) -> None:
+    """Kept by a model that streams, restored by one that does not, and the other way round."""
+    for n, (writer, reader) in enumerate(((streaming(), crumb), (crumb, streaming("layers", 4)))):
+        session = Session.open(tmp_path / str(n), MODEL)
+        state = read_prompt(writer)
+        state.session = session
+        writer.consume(state, NEXT[0])
+        state.commit()
+        back, count = reader.restore(session, [*PROMPT, NEXT[0]])
+        assert count == len(PROMPT) + 1
+        reader.consume(back, NEXT[1])
+        assert mx.array_equal(back.logits, expected[2]).item()
+        state.close()

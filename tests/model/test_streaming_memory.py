@@ -1,0 +1,100 @@
+"""A model beside a real memory hog, in a real cgroup: layers go before the system has to swap or to
+kill, come back when there is room, and the answer is the one of a model that stayed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cgroups import memory_group
+
+MIB = 1 << 20
+# Says how many layers stay after so many tokens, and what follows; ends with the tokens.
+MODEL = """
+import os, sys
+open(sys.argv[1], "w").write(str(os.getpid()))
+import mlx.core as mx
+from toastkit.engine.opening import open_engine
+from toastkit.engine.state import ModelState
+from toastkit.model.locate import locate
+from toastkit.residency import residency_policy
+from toastkit.residency.residency_options import ResidencyOptions
+residency_policy.CHECK_TOKENS = 4
+engine = open_engine(locate("crumb"), dtype="float32", residency=ResidencyOptions("auto"))
+state = ModelState(engine.new_cache())
+for _ in engine.reading(state, [1, 2, 3]):
+    pass
+for line in sys.stdin:
+    for _ in range(int(line)):
+        engine.consume(state, int(mx.argmax(state.logits).item()))
+    print(len(engine.residency.resident), flush=True)
+print(*state.tokens, flush=True)
+"""
+HOG = """
+import os, sys
+open(sys.argv[1], "w").write(str(os.getpid()))
+held = bytearray(b"x") * int(sys.argv[2])
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+def child(code: str, *words: str) -> subprocess.Popen:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *words], stdin=pipe, stdout=pipe, stderr=pipe, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+
+
+def ask(model: subprocess.Popen, tokens: int) -> int:
+    """How many layers stay after so many more tokens."""
+    assert model.stdin is not None and model.stdout is not None
+    model.stdin.write(f"{tokens}\n")
+    model.stdin.flush()
+    line = model.stdout.readline()
+    if not line:
+        errors = model.communicate()[1]
+        if "PermissionError" in errors:
+            pytest.skip("no process can be moved into the cgroup")
+        raise AssertionError(f"exit {model.returncode}: {errors}")
+    return int(line)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
+def test_a_hog_comes_and_goes(crumb) -> None:
+    from toastkit.engine.state import ModelState
+
+    with memory_group(1200 * MIB) as group:
+        procs = str(group / "cgroup.procs")
+        model = child(MODEL, procs)
+        hog = None
+        try:
+            assert ask(model, 1) == 8
+            hog = child(HOG, procs, str(900 * MIB))
+            assert hog.stdout is not None and hog.stdout.readline() == "there\n"
+            low = ask(model, 8)
+            assert low < 8
+            hog.communicate()
+            back = ask(model, 40)
+            assert low < back < 8
+            assert model.stdin is not None
+            out, err = model.communicate(timeout=60)
+            assert model.returncode == 0, err
+        finally:
+            for process in (model, hog):
+                if process is not None:
+                    process.kill()
+                    process.communicate()
+    import mlx.core as mx
+
+    state = ModelState(crumb.new_cache())
+    for _ in crumb.reading(state, [1, 2, 3]):
+        pass
+    for _ in range(49):
+        crumb.consume(state, int(mx.argmax(state.logits).item()))
+    assert list(map(int, out.split())) == state.tokens

@@ -1,0 +1,70 @@
+"""What fits into a memory: what would stay is what --resident has stay, and a refusal's number
+works."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toastkit.errors import UsageError
+from toastkit.residency.residency_options import PLACEMENTS, PRIORITIES
+from toastkit.residency.residency_plan import Memory, ResidencyPlan, plan_residency
+from toastkit.residency.sizing import RUNTIME, Sizes, adaptive, cache_reserve, fitting, minimum
+
+MB = 1 << 20
+MODEL = Sizes(100 * MB, (50 * MB,) * 8, 1000.0, MB)
+models = st.builds(
+    Sizes, st.integers(0, 10**9),
+    st.lists(st.integers(1, 10**8), min_size=1, max_size=9).map(tuple),
+    st.floats(0, 1e5), st.integers(0, 10**7),
+)  # fmt: skip
+
+
+def planned(size: int, given: bool = True, model: Sizes = MODEL, **rest) -> ResidencyPlan:
+    return plan_residency("m", model, Memory(size, given), longest=32768, **rest)
+
+
+def test_all_layers_stay_where_they_fit() -> None:
+    found = planned(2000 * MB)
+    assert (found.resident, found.filled, found.layers) == (8, 8, 8)
+    assert found.weights == 500 * MB and found.staying == frozenset(range(8))
+    assert (found.context, found.cache) == (1024, MB + 1024 * 1000) and found.cache == found.reserve
+
+
+def test_a_long_context_takes_the_place_of_layers() -> None:
+    found = planned(410 * MB, context=32768)
+    assert found.cache == MB + 32768 * 1000 and found.reserve == MB + 1024 * 1000
+    assert found.filled < found.resident
+
+
+def test_what_it_says_is_what_resident_does() -> None:
+    for where in PLACEMENTS:
+        for priority in PRIORITIES:
+            reserve = cache_reserve(MODEL, priority, 32768)
+            for size in (350 * MB, 477 * MB, 3000 * MB):
+                found = planned(size, True, priority=priority, placement=where)
+                assert found.resident == fitting(MODEL, size, reserve, where)
+                found = planned(size + RUNTIME, False, priority=priority, placement=where)
+                assert found.resident == adaptive(MODEL, size + RUNTIME, reserve, where)
+
+
+@given(models, st.integers(1, 32768), st.booleans())
+def test_the_number_of_a_refusal_works(model: Sizes, context: int, fixed: bool) -> None:
+    with pytest.raises(UsageError) as caught:
+        planned(0, fixed, model, context=context)
+    (number,) = re.findall(r"needs ([0-9]+)M at least", caught.value.message)
+    found = planned(int(number) * MB, fixed, model, context=context)
+    least = min(minimum(model), model.outside + sum(model.layers) + model.cache_fixed)
+    assert found.least >= least and found.filled <= found.resident
+    with pytest.raises(UsageError):
+        planned((int(number) - 1) * MB, fixed, model, context=context)
+
+
+def test_a_refusal_says_what_there_is() -> None:
+    with pytest.raises(UsageError, match="^--mem 100M: m needs 202M at least, with 10 tokens"):
+        planned(100 * MB, context=10)
+    with pytest.raises(UsageError, match="^100M of memory are available: m needs 352M at least"):
+        planned(100 * MB, False, context=10)

@@ -1,0 +1,139 @@
+"""A pass with absent layers, played through: by hand, within its bounds, and never slower for more
+memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toastkit.residency.placement import placed
+from toastkit.residency.predict import (
+    Calibration,
+    Source,
+    depth,
+    fitted_slowdown,
+    pass_seconds,
+    predict,
+)
+from toastkit.residency.residency_options import PLACEMENTS
+
+seconds = st.floats(1e-3, 10.0)
+shares = st.floats(0, 1)
+layers = st.lists(st.tuples(seconds, seconds, st.booleans()), min_size=1, max_size=12)
+ahead = st.none() | st.integers(1, 5)
+
+
+def measured(count: int, compute: float = 0.5, **rest: float) -> Calibration:
+    source = Source(rate=10.0, token=0.0, chunk=0.0)
+    found = Calibration(
+        (compute,) * count, (compute,) * count, (0.1,) * count, 1.0, 0.5, 1.0, source,
+        replace(source, rate=5.0),
+    )  # fmt: skip
+    return replace(found, **rest)
+
+
+# ------------------------------------------------------------------------------------------ by hand
+
+
+def test_nothing_is_read_where_all_stay() -> None:
+    assert pass_seconds([None] * 3, [1.0, 2.0, 3.0], 0.5, 1.0) == 6.5
+    assert pass_seconds([], [], 0.5, 1.0) == 0.5
+
+
+def test_the_slower_of_the_two_decides() -> None:
+    assert pass_seconds([1.0] * 8, [2.0] * 8, 1.0, 0.0) == pytest.approx(17.0)
+    # Reading goes on while what is outside the layers runs.
+    assert pass_seconds([2.0] * 8, [1.0] * 8, 2.0, 0.0) == pytest.approx(16.0)
+
+
+def test_what_disturbs_each_other_takes_as_long_as_one_after_the_other() -> None:
+    assert pass_seconds([2.0] * 8, [1.0] * 8, 1.0, 1.0) == pytest.approx(25.0)
+
+
+def test_a_layer_that_is_the_only_one_is_not_read_while_it_runs() -> None:
+    assert pass_seconds([4.0, None], [1.0, 1.0], 1.0, 0.0) == pytest.approx(1.0 + 4.0)
+    assert pass_seconds([4.0], [3.0], 0.0, 0.0) == pytest.approx(7.0)
+
+
+def test_layers_that_stay_run_with_the_next_streamed_one() -> None:
+    """Which has been read before the pass begins; two more are read while they run."""
+    reads = [None] * 4 + [3.0] * 4
+    assert pass_seconds(reads, [1.0] * 8, 1.0, 0.0, ahead=2) == pytest.approx(12.0)
+
+
+def test_one_layer_is_read_ahead_where_reading_is_faster() -> None:
+    assert depth([(1.0, 2.0)] * 8, 10.0) == 1
+    # One that runs with those before it, which stay, says nothing of the others.
+    assert depth([(1.0, 20.0)] + [(1.0, 0.5)] * 7, 1.0) == 4
+    assert depth([(2.0, 1.0)] * 8, 3.0) == 3
+    assert depth([(2.0, 1.0)] * 2, 30.0) == 2
+
+
+# ------------------------------------------------------------------------------------------- always
+
+
+@given(layers, seconds, shares, ahead)
+def test_bounds(made: list, outside: float, slowdown: float, most: int | None) -> None:
+    """No less than the larger of reading and computing, and no more than one after the other."""
+    reads = [read if absent else None for read, _, absent in made]
+    computes = [compute for _, compute, _ in made]
+    found = pass_seconds(reads, computes, outside, slowdown, most)
+    reading, computing = sum(r or 0.0 for r in reads), sum(computes) + outside
+    # What is read ahead at the end of a pass and not at the end of the one before.
+    slack = 1e-6
+    assert max(reading, computing) - slack <= found <= reading + computing + slack
+
+
+@given(
+    st.integers(1, 12), seconds, seconds, seconds, shares, st.integers(2, 5),
+    st.sampled_from(PLACEMENTS[:2]),
+)  # fmt: skip
+def test_more_memory_is_never_slower(
+    count: int, read: float, compute: float, outside: float, slowdown: float, most: int, where: str
+) -> None:
+    def with_resident(number: int) -> float:
+        stay = placed(number, range(count), where)
+        reads = [None if i in stay else read for i in range(count)]
+        return pass_seconds(reads, [compute] * count, outside, slowdown, most)
+
+    # The last absent layer cannot be read while it runs: then one more that stays may be slower.
+    found = [with_resident(number) for number in range(count + 1) if number != count - 1]
+    for more, fewer in zip(found[1:], found):
+        assert more <= fewer * 1.001 + 1e-9
+
+
+@given(layers, seconds, shares)
+def test_a_slowdown_is_found_again(made: list, outside: float, slowdown: float) -> None:
+    reads, computes = [read for read, _, _ in made], [compute for _, compute, _ in made]
+    known = pass_seconds(reads, computes, outside, slowdown, 2)
+    found = fitted_slowdown(reads, computes, outside, known, 2)
+    assert pass_seconds(reads, computes, outside, found, 2) == pytest.approx(known, rel=1e-3)
+
+
+# -------------------------------------------------------------------------------------- predictions
+
+
+def test_a_prediction() -> None:
+    told = predict([10] * 4, measured(4), {0, 1}, cached=True, prompt=1, chunk=4)
+    assert told.reading == 2.0 and told.computing == 3.0
+    assert told.token == told.prompt and 3.0 <= told.token <= 5.0
+    slower = predict([10] * 4, measured(4), {0, 1}, cached=False, prompt=1, chunk=4)
+    assert slower.reading == 4.0 and slower.token > told.token
+
+
+def test_a_prompt_is_read_in_chunks_and_its_last_token_by_itself() -> None:
+    stay = range(4)
+    told = predict([10] * 4, measured(4), stay, cached=True, prompt=11, chunk=4)
+    chunk = 4 * (0.5 + 4 * 0.1) + 0.5
+    rest = 4 * (0.5 + 2 * 0.1) + 0.5
+    assert told.prompt == pytest.approx(2 * chunk + rest + told.token)
+
+
+def test_layers_that_stay_are_not_waited_for() -> None:
+    told = predict([10] * 4, measured(4, stays=0.5), range(4), cached=True, prompt=1, chunk=4)
+    assert told.token == pytest.approx(4 * 0.25 + 1.0)
+    assert math.isfinite(told.prompt)

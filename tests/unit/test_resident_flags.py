@@ -1,0 +1,247 @@
+"""--resident and its companions: what they take, what is refused, what a daemon is held to."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.fake_daemon import signals_put_back
+from tests.unit.mdoc import MAN, Page
+from toastkit.commands import cli, resident_flags
+from toastkit.commands.decode import decode
+from toastkit.commands.prefill import prefill
+from toastkit.commands.resident_flags import insisted, refuse_idle, residency_options
+from toastkit.commands.run_reports import counted_residency, tell_residency
+from toastkit.errors import UsageError
+from toastkit.interrupts import Signals
+from toastkit.residency import pressure
+from toastkit.residency.residency_options import (
+    PLACEMENTS,
+    PRIORITIES,
+    RESERVED_TOKENS,
+    ResidencyOptions,
+)
+
+GB = 1 << 30
+
+
+def context(*arguments: str) -> click.Context:
+    return prefill.make_context("toast-prefill", list(arguments))
+
+
+def options(*arguments: str) -> ResidencyOptions | None:
+    return residency_options(context(*arguments).params)
+
+
+# ----------------------------------------------------------------------------------------- parsing
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "amount"),
+    [
+        ("auto", "auto", 0), ("AUTO", "auto", 0), ("0", "layers", 0), ("12", "layers", 12),
+        (" 7 ", "layers", 7), ("999999999", "layers", 999999999), ("0%", "percent", 0),
+        ("50%", "percent", 50), ("33.3%", "percent", 33.3), ("100%", "percent", 100),
+        ("6G", "bytes", 6 * GB), ("6g", "bytes", 6 * GB), ("6GiB", "bytes", 6 * GB),
+        ("1.5G", "bytes", 3 * GB // 2), ("512M", "bytes", GB // 2), ("800mib", "bytes", 800 << 20),
+        ("64K", "bytes", 64 << 10), ("2T", "bytes", 2048 * GB), ("4096B", "bytes", 4096),
+    ],
+)  # fmt: skip
+def test_what_it_takes(word: str, kind: str, amount: float) -> None:
+    assert options("--resident", word) == ResidencyOptions(kind, amount)
+
+
+def test_all_is_no_residency_at_all() -> None:
+    assert options() is None and options("--resident", "all") is None
+    assert options("--resident", "All") is None
+
+
+NONSENSE = [
+    "-1", "101%", "100.001%", "1.5", "nan", "", " ", "%", "G", "+3", "1e3", "inf", "0x10", "5 %",
+    "-5%", "-1G", "1.2.3G", ".5G", "5.G", "6X", "6GG", "99999999T", "nan%", "\u0663", "autos",
+    "12,13", "1_000", "half", "9" * 40, "6 G", "iB",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", NONSENSE)
+def test_nonsense_is_a_usage_error(word: str) -> None:
+    with pytest.raises(click.BadParameter) as caught:
+        context("--resident", word)
+    message = caught.value.format_message()
+    assert len(message) < 200 and "\n" not in message and "--resident" in message
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_taken_or_refused(word: str) -> None:
+    try:
+        amount = resident_flags.Resident().convert(word, None, None)
+    except click.BadParameter:
+        return
+    made = ResidencyOptions(*amount)
+    assert made.amount >= 0 and (made.kind in ("all", "auto") or re.search("[0-9]", word))
+
+
+def test_variables() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOAST_RESIDENT", "auto")
+        patch.setenv("TOAST_PLACEMENT", "last")
+        patch.setenv("TOAST_PRIORITY", "max-tps")
+        assert options() == ResidencyOptions("auto", 0, "last", "max-tps")
+        assert options("--resident", "3") == ResidencyOptions("layers", 3, "last", "max-tps")
+        refuse_idle(context("--resident", "3"), context("--resident", "3").params)
+        patch.setenv("TOAST_RESIDENT", "most")
+        with pytest.raises(click.BadParameter, match="'most'"):
+            context()
+        patch.setenv("TOAST_RESIDENT", "")  # as if it were not there
+        assert options() is None
+
+
+def test_the_choices_are_those_of_the_policy() -> None:
+    known: dict[str, Any] = {p.name: p.type for p in decode.params}
+    assert tuple(known["placement"].choices) == PLACEMENTS
+    assert tuple(known["priority"].choices) == PRIORITIES
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--placement last", "--placement needs a --resident other than all"),
+        ("--placement first --resident all", "--placement needs a --resident other than all"),
+        ("--priority max-tps", "--priority is for --resident auto"),
+        ("--priority balanced --resident all", "--priority is for --resident auto"),
+        ("--priority max-context --resident 50%", "--priority is for --resident auto"),
+        ("--priority max-context --placement last --resident 2G", "--priority is for --resident"),
+    ],
+)
+def test_what_would_change_nothing(arguments: str, message: str) -> None:
+    made = context(*arguments.split())
+    with pytest.raises(UsageError, match=message):
+        refuse_idle(made, made.params)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["", "--resident all", "--resident auto --priority max-tps --placement last",
+     "--resident 3 --placement interleaved"],
+)  # fmt: skip
+def test_what_makes_sense(arguments: str) -> None:
+    made = context(*arguments.split())
+    refuse_idle(made, made.params)
+
+
+# ---------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        ("", None), ("--resident all", "all"), ("--resident 12", "12"), ("--resident 012", "12"),
+        ("--resident 50.0%", "50%"), ("--resident AUTO --priority balanced", "auto"),
+        ("--resident 1.5G", "1536M"), ("--resident 1536M", "1536M"),
+        ("--resident auto --priority max-tps", "auto --priority max-tps"),
+        ("--resident 4 --placement last", "4 --placement last"),
+        ("--resident 4 --placement interleaved", "4"),
+        ("--resident auto --priority max-context --placement first",
+         "auto --priority max-context --placement first"),
+    ],
+)  # fmt: skip
+def test_a_daemon_is_held_to_what_is_typed(arguments: str, setting: str | None) -> None:
+    made = context(*arguments.split())
+    assert insisted(made, made.params) == setting
+    if setting is not None:  # which says the same again
+        again = context("--resident", *setting.split())
+        assert insisted(again, again.params) == setting
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOAST_RESIDENT", "7")
+        by_variable = context()
+        assert insisted(by_variable, by_variable.params) is None
+
+
+# ----------------------------------------------------------------------------------------- reports
+
+REPORT = {"resident": 12, "layers": 24, "read": 3_100_000_000, "wait": 4.21, "compute": 5.59,
+          "passes": 9, "shed": 0, "grown": 0}  # fmt: skip
+
+
+def test_a_report_in_words(capsys: pytest.CaptureFixture) -> None:
+    line = "12 of 24 layers stay; 3.10 GB read, waited 4.2 s of 9.8 s"
+    assert counted_residency(REPORT) == line
+    moved = {**REPORT, "shed": 6, "grown": 1}
+    assert counted_residency(moved) == f"{line}; 6 given up, 1 taken back"
+    tell_residency({"residency": REPORT})
+    assert capsys.readouterr().err.endswith(f": residency: {line}\n")
+    for odd in ({}, {"residency": {}}, {"residency": 5}, {"residency": None}):
+        tell_residency(odd)
+    assert capsys.readouterr().err == ""
+
+
+def test_numbers_of_the_pages() -> None:
+    page = Page(MAN / "man1" / "toast-decode.1").words()
+    assert (pressure.SHED, pressure.CHECK_TOKENS) == (4, 64)
+    for said in (
+        f"at the beginning and every {pressure.CHECK_TOKENS} tokens",
+        f"Where less than {pressure.LOW >> 20} MB are left, a quarter of the layers",
+        f"where it is less than {pressure.CRITICAL >> 20} MB, all",
+        f"keys and values of {RESERVED_TOKENS['max-tps']} tokens, of "
+        f"{RESERVED_TOKENS['balanced']:,}, or of as many as the model can read",
+    ):
+        assert said in page, said
+
+
+# ------------------------------------------------------------------------------- memory warnings
+
+
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    with signals_put_back():
+        yield Signals()
+
+
+def test_memory_warnings_reach_who_heeds_them(signals: Signals) -> None:
+    told: list[int] = []
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    signals.on_memory_warning()
+    os.kill(os.getpid(), signal.SIGUSR1)  # while the model is loaded, say
+    os.kill(os.getpid(), signal.SIGUSR1)
+    signals.on_memory_warning(lambda: told.append(1))
+    assert told == [1]
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert told == [1, 1] and not signals and signals.code == 0
+    signals.on_memory_warning(lambda: told.append(2))
+    assert told == [1, 1]
+
+
+def test_who_ignores_the_signal_goes_on_ignoring_it(signals: Signals) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signals.on_memory_warning(lambda: pytest.fail("it was called"))
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+
+
+def test_the_end_of_a_command_leaves_the_signal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever heeded it does not die of it while Python shuts down; others as ever."""
+    monkeypatch.setattr(cli, "open_standard_streams", set)
+    with signals_put_back():
+        monkeypatch.setattr(cli, "_outcome", lambda *rest: Signals().code)
+        with pytest.raises(SystemExit):
+            cli.run(prefill)
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+        def heeding(*rest: Any) -> int:
+            Signals().on_memory_warning()
+            return 0
+
+        monkeypatch.setattr(cli, "_outcome", heeding)
+        with pytest.raises(SystemExit):
+            cli.run(prefill)
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN

@@ -1,0 +1,67 @@
+"""What the policies of a model have done, in words: lines of -v, and of a daemon's status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from toastkit.commands.cli import say
+
+if TYPE_CHECKING:
+    from toastkit.frames import Frame
+
+
+def told(frames: Iterable[Frame]) -> Iterator[Frame]:
+    """The frames; a line on stderr for what each policy did in each run."""
+    from toastkit.frames import End
+
+    for frame in frames:
+        if isinstance(frame, End):
+            tell(frame.extra)
+        yield frame
+
+
+def tell(reports: Mapping[str, Any]) -> None:
+    """A line on stderr for each policy's report among other things."""
+    for name, counted in COUNTED.items():
+        if name in reports:
+            say(f"{name}: {counted(reports[name])}")
+
+
+def tell_residency(stats: Mapping[str, Any]) -> None:
+    """The line for the residency in the stats of an answer. Those of a daemon of another version
+    may say other things."""
+    with suppress(KeyError, TypeError):
+        tell({"residency": stats["residency"]})
+
+
+def counted_gears(report: Mapping[str, Any]) -> str:
+    """A GearPolicy's report in words."""
+    from toastkit.model.info import human
+    from toastkit.stages.tally import counted
+
+    steps = ", ".join(f"{gear} {report[gear]}" for gear in ("low", "mid", "high"))
+    return (
+        f"{steps} steps; {counted(report['shifts'], 'shift')} in {report['seconds']:.3f} s; "
+        f"{human(report['bytes'])} on the device now"
+    )
+
+
+def counted_residency(report: Mapping[str, Any]) -> str:
+    """A ResidencyPolicy's report in words."""
+    from toastkit.model.info import human
+
+    wait, total = report["wait"], report["wait"] + report["compute"]
+    line = (
+        f"{report['resident']} of {report['layers']} layers stay; {human(report['read'])} read, "
+        f"waited {wait:.1f} s of {total:.1f} s"
+    )
+    moved = [(report["shed"], "given up"), (report["grown"], "taken back")]
+    if any(count for count, _ in moved):
+        line += "; " + ", ".join(f"{count} {what}" for count, what in moved)
+    return line
+
+
+COUNTED = {"gears": counted_gears, "residency": counted_residency}
+REPORTS = tuple(COUNTED)

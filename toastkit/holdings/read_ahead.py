@@ -1,0 +1,23 @@
+"""How many layers to read ahead, as a rule over seconds: what `streams` does, and what
+`residency.predict` plays through. Imports no MLX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+MOST_AHEAD = 4  # layers, where memory allows
+
+
+def layers_ahead(read: float, computes: Sequence[float], gap: float) -> int:
+    """One, where reading is the faster by layer. Else it must not pause: as many as can be read in
+    the longest time in which none is asked for. Layers that stay run with the streamed one after
+    them, which makes that one long, and says nothing of the others.
+
+    read: seconds of a layer's reading. computes: seconds of each streamed layer. gap: seconds in
+    which none of them runs.
+    """
+    if read <= median(computes):
+        return 1
+    return 1 + math.ceil(max(gap, *computes) / read)

@@ -1,0 +1,221 @@
+"""Layers that are brought before they run and dropped after it (paper 001, algorithm 1), the next
+ones being read meanwhile.
+
+A streamed layer changes its class and not its identity, like every module that changes its form: a
+layer that stays is the architecture's own, and costs nothing. What a layer computes is evaluated
+before its weights go, so that the memory they were in can be read into again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from toastkit.errors import ToastError
+from toastkit.holdings.holding import Holding
+from toastkit.holdings.read_ahead import MOST_AHEAD, layers_ahead
+from toastkit.holdings.weights import Reading, Weights
+from toastkit.store.reader import AHEAD, AHEAD_BYTES
+
+if TYPE_CHECKING:
+    from toastkit.holdings.holdings import Holdings
+
+
+@dataclass
+class StreamTimes:
+    """Of the streamed layers, since the beginning. layers: run. wait, compute: seconds, until a
+    layer was there and while it ran. by_layer: the last seconds of computing, by its index. gap:
+    the longest time, in seconds, between two of them in the last pass."""
+
+    layers: int = 0
+    wait: float = 0.0
+    compute: float = 0.0
+    by_layer: dict[int, float] = field(default_factory=dict)
+    gap: float = 0.0
+
+
+class Streams:
+    """The streamed layers of a model. layers: their indices, ascending. spare_bytes: that may be
+    used to read more than one layer ahead; None for as many as it takes. most_ahead: layers; with 0
+    each is read when it is to run. watch: is told of each layer that has run; what it raises ends
+    the pass. Used by one thread at a time, which is the one that computes."""
+
+    def __init__(self, holdings: Holdings, weights: Weights):
+        self._holdings, self._weights = holdings, weights
+        self._modules: Sequence[nn.Module] = holdings.store.model.layers
+        self._own: dict[int, type] = {}  # the classes that they had, by layer
+        self._parts: dict[int, list[Holding]] = {}
+        self._readings: dict[int, Reading] = {}
+        self._left: float | None = None  # when the last one was dropped
+        self._gap = 0.0
+        self._largest = 0  # of the streamed layers, in bytes
+        self.layers: list[int] = []
+        self.spare_bytes: int | None = None
+        self.most_ahead = MOST_AHEAD
+        self.watch: Callable[[int], None] = lambda index: None
+        self.times = StreamTimes()
+
+    def follow(self) -> None:
+        """Takes note of which modules are streamed now, and in which form."""
+        parts: dict[int, list[Holding]] = {}
+        for holding in self._holdings.modules.values():
+            if holding.form.streamed and holding.layer is not None:
+                parts.setdefault(holding.layer, []).append(holding)
+        for index in set(self._parts).difference(parts):
+            module = self._modules[index]
+            module.__class__ = self._own.pop(index)
+            for name in ("_streams", "_index"):
+                vars(module).pop(name)
+        for index in set(parts).difference(self._parts):
+            module = self._modules[index]
+            self._own[index] = type(module)
+            module.__class__ = _subclass(type(module))
+            vars(module).update(_streams=self, _index=index)
+        self._parts, self.layers = parts, sorted(parts)
+        for index in [i for i, r in self._readings.items() if r.moves != self._moves(i)]:
+            self._readings.pop(index).cancel()
+        sizes = [sum(self._holdings.module_bytes(h.path) for h in some) for some in parts.values()]
+        self._largest = max(sizes, default=0)
+        if not parts:
+            self._holdings.store.reader.ahead_bytes = AHEAD_BYTES
+            self._holdings.store.reader.drop_spare()
+
+    def _moves(self, index: int) -> list:
+        return [(holding, holding.form.present) for holding in self._parts.get(index, ())]
+
+    # ---------------------------------------------------------------------------------- one layer
+
+    @contextmanager
+    def present(self, index: int) -> Iterator[None]:
+        """While a layer is on the device, to run. What it computes is to be evaluated before this
+        is left. Raises DataError, IOFailure, NoInputError; after the last one for files, too, that
+        are no longer those that were opened."""
+        forms = [(holding, holding.form) for holding in self._parts[index]]
+        start = self._now_after_gap()
+        reading = self._bring(index)
+        there = time.perf_counter()
+        try:
+            self._read_ahead(index, reading, running=True)
+            yield
+        except BaseException:
+            self._holdings.drop(forms)
+            raise
+        self._holdings.drop(forms)
+        self._left = time.perf_counter()
+        self._count(index, there - start, self._left - there)
+        self._read_ahead(index, reading)
+        self.watch(index)
+
+    def _bring(self, index: int) -> Reading:
+        """What was read ahead; where that failed it is tried again now that somebody waits."""
+        reading = self._readings.pop(index, None)
+        if reading is not None:
+            with suppress(ToastError):
+                self._holdings.bring(reading)
+                return reading
+        reading = self._weights.request(self._moves(index))
+        self._holdings.bring(reading)
+        return reading
+
+    def _now_after_gap(self) -> float:
+        now = time.perf_counter()
+        if self._left is not None:
+            self._gap = max(self._gap, now - self._left)
+        return now
+
+    def _count(self, index: int, wait: float, compute: float) -> None:
+        times = self.times
+        times.layers, times.wait = times.layers + 1, times.wait + wait
+        times.compute += compute
+        times.by_layer[index] = compute
+        if index == self.layers[-1]:  # the pass is over, as far as these go
+            times.gap, self._gap = self._gap, 0.0
+            self._weights.check_files()  # before anybody sees what came of it
+
+    # -------------------------------------------------------------------------------- reading ahead
+
+    def _read_ahead(self, index: int, reading: Reading, running: bool = False) -> None:
+        """Begins to read the layers that come after one, round to the first of the next pass.
+        reading: of that layer. running: it is about to run, so that they are read meanwhile; else
+        it has run, and one more is read into its memory."""
+        count = self.depth(reading.nbytes)
+        if not running and count:
+            count += 1
+        reader = self._holdings.store.reader
+        reader.ahead_bytes = self._largest * max(1, count)
+        if not running:
+            reading.give_back()
+        place = self.layers.index(index) + 1
+        for following in (self.layers[place:] + self.layers[:place])[:count]:
+            if following not in self._readings and not (running and following == index):
+                moves = self._moves(following)
+                self._readings[following] = self._weights.request(moves, priority=AHEAD)
+
+    def depth(self, size: int) -> int:
+        """How many layers to read ahead, as far as memory goes. size: of a layer, in bytes."""
+        reader, times = self._holdings.store.reader, self.times
+        seconds = reader.busy_seconds * size / max(reader.device_bytes, 1)  # of a layer's reading
+        computes = [times.by_layer[i] for i in self.layers if i in times.by_layer]
+        wanted = layers_ahead(seconds, computes, times.gap) if computes else 1
+        if self.spare_bytes is not None:
+            wanted = min(wanted, 1 + self.spare_bytes // self._largest)
+        return min(wanted, self.most_ahead, len(self.layers))
+
+    def forget_ahead(self) -> None:
+        """Lets go what was read ahead, and the memory for more of it."""
+        for reading in self._readings.values():
+            reading.cancel()
+        self._readings.clear()
+        self._holdings.store.reader.drop_spare()
+
+
+class _Streamed:
+    """What a streamed layer does in addition to the class whose layer it is."""
+
+    _streams: Streams
+    _index: int
+
+    def __call__(self, *args: Any, **rest: Any) -> Any:
+        mx.async_eval(_arrays(args, rest))  # layers that stay run while this one is waited for
+        with self._streams.present(self._index):
+            out = super().__call__(*args, **rest)  # type: ignore[misc]
+            # A cache may hold what the result does not hang on, such as a convolution's last rows.
+            mx.eval(_arrays(out, args, rest))
+        return out
+
+
+def _arrays(*values: Any) -> list[mx.array]:
+    """The arrays in what a layer was given or has made: in lists, dictionaries, caches and other
+    objects, however deep."""
+    found: dict[int, mx.array] = {}
+    seen: set[int] = set()
+    rest = list(values)
+    while rest:
+        value = rest.pop()
+        if isinstance(value, mx.array):
+            found[id(value)] = value
+        elif isinstance(value, (list, tuple)):
+            rest += value
+        elif isinstance(value, dict):
+            rest += value.values()
+        elif _has_more(value) and id(value) not in seen:
+            seen.add(id(value))
+            rest += vars(value).values()
+    return list(found.values())
+
+
+def _has_more(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
+
+
+@cache
+def _subclass(base: type) -> type:
+    """`base`, streamed; isinstance still holds for it."""
+    return type(f"Streamed{base.__name__}", (_Streamed, base), {})

@@ -1,0 +1,131 @@
+"""What was measured of a model on a device, kept for others of the same shape:
+
+    $XDG_CACHE_HOME/toastkit/residency/KEY.json
+
+One JSON object: schema (1), what it was measured of, and the fields of Calibration. The key is a
+hash of what it was measured of. It is replaced as a whole. What is there and cannot be read, or is
+about something else, is as if nothing were there: to measure again costs seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from toastkit.base_directories import own_directory
+from toastkit.errors import from_os_error
+from toastkit.residency.predict import Calibration, Source
+
+SCHEMA_VERSION = 1
+MAX_BYTES = 1 << 20
+MOST_SECONDS = 1e6
+LAYER_FIELDS = ("token", "chunk_fixed", "chunk_token")
+NUMBERS = ("outside_token", "outside_chunk", "stays")
+
+
+def about(device: str, dtype: str | None, outside: int, layers: Sequence[int]) -> dict[str, Any]:
+    """What measured times are true of: device and threads, versions, and the shape of a model.
+    device: "cpu" or "gpu". dtype: of activations. outside, layers: bytes."""
+    from importlib.metadata import version
+
+    import mlx.core as mx
+
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    name = _processor()
+    if device == "gpu":
+        name = str(mx.device_info().get("device_name", name))
+    return {
+        "device": device, "name": name, "threads": threads, "system": platform.system(),
+        "mlx": version("mlx"), "dtype": dtype, "outside": outside, "layers": list(layers),
+    }  # fmt: skip
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def path(of: dict[str, Any]) -> Path:
+    """Where what was measured is kept. of: see `about`."""
+    key = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:32]
+    return Path(own_directory("CACHE", "residency", f"{key}.json"))
+
+
+def save(of: dict[str, Any], measured: Calibration) -> Path:
+    """Keeps what was measured in place of what was; returns the file. of: see `about`. Raises
+    CannotCreateError, IOFailure."""
+    from toastkit.private_files import make_private_directories, replace_file
+
+    file = path(of)
+    text = json.dumps({"schema": SCHEMA_VERSION, "of": of, **asdict(measured)}) + "\n"
+    try:
+        make_private_directories(file.parent)
+        replace_file(file, text.encode("ascii"), sync=True, contended=True)
+    except OSError as error:
+        raise from_os_error(error, f"cannot save times in {file}", creating=True) from error
+    return file
+
+
+def load(of: dict[str, Any]) -> Calibration | None:
+    """What was measured; None where nothing was, or what is there is of no use. of: see
+    `about`."""
+    from toastkit.private_files import read_file
+
+    try:
+        data = read_file(path(of), MAX_BYTES)
+        fields = json.loads(data) if len(data) <= MAX_BYTES else None
+    except (OSError, ValueError, RecursionError):  # not UTF-8 is a ValueError too
+        return None
+    if not isinstance(fields, dict) or fields.pop("schema", None) != SCHEMA_VERSION:
+        return None
+    if fields.pop("of", None) != of:
+        return None
+    try:
+        return _decode(fields, len(of["layers"]))
+    except (TypeError, ValueError, KeyError, OverflowError):
+        return None
+
+
+def _decode(fields: dict[str, Any], layers: int) -> Calibration:
+    """Raises TypeError, ValueError, KeyError, OverflowError for what `save` did not write."""
+    values: dict[str, Any] = {name: _seconds(fields.pop(name)) for name in NUMBERS}
+    for name in LAYER_FIELDS:
+        given = fields.pop(name)
+        if not isinstance(given, list) or len(given) != layers:
+            raise ValueError(name)
+        values[name] = tuple(map(_seconds, given))
+    for name in ("cached", "cold"):
+        source = Source(**fields.pop(name))
+        if _number(source.rate) <= 0 or not all(
+            0 <= _number(share) <= 1 for share in (source.token, source.chunk)
+        ):
+            raise ValueError(name)
+        values[name] = source
+    if fields:
+        raise ValueError("other fields")
+    return Calibration(**values)
+
+
+def _seconds(value: Any) -> float:
+    if not 0 <= _number(value) <= MOST_SECONDS:
+        raise ValueError("no seconds")
+    return float(value)
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError("no number")
+    return value

@@ -1,0 +1,150 @@
+"""How much memory there is, and how much of it can be had: the machine's, and the cgroup's.
+
+In a container, or under systemd with a limit, the machine's free memory says nothing: what a cgroup
+allows is spent long before, and then the kernel kills. Limits hold for a group with all below it,
+so that each ancestor of the own one counts. Cached files are counted as available, as the kernel
+does for the machine, except those that are mapped: libraries in use. Active ones too: whatever is
+read twice is active, and a model that has been read from a file is not a shortage of memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+MOST_READ = 1 << 20  # bytes of a file of /proc or /sys
+# Where cgroups are mounted when nothing says so, by version.
+USUAL = {1: "/sys/fs/cgroup/memory", 2: "/sys/fs/cgroup"}
+
+
+class Allowance(NamedTuple):
+    """Bytes that cgroups allow. limit: in all. left: that can still be allocated. None where
+    nothing limits, or nothing can be read."""
+
+    limit: int | None
+    left: int | None
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated now without swapping: what the machine has available, or what the
+    cgroups leave, whichever is less. A snapshot."""
+    import psutil
+
+    left = cgroup_allowance().left
+    machine = int(psutil.virtual_memory().available)
+    return machine if left is None else min(machine, left)
+
+
+def total_memory() -> int:
+    """Bytes that this process could ever have: the machine's, or the least limit of a cgroup."""
+    import psutil
+
+    limit = cgroup_allowance().limit
+    machine = int(psutil.virtual_memory().total)
+    return machine if limit is None else min(machine, limit)
+
+
+def cgroup_allowance(root: Path = Path("/")) -> Allowance:
+    """What the memory cgroups of this process allow, version 1 or 2: the least of the own one and
+    its ancestors. root: below which proc/self and the mounted cgroups are. A file that is missing
+    or malformed is one that says nothing."""
+    limits, lefts = [], []
+    for version, folder in _groups(root):
+        limit, used, reclaimable = _read_1(folder) if version == 1 else _read_2(folder)
+        if limit is not None:
+            limits.append(limit)
+            if used is not None:
+                lefts.append(max(0, limit - used + min(used, reclaimable)))
+    return Allowance(min(limits, default=None), min(lefts, default=None))
+
+
+def _read_2(folder: Path) -> tuple[int | None, int | None, int]:
+    """(limit, used, reclaimable) bytes of a group of version 2. Above memory.high a process is not
+    killed, but slowed down until it is of no use: that is a limit too."""
+    said = [_number(folder / name) for name in ("memory.max", "memory.high")]
+    limit = min((n for n in said if n is not None), default=None)
+    stat = _stat(folder)
+    cached = stat.get("active_file", 0) + stat.get("inactive_file", 0)
+    reclaimable = max(0, cached - stat.get("file_mapped", 0))
+    return limit, _number(folder / "memory.current"), reclaimable
+
+
+def _read_1(folder: Path) -> tuple[int | None, int | None, int]:
+    """The same of version 1, whose usage is of all below it: so are the statistics in total."""
+    stat = _stat(folder)
+    cached = stat.get("total_active_file", 0) + stat.get("total_inactive_file", 0)
+    reclaimable = max(0, cached - stat.get("total_mapped_file", 0))
+    used = _number(folder / "memory.usage_in_bytes")
+    return _number(folder / "memory.limit_in_bytes"), used, reclaimable
+
+
+def _groups(root: Path) -> Iterator[tuple[int, Path]]:
+    """(version, folder) of the own memory cgroups and all their ancestors that can be seen. On a
+    machine with both versions one of them has no files about memory."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, colon, path = rest.partition(":")
+        if not colon or not path.startswith("/"):
+            continue
+        if "memory" in controllers.split(","):
+            version = 1
+        elif number == "0" and not controllers:
+            version = 2
+        else:
+            continue
+        mount, inner = _mounted(root, version, PurePosixPath(path))
+        for part in (inner, *inner.parents):
+            yield version, root / str(mount).lstrip("/") / part
+
+
+def _mounted(root: Path, version: int, path: PurePosixPath) -> tuple[str, PurePosixPath]:
+    """Where a cgroup's hierarchy is mounted, and the group's path below that. In a container the
+    mount may begin at the container's own group, or the group be out of sight: then what is mounted
+    is all that there is to read."""
+    mounts = dict(_mounts(root, version))
+    within = [top for top in mounts if path.is_relative_to(top) and ".." not in path.parts]
+    if within:
+        top = min(within, key=len)  # from the highest, the most ancestors are seen
+        return mounts[top], path.relative_to(top)
+    if mounts or ".." in path.parts:
+        return next(iter(mounts.values()), USUAL[version]), PurePosixPath(".")
+    return USUAL[version], path.relative_to("/")
+
+
+def _mounts(root: Path, version: int) -> Iterator[tuple[str, str]]:
+    """(the group that a mount begins at, mount point) of proc_pid_mountinfo(5)."""
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        fields, dash, rest = line.partition(" - ")
+        head, tail = fields.split(), rest.split()
+        if not dash or len(head) < 5 or len(tail) < 3:
+            continue
+        memory = tail[0] == "cgroup" and "memory" in tail[2].split(",")
+        if (memory and version == 1) or (tail[0] == "cgroup2" and version == 2):
+            yield _unescaped(head[3]), _unescaped(head[4])
+
+
+def _unescaped(field: str) -> str:
+    """Blanks and backslashes are octal there."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
+
+
+def _number(path: Path) -> int | None:
+    """Bytes; None for "max", and for what is no number."""
+    text = _text(path).strip()
+    return int(text) if re.fullmatch("[0-9]{1,20}", text, re.ASCII) else None
+
+
+def _stat(folder: Path) -> dict[str, int]:
+    """A group's memory.stat, the lines of it that are a name and a number."""
+    found = re.findall(r"^(\w+) ([0-9]{1,20})$", _text(folder / "memory.stat"), re.M | re.ASCII)
+    return {name: int(value) for name, value in found}
+
+
+def _text(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read(MOST_READ).decode("utf-8", "replace")
+    except (OSError, ValueError):  # a path with a zero byte is a ValueError
+        return ""

@@ -1,0 +1,89 @@
+"""What a model takes on the device: outside its layers, by layer, in caches. Nothing is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from toastkit.holdings.holdings import Holdings
+from toastkit.residency.sizing import Sizes
+from toastkit.store.store import Store
+
+
+def movable(holdings: Holdings) -> dict[str, int]:
+    """The modules that come and go with their layer: its index by path. What hangs in several
+    layers stays."""
+    seen: dict[int, int] = {}
+    shared: set[int] = set()
+    for index, layer in enumerate(holdings.store.model.layers):
+        for _, module in layer.named_modules():
+            if seen.setdefault(id(module), index) != index:
+                shared.add(id(module))
+    return {
+        path: holding.layer
+        for path, holding in holdings.modules.items()
+        if holding.layer is not None and id(holding.module) not in shared
+    }
+
+
+def sizes_of(holdings: Holdings) -> Sizes:
+    """The sizes of a model of which nothing is loaded."""
+    layer_of = movable(holdings)
+    layers, outside = [0] * holdings.store.layer_count, 0
+    for path in holdings.modules:
+        size = holdings.module_bytes(path)
+        if path in layer_of:
+            layers[layer_of[path]] += size
+        else:
+            outside += size
+    return Sizes(outside, tuple(layers), *_cache_bytes(holdings))
+
+
+def cache_holds(store: Store, resident: Collection[int], available: int) -> bool:
+    """Whether the system's cache of files can hold the layers that do not stay. available: bytes of
+    memory."""
+    absent = (index for index in range(store.layer_count) if index not in resident)
+    names = (name for index in absent for name in store.layer_names(index))
+    return sum(map(store.nbytes, names)) < available // 2
+
+
+def _cache_bytes(holdings: Holdings) -> tuple[float, int]:
+    """Bytes that a token adds to the caches of all layers, and bytes that do not grow. A pass over
+    a token, and one more, are built and not computed: shapes are known without. A window that is
+    full does not grow."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model = holdings.store.model
+    caches = make_prompt_cache(model)
+    token = mx.zeros((1, 1), mx.uint32)
+    sizes = []
+    with holdings.shapes_only():
+        for part in _parts(caches):
+            part.step = 1  # they grow by 256 positions else
+        for _ in range(2):
+            model(token, cache=caches)
+            sizes.append([_nbytes(part) for part in _parts(caches)])
+    growth = [after - before for before, after in zip(*sizes)]
+    fixed = per_token = 0
+    for part, after, grown in zip(_parts(caches), sizes[1], growth):
+        window = getattr(part, "max_size", None)
+        if grown and window is None:
+            per_token, fixed = per_token + grown, fixed + after - 2 * grown
+        else:
+            fixed += after if not grown else grown * window
+    return float(per_token), fixed
+
+
+def _parts(caches: list[Any]) -> Iterator[Any]:
+    for layer in caches:
+        if layer is not None:
+            yield from getattr(layer, "caches", None) or (layer,)
+
+
+def _nbytes(part: Any) -> int:
+    try:
+        return part.nbytes
+    except (AttributeError, TypeError):
+        return 0  # it was not used

@@ -1,0 +1,112 @@
+"""What fits into a memory, before anything of a model is read: what `--resident SIZE` or
+`--resident auto` would have stay, and the least that anything runs in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from toastkit.errors import UsageError
+from toastkit.holdings.read_ahead import MOST_AHEAD
+from toastkit.residency.placement import placed
+from toastkit.residency.residency_options import RESERVED_TOKENS
+from toastkit.residency.sizing import (
+    RUNTIME,
+    WINDOW,
+    Sizes,
+    adaptive,
+    cache_reserve,
+    fitting,
+    least_budget,
+    needed,
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What there is. size: bytes. given: by the user, as the budget of --resident SIZE; else it is
+    what is available now, which --resident auto goes by."""
+
+    size: int
+    given: bool
+
+
+@dataclass(frozen=True)
+class ResidencyPlan:
+    """Sizes in bytes. memory: see Memory, as is `given`. context: tokens. outside: what is outside
+    the layers. layers, layers_size: how many there are, and all of them. cache: of so many tokens
+    of context. reserve: kept for caches to begin with. least: that anything runs in with such
+    caches. resident: layers that stay to begin with; filled: once the context is full. placement,
+    priority: of ResidencyOptions. weights: on the device, with the layers on their way. ahead: as
+    many layers at most can be read ahead in that memory."""
+
+    memory: int
+    given: bool
+    context: int
+    priority: str
+    placement: str
+    outside: int
+    layers: int
+    layers_size: int
+    cache: int
+    reserve: int
+    least: int
+    resident: int
+    filled: int
+    weights: int
+    ahead: int
+
+    @property
+    def staying(self) -> frozenset[int]:
+        """Indices of the layers that stay."""
+        return placed(self.resident, range(self.layers), self.placement)
+
+
+def plan_residency(
+    name: str,
+    sizes: Sizes,
+    memory: Memory,
+    *,
+    longest: int,
+    context: int | None = None,
+    priority: str = "balanced",
+    placement: str = "interleaved",
+) -> ResidencyPlan:
+    """The plan for a model. name: for errors. longest: tokens that the model can read. context:
+    tokens that are expected and must fit; None for what the priority keeps room for. Raises
+    UsageError, with the number that would do, where nothing fits."""
+    reserved = RESERVED_TOKENS[priority]
+    tokens = context or min(reserved or longest, longest)
+    # What "max-context" expects is what the user says; all else goes by the priority alone.
+    reserve = cache_reserve(sizes, priority, context or longest)
+    cache = sizes.cache_fixed + math.ceil(sizes.cache_per_token * tokens)
+    least = least_budget(sizes, tokens)
+    if not memory.given:
+        least += RUNTIME
+    if memory.size < least:
+        raise _refusal(name, memory, least, tokens)
+    count, filled = (
+        fitting(sizes, memory.size, room, placement)
+        if memory.given
+        else adaptive(sizes, memory.size, room, placement)
+        for room in (reserve, max(reserve, cache))
+    )
+    weights = needed(sizes, count, placement)
+    spare = max(0, memory.size - weights - reserve)
+    return ResidencyPlan(
+        memory=memory.size, given=memory.given, context=tokens, priority=priority,
+        placement=placement, outside=sizes.outside, layers=len(sizes.layers),
+        layers_size=sum(sizes.layers), cache=cache, reserve=reserve, least=least, resident=count,
+        filled=min(count, filled), weights=weights,
+        ahead=WINDOW - 1 + spare // max(1, *sizes.layers) if memory.given else MOST_AHEAD,
+    )  # fmt: skip
+
+
+def _refusal(name: str, memory: Memory, least: int, tokens: int) -> UsageError:
+    up = -(-least // (1 << 20))
+    have = f"{memory.size / (1 << 20):.0f}M"
+    what = f"--mem {have}" if memory.given else f"{have} of memory are available"
+    return UsageError(
+        f"{what}: {name} needs {up}M at least, with {tokens:,} tokens of context",
+        hint="that is what lies outside its layers, two of them, and caches",
+    )

@@ -1,0 +1,248 @@
+"""Which decoder layers stay on the device: a policy over the holdings (paper 001, section 3).
+
+The others are brought before they run and dropped after it. With "auto" the number follows the
+memory that there is, looked at again every 64 tokens; with a budget it gives way as caches grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from toastkit.errors import UsageError
+from toastkit.holdings.forms import Form, streamed
+from toastkit.holdings.holdings import Holdings
+from toastkit.holdings.policy import Wish
+from toastkit.residency.memory import available_memory
+from toastkit.residency.model_sizes import cache_holds, movable, sizes_of
+from toastkit.residency.placement import placed
+from toastkit.residency.pressure import CHECK_TOKENS, LOW, Pressure
+from toastkit.residency.residency_options import ResidencyOptions
+from toastkit.residency.sizing import (
+    USUAL_CONTEXT,
+    WINDOW,
+    adaptive,
+    cache_reserve,
+    fitting,
+    least_budget,
+)
+from toastkit.store.ledger import CACHE, SESSIONS
+
+
+class ResidencyPolicy:
+    """Keeps some layers and has the others streamed. See holdings.policy.Policy.
+
+    available(): bytes of memory that are free for this process. notify: is told a line when caches
+    outgrow a budget. resident: the layers that stay, in the pass that was decided on last.
+    """
+
+    name = "residency"
+    variant = ""  # the results are those of a model that stays, to the bit
+    steps_together = True
+
+    def __init__(
+        self,
+        options: ResidencyOptions,
+        available: Callable[[], int] = available_memory,
+        notify: Callable[[str], None] | None = None,
+    ):
+        self.options = options
+        self.paths: list[str] = []
+        self.resident: frozenset[int] = frozenset()
+        self.shed = self.grown = 0
+        self._available, self._notify = available, notify
+        self._wanted: frozenset[int] | None = None
+        self._warned = False
+        self._steps = self._checked = self._seen = 0
+        self._loaded = False
+        self._before: dict[str, float] = {}
+
+    def attach(self, holdings: Holdings) -> None:
+        """Takes on a model. Raises UsageError for a budget that it cannot run in."""
+        self._holdings, self._store = holdings, holdings.store
+        self._layer_of = movable(holdings)
+        self.paths = list(self._layer_of)
+        self.sizes = sizes_of(holdings)
+        self._pressure = Pressure(self.layers)
+        if self.options.kind == "bytes":
+            self._check_budget()
+
+    @property
+    def layers(self) -> int:
+        """How many the model has."""
+        return len(self.sizes.layers)
+
+    @property
+    def least(self) -> int:
+        """Bytes of the smallest budget: it has room for caches to begin with."""
+        return least_budget(self.sizes)
+
+    def _check_budget(self) -> None:
+        if self.options.amount < self.least:
+            name = self._store.files.name
+            raise UsageError(
+                f"--resident {self.options}: {name} needs {_up(self.least)}M at least",
+                hint="for what lies outside its layers, two of them, and caches to begin with",
+            )
+
+    # ------------------------------------------------------------------------------------- deciding
+
+    def decide(self, wish: Wish) -> bool:
+        """Whether other layers are to stay."""
+        before = self._wanted
+        if before is None:  # what is loaded
+            self._wanted = placed(self._first_count(), range(self.layers), self.options.placement)
+            self._choose_cache(self._wanted)
+        elif self._warned:
+            self._warned = False
+            self._pressure.emergency(len(before))
+            self._wanted = frozenset()
+        elif self.options.kind == "auto" and self._due():
+            self._wanted = self._moved(self._followed(len(before)))
+        elif self.options.kind == "bytes":
+            self._wanted = self._moved(self._within_budget(sorted(before)))
+        return self._wanted != self.resident or not self._loaded
+
+    def _first_count(self) -> int:
+        """How many layers stay to begin with (equations 1 and 2)."""
+        kind, amount, count = self.options.kind, self.options.amount, self.layers
+        if kind == "layers":
+            return min(count, int(amount))
+        if kind == "percent":
+            return int(count * amount / 100 + 0.5)
+        placement = self.options.placement
+        reserve = cache_reserve(self.sizes, self.options.priority, self._context)
+        if kind == "bytes":
+            return fitting(self.sizes, int(amount), reserve, placement)
+        now = self._available()
+        # Not so many that the first of them would be given up at once.
+        most = fitting(self.sizes, now - LOW, reserve, placement)
+        return min(most, adaptive(self.sizes, now, reserve, placement))
+
+    @property
+    def _context(self) -> int:
+        return self.options.context or self._store.config.context or USUAL_CONTEXT
+
+    def _due(self) -> bool:
+        """Whether memory is to be looked at again. A pass that was no step, a chunk of a prompt or
+        of a text that is scored, counts for 64 tokens."""
+        chunk, self._seen = self._seen == self._steps, self._steps
+        if not chunk and self._steps - self._checked < CHECK_TOKENS:
+            return False
+        self._checked = self._steps
+        return True
+
+    def _followed(self, count: int) -> int:
+        """How many layers stay with the memory that there is now."""
+        now, ledger = self._available(), self._holdings.ledger
+        reserve = cache_reserve(self.sizes, self.options.priority, self._context)
+        reserve = max(reserve, ledger.of(CACHE) + ledger.of(SESSIONS))
+        # What is on the device would be available without this model.
+        could = adaptive(self.sizes, now + ledger.total(), reserve, self.options.placement)
+        return self._pressure.update(now, count, could)
+
+    def _within_budget(self, stay: Sequence[int]) -> int:
+        """How many of the layers that stay still fit, now that caches have grown. What is left may
+        be used to read further ahead."""
+        ledger, count = self._holdings.ledger, len(stay)
+        caches = ledger.of(CACHE) + ledger.of(SESSIONS)
+        room = self.options.amount - self.sizes.outside
+        window = 0 if count == self.layers else WINDOW * max(self.sizes.layers)
+        while count and sum(self.sizes.layers[i] for i in stay[:count]) > room - window - caches:
+            window = WINDOW * max(self.sizes.layers)
+            count -= 1
+        if not count and room < window + caches and self._notify is not None:
+            self._notify(
+                f"warning: --resident {self.options}: the context has outgrown it, and no layer "
+                "stays that could go"
+            )
+            self._notify = None
+        reserve = cache_reserve(self.sizes, self.options.priority, self._context)
+        kept = window + max(reserve, caches) + sum(self.sizes.layers[i] for i in stay[:count])
+        self._holdings.streams.spare_bytes = max(0, int(room - kept))
+        return count
+
+    def _moved(self, count: int) -> frozenset[int]:
+        """So many layers, of those that stay the highest going first."""
+        now = sorted(self._wanted or ())
+        if count <= len(now):
+            return frozenset(now[: max(0, count)])
+        chosen = placed(count, range(self.layers), self.options.placement)
+        more = [i for i in sorted(chosen) if i not in now]
+        return frozenset([*now, *more[: count - len(now)]])
+
+    def form(self, path: str, form: Form) -> Form:
+        """As it is, or streamed so."""
+        wanted = self._wanted or frozenset()
+        return form if self._layer_of[path] in wanted else streamed(form)
+
+    def expect(self, wish: Wish) -> Mapping[str, Form]:
+        """Nothing: the streams themselves read ahead."""
+        return {}
+
+    def changed(self, seconds: float, made: int) -> None:
+        """Those layers stay now that were to."""
+        assert self._wanted is not None  # it was decided on
+        self.shed += len(self.resident - self._wanted)
+        self.grown += len(self._wanted - self.resident) if self._loaded else 0
+        self.resident, self._loaded = self._wanted, True
+        # A number of layers is to take as much memory as one expects of it; where memory is watched
+        # more is read ahead, and of a budget what is left of it.
+        self._holdings.streams.spare_bytes = None if self.options.kind == "auto" else 0
+        if self.options.kind == "bytes":
+            self._within_budget(sorted(self.resident))
+        self._choose_cache(self.resident)
+
+    def _choose_cache(self, resident: frozenset[int]) -> None:
+        """A cache of files that cannot hold what is read once a token holds nothing of use, and
+        throws out what others have use for."""
+        self._store.keeps_cached = cache_holds(self._store, resident, self._available())
+
+    def failed(self) -> None:
+        """The same layers stay as before."""
+        self._wanted = self.resident if self._loaded else None
+
+    def memory_warning(self) -> None:
+        """Has all layers go before the next pass (section 3.4). May be called by a signal's
+        handler, or another thread."""
+        self._warned = True
+
+    # ------------------------------------------------------------------------------------- counting
+
+    def begin_run(self) -> None:
+        """Counts from here on. What was too much in one run need not be in the next."""
+        self._before = self._counts()
+        self._pressure = Pressure(self.layers)
+
+    def count_step(self) -> None:
+        """A step is being run."""
+        self._steps += 1
+
+    def run_report(self) -> dict[str, Any]:
+        """Of the run since `begin_run`: see `report`."""
+        now = self._counts()
+        return self._about({name: now[name] - self._before.get(name, 0) for name in now})
+
+    def report(self) -> dict[str, Any]:
+        """Of all runs: layers that stay, of how many; bytes read; seconds that passes waited for a
+        layer, and that layers took to compute; streamed layers run; layers shed and grown."""
+        return self._about(self._counts())
+
+    def _about(self, counts: dict[str, float]) -> dict[str, Any]:
+        return {"resident": len(self.resident), "layers": self.layers, **counts}
+
+    def _counts(self) -> dict[str, float]:
+        times = self._holdings.streams.times
+        return {
+            "read": self._store.reader.bytes_read,
+            "wait": round(times.wait, 6),
+            "compute": round(times.compute, 6),
+            "passes": times.layers,
+            "shed": self.shed,
+            "grown": self.grown,
+        }
+
+
+def _up(count: int) -> int:
+    """Bytes in MiB, rounded up."""
+    return -(-count // (1 << 20))
