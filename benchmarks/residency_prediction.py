@@ -1,0 +1,131 @@
+"""How far the predicted speed of a model with absent layers is off: predicted, measured and error
+for each residency.
+
+    python benchmarks/residency_prediction.py MODEL [PERCENT ...] [--rounds 3]
+
+Paper 001, section 5.5, was off by 50% to 4,000%; the aim here is 25%. Each round measures the
+device anew and then runs every residency, so that a machine that drifts drifts under all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from toastkit.engine.calibrating import measure
+from toastkit.engine.engine import CHUNK, Engine
+from toastkit.engine.opening import open_engine
+from toastkit.model.files import ModelFiles
+from toastkit.model.locate import find
+from toastkit.residency.predict import predict
+from toastkit.residency.residency_options import ResidencyOptions
+
+PERCENTS = (0, 25, 50, 75, 90, 100)
+TOKENS = 8  # decoded, of which the first two are not counted
+PROMPT = 17  # tokens
+
+
+class Row(NamedTuple):
+    """Seconds of a token (decode) and of a prompt (prefill) with so many layers of all that stay;
+    medians over the rounds."""
+
+    percent: float
+    resident: int
+    layers: int
+    predicted: float
+    measured: float
+    predicted_prompt: float
+    measured_prompt: float
+
+    @property
+    def error(self) -> float:
+        """Of a token, as a share of what was measured."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def prompt_error(self) -> float:
+        """Of the prompt."""
+        return self.predicted_prompt / self.measured_prompt - 1
+
+
+def prediction_errors(
+    path: str, percents: Sequence[float] = PERCENTS, rounds: int = 3
+) -> list[Row]:
+    """Prints and returns predicted and measured seconds for each share of layers that stays."""
+    files = find(path)
+    found: dict[float, list[Row]] = {percent: [] for percent in percents}
+    for _ in range(rounds):
+        start = time.perf_counter()
+        calibration = measure(lambda count: _opened(files, "layers", count))
+        print(f"calibration: {time.perf_counter() - start:.1f} s", flush=True)
+        for percent in percents:
+            engine = _opened(files, "percent", percent)
+            token, prompt = _seconds(engine)
+            policy = engine.residency
+            assert policy is not None
+            cached = engine.holdings.store.keeps_cached
+            told = predict(
+                policy.sizes.layers, calibration, policy.resident, cached=cached,
+                prompt=PROMPT, chunk=CHUNK[engine.device], most=1,
+            )  # fmt: skip
+            stay, of = len(policy.resident), policy.layers
+            row = Row(percent, stay, of, told.token, token, told.prompt, prompt)
+            found[percent].append(row)
+            _show(row)
+            engine.close()
+            del engine, policy
+            mx.clear_cache()
+    rows = [Row(*map(median, zip(*some))) for some in found.values()]
+    if rounds > 1:
+        print("medians")
+        for row in rows:
+            _show(row)
+    return rows
+
+
+def _show(row: Row) -> None:
+    print(
+        f"{row.percent:4g}%  {row.resident:3.0f}/{row.layers:.0f}  "
+        f"token {row.predicted * 1e3:8.1f} ms, measured {row.measured * 1e3:8.1f} "
+        f"({row.error:+.0%})  prompt {row.predicted_prompt:7.2f} s, measured "
+        f"{row.measured_prompt:7.2f} ({row.prompt_error:+.0%})",
+        flush=True,
+    )
+
+
+def _opened(files: ModelFiles, kind: str, amount: float) -> Engine:
+    return open_engine(files, residency=ResidencyOptions(kind, amount))
+
+
+def _seconds(engine: Engine) -> tuple[float, float]:
+    """(the median token, the prompt before it), after a first pass."""
+    engine.prefill([1, 2, 3], engine.new_cache())
+    cache = engine.new_cache()
+    start = time.perf_counter()
+    engine.prefill([number % engine.vocab for number in range(1, PROMPT + 1)], cache)
+    prompt = time.perf_counter() - start
+    times = []
+    for number in range(TOKENS):
+        start = time.perf_counter()
+        mx.eval(engine.step(number + 1, cache))
+        times.append(time.perf_counter() - start)
+    return median(times[2:]), prompt
+
+
+def main() -> None:
+    """Prints the sweep of one model."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("percents", nargs="*", type=float, default=PERCENTS)
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    prediction_errors(given.model, given.percents or PERCENTS, given.rounds)
+
+
+if __name__ == "__main__":
+    main()
