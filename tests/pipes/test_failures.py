@@ -178,7 +178,9 @@ def test_a_second_writer_is_turned_away(toast, tmp_path: Path):
     first = Pipeline(STORY, {**ENDLESS, "prefill": ["--session", session]})
     first.first_output()
     second = run_pipeline(WHO, {"prefill": ["--session", session]})
-    assert second.statuses == [0, 75, 75, 75, 75, 75]
+    assert second.statuses[1:] == [75] * 5
+    # Whether prefill is gone before tokenize has written is a matter of microseconds.
+    assert second.statuses[0] in (0, SIGPIPE)
     assert second.errors[0].startswith(f"toast-prefill: session {session} is in use by another")
     one = toast("decode", "--session", session, WHO)
     assert (one.returncode, one.stdout) == (75, b"")
