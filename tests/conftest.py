@@ -10,6 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+# Before anybody imports MLX: two test processes on two cores, and models of which no product is
+# worth a second thread.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import settings
 

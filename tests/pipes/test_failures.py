@@ -55,19 +55,21 @@ def test_a_stage_is_killed_in_mid_run(victim: str, statuses: list[int], tmp_path
 
 
 def test_prefill_keeps_the_next_prompt_for_as_long_as_an_answer_lasts():
-    pipeline = Pipeline("", {"tokenize": ["--each-line"]}, lines=[WHO, WHO])
-    slow = pipeline.process("decode")
-    slow.send_signal(signal.SIGSTOP)  # it has read nothing yet
+    """decode that has read nothing yet, and one that waits for its token with the next prompt
+    ready: both for longer than prefill would wait for one that does not come."""
+    unread, waiting = (
+        Pipeline("", {"tokenize": ["--each-line"]}, lines=[WHO, WHO]) for _ in range(2)
+    )
+    unread.process("decode").send_signal(signal.SIGSTOP)
+    first = waiting.first_output()
+    waiting.process("sample").send_signal(signal.SIGSTOP)
     time.sleep(1.5 * HANDOVER_SECONDS)
-    slow.send_signal(signal.SIGCONT)
-    first = pipeline.first_output()
-    slow = pipeline.process("sample")
-    slow.send_signal(signal.SIGSTOP)  # decode waits for its token, the next prompt is ready
-    time.sleep(1.5 * HANDOVER_SECONDS)
-    slow.send_signal(signal.SIGCONT)
-    result = pipeline.finish()
-    assert result.statuses == [0] * 6, result.errors
-    assert first + result.out == 2 * WHO_ANSWER
+    unread.process("decode").send_signal(signal.SIGCONT)
+    waiting.process("sample").send_signal(signal.SIGCONT)
+    for begun, pipeline in ((b"", unread), (first, waiting)):
+        result = pipeline.finish()
+        assert result.statuses == [0] * 6, result.errors
+        assert begun + result.out == 2 * WHO_ANSWER
 
 
 def test_tokenize_and_prefill_are_killed(tmp_path: Path):

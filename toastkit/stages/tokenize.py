@@ -111,7 +111,7 @@ class PromptTokenizer:
         truncate = self._options.truncate and self._config.context is not None
         whole = prompt
         if truncate:
-            prompt = self._shortened(prompt, limit)
+            prompt = self.shortened(prompt, limit)
         text = self.render(prompt)
         if not truncate:
             self._check_size(text, limit)
@@ -156,7 +156,7 @@ class PromptTokenizer:
         hint = "shorten it, or give --truncate"
         return DataError(f"{what}, the model's context is {limit}", hint=hint)
 
-    def _shortened(self, prompt: Prompt, limit: int) -> Prompt:
+    def shortened(self, prompt: Prompt, limit: int) -> Prompt:
         """A prompt of which truncation leaves what it leaves of this one, or this one itself: long
         texts without their middle. Nothing of that can stay, and it is not read."""
         if prompt.messages is None:
