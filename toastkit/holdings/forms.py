@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """kind: "absent", "original" or "packed". bits: of a packed weight, 2, 4, 6 or 8. fused:
     multiply packed weights as they are, where MLX computes that exactly; else from a dequantised
     copy. streamed: it is so while its layer runs, and absent else."""
@@ -24,7 +23,7 @@ class Form:
     @property
     def present(self) -> Form:
         """The form while its layer runs."""
-        return replace(self, streamed=False)
+        return self._replace(streamed=False)
 
 
 ABSENT, ORIGINAL = Form("absent"), Form("original")
@@ -37,4 +36,4 @@ def packed(bits: int, fused: bool = True) -> Form:
 
 def streamed(form: Form) -> Form:
     """That form, brought before its layer runs and dropped after it."""
-    return replace(form, streamed=True)
+    return form._replace(streamed=True)

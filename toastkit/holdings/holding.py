@@ -7,7 +7,7 @@ read attributes off them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -42,6 +42,10 @@ class Parts:
     rest: dict[str, mx.array]
     owner: str
     kind: Kind | None = None
+
+    def with_rest(self, rest: dict[str, mx.array]) -> Parts:
+        """The same with other parameters beside the matrix."""
+        return Parts(self.form, self.matrix, rest, self.owner, self.kind)
 
     @property
     def matrix_bytes(self) -> int:
@@ -107,7 +111,7 @@ class Holding:
             else:
                 _remove(tensor)
         dict.update(self.module, parts.matrix)
-        self.form, self.parts = parts.form, replace(parts, rest=rest)
+        self.form, self.parts = parts.form, parts.with_rest(rest)
         if parts.kind is not None:
             self._become(*parts.kind)
             vars(self.module).update(_counts=counts, _grown=grown)

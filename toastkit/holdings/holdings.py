@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -202,16 +201,22 @@ class Holdings:
     def _is_quickest_whole(self, moves: Sequence[Key]) -> bool:
         """Whether MLX's own reading is the quicker: of a whole model, when it is loaded, and of
         originals that are little, in a model of few tensors; else only what is wanted is read."""
-        if any(form != ORIGINAL for _, form in moves):
+        if not moves or any(form != ORIGINAL for _, form in moves):
             return False
         if len(moves) == len(self.modules) and not self._changes:
             return True
         few = len(self.store.names) <= FEW_TENSORS and not self._weights.is_reading_ahead
-        return few and sum(self.original_bytes(h.path) for h, _ in moves) <= LITTLE_BYTES
+        return few and self._is_little(moves)
+
+    def _is_little(self, moves: Iterable[Key]) -> bool:
+        return sum(self.original_bytes(h.path) for h, _ in moves) <= LITTLE_BYTES
 
     def _requested(self, moves: list[Key]) -> Iterator[Reading]:
-        """What is being read for moves, by layer: each begun before the one before it is taken."""
+        """What is being read for moves, by layer: each begun before the one before it is taken.
+        Originals that are little are read in one go: to wait for each layer takes longer."""
         layers = [list(some) for _, some in groupby(moves, lambda move: move[0].layer)]
+        if moves and all(form == ORIGINAL for _, form in moves) and self._is_little(moves):
+            layers = [moves]
         begun: Reading | None = None
         try:
             for some in layers:
@@ -245,7 +250,7 @@ class Holdings:
             for other in [key for key in self._kept if key[0] is holding]:
                 self._let_go(holding, self._kept.pop(other).parts)
         elif before.matrix:
-            self._kept[holding, before.form] = _Kept(replace(before, rest={}), self._changes)
+            self._kept[holding, before.form] = _Kept(before.with_rest({}), self._changes)
 
     def _grown(self, count: int) -> None:
         """A dequantised copy was made, or dropped."""
