@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from toastkit.errors import DataError
+from toastkit.store import precision
 from toastkit.store.precision import (
     FLOOR,
     GROUP_SIZES,
@@ -235,6 +236,16 @@ def test_blocks_of_rows_are_the_rows_of_the_whole() -> None:
     parts = [quantise_rows(weight[i : i + 3], 6) for i in range(0, 10, 3)]
     joined = Rows(*map(mx.concatenate, zip(*parts)))
     assert all((a == b).all() for a, b in zip(whole, joined))
+
+
+@pytest.mark.parametrize("block", [1, 96, 2 * 96, 5 * 96 + 1])
+def test_what_is_large_goes_through_in_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = noise((3, 4, 90), mx.bfloat16)  # experts, filled up to 96 columns
+    whole = quantise_rows(weight, 4, pad=True)
+    monkeypatch.setattr(precision, "BLOCK", block)
+    found = quantise_rows(weight, 4, pad=True)
+    assert [a.shape for a in found] == [a.shape for a in whole]
+    assert all((a == b).all() for a, b in zip(whole, found))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -28,6 +28,7 @@ FLOOR, HALF_FLOOR = 1e-8, 1e-4  # of the scale; float16 has no smaller normal nu
 SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 1024
 FEW = 0.85
 LEAST = 128  # numbers; of fewer, chance may have made some equal
+BLOCK = 1 << 20  # numbers that are quantised at a time: what comes in between stays in the cache
 
 
 class Rows(NamedTuple):
@@ -68,7 +69,7 @@ def quantise_rows(weight: mx.array, bits: int, pad: bool = False) -> Rows:
     no multiple of 32 long, which MLX cannot store, are filled up with zeros; what is multiplied
     with them has to be too.
     Raises ValueError for such columns without it and for other bits, DataError for NaN and infinite
-    weights.
+    weights. Lazy, but for a large matrix.
     """
     columns = weight.shape[-1]
     size = group_size_of(padded(columns) if pad else columns)
@@ -77,6 +78,19 @@ def quantise_rows(weight: mx.array, bits: int, pad: bool = False) -> Rows:
     if pad and padded(columns) != columns:
         sides = [(0, 0)] * (weight.ndim - 1) + [(0, padded(columns) - columns)]
         weight = mx.pad(weight, sides)
+    step = max(1, BLOCK // weight.shape[-1])
+    if weight.size <= step * weight.shape[-1]:
+        return _quantised_block(weight, bits, size)
+    flat = weight.reshape(-1, weight.shape[-1])
+    blocks = []
+    for first in range(0, flat.shape[0], step):
+        blocks.append(_quantised_block(flat[first : first + step], bits, size))
+        mx.eval(blocks[-1])
+    return Rows(*(mx.concatenate(parts).reshape(*weight.shape[:-1], -1) for parts in zip(*blocks)))
+
+
+def _quantised_block(weight: mx.array, bits: int, size: int) -> Rows:
+    """As quantise_rows. size: of a group."""
     wide = weight.astype(mx.float32)
     # One a row, of the dtype in which it is stored: rounding it afterwards would shift what the
     # numbers stand for.
