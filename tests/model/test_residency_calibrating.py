@@ -3,6 +3,8 @@ leaves nothing changed."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("mlx.core")
@@ -41,11 +43,13 @@ def test_a_measurement_is_kept_and_read_again(homes) -> None:
     assert len(found.token) == len(found.chunk_token) == len(sizes.layers) == 8
     assert all(seconds > 0 for seconds in found.token) and found.cached.rate > found.cold.rate / 50
     assert 0 < found.stays <= 1 and found.outside_token > 0
-    of = about("cpu", "float32", sizes.outside, sizes.layers)
+    shape, (weights,) = (sizes.outside, sizes.layers), first.files.weight_files()
+    of = about("cpu", "float32", *shape, weights)
     assert load(of) is None
     save(of, found)
     assert load(of) == found
-    assert load(about("cpu", "bfloat16", sizes.outside, sizes.layers)) is None
+    assert load(about("cpu", "bfloat16", *shape, weights)) is None
+    assert load(about("cpu", "float32", *shape, Path("/proc/self/stat"))) is None  # another disk
     told_of = predict(sizes.layers, found, range(8), cached=True, prompt=9, chunk=4)
     assert 0 < told_of.token < told_of.prompt
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import tempfile
@@ -87,10 +86,12 @@ class Pipeline:
         self.process(name).kill()
 
     def signal_all(self, number: int) -> None:
-        """As a terminal does: every process of the pipeline gets the signal."""
-        for process in self.processes:
-            if process.poll() is None:
-                os.kill(process.pid, number)
+        """As a terminal does: every process of the pipeline gets the signal, and none runs between
+        the first and the last of them, or it could see what another makes of it."""
+        running = [process for process in self.processes if process.poll() is None]
+        for each in (signal.SIGSTOP, number, signal.SIGCONT):
+            for process in running:
+                process.send_signal(each)
 
     def finish(self) -> Result:
         """Waits for the end of every stage."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.cgroups import memory_group
 from toastkit.residency import memory
-from toastkit.residency.memory import Allowance, available_memory, cgroup_allowance, total_memory
+from toastkit.residency.memory import Allowance, available_memory, cgroup_allowance
 
 MB = 1 << 20
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
@@ -207,9 +207,9 @@ def test_the_least_of_machine_and_cgroup(monkeypatch: pytest.MonkeyPatch) -> Non
     machine = psutil.virtual_memory()
     for allowance in Allowance(None, None), Allowance(1 << 62, 1 << 62):
         monkeypatch.setattr(memory, "cgroup_allowance", lambda allowance=allowance: allowance)
-        assert total_memory() == machine.total and 0 < available_memory() <= machine.total
+        assert 0 < available_memory() <= machine.total
     monkeypatch.setattr(memory, "cgroup_allowance", lambda: Allowance(70, 7))
-    assert (total_memory(), available_memory()) == (70, 7)
+    assert available_memory() == 7
 
 
 def test_psutil_is_imported_when_it_is_needed() -> None:
@@ -221,10 +221,10 @@ def test_psutil_is_imported_when_it_is_needed() -> None:
 # reads a file at its name twice, and says each time what it can have then.
 CHILD = """
 import os, sys
-from toastkit.residency.memory import available_memory, total_memory
+from toastkit.residency.memory import available_memory, cgroup_allowance
 open(sys.argv[1], "w").write(str(os.getpid()))
 held = []
-print(total_memory(), available_memory(), flush=True)
+print(cgroup_allowance().limit, available_memory(), flush=True)
 for line in map(str.strip, sys.stdin):
     if line == "0":
         held.clear()
@@ -235,7 +235,7 @@ for line in map(str.strip, sys.stdin):
             with open(line, "rb", buffering=0) as file:
                 while file.read(1 << 20):
                     pass
-    print(total_memory(), available_memory(), flush=True)
+    print(cgroup_allowance().limit, available_memory(), flush=True)
 """
 
 
@@ -247,7 +247,7 @@ def limited_group() -> Iterator[Path]:
 
 
 def in_group(group: Path, *told: str) -> tuple[set[int], list[int]]:
-    """What a child in a group says: memory in all, and what it can have at first and after each
+    """What a child in a group says: the group's limit, and what it can have at first and after each
     thing that it is told."""
     pipe = subprocess.PIPE
     child = subprocess.Popen(
@@ -264,14 +264,14 @@ def in_group(group: Path, *told: str) -> tuple[set[int], list[int]]:
         pytest.skip("no process can be moved into the cgroup")
     assert child.returncode == 0, err
     readings = [tuple(map(int, line.split())) for line in out.splitlines()]
-    return {total for total, _ in readings}, [left for _, left in readings]
+    return {limit for limit, _ in readings}, [left for _, left in readings]
 
 
 def test_a_hog_in_a_real_cgroup(limited_group: Path) -> None:
     """The reading falls by what is taken, and rises when it is given back."""
     steps = 100 * MB, 60 * MB, 0
-    totals, lefts = in_group(limited_group, *map(str, steps))
-    assert totals == {256 * MB} and 200 * MB < lefts[0] <= 256 * MB
+    limits, lefts = in_group(limited_group, *map(str, steps))
+    assert limits == {256 * MB} and 200 * MB < lefts[0] <= 256 * MB
     for before, after, taken in zip(lefts, lefts[1:], (100 * MB, 60 * MB, -160 * MB)):
         assert abs(before - after - taken) < 16 * MB
 

@@ -150,7 +150,8 @@ def _measured(model: _Model, available: int, flags: dict[str, Any]) -> Calibrati
     from toastkit.residency.calibration import about, load, save
     from toastkit.residency.sizing import RUNTIME, minimum
 
-    of = about(model.device, model.dtype, model.sizes.outside, model.sizes.layers)
+    weights = model.store.files.weight_files()[0]
+    of = about(model.device, model.dtype, model.sizes.outside, model.sizes.layers, weights)
     measured = None if flags["calibrate"] else load(of)
     if measured is not None or flags["no_calibration"]:
         return measured

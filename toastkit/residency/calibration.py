@@ -30,9 +30,12 @@ LAYER_FIELDS = ("token", "chunk_fixed", "chunk_token")
 NUMBERS = ("outside_token", "outside_chunk", "stays")
 
 
-def about(device: str, dtype: str | None, outside: int, layers: Sequence[int]) -> dict[str, Any]:
-    """What measured times are true of: device and threads, versions, and the shape of a model.
-    device: "cpu" or "gpu". dtype: of activations. outside, layers: bytes."""
+def about(
+    device: str, dtype: str | None, outside: int, layers: Sequence[int], weights: Path
+) -> dict[str, Any]:
+    """What measured times are true of: device and threads, versions, the shape of a model, and the
+    file system that it lies on. device: "cpu" or "gpu". dtype: of activations. outside, layers:
+    bytes. weights: a file of them."""
     from importlib.metadata import version
 
     import mlx.core as mx
@@ -44,6 +47,7 @@ def about(device: str, dtype: str | None, outside: int, layers: Sequence[int]) -
     return {
         "device": device, "name": name, "threads": threads, "system": platform.system(),
         "mlx": version("mlx"), "dtype": dtype, "outside": outside, "layers": list(layers),
+        "disk": os.stat(weights).st_dev,
     }  # fmt: skip
 
 

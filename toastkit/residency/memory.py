@@ -37,15 +37,6 @@ def available_memory() -> int:
     return machine if left is None else min(machine, left)
 
 
-def total_memory() -> int:
-    """Bytes that this process could ever have: the machine's, or the least limit of a cgroup."""
-    import psutil
-
-    limit = cgroup_allowance().limit
-    machine = int(psutil.virtual_memory().total)
-    return machine if limit is None else min(machine, limit)
-
-
 def cgroup_allowance(root: Path = Path("/")) -> Allowance:
     """What the memory cgroups of this process allow, version 1 or 2: the least of the own one and
     its ancestors. root: below which proc/self and the mounted cgroups are. A file that is missing

@@ -126,10 +126,11 @@ def pass_seconds(
         for place, (_, work) in enumerate(phases):
             this = number * len(phases) + place
             pipe.await_read(this)
-            # A layer that runs is not read for the next pass meanwhile.
+            # A layer that runs is not read for the next pass meanwhile. Once it has, one more is
+            # read into its memory.
             pipe.ask(min(this + ahead, this + len(phases) - 1))
             pipe.compute(work)
-            pipe.ask(this + ahead)
+            pipe.ask(this + min(ahead + 1, len(phases)) if ahead else this)
         pipe.compute(tail)
         seconds = pipe.clock - start
         state = pipe.state(number + 1)

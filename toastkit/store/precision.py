@@ -86,7 +86,9 @@ def quantise_rows(weight: mx.array, bits: int, pad: bool = False) -> Rows:
     for first in range(0, flat.shape[0], step):
         blocks.append(_quantised_block(flat[first : first + step], bits, size))
         mx.eval(blocks[-1])
-    return Rows(*(mx.concatenate(parts).reshape(*weight.shape[:-1], -1) for parts in zip(*blocks)))
+    return Rows(
+        *(mx.concatenate(list(parts)).reshape(*weight.shape[:-1], -1) for parts in zip(*blocks))
+    )
 
 
 def _quantised_block(weight: mx.array, bits: int, size: int) -> Rows:
