@@ -123,7 +123,9 @@ def expert_options(flags: dict[str, Any]) -> ExpertsOptions | None:
 
     mode, gamma = chosen or Chosen("big")
     options = ExpertsOptions(mode, GAMMA if gamma is None else gamma, little, prompt or "big")
-    return None if chosen is None and not options.runs_little else options
+    if options.runs_little:
+        return options
+    return None if chosen is None else ExpertsOptions(mode)  # --little-k would be a variable's
 
 
 def insisted(context: click.Context, flags: dict[str, Any]) -> str | None:

@@ -127,7 +127,7 @@ def moe_blocks(store: Store) -> list[MoEBlock]:
     covered: set[str] = set()
     modules = dict(store.model.named_modules())
     for path, module in sorted(modules.items(), key=lambda item: item[0].count(".")):
-        router = _router_of(module)
+        router = router_of(module)
         layer = store.layer_of(f"{path}.")
         experts = None if router is None or layer is None else _experts_under(path, modules, store)
         if router is None or layer is None or experts is None:
@@ -145,7 +145,7 @@ def moe_blocks(store: Store) -> list[MoEBlock]:
     return sorted(found, key=lambda block: block.layer)
 
 
-def _router_of(module: Any) -> Router | None:
+def router_of(module: Any) -> Router | None:
     """The line of the table for a module. A class may have been changed for one derived from it."""
     names = (f"{c.__module__.rpartition('.')[2]}.{c.__name__}" for c in type(module).__mro__)
     return next((ROUTERS[name] for name in names if name in ROUTERS), None)
