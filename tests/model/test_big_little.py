@@ -232,6 +232,20 @@ def test_confidence_is_a_probability(values: list[float], shift: float) -> None:
     assert found <= 1 and abs(found - expected) < 1e-5 * expected + 1e-9
 
 
+def test_gamma_one_falls_back_however_sure_it_is(made: Made, monkeypatch) -> None:
+    engine = made("olmoe", "mobile", 1.0)
+    run, sure = engine.step, mx.zeros(engine.vocab).at[7].add(1e4)
+    assert confidence(sure).item() == 1
+    monkeypatch.setattr(
+        engine,
+        "step",
+        lambda t, c: sure + 0 * run(t, c) if engine.experts.k_now == 2 else run(t, c),
+    )
+    state = read(engine, prompt_of(engine))
+    engine.consume(state, 9)
+    assert state.passed == Passed(4, True)
+
+
 def test_logits_that_are_no_numbers_are_not_kept(made: Made, monkeypatch) -> None:
     engine = made("olmoe", "mobile", 0.0)
     run = engine.step

@@ -253,3 +253,5 @@ def test_a_k_among_settings_that_layers_share(name: str, tmp_path: Path, monkeyp
         for one in (engine, other):
             mx.eval(one.step(5, one.new_cache()))
     assert seen == [1] * count + [2] * count and count > 0
+    setting = engine.experts.blocks[0].router.k.rpartition(".")[2]
+    assert getattr(engine.model.args, setting) == 2  # that of the model as a whole stays
