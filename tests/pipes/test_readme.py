@@ -29,7 +29,7 @@ def test_commands_work_as_pasted(tmp_path: Path, state_home: Path):
     scripts = [
         script for block in re.findall(r"```sh\n(.*?)```", readme, re.S) for script in of(block)
     ]
-    assert len(scripts) == 28
+    assert len(scripts) == 29
     shutil.copy(ROOT / "README.md", tmp_path)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     asked = 0

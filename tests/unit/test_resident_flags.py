@@ -19,7 +19,7 @@ from toastkit.commands import cli, resident_flags
 from toastkit.commands.decode import decode
 from toastkit.commands.prefill import prefill
 from toastkit.commands.resident_flags import insisted, refuse_idle, residency_options
-from toastkit.commands.run_reports import counted_residency, tell_residency
+from toastkit.commands.run_reports import counted_residency, tell_stats
 from toastkit.errors import UsageError
 from toastkit.interrupts import Signals
 from toastkit.residency import pressure
@@ -179,10 +179,10 @@ def test_a_report_in_words(capsys: pytest.CaptureFixture) -> None:
     assert counted_residency(REPORT) == line
     moved = {**REPORT, "shed": 6, "grown": 1}
     assert counted_residency(moved) == f"{line}; 6 given up, 1 taken back"
-    tell_residency({"residency": REPORT})
+    tell_stats({"residency": REPORT})
     assert capsys.readouterr().err.endswith(f": residency: {line}\n")
     for odd in ({}, {"residency": {}}, {"residency": 5}, {"residency": None}):
-        tell_residency(odd)
+        tell_stats(odd)
     assert capsys.readouterr().err == ""
 
 

@@ -32,7 +32,7 @@ class LocalBackend:
 
         if self._interrupts is not None:
             self._interrupts.patient = False
-        of_model = ("model", "resident")
+        of_model = ("model", "resident", "experts")
         request = {name: value for name, value in request.items() if name not in of_model}
         with closing(self._loaded().ask(request)) as replies:
             for reply in replies:
@@ -67,6 +67,7 @@ class LocalBackend:
                 say=wanted.say,
                 gears=wanted.gears,
                 residency=wanted.residency,
+                experts=wanted.experts,
             )
             self._service = LocalService(settings, wanted.quiet)
         return self._service

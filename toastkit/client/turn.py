@@ -37,8 +37,8 @@ class Answer:
 
 
 class TurnSettings(NamedTuple):
-    """options: of the request. model, resident, tools: in the request, or None. output: makes what
-    takes the replies of a request. progress: shows how far the prompt is, or None.
+    """options: of the request. model, resident, experts, tools: in the request, or None. output:
+    makes what takes the replies of a request. progress: shows how far the prompt is, or None.
 
     keep: whether turns are written to the conversation's file. extract: print only the first fenced
     block. fail_on_length: an answer that was cut off is an error. tell: each takes the stats of an
@@ -49,6 +49,7 @@ class TurnSettings(NamedTuple):
     output: Callable[[], Output]
     model: str | None = None
     resident: str | None = None
+    experts: str | None = None
     tools: list[dict] | None = None
     progress: Progress | None = None
     keep: bool = True
@@ -97,6 +98,8 @@ class Turns:
             request["model"] = settings.model
         if settings.resident is not None:
             request["resident"] = settings.resident
+        if settings.experts is not None:
+            request["experts"] = settings.experts
         if not settings.keep:
             request["keep"] = False
         return request

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from toastkit.client.output import write_text
-from toastkit.commands import cli, gear_flags, options, resident_flags, run_reports
+from toastkit.commands import cli, expert_flags, gear_flags, options, resident_flags, run_reports
 from toastkit.errors import UsageError
 from toastkit.frames import End, Frame, Text, Token, starts_frames
 
@@ -18,7 +18,7 @@ ONLY_TEXT = (
     "session", "system", "messages", "raw", "tools", "template_arg", "no_generation_prompt",
     "truncate", "each_line", "chunk", "fork", "require_hit", *options.SAMPLING_NAMES, "logit_bias",
     "ban", "seed", "ignore_eos", "top", "stop", "keep_special", "echo", "as_json", "no_newline",
-    "fail_on_length",
+    "fail_on_length", "prefill_experts",
 )  # fmt: skip
 ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 
@@ -47,12 +47,14 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 @options.inline
 @gear_flags.gears
 @gear_flags.telemetry
+@expert_flags.experts
 @resident_flags.residency
 @options.engine
 @options.no_daemon
 @click.pass_context
 def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     gear_flags.refuse_idle(context, flags)
+    expert_flags.refuse_idle(context, flags)
     resident_flags.refuse_idle(context, flags)
     insisted = resident_flags.insisted(context, flags)
     first = _first_byte(prompt, flags)
@@ -104,7 +106,8 @@ def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:
     if flags["gear"] == "auto":
         follower = Follower(gear_flags.gear_rules(flags))
     residency = resident_flags.residency_options(flags)
-    engines = Engines(flags, gear_flags.gear_options(flags), residency, insisted)
+    gears, experts = gear_flags.gear_options(flags), expert_flags.expert_options(flags)
+    engines = Engines(flags, gears, residency, insisted, experts)
 
     def build(frames, signals):
         engines.heed(signals)
@@ -172,7 +175,7 @@ def _stages(wanted, tokenizer, flags, signals, outcome, insisted):
     residency = resident_flags.residency_options(flags)
     if residency is not None:
         signals.on_memory_warning()
-    gears = gear_flags.gear_settings(flags)
+    gears, experts = gear_flags.gear_settings(flags), expert_flags.expert_options(flags)
     settings = AnswerOptions(
         read=read_options(flags),
         draw=DrawOptions(
@@ -183,10 +186,12 @@ def _stages(wanted, tokenizer, flags, signals, outcome, insisted):
         **gear_answer_options(gears),
         xtc_special_ids=xtc_special_ids(chain, tokenizer.tokenizer),
     )
-    attached = attach(flags, first.fingerprint, insisted) if gears is None else None
+    own = gears is not None or experts is not None
+    attached = None if own else attach(flags, first.fingerprint, insisted)
     # A GPU computes while the host goes on. A CPU does not, and numpy draws faster on it, and takes
     # the entropy faster; logits of a daemon are on the host anyway.
-    plain = chain.temperature == 0 and not (settings.telemetry or settings.follow)
+    waits = experts is not None and experts.threshold is not None
+    plain = chain.temperature == 0 and not (settings.telemetry or settings.follow or waits)
     deferred = attached is None and (start_device(flags) == "gpu" or plain)
     runs = LocalRuns(flags["session"], signals, reader_gone, deferred)
 
@@ -194,8 +199,8 @@ def _stages(wanted, tokenizer, flags, signals, outcome, insisted):
 
     def engine_for(head: Any) -> Any:
         if not opened:
-            own = gears and gears.options
-            opened.append(load(tokenizer.files, flags, own, residency, signals))
+            policies = (gears and gears.options, residency, signals, experts)
+            opened.append(load(tokenizer.files, flags, *policies))
         return opened[0]
 
     frames = tokenize(wanted, tokenizer)

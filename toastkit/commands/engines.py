@@ -14,6 +14,7 @@ from toastkit.frames import Head
 if TYPE_CHECKING:
     from toastkit.engine.engine import Engine
     from toastkit.engine.step_engine import StepEngine
+    from toastkit.experts.experts_options import ExpertsOptions
     from toastkit.gears.gear_options import GearOptions
     from toastkit.interrupts import Signals
     from toastkit.residency.residency_options import ResidencyOptions
@@ -23,9 +24,9 @@ class Engines:
     """Calling it with a head gives the engine of that head's model.
 
     flags: the values of --model, --device, --dtype, --no-daemon, --quiet and --verbose.
-    gear_options: of the engine; a daemon's has no gears. residency: of an engine that is loaded
-    here. insisted: the setting of the residency that a daemon's engine must have, None for any.
-    engine: the one that was given last, None before.
+    gear_options, experts: of the engine; a daemon's has neither. residency: of an engine that is
+    loaded here. insisted: the setting of the residency that a daemon's engine must have, None for
+    any. engine: the one that was given last, None before.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class Engines:
         gear_options: GearOptions | None = None,
         residency: ResidencyOptions | None = None,
         insisted: str | None = None,
+        experts: ExpertsOptions | None = None,
     ):
         self._flags = flags
         self._gear_options = gear_options
         self._residency = residency
         self._insisted = insisted
+        self._experts = experts
         self._signals: Signals | None = None
         self._model: tuple[str, str] | None = None
         self.engine: StepEngine | None = None
@@ -59,11 +62,12 @@ class Engines:
         # are held against the stream in any case.
         files = self._located(head) if self._flags["model"] else None
         engine: StepEngine | None = None
-        if self._gear_options is None:
+        if self._gear_options is None and self._experts is None:
             engine = attach(self._flags, head.fingerprint, self._insisted)
         if engine is None:
             files = files or self._located(head)
-            engine = load(files, self._flags, self._gear_options, self._residency, self._signals)
+            options = (self._gear_options, self._residency, self._signals, self._experts)
+            engine = load(files, self._flags, *options)
         self.engine, self._model = engine, model
         return engine
 
@@ -119,6 +123,7 @@ def load(
     gear_options: GearOptions | None = None,
     residency: ResidencyOptions | None = None,
     signals: Signals | None = None,
+    experts: ExpertsOptions | None = None,
 ) -> Engine:
     """An Engine for a checkpoint, on the device and in the dtype of the flags. signals: whose
     memory warning goes to it."""
@@ -135,6 +140,7 @@ def load(
             notify=None if flags["quiet"] else say,
             gear_options=gear_options,
             residency=residency,
+            experts=experts,
         )
     if signals is not None and engine.residency is not None:
         signals.on_memory_warning(engine.residency.memory_warning)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, gear_flags, options, resident_flags, run_reports
+from toastkit.commands import cli, expert_flags, gear_flags, options, resident_flags, run_reports
 from toastkit.commands.progress import ProgressBar, last_part, watched
 from toastkit.commands.score_reports import (
     Gearing,
@@ -48,6 +48,7 @@ STDIN = "-"
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object per token.")
 @gear_flags.gears
 @gear_flags.telemetry
+@expert_flags.step_experts
 @resident_flags.residency
 @options.engine
 @click.pass_context
@@ -59,6 +60,7 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     from toastkit.text.tokenizer import Tokenizer
 
     _check_gears(context, flags)
+    expert_flags.refuse_idle(context, flags)
     resident_flags.refuse_idle(context, flags)
     settings = gear_flags.gear_options(flags)
     signals = Signals()  # SIGTERM and SIGHUP end a run as Ctrl-C does
@@ -72,7 +74,8 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     # All of them before the model is loaded: a missing file costs nothing.
     texts = [_tokenize(name, tokenizer, flags["limit"]) for name in _names(files, flags)]
     chooser_for = _choosers(checkpoint, config.vocab, flags) if flags["gear"] == "auto" else None
-    engine = load(checkpoint, flags, settings, residency, signals)
+    experts = expert_flags.expert_options(flags)
+    engine = load(checkpoint, flags, settings, residency, signals, experts)
     gearing = None
     if settings is not None:
         bits = None if engine.gears is None else engine.gears.bits
@@ -88,6 +91,8 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
 def _check_gears(context: click.Context, flags: dict[str, Any]) -> None:
     """Raises UsageError for options that would change nothing, or that make no sense."""
     gear_flags.refuse_idle(context, flags)
+    if flags["experts"] is not None and flags["experts"].mode == "mobile":
+        cli.refuse_together(context, "and --experts mobile exclude each other", "chunk")
     if flags["gear"] != "auto":
         return
     cli.refuse_together(context, "and --gear auto exclude each other", "chunk")
@@ -170,20 +175,27 @@ class Scoring:
 
     def parts(self, text: Text) -> Iterator[Scores]:
         """The scores of a text."""
-        from toastkit.engine.geared import score_in_gear, score_in_gears
+        from toastkit.engine.geared import falls_back, score_in_gear, score_in_gears, score_in_steps
         from toastkit.engine.perplexity import score
 
         if self.chooser_for is not None:
             return score_in_gears(self.engine, text.ids, self.window, self.chooser_for)
+        if falls_back(self.engine):
+            return score_in_steps(self.engine, text.ids, self.window)
         chunk = self.flags["chunk"]
         if self.gearing is not None:
             return score_in_gear(self.engine, text.ids, self.window, self.gearing.mode, chunk)
         return score(self.engine, text.ids, self.window, chunk)
 
     def told(self) -> dict[str, Any]:
-        """What the residency did for the text that was scored last, by its name."""
+        """What residency and experts did for the text that was scored last, by their names."""
+        from toastkit.engine.geared import falls_back
+
         reports = self.engine.run_report()
-        return {name: reports[name] for name in ("residency",) if name in reports}
+        if "experts" in reports and not falls_back(self.engine):
+            for name in ("steps", "fallbacks", "ratio"):
+                del reports["experts"][name]  # a pass is over many tokens: there were no steps
+        return {name: reports[name] for name in ("residency", "experts") if name in reports}
 
     def say(self, text: Text) -> None:
         """What is about to be done, where that is wanted."""

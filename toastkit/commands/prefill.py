@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from toastkit.commands import cli, options, resident_flags, run_reports
+from toastkit.commands import cli, expert_flags, options, resident_flags, run_reports
 
 if TYPE_CHECKING:
     from toastkit.commands.engines import Engines
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 @options.model
 @options.session
 @options.reading
+@expert_flags.prompt_experts
 @resident_flags.residency
 @options.engine
 @options.no_daemon
@@ -29,10 +30,12 @@ def prefill(context: click.Context, **flags) -> int:
     from toastkit.stages.prefill import prefill as stage
     from toastkit.stages.run.pipe_prefill import PrefillEnd
 
+    expert_flags.refuse_idle(context, flags)
     resident_flags.refuse_idle(context, flags)
     settings = read_options(flags)
     residency = resident_flags.residency_options(flags)
-    engines = Engines(flags, None, residency, resident_flags.insisted(context, flags))
+    insisted, experts = resident_flags.insisted(context, flags), expert_flags.expert_options(flags)
+    engines = Engines(flags, None, residency, insisted, experts)
 
     def build(frames, signals):
         engines.heed(signals)

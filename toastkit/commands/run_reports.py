@@ -29,11 +29,12 @@ def tell(reports: Mapping[str, Any]) -> None:
             say(f"{name}: {counted(reports[name])}")
 
 
-def tell_residency(stats: Mapping[str, Any]) -> None:
-    """The line for the residency in the stats of an answer. Those of a daemon of another version
-    may say other things."""
-    with suppress(KeyError, TypeError):
-        tell({"residency": stats["residency"]})
+def tell_stats(stats: Mapping[str, Any]) -> None:
+    """The lines for the residency and the experts in the stats of an answer. Those of a daemon of
+    another version may say other things."""
+    for name in ("residency", "experts"):
+        with suppress(KeyError, TypeError):
+            tell({name: stats[name]})
 
 
 def counted_gears(report: Mapping[str, Any]) -> str:
@@ -63,5 +64,20 @@ def counted_residency(report: Mapping[str, Any]) -> str:
     return line
 
 
-COUNTED = {"gears": counted_gears, "residency": counted_residency}
+def counted_experts(report: Mapping[str, Any]) -> str:
+    """An ExpertsPolicy's report in words."""
+    from toastkit.stages.tally import counted
+
+    k, little_k, mode = report["k"], report["little_k"], report["mode"]
+    words = counted(report["steps"], "step") if "steps" in report else "no steps"
+    if mode != "mobile":
+        return f"{mode}, K {k if mode == 'big' else little_k} of {k}; {words}"
+    fell = counted(report["fallbacks"], "fallback")
+    ratio = "" if report["ratio"] is None else f", ratio {report['ratio']:.4f}"
+    return f"mobile, K {little_k} of {k}, gamma {report['gamma']:g}; {words}, {fell}{ratio}"
+
+
+COUNTED = {
+    "gears": counted_gears, "residency": counted_residency, "experts": counted_experts,
+}  # fmt: skip
 REPORTS = tuple(COUNTED)

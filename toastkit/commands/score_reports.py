@@ -96,7 +96,9 @@ class TextReport:
     def total(self, of: Text | int, totals: Totals, told: dict[str, Any] | None = None) -> None:
         """The line of a text, or of so many together."""
         name = "total" if isinstance(of, int) else of.name
-        print(line(name, totals, self._gearing), flush=True)
+        fell = (told or {}).get("experts", {})
+        more = f", fallback ratio {fell['ratio']:.4f}" if fell.get("mode") == "mobile" else ""
+        print(line(name, totals, self._gearing) + more, flush=True)
 
 
 class JsonReport:

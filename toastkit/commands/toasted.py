@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, gear_flags, options, resident_flags, run_reports
+from toastkit.commands import cli, expert_flags, gear_flags, options, resident_flags, run_reports
 from toastkit.commands.sizes import Duration, Size
 from toastkit.errors import (
     ToastError,
@@ -32,7 +32,7 @@ ONLY_DAEMON = (
     "model", "daemon", "pidfile", "idle_unload", "device", "dtype", "chunk", "parallel", "batch",
     "max_queue", "max_connections", "max_line", "cache", "spill", "audit", "no_audit",
     "audit_text", "drain", "gear", *gear_flags.GEAR_NAMES, *gear_flags.TELEMETRY_NAMES,
-    *resident_flags.RESIDENT_NAMES,
+    *resident_flags.RESIDENT_NAMES, *expert_flags.EXPERT_NAMES,
 )  # fmt: skip
 
 
@@ -54,6 +54,7 @@ def _actions(context: click.Context, parameter: click.Parameter, incomplete: str
 @options.engine
 @gear_flags.gears
 @gear_flags.telemetry
+@expert_flags.experts
 @resident_flags.residency
 @click.option("--chunk", type=click.IntRange(1), metavar="N", help="Prompt tokens per pass.")
 @click.option(
@@ -107,6 +108,7 @@ def toasted(context: click.Context, action: str | None, **flags) -> int:
         return _act(action, flags)
     cli.refuse_together(context, f"needs an action: {', '.join(ACTIONS)}", "as_json")
     gear_flags.refuse_idle(context, flags)
+    expert_flags.refuse_idle(context, flags)
     resident_flags.refuse_idle(context, flags)
     if len(cli.given(context, "audit", "no_audit")) > 1:
         raise UsageError("--audit and --no-audit exclude each other")
@@ -162,6 +164,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
     told = None if flags["quiet"] else say
     gears = gear_flags.gear_settings(flags)
     residency = resident_flags.residency_options(flags)
+    experts = expert_flags.expert_options(flags)
     audit = _audit(flags, say)
     settings = Settings(
         socket=flags["socket"],
@@ -192,6 +195,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
                 say=told,
                 gears=gears,
                 residency=residency,
+                experts=experts,
                 **{name: flags[name] for name in same},
             )
         )
@@ -289,6 +293,9 @@ def _summary(status: dict[str, Any]) -> Iterator[str]:
     if "residency" in status:
         counted = run_reports.counted_residency(status["residency"])
         yield f"residency: {status['resident']}; {counted}"
+    if "experts" in status:
+        counted = run_reports.counted_experts(status["experts"])
+        yield f"experts: {status['experts']['setting']}; {counted}"
 
 
 def _ago(seconds: float) -> str:

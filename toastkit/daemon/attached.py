@@ -189,6 +189,8 @@ def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -
         raise NoInputError(f"the daemon runs {name} in {engine.dtype or 'its own dtype'}")
     if engine.gears is not None:
         raise NoInputError(f"the daemon runs {name} in gears")
+    if engine.experts is not None and engine.experts.options.runs_little:
+        raise NoInputError(f"the daemon runs {name} with {service.settings.chosen_experts} experts")
     from toastkit.engine.engine import CHUNK
 
     return {

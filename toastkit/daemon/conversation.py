@@ -66,7 +66,9 @@ class Conversation:
         self._gear_tokens: Counter[str] = Counter()
         follow = gears is not None and gears.options.mode == "auto"
         tokens = prepared.request.options.tokens
-        plain = prepared.sampling.temperature == 0 and not (tokens or follow)
+        experts = service.settings.experts
+        waits = experts is not None and experts.threshold is not None
+        plain = prepared.sampling.temperature == 0 and not (tokens or follow or waits)
         deferred = service.engine.device == "gpu" or plain
         self.runs = ScheduledRuns(service, prepared, lambda: channel.gone, deferred)
         head = replace(service.preparer.head, extra=dict(prepared.extra))
@@ -214,10 +216,11 @@ class Conversation:
         warning = self._service.engine.window_warning(count)
         return [*self.prepared.notes, *([warning] if warning else [])]
 
-    def _residency(self) -> dict[str, Any]:
-        """What the model has streamed, also for others, since the last answer began."""
+    def _reports(self) -> dict[str, Any]:
+        """What the model has streamed, also for others, since the last answer began, and with how
+        many experts this one was made."""
         extra = {} if self.end is None else self.end.extra
-        return {name: extra[name] for name in ("residency",) if name in extra}
+        return {name: extra[name] for name in ("residency", "experts") if name in extra}
 
     def stats(self, model: str) -> dict[str, Any]:
         """What the request cost: the `stats` reply."""
@@ -235,7 +238,7 @@ class Conversation:
             "seed": self.prepared.sampling.seed,
             "notes": self._notes(),
             **({"gears": dict(self._gear_tokens)} if self._gears is not None else {}),
-            **self._residency(),
+            **self._reports(),
             "seconds": {
                 "queued": since(self._began),
                 "prefill": since(self._read),

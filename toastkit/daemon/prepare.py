@@ -53,14 +53,16 @@ def messages_of(request: Request) -> list[dict]:
 
 class Preparer:
     """Prepares requests for one checkpoint. Several threads may use it at once. wants_points:
-    whether the model has layers that cannot be cut back, so that savepoints are of use. resident:
-    which of its layers stay on the device, as ResidencyOptions.setting has it."""
+    whether the model has layers that cannot be cut back, so that savepoints are of use. resident,
+    experts: how it runs, as ResidencyOptions.setting and ExpertsOptions.setting have it."""
 
     wants_points = True
 
-    def __init__(self, files: ModelFiles, config: ModelConfig, resident: str = "all"):
+    def __init__(
+        self, files: ModelFiles, config: ModelConfig, resident: str = "all", experts: str = "big"
+    ):
         self.files = files
-        self.resident = resident
+        self.resident, self.experts = resident, experts
         self.fingerprint = fingerprint(files)
         self.tokenizer = Tokenizer(files)
         self._config = config
@@ -79,16 +81,19 @@ class Preparer:
 
     def prepare(self, request: Request) -> Prepared:
         """Raises DataError for a prompt that cannot be read, UsageError for options that do not
-        fit the model, or a residency that it does not have, NoInputError for a request that wants
-        another model."""
+        fit the model, or a residency or experts that it does not have, NoInputError for a request
+        that wants another model."""
         if request.model is not None:
             self._check_model(request.model)
-        if request.resident not in (None, self.resident):
-            raise UsageError(
-                f"the daemon runs with --resident {self.resident}, "
-                f"not --resident {request.resident[:100]}",
-                hint="--no-daemon answers without it",
-            )
+        for flag, own, wanted in (
+            ("--resident", self.resident, request.resident),
+            ("--experts", self.experts, request.experts),
+        ):
+            if wanted not in (None, own):
+                raise UsageError(
+                    f"the daemon runs with {flag} {own}, not {flag} {wanted[:100]}",
+                    hint="--no-daemon answers without it",
+                )
         sampling = self._sampling(request)
         if request.tokens is not None:
             self._check(request.tokens)
@@ -137,8 +142,8 @@ class Preparer:
         return chain
 
 
-def find_model(name: str, resident: str = "all") -> Preparer:
-    """Of the model that -m would take. resident: as of Preparer. Raises NoInputError, DataError for
-    its files."""
+def find_model(name: str, resident: str = "all", experts: str = "big") -> Preparer:
+    """Of the model that -m would take. resident, experts: as of Preparer. Raises NoInputError,
+    DataError for its files."""
     files = locate(name)
-    return Preparer(files, load_config(files), resident)
+    return Preparer(files, load_config(files), resident, experts)

@@ -31,7 +31,7 @@ OPS = ("generate", *CONTROL_OPS)
 SAMPLING_NAMES = tuple(name for name in INTERVALS if name != "seed")
 FIELDS = (
     "id", "op", "messages", "prompt", "tokens", "tools", "options", "stream", "session", "priority",
-    "model", "resident", "keep",
+    "model", "resident", "experts", "keep",
 )  # fmt: skip
 OPTIONS = (
     *SAMPLING_NAMES, "seed", "max_tokens", "stop", "ignore_eos", "logit_bias", "ban", "top", "raw",
@@ -72,10 +72,10 @@ class Request:
 
     tools: JSON schemas for the chat template.
     session: the absolute path of a session's directory, which need not exist. model: what it is
-    for, as -m takes it. resident: the setting that its residency must have, None for any. keep: the
-    state may be kept for later turns. received: time.perf_counter() when the line was whole. fds:
-    for attach ops, descriptors that came with the line, the receiver's to close. raw: the object
-    itself.
+    for, as -m takes it. resident, experts: the settings that its residency and its experts must
+    have, None for any. keep: the state may be kept for later turns. received: time.perf_counter()
+    when the line was whole. fds: for attach ops, descriptors that came with the line, the
+    receiver's to close. raw: the object itself.
     """
 
     op: str = "generate"
@@ -90,6 +90,7 @@ class Request:
     priority: int = 0
     model: str | None = None
     resident: str | None = None
+    experts: str | None = None
     keep: bool = True
     received: float = field(default_factory=time.perf_counter)
     fds: list[int] = field(default_factory=list)
@@ -181,6 +182,7 @@ def make_request(document: dict[str, Any], fds: Iterable[int] = ()) -> Request:
         priority=_whole(document, "priority", -MAX_PRIORITY, MAX_PRIORITY, 0),
         model=_model(document),
         resident=_typed(document, "resident", "") if "resident" in document else None,
+        experts=_typed(document, "experts", "") if "experts" in document else None,
         keep=_typed(document, "keep", True),
         raw=document,
     )

@@ -18,7 +18,7 @@ from toastkit.holdings.policy import NO_WISH, Wish
 from toastkit.interrupts import Interrupt
 from toastkit.session.directory import Session
 from toastkit.stages.run.one_process import LocalRuns
-from toastkit.stages.run.protocol import Pause
+from toastkit.stages.run.protocol import Pause, experts_of
 from toastkit.stages.run.settings import ReadOptions
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class ScheduledRuns(LocalRuns):
     def emit(self, state: State, started: float | None) -> Iterator[Frame]:
         if self._held.waiting is not None:
             yield Pause("step")  # type: ignore[misc]
-        yield Logits(len(state.tokens), state.logits)
+        yield Logits(len(state.tokens), state.logits, experts=experts_of(state))
 
     def consume(self, state: State, token: Any, wish: Wish) -> None:
         """Notes the token; the step is due from now on."""

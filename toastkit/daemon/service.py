@@ -62,7 +62,8 @@ class Service:
         preparer.wants_points = not always_cut(engine.new_cache())
         self.stepper = Stepper(engine, settings.batch, settings.say)
         self.rate: float | None = None
-        self._slice_seconds = SHIFTING_SECONDS if engine.policies else SLICE_SECONDS
+        shifting = any(policy.paths for policy in engine.policies)
+        self._slice_seconds = SHIFTING_SECONDS if shifting else SLICE_SECONDS
         self._turns = 0
 
     # ------------------------------------------------------------------------------------- rounds
@@ -237,6 +238,7 @@ def open_service(
         notify=notify,
         gear_options=None if settings.gears is None else settings.gears.options,
         residency=settings.residency,
+        experts=settings.experts,
     )
     return Service(engine, preparer, settings, finished)
 

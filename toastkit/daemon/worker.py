@@ -60,11 +60,16 @@ class Worker:
 
     def start(self) -> None:
         """Loads the model, and returns when it can be asked. Raises what loading raises."""
-        self._preparer = find_model(self.settings.model, self.settings.resident)
+        self._preparer = find_model(*self._wanted)
         self._thread.start()
         self._ready.wait()
         if self.failure is not None:
             raise self.failure
+
+    @property
+    def _wanted(self) -> tuple[str, str, str]:
+        """What find_model takes."""
+        return self.settings.model, self.settings.resident, self.settings.chosen_experts
 
     def submit(self, request: Request, channel: Channel) -> None:
         """Takes a request in, and the descriptors of an attach op; the answer comes through the
@@ -337,7 +342,7 @@ class Worker:
         Where that fails the old one stays, if it is still in memory."""
         self._reloading = False
         try:
-            preparer = find_model(self.settings.model, self.settings.resident)
+            preparer = find_model(*self._wanted)
             if preparer.fingerprint == self._preparer.fingerprint:
                 return self._say(f"{preparer.files.name} has not changed")
             if self._service is not None:

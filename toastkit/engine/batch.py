@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from toastkit.engine.engine import Engine
-from toastkit.engine.state import ModelState
+from toastkit.engine.state import ModelState, Passed
 from toastkit.holdings.policy import NO_WISH
 
 # How far the logits of a batch may be from those of each state alone, of their spread, for the
@@ -69,8 +69,10 @@ class Batch:
         ids = mx.stack([mx.array(token, mx.uint32).reshape(1) for token in tokens])
         self._engine.decide(NO_WISH)
         logits = self._engine.step_rows(ids, self._caches)
+        experts = self._engine.experts
         for row, state in enumerate(self.members):
             state.logits = logits[row]
+            state.passed = None if experts is None else Passed(experts.k_now, False)
             self._engine.count_step()
 
 

@@ -19,7 +19,7 @@ from weakref import WeakSet, WeakValueDictionary
 import mlx.core as mx
 
 from toastkit.engine import device
-from toastkit.engine.lookahead import Lookahead
+from toastkit.engine.big_little import look_ahead, take_step
 from toastkit.engine.savepoints import longest, take_savepoint, undone_on_failure
 from toastkit.engine.state import Caches, ModelState
 from toastkit.errors import DataError, UsageError
@@ -35,6 +35,7 @@ from toastkit.store.skeleton import MISFITS
 from toastkit.store.store import Store
 
 if TYPE_CHECKING:
+    from toastkit.experts.experts_policy import ExpertsPolicy
     from toastkit.gears.gear_policy import GearPolicy
     from toastkit.residency.residency_policy import ResidencyPolicy
 
@@ -118,6 +119,11 @@ class Engine:
     def residency(self) -> ResidencyPolicy | None:
         """Likewise."""
         return self._policy("residency")
+
+    @property
+    def experts(self) -> ExpertsPolicy | None:
+        """Likewise."""
+        return self._policy("experts")
 
     def _policy(self, name: str) -> Any:
         return next((policy for policy in self.policies if policy.name == name), None)
@@ -251,7 +257,7 @@ class Engine:
         held = len(state.tokens)
         if held == len(ids):
             return
-        state.logits = None
+        state.logits = state.passed = None
         rest, before = ids[held:], 0
         for done, logits in self._passes(rest, state.cache, chunk):
             state.tokens.extend(rest[before:done])
@@ -268,7 +274,10 @@ class Engine:
         self.decide(wish)
         self.count_step()
         self.prepare(wish)
-        state.logits = self._next(state, token)
+        if self.experts is None:
+            state.logits = state.next_logits(self.step, token)
+        else:
+            state.logits = take_step(self.experts, self.step, state, token)
         state.tokens.append(token)
 
     def count_step(self) -> None:
@@ -276,21 +285,12 @@ class Engine:
         for policy in self.policies:
             policy.count_step()
 
-    def _next(self, state: ModelState, token: int | mx.array) -> mx.array:
-        """The logits (vocab,) after one more token, lazy; the caches count it from now on."""
-        ahead = state.ahead
-        if ahead is not None and isinstance(token, int):
-            state.ahead = None
-            return ahead.run(token)
-        state.take_back()
-        return self.step(token, state.cache)
-
     def look_ahead(self, state: ModelState) -> None:
         """Builds the graph of a state's next step already, whatever its token will be, where that
         is possible: streamed layers run while the graph is built."""
         waits = self.reads_on_host or self.holdings.streams.layers
         if state.ahead is None and host_writes() and not waits:
-            state.ahead = Lookahead(self.step, state.cache)
+            state.ahead = look_ahead(self.experts, self.step, state)
             self._ahead.add(state)
 
     # ------------------------------------------------------------------------------------ passes

@@ -28,7 +28,7 @@ from toastkit.engine.perplexity import (
 from toastkit.engine.state import ModelState
 from toastkit.gears.monitor import EntropyMeter
 from toastkit.gears.selector import GearSelector
-from toastkit.holdings.policy import Wish
+from toastkit.holdings.policy import NO_WISH, Wish
 
 FIRST = "high"  # gear of a window's first pass
 DIGITS = 6  # of an entropy that a gear is chosen by: what a frame says, so that all ways agree
@@ -91,19 +91,33 @@ def score_in_gears(
     """
     check_ids(engine, ids)
     for start, part in windows(ids, window):
-        if engine.gears is None:
+        if engine.gears is None and not falls_back(engine):
             yield from _watched(engine, start, part, chooser_for())
         else:
-            yield from _shifting(engine, start, part, chooser_for())
+            yield from _stepping(engine, start, part, chooser_for())
 
 
-def _shifting(
-    engine: Engine, start: int, part: Sequence[int], chooser: Chooser
+def score_in_steps(engine: Engine, ids: Sequence[int], window: int) -> Iterator[Scores]:
+    """As perplexity.score, in the gear that the engine is in, a token at a time: each is predicted
+    by the pass that counts where a step may take two (see engine.big_little)."""
+    check_ids(engine, ids)
+    for start, part in windows(ids, window):
+        yield from _stepping(engine, start, part, None)
+
+
+def falls_back(engine: Engine) -> bool:
+    """Whether a step may take two passes, so that there is no pass over several tokens."""
+    return engine.experts is not None and engine.experts.options.threshold is not None
+
+
+def _stepping(
+    engine: Engine, start: int, part: Sequence[int], chooser: Chooser | None
 ) -> Iterator[Scores]:
-    """A window, token by token."""
+    """A window, token by token. chooser: None where nothing is said of gears."""
     meter = EntropyMeter(engine.vocab)
     state = ModelState(engine.new_cache())
-    gear, choice, last = FIRST, Wish(FIRST), len(part) - 2
+    gear, last = FIRST, len(part) - 2
+    choice = NO_WISH if chooser is None else Wish(FIRST)
     for n, (token, target) in enumerate(zip(part, part[1:])):
         gear = choice.gear or gear
         engine.consume(state, token, choice)
@@ -113,8 +127,9 @@ def _shifting(
         logits = state.values()
         entropy = round(meter.bits(logits), DIGITS)
         logprob = _logprob(logits, target)
-        yield checked(Scores(start + n + 1, [target], [logprob], [entropy], [gear]))
-        if n < last:
+        gears = None if chooser is None else [gear]
+        yield checked(Scores(start + n + 1, [target], [logprob], [entropy], gears))
+        if n < last and chooser is not None:
             choice = chooser.choose(entropy)
     mx.clear_cache()
 

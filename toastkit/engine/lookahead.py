@@ -9,6 +9,7 @@ memory is written once the token is known, before anything of the graph is evalu
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,12 +19,14 @@ from toastkit.engine.savepoints import copy_caches, put_back
 
 class Lookahead:
     """One step after `cache`, of a token to be named later. step(token, cache): builds its graph.
-    Only for a device that computes on memory that the host can write: reader.host_writes.
+    Only for a device that computes on memory that the host can write: reader.host_writes. point: a
+    savepoint of the caches as they are, for who may want to come back from the step.
 
     The caches count the step from now on; either `run` or `discard` has to follow.
     """
 
-    def __init__(self, step: Callable[[mx.array, list], mx.array], cache: list):
+    def __init__(self, step: Callable[[mx.array, list], mx.array], cache: list, point: Any = None):
+        self.point = point
         # Copies hold the arrays as they were. They are let go before the step is evaluated, or
         # MLX would copy what it can write in place.
         self._cache, self._before = cache, copy_caches(cache)

@@ -214,6 +214,8 @@ class RemoteState:
     """What the daemon's model has read for this process: see `step_engine.State`. session: opened
     and locked here."""
 
+    passed = None  # it is the daemon's to know
+
     def __init__(
         self,
         engine: RemoteEngine,

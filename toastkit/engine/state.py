@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -29,6 +30,14 @@ def _nbytes(layer: Any) -> int:
         return 0  # another thread is just filling it
 
 
+class Passed(NamedTuple):
+    """How a step was done. k: experts that a token went to in the pass that counts. fallback: the
+    big model's, after a little one's that does not."""
+
+    k: int
+    fallback: bool
+
+
 @dataclass(eq=False)
 class ModelState:
     """A state is what an Engine works on; by itself it does nothing but be kept.
@@ -36,7 +45,8 @@ class ModelState:
     cache: of the model's layers. tokens: ids that the caches hold; an id may still be a device
     array (). logits: (vocab,) float32 after the last of them, lazy. session: where `commit` puts
     it, None for a state that is not kept. savepoints: earlier positions at which it can be resumed,
-    ascending. ahead: the next step, if it was looked ahead to.
+    ascending. ahead: the next step, if it was looked ahead to. passed: how the last step was done,
+    where experts were chosen for it; None for a prompt.
     """
 
     cache: list
@@ -45,6 +55,19 @@ class ModelState:
     session: Session | None = None
     savepoints: list[Savepoint] = field(default_factory=list)
     ahead: Lookahead | None = field(default=None, repr=False)
+    passed: Passed | None = None
+
+    def next_logits(
+        self, step: Callable[[int | mx.array, list], mx.array], token: int | mx.array
+    ) -> mx.array:
+        """The logits (vocab,) float32 after one more token, lazy; the caches count it from now on.
+        step(token, cache): the pass, where it was not looked ahead to."""
+        ahead = self.ahead
+        if ahead is not None and isinstance(token, int):
+            self.ahead = None
+            return ahead.run(token)
+        self.take_back()
+        return step(token, self.cache)
 
     def submit(self) -> None:
         """Lets the device begin with what was consumed."""

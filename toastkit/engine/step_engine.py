@@ -21,11 +21,13 @@ class State(Protocol):
     """What a model has read.
 
     tokens: ids that the caches hold, each an int or a device array () that may not be known yet.
-    session: where `commit` puts the state, None for one that is not kept.
+    session: where `commit` puts the state, None for one that is not kept. passed: how the last step
+    was done, state.Passed, where experts were chosen for it.
     """
 
     tokens: list[Any]
     session: Session | None
+    passed: Any
 
     @property
     def logits(self) -> Any:

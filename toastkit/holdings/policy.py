@@ -42,7 +42,8 @@ class Policy(Protocol):
         """Takes on a model. Raises UsageError where there is nothing to decide."""
 
     def decide(self, wish: Wish) -> bool:
-        """Whether the pass that comes is to find other forms than the last one."""
+        """Whether the pass that comes is to find other forms than the last one. Asked before each
+        pass: what is no matter of forms, such as how many experts run, is settled here too."""
 
     def form(self, path: str, form: Form) -> Form:
         """The form of a module in that pass. form: what it would be without this policy."""

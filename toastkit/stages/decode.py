@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from toastkit.engine.step_engine import State, StepEngine, Wish
 from toastkit.errors import DataError, NoInputError
@@ -76,27 +77,43 @@ def _run(
     """One run: state in, logits out, commit, and only then the end."""
     state = run.take(engine, ids)
     engine.begin_run()
+    fallbacks: list[bool] = []
     try:
-        end = yield from _steps(engine, run, state, options)
+        end = yield from _steps(engine, run, state, options, fallbacks)
     finally:
         run.finish(state)
     end.extra.update(engine.run_report())
+    if "experts" in end.extra:
+        end.extra["experts"].update(_counts(fallbacks))
     yield end
 
 
-def _steps(engine: StepEngine, run: DecodeRun, state: State, options: StepOptions):
-    """The loop; returns the run's End."""
+def _counts(fallbacks: list[bool]) -> dict[str, Any]:
+    """What the end of a run says of its steps that were shown."""
+    steps, back = len(fallbacks), sum(fallbacks)
+    return {"steps": steps, "fallbacks": back, "ratio": round(back / steps, 6) if steps else None}
+
+
+def _steps(
+    engine: StepEngine, run: DecodeRun, state: State, options: StepOptions, fallbacks: list[bool]
+):
+    """The loop; returns the run's End. fallbacks: gets whether each step that is shown fell back,
+    where experts are chosen. (The model may take steps for others meanwhile.)"""
     context = engine.context
     drawn = steps = 0
     started = None
     while True:
         yield from run.emit(state, started)
+        if state.passed is not None:
+            fallbacks.append(state.passed.fallback)
         steps += 1
         if steps == options.steps:
             return End("length", drawn)
         following = run.next()
         token, end = following.token, following.end
         if token is None:
+            if run.deferred:
+                del fallbacks[-1:]  # a step after the last token that was drawn
             return End(end or "interrupt", drawn)
         started = time.perf_counter()
         drawn += 1

@@ -12,7 +12,7 @@ from toastkit.frames import Frame, Head, Logits
 from toastkit.interrupts import Interrupt
 from toastkit.session.directory import Session
 from toastkit.session.names import resolve
-from toastkit.stages.run.protocol import DecodeRun, Next, SessionRuns
+from toastkit.stages.run.protocol import DecodeRun, Next, SessionRuns, experts_of
 
 
 class LocalFeed:
@@ -90,7 +90,7 @@ class LocalRuns(SessionRuns):
         if not self.deferred:
             state.submit()
             self._engine.look_ahead(state)  # while the last of this step is computed
-        yield Logits(len(state.tokens), state.logits)
+        yield Logits(len(state.tokens), state.logits, experts=experts_of(state))
 
     def consume(self, state: State, token: Any, wish: Wish) -> None:
         self._engine.consume(state, token, wish)

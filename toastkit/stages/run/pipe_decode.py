@@ -27,7 +27,7 @@ from toastkit.session.run import RunDirectory, feed_of, ring_of
 from toastkit.stages.arrays import from_numpy, log_softmax
 from toastkit.stages.follow import Follower
 from toastkit.stages.run.own_tokens import ForcedFeed, GreedyFeed
-from toastkit.stages.run.protocol import DecodeRun, Next, check_vocab
+from toastkit.stages.run.protocol import DecodeRun, Next, check_vocab, experts_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,8 @@ class DecodeEnd:
 
 class PipeRun:
     """One of them: see `protocol.DecodeRun`. session_path: where the state comes from."""
+
+    deferred = False
 
     def __init__(self, end: DecodeEnd, head: Head, session_path: str):
         self.head = head
@@ -141,7 +143,7 @@ class PipeRun:
         seconds = None if started is None else round(time.perf_counter() - started, 6)
         position, own = len(state.tokens), self._end.own
         array = from_numpy(values) if self._ring is None else self._ring.write(values)
-        frame = Logits(position, array, seconds)
+        frame = Logits(position, array, seconds, experts_of(state))
         self._step = frame, values
         if own is not None:
             self._follow(frame, values)

@@ -72,9 +72,11 @@ class DecodeRuns(Protocol):
 
 
 class DecodeRun(Protocol):
-    """One run on decode's side. head: the one that goes on, which names the run."""
+    """One run on decode's side. head: the one that goes on, which names the run. deferred: a token
+    is run before it is known, so that its end is noticed a step late."""
 
     head: Head
+    deferred: bool
 
     def take(self, engine: StepEngine, ids: list[int]) -> State:
         """The state of a prompt. DataError where it is not the prompt that was prefilled."""
@@ -116,6 +118,12 @@ class Feed(Protocol):
     @property
     def awaited(self) -> bool:
         """Whether another process waits for the tokens of the run."""
+
+
+def experts_of(state: State) -> dict[str, Any] | None:
+    """The `experts` of a logits frame: how the step was done that gave the logits. None for a
+    prompt's, and where no experts were chosen."""
+    return None if state.passed is None else state.passed._asdict()
 
 
 @dataclass(frozen=True)

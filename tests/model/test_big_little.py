@@ -1,0 +1,400 @@
+"""Big, little and MoBiLE: which pass a token comes from, and what a pass that is taken back leaves
+behind, which is nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from tests.model.moe_checkpoints import NAMES, write_moe  # noqa: E402
+from toastkit.engine.batch import Batch, can_batch  # noqa: E402
+from toastkit.engine.big_little import confidence  # noqa: E402
+from toastkit.engine.engine import Engine  # noqa: E402
+from toastkit.engine.geared import score_in_gears, score_in_steps  # noqa: E402
+from toastkit.engine.opening import open_engine  # noqa: E402
+from toastkit.engine.perplexity import score  # noqa: E402
+from toastkit.engine.savepoints import copy_caches  # noqa: E402
+from toastkit.engine.state import ModelState, Passed  # noqa: E402
+from toastkit.errors import IOFailure  # noqa: E402
+from toastkit.experts.experts_options import ExpertsOptions, LittleK  # noqa: E402
+from toastkit.gears.gear_options import GearOptions  # noqa: E402
+from toastkit.holdings.policy import Wish  # noqa: E402
+from toastkit.model.locate import locate  # noqa: E402
+from toastkit.residency.residency_options import ResidencyOptions  # noqa: E402
+
+COUNT = 6  # tokens of an answer
+MIDDLE = 0.022  # about as sure as these random models are of a token
+Made = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Made:
+    """Engines of the random checkpoints; each set of options once."""
+    kept: dict[tuple, Engine] = {}
+    folder = tmp_path_factory.mktemp("moe")
+
+    def engine(name: str, mode: str, gamma: float = 0.7, **rest: Any) -> Engine:
+        experts = {k: rest.pop(k) for k in ("little_k", "prompt") if k in rest}
+        key = (name, mode, gamma, repr(experts), repr(rest))
+        if key not in kept:
+            path = folder / name
+            if not path.exists():
+                write_moe(path, name)
+            options = ExpertsOptions(mode, gamma, **experts)
+            kept[key] = open_engine(
+                locate(str(path)), dtype="float32", device_name="cpu", experts=options, **rest
+            )
+        return kept[key]
+
+    return engine
+
+
+def prompt_of(engine: Engine, count: int = 40) -> list[int]:
+    """Longer than a window of those that have one."""
+    return [(37 * n + 5) % engine.vocab for n in range(count)]
+
+
+def read(engine: Engine, ids: Sequence[int]) -> ModelState:
+    state = ModelState(engine.new_cache())
+    for _ in engine.reading(state, ids, lambda: 16):
+        pass
+    return state
+
+
+def answer(engine: Engine, ahead: bool = True, count: int = COUNT) -> tuple[list[int], list, Any]:
+    """(tokens, logits of each step, the state at the end)."""
+    state = read(engine, prompt_of(engine))
+    engine.begin_run()
+    tokens, logits = [], [np.array(state.logits)]
+    for _ in range(count):
+        state.submit()
+        if ahead:
+            engine.look_ahead(state)
+        tokens.append(int(np.argmax(state.values())))
+        engine.consume(state, tokens[-1])
+        logits.append(np.array(state.logits))
+    state.take_back()
+    return tokens, logits, state
+
+
+def arrays(caches: Sequence[Any]) -> list[np.ndarray]:
+    """All that caches hold, as far as they count it: rows after the last token are no part of a
+    state."""
+    flat: list[np.ndarray] = []
+    for layer in caches:
+        cut = type(layer).__name__ == "KVCache"
+        for name, value in sorted(vars(layer).items()):
+            if name in ("caches", "state"):
+                flat += arrays(value)
+            elif cut and name in ("keys", "values"):
+                flat.append(np.array(value[..., : layer.offset, :]))
+            elif isinstance(value, (list, tuple)):
+                flat += [np.array(v) for v in value if isinstance(v, mx.array)]
+            elif isinstance(value, (mx.array, int)):
+                flat.append(np.array(value))
+    assert len(flat) >= 2 * len(caches)
+    return flat
+
+
+def same(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
+    return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b))
+
+
+# --------------------------------------------------------------------------------- the two limits
+
+
+@pytest.mark.parametrize(
+    ("name", "ahead"), [*((name, True) for name in NAMES), ("qwen3_next", False)]
+)
+def test_gamma_one_is_big_and_gamma_zero_is_little(made: Made, name: str, ahead: bool) -> None:
+    """Tokens, logits and state, to the bit."""
+    for gamma, mode, passed in (
+        (1.0, "big", Passed(4, True)),
+        (0.0, "little", Passed(2, False)),
+    ):
+        tokens, logits, state = answer(made(name, "mobile", gamma), ahead)
+        wanted, expected, plain = answer(made(name, mode))
+        assert tokens == wanted and same(logits, expected)
+        assert same(arrays(state.cache), arrays(plain.cache))
+        assert state.passed == passed and plain.passed == passed._replace(fallback=False)
+        report = made(name, "mobile", gamma).run_report()["experts"]
+        assert report == {
+            "mode": "mobile", "gamma": gamma, "k": 4, "little_k": 2, "steps": COUNT,
+            "fallbacks": COUNT * int(gamma), "ratio": gamma,
+        }  # fmt: skip
+
+
+def test_big_is_the_model_without_a_policy(made: Made) -> None:
+    plain = open_engine(made("qwen3_next", "big").files, dtype="float32", device_name="cpu")
+    assert plain.experts is None and plain.run_report() == {}
+    tokens, logits, state = answer(plain)
+    assert state.passed is None and same(logits, answer(made("qwen3_next", "big"))[1])
+    assert not same(logits[1:], answer(made("qwen3_next", "little"))[1][1:])
+
+
+# ------------------------------------------------------------------- a pass that is taken back
+
+
+def by_hand(big: Engine, little: Engine, gamma: float, tokens: Sequence[int]) -> tuple[list, Any]:
+    """Algorithm 1 without taking back: the little pass runs on a copy. (whether each step fell
+    back, the state)."""
+    state, fell = read(big, prompt_of(big)), []
+    for token in tokens:
+        twin = ModelState(copy_caches(state.cache), list(state.tokens))
+        little.consume(twin, token)
+        shares = np.exp(np.array(twin.logits, np.float64) - float(mx.max(twin.logits).item()))
+        fell.append(bool(1 / shares.sum() <= gamma))
+        if fell[-1]:
+            big.consume(state, token)
+        else:
+            state = twin
+        mx.eval(state.logits, [layer.state for layer in state.cache])
+    return fell, state
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss", "deepseek_v3"])
+@settings(max_examples=4, deadline=None)
+@given(data=st.data())
+def test_what_is_taken_back_leaves_nothing(made: Made, name: str, data: st.DataObject) -> None:
+    """At any gamma: logits and state are those of passes of which none was ever taken back; and
+    little passes, where they fail, are as if they had not been."""
+    gamma = data.draw(st.floats(0.01, 0.05) | st.sampled_from([0.0, MIDDLE, 0.5, 1.0]))
+    engine = made(name, "mobile", 0.5)
+    tokens = data.draw(st.lists(st.integers(0, engine.vocab - 1), min_size=1, max_size=8))
+    ahead = data.draw(st.booleans())
+    object.__setattr__(engine.experts.options, "gamma", gamma)
+    state = read(engine, prompt_of(engine))
+    fell = []
+    for token in tokens:
+        if ahead:
+            engine.look_ahead(state)
+        engine.consume(state, token if data.draw(st.booleans()) else mx.array(token, mx.uint32))
+        fell.append(state.passed.fallback)
+    state.take_back()
+    expected, plain = by_hand(made(name, "big"), made(name, "little"), gamma, tokens)
+    assert fell == expected
+    assert np.array_equal(np.array(state.logits), np.array(plain.logits))
+    assert same(arrays(state.cache), arrays(plain.cache))
+
+
+def test_a_window_that_is_full_gets_its_row_back(made: Made) -> None:
+    """gpt_oss keeps 32 positions in every other layer: step over its end, in place."""
+    engine = made("gpt_oss", "mobile", 1.0)
+    assert len(prompt_of(engine)) > 32
+    _, logits, state = answer(engine, count=40)
+    _, expected, plain = answer(made("gpt_oss", "big"), count=40)
+    assert same(logits, expected) and same(arrays(state.cache), arrays(plain.cache))
+
+
+@pytest.mark.parametrize("when", ["little", "big"])
+def test_a_pass_that_fails_leaves_the_state_as_it_was(made: Made, monkeypatch, when: str) -> None:
+    engine = made("qwen3_next", "mobile", 1.0)
+    state, twin = (read(engine, prompt_of(engine)) for _ in range(2))
+    logits, run = state.logits, engine.step
+    passes = []
+
+    def fail(token, cache):
+        passes.append(token)
+        if len(passes) == (1 if when == "little" else 2):
+            raise IOFailure("no disk")
+        return run(token, cache)
+
+    monkeypatch.setattr(engine, "step", fail)
+    with pytest.raises(IOFailure, match="no disk"):
+        engine.consume(state, 7)
+    monkeypatch.undo()
+    assert state.tokens == twin.tokens and state.logits is logits and state.passed is None
+    assert same(arrays(state.cache), arrays(twin.cache))
+    for one in (state, twin):
+        engine.consume(one, 7)
+    assert np.array_equal(np.array(state.logits), np.array(twin.logits))
+    assert {block.k for block in engine.experts.blocks} == {2}
+
+
+def test_gamma_one_falls_back_however_sure_it_is(made: Made, monkeypatch) -> None:
+    engine = made("olmoe", "mobile", 1.0)
+    run, sure = engine.step, mx.zeros(engine.vocab).at[7].add(1e4)
+    assert confidence(sure).item() == 1
+    monkeypatch.setattr(
+        engine,
+        "step",
+        lambda t, c: sure + 0 * run(t, c) if engine.experts.k_now == 2 else run(t, c),
+    )
+    state = read(engine, prompt_of(engine))
+    engine.consume(state, 9)
+    assert state.passed == Passed(4, True)
+
+
+def test_logits_that_are_no_numbers_are_not_kept(made: Made, monkeypatch) -> None:
+    engine = made("olmoe", "mobile", 0.0)
+    run = engine.step
+    monkeypatch.setattr(
+        engine,
+        "step",
+        lambda t, c: run(t, c) * (float("nan") if engine.experts.k_now == 2 else 1),
+    )
+    state = read(engine, prompt_of(engine)[:-1])
+    engine.consume(state, 9)
+    assert state.passed == Passed(4, True) and np.isfinite(np.array(state.logits)).all()
+
+
+# ------------------------------------------------------------------------------- which K, and when
+
+
+def test_the_prompt_is_read_as_it_is_said_to_be(made: Made) -> None:
+    """Its last token too, whose logits give the first token of an answer."""
+    for mode in ("big", "little", "mobile"):
+        for prompt in ("big", "little"):
+            engine = made("qwen3_next", mode, prompt=prompt)
+            state = read(engine, prompt_of(engine))
+            whole = made("qwen3_next", prompt, prompt=prompt)
+            assert np.array_equal(
+                np.array(state.logits), np.array(read(whole, prompt_of(whole)).logits)
+            )
+            assert state.passed is None
+
+
+def test_each_pass_has_its_own_k(made: Made) -> None:
+    """A step that is looked ahead to, with the prompt of another between, and after one that fell
+    back."""
+    engine = made("qwen3_next", "mobile", 1.0)
+    first = read(engine, prompt_of(engine))
+    engine.look_ahead(first)  # after a prompt, which the big model reads
+    assert engine.experts.k_now == 2
+    other = read(engine, prompt_of(engine)[:9])
+    assert engine.experts.k_now == 4
+    engine.consume(first, 5)
+    engine.look_ahead(first)
+    assert engine.experts.k_now == 2
+    engine.consume(other, 6)
+    engine.consume(first, 6)
+    plain = made("qwen3_next", "big")
+    alone = read(plain, prompt_of(plain))
+    for token in (5, 6):
+        plain.consume(alone, token)
+    assert np.array_equal(np.array(first.logits), np.array(alone.logits))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "k"), [(LittleK(1), 1), (LittleK(3), 3), (LittleK(30, True), 2)]
+)
+def test_another_little_k(made: Made, chosen: LittleK, k: int) -> None:
+    engine = made("qwen3_next", "little", little_k=chosen)
+    assert engine.experts.little_k == k
+    assert answer(engine, count=2)[2].passed == Passed(k, False)
+
+
+# --------------------------------------------------------------------------------- with the others
+
+
+def test_layers_that_come_and_go(made: Made) -> None:
+    some = ResidencyOptions("layers", 1)
+    for gamma in (MIDDLE, 1.0):
+        tokens, logits, state = answer(made("qwen3_next", "mobile", gamma, residency=some))
+        wanted, expected, plain = answer(made("qwen3_next", "mobile", gamma))
+        assert tokens == wanted and same(logits, expected)
+        assert same(arrays(state.cache), arrays(plain.cache))
+
+
+def test_gears(made: Made) -> None:
+    """A step that falls back runs again in the gear of the step."""
+    gears = GearOptions("auto", "all")
+    found = []
+    for mode, gamma in (("mobile", 1.0), ("big", 0.7)):
+        engine = made("qwen3_next", mode, gamma, gear_options=gears)
+        state, logits = read(engine, prompt_of(engine)), []
+        for token, gear in zip((5, 6, 7, 8), ("low", "mid", "low", "high")):
+            engine.consume(state, token, Wish(gear))
+            logits.append(np.array(state.logits))
+            engine.look_ahead(state)
+        assert engine.gears.gear == "high"
+        found.append(logits)
+    assert same(*found)
+
+
+def test_a_batch_steps_with_the_little_k(made: Made) -> None:
+    engine = made("olmoe", "little")
+    assert engine.steps_together and not made("olmoe", "mobile").steps_together
+    assert can_batch(engine)
+    states = [read(engine, prompt_of(engine)[:n]) for n in (20, 12)]
+    batch = Batch(engine)
+    batch.join(states)
+    batch.step([5, 6])
+    assert [state.passed for state in states] == [Passed(2, False)] * 2
+    alone = read(engine, prompt_of(engine)[:20])
+    engine.consume(alone, 5)
+    scale = float(mx.abs(alone.logits).max().item())
+    assert float(mx.abs(states[0].logits - alone.logits).max().item()) < 1e-3 * scale
+
+
+def test_conversations_fall_back_by_themselves(made: Made, homes) -> None:
+    """Each is answered as if it were alone, prompts being read between their steps."""
+    from tests.model.service_driver import Driver
+
+    engine, prompts = made("qwen3_next", "mobile", MIDDLE), ["Who are you?", "12 + 7 = ?", "Why?"]
+    alone = []
+    for prompt in prompts:
+        fresh = Driver(engine, cache_bytes=0, spill_bytes=0)
+        alone.append(fresh.ask(prompt, ignore_eos=True))
+    driver = Driver(engine, cache_bytes=0, spill_bytes=0)
+    asked = [driver.start(prompts[0], ignore_eos=True)]
+    driver.turns_until(lambda: len(asked[0].ids) == 3)
+    asked += [driver.start(prompt, ignore_eos=True) for prompt in prompts[1:]]
+    driver.finish()
+    assert [one.answer for one in asked] == [one.answer for one in alone]
+    counts = [one.stats["experts"] for one in asked]
+    assert counts == [one.stats["experts"] for one in alone]
+    assert {one["steps"] for one in counts} == {7} and 0 < counts[0]["fallbacks"] < 7
+    assert driver.service.stepper.sizes == []
+
+
+# ------------------------------------------------------------------------------------- perplexity
+
+
+def scores(parts) -> list[float]:
+    return [x for part in parts for x in part.logprobs]
+
+
+def test_texts_are_scored_by_the_pass_that_counts(made: Made) -> None:
+    ids = prompt_of(made("qwen3_next", "big"), 30)
+    wanted = {mode: scores(score(made("qwen3_next", mode), ids, 12)) for mode in ("big", "little")}
+    for gamma, mode in ((1.0, "big"), (0.0, "little")):
+        found = scores(score_in_steps(made("qwen3_next", "mobile", gamma), ids, 12))
+        assert len(found) == 29 and np.abs(np.subtract(found, wanted[mode])).max() < 1e-3
+    engine = made("qwen3_next", "mobile", MIDDLE)
+    engine.begin_run()
+    list(score_in_steps(engine, ids, 12))
+    report = engine.run_report()["experts"]
+    assert report["steps"] == 29 and 0 < report["fallbacks"] < 29
+
+
+def test_gears_are_shown_token_by_token_where_steps_fall_back(made: Made) -> None:
+    class Low:
+        def choose(self, entropy: float) -> Wish:
+            return Wish("low")
+
+    engine = made("qwen3_next", "mobile", MIDDLE)
+    ids = prompt_of(engine, 10)
+    parts = list(score_in_gears(engine, ids, 20, Low))
+    assert [gear for part in parts for gear in part.gears] == ["high"] + ["low"] * 8
+    assert scores(parts) == scores(score_in_steps(engine, ids, 20))
+
+
+def test_states_are_kept_apart_by_how_they_were_made(made: Made, tmp_path: Path) -> None:
+    variants = [
+        made("qwen3_next", "big"), made("qwen3_next", "little"), made("qwen3_next", "mobile"),
+        made("qwen3_next", "mobile", MIDDLE), made("qwen3_next", "big", prompt="little"),
+        made("qwen3_next", "little", little_k=LittleK(1)),
+    ]  # fmt: skip
+    words = [engine.experts.variant for engine in variants]
+    assert words[0] == "" and len(set(words)) == len(words)
+    assert words[2] == "mobile-0.7-2of4-big"

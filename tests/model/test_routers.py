@@ -1,0 +1,257 @@
+"""Which experts a token goes to: every architecture of the table is there and does as the table
+says, and a model with another K is mlx_lm's with that K in its config.json."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core")
+
+from mlx_lm.models import switch_layers  # noqa: E402
+
+from tests.model import test_transformers as oracle  # noqa: E402
+from tests.model.checkpoints import SIZES, random_weights, write_checkpoint  # noqa: E402
+from tests.model.moe_checkpoints import NAMES, K, write_moe  # noqa: E402
+from tests.model.published import write_published  # noqa: E402
+from tests.model.reference import OLD_MLX_LM  # noqa: E402
+from toastkit.engine.engine import Engine  # noqa: E402
+from toastkit.engine.opening import open_engine  # noqa: E402
+from toastkit.errors import UsageError  # noqa: E402
+from toastkit.experts.experts_options import ExpertsOptions, LittleK  # noqa: E402
+from toastkit.experts.routers import ROUTERS, Router  # noqa: E402
+from toastkit.holdings.policy import NO_WISH  # noqa: E402
+from toastkit.holdings.policy import PROMPT as PROMPT_WISH  # noqa: E402
+from toastkit.model.locate import locate  # noqa: E402
+from toastkit.model.supported import METAL_ONLY, UNSUPPORTED  # noqa: E402
+
+MODELS = Path(switch_layers.__file__).parent
+PROMPT = [(37 * n + 5) % 4096 for n in range(20)]
+SWITCHES = (switch_layers.SwitchGLU, switch_layers.SwitchMLP)
+# Those of the table of which tests/oracle has a checkpoint.
+RECORDED = (
+    "afmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe",
+    "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoehybrid", "jamba", "laguna",
+    "lfm2_moe", "mellum", "minimax_m2", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe",
+    "qwen3_moe", "qwen3_next",
+)  # fmt: skip
+
+
+def opened(path: Path, options: ExpertsOptions | None = None) -> Engine:
+    return open_engine(locate(str(path)), dtype="float32", device_name="cpu", experts=options)
+
+
+# ------------------------------------------------------------------------------------- the table
+
+
+def test_the_table_knows_every_mixture_of_mlx_lm() -> None:
+    """By its text: whoever uses a switch layer has a line, or is not run here anyway."""
+    users, declared = set(), {}
+    for path in MODELS.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if re.search(r"= Switch(GLU|MLP)\(", text) and path.name != "switch_layers.py":
+            users.add(path.stem)
+        declared |= {
+            f"{path.stem}.{name}": text for name in re.findall(r"^class (\w+)", text, re.M)
+        }
+    known = {name.partition(".")[0] for name in ROUTERS}
+    assert users - known == {*UNSUPPORTED, *METAL_ONLY} & users
+    if not OLD_MLX_LM:
+        assert set(ROUTERS) <= set(declared)
+    for name, router in ROUTERS.items():
+        *owners, k = router.k.split(".")
+        attributes = [k] if owners[:1] == ["args"] or "config" in owners else [f"self.{k} ="]
+        attributes += [f"self.{router.shared}"] if router.shared else []
+        assert all(a in declared[name] for a in attributes if name in declared), name
+
+
+@contextmanager
+def routed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many experts each token went to, switch layer by switch layer."""
+    seen: list[int] = []
+    with monkeypatch.context() as patch:
+        for cls in SWITCHES:
+
+            def call(self, x, indices, _call=cls.__call__):
+                seen.append(indices.shape[-1])
+                return _call(self, x, indices)
+
+            patch.setattr(cls, "__call__", call)
+        yield seen
+
+
+@pytest.mark.skipif(OLD_MLX_LM, reason="what is recorded holds for a newer mlx_lm")
+@pytest.mark.parametrize("name", RECORDED)
+def test_k_is_what_it_is_set_to(name: str, tmp_path: Path, monkeypatch) -> None:
+    """In every block, on one model alone, and back again."""
+    found = next(n for n in oracle.NAMES if n == name or n.startswith(f"{name}_"))
+    made = oracle.recorded(found)
+    path = oracle.write(tmp_path / "m", made)
+    (path / "config.json").write_text(json.dumps(made["config"]))
+    engine, other = opened(path, ExpertsOptions("little")), opened(path)
+    blocks = engine.experts.blocks
+    assert {(b.own_k, b.experts) for b in blocks} == {(2, 4)} and engine.experts.little_k == 1
+    assert [b.layer for b in blocks] == sorted({b.layer for b in blocks})
+    for k, wish in ((2, PROMPT_WISH), (1, NO_WISH), (2, PROMPT_WISH)):
+        with routed(monkeypatch) as seen:
+            engine.experts.decide(wish)
+            mx.eval(engine.step(5, engine.new_cache()))
+            assert seen == [k] * len(blocks) and {b.k for b in blocks} == {k}
+            mx.eval(other.step(5, other.new_cache()))
+        assert seen[len(blocks) :] == [2] * len(blocks)
+
+
+def weights_of(block, x) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+    """What a block did with rows x (N, hidden) float32: the chosen experts (N, K), their weights,
+    the logits (N, E) of its router, and the largest part that is no expert's."""
+    held: list = []
+    switch = next(m for _, m in block.module.named_modules() if isinstance(m, SWITCHES))
+    cls, scale = type(switch), 1.0
+
+    class Watched(cls):
+        def __call__(self, rows, indices):
+            y = super().__call__(rows, indices)
+            held[:] = [indices, y]
+            return y * scale
+
+    switch.__class__ = Watched
+    out = block.module(x)
+    count = x.shape[1]
+    indices, y = np.array(held[0]).reshape(count, -1), np.array(held[1])
+    y = y.reshape(*indices.shape, -1)
+    scale = 0.0
+    rest = block.module(x)
+    switch.__class__ = cls
+    difference = np.array(out - rest)[0]
+    weights = [np.linalg.lstsq(e.T, d, rcond=None)[0] for e, d in zip(y, difference)]
+    gate = getattr(block.module, "gate", None) or block.module.router
+    logits = gate(x) if callable(getattr(gate, "to_quantized", None)) else x @ gate.weight.T
+    return indices, np.array(weights), np.array(logits)[0], float(mx.abs(rest).max())
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "qwen3_moe_quantised"])
+def test_the_weights_are_as_the_table_says(name: str, tmp_path: Path) -> None:
+    engine = opened(write_moe(tmp_path / "m", name), ExpertsOptions())
+    engine.load()
+    for block in engine.experts.blocks[:2]:
+        router: Router = block.router
+        x = mx.random.normal((1, 6, 64), key=mx.random.key(3))
+        indices, weights, logits, rest = weights_of(block, x)
+        assert weights.shape == (6, K) and (rest > 1e-3) == (router.shared is not None)
+        scores = {
+            "softmax": np.exp(logits) / np.exp(logits).sum(-1, keepdims=True),
+            "chosen": np.exp(logits), "sigmoid": 1 / (1 + np.exp(-logits)),
+        }[router.score]  # fmt: skip
+        chosen = np.take_along_axis(scores, indices.astype(int), -1)
+        sums = weights.sum(-1)
+        normed = router.normed
+        if isinstance(normed, str):
+            owner = block.module
+            for word in normed.split("."):
+                owner = getattr(owner, word)
+            normed = owner
+        if normed or router.score == "chosen":
+            chosen /= chosen.sum(-1, keepdims=True)
+            assert np.ptp(sums) < 1e-3  # 1, or a factor that all share
+            weights = weights / sums[:, None]
+        assert np.abs(weights - chosen).max() < 2e-3
+
+
+# ------------------------------------------------------------------------ as mlx_lm with that K
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_little_model_is_mlx_lms_with_that_k(name: str, tmp_path: Path) -> None:
+    from mlx_lm.utils import load_model
+
+    engine = opened(write_moe(tmp_path / "m", name), ExpertsOptions("little", prompt="little"))
+    theirs, _ = load_model(write_moe(tmp_path / "theirs", name, K // 2))
+    theirs.set_dtype(mx.float32)
+    cache, own = theirs.make_cache() if hasattr(theirs, "make_cache") else None, engine.new_cache()
+    if cache is None:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        cache = make_prompt_cache(theirs)
+    theirs(mx.array([PROMPT[:-1]]), cache=cache)
+    expected = theirs(mx.array([PROMPT[-1:]]), cache=cache)[0, -1]
+    _, found = engine.prefill(PROMPT, own)
+    for _ in range(4):
+        scale = mx.abs(expected).max().item()
+        assert scale > 1 and mx.abs(found - expected).max().item() < 1e-4 * scale
+        token = int(mx.argmax(expected).item())
+        expected = theirs(mx.array([[token]]), cache=cache)[0, -1]
+        found = engine.step(token, own)
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+
+def test_a_model_without_experts(tmp_path: Path) -> None:
+    path = write_published(tmp_path / "llama", "llama")
+    with pytest.raises(UsageError, match=r"llama has no experts: llama is a dense model here$"):
+        opened(path, ExpertsOptions("mobile"))
+
+
+def test_a_router_that_is_not_known(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delitem(ROUTERS, "olmoe.OlmoeSparseMoeBlock")
+    path = write_moe(tmp_path / "m", "olmoe")
+    with pytest.raises(UsageError, match=r"how olmoe chooses its experts is not known here$"):
+        opened(path, ExpertsOptions("little"))
+    assert opened(path).experts is None
+
+
+@pytest.mark.parametrize("k", [5, 9, 10**9])
+def test_more_experts_than_the_model_has(tmp_path: Path, k: int) -> None:
+    path = write_moe(tmp_path / "m", "olmoe")
+    with pytest.raises(UsageError, match=rf"^--little-k {k} is more than the model's K of 4$"):
+        opened(path, ExpertsOptions("little", little_k=LittleK(k)))
+    assert opened(path, ExpertsOptions("little", little_k=LittleK(4))).experts.little_k == 4
+
+
+# Whose K is a setting that all layers share: none of these is among the recorded.
+SHARED_SETTINGS = {
+    "gemma4_text": {
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+        "moe_intermediate_size": 32, "hidden_size_per_layer_input": 0, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0,
+        "global_head_dim": 16,
+    },
+    "kimi_linear": {
+        "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 32,
+        "num_shared_experts": 1, "kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4,
+        "first_k_dense_replace": 1, "num_expert_group": 1, "topk_group": 1,
+        "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1,
+        "routed_scaling_factor": 1.0, "model_max_length": 512, "tie_word_embeddings": False,
+        "linear_attn_config": {
+            "kda_layers": [1], "full_attn_layers": [2], "num_heads": 4, "head_dim": 16,
+            "short_conv_kernel_size": 4,
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.skipif(OLD_MLX_LM, reason="these architectures are newer")
+@pytest.mark.parametrize("name", SHARED_SETTINGS)
+def test_a_k_among_settings_that_layers_share(name: str, tmp_path: Path, monkeypatch) -> None:
+    from importlib import import_module
+
+    architecture = import_module(f"mlx_lm.models.{name}")
+    config = {"model_type": name, **SIZES, **SHARED_SETTINGS[name]}
+    model = architecture.Model(architecture.ModelArgs.from_dict(config))
+    path = write_checkpoint(tmp_path / "m", config, random_weights(model, 0.2), 1)
+    engine, other = opened(path, ExpertsOptions("little")), opened(path)
+    count = len(engine.experts.blocks)
+    engine.experts.decide(NO_WISH)
+    with routed(monkeypatch) as seen:
+        for one in (engine, other):
+            mx.eval(one.step(5, one.new_cache()))
+    assert seen == [1] * count + [2] * count and count > 0
+    setting = engine.experts.blocks[0].router.k.rpartition(".")[2]
+    assert getattr(engine.model.args, setting) == 2  # that of the model as a whole stays

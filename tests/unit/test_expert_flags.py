@@ -1,0 +1,188 @@
+"""--experts and its companions: what they take, what is refused, what a daemon is held to."""
+
+from __future__ import annotations
+
+import math
+
+import click
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toastkit.commands.decode import decode
+from toastkit.commands.expert_flags import expert_options, insisted, refuse_idle
+from toastkit.commands.perplexity import perplexity
+from toastkit.commands.prefill import prefill
+from toastkit.commands.run_reports import counted_experts, tell_stats
+from toastkit.errors import UsageError
+from toastkit.experts.experts_options import GAMMA, MODES, PROMPTS, ExpertsOptions, LittleK
+
+
+def context(*arguments: str, command: click.Command = decode) -> click.Context:
+    return command.make_context("toast-decode", list(arguments))
+
+
+def options(*arguments: str, command: click.Command = decode) -> ExpertsOptions | None:
+    return expert_options(context(*arguments, command=command).params)
+
+
+# ----------------------------------------------------------------------------------------- parsing
+
+
+@pytest.mark.parametrize(
+    ("word", "mode", "gamma"),
+    [
+        ("big", "big", GAMMA), ("little", "little", GAMMA), ("mobile", "mobile", GAMMA),
+        (" MoBiLE ", "mobile", GAMMA), ("mobile:0.5", "mobile", 0.5), ("mobile:0", "mobile", 0),
+        ("mobile:1", "mobile", 1), ("mobile:1.", "mobile", 1), ("mobile:.7", "mobile", 0.7),
+        ("mobile:1e-3", "mobile", 0.001), ("mobile:-0", "mobile", 0),
+    ],
+)  # fmt: skip
+def test_what_it_takes(word: str, mode: str, gamma: float) -> None:
+    assert options("--experts", word) == ExpertsOptions(mode, gamma)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["", "medium", "mobile:", "mobile: 0.5", "mobile:0,5", "mobile:half", "mobile:1_0", "big:0.5",
+     "little:1", "mobile:0x1", "mobile:\u0661", "mobile:0.5:1", "mobile:" + "9" * 60],
+)  # fmt: skip
+def test_nonsense_is_a_usage_error(word: str) -> None:
+    with pytest.raises(click.BadParameter) as caught:
+        context("--experts", word)
+    message = caught.value.format_message()
+    assert len(message) < 200 and "\n" not in message and "--experts" in message
+
+
+@pytest.mark.parametrize("gamma", ["nan", "inf", "-inf", "1.0000001", "-1e-9", "2", "-0.5"])
+def test_a_gamma_that_is_none(gamma: str) -> None:
+    with pytest.raises(UsageError, match=r"^gamma .* is not in \[0, 1\]$"):
+        options("--experts", f"mobile:{gamma}")
+
+
+@pytest.mark.parametrize(
+    ("word", "little"),
+    [("1", LittleK(1)), ("12", LittleK(12)), (" 3 ", LittleK(3)), ("50%", LittleK(50, True)),
+     ("33.3%", LittleK(33.3, True)), ("100%", LittleK(100, True))],
+)  # fmt: skip
+def test_a_little_k(word: str, little: LittleK) -> None:
+    assert options("--experts", "little", "--little-k", word) == ExpertsOptions(
+        "little", little_k=little
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [("0", "--little-k 0: a token goes to one expert at least"), ("0%", "--little-k 0%: a token"),
+     ("101%", "--little-k 101% is more than 100%")],
+)  # fmt: skip
+def test_a_little_k_that_is_none(word: str, message: str) -> None:
+    with pytest.raises(UsageError, match=f"^{message}"):
+        options("--experts", "little", "--little-k", word)
+
+
+@pytest.mark.parametrize("word", ["-1", "1.5", "", "x", "%", "5 %", "1e3", "9" * 12, "\u0663"])
+def test_a_little_k_that_is_no_number(word: str) -> None:
+    with pytest.raises(click.BadParameter, match="is not a number of experts, or a share"):
+        context("--experts", "little", "--little-k", word)
+
+
+@given(st.integers(1, 512), st.floats(0.001, 100))
+def test_a_share_is_rounded_up(own_k: int, percent: float) -> None:
+    little = LittleK(percent, True).of(own_k)
+    assert 1 <= little <= own_k
+    assert little >= own_k * percent / 100 - 1e-6 and little - 1 < own_k * percent / 100 + 1e-6
+    assert ExpertsOptions("little").little_of(own_k) == math.ceil(own_k / 2)
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_a_number_is_no_more_than_the_models(own_k: int, k: int) -> None:
+    chosen = ExpertsOptions("little", little_k=LittleK(k))
+    if k <= own_k:
+        assert chosen.little_of(own_k) == k
+    else:
+        said = f"^--little-k {k} is more than the model's K of {own_k}$"
+        with pytest.raises(UsageError, match=said):
+            chosen.little_of(own_k)
+
+
+def test_nothing_said_is_no_policy() -> None:
+    assert options() is None and options("--prefill-experts", "big") is None
+    assert options("--experts", "big") == ExpertsOptions()
+    assert options("--prefill-experts", "little") == ExpertsOptions(prompt="little")
+    assert options("--prefill-experts", "little", command=prefill).setting == (
+        "big --prefill-experts little"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOAST_LITTLE_K", "9")
+        assert options() is None and options("--experts", "big") == ExpertsOptions()
+        patch.setenv("TOAST_EXPERTS", "mobile:0.25")
+        assert options() == ExpertsOptions("mobile", 0.25, LittleK(9))
+
+
+def test_options_that_are_none() -> None:
+    assert MODES[:2] == PROMPTS
+    for values in ({"mode": "medium"}, {"prompt": "mobile"}):
+        with pytest.raises(UsageError, match="no such experts"):
+            ExpertsOptions(**values)
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("command", "needs"),
+    [
+        (decode, "--experts little or mobile or --prefill-experts little"),
+        (prefill, "--prefill-experts little"), (perplexity, "--experts little or mobile"),
+    ],
+)  # fmt: skip
+def test_what_would_change_nothing(command: click.Command, needs: str) -> None:
+    made = context("--little-k", "2", command=command)
+    with pytest.raises(UsageError, match=f"^--little-k needs {needs}$"):
+        refuse_idle(made, made.params)
+
+
+# ---------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        ("", None), ("--experts big", "big"), ("--experts mobile", "mobile:0.7"),
+        ("--experts mobile:0.70", "mobile:0.7"), ("--prefill-experts big", "big"),
+        ("--experts little --little-k 050.0%", "little --little-k 50%"),
+        ("--experts mobile:1 --prefill-experts little --little-k 3",
+         "mobile:1 --little-k 3 --prefill-experts little"),
+    ],
+)  # fmt: skip
+def test_a_daemon_is_held_to_what_is_typed(arguments: str, setting: str | None) -> None:
+    made = context(*arguments.split())
+    assert insisted(made, made.params) == setting
+    if setting is not None:  # which says the same again
+        again = context("--experts", *setting.split())
+        assert insisted(again, again.params) == setting
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOAST_EXPERTS", "little")
+        by_variable = context()
+        assert insisted(by_variable, by_variable.params) is None
+
+
+# ----------------------------------------------------------------------------------------- reports
+
+REPORT = {"mode": "mobile", "gamma": 0.7, "k": 8, "little_k": 4, "steps": 200, "fallbacks": 1,
+          "ratio": 0.005}  # fmt: skip
+
+
+def test_a_report_in_words(capsys: pytest.CaptureFixture) -> None:
+    line = "mobile, K 4 of 8, gamma 0.7; 200 steps, 1 fallback, ratio 0.0050"
+    assert counted_experts(REPORT) == line
+    none = {**REPORT, "steps": 0, "fallbacks": 0, "ratio": None}
+    assert counted_experts(none) == "mobile, K 4 of 8, gamma 0.7; 0 steps, 0 fallbacks"
+    assert counted_experts({**REPORT, "mode": "big"}) == "big, K 8 of 8; 200 steps"
+    assert counted_experts({**REPORT, "mode": "little"}) == "little, K 4 of 8; 200 steps"
+    tell_stats({"experts": REPORT})
+    assert capsys.readouterr().err.endswith(f": experts: {line}\n")
+    for odd in ({}, {"experts": {}}, {"experts": 5}, {"experts": None}):
+        tell_stats(odd)
+    assert capsys.readouterr().err == ""

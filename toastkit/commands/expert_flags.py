@@ -1,0 +1,137 @@
+"""Options of the experts: how many a token goes to, in a step and while the prompt is read."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from toastkit.commands.cli import given, refuse_together
+from toastkit.commands.options import together
+
+if TYPE_CHECKING:
+    from toastkit.experts.experts_options import ExpertsOptions, LittleK
+
+NUMBER = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20}|nan|inf)(e-?[0-9]{1,3})?")
+
+
+class Chosen(NamedTuple):
+    """What --experts says: mode of ExpertsOptions, and its gamma where it is given."""
+
+    mode: str
+    gamma: float | None = None
+
+
+class Experts(click.ParamType):
+    """big, little, or mobile with a gamma of its own."""
+
+    name = "experts"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Chosen:
+        """What was asked for. Whether there is such a gamma is for ExpertsOptions to say."""
+        if isinstance(value, Chosen):
+            return value
+        mode, colon, gamma = value.strip().lower().partition(":")
+        if mode in ("big", "little", "mobile") and not colon:
+            return Chosen(mode)
+        if mode == "mobile" and NUMBER.fullmatch(gamma):
+            return Chosen(mode, float(gamma))
+        self.fail(
+            f"{value[:40]!r} is not big, little, mobile, or mobile with a gamma such as mobile:0.7",
+            param,
+            ctx,
+        )
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str):
+        """The three words."""
+        from click.shell_completion import CompletionItem
+
+        words = ("big", "little", "mobile")
+        return [CompletionItem(w) for w in words if w.startswith(incomplete)]
+
+
+class Little(click.ParamType):
+    """A number of experts, or a share in per cent."""
+
+    name = "little-k"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> LittleK:
+        """What was asked for. Whether it is too few or too many is for ExpertsOptions to say."""
+        if not isinstance(value, str):
+            return value
+        from toastkit.experts.experts_options import LittleK
+
+        if re.fullmatch(r"[0-9]{1,9}", value.strip()):
+            return LittleK(int(value))
+        if found := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)%", value.strip()):
+            return LittleK(float(found[1]), True)
+        self.fail(
+            f"{value[:40]!r} is not a number of experts, or a share of them such as 50%", param, ctx
+        )
+
+
+little_k = click.option(
+    "--little-k", type=Little(), metavar="N|P%",
+    help="Experts a token in the little model (default: half of the model's own, rounded up).",
+)  # fmt: skip
+step_experts = together(
+    click.option(
+        "--experts", type=Experts(), metavar="big|little|mobile[:GAMMA]",
+        help="Model of a step: the whole one, one with fewer experts a token, or that one where "
+        "its likeliest token is likelier than GAMMA (default: big; GAMMA: 0.7).",
+    ),
+    little_k,
+)  # fmt: skip
+prefill_experts = click.option(
+    "--prefill-experts", type=click.Choice(["big", "little"]),
+    help="Model that reads the prompt (default: big).",
+)  # fmt: skip
+experts = together(step_experts, prefill_experts)
+prompt_experts = together(prefill_experts, little_k)
+EXPERT_NAMES = ("experts", "little_k", "prefill_experts")
+
+
+def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
+    """Raises UsageError for options of the experts that would change nothing, and for such as make
+    no sense."""
+    options = expert_options(flags)
+    if options is None or not options.runs_little:
+        known = [p.name for p in context.command.params]
+        wanted = [
+            f"--{name.replace('_', '-')} {words}"
+            for name, words in (
+                ("experts", "little or mobile"), ("prefill_experts", "little"),
+            )
+            if name in known
+        ]  # fmt: skip
+        refuse_together(context, f"needs {' or '.join(wanted)}", "little_k")
+
+
+def expert_options(flags: dict[str, Any]) -> ExpertsOptions | None:
+    """ExpertsOptions from flags, None where neither says anything of a model. Raises UsageError."""
+    chosen, prompt, little = (
+        flags.get(name) for name in ("experts", "prefill_experts", "little_k")
+    )
+    if chosen is None and prompt is None and little is None:
+        return None
+    from toastkit.experts.experts_options import GAMMA, ExpertsOptions
+
+    mode, gamma = chosen or Chosen("big")
+    options = ExpertsOptions(mode, GAMMA if gamma is None else gamma, little, prompt or "big")
+    if options.runs_little:
+        return options
+    return None if chosen is None else ExpertsOptions(mode)  # --little-k would be a variable's
+
+
+def insisted(context: click.Context, flags: dict[str, Any]) -> str | None:
+    """The setting that a daemon must have if it is to be asked: of these on the command line. None
+    where none is given: a variable is for models that are loaded here."""
+    if not given(context, *EXPERT_NAMES):
+        return None
+    options = expert_options(flags)
+    return "big" if options is None else options.setting

@@ -1,0 +1,77 @@
+"""A step by the big or the little model, and with MoBiLE by whichever it takes (paper 002, section
+III, algorithm 1): the little one runs; where the likeliest token is no likelier than gamma, what it
+did is taken back and the big one runs the same step.
+
+Taking back is exact: keys and values are cut off again, a recurrent state is the one that was
+there. So a step that fell back leaves the state, to the bit, as if nothing but the big model had
+run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from toastkit.engine.lookahead import Lookahead
+from toastkit.engine.savepoints import roll_back, take_savepoint
+from toastkit.engine.state import ModelState, Passed
+from toastkit.experts.experts_policy import ExpertsPolicy
+from toastkit.holdings.policy import NO_WISH
+from toastkit.sampling.device_sampler import total
+from toastkit.session.savepoints import Savepoint
+
+Step = Callable[[int | mx.array, list], mx.array]
+
+
+def confidence(logits: mx.array) -> mx.array:
+    """The probability of the likeliest token before temperature, float32 scalar, lazy. logits:
+    float32 (vocab,)."""
+    # exp(0) is among the summands: it is never over 1, however the sum is rounded.
+    return 1 / total(mx.exp(logits - logits.max())[None])[0]
+
+
+def look_ahead(experts: ExpertsPolicy | None, step: Step, state: ModelState) -> Lookahead:
+    """The next step of a state, built already: by the model that a step begins with, and with what
+    it takes to come back from it. step(token, cache): builds the graph of logits (vocab,)
+    float32."""
+    if experts is None:
+        return Lookahead(step, state.cache)
+    experts.decide(NO_WISH)  # what ran last may have been a prompt
+    return Lookahead(step, state.cache, _point(experts, state))
+
+
+def _point(experts: ExpertsPolicy, state: ModelState) -> Savepoint | None:
+    if experts.options.threshold is None:
+        return None
+    return take_savepoint(state.cache, len(state.tokens), one_step=True)
+
+
+def take_step(
+    experts: ExpertsPolicy, step: Step, state: ModelState, token: int | mx.array
+) -> mx.array:
+    """Logits float32 (vocab,) after one more token of a state, whose caches count it from now on.
+    Lazy, but where they have to be looked at.
+
+    step(token, cache): a pass. token: an id, or a device array () uint32. Raises what a pass
+    raises; the caches are then as they were.
+    """
+    gamma, held = experts.options.threshold, len(state.tokens)
+    if state.ahead is not None and not isinstance(token, int):
+        state.take_back()
+    point = _point(experts, state) if state.ahead is None else state.ahead.point
+    logits, passed = state.next_logits(step, token), Passed(experts.k_now, False)
+    if gamma is not None and point is not None:
+        try:
+            kept = bool((confidence(logits) > gamma).item())
+        except BaseException:
+            roll_back(state.cache, held + 1, point)
+            raise
+        if not kept:  # nor where it is no number
+            del logits
+            roll_back(state.cache, held + 1, point)
+            with experts.big():
+                logits, passed = step(token, state.cache), Passed(experts.k_now, True)
+            experts.fallbacks += 1
+    state.passed = passed
+    return logits

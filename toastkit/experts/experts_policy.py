@@ -1,0 +1,134 @@
+"""Big and little experts: which K the passes of a model have (paper 002, section III).
+
+Both models are one: the little one sends each token to fewer of the same experts, so there is
+nothing to load for it and nothing to hold beside the big one. What is done where the little one is
+not confident is for engine.big_little, which can take a state back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from toastkit.experts.experts_options import ExpertsOptions
+from toastkit.experts.routers import MoEBlock, moe_blocks
+from toastkit.holdings.forms import Form
+from toastkit.holdings.holdings import Holdings
+from toastkit.holdings.policy import Wish
+
+
+class ExpertsPolicy:
+    """Sets K for each pass: for a prompt as `options.prompt` says, else the little one or, with
+    "big", the checkpoint's own. See holdings.policy.Policy; it moves no weights.
+
+    k, little_k: experts that a token goes to in the big and in the little model; where layers
+    differ, in those with the most. steps, fallbacks: of all runs. A step that the big model did
+    again is one step and one fallback.
+    """
+
+    name = "experts"
+
+    def __init__(self, options: ExpertsOptions):
+        self.options = options
+        self.paths: list[str] = []
+        self.variant = ""
+        # A little pass that is not kept is done again for its state alone.
+        self.steps_together = options.threshold is None
+        self.blocks: list[MoEBlock] = []
+        self.k = self.little_k = 0
+        self.steps = self.fallbacks = 0
+        self._little = False  # in force
+        self._before = (0, 0)
+
+    def attach(self, holdings: Holdings) -> None:
+        """Finds the MoE blocks. Raises UsageError for a model without any, or with routers that are
+        not known, and for a little K over its own."""
+        self.blocks = moe_blocks(holdings.store)
+        self.k = max(block.own_k for block in self.blocks)
+        self.little_k = self.options.little_of(self.k)
+        if self.options.runs_little:  # or it is the model as it is
+            mode, gamma = self.options.mode, self.options.threshold
+            tried = "" if gamma is None else f"-{gamma:g}"
+            self.variant = f"{mode}{tried}-{self.little_k}of{self.k}-{self.options.prompt}"
+
+    # ------------------------------------------------------------------------------------ deciding
+
+    def decide(self, wish: Wish) -> bool:
+        """Sets K for the pass that comes. False: the weights stay where they are."""
+        mode = self.options.prompt if wish.prompt else self.options.mode
+        self._set(mode != "big")
+        return False
+
+    @contextmanager
+    def big(self) -> Iterator[None]:
+        """Passes have the checkpoint's own K meanwhile."""
+        before = self._little
+        self._set(False)
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def _set(self, little: bool) -> None:
+        if little == self._little:
+            return
+        for block in self.blocks:
+            block.set_k(self._little_of(block) if little else block.own_k)
+        self._little = little
+
+    def _little_of(self, block: MoEBlock) -> int:
+        """A share is one of the block's own K; a number goes for all, as far as they have as
+        many."""
+        chosen = self.options.little_k
+        if chosen is None or chosen.percent:
+            return self.options.little_of(block.own_k)
+        return min(self.little_k, block.own_k)
+
+    @property
+    def k_now(self) -> int:
+        """K of the pass that comes."""
+        return self.little_k if self._little else self.k
+
+    def form(self, path: str, form: Form) -> Form:
+        """As it is: this moves nothing."""
+        return form
+
+    def changed(self, seconds: float, made: int) -> None:
+        """Nothing: no forms are decided on."""
+
+    def failed(self) -> None:
+        """Nothing."""
+
+    def expect(self, wish: Wish) -> Mapping[str, Form]:
+        """Nothing."""
+        return {}
+
+    # ------------------------------------------------------------------------------------ counting
+
+    def begin_run(self) -> None:
+        """Counts from here on."""
+        self._before = (self.steps, self.fallbacks)
+
+    def count_step(self) -> None:
+        """A step is being run."""
+        self.steps += 1
+
+    def run_report(self) -> dict[str, Any]:
+        """Of the run since `begin_run`, see `_counted`."""
+        steps, fallbacks = self._before
+        return self._counted(self.steps - steps, self.fallbacks - fallbacks)
+
+    def report(self) -> dict[str, Any]:
+        """Of all runs, with the setting."""
+        setting = {"setting": self.options.setting}
+        return {**setting, **self._counted(self.steps, self.fallbacks)}
+
+    def _counted(self, steps: int, fallbacks: int) -> dict[str, Any]:
+        """The mode with gamma, where it counts; both K; steps, those of them that the big model did
+        again, and their ratio, None without steps."""
+        ratio = round(fallbacks / steps, 6) if steps else None
+        return {
+            "mode": self.options.mode, "gamma": self.options.threshold, "k": self.k,
+            "little_k": self.little_k, "steps": steps, "fallbacks": fallbacks, "ratio": ratio,
+        }  # fmt: skip
