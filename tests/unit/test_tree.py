@@ -31,7 +31,7 @@ LEVELS = (
     {"daemon"},
     {"stages"},
     {"engine"},
-    {"gears", "residency"},
+    {"gears", "residency", "experts"},
     {"holdings"},
     {"store", "model", "session"},
     {

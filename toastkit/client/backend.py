@@ -39,7 +39,7 @@ class Wanted(NamedTuple):
     """What the flags say about who shall answer.
 
     model: as -m had it, or None. device, dtype, gears (stages.follow.GearSettings), residency
-    (ResidencyOptions): for a model in this process, None by default.
+    (ResidencyOptions), expert_slots (SlotOptions): for a model in this process, None by default.
     here: no daemon is to be asked. socket: where it listens, None for the usual place.
     insist: only a daemon will do. say: takes a line for stderr. verbose, quiet: as the flags.
     """
@@ -55,6 +55,7 @@ class Wanted(NamedTuple):
     quiet: bool = False
     gears: Any = None
     residency: Any = None
+    expert_slots: Any = None
 
 
 def choose_backend(wanted: Wanted, interrupts: Signals | None = None) -> Backend:

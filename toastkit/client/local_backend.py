@@ -67,6 +67,7 @@ class LocalBackend:
                 say=wanted.say,
                 gears=wanted.gears,
                 residency=wanted.residency,
+                expert_slots=wanted.expert_slots,
             )
             self._service = LocalService(settings, wanted.quiet)
         return self._service

@@ -10,7 +10,14 @@ from typing import Any
 import click
 
 from toastkit.client.output import write_text
-from toastkit.commands import cli, gear_flags, options, resident_flags, run_reports
+from toastkit.commands import (
+    cli,
+    expert_slot_flags,
+    gear_flags,
+    options,
+    resident_flags,
+    run_reports,
+)
 from toastkit.errors import UsageError
 from toastkit.frames import End, Frame, Text, Token, starts_frames
 
@@ -48,13 +55,16 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 @gear_flags.gears
 @gear_flags.telemetry
 @resident_flags.residency
+@expert_slot_flags.expert_slots
 @options.engine
 @options.no_daemon
 @click.pass_context
 def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     gear_flags.refuse_idle(context, flags)
     resident_flags.refuse_idle(context, flags)
+    expert_slot_flags.refuse_idle(context, flags)
     insisted = resident_flags.insisted(context, flags)
+    insisted = expert_slot_flags.insisted(context, flags, insisted)
     first = _first_byte(prompt, flags)
     if starts_frames(first):
         if prompt:
@@ -104,7 +114,8 @@ def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:
     if flags["gear"] == "auto":
         follower = Follower(gear_flags.gear_rules(flags))
     residency = resident_flags.residency_options(flags)
-    engines = Engines(flags, gear_flags.gear_options(flags), residency, insisted)
+    slots = expert_slot_flags.slot_options(flags)
+    engines = Engines(flags, gear_flags.gear_options(flags), residency, insisted, slots)
 
     def build(frames, signals):
         engines.heed(signals)
@@ -194,8 +205,8 @@ def _stages(wanted, tokenizer, flags, signals, outcome, insisted):
 
     def engine_for(head: Any) -> Any:
         if not opened:
-            own = gears and gears.options
-            opened.append(load(tokenizer.files, flags, own, residency, signals))
+            own, slots = gears and gears.options, expert_slot_flags.slot_options(flags)
+            opened.append(load(tokenizer.files, flags, own, residency, signals, slots))
         return opened[0]
 
     frames = tokenize(wanted, tokenizer)

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, gear_flags, options, resident_flags, run_reports
+from toastkit.commands import (
+    cli,
+    expert_slot_flags,
+    gear_flags,
+    options,
+    resident_flags,
+    run_reports,
+)
 from toastkit.commands.progress import ProgressBar, last_part, watched
 from toastkit.commands.score_reports import (
     Gearing,
@@ -49,6 +56,7 @@ STDIN = "-"
 @gear_flags.gears
 @gear_flags.telemetry
 @resident_flags.residency
+@expert_slot_flags.expert_slots
 @options.engine
 @click.pass_context
 def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
@@ -60,6 +68,7 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
 
     _check_gears(context, flags)
     resident_flags.refuse_idle(context, flags)
+    expert_slot_flags.refuse_idle(context, flags)
     settings = gear_flags.gear_options(flags)
     signals = Signals()  # SIGTERM and SIGHUP end a run as Ctrl-C does
     residency = resident_flags.residency_options(flags)
@@ -72,7 +81,8 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     # All of them before the model is loaded: a missing file costs nothing.
     texts = [_tokenize(name, tokenizer, flags["limit"]) for name in _names(files, flags)]
     chooser_for = _choosers(checkpoint, config.vocab, flags) if flags["gear"] == "auto" else None
-    engine = load(checkpoint, flags, settings, residency, signals)
+    slots = expert_slot_flags.slot_options(flags)
+    engine = load(checkpoint, flags, settings, residency, signals, slots)
     gearing = None
     if settings is not None:
         bits = None if engine.gears is None else engine.gears.bits
@@ -181,9 +191,9 @@ class Scoring:
         return score(self.engine, text.ids, self.window, chunk)
 
     def told(self) -> dict[str, Any]:
-        """What the residency did for the text that was scored last, by its name."""
+        """What residency and slots did for the text that was scored last, by their names."""
         reports = self.engine.run_report()
-        return {name: reports[name] for name in ("residency",) if name in reports}
+        return {name: reports[name] for name in ("residency", "experts") if name in reports}
 
     def say(self, text: Text) -> None:
         """What is about to be done, where that is wanted."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from toastkit.commands import cli, options, resident_flags, run_reports
+from toastkit.commands import cli, expert_slot_flags, options, resident_flags, run_reports
 
 if TYPE_CHECKING:
     from toastkit.commands.engines import Engines
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 @options.session
 @options.reading
 @resident_flags.residency
+@expert_slot_flags.expert_slots
 @options.engine
 @options.no_daemon
 @click.pass_context
@@ -30,9 +31,12 @@ def prefill(context: click.Context, **flags) -> int:
     from toastkit.stages.run.pipe_prefill import PrefillEnd
 
     resident_flags.refuse_idle(context, flags)
+    expert_slot_flags.refuse_idle(context, flags)
     settings = read_options(flags)
     residency = resident_flags.residency_options(flags)
-    engines = Engines(flags, None, residency, resident_flags.insisted(context, flags))
+    insisted = resident_flags.insisted(context, flags)
+    insisted = expert_slot_flags.insisted(context, flags, insisted)
+    engines = Engines(flags, None, residency, insisted, expert_slot_flags.slot_options(flags))
 
     def build(frames, signals):
         engines.heed(signals)

@@ -36,6 +36,12 @@ def tell_residency(stats: Mapping[str, Any]) -> None:
         tell({"residency": stats["residency"]})
 
 
+def tell_experts(stats: Mapping[str, Any]) -> None:
+    """Likewise for the experts' slots."""
+    with suppress(KeyError, TypeError):
+        tell({"experts": stats["experts"]})
+
+
 def counted_gears(report: Mapping[str, Any]) -> str:
     """A GearPolicy's report in words."""
     from toastkit.model.info import human
@@ -63,5 +69,22 @@ def counted_residency(report: Mapping[str, Any]) -> str:
     return line
 
 
-COUNTED = {"gears": counted_gears, "residency": counted_residency}
+def counted_experts(report: Mapping[str, Any]) -> str:
+    """A SlotPolicy's report in words."""
+    from toastkit.model.info import human
+
+    wanted = report["wanted"]
+    line = (
+        f"{report['slots']} of {report['experts']} in slots; {report['hit']} of {wanted} were "
+        f"there ({100 * report['hit'] / max(1, wanted):.0f}%); {human(report['read'])} read, "
+        f"waited {report['wait']:.1f} s"
+    )
+    if report["ahead"]:
+        line += f"; {report['right']} of {report['ahead']} foreseen were wanted"
+    return line
+
+
+COUNTED = {
+    "gears": counted_gears, "residency": counted_residency, "experts": counted_experts,
+}  # fmt: skip
 REPORTS = tuple(COUNTED)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, completion, gear_flags, options, resident_flags, run_reports
+from toastkit.commands import (
+    cli,
+    completion,
+    expert_slot_flags,
+    gear_flags,
+    options,
+    resident_flags,
+    run_reports,
+)
 from toastkit.errors import DataError, NoInputError, UsageError
 
 if TYPE_CHECKING:
@@ -50,6 +58,7 @@ OF_THIS_PROCESS = ("device", "dtype", "gear")  # a daemon's model has its own
 @gear_flags.gears
 @gear_flags.telemetry
 @resident_flags.residency
+@expert_slot_flags.expert_slots
 @click.pass_context
 def toast(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     _check(context, flags)
@@ -88,6 +97,7 @@ def _check(context: click.Context, flags: dict[str, Any]) -> None:
         cli.refuse_together(context, "has something to say, but not with --quiet", "usage")
     gear_flags.refuse_idle(context, flags)
     resident_flags.refuse_idle(context, flags)
+    expert_slot_flags.refuse_idle(context, flags)
     if (names := cli.given(context, *OF_THIS_PROCESS)) and cli.given(context, "socket"):
         raise UsageError(f"{names[0]} is for a model in this process, not with --socket")
 
@@ -189,6 +199,7 @@ def _wanted(context: click.Context, flags: dict[str, Any]) -> Wanted:
         quiet=flags["quiet"],
         gears=gear_flags.gear_settings(flags),
         residency=resident_flags.residency_options(flags),
+        expert_slots=expert_slot_flags.slot_options(flags),
     )
 
 
@@ -214,13 +225,16 @@ def _settings(
     if flags["verbose"]:
         tell.append(lambda stats: cli.say(cached_line(stats)))
         tell.append(run_reports.tell_residency)
+        tell.append(run_reports.tell_experts)
     if flags["usage"]:
         tell.append(lambda stats: cli.say(usage_line(stats)))
     return TurnSettings(
         options=request_options,
         output=form,
         model=options.absolute_model(flags["model"]),
-        resident=resident_flags.insisted(context, flags),
+        resident=expert_slot_flags.insisted(
+            context, flags, resident_flags.insisted(context, flags)
+        ),
         tools=options.read_tools(flags["tools"]),
         progress=Progress(ProgressBar) if watched(flags) else None,
         keep=not flags["no_history"],

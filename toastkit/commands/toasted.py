@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, gear_flags, options, resident_flags, run_reports
+from toastkit.commands import (
+    cli,
+    expert_slot_flags,
+    gear_flags,
+    options,
+    resident_flags,
+    run_reports,
+)
 from toastkit.commands.sizes import Duration, Size
 from toastkit.errors import (
     ToastError,
@@ -32,7 +39,7 @@ ONLY_DAEMON = (
     "model", "daemon", "pidfile", "idle_unload", "device", "dtype", "chunk", "parallel", "batch",
     "max_queue", "max_connections", "max_line", "cache", "spill", "audit", "no_audit",
     "audit_text", "drain", "gear", *gear_flags.GEAR_NAMES, *gear_flags.TELEMETRY_NAMES,
-    *resident_flags.RESIDENT_NAMES,
+    *resident_flags.RESIDENT_NAMES, *expert_slot_flags.SLOT_NAMES,
 )  # fmt: skip
 
 
@@ -55,6 +62,7 @@ def _actions(context: click.Context, parameter: click.Parameter, incomplete: str
 @gear_flags.gears
 @gear_flags.telemetry
 @resident_flags.residency
+@expert_slot_flags.expert_slots
 @click.option("--chunk", type=click.IntRange(1), metavar="N", help="Prompt tokens per pass.")
 @click.option(
     "--parallel", type=click.IntRange(1), default=8, show_default=True, metavar="N",
@@ -108,6 +116,7 @@ def toasted(context: click.Context, action: str | None, **flags) -> int:
     cli.refuse_together(context, f"needs an action: {', '.join(ACTIONS)}", "as_json")
     gear_flags.refuse_idle(context, flags)
     resident_flags.refuse_idle(context, flags)
+    expert_slot_flags.refuse_idle(context, flags)
     if len(cli.given(context, "audit", "no_audit")) > 1:
         raise UsageError("--audit and --no-audit exclude each other")
     if flags["no_audit"]:
@@ -192,6 +201,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
                 say=told,
                 gears=gears,
                 residency=residency,
+                expert_slots=expert_slot_flags.slot_options(flags),
                 **{name: flags[name] for name in same},
             )
         )
@@ -289,6 +299,8 @@ def _summary(status: dict[str, Any]) -> Iterator[str]:
     if "residency" in status:
         counted = run_reports.counted_residency(status["residency"])
         yield f"residency: {status['resident']}; {counted}"
+    if "experts" in status:
+        yield f"experts: {run_reports.counted_experts(status['experts'])}"
 
 
 def _ago(seconds: float) -> str:

@@ -155,7 +155,7 @@ class ScheduledRuns(LocalRuns):
     def emit(self, state: State, started: float | None) -> Iterator[Frame]:
         if self._held.waiting is not None:
             yield Pause("step")  # type: ignore[misc]
-        yield Logits(len(state.tokens), state.logits)
+        yield Logits(len(state.tokens), state.logits, experts=state.experts)
 
     def consume(self, state: State, token: Any, wish: Wish) -> None:
         """Notes the token; the step is due from now on."""

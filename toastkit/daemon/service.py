@@ -237,6 +237,7 @@ def open_service(
         notify=notify,
         gear_options=None if settings.gears is None else settings.gears.options,
         residency=settings.residency,
+        expert_slots=settings.expert_slots,
     )
     return Service(engine, preparer, settings, finished)
 

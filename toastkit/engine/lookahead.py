@@ -18,7 +18,7 @@ from toastkit.engine.savepoints import copy_caches, put_back
 
 class Lookahead:
     """One step after `cache`, of a token to be named later. step(token, cache): builds its graph.
-    Only for a device that computes on memory that the host can write: reader.host_writes.
+    Only for a device that computes on memory that the host can write: store.jobs.host_writes.
 
     The caches count the step from now on; either `run` or `discard` has to follow.
     """

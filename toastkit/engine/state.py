@@ -36,7 +36,8 @@ class ModelState:
     cache: of the model's layers. tokens: ids that the caches hold; an id may still be a device
     array (). logits: (vocab,) float32 after the last of them, lazy. session: where `commit` puts
     it, None for a state that is not kept. savepoints: earlier positions at which it can be resumed,
-    ascending. ahead: the next step, if it was looked ahead to.
+    ascending. ahead: the next step, if it was looked ahead to. experts: of the step that gave the
+    logits, what a logits frame says of them; None where there is nothing to say.
     """
 
     cache: list
@@ -45,6 +46,11 @@ class ModelState:
     session: Session | None = None
     savepoints: list[Savepoint] = field(default_factory=list)
     ahead: Lookahead | None = field(default=None, repr=False)
+    experts: dict[str, Any] | None = None
+
+    def tell_experts(self, **fields: Any) -> None:
+        """Adds to what a logits frame says of the experts."""
+        self.experts = {**(self.experts or {}), **fields}
 
     def submit(self) -> None:
         """Lets the device begin with what was consumed."""

@@ -21,11 +21,13 @@ class State(Protocol):
     """What a model has read.
 
     tokens: ids that the caches hold, each an int or a device array () that may not be known yet.
-    session: where `commit` puts the state, None for one that is not kept.
+    session: where `commit` puts the state, None for one that is not kept. experts: of the step that
+    gave the logits, what a logits frame says of them; None where there is nothing to say.
     """
 
     tokens: list[Any]
     session: Session | None
+    experts: dict[str, Any] | None
 
     @property
     def logits(self) -> Any:

@@ -90,7 +90,7 @@ class LocalRuns(SessionRuns):
         if not self.deferred:
             state.submit()
             self._engine.look_ahead(state)  # while the last of this step is computed
-        yield Logits(len(state.tokens), state.logits)
+        yield Logits(len(state.tokens), state.logits, experts=state.experts)
 
     def consume(self, state: State, token: Any, wish: Wish) -> None:
         self._engine.consume(state, token, wish)

@@ -141,7 +141,7 @@ class PipeRun:
         seconds = None if started is None else round(time.perf_counter() - started, 6)
         position, own = len(state.tokens), self._end.own
         array = from_numpy(values) if self._ring is None else self._ring.write(values)
-        frame = Logits(position, array, seconds)
+        frame = Logits(position, array, seconds, state.experts)
         self._step = frame, values
         if own is not None:
             self._follow(frame, values)
