@@ -60,9 +60,21 @@ class SlotPolicy:
         if self.options.kind == "auto":
             self._amount = max(self._room(holdings), self.least * self._slot_bytes(0))
         self._check()
+        if self.options.prefetch != "off":
+            self._foresee()
         for path, switch in self._of.items():
             count = self._count(0)
             holdings.modules[path].slots = count if count < switch.experts else 0
+
+    def _foresee(self) -> None:
+        foresight, depth = self._holdings.slots.foresight, self.options.prefetch
+        if not foresight.can_ask:
+            raise UsageError(
+                f"--expert-prefetch: the routers of {self._holdings.store.files.name} "
+                "cannot be asked ahead"
+            )
+        foresight.depth = depth if depth == "auto" else int(depth)
+        foresight.watch()
 
     def _check(self) -> None:
         name = self._holdings.store.files.name

@@ -14,111 +14,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from toastkit.errors import ToastError
-from toastkit.holdings.holding import Holding
+from toastkit.holdings.foresight import Foresight
+from toastkit.holdings.layer_slots import LayerSlots, SlotCounts, Switch, find_switches
 from toastkit.holdings.slot_memory import Fetch, SlotMemory
-from toastkit.holdings.slot_table import SlotTable
 from toastkit.holdings.weights import Weights
-from toastkit.store.reader import AHEAD, NOW
-from toastkit.store.skeleton import holds_experts
+from toastkit.store.reader import AHEAD, NOW, Reader
 
 if TYPE_CHECKING:
     from toastkit.holdings.holdings import Holdings
 
-PARENTS = ("SwitchGLU", "SwitchMLP")  # mlx_lm's modules that hold a layer's experts
-
-
-class Switch(NamedTuple):
-    """A module that holds a layer's experts. path: in the module tree. layer: its decoder layer.
-    stacks: its matrices, (experts, rows, columns) each. experts: how many."""
-
-    path: str
-    layer: int
-    module: nn.Module
-    stacks: list[Holding]
-    experts: int
-
-
-@dataclass
-class SlotCounts:
-    """Of all layers with slots, since the beginning. wanted: experts, each once a layer and pass.
-    hit: of them, those that were in their slots, or on their way. ahead: experts that were read
-    because somebody foresaw them; right: of them, those that the next pass of their layer wanted.
-    read: bytes of the files. wait: seconds that passes waited for experts."""
-
-    wanted: int = 0
-    hit: int = 0
-    ahead: int = 0
-    right: int = 0
-    read: int = 0
-    wait: float = 0.0
-
-    def as_map(self) -> dict[str, Any]:
-        """For a report."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**values, "wait": round(self.wait, 6)}
-
-
-class LayerSlots:
-    """The slots of one layer. coming: fetches of experts that are read ahead, one each; they have
-    their slots. foreseen: those of them, or of those that came, that nobody has wanted yet.
-    choice: the experts that the last pass wanted, the last one used last."""
-
-    def __init__(self, switch: Switch, memory: SlotMemory, slots: int, counts: SlotCounts):
-        self.switch, self.memory, self._counts = switch, memory, counts
-        self.table = SlotTable(switch.experts, slots)
-        self.parts = [holding.parts for holding in switch.stacks]
-        self.coming: dict[int, Fetch] = {}
-        self.foreseen: set[int] = set()
-        self.choice: list[int] = []
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether its memory has been taken out of the tree."""
-        return any(h.parts is not parts for h, parts in zip(self.switch.stacks, self.parts))
-
-    def claim(self, experts: Sequence[int], keep: Collection[int], spare: Collection[int]) -> dict:
-        """Slots for experts that have none, by expert, as many as there are to be had: see
-        SlotTable.claim. What was being read into them is not any more."""
-        found: dict[int, int] = {}
-        for expert in experts:
-            claimed = self.table.claim(expert, keep, spare)
-            if claimed is None:
-                break
-            found[expert], gone = claimed
-            self._cancel(gone)
-        return found
-
-    def drop(self, expert: int) -> None:
-        """It is not in its slot, nor on its way."""
-        self._cancel(expert)
-        if expert in self.table:
-            self.table.drop(expert)
-
-    def _cancel(self, expert: int) -> None:
-        """Nothing is to come of reading it ahead."""
-        self.foreseen.discard(expert)
-        if fetch := self.coming.pop(expert, None):
-            if fetch.request.is_done:
-                self._counts.read += self.memory.read_bytes
-            fetch.cancel()
-
-    def finish(self, fetch: Fetch) -> None:
-        """See SlotMemory.finish; counts what was read."""
-        self._counts.read += self.memory.finish(fetch)
-
 
 class ExpertSlots:
     """The layers of a model that have slots. Used by one thread at a time, which is the one that
-    computes. layers: in the order in which they run. counts: see SlotCounts."""
+    computes. layers: in the order in which they run. counts: see SlotCounts. foresight: what is
+    read before it is known to be wanted."""
 
     def __init__(self, holdings: Holdings, weights: Weights):
         self._holdings, self._weights = holdings, weights
@@ -131,13 +47,19 @@ class ExpertSlots:
         self._switches: list[Switch] | None = None
         self.layers: list[LayerSlots] = []
         self.counts = SlotCounts()
+        self.foresight = Foresight(self)
 
     @property
     def switches(self) -> list[Switch]:
         """All modules that hold experts, by layer; first asked for before any is in slots."""
         if self._switches is None:
-            self._switches = sorted(_switches(self._holdings), key=lambda s: (s.layer, s.path))
+            self._switches = sorted(find_switches(self._holdings), key=lambda s: (s.layer, s.path))
         return self._switches
+
+    @property
+    def reader(self) -> Reader:
+        """Who reads experts."""
+        return self._holdings.store.reader
 
     def follow(self) -> None:
         """Takes note of which stacks are in slots now; those whose memory is new are empty."""
@@ -154,6 +76,7 @@ class ExpertSlots:
             if layer is not None:
                 self._by_path[switch.path] = layer
         self.layers = list(self._by_path.values())
+        self.foresight.follow()
 
     def _enter(self, switch: Switch) -> LayerSlots:
         memory = SlotMemory(self._holdings.store, self._weights, switch.stacks)
@@ -179,14 +102,18 @@ class ExpertSlots:
         for slots in place of experts. x: (..., D). indices: the router's choice, (..., K) uint32.
         Raises DataError, IOFailure, NoInputError; what is in slots is then what it was, or less."""
         # What was computed of these slots before is evaluated too, or it would see other experts.
-        mx.eval(indices, self._pending and self._pending[1])
+        asked = self.foresight.ask(layer)
+        mx.eval(indices, self._pending and self._pending[1], list(asked.values()))
         self._pending = None
         chosen = np.array(indices)
         layer.choice = wanted = _by_last_use(chosen)
+        self.counts.passes += 1
         self.counts.wanted += len(wanted)
         self.counts.hit += sum(expert in layer.table for expert in wanted)
         if len(wanted) <= layer.table.slots:
+            layer.give_up(wanted)
             self._bring(layer, wanted)
+            self.foresight.go_on(layer, asked)
             out = call(x, _slots_of(layer, chosen))
             self._pending = layer, out
         else:
@@ -308,8 +235,8 @@ class ExpertSlots:
     # -------------------------------------------------------------------------------- reading ahead
 
     def prefetch(self, layer: LayerSlots, experts: Sequence[int]) -> None:
-        """Begins to read what of these a layer does not have, and returns at once. As many of its
-        slots stay as these and the last pass's experts take."""
+        """Begins to read what of these a layer does not have, as far as there are slots for, and
+        returns at once. Those that are there keep their slots."""
         if self._pending is not None and self._pending[0] is layer:
             mx.eval(self._pending[1])
         begun = self._begin(layer, experts, set(experts))
@@ -328,6 +255,7 @@ class ExpertSlots:
 
     def forget_ahead(self) -> None:
         """Lets go what is being read ahead."""
+        self.foresight.forget()
         for layer in self.layers:
             self._forget(layer)
 
@@ -349,21 +277,6 @@ def _slots_of(layer: LayerSlots, chosen: np.ndarray) -> mx.array:
     return mx.array(layer.table.of[chosen].astype(np.uint32))
 
 
-def _switches(holdings: Holdings) -> Iterable[Switch]:
-    """Those whose matrices are all stacks of experts, in a decoder layer."""
-    modules = {holding.path: holding for holding in holdings.modules.values()}
-    for path, module in holdings.store.model.named_modules():
-        if not any(base.__name__ in PARENTS for base in type(module).__mro__):
-            continue
-        below = [h for p, h in modules.items() if p.startswith(f"{path}.")]
-        stacks = [h for h in below if holds_experts(h.module)]
-        layer = holdings.store.layer_of(f"{path}.")
-        if stacks and layer is not None:
-            counts = {holdings.store.shape(name)[0] for h in stacks for name in h.names}
-            if len(counts) == 1:
-                yield Switch(path, layer, module, stacks, counts.pop())
-
-
 class _Slotted:
     """What a switch with slots does in addition to the class that computes."""
 
@@ -371,6 +284,7 @@ class _Slotted:
     _layer: LayerSlots
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        self._slots.foresight.answer(indices)
         return self._slots.run(self._layer, super().__call__, x, indices)  # type: ignore[misc]
 
 

@@ -52,6 +52,11 @@ class Request(Generic[Result]):
         self._reader.release((flights or {}).values())
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether nothing of it has been begun."""
+        return not any(flight.begun for flight in (self._flights or {}).values())
+
+    @property
     def is_done(self) -> bool:
         """Whether nothing of it has to be waited for."""
         return all(flight.outcome is not None for flight in (self._flights or {}).values())

@@ -13,7 +13,7 @@ from tests.pipes.pipelines import STORY, Pipeline
 
 NAMES = ["decode", "prefill", "toast", "toasted", "perplexity"]
 GREEDY = ["--temp", "0", "-n", "8"]
-FIELDS = {"slots", "experts", "wanted", "hit", "ahead", "right", "read", "wait"}
+FIELDS = {"slots", "experts", "wanted", "hit", "ahead", "right", "read", "wait", "passes"}
 
 
 @pytest.mark.parametrize("name", NAMES)
