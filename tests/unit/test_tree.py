@@ -312,8 +312,8 @@ def test_public_functions_say_what_they_do() -> None:
 
 # Where every public function over arrays says their shape and dtype. It may only grow.
 SHAPED = (
-    "toastkit/engine/", "toastkit/experts/", "toastkit/gears/", "toastkit/holdings/", "toastkit/sampling/",
-    "toastkit/session/", "toastkit/stages/", "toastkit/store/",
+    "toastkit/engine/", "toastkit/experts/", "toastkit/gears/", "toastkit/holdings/",
+    "toastkit/sampling/", "toastkit/session/", "toastkit/stages/", "toastkit/store/",
 )  # fmt: skip
 SHAPE = re.compile(r"\((\.\.\.|[\w.+* ]+(,|(, [\w.+* ]+)+))\)|\bscalar\b")
 DTYPE = re.compile(r"\b(float|uint|int|bool|bfloat16|dtype)\d*\b")
