@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toastkit.holdings.slot_table import SlotTable
+from toastkit.holdings.slot_table import DECAY, SlotTable
 
 EXPERTS = 9
 sets = st.sets(st.integers(0, EXPERTS - 1))
@@ -20,21 +20,28 @@ def agrees(table: SlotTable) -> None:
     assert len(set(taken)) == len(taken) and all(0 <= slot < table.slots for slot in taken)
 
 
-@given(slots=st.integers(1, EXPERTS), passes=st.lists(st.lists(st.integers(0, EXPERTS - 1))))
-def test_the_longest_unused_leaves(slots: int, passes: list[list[int]]) -> None:
-    table, used = SlotTable(EXPERTS, slots), []
+passes_of = st.lists(st.lists(st.integers(0, EXPERTS - 1)))
+
+
+@given(slots=st.integers(1, EXPERTS), passes=passes_of, counted=st.booleans())
+def test_who_leaves(slots: int, passes: list[list[int]], counted: bool) -> None:
+    """The one used least; where uses are not counted, the longest unused."""
+    table, order = SlotTable(EXPERTS, slots), []  # the longest unused first
+    uses = dict.fromkeys(range(EXPERTS), 0.0)
     for wanted in passes:
         wanted = list(dict.fromkeys(wanted))[:slots]
+        if counted:
+            table.count(wanted)
+            uses = {e: DECAY * count + (e in wanted) for e, count in uses.items()}
         for expert in wanted:
             if expert not in table:
                 _, gone = table.claim(expert, keep=wanted)
-                room = len(used) < slots
-                oldest = next((e for e in used if e not in wanted), None)
-                assert gone == (-1 if room else oldest)
-                used = [e for e in used if e != gone] + [expert]
+                others = [e for e in order if e not in wanted]
+                assert gone == (-1 if len(order) < slots else min(others, key=uses.__getitem__))
+                order = [e for e in order if e != gone] + [expert]
         table.use(wanted)
-        used = [e for e in used if e not in wanted] + wanted
-        assert table.held == used
+        order = [e for e in order if e not in wanted] + wanted
+        assert table.held == order
         agrees(table)
 
 

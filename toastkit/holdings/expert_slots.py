@@ -107,6 +107,7 @@ class ExpertSlots:
         self._pending = None
         chosen = np.array(indices)
         layer.choice = wanted = _by_last_use(chosen)
+        layer.table.count(wanted)
         self.counts.passes += 1
         self.counts.wanted += len(wanted)
         self.counts.hit += sum(expert in layer.table for expert in wanted)

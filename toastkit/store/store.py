@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -254,6 +254,10 @@ class Store:
     @keeps_cached.setter
     def keeps_cached(self, kept: bool) -> None:
         self._raw.cached = kept
+
+    def throttle(self, wait: Callable[[int], None] | None) -> None:
+        """For measurements: see RawTensors.throttle."""
+        self._raw.throttle = wait
 
     def tensor(self, name: str) -> mx.array:
         """One tensor, evaluated."""
