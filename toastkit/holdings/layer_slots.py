@@ -82,6 +82,7 @@ class LayerSlots:
         """Slots for experts that have none, by expert, as many as there are to be had: see
         SlotTable.claim. What was being read into them is not any more."""
         found: dict[int, int] = {}
+        keep, spare = frozenset(keep), frozenset(spare)
         for expert in experts:
             claimed = self.table.claim(expert, keep, spare)
             if claimed is None:
