@@ -20,7 +20,7 @@ from toastkit.model.locate import locate  # noqa: E402
 from toastkit.model.safetensors import read_header  # noqa: E402
 from toastkit.model.supported import TESTED  # noqa: E402
 from toastkit.session.directory import Session  # noqa: E402
-from toastkit.store.reader import host_writes  # noqa: E402
+from toastkit.store.jobs import host_writes  # noqa: E402
 from toastkit.store.store import Store  # noqa: E402
 
 PROMPT = [(37 * n + 5) % 4096 for n in range(70)]

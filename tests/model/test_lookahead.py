@@ -18,7 +18,7 @@ from mlx_lm.models.cache import (  # noqa: E402
 from tests.model.reference import PROMPTS  # noqa: E402
 from toastkit.engine.lookahead import Lookahead  # noqa: E402
 from toastkit.engine.savepoints import roll_back, take_savepoint  # noqa: E402
-from toastkit.store.reader import host_writes  # noqa: E402
+from toastkit.store.jobs import host_writes  # noqa: E402
 
 PROMPT = PROMPTS[2]
 

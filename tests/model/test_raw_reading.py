@@ -15,8 +15,9 @@ mx = pytest.importorskip("mlx.core")
 
 from toastkit.model.locate import locate  # noqa: E402
 from toastkit.store import raw as raw_module  # noqa: E402
+from toastkit.store.jobs import Job  # noqa: E402
 from toastkit.store.raw import RawTensors, Span  # noqa: E402
-from toastkit.store.reader import NOW, WIDENED_BYTES, Job, Reader  # noqa: E402
+from toastkit.store.reader import NOW, WIDENED_BYTES, Reader  # noqa: E402
 
 PAGE = mmap.PAGESIZE
 

@@ -22,9 +22,10 @@ from toastkit.holdings.policy import Wish  # noqa: E402
 from toastkit.model.config import load_config  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
 from toastkit.store import reader  # noqa: E402
+from toastkit.store.jobs import Job  # noqa: E402
 from toastkit.store.ledger import READING  # noqa: E402
 from toastkit.store.raw import RawTensors  # noqa: E402
-from toastkit.store.reader import AHEAD, NOW, Job, Reader  # noqa: E402
+from toastkit.store.reader import AHEAD, NOW, Reader  # noqa: E402
 from toastkit.store.store import Store  # noqa: E402
 
 SECONDS = 60  # for what would otherwise wait for ever

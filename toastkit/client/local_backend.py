@@ -68,6 +68,7 @@ class LocalBackend:
                 gears=wanted.gears,
                 residency=wanted.residency,
                 experts=wanted.experts,
+                expert_slots=wanted.expert_slots,
             )
             self._service = LocalService(settings, wanted.quiet)
         return self._service

@@ -10,7 +10,15 @@ from typing import Any
 import click
 
 from toastkit.client.output import write_text
-from toastkit.commands import cli, expert_flags, gear_flags, options, resident_flags, run_reports
+from toastkit.commands import (
+    cli,
+    expert_flags,
+    expert_slot_flags,
+    gear_flags,
+    options,
+    resident_flags,
+    run_reports,
+)
 from toastkit.errors import UsageError
 from toastkit.frames import End, Frame, Text, Token, starts_frames
 
@@ -49,6 +57,7 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 @gear_flags.telemetry
 @expert_flags.experts
 @resident_flags.residency
+@expert_slot_flags.expert_slots
 @options.engine
 @options.no_daemon
 @click.pass_context
@@ -56,7 +65,9 @@ def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     gear_flags.refuse_idle(context, flags)
     expert_flags.refuse_idle(context, flags)
     resident_flags.refuse_idle(context, flags)
+    expert_slot_flags.refuse_idle(context, flags)
     insisted = resident_flags.insisted(context, flags)
+    insisted = expert_slot_flags.insisted(context, flags, insisted)
     first = _first_byte(prompt, flags)
     if starts_frames(first):
         if prompt:
@@ -107,7 +118,8 @@ def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:
         follower = Follower(gear_flags.gear_rules(flags))
     residency = resident_flags.residency_options(flags)
     gears, experts = gear_flags.gear_options(flags), expert_flags.expert_options(flags)
-    engines = Engines(flags, gears, residency, insisted, experts)
+    slots = expert_slot_flags.slot_options(flags)
+    engines = Engines(flags, gears, residency, insisted, experts, slots)
 
     def build(frames, signals):
         engines.heed(signals)
@@ -200,7 +212,8 @@ def _stages(wanted, tokenizer, flags, signals, outcome, insisted):
     def engine_for(head: Any) -> Any:
         if not opened:
             policies = (gears and gears.options, residency, signals, experts)
-            opened.append(load(tokenizer.files, flags, *policies))
+            slots = expert_slot_flags.slot_options(flags)
+            opened.append(load(tokenizer.files, flags, *policies, slots))
         return opened[0]
 
     frames = tokenize(wanted, tokenizer)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from toastkit.engine.engine import Engine
     from toastkit.engine.step_engine import StepEngine
     from toastkit.experts.experts_options import ExpertsOptions
+    from toastkit.experts.slot_options import SlotOptions
     from toastkit.gears.gear_options import GearOptions
     from toastkit.interrupts import Signals
     from toastkit.residency.residency_options import ResidencyOptions
@@ -24,9 +25,9 @@ class Engines:
     """Calling it with a head gives the engine of that head's model.
 
     flags: the values of --model, --device, --dtype, --no-daemon, --quiet and --verbose.
-    gear_options, experts: of the engine; a daemon's has neither. residency: of an engine that is
-    loaded here. insisted: the setting of the residency that a daemon's engine must have, None for
-    any. engine: the one that was given last, None before.
+    gear_options, experts: of the engine; a daemon's has neither. residency, expert_slots: of an
+    engine that is loaded here. insisted: the setting of residency and slots that a daemon's engine
+    must have, None for any. engine: the one that was given last, None before.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class Engines:
         residency: ResidencyOptions | None = None,
         insisted: str | None = None,
         experts: ExpertsOptions | None = None,
+        expert_slots: SlotOptions | None = None,
     ):
         self._flags = flags
         self._gear_options = gear_options
         self._residency = residency
         self._insisted = insisted
         self._experts = experts
+        self._expert_slots = expert_slots
         self._signals: Signals | None = None
         self._model: tuple[str, str] | None = None
         self.engine: StepEngine | None = None
@@ -67,7 +70,7 @@ class Engines:
         if engine is None:
             files = files or self._located(head)
             options = (self._gear_options, self._residency, self._signals, self._experts)
-            engine = load(files, self._flags, *options)
+            engine = load(files, self._flags, *options, self._expert_slots)
         self.engine, self._model = engine, model
         return engine
 
@@ -87,9 +90,9 @@ def attach(
     flags: dict[str, Any], fingerprint: str, insisted: str | None = None
 ) -> StepEngine | None:
     """A daemon's engine for the model, where one runs it as the flags would; else None. Where there
-    is no daemon this costs one look at a path. insisted: the setting of its residency, None for
-    any. Raises UsageError for a TOAST_SOCKET that cannot be a socket's path, and for a daemon that
-    runs the model with another residency than is insisted on."""
+    is no daemon this costs one look at a path. insisted: the setting of its residency and slots,
+    None for any. Raises UsageError for a TOAST_SOCKET that cannot be a socket's path, and for a
+    daemon that runs the model with another setting than is insisted on."""
     path = None if flags["no_daemon"] else _daemon_socket()
     if path is None:
         return None
@@ -124,6 +127,7 @@ def load(
     residency: ResidencyOptions | None = None,
     signals: Signals | None = None,
     experts: ExpertsOptions | None = None,
+    expert_slots: SlotOptions | None = None,
 ) -> Engine:
     """An Engine for a checkpoint, on the device and in the dtype of the flags. signals: whose
     memory warning goes to it."""
@@ -141,6 +145,7 @@ def load(
             gear_options=gear_options,
             residency=residency,
             experts=experts,
+            expert_slots=expert_slots,
         )
     if signals is not None and engine.residency is not None:
         signals.on_memory_warning(engine.residency.memory_warning)

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, expert_flags, gear_flags, options, resident_flags, run_reports
+from toastkit.commands import (
+    cli,
+    expert_flags,
+    expert_slot_flags,
+    gear_flags,
+    options,
+    resident_flags,
+    run_reports,
+)
 from toastkit.commands.progress import ProgressBar, last_part, watched
 from toastkit.commands.score_reports import (
     Gearing,
@@ -50,6 +58,7 @@ STDIN = "-"
 @gear_flags.telemetry
 @expert_flags.step_experts
 @resident_flags.residency
+@expert_slot_flags.expert_slots
 @options.engine
 @click.pass_context
 def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
@@ -62,6 +71,7 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     _check_gears(context, flags)
     expert_flags.refuse_idle(context, flags)
     resident_flags.refuse_idle(context, flags)
+    expert_slot_flags.refuse_idle(context, flags)
     settings = gear_flags.gear_options(flags)
     signals = Signals()  # SIGTERM and SIGHUP end a run as Ctrl-C does
     residency = resident_flags.residency_options(flags)
@@ -75,7 +85,8 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     texts = [_tokenize(name, tokenizer, flags["limit"]) for name in _names(files, flags)]
     chooser_for = _choosers(checkpoint, config.vocab, flags) if flags["gear"] == "auto" else None
     experts = expert_flags.expert_options(flags)
-    engine = load(checkpoint, flags, settings, residency, signals, experts)
+    slots = expert_slot_flags.slot_options(flags)
+    engine = load(checkpoint, flags, settings, residency, signals, experts, slots)
     gearing = None
     if settings is not None:
         bits = None if engine.gears is None else engine.gears.bits
@@ -188,14 +199,17 @@ class Scoring:
         return score(self.engine, text.ids, self.window, chunk)
 
     def told(self) -> dict[str, Any]:
-        """What residency and experts did for the text that was scored last, by their names."""
+        """What residency, experts and slots did for the text that was scored last, by their
+        names."""
         from toastkit.engine.geared import falls_back
 
         reports = self.engine.run_report()
         if "experts" in reports and not falls_back(self.engine):
             for name in ("steps", "fallbacks", "ratio"):
                 del reports["experts"][name]  # a pass is over many tokens: there were no steps
-        return {name: reports[name] for name in ("residency", "experts") if name in reports}
+        return {
+            name: reports[name] for name in ("residency", "experts", "slots") if name in reports
+        }
 
     def say(self, text: Text) -> None:
         """What is about to be done, where that is wanted."""

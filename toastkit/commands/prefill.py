@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from toastkit.commands import cli, expert_flags, options, resident_flags, run_reports
+from toastkit.commands import (
+    cli,
+    expert_flags,
+    expert_slot_flags,
+    options,
+    resident_flags,
+    run_reports,
+)
 
 if TYPE_CHECKING:
     from toastkit.commands.engines import Engines
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
 @options.reading
 @expert_flags.prompt_experts
 @resident_flags.residency
+@expert_slot_flags.expert_slots
 @options.engine
 @options.no_daemon
 @click.pass_context
@@ -32,10 +40,13 @@ def prefill(context: click.Context, **flags) -> int:
 
     expert_flags.refuse_idle(context, flags)
     resident_flags.refuse_idle(context, flags)
+    expert_slot_flags.refuse_idle(context, flags)
     settings = read_options(flags)
     residency = resident_flags.residency_options(flags)
     insisted, experts = resident_flags.insisted(context, flags), expert_flags.expert_options(flags)
-    engines = Engines(flags, None, residency, insisted, experts)
+    insisted = expert_slot_flags.insisted(context, flags, insisted)
+    slots = expert_slot_flags.slot_options(flags)
+    engines = Engines(flags, None, residency, insisted, experts, slots)
 
     def build(frames, signals):
         engines.heed(signals)

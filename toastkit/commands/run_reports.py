@@ -30,9 +30,9 @@ def tell(reports: Mapping[str, Any]) -> None:
 
 
 def tell_stats(stats: Mapping[str, Any]) -> None:
-    """The lines for the residency and the experts in the stats of an answer. Those of a daemon of
+    """The lines for residency, experts and slots in the stats of an answer. Those of a daemon of
     another version may say other things."""
-    for name in ("residency", "experts"):
+    for name in ("residency", "experts", "slots"):
         with suppress(KeyError, TypeError):
             tell({name: stats[name]})
 
@@ -77,7 +77,23 @@ def counted_experts(report: Mapping[str, Any]) -> str:
     return f"mobile, K {little_k} of {k}, gamma {report['gamma']:g}; {words}, {fell}{ratio}"
 
 
+def counted_slots(report: Mapping[str, Any]) -> str:
+    """A SlotPolicy's report in words."""
+    from toastkit.model.info import human
+
+    wanted = report["wanted"]
+    line = (
+        f"{report['slots']} of {report['experts']} in slots; {report['hit']} of {wanted} were "
+        f"there ({100 * report['hit'] / max(1, wanted):.0f}%); {human(report['read'])} read, "
+        f"waited {report['wait']:.1f} s"
+    )
+    if report["ahead"]:
+        line += f"; {report['right']} of {report['ahead']} foreseen were wanted"
+    return line
+
+
 COUNTED = {
     "gears": counted_gears, "residency": counted_residency, "experts": counted_experts,
+    "slots": counted_slots,
 }  # fmt: skip
 REPORTS = tuple(COUNTED)

@@ -12,6 +12,7 @@ from toastkit.commands import (
     cli,
     completion,
     expert_flags,
+    expert_slot_flags,
     gear_flags,
     options,
     resident_flags,
@@ -59,6 +60,7 @@ OF_THIS_PROCESS = ("device", "dtype", "gear")  # a daemon's model has its own
 @gear_flags.telemetry
 @expert_flags.experts
 @resident_flags.residency
+@expert_slot_flags.expert_slots
 @click.pass_context
 def toast(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     _check(context, flags)
@@ -98,6 +100,7 @@ def _check(context: click.Context, flags: dict[str, Any]) -> None:
     gear_flags.refuse_idle(context, flags)
     expert_flags.refuse_idle(context, flags)
     resident_flags.refuse_idle(context, flags)
+    expert_slot_flags.refuse_idle(context, flags)
     if (names := cli.given(context, *OF_THIS_PROCESS)) and cli.given(context, "socket"):
         raise UsageError(f"{names[0]} is for a model in this process, not with --socket")
 
@@ -200,6 +203,7 @@ def _wanted(context: click.Context, flags: dict[str, Any]) -> Wanted:
         gears=gear_flags.gear_settings(flags),
         residency=resident_flags.residency_options(flags),
         experts=expert_flags.expert_options(flags),
+        expert_slots=expert_slot_flags.slot_options(flags),
     )
 
 
@@ -231,7 +235,9 @@ def _settings(
         options=request_options,
         output=form,
         model=options.absolute_model(flags["model"]),
-        resident=resident_flags.insisted(context, flags),
+        resident=expert_slot_flags.insisted(
+            context, flags, resident_flags.insisted(context, flags)
+        ),
         experts=expert_flags.insisted(context, flags),
         tools=options.read_tools(flags["tools"]),
         progress=Progress(ProgressBar) if watched(flags) else None,

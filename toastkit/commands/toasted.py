@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, expert_flags, gear_flags, options, resident_flags, run_reports
+from toastkit.commands import (
+    cli,
+    expert_flags,
+    expert_slot_flags,
+    gear_flags,
+    options,
+    resident_flags,
+    run_reports,
+)
 from toastkit.commands.sizes import Duration, Size
 from toastkit.errors import (
     ToastError,
@@ -32,7 +40,7 @@ ONLY_DAEMON = (
     "model", "daemon", "pidfile", "idle_unload", "device", "dtype", "chunk", "parallel", "batch",
     "max_queue", "max_connections", "max_line", "cache", "spill", "audit", "no_audit",
     "audit_text", "drain", "gear", *gear_flags.GEAR_NAMES, *gear_flags.TELEMETRY_NAMES,
-    *resident_flags.RESIDENT_NAMES, *expert_flags.EXPERT_NAMES,
+    *resident_flags.RESIDENT_NAMES, *expert_flags.EXPERT_NAMES, *expert_slot_flags.SLOT_NAMES,
 )  # fmt: skip
 
 
@@ -56,6 +64,7 @@ def _actions(context: click.Context, parameter: click.Parameter, incomplete: str
 @gear_flags.telemetry
 @expert_flags.experts
 @resident_flags.residency
+@expert_slot_flags.expert_slots
 @click.option("--chunk", type=click.IntRange(1), metavar="N", help="Prompt tokens per pass.")
 @click.option(
     "--parallel", type=click.IntRange(1), default=8, show_default=True, metavar="N",
@@ -110,6 +119,7 @@ def toasted(context: click.Context, action: str | None, **flags) -> int:
     gear_flags.refuse_idle(context, flags)
     expert_flags.refuse_idle(context, flags)
     resident_flags.refuse_idle(context, flags)
+    expert_slot_flags.refuse_idle(context, flags)
     if len(cli.given(context, "audit", "no_audit")) > 1:
         raise UsageError("--audit and --no-audit exclude each other")
     if flags["no_audit"]:
@@ -196,6 +206,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
                 gears=gears,
                 residency=residency,
                 experts=experts,
+                expert_slots=expert_slot_flags.slot_options(flags),
                 **{name: flags[name] for name in same},
             )
         )
@@ -296,6 +307,8 @@ def _summary(status: dict[str, Any]) -> Iterator[str]:
     if "experts" in status:
         counted = run_reports.counted_experts(status["experts"])
         yield f"experts: {status['experts']['setting']}; {counted}"
+    if "slots" in status:
+        yield f"slots: {run_reports.counted_slots(status['slots'])}"
 
 
 def _ago(seconds: float) -> str:

@@ -281,7 +281,8 @@ def _step(attached: Attached, service: Service, request: Request) -> dict[str, A
         raise DataError(f"the model's context of {engine.context} tokens is full")
     engine.consume(state, token)
     state.submit()
-    return {"step": {"logits": encoded(state)}}
+    told = {} if state.experts is None else {"experts": state.experts}
+    return {"step": {"logits": encoded(state), **told}}
 
 
 def _commit(attached: Attached, service: Service, request: Request) -> dict[str, Any]:

@@ -217,10 +217,10 @@ class Conversation:
         return [*self.prepared.notes, *([warning] if warning else [])]
 
     def _reports(self) -> dict[str, Any]:
-        """What the model has streamed, also for others, since the last answer began, and with how
-        many experts this one was made."""
+        """What the model has streamed and fetched, also for others, since the last answer began,
+        and with how many experts this one was made."""
         extra = {} if self.end is None else self.end.extra
-        return {name: extra[name] for name in ("residency", "experts") if name in extra}
+        return {name: extra[name] for name in ("residency", "experts", "slots") if name in extra}
 
     def stats(self, model: str) -> dict[str, Any]:
         """What the request cost: the `stats` reply."""

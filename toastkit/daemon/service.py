@@ -239,6 +239,7 @@ def open_service(
         gear_options=None if settings.gears is None else settings.gears.options,
         residency=settings.residency,
         experts=settings.experts,
+        expert_slots=settings.expert_slots,
     )
     return Service(engine, preparer, settings, finished)
 

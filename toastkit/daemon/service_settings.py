@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toastkit.experts.experts_options import ExpertsOptions
+from toastkit.experts.slot_options import SlotOptions
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.stages.follow import GearSettings
 
@@ -19,7 +20,7 @@ class ServiceSettings:
     idle_unload: seconds without a request after which the model leaves the memory, None for never.
     cache_bytes, spill_bytes: for finished conversations, on the device and on disk. audit: gets a
     record of each request. debug: with tracebacks. say: is told what a person should know. gears,
-    residency, experts: of the engine, None without any."""
+    residency, experts, expert_slots: of the engine, None without any."""
 
     model: str = "crumb"
     device: str = "auto"
@@ -37,11 +38,14 @@ class ServiceSettings:
     gears: GearSettings | None = None
     residency: ResidencyOptions | None = None
     experts: ExpertsOptions | None = None
+    expert_slots: SlotOptions | None = None
 
     @property
     def resident(self) -> str:
-        """Which layers stay on the device, as ResidencyOptions.setting has it."""
-        return (self.residency or ResidencyOptions()).setting
+        """Which layers stay on the device, as ResidencyOptions.setting has it, and how many
+        experts, as SlotOptions.setting."""
+        layers = (self.residency or ResidencyOptions()).setting
+        return layers if self.expert_slots is None else f"{layers} {self.expert_slots.setting}"
 
     @property
     def chosen_experts(self) -> str:

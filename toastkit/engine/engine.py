@@ -29,8 +29,8 @@ from toastkit.holdings.policy import NO_WISH, PROMPT, Policy, Wish, decided
 from toastkit.model.supported import reads_on_host
 from toastkit.session.directory import Session
 from toastkit.store.dtypes import DTYPES, activation_dtype
+from toastkit.store.jobs import host_writes
 from toastkit.store.ledger import CACHE, Ledger
-from toastkit.store.reader import host_writes
 from toastkit.store.skeleton import MISFITS
 from toastkit.store.store import Store
 
@@ -279,6 +279,7 @@ class Engine:
         else:
             state.logits = take_step(self.experts, self.step, state, token)
         state.tokens.append(token)
+        state.experts = self.holdings.slots.counted()
 
     def count_step(self) -> None:
         """Has the policies count a step."""
@@ -287,8 +288,8 @@ class Engine:
 
     def look_ahead(self, state: ModelState) -> None:
         """Builds the graph of a state's next step already, whatever its token will be, where that
-        is possible: streamed layers run while the graph is built."""
-        waits = self.reads_on_host or self.holdings.streams.layers
+        is possible: streamed layers, and slots of experts, run while the graph is built."""
+        waits = self.reads_on_host or self.holdings.reads_in_passes
         if state.ahead is None and host_writes() and not waits:
             state.ahead = look_ahead(self.experts, self.step, state)
             self._ahead.add(state)
@@ -370,9 +371,9 @@ class Engine:
         """A pass of the model: logits (B, N, vocab) for ids (B, N), lazy."""
         self.load()
         try:
-            # One that streams can fail half way. (The caches of a batch are then given up.)
-            streams = self.holdings.streams.layers and ids.shape[0] == 1
-            with undone_on_failure(cache, ids.shape[1]) if streams else nullcontext():
+            # One that reads can fail half way. (The caches of a batch are then given up.)
+            reads = self.holdings.reads_in_passes and ids.shape[0] == 1
+            with undone_on_failure(cache, ids.shape[1]) if reads else nullcontext():
                 logits = self._model(ids, cache=cache)
         except MISFITS as error:
             if self._has_run:

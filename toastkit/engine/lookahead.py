@@ -19,8 +19,8 @@ from toastkit.engine.savepoints import copy_caches, put_back
 
 class Lookahead:
     """One step after `cache`, of a token to be named later. step(token, cache): builds its graph.
-    Only for a device that computes on memory that the host can write: reader.host_writes. point: a
-    savepoint of the caches as they are, for who may want to come back from the step.
+    Only for a device that computes on memory that the host can write: store.jobs.host_writes.
+    point: a savepoint of the caches as they are, for who may want to come back from the step.
 
     The caches count the step from now on; either `run` or `discard` has to follow.
     """

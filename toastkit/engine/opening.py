@@ -7,6 +7,7 @@ from collections.abc import Callable
 from toastkit.engine import device
 from toastkit.engine.engine import Engine
 from toastkit.experts.experts_options import ExpertsOptions
+from toastkit.experts.slot_options import SlotOptions
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.gear_policy import gear_policy
 from toastkit.holdings.policy import Policy
@@ -25,12 +26,13 @@ def open_engine(
     gear_options: GearOptions | None = None,
     residency: ResidencyOptions | None = None,
     experts: ExpertsOptions | None = None,
+    expert_slots: SlotOptions | None = None,
 ) -> Engine:
     """The engine of a checkpoint, with its first weights loaded.
 
     device_name, dtype, notify: see Engine. gear_options: None leaves gears out altogether.
-    residency: None has all layers stay. experts: None leaves K as it is, and counts nothing. Raises
-    UsageError, DataError, IOFailure, NoInputError.
+    residency: None has all layers stay. experts: None leaves K as it is, and counts nothing.
+    expert_slots: None has all experts stay. Raises UsageError, DataError, IOFailure, NoInputError.
     """
     device.start(device_name)
     store = Store(files, load_config(files))
@@ -40,6 +42,11 @@ def open_engine(
         from toastkit.experts.experts_policy import ExpertsPolicy
 
         policies.append(ExpertsPolicy(experts))
+    if expert_slots is not None:
+        from toastkit.engine.room import room_for_experts
+        from toastkit.experts.slot_policy import SlotPolicy
+
+        policies.append(SlotPolicy(expert_slots, room_for_experts(residency), notify))
     if residency is not None and residency.on:
         from toastkit.residency.residency_policy import ResidencyPolicy
 

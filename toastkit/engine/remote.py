@@ -229,13 +229,17 @@ class RemoteState:
         self._engine = engine
         self._daemon = daemon
         self._logits = logits
+        self.experts: dict[str, Any] | None = None
         self._open = True
 
     @property
     def logits(self) -> np.ndarray | None:
         """The logits (vocab,) float32 after the last token; waits for them."""
         if self._daemon.waiting == "step":
-            self._logits = self._engine.logits_of(self._daemon.answer())
+            answer = self._daemon.answer()
+            self._logits = self._engine.logits_of(answer)
+            told = answer.get("experts")
+            self.experts = told if isinstance(told, dict) else None
         return self._logits
 
     def hold(self, ids: Sequence[int], logits: np.ndarray | None) -> None:

@@ -46,7 +46,8 @@ class ModelState:
     array (). logits: (vocab,) float32 after the last of them, lazy. session: where `commit` puts
     it, None for a state that is not kept. savepoints: earlier positions at which it can be resumed,
     ascending. ahead: the next step, if it was looked ahead to. passed: how the last step was done,
-    where experts were chosen for it; None for a prompt.
+    where experts were chosen for it; None for a prompt. experts: what slots have to say of it, None
+    where there is nothing to say.
     """
 
     cache: list
@@ -56,6 +57,7 @@ class ModelState:
     savepoints: list[Savepoint] = field(default_factory=list)
     ahead: Lookahead | None = field(default=None, repr=False)
     passed: Passed | None = None
+    experts: dict[str, Any] | None = None
 
     def next_logits(
         self, step: Callable[[int | mx.array, list], mx.array], token: int | mx.array
@@ -68,6 +70,10 @@ class ModelState:
             return ahead.run(token)
         self.take_back()
         return step(token, self.cache)
+
+    def tell_experts(self, **fields: Any) -> None:
+        """Adds to what a logits frame says of the experts."""
+        self.experts = {**(self.experts or {}), **fields}
 
     def submit(self) -> None:
         """Lets the device begin with what was consumed."""

@@ -22,12 +22,14 @@ class State(Protocol):
 
     tokens: ids that the caches hold, each an int or a device array () that may not be known yet.
     session: where `commit` puts the state, None for one that is not kept. passed: how the last step
-    was done, state.Passed, where experts were chosen for it.
+    was done, state.Passed, where experts were chosen for it. experts: what slots have to say of
+    it, None where there is nothing to say.
     """
 
     tokens: list[Any]
     session: Session | None
     passed: Any
+    experts: dict[str, Any] | None
 
     @property
     def logits(self) -> Any:

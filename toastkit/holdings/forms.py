@@ -8,17 +8,24 @@ from typing import NamedTuple
 class Form(NamedTuple):
     """kind: "absent", "original" or "packed". bits: of a packed weight, 2, 4, 6 or 8. fused:
     multiply packed weights as they are, where MLX computes that exactly; else from a dequantised
-    copy. streamed: it is so while its layer runs, and absent else."""
+    copy. streamed: it is so while its layer runs, and absent else. slots: of the experts of a stack
+    as many are on the device at a time; 0 for all."""
 
     kind: str
     bits: int = 0
     fused: bool = True
     streamed: bool = False
+    slots: int = 0
 
     @property
     def away(self) -> bool:
         """Whether nothing of it is on the device between two passes."""
         return self.streamed or self.kind == "absent"
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is on the device between two passes."""
+        return not (self.away or self.slots)
 
     @property
     def present(self) -> Form:
@@ -37,3 +44,8 @@ def packed(bits: int, fused: bool = True) -> Form:
 def streamed(form: Form) -> Form:
     """That form, brought before its layer runs and dropped after it."""
     return form._replace(streamed=True)
+
+
+def slotted(form: Form, slots: int) -> Form:
+    """That form, of so many experts at a time, which are fetched when a token wants them."""
+    return form._replace(slots=slots)

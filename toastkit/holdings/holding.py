@@ -64,7 +64,8 @@ class Holding:
     path: in the module tree. layer: its decoder layer, None outside of them. owner: of its
     originals in the ledger. weight: the parameter that can be packed, (..., columns); None for a
     module that has no such matrix. rest: its other parameters. form: what hangs there now, parts:
-    its arrays.
+    its arrays. slots: of a stack of experts, as many as some policy will have on the device; 0 for
+    all.
     """
 
     def __init__(self, path: str, module: nn.Module, store: Store):
@@ -77,7 +78,7 @@ class Holding:
         self.rest: list[Tensor] = []
         self.form = ABSENT
         self.parts = Parts(ABSENT, {}, {}, self.owner)
-        self.columns = 0
+        self.columns = self.slots = 0
         self._class, self._attributes = type(module), dict(vars(module))
 
     def add(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -104,7 +105,7 @@ class Holding:
         a dequantised copy that the module makes, or drops (negative)."""
         before = self.parts
         self._unpack(grown)
-        rest = {} if parts.form.away else parts.rest or before.rest
+        rest = parts.rest or before.rest if parts.form.whole else {}
         for tensor in self.rest:
             if tensor.name in rest:
                 tensor.container[tensor.key] = rest[tensor.name]

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from toastkit.holdings.expert_slots import ExpertSlots
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
 from toastkit.holdings.holding import Holding, Parts, holdings_of
 from toastkit.holdings.packed import PathCounts
@@ -69,6 +70,7 @@ class Holdings:
         ledger.measure(READING, lambda: store.reader.held_bytes)
         self._freed = False
         self.streams = Streams(self, self._weights)
+        self.slots = ExpertSlots(self, self._weights)
 
     # --------------------------------------------------------------------------------- questions
 
@@ -79,6 +81,11 @@ class Holdings:
     def kept(self, path: str) -> list[Form]:
         """Forms in which a module is kept beside the one in use, the longest unused first."""
         return [form for holding, form in self._kept if holding.path == path]
+
+    @property
+    def reads_in_passes(self) -> bool:
+        """Whether a pass of the model reads weights: layers are streamed, or experts fetched."""
+        return bool(self.streams.layers or self.slots.layers)
 
     def matrix_bytes(self, paths: Iterable[str]) -> int:
         """Bytes on the device of some modules' matrices, in all forms, in use or not."""
@@ -96,7 +103,15 @@ class Holdings:
         return 0 if weight is None else self._loaded_bytes(weight.name)
 
     def module_bytes(self, path: str) -> int:
-        """Bytes of all of a module's parameters as they are loaded."""
+        """Bytes of all of a module's parameters as they are loaded, or of its slots."""
+        holding = self.modules[path]
+        if holding.slots:
+            experts = self.store.shape(holding.names[0])[0]
+            return self.stack_bytes(path) // experts * holding.slots
+        return self.stack_bytes(path)
+
+    def stack_bytes(self, path: str) -> int:
+        """Bytes of all of a module's parameters as they are loaded, of all experts."""
         return sum(map(self._loaded_bytes, self.modules[path].names))
 
     def _loaded_bytes(self, name: str) -> int:
@@ -148,13 +163,14 @@ class Holdings:
             for key, parts in {**ready, **made}.items():
                 self._put(key, parts)
             self.streams.follow()
+            self.slots.follow()
             self._drop_coming()
             self._weights.forget_ahead()
             self._shrink()
             if self._freed:
                 self._freed = False
                 mx.clear_cache()  # or MLX would keep the memory for itself
-            return sum(1 for holding, form in made if not form.away)
+            return sum(1 for holding, form in made if form.whole)
 
     def prepare(self, wanted: Mapping[str, Form], share: float = 1.0) -> None:
         """Begins with what a change to these forms will need: originals are read ahead, of packed
@@ -165,7 +181,7 @@ class Holdings:
                 (h, form)
                 for path, form in wanted.items()
                 if (h := self.modules[path]).form != form and (h, form) not in self._kept
-                if not form.away
+                if form.whole
             ]
             if not moves:
                 return
@@ -239,13 +255,13 @@ class Holdings:
         return None if kept is None else kept.parts.matrix.get("weight")
 
     def _put(self, key: Key, parts: Parts) -> None:
-        """Hangs a module's new form into the tree, and sets the old one aside; what is away keeps
-        nothing."""
+        """Hangs a module's new form into the tree, and sets the old one aside; what is away or in
+        slots keeps nothing."""
         holding, form = key
         self._kept.pop(key, None)
         self._coming.pop(key, None)
         before = holding.hang(parts, self.counts, self._grown)
-        if form.away:
+        if not form.whole or before.form.slots:
             self._let_go(holding, before)
             for other in [key for key in self._kept if key[0] is holding]:
                 self._let_go(holding, self._kept.pop(other).parts)
@@ -321,4 +337,5 @@ class Holdings:
     def close(self) -> None:
         """Lets the checkpoint go; what is on the device stays usable."""
         self.streams.forget_ahead()
+        self.slots.forget_ahead()
         self._weights.close()

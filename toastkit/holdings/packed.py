@@ -128,3 +128,10 @@ def dense_bytes(module: Any) -> int:
     """Bytes of a module's dequantised copy, 0 without one."""
     dense = vars(module).get("_dense")
     return 0 if dense is None else dense.weight.nbytes
+
+
+def drop_dense(module: Any) -> None:
+    """Lets go a module's dequantised copy, which is of numbers that have changed."""
+    if count := dense_bytes(module):
+        vars(module)["_dense"] = None
+        module._grown(-count)

@@ -17,8 +17,16 @@ import mlx.core as mx
 from toastkit.errors import DataError
 from toastkit.holdings.forms import ORIGINAL, Form
 from toastkit.holdings.holding import Holding, Parts
-from toastkit.store.precision import GEAR_BITS, Rows, looks_quantised, quantise_rows
-from toastkit.store.reader import AHEAD, NOW, Request
+from toastkit.store.ledger import EXPERTS
+from toastkit.store.precision import (
+    GEAR_BITS,
+    Rows,
+    empty_rows,
+    looks_quantised,
+    quantise_rows,
+)
+from toastkit.store.reader import AHEAD, NOW
+from toastkit.store.request import Request
 from toastkit.store.store import Store
 
 SAMPLED_MODULES = 3  # whose rows are looked at for an earlier quantisation
@@ -114,9 +122,9 @@ class Weights:
     def _wanted(self, holding: Holding, form: Form, there: Container[Holding]) -> list[str]:
         """The parameters to read: the rest where it is not in the tree, and the matrix unless the
         original is there to be packed; where it is baked, that."""
-        if form.away:
-            return []
-        names = [t.name for t in holding.rest] if holding.form.away else []
+        if not form.whole:
+            return []  # what is in slots is fetched when it is wanted
+        names = [] if holding.form.whole else [t.name for t in holding.rest]
         if baked := self._baked(holding, form):
             return [*names, *baked.values()]
         if holding.weight is not None and (form == ORIGINAL or holding not in there):
@@ -160,6 +168,8 @@ class Weights:
     def _parts(self, holding: Holding, form: Form, arrays: Mapping[str, mx.array]) -> Parts:
         if form.away:
             return Parts(form, {}, {}, holding.owner)
+        if form.slots:
+            return self._empty_slots(holding, form)
         if form == ORIGINAL or holding.weight is None:
             return holding.original(arrays)
         name = holding.weight.name
@@ -170,6 +180,51 @@ class Weights:
         dtype = self.loaded_dtype(name)
         rows = Rows(rows.weight, rows.scales.astype(dtype), rows.biases.astype(dtype))
         return holding.packed(rows, form, arrays)
+
+    def _empty_slots(self, holding: Holding, form: Form) -> Parts:
+        """Slots of a stack's parameters, (slots, ...), with no expert in them."""
+        kind, matrix, tensors = None, {}, list(holding.rest)
+        if holding.weight is not None and form.kind == "packed":
+            name = holding.weight.name
+            shape = (form.slots, *self._store.shape(name)[1:])
+            rows = empty_rows(shape, form.bits, self.loaded_dtype(name))
+            parts = holding.packed(rows, form, {})
+            matrix, kind = parts.matrix, parts.kind
+        elif holding.weight is not None:
+            tensors.append(holding.weight)
+        for tensor in tensors:
+            shape = (form.slots, *self._store.shape(tensor.name)[1:])
+            matrix[str(tensor.key)] = mx.zeros(shape, self.loaded_dtype(tensor.name))
+        return Parts(form, matrix, {}, EXPERTS, kind)
+
+    def sources(self, holding: Holding) -> dict[str, str]:
+        """The stored names of a slotted module's parameters, by where they hang; of a packed matrix
+        that is not baked, of its original."""
+        names = {str(t.key): t.name for t in holding.rest}
+        if holding.weight is None:
+            return names
+        if holding.form.kind != "packed":
+            return {**names, "weight": holding.weight.name}
+        made = dict.fromkeys(Rows._fields, holding.weight.name)
+        return {**names, **(self._baked(holding, holding.form) or made)}
+
+    def expert_rows(self, holding: Holding, experts: Sequence[int]) -> dict[str, mx.array]:
+        """Experts of a slotted module that the files do not hold as they are on the device:
+        (experts, ...) in the dtype of the device, by where they hang, evaluated. Raises as
+        `request`, DataError for weights that cannot be quantised."""
+        made: dict[str, mx.array] = {}
+        for key, name in self.sources(holding).items():
+            if key in made:
+                continue
+            rows = self._store.some_rows(name, experts)
+            packs = holding.weight is not None and name == holding.weight.name
+            if packs and holding.form.kind == "packed":
+                packed = self._quantised(holding, holding.form.bits, rows)._asdict()
+            else:
+                packed = {key: rows}
+            made.update((k, a.astype(holding.parts.matrix[k].dtype)) for k, a in packed.items())
+        self._store.evaluate(made)
+        return made
 
     def _quantised(self, holding: Holding, bits: int, weight: mx.array) -> Rows:
         """A matrix, (..., columns) in the dtype of the file or of the device, in so many bits."""

@@ -14,7 +14,7 @@ from toastkit.store.store import Store
 
 def movable(holdings: Holdings) -> dict[str, int]:
     """The modules that come and go with their layer: its index by path. What hangs in several
-    layers stays."""
+    layers stays, and so do slots of experts."""
     seen: dict[int, int] = {}
     shared: set[int] = set()
     for index, layer in enumerate(holdings.store.model.layers):
@@ -24,7 +24,7 @@ def movable(holdings: Holdings) -> dict[str, int]:
     return {
         path: holding.layer
         for path, holding in holdings.modules.items()
-        if holding.layer is not None and id(holding.module) not in shared
+        if holding.layer is not None and id(holding.module) not in shared and not holding.slots
     }
 
 

@@ -62,6 +62,19 @@ def row_bytes(bits: int, columns: int, scale_bytes: int) -> int:
     return stored * bits // 8 + 2 * scale_bytes * (stored // size)
 
 
+def empty_rows(shape: tuple[int, ...], bits: int, dtype: mx.Dtype) -> Rows:
+    """Zeros in place of the rows of matrices of that shape, (..., columns), as quantise_rows with
+    `pad` lays them out. dtype: of the scales. Raises ValueError for rows without columns."""
+    *outer, columns = shape
+    stored = padded(columns)
+    size = group_size_of(stored)
+    if size is None:
+        raise ValueError("a row without columns has no numbers")
+    scales = (*outer, stored // size)
+    weight = mx.zeros((*outer, stored * bits // 32), mx.uint32)
+    return Rows(weight, mx.zeros(scales, dtype), mx.zeros(scales, dtype))
+
+
 def quantise_rows(weight: mx.array, bits: int, pad: bool = False) -> Rows:
     """Quantises along the last axis.
 

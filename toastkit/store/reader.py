@@ -9,15 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from toastkit.store.raw import DTYPES, RawTensors, Span
+from toastkit.store.jobs import Filling, Job, Piece, host_writes
+from toastkit.store.raw import RawTensors, Span
+from toastkit.store.request import Request, Result
 
 NOW, AHEAD = 0, 1  # priorities
 AHEAD_BYTES = 1 << 30
@@ -26,47 +27,16 @@ LITTLE_BYTES = 32 << 20
 MOST_ITEM_BYTES = 8
 WIDENED_BYTES = 1 << 20  # of the file at a time
 IDLE_SECONDS = 5.0  # after which a thread ends; the next request starts one
-Result = TypeVar("Result")
 
 
-def host_writes() -> bool:
-    """Whether the device computes on memory that the host can write: the CPU and Metal do."""
-    return mx.default_device() == mx.Device(mx.cpu) or mx.metal.is_available()
+class Flight:
+    """A job under way. held: bytes of memory that are the reader's. users: requests that want it.
+    outcome: its bytes, uint8 (rows, columns), or True for a filling, or what was raised."""
 
-
-@dataclass(frozen=True)
-class Job:
-    """One array to be read. spans: of the files, in the order of its bytes. dtype: as safetensors
-    names it. widened: "BF16" or "F16" is to become float32 as it is read."""
-
-    spans: tuple[Span, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    widened: bool = False
-
-    @property
-    def stored_bytes(self) -> int:
-        """Size in the files."""
-        return sum(span.stop - span.start for span in self.spans)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the array in bytes."""
-        return self.stored_bytes * (2 if self.widened else 1)
-
-    @property
-    def result_dtype(self) -> mx.Dtype:
-        """Of the array."""
-        return mx.float32 if self.widened else DTYPES[self.dtype][1]
-
-
-class _Flight:
-    """A job under way. users: requests that want it. outcome: its bytes, uint8 (rows, columns), or
-    what was raised."""
-
-    def __init__(self, job: Job):
+    def __init__(self, job: Job | Filling):
         self.job = job
         self.nbytes = job.nbytes
+        self.held = 0 if isinstance(job, Filling) else job.nbytes
         self.users = 0
         self.begun = False
         self.outcome: Any = None
@@ -91,8 +61,8 @@ class Reader:
         self._busy, self._since = 0, 0.0
         lock = threading.RLock()
         self._work, self._done = threading.Condition(lock), threading.Condition(lock)
-        self._flights: dict[Job, _Flight] = {}
-        self._waiting: tuple[OrderedDict[_Flight, None], ...] = (OrderedDict(), OrderedDict())
+        self._flights: dict[Job | Filling, Flight] = {}
+        self._waiting: tuple[OrderedDict[Flight, None], ...] = (OrderedDict(), OrderedDict())
         self._running: set[threading.Thread] = set()
         self._idle = 0
         # Arrays begin as these: pages that nobody has written to, and so take no memory.
@@ -114,15 +84,15 @@ class Reader:
 
     def request(
         self,
-        jobs: dict[Any, Job],
+        jobs: Mapping[Any, Job | Filling],
         finish: Callable[[dict[Any, mx.array]], Result],
         priority: int,
         at_once: bool = False,
     ) -> Request[Result]:
         """Begins to read and returns at once. finish: makes the result of the arrays, by the keys
-        of the jobs, in the thread that asks for it. at_once: that is done next, and little is read
-        there: to wake another thread would take longer. Raises CancelledError where this is
-        closed."""
+        of the jobs, in the thread that asks for it; a filling has none. at_once: that is done
+        next, and little is read there: to wake another thread would take longer. Raises
+        CancelledError where this is closed."""
         with self._work:
             if self._closed:
                 raise CancelledError("the files are closed")
@@ -137,31 +107,31 @@ class Reader:
                 thread.start()
         return Request(self, flights, finish)
 
-    def _join(self, job: Job, priority: int) -> _Flight:
+    def _join(self, job: Job | Filling, priority: int) -> Flight:
         flight = self._flights.get(job)
         if flight is None:
-            flight = self._flights[job] = _Flight(job)
+            flight = self._flights[job] = Flight(job)
             self._waiting[priority][flight] = None
         elif priority == NOW:
             self._raise(flight)
         flight.users += 1
         return flight
 
-    def _raise(self, flight: _Flight) -> None:
+    def _raise(self, flight: Flight) -> None:
         """What was read ahead is waited for now."""
         if flight in self._waiting[AHEAD]:
             del self._waiting[AHEAD][flight]
             self._waiting[NOW][flight] = None
             self._work.notify()
 
-    def _next(self) -> _Flight | None:
+    def _next(self) -> Flight | None:
         """What to begin with: of what is read ahead, the first that has room."""
         now, ahead = self._waiting
         if now:
             return now.popitem(last=False)[0]
         spare = sum(array.nbytes for array in self._spare)  # makes room where it does not fit
         room = self.ahead_bytes - self.held_bytes + spare
-        found = next((flight for flight in ahead if flight.nbytes <= room), None)
+        found = next((flight for flight in ahead if flight.held <= room), None)
         if found is not None:
             del ahead[found]
         return found
@@ -181,11 +151,11 @@ class Reader:
                     break
             self._running.discard(threading.current_thread())
 
-    def _fly(self, flight: _Flight) -> None:
+    def _fly(self, flight: Flight) -> None:
         """Reads; the lock is given back meanwhile."""
         flight.begun = True
-        spare = self._take_spare(flight.nbytes)
-        self._hold(flight.nbytes)
+        spare = self._take_spare(flight.held)
+        self._hold(flight.held)
         self._count_busy(1)
         self._work.release()
         try:
@@ -214,6 +184,8 @@ class Reader:
     def _take_spare(self, size: int) -> mx.array | None:
         """Memory of that size that was given back; else lets some go, where there would be too much
         of it."""
+        if not size:
+            return None
         found = next((i for i, array in enumerate(self._spare) if array.nbytes == size), None)
         if found is not None:
             self._hold(-size)
@@ -226,17 +198,19 @@ class Reader:
         while self._spare and self.held_bytes + size > self.ahead_bytes:
             self._hold(-self._spare.pop(0).nbytes)
 
-    def _read(self, job: Job, spare: mx.array | None) -> mx.array:
+    def _read(self, job: Job | Filling, spare: mx.array | None) -> mx.array | bool:
         """The bytes of the array."""
+        if isinstance(job, Filling):
+            for piece in job.pieces:
+                self._fill(piece.view, piece)
+            if self._closed:
+                raise CancelledError("the files are closed")
+            return True
         memory: Any = spare
         if spare is None:
             memory = self._fresh(job.nbytes)
         if job.nbytes:
-            view = memoryview(memory).cast("B")
-            if job.widened:
-                self._widen(view, job)
-            else:
-                self._raw.fill(view, job.spans, lambda: self._closed)
+            self._fill(memoryview(memory).cast("B"), job)
         if self._closed:
             raise CancelledError("the files are closed")
         return memory if isinstance(memory, mx.array) else mx.array(memory)
@@ -258,7 +232,14 @@ class Reader:
             self._own.scratch = np.empty(WIDENED_BYTES, np.uint8)
         return self._own.scratch
 
-    def _widen(self, view: memoryview, job: Job) -> None:
+    def _fill(self, view: memoryview, job: Job | Piece) -> None:
+        """Reads into memory of a job's size, as its spans have it or widened."""
+        if job.widened:
+            self._widen(view, job)
+        else:
+            self._raw.fill(view, job.spans, lambda: self._closed)
+
+    def _widen(self, view: memoryview, job: Job | Piece) -> None:
         """Reads 16-bit floats, piece by piece while the processor has them at hand, and writes
         float32, which represents all of them."""
         floats, done = np.frombuffer(view, np.float32), 0
@@ -282,20 +263,20 @@ class Reader:
         if count < 0:
             self._work.notify_all()  # there is room again
 
-    def _forget(self, flight: _Flight) -> None:
+    def _forget(self, flight: Flight) -> None:
         if self._flights.get(flight.job) is flight:
             del self._flights[flight.job]
 
-    def _drop(self, flight: _Flight) -> None:
+    def _drop(self, flight: Flight) -> None:
         """Nobody wants it: it is not begun, or thrown away."""
         self._forget(flight)
         for waiting in self._waiting:
             waiting.pop(flight, None)
         if flight.outcome is not None:
             flight.outcome = CancelledError()
-            self._hold(-flight.nbytes)
+            self._hold(-flight.held)
 
-    def take(self, flights: Iterable[_Flight]) -> list[mx.array]:
+    def take(self, flights: Iterable[Flight]) -> list[Any]:
         """Waits for all, and helps. Raises the first error among them."""
         flights = list(flights)
         with self._done:
@@ -308,23 +289,26 @@ class Reader:
                         self._fly(self._waiting[NOW].popitem(last=False)[0])
                     else:
                         self._done.wait()
-                if not isinstance(flight.outcome, mx.array):
+                if flight.outcome is None or isinstance(flight.outcome, BaseException):
                     raise flight.outcome or CancelledError("the files are closed")
-                # An array of its own for each who asks.
-                array = flight.outcome.view(flight.job.result_dtype)
-                arrays.append(array.reshape(flight.job.shape))
+                arrays.append(flight.job.array(flight.outcome))
             return arrays
 
-    def release(self, flights: Iterable[_Flight]) -> list[mx.array]:
-        """One request wants them no longer. Returns the memory that nobody else reads from."""
+    def release(self, flights: Iterable[Flight]) -> list[mx.array]:
+        """One request wants them no longer. Returns the memory that nobody else reads from. Memory
+        of somebody's is left alone from now on: what is being read there is waited for."""
         memory = []
-        with self._work:
+        with self._done:
+            flights = list(flights)
             for flight in flights:
                 flight.users -= 1
                 if not flight.users and (flight.outcome is not None or not flight.begun):
                     if isinstance(flight.outcome, mx.array):
                         memory.append(flight.outcome)
                     self._drop(flight)
+            for flight in flights:
+                while isinstance(flight.job, Filling) and flight.begun and flight.outcome is None:
+                    self._done.wait()
         return memory
 
     def give_back(self, memory: Iterable[mx.array]) -> None:
@@ -354,47 +338,3 @@ class Reader:
             self._done.notify_all()
         for thread in running:
             thread.join()
-
-
-class Request(Generic[Result]):
-    """Something that is being read. nbytes: of the arrays that are read for it.
-
-    `result` can be taken once. One that is not taken has to be cancelled, or used in `with`.
-    """
-
-    def __init__(self, reader: Reader, flights: dict[Any, _Flight], finish: Callable):
-        self._reader, self._finish = reader, finish
-        self._flights: dict[Any, _Flight] | None = flights
-        self._memory: list[mx.array] = []
-        self.nbytes = sum(flight.nbytes for flight in flights.values())
-
-    def result(self) -> Result:
-        """Waits for what was asked for, before all that is read ahead. Raises DataError,
-        NoInputError, IOFailure where it cannot be read; CancelledError after `cancel` or `close`,
-        or the second time."""
-        flights = self._flights
-        if flights is None:
-            raise CancelledError("it was taken or cancelled")
-        try:
-            arrays = self._reader.take(flights.values())
-            return self._finish(dict(zip(flights, arrays)))
-        finally:
-            self._flights = None
-            self._memory = self._reader.release(flights.values())
-
-    def give_back(self) -> None:
-        """What was read there is not needed any more, by nobody who took it: its memory is to be
-        used again, which spares the system to make it anew for every layer that passes."""
-        memory, self._memory = self._memory, []
-        self._reader.give_back(memory)
-
-    def cancel(self) -> None:
-        """Wants it no longer. May be called again."""
-        flights, self._flights = self._flights, None
-        self._reader.release((flights or {}).values())
-
-    def __enter__(self) -> Request[Result]:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cancel()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -32,8 +32,10 @@ from toastkit.model.files import ModelFiles
 from toastkit.model.normalise import Fitted
 from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import GEAR_PREFIX
+from toastkit.store.jobs import Job, Piece
 from toastkit.store.raw import RawTensors, Span, below
-from toastkit.store.reader import NOW, Job, Reader, Request
+from toastkit.store.reader import NOW, Reader
+from toastkit.store.request import Request
 from toastkit.store.sanitizing import Made, Sanitizing, Stacked, Stored
 from toastkit.store.skeleton import (
     MISFITS,
@@ -253,6 +255,10 @@ class Store:
     def keeps_cached(self, kept: bool) -> None:
         self._raw.cached = kept
 
+    def throttle(self, wait: Callable[[int], None] | None) -> None:
+        """For measurements: see RawTensors.throttle."""
+        self._raw.throttle = wait
+
     def tensor(self, name: str) -> mx.array:
         """One tensor, evaluated."""
         return self.read([name])[name]
@@ -334,6 +340,28 @@ class Store:
             job = self._job(origin, start, stop)
             return self.reader.request({name: job}, _evaluated, NOW).result()[name]
         return _evaluated({name: mx.contiguous(self.tensor(name)[start:stop])})[name]
+
+    def some_rows(self, name: str, rows: Sequence[int]) -> mx.array:
+        """Those rows of a tensor, (len(rows), ...) of its stored dtype, evaluated; one that is
+        computed is computed whole."""
+        origin = self._origin(name)
+        if not isinstance(origin, (Stored, Stacked)):
+            return _evaluated({name: self.tensor(name)[mx.array(list(rows))]})[name]
+        jobs = {row: self._job(origin, row, row + 1) for row in rows}
+        read = self.reader.request(jobs, _evaluated, NOW, at_once=True).result()
+        return mx.concatenate([read[row] for row in rows])
+
+    def piece(self, name: str, row: int, view: memoryview, dtype: mx.Dtype) -> Piece | None:
+        """What reads tensor(name)[row] into memory of its size in bytes, where the files hold it in
+        that dtype, or in 16-bit floats and it is float32; else None."""
+        origin = self._origin(name)
+        if not isinstance(origin, (Stored, Stacked)):
+            return None
+        job = self._job(origin, row, row + 1)
+        if dtype == mx.float32 and job.dtype in WIDENED:
+            job = replace(job, widened=True)
+        fits = job.result_dtype == dtype and job.nbytes == len(view)
+        return Piece(job.spans, job.dtype, view, job.widened) if fits else None
 
     # -------------------------------------------------------------------------------- closing
 

@@ -121,9 +121,10 @@ class Feed(Protocol):
 
 
 def experts_of(state: State) -> dict[str, Any] | None:
-    """The `experts` of a logits frame: how the step was done that gave the logits. None for a
-    prompt's, and where no experts were chosen."""
-    return None if state.passed is None else state.passed._asdict()
+    """The `experts` of a logits frame: how the step was done that gave the logits, and what slots
+    have to say of it. None where there is nothing to say, as of a prompt's."""
+    passed = {} if state.passed is None else state.passed._asdict()
+    return {**passed, **(state.experts or {})} or None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,332 @@
+"""Experts in slots: the results of a model that is whole, to the bit; each expert read as often as
+it was not there; the account agrees; gears, streamed layers and batches go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.model.checkpoints import SIZES, random_weights, write_checkpoint
+from tests.model.published import write_published
+from tests.model.test_streaming import NEXT, alike
+from toastkit.engine.batch import Batch
+from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
+from toastkit.engine.room import room_for_experts
+from toastkit.engine.state import ModelState
+from toastkit.errors import UsageError
+from toastkit.experts.slot_options import SlotOptions
+from toastkit.experts.slot_policy import SlotPolicy
+from toastkit.gears.gear_options import GearOptions
+from toastkit.holdings import slot_memory
+from toastkit.holdings.forms import ORIGINAL, slotted
+from toastkit.holdings.policy import NO_WISH, Wish
+from toastkit.model.config import load_config
+from toastkit.model.locate import locate
+from toastkit.residency.residency_options import ResidencyOptions
+from toastkit.store import reader
+from toastkit.store.bake import bake
+from toastkit.store.store import Store
+
+PUBLISHED = (
+    "qwen2_moe", "olmoe", "qwen3_moe", "qwen3_moe_quantised", "qwen3_next", "mixtral", "gpt_oss",
+)  # fmt: skip
+PROMPT = [5 + 7 * n % 300 for n in range(24)]
+EXPERTS, CHOSEN = 8, 2  # of the random checkpoints
+
+
+def slots(amount: int | str, prefetch: str = "off") -> SlotOptions:
+    if isinstance(amount, str):
+        return SlotOptions("auto", 0, prefetch)
+    return SlotOptions("slots" if amount < 1 << 10 else "bytes", amount, prefetch)
+
+
+def opened(path: Path | str, amount: int | str | None = None, **rest) -> Engine:
+    """An engine with so many slots a layer, or bytes of them; None for a whole model."""
+    options = None if amount is None else slots(amount, rest.pop("prefetch", "off"))
+    return open_engine(locate(str(path)), dtype="float32", expert_slots=options, **rest)
+
+
+def answer(engine: Engine, chunk: int = 16, wish: Wish = NO_WISH) -> list[mx.array]:
+    """Logits after the prompt, read in chunks, and after each token that follows."""
+    state = ModelState(engine.new_cache())
+    for _ in engine.reading(state, PROMPT, lambda: chunk):
+        pass
+    found = [state.logits]
+    for token in NEXT:
+        engine.consume(state, token, wish)
+        found.append(state.logits)
+    mx.eval(found)
+    return found
+
+
+def deepseek(path: Path) -> Path:
+    """A sigmoid router with groups, shared experts, a dense layer first."""
+    from mlx_lm.models import deepseek_v3
+
+    config = {
+        **SIZES, "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 24,
+        "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+        "moe_intermediate_size": 32, "n_routed_experts": EXPERTS, "n_shared_experts": 1,
+        "num_experts_per_tok": CHOSEN, "n_group": 2, "topk_group": 1, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_hidden_layers": 3,
+        "attention_bias": False, "rope_scaling": None,
+    }  # fmt: skip
+    config.pop("head_dim")
+    model = deepseek_v3.Model(deepseek_v3.ModelArgs.from_dict(config))
+    return write_checkpoint(path, config, random_weights(model, 0.2), 1)
+
+
+class Lazily(dict):
+    """Makes what it is asked for, once."""
+
+    def __init__(self, make: Callable[[str], Any]):
+        self._make = make
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = self._make(name)
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
+    """Checkpoints by name."""
+    folder = tmp_path_factory.mktemp("experts")
+    own: dict[str, Callable] = {"deepseek": deepseek, "crumb": lambda path: "crumb"}
+    return Lazily(lambda n: own[n](folder / n) if n in own else write_published(folder / n, n))
+
+
+@pytest.fixture(scope="module")
+def expected(models) -> dict[str, list[mx.array]]:
+    return Lazily(lambda name: answer(opened(models[name])))
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, "deepseek", "crumb"])
+def test_results_are_those_of_a_whole_model(models, expected, name: str) -> None:
+    least = 4 if name == "crumb" else CHOSEN
+    for count in (least, least + 1, 7):
+        engine = opened(models[name], count)
+        assert alike(answer(engine), expected[name])
+        report = engine.run_report()["slots"]
+        assert report["slots"] == count and 0 < report["hit"] < report["wanted"]
+
+
+@settings(max_examples=6, deadline=None)
+@given(count=st.integers(CHOSEN, EXPERTS), chunk=st.integers(1, 24), ahead=st.booleans())
+def test_whatever_the_chunks(models, count: int, chunk: int, ahead: bool) -> None:
+    path = models["qwen2_moe"]
+    engine = opened(path, count, prefetch="2" if ahead else "off")
+    assert alike(answer(engine, chunk), answer(opened(path), chunk))
+
+
+def test_each_expert_is_read_as_often_as_it_is_not_there(models) -> None:
+    engine = opened(models["olmoe"], 5)
+    store, before = engine.holdings.store, engine.holdings.store.reader.bytes_read
+    answer(engine)
+    report = engine.run_report()["slots"]
+    size = engine.holdings.slots.layers[0].memory.read_bytes
+    assert report["read"] == (report["wanted"] - report["hit"]) * size
+    assert store.reader.bytes_read - before == report["read"]
+
+
+def test_one_read_for_all_that_a_layer_misses(models, monkeypatch) -> None:
+    """The threads are told once, however many experts are missing."""
+    engine = opened(models["olmoe"], 5)
+    answer(engine)
+    told: list[int] = []
+    request = reader.Reader.request
+    monkeypatch.setattr(
+        reader.Reader,
+        "request",
+        lambda self, jobs, *rest, **more: (
+            told.append(len(jobs)) or request(self, jobs, *rest, **more)
+        ),
+    )
+    state = ModelState(engine.new_cache())
+    engine.consume(state, PROMPT[0])
+    engine.consume(state, PROMPT[1])
+    counted = engine.run_report()["slots"]
+    assert told and len(told) <= 2 * len(engine.holdings.slots.layers) and counted["hit"]
+
+
+def test_the_account_has_the_slots_and_nothing_else(models) -> None:
+    whole, engine = opened(models["qwen2_moe"]), opened(models["qwen2_moe"], 3)
+    layers = engine.holdings.slots.layers
+    for made in (engine, whole):
+        answer(made)
+    of_experts = sum(layer.memory.expert_bytes for layer in layers)
+    assert engine.ledger.of("experts") == 3 * of_experts and whole.ledger.of("experts") == 0
+    assert whole.ledger.total() - engine.ledger.total() == (EXPERTS - 3) * of_experts
+    stacks = [array for layer in layers for h in layer.switch.stacks for array in h.module.values()]
+    assert sum(array.nbytes for array in stacks) == engine.ledger.of("experts")
+    paths = [holding.path for layer in layers for holding in layer.switch.stacks]
+    engine.holdings.change(dict.fromkeys(paths, ORIGINAL))
+    assert engine.ledger.by_owner() == whole.ledger.by_owner() | {
+        name: engine.ledger.of(name) for name in ("cache", "reading") if engine.ledger.of(name)
+    }
+    assert alike(answer(engine), answer(whole)) and not engine.holdings.slots.layers
+    engine.holdings.change(dict.fromkeys(paths, slotted(ORIGINAL, 4)))
+    assert engine.ledger.of("experts") == 4 * of_experts
+    assert alike(answer(engine), answer(whole))
+
+
+def test_sizes_and_auto(models) -> None:
+    path = models["qwen2_moe"]
+    engine = opened(path, 3)
+    size = sum(layer.memory.expert_bytes for layer in engine.holdings.slots.layers)
+    assert opened(path, 4 * size).ledger.of("experts") == 4 * size
+    assert opened(path, 5 * size - 1).ledger.of("experts") == 4 * size
+    assert opened(path, EXPERTS * size).run_report()["slots"]["slots"] == EXPERTS
+    whole = opened(path, "auto")  # there is room for all: none has to be fetched
+    assert whole.ledger.of("experts") == 0 and not whole.holdings.slots.layers
+    assert opened(path, 99).holdings.slots.layers == []
+    store = Store(locate(str(path)), load_config(locate(str(path))))
+    for left, count in ((0, CHOSEN), (1 << 40, EXPERTS)):
+        made = Engine(
+            store, [SlotPolicy(SlotOptions(), room_for_experts(None, lambda left=left: left))],
+            dtype="float32",
+        )  # fmt: skip
+        made.load()
+        assert made.run_report()["slots"]["slots"] == count
+        made.holdings.change(dict.fromkeys(made.holdings.modules, ORIGINAL))
+
+
+def test_refusals(models, tmp_path: Path) -> None:
+    for amount, message in (
+        (1, "--expert-slots 1: .* needs 2 slots a layer at least"),
+        (0, "--expert-slots 0: .* needs 2 slots a layer at least"),
+        (1 << 10, "--expert-slots 1K: .* needs 1M at least"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            opened(models["qwen2_moe"], amount)
+    with pytest.raises(UsageError, match="is a dense model: it has no experts"):
+        opened(write_published(tmp_path / "llama", "llama"), 4)
+
+
+def test_streamed_layers_keep_their_slots(models, expected) -> None:
+    """A layer's attention comes and goes, its experts stay (L10)."""
+    for options in (ResidencyOptions("layers", 0), ResidencyOptions("percent", 50)):
+        engine = opened(models["qwen3_next"], 5, residency=options)
+        assert alike(answer(engine), expected["qwen3_next"])
+        layers = engine.holdings.slots.layers
+        size = 5 * sum(layer.memory.expert_bytes for layer in layers)
+        assert engine.ledger.of("experts") == size
+        assert all(not h.form.away for layer in layers for h in layer.switch.stacks)
+        assert engine.holdings.streams.layers and not engine.ledger.of("layer.1")
+    policy = engine.residency
+    assert policy is not None
+    assert sum(policy.sizes.layers) + policy.sizes.outside == sum(
+        engine.holdings.module_bytes(path) for path in engine.holdings.modules
+    )
+
+
+def test_a_budget_holds_layers_and_slots(models, expected) -> None:
+    path = models["qwen3_next"]
+    budget = opened(path, CHOSEN, residency=ResidencyOptions("layers", 0))
+    assert budget.residency is not None
+    size = budget.residency.least + (64 << 10)
+    engine = opened(path, "auto", residency=ResidencyOptions("bytes", size))
+    assert alike(answer(engine), expected["qwen3_next"])
+    assert engine.ledger.total() <= size
+
+
+@pytest.mark.parametrize("gear", ["low", "mid"])
+def test_slots_hold_experts_in_a_gear(models, gear: str, tmp_path: Path) -> None:
+    """Made as they are fetched, or as they were baked: then less is read."""
+    path, options = models["qwen2_moe"], GearOptions(gear, "all")
+    plain = answer(opened(path, gear_options=options), wish=Wish(gear))
+    made = opened(path, 5, gear_options=options)
+    assert alike(answer(made, wish=Wish(gear)), plain)
+    files = locate(str(path))
+    with Store(files, load_config(files)) as store:
+        bake(store, tmp_path / "baked.toast", gears=("low", "mid"))
+    baked = opened(tmp_path / "baked.toast", 5, gear_options=options)
+    assert alike(answer(baked, wish=Wish(gear)), plain)
+    a, b, high = (
+        engine.holdings.slots.layers[0].memory for engine in (made, baked, opened(path, 5))
+    )
+    assert a.is_made and not b.is_made and a.expert_bytes == b.expert_bytes
+    assert b.read_bytes < high.read_bytes * (0.4 if gear == "low" else 0.7)
+
+
+def test_a_shift_empties_the_slots(models) -> None:
+    options = GearOptions("auto", "all")
+    engine = opened(models["olmoe"], 6, gear_options=options)
+    whole = opened(models["olmoe"], gear_options=options)
+    for gear in ("low", "high", "low"):
+        assert alike(answer(engine, wish=Wish(gear)), answer(whole, wish=Wish(gear)))
+        assert {layer.table.slots for layer in engine.holdings.slots.layers} == {6}
+
+
+def test_more_slots_of_as_many_bytes_in_a_low_gear(models) -> None:
+    path = models["qwen2_moe"]
+    layers = opened(path, 2).holdings.slots.layers
+    size = 2 * sum(layer.memory.expert_bytes for layer in layers)
+    engine = opened(path, size, gear_options=GearOptions("low", "all"))
+    before = engine.holdings.slots.layers[0].table.slots
+    engine.shift("low")
+    layers = engine.holdings.slots.layers
+    assert before == 2 and (not layers or layers[0].table.slots > 4)
+    assert engine.ledger.of("experts") <= size
+
+
+def test_rows_of_a_batch(models) -> None:
+    engine, whole = opened(models["qwen2_moe"], 3), opened(models["qwen2_moe"])
+    found = []
+    for made in (engine, whole):
+        states = []
+        for n in (6, 9, 12):
+            cache = made.new_cache()
+            states.append(ModelState(cache, PROMPT[:n], made.prefill(PROMPT[:n], cache)[1]))
+        batch = Batch(made)
+        batch.join(states)
+        for token in (3, 4):
+            batch.step([token, token + 1, token + 2])
+        found.append([state.logits for state in states])
+    assert alike(*found)
+
+
+def test_a_device_whose_memory_is_its_own(models, expected, monkeypatch) -> None:
+    """Experts are read into the host's memory, and from there into their slots."""
+    for module in (slot_memory, reader):
+        monkeypatch.setattr(module, "host_writes", lambda: False)
+    for name in ("qwen2_moe", "qwen3_moe_quantised", "gpt_oss"):
+        assert alike(answer(opened(models[name], 3)), expected[name])
+
+
+def test_steps_say_what_they_wanted(models) -> None:
+    engine = opened(models["olmoe"], 3)
+    state = ModelState(engine.new_cache())
+    engine.consume(state, 5)
+    layers = len(engine.holdings.slots.layers)
+    assert state.experts == {"wanted": layers * CHOSEN, "hit": 0}
+    state.tell_experts(k=1)
+    assert state.experts == {"wanted": layers * CHOSEN, "hit": 0, "k": 1}
+    engine.consume(state, 5)
+    assert state.experts is not None and state.experts["hit"] > 0 and "k" not in state.experts
+    whole = opened(models["olmoe"])
+    state = ModelState(whole.new_cache())
+    whole.consume(state, 5)
+    assert state.experts is None
+
+
+def test_two_states_in_turn(models, expected) -> None:
+    """What one has computed of slots, and nobody evaluated, is not spoilt by the other's."""
+    engine = opened(models["qwen2_moe"], CHOSEN)
+    states = [ModelState(engine.new_cache()) for _ in range(2)]
+    for state in states:
+        for _ in engine.reading(state, PROMPT, lambda: 16):
+            pass
+    found: list[list] = [[state.logits] for state in states]
+    for a, b in zip(NEXT, reversed(NEXT)):
+        for state, token, told in zip(states, (a, b), found):
+            engine.consume(state, token)
+            told.append(state.logits)
+    assert alike(found[0], expected["qwen2_moe"])

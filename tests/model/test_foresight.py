@@ -1,0 +1,136 @@
+"""Experts that are read ahead: what routers say when they are asked, what becomes of what they say,
+and that it never changes a result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from tests.model.published import write_published
+from tests.model.test_expert_slots import CHOSEN, EXPERTS, PROMPT, answer, opened
+from tests.model.test_streaming import alike
+from toastkit.engine.engine import Engine
+from toastkit.engine.state import ModelState
+from toastkit.errors import UsageError
+from toastkit.holdings.foresight import MOST_AHEAD
+from toastkit.residency.residency_options import ResidencyOptions
+
+NAMES = ("olmoe", "qwen3_next", "gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("foresight")
+    return {name: write_published(folder / name, name) for name in NAMES}
+
+
+def stepped(engine: Engine, token: int = 7) -> ModelState:
+    """A state after a prompt and a step."""
+    state = ModelState(engine.new_cache())
+    for _ in engine.reading(state, PROMPT, lambda: 16):
+        pass
+    engine.consume(state, token)
+    mx.eval(state.logits)
+    return state
+
+
+def choices_of(engine: Engine) -> dict[int, set[int]]:
+    return {n: set(layer.choice) for n, layer in enumerate(engine.holdings.slots.layers)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_routers_say_what_they_chose(models, name: str) -> None:
+    engine = opened(models[name], 3)
+    foresight = engine.holdings.slots.foresight
+    assert foresight.last_choices() == {}  # nobody watches
+    foresight.watch()
+    stepped(engine)
+    told = foresight.last_choices()
+    assert {place: set(experts) for place, experts in told.items()} == choices_of(engine)
+    assert all(len(experts) == CHOSEN for experts in told.values())
+
+
+def test_a_step_with_few_experts_names_those_of_the_whole(models) -> None:
+    """All of the first layer, which sees the same; with those that the few had among them."""
+    engine = opened(models["olmoe"], 4)
+    slots = engine.holdings.slots
+    slots.foresight.watch()
+    blocks = [layer.switch.block for layer in slots.layers]
+    for block in blocks:
+        block.top_k = 1
+    stepped(engine)
+    few = choices_of(engine)
+    for block in blocks:
+        block.top_k = CHOSEN
+    told = slots.foresight.last_choices()
+    assert all(len(told[place]) == CHOSEN and few[place] <= set(told[place]) for place in few)
+    whole = opened(models["olmoe"], 4)
+    state = ModelState(whole.new_cache())
+    for block in (layer.switch.block for layer in whole.holdings.slots.layers):
+        block.top_k = 1
+    for _ in whole.reading(state, PROMPT, lambda: 16):
+        pass
+    for block in (layer.switch.block for layer in whole.holdings.slots.layers):
+        block.top_k = CHOSEN
+    whole.consume(state, 7)
+    assert set(told[0]) == choices_of(whole)[0]
+
+
+def test_what_is_told_is_there_when_it_is_wanted(models) -> None:
+    """Right, wrong, or for layers that there are not: counted, and the results are the same."""
+    plain = opened(models["olmoe"], CHOSEN)
+    stepped(plain, 7)
+    wanted = choices_of(plain)
+    wrong = {n: sorted(set(range(EXPERTS)) - some)[:CHOSEN] for n, some in wanted.items()}
+    for told, depth in ((wanted, 1), (wanted, MOST_AHEAD), (wrong, 2), ({99: [0]}, None)):
+        engine = opened(models["olmoe"], CHOSEN)
+        slots = engine.holdings.slots
+        state = ModelState(engine.new_cache())
+        for _ in engine.reading(state, PROMPT, lambda: 16):
+            pass
+        before = slots.counts.as_map()
+        slots.foresight.tell({n: list(some) for n, some in told.items()}, depth)
+        engine.consume(state, 7)
+        mx.eval(state.logits)
+        now = slots.counts.as_map()
+        counted = {name: now[name] - before[name] for name in now}
+        assert choices_of(engine) == wanted
+        if told is wanted:
+            assert counted["hit"] == counted["wanted"] and counted["right"] == counted["ahead"]
+        else:
+            assert counted["right"] == 0
+        engine.consume(state, 8)  # nothing is told of this one
+        assert slots.counts.ahead == now["ahead"]
+
+
+@pytest.mark.parametrize("depth", ["1", "2", "3", "auto"])
+def test_routers_of_layers_ahead_are_asked(models, depth: str) -> None:
+    path = models["qwen3_next"]
+    engine = opened(path, 3, prefetch=depth)
+    assert alike(answer(engine), answer(opened(path)))
+    report = engine.run_report()["slots"]
+    assert 0 < report["right"] <= report["ahead"]
+    plain = opened(path, 3)
+    answer(plain)
+    assert plain.run_report()["slots"]["ahead"] == 0
+
+
+def test_what_comes_and_goes_is_not_asked(models) -> None:
+    path = models["qwen3_next"]
+    engine = opened(path, 3, prefetch="1", residency=ResidencyOptions("layers", 0))
+    assert alike(answer(engine), answer(opened(path)))
+    assert engine.run_report()["slots"]["ahead"] == 0
+    assert engine.holdings.slots.foresight.last_choices() == {}
+
+
+def test_routers_that_cannot_be_asked(models, monkeypatch) -> None:
+    from mlx_lm.models import olmoe
+
+    block = olmoe.OlmoeSparseMoeBlock
+    plain = block.__call__
+    monkeypatch.setattr(block, "__call__", lambda self, x, mask=None: plain(self, x))
+    opened(models["olmoe"], 3)
+    with pytest.raises(UsageError, match="the routers of .* cannot be asked ahead"):
+        opened(models["olmoe"], 3, prefetch="1")

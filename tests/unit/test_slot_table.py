@@ -1,0 +1,74 @@
+"""Which expert leaves its slot: held against a plain list of the experts used."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toastkit.holdings.slot_table import DECAY, SlotTable
+
+EXPERTS = 9
+sets = st.sets(st.integers(0, EXPERTS - 1))
+
+
+def agrees(table: SlotTable) -> None:
+    """The map and the order say the same, and no slot has two experts."""
+    held = table.held
+    assert sorted(np.nonzero(table.of >= 0)[0]) == sorted(held)
+    taken = [int(table.of[expert]) for expert in held]
+    assert len(set(taken)) == len(taken) and all(0 <= slot < table.slots for slot in taken)
+
+
+passes_of = st.lists(st.lists(st.integers(0, EXPERTS - 1)))
+
+
+@given(slots=st.integers(1, EXPERTS), passes=passes_of, counted=st.booleans())
+def test_who_leaves(slots: int, passes: list[list[int]], counted: bool) -> None:
+    """The one used least; where uses are not counted, the longest unused."""
+    table, order = SlotTable(EXPERTS, slots), []  # the longest unused first
+    uses = dict.fromkeys(range(EXPERTS), 0.0)
+    for wanted in passes:
+        wanted = list(dict.fromkeys(wanted))[:slots]
+        if counted:
+            table.count(wanted)
+            uses = {e: DECAY * count + (e in wanted) for e, count in uses.items()}
+        for expert in wanted:
+            if expert not in table:
+                _, gone = table.claim(expert, keep=wanted)
+                others = [e for e in order if e not in wanted]
+                assert gone == (-1 if len(order) < slots else min(others, key=uses.__getitem__))
+                order = [e for e in order if e != gone] + [expert]
+        table.use(wanted)
+        order = [e for e in order if e not in wanted] + wanted
+        assert table.held == order
+        agrees(table)
+
+
+@given(slots=st.integers(1, 4), first=st.permutations(range(4)), keep=sets, spare=sets)
+def test_what_is_kept_stays_and_what_is_spared_leaves_last(
+    slots: int, first: list[int], keep: set[int], spare: set[int]
+) -> None:
+    table = SlotTable(EXPERTS, slots)
+    for expert in first[:slots]:
+        table.claim(expert, keep=())
+    before = table.held
+    claimed = table.claim(8, keep, spare)
+    free = [e for e in before if e not in keep]
+    if not free:
+        assert claimed is None and table.held == before
+    else:
+        best = [e for e in free if e not in spare] or free
+        assert claimed is not None and claimed[1] == best[0]
+    agrees(table)
+
+
+@given(slots=st.integers(2, 5), gone=st.integers(0, 1))
+def test_what_is_dropped_leaves_its_slot_free(slots: int, gone: int) -> None:
+    table = SlotTable(EXPERTS, slots)
+    for expert in range(slots):
+        table.claim(expert, keep=())
+    slot = int(table.of[gone])
+    table.drop(gone)
+    assert gone not in table and table.claim(7, keep=range(slots)) == (slot, -1)
+    agrees(table)

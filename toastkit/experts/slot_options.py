@@ -1,0 +1,45 @@
+"""How many experts are to be on the device, as plain data: what flags are parsed into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toastkit.errors import UsageError
+
+KINDS = ("auto", "slots", "bytes")
+PREFETCHES = ("off", "auto", "1", "2", "3")
+
+
+@dataclass(frozen=True)
+class SlotOptions:
+    """kind: as many slots as memory allows, a number of them a layer, or as many as fit into bytes
+    for those of all layers together. amount: of the last two. prefetch: how many layers ahead
+    experts are read that the router would choose of what the layer before sees."""
+
+    kind: str = "auto"
+    amount: int = 0
+    prefetch: str = "off"
+
+    def __post_init__(self) -> None:
+        """Raises UsageError."""
+        for word, value, known in (
+            ("kind of slots", self.kind, KINDS), ("prefetch", self.prefetch, PREFETCHES),
+        ):  # fmt: skip
+            if value not in known:
+                raise UsageError(f"no such {word}: {value[:40]} ({', '.join(known)})")
+        if self.amount < 0:
+            raise UsageError(f"no such number of slots: {self.amount}")
+
+    def __str__(self) -> str:
+        """As the flag has it."""
+        if self.kind == "bytes":
+            units = zip((40, 30, 20, 10, 0), "TGMKB")
+            shift, unit = next(x for x in units if self.amount % (1 << x[0]) == 0)
+            return f"{self.amount >> shift}{unit}"
+        return self.kind if self.kind == "auto" else str(self.amount)
+
+    @property
+    def setting(self) -> str:
+        """All that stands on the command line, defaults left out."""
+        ahead = "" if self.prefetch == "off" else f" --expert-prefetch {self.prefetch}"
+        return f"--expert-slots {self}{ahead}"

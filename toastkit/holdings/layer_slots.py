@@ -1,0 +1,147 @@
+"""One layer's experts: the module that holds them, the slots, what is on its way into them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, fields
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from toastkit.holdings.holding import Holding
+from toastkit.holdings.slot_memory import Fetch, SlotMemory
+from toastkit.holdings.slot_table import SlotTable
+from toastkit.store.skeleton import holds_experts
+
+if TYPE_CHECKING:
+    from toastkit.holdings.holdings import Holdings
+
+VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+PARENTS = ("SwitchGLU", "SwitchMLP")  # mlx_lm's modules that hold a layer's experts
+
+
+class Switch(NamedTuple):
+    """A module that holds a layer's experts. path: in the module tree. layer: its decoder layer.
+    stacks: its matrices, (experts, rows, columns) each. experts: how many. block: the module around
+    it, with the router, where that can be called with nothing but a layer's hidden states. routing:
+    what else is in it."""
+
+    path: str
+    layer: int
+    module: nn.Module
+    stacks: list[Holding]
+    experts: int
+    block: nn.Module | None
+    routing: list[Holding]
+
+
+@dataclass
+class SlotCounts:
+    """Of all layers with slots, since the beginning. wanted: experts, each once a layer and pass.
+    hit: of them, those that were in their slots, or on their way. ahead: experts that were read
+    because somebody foresaw them; right: of them, those that the next pass of their layer wanted.
+    read: bytes of the files. wait: seconds that passes waited for experts. passes: of one layer."""
+
+    wanted: int = 0
+    hit: int = 0
+    ahead: int = 0
+    right: int = 0
+    read: int = 0
+    wait: float = 0.0
+    passes: int = 0
+
+    def as_map(self) -> dict[str, Any]:
+        """For a report."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**values, "wait": round(self.wait, 6)}
+
+
+class LayerSlots:
+    """The slots of one layer. coming: fetches of experts that are read ahead, one each; they have
+    their slots. foreseen: those of them, or of those that came, that nobody has wanted yet.
+    choice: the experts that the last pass wanted, the last one used last. seen: what its block was
+    called with in the last step, (B, 1, D); None after another pass, and where nobody watches."""
+
+    def __init__(self, switch: Switch, memory: SlotMemory, slots: int, counts: SlotCounts):
+        self.switch, self.memory, self._counts = switch, memory, counts
+        self.table = SlotTable(switch.experts, slots)
+        self.parts = [holding.parts for holding in switch.stacks]
+        self.coming: dict[int, Fetch] = {}
+        self.foreseen: set[int] = set()
+        self.choice: list[int] = []
+        self.seen: mx.array | None = None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether its memory has been taken out of the tree."""
+        return any(h.parts is not parts for h, parts in zip(self.switch.stacks, self.parts))
+
+    def claim(self, experts: Sequence[int], keep: Collection[int], spare: Collection[int]) -> dict:
+        """Slots for experts that have none, by expert, as many as there are to be had: see
+        SlotTable.claim. What was being read into them is not any more."""
+        found: dict[int, int] = {}
+        keep, spare = frozenset(keep), frozenset(spare)
+        for expert in experts:
+            claimed = self.table.claim(expert, keep, spare)
+            if claimed is None:
+                break
+            found[expert], gone = claimed
+            self._cancel(gone)
+        return found
+
+    def give_up(self, wanted: Collection[int]) -> None:
+        """Nothing more is begun of what was foreseen and is not wanted."""
+        for expert in self.foreseen.difference(wanted):
+            if expert in self.coming and self.coming[expert].request.is_waiting:
+                self.drop(expert)
+
+    def drop(self, expert: int) -> None:
+        """It is not in its slot, nor on its way."""
+        self._cancel(expert)
+        if expert in self.table:
+            self.table.drop(expert)
+
+    def _cancel(self, expert: int) -> None:
+        """Nothing is to come of reading it ahead."""
+        self.foreseen.discard(expert)
+        if fetch := self.coming.pop(expert, None):
+            if fetch.request.is_done:
+                self._counts.read += self.memory.read_bytes
+            fetch.cancel()
+
+    def finish(self, fetch: Fetch) -> None:
+        """See SlotMemory.finish; counts what was read."""
+        self._counts.read += self.memory.finish(fetch)
+
+
+def find_switches(holdings: Holdings) -> Iterable[Switch]:
+    """Those whose matrices are all stacks of experts, in a decoder layer."""
+    modules = {holding.path: holding for holding in holdings.modules.values()}
+    for path, module in holdings.store.model.named_modules():
+        if not any(base.__name__ in PARENTS for base in type(module).__mro__):
+            continue
+        below = [h for p, h in modules.items() if p.startswith(f"{path}.")]
+        stacks = [h for h in below if holds_experts(h.module)]
+        layer = holdings.store.layer_of(f"{path}.")
+        if stacks and layer is not None:
+            counts = {holdings.store.shape(name)[0] for h in stacks for name in h.names}
+            if len(counts) == 1:
+                around, above = _block(holdings.store.model, path), path.rpartition(".")[0]
+                rest = [h for p, h in modules.items() if p.startswith(f"{above}.")]
+                rest = [holding for holding in rest if holding not in stacks]
+                yield Switch(path, layer, module, stacks, counts.pop(), around, rest)
+
+
+def _block(model: nn.Module, path: str) -> nn.Module | None:
+    """The module around a switch, where its one required argument is what a router looks at. (The
+    layer itself would be called with masks and caches.)"""
+    node: Any = model
+    for word in path.split(".")[:-1]:
+        node = node[int(word)] if isinstance(node, (list, tuple)) else node[word]
+    if not isinstance(node, nn.Module):
+        return None
+    _, *given = signature(type(node).__call__).parameters.values()
+    needed = [one for one in given if one.default is one.empty and one.kind not in VARIADIC]
+    return node if len(needed) == 1 and len(given) == 1 else None

@@ -1,0 +1,179 @@
+"""The memory of one layer's slots, and how experts are read into it.
+
+An expert is a row of each parameter of its layer's stacks: weights of gate, up and down, scales,
+biases. Where the device computes on memory that the host can write, they are read straight into
+their slots; else into memory of the host, and from there in one update of each stack. What the
+files do not hold as it is on the device, because it is computed from other tensors or quantised as
+it is fetched, is made when it is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from toastkit.holdings.holding import Holding
+from toastkit.holdings.packed import drop_dense
+from toastkit.holdings.weights import Weights
+from toastkit.store.jobs import Filling, Piece, host_writes
+from toastkit.store.reader import NOW
+from toastkit.store.request import Request
+from toastkit.store.store import Store
+
+TOGETHER_BYTES = 2 << 20  # pieces of an expert that one thread reads, one after another
+
+
+class _Stack(NamedTuple):
+    """One parameter. key: of the holding's module. name: in the store. row: bytes of an expert.
+    view: of all its slots' bytes, where the host can write them."""
+
+    holding: Holding
+    key: str
+    name: str
+    row: int
+    view: memoryview | None
+
+
+class Fetch(NamedTuple):
+    """Experts on their way into slots. request: of what is read. staged: bytes of the host, by
+    place in `experts`, where the device's memory is its own."""
+
+    experts: list[int]
+    slots: list[int]
+    request: Request[None]
+    staged: list[list[memoryview]]
+
+    def cancel(self) -> None:
+        """Wants them no longer; their slots can be used again when this returns."""
+        self.request.cancel()
+
+
+class SlotMemory:
+    """The slots of the experts of some holdings: the stacks of one layer, in one form.
+
+    expert_bytes: of an expert on the device. read_bytes: of what is read of one as it is.
+    """
+
+    def __init__(self, store: Store, weights: Weights, holdings: Sequence[Holding]):
+        self._store, self._weights, self.holdings = store, weights, list(holdings)
+        self._direct: list[_Stack] = []  # whose rows the files hold as they are on the device
+        self._made: list[Holding] = []
+        self._pieces: dict[tuple[int, int], Piece] = {}
+        host = host_writes()
+        mx.eval([holding.parts.matrix for holding in holdings])
+        self.expert_bytes = self.read_bytes = 0
+        for holding in holdings:
+            stacks = [_stack(holding, k, n, host) for k, n in weights.sources(holding).items()]
+            self.expert_bytes += sum(stack.row for stack in stacks)
+            there = [s for s in stacks if self._piece(s, 0, memoryview(bytearray(s.row)))]
+            self._direct += there
+            self.read_bytes += sum(self._read_size(stack) for stack in there)
+            if len(there) < len(stacks):
+                self._made.append(holding)
+
+    @property
+    def is_made(self) -> bool:
+        """Whether something of an expert is made when it is wanted: then nothing is read ahead."""
+        return bool(self._made)
+
+    def _piece(self, stack: _Stack, expert: int, view: memoryview) -> Piece | None:
+        """What reads an expert's row of a stack."""
+        known = self._pieces.get((id(stack), expert))
+        if known is None:
+            dtype = stack.holding.parts.matrix[stack.key].dtype
+            known = self._store.piece(stack.name, expert, view, dtype)
+            if known is None:
+                return None
+            # Without the memory, which would stay as long as this does.
+            self._pieces[id(stack), expert] = known._replace(view=memoryview(b""))
+        return known._replace(view=view)
+
+    def _read_size(self, stack: _Stack) -> int:
+        return self._pieces[id(stack), 0].stored_bytes
+
+    # ----------------------------------------------------------------------------------- fetching
+
+    def begin(self, experts: list[int], slots: list[int], priority: int) -> Fetch:
+        """Begins to read experts into slots, in one request, and returns at once. To be taken by
+        `finish`, or cancelled. Nothing may be computed any more of what was in the slots."""
+        jobs: dict[tuple[int, int], Filling] = {}
+        staged: list[list[memoryview]] = []
+        for n, (expert, slot) in enumerate(zip(experts, slots)):
+            views = []
+            for stack in self._direct:
+                if stack.view is not None:
+                    views.append(stack.view[slot * stack.row : (slot + 1) * stack.row])
+                else:
+                    views.append(np.empty(stack.row, np.uint8).data)
+            for group in self._grouped(expert, views):
+                jobs[n, len(jobs)] = Filling(tuple(group))
+            staged.append(views)
+        request = self._store.reader.request(jobs, _nothing, priority, priority == NOW)
+        return Fetch(experts, slots, request, staged)
+
+    def _grouped(self, expert: int, views: list[memoryview]) -> list[list[Piece]]:
+        """The pieces of an expert, so many together that a thread has something to do."""
+        groups: list[list[Piece]] = [[]]
+        size = 0
+        for stack, view in zip(self._direct, views):
+            if size >= TOGETHER_BYTES:
+                groups.append([])
+                size = 0
+            piece = self._piece(stack, expert, view)
+            assert piece is not None  # it was asked about one
+            groups[-1].append(piece)
+            size += piece.stored_bytes
+        return [group for group in groups if group]
+
+    def finish(self, fetch: Fetch) -> int:
+        """Waits until the experts are in their slots; how many bytes of the files that took. Raises
+        DataError, NoInputError, IOFailure; what is in the slots is then nothing of use."""
+        reader = self._store.reader
+        fetch.request.result()
+        where = mx.array(fetch.slots)
+        written: list[mx.array] = []
+        for n, stack in enumerate(self._direct):
+            if stack.view is None:
+                array = stack.holding.module[stack.key]
+                rows = np.stack([np.frombuffer(views[n], np.uint8) for views in fetch.staged])
+                array[where] = mx.array(rows).view(array.dtype).reshape(-1, *array.shape[1:])
+                written.append(array)
+        before = reader.bytes_read
+        for holding in self._made:
+            for key, made in self._weights.expert_rows(holding, fetch.experts).items():
+                self._write(holding, key, fetch.slots, made)
+                written.append(holding.module[key])
+        mx.eval(written)
+        for holding in self.holdings:
+            drop_dense(holding.module)
+        return len(fetch.experts) * self.read_bytes + reader.bytes_read - before
+
+    def _write(self, holding: Holding, key: str, slots: list[int], rows: mx.array) -> None:
+        """Puts rows, (len(slots), ...) and evaluated, into a stack."""
+        array = holding.module[key]
+        if not host_writes():
+            array[mx.array(slots)] = rows
+            return
+        size = array.nbytes // array.shape[0]
+        into, of = _bytes_of(array), _bytes_of(mx.contiguous(rows))
+        for n, slot in enumerate(slots):
+            into[slot * size : (slot + 1) * size] = of[n * size : (n + 1) * size]
+
+
+def _stack(holding: Holding, key: str, name: str, host: bool) -> _Stack:
+    array = holding.module[key]
+    view = _bytes_of(array) if host else None
+    return _Stack(holding, key, name, array.nbytes // array.shape[0], view)
+
+
+def _nothing(arrays: object) -> None:
+    """What a filling gives."""
+
+
+def _bytes_of(array: Any) -> memoryview:
+    """The memory of an evaluated array, of any shape such as (slots, rows) and any dtype."""
+    mx.eval(array)
+    return memoryview(array).cast("B")
