@@ -9,11 +9,12 @@ import mlx.core as mx
 import pytest
 
 from tests.model.published import write_published
-from tests.model.test_expert_slots import CHOSEN, EXPERTS, PROMPT, answer, opened
+from tests.model.test_expert_slots import CHOSEN, EXPERTS, NEXT, PROMPT, answer, opened
 from tests.model.test_streaming import alike
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
 from toastkit.errors import UsageError
+from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.holdings.foresight import MOST_AHEAD
 from toastkit.residency.residency_options import ResidencyOptions
 
@@ -103,6 +104,26 @@ def test_what_is_told_is_there_when_it_is_wanted(models) -> None:
             assert counted["right"] == 0
         engine.consume(state, 8)  # nothing is told of this one
         assert slots.counts.ahead == now["ahead"]
+
+
+@pytest.mark.parametrize("name", ["olmoe", "qwen3_next"])
+def test_an_evicted_pass_names_the_experts_of_the_big_one(models, name: str) -> None:
+    """And of no other: the results are those of a whole model, with and without."""
+    path = models[name]
+    expected = {gamma: answer(opened(path, experts=ExpertsOptions("mobile", gamma))) for gamma in
+                (0.0, 1.0)}  # fmt: skip
+    assert alike(expected[1.0], answer(opened(path)))
+    for gamma, prefetches in ((1.0, True), (1.0, False), (0.0, True)):
+        engine = opened(path, CHOSEN + 1, experts=ExpertsOptions("mobile", gamma))
+        assert engine.experts is not None
+        engine.experts.prefetches = prefetches
+        assert alike(answer(engine), expected[gamma])
+        counts = engine.holdings.slots.counts
+        assert engine.experts.fallbacks == (len(NEXT) if gamma else 0)
+        if gamma and prefetches:
+            assert counts.ahead > 0 and counts.right > counts.ahead / 2
+        else:
+            assert counts.ahead == 0
 
 
 @pytest.mark.parametrize("depth", ["1", "2", "3", "auto"])

@@ -70,7 +70,7 @@ def take_step(
         if not kept:  # nor where it is no number
             del logits
             roll_back(state.cache, held + 1, point)
-            with experts.big():
+            with experts.again():
                 logits, passed = step(token, state.cache), Passed(experts.k_now, True)
             experts.fallbacks += 1
     state.passed = passed

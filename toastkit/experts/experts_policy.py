@@ -24,7 +24,7 @@ class ExpertsPolicy:
 
     k, little_k: experts that a token goes to in the big and in the little model; where layers
     differ, in those with the most. steps, fallbacks: of all runs. A step that the big model did
-    again is one step and one fallback.
+    again is one step and one fallback. prefetches: whether that is begun by reading its experts.
     """
 
     name = "experts"
@@ -39,12 +39,16 @@ class ExpertsPolicy:
         self.k = self.little_k = 0
         self.steps = self.fallbacks = 0
         self._little = False  # in force
+        self.prefetches = True
         self._before = (0, 0)
 
     def attach(self, holdings: Holdings) -> None:
         """Finds the MoE blocks. Raises UsageError for a model without any, or with routers that are
         not known, and for a little K over its own."""
         self.blocks = moe_blocks(holdings.store)
+        self._slots = holdings.slots
+        if self.options.threshold is not None:
+            self._slots.foresight.watch()
         self.k = max(block.own_k for block in self.blocks)
         self.little_k = self.options.little_of(self.k)
         if self.options.runs_little:  # or it is the model as it is
@@ -59,6 +63,17 @@ class ExpertsPolicy:
         mode = self.options.prompt if wish.prompt else self.options.mode
         self._set(mode != "big")
         return False
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A step that was just run and taken back is run by the big model meanwhile. Where experts
+        are in slots, those are read ahead that the routers of all layers name, asked with its K
+        about what they saw: among them those that the little model wanted (section III-B)."""
+        with self.big():
+            if self.prefetches and self._slots.layers:
+                foresight = self._slots.foresight
+                foresight.tell(foresight.last_choices(), foresight.fixed_depth)
+            yield
 
     @contextmanager
     def big(self) -> Iterator[None]:

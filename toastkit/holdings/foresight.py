@@ -57,6 +57,11 @@ class Foresight:
         self._watching = False
 
     @property
+    def fixed_depth(self) -> int | None:
+        """Layers ahead that somebody has asked for, None where the times are to decide."""
+        return None if self.depth in (None, "auto") else int(self.depth)
+
+    @property
     def can_ask(self) -> bool:
         """Whether the routers of all layers can be asked."""
         return all(switch.block is not None for switch in self._slots.switches)
