@@ -13,6 +13,13 @@ round:
     demand    fetched when a router has chosen them
     next-D    those that routers D layers ahead choose of this layer's input are read meanwhile
     told      the choice of all layers is known beforehand, as of an evicted pass (M3)
+    little    half the experts a token, fetched when a router has chosen them
+    mobile-R  MoBiLE with a fallback ratio of R: as random weights are never sure of anything, lots
+              are drawn for who falls back. The big pass reads what the evicted one has named;
+              mobile-R-off does not, mobile-R-next asks routers a layer ahead in all passes (M7)
+
+For mobile, with T_l of the steps that were kept and T_b of the passes that were done again, the
+estimate of paper 002 (equation 1), T / (T_l + R T_b), stands beside what was measured.
 """
 
 from __future__ import annotations
@@ -23,6 +30,8 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,9 +41,11 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from toastkit.engine import big_little
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
+from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.experts.slot_options import SlotOptions
 from toastkit.model.locate import locate
 
@@ -116,14 +127,34 @@ class Rate:
             time.sleep(wait)
 
 
+@contextmanager
+def drawn(falls_back: bool) -> Iterator[None]:
+    """The confidence of a step of MoBiLE is by lot meanwhile."""
+    real = big_little.confidence
+    # Still computed, as it would be.
+    big_little.confidence = lambda logits: real(logits) * 0 + (0.0 if falls_back else 1.0)
+    try:
+        yield
+    finally:
+        big_little.confidence = real
+
+
 class Way:
     """An engine and what it measured. name: as above."""
 
     def __init__(self, path: Path, name: str, slots: int, rate: float):
         self.name, self.rates = name, []
-        prefetch = name.partition("-")[2] if name.startswith("next") else "off"
+        kind, _, rest = name.partition("-")
+        self.ratio, _, how = rest.partition("-") if kind == "mobile" else ("", "", "")
+        prefetch = rest if kind == "next" else "1" if how == "next" else "off"
         options = None if name == "whole" else SlotOptions("slots", slots, prefetch)
-        self.engine: Engine = open_engine(locate(str(path)), dtype="float32", expert_slots=options)
+        experts = ExpertsOptions(kind) if kind in ("little", "mobile") else None
+        self.engine: Engine = open_engine(
+            locate(str(path)), dtype="float32", expert_slots=options, experts=experts
+        )
+        if experts is not None and self.engine.experts is not None:
+            self.engine.experts.prefetches = how != "off"
+        self.lots, self.kept, self.again = np.random.default_rng(7), [], []
         self.store = self.engine.holdings.store
         self.store.keeps_cached = False
         self.store.throttle(Rate(rate) if rate else None)
@@ -139,10 +170,25 @@ class Way:
             start = time.perf_counter()
             if self.name == "told":
                 self.engine.holdings.slots.foresight.tell(choices)
-            self.engine.consume(self.state, token)
+            falls = self.ratio and self.lots.random() < float(self.ratio)
+            with drawn(bool(falls)):
+                self.engine.consume(self.state, token)
             mx.eval(self.state.logits)
-            seconds += time.perf_counter() - start
+            took = time.perf_counter() - start
+            (self.again if falls else self.kept).append(took)
+            seconds += took
         self.rates.append(len(tokens) / seconds)
+
+    def estimate(self, base: Way) -> str:
+        """Equation 1, from medians of what was measured."""
+        little = statistics.median(self.kept)
+        big = statistics.median(self.again) - little if self.again else 0.0
+        ratio = len(self.again) / (len(self.again) + len(self.kept))
+        plain = statistics.median(base.kept)
+        return (
+            f"  T_l/T {little / plain:.2f}  T_b/T {big / plain:.2f}  r {ratio:.2f}: "
+            f"x{plain / (little + ratio * big):.2f} estimated"
+        )
 
     def line(self, base: Way, tokens: int) -> str:
         ratios = sorted(a / b for a, b in zip(self.rates, base.rates))
@@ -155,6 +201,8 @@ class Way:
         report = self.engine.run_report().get("slots")
         if report is None:
             return told
+        if self.ratio:
+            told += self.estimate(base)
         hit, read = report["hit"] / report["wanted"], report["read"] / tokens / 1e6
         wait = report["wait"] / tokens * 1e3
         told += f"  hit {hit:.0%}  {read:.1f} MB and {wait:.0f} ms a token"

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# Before anybody imports MLX. Two test processes on two cores: each keeps to its own with all that
-# it starts, and no product of so little models is worth a second thread. Measured: a sixth of the
-# processors' time.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Two test processes on two cores: each keeps to its own with all that it starts, which spares both
+# some of their time.
 if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) == int(os.environ["PYTEST_XDIST_WORKER_COUNT"]):

@@ -37,7 +37,7 @@ class Worker(FakeWorker):
 
     def start(self) -> None:
         """Loads nothing, as the model's name says."""
-        if self.settings.residency is None:
+        if self.settings.policies.residency is None:
             signal.signal(signal.SIGUSR1, lambda *_: self.release.set())
         model = self.settings.model
         if model == "broken":
@@ -64,7 +64,7 @@ class Worker(FakeWorker):
 
     def status(self) -> dict[str, Any]:
         values = {n: v for n, v in vars(self.settings).items() if n not in ("audit", "say")}
-        values["residency"] = None if values["residency"] is None else values["residency"].setting
+        values["policies"] = values["policies"].resident
         return {**values, **super().status(), "calls": self.calls, "nested": {"a": {"b": "x\ny"}}}
 
 

@@ -18,6 +18,7 @@ from toastkit.client.backend import OtherModel, Wanted, choose_backend
 from toastkit.client.local_backend import LocalBackend
 from toastkit.client.socket_backend import SocketBackend
 from toastkit.daemon.service_settings import ServiceSettings
+from toastkit.engine.policy_options import PolicyOptions
 from toastkit.errors import NoInputError, ToastError, UnavailableError, UsageError
 from toastkit.interrupts import Signals
 from toastkit.residency.residency_options import ResidencyOptions
@@ -119,12 +120,12 @@ def test_this_process_loads_at_the_first_request(service: type[FakeService]) -> 
 def test_the_residency_is_that_of_this_process(service: type[FakeService]) -> None:
     """What a daemon would be held to is no part of the request here."""
     wanted = ResidencyOptions("layers", 3)
-    backend = LocalBackend(Wanted(residency=wanted))
+    backend = LocalBackend(Wanted(policies=PolicyOptions(residency=wanted)))
     backend.memory_warning()  # there is nothing yet that could leave
     assert list(backend.ask({**ASK, "resident": "3"})) == answer("here")
     (made,) = service.made
-    assert made.asked == [ASK] and made.settings.residency == wanted
-    assert made.settings.resident == "3" and ServiceSettings().resident == "all"
+    assert made.asked == [ASK] and made.settings.policies.residency == wanted
+    assert made.settings.policies.resident == "3" and ServiceSettings().policies.resident == "all"
     backend.memory_warning()
     assert made.warnings == 1
 

@@ -142,7 +142,7 @@ def test_a_memory_warning_is_passed_on(home: Home) -> None:
     process.send_signal(signal.SIGUSR1)
     client = home.client()
     eventually(lambda: client.ask({"op": "status"})["status"]["calls"] == ["memory_warning"])
-    assert client.ask({"op": "status"})["status"]["residency"] == "auto"
+    assert client.ask({"op": "status"})["status"]["policies"] == "auto"
     active = home.held()
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGUSR1)

@@ -38,9 +38,8 @@ class Backend(Protocol):
 class Wanted(NamedTuple):
     """What the flags say about who shall answer.
 
-    model: as -m had it, or None. device, dtype, gears (stages.follow.GearSettings), residency
-    (ResidencyOptions), experts (ExpertsOptions), expert_slots (SlotOptions): for a model in this
-    process, None by default.
+    model: as -m had it, or None. device, dtype, gears (stages.follow.GearSettings), policies
+    (engine.policy_options.PolicyOptions): for a model in this process, None by default.
     here: no daemon is to be asked. socket: where it listens, None for the usual place.
     insist: only a daemon will do. say: takes a line for stderr. verbose, quiet: as the flags.
     """
@@ -55,9 +54,7 @@ class Wanted(NamedTuple):
     verbose: bool = False
     quiet: bool = False
     gears: Any = None
-    residency: Any = None
-    experts: Any = None
-    expert_slots: Any = None
+    policies: Any = None
 
 
 def choose_backend(wanted: Wanted, interrupts: Signals | None = None) -> Backend:

@@ -58,6 +58,7 @@ class LocalBackend:
         if self._service is None:
             from toastkit.daemon.local_service import LocalService
             from toastkit.daemon.service_settings import ServiceSettings
+            from toastkit.engine.policy_options import NO_POLICIES
 
             wanted = self._wanted
             settings = ServiceSettings(
@@ -66,9 +67,7 @@ class LocalBackend:
                 dtype=wanted.dtype,
                 say=wanted.say,
                 gears=wanted.gears,
-                residency=wanted.residency,
-                experts=wanted.experts,
-                expert_slots=wanted.expert_slots,
+                policies=wanted.policies or NO_POLICIES,
             )
             self._service = LocalService(settings, wanted.quiet)
         return self._service

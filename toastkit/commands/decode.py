@@ -10,15 +10,7 @@ from typing import Any
 import click
 
 from toastkit.client.output import write_text
-from toastkit.commands import (
-    cli,
-    expert_flags,
-    expert_slot_flags,
-    gear_flags,
-    options,
-    resident_flags,
-    run_reports,
-)
+from toastkit.commands import cli, gear_flags, options, policy_flags, run_reports
 from toastkit.errors import UsageError
 from toastkit.frames import End, Frame, Text, Token, starts_frames
 
@@ -53,21 +45,13 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 )
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Frames: stop after N steps.")
 @options.inline
-@gear_flags.gears
-@gear_flags.telemetry
-@expert_flags.experts
-@resident_flags.residency
-@expert_slot_flags.expert_slots
+@policy_flags.policies
 @options.engine
 @options.no_daemon
 @click.pass_context
 def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
-    gear_flags.refuse_idle(context, flags)
-    expert_flags.refuse_idle(context, flags)
-    resident_flags.refuse_idle(context, flags)
-    expert_slot_flags.refuse_idle(context, flags)
-    insisted = resident_flags.insisted(context, flags)
-    insisted = expert_slot_flags.insisted(context, flags, insisted)
+    policy_flags.refuse_idle(context, flags)
+    insisted = policy_flags.insisted(context, flags)
     first = _first_byte(prompt, flags)
     if starts_frames(first):
         if prompt:
@@ -116,10 +100,7 @@ def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:
     follower = None
     if flags["gear"] == "auto":
         follower = Follower(gear_flags.gear_rules(flags))
-    residency = resident_flags.residency_options(flags)
-    gears, experts = gear_flags.gear_options(flags), expert_flags.expert_options(flags)
-    slots = expert_slot_flags.slot_options(flags)
-    engines = Engines(flags, gears, residency, insisted, experts, slots)
+    engines = Engines(flags, policy_flags.policy_options(flags), insisted)
 
     def build(frames, signals):
         engines.heed(signals)
@@ -184,10 +165,10 @@ def _stages(wanted, tokenizer, flags, signals, outcome, insisted):
     from toastkit.stages.sample import DrawOptions
     from toastkit.stages.tokenize import tokenize
 
-    residency = resident_flags.residency_options(flags)
-    if residency is not None:
+    policies = policy_flags.policy_options(flags)
+    if policies.residency is not None:
         signals.on_memory_warning()
-    gears, experts = gear_flags.gear_settings(flags), expert_flags.expert_options(flags)
+    experts = policies.experts
     settings = AnswerOptions(
         read=read_options(flags),
         draw=DrawOptions(
@@ -195,11 +176,10 @@ def _stages(wanted, tokenizer, flags, signals, outcome, insisted):
         ),
         text=TextOptions(flags["stop"], flags["keep_special"], flags["echo"]),
         telemetry=flags["as_json"],
-        **gear_answer_options(gears),
+        **gear_answer_options(gear_flags.gear_settings(flags)),
         xtc_special_ids=xtc_special_ids(chain, tokenizer.tokenizer),
     )
-    own = gears is not None or experts is not None
-    attached = None if own else attach(flags, first.fingerprint, insisted)
+    attached = None if policies.changes_results else attach(flags, first.fingerprint, insisted)
     # A GPU computes while the host goes on. A CPU does not, and numpy draws faster on it, and takes
     # the entropy faster; logits of a daemon are on the host anyway.
     waits = experts is not None and experts.threshold is not None
@@ -211,9 +191,7 @@ def _stages(wanted, tokenizer, flags, signals, outcome, insisted):
 
     def engine_for(head: Any) -> Any:
         if not opened:
-            policies = (gears and gears.options, residency, signals, experts)
-            slots = expert_slot_flags.slot_options(flags)
-            opened.append(load(tokenizer.files, flags, *policies, slots))
+            opened.append(load(tokenizer.files, flags, policies, signals))
         return opened[0]
 
     frames = tokenize(wanted, tokenizer)

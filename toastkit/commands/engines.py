@@ -13,45 +13,36 @@ from toastkit.frames import Head
 
 if TYPE_CHECKING:
     from toastkit.engine.engine import Engine
+    from toastkit.engine.policy_options import PolicyOptions
     from toastkit.engine.step_engine import StepEngine
-    from toastkit.experts.experts_options import ExpertsOptions
-    from toastkit.experts.slot_options import SlotOptions
-    from toastkit.gears.gear_options import GearOptions
     from toastkit.interrupts import Signals
-    from toastkit.residency.residency_options import ResidencyOptions
 
 
 class Engines:
     """Calling it with a head gives the engine of that head's model.
 
     flags: the values of --model, --device, --dtype, --no-daemon, --quiet and --verbose.
-    gear_options, experts: of the engine; a daemon's has neither. residency, expert_slots: of an
-    engine that is loaded here. insisted: the setting of residency and slots that a daemon's engine
-    must have, None for any. engine: the one that was given last, None before.
+    policies: of an engine that is loaded here; a daemon's has none that change results. insisted:
+    what has to stay on a daemon's device, None for anything. engine: the one that was given last,
+    None before.
     """
 
     def __init__(
         self,
         flags: dict[str, Any],
-        gear_options: GearOptions | None = None,
-        residency: ResidencyOptions | None = None,
+        policies: PolicyOptions,
         insisted: str | None = None,
-        experts: ExpertsOptions | None = None,
-        expert_slots: SlotOptions | None = None,
     ):
         self._flags = flags
-        self._gear_options = gear_options
-        self._residency = residency
+        self._policies = policies
         self._insisted = insisted
-        self._experts = experts
-        self._expert_slots = expert_slots
         self._signals: Signals | None = None
         self._model: tuple[str, str] | None = None
         self.engine: StepEngine | None = None
 
     def heed(self, signals: Signals) -> None:
         """Has a memory warning go to the engine, where its layers may leave."""
-        if self._residency is not None:
+        if self._policies.residency is not None:
             signals.on_memory_warning()
             self._signals = signals
 
@@ -65,12 +56,11 @@ class Engines:
         # are held against the stream in any case.
         files = self._located(head) if self._flags["model"] else None
         engine: StepEngine | None = None
-        if self._gear_options is None and self._experts is None:
+        if not self._policies.changes_results:
             engine = attach(self._flags, head.fingerprint, self._insisted)
         if engine is None:
             files = files or self._located(head)
-            options = (self._gear_options, self._residency, self._signals, self._experts)
-            engine = load(files, self._flags, *options, self._expert_slots)
+            engine = load(files, self._flags, self._policies, self._signals)
         self.engine, self._model = engine, model
         return engine
 
@@ -123,11 +113,8 @@ def start_device(flags: dict[str, Any]) -> str:
 def load(
     files,
     flags: dict[str, Any],
-    gear_options: GearOptions | None = None,
-    residency: ResidencyOptions | None = None,
+    policies: PolicyOptions | None = None,
     signals: Signals | None = None,
-    experts: ExpertsOptions | None = None,
-    expert_slots: SlotOptions | None = None,
 ) -> Engine:
     """An Engine for a checkpoint, on the device and in the dtype of the flags. signals: whose
     memory warning goes to it."""
@@ -142,10 +129,7 @@ def load(
             device_name=flags["device"],
             dtype=flags["dtype"],
             notify=None if flags["quiet"] else say,
-            gear_options=gear_options,
-            residency=residency,
-            experts=experts,
-            expert_slots=expert_slots,
+            **({} if policies is None else policies._asdict()),
         )
     if signals is not None and engine.residency is not None:
         signals.on_memory_warning(engine.residency.memory_warning)

@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import (
-    cli,
-    expert_flags,
-    expert_slot_flags,
-    gear_flags,
-    options,
-    resident_flags,
-    run_reports,
-)
+from toastkit.commands import cli, gear_flags, options, policy_flags, run_reports
 from toastkit.commands.progress import ProgressBar, last_part, watched
 from toastkit.commands.score_reports import (
     Gearing,
@@ -54,11 +46,7 @@ STDIN = "-"
     "--limit", type=click.IntRange(1), metavar="N", help="Score the first N tokens of each text."
 )
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object per token.")
-@gear_flags.gears
-@gear_flags.telemetry
-@expert_flags.step_experts
-@resident_flags.residency
-@expert_slot_flags.expert_slots
+@policy_flags.scoring_policies
 @options.engine
 @click.pass_context
 def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
@@ -68,14 +56,10 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     from toastkit.model.locate import locate
     from toastkit.text.tokenizer import Tokenizer
 
-    _check_gears(context, flags)
-    expert_flags.refuse_idle(context, flags)
-    resident_flags.refuse_idle(context, flags)
-    expert_slot_flags.refuse_idle(context, flags)
-    settings = gear_flags.gear_options(flags)
+    _check(context, flags)
+    policies = policy_flags.policy_options(flags)
     signals = Signals()  # SIGTERM and SIGHUP end a run as Ctrl-C does
-    residency = resident_flags.residency_options(flags)
-    if residency is not None:
+    if policies.residency is not None:
         signals.on_memory_warning()
     checkpoint = locate(flags["model"] or "crumb")
     config = load_config(checkpoint)
@@ -84,10 +68,8 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     # All of them before the model is loaded: a missing file costs nothing.
     texts = [_tokenize(name, tokenizer, flags["limit"]) for name in _names(files, flags)]
     chooser_for = _choosers(checkpoint, config.vocab, flags) if flags["gear"] == "auto" else None
-    experts = expert_flags.expert_options(flags)
-    slots = expert_slot_flags.slot_options(flags)
-    engine = load(checkpoint, flags, settings, residency, signals, experts, slots)
-    gearing = None
+    engine = load(checkpoint, flags, policies, signals)
+    gearing, settings = None, policies.gear_options
     if settings is not None:
         bits = None if engine.gears is None else engine.gears.bits
         gearing = Gearing(settings.mode, settings.scope, settings.bits, bits)
@@ -99,9 +81,9 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     return 0
 
 
-def _check_gears(context: click.Context, flags: dict[str, Any]) -> None:
+def _check(context: click.Context, flags: dict[str, Any]) -> None:
     """Raises UsageError for options that would change nothing, or that make no sense."""
-    gear_flags.refuse_idle(context, flags)
+    policy_flags.refuse_idle(context, flags)
     if flags["experts"] is not None and flags["experts"].mode == "mobile":
         cli.refuse_together(context, "and --experts mobile exclude each other", "chunk")
     if flags["gear"] != "auto":

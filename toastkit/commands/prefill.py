@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from toastkit.commands import (
-    cli,
-    expert_flags,
-    expert_slot_flags,
-    options,
-    resident_flags,
-    run_reports,
-)
+from toastkit.commands import cli, options, policy_flags, run_reports
 
 if TYPE_CHECKING:
     from toastkit.commands.engines import Engines
@@ -25,9 +18,7 @@ if TYPE_CHECKING:
 @options.model
 @options.session
 @options.reading
-@expert_flags.prompt_experts
-@resident_flags.residency
-@expert_slot_flags.expert_slots
+@policy_flags.prompt_policies
 @options.engine
 @options.no_daemon
 @click.pass_context
@@ -38,15 +29,10 @@ def prefill(context: click.Context, **flags) -> int:
     from toastkit.stages.prefill import prefill as stage
     from toastkit.stages.run.pipe_prefill import PrefillEnd
 
-    expert_flags.refuse_idle(context, flags)
-    resident_flags.refuse_idle(context, flags)
-    expert_slot_flags.refuse_idle(context, flags)
+    policy_flags.refuse_idle(context, flags)
     settings = read_options(flags)
-    residency = resident_flags.residency_options(flags)
-    insisted, experts = resident_flags.insisted(context, flags), expert_flags.expert_options(flags)
-    insisted = expert_slot_flags.insisted(context, flags, insisted)
-    slots = expert_slot_flags.slot_options(flags)
-    engines = Engines(flags, None, residency, insisted, experts, slots)
+    insisted = policy_flags.insisted(context, flags)
+    engines = Engines(flags, policy_flags.policy_options(flags), insisted)
 
     def build(frames, signals):
         engines.heed(signals)

@@ -12,10 +12,9 @@ from toastkit.commands import (
     cli,
     completion,
     expert_flags,
-    expert_slot_flags,
     gear_flags,
     options,
-    resident_flags,
+    policy_flags,
     run_reports,
 )
 from toastkit.errors import DataError, NoInputError, UsageError
@@ -56,11 +55,7 @@ OF_THIS_PROCESS = ("device", "dtype", "gear")  # a daemon's model has its own
 @options.no_daemon
 @click.option("--socket", metavar="PATH", help="Where the daemon listens.")
 @options.engine
-@gear_flags.gears
-@gear_flags.telemetry
-@expert_flags.experts
-@resident_flags.residency
-@expert_slot_flags.expert_slots
+@policy_flags.policies
 @click.pass_context
 def toast(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     _check(context, flags)
@@ -97,10 +92,7 @@ def _check(context: click.Context, flags: dict[str, Any]) -> None:
         cli.refuse_together(context, "is for a daemon, not with --no-daemon", "socket")
     if flags["quiet"]:
         cli.refuse_together(context, "has something to say, but not with --quiet", "usage")
-    gear_flags.refuse_idle(context, flags)
-    expert_flags.refuse_idle(context, flags)
-    resident_flags.refuse_idle(context, flags)
-    expert_slot_flags.refuse_idle(context, flags)
+    policy_flags.refuse_idle(context, flags)
     if (names := cli.given(context, *OF_THIS_PROCESS)) and cli.given(context, "socket"):
         raise UsageError(f"{names[0]} is for a model in this process, not with --socket")
 
@@ -201,9 +193,7 @@ def _wanted(context: click.Context, flags: dict[str, Any]) -> Wanted:
         verbose=flags["verbose"],
         quiet=flags["quiet"],
         gears=gear_flags.gear_settings(flags),
-        residency=resident_flags.residency_options(flags),
-        experts=expert_flags.expert_options(flags),
-        expert_slots=expert_slot_flags.slot_options(flags),
+        policies=policy_flags.policy_options(flags),
     )
 
 
@@ -235,9 +225,7 @@ def _settings(
         options=request_options,
         output=form,
         model=options.absolute_model(flags["model"]),
-        resident=expert_slot_flags.insisted(
-            context, flags, resident_flags.insisted(context, flags)
-        ),
+        resident=policy_flags.insisted(context, flags),
         experts=expert_flags.insisted(context, flags),
         tools=options.read_tools(flags["tools"]),
         progress=Progress(ProgressBar) if watched(flags) else None,

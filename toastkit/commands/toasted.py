@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import (
-    cli,
-    expert_flags,
-    expert_slot_flags,
-    gear_flags,
-    options,
-    resident_flags,
-    run_reports,
-)
+from toastkit.commands import cli, gear_flags, options, policy_flags, run_reports
 from toastkit.commands.sizes import Duration, Size
 from toastkit.errors import (
     ToastError,
@@ -39,8 +31,7 @@ STOP_SECONDS = 35.0  # for it to be gone: the usual --drain, and some more
 ONLY_DAEMON = (
     "model", "daemon", "pidfile", "idle_unload", "device", "dtype", "chunk", "parallel", "batch",
     "max_queue", "max_connections", "max_line", "cache", "spill", "audit", "no_audit",
-    "audit_text", "drain", "gear", *gear_flags.GEAR_NAMES, *gear_flags.TELEMETRY_NAMES,
-    *resident_flags.RESIDENT_NAMES, *expert_flags.EXPERT_NAMES, *expert_slot_flags.SLOT_NAMES,
+    "audit_text", "drain", *policy_flags.POLICY_NAMES,
 )  # fmt: skip
 
 
@@ -60,11 +51,7 @@ def _actions(context: click.Context, parameter: click.Parameter, incomplete: str
     help="Unload the model after so long without a request (default: never).",
 )  # fmt: skip
 @options.engine
-@gear_flags.gears
-@gear_flags.telemetry
-@expert_flags.experts
-@resident_flags.residency
-@expert_slot_flags.expert_slots
+@policy_flags.policies
 @click.option("--chunk", type=click.IntRange(1), metavar="N", help="Prompt tokens per pass.")
 @click.option(
     "--parallel", type=click.IntRange(1), default=8, show_default=True, metavar="N",
@@ -116,10 +103,7 @@ def toasted(context: click.Context, action: str | None, **flags) -> int:
         cli.refuse_together(context, "is for the daemon, not for an action", *ONLY_DAEMON)
         return _act(action, flags)
     cli.refuse_together(context, f"needs an action: {', '.join(ACTIONS)}", "as_json")
-    gear_flags.refuse_idle(context, flags)
-    expert_flags.refuse_idle(context, flags)
-    resident_flags.refuse_idle(context, flags)
-    expert_slot_flags.refuse_idle(context, flags)
+    policy_flags.refuse_idle(context, flags)
     if len(cli.given(context, "audit", "no_audit")) > 1:
         raise UsageError("--audit and --no-audit exclude each other")
     if flags["no_audit"]:
@@ -172,9 +156,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
     from toastkit.daemon.service_settings import Limits
 
     told = None if flags["quiet"] else say
-    gears = gear_flags.gear_settings(flags)
-    residency = resident_flags.residency_options(flags)
-    experts = expert_flags.expert_options(flags)
+    gears, policies = gear_flags.gear_settings(flags), policy_flags.policy_options(flags)
     audit = _audit(flags, say)
     settings = Settings(
         socket=flags["socket"],
@@ -187,7 +169,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
         debug=flags["debug"],
         audit=audit,
         on_ready=starter.ready if starter is not None else None,
-        memory_warnings=residency is not None,
+        memory_warnings=policies.residency is not None,
     )
 
     def make_worker():
@@ -204,9 +186,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
                 audit=audit,
                 say=told,
                 gears=gears,
-                residency=residency,
-                experts=experts,
-                expert_slots=expert_slot_flags.slot_options(flags),
+                policies=policies,
                 **{name: flags[name] for name in same},
             )
         )

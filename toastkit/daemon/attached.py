@@ -190,7 +190,8 @@ def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -
     if engine.gears is not None:
         raise NoInputError(f"the daemon runs {name} in gears")
     if engine.experts is not None and engine.experts.options.runs_little:
-        raise NoInputError(f"the daemon runs {name} with {service.settings.chosen_experts} experts")
+        chosen = service.settings.policies.chosen_experts
+        raise NoInputError(f"the daemon runs {name} with {chosen} experts")
     from toastkit.engine.engine import CHUNK
 
     return {
@@ -200,7 +201,7 @@ def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -
             "device": engine.device,
             "dtype": engine.dtype,
             "chunk": service.settings.chunk or CHUNK[engine.device],
-            "resident": service.settings.resident,
+            "resident": service.settings.policies.resident,
         }
     }
 

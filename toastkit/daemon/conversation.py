@@ -66,7 +66,7 @@ class Conversation:
         self._gear_tokens: Counter[str] = Counter()
         follow = gears is not None and gears.options.mode == "auto"
         tokens = prepared.request.options.tokens
-        experts = service.settings.experts
+        experts = service.settings.policies.experts
         waits = experts is not None and experts.threshold is not None
         plain = prepared.sampling.temperature == 0 and not (tokens or follow or waits)
         deferred = service.engine.device == "gpu" or plain

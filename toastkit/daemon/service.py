@@ -231,15 +231,14 @@ def open_service(
     finished: Callable[[Conversation], None],
 ) -> Service:
     """A Service with its model loaded. notify: is told what an Engine has to say."""
+    gears = None if settings.gears is None else settings.gears.options
+    policies = settings.policies._replace(gear_options=gears)
     engine = open_engine(
         preparer.files,
         device_name=settings.device,
         dtype=settings.dtype,
         notify=notify,
-        gear_options=None if settings.gears is None else settings.gears.options,
-        residency=settings.residency,
-        experts=settings.experts,
-        expert_slots=settings.expert_slots,
+        **policies._asdict(),
     )
     return Service(engine, preparer, settings, finished)
 

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from toastkit.experts.experts_options import ExpertsOptions
-from toastkit.experts.slot_options import SlotOptions
-from toastkit.residency.residency_options import ResidencyOptions
+from toastkit.engine.policy_options import NO_POLICIES, PolicyOptions
 from toastkit.stages.follow import GearSettings
 
 
@@ -19,8 +17,9 @@ class ServiceSettings:
     them, how many take their steps together; 1: in turn. max_queue: requests that may wait.
     idle_unload: seconds without a request after which the model leaves the memory, None for never.
     cache_bytes, spill_bytes: for finished conversations, on the device and on disk. audit: gets a
-    record of each request. debug: with tracebacks. say: is told what a person should know. gears,
-    residency, experts, expert_slots: of the engine, None without any."""
+    record of each request. debug: with tracebacks. say: is told what a person should know.
+    policies: of the engine, gears aside, which
+    have settings of their own, None without any."""
 
     model: str = "crumb"
     device: str = "auto"
@@ -36,21 +35,7 @@ class ServiceSettings:
     debug: bool = False
     say: Callable[[str], None] | None = None
     gears: GearSettings | None = None
-    residency: ResidencyOptions | None = None
-    experts: ExpertsOptions | None = None
-    expert_slots: SlotOptions | None = None
-
-    @property
-    def resident(self) -> str:
-        """Which layers stay on the device, as ResidencyOptions.setting has it, and how many
-        experts, as SlotOptions.setting."""
-        layers = (self.residency or ResidencyOptions()).setting
-        return layers if self.expert_slots is None else f"{layers} {self.expert_slots.setting}"
-
-    @property
-    def chosen_experts(self) -> str:
-        """Which experts run, as ExpertsOptions.setting has it."""
-        return (self.experts or ExpertsOptions()).setting
+    policies: PolicyOptions = NO_POLICIES
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ class Worker:
     @property
     def _wanted(self) -> tuple[str, str, str]:
         """What find_model takes."""
-        return self.settings.model, self.settings.resident, self.settings.chosen_experts
+        policies = self.settings.policies
+        return self.settings.model, policies.resident, policies.chosen_experts
 
     def submit(self, request: Request, channel: Channel) -> None:
         """Takes a request in, and the descriptors of an attach op; the answer comes through the
@@ -143,7 +144,7 @@ class Worker:
             "loaded": service is not None,
             "device": service.engine.device if service else None,
             "dtype": service.engine.dtype if service else None,
-            "resident": self.settings.resident,
+            "resident": self.settings.policies.resident,
             "active": len(service.active) if service else 0,
             "attached": len(service.attached) if service else 0,
             "waiting": self.preparing + len(self._waiting),

@@ -1,0 +1,56 @@
+"""The options of all policies together, for a command that runs a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from toastkit.commands import expert_flags, expert_slot_flags, gear_flags, resident_flags
+from toastkit.commands.options import together
+
+if TYPE_CHECKING:
+    from toastkit.engine.policy_options import PolicyOptions
+
+policies = together(
+    gear_flags.gears, gear_flags.telemetry, expert_flags.experts, resident_flags.residency,
+    expert_slot_flags.expert_slots,
+)  # fmt: skip
+scoring_policies = together(
+    gear_flags.gears, gear_flags.telemetry, expert_flags.step_experts, resident_flags.residency,
+    expert_slot_flags.expert_slots,
+)  # fmt: skip
+prompt_policies = together(
+    expert_flags.prompt_experts, resident_flags.residency, expert_slot_flags.expert_slots
+)
+POLICY_NAMES = (
+    "gear", *gear_flags.GEAR_NAMES, *gear_flags.TELEMETRY_NAMES, *resident_flags.RESIDENT_NAMES,
+    *expert_flags.EXPERT_NAMES, *expert_slot_flags.SLOT_NAMES,
+)  # fmt: skip
+
+
+def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
+    """Raises UsageError for options that would change nothing."""
+    if "gear" in flags:
+        gear_flags.refuse_idle(context, flags)
+    for one in (expert_flags, resident_flags, expert_slot_flags):
+        one.refuse_idle(context, flags)
+
+
+def policy_options(flags: dict[str, Any]) -> PolicyOptions:
+    """The options of each policy, from flags."""
+    from toastkit.engine.policy_options import PolicyOptions
+
+    return PolicyOptions(
+        gear_flags.gear_options(flags) if "gear" in flags else None,
+        expert_flags.expert_options(flags),
+        expert_slot_flags.slot_options(flags),
+        resident_flags.residency_options(flags),
+    )
+
+
+def insisted(context: click.Context, flags: dict[str, Any]) -> str | None:
+    """What has to stay on a daemon's device if it is to be asked, as PolicyOptions.resident says
+    it; None for anything."""
+    resident = resident_flags.insisted(context, flags)
+    return expert_slot_flags.insisted(context, flags, resident)
