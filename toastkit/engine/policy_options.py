@@ -1,13 +1,15 @@
-"""Who is to decide about a model's weights, as plain data. Imports no MLX."""
+"""Who is to decide about a model's weights, as plain data. Who asks a daemon makes one, and loads
+nothing for it."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from toastkit.experts.experts_options import ExpertsOptions
-from toastkit.experts.slot_options import SlotOptions
-from toastkit.gears.gear_options import GearOptions
-from toastkit.residency.residency_options import ResidencyOptions
+if TYPE_CHECKING:
+    from toastkit.experts.experts_options import ExpertsOptions
+    from toastkit.experts.slot_options import SlotOptions
+    from toastkit.gears.gear_options import GearOptions
+    from toastkit.residency.residency_options import ResidencyOptions
 
 
 class PolicyOptions(NamedTuple):
@@ -28,12 +30,16 @@ class PolicyOptions(NamedTuple):
     def resident(self) -> str:
         """What stays on the device, as the command line has it: ResidencyOptions.setting, and
         SlotOptions.setting."""
+        from toastkit.residency.residency_options import ResidencyOptions
+
         layers = (self.residency or ResidencyOptions()).setting
         return layers if self.expert_slots is None else f"{layers} {self.expert_slots.setting}"
 
     @property
     def chosen_experts(self) -> str:
         """Which experts run, as ExpertsOptions.setting has it."""
+        from toastkit.experts.experts_options import ExpertsOptions
+
         return (self.experts or ExpertsOptions()).setting
 
 
