@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from pathlib import Path
 
 import mlx.core as mx
@@ -25,6 +26,7 @@ from toastkit.model.locate import locate
 from toastkit.store.bake import bake
 from toastkit.store.ledger import GEARS
 from toastkit.store.precision import LARGEST
+from toastkit.store.reader import IDLE_SECONDS
 from toastkit.store.store import Store
 
 IDS = [5 + 7 * n % 4000 for n in range(12)]
@@ -150,6 +152,9 @@ def test_rows_that_mlx_has_no_groups_for(tmp_path: Path) -> None:
 
 
 def test_device_memory_falls_and_returns() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "reader":  # of an engine of another test, which lives as long
+            thread.join(2 * IDLE_SECONDS)
     engine, gears = geared("crumb", cache_bytes=0)
     mx.eval(engine.model.parameters())
     gc.collect()
