@@ -82,7 +82,7 @@ def test_nonsense_is_a_usage_error(word: str) -> None:
 @given(st.text(max_size=20))
 def test_any_text_is_taken_or_refused(word: str) -> None:
     try:
-        amount = resident_flags.Resident().convert(word, None, None)
+        amount = resident_flags.RESIDENT.convert(word, None, None)
     except click.BadParameter:
         return
     made = ResidencyOptions(*amount)

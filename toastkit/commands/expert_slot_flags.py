@@ -2,60 +2,22 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from toastkit.commands.cli import given, refuse_together
 from toastkit.commands.options import together
-from toastkit.commands.sizes import Size
+from toastkit.commands.sizes import HowMany
 
 if TYPE_CHECKING:
     from toastkit.experts.slot_options import SlotOptions
 
 
-class Amount(NamedTuple):
-    """What --expert-slots says: kind and amount of SlotOptions."""
-
-    kind: str
-    amount: int = 0
-
-
-class Slots(click.ParamType):
-    """auto, a number of slots, or a size with its unit."""
-
-    name = "slots"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Amount:
-        """What was asked for. A word that is none of these is a usage error."""
-        if isinstance(value, Amount):
-            return value
-        word = value.strip().lower()
-        if word == "auto":
-            return Amount(word)
-        if re.fullmatch(r"[0-9]{1,9}", word):
-            return Amount("slots", int(word))
-        if re.fullmatch(r"[0-9.]+[kmgtib]+", word):
-            return Amount("bytes", Size().convert(value, param, ctx) or 0)
-        self.fail(
-            f"{value[:40]!r} is not auto, a number of slots a layer, or a size such as 6G",
-            param,
-            ctx,
-        )
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str):
-        """The word; of numbers there are too many."""
-        from click.shell_completion import CompletionItem
-
-        return [CompletionItem("auto")] if "auto".startswith(incomplete) else []
-
-
+SLOTS = HowMany(("auto",), "slots", "auto, a number of slots a layer, or a size such as 6G")
 expert_slots = together(
     click.option(
-        "--expert-slots", type=Slots(), metavar="auto|N|SIZE",
+        "--expert-slots", type=SLOTS, metavar="auto|N|SIZE",
         help="Experts of a layer that are on the device (default: all).",
     ),
     click.option(
@@ -79,7 +41,7 @@ def slot_options(flags: dict[str, Any]) -> SlotOptions | None:
         return None
     from toastkit.experts.slot_options import SlotOptions
 
-    return SlotOptions(amount.kind, amount.amount, flags["expert_prefetch"])
+    return SlotOptions(amount.kind, int(amount.amount), flags["expert_prefetch"])
 
 
 def insisted(context: click.Context, flags: dict[str, Any], resident: str | None) -> str | None:

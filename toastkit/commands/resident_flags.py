@@ -2,65 +2,25 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from toastkit.commands.cli import given, refuse_together
 from toastkit.commands.options import together
-from toastkit.commands.sizes import Size
+from toastkit.commands.sizes import HowMany
 
 if TYPE_CHECKING:
     from toastkit.residency.residency_options import ResidencyOptions
 
 
-class Amount(NamedTuple):
-    """What --resident says: kind and amount of ResidencyOptions."""
-
-    kind: str
-    amount: float = 0
-
-
-class Resident(click.ParamType):
-    """all, auto, a number of layers, a share of them in per cent, or a size with its unit."""
-
-    name = "resident"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Amount:
-        """What was asked for. A word that is none of these is a usage error."""
-        if isinstance(value, Amount):
-            return value
-        word = value.strip().lower()
-        if word in ("all", "auto"):
-            return Amount(word)
-        if re.fullmatch(r"[0-9]{1,9}", word):
-            return Amount("layers", int(word))
-        if found := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)%", word):
-            if float(found[1]) > 100:
-                self.fail(f"{value!r} is more than 100%", param, ctx)
-            return Amount("percent", float(found[1]))
-        if re.fullmatch(r"[0-9.]+[kmgtib]+", word):
-            return Amount("bytes", Size().convert(value, param, ctx) or 0)
-        self.fail(
-            f"{value[:40]!r} is not all, auto, a number of layers, a share of them such as 50%, or "
-            "a size such as 6G",
-            param,
-            ctx,
-        )
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str):
-        """The two words; of numbers there are too many."""
-        from click.shell_completion import CompletionItem
-
-        return [CompletionItem(w) for w in ("all", "auto") if w.startswith(incomplete)]
-
-
+RESIDENT = HowMany(
+    ("all", "auto"), "layers",
+    "all, auto, a number of layers, a share of them such as 50%, or a size such as 6G", share=True,
+)  # fmt: skip
 residency = together(
     click.option(
-        "--resident", type=Resident(), metavar="all|auto|N|P%|SIZE", default="all",
+        "--resident", type=RESIDENT, metavar="all|auto|N|P%|SIZE", default="all",
         show_default=True, help="Layers that stay on the device; the others are read as they run.",
     ),
     click.option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -37,6 +37,51 @@ class Size(click.ParamType):
         if size > _LIMIT:
             self.fail(f"{value!r} is too large", param, ctx)
         return size
+
+
+class Amount(NamedTuple):
+    """kind: one of the words, what is counted, "percent" or "bytes". amount: of the last three."""
+
+    kind: str
+    amount: float = 0
+
+
+class HowMany(click.ParamType):
+    """One of some words, a number of things, or a size with its unit.
+
+    name: of the type. words: that mean something by themselves. count: the things, in the plural.
+    share: whether a share of them, in per cent, will do too. said: all that, for a person.
+    """
+
+    def __init__(self, words: tuple[str, ...], count: str, said: str, share: bool = False):
+        self.name = count
+        self._words, self._count, self._said, self._share = words, count, said, share
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Amount:
+        """What was asked for. A word that is none of these is a usage error."""
+        if isinstance(value, Amount):
+            return value
+        word = value.strip().lower()
+        if word in self._words:
+            return Amount(word)
+        if re.fullmatch(r"[0-9]{1,9}", word):
+            return Amount(self._count, int(word))
+        found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)%", word) if self._share else None
+        if found:
+            if float(found[1]) > 100:
+                self.fail(f"{value!r} is more than 100%", param, ctx)
+            return Amount("percent", float(found[1]))
+        if re.fullmatch(r"[0-9.]+[kmgtib]+", word):
+            return Amount("bytes", Size().convert(value, param, ctx) or 0)
+        self.fail(f"{value[:40]!r} is not {self._said}", param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str):
+        """The words; of numbers there are too many."""
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(w) for w in self._words if w.startswith(incomplete)]
 
 
 class Duration(click.ParamType):
