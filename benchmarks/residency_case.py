@@ -167,7 +167,7 @@ class Model:
         self._files_in_place()
 
     def _open(self) -> Any:
-        from toastkit.commands.resident_flags import Resident
+        from toastkit.commands.resident_flags import RESIDENT
         from toastkit.engine.opening import open_engine
         from toastkit.gears.gear_options import GearOptions
         from toastkit.model.locate import locate
@@ -179,7 +179,7 @@ class Model:
             limit = spec.limit
             injected = lambda: max(0, limit - resident_bytes())  # noqa: E731
             residency_policy.ResidencyPolicy.__init__.__defaults__ = (injected,)
-        kind, amount = Resident().convert(spec.resident, None, None)
+        kind, amount = RESIDENT.convert(spec.resident, None, None)
         gears = GearOptions(spec.gear, "all", cache_bytes=0) if spec.gear else None
         residency = ResidencyOptions(kind, amount, spec.placement, spec.priority, spec.context)
         return open_engine(
