@@ -18,8 +18,7 @@ class ServiceSettings:
     idle_unload: seconds without a request after which the model leaves the memory, None for never.
     cache_bytes, spill_bytes: for finished conversations, on the device and on disk. audit: gets a
     record of each request. debug: with tracebacks. say: is told what a person should know.
-    policies: of the engine, gears aside, which
-    have settings of their own, None without any."""
+    gears, policies: of the engine; the former say which gears the latter have."""
 
     model: str = "crumb"
     device: str = "auto"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import mlx.nn as nn
 
 from toastkit.errors import UsageError
+from toastkit.holdings.layer_slots import PARENTS
 from toastkit.store.store import Store
 
 # What a router makes of its logits. SOFTMAX: over all experts, before the K are chosen; CHOSEN:
@@ -86,7 +87,6 @@ ROUTERS: dict[str, Router] = {
     "qwen3_next.Qwen3NextSparseMoeBlock": QWEN._replace(shared="shared_expert"),
     "step3p5.Step3p5MoE": GATED._replace(shared="share_expert"),
 }
-SWITCHES = ("SwitchGLU", "SwitchMLP")  # of mlx_lm: all experts of a layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,15 +154,13 @@ def router_of(module: Any) -> Router | None:
 def _is_experts(module: Any) -> bool:
     """Whether a module is the experts of a layer, or chooses among some of another kind."""
     names = [c.__name__ for c in type(module).__mro__]
-    return any(name in SWITCHES or name.endswith("SparseMoeBlock") for name in names)
+    return any(name in PARENTS or name.endswith("SparseMoeBlock") for name in names)
 
 
 def _experts_under(path: str, modules: dict[str, Any], store: Store) -> int | None:
     """How many experts a block has, from the shape of their matrices; None where it has none."""
     for name, module in modules.items():
-        if name.startswith(f"{path}.") and any(
-            c.__name__ in SWITCHES for c in type(module).__mro__
-        ):
+        if name.startswith(f"{path}.") and any(c.__name__ in PARENTS for c in type(module).__mro__):
             return next(
                 store.shape(tensor)[0]
                 for tensor in store.names

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toastkit.errors import UsageError
+from toastkit.text.exact_size import exact_size
 
 KINDS = ("auto", "slots", "bytes")
 PREFETCHES = ("off", "auto", "1", "2", "3")
@@ -33,9 +34,7 @@ class SlotOptions:
     def __str__(self) -> str:
         """As the flag has it."""
         if self.kind == "bytes":
-            units = zip((40, 30, 20, 10, 0), "TGMKB")
-            shift, unit = next(x for x in units if self.amount % (1 << x[0]) == 0)
-            return f"{self.amount >> shift}{unit}"
+            return exact_size(self.amount)
         return self.kind if self.kind == "auto" else str(self.amount)
 
     @property

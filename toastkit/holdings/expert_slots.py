@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
 from toastkit.errors import ToastError
+from toastkit.holdings.derived import derived
 from toastkit.holdings.foresight import Foresight
 from toastkit.holdings.layer_slots import LayerSlots, SlotCounts, Switch, find_switches
 from toastkit.holdings.slot_memory import Fetch, SlotMemory
@@ -82,7 +82,7 @@ class ExpertSlots:
         memory = SlotMemory(self._holdings.store, self._weights, switch.stacks)
         layer = LayerSlots(switch, memory, switch.stacks[0].form.slots, self.counts)
         self._own[switch.path] = type(switch.module)
-        switch.module.__class__ = _subclass(type(switch.module))
+        switch.module.__class__ = derived(_Slotted, type(switch.module))
         vars(switch.module).update(_slots=self, _layer=layer)
         return layer
 
@@ -287,9 +287,3 @@ class _Slotted:
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         self._slots.foresight.answer(indices)
         return self._slots.run(self._layer, super().__call__, x, indices)  # type: ignore[misc]
-
-
-@cache
-def _subclass(base: type) -> type:
-    """`base`, with slots; isinstance still holds for it."""
-    return type(f"Slotted{base.__name__}", (_Slotted, base), {})

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from toastkit.holdings.derived import derived
 from toastkit.holdings.layer_slots import LayerSlots
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Foresight:
             assert block is not None  # it was left out above
             if key not in self._own:
                 self._own[key] = block, type(block)
-                block.__class__ = _subclass(type(block))
+                block.__class__ = derived(_Watched, type(block))
             vars(block).update(_foresight=self, _layer=layer)
 
     # ------------------------------------------------------------------------------ asking routers
@@ -213,9 +213,3 @@ class _Watched:
     def __call__(self, x: mx.array, *rest: Any, **more: Any) -> Any:
         self._foresight.see(self._layer, x)
         return super().__call__(x, *rest, **more)  # type: ignore[misc]
-
-
-@cache
-def _subclass(base: type) -> type:
-    """`base`, watched; isinstance still holds for it."""
-    return type(f"Watched{base.__name__}", (_Watched, base), {})

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from toastkit.holdings.derived import derived
 from toastkit.holdings.forms import Form
 from toastkit.store.precision import Rows, dequantise_rows, group_size_of
 
@@ -93,12 +93,6 @@ def _bare(kind: Kind, parameters: Mapping[str, Any]) -> Any:
     return module
 
 
-@cache
-def _subclass(base: type) -> type:
-    """`base`, computing its product as above; isinstance still holds for it."""
-    return type(f"Packed{base.__name__}", (_Packed, base), {})
-
-
 def packed_class(
     cls: type, attributes: Mapping[str, Any], rows: Rows, form: Form, columns: int
 ) -> Kind:
@@ -121,7 +115,7 @@ def packed_class(
         "packed_bits": form.bits, "_columns": columns, "_fused": fused, "_original": original,
         "_dense": None,
     }  # fmt: skip
-    return Kind(_subclass(base.cls), {**base.attributes, **own})
+    return Kind(derived(_Packed, base.cls), {**base.attributes, **own})
 
 
 def dense_bytes(module: Any) -> int:

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from toastkit.errors import ToastError
+from toastkit.holdings.derived import derived
 from toastkit.holdings.holding import Holding
 from toastkit.holdings.read_ahead import MOST_AHEAD, layers_ahead
 from toastkit.holdings.weights import Reading, Weights
@@ -76,7 +76,7 @@ class Streams:
         for index in set(parts).difference(self._parts):
             module = self._modules[index]
             self._own[index] = type(module)
-            module.__class__ = _subclass(type(module))
+            module.__class__ = derived(_Streamed, type(module))
             vars(module).update(_streams=self, _index=index)
         self._parts, self.layers = parts, sorted(parts)
         for index in [i for i, r in self._readings.items() if r.moves != self._moves(i)]:
@@ -213,9 +213,3 @@ def _arrays(*values: Any) -> list[mx.array]:
 
 def _has_more(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
-
-
-@cache
-def _subclass(base: type) -> type:
-    """`base`, streamed; isinstance still holds for it."""
-    return type(f"Streamed{base.__name__}", (_Streamed, base), {})

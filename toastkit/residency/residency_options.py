@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toastkit.errors import UsageError
+from toastkit.text.exact_size import exact_size
 
 KINDS = ("all", "auto", "layers", "percent", "bytes")
 PLACEMENTS = ("first", "last", "interleaved")
@@ -47,9 +48,7 @@ class ResidencyOptions:
     def __str__(self) -> str:
         """As the flag has it."""
         if self.kind == "bytes":
-            units = zip((40, 30, 20, 10, 0), "TGMKB")
-            shift, unit = next(x for x in units if int(self.amount) % (1 << x[0]) == 0)
-            return f"{int(self.amount) >> shift}{unit}"
+            return exact_size(int(self.amount))
         words = {"layers": f"{self.amount:g}", "percent": f"{self.amount:g}%"}
         return words.get(self.kind, self.kind)
 
