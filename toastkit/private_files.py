@@ -16,7 +16,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from toastkit.errors import Misplaced
+from toastkit.errors import Misplaced, from_os_error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -179,6 +179,16 @@ def make_private_directories(path: str | os.PathLike[str]) -> None:
         except FileExistsError:
             if not os.path.isdir(directory):
                 raise
+
+
+def keep_text(path: Path, text: str, what: str) -> None:
+    """Puts a file of ASCII text, named `what` in errors, in the place of what was there, and makes
+    its directories. Raises CannotCreateError, IOFailure; what was there is then as it was."""
+    try:
+        make_private_directories(path.parent)
+        replace_file(path, text.encode("ascii"), sync=True, contended=True)
+    except OSError as error:
+        raise from_os_error(error, f"cannot save {what} in {path}", creating=True) from error
 
 
 def not_private(directory: str) -> str | None:

@@ -40,16 +40,12 @@ def save(fingerprint: str, thresholds: Thresholds) -> Path:
     import json
     from dataclasses import asdict
 
-    from toastkit.private_files import make_private_directories, replace_file
+    from toastkit.private_files import keep_text
 
     thresholds.validate()
     file = path(fingerprint)
     text = json.dumps({"schema": SCHEMA_VERSION, **asdict(thresholds)}, indent=2) + "\n"
-    try:
-        make_private_directories(file.parent)
-        replace_file(file, text.encode("ascii"), sync=True, contended=True)
-    except OSError as error:
-        raise from_os_error(error, f"cannot save thresholds in {file}", creating=True) from error
+    keep_text(file, text, "thresholds")
     return file
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from toastkit.base_directories import own_directory
-from toastkit.errors import from_os_error
 from toastkit.residency.predict import Calibration, Source
 
 SCHEMA_VERSION = 1
@@ -71,15 +70,11 @@ def path(of: dict[str, Any]) -> Path:
 def save(of: dict[str, Any], measured: Calibration) -> Path:
     """Keeps what was measured in place of what was; returns the file. of: see `about`. Raises
     CannotCreateError, IOFailure."""
-    from toastkit.private_files import make_private_directories, replace_file
+    from toastkit.private_files import keep_text
 
     file = path(of)
     text = json.dumps({"schema": SCHEMA_VERSION, "of": of, **asdict(measured)}) + "\n"
-    try:
-        make_private_directories(file.parent)
-        replace_file(file, text.encode("ascii"), sync=True, contended=True)
-    except OSError as error:
-        raise from_os_error(error, f"cannot save times in {file}", creating=True) from error
+    keep_text(file, text, "times")
     return file
 
 
