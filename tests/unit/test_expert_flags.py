@@ -13,9 +13,10 @@ from toastkit.commands.decode import decode
 from toastkit.commands.expert_flags import expert_options, insisted, refuse_idle
 from toastkit.commands.perplexity import perplexity
 from toastkit.commands.prefill import prefill
-from toastkit.commands.run_reports import counted_experts, tell_stats
+from toastkit.commands.run_reports import counted_experts, tell_stats, told
 from toastkit.errors import UsageError
 from toastkit.experts.experts_options import GAMMA, MODES, PROMPTS, ExpertsOptions, LittleK
+from toastkit.frames import End
 
 
 def context(*arguments: str, command: click.Command = decode) -> click.Context:
@@ -186,3 +187,11 @@ def test_a_report_in_words(capsys: pytest.CaptureFixture) -> None:
     for odd in ({}, {"experts": {}}, {"experts": 5}, {"experts": None}):
         tell_stats(odd)
     assert capsys.readouterr().err == ""
+
+
+def test_a_report_follows_the_answer_that_it_is_of(capsys: pytest.CaptureFixture) -> None:
+    """Who writes the answer gets its end first: a line of stderr is not glued to its last one."""
+    report = {"mode": "little", "k": 4, "little_k": 2, "steps": 3}
+    frames = told([End("stop", 3, {"experts": report})])
+    assert next(frames).reason == "stop" and not capsys.readouterr().err
+    assert list(frames) == [] and "experts: little" in capsys.readouterr().err

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 
 
 def told(frames: Iterable[Frame]) -> Iterator[Frame]:
-    """The frames; a line on stderr for what each policy did in each run."""
+    """The frames; after each run, whose answer has then been ended, a line on stderr for what each
+    policy did in it."""
     from toastkit.frames import End
 
     for frame in frames:
+        yield frame
         if isinstance(frame, End):
             tell(frame.extra)
-        yield frame
 
 
 def tell(reports: Mapping[str, Any]) -> None:
