@@ -46,6 +46,7 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
 from toastkit.experts.experts_options import ExpertsOptions
+from toastkit.experts.pass_times import estimated_speedup
 from toastkit.experts.slot_options import SlotOptions
 from toastkit.model.locate import locate
 
@@ -187,7 +188,7 @@ class Way:
         plain = statistics.median(base.kept)
         return (
             f"  T_l/T {little / plain:.2f}  T_b/T {big / plain:.2f}  r {ratio:.2f}: "
-            f"x{plain / (little + ratio * big):.2f} estimated"
+            f"x{estimated_speedup(plain, little, big, ratio):.2f} estimated"
         )
 
     def line(self, base: Way, tokens: int) -> str:

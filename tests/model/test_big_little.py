@@ -127,10 +127,10 @@ def test_gamma_one_is_big_and_gamma_zero_is_little(made: Made, name: str, ahead:
         assert same(arrays(state.cache), arrays(plain.cache))
         assert state.passed == passed and plain.passed == passed._replace(fallback=False)
         report = made(name, "mobile", gamma).run_report()["experts"]
-        assert report == {
+        assert report.items() >= {
             "mode": "mobile", "gamma": gamma, "k": 4, "little_k": 2, "steps": COUNT,
             "fallbacks": COUNT * int(gamma), "ratio": gamma,
-        }  # fmt: skip
+        }.items()  # fmt: skip
 
 
 def test_big_is_the_model_without_a_policy(made: Made) -> None:
@@ -351,9 +351,9 @@ def test_conversations_fall_back_by_themselves(made: Made, homes) -> None:
     asked += [driver.start(prompt, ignore_eos=True) for prompt in prompts[1:]]
     driver.finish()
     assert [one.answer for one in asked] == [one.answer for one in alone]
-    counts = [one.stats["experts"] for one in asked]
-    assert counts == [one.stats["experts"] for one in alone]
-    assert {one["steps"] for one in counts} == {7} and 0 < counts[0]["fallbacks"] < 7
+    fell = [[one.stats["experts"]["fallbacks"] for one in ones] for ones in (asked, alone)]
+    assert fell[0] == fell[1] and 0 < fell[0][0] < 7
+    assert {one.stats["experts"]["steps"] for one in asked} == {7}
     assert driver.service.stepper.sizes == []
 
 

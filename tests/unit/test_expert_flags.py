@@ -178,6 +178,13 @@ REPORT = {"mode": "mobile", "gamma": 0.7, "k": 8, "little_k": 4, "steps": 200, "
 def test_a_report_in_words(capsys: pytest.CaptureFixture) -> None:
     line = "mobile, K 4 of 8, gamma 0.7; 200 steps, 1 fallback, ratio 0.0050"
     assert counted_experts(REPORT) == line
+    seconds = {"step": 0.5, "whole": None, "little": 0.4, "again": None}
+    timed = {**REPORT, "seconds": seconds, "estimate": None}
+    assert counted_experts(timed) == f"{line}; 2.0 tokens/s"
+    timed = {**timed, "seconds": {**seconds, "whole": 0.8}, "estimate": 1.66}
+    said = "2.0 tokens/s, 1.60 times the whole model's, 1.66 estimated"
+    assert counted_experts(timed) == f"{line}; {said}"
+    assert counted_experts({**timed, "seconds": dict.fromkeys(seconds)}) == line
     none = {**REPORT, "steps": 0, "fallbacks": 0, "ratio": None}
     assert counted_experts(none) == "mobile, K 4 of 8, gamma 0.7; 0 steps, 0 fallbacks"
     assert counted_experts({**REPORT, "mode": "big"}) == "big, K 8 of 8; 200 steps"

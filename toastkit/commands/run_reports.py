@@ -75,7 +75,18 @@ def counted_experts(report: Mapping[str, Any]) -> str:
         return f"{mode}, K {k if mode == 'big' else little_k} of {k}; {words}"
     fell = counted(report["fallbacks"], "fallback")
     ratio = "" if report["ratio"] is None else f", ratio {report['ratio']:.4f}"
-    return f"mobile, K {little_k} of {k}, gamma {report['gamma']:g}; {words}, {fell}{ratio}"
+    line = f"mobile, K {little_k} of {k}, gamma {report['gamma']:g}; {words}, {fell}{ratio}"
+    return line + _speed(report.get("seconds"), report.get("estimate"))
+
+
+def _speed(seconds: Mapping[str, Any] | None, estimate: float | None) -> str:
+    """What MoBiLE gave beside what equation 1 says of it, as far as either is known."""
+    if not seconds or not seconds["step"]:
+        return ""
+    line = f"; {1 / seconds['step']:.1f} tokens/s"
+    if seconds["whole"]:
+        line += f", {seconds['whole'] / seconds['step']:.2f} times the whole model's"
+    return line if estimate is None else f"{line}, {estimate:.2f} estimated"
 
 
 def counted_slots(report: Mapping[str, Any]) -> str:

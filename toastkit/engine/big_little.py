@@ -9,7 +9,9 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import mlx.core as mx
 
@@ -60,6 +62,7 @@ def take_step(
     if state.ahead is not None and not isinstance(token, int):
         state.take_back()
     point = _point(experts, state) if state.ahead is None else state.ahead.point
+    start, built = time.perf_counter(), state.ahead.seconds if state.ahead else 0.0
     logits, passed = state.next_logits(step, token), Passed(experts.k_now, False)
     if gamma is not None and point is not None:
         try:
@@ -67,11 +70,30 @@ def take_step(
         except BaseException:
             roll_back(state.cache, held + 1, point)
             raise
+        start = _timed(experts, "little", start, built)
         if not kept:  # nor where it is no number
             del logits
             roll_back(state.cache, held + 1, point)
             with experts.again():
                 logits, passed = step(token, state.cache), Passed(experts.k_now, True)
             experts.fallbacks += 1
+            if experts.waits:  # for all layers but the last one as it is
+                mx.eval(logits)
+                _timed(experts, "again", start)
     state.passed = passed
     return logits
+
+
+@contextmanager
+def whole_step(experts: ExpertsPolicy | None) -> Iterator[None]:
+    """While a prompt's last token is read, and waited for: a step of the whole model, perhaps."""
+    start = time.perf_counter()
+    yield
+    if experts is not None and experts.k_now == experts.k:
+        _timed(experts, "whole", start)
+
+
+def _timed(experts: ExpertsPolicy, kind: str, start: float, before: float = 0.0) -> float:
+    end = time.perf_counter()
+    experts.times.add(kind, start, end, before)
+    return end

@@ -19,7 +19,7 @@ from weakref import WeakSet, WeakValueDictionary
 import mlx.core as mx
 
 from toastkit.engine import device
-from toastkit.engine.big_little import look_ahead, take_step
+from toastkit.engine.big_little import look_ahead, take_step, whole_step
 from toastkit.engine.savepoints import longest, take_savepoint, undone_on_failure
 from toastkit.engine.state import Caches, ModelState
 from toastkit.errors import DataError, UsageError
@@ -332,8 +332,9 @@ class Engine:
             done += count
             yield done, None
         self.decide(PROMPT)
-        logits = self.step(ids[-1], cache)
-        mx.eval(logits, [layer.state for layer in cache])
+        with whole_step(self.experts):
+            logits = self.step(ids[-1], cache)
+            mx.eval(logits, [layer.state for layer in cache])
         self._check_logits(logits)
         yield total, logits
 

@@ -8,6 +8,7 @@ memory is written once the token is known, before anything of the graph is evalu
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,13 @@ class Lookahead:
     """One step after `cache`, of a token to be named later. step(token, cache): builds its graph.
     Only for a device that computes on memory that the host can write: store.jobs.host_writes.
     point: a savepoint of the caches as they are, for who may want to come back from the step.
+    seconds: that building it took.
 
     The caches count the step from now on; either `run` or `discard` has to follow.
     """
 
     def __init__(self, step: Callable[[mx.array, list], mx.array], cache: list, point: Any = None):
+        start = time.perf_counter()
         self.point = point
         # Copies hold the arrays as they were. They are let go before the step is evaluated, or
         # MLX would copy what it can write in place.
@@ -34,6 +37,7 @@ class Lookahead:
         mx.eval(token)
         self._token = np.array(token, copy=False)
         self._logits = step(token, cache)
+        self.seconds = time.perf_counter() - start
 
     def run(self, token: int) -> mx.array:
         """Names the token; the logits (vocab,) float32 after it, lazy."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from toastkit.experts.experts_options import ExpertsOptions
+from toastkit.experts.pass_times import PassTimes, with_steps
 from toastkit.experts.routers import MoEBlock, moe_blocks
 from toastkit.holdings.forms import Form
 from toastkit.holdings.holdings import Holdings
@@ -40,13 +41,14 @@ class ExpertsPolicy:
         self.steps = self.fallbacks = 0
         self._little = False  # in force
         self.prefetches = True
+        self.times = PassTimes()
         self._before = (0, 0)
 
     def attach(self, holdings: Holdings) -> None:
         """Finds the MoE blocks. Raises UsageError for a model without any, or with routers that are
         not known, and for a little K over its own."""
         self.blocks = moe_blocks(holdings.store)
-        self._slots = holdings.slots
+        self._holdings, self._slots = holdings, holdings.slots
         if self.options.threshold is not None:
             self._slots.foresight.watch()
         self.k = max(block.own_k for block in self.blocks)
@@ -105,6 +107,11 @@ class ExpertsPolicy:
         """K of the pass that comes."""
         return self.little_k if self._little else self.k
 
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for the layers of a pass, which read what they run with."""
+        return self._holdings.reads_in_passes
+
     def form(self, path: str, form: Form) -> Form:
         """As it is: this moves nothing."""
         return form
@@ -124,6 +131,7 @@ class ExpertsPolicy:
     def begin_run(self) -> None:
         """Counts from here on."""
         self._before = (self.steps, self.fallbacks)
+        self.times.begin_run()
 
     def count_step(self) -> None:
         """A step is being run."""
@@ -140,10 +148,15 @@ class ExpertsPolicy:
         return {**setting, **self._counted(self.steps, self.fallbacks)}
 
     def _counted(self, steps: int, fallbacks: int) -> dict[str, Any]:
-        """The mode with gamma, where it counts; both K; steps, those of them that the big model did
-        again, and their ratio, None without steps."""
-        ratio = round(fallbacks / steps, 6) if steps else None
-        return {
+        """The mode with gamma, where it counts; both K; what `with_steps` has of the steps. Of
+        MoBiLE the mean seconds of its passes too."""
+        report: dict[str, Any] = {
             "mode": self.options.mode, "gamma": self.options.threshold, "k": self.k,
-            "little_k": self.little_k, "steps": steps, "fallbacks": fallbacks, "ratio": ratio,
+            "little_k": self.little_k,
         }  # fmt: skip
+        if self.options.threshold is not None:
+            means = self.times.means(steps)
+            if not self.waits:
+                means["again"] = means["whole"]
+            report["seconds"] = means
+        return with_steps(report, steps, fallbacks)

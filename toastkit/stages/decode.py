@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from toastkit.engine.step_engine import State, StepEngine, Wish
 from toastkit.errors import DataError, NoInputError
+from toastkit.experts.pass_times import with_steps
 from toastkit.frames import End, Frame, Head, Prefilled, Tokens, unpack_ids
 from toastkit.interrupts import Interrupt
 from toastkit.stages.run.protocol import DecodeRun, DecodeRuns
@@ -84,14 +84,9 @@ def _run(
         run.finish(state)
     end.extra.update(engine.run_report())
     if "experts" in end.extra:
-        end.extra["experts"].update(_counts(fallbacks))
+        report = end.extra["experts"]  # of the steps that were shown:
+        end.extra["experts"] = with_steps(report, len(fallbacks), sum(fallbacks))
     yield end
-
-
-def _counts(fallbacks: list[bool]) -> dict[str, Any]:
-    """What the end of a run says of its steps that were shown."""
-    steps, back = len(fallbacks), sum(fallbacks)
-    return {"steps": steps, "fallbacks": back, "ratio": round(back / steps, 6) if steps else None}
 
 
 def _steps(
