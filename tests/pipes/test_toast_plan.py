@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Toast
+from tests.model.published import write_published
 
 GEARS = ("model", "plan", "--gears", "--no-calibration")
-TABLE = 8  # lines before it
+TABLE = 8  # lines before it, and of what is in slots as many more:
+SLOTS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -43,31 +45,72 @@ def fits(toast: Toast, *arguments: object, env: dict | None = None) -> dict:
 # --------------------------------------------------------------------------------- what fits, times
 
 
-def test_what_fits(toast: Toast) -> None:
-    lines = told(toast("model", "plan", "--mem", "20M", "--context", "600", "--no-calibration"))
-    said = {line[:18].strip(): line[19:] for line in lines}
-    assert list(said) == [
-        "model", "memory", "outside layers", "layers", "cache", "resident", "on the device",
+def said(lines: list[str]) -> dict[str, str]:
+    return {line[:18].strip(): line[19:] for line in lines}
+
+
+def test_what_fits(toast: Toast, tmp_path: Path) -> None:
+    arguments = ("model", "plan", "--mem", "15M", "--context", "600", "--no-calibration")
+    found = said(told(toast(*arguments)))
+    assert list(found) == [
+        "model", "memory", "outside layers", "layers", "cache", "resident", "expert slots",
+        "missing experts", "on the device",
     ]  # fmt: skip
-    assert said["memory"].startswith("21.0 MB given, ") and said["cache"].endswith(" 600 tokens")
-    assert said["resident"] == "2 of 8 layers, interleaved; the others are read as they run"
+    assert found["memory"].startswith("15.7 MB given, ") and found["cache"].endswith(" 600 tokens")
+    assert found["resident"] == "3 of 8 layers, interleaved; the others are read as they run"
+    assert found["layers"] == "8, 8.86 MB, but for experts"
+    assert found["expert slots"] == "4 of 16 in each of 8 layers, 4.72 MB: --expert-slots 4"
+    assert found["missing experts"] == "147 kB each; a token chooses 4 in a layer"
     all_stay = told(toast("model", "plan", "--no-calibration"))
     assert "all 8 layers" in all_stay[5] and "available now" in all_stay[1]
+    llama = write_published(tmp_path / "llama", "llama")
+    dense = said(told(toast("model", "plan", "--mem", "5M", "--no-calibration", llama)))
+    assert list(dense) == [name for name in found if "experts" not in name and "slot" not in name]
 
 
 def test_as_many_stay_as_it_says(toast: Toast) -> None:
-    """With --resident SIZE, and the number of a refusal is one that works."""
-    ask = ("decode", "-n", "2", "--json", "--no-daemon", "Hi")
-    for size in ("18M", "24M", "80M"):
+    """With --resident SIZE and --expert-slots auto, and the number of a refusal is one that
+    works."""
+    ask = ("decode", "-n", "2", "--json", "--no-daemon", "--expert-slots", "auto", "Hi")
+    for size in ("14M", "18M", "24M", "80M"):
         end = json.loads(told(toast(*ask, "--resident", size))[-1])
-        assert fits(toast, "--mem", size)["resident"] == end["residency"]["resident"]
+        found = fits(toast, "--mem", size)
+        assert found["resident"] == end["residency"]["resident"]
+        slots = found["slots"] or {"slots": 16, "experts": 16}
+        assert (slots["slots"], slots["experts"]) == (end["slots"]["slots"], 16)
     done = toast("model", "plan", "--mem", "2M")
     assert (done.returncode, done.stdout) == (64, b"")
     found = re.search(rb"--mem 2M: crumb needs ([0-9]+)M at least, with 1,024 tokens", done.stderr)
     assert found is not None
     size = f"{int(found[1])}M"
     assert fits(toast, "--mem", size)["resident"] == 0
-    assert toast(*ask, "--resident", size).returncode == 0
+    assert toast(*ask[:-3], "Hi", "--resident", size).returncode == 0
+
+
+def test_slots_are_as_many_as_fit(toast: Toast, tmp_path: Path) -> None:
+    """Beside all else, and a context that must fit; a slot in low gear is smaller. Of a model with
+    many layers the least slots need less than two whole layers; of one with few layers more, and
+    then they are done without."""
+    found = fits(toast, "--mem", "24M")
+    slots, experts = found["slots"], 16
+    assert slots["size"] == slots["slots"] * 8 * slots["miss"]
+    beside = found["outside"] - slots["size"] + found["layers_size"] + found["reserve"]
+    room = found["memory"] - beside
+    assert slots["slots"] == room // (8 * slots["miss"]) and slots["room"] == room
+    longer = fits(toast, "--mem", "24M", "--context", "2000")
+    assert longer["resident"] == 8 and longer["filled"] == 8
+    assert longer["slots"]["slots"] < slots["slots"]
+    geared = planned(toast, "--mem", "18M", "--gear-scope", "all")["residency"]
+    assert geared["slots"]["slots"] == 4 < geared["geared_slots"]["mid"]
+    assert geared["geared_slots"]["low"] == experts
+    attention = planned(toast, "--mem", "18M")["residency"]
+    assert attention["geared_slots"] == {"mid": 4, "low": 4}
+    olmoe = write_published(tmp_path / "olmoe", "olmoe")
+    done = toast("model", "plan", olmoe, "--mem", "1K")
+    assert done.returncode == 64 and b"olmoe needs 3M at least" in done.stderr
+    assert b"hint: that is with 2 slots for experts in each layer\n" in done.stderr
+    few = fits(toast, olmoe, "--mem", "3M")
+    assert few["slots"]["slots"] in (2, 3) and few["slots"]["experts"] == 8
 
 
 def test_times_are_measured_once(toast: Toast, tmp_path: Path) -> None:
@@ -86,9 +129,18 @@ def test_times_are_measured_once(toast: Toast, tmp_path: Path) -> None:
     assert found["prompt_tokens"] == 512 and found["prompt_tokens_per_second"] > 0
     slow, quick = found["token_seconds"], found["computing_seconds"]
     assert max(found["reading_seconds"], quick) <= slow * 1.001
-    *_, decode, prefill = told(toast("model", "plan", "--mem", "20M", env=env))
-    assert re.fullmatch(r"decode +[0-9.]+ tokens a second: .* of computing for each", decode)
-    assert re.fullmatch(r"prefill +[0-9.]+ tokens a second, a prompt of 1,024", prefill)
+    missed = found["missed"]
+    assert 0 < missed["tokens_per_second"] < found["tokens_per_second"]
+    assert missed["prompt_seconds"] > found["prompt_seconds"]
+    *_, decode, prefill = told(toast("model", "plan", "--mem", "18M", env=env))
+    assert re.fullmatch(
+        r"decode +[0-9.]+ to [0-9.]+ tokens a second: all experts missing, read from cached files, "
+        r"to none; .* of computing for each",
+        decode,
+    )
+    assert re.fullmatch(r"prefill +[0-9.]+ to [0-9.]+ tokens a second, a prompt of 1,024", prefill)
+    *_, decode, prefill = told(toast("model", "plan", "--mem", "80M", env=env))
+    assert re.fullmatch(r"decode +[0-9.]+ tokens a second", decode)
     file.write_text("{")  # broken: as if there were none
     assert fits(toast, env=env)["prediction"] is None
     assert b"measuring" in toast("model", "plan", env=env).stderr
@@ -101,8 +153,10 @@ def test_times_are_measured_once(toast: Toast, tmp_path: Path) -> None:
 
 def test_the_table(toast: Toast) -> None:
     lines = told(toast(*GEARS, "--dtype", "bfloat16", "--mem", "9M", "--context", "100"))
-    head, *rows, share, shift = lines[TABLE + 1 :]
-    assert lines[TABLE] == "" and re.search(r"gears +\d in mid gear, \d in low gear", lines[7])
+    head, *rows, share, shift = lines[TABLE + SLOTS + 1 :]
+    assert lines[TABLE + SLOTS] == ""
+    assert re.search(r"resident in gears +\d in mid gear, \d in low gear", lines[9])
+    assert re.search(r"slots in gears +\d in mid gear, \d in low gear", lines[10])
     assert head.split() == ["GEAR", "BITS", "DEVICE", "MANAGED", "TOKEN", "RATIO", "SPEEDUP"]
     assert [row.split()[:2] for row in rows] == [["high", "16"], ["mid", "8"], ["low", "4"]]
     assert {len(line) for line in (head, *rows)} == {len(head)}  # all flush right

@@ -1,4 +1,5 @@
-"""toast-model plan, the part about residency: which layers would stay, and how fast that is."""
+"""toast-model plan, the part about residency: which layers would stay, how many slots their experts
+would have, and how fast that is."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from toastkit.commands.sizes import Size
 from toastkit.errors import ToastError, UsageError
 
 if TYPE_CHECKING:
+    from toastkit.engine.room import Fitted
+    from toastkit.experts.slot_sizes import SlotPlan
     from toastkit.holdings.holdings import Holdings
     from toastkit.residency.predict import Calibration
     from toastkit.residency.residency_plan import Memory, ResidencyPlan
@@ -67,26 +70,64 @@ class _Model(NamedTuple):
 
 
 def work_out(files, flags: dict[str, Any]) -> dict[str, Any]:
-    """The plan as plain data, with a prediction, which is None without a calibration. Raises
-    UsageError where nothing fits."""
+    """The plan as plain data, with a prediction, which is None without a calibration, and slots,
+    None where experts need none. Raises UsageError where nothing fits."""
     from toastkit.residency.memory import available_memory
-    from toastkit.residency.model_sizes import cache_holds
     from toastkit.residency.residency_plan import Memory
 
     model = _unloaded(files, flags)
     try:
         available = available_memory()
         memory = Memory(available if flags["mem"] is None else flags["mem"], bool(flags["mem"]))
-        found = _planned(model, model.sizes, memory, flags)
-        record: dict[str, Any] = asdict(found)
-        record["cached"] = cached = cache_holds(model.store, found.staying, available)
+        found = _fitted(model, memory, flags)
+        record: dict[str, Any] = asdict(found.plan)
+        record["cached"] = cached = _is_cached(model, found, available)
         measured = _measured(model, available, flags)
+        record["slots"] = found.slots and _slots(found.slots, measured, cached)
         record["prediction"] = measured and _predicted(model, found, measured, cached)
         if flags["gears"]:
-            record["gears"] = _geared(model, memory, flags)
+            record.update(_geared(model, found, memory, flags))
         return record
     finally:
         model.holdings.close()
+
+
+def _fitted(model: _Model, memory: Memory, flags: dict[str, Any]) -> Fitted:
+    """What fits, as --resident and --expert-slots auto would have it."""
+    from toastkit.engine.room import fitted, room_for_experts
+    from toastkit.residency.residency_options import ResidencyOptions
+
+    kind, amount = ("bytes", memory.size) if memory.given else ("auto", 0)
+    # A context that is expected must fit, and slots give nothing up for it later.
+    priority = "max-context" if flags["context"] else flags["priority"]
+    options = ResidencyOptions(kind, amount, flags["placement"], priority, flags["context"])
+    room = room_for_experts(options, lambda: memory.size)(model.holdings)
+    return fitted(
+        model.holdings, model.sizes, room, lambda sizes: _planned(model, sizes, memory, flags)
+    )
+
+
+def _is_cached(model: _Model, found: Fitted, available: int) -> bool:
+    """Whether the system's cache of files can hold what is read while it runs."""
+    from toastkit.residency.model_sizes import cache_holds
+
+    absent: dict[str, float] = {}
+    if found.slots is not None:
+        for switch in model.holdings.slots.switches:
+            share = max(0.0, 1 - found.slots.slots / switch.experts)
+            absent.update((name, share) for stack in switch.stacks for name in stack.names)
+    return cache_holds(model.store, found.plan.staying, available, absent)
+
+
+def _slots(found: SlotPlan, measured: Calibration | None, cached: bool) -> dict[str, Any]:
+    """As plain data. miss_seconds: of an expert that is fetched, None where nothing was
+    measured."""
+    seconds = None if measured is None else found.miss / _rate(measured, cached)
+    return {**asdict(found), "miss_seconds": seconds}
+
+
+def _rate(measured: Calibration, cached: bool) -> float:
+    return (measured.cached if cached else measured.cold).rate
 
 
 def _unloaded(files, flags: dict[str, Any]) -> _Model:
@@ -120,26 +161,32 @@ def _planned(model: _Model, sizes: Sizes, memory: Memory, flags: dict[str, Any])
     )  # fmt: skip
 
 
-def _geared(model: _Model, memory: Memory, flags: dict[str, Any]) -> dict[str, int] | None:
-    """Layers that would stay with those matrices in mid or in low gear that change gear; None where
-    none does."""
+def _geared(
+    model: _Model, found: Fitted, memory: Memory, flags: dict[str, Any]
+) -> dict[str, dict[str, int] | None]:
+    """By gear, with those matrices in mid or in low gear that change gear, `gears`, layers that
+    would stay, and `geared_slots`, slots of a layer; None where none does, and without slots."""
     from dataclasses import replace
 
     from toastkit.gears.discovery import discover
 
     holdings = model.holdings
     managed = discover(model.store.model, flags["gear_scope"])
+    stacks = any(holdings.modules[one.path].slots for one in managed)
     low, mid = flags["gear_bits"]
-    found = {}
+    resident, slots = {}, {}
     for gear, bits in (("mid", mid), ("low", low)) if managed else ():
-        layers = list(model.sizes.layers)
+        layers = list(found.sizes.layers)
         for one in managed:
             saved = holdings.original_bytes(one.path) - holdings.packed_bytes(one.path, bits)
-            if one.layer is not None:
+            if one.layer is not None and not holdings.modules[one.path].slots:
                 layers[one.layer] -= saved
-        smaller = replace(model.sizes, layers=tuple(layers))
-        found[gear] = _planned(model, smaller, memory, flags).resident
-    return found or None
+        smaller = replace(found.sizes, layers=tuple(layers))
+        resident[gear] = _planned(model, smaller, memory, flags).resident
+        if found.slots is not None and found.slot_sizes is not None:
+            count = found.slot_sizes.within(found.slots.room, bits if stacks else 0)
+            slots[gear] = min(count, found.slots.experts)
+    return {"gears": resident or None, "geared_slots": slots or None}
 
 
 # ------------------------------------------------------------------------------------------- times
@@ -196,22 +243,34 @@ def _measure(model: _Model, flags: dict[str, Any]) -> Calibration:
         )
 
 
-def _predicted(
-    model: _Model, found: ResidencyPlan, measured: Calibration, cached: bool
-) -> dict[str, Any]:
+def _predicted(model: _Model, found: Fitted, measured: Calibration, cached: bool) -> dict[str, Any]:
+    """Seconds, and tokens a second. With slots for experts those where all that is wanted is in
+    them, and, as `missed`, where nothing is, each expert being waited for."""
     from toastkit.engine.engine import CHUNK
     from toastkit.residency.predict import predict
 
-    prompt = min(PROMPT, found.context)
+    plan, chunk = found.plan, CHUNK[model.device]
+    prompt = min(PROMPT, plan.context)
     told = predict(
-        model.sizes.layers, measured, found.staying, cached=cached, prompt=prompt,
-        chunk=CHUNK[model.device], most=found.ahead,
+        found.sizes.layers, measured, plan.staying, cached=cached, prompt=prompt, chunk=chunk,
+        most=plan.ahead,
     )  # fmt: skip
+    record: dict[str, Any] = {
+        **_speeds(told.token, told.prompt, prompt), "prompt_tokens": prompt,
+        "reading_seconds": told.reading, "computing_seconds": told.computing, "missed": None,
+    }  # fmt: skip
+    if found.slots is not None:
+        rate = _rate(measured, cached)
+        token = found.slots.token_misses / rate
+        chunks = -(-(prompt - 1) // chunk) * found.slots.chunk_misses / rate
+        record["missed"] = _speeds(told.token + token, told.prompt + token + chunks, prompt)
+    return record
+
+
+def _speeds(token: float, prompt: float, count: int) -> dict[str, float]:
     return {
-        "token_seconds": told.token, "tokens_per_second": 1 / told.token,
-        "prompt_tokens": prompt, "prompt_seconds": told.prompt,
-        "prompt_tokens_per_second": prompt / told.prompt,
-        "reading_seconds": told.reading, "computing_seconds": told.computing,
+        "token_seconds": token, "tokens_per_second": 1 / token,
+        "prompt_seconds": prompt, "prompt_tokens_per_second": count / prompt,
     }  # fmt: skip
 
 
@@ -222,37 +281,63 @@ def lines(name: str, told: dict[str, Any]) -> list[tuple[str, str]]:
     """(what, value) of a plan for people to read."""
     from toastkit.model.info import human
 
-    count, total = told["resident"], told["layers"]
+    count, total, slots = told["resident"], told["layers"], told["slots"]
     where = "given" if told["given"] else "available now"
     stay = f"all {total} layers" if count == total else f"{count} of {total} layers"
     if count < total:
         stay += f", {told['placement']}; the others are read as they run"
     if told["filled"] < count:
         stay += f"; {told['filled']} once {told['context']:,} tokens are there"
+    outside, beside = told["outside"], ""
+    if slots is not None:
+        outside, beside = outside - slots["size"], ", but for experts"
     found = [
         ("model", name),
         ("memory", f"{human(told['memory'])} {where}, {human(told['least'])} needed at least"),
-        ("outside layers", human(told["outside"])),
-        ("layers", f"{total}, {human(told['layers_size'])}"),
+        ("outside layers", human(outside)),
+        ("layers", f"{total}, {human(told['layers_size'])}{beside}"),
         ("cache", f"{human(told['cache'])} for {told['context']:,} tokens"),
         ("resident", stay),
+        *(_experts(slots) if slots is not None else ()),
         ("on the device", f"{human(told['weights'])}, and caches"),
     ]
-    if told.get("gears"):
-        geared = (f"{number} in {gear} gear" for gear, number in told["gears"].items())
-        found.append(("resident in gears", ", ".join(geared)))
+    for key, what in (("gears", "resident"), ("geared_slots", "slots")):
+        if told.get(key):
+            geared = (f"{number} in {gear} gear" for gear, number in told[key].items())
+            found.append((f"{what} in gears", ", ".join(geared)))
     return found + _times(told["prediction"], count < total, told["cached"])
+
+
+def _experts(told: dict[str, Any]) -> list[tuple[str, str]]:
+    """The slots, as --expert-slots has them, and what it costs to find an expert in none."""
+    from toastkit.model.info import human
+
+    where = f"{told['slots']} of {told['experts']} in each of {told['layers']} layers"
+    miss = f"{human(told['miss'])} each"
+    if told["miss_seconds"] is not None:
+        miss += f", {told['miss_seconds']:.2g} s"
+    return [
+        ("expert slots", f"{where}, {human(told['size'])}: --expert-slots {told['slots']}"),
+        ("missing experts", f"{miss}; a token chooses {told['chosen']} in a layer"),
+    ]
 
 
 def _times(told: dict[str, Any] | None, streams: bool, cached: bool) -> list[tuple[str, str]]:
     if told is None:
         return []
-    decode = f"{told['tokens_per_second']:.3g} tokens a second"
+    missed = told["missed"]
+
+    def speed(key: str) -> str:
+        least = "" if missed is None else f"{missed[key]:.3g} to "
+        return f"{least}{told[key]:.3g} tokens a second"
+
+    decode, prefill = speed("tokens_per_second"), speed("prompt_tokens_per_second")
+    where = "cached files" if cached else "the disk"
+    if missed is not None:
+        decode += f": all experts missing, read from {where}, to none"
     if streams:
-        where = "cached files" if cached else "the disk"
         decode += (
-            f": {told['reading_seconds']:.3g} s of reading from {where}, "
-            f"{told['computing_seconds']:.3g} s of computing for each"
+            f"{':' if missed is None else ';'} {told['reading_seconds']:.3g} s of reading from "
+            f"{where}, {told['computing_seconds']:.3g} s of computing for each"
         )
-    speed = f"{told['prompt_tokens_per_second']:.3g} tokens a second"
-    return [("decode", decode), ("prefill", f"{speed}, a prompt of {told['prompt_tokens']:,}")]
+    return [("decode", decode), ("prefill", f"{prefill}, a prompt of {told['prompt_tokens']:,}")]

@@ -4,12 +4,24 @@ policies for layers and for experts leave each other."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
+from toastkit.errors import UsageError
+from toastkit.experts.slot_sizes import SlotPlan, SlotSizes
 from toastkit.holdings.holdings import Holdings
 from toastkit.residency.memory import available_memory
 from toastkit.residency.model_sizes import sizes_of
 from toastkit.residency.residency_options import ResidencyOptions
-from toastkit.residency.sizing import RUNTIME, SAFETY, USUAL_CONTEXT, cache_reserve
+from toastkit.residency.residency_plan import ResidencyPlan
+from toastkit.residency.sizing import (
+    RUNTIME,
+    SAFETY,
+    USUAL_CONTEXT,
+    Sizes,
+    cache_reserve,
+    least_budget,
+)
 
 
 def room_for_experts(
@@ -32,3 +44,46 @@ def room_for_experts(
         return max(0, int(SAFETY * (available() - RUNTIME - taken)))
 
     return room
+
+
+class Fitted(NamedTuple):
+    """What fits. plan: which layers stay. sizes: of the model, with slots where experts have them.
+    slots, slot_sizes: None where all that is in a layer comes and goes with it."""
+
+    plan: ResidencyPlan
+    sizes: Sizes
+    slots: SlotPlan | None = None
+    slot_sizes: SlotSizes | None = None
+
+
+def fitted(
+    holdings: Holdings, sizes: Sizes, room: int, plan: Callable[[Sizes], ResidencyPlan]
+) -> Fitted:
+    """What fits of a model of which nothing is loaded: all layers, else as many as do beside slots
+    for experts, of which a token wants a few in each layer; where there is too little memory for
+    the least slots, layers alone. sizes: without slots. room: bytes for experts, as
+    `room_for_experts` has them. plan(sizes): which layers stay, where those are the sizes; raises
+    UsageError where none can, as this does, for whichever needs less. The holdings keep the slots
+    that are planned."""
+    refused: list[tuple[int, UsageError]] = []
+    layers = None
+    try:
+        layers = Fitted(plan(sizes), sizes)
+    except UsageError as error:
+        refused.append((least_budget(sizes), error))
+    if holdings.slots.switches and (layers is None or layers.plan.resident < layers.plan.layers):
+        slots = SlotSizes(holdings)
+        planned = slots.plan(room)
+        slots.set_slots(planned.slots)
+        slotted = sizes_of(holdings)
+        fewest = slotted.outside - slots.held(planned.slots) + slots.held(slots.least)
+        try:
+            least = plan(replace(slotted, outside=fewest)).least
+            return Fitted(replace(plan(slotted), least=least), slotted, planned, slots)
+        except UsageError as error:
+            slots.set_slots(planned.experts)
+            hint = f"that is with {planned.slots} slots for experts in each layer"
+            refused.append((least_budget(slotted), UsageError(error.message, hint)))
+    if layers is None:
+        raise min(refused, key=lambda one: one[0])[1]
+    return layers

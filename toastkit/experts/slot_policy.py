@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
-
 from toastkit.errors import UsageError
 from toastkit.experts.slot_options import SlotOptions
+from toastkit.experts.slot_sizes import SlotSizes
 from toastkit.holdings.forms import Form, slotted
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import Wish
@@ -24,7 +22,7 @@ from toastkit.holdings.policy import Wish
 class SlotPolicy:
     """See holdings.policy.Policy. room(holdings): bytes of the device that slots can have, where
     the options do not say. notify: is told a line where experts have to be computed as they are
-    fetched. least: slots of a layer, as many as a token chooses experts there."""
+    fetched."""
 
     name = "slots"
     variant = ""  # the results are those of a model that is whole, to the bit
@@ -39,7 +37,6 @@ class SlotPolicy:
         self.options = options
         self._notify = notify
         self.paths: list[str] = []
-        self.least = 0
         self._room = room
         self._loaded = False
         self._before: dict[str, Any] = {}
@@ -48,23 +45,15 @@ class SlotPolicy:
         """Takes on a model. Raises UsageError for one without experts, and for fewer slots than a
         token takes."""
         self._holdings = holdings
-        self._switches = holdings.slots.switches
-        if not self._switches:
-            raise UsageError(
-                f"--expert-slots: {holdings.store.files.name} is a dense model: it has no experts"
-            )
-        self._of = {h.path: switch for switch in self._switches for h in switch.stacks}
-        self.paths = list(self._of)
-        self.least = chosen_experts(holdings)
+        self.sizes = SlotSizes(holdings)
+        self.paths = list(self.sizes.of)
         self._amount = self.options.amount
         if self.options.kind == "auto":
-            self._amount = max(self._room(holdings), self.least * self._slot_bytes(0))
+            self._amount = self._room(holdings)
         self._check()
         if self.options.prefetch != "off":
             self._foresee()
-        for path, switch in self._of.items():
-            count = self._count(0)
-            holdings.modules[path].slots = count if count < switch.experts else 0
+        self.sizes.set_slots(self._count(0))
 
     def _foresee(self) -> None:
         foresight, depth = self._holdings.slots.foresight, self.options.prefetch
@@ -77,37 +66,24 @@ class SlotPolicy:
         foresight.watch()
 
     def _check(self) -> None:
-        name = self._holdings.store.files.name
-        if self.options.kind == "slots" and self._amount < self.least:
+        name, least = self._holdings.store.files.name, self.sizes.least
+        if self.options.kind == "slots" and self._amount < least:
             raise UsageError(
-                f"--expert-slots {self._amount}: {name} needs {self.least} slots a layer at least",
+                f"--expert-slots {self._amount}: {name} needs {least} slots a layer at least",
                 hint="as many as a token chooses experts",
             )
-        size = self._slot_bytes(0)
-        if self.options.kind == "bytes" and self._amount < self.least * size:
-            least = -(-self.least * size // (1 << 20))
+        size = least * self.sizes.slot_bytes()
+        if self.options.kind == "bytes" and self._amount < size:
             raise UsageError(
-                f"--expert-slots {self.options}: {name} needs {least}M at least",
-                hint=f"that is {self.least} slots in each of {len(self._switches)} layers",
+                f"--expert-slots {self.options}: {name} needs {-(-size // (1 << 20))}M at least",
+                hint=f"that is {least} slots in each of {len(self.sizes.switches)} layers",
             )
-
-    def _slot_bytes(self, bits: int) -> int:
-        """Bytes of one slot of every layer. bits: of a packed weight, 0 for originals."""
-        return sum(
-            self._stack_bytes(path, bits) // switch.experts for path, switch in self._of.items()
-        )
-
-    def _stack_bytes(self, path: str, bits: int) -> int:
-        size = self._holdings.stack_bytes(path)
-        if bits and self._holdings.modules[path].weight is not None:
-            size += self._holdings.packed_bytes(path, bits) - self._holdings.original_bytes(path)
-        return size
 
     def _count(self, bits: int) -> int:
         """Slots of a layer."""
         if self.options.kind == "slots":
             return self._amount
-        return max(self.least, self._amount // self._slot_bytes(bits))
+        return self.sizes.within(self._amount, bits)
 
     # ------------------------------------------------------------------------------------- deciding
 
@@ -118,7 +94,7 @@ class SlotPolicy:
     def form(self, path: str, form: Form) -> Form:
         """Slots of that form, or all of it."""
         count = self._count(form.bits)
-        return slotted(form, count) if count < self._of[path].experts else form
+        return slotted(form, count) if count < self.sizes.of[path].experts else form
 
     def expect(self, wish: Wish) -> Mapping[str, Form]:
         """Nothing: experts are fetched by themselves."""
@@ -157,37 +133,7 @@ class SlotPolicy:
         return self._about(self._holdings.slots.counts.as_map())
 
     def _about(self, counts: dict[str, Any]) -> dict[str, Any]:
-        experts = max(switch.experts for switch in self._switches)
+        experts = self.sizes.experts
         layers = self._holdings.slots.layers
         slots = max((layer.table.slots for layer in layers), default=experts)
         return {"slots": slots, "experts": experts, **counts, "wait": round(counts["wait"], 6)}
-
-
-def chosen_experts(holdings: Holdings) -> int:
-    """How many experts a token chooses, in the layer where it chooses most. A pass over a token is
-    built and not computed, of a model of which nothing is loaded."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    found: list[int] = []
-    classes: list[tuple[nn.Module, type]] = []
-    model: Any = holdings.store.model
-    with holdings.shapes_only():
-        try:
-            for switch in holdings.slots.switches:
-                classes.append((switch.module, type(switch.module)))
-                switch.module.__class__ = _asking(type(switch.module), found)
-            model(mx.zeros((1, 1), mx.uint32), cache=make_prompt_cache(model))
-        finally:
-            for module, cls in classes:
-                module.__class__ = cls  # type: ignore[assignment]
-    return max(found, default=1)
-
-
-def _asking(base: type, found: list[int]) -> type:
-    """`base`, noting how many experts are chosen."""
-
-    def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
-        found.append(indices.shape[-1])
-        return base.__call__(self, x, indices)
-
-    return type(f"Asking{base.__name__}", (base,), {"__call__": call})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -41,12 +42,18 @@ def sizes_of(holdings: Holdings) -> Sizes:
     return Sizes(outside, tuple(layers), *_cache_bytes(holdings))
 
 
-def cache_holds(store: Store, resident: Collection[int], available: int) -> bool:
+def cache_holds(
+    store: Store,
+    resident: Collection[int],
+    available: int,
+    absent: Mapping[str, float] = MappingProxyType({}),
+) -> bool:
     """Whether the system's cache of files can hold the layers that do not stay. available: bytes of
-    memory."""
-    absent = (index for index in range(store.layer_count) if index not in resident)
-    names = (name for index in absent for name in store.layer_names(index))
-    return sum(map(store.nbytes, names)) < available // 2
+    memory. absent: the share of a tensor that does not stay, 0..1, by name, where that is not a
+    matter of its layer, as of experts in slots."""
+    away = (index for index in range(store.layer_count) if index not in resident)
+    shares = {**{name: 1.0 for i in away for name in store.layer_names(i)}, **absent}
+    return sum(store.nbytes(name) * share for name, share in shares.items()) < available // 2
 
 
 def _cache_bytes(holdings: Holdings) -> tuple[float, int]:
