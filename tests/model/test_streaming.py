@@ -231,9 +231,9 @@ class Readings:
 
 def test_layers_follow_memory(expected, monkeypatch: pytest.MonkeyPatch) -> None:
     """They go when memory is short, all at a warning, and come back; never a result changes."""
-    from toastkit.residency import residency_policy
+    from toastkit.holdings import pressure
 
-    monkeypatch.setattr(residency_policy, "CHECK_TOKENS", 1)
+    monkeypatch.setattr(pressure, "CHECK_TOKENS", 1)
     readings = Readings(4 << 30)
     files = locate("crumb")
     policy = ResidencyPolicy(ResidencyOptions("auto"), readings)

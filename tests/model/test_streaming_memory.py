@@ -1,5 +1,6 @@
-"""A model beside a real memory hog, in a real cgroup: layers go before the system has to swap or to
-kill, come back when there is room, and the answer is the one of a model that stayed."""
+"""Models beside a real memory hog, in a real cgroup: layers, and experts, go before the system has
+to swap or to kill, come back when there is room, and the answers are those of a model that stayed.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +14,33 @@ import pytest
 from tests.cgroups import memory_group
 
 MIB = 1 << 20
-# Says how many layers stay after so many tokens, and what follows; ends with the tokens.
+# Says how many layers of one model stay after so many tokens, and how many experts of each layer of
+# another; ends with the tokens.
 MODEL = """
 import os, sys
 open(sys.argv[1], "w").write(str(os.getpid()))
 import mlx.core as mx
 from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
+from toastkit.experts.slot_options import SlotOptions
+from toastkit.holdings import pressure
 from toastkit.model.locate import locate
-from toastkit.residency import residency_policy
 from toastkit.residency.residency_options import ResidencyOptions
-residency_policy.CHECK_TOKENS = 4
-engine = open_engine(locate("crumb"), dtype="float32", residency=ResidencyOptions("auto"))
-state = ModelState(engine.new_cache())
-for _ in engine.reading(state, [1, 2, 3]):
-    pass
+pressure.CHECK_TOKENS = 4
+states = []
+for rest in {"residency": ResidencyOptions("auto")}, {"expert_slots": SlotOptions()}:
+    engine = open_engine(locate("crumb"), dtype="float32", **rest)
+    state = ModelState(engine.new_cache())
+    for _ in engine.reading(state, [1, 2, 3]):
+        pass
+    states.append((engine, state))
 for line in sys.stdin:
-    for _ in range(int(line)):
-        engine.consume(state, int(mx.argmax(state.logits).item()))
-    print(len(engine.residency.resident), flush=True)
+    for engine, state in states:
+        for _ in range(int(line)):
+            engine.consume(state, int(mx.argmax(state.logits).item()))
+    layers, slots = (engine.policies[0] for engine, _ in states)
+    print(len(layers.resident), slots.report()["slots"], flush=True)
+assert states[0][1].tokens == states[1][1].tokens
 print(*state.tokens, flush=True)
 """
 HOG = """
@@ -51,8 +60,8 @@ def child(code: str, *words: str) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def ask(model: subprocess.Popen, tokens: int) -> int:
-    """How many layers stay after so many more tokens."""
+def ask(model: subprocess.Popen, tokens: int) -> tuple[int, int]:
+    """How many layers, and experts, stay after so many more tokens."""
     assert model.stdin is not None and model.stdout is not None
     model.stdin.write(f"{tokens}\n")
     model.stdin.flush()
@@ -62,7 +71,8 @@ def ask(model: subprocess.Popen, tokens: int) -> int:
         if "PermissionError" in errors:
             pytest.skip("no process can be moved into the cgroup")
         raise AssertionError(f"exit {model.returncode}: {errors}")
-    return int(line)
+    layers, experts = map(int, line.split())
+    return layers, experts
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
@@ -74,14 +84,15 @@ def test_a_hog_comes_and_goes(crumb) -> None:
         model = child(MODEL, procs)
         hog = None
         try:
-            assert ask(model, 1) == 8
-            hog = child(HOG, procs, str(900 * MIB))
+            assert ask(model, 1) == (8, 16)
+            hog = child(HOG, procs, str(850 * MIB))
             assert hog.stdout is not None and hog.stdout.readline() == "there\n"
             low = ask(model, 8)
-            assert low < 8
+            assert low[0] < 8 and low[1] < 16
             hog.communicate()
             back = ask(model, 40)
-            assert low < back < 8
+            for few, more, every in zip(low, back, (8, 16)):
+                assert few < more < every
             assert model.stdin is not None
             out, err = model.communicate(timeout=60)
             assert model.returncode == 0, err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,23 @@ import pytest
 from tests.daemons import Daemon
 from tests.model.published import write_published
 from tests.pipes.pipelines import STORY, Pipeline
+from tests.pipes.test_resident_runs import warned
+from tests.unit.daemon_front import eventually
 
 NAMES = ["decode", "prefill", "toast", "toasted", "perplexity"]
 GREEDY = ["--temp", "0", "-n", "8"]
-FIELDS = {"slots", "experts", "wanted", "hit", "ahead", "right", "read", "wait", "passes"}
+FIELDS = {
+    "slots",
+    "experts",
+    "initial",
+    "wanted",
+    "hit",
+    "ahead",
+    "right",
+    "read",
+    "wait",
+    "passes",
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,3 +113,22 @@ def test_a_daemon(private_home) -> None:
         assert status["slots"]["slots"] == 6 and status["slots"]["wanted"] > 0
         *_, stats, end = daemon.replies({"prompt": "Hi!", "options": {"max_tokens": 4}})
         assert end["end"]["n"] == 4 and stats["stats"]["slots"]["wanted"] > 0
+        held = sum(daemon.control("status")["ledger"].values())
+        assert daemon.process is not None
+        daemon.process.send_signal(signal.SIGUSR1)  # at once where nothing is under way
+        eventually(lambda: daemon.control("status")["slots"]["slots"] == 4)
+        eventually(lambda: sum(daemon.control("status")["ledger"].values()) < held)
+        *_, again = daemon.replies({"prompt": "Hi!", "options": {"max_tokens": 4}})
+        assert again["end"]["text"] == end["end"]["text"]
+
+
+def test_a_memory_warning(toast) -> None:
+    """The least slots stay, of any number; the answer is the same."""
+    flags = ["--temp", "0", "-n", "24", "--ignore-eos", STORY]
+    plain = toast("decode", "--json", *flags).stdout.decode().splitlines()
+    lines, said = warned("decode", "-v", "--expert-slots", "9", "--json", *flags)
+    report = json.loads(lines[-1])["slots"]
+    assert lines[:-1] == plain[:-1] and (report["slots"], report["initial"]) == (4, 9)
+    assert "slots: 4 of 16 in slots, 9 at the beginning; " in said
+    _, said = warned("toast", "-v", "--no-daemon", "--json", "--expert-slots", "auto", *flags)
+    assert "toast: slots: 4 of 16 in slots" in said

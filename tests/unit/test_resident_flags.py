@@ -21,8 +21,8 @@ from toastkit.commands.prefill import prefill
 from toastkit.commands.resident_flags import insisted, refuse_idle, residency_options
 from toastkit.commands.run_reports import counted_residency, tell_stats
 from toastkit.errors import UsageError
+from toastkit.holdings import pressure
 from toastkit.interrupts import Signals
-from toastkit.residency import pressure
 from toastkit.residency.residency_options import (
     PLACEMENTS,
     PRIORITIES,
@@ -193,6 +193,7 @@ def test_numbers_of_the_pages() -> None:
         f"at the beginning and every {pressure.CHECK_TOKENS} tokens",
         f"Where less than {pressure.LOW >> 20} MB are left, a quarter of the layers",
         f"where it is less than {pressure.CRITICAL >> 20} MB, all",
+        "by the same rules: a quarter of each layer's, or all but as many as a token chooses",
         f"keys and values of {RESERVED_TOKENS['max-tps']} tokens, of "
         f"{RESERVED_TOKENS['balanced']:,}, or of as many as the model can read",
     ):

@@ -72,3 +72,38 @@ def test_what_is_dropped_leaves_its_slot_free(slots: int, gone: int) -> None:
     table.drop(gone)
     assert gone not in table and table.claim(7, keep=range(slots)) == (slot, -1)
     agrees(table)
+
+
+@given(
+    slots=st.integers(1, EXPERTS), passes=passes_of, after=st.integers(1, EXPERTS),
+)  # fmt: skip
+def test_who_stays_in_fewer_slots_or_more(slots: int, passes: list[list[int]], after: int) -> None:
+    """Those that would have left last, each with the slot that it had named by its new one; the
+    table goes on as the old one would."""
+    table = SlotTable(EXPERTS, slots)
+    for wanted in passes:
+        wanted = list(dict.fromkeys(wanted))[:slots]
+        table.count(wanted)
+        for expert in wanted:
+            if expert not in table:
+                table.claim(expert, wanted)
+        table.use(wanted)
+    held = table.held
+    made, rows = table.resized(after)
+    agrees(made)
+    assert made.slots == after and len(made.held) == len(rows) == min(after, len(held))
+    assert made.held == [expert for expert in held if expert in made]
+    assert [int(table.of[expert]) for expert in sorted(made.held, key=lambda e: made.of[e])] == rows
+    if after < len(held):
+        gone = [expert for expert in held if expert not in made]
+        assert max(made.uses[gone]) <= min(made.uses[made.held])
+        order = sorted(held, key=lambda expert: (made.uses[expert], held.index(expert)))
+        assert gone == [expert for expert in held if expert in order[: len(gone)]]
+    assert np.array_equal(made.uses, table.uses)
+
+
+def test_a_full_table() -> None:
+    table = SlotTable.full(EXPERTS)
+    assert table.of.tolist() == table.held == list(range(EXPERTS))
+    made, rows = table.resized(2)
+    assert rows == made.held == [7, 8] and made.claim(0, keep=()) == (0, 7)

@@ -166,7 +166,7 @@ def _stages(wanted, tokenizer, flags, signals, outcome, insisted):
     from toastkit.stages.tokenize import tokenize
 
     policies = policy_flags.policy_options(flags)
-    if policies.residency is not None:
+    if policies.gives_up:
         signals.on_memory_warning()
     experts = policies.experts
     settings = AnswerOptions(

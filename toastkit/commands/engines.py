@@ -41,8 +41,8 @@ class Engines:
         self.engine: StepEngine | None = None
 
     def heed(self, signals: Signals) -> None:
-        """Has a memory warning go to the engine, where its layers may leave."""
-        if self._policies.residency is not None:
+        """Has a memory warning go to the engine, where layers or experts may leave."""
+        if self._policies.gives_up:
             signals.on_memory_warning()
             self._signals = signals
 
@@ -131,8 +131,10 @@ def load(
             notify=None if flags["quiet"] else say,
             **({} if policies is None else policies._asdict()),
         )
-    if signals is not None and engine.residency is not None:
-        signals.on_memory_warning(engine.residency.memory_warning)
+    if signals is not None and policies is not None and policies.gives_up:
+        from toastkit.holdings.policy import warn_of_memory
+
+        signals.on_memory_warning(lambda: warn_of_memory(engine.policies))
     if flags["verbose"]:
         say(f"loaded {files.name} on the {engine.device} in {time.perf_counter() - start:.2f} s")
     return engine

@@ -59,7 +59,7 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     _check(context, flags)
     policies = policy_flags.policy_options(flags)
     signals = Signals()  # SIGTERM and SIGHUP end a run as Ctrl-C does
-    if policies.residency is not None:
+    if policies.gives_up:
         signals.on_memory_warning()
     checkpoint = locate(flags["model"] or "crumb")
     config = load_config(checkpoint)

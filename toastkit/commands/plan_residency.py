@@ -101,7 +101,7 @@ def _fitted(model: _Model, memory: Memory, flags: dict[str, Any]) -> Fitted:
     # A context that is expected must fit, and slots give nothing up for it later.
     priority = "max-context" if flags["context"] else flags["priority"]
     options = ResidencyOptions(kind, amount, flags["placement"], priority, flags["context"])
-    room = room_for_experts(options, lambda: memory.size)(model.holdings)
+    room = room_for_experts(options, lambda: memory.size)(model.holdings).size()
     return fitted(
         model.holdings, model.sizes, room, lambda sizes: _planned(model, sizes, memory, flags)
     )

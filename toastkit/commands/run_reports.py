@@ -94,9 +94,12 @@ def counted_slots(report: Mapping[str, Any]) -> str:
     from toastkit.model.info import human
 
     wanted = report["wanted"]
+    initial = report.get("initial", report["slots"])
+    before = "" if initial == report["slots"] else f", {initial} at the beginning"
     line = (
-        f"{report['slots']} of {report['experts']} in slots; {report['hit']} of {wanted} were "
-        f"there ({100 * report['hit'] / max(1, wanted):.0f}%); {human(report['read'])} read, "
+        f"{report['slots']} of {report['experts']} in slots{before}; "
+        f"{report['hit']} of {wanted} were there "
+        f"({100 * report['hit'] / max(1, wanted):.0f}%); {human(report['read'])} read, "
         f"waited {report['wait']:.1f} s"
     )
     if report["ahead"]:

@@ -69,7 +69,7 @@ def toast(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
 
     interrupts = Signals()
     backend = choose_backend(_wanted(context, flags), interrupts)
-    if flags["resident"].kind != "all":
+    if flags["resident"].kind != "all" or flags["expert_slots"] is not None:
         interrupts.on_memory_warning(backend.memory_warning)
     try:
         turns = Turns(chat, backend, interrupts, _settings(context, flags, request_options))

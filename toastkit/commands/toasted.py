@@ -169,7 +169,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
         debug=flags["debug"],
         audit=audit,
         on_ready=starter.ready if starter is not None else None,
-        memory_warnings=policies.residency is not None,
+        memory_warnings=policies.gives_up,
     )
 
     def make_worker():

@@ -4,7 +4,7 @@
     second                          what is active is cancelled
     third                           gone at once
     SIGHUP                          the model and the audit log are opened anew
-    SIGUSR1                         layers that may leave the device do so, where any may
+    SIGUSR1                         what may leave the device does so, where anything may
 
 Before the model is loaded, the first signal ends the process.
 """

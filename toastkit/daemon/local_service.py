@@ -51,8 +51,7 @@ class LocalService:
                 self._service.turn()
 
     def memory_warning(self) -> None:
-        """Has the layers that may leave the device do so before the next pass. For a signal
-        handler."""
+        """Has what may leave the device do so before the next pass. For a signal handler."""
         self._warned = True
         if self._service is not None:
             self._service.memory_warning()

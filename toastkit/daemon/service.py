@@ -25,6 +25,7 @@ from toastkit.engine.opening import open_engine
 from toastkit.engine.savepoints import always_cut
 from toastkit.engine.state import ModelState
 from toastkit.errors import as_toast_error
+from toastkit.holdings.policy import warn_of_memory
 
 if TYPE_CHECKING:
     from toastkit.daemon.attached import Attached
@@ -191,10 +192,8 @@ class Service:
         return {policy.name: policy.report() for policy in self.engine.policies}
 
     def memory_warning(self) -> None:
-        """Has the layers that may leave the device do so before the next pass. For a signal
-        handler, too."""
-        if self.engine.residency is not None:
-            self.engine.residency.memory_warning()
+        """Has what may leave the device do so before the next pass. For a signal handler, too."""
+        warn_of_memory(self.engine.policies)
 
     def probe(self) -> None:
         """Runs one step of the model, to see that it still does."""

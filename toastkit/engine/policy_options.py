@@ -27,6 +27,12 @@ class PolicyOptions(NamedTuple):
         return self.gear_options is not None or self.experts is not None
 
     @property
+    def gives_up(self) -> bool:
+        """Whether anything leaves the device when memory is short: a memory warning means
+        something."""
+        return self.residency is not None or self.expert_slots is not None
+
+    @property
     def resident(self) -> str:
         """What stays on the device, as the command line has it: ResidencyOptions.setting, and
         SlotOptions.setting."""

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from toastkit.errors import UsageError
-from toastkit.experts.slot_sizes import SlotPlan, SlotSizes
+from toastkit.experts.slot_sizes import Room, SlotPlan, SlotSizes
 from toastkit.holdings.holdings import Holdings
+from toastkit.holdings.pressure import LOW
 from toastkit.residency.memory import available_memory
 from toastkit.residency.model_sizes import sizes_of
 from toastkit.residency.residency_options import ResidencyOptions
@@ -22,26 +23,36 @@ from toastkit.residency.sizing import (
     cache_reserve,
     least_budget,
 )
+from toastkit.store.ledger import CACHE, SESSIONS
 
 
 def room_for_experts(
     residency: ResidencyOptions | None, available: Callable[[], int] = available_memory
-) -> Callable[[Holdings], int]:
-    """Bytes, of a model of which nothing is loaded. All that is not experts comes first: a token
-    takes every byte of it, of the experts a few. residency: which layers stay; a budget of bytes is
-    for the experts too. available(): bytes that are free."""
+) -> Callable[[Holdings], Room]:
+    """What slots can have, of a model of which nothing is loaded. All that is not experts comes
+    first: a token takes every byte of it, of the experts a few. residency: which layers stay; a
+    budget of bytes is for the experts too. available(): bytes that are free."""
     options = residency or ResidencyOptions()
+    budget = options.kind == "bytes"
 
-    def room(holdings: Holdings) -> int:
-        sizes = sizes_of(holdings)
+    def room(holdings: Holdings) -> Room:
+        sizes, ledger = sizes_of(holdings), holdings.ledger
         context = options.context or holdings.store.config.context or USUAL_CONTEXT
+        reserve = cache_reserve(sizes, options.priority, context)
         stacks = (stack for switch in holdings.slots.switches for stack in switch.stacks)
         experts = sum(holdings.stack_bytes(stack.path) for stack in stacks)
-        taken = sizes.outside + sum(sizes.layers) - experts
-        taken += cache_reserve(sizes, options.priority, context)
-        if options.kind == "bytes":
-            return max(0, int(options.amount) - taken)
-        return max(0, int(SAFETY * (available() - RUNTIME - taken)))
+        others = sizes.outside + sum(sizes.layers) - experts
+
+        def size() -> int:
+            if budget:
+                return max(0, int(options.amount) - others - reserve)
+            # What is on the device would be available without this model. Not so much that the
+            # first slots would be given up at once.
+            caches = max(reserve, ledger.of(CACHE) + ledger.of(SESSIONS))
+            left = available() + ledger.total() - others - caches
+            return max(0, min(int(SAFETY * (left - RUNTIME)), left - LOW))
+
+        return Room(size, None if budget else available, options.on)
 
     return room
 

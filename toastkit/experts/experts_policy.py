@@ -126,6 +126,9 @@ class ExpertsPolicy:
         """Nothing."""
         return {}
 
+    def memory_warning(self) -> None:
+        """Nothing."""
+
     # ------------------------------------------------------------------------------------ counting
 
     def begin_run(self) -> None:

@@ -13,16 +13,16 @@ from typing import Any
 
 from toastkit.errors import UsageError
 from toastkit.experts.slot_options import SlotOptions
-from toastkit.experts.slot_sizes import SlotSizes
+from toastkit.experts.slot_sizes import Room, SlotSizes
 from toastkit.holdings.forms import Form, slotted
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import Wish
+from toastkit.holdings.pressure import Checks, Pressure
 
 
 class SlotPolicy:
-    """See holdings.policy.Policy. room(holdings): bytes of the device that slots can have, where
-    the options do not say. notify: is told a line where experts have to be computed as they are
-    fetched."""
+    """See holdings.policy.Policy. room(holdings): what slots can have, where the options do not
+    say. notify: is told a line where experts have to be computed as they are fetched."""
 
     name = "slots"
     variant = ""  # the results are those of a model that is whole, to the bit
@@ -31,14 +31,18 @@ class SlotPolicy:
     def __init__(
         self,
         options: SlotOptions,
-        room: Callable[[Holdings], int],
+        room: Callable[[Holdings], Room],
         notify: Callable[[str], None] | None = None,
     ):
         self.options = options
         self._notify = notify
         self.paths: list[str] = []
-        self._room = room
-        self._loaded = False
+        self._room_of = room
+        self._made: int | None = None  # the amount that the slots were made of
+        self._warned = False
+        self._checks = Checks()
+        self._pressures: dict[int, Pressure] = {}  # by bits
+        self._bits = self._initial = 0
         self._before: dict[str, Any] = {}
 
     def attach(self, holdings: Holdings) -> None:
@@ -48,12 +52,15 @@ class SlotPolicy:
         self.sizes = SlotSizes(holdings)
         self.paths = list(self.sizes.of)
         self._amount = self.options.amount
+        self._room = self._room_of(holdings)
         if self.options.kind == "auto":
-            self._amount = self._room(holdings)
+            self._amount = self._room.size()
         self._check()
         if self.options.prefetch != "off":
             self._foresee()
         self.sizes.set_slots(self._count(0))
+        if self._room.with_layers:  # then those of which all experts are there are not ours
+            self.paths = [path for path in self.paths if holdings.modules[path].slots]
 
     def _foresee(self) -> None:
         foresight, depth = self._holdings.slots.foresight, self.options.prefetch
@@ -82,29 +89,68 @@ class SlotPolicy:
     def _count(self, bits: int) -> int:
         """Slots of a layer."""
         if self.options.kind == "slots":
-            return self._amount
-        return self.sizes.within(self._amount, bits)
+            return max(self._amount, self.sizes.least)
+        count = self.sizes.within(self._amount, bits)
+        known = self._pressures.get(bits)
+        return count if known is None else min(count, known.ceiling)
 
     # ------------------------------------------------------------------------------------- deciding
 
     def decide(self, wish: Wish) -> bool:
-        """Once, when the model is loaded."""
-        return not self._loaded
+        """Whether there are to be other slots: when the model is loaded, and, where memory has the
+        word, as that comes and goes."""
+        if self._made is None:
+            return True
+        if self._warned:
+            self._warned = False
+            self._pressure.emergency(self._resident)
+            self._amount = 0
+        elif self.options.kind == "auto" and (free := self._room.available) and self._checks.due():
+            self._follow(free())
+        return self._amount != self._made
+
+    def _follow(self, available: int) -> None:
+        """Slots for the memory that there is now, of which so much is free."""
+        before, size = self._resident, self.sizes.slot_bytes(self._bits)
+        count = self._pressure.update(available, before, self._room.size() // size)
+        if count != before:
+            # The least is so in any gear.
+            self._amount = count * size if count > self.sizes.least else 0
+
+    @property
+    def _resident(self) -> int:
+        """Slots of a layer that are in use."""
+        return min(self._count(self._bits), self.sizes.experts)
+
+    @property
+    def _pressure(self) -> Pressure:
+        """The controller in this gear, whose slots are of another size than those of others. Once
+        there are slots they stay slots: a layer never has all of its experts again."""
+        if self._bits not in self._pressures:
+            most = max(self._resident, self.sizes.experts - 1)
+            self._pressures[self._bits] = Pressure(most, self.sizes.least)
+        return self._pressures[self._bits]
 
     def form(self, path: str, form: Form) -> Form:
-        """Slots of that form, or all of it."""
-        count = self._count(form.bits)
-        return slotted(form, count) if count < self.sizes.of[path].experts else form
+        """Slots of that form, or all of it. Where there are slots in the same gear, not all of it:
+        that would be read anew beside them."""
+        self._bits = form.bits
+        count, experts = self._count(form.bits), self.sizes.of[path].experts
+        now = self._holdings.modules[path].form
+        if now.slots and now.bits == form.bits:
+            count = min(count, experts - 1)
+        return slotted(form, count) if count < experts else form
 
     def expect(self, wish: Wish) -> Mapping[str, Form]:
         """Nothing: experts are fetched by themselves."""
         return {}
 
     def changed(self, seconds: float, made: int) -> None:
-        """The slots are there, and empty."""
-        self._loaded = True
-        made = any(layer.memory.is_made for layer in self._holdings.slots.layers)
-        if made and self._notify is not None:
+        """The slots are there: empty, or with what was in those before."""
+        if self._made is None:
+            self._initial = self._slots
+        self._made = self._amount
+        if self._notify and any(layer.memory.is_made for layer in self._holdings.slots.layers):
             self._notify(
                 f"warning: {self._holdings.store.files.name} does not hold its experts as they are "
                 "computed with: fetching one takes long (toast-model bake makes a file that does)"
@@ -112,16 +158,24 @@ class SlotPolicy:
             self._notify = None
 
     def failed(self) -> None:
-        """They are not."""
+        """They are as they were."""
+        if self._made is not None:
+            self._amount = self._made
+
+    def memory_warning(self) -> None:
+        """Has all slots go but the least before the next pass."""
+        self._warned = True
 
     # ------------------------------------------------------------------------------------- counting
 
     def begin_run(self) -> None:
-        """Counts from here on."""
-        self._before = self._holdings.slots.counts.as_map()
+        """Counts from here on. What was too much in one run need not be in the next."""
+        self._before, self._initial = self._holdings.slots.counts.as_map(), self._slots
+        self._pressures = {}
 
     def count_step(self) -> None:
-        """Nothing: the slots count."""
+        """A step is being run."""
+        self._checks.count_step()
 
     def run_report(self) -> dict[str, Any]:
         """Of the run since `begin_run`: see `report`."""
@@ -129,11 +183,16 @@ class SlotPolicy:
         return self._about({name: now[name] - self._before.get(name, 0) for name in now})
 
     def report(self) -> dict[str, Any]:
-        """Of all runs: slots of a layer, of how many experts; what SlotCounts has."""
+        """Of all runs: slots of a layer, of how many experts, and how many slots it had when the
+        last run began; what SlotCounts has."""
         return self._about(self._holdings.slots.counts.as_map())
 
-    def _about(self, counts: dict[str, Any]) -> dict[str, Any]:
-        experts = self.sizes.experts
+    @property
+    def _slots(self) -> int:
+        """Of a layer, now."""
         layers = self._holdings.slots.layers
-        slots = max((layer.table.slots for layer in layers), default=experts)
-        return {"slots": slots, "experts": experts, **counts, "wait": round(counts["wait"], 6)}
+        return max((layer.table.slots for layer in layers), default=self.sizes.experts)
+
+    def _about(self, counts: dict[str, Any]) -> dict[str, Any]:
+        there = {"slots": self._slots, "experts": self.sizes.experts, "initial": self._initial}
+        return {**there, **counts, "wait": round(counts["wait"], 6)}

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from toastkit.errors import UsageError
 from toastkit.holdings.holdings import Holdings
+
+
+class Room(NamedTuple):
+    """What slots can have of the device's memory where the options do not say. size(): bytes, now.
+    available(): bytes that are free, None where nobody has to look: a budget says what there is.
+    with_layers: whether a layer that has all its experts may come and go with them."""
+
+    size: Callable[[], int]
+    available: Callable[[], int] | None
+    with_layers: bool
 
 
 class SlotSizes:

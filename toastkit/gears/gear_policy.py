@@ -99,6 +99,9 @@ class GearPolicy:
         """It is in the gear that it was in."""
         self._wanted = self.gear
 
+    def memory_warning(self) -> None:
+        """Nothing: a gear is not chosen for memory's sake."""
+
     # ------------------------------------------------------------------------------------- counting
 
     def begin_run(self) -> None:

@@ -22,12 +22,15 @@ import numpy as np
 from toastkit.errors import ToastError
 from toastkit.holdings.derived import derived
 from toastkit.holdings.foresight import Foresight
+from toastkit.holdings.forms import Form
 from toastkit.holdings.layer_slots import LayerSlots, SlotCounts, Switch, find_switches
 from toastkit.holdings.slot_memory import Fetch, SlotMemory
+from toastkit.holdings.slot_table import SlotTable
 from toastkit.holdings.weights import Weights
 from toastkit.store.reader import AHEAD, NOW, Reader
 
 if TYPE_CHECKING:
+    from toastkit.holdings.holding import Holding, Parts
     from toastkit.holdings.holdings import Holdings
 
 
@@ -78,9 +81,12 @@ class ExpertSlots:
         self.layers = list(self._by_path.values())
         self.foresight.follow()
 
-    def _enter(self, switch: Switch) -> LayerSlots:
+    def _enter(self, switch: Switch, table: SlotTable | None = None) -> LayerSlots:
+        """table: of what is in the slots, None for nothing."""
         memory = SlotMemory(self._holdings.store, self._weights, switch.stacks)
-        layer = LayerSlots(switch, memory, switch.stacks[0].form.slots, self.counts)
+        slots = min(holding.form.slots for holding in switch.stacks)
+        table = table or SlotTable(switch.experts, slots)
+        layer = LayerSlots(switch, memory, table, self.counts)
         self._own[switch.path] = type(switch.module)
         switch.module.__class__ = derived(_Slotted, type(switch.module))
         vars(switch.module).update(_slots=self, _layer=layer)
@@ -92,6 +98,50 @@ class ExpertSlots:
         module.__class__ = self._own.pop(layer.switch.path)
         for name in ("_slots", "_layer"):
             vars(module).pop(name)
+
+    def resize(
+        self, moves: Sequence[tuple[Holding, Form]], put: Callable[[Holding, Parts], None]
+    ) -> list[tuple[Holding, Form]]:
+        """Gives stacks that are on the device, or that are in slots, more or fewer slots. Those
+        experts stay that would leave last. One matrix after another, as memory may be short: old
+        slots are let go before the next one has new ones. put(holding, parts): has the parts
+        take the place of those there are. Returns the moves that are something else. Raises
+        DataError, NoInputError where the files are not those that were opened."""
+        wanted = {holding: form for holding, form in moves if _is_resizing(holding.form, form)}
+        if not wanted:
+            return list(moves)
+        switches = [s for s in self.switches if wanted.keys() >= set(s.stacks)]
+        if self._pending is not None:
+            mx.eval(self._pending[1])
+            self._pending = None
+        self._check_files()
+        try:
+            for switch in switches:
+                self._resize(switch, wanted[switch.stacks[0]], put)
+                mx.clear_cache()  # or MLX would keep the memory for itself
+        finally:
+            self.follow()
+        done = {holding for switch in switches for holding in switch.stacks}
+        return [move for move in moves if move[0] not in done]
+
+    def _resize(self, switch: Switch, form: Form, put: Callable[[Holding, Parts], None]) -> None:
+        """Of slots, one matrix after another; should that fail half way, the layer has as many as
+        all of them have, with nothing in them. Of all experts, all matrices together: they cannot
+        be used by halves."""
+        layer = self._by_path.pop(switch.path, None)
+        if layer is None:
+            table, rows = SlotTable.full(switch.experts).resized(form.slots)
+            made = [(holding, holding.in_slots(form, rows)) for holding in switch.stacks]
+            while made:
+                put(*made.pop(0))
+        else:
+            self._leave(layer)
+            table, rows = layer.table.resized(form.slots)
+            layer.release()
+            for holding in switch.stacks:
+                put(holding, holding.in_slots(form, rows))
+                mx.clear_cache()
+        self._by_path[switch.path] = self._enter(switch, table)
 
     # -------------------------------------------------------------------------------- one layer
 
@@ -266,6 +316,12 @@ class ExpertSlots:
             return None
         before, self._told = self._told, (self.counts.wanted, self.counts.hit)
         return {"wanted": self._told[0] - before[0], "hit": self._told[1] - before[1]}
+
+
+def _is_resizing(before: Form, form: Form) -> bool:
+    """Whether they differ in the number of slots alone, of experts that are on the device."""
+    same = before._replace(slots=0) == form._replace(slots=0)
+    return same and form.slots != 0 and not before.away
 
 
 def _by_last_use(chosen: np.ndarray) -> list[int]:

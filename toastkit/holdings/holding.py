@@ -6,7 +6,7 @@ read attributes off them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
 from toastkit.holdings.packed import Kind, PathCounts, dense_bytes, packed_class
-from toastkit.store.ledger import EMBEDDING, GEARS, OUTSIDE, layer_owner
+from toastkit.store.ledger import EMBEDDING, EXPERTS, GEARS, OUTSIDE, layer_owner
 from toastkit.store.precision import Rows
 from toastkit.store.skeleton import is_matrix
 from toastkit.store.store import Store
@@ -143,6 +143,19 @@ class Holding:
         dtype of the device. arrays: with the rest, where that is not in the tree."""
         kind = packed_class(self._class, self._attributes, rows, form, self.columns)
         return Parts(form, rows._asdict(), self._rest_of(arrays), GEARS, kind)
+
+    def in_slots(self, form: Form, rows: Sequence[int]) -> Parts:
+        """The parts of so many slots, in which some of the experts lie that are on the device,
+        evaluated. rows: of the stacks there are now, whole ones or slots, by their new slot; what
+        is in the slots after them is nothing of use."""
+        arrays = {str(t.key): self.parts.rest[t.name] for t in self.rest if self.parts.rest}
+        chosen, spare = mx.array(list(rows), mx.uint32), form.slots - len(rows)
+        matrix = {}
+        for key, array in {**self.parts.matrix, **arrays}.items():
+            empty = mx.zeros((spare, *array.shape[1:]), array.dtype)
+            matrix[key] = mx.concatenate([array[chosen], empty]) if spare else array[chosen]
+            mx.eval(matrix[key])
+        return Parts(form, matrix, {}, EXPERTS, self.parts.kind)
 
     def _rest_of(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         return {t.name: arrays[t.name] for t in self.rest if t.name in arrays}

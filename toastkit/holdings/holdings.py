@@ -151,12 +151,14 @@ class Holdings:
         """Gives modules, by path, the forms that are wanted of them.
 
         Returns how many had to be read or made, None where all had their forms already. Raises
-        DataError, IOFailure, NoInputError; every module is then in the form that it was in.
+        DataError, IOFailure, NoInputError; every module is then in the form that it was in. Where
+        nothing but a number of slots is another one, what is in them is not read again.
         """
         with self.ledger.lock:
             moves = [(h, form) for p, form in wanted.items() if (h := self.modules[p]).form != form]
             if not moves:
                 return None
+            moves = self.slots.resize(moves, self._replace)
             ready = self._ready(moves)
             made = self._all_made([move for move in moves if move not in ready])
             self._changes += 1
@@ -267,6 +269,11 @@ class Holdings:
                 self._let_go(holding, self._kept.pop(other).parts)
         elif before.matrix:
             self._kept[holding, before.form] = _Kept(before.with_rest({}), self._changes)
+
+    def _replace(self, holding: Holding, parts: Parts) -> None:
+        """Has parts that were made of those there are take their place."""
+        self._enter(holding, parts)
+        self._put((holding, parts.form), parts)
 
     def _grown(self, count: int) -> None:
         """A dequantised copy was made, or dropped."""

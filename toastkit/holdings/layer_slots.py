@@ -64,9 +64,8 @@ class LayerSlots:
     choice: the experts that the last pass wanted, the last one used last. seen: what its block was
     called with in the last step, (B, 1, D); None after another pass, and where nobody watches."""
 
-    def __init__(self, switch: Switch, memory: SlotMemory, slots: int, counts: SlotCounts):
-        self.switch, self.memory, self._counts = switch, memory, counts
-        self.table = SlotTable(switch.experts, slots)
+    def __init__(self, switch: Switch, memory: SlotMemory, table: SlotTable, counts: SlotCounts):
+        self.switch, self.memory, self.table, self._counts = switch, memory, table, counts
         self.parts = [holding.parts for holding in switch.stacks]
         self.coming: dict[int, Fetch] = {}
         self.foreseen: set[int] = set()
@@ -77,6 +76,11 @@ class LayerSlots:
     def is_stale(self) -> bool:
         """Whether its memory has been taken out of the tree."""
         return any(h.parts is not parts for h, parts in zip(self.switch.stacks, self.parts))
+
+    def release(self) -> None:
+        """Lets its memory go. It is of no more use."""
+        self.parts = []
+        self.memory.release()
 
     def claim(self, experts: Sequence[int], keep: Collection[int], spare: Collection[int]) -> dict:
         """Slots for experts that have none, by expert, as many as there are to be had: see

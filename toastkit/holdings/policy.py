@@ -57,6 +57,10 @@ class Policy(Protocol):
     def expect(self, wish: Wish) -> Mapping[str, Form]:
         """The forms that may be wanted soon, to prepare; empty where none are."""
 
+    def memory_warning(self) -> None:
+        """Memory is short: what can be given up leaves before the next pass. May be called by a
+        signal's handler, or another thread."""
+
     def begin_run(self) -> None:
         """Counts from here on."""
 
@@ -68,6 +72,12 @@ class Policy(Protocol):
 
     def report(self) -> dict[str, Any]:
         """Of all runs so far, for a daemon's status."""
+
+
+def warn_of_memory(policies: Sequence[Policy]) -> None:
+    """Has all of them give up what they can. For a signal's handler, too."""
+    for policy in policies:
+        policy.memory_warning()
 
 
 def decided(forms: dict[str, Form], policies: Sequence[Policy]) -> dict[str, Form]:

@@ -74,6 +74,10 @@ class SlotMemory:
             if len(there) < len(stacks):
                 self._made.append(holding)
 
+    def release(self) -> None:
+        """Lets the slots' bytes go, which stay as long as somebody sees them."""
+        self._direct = []
+
     @property
     def is_made(self) -> bool:
         """Whether something of an expert is made when it is wanted: then nothing is read ahead."""

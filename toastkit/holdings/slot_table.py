@@ -25,6 +25,27 @@ class SlotTable:
         self._held: dict[int, int] = {}  # expert -> slot, the longest unused first
         self._free = list(range(slots - 1, -1, -1))
 
+    @classmethod
+    def full(cls, experts: int) -> SlotTable:
+        """With a slot for each expert, of its number."""
+        table = cls(experts, experts)
+        for expert in range(experts):
+            table.claim(expert, ())
+        return table
+
+    def resized(self, slots: int) -> tuple[SlotTable, list[int]]:
+        """A table of so many slots in which those experts stay that would have left last; and the
+        slots that they have had, by the slots that they have now."""
+        order = sorted(self._held, key=lambda expert: self.uses[expert])
+        stay = set(order[max(0, len(order) - slots) :])
+        table, rows = SlotTable(self.experts, slots), []
+        table.uses[:] = self.uses
+        for expert, slot in self._held.items():
+            if expert in stay:
+                table.claim(expert, ())
+                rows.append(slot)
+        return table, rows
+
     def __contains__(self, expert: int) -> bool:
         return expert in self._held
 

@@ -13,10 +13,10 @@ from toastkit.errors import UsageError
 from toastkit.holdings.forms import Form, streamed
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import Wish
+from toastkit.holdings.pressure import LOW, Checks, Pressure
 from toastkit.residency.memory import available_memory
 from toastkit.residency.model_sizes import cache_holds, movable, sizes_of
 from toastkit.residency.placement import placed
-from toastkit.residency.pressure import CHECK_TOKENS, LOW, Pressure
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.residency.sizing import (
     USUAL_CONTEXT,
@@ -53,7 +53,7 @@ class ResidencyPolicy:
         self._available, self._notify = available, notify
         self._wanted: frozenset[int] | None = None
         self._warned = False
-        self._steps = self._checked = self._seen = 0
+        self._checks = Checks()
         self._loaded = False
         self._before: dict[str, float] = {}
 
@@ -97,7 +97,7 @@ class ResidencyPolicy:
             self._warned = False
             self._pressure.emergency(len(before))
             self._wanted = frozenset()
-        elif self.options.kind == "auto" and self._due():
+        elif self.options.kind == "auto" and self._checks.due():
             self._wanted = self._moved(self._followed(len(before)))
         elif self.options.kind == "bytes":
             self._wanted = self._moved(self._within_budget(sorted(before)))
@@ -122,15 +122,6 @@ class ResidencyPolicy:
     @property
     def _context(self) -> int:
         return self.options.context or self._store.config.context or USUAL_CONTEXT
-
-    def _due(self) -> bool:
-        """Whether memory is to be looked at again. A pass that was no step, a chunk of a prompt or
-        of a text that is scored, counts for 64 tokens."""
-        chunk, self._seen = self._seen == self._steps, self._steps
-        if not chunk and self._steps - self._checked < CHECK_TOKENS:
-            return False
-        self._checked = self._steps
-        return True
 
     def _followed(self, count: int) -> int:
         """How many layers stay with the memory that there is now."""
@@ -203,8 +194,7 @@ class ResidencyPolicy:
         self._wanted = self.resident if self._loaded else None
 
     def memory_warning(self) -> None:
-        """Has all layers go before the next pass (section 3.4). May be called by a signal's
-        handler, or another thread."""
+        """Has all layers go before the next pass (section 3.4)."""
         self._warned = True
 
     # ------------------------------------------------------------------------------------- counting
@@ -216,7 +206,7 @@ class ResidencyPolicy:
 
     def count_step(self) -> None:
         """A step is being run."""
-        self._steps += 1
+        self._checks.count_step()
 
     def run_report(self) -> dict[str, Any]:
         """Of the run since `begin_run`: see `report`."""

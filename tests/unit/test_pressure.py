@@ -1,4 +1,4 @@
-"""The controller of resident layers, driven by written readings and by any readings at all."""
+"""The controller of what stays, driven by written readings and by any readings at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toastkit.residency.pressure import CALM, CALM_CHECKS, CRITICAL, LOW, Pressure
+from toastkit.holdings.pressure import CALM, CALM_CHECKS, CRITICAL, LOW, Pressure
 from toastkit.residency.sizing import Sizes, adaptive, needed
 
 MB = 1 << 20
@@ -118,6 +118,22 @@ def test_who_grew_too_soon_waits_twice_as_long() -> None:
     assert waits == [CALM_CHECKS, 2 * CALM_CHECKS, 4 * CALM_CHECKS, 8 * CALM_CHECKS]
 
 
+@pytest.mark.parametrize(
+    ("available", "resident", "left"),
+    [(LOW, 16, 16), (LOW - 1, 16, 12), (LOW - 1, 5, 4), (LOW - 1, 4, 4), (CRITICAL - 1, 16, 4)],
+)
+def test_the_least_stays(available: int, resident: int, left: int) -> None:
+    """As slots of a layer, of which a token needs some."""
+    pressure = Pressure(16, least=4)
+    assert pressure.update(available, resident, 16) == left
+    assert pressure.ceiling == (max(4, resident - 1) if left < resident else 16)
+    assert pressure.emergency(left) == 4
+    count = 4
+    for _ in range(60):
+        count = pressure.update(8 * GB, count, 16)
+    assert count == pressure.ceiling
+
+
 # ------------------------------------------------------------------------------------- scenarios
 
 
@@ -189,12 +205,15 @@ readings = st.tuples(
 )
 
 
-@given(st.integers(1, 64), st.data())
-def test_no_level_that_was_too_much_is_reached_again(layers: int, data: st.DataObject) -> None:
+@given(st.integers(1, 64), st.integers(0, 8), st.data())
+def test_no_level_that_was_too_much_is_reached_again(
+    pieces: int, least: int, data: st.DataObject
+) -> None:
     """Stretches of the same reading, so that there is calm to grow in."""
     stretches = st.lists(st.tuples(readings, st.integers(1, 12)), max_size=30)
-    pressure, count = Pressure(layers), data.draw(st.integers(0, layers))
-    counts, limit = [count], layers + 1
+    least = min(least, pieces)
+    pressure, count = Pressure(pieces, least), data.draw(st.integers(least, pieces))
+    counts, limit = [count], pieces + 1
     for (available, fits, warned), times in data.draw(stretches):
         for _ in range(times):
             before = count
@@ -203,11 +222,11 @@ def test_no_level_that_was_too_much_is_reached_again(layers: int, data: st.DataO
                 count = pressure.emergency(count)
             if count < before:
                 limit = min(limit, before)
-            assert 0 <= count < limit and count <= pressure.ceiling <= layers
-            assert count - before <= max(1, layers // 16)
+            assert least <= count < limit and count <= pressure.ceiling <= pieces
+            assert count - before <= max(1, pieces // 16)
             assert count <= before or available >= CALM
             counts.append(count)
-    assert turns(counts) <= 2 * layers
+    assert turns(counts) <= 2 * pieces
     waits = pressure.patience // CALM_CHECKS
     assert turns(counts) <= 2 * waits.bit_length()
 
