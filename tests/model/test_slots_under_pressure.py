@@ -233,6 +233,22 @@ def test_slots_in_a_gear(olmoe: Path) -> None:
     agrees(model.engine)
 
 
+def test_what_was_too_much_in_a_gear_is_too_much_in_it(olmoe: Path) -> None:
+    """Whatever another gear, of smaller slots, has found room for since."""
+    model = Watched(olmoe, 6, gears=GearOptions("auto", "all"))
+    mid, high = Wish("mid"), Wish("high")
+    model.run(1, high)
+    model.readings.count = LITTLE
+    assert model.run(1, high) == [4]
+    model.readings.count = pressure.LOW
+    assert model.run(1, mid) == [EXPERTS]  # all of them are less
+    model.policy._amount = 7 * model.policy.sizes.slot_bytes()  # as if it had grown there
+    assert model.run(1, high) == [5]
+    model.engine.begin_run()
+    model.run(1, mid)
+    assert model.run(1, high) == [7]
+
+
 def test_layers_that_come_and_go(tmp_path: Path) -> None:
     """Experts in slots and layers give way to the same shortage. Where a layer has all its experts
     these are the layer's, and no slot's."""
@@ -279,6 +295,17 @@ def test_rows_of_a_batch(olmoe: Path) -> None:
             found += [model.state.logits, other.logits]
         assert model.policy.report()["slots"] == (4 if short else 6)
     assert alike(found[:8], found[8:])
+
+
+def test_what_a_model_holds_is_room_for_it() -> None:
+    model, held = Watched("crumb", 12), 0
+    rooms = []
+    for engine in (model._made(), model.engine):
+        [policy] = engine.policies
+        model.readings.count -= engine.ledger.total()
+        rooms.append(policy._room.size())
+        held = engine.ledger.total()
+    assert rooms[0] == rooms[1] > 0 and held > 16 * MIB
 
 
 def test_memory_is_given_back() -> None:
