@@ -30,7 +30,7 @@ def test_steps_without_a_pause_are_what_was_measured(
         if again is not None:
             times.add("again", clock, clock := clock + again)
     steps, fell = len(passes), sum(again is not None for _, again in passes)
-    seconds = times.means(steps)
+    seconds = times.means()
     assert seconds["whole"] == pytest.approx(whole, rel=1e-3)
     assert seconds["step"] == pytest.approx((clock - 100) / steps, rel=1e-3)
     assert (seconds["again"] is None) == (fell == 0)
@@ -44,14 +44,16 @@ def test_means_are_of_a_run_and_the_whole_models_of_all() -> None:
     times = PassTimes()
     times.add("whole", 0, 2)
     times.add("little", 2, 3, before=0.5)  # with what was built earlier
-    assert times.means(1) == {"step": 1, "whole": 2, "little": 1.5, "again": None}
+    assert times.means() == {"step": 1, "whole": 2, "little": 1.5, "again": None}
     times.begin_run()
-    assert times.means(0) == {"step": None, "whole": 2, "little": None, "again": None}
+    assert times.means() == {"step": None, "whole": 2, "little": None, "again": None}
     times.add("whole", 10, 14)
     times.add("little", 20, 22)
     times.add("again", 22, 25)
     times.add("little", 26, 27)  # something else was done in between
-    assert times.means(2) == {"step": 3.5, "whole": 3, "little": 1.5, "again": 3}
+    assert times.means() == {"step": 3.5, "whole": 3, "little": 1.5, "again": 3}
+    every = times.means(run=False)  # from the end of one run to the next nothing is counted
+    assert every == {"step": 2.666667, "whole": 3, "little": 1.5, "again": 3}
 
 
 def test_what_is_not_known_is_not_estimated() -> None:

@@ -143,14 +143,18 @@ class ExpertsPolicy:
     def run_report(self) -> dict[str, Any]:
         """Of the run since `begin_run`, see `_counted`."""
         steps, fallbacks = self._before
-        return self._counted(self.steps - steps, self.fallbacks - fallbacks)
+        counts = self.steps - steps, self.fallbacks - fallbacks
+        return self._counted(*counts, self.times.means())
 
     def report(self) -> dict[str, Any]:
         """Of all runs, with the setting."""
         setting = {"setting": self.options.setting}
-        return {**setting, **self._counted(self.steps, self.fallbacks)}
+        means = self.times.means(run=False)
+        return {**setting, **self._counted(self.steps, self.fallbacks, means)}
 
-    def _counted(self, steps: int, fallbacks: int) -> dict[str, Any]:
+    def _counted(
+        self, steps: int, fallbacks: int, means: dict[str, float | None]
+    ) -> dict[str, Any]:
         """The mode with gamma, where it counts; both K; what `with_steps` has of the steps. Of
         MoBiLE the mean seconds of its passes too."""
         report: dict[str, Any] = {
@@ -158,7 +162,6 @@ class ExpertsPolicy:
             "little_k": self.little_k,
         }  # fmt: skip
         if self.options.threshold is not None:
-            means = self.times.means(steps)
             if not self.waits:
                 means["again"] = means["whole"]
             report["seconds"] = means

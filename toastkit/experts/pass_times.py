@@ -21,37 +21,40 @@ def estimated_speedup(whole: float, little: float, again: float, ratio: float) -
 
 class PassTimes:
     """Seconds of passes over one token, by kind: of the whole model, of the little one, and of the
-    whole one where it does a step again. And, by the wall, from the first step's begin to the last
-    one's end."""
+    whole one where it does a step again. And of a `step`, by the wall: what is done between two of
+    a run is counted in."""
 
     def __init__(self) -> None:
-        self._sums = dict.fromkeys(KINDS, (0, 0.0))
+        self._sums = dict.fromkeys(("step", *KINDS), (0, 0.0))
         self._before = dict(self._sums)
-        self._first: float | None = None
-        self._last = 0.0
+        self._last: float | None = None  # when a step of this run ended
 
     def begin_run(self) -> None:
-        """Means are of the passes from here on, but for the whole model's: of those so far."""
+        """Counts from here on, but for the whole model's passes: these are of all so far."""
         self._before = {**self._sums, "whole": (0, 0.0)}
-        self._first = None
+        self._last = None
 
     def add(self, kind: str, start: float, end: float, before: float = 0.0) -> None:
         """A pass of a kind, by time.perf_counter(). before: seconds of it that were spent
         earlier."""
-        count, seconds = self._sums[kind]
-        self._sums[kind] = count + 1, seconds + end - start + before
+        self._count(kind, 1, end - start + before)
         if kind != "whole":
-            self._first = start if self._first is None else self._first
+            since = start if self._last is None else self._last
+            self._count("step", int(kind == "little"), end - since)
             self._last = end
 
-    def means(self, steps: int) -> dict[str, float | None]:
-        """By kind, and `step`, of so many steps by the wall; None where there were none."""
-        wall = None if self._first is None else self._last - self._first
-        found: dict[str, float | None] = {"step": wall and steps and wall / steps or None}
-        for kind in KINDS:
-            count, seconds = (a - b for a, b in zip(self._sums[kind], self._before[kind]))
-            found[kind] = seconds / count if count else None
-        return {kind: value and round(value, 6) for kind, value in found.items()}
+    def _count(self, kind: str, passes: int, more: float) -> None:
+        count, seconds = self._sums[kind]
+        self._sums[kind] = count + passes, seconds + more
+
+    def means(self, run: bool = True) -> dict[str, float | None]:
+        """By kind, None where there were none: of the run, or of all so far."""
+        found: dict[str, float | None] = {}
+        for kind, sums in self._sums.items():
+            counts = zip(sums, self._before[kind] if run else (0, 0.0))
+            count, seconds = (now - before for now, before in counts)
+            found[kind] = round(seconds / count, 6) if count else None
+        return found
 
 
 def with_steps(report: Mapping[str, Any], steps: int, fallbacks: int) -> dict[str, Any]:
