@@ -3,7 +3,7 @@ behind, which is nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,16 @@ mx = pytest.importorskip("mlx.core")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from tests.model.moe_checkpoints import NAMES, write_moe  # noqa: E402
-from toastkit.engine.batch import Batch, can_batch  # noqa: E402
+from tests.model.moe_checkpoints import NAMES  # noqa: E402
+from tests.model.moe_engines import (  # noqa: E402
+    MIDDLE,
+    Made,
+    arrays,
+    engines,
+    prompt_of,
+    read,
+    same,
+)
 from toastkit.engine.big_little import confidence  # noqa: E402
 from toastkit.engine.engine import Engine  # noqa: E402
 from toastkit.engine.geared import score_in_gears, score_in_steps  # noqa: E402
@@ -25,49 +33,17 @@ from toastkit.engine.perplexity import score  # noqa: E402
 from toastkit.engine.savepoints import copy_caches  # noqa: E402
 from toastkit.engine.state import ModelState, Passed  # noqa: E402
 from toastkit.errors import IOFailure  # noqa: E402
-from toastkit.experts.experts_options import ExpertsOptions, LittleK  # noqa: E402
+from toastkit.experts.experts_options import LittleK  # noqa: E402
 from toastkit.gears.gear_options import GearOptions  # noqa: E402
 from toastkit.holdings.policy import Wish  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
 from toastkit.residency.residency_options import ResidencyOptions  # noqa: E402
 
 COUNT = 6  # tokens of an answer
-MIDDLE = 0.022  # about as sure as these random models are of a token
-Made = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Made:
-    """Engines of the random checkpoints; each set of options once."""
-    kept: dict[tuple, Engine] = {}
-    folder = tmp_path_factory.mktemp("moe")
-
-    def engine(name: str, mode: str, gamma: float = 0.7, **rest: Any) -> Engine:
-        experts = {k: rest.pop(k) for k in ("little_k", "prompt") if k in rest}
-        key = (name, mode, gamma, repr(experts), repr(rest))
-        if key not in kept:
-            path = folder / name
-            if not path.exists():
-                write_moe(path, name)
-            options = ExpertsOptions(mode, gamma, **experts)
-            kept[key] = open_engine(
-                locate(str(path)), dtype="float32", device_name="cpu", experts=options, **rest
-            )
-        return kept[key]
-
-    return engine
-
-
-def prompt_of(engine: Engine, count: int = 40) -> list[int]:
-    """Longer than a window of those that have one."""
-    return [(37 * n + 5) % engine.vocab for n in range(count)]
-
-
-def read(engine: Engine, ids: Sequence[int]) -> ModelState:
-    state = ModelState(engine.new_cache())
-    for _ in engine.reading(state, ids, lambda: 16):
-        pass
-    return state
+    return engines(tmp_path_factory.mktemp("moe"))
 
 
 def answer(engine: Engine, ahead: bool = True, count: int = COUNT) -> tuple[list[int], list, Any]:
@@ -84,29 +60,6 @@ def answer(engine: Engine, ahead: bool = True, count: int = COUNT) -> tuple[list
         logits.append(np.array(state.logits))
     state.take_back()
     return tokens, logits, state
-
-
-def arrays(caches: Sequence[Any]) -> list[np.ndarray]:
-    """All that caches hold, as far as they count it: rows after the last token are no part of a
-    state."""
-    flat: list[np.ndarray] = []
-    for layer in caches:
-        cut = type(layer).__name__ == "KVCache"
-        for name, value in sorted(vars(layer).items()):
-            if name in ("caches", "state"):
-                flat += arrays(value)
-            elif cut and name in ("keys", "values"):
-                flat.append(np.array(value[..., : layer.offset, :]))
-            elif isinstance(value, (list, tuple)):
-                flat += [np.array(v) for v in value if isinstance(v, mx.array)]
-            elif isinstance(value, (mx.array, int)):
-                flat.append(np.array(value))
-    assert len(flat) >= 2 * len(caches)
-    return flat
-
-
-def same(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
-    return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b))
 
 
 # --------------------------------------------------------------------------------- the two limits
@@ -319,42 +272,6 @@ def test_gears(made: Made) -> None:
         assert engine.gears.gear == "high"
         found.append(logits)
     assert same(*found)
-
-
-def test_a_batch_steps_with_the_little_k(made: Made) -> None:
-    engine = made("olmoe", "little")
-    assert engine.steps_together and not made("olmoe", "mobile").steps_together
-    assert can_batch(engine)
-    states = [read(engine, prompt_of(engine)[:n]) for n in (20, 12)]
-    batch = Batch(engine)
-    batch.join(states)
-    batch.step([5, 6])
-    assert [state.passed for state in states] == [Passed(2, False)] * 2
-    alone = read(engine, prompt_of(engine)[:20])
-    engine.consume(alone, 5)
-    scale = float(mx.abs(alone.logits).max().item())
-    assert float(mx.abs(states[0].logits - alone.logits).max().item()) < 1e-3 * scale
-
-
-def test_conversations_fall_back_by_themselves(made: Made, homes) -> None:
-    """Each is answered as if it were alone, prompts being read between their steps."""
-    from tests.model.service_driver import Driver
-
-    engine, prompts = made("qwen3_next", "mobile", MIDDLE), ["Who are you?", "12 + 7 = ?", "Why?"]
-    alone = []
-    for prompt in prompts:
-        fresh = Driver(engine, cache_bytes=0, spill_bytes=0)
-        alone.append(fresh.ask(prompt, ignore_eos=True))
-    driver = Driver(engine, cache_bytes=0, spill_bytes=0)
-    asked = [driver.start(prompts[0], ignore_eos=True)]
-    driver.turns_until(lambda: len(asked[0].ids) == 3)
-    asked += [driver.start(prompt, ignore_eos=True) for prompt in prompts[1:]]
-    driver.finish()
-    assert [one.answer for one in asked] == [one.answer for one in alone]
-    fell = [[one.stats["experts"]["fallbacks"] for one in ones] for ones in (asked, alone)]
-    assert fell[0] == fell[1] and 0 < fell[0][0] < 7
-    assert {one.stats["experts"]["steps"] for one in asked} == {7}
-    assert driver.service.stepper.sizes == []
 
 
 # ------------------------------------------------------------------------------------- perplexity

@@ -2,16 +2,21 @@
 
 mlx_lm's caches for this pad the shorter states on the left. A state that joins is copied into the
 batch, one that leaves is copied out; in between its own caches are out of date.
+
+With MoBiLE (paper 002, algorithm 1) the little pass is one for all. The rows that it is not sure of
+are run again by the big model, as a smaller batch; the others are not touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from toastkit.engine.big_little import unsure_rows
 from toastkit.engine.engine import Engine
+from toastkit.engine.savepoints import copy_caches, put_back
 from toastkit.engine.state import ModelState, Passed
 from toastkit.holdings.policy import NO_WISH
 
@@ -19,14 +24,16 @@ from toastkit.holdings.policy import NO_WISH
 # architecture to count as one that can be batched: rounding in float32, and in 16 bits.
 TOLERANCE = 1e-3
 COARSE_TOLERANCE = 5e-2
+ROWS = ("keys", "values")  # of a cache, (B, H, positions, D)
 
 
 class Batch:
-    """States that step together. members: their order is that of the rows. Empty at first."""
+    """States that step together. members: their order is that of the rows. caches: of all of them,
+    one a layer. Empty at first."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._caches: Any = []
+        self.caches: Any = []
         self.members: list[ModelState] = []
 
     def join(self, states: Sequence[ModelState]) -> None:
@@ -35,10 +42,10 @@ class Batch:
             state.take_back()
         added = [type(layers[0]).merge(list(layers)) for layers in zip(*(s.cache for s in states))]
         if self.members:
-            for mine, theirs in zip(self._caches, added):
+            for mine, theirs in zip(self.caches, added):
                 mine.extend(theirs)
         else:
-            self._caches = self._engine.counted(added)
+            self.caches = self._engine.counted(added)
         for state in states:
             state.cache = []  # in the batch from now on
         self.members += states
@@ -47,33 +54,101 @@ class Batch:
         """Gives states their own caches back."""
         for state in states:
             row = self.members.index(state)
-            state.cache = self._engine.counted(_extracted(x, row) for x in self._caches)
+            state.cache = self._engine.counted(_extracted(x, row) for x in self.caches)
             mx.eval([layer.state for layer in state.cache])
         rest = [i for i, member in enumerate(self.members) if member not in states]
         if rest:
-            for layer in self._caches:
+            for layer in self.caches:
                 layer.filter(mx.array(rest))
         else:
-            self._caches = []
+            self.caches = []
         self.members = [self.members[i] for i in rest]
 
     def dissolve(self) -> None:
         """Gives the batch up, and with it the caches of its members: they are to be read anew."""
-        self._caches = []
+        self.caches = []
         for state in self.members:
             state.cache = []
 
     def step(self, tokens: Sequence[int | mx.array]) -> None:
         """Runs one more token of each member, in their order: ids, or device arrays () uint32. Sets
-        each one's logits, float32 (vocab,), lazy. The token lists are the caller's to keep."""
+        each one's logits, float32 (vocab,), lazy but where they have to be looked at. The token
+        lists are the caller's to keep. Where it raises, the batch is to be dissolved."""
+        engine, experts = self._engine, self._engine.experts
         ids = mx.stack([mx.array(token, mx.uint32).reshape(1) for token in tokens])
-        self._engine.decide(NO_WISH)
-        logits = self._engine.step_rows(ids, self._caches)
-        experts = self._engine.experts
+        engine.decide(NO_WISH)
+        passed = [None if experts is None else Passed(experts.k_now, False)] * len(tokens)
+        if experts is None or experts.options.threshold is None:
+            logits = list(engine.step_rows(ids, self.caches))
+        else:
+            before = self.before_a_step()
+            little = engine.step_rows(ids, self.caches)
+            logits = list(little)
+            if unsure := unsure_rows(little, experts.options.threshold):
+                with experts.again(unsure):
+                    for row, own in zip(unsure, self.run_again(ids, before, unsure)):
+                        logits[row], passed[row] = own, Passed(experts.k_now, True)
+                experts.fallbacks += len(unsure)
+        told = engine.holdings.slots.counted()
         for row, state in enumerate(self.members):
-            state.logits = logits[row]
-            state.passed = None if experts is None else Passed(experts.k_now, False)
-            self._engine.count_step()
+            state.logits, state.passed, state.experts = logits[row], passed[row], told
+            engine.count_step()
+
+    def before_a_step(self) -> list[Any]:
+        """What `run_again` needs of the caches: all but their keys and values. Those are not held,
+        and so not copied when they are written: what a step writes it writes again in the same
+        place, be it over the oldest row of a ring."""
+        kept = copy_caches(list(_leaves(self.caches)))
+        for leaf in kept:
+            for name in ROWS:
+                vars(leaf).pop(name, None)
+        return kept
+
+    def run_again(self, ids: mx.array, before: list[Any], rows: Sequence[int]) -> mx.array:
+        """The last pass, taken back and run again for some rows: their logits, float32 (R, vocab),
+        lazy. They are then, to the bit, as if it had not been; the others as it left them.
+
+        ids: uint32 (B, 1), of all. before: of `before_a_step`, used up. rows: ascending."""
+        if len(rows) == len(self.members):
+            put_back(list(_leaves(self.caches)), before)
+            return self._engine.step_rows(ids, self.caches)
+        which = mx.array(list(rows), mx.uint32)
+        part = self._engine.counted(copy_caches(self.caches))
+        put_back(list(_leaves(part)), before)
+        for leaf in _leaves(part):
+            vars(leaf).update({name: _taken(value, which) for name, value in vars(leaf).items()})
+        logits = self._engine.step_rows(ids[which], part)
+        for leaf, own in zip(_leaves(self.caches), _leaves(part)):
+            _write_back(leaf, own, which)
+        return logits
+
+
+def _leaves(caches: Sequence[Any]) -> Iterator[Any]:
+    """Caches, those that are made of several part by part."""
+    for layer in caches:
+        if (parts := getattr(layer, "caches", None)) is not None:
+            yield from _leaves(parts)
+        else:
+            yield layer
+
+
+def _taken(value: Any, rows: mx.array) -> Any:
+    """Some rows of what a batch's cache holds: along the first axis of its arrays."""
+    if isinstance(value, list):
+        return [_taken(item, rows) for item in value]
+    return value[rows] if isinstance(value, mx.array) else value
+
+
+def _write_back(layer: Any, own: Any, rows: mx.array) -> None:
+    """Gives a batch's cache what a step of some rows wrote. own: their cache."""
+    if hasattr(layer, "cache"):  # recurrent states, convolutions
+        for all_rows, some in zip(layer.cache, own.cache):
+            if some is not None:
+                all_rows[rows] = some
+    elif layer.keys is not None:
+        place = layer._idx - 1
+        for name in ROWS:
+            getattr(layer, name)[rows, :, place] = getattr(own, name)[:, :, place]
 
 
 def _extracted(layer: Any, row: int) -> Any:
@@ -86,23 +161,31 @@ def _extracted(layer: Any, row: int) -> Any:
 
 def can_batch(engine: Engine) -> bool | None:
     """Whether states of this model can step together: its caches can be merged, and two states of
-    different lengths come out as they do alone. (An architecture may ignore the padding; that shows
-    here.) None where the trial failed for a reason that may pass. Runs some sixty tokens."""
+    different lengths come out as they do alone, with MoBiLE one that is run again too. (An
+    architecture may ignore the padding; that shows here.) None where the trial failed for a reason
+    that may pass. Runs some sixty tokens."""
     if not all(hasattr(layer, "merge") for layer in engine.new_cache()):
         return False
-    most = engine.vocab - 1
+    most, experts = engine.vocab - 1, engine.experts
+    right, wrong, last = (min(token, most) for token in (5, 9, 6))
+    falls = experts is not None and experts.options.threshold is not None
     prompts = [[min(7 + 3 * i, most) for i in range(n)] for n in (4, 40)]
     try:
         together, alone = _states(engine, prompts), _states(engine, prompts)
         batch = Batch(engine)
         batch.join(together)
         for _ in range(2):
-            batch.step([min(5, most)] * 2)
+            before = batch.before_a_step()
+            first = mx.array([[right], [wrong if falls else right]], mx.uint32)
+            together[0].logits, together[1].logits = engine.step_rows(first, batch.caches)
+            if falls:
+                both = mx.array([[right], [right]], mx.uint32)
+                [together[1].logits] = batch.run_again(both, before, [1])
             for state in alone:
-                engine.consume(state, min(5, most))
+                state.logits = engine.step(right, state.cache)
         batch.leave([together[0]])
-        engine.consume(together[0], min(6, most))
-        engine.consume(alone[0], min(6, most))
+        for state in (together[0], alone[0]):
+            state.logits = engine.step(last, state.cache)
         return all(_close(a.logits, b.logits, engine) for a, b in zip(together, alone))
     except (ValueError, TypeError, AttributeError, IndexError, NotImplementedError):
         return False  # these caches, or this model, are not made for it

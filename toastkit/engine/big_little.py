@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import mlx.core as mx
+import numpy as np
 
 from toastkit.engine.lookahead import Lookahead
 from toastkit.engine.savepoints import roll_back, take_savepoint
@@ -27,10 +28,18 @@ Step = Callable[[int | mx.array, list], mx.array]
 
 
 def confidence(logits: mx.array) -> mx.array:
-    """The probability of the likeliest token before temperature, float32 scalar, lazy. logits:
-    float32 (vocab,)."""
+    """The probability of the likeliest token before temperature, float32 (...), lazy. logits:
+    float32 (..., vocab)."""
     # exp(0) is among the summands: it is never over 1, however the sum is rounded.
-    return 1 / total(mx.exp(logits - logits.max())[None])[0]
+    return 1 / total(mx.exp(logits - logits.max(axis=-1, keepdims=True)))
+
+
+def unsure_rows(logits: mx.array, gamma: float) -> list[int]:
+    """The rows, ascending, of a little pass that are not kept: of states whose likeliest token is
+    no likelier than gamma, or whose logits are no numbers. logits: float32 (B, vocab). One
+    synchronisation."""
+    kept = np.array(confidence(logits) > gamma)
+    return np.flatnonzero(~kept).tolist()
 
 
 def look_ahead(experts: ExpertsPolicy | None, step: Step, state: ModelState) -> Lookahead:

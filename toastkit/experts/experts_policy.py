@@ -7,7 +7,7 @@ not confident is for engine.big_little, which can take a state back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,13 +29,12 @@ class ExpertsPolicy:
     """
 
     name = "experts"
+    steps_together = True  # with MoBiLE, too: see batch.Batch.step
 
     def __init__(self, options: ExpertsOptions):
         self.options = options
         self.paths: list[str] = []
         self.variant = ""
-        # A little pass that is not kept is done again for its state alone.
-        self.steps_together = options.threshold is None
         self.blocks: list[MoEBlock] = []
         self.k = self.little_k = 0
         self.steps = self.fallbacks = 0
@@ -67,14 +66,15 @@ class ExpertsPolicy:
         return False
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """A step that was just run and taken back is run by the big model meanwhile. Where experts
-        are in slots, those are read ahead that the routers of all layers name, asked with its K
-        about what they saw: among them those that the little model wanted (section III-B)."""
+    def again(self, rows: Sequence[int] | None = None) -> Iterator[None]:
+        """A step that was just run and taken back is run by the big model meanwhile; rows: of a
+        batch, None for all. Where experts are in slots, those are read ahead that the routers of
+        all layers name, asked with its K about what they saw: among them those that the little
+        model wanted (section III-B)."""
         with self.big():
             if self.prefetches and self._slots.layers:
                 foresight = self._slots.foresight
-                foresight.tell(foresight.last_choices(), foresight.fixed_depth)
+                foresight.tell(foresight.last_choices(rows), foresight.fixed_depth)
             yield
 
     @contextmanager

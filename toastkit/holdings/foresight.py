@@ -116,11 +116,12 @@ class Foresight:
             self._asking = False
         return None
 
-    def last_choices(self) -> dict[int, list[int]]:
+    def last_choices(self, rows: Sequence[int] | None = None) -> dict[int, list[int]]:
         """What the routers choose of what their layers saw in the last step, with the K that their
         blocks have now, by place among the layers with slots and in no order: what the same token
-        wants when it is run again with more experts. One synchronisation. Layers are missing whose
-        last pass was no step, that were not watched, or whose router comes and goes.
+        wants when it is run again with more experts. rows: of a batch that are run again, None for
+        all. One synchronisation. Layers are missing whose last pass was no step, that were not
+        watched, or whose router comes and goes.
 
             foresight.watch()
             (a step with few experts; then the blocks get their full K)
@@ -129,7 +130,10 @@ class Foresight:
         """
         found = {}
         for place, layer in enumerate(self._slots.layers):
-            choice = None if layer.seen is None else self.choice(layer, layer.seen)
+            if layer.seen is None:
+                continue
+            seen = layer.seen if rows is None else layer.seen[mx.array(list(rows))]
+            choice = self.choice(layer, seen)
             if choice is not None:
                 found[place] = choice
         mx.eval(list(found.values()))

@@ -1,0 +1,76 @@
+"""Engines of the random mixtures of experts, prompts for them, and what their caches hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from tests.model.moe_checkpoints import write_moe
+from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
+from toastkit.engine.state import ModelState
+from toastkit.experts.experts_options import ExpertsOptions
+from toastkit.model.locate import locate
+
+MIDDLE = 0.022  # about as sure as these random models are of a token
+Made = Callable[..., Engine]
+
+
+def engines(folder: Path) -> Made:
+    """Opens engines of the checkpoints of moe_checkpoints.NAMES: of a name, a mode, a gamma, with
+    other fields of ExpertsOptions and other policies; each set of options once."""
+    kept: dict[tuple, Engine] = {}
+
+    def engine(name: str, mode: str, gamma: float = 0.7, **rest: Any) -> Engine:
+        experts = {k: rest.pop(k) for k in ("little_k", "prompt") if k in rest}
+        key = (name, mode, gamma, repr(experts), repr(rest))
+        if key not in kept:
+            path = folder / name
+            if not path.exists():
+                write_moe(path, name)
+            options = ExpertsOptions(mode, gamma, **experts)
+            kept[key] = open_engine(
+                locate(str(path)), dtype="float32", device_name="cpu", experts=options, **rest
+            )
+        return kept[key]
+
+    return engine
+
+
+def prompt_of(engine: Engine, count: int = 40) -> list[int]:
+    """Longer than a window of those that have one."""
+    return [(37 * n + 5) % engine.vocab for n in range(count)]
+
+
+def read(engine: Engine, ids: Sequence[int]) -> ModelState:
+    state = ModelState(engine.new_cache())
+    for _ in engine.reading(state, ids, lambda: 16):
+        pass
+    return state
+
+
+def arrays(caches: Sequence[Any]) -> list[np.ndarray]:
+    """All that caches hold, as far as they count it: rows after the last token are no part of a
+    state."""
+    flat: list[np.ndarray] = []
+    for layer in caches:
+        cut = type(layer).__name__ == "KVCache"
+        for name, value in sorted(vars(layer).items()):
+            if name in ("caches", "state"):
+                flat += arrays(value)
+            elif cut and name in ("keys", "values"):
+                flat.append(np.array(value[..., : layer.offset, :]))
+            elif isinstance(value, (list, tuple)):
+                flat += [np.array(v) for v in value if isinstance(v, mx.array)]
+            elif isinstance(value, (mx.array, int)):
+                flat.append(np.array(value))
+    assert len(flat) >= 2 * len(caches)
+    return flat
+
+
+def same(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
+    return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b))
