@@ -31,10 +31,12 @@ LEAST_APART = 32  # tokens between a savepoint and the one before: fewer are rea
 @dataclass(eq=False)
 class ScheduledState(ModelState):
     """A state whose steps the scheduler takes. waiting: the token of the step that is due, which is
-    the last of its tokens already. wish: what is wanted of that step."""
+    the last of its tokens already. wish: what is wanted of that step. prompt: how many tokens were
+    read as a prompt, 0 until there is a step."""
 
     waiting: Any = field(default=None)
     wish: Wish = field(default=NO_WISH)
+    prompt: int = 0
 
     def take_step(self, engine: Engine) -> None:
         """Takes the step that is due, alone. Lazy."""
@@ -160,6 +162,7 @@ class ScheduledRuns(LocalRuns):
     def consume(self, state: State, token: Any, wish: Wish) -> None:
         """Notes the token; the step is due from now on."""
         self._held.waiting, self._held.wish = token, wish
+        self._held.prompt = self._held.prompt or len(state.tokens)
         state.tokens.append(token)
 
     def finish(self, state: State) -> None:

@@ -88,11 +88,18 @@ class Stepper:
         self._pause = min(2 * self._pause, MOST_ROUNDS)
 
     def _read_anew(self, state: ScheduledState) -> None:
-        """Makes the caches of a state whose batch was given up."""
+        """Makes the caches of a state whose batch was given up. Its steps are taken again as steps
+        where a policy has them computed in another way than a prompt."""
         state.take_back()
-        ids, cache = state.read_tokens(), self._engine.new_cache()
-        self._engine.prefill(ids if state.waiting is None else ids[:-1], cache)
-        state.cache = cache
+        ids = state.read_tokens() if state.waiting is None else state.read_tokens()[:-1]
+        steps = any(policy.variant for policy in self._engine.policies)
+        count = state.prompt if steps and state.prompt else len(ids)
+        twin = ModelState(self._engine.new_cache(), ids[:count])
+        self._engine.prefill(twin.tokens, twin.cache)
+        for token in ids[count:]:
+            self._engine.consume(twin, token)
+            mx.eval(twin.logits)
+        state.cache = twin.cache
 
     def _step_alone(self, state: ScheduledState) -> None:
         self.leave(state)
