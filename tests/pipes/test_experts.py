@@ -16,6 +16,7 @@ ASKED = "Ned has 12 apples. He buys 3 boxes with 7 apples each. How many apples 
 COUNT = ["-n", "20"]
 GREEDY = ["--temp", "0", *COUNT]
 JSON = ["--json", "--arrays", "none"]
+EXACTLY = {"temperature": 0, "ignore_eos": True, "tokens": True}
 MOBILE = ["--experts", "mobile:0.9", "--little-k", "2"]
 LITTLE_PROMPT = ["--prefill-experts", "little"]
 
@@ -114,6 +115,27 @@ def test_a_daemon_answers_as_one_process(daemon: Daemon, alone) -> None:
     assert b"runs crumb with mobile:0.9 --little-k 2 experts: loading" in decoded.stderr
     status = daemon.toast("toasted", "status").stdout.decode()
     assert "\nexperts: mobile:0.9 --little-k 2; mobile, K 2 of 4, gamma 0.9; " in status
+
+
+def test_conversations_step_together_and_fall_back_by_themselves(daemon: Daemon) -> None:
+    """One is asked in the midst of another's answer, and it is sure of every token: both are what
+    they are alone, and so is what is said of their steps."""
+    asked = [
+        {"prompt": prompt, "options": {**EXACTLY, "max_tokens": count}}
+        for prompt, count in ((ASKED, 60), ("Who are you?", 12))
+    ]
+    alone = [daemon.ask(**one) for one in asked]
+    replies = daemon.replies(asked[0])
+    first = [next(replies) for _ in range(4)]
+    second = daemon.ask(**asked[1])
+    first += replies
+    assert [reply["token"]["id"] for reply in first if "token" in reply] == alone[0].tokens
+    assert second.tokens == alone[1].tokens and len(second.tokens) == 12
+    [stats] = [reply["stats"] for reply in first if "stats" in reply]
+    for mine, wanted in zip((stats, second.stats), alone):
+        assert mine["experts"] == wanted.stats["experts"]
+    assert 0 < stats["experts"]["fallbacks"] < stats["experts"]["steps"]
+    assert second.stats["experts"]["fallbacks"] == 0
 
 
 def test_a_daemon_with_others_is_refused(daemon: Daemon) -> None:
