@@ -227,3 +227,25 @@ def test_the_same_conversation_twice(batched: Made) -> None:
     for pair in pairs[::2]:
         pair.step_alone(5)
         pair.check()
+
+
+@pytest.mark.parametrize("made", KINDS, indirect=True)
+def test_some_rows_are_run_again(batched: Made) -> None:
+    """With other tokens: those rows are as if the first pass had not been, the other one stays."""
+    engine = batched.engine
+    pairs = [Pair(engine, count) for count in LENGTHS]
+    batch = Batch(engine)
+    batch.join([pair.twin for pair in pairs])
+    for rows in ([0, 2], [1], [0, 1, 2]):
+        before = batch.before_a_step()
+        logits = list(engine.step_rows(mx.array([[9], [10], [11]], mx.uint32), batch.caches))
+        again = batch.run_again(mx.array([[5], [6], [7]], mx.uint32), before, rows)
+        for row, own in zip(rows, again):
+            logits[row] = own
+        for row, pair in enumerate(pairs):
+            pair.twin.logits = logits[row]
+            pair.step_alone((5 if row in rows else 9) + row)
+            pair.check()
+    steps(batch, pairs, 2, 100)
+    for pair in pairs:
+        leave(batch, pair)
