@@ -4,7 +4,8 @@
 
 A random llama in bfloat16, in shards of a layer each, is baked in every way, each in a process of
 its own that has baked the embedded model before: what is measured is what the size of the model
-adds. The bound is 2.5 times the largest layer, or the largest tensor outside the layers.
+adds. "experts" bakes a mixture of experts of that size expert by expert. The bound is 2.5 times the
+largest layer, or the largest tensor outside the layers.
 """
 
 from __future__ import annotations
@@ -26,29 +27,39 @@ CASES = {
     "quant": {"quantization": {"bits": 4}},
     "gears": {"gears": ("low", "mid")},
     "split": None,
+    "experts": {"expert_major": True},
 }
+EXPERTS = 8  # of the mixture
 VOCAB = 16384
 MIB = 1 << 20
 
 
-def write_model(path: Path, hidden: int, size: int) -> None:
-    """A random llama of about `size` bytes, a shard for each layer."""
+def write_model(path: Path, hidden: int, size: int, experts: int) -> None:
+    """A random llama of about `size` bytes, or a mixture of so many experts in place of each MLP; a
+    shard for each layer."""
     import mlx.core as mx
 
-    width = hidden * 11 // 4
+    width = hidden * 11 // 4 // max(experts, 1)
     square, wide, tall = (hidden, hidden), (width, hidden), (hidden, width)
     shapes = {f"self_attn.{name}_proj.weight": square for name in "qkvo"}
-    shapes |= {"mlp.gate_proj.weight": wide, "mlp.up_proj.weight": wide}
-    shapes |= {"mlp.down_proj.weight": tall, "input_layernorm.weight": (hidden,)}
-    shapes |= {"post_attention_layernorm.weight": (hidden,)}
+    for n in range(max(experts, 1)):
+        place = f"mlp.experts.{n}" if experts else "mlp"
+        shapes |= {f"{place}.gate_proj.weight": wide, f"{place}.up_proj.weight": wide}
+        shapes |= {f"{place}.down_proj.weight": tall}
+    shapes |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    if experts:
+        shapes |= {"mlp.gate.weight": (experts, hidden)}
+        shapes |= {f"self_attn.{name}_norm.weight": (hidden,) for name in "qk"}
     outside = {"model.embed_tokens.weight": (VOCAB, hidden), "model.norm.weight": (hidden,)}
-    per_layer = 2 * (4 * hidden * hidden + 3 * hidden * width)
+    per_layer = 2 * (4 * hidden * hidden + 3 * hidden * width * max(experts, 1))
     layers = max(2, (size - 2 * VOCAB * hidden) // per_layer)
     config = {
         "model_type": "llama", "hidden_size": hidden, "intermediate_size": width,
         "num_hidden_layers": layers, "num_attention_heads": hidden // 64, "rms_norm_eps": 1e-6,
         "num_key_value_heads": hidden // 64, "vocab_size": VOCAB, "tie_word_embeddings": True,
     }  # fmt: skip
+    if experts:
+        config |= {"model_type": "olmoe", "num_experts": experts, "num_experts_per_tok": 2}
     (path / "config.json").write_text(json.dumps(config))
     groups = [outside]
     for i in range(layers):
@@ -142,10 +153,12 @@ def main() -> None:
         return
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "source"
-        source.mkdir()
-        write_model(source, options.hidden, int(options.gib * 2**30))
         for case in options.cases or CASES:
+            experts = EXPERTS if case == "experts" else 0
+            source = Path(folder) / f"source-{experts}"
+            if not source.exists():
+                source.mkdir()
+                write_model(source, options.hidden, int(options.gib * 2**30), experts)
             with tempfile.TemporaryDirectory() as out:
                 command = [sys.executable, __file__, "--measure", str(source), out, "--", case]
                 done = subprocess.run(command, stdout=subprocess.PIPE, check=True)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bake.py"
-CASES = {"copy", "dtype", "quant", "gears", "split"}
+CASES = {"copy", "dtype", "quant", "gears", "split", "experts"}
 # Buffers whose size does not depend on the model: chunks, blocks of rows, and what of them malloc
 # keeps.
 CONSTANT = 24 << 20

@@ -32,7 +32,7 @@ def jobs_of(raw: RawTensors, *names: str, widened: bool = False) -> dict[str, Jo
     found = {}
     for name in names:
         _, entry = raw.place(name)
-        found[name] = Job((raw.span(name),), entry.dtype, entry.shape, widened)
+        found[name] = Job(raw.spans(name), entry.dtype, entry.shape, widened)
     return found
 
 
@@ -116,9 +116,9 @@ def test_what_is_read_once_a_token_leaves_the_file_cache(
         pytest.skip("this file system does not let go of its pages")
     raw = RawTensors(locate(str(tmp_path)))
     raw.cached = way == "cached"
-    span = raw.span("model.a")
+    (span,) = raw.spans("model.a")
     view = memoryview(bytearray(span.stop - span.start))
-    raw.fill(view, [Span(*span)], lambda: False)
+    raw.fill([(Span(*span), view)], lambda: False)
     pages = cached_pages(path)
     assert pages > 2000 if way == "cached" else pages < 40  # the header's, and what it reads ahead
     raw.close()

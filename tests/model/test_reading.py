@@ -58,14 +58,14 @@ class Gate:
         self.order: list[str] = []
         self.began = threading.Semaphore(0)
         self._open = threading.Event()
-        self._names = {raw.span(name): name for name in raw.below("model.")}
+        self._names = {raw.spans(name)[0]: name for name in raw.below("model.")}
 
-    def fill(self, view, spans, stopped) -> None:
-        self.order.append(self._names[spans[0]])
+    def fill(self, wanted, stopped) -> None:
+        self.order.append(self._names[wanted[0][0]])
         self.began.release()
         while not self._open.wait(0.01) and not stopped():
             pass
-        self.raw.fill(view, spans, stopped)
+        self.raw.fill(wanted, stopped)
 
     def open(self) -> None:
         self._open.set()
@@ -86,7 +86,7 @@ def jobs_of(gate: Gate) -> dict[str, Job]:
     for name in raw.below("model."):
         if name.endswith(("q_proj.weight", "o_proj.weight")):
             _, entry = raw.place(name)
-            found[name] = Job((raw.span(name),), entry.dtype, entry.shape)
+            found[name] = Job(raw.spans(name), entry.dtype, entry.shape)
     assert len(found) >= 6 and len({job.nbytes for job in found.values()}) == 1
     return found
 

@@ -36,13 +36,13 @@ class Disk:
         self.reads = 0
         fill = RawTensors.fill
 
-        def counted(raw: RawTensors, view: Any, spans: Any, stopped: Any) -> None:
+        def counted(raw: RawTensors, wanted: Any, stopped: Any) -> None:
             self.reads += 1
             if self.left is not None:
                 self.left -= 1
                 if self.left < 0:
                     raise IOFailure("cannot read it: the disk is broken")
-            fill(raw, view, spans, stopped)
+            fill(raw, wanted, stopped)
 
         monkeypatch.setattr(RawTensors, "fill", counted)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import executable
+from tests.model.published import write_published
 from tests.pipes.conftest import Model
 from tests.unpack import unpack
 
@@ -232,6 +233,29 @@ def test_bake_with_everything(model: Model, tmp_path: Path) -> None:
     ok(model("bake", "crumb", "-o", tmp_path / "d.toast", env={"TOAST_DTYPE": "float32"}))
     assert json_info(model, tmp_path / "d.toast")["dtypes"] == {"bfloat16": 2 * 7_719_280}
     assert sorted(p.name for p in tmp_path.glob("*.toast*")) == ["d.toast", "g.toast", "q.toast"]
+
+
+def test_bake_experts_one_after_another(model: Model, tmp_path: Path) -> None:
+    one, two, dense = (tmp_path / name for name in ("1.toast", "2.toast", "llama"))
+    ok(model("bake", "crumb", "-o", one))
+    ok(model("bake", "crumb", "-o", two, "--expert-major"))
+    facts, others = json_info(model, two), json_info(model, one)
+    assert facts["expert_major"] and not others["expert_major"]
+    assert re.search(r"^layout +expert after expert$", ok(model("info", two)), re.MULTILINE)
+    for name in ("tensors", "bytes", "parameters", "dtypes"):
+        assert facts[name] == others[name]
+    assert ok(model("verify", two)).split(",")[0] == ok(model("verify", one)).split(",")[0]
+    ok(model("bake", two, "-o", tmp_path / "3.toast"))
+    assert (tmp_path / "3.toast").read_bytes() == one.read_bytes()
+    write_published(dense, "llama")
+    refused(model("bake", dense, "-o", tmp_path / "x.toast", "--expert-major"), 64, "no experts")
+    assert not (tmp_path / "x.toast").exists()
+    two.write_bytes(
+        two.read_bytes().replace(b'gate_proj.weight\\",\\"BF16', b'gate_proj.weight\\",\\"F32 ')
+    )
+    for command in ("info", "verify", "split"):
+        rest = ["-o", tmp_path / "x"] if command == "split" else []
+        refused(model(command, two, *rest), 65, "cannot read 2.toast", "has no usable description")
 
 
 def test_outputs_that_cannot_be(model: Model, tmp_path: Path) -> None:

@@ -198,20 +198,25 @@ def test_numbers(page: Page, phrase: str) -> None:
 def test_the_page_of_the_file_has_its_names_and_numbers() -> None:
     from toastkit.model import toast_format as names
     from toastkit.store.precision import GEAR_BITS
-    from toastkit.store.writer import ITEM_ALIGNMENT, LAYOUT_KEY
+    from toastkit.store.writer import LAYOUT_KEY
 
     text = (MAN / "man5" / "toast-file.5").read_text()
-    for prefix in (names.FILE_PREFIX, names.PAD_PREFIX, names.GEAR_PREFIX):
+    prefixes = names.FILE_PREFIX, names.PAD_PREFIX, names.GEAR_PREFIX, names.EXPERTS_PREFIX
+    for prefix in prefixes:
         assert f".It Li {prefix}" in text
-    for key in (names.VERSION_KEY, names.LAYERS_KEY, names.CHECKSUMS_KEY, LAYOUT_KEY):
+    for key in (
+        names.VERSION_KEY, names.LAYERS_KEY, names.EXPERTS_KEY, names.CHECKSUMS_KEY, LAYOUT_KEY,
+    ):  # fmt: skip
         assert f".It Li {key}\n" in text
     for group in (names.FILES_GROUP, names.OUTSIDE_GROUP, names.LAYER_GROUP.format(0)):
         assert f"Li {group}" in text
     assert (
-        f"at a multiple of {names.PAGE} bytes, every other tensor at one of {ITEM_ALIGNMENT}."
+        f"at a multiple of {names.PAGE} bytes, every other tensor at one of {names.ITEM_ALIGNMENT}."
         in text
     )
-    assert f"{names.DIGEST_BYTES} bytes long" in text and f"version {names.VERSION}." in text
+    assert f"{names.DIGEST_BYTES} bytes long" in text and f"version {names.VERSION}," in text
+    assert f"version {names.EXPERT_MAJOR_VERSION}, which" in text
+    assert f"at a multiple of {names.ITEM_ALIGNMENT} bytes from" in text
     for gear, bits in GEAR_BITS.items():
         assert re.search(rf"\.Li {gear}\nhas {bits}\b", text)
     for file in (names.OUTSIDE_FILE, names.LAYER_FILE.format(0)):

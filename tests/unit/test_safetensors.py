@@ -206,6 +206,6 @@ def test_a_split_checkpoint_needs_every_layer(tmp_path: Path) -> None:
 
 
 def test_a_format_of_the_future(tmp_path: Path) -> None:
-    path = put(tmp_path / "x.toast", {"__metadata__": {"toastkit": "2"}}, b"")
-    with pytest.raises(DataError, match="format '2'"):
+    path = put(tmp_path / "x.toast", {"__metadata__": {"toastkit": "3"}}, b"")
+    with pytest.raises(DataError, match="format '3'"):
         _ = ModelFiles(path, "m").headers

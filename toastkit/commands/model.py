@@ -161,6 +161,7 @@ def rm(name: str, **flags) -> int:
     help="Type of the weights that are not quantised.",
 )  # fmt: skip
 @click.option("--gears", metavar="low,mid", help="Store the layers in these gears as well.")
+@click.option("--expert-major", is_flag=True, help="Write each expert in one piece.")
 @click.option("--force", is_flag=True, allow_from_autoenv=False, help="Overwrite the file.")
 def bake(source: str, **flags) -> int:
     gears = _gears(flags["gears"])
@@ -182,7 +183,7 @@ def bake(source: str, **flags) -> int:
         )
     write(
         store, out, quantization=quantization, dtype=flags["dtype"], gears=gears,
-        progress=_bar(flags, "bake"),
+        expert_major=flags["expert_major"], progress=_bar(flags, "bake"),
     )  # fmt: skip
     _print_path(out)
     return 0

@@ -225,7 +225,8 @@ class _Measuring:
             for name in self._store.layer_names(index):
                 place = self._store.source(name)
                 if place is not None:
-                    spans.setdefault(place[0], []).append((place[1].start, place[1].nbytes))
+                    file, entry = place
+                    spans.setdefault(file, []).append((entry.start, entry.stop - entry.start))
         for path, ranges in spans.items():
             fd = os.open(str(path), os.O_RDONLY | os.O_CLOEXEC)
             try:

@@ -218,10 +218,12 @@ class Holdings:
 
     def _is_quickest_whole(self, moves: Sequence[Key]) -> bool:
         """Whether MLX's own reading is the quicker: of a whole model, when it is loaded, and of
-        originals that are little, in a model of few tensors; else only what is wanted is read."""
+        originals that are little, in a model of few tensors; else only what is wanted is read. What
+        lies expert by expert it reads, and then copies out of that."""
         if not moves or any(form != ORIGINAL for _, form in moves):
             return False
-        if len(moves) == len(self.modules) and not self._changes:
+        first = len(moves) == len(self.modules) and not self._changes
+        if first and not self.store.files.is_expert_major:
             return True
         few = len(self.store.names) <= FEW_TENSORS and not self._weights.is_reading_ahead
         return few and self._is_little(moves)

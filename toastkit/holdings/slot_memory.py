@@ -23,7 +23,7 @@ from toastkit.store.reader import NOW
 from toastkit.store.request import Request
 from toastkit.store.store import Store
 
-TOGETHER_BYTES = 2 << 20  # pieces of an expert that one thread reads, one after another
+TOGETHER_BYTES = 2 << 20  # pieces of an expert that one thread reads, wherever they lie
 
 
 class _Stack(NamedTuple):
@@ -73,6 +73,8 @@ class SlotMemory:
             self.read_bytes += sum(self._read_size(stack) for stack in there)
             if len(there) < len(stacks):
                 self._made.append(holding)
+        # In the order of the file: what of an expert lies side by side is read at once.
+        self._direct.sort(key=lambda stack: self._pieces[id(stack), 0].spans)
 
     def release(self) -> None:
         """Lets the slots' bytes go, which stay as long as somebody sees them."""
@@ -119,15 +121,17 @@ class SlotMemory:
         return Fetch(experts, slots, request, staged)
 
     def _grouped(self, expert: int, views: list[memoryview]) -> list[list[Piece]]:
-        """The pieces of an expert, so many together that a thread has something to do."""
+        """The pieces of an expert, so many together that a thread has something to do; what lies in
+        one range is never divided."""
         groups: list[list[Piece]] = [[]]
         size = 0
         for stack, view in zip(self._direct, views):
-            if size >= TOGETHER_BYTES:
-                groups.append([])
-                size = 0
             piece = self._piece(stack, expert, view)
             assert piece is not None  # it was asked about one
+            last = groups[-1][-1].spans[-1] if groups[-1] else piece.spans[0]
+            if size >= TOGETHER_BYTES and not last.precedes(piece.spans[0]):
+                groups.append([])
+                size = 0
             groups[-1].append(piece)
             size += piece.stored_bytes
         return [group for group in groups if group]

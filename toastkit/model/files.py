@@ -150,6 +150,17 @@ class ModelFiles:
         size = tensors = 0
         for path in self.weight_files():
             header = read_header(path, self.name)
+            version = header.metadata.get(toast_format.VERSION_KEY, toast_format.VERSION)
+            if version not in (toast_format.VERSION, toast_format.EXPERT_MAJOR_VERSION):
+                raise DataError(
+                    f"{self.name}: {header.path.name} has format {version[:20]!r}, not "
+                    f"{toast_format.VERSION} or {toast_format.EXPERT_MAJOR_VERSION}",
+                    hint="a newer toastkit wrote it",
+                )
+            try:
+                header = toast_format.with_experts(header)
+            except ValueError as error:
+                raise DataError(f"{self.name}: cannot read {path.name}: {error}") from None
             headers.append(header)
             size += header.data_start
             tensors += len(header.entries)
@@ -157,12 +168,6 @@ class ModelFiles:
                 check_sizes(size, tensors)
             except ValueError as error:
                 raise DataError(f"{self.name}: {error}") from None
-            version = header.metadata.get(toast_format.VERSION_KEY, toast_format.VERSION)
-            if version != toast_format.VERSION:
-                raise DataError(
-                    f"{self.name}: {header.path.name} has format {version[:20]!r}, not "
-                    f"{toast_format.VERSION}", hint="a newer toastkit wrote it",
-                )  # fmt: skip
         if headers[0].path.name == toast_format.OUTSIDE_FILE:
             self._check_split(headers)
         if len(headers) > 1:
@@ -199,6 +204,11 @@ class ModelFiles:
     def is_baked(self) -> bool:
         """Whether toastkit wrote it: tensors have the names of the model's parameters already."""
         return all(toast_format.VERSION_KEY in header.metadata for header in self.headers)
+
+    @cached_property
+    def is_expert_major(self) -> bool:
+        """Whether experts lie one after another, and not in a stack of each parameter."""
+        return any(e.inside is not None for h in self.headers for e in h.entries.values())
 
 
 def _untag_float(value: dict) -> object:

@@ -41,6 +41,7 @@ def summary(files: ModelFiles) -> dict[str, Any]:
         "quantization": _quantization(config),
         "gears": sorted({g for e in entries if (g := _gear(e.name))}),
         "gear_bytes": sum(entry.nbytes for entry in entries if _gear(entry.name)),
+        "expert_major": files.is_expert_major,
         "context": config.context,
         "vocabulary": config.vocab,
         "chat_template": _has_template(files),
@@ -96,6 +97,8 @@ def summary_lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "quantised", _quantised(facts["quantization"])
     if facts["gears"]:
         yield "gears", f"{', '.join(map(shown, facts['gears']))}: {human(facts['gear_bytes'])}"
+    if facts["expert_major"]:
+        yield "layout", "expert after expert"
     yield "context", f"{facts['context']:,} tokens" if facts["context"] else "no limit given"
     yield "vocabulary", f"{facts['vocabulary']:,}"
     yield "chat template", "yes" if facts["chat_template"] else "no"

@@ -39,18 +39,25 @@ CHUNK_BYTES = 4 << 20
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor in a file. dtype: as safetensors names it. start, stop: bytes from the beginning
-    of the file."""
+    of the file. inside: the tensor, U8 (rows, bytes), each row of which holds a row of this one;
+    None for a tensor whose rows lie side by side."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    inside: Entry | None = None
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self.stop - self.start
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one row to the next; 0 where rows lie side by side."""
+        return 0 if self.inside is None else self.inside.shape[1]
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,11 @@ class Header:
     metadata: dict[str, str]
     data_start: int
     size: int
+
+    @property
+    def stored(self) -> list[Entry]:
+        """The tensors as a reader that knows nothing of `inside` finds them, in that order."""
+        return list(dict.fromkeys(entry.inside or entry for entry in self.entries.values()))
 
 
 def read_header(path: Path, label: str) -> Header:
@@ -152,8 +164,8 @@ def _entry(name: str, value: object, data_start: int) -> Entry:
     dtype = value.get("dtype")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ValueError(f"tensor {shown!r} has dtype {str(dtype)[:20]!r}, which is not known")
-    shape = _counts(value.get("shape"), MAX_DIMENSIONS)
-    offsets = _counts(value.get("data_offsets"), 2)
+    shape = counts(value.get("shape"), MAX_DIMENSIONS)
+    offsets = counts(value.get("data_offsets"), 2)
     if shape is None or offsets is None or len(offsets) != 2:
         raise ValueError(f"tensor {shown!r} has no usable shape and offsets")
     begin, end = offsets
@@ -162,7 +174,7 @@ def _entry(name: str, value: object, data_start: int) -> Entry:
     return Entry(name, dtype, tuple(shape), data_start + begin, data_start + end)
 
 
-def _counts(value: object, most: int) -> list[int] | None:
+def counts(value: object, most: int) -> list[int] | None:
     """A list of at most so many whole numbers from 0, or None for anything else."""
     if not isinstance(value, list) or len(value) > most:
         return None

@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ import mlx.core as mx
 from toastkit.errors import DataError, UsageError
 from toastkit.model.files import SMALL_FILES
 from toastkit.model.toast_format import (
+    EXPERT_MAJOR_VERSION,
+    EXPERTS_KEY,
     FILE_PREFIX,
     FILES_GROUP,
     GEAR_PREFIX,
@@ -34,12 +37,20 @@ from toastkit.model.toast_format import (
     OUTSIDE_GROUP,
     VERSION,
     VERSION_KEY,
+    describe_experts,
     new_digest,
 )
 from toastkit.private_files import replace_file
 from toastkit.store.dtypes import DTYPES
 from toastkit.store.partial import Partial
-from toastkit.store.pieces import Piece, cast_to, converted, copied, literal
+from toastkit.store.pieces import (
+    Piece,
+    Recipe,
+    cast_to,
+    expert_by_expert,
+    literal,
+    tensor_by_tensor,
+)
 from toastkit.store.precision import GEAR_BITS, group_size_of, quantise_rows
 from toastkit.store.quantising import Quantise, QuantizationOptions, choose_modules, leaf_modules
 from toastkit.store.skeleton import is_matrix
@@ -56,18 +67,20 @@ def bake(
     quantization: QuantizationOptions | None = None,
     dtype: str | None = None,
     gears: tuple[str, ...] = (),
+    expert_major: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Writes a checkpoint to `out`, which is there whole at the end, or not at all.
 
     quantization: quantise as mlx_lm.convert does. dtype: float32, float16 or bfloat16, which the
     other floating tensors are cast to. gears: keys of GEAR_BITS, to be stored beside the decoder
-    layers' matrices; those of the source are kept where nothing is converted. progress(done,
-    total): bytes written.
+    layers' matrices; those of the source are kept where nothing is converted. expert_major: write
+    the experts of a layer one after another, each in one piece. progress(done, total): bytes
+    written.
     Raises UsageError for options that do not go with the checkpoint, DataError for one that is
     broken, BusyError, CannotCreateError, IOFailure.
     """
-    contents = Contents(store, quantization, dtype, gears)
+    contents = Contents(store, quantization, dtype, gears, expert_major)
     pieces = [
         *(literal(FILE_PREFIX + name, data, FILES_GROUP) for name, data in small_files(contents)),
         *contents.outside(),
@@ -116,14 +129,17 @@ def split(store: Store, out_directory: Path, progress: Progress | None = None) -
 def write_pieces(
     path: Path, pieces: Iterable[Piece], texts: Mapping[str, str], **rest: Any
 ) -> None:
-    """Writes a safetensors file of pieces, each layer at a multiple of PAGE. texts: its metadata.
-    rest: what else TensorWriter takes."""
+    """Writes a safetensors file of pieces, each layer at a multiple of PAGE. texts: its metadata,
+    to which comes what describes experts. rest: what else TensorWriter takes."""
     pieces = list(pieces)
     plan: list[Planned] = []
     group = FILES_GROUP
     for item in (item for piece in pieces for item in piece.planned):
         plan.append(replace(item, aligned=item.group not in (group, OUTSIDE_GROUP)))
         group = item.group
+    if experts := {item.name: item.parts for item in plan if item.parts}:
+        described = describe_experts(experts)
+        texts = {**texts, VERSION_KEY: EXPERT_MAJOR_VERSION, EXPERTS_KEY: described}
     mx.clear_cache()  # of what finding out where the tensors lie has read
     with TensorWriter(path, plan, texts, **rest) as writer:
         for piece in pieces:
@@ -162,8 +178,12 @@ class Contents:
         quantization: QuantizationOptions | None = None,
         dtype: str | None = None,
         gears: tuple[str, ...] = (),
+        expert_major: bool = False,
     ):
         self.store = store
+        self._expert_major = expert_major
+        if expert_major and not any(map(store.expert_names, range(store.layer_count))):
+            raise UsageError(f"{store.files.name}: has no experts to write one after another")
         self._dtype = _known("dtype", dtype, DTYPES) if dtype is not None else None
         self._gears = sorted({_known("gear", g, GEAR_BITS) for g in gears}, key=[*GEAR_BITS].index)
         self._packings: dict[str, Quantise] = {}
@@ -178,50 +198,65 @@ class Contents:
         # What the architecture computes in float32 stays in it.
         self._may_cast = getattr(store.model, "cast_predicate", lambda _: True)
         self._linear = self._gear_modules() if gears else set()
-        self._carried: list[tuple[int | None, Piece]] = []
+        self._carried: dict[int | None, list[str]] = {}
         if not gears and quantization is None and dtype is None:
             self._carried = self._stored_gears()
 
     def outside(self) -> list[Piece]:
         """What is outside the layers."""
         names = sorted(self.store.outside_names(), key=_order)
-        return [self._piece(name, OUTSIDE_GROUP) for name in names]
+        return [tensor_by_tensor(self.store, self._recipe(n), OUTSIDE_GROUP) for n in names]
 
     def layer(self, index: int) -> list[Piece]:
         """One layer: what every token needs, the experts, the gears."""
-        group = LAYER_GROUP.format(index)
         names = sorted(self.store.layer_names(index), key=_order)
-        experts = set(self.store.expert_names(index))
-        names.sort(key=lambda name: name in experts)
-        pieces = [self._piece(name, group) for name in names]
+        paths = {_path(name) for name in self.store.expert_names(index)}
+        names.sort(key=lambda name: _path(name) in paths)
+        recipes = [self._recipe(name) for name in names]
         for gear in self._gears:
-            pieces += [
-                self._gear_piece(gear, name, group)
+            recipes += [
+                self._gear_recipe(gear, name)
                 for name in names
                 if name.endswith(".weight") and _path(name) in self._linear
             ]
-        return [*pieces, *(piece for layer, piece in self._carried if layer == index)]
+        recipes += [Recipe(name, {_leaf(name): name}) for name in self._carried.get(index, ())]
+        if not self._expert_major:
+            paths = set()
+        return list(self._pieces(recipes, paths, LAYER_GROUP.format(index)))
 
-    def _piece(self, name: str, group: str) -> Piece:
-        store = self.store
-        path, _, leaf = name.rpartition(".")
+    def _pieces(self, recipes: list[Recipe], experts: set[str], group: str) -> Iterator[Piece]:
+        """experts: paths of the stacks that are written expert by expert, those of one module
+        together."""
+
+        def holder(recipe: Recipe) -> str | None:
+            path = _path(next(iter(recipe.names.values())))
+            original = _path(recipe.tensor)
+            if original.startswith(GEAR_PREFIX):
+                original = original[len(GEAR_PREFIX) :].partition(".")[2]
+            return _path(path) if original in experts else None
+
+        for path, some in groupby(recipes, holder):
+            if path is not None:
+                yield expert_by_expert(self.store, path, list(some), group)
+            else:
+                yield from (tensor_by_tensor(self.store, recipe, group) for recipe in some)
+
+    def _recipe(self, name: str) -> Recipe:
+        store, path, leaf = self.store, _path(name), _leaf(name)
         cast = self._cast if self._may_cast(name) else cast_to(None)
         if leaf == "weight" and path in self._packings:
             quantise = self._packings[path]
             names = {part: f"{path}.{part}" for part in PARTS}
-            return converted(store, name, lambda rows: quantise(cast(rows)), names, group)
-        source = store.source(name)
-        if source is not None and cast(mx.zeros(1, store.dtype(name))).dtype == store.dtype(name):
-            return copied(*source, name, group)
-        return converted(store, name, lambda rows: {leaf: cast(rows)}, {leaf: name}, group)
+            return Recipe(name, names, lambda rows: quantise(cast(rows)))
+        if cast(mx.zeros(1, store.dtype(name))).dtype == store.dtype(name):
+            return Recipe(name, {leaf: name})
+        return Recipe(name, {leaf: name}, lambda rows: {leaf: cast(rows)})
 
-    def _gear_piece(self, gear: str, name: str, group: str) -> Piece:
+    def _gear_recipe(self, gear: str, name: str) -> Recipe:
         cast = self._cast if self._may_cast(name) else cast_to(None)
         names = {part: f"{GEAR_PREFIX}{gear}.{_path(name)}.{part}" for part in PARTS}
         bits = GEAR_BITS[gear]
-        return converted(
-            self.store, name, lambda rows: quantise_rows(cast(rows), bits)._asdict(), names, group
-        )
+        return Recipe(name, names, lambda rows: quantise_rows(cast(rows), bits)._asdict())
 
     def _gear_modules(self) -> set[str]:
         """Paths of the matrices in the layers, those of experts too, that MLX can store so.
@@ -237,15 +272,14 @@ class Contents:
             raise UsageError(f"{self.store.files.name}: has no matrix that gears can be made of")
         return found
 
-    def _stored_gears(self) -> list[tuple[int | None, Piece]]:
-        """The gears that the source has, each with its layer."""
-        found = []
+    def _stored_gears(self) -> dict[int | None, list[str]]:
+        """What the source has of gears, by layer."""
+        found: dict[int | None, list[str]] = {}
         for header in self.store.files.headers:
-            for name, entry in header.entries.items():
+            for name in header.entries:
                 if name.startswith(GEAR_PREFIX):
                     index = self.store.layer_of(name[len(GEAR_PREFIX) :].partition(".")[2])
-                    group = LAYER_GROUP.format(index)
-                    found.append((index, copied(header.path, entry, name, group)))
+                    found.setdefault(index, []).append(name)
         return found
 
     def config(self) -> bytes | None:
@@ -278,6 +312,10 @@ def _known(word: str, name: str, names: Iterable[str]) -> str:
 
 def _path(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _order(name: str) -> tuple[str, int, str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -18,12 +18,15 @@ def host_writes() -> bool:
 @dataclass(frozen=True)
 class Job:
     """One array to be read. spans: of the files, in the order of its bytes. dtype: as safetensors
-    names it. widened: "BF16" or "F16" is to become float32 as it is read."""
+    names it. widened: "BF16" or "F16" is to become float32 as it is read. inside: the same for
+    arrays whose spans alternate in a file, and which are read together if they are waited for
+    together; None for one by itself."""
 
     spans: tuple[Span, ...]
     dtype: str
     shape: tuple[int, ...]
     widened: bool = False
+    inside: Any = field(default=None, compare=False)
 
     @property
     def stored_bytes(self) -> int:
@@ -62,10 +65,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Filling:
-    """Pieces of memory, an expert's say, that one thread reads into, one after another. Whoever
-    asks for it keeps the memory, and leaves it alone until it is read, or was withdrawn."""
+    """Pieces of memory, an expert's say, that one thread reads into, those that lie side by side in
+    the file at once. Whoever asks for it keeps the memory, and leaves it alone until it is read, or
+    was withdrawn."""
 
     pieces: tuple[Piece, ...]
+    inside: None = None
 
     @property
     def stored_bytes(self) -> int:

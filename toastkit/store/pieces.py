@@ -3,13 +3,14 @@ without holding more than a tensor, and of one that lies in a file no more than 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
-from toastkit.model.safetensors import Entry
+from toastkit.errors import UsageError
+from toastkit.model.toast_format import EXPERTS_PREFIX, Part, offsets_of
 from toastkit.store.dtypes import bytes_of
 from toastkit.store.raw import DTYPES
 from toastkit.store.store import Store
@@ -32,51 +33,102 @@ class Piece(NamedTuple):
     write: Callable[[TensorWriter], None]
 
 
+class Recipe(NamedTuple):
+    """A tensor of the store, and what is written of it. names: in the file, of the parts of which
+    it is there, in order. convert: cast, quantised or both: rows of the tensor -> the same rows of
+    each part; it works along the last axis. None where the tensor is written as it is."""
+
+    tensor: str
+    names: dict[str, str]
+    convert: Conversion | None = None
+
+    def parts(self, store: Store) -> list[Part]:
+        """What is written, with the name in the file, the dtype and the whole shape of each."""
+        shape, source = store.shape(self.tensor), store.source(self.tensor)
+        sample = self.converted(
+            mx.zeros((*(1 for _ in shape[:-1]), *shape[-1:]), store.dtype(self.tensor))
+        )
+        found = []
+        for part, name in self.names.items():
+            if part in sample:
+                dtype = DTYPE_NAMES[sample[part].dtype]
+                if self.convert is None and source is not None:
+                    dtype = source[1].dtype
+                found.append(Part(name, dtype, (*shape[:-1], *sample[part].shape[-1:])))
+        return found
+
+    def converted(self, rows: mx.array) -> dict[str, mx.array]:
+        """Rows of the tensor, (..., columns) in its dtype, as those of each part, lazy."""
+        return {next(iter(self.names)): rows} if self.convert is None else self.convert(rows)
+
+
 def literal(name: str, data: bytes, group: str) -> Piece:
     """Bytes at hand, such as config.json."""
     planned = [Planned(name, "U8", (len(data),), group)]
     return Piece(planned, lambda writer: writer.write(name, data) if data else None)
 
 
-def copied(path: Path, entry: Entry, name: str, group: str) -> Piece:
-    """A tensor that goes from file to file as it is."""
-    planned = [Planned(name, entry.dtype, entry.shape, group)]
-    return Piece(planned, lambda writer: writer.copy(name, path, entry.start, entry.stop))
-
-
-def converted(
-    store: Store, name: str, convert: Conversion, names: dict[str, str], group: str
-) -> Piece:
-    """A tensor of the store that is computed, block by block: cast, quantised or both.
-
-    convert: rows of the tensor -> the same rows of each part; it works along the last axis. names:
-    the parts' names in the file, in the order in which they are written: the first goes straight to
-    the file, the others, which are much smaller, wait for their turn.
-    """
-    shape = store.shape(name)
-    sample = convert(mx.zeros((*(1 for _ in shape[:-1]), *shape[-1:]), store.dtype(name)))
-    first, *others = (part for part in names if part in sample)
-    planned = []
-    for part in (first, *others):
-        sides = (*shape[:-1], *sample[part].shape[-1:])
-        planned.append(Planned(names[part], DTYPE_NAMES[sample[part].dtype], sides, group))
+def tensor_by_tensor(store: Store, recipe: Recipe, group: str) -> Piece:
+    """One tensor of the store, (..., columns), by itself: copied, or converted block by block. Of
+    the parts the first goes straight to the file, the others, which are much smaller, wait for
+    their turn."""
+    planned = [Planned(*part, group) for part in recipe.parts(store)]
+    source = store.source(recipe.tensor)
+    if recipe.convert is None and source is not None and source[1].inside is None:
+        (path, entry), (copy,) = source, planned
+        return Piece(planned, lambda writer: writer.copy(copy.name, path, entry.start, entry.stop))
 
     def write(writer: TensorWriter) -> None:
-        waiting: dict[str, list[bytes]] = {part: [] for part in others}
-        for rows in _row_blocks(store, name):
-            parts = convert(rows)
-            mx.eval(list(parts.values()))
-            if parts[first].nbytes:
-                writer.write(names[first], bytes_of(parts[first]))
-            for part, chunks in waiting.items():
-                chunks.append(bytes(bytes_of(parts[part])))
-            del rows, parts
-            mx.clear_cache()
-        for part, chunks in waiting.items():
+        waiting: dict[str, list[bytes]] = {item.name: [] for item in planned[1:]}
+        for block in _read_blocks(store, recipe.tensor):
+            for parts in _converted_blocks(recipe, block):
+                first, *others = parts.items()
+                if first[1].nbytes:
+                    writer.write(*first)
+                for name, data in others:
+                    waiting[name].append(bytes(data))
+        for name, chunks in waiting.items():
             for chunk in chunks:
-                writer.write(names[part], chunk)
+                writer.write(name, chunk)
 
     return Piece(planned, write)
+
+
+def expert_by_expert(store: Store, path: str, recipes: Sequence[Recipe], group: str) -> Piece:
+    """The stacks of a module that holds experts, (experts, ...) each, as one tensor of bytes,
+    (experts, bytes of an expert): what an expert has of each part lies together. path: of the
+    module. Raises UsageError for stacks that have not as many experts each."""
+    whole = [part for recipe in recipes for part in recipe.parts(store)]
+    experts = {part.shape[0] for part in whole}
+    if len(experts) != 1 or any(part.dtype in ("F64", "C64") for part in whole):
+        raise UsageError(f"{store.files.name}: {path} cannot be written expert by expert")
+    parts = [Part(part.name[len(path) + 1 :], part.dtype, part.shape[1:]) for part in whole]
+    *offsets, row = offsets_of(parts)
+    name, count = EXPERTS_PREFIX + path, experts.pop()
+    places = {full.name: (at, part.nbytes) for full, at, part in zip(whole, offsets, parts)}
+
+    def write(writer: TensorWriter) -> None:
+        # What is computed of others is made once, and not for every block.
+        made = store.read([r.tensor for r in recipes if store.is_made(r.tensor)])
+        step = max(1, READ_BYTES // row)
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            block = np.zeros((stop - start, row), np.uint8)
+            for recipe in recipes:
+                rows = made.get(recipe.tensor)
+                rows = store.rows(recipe.tensor, start, stop) if rows is None else rows[start:stop]
+                chunks: dict[str, list[np.ndarray]] = {}
+                for found in _converted_blocks(recipe, rows):
+                    for part, data in found.items():
+                        chunks.setdefault(part, []).append(np.frombuffer(bytes(data), np.uint8))
+                del rows
+                for part, of in chunks.items():
+                    at, size = places[part]
+                    block[:, at : at + size] = np.concatenate(of).reshape(stop - start, size)
+            writer.write(name, block.data)
+            mx.clear_cache()
+
+    return Piece([Planned(name, "U8", (count, row), group, parts=tuple(parts))], write)
 
 
 def cast_to(dtype: mx.Dtype | None) -> Callable[[mx.array], mx.array]:
@@ -90,18 +142,20 @@ def cast_to(dtype: mx.Dtype | None) -> Callable[[mx.array], mx.array]:
     return cast
 
 
-def _row_blocks(store: Store, name: str) -> Iterator[mx.array]:
-    """A tensor's rows, (rows, columns), a block at a time; a vector or a number as it is."""
-    columns = store.shape(name)[-1:]
-    for read in _read_blocks(store, name):
-        if read.ndim < 2:
-            yield read
-            continue
-        rows = read.reshape(-1, *columns)
-        del read
-        step = max(1, BLOCK_BYTES * rows.shape[0] // max(rows.nbytes, 1))
-        for start in range(0, rows.shape[0], step):
-            yield rows[start : start + step]
+def _converted_blocks(recipe: Recipe, rows: mx.array) -> Iterator[dict[str, memoryview]]:
+    """Rows of a tensor, (..., columns), as bytes of each part, by name, BLOCK_BYTES at a time; a
+    vector or a number as it is."""
+    blocks: Iterable[mx.array] = [rows]
+    if rows.ndim >= 2:
+        flat = rows.reshape(-1, rows.shape[-1])
+        step = max(1, BLOCK_BYTES * flat.shape[0] // max(flat.nbytes, 1))
+        blocks = (flat[start : start + step] for start in range(0, flat.shape[0], step))
+    for block in blocks:
+        parts = recipe.converted(block)
+        mx.eval(list(parts.values()))
+        yield {n: bytes_of(parts[part]) for part, n in recipe.names.items() if part in parts}
+        del parts
+        mx.clear_cache()
 
 
 def _read_blocks(store: Store, name: str) -> Iterator[mx.array]:

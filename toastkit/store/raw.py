@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ import mlx.core as mx
 from toastkit.errors import DataError, from_os_error
 from toastkit.model.files import ModelFiles
 from toastkit.model.safetensors import Entry
-from toastkit.model.toast_format import is_model_tensor
+from toastkit.model.toast_format import ITEM_ALIGNMENT, is_model_tensor
 
 # dtype in the file -> how numpy sees the bytes, and as what MLX takes them.
 DTYPES = {
@@ -29,6 +29,7 @@ DTYPES = {
     "F8_E4M3": ("u1", mx.uint8), "F8_E5M2": ("u1", mx.uint8), "F8_E8M0": ("u1", mx.uint8),
 }  # fmt: skip
 CHUNK_BYTES = 16 << 20  # of one system call: between two, a reader can be stopped
+CALL_BUFFERS = 1024  # of one system call: IOV_MAX of Linux and macOS
 RWF_DONTCACHE = 0x80  # Linux 6.14: pages that this read brought into the cache leave it again
 
 
@@ -38,6 +39,10 @@ class Span(NamedTuple):
     path: Path
     start: int
     stop: int
+
+    def precedes(self, other: Span) -> bool:
+        """Whether there is nothing but padding between this and another."""
+        return self.path is other.path and 0 <= other.start - self.stop < ITEM_ALIGNMENT
 
 
 class RawTensors:
@@ -73,13 +78,17 @@ class RawTensors:
         """The file of a tensor, and where in it. Raises KeyError."""
         return self._places[name]
 
-    def span(self, name: str, first: int = 0, stop: int | None = None) -> Span:
+    def spans(self, name: str, first: int = 0, stop: int | None = None) -> tuple[Span, ...]:
         """Where rows first:stop (all without stop) of a stored tensor lie. Raises KeyError."""
         path, entry = self._places[name]
-        if stop is None:
-            return Span(path, entry.start, entry.stop)
+        if stop is None and entry.inside is None:
+            return (Span(path, entry.start, entry.stop),)
+        stop = entry.shape[0] if stop is None else stop
         row = entry.nbytes // entry.shape[0]
-        return Span(path, entry.start + first * row, entry.start + stop * row)
+        if entry.inside is None:
+            return (Span(path, entry.start + first * row, entry.start + stop * row),)
+        starts = (entry.start + n * entry.stride for n in range(first, stop))
+        return tuple(Span(path, start, start + row) for start in starts)
 
     def load(self) -> dict[str, mx.array]:
         """All tensors of the model by stored name, lazy and fresh. Raises DataError, NoInputError,
@@ -95,42 +104,42 @@ class RawTensors:
                     f"{self._files.name}: cannot read {header.path.name}: {reason}"
                 ) from error
             assert isinstance(found, dict)  # what a safetensors file gives
-            tensors.update((k, found[k]) for k in header.entries if is_model_tensor(k))
+            for name, entry in header.entries.items():
+                if is_model_tensor(name):
+                    tensors[name] = found[name] if entry.inside is None else _part(found, entry)
         return tensors
 
-    def fill(self, view: memoryview, spans: Iterable[Span], stopped: Callable[[], bool]) -> None:
-        """Reads spans, one after another, into memory of their size in bytes; leaves off where
-        `stopped` says so. Raises DataError for a file that has become shorter or another one, and
-        what from_os_error gives."""
-        done = 0
-        for path, start, stop in spans:
+    def fill(self, wanted: Iterable[tuple[Span, memoryview]], stopped: Callable[[], bool]) -> None:
+        """Reads spans, one after another, into memory of their size in bytes, by one system call
+        those that lie side by side; leaves off where `stopped` says so. Raises DataError for a
+        file that has become shorter or another one, and what from_os_error gives."""
+        for path, start, views in _ranges(wanted):
             try:
                 fd = self._descriptor(path)
-                while start < stop and not stopped():
-                    size = min(CHUNK_BYTES, stop - start)
-                    count = self._pread(fd, view[done : done + size], start)
+                while views and not stopped():
+                    count = self._pread(fd, views, start)
                     if not count:
                         raise DataError(f"{self._files.name}: {path.name} is shorter than it was")
-                    start, done = start + count, done + count
+                    start, views = start + count, _after(views, count)
                     if self.throttle is not None:
                         self.throttle(count)
             except OSError as error:
                 raise from_os_error(error, f"cannot read {path}") from error
 
-    def _pread(self, fd: int, view: memoryview, start: int) -> int:
-        """Reads into a view; how many bytes."""
+    def _pread(self, fd: int, views: list[memoryview], start: int) -> int:
+        """Reads into views, one after another; how many bytes."""
         if self.cached:
-            return os.preadv(fd, [view], start)
+            return os.preadv(fd, views, start)
         if self._dropping:
             try:
-                return os.preadv(fd, [view], start, self._dropping)
+                return os.preadv(fd, views, start, self._dropping)
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
                 self._dropping = 0  # an older system, or a file system that cannot
         if sys.platform == "darwin":
             fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
-        count = os.preadv(fd, [view], start)
+        count = os.preadv(fd, views, start)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, start, count, os.POSIX_FADV_DONTNEED)
         return count
@@ -157,6 +166,47 @@ class RawTensors:
             f"{self._files.name}: its files have changed since the model was loaded",
             hint="start again, or keep the originals with a larger --gear-cache",
         )
+
+
+def _part(found: dict[str, mx.array], entry: Entry) -> mx.array:
+    """A tensor of (experts, ...), lazy, out of what holds it expert by expert."""
+    assert entry.inside is not None
+    first, row = entry.start - entry.inside.start, entry.nbytes // entry.shape[0]
+    rows = found[entry.inside.name][:, first : first + row]
+    return rows.view(DTYPES[entry.dtype][1]).reshape(entry.shape)
+
+
+def _ranges(
+    wanted: Iterable[tuple[Span, memoryview]],
+) -> Iterator[tuple[Path, int, list[memoryview]]]:
+    """What is read by one system call each: (file, first byte, memory), of at most CHUNK_BYTES and
+    CALL_BUFFERS. Between neighbours a few bytes of padding are read too, and forgotten."""
+    whole = Span(Path(), 0, 0)  # of the call
+    views: list[memoryview] = []
+    for span, view in wanted:
+        for start in range(span.start, span.stop, CHUNK_BYTES):
+            part = Span(span.path, start, min(start + CHUNK_BYTES, span.stop))
+            room = part.stop - whole.start <= CHUNK_BYTES and len(views) + 2 <= CALL_BUFFERS
+            if views and not (whole.precedes(part) and room):
+                yield whole.path, whole.start, views
+                views = []
+            if not views:
+                whole = part
+            elif part.start > whole.stop:
+                views.append(memoryview(bytearray(part.start - whole.stop)))
+            views.append(view[part.start - span.start : part.stop - span.start])
+            whole = whole._replace(stop=part.stop)
+    if views:
+        yield whole.path, whole.start, views
+
+
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    """The memory that is left when so many bytes have been read."""
+    for n, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[n + 1 :]]
+        count -= len(view)
+    return []
 
 
 def below(names: list[str], prefix: str) -> list[str]:

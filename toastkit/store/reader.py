@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
+from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
@@ -124,25 +125,23 @@ class Reader:
             self._waiting[NOW][flight] = None
             self._work.notify()
 
-    def _next(self) -> Flight | None:
+    def _next(self) -> list[Flight]:
         """What to begin with: of what is read ahead, the first that has room."""
         now, ahead = self._waiting
         if now:
-            return now.popitem(last=False)[0]
+            return _taken(now, next(iter(now)))
         spare = sum(array.nbytes for array in self._spare)  # makes room where it does not fit
         room = self.ahead_bytes - self.held_bytes + spare
         found = next((flight for flight in ahead if flight.held <= room), None)
-        if found is not None:
-            del ahead[found]
-        return found
+        return [] if found is None else _taken(ahead, found, room)
 
     def _run(self) -> None:
         with self._work:
             while not self._closed:
-                flight = self._next()
-                if flight is not None:
-                    self._fly(flight)
-                    del flight  # with its array
+                flights = self._next()
+                if flights:
+                    self._fly(flights)
+                    del flights  # with their arrays
                     continue
                 self._idle += 1
                 woken = self._work.wait(IDLE_SECONDS)
@@ -151,28 +150,31 @@ class Reader:
                     break
             self._running.discard(threading.current_thread())
 
-    def _fly(self, flight: Flight) -> None:
-        """Reads; the lock is given back meanwhile."""
-        flight.begun = True
-        spare = self._take_spare(flight.held)
-        self._hold(flight.held)
+    def _fly(self, flights: list[Flight]) -> None:
+        """Reads what lies together; the lock is given back meanwhile."""
+        spares = []
+        for flight in flights:
+            flight.begun = True
+            spares.append(self._take_spare(flight.held))
+            self._hold(flight.held)
         self._count_busy(1)
         self._work.release()
         try:
-            outcome: Any = self._read(flight.job, spare)
+            outcomes: list[Any] = self._read([flight.job for flight in flights], spares)
         except BaseException as error:
-            outcome = error
+            outcomes = [error] * len(flights)
         finally:
             self._work.acquire()
         self._count_busy(-1)
-        flight.outcome = outcome
-        if isinstance(outcome, BaseException):
-            self._forget(flight)  # asked for again, it is tried again
-        else:
-            self.bytes_read += flight.job.stored_bytes
-            self.device_bytes += flight.nbytes
-        if not flight.users:
-            self._drop(flight)
+        for flight, outcome in zip(flights, outcomes):
+            flight.outcome = outcome
+            if isinstance(outcome, BaseException):
+                self._forget(flight)  # asked for again, it is tried again
+            else:
+                self.bytes_read += flight.job.stored_bytes
+                self.device_bytes += flight.nbytes
+            if not flight.users:
+                self._drop(flight)
         self._done.notify_all()
 
     def _count_busy(self, change: int) -> None:
@@ -198,22 +200,26 @@ class Reader:
         while self._spare and self.held_bytes + size > self.ahead_bytes:
             self._hold(-self._spare.pop(0).nbytes)
 
-    def _read(self, job: Job | Filling, spare: mx.array | None) -> mx.array | bool:
-        """The bytes of the array."""
-        if isinstance(job, Filling):
-            for piece in job.pieces:
-                self._fill(piece.view, piece)
-            if self._closed:
-                raise CancelledError("the files are closed")
-            return True
-        memory: Any = spare
-        if spare is None:
-            memory = self._fresh(job.nbytes)
-        if job.nbytes:
-            self._fill(memoryview(memory).cast("B"), job)
+    def _read(
+        self, jobs: Sequence[Job | Filling], spares: Sequence[mx.array | None]
+    ) -> list[mx.array | bool]:
+        """The bytes of the arrays."""
+        found: list[Any] = []
+        pieces: list[Piece] = []
+        for job, spare in zip(jobs, spares):
+            if isinstance(job, Filling):
+                pieces += job.pieces
+                found.append(True)
+                continue
+            memory: Any = self._fresh(job.nbytes) if spare is None else spare
+            if job.nbytes:
+                view = memoryview(memory).cast("B")
+                pieces.append(Piece(job.spans, job.dtype, view, job.widened))
+            found.append(memory)
+        self._fill(pieces)
         if self._closed:
             raise CancelledError("the files are closed")
-        return memory if isinstance(memory, mx.array) else mx.array(memory)
+        return [mx.array(made) if isinstance(made, np.ndarray) else made for made in found]
 
     def _fresh(self, size: int) -> mx.array | np.ndarray:
         """Memory of a size in bytes, uint8 (rows, columns): MLX's dimensions have 31 bits."""
@@ -232,31 +238,40 @@ class Reader:
             self._own.scratch = np.empty(WIDENED_BYTES, np.uint8)
         return self._own.scratch
 
-    def _fill(self, view: memoryview, job: Job | Piece) -> None:
-        """Reads into memory of a job's size, as its spans have it or widened."""
-        if job.widened:
-            self._widen(view, job)
-        else:
-            self._raw.fill(view, job.spans, lambda: self._closed)
+    def _fill(self, pieces: Iterable[Piece]) -> None:
+        """Reads into memory, in the order of the files. What is to be widened is read WIDENED_BYTES
+        at a time, and widened while the processor has it at hand."""
+        reads: list[tuple[Span, memoryview]] = []
+        narrow: list[tuple[np.ndarray, str, memoryview]] = []
+        used = 0
+        for span, view, dtype in sorted(_places(pieces), key=itemgetter(0)):
+            if dtype is None:
+                reads.append((span, view))
+                continue
+            size = span.stop - span.start
+            if used + size > WIDENED_BYTES:
+                self._fill_and_widen(reads, narrow)
+                reads, narrow, used = [], [], 0
+            floats = self._scratch()[used : used + size]
+            reads.append((span, floats.data))
+            narrow.append((floats, dtype, view))
+            used += size
+        self._fill_and_widen(reads, narrow)
 
-    def _widen(self, view: memoryview, job: Job | Piece) -> None:
-        """Reads 16-bit floats, piece by piece while the processor has them at hand, and writes
-        float32, which represents all of them."""
-        floats, done = np.frombuffer(view, np.float32), 0
-        scratch = self._scratch()
-        for path, start, stop in job.spans:
-            for first in range(start, stop, WIDENED_BYTES):
-                span = Span(path, first, min(first + WIDENED_BYTES, stop))
-                piece = scratch[: span.stop - first]
-                self._raw.fill(piece.data, [span], lambda: self._closed)
-                if self._closed:
-                    return
-                into = floats[done : done + piece.nbytes // 2]
-                done += into.size
-                if job.dtype == "BF16":
-                    np.left_shift(piece.view("<u2"), 16, out=into.view(np.uint32), dtype=np.uint32)
-                else:
-                    into[...] = piece.view("<f2")
+    def _fill_and_widen(
+        self,
+        reads: Iterable[tuple[Span, memoryview]],
+        narrow: Iterable[tuple[np.ndarray, str, memoryview]],
+    ) -> None:
+        """narrow: of what was read 16-bit floats, uint8 (N,), their dtype, and where they are to be
+        as float32, which represents all of them."""
+        self._raw.fill(reads, lambda: self._closed)
+        for floats, dtype, view in () if self._closed else narrow:
+            into = np.frombuffer(view, np.float32)
+            if dtype == "BF16":
+                np.left_shift(floats.view("<u2"), 16, out=into.view(np.uint32), dtype=np.uint32)
+            else:
+                into[...] = floats.view("<f2")
 
     def _hold(self, count: int) -> None:
         self.held_bytes += count
@@ -286,7 +301,7 @@ class Reader:
             for flight in flights:
                 while flight.outcome is None and not self._closed:
                     if self._waiting[NOW]:  # rather than wait, this thread reads too
-                        self._fly(self._waiting[NOW].popitem(last=False)[0])
+                        self._fly(self._next())
                     else:
                         self._done.wait()
                 if flight.outcome is None or isinstance(flight.outcome, BaseException):
@@ -338,3 +353,32 @@ class Reader:
             self._done.notify_all()
         for thread in running:
             thread.join()
+
+
+def _taken(
+    waiting: OrderedDict[Flight, None], first: Flight, room: int | None = None
+) -> list[Flight]:
+    """Takes a flight off those that wait, with all that alternate with it, or that there is room
+    for."""
+    found = [first]
+    if first.job.inside is not None:
+        found += [f for f in waiting if f is not first and f.job.inside == first.job.inside]
+    if room is not None and sum(flight.held for flight in found) > room:
+        found = [first]
+    for flight in found:
+        del waiting[flight]
+    return found
+
+
+def _places(pieces: Iterable[Piece]) -> Iterator[tuple[Span, memoryview, str | None]]:
+    """What is read of the files, and into which memory; of what is to be widened the dtype, and at
+    most WIDENED_BYTES at a time."""
+    for spans, dtype, view, widened in pieces:
+        done = 0
+        for path, start, stop in spans:
+            step = WIDENED_BYTES if widened else stop - start
+            for first in range(start, stop, step or 1):
+                span = Span(path, first, min(first + step, stop))
+                size = (span.stop - first) * (2 if widened else 1)
+                yield span, view[done : done + size], dtype if widened else None
+                done += size

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
@@ -69,6 +70,16 @@ def _set_yarn(model: nn.Module, scaling: Mapping[str, Any]) -> None:
         ramp = mx.clip((mx.arange(module.dims // 2) - low) / ((high - low) or 0.001), 0, 1)
         plain = base ** (mx.arange(0, module.dims, 2, dtype=mx.float32) / module.dims)
         module._freqs = 1 / (ramp / (factor * plain) + (1 - ramp) / plain)
+
+
+def copied_model(module: nn.Module) -> nn.Module:
+    """A model that may be changed without changing this one, down to its lists of layers: some
+    sanitizes drop a module (a tied head) or note on the model what they saw."""
+    made = copy(module)
+    for name, child in module.items():
+        if isinstance(child, nn.Module):
+            made[name] = copied_model(child)
+    return made
 
 
 def fit_config(files: ModelFiles, config: ModelConfig) -> Fitted:

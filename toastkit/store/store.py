@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Container, Iterable, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,12 +32,13 @@ from toastkit.model.normalise import Fitted
 from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import GEAR_PREFIX
 from toastkit.store.jobs import Job, Piece
-from toastkit.store.raw import RawTensors, Span, below
+from toastkit.store.raw import DTYPES, RawTensors, below
 from toastkit.store.reader import NOW, Reader
 from toastkit.store.request import Request
 from toastkit.store.sanitizing import Made, Sanitizing, Stacked, Stored
 from toastkit.store.skeleton import (
     MISFITS,
+    copied_model,
     fit_config,
     holds_experts,
     layers_path,
@@ -101,15 +101,21 @@ class Store:
             # Only for what it does to the model: some drop a module that has no weights.
             self.model.sanitize(self._raw.load())
         elif sanitizes:
-            pristine = _copied(self.model)
-            self._sanitize = lambda tensors: _copied(pristine).sanitize(tensors)  # type: ignore
+            pristine = copied_model(self.model)
+            self._sanitize = lambda given: copied_model(pristine).sanitize(given)  # type: ignore
             self._sanitizing = Sanitizing(self._raw, self._sanitize, raw)
             tensors = self.model.sanitize(dict(raw))
         by_identity = {id(array): name for name, array in raw.items()}
         self._stored = {n: by_identity[id(a)] for n, a in tensors.items() if id(a) in by_identity}
         self._about = {name: (tuple(a.shape), a.dtype) for name, a in tensors.items()}
-        last = Span(Path("\U0010ffff"), 0, 0)
-        order = {name: self._raw.span(stored) for name, stored in self._stored.items()}
+        for name in self._raw.below(GEAR_PREFIX):
+            _, entry = self._raw.place(name)
+            self._about[name] = entry.shape, DTYPES[entry.dtype][1]
+        order = {}
+        for name, stored in self._stored.items():
+            path, entry = self._raw.place(stored)
+            order[name] = path, entry.start
+        last = Path("\U0010ffff"), 0
         self.names = sorted(tensors, key=lambda name: order.get(name, last))
         return tensors
 
@@ -138,7 +144,8 @@ class Store:
     # ---------------------------------------------------------------------------------- by name
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor. Raises KeyError, as the next three do, for a name there is not."""
+        """Shape of a tensor, or of a stored one of a gear. Raises KeyError, as the next three do,
+        for a name there is not."""
         return self._about[name][0]
 
     def dtype(self, name: str) -> mx.Dtype:
@@ -151,18 +158,20 @@ class Store:
         return math.prod(shape) * dtype.size
 
     def source(self, name: str) -> tuple[Path, Entry] | None:
-        """The file and the place where a tensor lies exactly as it is; None if it is made of
-        others."""
+        """The file and the place where a tensor lies as it is, its rows side by side or inside of
+        others; None if it is made of others."""
         origin = self._origin(name)
         return self._raw.place(origin.name) if isinstance(origin, Stored) else None
 
     def _origin(self, name: str) -> Stored | Stacked | Made | None:
-        known = name in self._about
-        if not known:
-            self._raw.place(name if name.startswith(GEAR_PREFIX) else "")  # raises KeyError
-        if self._sanitizing is None or not known:
+        self.shape(name)  # raises KeyError
+        if self._sanitizing is None or name.startswith(GEAR_PREFIX):
             return Stored(name)
         return self._sanitizing.origin(name)
+
+    def is_made(self, name: str) -> bool:
+        """Whether a tensor has to be computed whole, of others, to have any row of it."""
+        return not isinstance(self._origin(name), (Stored, Stacked))
 
     # ---------------------------------------------------------------------------------- reading
 
@@ -209,12 +218,14 @@ class Store:
     def _job(self, origin: Stored | Stacked, start: int = 0, stop: int | None = None) -> Job:
         """What reads a tensor, or rows start:stop of it."""
         if isinstance(origin, Stored):
-            _, entry = self._raw.place(origin.name)
+            path, entry = self._raw.place(origin.name)
             rows = entry.shape if stop is None else (stop - start, *entry.shape[1:])
-            return Job((self._raw.span(origin.name, start, stop),), entry.dtype, rows)
+            inside = entry.inside and (path, entry.inside.start)
+            return Job(self._raw.spans(origin.name, start, stop), entry.dtype, rows, inside=inside)
         parts = origin.parts[start:stop]
         _, entry = self._raw.place(parts[0])
-        return Job(tuple(map(self._raw.span, parts)), entry.dtype, (len(parts), *entry.shape))
+        spans = tuple(span for part in parts for span in self._raw.spans(part))
+        return Job(spans, entry.dtype, (len(parts), *entry.shape))
 
     def _finish(
         self, origins: dict[str, Any], lazy: bool, read: dict[Any, mx.array]
@@ -381,16 +392,6 @@ class Store:
 def _evaluated(arrays: dict[Any, mx.array]) -> dict[Any, mx.array]:
     mx.eval(arrays)
     return arrays
-
-
-def _copied(module: nn.Module) -> nn.Module:
-    """A model that may be changed without changing this one, down to its lists of layers: some
-    sanitizes drop a module (a tied head) or note on the model what they saw."""
-    made = copy(module)
-    for name, child in module.items():
-        if isinstance(child, nn.Module):
-            made[name] = _copied(child)
-    return made
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -37,7 +37,7 @@ def _named(files: ModelFiles, words: tuple[str, ...]) -> Iterator[tuple[Path, En
     ends = tuple(f"{word}.weight" for word in words)
     for header in files.headers:
         for name, entry in header.entries.items():
-            if name.endswith(ends):
+            if name.endswith(ends) and entry.inside is None:  # no expert has a head
                 *places, word, _ = name.split(".")
                 if word in words and PLACES.issuperset(places):
                     yield header.path, entry

@@ -11,7 +11,7 @@ from typing import Any
 
 from toastkit.errors import DataError
 from toastkit.model.files import ModelFiles
-from toastkit.model.safetensors import ITEM_BYTES, Entry, Header, chunks, read_header
+from toastkit.model.safetensors import Entry, Header, chunks, read_header
 from toastkit.model.toast_format import (
     CHECKSUMS_KEY,
     FILE_PREFIX,
@@ -76,7 +76,7 @@ def verify(
             yield Problem(path.name, None, reason or error.message)
     if len(headers) == len(paths):
         headers = files.headers  # raises for what no single file tells: a layer that is missing
-    total = sum(entry.nbytes for header in headers for entry in header.entries.values())
+    total = sum(entry.nbytes for header in headers for entry in header.stored)
     done = 0
     found: set[str] = set()
     for header in headers:
@@ -87,8 +87,11 @@ def verify(
             expected = {name: value for group in groups.values() for name, value in group.items()}
             yield from _check_header(header, expected)
             yield from _check_small_files(files, header, groups.get(FILES_GROUP, {}))
+        parts: dict[Entry, list[Entry]] = {}
         for entry in header.entries.values():
-            yield from _check_tensor(header, entry, expected, values)
+            parts.setdefault(entry.inside or entry, []).append(entry)
+        for entry, own in parts.items():
+            yield from _check_tensor(header, entry, expected, own if values else [])
             done += entry.nbytes
             if progress is not None:
                 progress(done, total)
@@ -115,14 +118,15 @@ def _checksums(header: Header) -> dict[str, dict[str, str]]:
 def _check_header(header: Header, expected: dict[str, str]) -> Iterator[Problem]:
     """Whether the header is as it was written, and speaks of what there is."""
     file = header.path.name
-    digest = layout_digest(header.entries.values(), header.data_start, header.metadata)
+    digest = layout_digest(header.stored, header.data_start, header.metadata)
     if header.metadata.get(LAYOUT_KEY) != digest:
         yield Problem(file, None, "its header is not as it was written")
-    for name in header.entries:
+    names = {entry.name: None for entry in header.stored}
+    for name in names:
         if name not in expected and not name.startswith(PAD_PREFIX):
             yield Problem(file, name, "has no checksum")
     for name in expected:
-        if name not in header.entries and not name.startswith(FILE_PREFIX):
+        if name not in names and not name.startswith(FILE_PREFIX):
             yield Problem(file, name, "is missing")
 
 
@@ -143,43 +147,60 @@ def _check_small_files(
 
 
 def _check_tensor(
-    header: Header, entry: Entry, expected: dict[str, str], values: bool
+    header: Header, entry: Entry, expected: dict[str, str], parts: list[Entry]
 ) -> Iterator[Problem]:
-    """Reads one tensor and compares. Raises what from_os_error gives."""
+    """Reads one stored tensor and compares. parts: it, or what it holds expert by expert, where the
+    values are looked at. Raises what from_os_error gives."""
     name, padding = entry.name, entry.name.startswith(PAD_PREFIX)
     digest = new_digest() if name in expected else None
-    scan = _Scan(entry) if values and entry.dtype in NOT_FINITE else None
-    if digest is None and scan is None and not (padding and expected):
+    scans = [_Scan(part) for part in parts if part.dtype in NOT_FINITE]
+    if digest is None and not scans and not (padding and expected):
         return
-    clean = True
+    clean, place = True, entry.start
     for chunk in chunks(header.path, entry.start, entry.stop):
         if chunk is None:
             yield Problem(header.path.name, name, "is cut off")
             return
         if digest is not None:
             digest.update(chunk)
-        if scan is not None:
-            scan.update(chunk)
+        for scan in scans:
+            scan.look(chunk, place)
         if padding:
             clean = clean and not any(chunk)
+        place += len(chunk)
     if not clean or (digest is not None and digest.hexdigest() != expected[name]):
         yield Problem(header.path.name, name, "is not as it was written")
-    if scan is not None and scan.count:
-        yield Problem(header.path.name, name, scan.report())
+    for scan in scans:
+        if scan.count:
+            yield Problem(header.path.name, scan.name, scan.report())
 
 
 class _Scan:
-    """Counts what is not finite in a tensor's bytes."""
+    """Counts what is not finite in a tensor's bytes. name: of the tensor."""
 
     def __init__(self, entry: Entry):
+        self.name = entry.name
         self._kind, self._exponent, self._fraction = NOT_FINITE[entry.dtype]
-        self._item = ITEM_BYTES[entry.dtype]
+        self._start, self._stop = entry.start, entry.stop
+        self._row = self._stride = entry.nbytes
+        if entry.inside is not None:
+            self._row, self._stride = entry.nbytes // entry.shape[0], entry.stride
         self._seen = 0
         self._first = -1
         self._nan = 0
         self.count = 0
 
-    def update(self, chunk: memoryview) -> None:
+    def look(self, chunk: memoryview, place: int) -> None:
+        """Looks at what of a chunk, which begins at that byte of the file, is the tensor's."""
+        end = min(place + len(chunk), self._stop)
+        row = self._start + max(0, place - self._start) // self._stride * self._stride
+        while row < end:
+            first, stop = max(row, place), min(row + self._row, end)
+            if first < stop:
+                self._update(chunk[first - place : stop - place])
+            row += self._stride
+
+    def _update(self, chunk: memoryview) -> None:
         import numpy as np
 
         bits: Any = np.frombuffer(chunk, self._kind)

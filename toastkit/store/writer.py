@@ -26,14 +26,15 @@ from toastkit.model.safetensors import (
 from toastkit.model.toast_format import (
     CHECKSUMS_KEY,
     DIGEST_BYTES,
+    ITEM_ALIGNMENT,
     PAD_PREFIX,
     PAGE,
+    Part,
     new_digest,
 )
 from toastkit.private_files import pwrite_all
 from toastkit.store.partial import Partial
 
-ITEM_ALIGNMENT = 64  # bytes; a cache line, so that vectors can be loaded from a mapped file
 # Metadata: hex of the hash of all else that the header says, so that a change there is found too.
 LAYOUT_KEY = "layout"
 
@@ -44,13 +45,15 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 @dataclass(frozen=True)
 class Planned:
     """A tensor to be written. dtype: as safetensors names it. group: where its checksum belongs.
-    aligned: it begins at a multiple of PAGE."""
+    aligned: it begins at a multiple of PAGE. parts: what its rows are made of, if it holds experts
+    one after another."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     group: str
     aligned: bool = False
+    parts: tuple[Part, ...] = ()
 
     @property
     def nbytes(self) -> int:
