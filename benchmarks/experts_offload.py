@@ -1,16 +1,19 @@
 """Experts offloaded: tokens a second, hit rate and device bytes by slots, prefetch and bandwidth.
 
-    python benchmarks/experts_offload.py [--shape olmoe|qwen1.5] [--layers N] [--bits 4]
+    python benchmarks/experts_offload.py [--shape olmoe|qwen1.5|crumb] [--layers N] [--bits 4]
         [--slots 16,32] [--rates 25,3.5] [--tokens N] [--rounds N] [--folder DIR]
+        [--base WAY] [--repeat]
 
 A random checkpoint in the shape of OLMoE-1B-7B or Qwen1.5-MoE-A2.7B, with fewer layers, whose
-experts do not fit the slots. Files are read past the system's cache, and as fast as a rate in GB/s
-allows: PCIe 4.0 x16 has about 25, x8 12, an NVMe disk 3.5; 0 is as fast as it goes. One process,
-the ways in turn, each round with its own tokens; medians and ranges, and the ratio to "demand" by
-round:
+experts do not fit the slots; or crumb, as it is, over a story. Files are read past the system's
+cache, and as fast as a rate in GB/s allows: PCIe 4.0 x16 has about 25, x8 12, an NVMe disk 3.5; 0
+is as fast as it goes. One process, the ways in turn, in any order, each round with its own tokens;
+with --repeat all with the same one after the same prompt, so that all that is wanted is in slots.
+Medians and ranges, and the ratio to the base, "demand", by round:
 
     whole     all experts on the device
     demand    fetched when a router has chosen them
+    careful   likewise, and no step is optimistic; with "always" every one is
     next-D    those that routers D layers ahead choose of this layer's input are read meanwhile
     told      the choice of all layers is known beforehand, as of an evicted pass (M3)
     little    half the experts a token, fetched when a router has chosen them
@@ -44,11 +47,13 @@ from mlx.utils import tree_flatten
 from toastkit.engine import big_little
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
+from toastkit.engine.savepoints import roll_back, take_savepoint
 from toastkit.engine.state import ModelState
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.experts.pass_times import estimated_speedup
 from toastkit.experts.slot_options import SlotOptions
 from toastkit.model.locate import locate
+from toastkit.text.tokenizer import Tokenizer
 
 COMMON = {
     "vocab_size": 4096, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16,
@@ -68,6 +73,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SMALL_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 PROMPT = list(range(5, 21))
+STORY = Path(__file__).parents[1] / "tests" / "texts" / "story.txt"
 
 
 def make(folder: Path, shape: str, layers: int, bits: int) -> Path:
@@ -162,12 +168,16 @@ class Way:
         self.state = ModelState(self.engine.new_cache())
         for _ in self.engine.reading(self.state, PROMPT):
             pass
+        optimistic = self.engine.holdings.slots.optimistic
+        if name in ("careful", "always"):
+            optimistic._trusts, optimistic.note = name == "always", lambda found: None
         self.engine.begin_run()
 
-    def run(self, tokens: list[int], known: list[dict[int, list[int]]]) -> None:
-        """A round. known: by token, the choices of all layers."""
+    def run(self, tokens: list[int], known: list[dict[int, list[int]]], repeat: bool) -> None:
+        """A round. known: by token, the choices of all layers. repeat: each step is taken back."""
         seconds = 0.0
         for token, choices in zip(tokens, known):
+            point = take_savepoint(self.state.cache, 0, one_step=True) if repeat else None
             start = time.perf_counter()
             if self.name == "told":
                 self.engine.holdings.slots.foresight.tell(choices)
@@ -176,6 +186,9 @@ class Way:
                 self.engine.consume(self.state, token)
             mx.eval(self.state.logits)
             took = time.perf_counter() - start
+            if point is not None:
+                self.state.tokens.pop()
+                roll_back(self.state.cache, 1, point)
             (self.again if falls else self.kept).append(took)
             seconds += took
         self.rates.append(len(tokens) / seconds)
@@ -195,7 +208,8 @@ class Way:
         ratios = sorted(a / b for a, b in zip(self.rates, base.rates))
         device = (self.engine.ledger.total() - self.engine.ledger.of("cache")) / 1e6
         told = (
-            f"  {self.name:8} {statistics.median(self.rates):6.2f} tok/s "
+            f"  {self.name:8} {1e3 / statistics.median(self.rates):6.2f} ms a token, "
+            f"{statistics.median(self.rates):6.2f} tok/s "
             f"({min(self.rates):.2f}-{max(self.rates):.2f})  x{statistics.median(ratios):.2f} "
             f"({ratios[0]:.2f}-{ratios[-1]:.2f})  {device:6.0f} MB on the device"
         )
@@ -209,6 +223,8 @@ class Way:
         told += f"  hit {hit:.0%}  {read:.1f} MB and {wait:.0f} ms a token"
         if report["ahead"]:
             told += f"  right {report['right'] / report['ahead']:.0%} of {report['ahead']}"
+        if report["optimistic"]:
+            told += f"  {report['optimistic']} optimistic, {report['retried']} retried"
         return told
 
 
@@ -230,35 +246,53 @@ def known_choices(path: Path, rounds: list[list[int]]) -> list[list[dict[int, li
 
 def experts_of(path: Path) -> int:
     """Experts of a checkpoint."""
-    return json.loads((path / "config.json").read_text())["num_experts"]
+    return json.loads(locate(str(path)).read("config.json"))["num_experts"]
+
+
+def rounds_of(path: Path, options: argparse.Namespace) -> list[list[int]]:
+    """Tokens, by round."""
+    count = options.tokens * options.rounds
+    if options.shape == "crumb":
+        files = locate("crumb")
+        ids = Tokenizer(files).encode_prompt(STORY.read_text(), templated=False)[:count]
+    else:
+        ids = np.random.default_rng(1).integers(5, 4000, count).tolist()
+    if options.repeat:
+        ids = ids[:1] * count
+    return [ids[i : i + options.tokens] for i in range(0, count, options.tokens)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", choices=SHAPES, default="olmoe")
+    parser.add_argument("--shape", choices=[*SHAPES, "crumb"], default="olmoe")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--slots", default="16,32")
     parser.add_argument("--rates", default="25,3.5,0.5")
     parser.add_argument("--ways", default="whole,demand,next-1,next-2,told")
+    parser.add_argument("--base", default="demand")
+    parser.add_argument("--repeat", action="store_true")
     parser.add_argument("--tokens", type=int, default=8, help="a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        path = make(Path(folder) / options.shape, options.shape, options.layers, options.bits)
-        random = np.random.default_rng(1)
-        rounds = [random.integers(5, 4000, options.tokens).tolist() for _ in range(options.rounds)]
-        known = known_choices(path, rounds)
+        path = Path("crumb")
+        if options.shape != "crumb":
+            path = make(Path(folder) / options.shape, options.shape, options.layers, options.bits)
+        rounds = rounds_of(path, options)
+        asked = "told" in options.ways.split(",")
+        known = known_choices(path, rounds) if asked else [[{}] * options.tokens] * options.rounds
         print(f"{options.shape}, {options.layers} layers, {options.bits} bits, "
               f"{options.rounds} rounds of {options.tokens} tokens")  # fmt: skip
         for slots in map(int, options.slots.split(",")):
             for rate in map(float, options.rates.split(",")):
                 ways = [Way(path, name, slots, rate) for name in options.ways.split(",")]
-                base = next(way for way in ways if way.name == "demand")
+                base = next(way for way in ways if way.name == options.base)
+                order = np.random.default_rng(2)
                 for tokens, choices in zip(rounds, known):
-                    for way in ways:
-                        way.run(tokens, choices)
+                    for way in order.permutation(ways):
+                        way.run(tokens, choices, options.repeat)
                 print(f"{slots} slots of {experts_of(path)}, {rate or 'any'} GB/s")
                 for way in ways:
                     print(way.line(base, options.tokens * options.rounds), flush=True)

@@ -17,17 +17,9 @@ from tests.unit.daemon_front import eventually
 NAMES = ["decode", "prefill", "toast", "toasted", "perplexity"]
 GREEDY = ["--temp", "0", "-n", "8"]
 FIELDS = {
-    "slots",
-    "experts",
-    "initial",
-    "wanted",
-    "hit",
-    "ahead",
-    "right",
-    "read",
-    "wait",
-    "passes",
-}
+    "slots", "experts", "initial", "wanted", "hit", "ahead", "right", "read", "wait", "passes",
+    "optimistic", "retried",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,6 +65,24 @@ def test_a_pipe_one_process_and_a_whole_model_say_the_same(toast) -> None:
         assert set(report) == FIELDS and report["slots"] == 5 and report["experts"] == 16
         assert 0 < report["hit"] < report["wanted"] and report["read"]
         assert b"slots: 5 of 16 in slots; " in done.stderr
+
+
+def test_optimistic_steps_are_told(tmp_path: Path) -> None:
+    """Of a text that repeats itself, all that is wanted comes to be there; the logits are those of
+    a model that is whole."""
+    stages, slots = ["tokenize", "prefill", "decode", "frames"], ["--expert-slots", "14"]
+    (tmp_path / "ids").write_text("7\n" * 60)
+    outs = []
+    for flags in (slots, []):
+        forced = [*flags, "--force", str(tmp_path / "ids")]
+        extra = {"prefill": flags, "decode": forced, "frames": ["--json"]}
+        done = Pipeline(STORY, extra, stages).finish()
+        assert done.statuses == [0] * len(stages), done.errors
+        outs.append([json.loads(line) for line in done.out.splitlines()])
+    logits = [[f["logits"] for f in out if f["k"] == "logits"] for out in outs]
+    assert logits[0] == logits[1] and len(logits[0]) == 61
+    report = outs[0][-1]["slots"]
+    assert set(report) == FIELDS and report["optimistic"] > report["retried"]
 
 
 def test_the_pipeline_says_the_same(toast) -> None:

@@ -90,11 +90,13 @@ def test_a_daemon_is_held_to_what_is_on_the_command_line(monkeypatch) -> None:
 def test_reports_in_words(capfd) -> None:
     report = {
         "slots": 8, "experts": 64, "wanted": 200, "hit": 150, "ahead": 0, "right": 0,
-        "read": 3 << 20, "wait": 0.25,
+        "optimistic": 0, "retried": 0, "read": 3 << 20, "wait": 0.25,
     }  # fmt: skip
     line = counted_slots(report)
     assert line == "8 of 64 in slots; 150 of 200 were there (75%); 3.15 MB read, waited 0.2 s"
     assert "; 40 of 50 foreseen were wanted" in counted_slots(report | {"ahead": 50, "right": 40})
+    hopeful = counted_slots(report | {"optimistic": 9, "retried": 1})
+    assert hopeful == f"{line}; 9 optimistic steps, 1 retried"
     assert "(0%)" in counted_slots(report | {"wanted": 0, "hit": 0})
     tell_stats({"slots": {"another": "version"}})
     tell_stats({})

@@ -96,7 +96,7 @@ def test_who_stays_in_fewer_slots_or_more(slots: int, passes: list[list[int]], a
     assert [int(table.of[expert]) for expert in sorted(made.held, key=lambda e: made.of[e])] == rows
     if after < len(held):
         gone = [expert for expert in held if expert not in made]
-        assert max(made.uses[gone]) <= min(made.uses[made.held])
+        assert max(made.uses[e] for e in gone) <= min(made.uses[e] for e in made.held)
         order = sorted(held, key=lambda expert: (made.uses[expert], held.index(expert)))
         assert gone == [expert for expert in held if expert in order[: len(gone)]]
     assert np.array_equal(made.uses, table.uses)

@@ -92,6 +92,7 @@ def _speed(seconds: Mapping[str, Any] | None, estimate: float | None) -> str:
 def counted_slots(report: Mapping[str, Any]) -> str:
     """A SlotPolicy's report in words."""
     from toastkit.model.info import human
+    from toastkit.stages.tally import counted
 
     wanted = report["wanted"]
     initial = report.get("initial", report["slots"])
@@ -104,6 +105,8 @@ def counted_slots(report: Mapping[str, Any]) -> str:
     )
     if report["ahead"]:
         line += f"; {report['right']} of {report['ahead']} foreseen were wanted"
+    if report["optimistic"]:
+        line += f"; {counted(report['optimistic'], 'optimistic step')}, {report['retried']} retried"
     return line
 
 

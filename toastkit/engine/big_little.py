@@ -1,10 +1,7 @@
 """A step by the big or the little model, and with MoBiLE by whichever it takes (paper 002, section
 III, algorithm 1): the little one runs; where the likeliest token is no likelier than gamma, what it
-did is taken back and the big one runs the same step.
-
-Taking back is exact: keys and values are cut off again, a recurrent state is the one that was
-there. So a step that fell back leaves the state, to the bit, as if nothing but the big model had
-run.
+did is taken back and the big one runs the same step. That leaves the state, to the bit, as if
+nothing but the big model had run.
 """
 
 from __future__ import annotations
@@ -17,7 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from toastkit.engine.lookahead import Lookahead
-from toastkit.engine.savepoints import roll_back, take_savepoint
+from toastkit.engine.run_again import run_or_again
+from toastkit.engine.savepoints import take_savepoint
 from toastkit.engine.state import ModelState, Passed
 from toastkit.experts.experts_policy import ExpertsPolicy
 from toastkit.holdings.policy import NO_WISH
@@ -67,29 +65,44 @@ def take_step(
     step(token, cache): a pass. token: an id, or a device array () uint32. Raises what a pass
     raises; the caches are then as they were.
     """
-    gamma, held = experts.options.threshold, len(state.tokens)
+    gamma = experts.options.threshold
     if state.ahead is not None and not isinstance(token, int):
         state.take_back()
     point = _point(experts, state) if state.ahead is None else state.ahead.point
-    start, built = time.perf_counter(), state.ahead.seconds if state.ahead else 0.0
-    logits, passed = state.next_logits(step, token), Passed(experts.k_now, False)
-    if gamma is not None and point is not None:
-        try:
-            kept = bool((confidence(logits) > gamma).item())
-        except BaseException:
-            roll_back(state.cache, held + 1, point)
-            raise
-        start = _timed(experts, "little", start, built)
-        if not kept:  # nor where it is no number
-            del logits
-            roll_back(state.cache, held + 1, point)
-            with experts.again():
-                logits, passed = step(token, state.cache), Passed(experts.k_now, True)
-            experts.fallbacks += 1
-            if experts.waits:  # for all layers but the last one as it is
-                mx.eval(logits)
-                _timed(experts, "again", start)
-    state.passed = passed
+    k, start = experts.k_now, time.perf_counter()
+    built = state.ahead.seconds if state.ahead else 0.0
+    if gamma is None or point is None:
+        logits = state.next_logits(step, token)
+        state.passed = Passed(k, False)
+        return logits
+
+    def is_sure(logits: mx.array) -> bool:
+        sure = bool((confidence(logits) > gamma).item())  # not where it is no number
+        _timed(experts, "little", start, built)
+        return sure
+
+    logits, fallback = run_or_again(
+        lambda: state.next_logits(step, token),
+        lambda: _fall_back(experts, step, state, token),
+        is_sure,
+        state.cache,
+        point,
+    )
+    state.passed = Passed(experts.k if fallback else k, fallback)
+    return logits
+
+
+def _fall_back(
+    experts: ExpertsPolicy, step: Step, state: ModelState, token: int | mx.array
+) -> mx.array:
+    """The same step by the big model."""
+    start = time.perf_counter()
+    with experts.again():
+        logits = step(token, state.cache)
+    experts.fallbacks += 1
+    if experts.waits:  # for all layers but the last one as it is
+        mx.eval(logits)
+        _timed(experts, "again", start)
     return logits
 
 
@@ -102,7 +115,5 @@ def whole_step(experts: ExpertsPolicy | None) -> Iterator[None]:
         _timed(experts, "whole", start)
 
 
-def _timed(experts: ExpertsPolicy, kind: str, start: float, before: float = 0.0) -> float:
-    end = time.perf_counter()
-    experts.times.add(kind, start, end, before)
-    return end
+def _timed(experts: ExpertsPolicy, kind: str, start: float, before: float = 0.0) -> None:
+    experts.times.add(kind, start, time.perf_counter(), before)

@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from toastkit.engine import device
 from toastkit.engine.big_little import look_ahead, take_step, whole_step
+from toastkit.engine.run_again import run_step
 from toastkit.engine.savepoints import longest, take_savepoint, undone_on_failure
 from toastkit.engine.state import Caches, ModelState
 from toastkit.errors import DataError, UsageError
@@ -362,7 +363,7 @@ class Engine:
         self._steps += 1
         if self._steps % CLEAR_CACHE_EVERY == 0:
             mx.clear_cache()
-        return self._run(ids, cache)[:, -1].astype(mx.float32)
+        return run_step(self.holdings, lambda: self._run(ids, cache), cache)
 
     def score(self, ids: Sequence[int], cache: list) -> mx.array:
         """Logits (N, vocab) float32 of N ids: row i is what is expected after ids[i]. Lazy."""

@@ -23,7 +23,8 @@ from toastkit.errors import ToastError
 from toastkit.holdings.derived import derived
 from toastkit.holdings.foresight import Foresight
 from toastkit.holdings.forms import Form
-from toastkit.holdings.layer_slots import LayerSlots, SlotCounts, Switch, find_switches
+from toastkit.holdings.layer_slots import LayerSlots, SlotCounts, Switch, by_last_use, find_switches
+from toastkit.holdings.optimistic import OptimisticSteps
 from toastkit.holdings.slot_memory import Fetch, SlotMemory
 from toastkit.holdings.slot_table import SlotTable
 from toastkit.holdings.weights import Weights
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 class ExpertSlots:
     """The layers of a model that have slots. Used by one thread at a time, which is the one that
     computes. layers: in the order in which they run. counts: see SlotCounts. foresight: what is
-    read before it is known to be wanted."""
+    read before it is known to be wanted. optimistic: steps that do not read the choice back."""
 
     def __init__(self, holdings: Holdings, weights: Weights):
         self._holdings, self._weights = holdings, weights
@@ -51,6 +52,7 @@ class ExpertSlots:
         self.layers: list[LayerSlots] = []
         self.counts = SlotCounts()
         self.foresight = Foresight(self)
+        self.optimistic = OptimisticSteps(self)
 
     @property
     def switches(self) -> list[Switch]:
@@ -58,6 +60,11 @@ class ExpertSlots:
         if self._switches is None:
             self._switches = sorted(find_switches(self._holdings), key=lambda s: (s.layer, s.path))
         return self._switches
+
+    @property
+    def reads(self) -> bool:
+        """Whether a pass that is built now reads experts, or may."""
+        return bool(self.layers) and not self.optimistic.is_running
 
     @property
     def reader(self) -> Reader:
@@ -156,11 +163,8 @@ class ExpertSlots:
         mx.eval(indices, self._pending and self._pending[1], list(asked.values()))
         self._pending = None
         chosen = np.array(indices)
-        layer.choice = wanted = _by_last_use(chosen)
-        layer.table.count(wanted)
-        self.counts.passes += 1
-        self.counts.wanted += len(wanted)
-        self.counts.hit += sum(expert in layer.table for expert in wanted)
+        wanted = by_last_use(chosen)
+        self._count(layer, wanted)
         if len(wanted) <= layer.table.slots:
             layer.give_up(wanted)
             self._bring(layer, wanted)
@@ -172,6 +176,25 @@ class ExpertSlots:
         if layer is self.layers[-1]:
             self._check_files()
         return out
+
+    def _count(self, layer: LayerSlots, wanted: list[int]) -> None:
+        """Counts what a pass of a layer wants."""
+        layer.choice = wanted
+        layer.table.count(wanted)
+        self.counts.passes += 1
+        self.counts.wanted += len(wanted)
+        self.counts.hit += sum(expert in layer.table for expert in wanted)
+
+    def _count_right(self, layer: LayerSlots, wanted: Sequence[int]) -> None:
+        """Who has foreseen some of these was right."""
+        self.counts.right += len(layer.foreseen.intersection(wanted))
+        layer.foreseen.difference_update(wanted)
+
+    def count_hits(self, layer: LayerSlots, wanted: list[int]) -> None:
+        """A pass of a layer has run, and these, all that it wanted, were in slots."""
+        self._count(layer, wanted)
+        self._count_right(layer, wanted)
+        layer.table.use(wanted)
 
     def _in_groups(
         self, layer: LayerSlots, call: Callable[..., mx.array], x: mx.array, chosen: np.ndarray
@@ -205,8 +228,7 @@ class ExpertSlots:
         where no others can."""
         coming = [expert for expert in experts if expert in layer.coming]
         slots = layer.claim([e for e in experts if e not in layer.table], experts, spare)
-        self.counts.right += len(layer.foreseen.intersection(experts))
-        layer.foreseen.difference_update(experts)
+        self._count_right(layer, experts)
         start = time.perf_counter()
         fetch = None
         try:
@@ -300,6 +322,16 @@ class ExpertSlots:
         fetches = (fetch for layer in self.layers for fetch in layer.coming.values())
         return not all(fetch.request.is_done for fetch in fetches)
 
+    def settle(self) -> bool:
+        """Puts what was read ahead into its slots; False where something has not come yet. Raises
+        as `run`."""
+        if self.is_reading:
+            return False
+        for layer in self.layers:
+            self._take(layer, list(layer.coming))
+        self._check_files()
+        return True
+
     def _forget(self, layer: LayerSlots) -> None:
         for expert in list(layer.coming):
             layer.drop(expert)
@@ -324,11 +356,6 @@ def _is_resizing(before: Form, form: Form) -> bool:
     return same and form.slots != 0 and not before.away
 
 
-def _by_last_use(chosen: np.ndarray) -> list[int]:
-    """The experts in a choice, uint32 (..., K), each once, the last one used last."""
-    return list(dict.fromkeys(chosen.reshape(-1)[::-1].tolist()))[::-1]
-
-
 def _slots_of(layer: LayerSlots, chosen: np.ndarray) -> mx.array:
     """Slots, uint32 (..., K), in place of experts that are all there."""
     return mx.array(layer.table.of[chosen].astype(np.uint32))
@@ -342,4 +369,6 @@ class _Slotted:
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         self._slots.foresight.answer(indices)
-        return self._slots.run(self._layer, super().__call__, x, indices)  # type: ignore[misc]
+        optimistic = self._slots.optimistic
+        run = optimistic.run if optimistic.is_running else self._slots.run
+        return run(self._layer, super().__call__, x, indices)  # type: ignore[misc]

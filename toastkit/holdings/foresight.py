@@ -62,6 +62,11 @@ class Foresight:
         return None if self.depth in (None, "auto") else int(self.depth)
 
     @property
+    def is_told(self) -> bool:
+        """Whether somebody has said what the pass that comes will want."""
+        return bool(self._told)
+
+    @property
     def can_ask(self) -> bool:
         """Whether the routers of all layers can be asked."""
         return all(switch.block is not None for switch in self._slots.switches)

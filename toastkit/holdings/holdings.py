@@ -85,7 +85,7 @@ class Holdings:
     @property
     def reads_in_passes(self) -> bool:
         """Whether a pass of the model reads weights: layers are streamed, or experts fetched."""
-        return bool(self.streams.layers or self.slots.layers)
+        return bool(self.streams.layers or self.slots.reads)
 
     def matrix_bytes(self, paths: Iterable[str]) -> int:
         """Bytes on the device of some modules' matrices, in all forms, in use or not."""

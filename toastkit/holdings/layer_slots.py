@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from toastkit.holdings.holding import Holding
 from toastkit.holdings.slot_memory import Fetch, SlotMemory
@@ -42,7 +43,9 @@ class SlotCounts:
     """Of all layers with slots, since the beginning. wanted: experts, each once a layer and pass.
     hit: of them, those that were in their slots, or on their way. ahead: experts that were read
     because somebody foresaw them; right: of them, those that the next pass of their layer wanted.
-    read: bytes of the files. wait: seconds that passes waited for experts. passes: of one layer."""
+    read: bytes of the files. wait: seconds that passes waited for experts. passes: of one layer.
+    optimistic: steps that read no choice back before they ended; retried: of them, those that
+    missed an expert and were run again; of these, nothing else is counted but what ran again."""
 
     wanted: int = 0
     hit: int = 0
@@ -51,6 +54,8 @@ class SlotCounts:
     read: int = 0
     wait: float = 0.0
     passes: int = 0
+    optimistic: int = 0
+    retried: int = 0
 
     def as_map(self) -> dict[str, Any]:
         """For a report."""
@@ -71,6 +76,7 @@ class LayerSlots:
         self.foreseen: set[int] = set()
         self.choice: list[int] = []
         self.seen: mx.array | None = None
+        self._slot_of = -1, mx.array(0)
 
     @property
     def is_stale(self) -> bool:
@@ -81,6 +87,14 @@ class LayerSlots:
         """Lets its memory go. It is of no more use."""
         self.parts = []
         self.memory.release()
+
+    @property
+    def slot_of(self) -> mx.array:
+        """The slot of each expert, uint32 (experts,), on the device; 0 without one."""
+        if self._slot_of[0] != self.table.changes:
+            slots = mx.array(np.maximum(self.table.of, 0).astype(np.uint32))
+            self._slot_of = self.table.changes, slots
+        return self._slot_of[1]
 
     def claim(self, experts: Sequence[int], keep: Collection[int], spare: Collection[int]) -> dict:
         """Slots for experts that have none, by expert, as many as there are to be had: see
@@ -118,6 +132,11 @@ class LayerSlots:
     def finish(self, fetch: Fetch) -> None:
         """See SlotMemory.finish; counts what was read."""
         self._counts.read += self.memory.finish(fetch)
+
+
+def by_last_use(chosen: np.ndarray) -> list[int]:
+    """The experts in a choice, uint32 (..., K), each once, the last one used last."""
+    return list(dict.fromkeys(chosen.reshape(-1)[::-1].tolist()))[::-1]
 
 
 def find_switches(holdings: Holdings) -> Iterable[Switch]:

@@ -9,19 +9,23 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 DECAY = 0.95  # a pass, of how often an expert was used
+MOST_WEIGHT = 1e100
 
 
 class SlotTable:
     """The slots of one layer's experts; says nothing of what lies in them.
 
     experts, slots: how many there are. of: the slot of each expert, int32 (experts,), -1 without.
-    uses: passes that wanted each expert, the last one counting most, float64 (experts,).
+    uses: passes that wanted each expert, the last one counting most, by some unit. changes: of
+    `of`, so far.
     """
 
     def __init__(self, experts: int, slots: int):
         self.experts, self.slots = experts, slots
         self.of = np.full(experts, -1, np.int32)
-        self.uses = np.zeros(experts)
+        self.uses = [0.0] * experts
+        self._weight = 1.0  # of the pass that comes: it grows, instead of all that was before
+        self.changes = 0
         self._held: dict[int, int] = {}  # expert -> slot, the longest unused first
         self._free = list(range(slots - 1, -1, -1))
 
@@ -39,7 +43,7 @@ class SlotTable:
         order = sorted(self._held, key=lambda expert: self.uses[expert])
         stay = set(order[max(0, len(order) - slots) :])
         table, rows = SlotTable(self.experts, slots), []
-        table.uses[:] = self.uses
+        table.uses[:], table._weight = self.uses, self._weight
         for expert, slot in self._held.items():
             if expert in stay:
                 table.claim(expert, ())
@@ -61,8 +65,12 @@ class SlotTable:
 
     def count(self, experts: Sequence[int]) -> None:
         """A pass wants these, there or not."""
-        self.uses *= DECAY
-        self.uses[experts] += 1
+        for expert in experts:
+            self.uses[expert] += self._weight
+        self._weight /= DECAY
+        if self._weight > MOST_WEIGHT:
+            self.uses = [uses / self._weight for uses in self.uses]
+            self._weight = 1.0
 
     def claim(
         self, expert: int, keep: Collection[int], spare: Collection[int] = ()
@@ -78,14 +86,16 @@ class SlotTable:
             if not leaving:
                 return None
             first = [other for other in leaving if other not in spare] or leaving
-            gone = first[int(np.argmin(self.uses[first]))]
+            gone = min(first, key=self.uses.__getitem__)
             slot = self._held.pop(gone)
             self.of[gone] = -1
         self._held[expert] = slot
         self.of[expert] = slot
+        self.changes += 1
         return slot, gone
 
     def drop(self, expert: int) -> None:
         """What is in its slot is not it."""
         self._free.append(self._held.pop(expert))
         self.of[expert] = -1
+        self.changes += 1
