@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from tests.model.published import write_published
@@ -180,7 +181,7 @@ def test_what_stays_is_what_would_leave_last(olmoe: Path) -> None:
     model = Watched(olmoe, 6)
     model.run(5)
     [before, *_] = model.engine.holdings.slots.layers
-    held, uses = before.table.held, before.table.uses.copy()
+    held, uses = before.table.held, np.array(before.table.uses)
     model.readings.count = LITTLE
     model.engine.decide(NO_WISH)
     [after, *_] = model.engine.holdings.slots.layers
