@@ -56,6 +56,14 @@ def test_means_are_of_a_run_and_the_whole_models_of_all() -> None:
     assert every == {"step": 2.666667, "whole": 3, "little": 1.5, "again": 3}
 
 
+def test_the_time_of_what_is_left_out_is_nobodys() -> None:
+    times = PassTimes()
+    times.add("little", 0, 1)
+    times.leave_out()  # and steps of a batch take until 9
+    times.add("little", 9, 10)
+    assert times.means()["step"] == 1
+
+
 def test_what_is_not_known_is_not_estimated() -> None:
     seconds = {"step": 1.0, "whole": 2.0, "little": 1.0, "again": None}
     assert with_steps({"seconds": seconds}, 5, 0)["estimate"] == 2.0

@@ -81,6 +81,7 @@ class Batch:
         if experts is None or experts.options.threshold is None:
             logits = list(engine.step_rows(ids, self.caches))
         else:
+            experts.times.leave_out()  # equation 1 is of steps that are taken alone
             before = self.before_a_step()
             little = engine.step_rows(ids, self.caches)
             logits = list(little)

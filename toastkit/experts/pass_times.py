@@ -43,6 +43,10 @@ class PassTimes:
             self._count("step", int(kind == "little"), end - since)
             self._last = end
 
+    def leave_out(self) -> None:
+        """What runs now is not timed, a step of a batch say: the next one begins by itself."""
+        self._last = None
+
     def _count(self, kind: str, passes: int, more: float) -> None:
         count, seconds = self._sums[kind]
         self._sums[kind] = count + passes, seconds + more
