@@ -17,7 +17,7 @@ SECONDS ?= 60
 # A test starts processes by the hundred: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo pages test quick fuzz check lint types man format clean
+.PHONY: demo pages test quick fuzz sanitize check lint types man format clean
 demo: $(VENV)/stamp            ## the whole pipeline, six processes, on the embedded model
 	sh examples/demo.sh
 
@@ -37,6 +37,15 @@ quick: $(VENV)/stamp           ## those in tests/quick.txt: most units, the orac
 
 fuzz: $(VENV)/stamp            ## attacks with new seeds: SECONDS=60; SEED=frames-123 repeats one
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+# Python itself is not compiled for them, so that the compiler's library comes in first.
+sanitize: $(VENV)/stamp        ## the tests of the C++ kernels, with the compiler's sanitizers
+	TOAST_TEST_SANITIZERS=address,undefined ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so)" \
+		$(BIN)/python -m pytest -p no:faulthandler tests/unit/test_native_kernels.py
+	TOAST_TEST_SANITIZERS=thread TSAN_OPTIONS=die_after_fork=0 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" \
+		$(BIN)/python -m pytest -p no:faulthandler tests/unit/test_native_kernels.py
 
 check: lint types test         ## formatter, linter, types, man pages, tests
 

@@ -1,0 +1,160 @@
+"""The kernels through their C interface, with numpy: what a test of them needs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from toastkit.native.compiling import compile_library, compiler
+
+# As the compiler takes them: "address,undefined" or "thread" (make sanitize). Asked before the
+# tests' own surroundings are set up.
+SANITIZERS = os.environ.get("TOAST_TEST_SANITIZERS")
+TYPES = {"f32": 0, "f16": 1, "bf16": 2}
+# Half the distance between two numbers, as a share of their size.
+ROUNDING = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
+DIGITS = 127 * 256 + 127  # the largest whole number that an activation becomes
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "scales", "biases")),
+        *((name, ctypes.c_int64) for name in ("experts", "rows", "columns")),
+        *((name, ctypes.c_int32) for name in ("bits", "group_size", "type")),
+    ]
+
+
+class _Vectors(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("count", ctypes.c_int64), ("stride", ctypes.c_int64),
+        ("type", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+def stored(values: np.ndarray, type_: str) -> np.ndarray:
+    """float32 of any shape as it is stored: float32, float16, or bfloat16 in uint16."""
+    if type_ != "bf16":
+        return values.astype({"f32": np.float32, "f16": np.float16}[type_])
+    return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def read(array: np.ndarray, type_: str) -> np.ndarray:
+    """What `stored` numbers stand for, in float64."""
+    if type_ != "bf16":
+        return array.astype(np.float64)
+    return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def packed(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """uint8 (..., columns) below 2^bits -> uint8 (..., columns * bits / 8), one string of bits."""
+    each = np.unpackbits(numbers[..., None], axis=-1, bitorder="little")[..., :bits]
+    return np.packbits(
+        each.reshape(*numbers.shape[:-1], numbers.shape[-1] * bits), axis=-1, bitorder="little"
+    )
+
+
+class Matrix(NamedTuple):
+    """A stack of matrices. weight: as kernels.h has it. exact: what it stands for, float64
+    (experts, rows, columns). size: of the terms that it is added up from, likewise."""
+
+    weight: np.ndarray
+    scales: np.ndarray | None
+    biases: np.ndarray | None
+    bits: int
+    group_size: int
+    type_: str
+    exact: np.ndarray
+    size: np.ndarray
+
+
+def random_matrix(
+    seed: int, shape: tuple[int, int, int], bits: int, group_size: int, type_: str
+) -> Matrix:
+    """A stack of random matrices, (experts, rows, columns); bits: 0 for one that is not packed."""
+    rng = np.random.default_rng(seed)
+    if not bits:
+        weight = stored(rng.normal(size=shape), type_)
+        return Matrix(
+            weight, None, None, 0, 0, type_, read(weight, type_), abs(read(weight, type_))
+        )
+    numbers = rng.integers(0, 1 << bits, shape, dtype=np.uint8)
+    groups = (*shape[:-1], shape[-1] // group_size)
+    scales = stored(rng.normal(size=groups) / (1 << bits), type_)
+    biases = stored(rng.normal(size=groups), type_)
+    wide = [np.repeat(read(some, type_), group_size, -1) for some in (scales, biases)]
+    exact = numbers * wide[0] + wide[1]
+    size = numbers * abs(wide[0]) + abs(wide[1])
+    return Matrix(packed(numbers, bits), scales, biases, bits, group_size, type_, exact, size)
+
+
+class Kernels:
+    """The library, compiled for these tests."""
+
+    def __init__(self, folder: Path):
+        cxx = compiler()
+        assert cxx is not None
+        extra = [f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover", "-g"] if SANITIZERS else []
+        compile_library(folder / "kernels.so", cxx, extra)
+        self.library = ctypes.CDLL(str(folder / "kernels.so"))
+        self.library.toast_instructions.restype = ctypes.c_char_p
+
+    @property
+    def instructions(self) -> str:
+        """The set in use."""
+        return self.library.toast_instructions().decode()
+
+    def choose(self, name: str) -> bool:
+        """Has an instruction set be used; False where the processor has it not."""
+        return not self.library.toast_choose_instructions(name.encode())
+
+    def multiply(
+        self,
+        matrix: Matrix,
+        x: np.ndarray,
+        x_type: str = "f32",
+        out_type: str = "f32",
+        vector: np.ndarray | None = None,
+        expert: np.ndarray | None = None,
+        exact: bool = False,
+    ) -> np.ndarray:
+        """Products, of out_type, (count, rows). x: (vectors, columns) of x_type, whose rows may lie
+        apart. vector, expert: uint32 (count,). Raises ValueError where the kernels refuse."""
+        experts, rows, columns = matrix.exact.shape
+        count = len(x) if vector is None else len(vector)
+        arrays = (matrix.weight, matrix.scales, matrix.biases)
+        described = _Matrix(
+            *(None if one is None else one.ctypes.data for one in arrays),
+            experts, rows, columns, matrix.bits, matrix.group_size, TYPES[matrix.type_],
+        )  # fmt: skip
+        vectors = _Vectors(x.ctypes.data, len(x), x.strides[0] // x.itemsize, TYPES[x_type])
+        out = stored(np.full((count, rows), 7.0, np.float32), out_type)
+        places = [
+            None if some is None else ctypes.c_void_p(some.ctypes.data) for some in (vector, expert)
+        ]
+        code = self.library.toast_multiply(
+            ctypes.byref(described), ctypes.byref(vectors), ctypes.c_int64(count), *places,
+            int(exact), ctypes.c_void_p(out.ctypes.data), TYPES[out_type],
+        )  # fmt: skip
+        if code:
+            raise ValueError(code)
+        return out
+
+    def most_error(
+        self, matrix: Matrix, x: np.ndarray, expert: np.ndarray, exact: bool, out_type: str
+    ) -> np.ndarray:
+        """How far off a product may be: float64 (count, rows). x: float64 (count, columns), of each
+        result. expert: of each result."""
+        columns = x.shape[-1]
+        terms = np.einsum("ck,crk->cr", abs(x), matrix.size[expert])
+        # A lane adds up one after another; each sum, and each product before it, is rounded.
+        error = terms * 2.0**-23 * (columns / 4 + 16)
+        if matrix.bits and not exact and self.instructions == "avx512vnni":
+            groups = abs(x).reshape(len(x), columns // matrix.group_size, matrix.group_size)
+            half = np.repeat(groups.max(-1, initial=0), matrix.group_size, -1) / DIGITS / 2
+            error += np.einsum("ck,crk->cr", half * 1.01, abs(matrix.exact[expert]))
+        product = np.einsum("ck,crk->cr", x, matrix.exact[expert])
+        return error + abs(product) * ROUNDING[out_type] * 1.01 + 2.0**-25

@@ -1,0 +1,208 @@
+"""The products of toastkit/native/kernels, against float64, on every instruction set of this
+processor."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import examples
+from tests.unit.native_kernels import TYPES, Kernels, Matrix, random_matrix, read, stored
+from toastkit.native.compiling import compiler, unsupported
+
+pytestmark = pytest.mark.skipif(
+    bool(unsupported()) or compiler() is None, reason="no compiler, or no kernels for this machine"
+)
+SETS = ("avx512vnni", "avx2", "portable")
+BITS = (0, 2, 3, 4, 6, 8)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    return Kernels(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(params=SETS, autouse=True)
+def instructions(request: pytest.FixtureRequest, kernels: Kernels) -> Iterator[str]:
+    """Each test runs with each instruction set, and three threads."""
+    if not kernels.choose(request.param):
+        pytest.skip(f"no {request.param} here")
+    kernels.library.toast_set_threads(3)
+    yield request.param
+    kernels.library.toast_set_threads(1)
+
+
+matrices = st.builds(
+    lambda seed, experts, rows, groups, odd, bits, size, type_: random_matrix(
+        seed, (experts, rows, groups * size if bits else groups * 16 + odd), bits, size, type_
+    ),
+    st.integers(0, 1 << 30), st.integers(1, 3), st.integers(0, 40), st.integers(0, 19),
+    st.integers(0, 15), st.sampled_from(BITS), st.sampled_from((32, 64, 128)),
+    st.sampled_from(list(TYPES)),
+)  # fmt: skip
+
+
+def vectors(seed: int, count: int, columns: int, type_: str, gap: int) -> np.ndarray:
+    """Random ones, of very different sizes, (count, columns) as stored, with a gap between."""
+    rng = np.random.default_rng(seed)
+    sizes = np.exp(2 * rng.normal(size=(count, columns + gap)))
+    return stored(rng.normal(size=sizes.shape) * np.minimum(sizes, 50), type_)[:, :columns]
+
+
+@settings(max_examples=examples(80))
+@given(matrix=matrices, data=st.data())
+def test_products_are_those_of_float64(kernels: Kernels, matrix: Matrix, data) -> None:
+    experts, rows, columns = matrix.exact.shape
+    x_type, out_type = (data.draw(st.sampled_from(list(TYPES))) for _ in "xo")
+    count, gathered = data.draw(st.integers(0, 21)), data.draw(st.booleans())
+    x = vectors(data.draw(st.integers(0, 99)), count, columns, x_type, data.draw(st.integers(0, 3)))
+    exact = data.draw(st.booleans())
+    expert, vector = np.zeros(count, np.uint32), np.arange(count, dtype=np.uint32)
+    chosen = {}
+    if gathered and count:
+        rng = np.random.default_rng(count)
+        expert = rng.integers(0, experts, 2 * count).astype(np.uint32)
+        vector = rng.integers(0, count, 2 * count).astype(np.uint32)
+        chosen = {"vector": vector, "expert": expert}
+    out = kernels.multiply(matrix, x, x_type, out_type, exact=exact, **chosen)
+    wide = read(x, x_type)[vector]
+    wanted = np.einsum("ck,crk->cr", wide, matrix.exact[expert])
+    error = abs(read(out, out_type) - wanted)
+    assert (error <= kernels.most_error(matrix, wide, expert, exact, out_type)).all()
+
+
+@settings(max_examples=examples(40))
+@given(matrix=matrices, count=st.integers(1, 30), exact=st.booleans(), data=st.data())
+def test_a_batch_gives_what_its_vectors_give(
+    kernels: Kernels, matrix: Matrix, count: int, exact: bool, data
+) -> None:
+    """To the bit, with any number of threads, and however experts are mixed."""
+    experts, _, columns = matrix.exact.shape
+    x = vectors(count, count, columns, "f32", 0)
+    rng = np.random.default_rng(count)
+    expert = rng.integers(0, experts, count).astype(np.uint32)
+    vector = np.arange(count, dtype=np.uint32)
+    together = kernels.multiply(matrix, x, vector=vector, expert=expert, exact=exact)
+    kernels.library.toast_set_threads(data.draw(st.integers(1, 4)))
+    alone = [
+        kernels.multiply(matrix, x[i : i + 1], vector=vector[:1], expert=expert[i : i + 1],
+                         exact=exact)[0]
+        for i in range(count)
+    ]  # fmt: skip
+    assert np.array_equal(together, np.array(alone).reshape(together.shape))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_large_ones_are_shared_out(kernels: Kernels, bits: int) -> None:
+    matrix = random_matrix(1, (1, 301, 2048), bits, 64, "f32")
+    x = vectors(2, 17, 2048, "f32", 0)
+    wanted = x.astype(np.float64) @ matrix.exact[0].T
+    for rows in (x[:1], x):
+        out = kernels.multiply(matrix, rows)
+        most = kernels.most_error(matrix, rows.astype(np.float64), np.zeros(len(rows), int), False,
+                                  "f32")  # fmt: skip
+        assert (abs(out - wanted[: len(rows)]) <= most).all()
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_no_number_stays_none(kernels: Kernels, bits: int, bad: float) -> None:
+    """In its vector, and in no other."""
+    matrix = random_matrix(3, (1, 20, 192), bits, 64, "f32")
+    x = vectors(4, 3, 192, "f32", 0)
+    x[1, 100] = bad
+    out = kernels.multiply(matrix, x)
+    assert not np.isfinite(out[1]).any()
+    assert np.isfinite(out[[0, 2]]).all()
+
+
+def test_extreme_activations(kernels: Kernels) -> None:
+    matrix = random_matrix(5, (1, 9, 64), 4, 64, "f32")
+    x = np.zeros((4, 64), np.float32)
+    x[1], x[2], x[3] = 1e-42, 1e35, -1e35
+    out = kernels.multiply(matrix, x)
+    assert not out[0].any()
+    assert (abs(out[1]) < 1e-39).all()
+    np.testing.assert_allclose(out[2], 1e35 * matrix.exact[0].sum(-1), rtol=1e-3)
+    assert np.array_equal(out[3], -out[2])
+
+
+@pytest.mark.parametrize("bits", (0, 4))
+@pytest.mark.parametrize("out_type", list(TYPES))
+def test_experts_that_are_not_there(kernels: Kernels, bits: int, out_type: str) -> None:
+    matrix = random_matrix(6, (2, 8, 64), bits, 32, "f16")
+    x = vectors(7, 2, 64, "f32", 0)
+    expert, vector = (np.array(some, np.uint32) for some in ([0, 2, 1, 1 << 31], [0, 0, 2, 1]))
+    out = read(kernels.multiply(matrix, x, "f32", out_type, vector, expert), out_type)
+    assert np.isfinite(out[0]).all() and np.isnan(out[1:]).all()
+
+
+def test_numbers_of_all_types_are_rounded_alike(kernels: Kernels) -> None:
+    """One times one number, which is rounded to the type of the result as numpy rounds it."""
+    values = np.concatenate([
+        np.random.default_rng(8).normal(size=400) * 10.0 ** np.arange(-10, 10).repeat(20),
+        [65519.9, 65520, 65504, 6e-8, 2.9e-8, 2.99e-8, 6.1e-5, 1 + 2**-11, 1 + 3 * 2**-11, 1e-45],
+    ]).astype(np.float32)  # fmt: skip
+    one = random_matrix(9, (1, 1, 1), 0, 32, "f32")
+    one = one._replace(weight=np.ones((1, 1, 1), np.float32))
+    column = np.ascontiguousarray(values[:, None])
+    with np.errstate(over="ignore"):
+        half = values.astype(np.float16)
+    assert np.array_equal(kernels.multiply(one, column, out_type="f16")[:, 0], half)
+    assert np.array_equal(kernels.multiply(one, column)[:, 0], values)
+    bits = values.view(np.uint32).astype(np.uint64)
+    nearest = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    assert np.array_equal(kernels.multiply(one, column, out_type="bf16")[:, 0], nearest)
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    every = every[np.isfinite(every)][:, None]
+    out = kernels.multiply(one, every, "f16", "f16")
+    assert np.array_equal(out, every)
+
+
+def test_matrices_of_no_known_kind_are_refused(kernels: Kernels) -> None:
+    good = random_matrix(10, (1, 4, 64), 4, 64, "f32")
+    x = vectors(1, 1, 64, "f32", 0)
+    for bad in ({"bits": 5}, {"group_size": 48}, {"group_size": 0}, {"bits": -4}):
+        with pytest.raises(ValueError, match="1"):
+            kernels.multiply(good._replace(**bad), x)
+    ragged = good._replace(exact=np.zeros((1, 4, 65)), group_size=32)
+    with pytest.raises(ValueError, match="1"):
+        kernels.multiply(ragged, vectors(1, 1, 65, "f32", 0))
+
+
+def test_an_instruction_set_that_is_not_there(kernels: Kernels, instructions: str) -> None:
+    assert not kernels.choose("avx1024")
+    assert kernels.instructions == instructions
+
+
+def test_many_callers_at_once(kernels: Kernels) -> None:
+    """One has the pool; the others compute alone."""
+    matrix = random_matrix(11, (1, 64, 2048), 4, 64, "f32")
+    x = vectors(12, 3, 2048, "f32", 0)
+    wanted = kernels.multiply(matrix, x)
+    start = threading.Barrier(4)
+
+    def call(_: int) -> bool:
+        start.wait()
+        return all(np.array_equal(kernels.multiply(matrix, x), wanted) for _ in range(20))
+
+    with ThreadPoolExecutor(4) as callers:
+        assert all(callers.map(call, range(4)))
+
+
+def test_after_a_fork(kernels: Kernels) -> None:
+    """The child has none of the threads, and starts its own."""
+    matrix = random_matrix(13, (1, 64, 2048), 4, 64, "f32")
+    x = vectors(14, 3, 2048, "f32", 0)
+    wanted = kernels.multiply(matrix, x)
+    child = os.fork()
+    if not child:
+        os._exit(not np.array_equal(kernels.multiply(matrix, x), wanted))
+    assert os.waitpid(child, 0)[1] == 0

@@ -1,0 +1,91 @@
+"""Compiles the C++ of this folder with the machine's own compiler."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from toastkit.errors import ToastError
+
+FOLDER = Path(__file__).parent
+KERNELS = FOLDER / "kernels"
+AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+# What each source is compiled for besides the usual; which of them runs is chosen where it runs.
+SOURCES = {
+    "pool.cpp": (), "kernels.cpp": (), "portable.cpp": (), "avx2.cpp": AVX2,
+    "avx512vnni.cpp": (*AVX2, *AVX512, "-mprefer-vector-width=512"),
+}  # fmt: skip
+# GCC's own headers leave undefined what is undefined, and are warned of. contract: a * b + c is
+# one instruction wherever there is one, so that all tiles of a product round alike.
+FLAGS = (
+    "-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-pthread",
+    "-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
+)  # fmt: skip
+SECONDS = 300.0  # that one source may take
+
+
+def unsupported() -> str | None:
+    """Why nothing of this can run here; None where it can."""
+    if sys.platform == "linux" and platform.machine() == "x86_64":
+        return None
+    return "there are native products for Linux on x86-64 only"
+
+
+def compiler() -> str | None:
+    """The C++ compiler: of the variable CXX, or the system's; None where there is none."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def compile_library(
+    target: Path, cxx: str, extra: Sequence[str] = (), glue: Sequence[str] | None = None
+) -> None:
+    """Makes the kernels a library. extra: more flags. glue: those that the MLX primitives are
+    compiled and linked with; None leaves these out. Raises ToastError with what the compiler said
+    first."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        objects = []
+        for name, flags in SOURCES.items():
+            objects.append(os.path.join(temporary, f"{name}.o"))
+            source = str(KERNELS / name)
+            _run([cxx, *FLAGS, *flags, *extra, "-c", source, "-o", objects[-1]], temporary)
+        if glue is not None:
+            objects.append(os.path.join(temporary, "glue.o"))
+            source = str(FOLDER / "glue.cpp")
+            _run([cxx, *FLAGS, *extra, *glue, "-c", source, "-o", objects[-1]], temporary)
+        made = os.path.join(temporary, "made.so")
+        link = [*extra, *(glue or ()), "-Wl,-z,defs"] if not extra else [*extra, *(glue or ())]
+        _run([cxx, "-shared", "-pthread", *objects, *link, "-o", made], temporary)
+        os.replace(made, target)
+
+
+def _run(command: list[str], temporary: str) -> None:
+    """Runs the compiler, in a group of its own so that all of it can be ended."""
+    environment = {**os.environ, "TMPDIR": temporary, "LC_ALL": "C"}
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise ToastError(f"{command[0]}: {error.strerror}") from error
+    try:
+        _, errors = process.communicate(timeout=SECONDS)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise ToastError(f"{command[0]} did not end in {SECONDS:.0f} s") from error
+        raise
+    if process.returncode:
+        lines = errors.decode(errors="replace").splitlines()
+        said = next((line for line in lines if "error" in line), "no reason given")
+        raise ToastError(f"{command[0]} failed: {said.strip()[:200]}")

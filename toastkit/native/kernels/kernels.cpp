@@ -1,0 +1,183 @@
+// The C interface: which instruction set, and how a product is shared out among the threads.
+#include "kernels.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include <atomic>
+#include <memory>
+
+#include "pool.h"
+#include "product.h"
+
+namespace toast {
+namespace {
+
+#if defined(__x86_64__)
+const Instructions *const ALL[] = {&avx512vnni, &avx2, &portable};
+#else
+const Instructions *const ALL[] = {&portable};
+#endif
+
+constexpr int64_t CHUNK_BYTES = 64 << 10;  // of weights, for one vector
+constexpr int64_t CHUNK_ROWS = 16;         // for many; a multiple of all TILE_N
+constexpr int64_t LITTLE = 1 << 16;        // products of numbers that are not worth a second thread
+
+std::atomic<const Instructions *> chosen{nullptr};
+
+const Instructions &instructions() {
+  const Instructions *now = chosen.load(std::memory_order_relaxed);
+  if (now) return *now;
+  auto one = ALL;
+  while (!(*one)->there()) one++;
+  chosen.store(*one, std::memory_order_relaxed);
+  return **one;
+}
+
+struct Free {
+  void operator()(void *p) const { free(p); }
+};
+template <class T>
+using Memory = std::unique_ptr<T[], Free>;
+
+template <class T>
+Memory<T> memory(int64_t count) {
+  return Memory<T>(static_cast<T *>(aligned_alloc(64, (count * sizeof(T) + 127) / 64 * 64)));
+}
+
+bool is_known(const toast_matrix &m) {
+  if (m.type < TOAST_F32 || m.type > TOAST_BF16 || m.columns < 0 || m.rows < 0) return false;
+  if (!m.bits) return true;
+  bool bits = m.bits == 2 || m.bits == 3 || m.bits == 4 || m.bits == 6 || m.bits == 8;
+  bool group = m.group_size == 32 || m.group_size == 64 || m.group_size == 128;
+  return bits && group && m.columns % m.group_size == 0;
+}
+
+// What cannot be computed: NaN in float32, float16 and bfloat16.
+void spoil(const Product &p, int64_t place) {
+  const int64_t rows = p.matrix->rows;
+  for (int64_t n = place * rows; n < (place + 1) * rows; n++) {
+    if (p.out_type == TOAST_F32) {
+      static_cast<uint32_t *>(p.out)[n] = 0x7fc00000;
+    } else {
+      static_cast<uint16_t *>(p.out)[n] = p.out_type == TOAST_F16 ? 0x7e00 : 0x7fc0;
+    }
+  }
+}
+
+// Places by expert, in their order within one. begin: (experts + 1).
+void sort_places(const Product &p, int64_t count, const uint32_t *expert, int64_t *begin,
+                 uint32_t *places) {
+  const int64_t experts = p.matrix->experts, vectors = p.x->count;
+  auto is_there = [&](int64_t i) {
+    return (!expert || expert[i] < experts) && (p.vector ? p.vector[i] : i) < vectors;
+  };
+  for (int64_t i = 0; i < count; i++)
+    if (is_there(i)) begin[(expert ? expert[i] : 0) + 1]++;
+  for (int64_t e = 0; e < experts; e++) begin[e + 1] += begin[e];
+  for (int64_t i = 0; i < count; i++) {
+    if (is_there(i)) {
+      places[begin[expert ? expert[i] : 0]++] = uint32_t(i);
+    } else {
+      spoil(p, i);
+    }
+  }
+  for (int64_t e = experts; e > 0; e--) begin[e] = begin[e - 1];
+  begin[0] = 0;
+}
+
+// All of it. Returns as toast_multiply.
+int multiply(Product &p, int64_t count, const uint32_t *expert) {
+  const toast_matrix &m = *p.matrix;
+  const Instructions &code = instructions();
+  auto begin = memory<int64_t>(m.experts + 1);
+  auto places = memory<uint32_t>(count);
+  p.prepared_stride = code.prepared_bytes(p);
+  auto prepared = memory<char>(p.x->count * p.prepared_stride);
+  if (!begin || !places || !prepared) return 2;
+  p.prepared = prepared.get();
+  memset(begin.get(), 0, (m.experts + 1) * sizeof(int64_t));
+  sort_places(p, count, expert, begin.get(), places.get());
+  const bool little = double(count) * m.rows * m.columns < LITTLE;
+  auto share = [&](int64_t n, auto &&work) {
+    if (!little) return run(n, work);
+    for (int64_t i = 0; i < n; i++) work(i);
+  };
+  auto prepare = [&](int64_t row) { code.prepare(p, row); };
+  if (p.x->count < 8) {
+    for (int64_t row = 0; row < p.x->count; row++) prepare(row);
+  } else {
+    share(p.x->count, prepare);
+  }
+  // A chunk is some rows of one expert.
+  auto busy = memory<int64_t>(m.experts);
+  if (!busy) return 2;
+  int64_t experts = 0;
+  for (int64_t e = 0; e < m.experts; e++)
+    if (begin[e + 1] > begin[e]) busy[experts++] = e;
+  int64_t rows = CHUNK_ROWS;
+  if (count <= experts) {
+    const int64_t row = m.columns * (m.bits ? m.bits : m.type == TOAST_F32 ? 32 : 16) / 8 + 1;
+    rows = CHUNK_BYTES / row / CHUNK_ROWS * CHUNK_ROWS;
+    if (rows < CHUNK_ROWS) rows = CHUNK_ROWS;
+  }
+  const int64_t chunks = (m.rows + rows - 1) / rows;
+  std::atomic<bool> failed{false};
+  share(experts * chunks, [&](int64_t i) {
+    const int64_t e = busy[i / chunks], first = i % chunks * rows;
+    const Group group = {e, begin[e + 1] - begin[e], places.get() + begin[e]};
+    const int64_t end = first + rows < m.rows ? first + rows : m.rows;
+    if (!code.multiply(p, group, first, end)) failed.store(true, std::memory_order_relaxed);
+  });
+  return failed.load(std::memory_order_relaxed) ? 2 : 0;
+}
+
+}  // namespace
+
+void *scratch(int kind, int64_t bytes) {
+  static thread_local struct Kept {
+    void *memory[KINDS] = {};
+    int64_t bytes[KINDS] = {};
+    ~Kept() {
+      for (void *one : memory) free(one);
+    }
+  } kept;
+  if (kept.bytes[kind] < bytes) {
+    free(kept.memory[kind]);
+    kept.memory[kind] = aligned_alloc(64, (bytes + 127) / 64 * 64);
+    kept.bytes[kind] = kept.memory[kind] ? bytes : 0;
+  }
+  return kept.memory[kind];
+}
+
+}  // namespace toast
+
+extern "C" {
+
+int toast_multiply(const toast_matrix *matrix, const toast_vectors *x, int64_t count,
+                   const uint32_t *vector, const uint32_t *expert, int32_t exact, void *out,
+                   int32_t out_type) {
+  if (!toast::is_known(*matrix) || x->type < TOAST_F32 || x->type > TOAST_BF16 ||
+      out_type < TOAST_F32 || out_type > TOAST_BF16 || count >= UINT32_MAX)
+    return 1;
+  toast::Product p = {matrix, x, vector, exact != 0, out, out_type, nullptr, 0};
+  return toast::multiply(p, count, expert);
+}
+
+const char *toast_instructions(void) { return toast::instructions().name; }
+
+int toast_choose_instructions(const char *name) {
+  for (auto one : toast::ALL) {
+    if (!strcmp(one->name, name) && one->there()) {
+      toast::chosen.store(one);
+      return 0;
+    }
+  }
+  return 1;
+}
+
+void toast_set_threads(int32_t count) { toast::set_threads(count); }
+
+int32_t toast_threads(void) { return toast::threads(); }
+
+}  // extern "C"

@@ -1,0 +1,168 @@
+// Some numbers at a time, as many as a register holds, in the compiler's vector types: one text for
+// all instruction sets. Everything here is inlined, and nothing has a name that a linker sees: the
+// same functions exist once for each instruction set.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float F32 __attribute__((vector_size(4 * LANES)));
+typedef uint32_t U32 __attribute__((vector_size(4 * LANES)));
+typedef uint16_t U16 __attribute__((vector_size(2 * LANES)));
+
+template <class Vector>
+INLINE Vector load(const void *p) {
+  Vector v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class Vector>
+INLINE void store(void *p, Vector v) {
+  memcpy(p, &v, sizeof v);
+}
+
+template <class Vector, class Number>
+INLINE Vector load_some(const Number *p, int n) {  // n < LANES; zeros after them
+  Vector v = {};
+  memcpy(&v, p, n * sizeof *p);
+  return v;
+}
+
+INLINE F32 all(float x) { return F32{} + x; }
+
+// Compiled with -ffp-contract=fast: one rounding where the processor has an instruction for it.
+INLINE F32 multiply_add(F32 a, F32 b, F32 c) { return a * b + c; }
+
+INLINE float sum(F32 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#endif
+  float part[LANES];
+  store(part, v);
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) part[i] += part[i + width];
+  return part[0];
+}
+
+INLINE U32 widened(U16 v) {
+#if defined(__AVX512F__)
+  return (U32)_mm512_cvtepu16_epi32((__m256i)v);
+#elif defined(__AVX2__)
+  return (U32)_mm256_cvtepu16_epi32((__m128i)v);
+#else
+  return __builtin_convertvector(v, U32);
+#endif
+}
+
+INLINE F32 from_bytes(const uint8_t *p) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load<__m128i>(p)));
+#elif defined(__AVX2__)
+  return (F32)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+  return F32{float(p[0]), float(p[1]), float(p[2]), float(p[3])};
+#endif
+}
+
+INLINE F32 from_bf16(U16 v) { return (F32)(widened(v) << 16); }
+
+INLINE F32 from_f16(U16 v) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_cvtph_ps((__m256i)v);
+#elif defined(__AVX2__)
+  return (F32)_mm256_cvtph_ps((__m128i)v);
+#else
+  U32 bits = widened(v), size = (bits & 0x7fff) << 13;
+  U32 scaled = (U32)((F32)size * 0x1p112f);          // exact, for the smallest too
+  scaled |= (U32)(size >= 0x0f800000) & 0x7f800000;  // infinities and NaN
+  return (F32)(scaled | (bits & 0x8000) << 16);
+#endif
+}
+
+// Numbers of one of the types.
+template <int TYPE>
+struct Numbers {
+  static constexpr int SIZE = TYPE == TOAST_F32 ? 4 : 2;
+  INLINE F32 at(const void *p, int64_t i) {
+    if constexpr (TYPE == TOAST_F32) return load<F32>(static_cast<const float *>(p) + i);
+    return wide(load<U16>(static_cast<const uint16_t *>(p) + i));
+  }
+  INLINE F32 some(const void *p, int64_t i, int n) {
+    if constexpr (TYPE == TOAST_F32)
+      return load_some<F32>(static_cast<const float *>(p) + i, n);
+    return wide(load_some<U16>(static_cast<const uint16_t *>(p) + i, n));
+  }
+  INLINE F32 wide(U16 v) {
+    if constexpr (TYPE == TOAST_F16) return from_f16(v);
+    return from_bf16(v);
+  }
+};
+
+INLINE F32 numbers_at(int type, const void *p, int64_t i) {
+  if (type == TOAST_F32) return Numbers<TOAST_F32>::at(p, i);
+  return type == TOAST_F16 ? Numbers<TOAST_F16>::at(p, i) : Numbers<TOAST_BF16>::at(p, i);
+}
+
+INLINE F32 some_numbers_at(int type, const void *p, int64_t i, int n) {
+  if (n >= LANES) return numbers_at(type, p, i);
+  if (type == TOAST_F32) return Numbers<TOAST_F32>::some(p, i, n);
+  return type == TOAST_F16 ? Numbers<TOAST_F16>::some(p, i, n)
+                           : Numbers<TOAST_BF16>::some(p, i, n);
+}
+
+INLINE uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+INLINE float of_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Rounded to the nearest, ties to even.
+INLINE uint16_t to_bf16(float x) {
+  uint32_t bits = bits_of(x);
+  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE uint16_t to_f16(float x) {
+  uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+  if (size > 0x7f800000) return uint16_t(sign | 0x7e00);
+  if (size >= 0x477ff000) return uint16_t(sign | 0x7c00);  // 65520 and more
+  if (size < 0x38800000)  // below the normal ones, which lie as far apart as floats at a half
+    return uint16_t(sign | (bits_of(of_bits(size) + 0.5f) - bits_of(0.5f)));
+  return uint16_t(sign | (size + 0xfff + (size >> 13 & 1) - 0x38000000) >> 13);
+}
+
+INLINE void put(int type, void *p, int64_t i, float x) {
+  if (type == TOAST_F32) {
+    static_cast<float *>(p)[i] = x;
+  } else {
+    static_cast<uint16_t *>(p)[i] = type == TOAST_F16 ? to_f16(x) : to_bf16(x);
+  }
+}
+
+}  // namespace

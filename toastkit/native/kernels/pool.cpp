@@ -1,0 +1,175 @@
+// The pool. Work is claimed index by index from one counter, so that a thread that the system has
+// put aside holds up the one index it has, and no share of the work. Idle threads look for work for
+// a short while, as the next product is near, and then sleep; the caller never sleeps.
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <thread>
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+
+namespace toast {
+namespace {
+
+using std::atomic;
+using std::memory_order_acquire;
+using std::memory_order_relaxed;
+using std::memory_order_release;
+using std::memory_order_seq_cst;
+
+constexpr auto SPIN = std::chrono::microseconds(50);  // measured with other processes busy: best
+constexpr int LOOKS = 32;                             // between two looks at the clock
+constexpr int PATIENCE = 2000;  // looks at the last indices of others, before the core is offered
+constexpr int MOST_THREADS = 256;
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Sleeps until the number is another one than that, or somebody wakes; may come back for nothing.
+#ifdef __linux__
+void sleep_while(atomic<uint32_t> &number, uint32_t seen) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t *>(&number), FUTEX_WAIT_PRIVATE, seen, nullptr,
+          nullptr, 0);
+}
+void wake_all(atomic<uint32_t> &number) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t *>(&number), FUTEX_WAKE_PRIVATE, MOST_THREADS,
+          nullptr, nullptr, 0);
+}
+#else
+void sleep_while(atomic<uint32_t> &number, uint32_t seen) { number.wait(seen); }
+void wake_all(atomic<uint32_t> &number) { number.notify_all(); }
+#endif
+
+// What is being worked on. A ticket is the job's number and the next index in one word: whoever
+// claims an index knows that it is this job's, and that the job is not over before it is done.
+struct Pool {
+  alignas(64) atomic<uint64_t> ticket{0};
+  alignas(64) atomic<uint32_t> left{0};
+  alignas(64) atomic<uint32_t> job{0};  // its number; what idle threads watch
+  atomic<uint32_t> sleepers{0};
+  atomic<uint32_t> wanted{1};  // threads, the caller's included
+  atomic<uint32_t> count{0};
+  atomic<void (*)(void *, int64_t)> work{nullptr};
+  atomic<void *> context{nullptr};
+  std::mutex in_use;
+  uint32_t started = 1;
+  pid_t process = getpid();
+
+  bool claim(uint32_t number) {
+    uint64_t now = ticket.load(memory_order_acquire);
+    for (;;) {
+      if (uint32_t(now >> 32) != number) return false;
+      // Of this job, or of a later one; then the exchange fails.
+      auto do_it = work.load(memory_order_relaxed);
+      void *with = context.load(memory_order_relaxed);
+      if (uint32_t(now) >= count.load(memory_order_relaxed)) return false;
+      if (!ticket.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) continue;
+      do_it(with, uint32_t(now));
+      left.fetch_sub(1, memory_order_release);
+      return true;
+    }
+  }
+
+  void wait_for_job(uint32_t seen) {
+    auto until = std::chrono::steady_clock::now() + SPIN;
+    do {
+      for (int i = 0; i < LOOKS; i++) {
+        if (job.load(memory_order_acquire) != seen) return;
+        relax();
+      }
+    } while (std::chrono::steady_clock::now() < until);
+    sleepers.fetch_add(1, memory_order_seq_cst);
+    while (job.load(memory_order_seq_cst) == seen) sleep_while(job, seen);
+    sleepers.fetch_sub(1, memory_order_relaxed);
+  }
+
+  void help(uint32_t place) {
+    for (uint32_t seen = 0;;) {
+      wait_for_job(seen);
+      seen = job.load(memory_order_acquire);
+      if (place >= wanted.load(memory_order_relaxed)) continue;
+      while (claim(seen)) {
+      }
+    }
+  }
+
+  void start() {
+    if (process != getpid()) process = getpid(), started = 1;  // a fork has none of the threads
+    if (started >= wanted.load(memory_order_relaxed)) return;
+    sigset_t all, before;  // a signal is for those who wait for something
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+      for (; started < wanted.load(memory_order_relaxed); started++)
+        std::thread([this, place = started] { help(place); }).detach();
+    } catch (...) {  // a limit on threads: those that there are do it
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  void share(uint32_t indices, void (*do_it)(void *, int64_t), void *with) {
+    start();
+    uint32_t number = job.load(memory_order_relaxed) + 1;
+    // Closed while what belongs to it is written: a thread that is late sees no index of it.
+    ticket.store(uint64_t(number) << 32 | UINT32_MAX, memory_order_release);
+    left.store(indices, memory_order_relaxed);
+    work.store(do_it, memory_order_relaxed);
+    context.store(with, memory_order_relaxed);
+    count.store(indices, memory_order_relaxed);
+    ticket.store(uint64_t(number) << 32, memory_order_release);
+    job.store(number, memory_order_seq_cst);
+    if (sleepers.load(memory_order_seq_cst)) wake_all(job);
+    while (claim(number)) {
+    }
+    for (int looks = 0; left.load(memory_order_acquire); looks++) {
+      if (looks < PATIENCE) {
+        relax();
+      } else {
+        sched_yield();
+      }
+    }
+  }
+};
+
+// Never destroyed: its threads may outlive main.
+Pool &pool() {
+  static Pool *one = new Pool;
+  return *one;
+}
+
+}  // namespace
+
+void run(int64_t count, void (*work)(void *, int64_t), void *context) {
+  Pool &all = pool();
+  bool alone = count <= 1 || count >= UINT32_MAX || all.wanted.load(memory_order_relaxed) <= 1;
+  if (alone || !all.in_use.try_lock()) {
+    for (int64_t i = 0; i < count; i++) work(context, i);
+    return;
+  }
+  all.share(uint32_t(count), work, context);
+  all.in_use.unlock();
+}
+
+void set_threads(int count) {
+  pool().wanted.store(count < 1 ? 1 : count > MOST_THREADS ? MOST_THREADS : count,
+                      memory_order_relaxed);
+}
+
+int threads() { return int(pool().wanted.load(memory_order_relaxed)); }
+
+}  // namespace toast

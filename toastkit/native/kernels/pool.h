@@ -1,0 +1,21 @@
+// Threads that share work out among themselves.
+#pragma once
+
+#include <stdint.h>
+
+namespace toast {
+
+// work(context, i) for all i < count, on the pool's threads and the caller's, in any order; back
+// when all are done. A pool that is at work for another caller leaves all of it to this one.
+void run(int64_t count, void (*work)(void *context, int64_t index), void *context);
+
+template <class Work>
+void run(int64_t count, const Work &work) {
+  run(count, [](void *context, int64_t i) { (*static_cast<const Work *>(context))(i); },
+      const_cast<Work *>(&work));
+}
+
+void set_threads(int count);
+int threads();
+
+}  // namespace toast

@@ -1,0 +1,11 @@
+// The code for any processor.
+#define TILE_M 2
+#define TILE_N 4
+#include "floats.h"
+
+namespace toast {
+
+const Instructions portable = {
+    "portable", [] { return true; }, floats_bytes, prepare_floats, multiply_floats};
+
+}  // namespace toast

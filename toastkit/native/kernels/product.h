@@ -1,0 +1,43 @@
+// A product on its way: what an instruction set's code is handed.
+#pragma once
+
+#include "kernels.h"
+
+namespace toast {
+
+// What a call of toast_multiply asks for. prepared: the vectors as `prepare` has left them.
+struct Product {
+  const toast_matrix *matrix;
+  const toast_vectors *x;
+  const uint32_t *vector;
+  bool exact;
+  void *out;
+  int32_t out_type;
+  char *prepared;
+  int64_t prepared_stride;  // bytes of one vector in it
+};
+
+// Some results that one expert gives: places[i] < count, for i < members.
+struct Group {
+  int64_t expert, members;
+  const uint32_t *places;
+};
+
+// One instruction set's code. prepared_bytes: of a vector, a multiple of 64. prepare: vector `row`.
+// multiply: rows first up to `end` of an expert with all members of a group; false for no memory.
+struct Instructions {
+  const char *name;
+  bool (*there)();
+  int64_t (*prepared_bytes)(const Product &);
+  void (*prepare)(const Product &, int64_t row);
+  bool (*multiply)(const Product &, const Group &, int64_t first, int64_t end);
+};
+
+extern const Instructions avx512vnni, avx2, portable;
+
+// Memory of the calling thread, aligned to 64 bytes, that lasts until it asks for more of that
+// kind; NULL where there is none.
+enum { ROWS, BYTES, KINDS };
+void *scratch(int kind, int64_t bytes);
+
+}  // namespace toast
