@@ -56,6 +56,7 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             folder.mkdir(mode=0o700)
             patch.setenv(f"XDG_{name}", str(folder))
         patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("TOAST_NATIVE", "off")  # nothing is compiled; its own tests have a library
         patch.setenv("PYTHONFAULTHANDLER", "1")
         SERVER.open()
         gc.freeze()  # five thousand tests and what they import: no collection looks there again

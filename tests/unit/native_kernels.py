@@ -91,15 +91,20 @@ def random_matrix(
     return Matrix(packed(numbers, bits), scales, biases, bits, group_size, type_, exact, size)
 
 
-class Kernels:
-    """The library, compiled for these tests."""
+def sanitized(folder: Path) -> Path:
+    """The kernels alone, compiled for the sanitizers."""
+    cxx = compiler()
+    assert cxx is not None
+    extra = [f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover", "-g"]
+    compile_library(folder / "kernels.so", cxx, extra)
+    return folder / "kernels.so"
 
-    def __init__(self, folder: Path):
-        cxx = compiler()
-        assert cxx is not None
-        extra = [f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover", "-g"] if SANITIZERS else []
-        compile_library(folder / "kernels.so", cxx, extra)
-        self.library = ctypes.CDLL(str(folder / "kernels.so"))
+
+class Kernels:
+    """A library of them."""
+
+    def __init__(self, path: Path):
+        self.library = ctypes.CDLL(str(path))
         self.library.toast_instructions.restype = ctypes.c_char_p
 
     @property

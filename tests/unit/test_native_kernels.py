@@ -14,19 +14,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from tests.unit.native_kernels import TYPES, Kernels, Matrix, random_matrix, read, stored
-from toastkit.native.compiling import compiler, unsupported
-
-pytestmark = pytest.mark.skipif(
-    bool(unsupported()) or compiler() is None, reason="no compiler, or no kernels for this machine"
+from tests.native_library import native_cache, native_path, needed
+from tests.unit.native_kernels import (
+    SANITIZERS,
+    TYPES,
+    Kernels,
+    Matrix,
+    random_matrix,
+    read,
+    sanitized,
+    stored,
 )
+
+pytestmark = needed
 SETS = ("avx512vnni", "avx2", "portable")
 BITS = (0, 2, 3, 4, 6, 8)
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    return Kernels(tmp_path_factory.mktemp("kernels"))
+    if SANITIZERS:
+        return Kernels(sanitized(tmp_path_factory.mktemp("kernels")))
+    return Kernels(native_path(native_cache(tmp_path_factory)))
 
 
 @pytest.fixture(params=SETS, autouse=True)

@@ -314,6 +314,7 @@ def test_public_functions_say_what_they_do() -> None:
 # Where every public function over arrays says their shape and dtype. It may only grow.
 SHAPED = (
     "toastkit/engine/", "toastkit/experts/", "toastkit/gears/", "toastkit/holdings/",
+    "toastkit/native/",
     "toastkit/sampling/", "toastkit/session/", "toastkit/stages/", "toastkit/store/",
 )  # fmt: skip
 SHAPE = re.compile(r"\((\.\.\.|[\w.+* ]+(,|(, [\w.+* ]+)+))\)|\bscalar\b")

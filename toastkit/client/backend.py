@@ -38,8 +38,8 @@ class Backend(Protocol):
 class Wanted(NamedTuple):
     """What the flags say about who shall answer.
 
-    model: as -m had it, or None. device, dtype, gears (stages.follow.GearSettings), policies
-    (engine.policy_options.PolicyOptions): for a model in this process, None by default.
+    model: as -m had it, or None. device, dtype, native, gears (stages.follow.GearSettings),
+    policies (engine.policy_options.PolicyOptions): for a model in this process.
     here: no daemon is to be asked. socket: where it listens, None for the usual place.
     insist: only a daemon will do. say: takes a line for stderr. verbose, quiet: as the flags.
     """
@@ -47,6 +47,7 @@ class Wanted(NamedTuple):
     model: str | None = None
     device: str | None = None
     dtype: str | None = None
+    native: str = "off"
     here: bool = False
     socket: str | None = None
     insist: bool = False

@@ -65,6 +65,7 @@ class LocalBackend:
                 model=wanted.model or EMBEDDED,
                 device=wanted.device or "auto",
                 dtype=wanted.dtype,
+                native=wanted.native,
                 say=wanted.say,
                 gears=wanted.gears,
                 policies=wanted.policies or NO_POLICIES,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Engines:
     """Calling it with a head gives the engine of that head's model.
 
-    flags: the values of --model, --device, --dtype, --no-daemon, --quiet and --verbose.
+    flags: the values of --model, --device, --dtype, --native, --no-daemon, --quiet and --verbose.
     policies: of an engine that is loaded here; a daemon's has none that change results. insisted:
     what has to stay on a daemon's device, None for anything. engine: the one that was given last,
     None before.
@@ -129,6 +129,7 @@ def load(
             device_name=flags["device"],
             dtype=flags["dtype"],
             notify=None if flags["quiet"] else say,
+            native=flags["native"],
             **({} if policies is None else policies._asdict()),
         )
     if signals is not None and policies is not None and policies.gives_up:
@@ -137,4 +138,5 @@ def load(
         signals.on_memory_warning(lambda: warn_of_memory(engine.policies))
     if flags["verbose"]:
         say(f"loaded {files.name} on the {engine.device} in {time.perf_counter() - start:.2f} s")
+        say(f"native products: {engine.native}")
     return engine

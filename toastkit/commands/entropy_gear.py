@@ -10,7 +10,7 @@ from toastkit.commands import cli, options
 from toastkit.commands.gear_flags import TELEMETRY_NAMES, gear_rules, telemetry
 from toastkit.errors import ToastError
 
-CALIBRATION_NAMES = ("model", "raw", "device", "dtype")
+CALIBRATION_NAMES = ("model", "raw", "device", "dtype", "native")
 
 
 @cli.command("entropy-gear")

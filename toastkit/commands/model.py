@@ -50,13 +50,18 @@ def list_command(**flags) -> int:
 @click.argument("name", default="crumb", envvar="TOAST_MODEL", shell_complete=completion.models)
 @as_json
 @click.option("--supported", is_flag=True, help="List the model types that work here instead.")
+@click.option(
+    "--device", is_flag=True, allow_from_autoenv=False, help="Say what computes here instead."
+)
 @click.pass_context
 def info(context: click.Context, name: str, **flags) -> int:
-    if flags["supported"]:
+    for instead, tell in (("supported", _supported), ("device", _device)):
+        if not flags[instead]:
+            continue
         source = context.get_parameter_source("name")
         if source is click.core.ParameterSource.COMMANDLINE:
-            raise UsageError("--supported takes no model")
-        return _supported(flags)
+            raise UsageError(f"--{instead} takes no model")
+        return tell(flags)
     from toastkit.model import info as facts
     from toastkit.model.locate import find
 
@@ -89,6 +94,17 @@ def _anatomy(files, flags: dict[str, Any]) -> dict[str, Any]:
     from toastkit.store.anatomy import anatomy
 
     return anatomy(store, whisper(flags))
+
+
+def _device(flags: dict[str, Any]) -> int:
+    from toastkit.engine import device
+
+    facts = device.facts()
+    if flags["as_json"]:
+        print(json.dumps(facts))
+    else:
+        _lines((name, str(value)) for name, value in facts.items())
+    return 0
 
 
 def _supported(flags: dict[str, Any]) -> int:

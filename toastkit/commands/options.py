@@ -122,6 +122,10 @@ engine = together(
         help="Where to compute.",
     ),
     dtype,
+    click.option(
+        "--native", type=click.Choice(["auto", "off", "require"]), default="auto",
+        show_default=True, help="Products of toastkit's own on the CPU, where they can be had.",
+    ),
 )  # fmt: skip
 no_daemon = click.option(
     "--no-daemon", is_flag=True, help="Load the model here, even if a daemon runs it."

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from toastkit.client.turn import TurnSettings
 
 INFINITE = float("inf")
-OF_THIS_PROCESS = ("device", "dtype", "gear")  # a daemon's model has its own
+OF_THIS_PROCESS = ("device", "dtype", "native", "gear")  # a daemon's model has its own
 
 
 @cli.command("toast")
@@ -178,14 +178,15 @@ def _joined(words: tuple[str, ...]) -> str:
 
 
 def _wanted(context: click.Context, flags: dict[str, Any]) -> Wanted:
-    """What the flags say about who shall answer: --device, --dtype and --gear ask for this
-    process."""
+    """What the flags say about who shall answer: --device, --dtype, --native and --gear ask
+    for this process."""
     from toastkit.client.backend import Wanted
 
     return Wanted(
         model=flags["model"],
         device=flags["device"],
         dtype=flags["dtype"],
+        native=flags["native"],
         here=flags["no_daemon"] or bool(cli.given(context, *OF_THIS_PROCESS)),
         socket=flags["socket"],
         insist=bool(cli.given(context, "socket")),

@@ -29,8 +29,8 @@ STARTS = ("start", "restart")
 ANSWER_SECONDS = 60.0  # for a daemon to answer an action
 STOP_SECONDS = 35.0  # for it to be gone: the usual --drain, and some more
 ONLY_DAEMON = (
-    "model", "daemon", "pidfile", "idle_unload", "device", "dtype", "chunk", "parallel", "batch",
-    "max_queue", "max_connections", "max_line", "cache", "spill", "audit", "no_audit",
+    "model", "daemon", "pidfile", "idle_unload", "device", "dtype", "native", "chunk", "parallel",
+    "batch", "max_queue", "max_connections", "max_line", "cache", "spill", "audit", "no_audit",
     "audit_text", "drain", *policy_flags.POLICY_NAMES,
 )  # fmt: skip
 
@@ -176,7 +176,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
         from toastkit.daemon.service_settings import ServiceSettings
         from toastkit.daemon.worker import Worker
 
-        same = ("device", "dtype", "chunk", "parallel", "batch", "max_queue", "debug")
+        same = ("device", "dtype", "native", "chunk", "parallel", "batch", "max_queue", "debug")
         return Worker(
             ServiceSettings(
                 model=flags["model"] or "crumb",

@@ -236,6 +236,7 @@ def open_service(
         preparer.files,
         device_name=settings.device,
         dtype=settings.dtype,
+        native=settings.native,
         notify=notify,
         **policies._asdict(),
     )

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 from toastkit.base_directories import own_directory
 from toastkit.errors import UsageError
+from toastkit.native import starting
+from toastkit.native.starting import Status
 from toastkit.private_files import make_private_directories, not_private
 
 DEVICES = ("auto", "cpu", "gpu")
@@ -37,6 +40,29 @@ def start(device: str = "auto") -> str:
     elif sys.platform == "linux":
         keep_cuda_kernels()
     return _started
+
+
+def native_products(setting: str, device: str) -> Status:
+    """Whether the products of a model on that device are native: on the CPU, where they can be. See
+    starting.start. Raises UsageError for a GPU that is to have them, and as it does."""
+    if device == "cpu":
+        return starting.start(setting)
+    if setting == "require":
+        raise UsageError("--native require: products are native on the CPU only")
+    return Status(False, "on the GPU MLX's own are used")
+
+
+def facts() -> dict[str, Any]:
+    """What computes here: the device, MLX's version, whether products are native, and by how many
+    threads these are computed."""
+    on = start()
+    from importlib.metadata import version
+
+    from toastkit.native.products import processors
+
+    found = starting.status() if on == "cpu" else native_products("auto", on)
+    named = {"device": on, "mlx": version("mlx"), "native products": str(found)}
+    return {**named, "threads": processors()} if found.on else named
 
 
 def keep_cuda_kernels() -> None:

@@ -54,7 +54,7 @@ class Engine:
     are loaded as they are. dtype: of activations, None for the default of the device. cache_bytes:
     what forms not in use may keep, see Holdings.budget. notify: is told a line where mlx_lm
     computes something else than the checkpoint asks for: at once, or when a context passes a window
-    that is not kept to; and when logits come out as NaN.
+    that is not kept to; and when logits come out as NaN. native: as starting.start takes it.
 
     ledger: who keeps how many bytes on the device. reads_on_host: the graph of a step depends on
     its token's value. Raises UsageError for a dtype or policies that this model cannot have.
@@ -69,28 +69,28 @@ class Engine:
         dtype: str | None = None,
         cache_bytes: int | None = None,
         notify: Callable[[str], None] | None = None,
+        native: str = "off",
     ):
         self.device = device.start(device_name)
+        self.native = device.native_products(native, self.device)
         self.files, self.config = store.files, store.config
         self.dtype = dtype or activation_dtype(self.device == "cpu")
         self.ledger = Ledger()
-        self._notify = notify
-        self._model = store.model
+        self._notify, self._model = notify, store.model
         self._window = store.fitted.window
         self._window_told = self._window is None  # then nothing is looked at in a step
         self._say(*store.fitted.warnings(self.files.name))
         self._check_dtype()
         self.reads_on_host = reads_on_host(type(self._model).__module__.rpartition(".")[2])
         kind = None if self.dtype is None else DTYPES[self.dtype]
-        self.holdings = Holdings(store, kind, self.ledger, cache_bytes, notify)
+        self.holdings = Holdings(store, kind, self.ledger, cache_bytes, notify, self.native.on)
         self.policies = tuple(policies)
         for policy in self.policies:
             policy.attach(self.holdings)
         self._caches: WeakValueDictionary[int, Caches] = WeakValueDictionary()
         self.ledger.measure(CACHE, lambda: sum(c.nbytes for c in list(self._caches.values())))
         self._ahead: WeakSet[ModelState] = WeakSet()  # those that have looked ahead
-        self._loaded = self._has_run = False
-        self._steps = 0
+        self._loaded, self._has_run, self._steps = False, False, 0
 
     def _say(self, *lines: str) -> None:
         if self._notify is not None:

@@ -27,10 +27,11 @@ def open_engine(
     residency: ResidencyOptions | None = None,
     experts: ExpertsOptions | None = None,
     expert_slots: SlotOptions | None = None,
+    native: str = "off",
 ) -> Engine:
     """The engine of a checkpoint, with its first weights loaded.
 
-    device_name, dtype, notify: see Engine. gear_options: None leaves gears out altogether.
+    device_name, dtype, notify, native: see Engine. gear_options: None leaves gears out altogether.
     residency: None has all layers stay. experts: None leaves K as it is, and counts nothing.
     expert_slots: None has all experts stay. Raises UsageError, DataError, IOFailure, NoInputError.
     """
@@ -64,6 +65,7 @@ def open_engine(
         dtype=dtype,
         cache_bytes=None if gear_options is None else gear_options.cache_bytes,
         notify=notify,
+        native=native,
     )
     engine.load()
     return engine

@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
 from toastkit.holdings.packed import Kind, PathCounts, dense_bytes, packed_class
+from toastkit.native.modules import native
 from toastkit.store.ledger import EMBEDDING, EXPERTS, GEARS, OUTSIDE, layer_owner
 from toastkit.store.precision import Rows
 from toastkit.store.skeleton import is_matrix
@@ -80,6 +81,11 @@ class Holding:
         self.parts = Parts(ABSENT, {}, {}, self.owner)
         self.columns = self.slots = 0
         self._class, self._attributes = type(module), dict(vars(module))
+
+    def use_native(self) -> None:
+        """Its products are native from here on, in every form that it takes, where they can be."""
+        self._class = native(self._class)
+        self.module.__class__ = self._class
 
     def add(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
         """Takes a parameter in. What initialising the architecture made of it is dropped."""

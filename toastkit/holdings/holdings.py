@@ -45,7 +45,8 @@ class Holdings:
     store: opened, with the architecture in it; it stays open. dtype: that floating weights are cast
     to, None for their own. ledger: is told of every byte; its lock is held during a change.
     budget: bytes that forms not in use may keep on the device; None for all that is packed, and no
-    originals. notify: is told a line when weights seem to have been quantised before.
+    originals. notify: is told a line when weights seem to have been quantised before. native:
+    products are computed by toastkit.native.
 
     modules: by path, by layer. counts: products of packed modules by the way they are computed.
     """
@@ -57,12 +58,15 @@ class Holdings:
         ledger: Ledger,
         budget: int | None = None,
         notify: Callable[[str], None] | None = None,
+        native: bool = False,
     ):
         self.store = store
         self.ledger = ledger
         self.budget = budget
         self.counts = PathCounts()
         self.modules = {holding.path: holding for holding in holdings_of(store)}
+        for holding in self.modules.values() if native else ():
+            holding.use_native()
         self._weights = Weights(store, dtype, notify)
         self._kept: dict[Key, _Kept] = {}  # the longest unused first
         self._coming: dict[Key, Parts] = {}

@@ -18,6 +18,7 @@ import mlx.nn as nn
 
 from toastkit.holdings.derived import derived
 from toastkit.holdings.forms import Form
+from toastkit.native.modules import is_native, native
 from toastkit.store.precision import Rows, dequantise_rows, group_size_of
 
 
@@ -110,7 +111,7 @@ def packed_class(
         made = _bare(original, {"weight": mx.zeros(shape)}).to_quantized(
             group_size=group_size_of(columns), bits=form.bits
         )
-        base = Kind(type(made), vars(made))
+        base = Kind(native(type(made)) if is_native(cls) else type(made), vars(made))
     own = {
         "packed_bits": form.bits, "_columns": columns, "_fused": fused, "_original": original,
         "_dense": None,

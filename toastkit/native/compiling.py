@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,6 +48,8 @@ def compile_library(
     """Makes the kernels a library. extra: more flags. glue: those that the MLX primitives are
     compiled and linked with; None leaves these out. Raises ToastError with what the compiler said
     first."""
+    import tempfile
+
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
         objects = []
         for name, flags in SOURCES.items():
@@ -69,6 +68,9 @@ def compile_library(
 
 def _run(command: list[str], temporary: str) -> None:
     """Runs the compiler, in a group of its own so that all of it can be ended."""
+    import signal
+    import subprocess
+
     environment = {**os.environ, "TMPDIR": temporary, "LC_ALL": "C"}
     try:
         process = subprocess.Popen(

@@ -180,7 +180,8 @@ def is_matrix(module: Any) -> bool:
 
 def holds_experts(module: nn.Module) -> bool:
     """Whether it is a stack of matrices, one an expert, of which a token uses a few."""
-    return type(module).__name__ in ("SwitchLinear", "QuantizedSwitchLinear")
+    names = {cls.__name__ for cls in type(module).__mro__}
+    return not names.isdisjoint(("SwitchLinear", "QuantizedSwitchLinear"))
 
 
 def layers_path(model: nn.Module) -> str:

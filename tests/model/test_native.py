@@ -1,0 +1,275 @@
+"""Native products as MLX arrays: what MLX and float64 give, in whatever layout the arrays have; and
+the models that compute with them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models import switch_layers
+
+from tests.conftest import examples
+from tests.model.checkpoints import quantised_qwen3, tied_llama
+from tests.model.published import write_published
+from tests.model.reference import PROMPTS
+from tests.model.test_expert_slots import SlotOptions
+from tests.model.test_reference import check_top20
+from tests.model.test_streaming import alike, answer
+from tests.native_library import native_cache, native_path, needed
+from toastkit.engine.opening import open_engine
+from toastkit.gears.gear_options import GearOptions
+from toastkit.holdings.policy import Wish
+from toastkit.model.locate import locate
+from toastkit.native import building, modules, probe, starting
+from toastkit.native.products import BITS, GROUP_SIZES, Library, load
+from toastkit.residency.residency_options import ResidencyOptions
+
+pytestmark = needed
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+CLOSE = {mx.float32: 2e-4, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return native_cache(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def library(cache: Path) -> Library:
+    return load(str(native_path(cache)))
+
+
+@pytest.fixture(autouse=True)
+def built(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that want native products find the library."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+def exact(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def laid_out(array: mx.array, layout: str) -> mx.array:
+    """The same numbers, (..., m, n), lying otherwise in memory."""
+    if layout == "columns":
+        return mx.contiguous(array.swapaxes(-1, -2)).swapaxes(-1, -2)
+    if layout == "sliced":
+        return mx.concatenate([array, array], axis=-2)[..., : array.shape[-2], :]
+    if layout == "gaps":
+        return mx.stack([array, array], axis=-1).reshape(*array.shape[:-1], -1)[..., ::2]
+    return array
+
+
+layouts = st.sampled_from(("rows", "columns", "sliced", "gaps"))
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.lists(st.integers(1, 4), max_size=3), st.integers(1, 9), st.sampled_from(GROUP_SIZES),
+    st.sampled_from((0, *BITS)), st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
+    st.tuples(layouts, layouts),
+)  # fmt: skip
+def test_products(
+    library: Library, batch: list, rows: int, columns: int, bits: int, dtypes: tuple, kinds: tuple
+) -> None:
+    keys = mx.random.split(mx.random.key(rows), 2)
+    x = laid_out(mx.random.normal((*batch, 3, columns), key=keys[0]).astype(dtypes[0]), kinds[0])
+    weight = mx.random.normal((rows, columns), key=keys[1]).astype(dtypes[1])
+    if bits:
+        packed = mx.quantize(weight, group_size=columns, bits=bits)
+        wide = mx.dequantize(*(p.astype(mx.float32) if n else p for n, p in enumerate(packed)),
+                             group_size=columns, bits=bits)  # fmt: skip
+        packed = [laid_out(part, kinds[1]) for part in packed]
+        y = library.multiply(x, *packed, bits=bits, group_size=columns)
+    else:
+        wide = weight
+        y = library.multiply(x, laid_out(weight, kinds[1]))
+    wanted = exact(x) @ exact(wide).T
+    assert y.dtype == (dtypes[0] if dtypes[0] == dtypes[1] else mx.float32)
+    size = abs(exact(x)) @ abs(exact(wide)).T
+    assert (abs(exact(y) - wanted) <= CLOSE[y.dtype] * size + 1e-6).all()
+
+
+@settings(max_examples=examples(40))
+@given(
+    st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.booleans(), layouts
+)
+def test_products_with_chosen_experts(
+    library: Library, tokens: int, m: int, k: int, same: bool, packed: bool, layout: str
+) -> None:
+    """x is broadcast to the choice as in mx.gather_mm."""
+    keys = mx.random.split(mx.random.key(tokens), 3)
+    stack = mx.random.normal((4, 6, 64), key=keys[0])
+    x = mx.random.normal((2, tokens, 1 if same else k, m, 64), key=keys[1])
+    chosen = mx.random.randint(0, 4, (2, tokens, k), key=keys[2]).astype(mx.uint32)
+    parts = mx.quantize(stack, group_size=32, bits=4) if packed else [stack]
+    wide = mx.dequantize(*parts, group_size=32, bits=4) if packed else stack
+    more = {"bits": 4, "group_size": 32} if packed else {}
+    y = library.multiply(laid_out(x, layout), *parts, experts=laid_out(chosen, layout), **more)
+    wanted = mx.gather_mm(x, wide.swapaxes(-1, -2), rhs_indices=chosen)
+    assert y.shape == wanted.shape and mx.allclose(y, wanted, rtol=1e-3, atol=2e-3).item()
+
+
+def test_what_does_not_fit_together(library: Library) -> None:
+    x, weight = mx.zeros((2, 64)), mx.zeros((8, 64))
+    packed = mx.quantize(weight, group_size=32, bits=4)
+    wrong = [
+        ((x, mx.zeros((8, 65))), {}), ((x, mx.zeros((2, 8, 64))), {}), ((x, mx.zeros(64)), {}),
+        ((x.astype(mx.int32), weight), {}), ((x, weight.astype(mx.int8)), {}),
+        ((x, *packed), {"bits": 8, "group_size": 32}), ((x, *packed), {"bits": 4}),
+        ((x, *packed), {"bits": 4, "group_size": 64}),
+        ((x, packed[0], packed[1][:3], packed[2]), {"bits": 4, "group_size": 32}),
+        ((x, weight[None]), {"experts": mx.zeros((2,), mx.int32)}),
+        ((mx.zeros((3, 2, 64)), weight[None]), {"experts": mx.zeros((2,), mx.uint32)}),
+    ]  # fmt: skip
+    for arrays, rest in wrong:
+        with pytest.raises(ValueError):
+            library.multiply(*arrays, **rest)
+
+
+def test_results_are_lazy_and_can_be_computed_with(library: Library) -> None:
+    weight = mx.random.normal((64, 64), key=mx.random.key(1)) / 12
+    x = y = mx.random.normal((1, 64), key=mx.random.key(2))
+    for _ in range(50):
+        y = mx.tanh(library.multiply(y, weight))
+        x = mx.tanh(x @ weight.T)
+    assert mx.allclose(x, y, atol=1e-3).item()
+    with mx.stream(mx.new_stream(mx.cpu)):
+        assert mx.allclose(library.multiply(x, weight), x @ weight.T, atol=1e-4).item()
+
+
+def test_the_probe(library: Library, tmp_path: Path) -> None:
+    assert probe.trustworthy(library)
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"\x7fELF" + bytes(4000))
+    assert not building._is_trustworthy(broken)
+    # Arrays that are sought in the wrong place: the child may die of it.
+    code = (
+        "import sys, mlx.core as mx\nfrom toastkit.native import probe\n"
+        "from toastkit.native.products import Library\nlibrary = Library(sys.argv[1])\n"
+        "import ctypes\nctypes.PyDLL(sys.argv[1]).toast_set_head(ctypes.c_int64(24))\n"
+        "sys.exit(0 if probe.trustworthy(library) else 1)"
+    )
+    path = str(native_path(Path(os.environ["XDG_CACHE_HOME"])))
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True)
+    assert done.returncode != 0
+
+
+def test_only_the_classes_of_mlx_are_replaced(library: Library) -> None:
+    class Linear(nn.Linear):
+        pass
+
+    before = dict(vars(nn.Linear))
+    for cls in (
+        nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding,
+        switch_layers.SwitchLinear, switch_layers.QuantizedSwitchLinear,
+    ):  # fmt: skip
+        made = modules.native(cls)
+        assert made is not cls and issubclass(made, cls) and made.__name__ == cls.__name__
+        assert modules.native(made) is made and modules.is_native(made)
+    assert modules.native(Linear) is Linear and not modules.is_native(nn.Linear)
+    assert dict(vars(nn.Linear)) == before
+
+
+def test_modules_compute_what_they_are(library: Library) -> None:
+    """With biases; and what only MLX packs is left to it."""
+    modules.use(library)
+    x = mx.random.normal((2, 3, 64), key=mx.random.key(0))
+    chosen = mx.array([[[0, 2], [1, 1], [2, 0]]] * 2, mx.uint32)
+    made = [nn.Linear(64, 96), nn.Linear(64, 96, bias=False), nn.Embedding(96, 64)]
+    made += [module.to_quantized(group_size=32, bits=bits) for module in made for bits in (3, 8)]
+    made += [nn.Linear(64, 96).to_quantized(group_size=32, bits=4, mode="mxfp4")]
+    switch = switch_layers.SwitchLinear(64, 96, 3)
+    switch.bias = mx.random.normal((3, 96))
+    made += [switch, switch.to_quantized(group_size=32, bits=6)]
+    for module in made:
+        stack = "Switch" in type(module).__name__
+        call = "as_linear" if "Embedding" in type(module).__name__ else "__call__"
+        given = (mx.expand_dims(x, (-2, -3)), chosen) if stack else (x,)
+        wanted = getattr(module, call)(*given)
+        module.__class__ = modules.native(type(module))
+        assert mx.allclose(getattr(module, call)(*given), wanted, rtol=1e-3, atol=1e-3).item()
+
+
+# --------------------------------------------------------------------------------------- of models
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[::4], ids=[p["name"] for p in PROMPTS[::4]])
+def test_the_reference(prompt: dict) -> None:
+    """Of an independent implementation: the distribution, and the tokens that follow."""
+    crumb = open_engine(locate("crumb"), native="require")
+    assert crumb.native.on
+    caches = crumb.new_cache()
+    _, logits = crumb.prefill(prompt["token_ids"], caches)
+    check_top20(logits, prompt)
+    for token in prompt["greedy"][:12]:
+        assert int(mx.argmax(logits).item()) == token
+        logits = crumb.step(token, caches)
+
+
+MAKERS = {"llama": tied_llama, "qwen3": quantised_qwen3}
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "mixtral", "qwen3_moe_quantised", "gemma3_text", "gpt_oss"]
+)
+def test_models_are_those_of_mlx(tmp_path: Path, name: str) -> None:
+    make = MAKERS.get(name) or (lambda path: write_published(path, name))
+    files = locate(str(make(tmp_path / name)))
+    plain, native = (answer(open_engine(files, native=n)) for n in ("off", "require"))
+    for a, b in zip(plain, native):
+        assert mx.abs(a - b).max().item() < 1e-3 * mx.abs(a).max().item()
+
+
+def test_layers_experts_and_gears_are_as_ever(tmp_path: Path) -> None:
+    """Streamed, in slots, in a gear: to the bit what the same is when all of it stays."""
+    files = locate(str(write_published(tmp_path / "moe", "qwen3_moe")))
+    gears = GearOptions("low", "all")
+
+    def wish(n: int) -> Wish:
+        return Wish("low")
+
+    def opened(**rest):
+        return open_engine(files, native="require", gear_options=gears, **rest)
+
+    wanted = answer(opened(), wish)
+    assert alike(answer(opened(residency=ResidencyOptions("layers", 1)), wish), wanted)
+    assert alike(answer(opened(expert_slots=SlotOptions("slots", 3, "off")), wish), wanted)
+
+
+# ------------------------------------------------------------------------------------- of commands
+
+
+def test_commands(toast, cache: Path) -> None:
+    env = {"XDG_CACHE_HOME": str(cache)}
+    words = ("--raw", "-n", "4", "--temp", "0")
+    plain = toast("decode", "--native", "off", *words, stdin=b"Once upon a time", env=env)
+    for setting in ("auto", "require"):
+        done = toast(
+            "decode", "-v", "--native", setting, *words, stdin=b"Once upon a time", env=env
+        )
+        assert (done.returncode, done.stdout) == (0, plain.stdout) and plain.stdout
+        assert b"native products: on (" in done.stderr
+    told = toast("model", "info", "--device", env=env).stdout.decode()
+    assert f"native products    on ({starting.status().why})" in told
+
+
+def test_commands_without_a_compiler(toast, tmp_path: Path) -> None:
+    env = {"XDG_CACHE_HOME": str(tmp_path), "CXX": "no-such-compiler"}
+    words = ("--raw", "-n", "2", "--temp", "0")
+    done = toast("decode", "--native", "auto", *words, stdin=b"Once upon a time", env=env)
+    assert (done.returncode, done.stderr) == (0, b"") and done.stdout
+    done = toast("decode", "--native", "require", *words, stdin=b"Once upon a time", env=env)
+    assert done.returncode == 69 and not done.stdout
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith("toast-decode: no native products: there is no C++ compiler")
+    done = toast("model", "info", "--device", env=env)
+    assert b"off: there is no C++ compiler" in done.stdout

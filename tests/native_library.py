@@ -1,0 +1,35 @@
+"""The library of native products, built once for all tests of a run."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from toastkit.native import building
+from toastkit.native.compiling import compiler, unsupported
+
+needed = pytest.mark.skipif(
+    bool(unsupported()) or compiler() is None, reason="no compiler, or no kernels for this machine"
+)
+
+
+def native_cache(factory: pytest.TempPathFactory) -> Path:
+    """A cache (XDG_CACHE_HOME) with the library in it; the processes of a run have one in common.
+    Who comes second waits."""
+    base = factory.getbasetemp()
+    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "native_cache"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    with open(cache / "building", "w") as lock, pytest.MonkeyPatch.context() as patch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        building.build()
+    return cache
+
+
+def native_path(cache: Path) -> Path:
+    """The library in a cache."""
+    (path,) = (cache / "toastkit/native").glob("*.so")
+    return path

@@ -1,0 +1,217 @@
+"""Where the library of native products lies, who may have put it there, and what becomes of a
+compiler that fails, hangs or is not there. No test here compiles anything."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.native_library import needed
+from toastkit.errors import UnavailableError
+from toastkit.native import building, compiling, starting
+from toastkit.private_files import open_private, try_lock
+
+pytestmark = needed
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one; its folder of libraries."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/toastkit/native"
+
+
+@pytest.fixture
+def cxx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """cxx(script): has the compiler be a script."""
+
+    def install(script: str) -> Path:
+        path = tmp_path / "cxx"
+        path.write_text(f"#!{sys.executable}\nimport os, sys, time\n{script}")
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+        return path
+
+    return install
+
+
+# Writes something to where it is told to, and notes that it ran.
+COMPILES = """
+open(sys.argv[0] + ".log", "a").write("x")
+open(sys.argv[sys.argv.index("-o") + 1], "wb").write(b"compiled")
+"""
+
+
+def runs(path: Path) -> int:
+    log = path.with_name(path.name + ".log")
+    return len(log.read_text()) if log.exists() else 0
+
+
+def test_what_is_built_is_found(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cxx(COMPILES)
+    monkeypatch.setattr(building, "_is_trustworthy", lambda path: True)
+    assert building.find() == (None, "it is not built yet", True)
+    assert not cache.exists()  # looking writes nothing
+    made = building.build()
+    assert building.find() == (made, "", False)
+    assert Path(made).read_bytes() == b"compiled"
+    assert stat.S_IMODE(os.stat(cache).st_mode) == 0o700
+    assert sorted(entry.name for entry in cache.iterdir()) == sorted(["lock", Path(made).name])
+    count = runs(path)
+    assert building.build() == made and runs(path) == count
+
+
+def test_a_library_is_of_its_sources_and_its_compiler(
+    cache: Path, cxx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(building, "_is_trustworthy", lambda path: True)
+    cxx(COMPILES)
+    made = building.build()
+    monkeypatch.setattr(building, "FLAGS", (*compiling.FLAGS, "-O3"))
+    assert building.find().pending
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parents[1]))
+    path = cxx(COMPILES)
+    os.utime(path, (1, 1))  # another compiler
+    assert building.find().pending and Path(made).exists()
+
+
+def test_files_that_nobody_built(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted or a damaged library has other bytes than its name says."""
+    cxx(COMPILES)
+    monkeypatch.setattr(building, "_is_trustworthy", lambda path: True)
+    made = Path(building.build())
+    made.write_bytes(b"compiled?")
+    assert building.find() == (None, "it is not built yet", True)
+    assert Path(building.build()).read_bytes() == b"compiled"
+    made.unlink()
+    elsewhere = cache / "elsewhere"
+    elsewhere.write_bytes(b"compiled")
+    made.symlink_to(elsewhere)
+    found = building.find()
+    assert found.path is None and not found.pending
+
+
+def test_a_folder_that_others_can_write_to(cache: Path, cxx, monkeypatch) -> None:
+    cxx(COMPILES)
+    monkeypatch.setattr(building, "_is_trustworthy", lambda path: True)
+    building.build()
+    cache.chmod(0o777)
+    assert "has mode 0777" in building.find().why
+    with pytest.raises(UnavailableError, match="has mode 0777"):
+        building.build()
+
+
+def test_a_library_that_is_not_trusted(cache: Path, cxx) -> None:
+    """The child that loads what the compiler wrote finds that it is none."""
+    path = cxx(COMPILES)
+    with pytest.raises(UnavailableError, match="is not what this MLX needs"):
+        building.build()
+    assert not list(cache.glob("*.so")) and not list(cache.glob("*.making"))
+    found = building.find()
+    assert found == (None, "what was compiled is not what this MLX needs", False)
+    count = runs(path)
+    assert not starting.start("auto").on
+    assert runs(path) == count  # nor is it tried again
+
+
+def test_a_compiler_that_fails(cache: Path, cxx) -> None:
+    cxx("sys.stderr.write('warning: x\\nfile.cpp:1: error: no such thing\\n'); sys.exit(1)")
+    with pytest.raises(UnavailableError, match="failed: file.cpp:1: error: no such thing"):
+        building.build()
+    assert "no such thing" in building.find().why
+    cxx("sys.exit(7)")
+    with pytest.raises(UnavailableError, match="no reason given"):
+        building.build()
+
+
+def test_a_compiler_that_hangs(cache: Path, cxx, tmp_path: Path, monkeypatch) -> None:
+    """It is ended, with what it has started."""
+    cxx(f"pid = os.fork() or time.sleep(60)\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(pid))\n"
+        "time.sleep(60)")  # fmt: skip
+    monkeypatch.setattr(compiling, "SECONDS", 1.5)
+    with pytest.raises(UnavailableError, match="did not end in 2 s"):
+        building.build()
+    child = int((tmp_path / "pid").read_text())
+    for _ in range(1000):
+        try:
+            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            break
+        if state == "Z":
+            break
+        time.sleep(0.01)
+    else:
+        raise AssertionError("it still runs")
+
+
+def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no C++ compiler" in building.find().why
+    assert starting.start("auto") == (False, building.find().why)
+    with pytest.raises(UnavailableError, match=r"no native products: there is no C\+\+ compiler"):
+        starting.start("require")
+    assert not cache.exists()
+
+
+def test_another_machine(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(building, "unsupported", compiling.unsupported)
+    assert "x86-64" in building.find().why and not starting.start("auto").on
+
+
+def test_one_builds_at_a_time(cache: Path, cxx) -> None:
+    path = cxx(COMPILES)
+    cache.mkdir(parents=True, mode=0o700)
+    os.chmod(cache.parent, 0o700)
+    lock = open_private(cache / "lock", os.O_RDWR | os.O_CREAT)
+    assert try_lock(lock)
+    with pytest.raises(UnavailableError, match="another process is building"):
+        building.build()
+    os.close(lock)
+    assert runs(path) == 0
+
+
+def test_old_libraries_go(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
+    cxx(COMPILES)
+    monkeypatch.setattr(building, "_is_trustworthy", lambda path: True)
+    cache.mkdir(parents=True, mode=0o700)
+    for n in range(12):
+        (cache / f"{n}-old.so").write_bytes(b"")
+        os.utime(cache / f"{n}-old.so", (n, n))
+    made = building.build()
+    left = [entry.name for entry in cache.glob("*.so")]
+    assert len(left) == building.KEPT and Path(made).name in left and "0-old.so" not in left
+
+
+def test_nobody_waits(cache: Path, cxx, tmp_path: Path) -> None:
+    """The first command begins a build, and goes on."""
+    gate = tmp_path / "gate"
+    path = cxx(f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n" + COMPILES)
+    assert starting.start("auto") == (False, "it is not built yet")
+    assert runs(path) == 0
+    gate.touch()
+    for _ in range(3000):
+        if list(cache.glob("*.failed")):
+            break
+        time.sleep(0.01)
+    assert "is not what this MLX needs" in building.find().why
+
+
+def test_threads_are_those_that_may_run(tmp_path: Path) -> None:
+    products = pytest.importorskip("toastkit.native.products")
+    every = len(os.sched_getaffinity(0))
+    assert products.processors() >= 1 and products.processors(str(tmp_path)) == every
+    group = tmp_path / "sys/fs/cgroup/a/b"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n")
+    (group / "cpu.max").write_text("max 100000\n")
+    assert products.processors(str(tmp_path)) == every
+    (group.parent / "cpu.max").write_text("50000 100000\n")
+    assert products.processors(str(tmp_path)) == 1

@@ -1,0 +1,214 @@
+"""The library of native products: where it lies, and how it comes to be there.
+
+    python -m toastkit.native.building      builds it now, and says so (make native)
+
+Nobody waits for a compiler: `find` says what there is, `build_meanwhile` has it built by a process
+of its own, at the lowest priority, and the next command finds it. It lies in a folder that nobody
+else can write to, under a name that says what it was made from, for which MLX, by which compiler,
+and what its bytes add up to; it gets that name once it has been compiled and a process that loaded
+it has found it right. A file of that name with other bytes is none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from toastkit.base_directories import own_directory
+from toastkit.errors import ToastError, UnavailableError, from_os_error
+from toastkit.native.compiling import FLAGS, FOLDER, SOURCES, compile_library, compiler, unsupported
+from toastkit.private_files import (
+    make_private_directories,
+    not_private,
+    open_private,
+    read_file,
+    replace_file,
+    try_lock,
+)
+
+MOST_BYTES = 64 << 20
+KEPT = 8  # files of other versions, for other environments of this user
+PROBE_SECONDS = 120.0
+LOWEST = 19  # of priorities
+
+
+class Found(NamedTuple):
+    """path: of the library; None where there is none, for the reason `why`. pending: it could be
+    built."""
+
+    path: str | None
+    why: str = ""
+    pending: bool = False
+
+
+def folder() -> str:
+    """Where libraries lie."""
+    return own_directory("CACHE", "native")
+
+
+def find() -> Found:
+    """What there is. Writes nothing."""
+    if problem := unsupported():
+        return Found(None, problem)
+    if (cxx := compiler()) is None:
+        return Found(None, "there is no C++ compiler (c++, g++, clang++ or CXX)")
+    mlx = _mlx()
+    if mlx is None:
+        return Found(None, "this MLX has no headers to compile for")
+    name = _key(cxx, mlx)
+    try:
+        files = sorted(os.listdir(folder()))
+        if problem := not_private(folder()):
+            return Found(None, f"{folder()} {problem}")
+        for file in files:
+            if file.startswith(f"{name}-") and file.endswith(".so"):
+                path = os.path.join(folder(), file)
+                if _digest(read_file(path, MOST_BYTES)) == file[len(name) + 1 : -3]:
+                    return Found(path)
+        if f"{name}.failed" in files:
+            said = read_file(os.path.join(folder(), f"{name}.failed"), 1 << 12)
+            return Found(None, said.decode(errors="replace").strip())
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        return Found(None, f"{folder()}: {error.strerror}")
+    return Found(None, "it is not built yet", pending=True)
+
+
+def build_meanwhile() -> None:
+    """Begins to build what `find` has not found, and returns at once. What comes of it is found by
+    whoever asks next, or not: nobody is told."""
+    import subprocess
+
+    with suppress(OSError):
+        subprocess.Popen(
+            [sys.executable, "-m", "toastkit.native.building", "--quiet"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            cwd=FOLDER.parent.parent, start_new_session=True,
+        )  # fmt: skip
+
+
+def build() -> str:
+    """Builds the library unless it is there; its path. Raises UnavailableError for a
+    machine that cannot and while another process is at it, CannotCreateError, IOFailure."""
+    found = find()
+    if found.path is not None:
+        return found.path
+    cxx, mlx = compiler(), _mlx()
+    if unsupported() or cxx is None or mlx is None:
+        raise UnavailableError(f"no native products: {found.why}")
+    name = _key(cxx, mlx)
+    try:
+        make_private_directories(folder())
+        if problem := not_private(folder()):
+            raise UnavailableError(f"no native products: {folder()} {problem}")
+        lock = open_private(os.path.join(folder(), "lock"), os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise from_os_error(error, f"cannot build in {folder()}", creating=True) from error
+    try:
+        if not try_lock(lock):
+            raise UnavailableError("no native products: another process is building them")
+        return _build(name, cxx, mlx)
+    finally:
+        os.close(lock)
+
+
+def _build(name: str, cxx: str, mlx: Path) -> str:
+    """Compiles, probes and places; what fails is not tried again for this name unless asked."""
+    made = Path(folder(), f"{name}.making")
+    failed = os.path.join(folder(), f"{name}.failed")
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(failed)
+        glue = ["-isystem", str(mlx / "include"), f"-L{mlx / 'lib'}", "-lmlx"]
+        compile_library(made, cxx, glue=[*glue, f"-Wl,-rpath,{mlx / 'lib'}"])
+        if not _is_trustworthy(made):
+            raise ToastError("what was compiled is not what this MLX needs")
+        path = os.path.join(folder(), f"{name}-{_digest(made.read_bytes())}.so")
+        os.replace(made, path)
+        _forget_old()
+        return path
+    except ToastError as error:
+        with suppress(OSError):
+            replace_file(failed, error.message.encode(), sync=False)
+        raise UnavailableError(f"no native products: {error.message}") from error
+    except OSError as error:
+        raise from_os_error(error, f"cannot build in {folder()}", creating=True) from error
+    finally:
+        with suppress(OSError):
+            os.unlink(made)
+
+
+def _is_trustworthy(path: Path) -> bool:
+    """Asked in a process of its own, which may die."""
+    import subprocess
+
+    command = [sys.executable, "-m", "toastkit.native.probe", str(path)]
+    try:
+        done = subprocess.run(
+            command, cwd=FOLDER.parent.parent, capture_output=True, timeout=PROBE_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def _mlx() -> Path | None:
+    """The folder of MLX, with headers and library."""
+    spec = find_spec("mlx")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        if Path(place, "include/mlx/array.h").is_file() and Path(place, "lib/libmlx.so").is_file():
+            return Path(place)
+    return None
+
+
+def _key(cxx: str, mlx: Path) -> str:
+    """What a library is made from and for, as part of its name. The instruction sets are chosen
+    where it runs."""
+    parts = [repr((FLAGS, SOURCES, sys.implementation.cache_tag))]
+    for file in (os.path.realpath(cxx), mlx / "lib/libmlx.so"):
+        about = os.stat(file)
+        parts.append(f"{file} {about.st_size} {about.st_mtime_ns}")
+    for source in sorted([*FOLDER.rglob("*.cpp"), *FOLDER.rglob("*.h")]):
+        parts.append(source.read_text(encoding="utf-8"))
+    return _digest("\0".join(parts).encode())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:24]
+
+
+def _forget_old() -> None:
+    """Removes the oldest of many libraries, and reasons for which there were none."""
+    files = [e for e in os.scandir(folder()) if e.name.endswith((".so", ".failed"))]
+    files.sort(key=lambda entry: entry.stat(follow_symlinks=False).st_mtime)
+    for entry in files[:-KEPT]:
+        os.unlink(entry.path)
+
+
+def main() -> int:
+    """Builds it and says where it is, or why there is none."""
+    os.nice(LOWEST)
+    quiet = "--quiet" in sys.argv[1:]
+    try:
+        if not quiet:  # whoever asks wants it tried again
+            for name in os.listdir(folder()) if os.path.isdir(folder()) else ():
+                if name.endswith(".failed"):
+                    os.unlink(os.path.join(folder(), name))
+        path = build()
+    except ToastError as error:
+        if not quiet:
+            print(error.message, file=sys.stderr)
+        return error.code
+    if not quiet:
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Modules whose products are native: they change their class, as all modules that change their form
+do, and nothing else of them. Nothing of MLX is changed, and no module that is not ours."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from toastkit.native.products import BITS, FLOATS, GROUP_SIZES, Library
+
+_library: Library | None = None
+
+
+def use(library: Library) -> None:
+    """The library that all native modules of this process compute with."""
+    global _library
+    _library = library
+
+
+def native(cls: type) -> type:
+    """The class whose products are native in place of one of mlx or mlx_lm; the class itself where
+    there is none, or it is native."""
+    mixin = MIXINS.get((cls.__module__, cls.__name__))
+    return cls if mixin is None else _derived(mixin, cls)
+
+
+def is_native(cls: type) -> bool:
+    """Whether it is such a class."""
+    return issubclass(cls, _Native)
+
+
+@cache
+def _derived(mixin: type, base: type) -> type:
+    """Under the name of the class: architectures ask for it."""
+    return type(base.__name__, (mixin, base), {"__module__": __name__})
+
+
+class _Native:
+    """What all have in common. They are modules of MLX, with its parameters."""
+
+    def _multiply(self: Any, x: mx.array, experts: mx.array | None = None) -> mx.array | None:
+        """Products (..., rows) of x, (..., columns), or of x (..., m, columns) with the experts
+        that are chosen, uint32 (...). None for what only MLX has: other dtypes, other packings."""
+        weight, scales = self["weight"], self.get("scales")
+        numbers = weight if scales is None else scales
+        if _library is None or x.dtype not in FLOATS or numbers.dtype not in FLOATS:
+            return None
+        if experts is not None and experts.dtype != mx.uint32:
+            experts = experts.astype(mx.uint32)
+        if scales is None:
+            return _library.multiply(x, weight, experts=experts)
+        biases = self.get("biases")
+        affine = self.mode == "affine" and biases is not None and biases.dtype == scales.dtype
+        if not affine or self.bits not in BITS or self.group_size not in GROUP_SIZES:
+            return None
+        if weight.shape[-1] * 32 != x.shape[-1] * self.bits:
+            return None
+        return _library.multiply(x, weight, scales, biases, experts, self.bits, self.group_size)
+
+
+class _Linear(_Native):
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        y = self._multiply(x)
+        if y is None:
+            return super().__call__(x)  # type: ignore[misc]
+        return y + self["bias"] if "bias" in self else y
+
+
+class _Embedding(_Native):
+    def as_linear(self: Any, x: mx.array) -> mx.array:
+        y = self._multiply(x)
+        return super().as_linear(x) if y is None else y  # type: ignore[misc]
+
+
+class _Switch(_Native):
+    def __call__(
+        self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False
+    ) -> mx.array:
+        y = self._multiply(x, indices)
+        if y is None:
+            return super().__call__(x, indices, sorted_indices)  # type: ignore[misc]
+        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+
+
+# By name: the last two are imported by architectures with experts only.
+MIXINS: dict[tuple[str, str], type] = {
+    ("mlx.nn.layers.linear", "Linear"): _Linear,
+    ("mlx.nn.layers.quantized", "QuantizedLinear"): _Linear,
+    ("mlx.nn.layers.embedding", "Embedding"): _Embedding,
+    ("mlx.nn.layers.quantized", "QuantizedEmbedding"): _Embedding,
+    ("mlx_lm.models.switch_layers", "SwitchLinear"): _Switch,
+    ("mlx_lm.models.switch_layers", "QuantizedSwitchLinear"): _Switch,
+}

@@ -1,0 +1,53 @@
+"""Whether a library that was just built is to be trusted: asked in a process of its own, which may
+die of the answer.
+
+    python -m toastkit.native.probe PATH
+"""
+
+from __future__ import annotations
+
+import sys
+
+import mlx.core as mx
+
+from toastkit.native.products import BITS, Library
+
+
+def trustworthy(library: Library) -> bool:
+    """Whether it finds arrays where they are, and multiplies as MLX does."""
+    arrays = [
+        mx.zeros((3, 5)), mx.array(7, mx.uint32), mx.ones((2, 3, 4), mx.bfloat16)[:, 1:],
+        mx.zeros((0, 6), mx.uint8), mx.arange(10) * 2,
+    ]  # fmt: skip
+    for array in arrays:
+        if library.describe(array) != (array.shape, array.itemsize, array.size):
+            return False
+    mx.random.seed(1)
+    weight, x = mx.random.normal((96, 256)), mx.random.normal((2, 3, 256))
+    pairs = [(library.multiply(x, weight), x @ weight.T)]
+    for bits in BITS:
+        rows = mx.quantize(weight, group_size=64, bits=bits)
+        ours = library.multiply(x * 2, *rows, bits=bits, group_size=64)
+        theirs = mx.quantized_matmul(x * 2, *rows, transpose=True, group_size=64, bits=bits)
+        pairs.append((ours + 1, theirs + 1))
+    stack, chosen = mx.random.normal((4, 8, 64)), mx.array([[3, 0], [1, 3]], mx.uint32)
+    vectors = mx.random.normal((2, 1, 1, 64))
+    theirs = mx.gather_mm(vectors, stack.swapaxes(-1, -2), rhs_indices=chosen)
+    pairs.append((library.multiply(vectors, stack, experts=chosen), theirs))
+    return all(
+        ours.shape == theirs.shape
+        and ours.dtype == theirs.dtype
+        and mx.allclose(ours, theirs, rtol=1e-3, atol=1e-2).item()
+        for ours, theirs in pairs
+    )
+
+
+def main() -> int:
+    """Exits with 0 for a library that can be trusted."""
+    mx.set_default_device(mx.cpu)
+    mx.disable_compile()
+    return 0 if trustworthy(Library(sys.argv[1])) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
