@@ -49,6 +49,7 @@ def test_a_measurement_is_kept_and_read_again(homes) -> None:
     save(of, found)
     assert load(of) == found
     assert load(about("cpu", "bfloat16", *shape, weights)) is None
+    assert load(about("cpu", "float32", *shape, weights, "avx2")) is None  # native products
     assert load(about("cpu", "float32", *shape, Path("/proc/self/stat"))) is None  # another disk
     told_of = predict(sizes.layers, found, range(8), cached=True, prompt=9, chunk=4)
     assert 0 < told_of.token < told_of.prompt

@@ -116,16 +116,17 @@ dtype = click.option(
     "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]),
     help="Type of activations (default: float32 on the CPU, the checkpoint's own elsewhere).",
 )  # fmt: skip
+native = click.option(
+    "--native", type=click.Choice(["auto", "off", "require"]), default="auto", show_default=True,
+    help="Products of toastkit's own on the CPU, where they can be had.",
+)  # fmt: skip
 engine = together(
     click.option(
         "--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", show_default=True,
         help="Where to compute.",
     ),
     dtype,
-    click.option(
-        "--native", type=click.Choice(["auto", "off", "require"]), default="auto",
-        show_default=True, help="Products of toastkit's own on the CPU, where they can be had.",
-    ),
+    native,
 )  # fmt: skip
 no_daemon = click.option(
     "--no-daemon", is_flag=True, help="Load the model here, even if a daemon runs it."

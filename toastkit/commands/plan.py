@@ -40,6 +40,7 @@ def add_to(group: click.Group) -> None:
 @gear_scope
 @gear_bits
 @options.dtype
+@options.native
 @click.option(
     "--bandwidth", type=Size(1), metavar="SIZE",
     help="Bytes that the memory gives in a second, such as 100G: tells times too.",

@@ -53,12 +53,14 @@ residency_flags = together(
 
 
 class _Model(NamedTuple):
-    """A model of which nothing is loaded. device: that it would run on, dtype: of activations."""
+    """A model of which nothing is loaded. device: that it would run on, dtype: of activations.
+    native: the instruction set of its products, where these are native."""
 
     holdings: Holdings
     sizes: Sizes
     device: str
     dtype: str | None
+    native: str | None
 
     @property
     def store(self) -> Store:
@@ -144,7 +146,8 @@ def _unloaded(files, flags: dict[str, Any]) -> _Model:
     dtype = flags["dtype"] or activation_dtype(on == "cpu")
     store = Store(files, load_config(files))
     holdings = Holdings(store, None if dtype is None else DTYPES[dtype], Ledger())
-    return _Model(holdings, sizes_of(holdings), on, dtype)
+    native = device.native_products(flags["native"], on)
+    return _Model(holdings, sizes_of(holdings), on, dtype, native.why if native.on else None)
 
 
 def _planned(model: _Model, sizes: Sizes, memory: Memory, flags: dict[str, Any]) -> ResidencyPlan:
@@ -198,7 +201,9 @@ def _measured(model: _Model, available: int, flags: dict[str, Any]) -> Calibrati
     from toastkit.residency.sizing import RUNTIME, minimum
 
     weights = model.store.files.weight_files()[0]
-    of = about(model.device, model.dtype, model.sizes.outside, model.sizes.layers, weights)
+    of = about(
+        model.device, model.dtype, model.sizes.outside, model.sizes.layers, weights, model.native
+    )
     measured = None if flags["calibrate"] else load(of)
     if measured is not None or flags["no_calibration"]:
         return measured
@@ -237,6 +242,7 @@ def _measure(model: _Model, flags: dict[str, Any]) -> Calibration:
             lambda count: open_engine(
                 model.store.files,
                 dtype=flags["dtype"],
+                native="off" if model.native is None else "require",
                 residency=ResidencyOptions("layers", count),
             ),
             whisper(flags),

@@ -30,11 +30,16 @@ NUMBERS = ("outside_token", "outside_chunk", "stays")
 
 
 def about(
-    device: str, dtype: str | None, outside: int, layers: Sequence[int], weights: Path
+    device: str,
+    dtype: str | None,
+    outside: int,
+    layers: Sequence[int],
+    weights: Path,
+    native: str | None = None,
 ) -> dict[str, Any]:
     """What measured times are true of: device and threads, versions, the shape of a model, and the
     file system that it lies on. device: "cpu" or "gpu". dtype: of activations. outside, layers:
-    bytes. weights: a file of them."""
+    bytes. weights: a file of them. native: the instruction set of native products, if any."""
     from importlib.metadata import version
 
     import mlx.core as mx
@@ -46,7 +51,7 @@ def about(
     return {
         "device": device, "name": name, "threads": threads, "system": platform.system(),
         "mlx": version("mlx"), "dtype": dtype, "outside": outside, "layers": list(layers),
-        "disk": os.stat(weights).st_dev,
+        "disk": os.stat(weights).st_dev, "native": native,
     }  # fmt: skip
 
 
