@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import time
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +35,7 @@ from toastkit.private_files import (
 MOST_BYTES = 64 << 20
 KEPT = 8  # files of other versions, for other environments of this user
 PROBE_SECONDS = 120.0
+PATIENCE = 120.0  # seconds that who needs a library waits for another process that builds it
 LOWEST = 19  # of priorities
 
 
@@ -82,9 +84,12 @@ def find() -> Found:
 
 def build_meanwhile() -> None:
     """Begins to build what `find` has not found, and returns at once. What comes of it is found by
-    whoever asks next, or not: nobody is told."""
+    whoever asks next, or not: nobody is told. Where nothing can be kept, nothing is begun."""
     import subprocess
 
+    place = Path(folder())
+    if not os.access(next(p for p in (place, *place.parents) if p.exists()), os.W_OK):
+        return
     with suppress(OSError):
         subprocess.Popen(
             [sys.executable, "-m", "toastkit.native.building", "--quiet"],
@@ -93,9 +98,10 @@ def build_meanwhile() -> None:
         )  # fmt: skip
 
 
-def build() -> str:
-    """Builds the library unless it is there; its path. Raises UnavailableError for a
-    machine that cannot and while another process is at it, CannotCreateError, IOFailure."""
+def build(patience: float = 0.0) -> str:
+    """Builds the library unless it is there; its path. patience: seconds that another process which
+    is at it is waited for. Raises UnavailableError for a machine that cannot, and where that takes
+    longer; CannotCreateError, IOFailure."""
     found = find()
     if found.path is not None:
         return found.path
@@ -111,9 +117,12 @@ def build() -> str:
     except OSError as error:
         raise from_os_error(error, f"cannot build in {folder()}", creating=True) from error
     try:
-        if not try_lock(lock):
-            raise UnavailableError("no native products: another process is building them")
-        return _build(name, cxx, mlx)
+        until = time.monotonic() + patience
+        while not try_lock(lock):
+            if time.monotonic() >= until:
+                raise UnavailableError("no native products: another process is building them")
+            time.sleep(0.1)
+        return find().path or _build(name, cxx, mlx)
     finally:
         os.close(lock)
 
@@ -200,7 +209,7 @@ def main() -> int:
             for name in os.listdir(folder()) if os.path.isdir(folder()) else ():
                 if name.endswith(".failed"):
                     os.unlink(os.path.join(folder(), name))
-        path = build()
+        path = build(0.0 if quiet else PATIENCE)
     except ToastError as error:
         if not quiet:
             print(error.message, file=sys.stderr)

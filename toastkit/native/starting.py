@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from toastkit.native.building import build, build_meanwhile, find
+from toastkit.native.building import PATIENCE, build, build_meanwhile, find
 
 SETTINGS = ("auto", "off", "require")
 
@@ -34,7 +34,7 @@ def start(setting: str) -> Status:
         return Status(False, "they are turned off")
     found = find()
     if setting == "require":
-        found = found._replace(path=build())
+        found = found._replace(path=build(PATIENCE))
     elif found.pending:
         build_meanwhile()
     return _loaded(found.path) if found.path else Status(False, found.why)
