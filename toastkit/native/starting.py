@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from toastkit.native.building import PATIENCE, build, build_meanwhile, find
-
 SETTINGS = ("auto", "off", "require")
 
 
@@ -22,6 +20,8 @@ class Status(NamedTuple):
 
 def status() -> Status:
     """What `start` would come to now, "auto" being its setting; nothing is built for it."""
+    from toastkit.native.building import find
+
     found = find()
     return _loaded(found.path) if found.path else Status(False, found.why)
 
@@ -32,6 +32,8 @@ def start(setting: str) -> Status:
     Raises UnavailableError, CannotCreateError, IOFailure where it is required and cannot be."""
     if setting == "off":
         return Status(False, "they are turned off")
+    from toastkit.native.building import PATIENCE, build, build_meanwhile, find
+
     found = find()
     if setting == "require":
         found = found._replace(path=build(PATIENCE))
