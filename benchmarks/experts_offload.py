@@ -1,302 +1,357 @@
-"""Experts offloaded: tokens a second, hit rate and device bytes by slots, prefetch and bandwidth.
+"""Experts offloaded: tokens a second, hits and device bytes, by slots, rate, prefetch and MoBiLE.
 
-    python benchmarks/experts_offload.py [--shape olmoe|qwen1.5|crumb] [--layers N] [--bits 4]
-        [--slots 16,32] [--rates 25,3.5] [--tokens N] [--rounds N] [--folder DIR]
-        [--base WAY] [--repeat]
+    python benchmarks/experts_offload.py [--model olmoe|qwen1.5|crumb] [--layers N] [--slots N,N]
+        [--rates disk,25,0.5] [--ways WAY,WAY] [--tokens N] [--round N] [--json FILE] [--folder DIR]
 
-A random checkpoint in the shape of OLMoE-1B-7B or Qwen1.5-MoE-A2.7B, with fewer layers, whose
-experts do not fit the slots; or crumb, as it is, over a story. Files are read past the system's
-cache, and as fast as a rate in GB/s allows: PCIe 4.0 x16 has about 25, x8 12, an NVMe disk 3.5; 0
-is as fast as it goes. One process, the ways in turn, in any order, each round with its own tokens;
-with --repeat all with the same one after the same prompt, so that all that is wanted is in slots.
-Medians and ranges, and the ratio to the base, "demand", by round:
+A random checkpoint in the shape of OLMoE-1B-7B or Qwen1.5-MoE-A2.7B, with fewer layers and 4 bits a
+weight, or crumb, which is trained. Rates, in GB/s: the files are in the system's cache, and read
+from there as slowly as that; PCIe 4.0 x16 has about 25, x8 12, an NVMe disk 3.5; 0 is as fast as
+memory is. disk: they are read past the cache. One process, the ways in turn, with the same tokens
+in a round; --json adds a round to FILE, so that a table can be made of several runs. A way is
 
-    whole     all experts on the device
-    demand    fetched when a router has chosen them
-    careful   likewise, and no step is optimistic; with "always" every one is
-    next-D    those that routers D layers ahead choose of this layer's input are read meanwhile
-    told      the choice of all layers is known beforehand, as of an evicted pass (M3)
-    little    half the experts a token, fetched when a router has chosen them
-    mobile-R  MoBiLE with a fallback ratio of R: as random weights are never sure of anything, lots
-              are drawn for who falls back. The big pass reads what the evicted one has named;
-              mobile-R-off does not, mobile-R-next asks routers a layer ahead in all passes (M7)
+    whole      all experts on the device
+    big        all experts of a token, fetched when a router has chosen them: the baseline
+    little     half of them
+    mobile-R   MoBiLE with a fallback ratio of R: as random weights are never sure of anything, who
+               falls back is set, evenly. The big pass reads what the evicted one has named
 
-For mobile, with T_l of the steps that were kept and T_b of the passes that were done again, the
-estimate of paper 002 (equation 1), T / (T_l + R T_b), stands beside what was measured.
+and then any of
+
+    +next-D    what the routers D layers ahead choose of this layer's input is read meanwhile (M7);
+               D may be auto. With big alone: pre-gating
+    +told      the next layer's choice is known, as if its router had been trained to foresee it
+    +alone     a big pass of MoBiLE is told nothing
+    +forgets   no expert stays after its layer: two layers' experts are buffered, and nothing else
+    +need      the slots are divided among the layers by need, as AdapMoE's (which other tokens
+               showed); its gating by sensitivity is left out
+
+The estimate is equation 1 of paper 002, T / (T_l + R T_b): T of big, T_l and T_b of mobile-0 and
+mobile-1 with the same additions where these ran too, else of the way itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
+from experts_cache import TEXTS, divided, experts_of, traced
+from experts_models import SHAPES, make
+from measure import machine
+from residency_files import dd, drop, warm, weights
 
 from toastkit.engine import big_little
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
-from toastkit.engine.savepoints import roll_back, take_savepoint
 from toastkit.engine.state import ModelState
+from toastkit.experts import slot_policy
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.experts.pass_times import estimated_speedup
 from toastkit.experts.slot_options import SlotOptions
+from toastkit.holdings.forms import slotted
+from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.text.tokenizer import Tokenizer
 
-COMMON = {
-    "vocab_size": 4096, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16,
-    "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "rope_theta": 10000.0,
-    "tie_word_embeddings": False, "norm_topk_prob": False,
-}  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {
-    "olmoe": {
-        **COMMON, "model_type": "olmoe", "intermediate_size": 1024, "num_experts": 64,
-        "num_experts_per_tok": 8,
-    },
-    "qwen1.5": {
-        **COMMON, "model_type": "qwen2_moe", "intermediate_size": 5632, "num_experts": 60,
-        "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "decoder_sparse_step": 1,
-        "shared_expert_intermediate_size": 5632,
-    },
-}  # fmt: skip
-SMALL_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-PROMPT = list(range(5, 21))
-STORY = Path(__file__).parents[1] / "tests" / "texts" / "story.txt"
-
-
-def make(folder: Path, shape: str, layers: int, bits: int) -> Path:
-    """A new checkpoint, quantised as mlx_lm does; a shard is a layer."""
-    config: dict[str, Any] = {**SHAPES[shape], "num_hidden_layers": layers}
-    architecture = import_module(f"mlx_lm.models.{config['model_type']}")
-    model = architecture.Model(architecture.ModelArgs.from_dict(config))
-    folder.mkdir(parents=True)
-    random = np.random.default_rng(0)
-    shards: dict[str, dict[str, mx.array]] = {}
-    config["quantization"] = {"group_size": 64, "bits": bits}
-    # Routers are not quantised, as published.
-    nn.quantize(
-        model, 64, bits,
-        class_predicate=lambda path, module: (
-            hasattr(module, "to_quantized") and not path.endswith("gate")
-        ),
-    )  # fmt: skip
-    for name, array in tree_flatten(model.parameters()):
-        number = name.split("layers.")[1].split(".")[0] if "layers." in name else "outside"
-        shards.setdefault(number, {})[name] = filled(name, array, bits, random)
-    where = {}
-    for number, tensors in shards.items():
-        mx.save_safetensors(str(folder / f"model-{number}.safetensors"), tensors)
-        where.update(dict.fromkeys(tensors, f"model-{number}.safetensors"))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in SMALL_FILES:
-        (folder / name).write_bytes(locate("crumb").read(name) or b"{}")
-    return folder
-
-
-def filled(name: str, like: mx.array, bits: int, random: np.random.Generator) -> mx.array:
-    """Values of a parameter that keep activations in bounds."""
-    if like.dtype == mx.uint32:
-        words = np.frombuffer(random.bytes(4 * like.size), np.uint32)
-        return mx.array(words.reshape(like.shape))
-    spread = 0.03 / (1 << bits)
-    if name.endswith(("scales", "biases")):
-        value = spread if name.endswith("scales") else -spread * ((1 << bits) - 1) / 2
-        return mx.full(like.shape, value, mx.bfloat16)
-    if "norm" in name:
-        return mx.ones(like.shape, mx.bfloat16)
-    return mx.array(0.02 * random.standard_normal(like.shape, np.float32)).astype(mx.bfloat16)
+PROMPT, WARM, NEED = 16, 2, 30  # tokens: of a prompt, before the times count, that show the need
+COPIED = 256 << 20  # bytes, to see how fast memory is
+DISK = "disk"
 
 
 class Rate:
-    """A medium that gives so many GB/s to all threads together."""
+    """A medium that gives so many bytes a second to all threads together, out of memory that gives
+    `memory`."""
 
-    def __init__(self, rate: float):
-        self.rate, self._free, self._lock = rate, 0.0, threading.Lock()
+    def __init__(self, rate: float, memory: float):
+        self._rate, self._memory, self._free = rate, memory, 0.0
+        self._lock = threading.Lock()
 
     def __call__(self, count: int) -> None:
         with self._lock:
-            self._free = max(self._free, time.perf_counter()) + count / (self.rate * 1e9)
+            # It began when the copy did, which is done.
+            begun = max(self._free, time.perf_counter() - count / self._memory)
+            self._free = begun + count / self._rate
             wait = self._free - time.perf_counter()
         if wait > 0:
             time.sleep(wait)
 
 
+def memory_rate() -> float:
+    """Bytes a second that are copied in memory."""
+    source, into = np.ones(COPIED, np.uint8), np.ones(COPIED, np.uint8)
+    start = time.perf_counter()
+    into[:] = source
+    return COPIED / (time.perf_counter() - start)
+
+
+class Model:
+    """path: of the checkpoint, None for crumb. ids: of its text; random ones otherwise."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path):
+        name, layers = options.model, options.layers
+        self.path, self.ids = None, list[int]()
+        if name == "crumb":
+            self.name = f"crumb, {options.text}"
+            text = (TEXTS / f"{options.text}.txt").read_text()
+            self.ids = Tokenizer(self.files).encode_prompt(text, templated=False)
+        else:
+            self.path = make(folder, name, layers, 4)
+            self.name = f"{name}, {layers} of {SHAPES[name]['num_hidden_layers']} layers"
+
+    @property
+    def files(self) -> ModelFiles:
+        return locate("crumb" if self.path is None else str(self.path))
+
+    def tokens(self, number: int, count: int) -> list[int]:
+        """Of a round, or whatever else has a number."""
+        if self.ids:
+            start = (number + 1) * count % (len(self.ids) - count)
+            return self.ids[start : start + count]
+        return np.random.default_rng(number + 1).integers(5, 2000, count).tolist()
+
+
+class Divided(slot_policy.SlotPolicy):
+    """Slots of its own for each layer. counts: of each, by place."""
+
+    counts: Sequence[int] = ()
+
+    def form(self, path: str, form: Any) -> Any:
+        layers = sorted({switch.layer for switch in self._switches})
+        count = self.counts[layers.index(self._of[path].layer)]
+        if count >= self._of[path].experts:
+            return form
+        self._holdings.modules[path].slots = count
+        return slotted(form, count)
+
+
 @contextmanager
-def drawn(falls_back: bool) -> Iterator[None]:
-    """The confidence of a step of MoBiLE is by lot meanwhile."""
+def set_to(owner: Any, name: str, value: Any) -> Iterator[Any]:
+    """An attribute that has another value meanwhile; gives what it had."""
+    real = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield real
+    finally:
+        setattr(owner, name, real)
+
+
+@contextmanager
+def confident(sure: bool) -> Iterator[None]:
+    """The little model is sure of the token meanwhile, or is not."""
     real = big_little.confidence
     # Still computed, as it would be.
-    big_little.confidence = lambda logits: real(logits) * 0 + (0.0 if falls_back else 1.0)
-    try:
+    with set_to(big_little, "confidence", lambda logits: real(logits) * 0 + float(sure)):
         yield
-    finally:
-        big_little.confidence = real
 
 
 class Way:
     """An engine and what it measured. name: as above."""
 
-    def __init__(self, path: Path, name: str, slots: int, rate: float):
-        self.name, self.rates = name, []
-        kind, _, rest = name.partition("-")
-        self.ratio, _, how = rest.partition("-") if kind == "mobile" else ("", "", "")
-        prefetch = rest if kind == "next" else "1" if how == "next" else "off"
-        options = None if name == "whole" else SlotOptions("slots", slots, prefetch)
-        experts = ExpertsOptions(kind) if kind in ("little", "mobile") else None
-        self.engine: Engine = open_engine(
-            locate(str(path)), dtype="float32", expert_slots=options, experts=experts
-        )
-        if experts is not None and self.engine.experts is not None:
-            self.engine.experts.prefetches = how != "off"
-        self.lots, self.kept, self.again = np.random.default_rng(7), [], []
-        self.store = self.engine.holdings.store
-        self.store.keeps_cached = False
-        self.store.throttle(Rate(rate) if rate else None)
+    def __init__(self, model: Model, name: str, slots: int, counts: Sequence[int] = ()):
+        self.name, (kind, *self.more) = name, name.split("+")
+        self.kind, _, self.ratio = kind.partition("-")
+        ahead = [one[5:] for one in self.more if one.startswith("next-")] or ["off"]
+        options = None if kind == "whole" else SlotOptions("slots", slots, ahead[0])
+        experts = ExpertsOptions(self.kind) if self.kind in ("little", "mobile") else None
+        Divided.counts = counts
+        policy = Divided if "need" in self.more else slot_policy.SlotPolicy
+        with set_to(slot_policy, "SlotPolicy", policy):
+            self.engine: Engine = open_engine(
+                model.files, dtype="float32", expert_slots=options, experts=experts
+            )
+        if self.engine.experts is not None:
+            self.engine.experts.prefetches = "alone" not in self.more
         self.state = ModelState(self.engine.new_cache())
-        for _ in self.engine.reading(self.state, PROMPT):
+
+    def begin(self, model: Model, number: int, rate: str, memory: float) -> None:
+        """Reads a prompt and a few tokens more, as fast as it goes; what follows counts."""
+        store = self.engine.holdings.store
+        store.keeps_cached = rate != DISK
+        if rate == DISK and model.path is not None:
+            drop(weights(model.path))  # what was loaded is in the cache
+        for _ in self.engine.reading(self.state, model.tokens(number + 1000, PROMPT)):
             pass
-        optimistic = self.engine.holdings.slots.optimistic
-        if name in ("careful", "always"):
-            optimistic._trusts, optimistic.note = name == "always", lambda found: None
+        for token in model.tokens(number + 2000, WARM):
+            self.engine.consume(self.state, token)
+        mx.eval(self.state.logits)
+        if rate not in (DISK, "0"):
+            store.throttle(Rate(float(rate) * 1e9, memory))
+        self.read, self.busy = store.reader.bytes_read, store.reader.busy_seconds
         self.engine.begin_run()
 
-    def run(self, tokens: list[int], known: list[dict[int, list[int]]], repeat: bool) -> None:
-        """A round. known: by token, the choices of all layers. repeat: each step is taken back."""
-        seconds = 0.0
-        for token, choices in zip(tokens, known):
-            point = take_savepoint(self.state.cache, 0, one_step=True) if repeat else None
+    def run(self, tokens: list[int], first: int, known: Sequence[Any]) -> dict[str, Any]:
+        """What a round measured. first: the number of its first token. known: by token, the choices
+        of all layers."""
+        seconds, fell = [], []
+        slots, ratio = self.engine.holdings.slots, float(self.ratio or 0)
+        for n, token in enumerate(tokens, first):
+            fell.append(math.floor((n + 1) * ratio + 0.5) > math.floor(n * ratio + 0.5))
             start = time.perf_counter()
-            if self.name == "told":
-                self.engine.holdings.slots.foresight.tell(choices)
-            falls = self.ratio and self.lots.random() < float(self.ratio)
-            with drawn(bool(falls)):
+            if "told" in self.more:
+                slots.foresight.tell(known[n - first], 1)
+            with confident(not fell[-1]):
                 self.engine.consume(self.state, token)
-            mx.eval(self.state.logits)
-            took = time.perf_counter() - start
-            if point is not None:
-                self.state.tokens.pop()
-                roll_back(self.state.cache, 1, point)
-            (self.again if falls else self.kept).append(took)
-            seconds += took
-        self.rates.append(len(tokens) / seconds)
-
-    def estimate(self, base: Way) -> str:
-        """Equation 1, from medians of what was measured."""
-        little = statistics.median(self.kept)
-        big = statistics.median(self.again) - little if self.again else 0.0
-        ratio = len(self.again) / (len(self.again) + len(self.kept))
-        plain = statistics.median(base.kept)
-        return (
-            f"  T_l/T {little / plain:.2f}  T_b/T {big / plain:.2f}  r {ratio:.2f}: "
-            f"x{estimated_speedup(plain, little, big, ratio):.2f} estimated"
-        )
-
-    def line(self, base: Way, tokens: int) -> str:
-        ratios = sorted(a / b for a, b in zip(self.rates, base.rates))
-        device = (self.engine.ledger.total() - self.engine.ledger.of("cache")) / 1e6
-        told = (
-            f"  {self.name:8} {1e3 / statistics.median(self.rates):6.2f} ms a token, "
-            f"{statistics.median(self.rates):6.2f} tok/s "
-            f"({min(self.rates):.2f}-{max(self.rates):.2f})  x{statistics.median(ratios):.2f} "
-            f"({ratios[0]:.2f}-{ratios[-1]:.2f})  {device:6.0f} MB on the device"
-        )
-        report = self.engine.run_report().get("slots")
-        if report is None:
-            return told
-        if self.ratio:
-            told += self.estimate(base)
-        hit, read = report["hit"] / report["wanted"], report["read"] / tokens / 1e6
-        wait = report["wait"] / tokens * 1e3
-        told += f"  hit {hit:.0%}  {read:.1f} MB and {wait:.0f} ms a token"
-        if report["ahead"]:
-            told += f"  right {report['right'] / report['ahead']:.0%} of {report['ahead']}"
-        if report["optimistic"]:
-            told += f"  {report['optimistic']} optimistic, {report['retried']} retried"
-        return told
+                mx.eval(self.state.logits)
+            seconds.append(time.perf_counter() - start)
+            for layer in slots.layers if "forgets" in self.more else ():
+                for expert in layer.table.held:
+                    layer.drop(expert)
+        reader, ledger = self.engine.holdings.store.reader, self.engine.ledger
+        busy = reader.busy_seconds - self.busy
+        return {
+            "seconds": seconds, "fell": fell, "busy": busy, "bytes": reader.bytes_read - self.read,
+            "device": ledger.of("experts"), **self.engine.run_report().get("slots", {}),
+        }  # fmt: skip
 
 
-def known_choices(path: Path, rounds: list[list[int]]) -> list[list[dict[int, list[int]]]]:
-    """What each token will choose, by round."""
-    way = Way(path, "demand", max(experts_of(path) - 1, 1), 0)
+def known_choices(model: Model, kind: str, number: int, tokens: list[int]) -> list[dict]:
+    """What each token will choose, but in the first layer. kind: big or little."""
+    way = Way(model, kind, experts_of(model.files) - 1)
+    way.begin(model, number, "0", 1.0)
     found = []
-    for tokens in rounds:
-        choices = []
-        for token in tokens:
-            way.engine.consume(way.state, token)
-            mx.eval(way.state.logits)
-            layers = way.engine.holdings.slots.layers
-            choices.append({n: list(layer.choice) for n, layer in enumerate(layers)})
-        found.append(choices)
+    for token in tokens:
+        way.engine.consume(way.state, token)
+        mx.eval(way.state.logits)
+        layers = way.engine.holdings.slots.layers
+        found.append({place: list(layer.choice) for place, layer in enumerate(layers) if place})
     way.engine.close()
     return found
 
 
-def experts_of(path: Path) -> int:
-    """Experts of a checkpoint."""
-    return json.loads(locate(str(path)).read("config.json"))["num_experts"]
+# ---------------------------------------------------------------------------------------- tables
 
 
-def rounds_of(path: Path, options: argparse.Namespace) -> list[list[int]]:
-    """Tokens, by round."""
-    count = options.tokens * options.rounds
-    if options.shape == "crumb":
-        files = locate("crumb")
-        ids = Tokenizer(files).encode_prompt(STORY.read_text(), templated=False)[:count]
-    else:
-        ids = np.random.default_rng(1).integers(5, 4000, count).tolist()
-    if options.repeat:
-        ids = ids[:1] * count
-    return [ids[i : i + options.tokens] for i in range(0, count, options.tokens)]
+def by_round(rounds: list[dict[str, Any]]) -> list[float]:
+    """Seconds of a token."""
+    return [statistics.mean(one["seconds"]) for one in rounds]
+
+
+def passes(rounds: list[dict[str, Any]], fell: bool) -> float | None:
+    """Mean seconds of the tokens that fell back, or did not; None without any."""
+    found = [s for one in rounds for s, f in zip(one["seconds"], one["fell"]) if f == fell]
+    return statistics.mean(found) if found else None
+
+
+def estimate(name: str, case: dict[str, list[dict[str, Any]]]) -> str:
+    """T_l / T, T_b / T and equation 1."""
+    ratio, _, more = name.removeprefix("mobile-").partition("+")
+    ends = [case.get("+".join(filter(None, (f"mobile-{end}", more))), case[name]) for end in "01"]
+    little, again = passes(ends[0], False), passes(ends[1], True)
+    if little is None or "big" not in case:
+        return " | | |"
+    plain = statistics.mean(by_round(case["big"]))
+    big = (again or little) - little
+    speedup = estimated_speedup(plain, little, big, float(ratio))
+    return f" {little / plain:.2f} | {big / plain:.2f} | {speedup:.2f} |"
+
+
+def table(case: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """A case's rows, in Markdown."""
+    head = ("way", "tokens a second", "times big", "T_l/T", "T_b/T", "eq. 1", "hit", "MB a token",
+            "waiting", "right ahead", "experts, MB")  # fmt: skip
+    yield "| " + " | ".join(head) + " |\n|---|" + "---:|" * (len(head) - 1)
+    base = by_round(case["big"]) if "big" in case else []
+    for name, rounds in case.items():
+        times = by_round(rounds)
+        ratios = sorted(b / a for a, b in zip(times, base)) or [math.nan]
+        rates = sorted(1 / seconds for seconds in times)
+        line = (
+            f"| {name} | {statistics.median(rates):.2f} ({rates[0]:.2f} to {rates[-1]:.2f}) | "
+            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
+        )
+        line += estimate(name, case) if name.startswith("mobile") else " | | |"
+        count = sum(len(one["seconds"]) for one in rounds)
+        total = {key: sum(one.get(key, 0) for one in rounds)
+                 for key in ("wanted", "hit", "read", "wait", "ahead", "right")}  # fmt: skip
+        if total["wanted"]:
+            right = f"{total['right'] / total['ahead']:.0%}" if total["ahead"] else ""
+            share = total["wait"] / sum(sum(one["seconds"]) for one in rounds)
+            line += (f" {total['hit'] / total['wanted']:.0%} | {total['read'] / count / 1e6:.1f} | "
+                     f"{share:.0%} | {right} |")  # fmt: skip
+        else:
+            line += " | 0 | | |"
+        yield f"{line} {rounds[-1]['device'] / 1e6:.0f} |"
+
+
+def told(label: str, case: dict[str, list[dict[str, Any]]]) -> str:
+    """The case, how many tokens, and how fast the files really were."""
+    rounds = next(iter(case.values()))
+    read = [one for ways in case.values() for one in ways if one["busy"] > 0]
+    reached = sum(one["bytes"] for one in read) / max(sum(one["busy"] for one in read), 1e-9) / 1e9
+    count = len(rounds[0]["seconds"])
+    return f"\n{label}: {len(rounds)} rounds of {count} tokens; {reached:.2f} GB/s reached\n"
+
+
+def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    parser.add_argument("--model", choices=("olmoe", "qwen1.5", "crumb"), default="olmoe")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--text", default="story", help="of tests/texts, for crumb")
+    parser.add_argument("--slots", default="16")
+    parser.add_argument("--rates", default="0.5")
+    parser.add_argument("--ways", default="big,little,mobile-0.11")
+    parser.add_argument("--tokens", type=int, default=20, help="of a round")
+    parser.add_argument("--round", type=int, help="this one; without, the first one not in FILE")
+    parser.add_argument("--json", type=Path, help="where rounds are kept, and added to")
+    parser.add_argument("--folder", type=Path, help="where checkpoints are kept")
+    parser.add_argument("--tables", action="store_true", help="print what is in FILE, and run none")
+    return parser.parse_args()
+
+
+def run_case(model: Model, options: argparse.Namespace, slots: int, rate: str, case: dict) -> None:
+    """Adds a round of each way to a case."""
+    names = options.ways.split(",")
+    number = max((len(case.get(name, ())) for name in names), default=0)
+    number = number if options.round is None else options.round
+    tokens = model.tokens(number, options.tokens)
+    kinds = {"big" if n.startswith("big") else "little" for n in names if "told" in n}
+    known = {kind: known_choices(model, kind, number, tokens) for kind in kinds}
+    counts: list[int] = []
+    if any("need" in name for name in names):
+        counts = divided(traced(model.files, model.tokens(-1, NEED)), slots)
+        print("slots by need:", counts)
+    memory = memory_rate()
+    if rate != DISK and model.path is not None:
+        warm(weights(model.path))
+    for name in names:
+        way = Way(model, name, slots, counts)
+        way.begin(model, number, rate, memory)
+        choices = known.get("big" if name.startswith("big") else "little", ())
+        measured = way.run(tokens, number * options.tokens, choices)
+        case.setdefault(name, []).append(measured)
+        print(f"{name}: {1 / statistics.mean(measured['seconds']):.2f} tokens/s", flush=True)
+        way.engine.close()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", choices=[*SHAPES, "crumb"], default="olmoe")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--slots", default="16,32")
-    parser.add_argument("--rates", default="25,3.5,0.5")
-    parser.add_argument("--ways", default="whole,demand,next-1,next-2,told")
-    parser.add_argument("--base", default="demand")
-    parser.add_argument("--repeat", action="store_true")
-    parser.add_argument("--tokens", type=int, default=8, help="a round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None)
-    options = parser.parse_args()
+    options = options_of(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
+    kept: dict[str, dict] = {}
+    if options.json is not None and options.json.exists():
+        kept = json.loads(options.json.read_text())
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        path = Path("crumb")
-        if options.shape != "crumb":
-            path = make(Path(folder) / options.shape, options.shape, options.layers, options.bits)
-        rounds = rounds_of(path, options)
-        asked = "told" in options.ways.split(",")
-        known = known_choices(path, rounds) if asked else [[{}] * options.tokens] * options.rounds
-        print(f"{options.shape}, {options.layers} layers, {options.bits} bits, "
-              f"{options.rounds} rounds of {options.tokens} tokens")  # fmt: skip
-        for slots in map(int, options.slots.split(",")):
-            for rate in map(float, options.rates.split(",")):
-                ways = [Way(path, name, slots, rate) for name in options.ways.split(",")]
-                base = next(way for way in ways if way.name == options.base)
-                order = np.random.default_rng(2)
-                for tokens, choices in zip(rounds, known):
-                    for way in order.permutation(ways):
-                        way.run(tokens, choices, options.repeat)
-                print(f"{slots} slots of {experts_of(path)}, {rate or 'any'} GB/s")
-                for way in ways:
-                    print(way.line(base, options.tokens * options.rounds), flush=True)
-                    way.engine.close()
+        if not options.tables:
+            model = Model(options, options.folder or Path(folder))
+            about = f"{machine()}; memory {memory_rate() / 1e9:.1f} GB/s"
+            if DISK in options.rates and model.path is not None:
+                about += f", disk {dd(weights(model.path), True) / 1e9:.2f} by dd iflag=direct"
+            print(about)
+            for slots in map(int, options.slots.split(",")):
+                for rate in options.rates.split(","):
+                    label = f"{model.name}, {slots} slots, {rate} GB/s".replace("disk GB/s", DISK)
+                    run_case(model, options, slots, rate, kept.setdefault(label, {}))
+                    if options.json is not None:
+                        options.json.write_text(json.dumps(kept, indent=1))
+    for label, case in kept.items():
+        print(told(label, case), *table(case), sep="\n")
 
 
 if __name__ == "__main__":

@@ -18,38 +18,14 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+from experts_models import SHAPES, structure
 from measure import in_turn, machine
 
 from toastkit.engine import device
 
 READ, RATIOS = 256, (0.11, 0.21, 1.0)
-COMMON = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
-# Sizes of the real models; with 16 experts, for a token goes to K of them however many there are.
-SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "OLMoE-1B-7B": ("olmoe", 16, {
-        "hidden_size": 2048, "intermediate_size": 1024, "num_attention_heads": 16,
-        "num_key_value_heads": 16, "num_experts": 16, "num_experts_per_tok": 8,
-        "vocab_size": 50304, "norm_topk_prob": False,
-    }),
-    "Qwen1.5-MoE-A2.7B": ("qwen2_moe", 24, {
-        "hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632, "num_attention_heads": 16,
-        "num_key_value_heads": 16, "num_experts": 16, "num_experts_per_tok": 4,
-        "vocab_size": 151936, "tie_word_embeddings": False,
-    }),
-    "DeepSeek-V2-Lite": ("deepseek_v2", 27, {
-        "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
-        "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 16,
-        "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1,
-        "moe_layer_freq": 1, "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128, "v_head_dim": 128, "vocab_size": 102400,
-        "topk_method": "greedy", "n_group": 1, "topk_group": 1, "rope_scaling": {
-            "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
-            "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
-        },
-    }),
-}  # fmt: skip
+# A token goes to K experts however many there are; and sixteen are made quickly.
+FEW = {"num_experts": 16, "n_routed_experts": 16}
 
 
 def crumb() -> tuple[Any, int]:
@@ -63,14 +39,10 @@ def crumb() -> tuple[Any, int]:
 
 def random_model(name: str) -> tuple[Any, int]:
     """A model of the dense layers and one with experts, and how many the real one has."""
-    from importlib import import_module
-
-    kind, layers, sizes = SHAPES[name]
-    count = 1 + sizes.get("first_k_dense_replace", 0)
-    architecture = import_module(f"mlx_lm.models.{kind}")
-    config = {"model_type": kind, "num_hidden_layers": count, **COMMON, **sizes}
-    model = architecture.Model(architecture.ModelArgs.from_dict(config))
-    nn.quantize(model, group_size=64, bits=4)
+    config = {**SHAPES[name], **{key: n for key, n in FEW.items() if key in SHAPES[name]}}
+    layers = config["num_hidden_layers"]
+    config["num_hidden_layers"] = 1 + config.get("first_k_dense_replace", 0)
+    model = structure(config, 4)
     mx.eval(model.parameters())
     return model, layers
 
