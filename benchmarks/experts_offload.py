@@ -6,8 +6,9 @@
 A random checkpoint in the shape of OLMoE-1B-7B or Qwen1.5-MoE-A2.7B, with fewer layers and 4 bits a
 weight, or crumb, which is trained. Rates, in GB/s: the files are in the system's cache, and read
 from there as slowly as that; PCIe 4.0 x16 has about 25, x8 12, an NVMe disk 3.5; 0 is as fast as
-memory is. disk: they are read past the cache. One process, the ways in turn, with the same tokens
-in a round; --json adds a round to FILE, so that a table can be made of several runs. A way is
+memory is. disk: they are read past the cache. One process, the ways in turn, token by token, so
+that they share a machine that changes its pace; --json adds a round to FILE, and a table is made of
+all that are there. A way is
 
     whole      all experts on the device
     big        all experts of a token, fetched when a router has chosen them: the baseline
@@ -172,6 +173,8 @@ class Way:
         if self.engine.experts is not None:
             self.engine.experts.prefetches = "alone" not in self.more
         self.state = ModelState(self.engine.new_cache())
+        self.seconds: list[float] = []
+        self.fell: list[bool] = []
 
     def begin(self, model: Model, number: int, rate: str, memory: float) -> None:
         """Reads a prompt and a few tokens more, as fast as it goes; what follows counts."""
@@ -189,28 +192,30 @@ class Way:
         self.read, self.busy = store.reader.bytes_read, store.reader.busy_seconds
         self.engine.begin_run()
 
-    def run(self, tokens: list[int], first: int, known: Sequence[Any]) -> dict[str, Any]:
-        """What a round measured. first: the number of its first token. known: by token, the choices
-        of all layers."""
-        seconds, fell = [], []
+    def step(self, token: int, n: int, known: dict[int, list[int]] | None) -> None:
+        """The n-th token of all rounds. known: what layers will choose of it, by place."""
         slots, ratio = self.engine.holdings.slots, float(self.ratio or 0)
-        for n, token in enumerate(tokens, first):
-            fell.append(math.floor((n + 1) * ratio + 0.5) > math.floor(n * ratio + 0.5))
-            start = time.perf_counter()
-            if "told" in self.more:
-                slots.foresight.tell(known[n - first], 1)
-            with confident(not fell[-1]):
-                self.engine.consume(self.state, token)
-                mx.eval(self.state.logits)
-            seconds.append(time.perf_counter() - start)
-            for layer in slots.layers if "forgets" in self.more else ():
-                for expert in layer.table.held:
-                    layer.drop(expert)
+        self.fell.append(math.floor((n + 1) * ratio + 0.5) > math.floor(n * ratio + 0.5))
+        start = time.perf_counter()
+        if known is not None:
+            slots.foresight.tell(known, 1)
+        with confident(not self.fell[-1]):
+            self.engine.consume(self.state, token)
+            mx.eval(self.state.logits)
+        while slots.is_reading:  # what was foreseen wrongly is not to come while another way runs
+            time.sleep(0.001)
+        self.seconds.append(time.perf_counter() - start)
+        for layer in slots.layers if "forgets" in self.more else ():
+            for expert in layer.table.held:
+                layer.drop(expert)
+
+    def measured(self) -> dict[str, Any]:
+        """Of the tokens since `begin`."""
         reader, ledger = self.engine.holdings.store.reader, self.engine.ledger
-        busy = reader.busy_seconds - self.busy
         return {
-            "seconds": seconds, "fell": fell, "busy": busy, "bytes": reader.bytes_read - self.read,
-            "device": ledger.of("experts"), **self.engine.run_report().get("slots", {}),
+            "seconds": self.seconds, "fell": self.fell, "device": ledger.of("experts"),
+            "bytes": reader.bytes_read - self.read, "busy": reader.busy_seconds - self.busy,
+            **self.engine.run_report().get("slots", {}),
         }  # fmt: skip
 
 
@@ -322,13 +327,16 @@ def run_case(model: Model, options: argparse.Namespace, slots: int, rate: str, c
     memory = memory_rate()
     if rate != DISK and model.path is not None:
         warm(weights(model.path))
-    for name in names:
-        way = Way(model, name, slots, counts)
+    ways = [Way(model, name, slots, counts) for name in names]
+    for way in ways:
         way.begin(model, number, rate, memory)
-        choices = known.get("big" if name.startswith("big") else "little", ())
-        measured = way.run(tokens, number * options.tokens, choices)
-        case.setdefault(name, []).append(measured)
-        print(f"{name}: {1 / statistics.mean(measured['seconds']):.2f} tokens/s", flush=True)
+    for n, token in enumerate(tokens):
+        for way in ways:
+            kind = way.kind if way.kind == "big" else "little"
+            choices = known[kind][n] if "told" in way.more else None
+            way.step(token, number * options.tokens + n, choices)
+    for way in ways:
+        case.setdefault(way.name, []).append(way.measured())
         way.engine.close()
 
 
