@@ -249,14 +249,15 @@ def passes(rounds: list[dict[str, Any]], fell: bool) -> float | None:
 
 def estimate(name: str, case: dict[str, list[dict[str, Any]]]) -> str:
     """T_l / T, T_b / T and equation 1."""
-    ratio, _, more = name.removeprefix("mobile-").partition("+")
+    more = name.partition("+")[2]
     ends = [case.get("+".join(filter(None, (f"mobile-{end}", more))), case[name]) for end in "01"]
     little, again = passes(ends[0], False), passes(ends[1], True)
     if little is None or "big" not in case:
         return " | | |"
     plain = statistics.mean(by_round(case["big"]))
     big = (again or little) - little
-    speedup = estimated_speedup(plain, little, big, float(ratio))
+    fell = [fell for one in case[name] for fell in one["fell"]]
+    speedup = estimated_speedup(plain, little, big, sum(fell) / len(fell))
     return f" {little / plain:.2f} | {big / plain:.2f} | {speedup:.2f} |"
 
 
@@ -268,11 +269,11 @@ def table(case: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
     base = by_round(case["big"]) if "big" in case else []
     for name, rounds in case.items():
         times = by_round(rounds)
-        ratios = sorted(b / a for a, b in zip(times, base)) or [math.nan]
-        rates = sorted(1 / seconds for seconds in times)
+        ratios = [b / a for a, b in zip(times, base)] or [math.nan]
+        speedup = statistics.mean(base) / statistics.mean(times) if base else math.nan
         line = (
-            f"| {name} | {statistics.median(rates):.2f} ({rates[0]:.2f} to {rates[-1]:.2f}) | "
-            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
+            f"| {name} | {1 / statistics.mean(times):.2f} | "
+            f"{speedup:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
         )
         line += estimate(name, case) if name.startswith("mobile") else " | | |"
         count = sum(len(one["seconds"]) for one in rounds)
