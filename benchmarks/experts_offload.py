@@ -127,9 +127,9 @@ class Divided(slot_policy.SlotPolicy):
     counts: Sequence[int] = ()
 
     def form(self, path: str, form: Any) -> Any:
-        layers = sorted({switch.layer for switch in self._switches})
-        count = self.counts[layers.index(self._of[path].layer)]
-        if count >= self._of[path].experts:
+        layers = sorted({switch.layer for switch in self.sizes.switches})
+        count = self.counts[layers.index(self.sizes.of[path].layer)]
+        if count >= self.sizes.of[path].experts:
             return form
         self._holdings.modules[path].slots = count
         return slotted(form, count)
