@@ -249,9 +249,10 @@ def passes(rounds: list[dict[str, Any]], fell: bool) -> float | None:
 
 def estimate(name: str, case: dict[str, list[dict[str, Any]]]) -> str:
     """T_l / T, T_b / T and equation 1."""
-    more = name.partition("+")[2]
-    ends = [case.get("+".join(filter(None, (f"mobile-{end}", more))), case[name]) for end in "01"]
-    little, again = passes(ends[0], False), passes(ends[1], True)
+    more = name[len(name.partition("+")[0]) :]
+    # Nobody falls back in mobile-0: it has no big pass to be told anything.
+    none, all_do = case.get("mobile-0" + more.replace("+alone", "")), case.get("mobile-1" + more)
+    little, again = passes(none or case[name], False), passes(all_do or case[name], True)
     if little is None or "big" not in case:
         return " | | |"
     plain = statistics.mean(by_round(case["big"]))
