@@ -1,13 +1,15 @@
 """Experts offloaded: tokens a second, hits and device bytes, by slots, rate, prefetch and MoBiLE.
 
     python benchmarks/experts_offload.py [--model olmoe|qwen1.5|crumb] [--layers N] [--slots N,N]
-        [--rates disk,25,0.5] [--ways WAY,WAY] [--tokens N] [--round N] [--json FILE] [--folder DIR]
+        [--rates disk,25,0.5] [--ways WAY,WAY] [--base WAY] [--tokens N] [--repeat] [--round N]
+        [--json FILE] [--folder DIR]
 
 A random checkpoint in the shape of OLMoE-1B-7B or Qwen1.5-MoE-A2.7B, with fewer layers and 4 bits a
 weight, or crumb, which is trained. Rates, in GB/s: the files are in the system's cache, and read
 from there as slowly as that; PCIe 4.0 x16 has about 25, x8 12, an NVMe disk 3.5; 0 is as fast as
 memory is. disk: they are read past the cache. One process, the ways in turn, token by token, so
-that they share a machine that changes its pace; --json adds a round to FILE, and a table is made of
+that they share a machine that changes its pace; --repeat: all with the same token after the same
+prompt, so that all that is wanted is in slots. --json adds a round to FILE, and a table is made of
 all that are there. A way is
 
     whole      all experts on the device
@@ -23,6 +25,7 @@ and then any of
     +told      the next layer's choice is known, as if its router had been trained to foresee it
     +alone     a big pass of MoBiLE is told nothing
     +forgets   no expert stays after its layer: two layers' experts are buffered, and nothing else
+    +careful   no step is optimistic; with +always each one is
     +need      the slots are divided among the layers by need, as AdapMoE's (which other tokens
                showed); its gating by sensitivity is left out
 
@@ -54,6 +57,7 @@ from residency_files import dd, drop, warm, weights
 from toastkit.engine import big_little
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
+from toastkit.engine.savepoints import roll_back, take_savepoint
 from toastkit.engine.state import ModelState
 from toastkit.experts import slot_policy
 from toastkit.experts.experts_options import ExpertsOptions
@@ -67,6 +71,7 @@ from toastkit.text.tokenizer import Tokenizer
 PROMPT, WARM, NEED = 16, 2, 30  # tokens: of a prompt, before the times count, that show the need
 COPIED = 256 << 20  # bytes, to see how fast memory is
 DISK = "disk"
+SUMS = ("wanted", "hit", "read", "wait", "ahead", "right", "optimistic", "retried")
 
 
 class Rate:
@@ -187,13 +192,18 @@ class Way:
         for token in model.tokens(number + 2000, WARM):
             self.engine.consume(self.state, token)
         mx.eval(self.state.logits)
+        optimistic = self.engine.holdings.slots.optimistic
+        if {"careful", "always"}.intersection(self.more):
+            optimistic._trusts, optimistic.note = "always" in self.more, lambda found: None
         if rate not in (DISK, "0"):
             store.throttle(Rate(float(rate) * 1e9, memory))
         self.read, self.busy = store.reader.bytes_read, store.reader.busy_seconds
         self.engine.begin_run()
 
-    def step(self, token: int, n: int, known: dict[int, list[int]] | None) -> None:
-        """The n-th token of all rounds. known: what layers will choose of it, by place."""
+    def step(self, token: int, n: int, known: dict[int, list[int]] | None, again: bool) -> None:
+        """The n-th token of all rounds. known: what layers will choose of it, by place. again: the
+        next one is to find the state as this one did."""
+        point = take_savepoint(self.state.cache, 0, one_step=True) if again else None
         slots, ratio = self.engine.holdings.slots, float(self.ratio or 0)
         self.fell.append(math.floor((n + 1) * ratio + 0.5) > math.floor(n * ratio + 0.5))
         start = time.perf_counter()
@@ -205,6 +215,9 @@ class Way:
         while slots.is_reading:  # what was foreseen wrongly is not to come while another way runs
             time.sleep(0.001)
         self.seconds.append(time.perf_counter() - start)
+        if point is not None:
+            self.state.tokens.pop()
+            roll_back(self.state.cache, 1, point)
         for layer in slots.layers if "forgets" in self.more else ():
             for expert in layer.table.held:
                 layer.drop(expert)
@@ -247,47 +260,51 @@ def passes(rounds: list[dict[str, Any]], fell: bool) -> float | None:
     return statistics.mean(found) if found else None
 
 
-def estimate(name: str, case: dict[str, list[dict[str, Any]]]) -> str:
+def estimate(name: str, case: dict[str, list[dict[str, Any]]], base: str) -> list[str]:
     """T_l / T, T_b / T and equation 1."""
     more = name[len(name.partition("+")[0]) :]
     # Nobody falls back in mobile-0: it has no big pass to be told anything.
     none, all_do = case.get("mobile-0" + more.replace("+alone", "")), case.get("mobile-1" + more)
     little, again = passes(none or case[name], False), passes(all_do or case[name], True)
-    if little is None or "big" not in case:
-        return " | | |"
-    plain = statistics.mean(by_round(case["big"]))
+    if little is None or base not in case or not name.startswith("mobile"):
+        return [""] * 3
+    plain = statistics.mean(by_round(case[base]))
     big = (again or little) - little
     fell = [fell for one in case[name] for fell in one["fell"]]
     speedup = estimated_speedup(plain, little, big, sum(fell) / len(fell))
-    return f" {little / plain:.2f} | {big / plain:.2f} | {speedup:.2f} |"
+    return [f"{value:.2f}" for value in (little / plain, big / plain, speedup)]
 
 
-def table(case: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+def counted(rounds: list[dict[str, Any]]) -> list[str]:
+    """What slots report."""
+    seconds = [second for one in rounds for second in one["seconds"]]
+    total = {key: sum(one.get(key, 0) for one in rounds) for key in SUMS}
+    if not total["wanted"]:
+        return ["", "0", "", "", ""]
+    return [
+        f"{total['hit'] / total['wanted']:.0%}", f"{total['read'] / len(seconds) / 1e6:.1f}",
+        f"{total['wait'] / sum(seconds):.0%}",
+        f"{total['right'] / total['ahead']:.0%}" if total["ahead"] else "",
+        f"{total['optimistic']}, {total['retried']}",
+    ]  # fmt: skip
+
+
+def table(case: dict[str, list[dict[str, Any]]], base: str) -> Iterator[str]:
     """A case's rows, in Markdown."""
-    head = ("way", "tokens a second", "times big", "T_l/T", "T_b/T", "eq. 1", "hit", "MB a token",
-            "waiting", "right ahead", "experts, MB")  # fmt: skip
+    head = ("way", "tokens a second", f"times {base}", "T_l/T", "T_b/T", "eq. 1", "hit",
+            "MB a token", "waiting", "right ahead", "optimistic, again", "experts, MB")  # fmt: skip
     yield "| " + " | ".join(head) + " |\n|---|" + "---:|" * (len(head) - 1)
-    base = by_round(case["big"]) if "big" in case else []
+    plain = by_round(case[base]) if base in case else []
     for name, rounds in case.items():
         times = by_round(rounds)
-        ratios = [b / a for a, b in zip(times, base)] or [math.nan]
-        speedup = statistics.mean(base) / statistics.mean(times) if base else math.nan
-        line = (
-            f"| {name} | {1 / statistics.mean(times):.2f} | "
-            f"{speedup:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
-        )
-        line += estimate(name, case) if name.startswith("mobile") else " | | |"
-        count = sum(len(one["seconds"]) for one in rounds)
-        total = {key: sum(one.get(key, 0) for one in rounds)
-                 for key in ("wanted", "hit", "read", "wait", "ahead", "right")}  # fmt: skip
-        if total["wanted"]:
-            right = f"{total['right'] / total['ahead']:.0%}" if total["ahead"] else ""
-            share = total["wait"] / sum(sum(one["seconds"]) for one in rounds)
-            line += (f" {total['hit'] / total['wanted']:.0%} | {total['read'] / count / 1e6:.1f} | "
-                     f"{share:.0%} | {right} |")  # fmt: skip
-        else:
-            line += " | 0 | | |"
-        yield f"{line} {rounds[-1]['device'] / 1e6:.0f} |"
+        ratios = [b / a for a, b in zip(times, plain)] or [math.nan]
+        speedup = statistics.mean(plain) / statistics.mean(times) if plain else math.nan
+        cells = [
+            name, f"{1 / statistics.mean(times):.2f}",
+            f"{speedup:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            *estimate(name, case, base), *counted(rounds), f"{rounds[-1]['device'] / 1e6:.0f}",
+        ]  # fmt: skip
+        yield "| " + " | ".join(cells) + " |"
 
 
 def told(label: str, case: dict[str, list[dict[str, Any]]]) -> str:
@@ -306,7 +323,9 @@ def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--slots", default="16")
     parser.add_argument("--rates", default="0.5")
     parser.add_argument("--ways", default="big,little,mobile-0.11")
+    parser.add_argument("--base", default="big", help="the way that others are compared with")
     parser.add_argument("--tokens", type=int, default=20, help="of a round")
+    parser.add_argument("--repeat", action="store_true", help="the same token again and again")
     parser.add_argument("--round", type=int, help="this one; without, the first one not in FILE")
     parser.add_argument("--json", type=Path, help="where rounds are kept, and added to")
     parser.add_argument("--folder", type=Path, help="where checkpoints are kept")
@@ -320,6 +339,8 @@ def run_case(model: Model, options: argparse.Namespace, slots: int, rate: str, c
     number = max((len(case.get(name, ())) for name in names), default=0)
     number = number if options.round is None else options.round
     tokens = model.tokens(number, options.tokens)
+    if options.repeat:
+        tokens = tokens[:1] * len(tokens)
     kinds = {"big" if n.startswith("big") else "little" for n in names if "told" in n}
     known = {kind: known_choices(model, kind, number, tokens) for kind in kinds}
     counts: list[int] = []
@@ -336,7 +357,7 @@ def run_case(model: Model, options: argparse.Namespace, slots: int, rate: str, c
         for way in ways:
             kind = way.kind if way.kind == "big" else "little"
             choices = known[kind][n] if "told" in way.more else None
-            way.step(token, number * options.tokens + n, choices)
+            way.step(token, number * options.tokens + n, choices, options.repeat)
     for way in ways:
         case.setdefault(way.name, []).append(way.measured())
         way.engine.close()
@@ -361,7 +382,7 @@ def main() -> None:
                     if options.json is not None:
                         options.json.write_text(json.dumps(kept, indent=1))
     for label, case in kept.items():
-        print(told(label, case), *table(case), sep="\n")
+        print(told(label, case), *table(case, options.base), sep="\n")
 
 
 if __name__ == "__main__":
