@@ -378,6 +378,7 @@ def main() -> None:
             for slots in map(int, options.slots.split(",")):
                 for rate in options.rates.split(","):
                     label = f"{model.name}, {slots} slots, {rate} GB/s".replace("disk GB/s", DISK)
+                    label += ", one token" * options.repeat
                     run_case(model, options, slots, rate, kept.setdefault(label, {}))
                     if options.json is not None:
                         options.json.write_text(json.dumps(kept, indent=1))
