@@ -2,7 +2,7 @@
 
     python benchmarks/experts_offload.py [--model olmoe|qwen1.5|crumb] [--layers N] [--slots N,N]
         [--rates disk,25,0.5] [--ways WAY,WAY] [--base WAY] [--tokens N] [--repeat] [--round N]
-        [--json FILE] [--folder DIR]
+        [--native off|require] [--json FILE] [--folder DIR]
 
 A random checkpoint in the shape of OLMoE-1B-7B or Qwen1.5-MoE-A2.7B, with fewer layers and 4 bits a
 weight, or crumb, which is trained. Rates, in GB/s: the files are in the system's cache, and read
@@ -163,7 +163,7 @@ def confident(sure: bool) -> Iterator[None]:
 class Way:
     """An engine and what it measured. name: as above."""
 
-    def __init__(self, model: Model, name: str, slots: int, counts: Sequence[int] = ()):
+    def __init__(self, model: Model, name: str, slots: int, native: str, counts: Sequence = ()):
         self.name, (kind, *self.more) = name, name.split("+")
         self.kind, _, self.ratio = kind.partition("-")
         ahead = [one[5:] for one in self.more if one.startswith("next-")] or ["off"]
@@ -173,7 +173,7 @@ class Way:
         policy = Divided if "need" in self.more else slot_policy.SlotPolicy
         with set_to(slot_policy, "SlotPolicy", policy):
             self.engine: Engine = open_engine(
-                model.files, dtype="float32", expert_slots=options, experts=experts
+                model.files, dtype="float32", expert_slots=options, experts=experts, native=native
             )
         if self.engine.experts is not None:
             self.engine.experts.prefetches = "alone" not in self.more
@@ -234,7 +234,7 @@ class Way:
 
 def known_choices(model: Model, kind: str, number: int, tokens: list[int]) -> list[dict]:
     """What each token will choose, but in the first layer. kind: big or little."""
-    way = Way(model, kind, experts_of(model.files) - 1)
+    way = Way(model, kind, experts_of(model.files) - 1, "off")
     way.begin(model, number, "0", 1.0)
     found = []
     for token in tokens:
@@ -322,6 +322,7 @@ def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--text", default="story", help="of tests/texts, for crumb")
     parser.add_argument("--slots", default="16")
     parser.add_argument("--rates", default="0.5")
+    parser.add_argument("--native", choices=("off", "require"), default="off")
     parser.add_argument("--ways", default="big,little,mobile-0.11")
     parser.add_argument("--base", default="big", help="the way that others are compared with")
     parser.add_argument("--tokens", type=int, default=20, help="of a round")
@@ -350,7 +351,7 @@ def run_case(model: Model, options: argparse.Namespace, slots: int, rate: str, c
     memory = memory_rate()
     if rate != DISK and model.path is not None:
         warm(weights(model.path))
-    ways = [Way(model, name, slots, counts) for name in names]
+    ways = [Way(model, name, slots, options.native, counts) for name in names]
     for way in ways:
         way.begin(model, number, rate, memory)
     for n, token in enumerate(tokens):
@@ -380,6 +381,7 @@ def main() -> None:
                 for rate in options.rates.split(","):
                     label = f"{model.name}, {slots} slots, {rate} GB/s".replace("disk GB/s", DISK)
                     label += ", one token" * options.repeat
+                    label += ", native" * (options.native != "off")
                     run_case(model, options, slots, rate, kept.setdefault(label, {}))
                     if options.json is not None:
                         options.json.write_text(json.dumps(kept, indent=1))
