@@ -194,7 +194,7 @@ class Way:
         mx.eval(self.state.logits)
         optimistic = self.engine.holdings.slots.optimistic
         if {"careful", "always"}.intersection(self.more):
-            optimistic._trusts, optimistic.note = "always" in self.more, lambda found: None
+            optimistic.trusts, optimistic.note = "always" in self.more, lambda found: None
         if rate not in (DISK, "0"):
             store.throttle(Rate(float(rate) * 1e9, memory))
         self.read, self.busy = store.reader.bytes_read, store.reader.busy_seconds

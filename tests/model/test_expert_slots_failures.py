@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.model.moe_engines import read
 from tests.model.published import write_published
 from tests.model.test_expert_slots import PROMPT, answer, opened
 from tests.model.test_streaming import alike
@@ -34,13 +35,6 @@ def next_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_published(tmp_path_factory.mktemp("failing") / "next", "qwen3_next")
 
 
-def begun(engine: Engine) -> ModelState:
-    state = ModelState(engine.new_cache())
-    for _ in engine.reading(state, PROMPT, lambda: 16):
-        pass
-    return state
-
-
 def contents(engine: Engine) -> bool:
     """Whether all slots hold the expert that their table says."""
     for layer in engine.holdings.slots.layers:
@@ -58,7 +52,7 @@ def contents(engine: Engine) -> bool:
 def test_a_step_that_fails_leaves_all_as_it_was(name: str, request, disk: Disk) -> None:
     path = request.getfixturevalue(name)
     engine, whole = opened(path, 2), opened(path)
-    state, other = begun(engine), begun(whole)
+    state, other = read(engine, PROMPT), read(whole, PROMPT)
     failed = 0
     for token in (9, 17, 33, 65, 129, 257):
         held = list(state.tokens)
@@ -102,7 +96,7 @@ def test_a_prompt_that_fails_is_read_again(olmoe: Path, disk: Disk) -> None:
 def test_a_file_that_became_shorter(tmp_path: Path) -> None:
     path = write_published(tmp_path / "olmoe", "olmoe")
     engine = opened(path, 2)
-    state = begun(engine)
+    state = read(engine, PROMPT)
     file = next(path.glob("*.safetensors"))
     size = file.stat().st_size
     before = engine.ledger.by_owner()
@@ -119,7 +113,7 @@ def test_a_file_that_was_written_to(tmp_path: Path) -> None:
     """Nothing that was read of it is used: not in this pass, and not in the next."""
     path = write_published(tmp_path / "olmoe", "olmoe")
     engine = opened(path, 2)
-    state = begun(engine)
+    state = read(engine, PROMPT)
     file = next(path.glob("*.safetensors"))
     data, about = file.read_bytes(), file.stat()
     file.write_bytes(data[:-65536] + bytes(65536))
@@ -138,7 +132,7 @@ def test_a_file_that_was_written_to(tmp_path: Path) -> None:
 def test_a_file_that_is_gone(tmp_path: Path) -> None:
     path = write_published(tmp_path / "olmoe", "olmoe")
     engine = opened(path, 2)
-    state = begun(engine)
+    state = read(engine, PROMPT)
     next(path.glob("*.safetensors")).unlink()
     with pytest.raises(NoInputError):
         for token in range(40, 60):
@@ -160,7 +154,7 @@ def test_reading_ahead_that_fails_is_tried_again(olmoe: Path, data: st.DataObjec
     with pytest.MonkeyPatch.context() as patch:
         disk = Disk(patch)
         engine, whole = opened(olmoe, 4), opened(olmoe)
-        state, other = begun(engine), begun(whole)
+        state, other = read(engine, PROMPT), read(whole, PROMPT)
         for token in data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=4)):
             disk.left = data.draw(st.one_of(st.none(), st.integers(0, 4)))
             for layer in engine.holdings.slots.layers:
@@ -179,7 +173,7 @@ def test_reading_ahead_that_fails_is_tried_again(olmoe: Path, data: st.DataObjec
 
 def test_a_closed_engine_says_so(olmoe: Path) -> None:
     engine = opened(olmoe, 2)
-    state = begun(engine)
+    state = read(engine, PROMPT)
     engine.close()
     engine.close()
     with pytest.raises(BaseException, match="closed"):

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.model.moe_engines import read
 from tests.model.published import write_published
 from tests.model.test_big_little import arrays, same
 from tests.model.test_expert_slots import CHOSEN, EXPERTS, NEXT, PROMPT, Lazily, opened
@@ -44,17 +45,10 @@ def whole(models) -> dict[str, Engine]:
     return Lazily(lambda name: opened(models[name]))
 
 
-def read(engine: Engine, ids: Sequence[int] = PROMPT) -> ModelState:
-    state = ModelState(engine.new_cache())
-    for _ in engine.reading(state, ids, lambda: 16):
-        pass
-    return state
-
-
 def hopeful(engine: Engine) -> OptimisticSteps:
     """All steps are optimistic, however often they miss."""
     optimistic = engine.holdings.slots.optimistic
-    optimistic._trusts, optimistic.note = True, lambda found: None
+    optimistic.trusts, optimistic.note = True, lambda found: None
     return optimistic
 
 
@@ -77,7 +71,7 @@ def spoil(engine: Engine, lost: Callable[[int, int], bool]) -> None:
 
 def steps(engine: Engine, tokens: Sequence[int], wish: Wish = NO_WISH) -> tuple[list, ModelState]:
     """Logits of steps after the prompt, and the state."""
-    state, found = read(engine), []
+    state, found = read(engine, PROMPT), []
     for token in tokens:
         engine.consume(state, token, wish)
         found.append(state.logits)
@@ -96,7 +90,7 @@ def test_nothing_of_a_miss_is_left(models, whole, name: str, data: st.DataObject
     of a model that is whole."""
     engine = opened(models[name], data.draw(st.integers(CHOSEN, EXPERTS - 1), label="slots"))
     hopeful(engine)
-    state, plain = read(engine), read(whole[name])
+    state, plain = read(engine, PROMPT), read(whole[name], PROMPT)
     for token in data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=5), label="tokens"):
         lost = data.draw(st.sets(st.tuples(st.integers(0, 3), st.integers(0, EXPERTS - 1))))
         spoil(engine, lambda place, expert, lost=lost: (place, expert) in lost)
@@ -110,7 +104,7 @@ def test_nothing_of_a_miss_is_left(models, whole, name: str, data: st.DataObject
 def test_a_step_that_misses_all(models, whole) -> None:
     """Of slots in which there are but NaN: these are its logits, and nobody's after it."""
     engine = opened(models["qwen2_moe"], EXPERTS - 1)
-    optimistic, state = hopeful(engine), read(engine)
+    optimistic, state = hopeful(engine), read(engine, PROMPT)
     looked: list[mx.array] = []
     look = optimistic.look
     optimistic.look = lambda logits: looked.append(logits) or look(logits)
@@ -119,7 +113,7 @@ def test_a_step_that_misses_all(models, whole) -> None:
     spoil(engine, lambda *_: True)
     engine.consume(state, 7)
     assert len(looked) == 1 and bool(mx.isnan(looked[0]).all().item())
-    plain = read(whole["qwen2_moe"])
+    plain = read(whole["qwen2_moe"], PROMPT)
     whole["qwen2_moe"].consume(plain, 7)
     assert alike([state.logits], [plain.logits])
     assert (counts.optimistic, counts.retried) == (before[0] + 1, before[1] + 1)
@@ -176,10 +170,10 @@ def test_two_states_in_turn(models, whole) -> None:
     """A careful step of one that nobody has evaluated, and an optimistic one of the other."""
     found = []
     for engine in (opened(models["qwen2_moe"], CHOSEN), whole["qwen2_moe"]):
-        states, logits = [read(engine), read(engine)], []
+        states, logits = [read(engine, PROMPT), read(engine, PROMPT)], []
         for n, (a, b) in enumerate(zip(NEXT, reversed(NEXT))):
             for state, token in zip(states, (a, b)):
-                engine.holdings.slots.optimistic._trusts = (n + (state is states[0])) % 2 == 0
+                engine.holdings.slots.optimistic.trusts = (n + (state is states[0])) % 2 == 0
                 engine.consume(state, token)
                 logits.append(state.logits)
         found.append(logits)
@@ -191,7 +185,7 @@ def test_two_states_in_turn(models, whole) -> None:
 
 def one_token(engine: Engine, count: int, token: int = 7) -> ModelState:
     """The same step, again and again, of which all is there from the second time on."""
-    state = read(engine)
+    state = read(engine, PROMPT)
     for _ in range(count):
         twin = ModelState(engine.new_cache())
         engine.consume(twin, token)
@@ -231,7 +225,7 @@ def test_a_choice_is_not_read_back(models, monkeypatch) -> None:
 def test_what_was_missed_is_read_ahead(models) -> None:
     engine = opened(models["olmoe"], EXPERTS - 1)
     hopeful(engine)
-    state = read(engine)
+    state = read(engine, PROMPT)
     counts = engine.holdings.slots.counts
     before = counts.as_map()
     engine.holdings.slots.counted()
@@ -254,16 +248,16 @@ def test_patience(found: list[bool]) -> None:
     vain = 0
     row = 0
     for one in found:
-        before = steps._trusts, steps.patience
-        vain += steps._trusts and not one
+        before = steps.trusts, steps.patience
+        vain += steps.trusts and not one
         steps.note(one)
         row = row + 1 if one else 0
         assert 1 <= steps.patience <= MOST_PATIENCE
         if steps.patience != before[1]:
             assert before[0] and not one
-        assert not steps._trusts or (before[0] and one) or row >= before[1] // 2
+        assert not steps.trusts or (before[0] and one) or row >= before[1] // 2
     if max(map(len, "".join("x" if one else " " for one in found).split()), default=0) < 8:
-        assert not vain and not steps._trusts
+        assert not vain and not steps.trusts
 
 
 @pytest.mark.parametrize("row", [1, FIRST_PATIENCE - 1])
@@ -271,7 +265,7 @@ def test_steps_that_miss_are_careful(row: int) -> None:
     steps = OptimisticSteps(None)  # type: ignore[arg-type]
     for _ in range(50):
         for found in [True] * row + [False]:
-            assert not steps._trusts
+            assert not steps.trusts
             steps.note(found)
 
 
@@ -290,7 +284,7 @@ def test_a_second_run_that_fails_leaves_the_state_as_it_was(
     models, whole, name: str, disk: Disk
 ) -> None:
     engine = opened(models[name], EXPERTS - 2)
-    optimistic, state, plain = hopeful(engine), read(engine), read(whole[name])
+    optimistic, state, plain = hopeful(engine), read(engine, PROMPT), read(whole[name], PROMPT)
     before, held = arrays(state.cache), list(state.tokens)
     spoil(engine, lambda *_: True)
     disk.left = 3
@@ -307,7 +301,7 @@ def test_a_second_run_that_fails_leaves_the_state_as_it_was(
 
 def test_what_cannot_be_evaluated_leaves_the_state_as_it_was(models, monkeypatch) -> None:
     engine = opened(models["qwen3_next"], EXPERTS - 1)
-    optimistic, state = hopeful(engine), read(engine)
+    optimistic, state = hopeful(engine), read(engine, PROMPT)
     before = arrays(state.cache)
 
     def fails(logits: mx.array) -> bool:
@@ -325,7 +319,7 @@ def test_files_that_change_are_noticed(tmp_path: Path) -> None:
     path = write_published(tmp_path / "olmoe", "olmoe")
     engine = opened(path, EXPERTS - 1)
     hopeful(engine)
-    state, layer = read(engine), engine.holdings.slots.layers[0]
+    state, layer = read(engine, PROMPT), engine.holdings.slots.layers[0]
     lost = layer.table.held[0]
     layer.drop(lost)
     file = next(path.glob("*.safetensors"))

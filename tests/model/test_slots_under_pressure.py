@@ -12,13 +12,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests.model.moe_engines import read
 from tests.model.published import write_published
 from tests.model.test_expert_slots import CHOSEN, EXPERTS, PROMPT, deepseek, opened
 from tests.model.test_streaming import MIB, Readings, alike
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.room import room_for_experts
-from toastkit.engine.state import ModelState
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.experts.experts_policy import ExpertsPolicy
 from toastkit.experts.slot_options import SlotOptions
@@ -62,7 +62,7 @@ class Watched:
             self.readings.count = self._reading_for(slots)
             self.engine = self._made(**rest)
         self.engine.load()
-        self.state = read(self.engine)
+        self.state = read(self.engine, PROMPT)
         self.course: list[int] = []
         self.logits = [self.state.logits]
 
@@ -99,7 +99,7 @@ class Watched:
         """Whether its logits are those of a model that is whole, and its slots hold what they are
         said to hold."""
         whole = opened(self.path, gear_options=self.gears, **rest)
-        state = read(whole)
+        state = read(whole, PROMPT)
         found = [state.logits]
         for n in range(len(self.course)):
             whole.consume(state, TOKENS[n % len(TOKENS)], wish)
@@ -113,13 +113,6 @@ class Watched:
                         row = array[int(layer.table.of[expert])]
                         assert mx.array_equal(row, stacks[key][expert]).item()
         return alike(self.logits, found)
-
-
-def read(engine: Engine) -> ModelState:
-    state = ModelState(engine.new_cache())
-    for _ in engine.reading(state, PROMPT, lambda: 16):
-        pass
-    return state
 
 
 def agrees(engine: Engine) -> None:
@@ -290,7 +283,7 @@ def test_rows_of_a_batch(olmoe: Path) -> None:
     found = []
     for short in (False, True):
         model = Watched(olmoe, 6)
-        batch, other = Batch(model.engine), read(model.engine)
+        batch, other = Batch(model.engine), read(model.engine, PROMPT)
         start = model.readings.count
         batch.join([model.state, other])
         for n in range(4):
@@ -357,9 +350,10 @@ def test_what_fails_leaves_slots_that_can_be_used(
     counts = [layer.table.slots for layer in model.engine.holdings.slots.layers]
     assert counts == ([4, 4] if start else [6])
     model.readings.count = left
-    state, whole = read(model.engine), opened(olmoe)  # as they are, without another decision
+    # As they are, without another decision.
+    state, whole = read(model.engine, PROMPT), opened(olmoe)
     monkeypatch.setattr(model.policy, "decide", lambda wish: False)
-    expected = read(whole)
+    expected = read(whole, PROMPT)
     assert mx.array_equal(state.logits, expected.logits).item()
     monkeypatch.undo()
     monkeypatch.setattr(pressure, "CHECK_TOKENS", 1)

@@ -77,9 +77,9 @@ def take_step(
         return logits
 
     def is_sure(logits: mx.array) -> bool:
-        sure = bool((confidence(logits) > gamma).item())  # not where it is no number
+        unsure = unsure_rows(logits[None], gamma)
         _timed(experts, "little", start, built)
-        return sure
+        return not unsure
 
     logits, fallback = run_or_again(
         lambda: state.next_logits(step, token),

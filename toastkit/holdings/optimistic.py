@@ -31,14 +31,14 @@ class OptimisticSteps:
 
     patience: steps in a row that have to find all they want before optimistic ones begin, which
     then go on until one misses an expert. That doubles it, or halves it where as many had gone
-    well. is_running: an optimistic step is being built.
+    well. trusts: they have begun. is_running: an optimistic step is being built.
     """
 
     def __init__(self, slots: ExpertSlots):
         self._slots = slots
         self._chosen: list[tuple[LayerSlots, mx.array]] = []
         self._row = 0  # steps that found all: in a row before the optimistic ones, or of these
-        self._trusts = False
+        self.trusts = False
         self.patience = FIRST_PATIENCE
         self.is_running = False
 
@@ -46,21 +46,19 @@ class OptimisticSteps:
         """Whether the step that comes is to be optimistic: the last ones found all they wanted, and
         nothing is on its way into slots. Raises as ExpertSlots.settle."""
         slots = self._slots
-        return (
-            self._trusts and bool(slots.layers) and not slots.foresight.is_told and slots.settle()
-        )
+        return self.trusts and bool(slots.layers) and not slots.foresight.is_told and slots.settle()
 
     def note(self, found: bool) -> None:
         """A step has run: whether all that it wanted was in slots."""
         self._row += found
-        if self._trusts and not found:
+        if self.trusts and not found:
             doubled = min(MOST_PATIENCE, 2 * self.patience)
             self.patience = doubled if self._row < self.patience else max(1, self.patience // 2)
-            self._trusts = False
-        if not self._trusts:
+            self.trusts = False
+        if not self.trusts:
             self._row *= found
             if self._row >= self.patience:
-                self._row, self._trusts = 0, True
+                self._row, self.trusts = 0, True
 
     @contextmanager
     def running(self) -> Iterator[None]:
