@@ -31,7 +31,7 @@ from toastkit.engine.engine import Engine  # noqa: E402
 from toastkit.engine.opening import open_engine  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
 from toastkit.native.building import build  # noqa: E402
-from toastkit.native.products import load  # noqa: E402
+from toastkit.native.library import load  # noqa: E402
 
 GIGABYTE = 1e9
 PLAIN_STEPS, STEPS = 6, 48  # tokens of a measurement, of MLX's products and of ours

@@ -29,7 +29,7 @@ from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.policy import Wish
 from toastkit.model.locate import locate
 from toastkit.native import building, modules, probe, starting
-from toastkit.native.products import BITS, GROUP_SIZES, Library, load
+from toastkit.native.library import BITS, GROUP_SIZES, Library, load
 from toastkit.residency.residency_options import ResidencyOptions
 
 pytestmark = needed
@@ -154,7 +154,7 @@ def test_the_probe(library: Library, tmp_path: Path) -> None:
     # Arrays that are sought in the wrong place: the child may die of it.
     code = (
         "import sys, mlx.core as mx\nfrom toastkit.native import probe\n"
-        "from toastkit.native.products import Library\nlibrary = Library(sys.argv[1])\n"
+        "from toastkit.native.library import Library\nlibrary = Library(sys.argv[1])\n"
         "import ctypes\nctypes.PyDLL(sys.argv[1]).toast_set_head(ctypes.c_int64(24))\n"
         "sys.exit(0 if probe.trustworthy(library) else 1)"
     )

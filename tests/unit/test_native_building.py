@@ -214,7 +214,7 @@ def test_nobody_waits(cache: Path, cxx, tmp_path: Path) -> None:
 
 
 def test_threads_are_those_that_may_run(tmp_path: Path) -> None:
-    products = pytest.importorskip("toastkit.native.products")
+    products = pytest.importorskip("toastkit.native.library")
     every = len(os.sched_getaffinity(0))
     assert products.processors() >= 1 and products.processors(str(tmp_path)) == every
     group = tmp_path / "sys/fs/cgroup/a/b"

@@ -58,7 +58,7 @@ def facts() -> dict[str, Any]:
     on = start()
     from importlib.metadata import version
 
-    from toastkit.native.products import processors
+    from toastkit.native.library import processors
 
     found = starting.status() if on == "cpu" else native_products("auto", on)
     named = {"device": on, "mlx": version("mlx"), "native products": str(found)}

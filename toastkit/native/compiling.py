@@ -20,6 +20,7 @@ SOURCES = {
     "pool.cpp": (), "kernels.cpp": (), "portable.cpp": (), "avx2.cpp": AVX2,
     "avx512vnni.cpp": (*AVX2, *AVX512, "-mprefer-vector-width=512"),
 }  # fmt: skip
+GLUE = FOLDER / "glue"  # the MLX primitives over them
 # GCC's own headers leave undefined what is undefined, and are warned of. contract: a * b + c is
 # one instruction wherever there is one, so that all tiles of a product round alike.
 FLAGS = (
@@ -49,17 +50,21 @@ def compile_library(
     compiled and linked with; None leaves these out. Raises ToastError with what the compiler said
     first."""
     import tempfile
+    from concurrent.futures import ThreadPoolExecutor
 
+    flags_of = {KERNELS / name: flags for name, flags in SOURCES.items()}
+    if glue is not None:
+        flags_of.update(dict.fromkeys(sorted(GLUE.glob("*.cpp")), tuple(glue)))
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
-        objects = []
-        for name, flags in SOURCES.items():
-            objects.append(os.path.join(temporary, f"{name}.o"))
-            source = str(KERNELS / name)
-            _run([cxx, *FLAGS, *flags, *extra, "-c", source, "-o", objects[-1]], temporary)
-        if glue is not None:
-            objects.append(os.path.join(temporary, "glue.o"))
-            source = str(FOLDER / "glue.cpp")
-            _run([cxx, *FLAGS, *extra, *glue, "-c", source, "-o", objects[-1]], temporary)
+
+        def made_of(source: Path) -> str:
+            made = os.path.join(temporary, f"{source.parent.name}-{source.stem}.o")
+            flags = (*FLAGS, *flags_of[source], *extra)
+            _run([cxx, *flags, "-c", str(source), "-o", made], temporary)
+            return made
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as compilers:
+            objects = list(compilers.map(made_of, flags_of))
         made = os.path.join(temporary, "made.so")
         link = [*extra, *(glue or ()), "-Wl,-z,defs"] if not extra else [*extra, *(glue or ())]
         _run([cxx, "-shared", "-pthread", *objects, *link, "-o", made], temporary)

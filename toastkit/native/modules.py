@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.native.products import BITS, FLOATS, GROUP_SIZES, Library
+from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, Library
 
 _library: Library | None = None
 

@@ -10,7 +10,7 @@ import sys
 
 import mlx.core as mx
 
-from toastkit.native.products import BITS, Library
+from toastkit.native.library import BITS, Library
 
 
 def trustworthy(library: Library) -> bool:

@@ -44,7 +44,7 @@ def start(setting: str) -> Status:
 
 def _loaded(path: str) -> Status:
     from toastkit.native import modules
-    from toastkit.native.products import load
+    from toastkit.native.library import load
 
     try:
         library = load(path)

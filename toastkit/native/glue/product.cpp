@@ -1,87 +1,10 @@
-// Products of kernels/ as MLX primitives: lazy, on MLX's own stream, in its own arrays.
-//
-// mlx.core hands out no way to its C++ arrays but its own Python objects. So the objects themselves
-// come here, by ctypes, and their arrays are found where nanobind keeps them: 32 bits after the
-// object's head say how far from its beginning, and the third of the bits after that whether they
-// are there or only a pointer to them. A library that finds them elsewhere is never trusted: see
-// probe.py.
-#include <stdint.h>
-#include <string.h>
-
+// Products of kernels/ as an MLX primitive: lazy, on MLX's own stream, in its own arrays.
 #include <algorithm>
-#include <memory>
-#include <stdexcept>
-#include <string>
-#include <vector>
 
-#include "kernels/kernels.h"
-#include "mlx/allocator.h"
-#include "mlx/array.h"
-#include "mlx/backend/cpu/encoder.h"
-#include "mlx/primitives.h"
-#include "mlx/stream.h"
+#include "arrays.h"
 
-namespace mx = mlx::core;
-
+namespace toast {
 namespace {
-
-constexpr uint8_t INSIDE = 4;
-constexpr int MOST_AXES = 8;
-int64_t head = 16;  // bytes of a Python object's head
-thread_local std::string said;
-
-mx::array &array_of(void *object) {
-  auto start = static_cast<char *>(object);
-  int32_t offset;
-  memcpy(&offset, start + head, sizeof offset);
-  void *there = start + offset;
-  if (start[head + 4] & INSIDE) return *static_cast<mx::array *>(there);
-  memcpy(&there, there, sizeof there);
-  return *static_cast<mx::array *>(there);
-}
-
-int type_of(const mx::array &a) {
-  if (a.dtype() == mx::float32) return TOAST_F32;
-  if (a.dtype() == mx::float16) return TOAST_F16;
-  if (a.dtype() == mx::bfloat16) return TOAST_BF16;
-  throw std::invalid_argument("a number of a type that the kernels have not");
-}
-
-// The numbers of an array in their order: where they lie so, or else a copy.
-class InOrder {
- public:
-  explicit InOrder(const mx::array &a) {
-    if (a.flags().row_contiguous || !a.size()) {
-      data_ = a.data<char>();
-      return;
-    }
-    const int64_t item = a.itemsize(), columns = a.shape(-1), step = a.strides(-1);
-    copy_.reset(new char[a.nbytes()]);
-    data_ = copy_.get();
-    char *to = copy_.get();
-    std::vector<int64_t> at(a.ndim());
-    for (size_t row = 0; row < a.size() / columns; row++) {
-      int64_t from = 0;
-      for (size_t axis = 0; axis + 1 < a.ndim(); axis++) from += at[axis] * a.strides(axis);
-      const char *start = a.data<char>() + from * item;
-      if (step == 1) {
-        memcpy(to, start, columns * item);
-        to += columns * item;
-      } else {
-        for (int64_t k = 0; k < columns; k++, to += item) memcpy(to, start + k * step * item, item);
-      }
-      for (int axis = int(a.ndim()) - 2; axis >= 0; axis--) {
-        if (++at[axis] < a.shape(axis)) break;
-        at[axis] = 0;
-      }
-    }
-  }
-  const char *data() const { return data_; }
-
- private:
-  const char *data_;
-  std::unique_ptr<char[]> copy_;
-};
 
 // The place in an array's leading axes, as in one string, of each place in axes that they are
 // broadcast to. skip: axes of it that are not led by.
@@ -117,15 +40,11 @@ class Product : public mx::UnaryPrimitive {
         batch_(std::move(batch)) {}
 
   void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {
-    out.set_data(mx::allocator::malloc(out.nbytes()));
-    std::vector<mx::array> arrays;  // whose memory MLX keeps until this has run
-    for (auto &one : inputs) arrays.push_back(mx::array::unsafe_weak_copy(one));
-    arrays.push_back(mx::array::unsafe_weak_copy(out));
-    mx::cpu::get_command_encoder(stream()).dispatch(
-        [arrays = std::move(arrays), bits = bits_, group_size = group_size_, chosen = chosen_,
-         exact = exact_, batch = batch_] {
-          compute(arrays, bits, group_size, chosen, exact, batch);
-        });
+    dispatch(stream(), inputs, out,
+             [bits = bits_, group_size = group_size_, chosen = chosen_, exact = exact_,
+              batch = batch_](const std::vector<mx::array> &arrays) {
+               compute(arrays, bits, group_size, chosen, exact, batch);
+             });
   }
 
   void eval_gpu(const std::vector<mx::array> &, mx::array &) override {
@@ -139,7 +58,6 @@ class Product : public mx::UnaryPrimitive {
                       bool exact, const std::vector<int> &batch) {
     const mx::array &x = arrays[0], &weight = arrays[1];
     mx::array out = arrays.back();
-    if (!out.size()) return;
     InOrder rows(x), weights(weight);
     std::unique_ptr<InOrder> scales, biases;
     if (bits) {
@@ -182,10 +100,6 @@ class Product : public mx::UnaryPrimitive {
   bool chosen_, exact_;
   std::vector<int> batch_;
 };
-
-void check(bool holds, const char *what) {
-  if (!holds) throw std::invalid_argument(what);
-}
 
 std::vector<int> broadcast(const mx::array &x, const mx::array &choice) {
   const size_t axes = x.ndim() - 2, all = std::max(axes, choice.ndim());
@@ -240,42 +154,23 @@ mx::array product(const mx::array &x, const mx::array &weight, const mx::array *
 }
 
 }  // namespace
+}  // namespace toast
 
 extern "C" {
-
-TOAST_API void toast_set_head(int64_t bytes) { head = bytes; }
-
-// What is found of an array: axes, and then sizes, the bytes of a number, their count. 0 where
-// there is nothing that could be one.
-TOAST_API int toast_describe(void *object, int64_t *about) {
-  auto start = static_cast<char *>(object);
-  int32_t offset;
-  memcpy(&offset, start + head, sizeof offset);
-  if (offset < head + 8 || offset > head + 64) return 0;
-  const mx::array &a = array_of(object);
-  if (a.ndim() > MOST_AXES) return 0;
-  *about++ = a.ndim();
-  for (int size : a.shape()) *about++ = size;
-  *about++ = a.itemsize();
-  *about++ = a.size();
-  return 1;
-}
 
 // Makes `out`, an array that nobody else has, the product. Lazy. choice: whether the last is one.
 // Returns what is wrong; NULL where nothing is.
 TOAST_API const char *toast_product(void *out, void *x, void *weight, void *scales, void *biases,
                                     void *choice, int chosen, int bits, int group_size,
                                     int exact) {
-  try {
-    array_of(out) = product(array_of(x), array_of(weight), bits ? &array_of(scales) : nullptr,
-                            bits ? &array_of(biases) : nullptr,
-                            chosen ? &array_of(choice) : nullptr, bits, group_size, exact != 0);
-    return nullptr;
-  } catch (const std::exception &error) {
-    said = error.what();
-  } catch (...) {
-    said = "it failed";
-  }
-  return said.c_str();
+  using toast::array_of;
+  return toast::wrong([&] {
+    array_of(out) = toast::product(array_of(x), array_of(weight),
+                                   bits ? &array_of(scales) : nullptr,
+                                   bits ? &array_of(biases) : nullptr,
+                                   chosen ? &array_of(choice) : nullptr, bits, group_size,
+                                   exact != 0);
+  });
 }
-}
+
+}  // extern "C"

@@ -1,4 +1,4 @@
-"""Products that MLX computes with the kernels of this folder: arrays in, a lazy array out.
+"""The library that was built, in this process: arrays of MLX in, a lazy array of MLX out.
 
 library = Library(path)            a library that was built here (building.py)
 y = library.multiply(x, weight)

@@ -1,0 +1,99 @@
+// Where the arrays of Python's objects are found, and what lies in them.
+//
+// mlx.core hands out no way to its C++ arrays but its own Python objects. So the objects themselves
+// come here, by ctypes, and their arrays are found where nanobind keeps them: 32 bits after the
+// object's head say how far from its beginning, and the third of the bits after that whether they
+// are there or only a pointer to them. A library that finds them elsewhere is never trusted: see
+// probe.py.
+#include "arrays.h"
+
+#include <string.h>
+
+#include <string>
+
+namespace toast {
+namespace {
+
+constexpr uint8_t INSIDE = 4;
+constexpr int MOST_AXES = 8;
+int64_t head = 16;  // bytes of a Python object's head
+thread_local std::string said;
+
+}  // namespace
+
+mx::array &array_of(void *object) {
+  auto start = static_cast<char *>(object);
+  int32_t offset;
+  memcpy(&offset, start + head, sizeof offset);
+  void *there = start + offset;
+  if (start[head + 4] & INSIDE) return *static_cast<mx::array *>(there);
+  memcpy(&there, there, sizeof there);
+  return *static_cast<mx::array *>(there);
+}
+
+int type_of(const mx::array &a) {
+  if (a.dtype() == mx::float32) return TOAST_F32;
+  if (a.dtype() == mx::float16) return TOAST_F16;
+  if (a.dtype() == mx::bfloat16) return TOAST_BF16;
+  throw std::invalid_argument("a number of a type that the kernels have not");
+}
+
+void check(bool holds, const char *what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+const char *wrong_with(const char *what) {
+  said = what;
+  return said.c_str();
+}
+
+InOrder::InOrder(const mx::array &a) {
+  if (a.flags().row_contiguous || !a.size()) {
+    data_ = a.data<char>();
+    return;
+  }
+  const int64_t item = a.itemsize(), columns = a.shape(-1), step = a.strides(-1);
+  copy_.reset(new char[a.nbytes()]);
+  data_ = copy_.get();
+  char *to = copy_.get();
+  std::vector<int64_t> at(a.ndim());
+  for (size_t row = 0; row < a.size() / columns; row++) {
+    int64_t from = 0;
+    for (size_t axis = 0; axis + 1 < a.ndim(); axis++) from += at[axis] * a.strides(axis);
+    const char *start = a.data<char>() + from * item;
+    if (step == 1) {
+      memcpy(to, start, columns * item);
+      to += columns * item;
+    } else {
+      for (int64_t k = 0; k < columns; k++, to += item) memcpy(to, start + k * step * item, item);
+    }
+    for (int axis = int(a.ndim()) - 2; axis >= 0; axis--) {
+      if (++at[axis] < a.shape(axis)) break;
+      at[axis] = 0;
+    }
+  }
+}
+
+}  // namespace toast
+
+extern "C" {
+
+TOAST_API void toast_set_head(int64_t bytes) { toast::head = bytes; }
+
+// What is found of an array: axes, and then sizes, the bytes of a number, their count. 0 where
+// there is nothing that could be one.
+TOAST_API int toast_describe(void *object, int64_t *about) {
+  auto start = static_cast<char *>(object);
+  int32_t offset;
+  memcpy(&offset, start + toast::head, sizeof offset);
+  if (offset < toast::head + 8 || offset > toast::head + 64) return 0;
+  const mx::array &a = toast::array_of(object);
+  if (a.ndim() > toast::MOST_AXES) return 0;
+  *about++ = a.ndim();
+  for (int size : a.shape()) *about++ = size;
+  *about++ = a.itemsize();
+  *about++ = a.size();
+  return 1;
+}
+
+}  // extern "C"
