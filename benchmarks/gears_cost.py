@@ -93,11 +93,11 @@ def cost(subjects: Sequence[Subject]) -> None:
 def _plan(subject: Subject, scope: str) -> dict[str, GearPlan]:
     """The prediction, by gear, for the type that this machine computes in."""
     from toastkit.engine import device
-    from toastkit.store.dtypes import activation_dtype
+    from toastkit.store.dtypes import loading
 
-    dtype = activation_dtype(device.start() == "cpu")
+    types = loading(None, device.start() == "cpu", native=False)
     store = Store(subject.files, load_config(subject.files))
-    found = plan(store, scope, dtype=dtype)
+    found = plan(store, scope, types=types)
     store.close()
     return {row.gear: row for row in found.gears}
 

@@ -1,7 +1,8 @@
 """What it is worth to stream layers: the tables of paper 001 in form, beside its figures.
 
     python benchmarks/residency.py [--only SECTION,...] [--models DIR] [--names 0.8B-4,4B-4]
-        [--rounds 3] [--tokens 4] [--hero DIR] [--budget 2G] [--dtype float32] [--quick]
+        [--rounds 3] [--tokens 4] [--hero DIR] [--budget 2G] [--dtype float32]
+        [--native off] [--quick]
 
 baseline    all layers resident: speed and memory (table 2).
 memory      at 0% resident against resident: MLX's, the process's, the ledger's (table 3).
@@ -61,7 +62,9 @@ def prediction(settings: Settings) -> None:
             [name, f"{row.percent:g}%", f"{row.predicted:.3f}", f"{row.measured:.3f}",
              f"{row.error:+.0%}", f"{row.predicted_prompt:.2f}", f"{row.measured_prompt:.2f}",
              f"{row.prompt_error:+.0%}"]
-            for row in prediction_errors(path, settings.percents, settings.rounds)
+            for row in prediction_errors(
+                path, settings.percents, settings.rounds, settings.native
+            )
         ]  # fmt: skip
     print()
     head = ("model", "resident", "a token: predicted", "measured", "error", "a prompt: predicted",
@@ -98,6 +101,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hero", type=Path, metavar="DIR", help="a checkpoint of any size")
     parser.add_argument("--budget", default="2G", metavar="SIZE", help="for the hero (2G)")
     parser.add_argument("--dtype", help="of activations (the device's own)")
+    parser.add_argument("--native", default="auto", help="auto, off or require, as of toast-decode")
     parser.add_argument("--quick", action="store_true", help="a small model, few tokens")
     options = parser.parse_args()
     options.only = options.only.split(",")
@@ -124,7 +128,7 @@ def run(options: argparse.Namespace, models: Path) -> None:
     settings = Settings(
         models.resolve(), names, options.rounds, options.tokens, options.prompt, options.chunks,
         options.checked, options.context, options.bystander, options.budget, options.dtype,
-        hero_path and hero_path.resolve(), options.percents, options.shares,
+        options.native, hero_path and hero_path.resolve(), options.percents, options.shares,
         options.pairs,
     )  # fmt: skip
     for name, measure in SECTIONS.items():

@@ -35,6 +35,7 @@ class Spec:
     context: int | None = None
     gear: str = ""
     dtype: str | None = None
+    native: str = "auto"
     files: str = "own"
     limit: int | None = None
     group: str | None = None
@@ -183,8 +184,9 @@ class Model:
         gears = GearOptions(spec.gear, "all", cache_bytes=0) if spec.gear else None
         residency = ResidencyOptions(kind, amount, spec.placement, spec.priority, spec.context)
         return open_engine(
-            locate(spec.path), dtype=spec.dtype, gear_options=gears, residency=residency
-        )
+            locate(spec.path), dtype=spec.dtype, native=spec.native, gear_options=gears,
+            residency=residency,
+        )  # fmt: skip
 
     def about(self) -> dict[str, Any]:
         """What was opened."""

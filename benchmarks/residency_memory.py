@@ -208,12 +208,14 @@ def hero(settings: Settings) -> None:
     drop(files)
     amount, said = settings.budget, ""
     try:
-        case = Case(Spec(str(settings.hero), amount, dtype=settings.dtype))
+        case = Case(Spec(str(settings.hero), amount, dtype=settings.dtype, native=settings.native))
     except Refused as error:
         said = f"{amount} is refused: {str(error).replace(str(settings.hero), 'MODEL')}."
-        with Case(Spec(str(settings.hero), "0", dtype=settings.dtype)) as small:
+        with Case(
+            Spec(str(settings.hero), "0", dtype=settings.dtype, native=settings.native)
+        ) as small:
             amount = f"{-(-small.opened['minimum'] // MIB)}M"
-        case = Case(Spec(str(settings.hero), amount, dtype=settings.dtype))
+        case = Case(Spec(str(settings.hero), amount, dtype=settings.dtype, native=settings.native))
     section(
         "A model larger than its memory",
         f"{settings.rounds} rounds of {settings.tokens} tokens; GB at most, from opening to the "

@@ -54,17 +54,18 @@ class Row(NamedTuple):
 
 
 def prediction_errors(
-    path: str, percents: Sequence[float] = PERCENTS, rounds: int = 3
+    path: str, percents: Sequence[float] = PERCENTS, rounds: int = 3, native: str = "auto"
 ) -> list[Row]:
-    """Prints and returns predicted and measured seconds for each share of layers that stays."""
+    """Prints and returns predicted and measured seconds for each share of layers that stays.
+    native: as of toast-decode(1)."""
     files = find(path)
     found: dict[float, list[Row]] = {percent: [] for percent in percents}
     for _ in range(rounds):
         start = time.perf_counter()
-        calibration = measure(lambda count: _opened(files, "layers", count))
+        calibration = measure(lambda count: _opened(files, "layers", count, native))
         print(f"calibration: {time.perf_counter() - start:.1f} s", flush=True)
         for percent in percents:
-            engine = _opened(files, "percent", percent)
+            engine = _opened(files, "percent", percent, native)
             token, prompt = _seconds(engine)
             policy = engine.residency
             assert policy is not None
@@ -98,8 +99,8 @@ def _show(row: Row) -> None:
     )
 
 
-def _opened(files: ModelFiles, kind: str, amount: float) -> Engine:
-    return open_engine(files, residency=ResidencyOptions(kind, amount))
+def _opened(files: ModelFiles, kind: str, amount: float, native: str) -> Engine:
+    return open_engine(files, native=native, residency=ResidencyOptions(kind, amount))
 
 
 def _seconds(engine: Engine) -> tuple[float, float]:

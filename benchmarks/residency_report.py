@@ -54,6 +54,7 @@ class Settings:
     bystander: int
     budget: str
     dtype: str | None
+    native: str
     hero: Path | None
     percents: Sequence[int]
     shares: Sequence[float]
@@ -67,7 +68,7 @@ class Settings:
     def spec(self, name: str, resident: str = "all", **rest: Any) -> Spec:
         """A case of a model, which is made if it is not there."""
         path = residency_files.model(self.models, name)
-        return Spec(str(path), resident, dtype=self.dtype, **rest)
+        return Spec(str(path), resident, dtype=self.dtype, native=self.native, **rest)
 
 
 def section(name: str, text: str) -> None:

@@ -269,7 +269,8 @@ def gears(settings: Settings) -> None:
         "the layers in 4 bits, baked into the file; made: quantised from originals as they pass.",
     )
     path, originals = str(baked(settings.models, name)), str(model(settings.models, name))
-    common: dict[str, Any] = {"resident": "0", "files": "disk", "dtype": settings.dtype}
+    common: dict[str, Any] = {"resident": "0", "files": "disk", "dtype": settings.dtype,
+                              "native": settings.native}  # fmt: skip
     specs = {
         "no gears": Spec(originals, **common),
         "no gears, one .toast": Spec(path, **common),

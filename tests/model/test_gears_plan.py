@@ -27,6 +27,7 @@ from toastkit.model.files import ModelFiles  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
 from toastkit.model.toast_format import GEAR_PREFIX  # noqa: E402
 from toastkit.store.bake import bake  # noqa: E402
+from toastkit.store.dtypes import Loading  # noqa: E402
 from toastkit.store.precision import quantise_rows  # noqa: E402
 from toastkit.store.store import Store  # noqa: E402
 
@@ -73,7 +74,7 @@ def test_device_bytes_are_those_of_the_quantised_model(made, name: str, dtype: s
         managed = discover(model, scope)
         originals = sum(before[f"{one.path}.weight"] for one in managed)
         for bits in ((4, 8), (2, 6)):
-            found = planned(files, scope, bits, dtype)
+            found = planned(files, scope, bits, Loading(dtype))
             assert [gear.gear for gear in found.gears] == ["high", "mid", "low"]
             assert found.gears[0].device == sum(before.values())
             assert found.gears[0].managed == originals
@@ -133,7 +134,7 @@ def test_a_token_reads_one_row_of_an_embedding_that_is_no_head(made) -> None:
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_figures_hang_together(made, name: str, scope: str) -> None:
-    found = planned(made(name), scope, (4, 8), "float32")
+    found = planned(made(name), scope, (4, 8), Loading("float32"))
     high, mid, low = found.gears
     assert (high.ratio, high.speedup, high.bits) == (1, 1, 32)
     assert high.device > mid.device > low.device
@@ -152,7 +153,7 @@ def test_figures_hang_together(made, name: str, scope: str) -> None:
 
 def test_a_shift_reads_and_writes(made) -> None:
     for dtype, item in ((None, 2), ("float32", 4)):
-        found = planned(made("qwen3_moe"), "all", (4, 8), dtype)
+        found = planned(made("qwen3_moe"), "all", (4, 8), Loading(dtype))
         high, mid, low = found.gears
         assert (mid.shift, low.shift) == (high.managed + mid.managed, high.managed + low.managed)
         assert high.managed == item * found.parameters
@@ -225,5 +226,5 @@ def test_nothing_is_read() -> None:
     store = Store(files, load_config(files))
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    plan(store, "all", dtype="float32", explain=complain)
+    plan(store, "all", types=Loading("float32"), explain=complain)
     assert mx.get_peak_memory() - before < 1 << 16

@@ -22,6 +22,7 @@ from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.weights import Weights
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
+from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import CACHE, GEARS, Ledger
 from toastkit.store.store import Store
 
@@ -32,7 +33,7 @@ LOW = packed(4)
 def opened(path: Path | str = "crumb", **rest) -> Holdings:
     """Holdings of a model of which nothing is loaded."""
     files = locate(str(path))
-    return Holdings(Store(files, load_config(files)), mx.float32, Ledger(), **rest)
+    return Holdings(Store(files, load_config(files)), Loading("float32"), Ledger(), **rest)
 
 
 def matrices(holdings: Holdings, layer: int) -> list[str]:

@@ -100,6 +100,36 @@ def test_products(
 
 @settings(max_examples=examples(40))
 @given(
+    st.integers(1, 9), st.integers(1, 9), st.sampled_from(GROUP_SIZES), st.sampled_from((0, *BITS)),
+    st.sampled_from((mx.float16, mx.bfloat16)), st.booleans(),
+)  # fmt: skip
+def test_numbers_in_16_bits_are_multiplied_as_if_they_were_wide(
+    library: Library,
+    vectors: int,
+    rows: int,
+    columns: int,
+    bits: int,
+    dtype: mx.Dtype,
+    chosen: bool,
+) -> None:
+    """To the bit: so a model that keeps them needs no other oracle than one that does not."""
+    keys = mx.random.split(mx.random.key(rows), 2)
+    x = mx.random.normal((vectors, 1, columns), key=keys[0])
+    weight = mx.random.normal((2, rows, columns), key=keys[1]).astype(dtype)
+    packed = mx.quantize(weight, group_size=columns, bits=bits) if bits else [weight]
+    more = {"bits": bits, "group_size": columns} if bits else {}
+    if chosen:
+        more["experts"] = mx.arange(vectors, dtype=mx.uint32) % 2
+    else:
+        packed = [part[0] for part in packed]
+    wide = [part.astype(mx.float32) if part.dtype == dtype else part for part in packed]
+    y = library.multiply(x, *packed, **more)
+    assert y.dtype == mx.float32
+    assert mx.array_equal(y, library.multiply(x, *wide, **more)).item()
+
+
+@settings(max_examples=examples(40))
+@given(
     st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.booleans(), layouts
 )
 def test_products_with_chosen_experts(

@@ -187,8 +187,8 @@ def test_a_bandwidth_tells_times(toast: Toast) -> None:
 def test_json_has_what_the_table_has(toast: Toast) -> None:
     found = planned(toast, "crumb", "--gear-bits", "2,6", env={"TOAST_DTYPE": "float16"})
     assert list(found) == [
-        "name", "scope", "dtype", "modules", "parameters", "share", "gears", "note", "bandwidth",
-        "residency",
+        "name", "scope", "dtype", "narrow", "modules", "parameters", "share", "gears", "note",
+        "bandwidth", "residency",
     ]  # fmt: skip
     assert (found["name"], found["scope"], found["dtype"]) == ("crumb", "attention", "float16")
     assert (found["note"], found["bandwidth"]) == (None, None)

@@ -84,12 +84,14 @@ def _worked_out(files, flags: dict[str, Any]) -> Plan:
     on = device.start("auto")
     from toastkit.gears.plan import plan
     from toastkit.model.config import load_config
-    from toastkit.store.dtypes import activation_dtype
+    from toastkit.store.dtypes import loading
     from toastkit.store.store import Store
 
-    dtype = flags["dtype"] or activation_dtype(on == "cpu")
+    native = device.native_products(flags["native"], on)
+    types = loading(flags["dtype"], on == "cpu", native.on)
     store = Store(files, load_config(files))
-    return plan(store, flags["gear_scope"], flags["gear_bits"], dtype, whisper(flags))
+    scope, bits = flags["gear_scope"], flags["gear_bits"]
+    return plan(store, scope, bits, types, whisper(flags))
 
 
 def _rows(found: Plan, bandwidth: int | None) -> list[dict[str, Any]]:
@@ -130,6 +132,7 @@ def _show(found: Plan, rows: list[dict[str, Any]]) -> None:
         print(shown(found.note))
         return
     kind = f"weights in {found.dtype}" if found.dtype else "weights as they are stored"
+    kind += ", 16-bit matrices as they are stored" if found.narrow else ""
     what = f"{found.modules:,} matrices, {count(found.parameters)} parameters"
     print(f"{what} change gear: {found.share:.1%} of the bytes of a token, with {kind}")
     moved = (f"{human(row['shift'])} into {row['gear']}" for row in reversed(rows))

@@ -139,15 +139,15 @@ def _unloaded(files, flags: dict[str, Any]) -> _Model:
     from toastkit.holdings.holdings import Holdings
     from toastkit.model.config import load_config
     from toastkit.residency.model_sizes import sizes_of
-    from toastkit.store.dtypes import DTYPES, activation_dtype
+    from toastkit.store.dtypes import loading
     from toastkit.store.ledger import Ledger
     from toastkit.store.store import Store
 
-    dtype = flags["dtype"] or activation_dtype(on == "cpu")
-    store = Store(files, load_config(files))
-    holdings = Holdings(store, None if dtype is None else DTYPES[dtype], Ledger())
     native = device.native_products(flags["native"], on)
-    return _Model(holdings, sizes_of(holdings), on, dtype, native.why if native.on else None)
+    types = loading(flags["dtype"], on == "cpu", native.on)
+    store = Store(files, load_config(files))
+    holdings = Holdings(store, types, Ledger())
+    return _Model(holdings, sizes_of(holdings), on, types.dtype, native.why if native.on else None)
 
 
 def _planned(model: _Model, sizes: Sizes, memory: Memory, flags: dict[str, Any]) -> ResidencyPlan:

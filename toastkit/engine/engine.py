@@ -29,7 +29,7 @@ from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import NO_WISH, PROMPT, Policy, Wish, decided
 from toastkit.model.supported import reads_on_host
 from toastkit.session.directory import Session
-from toastkit.store.dtypes import DTYPES, activation_dtype
+from toastkit.store.dtypes import loading
 from toastkit.store.jobs import host_writes
 from toastkit.store.ledger import CACHE, Ledger
 from toastkit.store.skeleton import MISFITS
@@ -74,7 +74,8 @@ class Engine:
         self.device = device.start(device_name)
         self.native = device.native_products(native, self.device)
         self.files, self.config = store.files, store.config
-        self.dtype = dtype or activation_dtype(self.device == "cpu")
+        types = loading(dtype, self.device == "cpu", self.native.on)
+        self.dtype = types.dtype
         self.ledger = Ledger()
         self._notify, self._model = notify, store.model
         self._window = store.fitted.window
@@ -82,8 +83,7 @@ class Engine:
         self._say(*store.fitted.warnings(self.files.name))
         self._check_dtype()
         self.reads_on_host = reads_on_host(type(self._model).__module__.rpartition(".")[2])
-        kind = None if self.dtype is None else DTYPES[self.dtype]
-        self.holdings = Holdings(store, kind, self.ledger, cache_bytes, notify, self.native.on)
+        self.holdings = Holdings(store, types, self.ledger, cache_bytes, notify)
         self.policies = tuple(policies)
         for policy in self.policies:
             policy.attach(self.holdings)

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-
 from toastkit.gears.cost import whole_speedup
 from toastkit.gears.discovery import discover
 from toastkit.gears.gear_options import GearOptions
+from toastkit.holdings.holdings import Holdings
 from toastkit.model.toast_format import GEAR_PREFIX
 from toastkit.store.anatomy import anatomy, part_of
-from toastkit.store.dtypes import DTYPES
+from toastkit.store.dtypes import AS_STORED, Loading
+from toastkit.store.ledger import Ledger
 from toastkit.store.precision import GEAR_BITS, Rows, row_bytes
 from toastkit.store.quantising import leaf_modules
 from toastkit.store.skeleton import holds_experts
@@ -51,13 +51,14 @@ class GearPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A checkpoint's gears. scope: of GearOptions. dtype: of the weights on the device, None for
-    their own. modules, parameters: that change gear. share: of a token's bytes in high gear that
-    change, the f of section 15. gears: high first, and nothing else where nothing can change, which
-    note gives the reason of."""
+    """A checkpoint's gears. scope: of GearOptions. dtype, narrow: of Loading. modules, parameters:
+    that change gear. share: of a token's bytes in high gear that change, the f of section 15.
+    gears: high first, and nothing else where nothing can change, which note gives the reason of.
+    """
 
     scope: str
     dtype: str | None
+    narrow: bool
     modules: int
     parameters: int
     share: float
@@ -69,18 +70,18 @@ def plan(
     store: Store,
     scope: str,
     bits: tuple[int, int] = (4, 8),
-    dtype: str | None = None,
+    types: Loading = AS_STORED,
     explain: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """The gears of a checkpoint.
 
     store: its model is used up, as by anatomy. scope: "attention" or "all". bits: of low and mid.
-    dtype: a key of DTYPES that the weights are cast to when they are loaded, None for their own.
+    types: what the weights are loaded for.
     explain(line): is told if nobody knows how many experts a token goes to; all count then.
     Raises UsageError for a scope or bits that there are not.
     """
     options = GearOptions(scope=scope, bits=bits)
-    weights = _weights(store, dtype, explain)
+    weights = _weights(store, types, explain)
     found = [] if store.quantization is not None else discover(store.model, scope)
     paths = [one.path for one in found]
     managed = [weights[f"{path}.weight"] for path in paths]
@@ -108,7 +109,8 @@ def plan(
         shift = sum(sizes) + (sum(high) if baked is None else baked)
         rows.append(gear_plan(gear, wanted, sizes, shift))
     share = rows[0].managed_token / rows[0].token
-    return Plan(scope, dtype, len(managed), count, share, tuple(rows), _note(store, scope, managed))
+    note = _note(store, scope, managed)
+    return Plan(scope, types.dtype, types.narrow, len(managed), count, share, tuple(rows), note)
 
 
 def _note(store: Store, scope: str, managed: list) -> str | None:
@@ -157,7 +159,7 @@ def _baked(store: Store, gear: str, bits: int, paths: list[str]) -> int | None:
     return sum(entries[name].nbytes for name in names)
 
 
-def _weights(store: Store, dtype: str | None, explain: Callable[[str], None]) -> dict[str, _Weight]:
+def _weights(store: Store, types: Loading, explain: Callable[[str], None]) -> dict[str, _Weight]:
     """All tensors of a checkpoint, by name."""
     found = anatomy(store, explain)
     active = (found["experts"] or {}).get("active")
@@ -165,16 +167,18 @@ def _weights(store: Store, dtype: str | None, explain: Callable[[str], None]) ->
     # A head that is an embedding is the first one: those after it are of positions or of layers.
     embeddings = [path for path in modules if part_of(store, path) == "embedding"]
     head = embeddings[0] if found["tied_head"] and embeddings else None
-    weights = {}
+    used = dict.fromkeys(store.names, 1.0)
     for name in store.names:
-        path, own = name.rpartition(".")[0], store.dtype(name)
-        cast = dtype is not None and mx.issubdtype(own, mx.floating)
-        used = 1.0
+        path = name.rpartition(".")[0]
         if path in modules and holds_experts(modules[path]):
             total = modules[path].num_experts
-            used = min(active or total, total) / total
+            used[name] = min(active or total, total) / total
         elif path in embeddings and path != head:
-            used = 1 / store.shape(name)[0]
-        item = (DTYPES[dtype] if cast and dtype is not None else own).size
-        weights[name] = _Weight(store.shape(name), item, used, store.nbytes(name))
-    return weights
+            used[name] = 1 / store.shape(name)[0]
+    loaded = Holdings(store, types, Ledger())
+    return {
+        name: _Weight(
+            store.shape(name), loaded.loaded_dtype(name).size, used[name], store.nbytes(name)
+        )
+        for name in store.names
+    }

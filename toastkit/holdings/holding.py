@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
 from toastkit.holdings.packed import Kind, PathCounts, dense_bytes, packed_class
-from toastkit.native.modules import native
+from toastkit.native.modules import NARROW, narrow_keys, native
 from toastkit.store.ledger import EMBEDDING, EXPERTS, GEARS, OUTSIDE, layer_owner
 from toastkit.store.precision import Rows
 from toastkit.store.skeleton import is_matrix
@@ -87,6 +87,17 @@ class Holding:
         self._class = native(self._class)
         self.module.__class__ = self._class
 
+    def keep_narrow(self, store: Store, wide: mx.Dtype) -> list[str]:
+        """Has its products meet activations, of dtype wide, with 16-bit numbers as they are stored,
+        where they can: the names of these parameters."""
+        keys = narrow_keys(self.module)
+        names = [t.name for t in self.tensors if t.container is self.module and t.key in keys]
+        dtypes = {store.dtype(name) for name in names}
+        if len(dtypes) != 1 or dtypes.isdisjoint(NARROW):
+            return []
+        vars(self.module)["_wide"] = self._attributes["_wide"] = wide
+        return names
+
     def add(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
         """Takes a parameter in. What initialising the architecture made of it is dropped."""
         own = tensor.container is self.module and tensor.key == "weight"
@@ -97,9 +108,14 @@ class Holding:
         _remove(tensor)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All parameters, the matrix first."""
+        return [self.weight, *self.rest] if self.weight else self.rest
+
+    @property
     def names(self) -> list[str]:
-        """All parameters, by name in the store."""
-        return [t.name for t in (*([self.weight] if self.weight else ()), *self.rest)]
+        """Likewise, by name in the store."""
+        return [tensor.name for tensor in self.tensors]
 
     @property
     def matrix_bytes(self) -> int:

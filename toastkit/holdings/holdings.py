@@ -1,6 +1,6 @@
 """What of a model's weights is on the device, and in which form: one account, one budget, one lock.
 
-    holdings = Holdings(store, dtype, ledger)
+    holdings = Holdings(store, types, ledger)
     holdings.change({"model.layers.3.mlp.up_proj": packed(4), "model.layers.8.mlp.up_proj": ABSENT})
 
 Policies decide forms; here they come about. A change reads, makes, hangs into the tree and enters
@@ -24,6 +24,8 @@ from toastkit.holdings.holding import Holding, Parts, holdings_of
 from toastkit.holdings.packed import PathCounts
 from toastkit.holdings.streams import Streams
 from toastkit.holdings.weights import Reading, Weights
+from toastkit.native.modules import read_elsewhere
+from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import GEARS, READING, Ledger
 from toastkit.store.precision import row_bytes
 from toastkit.store.store import Store
@@ -42,11 +44,10 @@ class _Kept(NamedTuple):
 class Holdings:
     """The weights of one model.
 
-    store: opened, with the architecture in it; it stays open. dtype: that floating weights are cast
-    to, None for their own. ledger: is told of every byte; its lock is held during a change.
+    store: opened, with the architecture in it; it stays open. types: what weights are loaded for.
+    ledger: is told of every byte; its lock is held during a change.
     budget: bytes that forms not in use may keep on the device; None for all that is packed, and no
-    originals. notify: is told a line when weights seem to have been quantised before. native:
-    products are computed by toastkit.native.
+    originals. notify: is told a line when weights seem to have been quantised before.
 
     modules: by path, by layer. counts: products of packed modules by the way they are computed.
     """
@@ -54,20 +55,19 @@ class Holdings:
     def __init__(
         self,
         store: Store,
-        dtype: mx.Dtype | None,
+        types: Loading,
         ledger: Ledger,
         budget: int | None = None,
         notify: Callable[[str], None] | None = None,
-        native: bool = False,
     ):
         self.store = store
         self.ledger = ledger
         self.budget = budget
         self.counts = PathCounts()
         self.modules = {holding.path: holding for holding in holdings_of(store)}
-        for holding in self.modules.values() if native else ():
+        for holding in self.modules.values() if types.native else ():
             holding.use_native()
-        self._weights = Weights(store, dtype, notify)
+        self._weights = Weights(store, types.cast, self._keep_narrow(types), notify)
         self._kept: dict[Key, _Kept] = {}  # the longest unused first
         self._coming: dict[Key, Parts] = {}
         self._changes = 0
@@ -76,7 +76,21 @@ class Holdings:
         self.streams = Streams(self, self._weights)
         self.slots = ExpertSlots(self, self._weights)
 
+    def _keep_narrow(self, types: Loading) -> frozenset[str]:
+        """Has products meet 16-bit parameters as they are stored: their names. Not those that the
+        architecture itself reads, which would have to be widened again and again."""
+        wide = types.cast
+        elsewhere = read_elsewhere(self.store.model) if types.narrow else None
+        if elsewhere is None or wide is None:
+            return frozenset()
+        found = [h for h in self.modules.values() if h.path.rpartition(".")[2] not in elsewhere]
+        return frozenset(name for h in found for name in h.keep_narrow(self.store, wide))
+
     # --------------------------------------------------------------------------------- questions
+
+    def loaded_dtype(self, name: str) -> mx.Dtype:
+        """Of a parameter on the device."""
+        return self._weights.loaded_dtype(name)
 
     def of_layer(self, index: int) -> list[Holding]:
         """The modules of a decoder layer."""
@@ -127,7 +141,7 @@ class Holdings:
         that a pass can be built, and not evaluated. For a model of which nothing is loaded."""
         for holding in self.modules.values():
             arrays = {
-                name: mx.zeros(self.store.shape(name), self._weights.loaded_dtype(name))
+                name: mx.zeros(self.store.shape(name), self.loaded_dtype(name))
                 for name in holding.names
             }
             holding.hang(holding.original(arrays), self.counts, self._grown)
@@ -147,7 +161,7 @@ class Holdings:
         return rows * row_bytes(bits, holding.columns, item)
 
     def _item(self, name: str) -> int:
-        return self._weights.loaded_dtype(name).size
+        return self.loaded_dtype(name).size
 
     # ----------------------------------------------------------------------------------- changes
 

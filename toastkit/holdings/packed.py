@@ -78,12 +78,19 @@ class _Packed:
         return self._dense(*args, **rest)
 
     def _dequantised(self) -> nn.Module:
-        """The original with the weight that the numbers stand for, in the scales' dtype."""
+        """The original with the weight that the numbers stand for, in the activations' dtype."""
         own: Any = self
         rows = Rows(*(own[name] for name in Rows._fields))
         weight = dequantise_rows(rows, self.packed_bits, self._columns)
         rest = {name: value for name, value in own.items() if name not in Rows._fields}
-        return _bare(self._original, {**rest, "weight": weight.astype(rows.scales.dtype)})
+        dtype = _activations(self._original.attributes, rows)
+        return _bare(self._original, {**rest, "weight": weight.astype(dtype)})
+
+
+def _activations(attributes: Mapping[str, Any], rows: Rows) -> mx.Dtype:
+    """The dtype that a packed matrix is multiplied in: that of its scales, unless native products
+    meet these in 16 bits. attributes: of the original."""
+    return attributes.get("_wide") or rows.scales.dtype
 
 
 def _bare(kind: Kind, parameters: Mapping[str, Any]) -> Any:
@@ -103,7 +110,7 @@ def packed_class(
     them, padded where columns, the original's, are no multiple of 32.
     """
     fits = rows.weight.shape[-1] * 32 // form.bits == columns
-    fused = fits and form.fused and fused_is_exact(rows.scales.dtype)
+    fused = fits and form.fused and fused_is_exact(_activations(attributes, rows))
     base = original = Kind(cls, dict(attributes))
     if fused:
         # Never evaluated: only the class and its settings are wanted.
@@ -111,7 +118,9 @@ def packed_class(
         made = _bare(original, {"weight": mx.zeros(shape)}).to_quantized(
             group_size=group_size_of(columns), bits=form.bits
         )
-        base = Kind(native(type(made)) if is_native(cls) else type(made), vars(made))
+        wide = {name: value for name, value in attributes.items() if name == "_wide"}
+        kind = native(type(made)) if is_native(cls) else type(made)
+        base = Kind(kind, {**vars(made), **wide})
     own = {
         "packed_bits": form.bits, "_columns": columns, "_fused": fused, "_original": original,
         "_dense": None,

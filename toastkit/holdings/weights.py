@@ -63,22 +63,30 @@ class Reading:
 class Weights:
     """The checkpoint behind a model.
 
-    store: stays open. dtype: that weights are cast to, None for their own. notify: is told once
-    when they seem to have been quantised before.
+    store: stays open. dtype: that weights are cast to, None for their own. narrow: names of those
+    that keep their own nevertheless, packed too. notify: is told once when they seem to have been
+    quantised before.
     """
 
-    def __init__(self, store: Store, dtype: mx.Dtype | None, notify: Callable[[str], None] | None):
+    def __init__(
+        self,
+        store: Store,
+        dtype: mx.Dtype | None,
+        narrow: Container[str] = (),
+        notify: Callable[[str], None] | None = None,
+    ):
         self._store, self._dtype, self._notify = store, dtype, notify
+        self._narrow = narrow
         self._known = frozenset(store.names)
         self._whole: dict[str, mx.array] | None = None
         self._ahead: Reading | None = None
         self._sampled: set[Holding] = set()
 
     def loaded_dtype(self, name: str) -> mx.Dtype:
-        """Of a parameter on the device."""
+        """Of a parameter on the device; of the scales, where it is a matrix that is packed."""
         stored = self._store.dtype(name)
-        floating = mx.issubdtype(stored, mx.floating)
-        return self._dtype if self._dtype is not None and floating else stored
+        cast = name not in self._narrow and mx.issubdtype(stored, mx.floating)
+        return self._dtype if self._dtype is not None and cast else stored
 
     def request(
         self,

@@ -3,12 +3,21 @@ do, and nothing else of them. Nothing of MLX is changed, and no module that is n
 
 from __future__ import annotations
 
+import re
+import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, Library
+
+NARROW = (mx.float16, mx.bfloat16)
+# Where an architecture reads a parameter of one of its modules, and does not call the module.
+READ_ELSEWHERE = re.compile(
+    r"\bself\.(?:[\w\[\]]+\.)*(\w+)(?:\[\w+\])*(?:\.|\[[\"'])(?:weight|scales|biases)\b"
+)
 
 _library: Library | None = None
 
@@ -31,6 +40,37 @@ def is_native(cls: type) -> bool:
     return issubclass(cls, _Native)
 
 
+def narrow_keys(module: Any) -> tuple[str, ...]:
+    """The parameters that a native module multiplies as they are stored, in 16 bits or in float32:
+    the weight, or, of a packed one, scales and biases; none where MLX multiplies."""
+    if not is_native(type(module)):
+        return ()
+    if not hasattr(module, "bits"):
+        return ("weight",)
+    known = module.mode == "affine" and module.bits in BITS and module.group_size in GROUP_SIZES
+    return ("scales", "biases") if known else ()
+
+
+def read_elsewhere(model: Any) -> frozenset[str] | None:
+    """The last words of the paths of modules whose parameters others than themselves read: a head
+    that is `x @ self.embed_tokens.weight.T`, say. None where the sources are not there to tell."""
+    classes = {cls for kind in {*map(type, model.modules())} for cls in kind.__mro__}
+    origins = {cls.__module__ for cls in classes if cls.__module__.startswith("mlx_lm.")}
+    try:
+        return frozenset().union(*map(_read_in, origins))
+    except OSError:
+        return None
+
+
+@cache
+def _read_in(name: str) -> frozenset[str]:
+    """Raises OSError where there is no source."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        raise FileNotFoundError(name)
+    return frozenset(READ_ELSEWHERE.findall(Path(file).read_text(encoding="utf-8")))
+
+
 @cache
 def _derived(mixin: type, base: type) -> type:
     """Under the name of the class: architectures ask for it."""
@@ -38,13 +78,27 @@ def _derived(mixin: type, base: type) -> type:
 
 
 class _Native:
-    """What all have in common. They are modules of MLX, with its parameters."""
+    """What all have in common. They are modules of MLX, with its parameters.
+
+    _wide: the dtype that activations have, and parameters for everybody but the products, where
+    these meet them in 16 bits; None where parameters are in the dtype of the activations.
+    """
+
+    _wide: mx.Dtype | None = None
+
+    def __getattr__(self, key: str) -> Any:
+        """A parameter, for whoever else reads it, as if it had been widened when it was loaded."""
+        value = super().__getattr__(key)  # type: ignore[misc]
+        narrow = self._wide is not None and isinstance(value, mx.array) and value.dtype in NARROW
+        return value.astype(self._wide) if narrow else value
 
     def _multiply(self: Any, x: mx.array, experts: mx.array | None = None) -> mx.array | None:
         """Products (..., rows) of x, (..., columns), or of x (..., m, columns) with the experts
         that are chosen, uint32 (...). None for what only MLX has: other dtypes, other packings."""
         weight, scales = self["weight"], self.get("scales")
         numbers = weight if scales is None else scales
+        if self._wide is not None:
+            x = x.astype(self._wide)
         if _library is None or x.dtype not in FLOATS or numbers.dtype not in FLOATS:
             return None
         if experts is not None and experts.dtype != mx.uint32:
@@ -69,6 +123,15 @@ class _Linear(_Native):
 
 
 class _Embedding(_Native):
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        if self._wide is None:
+            return super().__call__(x)  # type: ignore[misc]
+        rows = self["weight"][x]
+        if "scales" not in self:
+            return rows.astype(self._wide)
+        scales, biases = (self[key][x].astype(self._wide) for key in ("scales", "biases"))
+        return mx.dequantize(rows, scales, biases, self.group_size, self.bits, self.mode)
+
     def as_linear(self: Any, x: mx.array) -> mx.array:
         y = self._multiply(x)
         return super().as_linear(x) if y is None else y  # type: ignore[misc]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import mlx.core as mx
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -11,6 +13,30 @@ def activation_dtype(on_cpu: bool) -> str | None:
     """The dtype a checkpoint runs in unless told otherwise: float32 on the CPU, where MLX emulates
     the 16-bit types, and the checkpoint's own (None) elsewhere."""
     return "float32" if on_cpu else None
+
+
+class Loading(NamedTuple):
+    """What weights are loaded for. dtype: of activations, that weights are cast to, a key of
+    DTYPES; None for their own. native: products are computed by toastkit.native. narrow: and the
+    16-bit numbers that these multiply are not cast, which gives the same to the bit."""
+
+    dtype: str | None = None
+    native: bool = False
+    narrow: bool = False
+
+    @property
+    def cast(self) -> mx.Dtype | None:
+        """The dtype as MLX has it."""
+        return None if self.dtype is None else DTYPES[self.dtype]
+
+
+AS_STORED = Loading()
+
+
+def loading(asked: str | None, on_cpu: bool, native: bool) -> Loading:
+    """What weights are loaded for unless told otherwise. asked: the dtype that somebody names,
+    which all of them are cast to. native: products are."""
+    return Loading(asked or activation_dtype(on_cpu), native, native and asked is None)
 
 
 def bytes_of(array: mx.array) -> memoryview:
