@@ -24,7 +24,7 @@ from toastkit.holdings.holding import Holding, Parts, holdings_of
 from toastkit.holdings.packed import PathCounts
 from toastkit.holdings.streams import Streams
 from toastkit.holdings.weights import Reading, Weights
-from toastkit.native.modules import read_elsewhere
+from toastkit.native.modules import read_elsewhere, use_native
 from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import GEARS, READING, Ledger
 from toastkit.store.precision import row_bytes
@@ -67,6 +67,8 @@ class Holdings:
         self.modules = {holding.path: holding for holding in holdings_of(store)}
         for holding in self.modules.values() if types.native else ():
             holding.use_native()
+        if types.native:
+            use_native(store.model.modules())
         self._weights = Weights(store, types.cast, self._keep_narrow(types), notify)
         self._kept: dict[Key, _Kept] = {}  # the longest unused first
         self._coming: dict[Key, Parts] = {}

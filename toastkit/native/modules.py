@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
+from toastkit.native.functions import methods_anew
 from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, Library
 
 NARROW = (mx.float16, mx.bfloat16)
@@ -29,10 +32,20 @@ def use(library: Library) -> None:
 
 
 def native(cls: type) -> type:
-    """The class whose products are native in place of one of mlx or mlx_lm; the class itself where
+    """The class that computes natively in place of one of mlx or mlx_lm; the class itself where
     there is none, or it is native."""
-    mixin = MIXINS.get((cls.__module__, cls.__name__))
-    return cls if mixin is None else _derived(mixin, cls)
+    if is_native(cls):
+        return cls
+    if mixin := MIXINS.get((cls.__module__, cls.__name__)):
+        return _derived(mixin, cls)
+    return _anew(cls) if methods_anew(cls) else cls
+
+
+def use_native(modules: Iterable[nn.Module]) -> None:
+    """Has modules compute natively that hold no weights of their own, or none that ever leave."""
+    for module in modules:
+        if (cls := native(type(module))) is not type(module):
+            module.__class__ = cls
 
 
 def is_native(cls: type) -> bool:
@@ -77,8 +90,19 @@ def _derived(mixin: type, base: type) -> type:
     return type(base.__name__, (mixin, base), {"__module__": __name__})
 
 
+@cache
+def _anew(base: type) -> type:
+    """Its methods call our functions (functions.py)."""
+    own = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (_Native, base), {**methods_anew(base), **own})
+
+
 class _Native:
-    """What all have in common. They are modules of MLX, with its parameters.
+    """What all are known by."""
+
+
+class _Product(_Native):
+    """What those that multiply have in common. They are modules of MLX, with its parameters.
 
     _wide: the dtype that activations have, and parameters for everybody but the products, where
     these meet them in 16 bits; None where parameters are in the dtype of the activations.
@@ -114,7 +138,7 @@ class _Native:
         return _library.multiply(x, weight, scales, biases, experts, self.bits, self.group_size)
 
 
-class _Linear(_Native):
+class _Linear(_Product):
     def __call__(self: Any, x: mx.array) -> mx.array:
         y = self._multiply(x)
         if y is None:
@@ -122,7 +146,7 @@ class _Linear(_Native):
         return y + self["bias"] if "bias" in self else y
 
 
-class _Embedding(_Native):
+class _Embedding(_Product):
     def __call__(self: Any, x: mx.array) -> mx.array:
         if self._wide is None:
             return super().__call__(x)  # type: ignore[misc]
@@ -137,7 +161,7 @@ class _Embedding(_Native):
         return super().as_linear(x) if y is None else y  # type: ignore[misc]
 
 
-class _Switch(_Native):
+class _Switch(_Product):
     def __call__(
         self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False
     ) -> mx.array:

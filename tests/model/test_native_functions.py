@@ -1,0 +1,113 @@
+"""Functions that architectures call by name, in classes of ours that call others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import mlx.core as mx
+import pytest
+
+from toastkit.native import functions, modules
+
+SOURCE = """
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention as attend
+from mlx_lm.models.activations import swiglu
+
+def helper(x):
+    return attend(x, x, x, None, 1.0, None)
+
+def other(x):
+    return x
+
+class Attention(nn.Module):
+    kind = "base"
+    def __call__(self, x, *, more=0):
+        "Calls it."
+        return (lambda y: attend(y, y, y, None, 1.0, None))(x), more
+
+class Helped(nn.Module):
+    def __call__(self, x):
+        return helper(x)
+
+class Fast(nn.Module):
+    def __call__(self, x):
+        return mx.fast.scaled_dot_product_attention(x, x, x, scale=1.0), mx.fast.rms_norm, mx.abs
+
+class Inherited(Attention):
+    def __call__(self, x):
+        return super().__call__(x)[0], other(x)
+
+class Kept(Attention):
+    pass
+
+class Plain(nn.Module):
+    def __call__(self, x):
+        return other(mx.fast.rms_norm(x, None, 1.0))
+
+class Overridden(Attention):
+    def __call__(self, x):
+        return x
+"""
+
+
+@pytest.fixture
+def architecture(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module as mlx_lm's are, where only attention is replaced: by the word "ours"."""
+    monkeypatch.setattr(functions, "_OURS", {})
+    monkeypatch.setattr(modules, "_anew", modules._anew.__wrapped__)
+
+    @functions.stands_for("mlx_lm.models.base", "scaled_dot_product_attention")
+    def attend(queries, keys, values, cache, scale, mask, sinks=None) -> str:
+        return "ours"
+
+    @functions.stands_for("mlx.core", "fast.scaled_dot_product_attention")
+    def fast(q, k, v, *, scale, mask=None, sinks=None) -> str:
+        return "ours, fast"
+
+    made = ModuleType("an_architecture")
+    monkeypatch.setitem(sys.modules, "an_architecture", made)
+    exec(SOURCE, vars(made))
+    yield made
+    functions.methods_anew.cache_clear()
+    functions._spaces.clear()
+
+
+def test_methods_call_ours(architecture: ModuleType) -> None:
+    x = mx.ones((1, 1, 1, 8))
+    before = dict(vars(architecture))
+
+    def made(name: str) -> object:
+        cls = modules.native(getattr(architecture, name))
+        assert (cls.__name__, cls.__module__) == (name, "an_architecture")
+        assert issubclass(cls, getattr(architecture, name)) and modules.native(cls) is cls
+        return cls()
+
+    attention = made("Attention")
+    assert attention(x, more=3) == ("ours", 3) and attention(x) == ("ours", 0)
+    assert type(attention).__call__.__doc__ == "Calls it." and attention.kind == "base"
+    assert made("Kept")(x) == ("ours", 0)
+    assert made("Helped")(x) == "ours"
+    assert made("Fast")(x) == ("ours, fast", mx.fast.rms_norm, mx.abs)
+    assert dict(vars(architecture)) == before
+    assert mx.array_equal(architecture.Helped()(x), x)
+    assert mx.fast.scaled_dot_product_attention(x, x, x, scale=1.0).shape == x.shape
+
+
+def test_classes_that_call_none_stay(architecture: ModuleType) -> None:
+    """By super(), too: MLX's runs."""
+    for name in ("Plain", "Overridden", "Inherited"):
+        cls = getattr(architecture, name)
+        assert modules.native(cls) is cls
+
+
+def test_modules_of_a_tree(architecture: ModuleType) -> None:
+    tree = architecture.Plain()
+    tree.parts = [architecture.Attention(), architecture.Plain()]
+    modules.use_native(tree.modules())
+    assert [modules.is_native(type(part)) for part in tree.parts] == [True, False]
+    assert tree.parts[0](mx.ones((1, 1, 1, 8))) == ("ours", 0)
+    assert type(tree) is architecture.Plain
