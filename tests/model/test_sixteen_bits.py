@@ -25,7 +25,7 @@ from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.native import modules
-from toastkit.native.products import load
+from toastkit.native.library import load
 from toastkit.residency.model_sizes import sizes_of
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store.bake import bake

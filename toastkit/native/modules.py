@@ -56,7 +56,7 @@ def is_native(cls: type) -> bool:
 def narrow_keys(module: Any) -> tuple[str, ...]:
     """The parameters that a native module multiplies as they are stored, in 16 bits or in float32:
     the weight, or, of a packed one, scales and biases; none where MLX multiplies."""
-    if not is_native(type(module)):
+    if not isinstance(module, _Product):
         return ()
     if not hasattr(module, "bits"):
         return ("weight",)
