@@ -157,7 +157,7 @@ class Kernels:
         terms = np.einsum("ck,crk->cr", abs(x), matrix.size[expert])
         # A lane adds up one after another; each sum, and each product before it, is rounded.
         error = terms * 2.0**-23 * (columns / 4 + 16)
-        if matrix.bits and not exact and self.instructions == "avx512vnni":
+        if matrix.bits and not exact and self.instructions.startswith("avx512"):
             groups = abs(x).reshape(len(x), columns // matrix.group_size, matrix.group_size)
             half = np.repeat(groups.max(-1, initial=0), matrix.group_size, -1) / DIGITS / 2
             error += np.einsum("ck,crk->cr", half * 1.01, abs(matrix.exact[expert]))

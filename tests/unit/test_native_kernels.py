@@ -27,7 +27,7 @@ from tests.unit.native_kernels import (
 )
 
 pytestmark = needed
-SETS = ("avx512vnni", "avx2", "portable")
+SETS = ("avx512vbmi", "avx512vnni", "avx2", "portable")
 BITS = (0, 2, 3, 4, 6, 8)
 
 

@@ -14,11 +14,18 @@ from toastkit.errors import ToastError
 FOLDER = Path(__file__).parent
 KERNELS = FOLDER / "kernels"
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
-AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+AVX512 = (
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512dq",
+    "-mavx512vl",
+    "-mavx512vnni",
+    "-mprefer-vector-width=512",
+)
 # What each source is compiled for besides the usual; which of them runs is chosen where it runs.
 SOURCES = {
     "pool.cpp": (), "kernels.cpp": (), "portable.cpp": (), "avx2.cpp": AVX2,
-    "avx512vnni.cpp": (*AVX2, *AVX512, "-mprefer-vector-width=512"),
+    "avx512vnni.cpp": (*AVX2, *AVX512), "avx512vbmi.cpp": (*AVX2, *AVX512, "-mavx512vbmi"),
 }  # fmt: skip
 GLUE = FOLDER / "glue"  # the MLX primitives over them
 # GCC's own headers leave undefined what is undefined, and are warned of. contract: a * b + c is

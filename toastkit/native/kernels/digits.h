@@ -1,74 +1,72 @@
-// Products of packed weights with activations in 16 bits, for processors that multiply bytes.
+// Products of packed weights with activations in 16 bits, for processors that multiply bytes: what
+// a vector becomes.
 //
 // A group of activations is d * v, v whole numbers of 16 bits: two digits in base 256, the upper
-// from -127 to 127, the lower from -128 to 127. The processor multiplies unsigned bytes (numbers of
-// packed weights) by signed ones (digits) and adds up four at a time in 32 bits, which never
-// overflow here: 8 * 15 * 2^15 with two numbers a byte, 4 * 255 * 2^15 with one. Half the unit of v
-// is 2^-16 of the largest of its group.
+// from -127 to 127, the lower from -128 to 127. Half the unit of v is 2^-16 of the largest of its
+// group. The processor multiplies unsigned bytes (numbers of packed weights) by signed ones
+// (digits) and adds up four at a time in 32 bits, which hold what a group adds up to: 128 * 255 *
+// 2^15 at most. Whole numbers add up to the same in any order: so those below may each take them
+// as it likes. Then a result is, one group after another and each sum rounded,
+//   y += (scale * d) * (sum of q * v);  y += bias * (d * sum of v).
 #pragma once
 
-#include "floats.h"
+#include "unpack.h"
 
 namespace {
 
-constexpr int BLOCK_BYTES = 64;
+constexpr int BLOCK = 64;  // bytes of a row that are multiplied at a time
 constexpr float LARGEST = 127 * 256 + 127;
 constexpr float LEAST = 0x1p-100f;  // a group without anything larger is zeros
-constexpr int AHEAD = 4096;         // bytes that are fetched before they are multiplied
 
-// What a vector is prepared as. Of each block of numbers, 128 that lie two in a byte or 64, the
-// digits: upper and lower (first the even numbers' and then the odd ones', as they lie in bytes);
-// then d for each of a block's 16 sums of bytes; then d times the sum of v for each group.
-template <bool NIBBLES>
+// What a vector is prepared as: of each block of numbers, its upper digits and then its lower ones;
+// then d of each group; then d times the sum of v. Of numbers that lie two in a byte (two planes),
+// digits are first those of the lower halves and then those of the upper ones.
 struct Layout {
-  static constexpr int NUMBERS = NIBBLES ? 2 * BLOCK_BYTES : BLOCK_BYTES;
-  static constexpr int DIGITS = 2 * NUMBERS;
-  int64_t blocks, groups, steps, sums, bytes;
+  int planes, lanes;  // lanes: 32 bits of a block, or of more than one, that belong to a group
+  int64_t numbers, blocks, groups, steps, sums, bytes;
   INLINE Layout of(const toast_matrix &m) {
     Layout l;
-    l.blocks = (m.columns + NUMBERS - 1) / NUMBERS;
+    l.planes = m.bits == 4 ? 2 : 1;
+    l.lanes = m.group_size / 4 / l.planes;
+    l.numbers = BLOCK * l.planes;
+    l.blocks = (m.columns + l.numbers - 1) / l.numbers;
     l.groups = m.columns / m.group_size;
-    l.steps = l.blocks * DIGITS;
-    l.sums = l.steps + l.blocks * LANES * int64_t(sizeof(float));
+    const int64_t some = (l.groups + LANES - 1) / LANES * 64;
+    l.steps = l.blocks * l.numbers * 2;
+    l.sums = l.steps + some;
     // As in floats.h, one cache line more.
-    l.bytes = l.sums + (l.groups + LANES - 1) / LANES * 64 + 64;
+    l.bytes = l.sums + some + 64;
     return l;
   }
 };
 
-INLINE __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : (1u << n) - 1; }
-
 // Sixteen v into their places.
-template <bool NIBBLES>
-INLINE void put_digits(char *digits, int64_t number, __m512i v) {
+INLINE void put_digits(const Layout &layout, char *digits, int64_t number, __m512i v) {
   __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(v, _mm512_set1_epi32(128)), 8);
   __m128i parts[2] = {_mm512_cvtepi32_epi8(upper), _mm512_cvtepi32_epi8(v)};  // v - upper * 256
-  constexpr int NUMBERS = Layout<NIBBLES>::NUMBERS;
-  char *block = digits + number / NUMBERS * Layout<NIBBLES>::DIGITS;
-  int64_t place = number % NUMBERS;
-  for (int part = 0; part < 2; part++, block += NUMBERS) {
-    if (!NIBBLES) {
+  char *block = digits + number / layout.numbers * layout.numbers * 2;
+  int64_t place = number % layout.numbers;
+  for (int part = 0; part < 2; part++, block += layout.numbers) {
+    if (layout.planes == 1) {
       _mm_storeu_si128(reinterpret_cast<__m128i *>(block + place), parts[part]);
       continue;
     }
     const __m128i apart = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
     __m128i both = _mm_shuffle_epi8(parts[part], apart);
     _mm_storel_epi64(reinterpret_cast<__m128i *>(block + place / 2), both);
-    _mm_storel_epi64(reinterpret_cast<__m128i *>(block + BLOCK_BYTES + place / 2),
+    _mm_storel_epi64(reinterpret_cast<__m128i *>(block + BLOCK + place / 2),
                      _mm_unpackhi_epi64(both, both));
   }
 }
 
-template <bool NIBBLES>
 static void prepare_digits(const toast::Product &p, int64_t row) {
   const toast_matrix &m = *p.matrix;
   const toast_vectors &x = *p.x;
-  const auto layout = Layout<NIBBLES>::of(m);
+  const auto layout = Layout::of(m);
   char *out = p.prepared + row * p.prepared_stride;
   memset(out, 0, layout.bytes);
   auto steps = reinterpret_cast<float *>(out + layout.steps);
   auto sums = reinterpret_cast<float *>(out + layout.sums);
-  constexpr int A_SUM = Layout<NIBBLES>::NUMBERS / LANES;  // numbers
   for (int64_t g = 0; g < layout.groups; g++) {
     const int64_t start = row * x.stride + g * m.group_size;
     // Compared as whole numbers: there, infinity is above all others and NaN above it.
@@ -86,122 +84,78 @@ static void prepare_digits(const toast::Product &p, int64_t row) {
       __m512 value = (__m512)numbers_at(x.type, x.data, start + k);
       __m512i v = _mm512_cvtps_epi32(_mm512_mul_ps(value, _mm512_set1_ps(per_step)));
       total = _mm512_add_epi32(total, v);
-      put_digits<NIBBLES>(out, g * m.group_size + k, v);
+      put_digits(layout, out, g * m.group_size + k, v);
     }
+    steps[g] = step;
     sums[g] = step * float(_mm512_reduce_add_epi32(total));
-    for (int64_t k = 0; k < m.group_size; k += A_SUM)
-      steps[(g * m.group_size + k) / A_SUM] = step;
   }
 }
 
-// The results of M members and N rows, which are from `first` on in the stack of all experts.
-template <bool NIBBLES, int M, int N>
-static void digit_tile(const toast::Product &p, const uint32_t *places,
-                       const uint8_t *const *rows, int64_t expert, int64_t first) {
-  const toast_matrix &m = *p.matrix;
-  const auto layout = Layout<NIBBLES>::of(m);
-  const int shift = __builtin_ctz(m.group_size);
-  constexpr int NUMBERS = Layout<NIBBLES>::NUMBERS, A_SUM = NUMBERS / LANES;
-  const int64_t bytes = NIBBLES ? m.columns / 2 : m.columns, row = expert * m.rows + first;
-  const char *vectors[M];
-  for (int i = 0; i < M; i++)
-    vectors[i] = p.prepared + (p.vector ? p.vector[places[i]] : places[i]) * p.prepared_stride;
-  const __m512i low = _mm512_set1_epi8(15), lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9,
-                                                                     10, 11, 12, 13, 14, 15);
-  const __m512i group_of = _mm512_srli_epi32(
-      _mm512_mullo_epi32(lanes, _mm512_set1_epi32(A_SUM)), shift);
-  __m512 sums[M][N];
-  for (int i = 0; i < M; i++)
-    for (int j = 0; j < N; j++) sums[i][j] = _mm512_setzero_ps();
-  for (int64_t g = 0; g < layout.groups; g += LANES) {  // the scales of 16 groups at a time
-    const int some = int(layout.groups - g);
-    __m512 scales[N];
-    for (int j = 0; j < N; j++) {
-      const int64_t at = (row + j) * layout.groups + g;
-      scales[j] = (__m512)some_numbers_at(m.type, m.scales, at, some);
-      __m512 bias = (__m512)some_numbers_at(m.type, m.biases, at, some);
-      for (int i = 0; i < M; i++) {
-        __m512 x = _mm512_loadu_ps(vectors[i] + layout.sums + g * 4);
-        sums[i][j] = _mm512_fmadd_ps(bias, x, sums[i][j]);
-      }
-    }
-    const int64_t begin = (g << shift) / NUMBERS, after = ((g + LANES) << shift) / NUMBERS;
-    for (int64_t b = begin; b < after && b < layout.blocks; b++) {
-      const __m512i which = _mm512_add_epi32(
-          group_of, _mm512_set1_epi32(int(((b - begin) * NUMBERS) >> shift)));
-      const int64_t here = bytes - b * BLOCK_BYTES;
-      const __mmask64 mask = here >= BLOCK_BYTES ? ~0ull : (1ull << here) - 1;
-      __m512i even[N], odd[N];
-      __m512 scale[N];
-      for (int j = 0; j < N; j++) {
-        const uint8_t *at = rows[j] + b * BLOCK_BYTES;
-        __m512i q = _mm512_maskz_loadu_epi8(mask, at);
-        if (M == 1) _mm_prefetch(reinterpret_cast<const char *>(at) + AHEAD, _MM_HINT_T0);
-        even[j] = NIBBLES ? _mm512_and_si512(q, low) : q;
-        odd[j] = _mm512_and_si512(_mm512_srli_epi16(q, 4), low);
-        scale[j] = _mm512_permutexvar_ps(which, scales[j]);
-      }
-      for (int i = 0; i < M; i++) {
-        const char *digits = vectors[i] + b * Layout<NIBBLES>::DIGITS;
-        const __m512 step = _mm512_loadu_ps(vectors[i] + layout.steps + b * BLOCK_BYTES);
-        for (int j = 0; j < N; j++) {
-          __m512i s = _mm512_dpbusd_epi32(_mm512_setzero_si512(), even[j],
-                                          _mm512_loadu_si512(digits));
-          if (NIBBLES) s = _mm512_dpbusd_epi32(s, odd[j], _mm512_loadu_si512(digits + BLOCK_BYTES));
-          s = _mm512_slli_epi32(s, 8);
-          s = _mm512_dpbusd_epi32(s, even[j], _mm512_loadu_si512(digits + NUMBERS));
-          if (NIBBLES)
-            s = _mm512_dpbusd_epi32(s, odd[j],
-                                    _mm512_loadu_si512(digits + NUMBERS + BLOCK_BYTES));
-          sums[i][j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(s), _mm512_mul_ps(step, scale[j]),
-                                       sums[i][j]);
-        }
-      }
-    }
-  }
-  for (int i = 0; i < M; i++)
-    for (int j = 0; j < N; j++)
-      put(p.out_type, p.out, places[i] * m.rows + first + j, sum((F32)sums[i][j]));
+INLINE const char *digits_of(const toast::Product &p, uint32_t place) {
+  return p.prepared + (p.vector ? p.vector[place] : place) * p.prepared_stride;
 }
 
-// M members with all rows that are at hand.
-template <bool NIBBLES, int M>
-static void digit_tiles(const toast::Product &p, const toast::Group &group, int64_t i,
-                        const uint8_t *const *rows, int64_t first, int count) {
-  int n = 0;
-  for (; n + 2 <= count; n += 2)
-    digit_tile<NIBBLES, M, 2>(p, group.places + i, rows + n, group.expert, first + n);
-  if (n < count) digit_tile<NIBBLES, M, 1>(p, group.places + i, rows + n, group.expert, first + n);
+// Adds up products of unsigned bytes and signed ones, four at a time.
+INLINE void add_fours(I32 &sum, I32 numbers, I32 digits) {
+  sum = (I32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)numbers, (__m512i)digits);
 }
 
-template <bool NIBBLES>
-static bool multiply_digits(const toast::Product &p, const toast::Group &group, int64_t first,
-                            int64_t end) {
-  constexpr int TILE = 8;
-  const toast_matrix &m = *p.matrix;
-  const bool stored = NIBBLES || m.bits == 8;
-  uint8_t *bytes = nullptr;
-  if (!stored) {
-    bytes = static_cast<uint8_t *>(toast::scratch(toast::BYTES, MOST_ROWS * m.columns));
-    if (!bytes) return false;
+// What y, of 16 rows, becomes with the next group, whose sums these are.
+INLINE F32 add_group(F32 y, I32 sum, F32 scale, F32 bias, const float *step, const float *total) {
+  y = multiply_add(__builtin_convertvector(sum, F32), scale * *step, y);
+  return multiply_add(bias, all(*total), y);
+}
+
+// Quarters of two registers: those that the constant names, two of each.
+template <int WHICH>
+INLINE I32 quarters(I32 a, I32 b) {
+  return (I32)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, WHICH);
+}
+
+// Sixteen registers of sixteen 32 bits each, crosswise.
+template <class Vector>
+INLINE void transpose(Vector *r) {
+  I32 t[16];
+  auto in = [&](int i) { return (__m512i)r[i]; };
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 4) {
+    __m512i a = _mm512_unpacklo_epi32(in(i), in(i + 1));
+    __m512i b = _mm512_unpackhi_epi32(in(i), in(i + 1));
+    __m512i c = _mm512_unpacklo_epi32(in(i + 2), in(i + 3));
+    __m512i d = _mm512_unpackhi_epi32(in(i + 2), in(i + 3));
+    t[i] = (I32)_mm512_unpacklo_epi64(a, c), t[i + 1] = (I32)_mm512_unpackhi_epi64(a, c);
+    t[i + 2] = (I32)_mm512_unpacklo_epi64(b, d), t[i + 3] = (I32)_mm512_unpackhi_epi64(b, d);
   }
-  for (int64_t n = first; n < end; n += MOST_ROWS) {
-    const uint8_t *rows[MOST_ROWS];
-    const int count = int(end - n < MOST_ROWS ? end - n : MOST_ROWS);
-    for (int j = 0; j < count; j++) {
-      rows[j] = row_at(m, group.expert * m.rows + n + j);
-      if (!stored) {
-        unpack_bytes(m, rows[j], bytes + j * m.columns);
-        rows[j] = bytes + j * m.columns;
-      }
-    }
-    int64_t i = 0;
-    for (; i + TILE <= group.members; i += TILE)
-      digit_tiles<NIBBLES, TILE>(p, group, i, rows, n, count);
-    for (; i + 2 <= group.members; i += 2) digit_tiles<NIBBLES, 2>(p, group, i, rows, n, count);
-    if (i < group.members) digit_tiles<NIBBLES, 1>(p, group, i, rows, n, count);
+#pragma GCC unroll 16
+  for (int i = 0; i < 4; i++) {
+    I32 a = quarters<0x44>(t[i], t[i + 4]), b = quarters<0xee>(t[i], t[i + 4]);
+    I32 c = quarters<0x44>(t[i + 8], t[i + 12]), d = quarters<0xee>(t[i + 8], t[i + 12]);
+    r[i] = (Vector)quarters<0x88>(a, c), r[i + 4] = (Vector)quarters<0xdd>(a, c);
+    r[i + 8] = (Vector)quarters<0x88>(b, d), r[i + 12] = (Vector)quarters<0xdd>(b, d);
   }
-  return true;
+}
+
+// Scales or biases of 16 rows, of groups from g on: out[i] are group g + i's. Rows from `count` on
+// are the last one again.
+INLINE void numbers_by_group(const toast_matrix &m, const void *numbers, int64_t row, int count,
+                             int64_t g, F32 *out) {
+  const int64_t groups = m.columns / m.group_size;
+#pragma GCC unroll 16
+  for (int j = 0; j < 16; j++) {
+    const int64_t at = (row + (j < count ? j : count - 1)) * groups + g;
+    out[j] = some_numbers_at(m.type, numbers, at, int(groups - g));
+  }
+  transpose(out);
+}
+
+INLINE void put_sixteen(const toast::Product &p, uint32_t place, int64_t first, int count, F32 y) {
+  const int64_t at = place * p.matrix->rows + first;
+  if (p.out_type == TOAST_F32) {
+    const __mmask16 some = __mmask16((1u << count) - 1);
+    _mm512_mask_storeu_ps(static_cast<float *>(p.out) + at, some, (__m512)y);
+    return;
+  }
+  for (int j = 0; j < count; j++) put(p.out_type, p.out, at + j, y[j]);
 }
 
 }  // namespace

@@ -40,28 +40,37 @@ INLINE void prepare_floats(const toast::Product &p, int64_t row) {
 template <int TYPE, int M, int N>
 INLINE void dots(const float *const *a, const void *const *b, int64_t columns, float (*out)[N]) {
   F32 sums[M][N];
+#pragma GCC unroll 8
   for (int i = 0; i < M; i++)
+#pragma GCC unroll 8
     for (int j = 0; j < N; j++) sums[i][j] = F32{};
   int64_t k = 0;
   for (; k + LANES <= columns; k += LANES) {
     F32 row[N];
+#pragma GCC unroll 8
     for (int j = 0; j < N; j++) {
       row[j] = Numbers<TYPE>::at(b[j], k);
       if (M == 1)
         __builtin_prefetch(static_cast<const char *>(b[j]) + k * Numbers<TYPE>::SIZE + PREFETCH);
     }
+#pragma GCC unroll 8
     for (int i = 0; i < M; i++) {
       F32 x = load<F32>(a[i] + k);
+#pragma GCC unroll 8
       for (int j = 0; j < N; j++) sums[i][j] = multiply_add(x, row[j], sums[i][j]);
     }
   }
   if (k < columns)
+#pragma GCC unroll 8
     for (int j = 0; j < N; j++) {
       F32 row = Numbers<TYPE>::some(b[j], k, int(columns - k));
+#pragma GCC unroll 8
       for (int i = 0; i < M; i++)
         sums[i][j] = multiply_add(load<F32>(a[i] + k), row, sums[i][j]);
     }
+#pragma GCC unroll 8
   for (int i = 0; i < M; i++)
+#pragma GCC unroll 8
     for (int j = 0; j < N; j++) out[i][j] = sum(sums[i][j]);
 }
 

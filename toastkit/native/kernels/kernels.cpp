@@ -14,13 +14,14 @@ namespace toast {
 namespace {
 
 #if defined(__x86_64__)
-const Instructions *const ALL[] = {&avx512vnni, &avx2, &portable};
+const Instructions *const ALL[] = {&avx512vbmi, &avx512vnni, &avx2, &portable};
 #else
 const Instructions *const ALL[] = {&portable};
 #endif
 
 constexpr int64_t CHUNK_BYTES = 64 << 10;  // of weights, for one vector
-constexpr int64_t CHUNK_ROWS = 16;         // for many; a multiple of all TILE_N
+constexpr int64_t CHUNK_ROWS = 64;         // for many; less of little matrices
+constexpr int64_t LEAST_ROWS = 16;         // a multiple of all tiles
 constexpr int64_t LITTLE = 1 << 16;        // products of numbers that are not worth a second thread
 
 std::atomic<const Instructions *> chosen{nullptr};
@@ -109,25 +110,30 @@ int multiply(Product &p, int64_t count, const uint32_t *expert) {
   } else {
     share(p.x->count, prepare);
   }
-  // A chunk is some rows of one expert.
-  auto busy = memory<int64_t>(m.experts);
-  if (!busy) return 2;
-  int64_t experts = 0;
+  // A chunk is some rows with some of the results that an expert gives.
+  const int64_t most_groups = m.experts + count / MOST_MEMBERS;
+  auto groups = memory<Group>(most_groups < count ? most_groups : count);
+  if (!groups) return 2;
+  int64_t all = 0;
+  bool many = false;
   for (int64_t e = 0; e < m.experts; e++)
-    if (begin[e + 1] > begin[e]) busy[experts++] = e;
+    for (int64_t i = begin[e]; i < begin[e + 1]; i += MOST_MEMBERS) {
+      const int64_t left = begin[e + 1] - i, members = left < MOST_MEMBERS ? left : MOST_MEMBERS;
+      groups[all++] = {e, members, places.get() + i};
+      many |= members > 1;
+    }
   int64_t rows = CHUNK_ROWS;
-  if (count <= experts) {
+  if (!many) {
     const int64_t row = m.columns * (m.bits ? m.bits : m.type == TOAST_F32 ? 32 : 16) / 8 + 1;
-    rows = CHUNK_BYTES / row / CHUNK_ROWS * CHUNK_ROWS;
-    if (rows < CHUNK_ROWS) rows = CHUNK_ROWS;
+    rows = CHUNK_BYTES / row / LEAST_ROWS * LEAST_ROWS;
+    if (rows < LEAST_ROWS) rows = LEAST_ROWS;
   }
   const int64_t chunks = (m.rows + rows - 1) / rows;
   std::atomic<bool> failed{false};
-  share(experts * chunks, [&](int64_t i) {
-    const int64_t e = busy[i / chunks], first = i % chunks * rows;
-    const Group group = {e, begin[e + 1] - begin[e], places.get() + begin[e]};
-    const int64_t end = first + rows < m.rows ? first + rows : m.rows;
-    if (!code.multiply(p, group, first, end)) failed.store(true, std::memory_order_relaxed);
+  share(all * chunks, [&](int64_t i) {
+    const int64_t first = i % chunks * rows, end = first + rows < m.rows ? first + rows : m.rows;
+    if (!code.multiply(p, groups[i / chunks], first, end))
+      failed.store(true, std::memory_order_relaxed);
   });
   return failed.load(std::memory_order_relaxed) ? 2 : 0;
 }

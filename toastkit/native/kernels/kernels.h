@@ -45,8 +45,8 @@ TOAST_API int toast_multiply(const toast_matrix *matrix, const toast_vectors *x,
                    const uint32_t *vector, const uint32_t *expert, int32_t exact, void *out,
                    int32_t out_type);
 
-// The instruction sets in use: "avx512vnni", "avx2", "portable". Choosing one that the processor
-// has not returns 1, and changes nothing. Not while anybody computes.
+// The instruction sets in use: "avx512vbmi", "avx512vnni", "avx2", "portable". Choosing one that
+// the processor has not returns 1, and changes nothing. Not while anybody computes.
 TOAST_API const char *toast_instructions(void);
 TOAST_API int toast_choose_instructions(const char *name);
 

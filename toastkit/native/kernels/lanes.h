@@ -25,6 +25,9 @@ constexpr int LANES = 4;
 #endif
 
 typedef float F32 __attribute__((vector_size(4 * LANES)));
+// Arrays of these stay in registers, where those of the processor's own types do not: GCC takes
+// such a type to lie in memory under any other.
+typedef int32_t I32 __attribute__((vector_size(4 * LANES)));
 typedef uint32_t U32 __attribute__((vector_size(4 * LANES)));
 typedef uint16_t U16 __attribute__((vector_size(2 * LANES)));
 

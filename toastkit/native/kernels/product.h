@@ -17,7 +17,9 @@ struct Product {
   int64_t prepared_stride;  // bytes of one vector in it
 };
 
-// Some results that one expert gives: places[i] < count, for i < members.
+constexpr int64_t MOST_MEMBERS = 64;
+
+// Some results that one expert gives: places[i] < count, for i < members, MOST_MEMBERS at most.
 struct Group {
   int64_t expert, members;
   const uint32_t *places;
@@ -33,7 +35,7 @@ struct Instructions {
   bool (*multiply)(const Product &, const Group &, int64_t first, int64_t end);
 };
 
-extern const Instructions avx512vnni, avx2, portable;
+extern const Instructions avx512vbmi, avx512vnni, avx2, portable;
 
 // Memory of the calling thread, aligned to 64 bytes, that lasts until it asks for more of that
 // kind; NULL where there is none.

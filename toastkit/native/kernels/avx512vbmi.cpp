@@ -1,0 +1,13 @@
+// The code for processors with AVX-512 VBMI too: numbers of 2, 3 and 6 bits become bytes in
+// registers.
+#define TILE_M 6
+#define TILE_N 4
+#include "digit_tiles.h"
+
+namespace toast {
+
+static bool there() { return avx512vnni.there() && __builtin_cpu_supports("avx512vbmi"); }
+
+const Instructions avx512vbmi = {"avx512vbmi", there, prepared_bytes, prepare, multiply};
+
+}  // namespace toast
