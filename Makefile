@@ -41,14 +41,16 @@ fuzz: $(VENV)/stamp            ## attacks with new seeds: SECONDS=60; SEED=frame
 native: $(VENV)/stamp          ## build the native products now; commands build them in the background
 	$(BIN)/python -m toastkit.native.building
 
+KERNELS := tests/unit/test_native_kernels.py tests/unit/test_native_rows.py
+
 # Python itself is not compiled for them, so that the compiler's library comes in first.
 sanitize: $(VENV)/stamp        ## the tests of the C++ kernels, with the compiler's sanitizers
 	TOAST_TEST_SANITIZERS=address,undefined ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so)" \
-		$(BIN)/python -m pytest -p no:faulthandler tests/unit/test_native_kernels.py
+		$(BIN)/python -m pytest -p no:faulthandler $(KERNELS)
 	TOAST_TEST_SANITIZERS=thread TSAN_OPTIONS=die_after_fork=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" \
-		$(BIN)/python -m pytest -p no:faulthandler tests/unit/test_native_kernels.py
+		$(BIN)/python -m pytest -p no:faulthandler $(KERNELS)
 
 check: lint types test         ## formatter, linter, types, man pages, tests
 

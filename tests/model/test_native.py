@@ -29,7 +29,7 @@ from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.policy import Wish
 from toastkit.model.locate import locate
 from toastkit.native import building, modules, probe, starting
-from toastkit.native.library import BITS, GROUP_SIZES, Library, load
+from toastkit.native.library import BITS, GROUP_SIZES, Library, load, use
 from toastkit.residency.residency_options import ResidencyOptions
 
 pytestmark = needed
@@ -211,7 +211,7 @@ def test_only_the_classes_of_mlx_are_replaced(library: Library) -> None:
 
 def test_modules_compute_what_they_are(library: Library) -> None:
     """With biases; and what only MLX packs is left to it."""
-    modules.use(library)
+    use(library)
     x = mx.random.normal((2, 3, 64), key=mx.random.key(0))
     chosen = mx.array([[[0, 2], [1, 1], [2, 0]]] * 2, mx.uint32)
     made = [nn.Linear(64, 96), nn.Linear(64, 96, bias=False), nn.Embedding(96, 64)]
@@ -249,7 +249,23 @@ MAKERS = {"llama": tied_llama, "qwen3": quantised_qwen3}
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "mixtral", "qwen3_moe_quantised", "gemma3_text", "gpt_oss"]
+    "name",
+    [
+        "llama",
+        "qwen3",
+        "mixtral",
+        "qwen3_moe_quantised",
+        "gemma3_text",
+        "gpt_oss",
+        "phi3",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "mamba2",
+        "falcon_h1",
+    ],
 )
 def test_models_are_those_of_mlx(tmp_path: Path, name: str) -> None:
     make = MAKERS.get(name) or (lambda path: write_published(path, name))

@@ -25,7 +25,7 @@ from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.native import modules
-from toastkit.native.library import load
+from toastkit.native.library import load, use
 from toastkit.residency.model_sizes import sizes_of
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store.bake import bake
@@ -133,7 +133,7 @@ def test_a_matrix_that_the_architecture_reads_is_widened(tmp_path: Path) -> None
 
 
 def test_who_else_reads_a_parameter_sees_it_widened(built: Path) -> None:
-    modules.use(load(str(built)))
+    use(load(str(built)))
     module = nn.Linear(64, 96)
     module.weight = module.weight.astype(mx.bfloat16)
     wide = module.weight.astype(mx.float32)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
+from tests.native_library import native_cache, native_path
 from toastkit.native.compiling import compile_library, compiler
 
 # As the compiler takes them: "address,undefined" or "thread" (make sanitize). Asked before the
 # tests' own surroundings are set up.
 SANITIZERS = os.environ.get("TOAST_TEST_SANITIZERS")
+SETS = ("avx512vbmi", "avx512vnni", "avx2", "portable")
 TYPES = {"f32": 0, "f16": 1, "bf16": 2}
 # Half the distance between two numbers, as a share of their size.
 ROUNDING = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
@@ -163,3 +167,20 @@ class Kernels:
             error += np.einsum("ck,crk->cr", half * 1.01, abs(matrix.exact[expert]))
         product = np.einsum("ck,crk->cr", x, matrix.exact[expert])
         return error + abs(product) * ROUNDING[out_type] * 1.01 + 2.0**-25
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    if SANITIZERS:
+        return Kernels(sanitized(tmp_path_factory.mktemp("kernels")))
+    return Kernels(native_path(native_cache(tmp_path_factory)))
+
+
+@pytest.fixture(params=SETS)
+def instructions(request: pytest.FixtureRequest, kernels: Kernels) -> Iterator[str]:
+    """Each test runs with each instruction set, and three threads."""
+    if not kernels.choose(request.param):
+        pytest.skip(f"no {request.param} here")
+    kernels.library.toast_set_threads(3)
+    yield request.param
+    kernels.library.toast_set_threads(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,38 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from tests.native_library import native_cache, native_path, needed
+from tests.native_library import needed
 from tests.unit.native_kernels import (
-    SANITIZERS,
     TYPES,
     Kernels,
     Matrix,
+    instructions,
+    kernels,
     random_matrix,
     read,
-    sanitized,
     stored,
 )
 
-pytestmark = needed
-SETS = ("avx512vbmi", "avx512vnni", "avx2", "portable")
+__all__ = ["instructions", "kernels"]
+pytestmark = [needed, pytest.mark.usefixtures("instructions")]
 BITS = (0, 2, 3, 4, 6, 8)
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    if SANITIZERS:
-        return Kernels(sanitized(tmp_path_factory.mktemp("kernels")))
-    return Kernels(native_path(native_cache(tmp_path_factory)))
-
-
-@pytest.fixture(params=SETS, autouse=True)
-def instructions(request: pytest.FixtureRequest, kernels: Kernels) -> Iterator[str]:
-    """Each test runs with each instruction set, and three threads."""
-    if not kernels.choose(request.param):
-        pytest.skip(f"no {request.param} here")
-    kernels.library.toast_set_threads(3)
-    yield request.param
-    kernels.library.toast_set_threads(1)
 
 
 matrices = st.builds(

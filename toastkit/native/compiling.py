@@ -24,7 +24,7 @@ AVX512 = (
 )
 # What each source is compiled for besides the usual; which of them runs is chosen where it runs.
 SOURCES = {
-    "pool.cpp": (), "kernels.cpp": (), "portable.cpp": (), "avx2.cpp": AVX2,
+    "pool.cpp": (), "kernels.cpp": (), "rows.cpp": (), "portable.cpp": (), "avx2.cpp": AVX2,
     "avx512vnni.cpp": (*AVX2, *AVX512), "avx512vbmi.cpp": (*AVX2, *AVX512, "-mavx512vbmi"),
 }  # fmt: skip
 GLUE = FOLDER / "glue"  # the MLX primitives over them

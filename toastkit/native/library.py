@@ -18,6 +18,8 @@ import mlx.core as mx
 BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+ACTIVATIONS = ("silu", "gelu", "sigmoid")
+NONE = ctypes.py_object()  # an array that is not given
 
 
 def processors(root: str = "/") -> int:
@@ -50,6 +52,18 @@ class Library:
         self._product: Callable = loaded.toast_product
         loaded.toast_product.restype = ctypes.c_char_p
         loaded.toast_product.argtypes = [ctypes.py_object] * 6 + [ctypes.c_int] * 4
+
+        def function(name: str, arrays: int, *rest: type) -> Callable:
+            one = loaded[f"toast_{name}_array"]
+            one.restype = ctypes.c_char_p
+            one.argtypes = [ctypes.py_object] * arrays + list(rest)
+            return one
+
+        self._norm = function("norm", 3, ctypes.c_float, ctypes.c_float)
+        self._rotate = function("rotate", 4, *[ctypes.c_int] * 4, *[ctypes.c_float] * 2)
+        self._gate = function("gate", 3, ctypes.c_int)
+        self._softmax = function("softmax", 2)
+        self._log_sum_exp = function("log_sum_exp", 2)
 
     def describe(self, array: mx.array) -> tuple[tuple[int, ...], int, int] | None:
         """What the library finds where it looks for an array (...) of any dtype: shape, bytes of a
@@ -85,9 +99,75 @@ class Library:
             out, x, weight, scales if packed else x, biases if packed else x,
             x if experts is None else experts, experts is not None, bits, group_size, exact,
         )  # fmt: skip
-        if wrong is not None:
-            raise ValueError(wrong.decode())
-        return out
+        return _made(out, wrong)
+
+    def rms_norm(
+        self, x: mx.array, weight: mx.array | None, eps: float, plus: float = 0.0
+    ) -> mx.array:
+        """x / sqrt(mean(x^2) + eps) * (weight + plus) over the last axis, computed in float32, of
+        the dtype that x and the weight have in common; lazy. x: (..., n). weight: (n,), None for
+        ones. Raises ValueError for other shapes and dtypes, as all that follows."""
+        out = mx.array(0)
+        return _made(out, self._norm(out, x, NONE if weight is None else weight, plus, eps))
+
+    def rope(
+        self,
+        x: mx.array,
+        dims: int,
+        frequencies: mx.array,
+        offset: int | mx.array,
+        *,
+        inverse: bool = False,
+        scale: float = 1.0,
+        factor: float = 1.0,
+        traditional: bool = False,
+    ) -> mx.array:
+        """As mx.fast.rope, lazy. x: (batch, heads, length, n) or (batch, length, n). frequencies:
+        float32 (dims / 2,), in radians a position; inverse: 1 over them. offset: a number, or int32
+        () or (batch,). factor: that the rotated numbers are multiplied by."""
+        out, given = mx.array(0), isinstance(offset, mx.array)
+        wrong = self._rotate(
+            out, x, frequencies, offset if given else NONE, 0 if given else offset, dims,
+            traditional, inverse, scale, factor,
+        )  # fmt: skip
+        return _made(out, wrong)
+
+    def gate(self, gate: mx.array, x: mx.array | None, activation: str) -> mx.array:
+        """activation(gate) * x, lazy. Both (..., n) of one dtype; x: None for ones. activation: of
+        ACTIVATIONS; "gelu" is the one by tanh. Raises ValueError where they differ."""
+        out, kind = mx.array(0), ACTIVATIONS.index(activation)
+        return _made(out, self._gate(out, gate, NONE if x is None else x, kind))
+
+    def softmax(self, x: mx.array) -> mx.array:
+        """Of x (..., n) over the last axis, computed in float32, of the dtype of x; lazy."""
+        out = mx.array(0)
+        return _made(out, self._softmax(out, x))
+
+    def log_sum_exp(self, x: mx.array) -> mx.array:
+        """Of x (..., n) over the last axis: float32 (..., 1), lazy."""
+        out = mx.array(0)
+        return _made(out, self._log_sum_exp(out, x))
+
+
+def _made(out: mx.array, wrong: bytes | None) -> mx.array:
+    """What the library made of an array, unless it says what is wrong."""
+    if wrong is not None:
+        raise ValueError(wrong.decode())
+    return out
+
+
+_in_use: Library | None = None
+
+
+def use(library: Library | None) -> None:
+    """What all native modules of this process compute with."""
+    global _in_use
+    _in_use = library
+
+
+def in_use() -> Library | None:
+    """It, where there is one."""
+    return _in_use
 
 
 @cache

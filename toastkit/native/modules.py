@@ -13,22 +13,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from toastkit.native import operations
 from toastkit.native.functions import methods_anew
-from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, Library
+from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, in_use
 
 NARROW = (mx.float16, mx.bfloat16)
 # Where an architecture reads a parameter of one of its modules, and does not call the module.
 READ_ELSEWHERE = re.compile(
     r"\bself\.(?:[\w\[\]]+\.)*(\w+)(?:\[\w+\])*(?:\.|\[[\"'])(?:weight|scales|biases)\b"
 )
-
-_library: Library | None = None
-
-
-def use(library: Library) -> None:
-    """The library that all native modules of this process compute with."""
-    global _library
-    _library = library
 
 
 def native(cls: type) -> type:
@@ -43,8 +36,11 @@ def native(cls: type) -> type:
 
 def use_native(modules: Iterable[nn.Module]) -> None:
     """Has modules compute natively that hold no weights of their own, or none that ever leave."""
+    modules = list(modules)
+    # What a class has its modules be by default is one for all models of the process.
+    shared = {id(part) for module in modules for part in _defaults(type(module))}
     for module in modules:
-        if (cls := native(type(module))) is not type(module):
+        if id(module) not in shared and (cls := native(type(module))) is not type(module):
             module.__class__ = cls
 
 
@@ -82,6 +78,11 @@ def _read_in(name: str) -> frozenset[str]:
     if file is None:
         raise FileNotFoundError(name)
     return frozenset(READ_ELSEWHERE.findall(Path(file).read_text(encoding="utf-8")))
+
+
+def _defaults(cls: type[nn.Module]) -> tuple[Any, ...]:
+    given = [vars(base).get("__init__") for base in cls.__mro__]
+    return tuple(v for f in given for v in getattr(f, "__defaults__", None) or ())
 
 
 @cache
@@ -123,19 +124,20 @@ class _Product(_Native):
         numbers = weight if scales is None else scales
         if self._wide is not None:
             x = x.astype(self._wide)
-        if _library is None or x.dtype not in FLOATS or numbers.dtype not in FLOATS:
+        library = in_use()
+        if library is None or x.dtype not in FLOATS or numbers.dtype not in FLOATS:
             return None
         if experts is not None and experts.dtype != mx.uint32:
             experts = experts.astype(mx.uint32)
         if scales is None:
-            return _library.multiply(x, weight, experts=experts)
+            return library.multiply(x, weight, experts=experts)
         biases = self.get("biases")
         affine = self.mode == "affine" and biases is not None and biases.dtype == scales.dtype
         if not affine or self.bits not in BITS or self.group_size not in GROUP_SIZES:
             return None
         if weight.shape[-1] * 32 != x.shape[-1] * self.bits:
             return None
-        return _library.multiply(x, weight, scales, biases, experts, self.bits, self.group_size)
+        return library.multiply(x, weight, scales, biases, experts, self.bits, self.group_size)
 
 
 class _Linear(_Product):
@@ -171,12 +173,27 @@ class _Switch(_Product):
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
 
 
+class _Norm(_Native):
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        return operations.rms_norm(x, self["weight"], self.eps)
+
+
+class _Rope(_Native):
+    def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        return operations.rope(
+            x, self.dims, traditional=self.traditional, base=self.base, scale=self.scale,
+            offset=offset,
+        )  # fmt: skip
+
+
 # By name: the last two are imported by architectures with experts only.
 MIXINS: dict[tuple[str, str], type] = {
     ("mlx.nn.layers.linear", "Linear"): _Linear,
     ("mlx.nn.layers.quantized", "QuantizedLinear"): _Linear,
     ("mlx.nn.layers.embedding", "Embedding"): _Embedding,
     ("mlx.nn.layers.quantized", "QuantizedEmbedding"): _Embedding,
+    ("mlx.nn.layers.normalization", "RMSNorm"): _Norm,
+    ("mlx.nn.layers.positional_encoding", "RoPE"): _Rope,
     ("mlx_lm.models.switch_layers", "SwitchLinear"): _Switch,
     ("mlx_lm.models.switch_layers", "QuantizedSwitchLinear"): _Switch,
 }

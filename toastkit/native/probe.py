@@ -14,7 +14,7 @@ from toastkit.native.library import BITS, Library
 
 
 def trustworthy(library: Library) -> bool:
-    """Whether it finds arrays where they are, and multiplies as MLX does."""
+    """Whether it finds arrays where they are, and computes as MLX does."""
     arrays = [
         mx.zeros((3, 5)), mx.array(7, mx.uint32), mx.ones((2, 3, 4), mx.bfloat16)[:, 1:],
         mx.zeros((0, 6), mx.uint8), mx.arange(10) * 2,
@@ -34,12 +34,32 @@ def trustworthy(library: Library) -> bool:
     vectors = mx.random.normal((2, 1, 1, 64))
     theirs = mx.gather_mm(vectors, stack.swapaxes(-1, -2), rhs_indices=chosen)
     pairs.append((library.multiply(vectors, stack, experts=chosen), theirs))
+    pairs += _operations(library)
     return all(
         ours.shape == theirs.shape
         and ours.dtype == theirs.dtype
         and mx.allclose(ours, theirs, rtol=1e-3, atol=1e-2).item()
         for ours, theirs in pairs
     )
+
+
+def _operations(library: Library) -> list[tuple[mx.array, mx.array]]:
+    """What it does to rows, and what MLX does."""
+    x, y = mx.random.normal((2, 5, 3, 70)), mx.random.normal((2, 3, 5, 70))
+    heads, row, offsets = x.swapaxes(1, 2), x[0, 0, 0], mx.array([2, 1000])
+    speeds, sigmoid = 1 / mx.arange(1.0, 17.0), mx.sigmoid(y)
+    turned = mx.fast.rope(
+        heads, 32, traditional=False, base=None, scale=1.0, offset=offsets, freqs=1 / speeds
+    )
+    return [
+        (library.rms_norm(heads, row, 1e-5), mx.fast.rms_norm(heads, row, 1e-5)),
+        (library.rms_norm(heads, None, 1e-5), mx.fast.rms_norm(heads, None, 1e-5)),
+        (library.rope(heads, 32, speeds, offsets), turned),
+        (library.gate(y, heads, "silu"), y * sigmoid * heads),
+        (library.gate(y, None, "sigmoid"), sigmoid),
+        (library.softmax(heads), mx.softmax(heads, -1)),
+        (library.log_sum_exp(heads), mx.logsumexp(heads, -1, keepdims=True)),
+    ]
 
 
 def main() -> int:

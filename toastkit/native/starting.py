@@ -43,12 +43,11 @@ def start(setting: str) -> Status:
 
 
 def _loaded(path: str) -> Status:
-    from toastkit.native import modules
-    from toastkit.native.library import load
+    from toastkit.native.library import load, use
 
     try:
         library = load(path)
     except (OSError, AttributeError) as error:
         return Status(False, f"{path}: {error}")
-    modules.use(library)
+    use(library)
     return Status(True, library.instructions)

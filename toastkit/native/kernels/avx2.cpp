@@ -2,6 +2,7 @@
 #define TILE_M 2
 #define TILE_N 4
 #include "floats.h"
+#include "row_functions.h"
 
 namespace toast {
 
@@ -10,6 +11,7 @@ static bool there() {
          __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
 }
 
-const Instructions avx2 = {"avx2", there, floats_bytes, prepare_floats, multiply_floats};
+const Instructions avx2 = {
+    "avx2", there, floats_bytes, prepare_floats, multiply_floats, &row_functions};
 
 }  // namespace toast

@@ -3,11 +3,13 @@
 #define TILE_M 6
 #define TILE_N 4
 #include "digit_tiles.h"
+#include "row_functions.h"
 
 namespace toast {
 
 static bool there() { return avx512vnni.there() && __builtin_cpu_supports("avx512vbmi"); }
 
-const Instructions avx512vbmi = {"avx512vbmi", there, prepared_bytes, prepare, multiply};
+const Instructions avx512vbmi = {
+    "avx512vbmi", there, prepared_bytes, prepare, multiply, &row_functions};
 
 }  // namespace toast

@@ -2,6 +2,7 @@
 #define TILE_M 6
 #define TILE_N 4
 #include "digit_tiles.h"
+#include "row_functions.h"
 
 namespace toast {
 
@@ -11,6 +12,7 @@ static bool there() {
          __builtin_cpu_supports("avx512vnni");
 }
 
-const Instructions avx512vnni = {"avx512vnni", there, prepared_bytes, prepare, multiply};
+const Instructions avx512vnni = {
+    "avx512vnni", there, prepared_bytes, prepare, multiply, &row_functions};
 
 }  // namespace toast

@@ -26,15 +26,6 @@ constexpr int64_t LITTLE = 1 << 16;        // products of numbers that are not w
 
 std::atomic<const Instructions *> chosen{nullptr};
 
-const Instructions &instructions() {
-  const Instructions *now = chosen.load(std::memory_order_relaxed);
-  if (now) return *now;
-  auto one = ALL;
-  while (!(*one)->there()) one++;
-  chosen.store(*one, std::memory_order_relaxed);
-  return **one;
-}
-
 struct Free {
   void operator()(void *p) const { free(p); }
 };
@@ -139,6 +130,15 @@ int multiply(Product &p, int64_t count, const uint32_t *expert) {
 }
 
 }  // namespace
+
+const Instructions &instructions() {
+  const Instructions *now = chosen.load(std::memory_order_relaxed);
+  if (now) return *now;
+  auto one = ALL;
+  while (!(*one)->there()) one++;
+  chosen.store(*one, std::memory_order_relaxed);
+  return **one;
+}
 
 void *scratch(int kind, int64_t bytes) {
   static thread_local struct Kept {

@@ -168,4 +168,35 @@ INLINE void put(int type, void *p, int64_t i, float x) {
   }
 }
 
+// Sixteen bits of each, rounded likewise.
+INLINE U16 narrowed(int type, F32 v) {
+  if (type == TOAST_BF16) {
+    U32 bits = (U32)v, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return __builtin_convertvector(v == v ? rounded : bits >> 16 | 0x40, U16);
+  }
+#if defined(__AVX512F__)
+  return (U16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__AVX2__)
+  return (U16)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#else
+  U16 narrow;
+  for (int k = 0; k < LANES; k++) narrow[k] = to_f16(v[k]);
+  return narrow;
+#endif
+}
+
+// The first n of them.
+INLINE void put_some(int type, void *p, int64_t i, F32 v, int n) {
+  if (type == TOAST_F32) {
+    float *to = static_cast<float *>(p) + i;
+    if (n >= LANES) return store(to, v);
+    memcpy(to, &v, n * sizeof *to);
+  } else {
+    uint16_t *to = static_cast<uint16_t *>(p) + i;
+    U16 narrow = narrowed(type, v);
+    if (n >= LANES) return store(to, narrow);
+    memcpy(to, &narrow, n * sizeof *to);
+  }
+}
+
 }  // namespace

@@ -2,10 +2,11 @@
 #define TILE_M 2
 #define TILE_N 4
 #include "floats.h"
+#include "row_functions.h"
 
 namespace toast {
 
 const Instructions portable = {
-    "portable", [] { return true; }, floats_bytes, prepare_floats, multiply_floats};
+    "portable", [] { return true; }, floats_bytes, prepare_floats, multiply_floats, &row_functions};
 
 }  // namespace toast

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "rows.h"
 
 namespace toast {
 
@@ -27,13 +28,18 @@ struct Group {
 
 // One instruction set's code. prepared_bytes: of a vector, a multiple of 64. prepare: vector `row`.
 // multiply: rows first up to `end` of an expert with all members of a group; false for no memory.
+// rows: see rows.h.
 struct Instructions {
   const char *name;
   bool (*there)();
   int64_t (*prepared_bytes)(const Product &);
   void (*prepare)(const Product &, int64_t row);
   bool (*multiply)(const Product &, const Group &, int64_t first, int64_t end);
+  const RowInstructions *rows;
 };
+
+// The set in use.
+const Instructions &instructions();
 
 extern const Instructions avx512vbmi, avx512vnni, avx2, portable;
 

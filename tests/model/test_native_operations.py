@@ -1,0 +1,182 @@
+"""Native operations on rows as MLX arrays, beside MLX's: in whatever layout the arrays have, by
+whatever name architectures call them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models import activations, rope_utils, switch_layers
+
+from tests.conftest import examples
+from tests.native_library import native_cache, native_path, needed
+from toastkit.native import modules, operations
+from toastkit.native.library import Library, load, use
+
+pytestmark = [needed, pytest.mark.usefixtures("library")]
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+CLOSE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
+dtypes = st.sampled_from(DTYPES)
+layouts = st.sampled_from(("rows", "turned", "sliced", "gaps", "broadcast"))
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 5))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    made = load(str(native_path(native_cache(tmp_path_factory))))
+    use(made)
+    return made
+
+
+def numbers(seed: int, shape: tuple[int, ...], dtype: mx.Dtype, layout: str = "rows") -> mx.array:
+    """Random ones, (..., m, n), that lie so in memory."""
+    x = (2 * mx.random.normal(shape, key=mx.random.key(seed))).astype(dtype)
+    if layout == "turned":
+        return mx.contiguous(x.swapaxes(-2, -3)).swapaxes(-2, -3)
+    if layout == "sliced":
+        return mx.concatenate([x, x], axis=-1)[..., : x.shape[-1]]
+    if layout == "gaps":
+        return mx.stack([x, x], axis=-1).reshape(*x.shape[:-1], -1)[..., ::2]
+    if layout == "broadcast":
+        return mx.broadcast_to(x[:1], x.shape)
+    return x
+
+
+def alike(ours: mx.array, theirs: mx.array, close: float | None = None) -> bool:
+    """Up to rounding. close: a share of the largest number; None for what the dtype has."""
+    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    most = CLOSE[theirs.dtype] if close is None else close
+    ours, theirs = ours.astype(mx.float32), theirs.astype(mx.float32)
+    return bool((mx.abs(ours - theirs) <= most * (1 + mx.abs(theirs).max())).all().item())
+
+
+@settings(max_examples=examples(40))
+@given(shapes, st.integers(1, 80), st.tuples(dtypes, dtypes), layouts, st.booleans())
+def test_norms(shape: tuple, size: int, kinds: tuple, layout: str, weighted: bool) -> None:
+    x = numbers(1, (*shape, size), kinds[0], layout)
+    weight = numbers(2, (size,), kinds[1]) if weighted else None
+    theirs = mx.fast.rms_norm(x, weight, 1e-5)
+    close = max(CLOSE[kinds[0]], CLOSE[kinds[1]])
+    assert alike(operations.rms_norm(x, weight, 1e-5), theirs, close)
+
+
+@settings(max_examples=examples(60))
+@given(shapes, st.integers(1, 33), st.integers(0, 5), dtypes, layouts, st.booleans(), st.data())
+def test_ropes(
+    shape: tuple, pairs: int, rest: int, dtype: mx.Dtype, layout: str, traditional: bool, data
+) -> None:  # fmt: skip
+    x = numbers(3, (*shape, 2 * pairs + rest), dtype, layout)
+    if data.draw(st.booleans()):
+        x = x[:, 0]
+    base, freqs = 10000.0, None
+    if data.draw(st.booleans()):
+        base, freqs = None, mx.concatenate([mx.exp(mx.arange(pairs - 1.0)), mx.array([mx.inf])])
+    offset: Any = data.draw(st.sampled_from([0, 7, 100_000]))
+    kind = data.draw(st.sampled_from(["number", "array", "each"]))
+    if kind != "number":
+        offset = mx.array(offset) if kind == "array" else mx.arange(shape[0]) * 1000 + offset
+        offset = offset.astype(data.draw(st.sampled_from([mx.int32, mx.int64, mx.uint32])))
+    rest_of = {
+        "traditional": traditional, "base": base, "freqs": freqs, "offset": offset,
+        "scale": data.draw(st.sampled_from([1.0, 0.125])),
+    }  # fmt: skip
+    theirs = mx.fast.rope(x, 2 * pairs, **rest_of)
+    assert alike(operations.rope(x, 2 * pairs, **rest_of), theirs)
+
+
+@settings(max_examples=examples(30))
+@given(shapes, st.integers(1, 80), dtypes, layouts, layouts)
+def test_gates(shape: tuple, size: int, dtype: mx.Dtype, first: str, second: str) -> None:
+    x, y = (numbers(n, (*shape, size), dtype, f) for n, f in ((4, first), (5, second)))
+    assert alike(operations.swiglu(x, y), activations.swiglu(x, y))
+    h = x.astype(mx.bfloat16)
+    assert alike(operations.precise_swiglu(h, x, y), activations.precise_swiglu(h, x, y))
+    assert alike(operations.silu(x), nn.silu(x))
+    assert alike(operations.gelu_approx(x), nn.gelu_approx(x))
+    assert alike(operations.sigmoid(x), mx.sigmoid(x))
+
+
+@settings(max_examples=examples(30))
+@given(shapes, st.sampled_from([1, 7, 64, 33000]), dtypes, layouts, st.booleans())
+def test_softmax(shape: tuple, size: int, dtype: mx.Dtype, layout: str, keep: bool) -> None:
+    x = numbers(6, (*shape, size), dtype, layout)
+    wide = x.astype(mx.float32)
+    theirs = mx.softmax(wide, axis=-1).astype(dtype)
+    assert alike(operations.softmax(x, axis=-1, precise=True), theirs)
+    assert alike(operations.softmax(x, 3), theirs)
+    theirs = mx.logsumexp(wide, axis=-1, keepdims=keep).astype(dtype)
+    assert alike(operations.logsumexp(x, -1, keep), theirs)
+
+
+def test_what_only_mlx_has(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
+    """Other dtypes, axes and shapes go there; what it refuses is refused."""
+    x, ints = numbers(7, (2, 3, 4, 8), mx.float32), mx.arange(12).reshape(1, 3, 4)
+    calls = [
+        lambda f: f.softmax(x), lambda f: f.softmax(x, axis=1), lambda f: f.softmax(ints, axis=-1),
+        lambda f: f.logsumexp(x, axis=(0, 1)), lambda f: f.sigmoid(ints),
+        lambda f: f.sigmoid(x, stream=mx.cpu),
+        lambda f: (f if f is operations else mx.fast).rms_norm(x, x[0, 0, 0], 1e-5, stream=mx.cpu),
+        lambda f: (f if f is operations else mx.fast).rope(
+            x[None], 4, traditional=False, base=10.0, scale=1.0, offset=1
+        ),
+    ]  # fmt: skip
+    for call in calls:
+        assert alike(call(operations), call(mx))
+    assert alike(operations.swiglu(x, x[:1]), activations.swiglu(x, x[:1]))
+    wrong = {"traditional": False, "scale": 1.0, "offset": 0}
+    for dims, rest in ((4, {"base": None}), (5, {"base": 1.0}), (10, {"base": 1.0})):
+        with pytest.raises(ValueError):
+            operations.rope(x, dims, **rest, **wrong)
+    with pytest.raises(ValueError):
+        operations.rms_norm(x, x[0, 0, 0, :5], 1e-5)
+    with pytest.raises(ValueError):
+        library.gate(x, x[:1], "silu")
+    monkeypatch.setattr("toastkit.native.library._in_use", None)
+    for call in calls[:5]:
+        assert alike(call(operations), call(mx))
+    assert alike(operations.rms_norm(x, None, 1e-5), mx.fast.rms_norm(x, None, 1e-5))
+
+
+ROPES = {
+    "plain": lambda: nn.RoPE(24, base=500.0, scale=0.5),
+    "traditional": lambda: nn.RoPE(32, traditional=True),
+    "llama3": lambda: rope_utils.Llama3RoPE(32, scaling_config={"factor": 8.0}),
+    "yarn": lambda: rope_utils.YarnRoPE(32, scaling_factor=4.0, beta_fast=4),
+    "su": lambda: rope_utils.SuScaledRoPE(16, long_factor=[1.5] * 8, short_factor=1.0),
+    "proportional": lambda: rope_utils.ProportionalRoPE(32, 16),
+    "dynamic": lambda: rope_utils.DynamicNTKScalingRoPE(32, 4, False, 1e4, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", list(ROPES))
+def test_modules_of_ropes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ROPES[name]()
+    x = numbers(8, (2, 3, 5, 32), mx.float32, "turned")
+    offsets = [0, 3] if name == "dynamic" else [0, 3, mx.array([2, 900])]
+    theirs = [module(x, offset=offset) for offset in offsets]
+    module.__class__ = modules.native(type(module))
+    assert modules.is_native(type(module))
+    monkeypatch.setattr(mx.fast, "rope", None)
+    assert all(alike(module(x, offset=offset), y) for offset, y in zip(offsets, theirs))
+
+
+def test_modules_of_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = nn.RMSNorm(48), numbers(9, (2, 3, 48), mx.float32)
+    module.weight = numbers(10, (48,), mx.float32)
+    theirs = module(x)
+    module.__class__ = modules.native(type(module))
+    monkeypatch.setattr(mx.fast, "rms_norm", None)
+    assert alike(module(x), theirs)
+
+
+def test_what_all_models_share_stays(tmp_path: Path) -> None:
+    """The default of an argument is one module for the whole process."""
+    made = switch_layers.SwitchGLU(8, 8, 2)
+    modules.use_native(made.modules())
+    assert type(made.activation) is switch_layers.SwiGLU
+    assert type(switch_layers.SwitchGLU(8, 8, 2).up_proj) is switch_layers.SwitchLinear

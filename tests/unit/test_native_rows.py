@@ -1,0 +1,342 @@
+"""What toastkit/native/kernels does to rows, against float64, on every instruction set of this
+processor."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import examples
+from tests.native_library import needed
+from tests.unit.native_kernels import (
+    ROUNDING,
+    TYPES,
+    Kernels,
+    instructions,
+    kernels,
+    read,
+    stored,
+)
+
+__all__ = ["instructions", "kernels"]
+pytestmark = [needed, pytest.mark.usefixtures("instructions")]
+ACTIVATIONS = ("silu", "gelu", "sigmoid")
+types = st.sampled_from(list(TYPES))
+seeds = st.integers(0, 1 << 20)
+# Numbers of a row: few, odd tails, several parts of a row (16,384).
+columns = st.one_of(st.integers(1, 70), st.sampled_from([256, 2048, 16384, 16385, 40001]))
+
+
+class Vectors(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("count", ctypes.c_int64), ("stride", ctypes.c_int64),
+        ("type", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class Heads(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "length", "size")),
+        ("strides", ctypes.c_int64 * 3), ("type", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class Rotation(ctypes.Structure):
+    _fields_ = [
+        ("dims", ctypes.c_int64), ("frequencies", ctypes.c_void_p), ("inverse", ctypes.c_int32),
+        ("offsets", ctypes.c_void_p), ("offset_count", ctypes.c_int64), ("scale", ctypes.c_float),
+        ("factor", ctypes.c_float), ("traditional", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+def pointer(array: np.ndarray | None) -> ctypes.c_void_p | None:
+    return None if array is None else ctypes.c_void_p(array.ctypes.data)
+
+
+def vectors(x: np.ndarray, type_: str) -> Any:
+    return ctypes.byref(Vectors(x.ctypes.data, len(x), x.strides[0] // x.itemsize, TYPES[type_]))
+
+
+def room(shape: tuple[int, ...], type_: str) -> np.ndarray:
+    return stored(np.full(shape, 7.0, np.float32), type_)
+
+
+def numbers(seed: int, shape: tuple[int, ...], type_: str, gap: int = 0) -> np.ndarray:
+    """Random ones of very different sizes, with a gap after each row."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=(*shape[:-1], shape[-1] + gap)) * 4
+    return stored(values, type_)[..., : shape[-1]]
+
+
+def check(code: int) -> None:
+    if code:
+        raise ValueError(code)
+
+
+def normed(
+    kernels: Kernels, x: np.ndarray, weight: np.ndarray | None, kinds: tuple, plus: float = 0
+) -> np.ndarray:
+    out = room(x.shape, kinds[2])
+    check(kernels.library.toast_rms_norm(
+        vectors(x, kinds[0]), ctypes.c_int64(x.shape[-1]), pointer(weight), TYPES[kinds[1]],
+        ctypes.c_float(plus), ctypes.c_float(1e-5), pointer(out), TYPES[kinds[2]],
+    ))  # fmt: skip
+    return out
+
+
+def rotated(
+    kernels: Kernels,
+    x: np.ndarray,
+    type_: str,
+    frequencies: np.ndarray,
+    offsets: np.ndarray,
+    inverse: bool = False,
+    scale: float = 1.0,
+    factor: float = 1.0,
+    traditional: bool = False,
+) -> np.ndarray:
+    """x: (batch, heads, length, size), the last contiguous. offsets: int32 (batch,) or (1,)."""
+    out = room(x.shape, type_)
+    strides = [n // x.itemsize for n in x.strides[:3]]
+    heads = Heads(x.ctypes.data, *x.shape, (ctypes.c_int64 * 3)(*strides), TYPES[type_])
+    rotation = Rotation(
+        2 * len(frequencies), frequencies.ctypes.data, inverse, offsets.ctypes.data, len(offsets),
+        scale, factor, traditional,
+    )  # fmt: skip
+    check(kernels.library.toast_rotate(
+        ctypes.byref(heads), ctypes.byref(rotation), pointer(out)
+    ))  # fmt: skip
+    return out
+
+
+def gated(
+    kernels: Kernels, gate: np.ndarray, x: np.ndarray | None, type_: str, kind: str
+) -> np.ndarray:
+    out = room(gate.shape, type_)
+    check(kernels.library.toast_gate(
+        pointer(gate), pointer(x), ctypes.c_int64(gate.size), TYPES[type_],
+        ACTIVATIONS.index(kind), pointer(out),
+    ))  # fmt: skip
+    return out
+
+
+def softmax(kernels: Kernels, x: np.ndarray, kinds: tuple) -> np.ndarray:
+    out = room(x.shape, kinds[1])
+    check(kernels.library.toast_softmax(
+        vectors(x, kinds[0]), ctypes.c_int64(x.shape[-1]), pointer(out), TYPES[kinds[1]]
+    ))  # fmt: skip
+    return out
+
+
+def log_sum_exp(kernels: Kernels, x: np.ndarray, type_: str) -> np.ndarray:
+    out = room(x.shape[:1], "f32")
+    check(kernels.library.toast_log_sum_exp(
+        vectors(x, type_), ctypes.c_int64(x.shape[-1]), pointer(out)
+    ))  # fmt: skip
+    return out
+
+
+def close(out: np.ndarray, type_: str, wanted: np.ndarray, ulps: float, least: float = 0) -> bool:
+    """Within so many units in the last place of float32 before it was rounded to its type."""
+    with np.errstate(over="ignore"):
+        error = abs(read(out, type_) - wanted)
+    smallest = 2.0**-24 if type_ == "f16" else 2.0**-126  # what is denormal is as far apart
+    return bool(
+        (error <= abs(wanted) * (ulps * 2.0**-23 + ROUNDING[type_] * 1.01) + smallest + least).all()
+    )
+
+
+@settings(max_examples=examples(50))
+@given(seeds, st.integers(0, 9), columns, st.tuples(types, types, types), st.integers(0, 3),
+       st.booleans(), st.sampled_from([0.0, 1.0]))  # fmt: skip
+def test_norms(
+    kernels: Kernels, seed: int, rows: int, size: int, kinds: tuple, gap: int, weighted: bool,
+    plus: float,
+) -> None:  # fmt: skip
+    x = numbers(seed, (rows, size), kinds[0], gap)
+    weight = numbers(seed + 1, (size,), kinds[1]) if weighted else None
+    wide = read(x, kinds[0])
+    wanted = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5)
+    if weight is not None:
+        wanted = wanted * np.float64(np.float32(read(weight, kinds[1]) + plus))
+    out = normed(kernels, x, weight, kinds, plus)
+    assert close(out, kinds[2], wanted, 4 + size / 256)
+
+
+def turns(rotation: dict, length: int, frequencies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin, float64 (batch or 1, 1, length, pairs), of angles in float32 as MLX has them."""
+    positions = np.arange(length, dtype=np.float32) + rotation["offsets"][:, None, None]
+    with np.errstate(divide="ignore"):
+        speeds = 1 / frequencies if rotation["inverse"] else frequencies
+    positions = positions.astype(np.float32) * np.float32(rotation["scale"])
+    angles = (positions[..., None] * speeds.astype(np.float32)).astype(np.float64)
+    factor = float(np.float32(rotation["factor"]))
+    return np.cos(angles) * factor, np.sin(angles) * factor
+
+
+@settings(max_examples=examples(60))
+@given(seeds, st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 9)),
+       st.integers(1, 40), st.integers(0, 9), types, st.booleans(), st.data())  # fmt: skip
+def test_rotations(
+    kernels: Kernels, seed: int, shape: tuple, pairs: int, rest: int, type_: str, turned: bool, data
+) -> None:  # fmt: skip
+    batch, heads, length = shape
+    rng = np.random.default_rng(seed)
+    if turned:  # as (batch, length, heads, size) lies in memory
+        x = numbers(seed, (batch, length, heads, 2 * pairs + rest), type_).swapaxes(1, 2)
+    else:
+        x = numbers(seed, (batch, heads, length, 2 * pairs + rest), type_)
+    inverse, traditional = data.draw(st.booleans()), data.draw(st.booleans())
+    frequencies = (10000.0 ** -(np.arange(pairs) / pairs)).astype(np.float32)
+    if inverse:
+        frequencies = 1 / frequencies
+        frequencies[rng.random(pairs) < 0.2] = np.inf  # these do not turn
+    most = data.draw(st.sampled_from([1, 3000, 1 << 19, 1 << 23]))
+    each = batch if data.draw(st.booleans()) else 1
+    rotation = {
+        "offsets": rng.integers(0, most, each).astype(np.int32), "inverse": inverse,
+        "scale": data.draw(st.sampled_from([1.0, 0.25, 8.0])),
+        "factor": data.draw(st.sampled_from([1.0, 1.19])),
+    }  # fmt: skip
+    out = read(rotated(kernels, x, type_, frequencies, traditional=traditional, **rotation), type_)
+    wide = read(x, type_)
+    cos, sin = turns(rotation, length, frequencies)
+    cos, sin = cos.reshape(each, 1, length, pairs), sin.reshape(each, 1, length, pairs)
+    half = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if traditional else (
+        slice(0, pairs), slice(pairs, 2 * pairs))  # fmt: skip
+    a, b = wide[..., half[0]], wide[..., half[1]]
+    size = (abs(a) + abs(b)) * 1.2
+    for part, wanted in zip(half, (a * cos - b * sin, a * sin + b * cos)):
+        error = abs(out[..., part] - wanted)
+        assert (
+            error <= size * 6 * 2.0**-23 + abs(wanted) * ROUNDING[type_] * 1.01 + 2.0**-24
+        ).all()
+    assert np.array_equal(out[..., 2 * pairs :], wide[..., 2 * pairs :])
+
+
+def test_turns_are_those_of_float64(kernels: Kernels) -> None:
+    """sin and cos, of one pair (1, 0), to within two units in the last place of 1."""
+    rng = np.random.default_rng(1)
+    quarters = np.arange(-40, 41) * np.pi / 2
+    angles = [quarters, rng.normal(size=400) * 3, np.exp(rng.uniform(-20, 13.8, 400)), [1e7, -3e9]]
+    speeds = np.concatenate(angles).astype(np.float32)
+    x = np.zeros((1, 1, 1, 2 * len(speeds)), np.float32)
+    x[..., : len(speeds)] = 1
+    out = rotated(kernels, x, "f32", speeds, np.ones(1, np.int32))[0, 0, 0].astype(np.float64)
+    wanted = np.concatenate([np.cos(speeds.astype(np.float64)), np.sin(speeds.astype(np.float64))])
+    assert (abs(out - wanted) <= 2.0**-23).all()
+    large = abs(wanted) > 1e-4
+    assert (abs(out - wanted) <= abs(wanted) * 3 * 2.0**-23)[large].all()
+
+
+def activated(x: np.ndarray, kind: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        if kind == "gelu":
+            return x / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        return (1 if kind == "sigmoid" else x) / (1 + np.exp(-x))
+
+
+@settings(max_examples=examples(40))
+@given(seeds, st.one_of(st.integers(0, 300), st.just(40001)), types,
+       st.sampled_from(ACTIVATIONS), st.booleans())  # fmt: skip
+def test_gates(kernels: Kernels, seed: int, size: int, type_: str, kind: str, alone: bool) -> None:
+    gate = numbers(seed, (size,), type_)
+    x = None if alone else numbers(seed + 1, (size,), type_)
+    wanted = activated(read(gate, type_), kind) * (1 if x is None else read(x, type_))
+    # An argument of exp that is off by half a unit is worth as many units as it is large.
+    least = 2.0**-20 if kind == "gelu" else 0
+    assert close(gated(kernels, gate, x, type_, kind), type_, wanted, 16, least)
+
+
+def test_gates_at_the_ends(kernels: Kernels) -> None:
+    ends = np.array([0, -0.0, np.inf, -np.inf, np.nan, 200, -200, 88.9, -88.9, 1e30], np.float32)
+    out = gated(kernels, ends, None, "f32", "sigmoid")
+    np.testing.assert_allclose(
+        out, [0.5, 0.5, 1, 0, np.nan, 1, 0, 1, activated(np.float64(-88.9), "sigmoid"), 1],
+        rtol=1e-6, atol=1e-38,
+    )  # fmt: skip
+    out = gated(kernels, ends, None, "f32", "silu")
+    np.testing.assert_allclose(
+        out, [0, 0, np.inf, np.nan, np.nan, 200, 0, 88.9, 0, 1e30], rtol=1e-6, atol=1e-35
+    )
+
+
+@settings(max_examples=examples(40))
+@given(seeds, st.integers(0, 5), columns, st.tuples(types, types), st.integers(0, 3),
+       st.sampled_from([1, 1e-4, 20]))  # fmt: skip
+def test_softmax(
+    kernels: Kernels, seed: int, rows: int, size: int, kinds: tuple, gap: int, scale: float
+) -> None:
+    x = stored(read(numbers(seed, (rows, size), kinds[0], gap), kinds[0]) * scale, kinds[0])
+    x.flat[:: 1 + size // 3] = stored(np.array(-np.inf), kinds[0])
+    x[:, -1:] = stored(np.array(0.5), kinds[0])
+    wide = read(x, kinds[0])
+    most = wide.max(-1, keepdims=True, initial=-1e9)
+    sums = np.exp(wide - most).sum(-1, keepdims=True)
+    out = softmax(kernels, x, kinds)
+    assert close(out, kinds[1], np.exp(wide - most) / sums, 110)  # exp of up to -100
+    wanted = (most + np.log(sums))[:, 0]
+    error = abs(log_sum_exp(kernels, x, kinds[0]) - wanted)
+    assert (error <= 2.0**-22 * (abs(wanted) + 1)).all()
+
+
+@pytest.mark.parametrize("size", [5, 64, 20000])
+def test_softmax_at_the_ends(kernels: Kernels, size: int) -> None:
+    """As MLX has them: no number, and infinite ones."""
+    x = np.zeros((5, size), np.float32)
+    x[0], x[1, size // 2], x[2, size - 1], x[3] = -np.inf, np.nan, np.inf, 1e38
+    out, sums = softmax(kernels, x, ("f32", "f32")), log_sum_exp(kernels, x, "f32")
+    assert np.isnan(out[:3]).any(-1).all() and np.isnan(out[:2]).all()
+    np.testing.assert_allclose(out[3:], 1 / size, rtol=1e-6)
+    assert sums[0] == -np.inf and np.isnan(sums[1]) and sums[2] == np.inf
+    np.testing.assert_allclose(sums[3:], [1e38, np.log(size)], rtol=1e-6)
+
+
+@settings(max_examples=examples(20))
+@given(seeds, st.integers(1, 30), st.sampled_from([64, 2048, 40001]), st.integers(1, 4))
+def test_rows_are_what_each_is_alone(
+    kernels: Kernels, seed: int, rows: int, size: int, threads: int
+) -> None:
+    """To the bit, with any number of threads."""
+    x, kinds = numbers(seed, (rows, size), "f32"), ("f32",) * 3
+    frequencies = np.geomspace(1, 1e-4, size // 2).astype(np.float32)
+    positions = np.arange(rows, dtype=np.int32)
+
+    def all_of(x: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
+        return [
+            normed(kernels, x, x[0], kinds), gated(kernels, x, x, "f32", "silu"),
+            softmax(kernels, x, kinds), log_sum_exp(kernels, x, "f32"),
+            rotated(kernels, x[:, None, None], "f32", frequencies, offsets),
+        ]  # fmt: skip
+
+    together = all_of(x, positions)
+    kernels.library.toast_set_threads(threads)
+    for row in range(0, rows, 7):
+        alone = all_of(np.concatenate([x[:1], x[row : row + 1]]), positions[[0, row]])
+        for a, b in zip(together, alone):
+            assert np.array_equal(a[row], b[1])
+
+
+def test_what_is_no_operation_is_refused(kernels: Kernels) -> None:
+    x = np.zeros((2, 8), np.float32)
+    one = np.zeros(1, np.int32)
+    calls = [
+        lambda: kernels.library.toast_rms_norm(
+            vectors(x, "f32"), ctypes.c_int64(8), None, 3, ctypes.c_float(0), ctypes.c_float(0),
+            pointer(x), 0,
+        ),
+        lambda: kernels.library.toast_gate(pointer(x), None, ctypes.c_int64(8), 0, 3, pointer(x)),
+        lambda: kernels.library.toast_softmax(
+            vectors(x, "f32"), ctypes.c_int64(8), pointer(x), -1
+        ),
+    ]  # fmt: skip
+    assert [call() for call in calls] == [1, 1, 1]
+    for frequencies, offsets in ((np.zeros(5, np.float32), one), (x[0, :4], np.zeros(3, np.int32))):
+        with pytest.raises(ValueError, match="1"):
+            rotated(kernels, x[:, None, None], "f32", frequencies, offsets)

@@ -1,0 +1,207 @@
+// What kernels/rows.h does to rows as MLX primitives.
+#include "../kernels/rows.h"
+
+#include <functional>
+
+#include "arrays.h"
+#include "mlx/dtype.h"
+
+namespace toast {
+namespace {
+
+using Arrays = std::vector<mx::array>;
+
+// work(arrays): the inputs, and then the output.
+class Rows : public mx::UnaryPrimitive {
+ public:
+  using Work = std::function<void(const Arrays &)>;
+
+  Rows(const char *name, Work work)
+      : mx::UnaryPrimitive(mx::default_stream(mx::Device::cpu)),
+        name_(name),
+        work_(std::move(work)) {}
+
+  void eval_cpu(const Arrays &inputs, mx::array &out) override {
+    dispatch(stream(), inputs, out, work_);
+  }
+
+  void eval_gpu(const Arrays &, mx::array &) override {
+    throw std::runtime_error("native operations run on the CPU");
+  }
+
+  const char *name() const override { return name_; }
+
+ private:
+  const char *name_;
+  Work work_;
+};
+
+mx::array made(const char *name, mx::Shape shape, mx::Dtype dtype, Arrays inputs,
+               Rows::Work work) {
+  return mx::array(std::move(shape), dtype, std::make_shared<Rows>(name, std::move(work)),
+                   std::move(inputs));
+}
+
+void need(int code) {
+  if (code) throw std::runtime_error("no memory for rows");
+}
+
+toast_vectors rows_of(const mx::array &x, const InOrder &data) {
+  const int64_t columns = x.shape(-1);
+  return {data.data(), int64_t(x.size()) / columns, columns, type_of(x)};
+}
+
+mx::array norm(const mx::array &x, const mx::array *weight, float plus, float eps) {
+  check(x.ndim() >= 1 && (!weight || weight->shape() == mx::Shape{x.shape(-1)}),
+        "a weight of another length");
+  auto dtype = weight ? mx::promote_types(x.dtype(), weight->dtype()) : x.dtype();
+  type_of(x);
+  Arrays inputs = {x};
+  if (weight) type_of(*weight), inputs.push_back(*weight);
+  return made("ToastNorm", x.shape(), dtype, std::move(inputs), [=](const Arrays &arrays) {
+    const bool weighted = arrays.size() > 2;
+    mx::array out = arrays.back();
+    InOrder data(arrays[0]), weights(arrays[weighted]);
+    const toast_vectors rows = rows_of(arrays[0], data);
+    need(toast_rms_norm(&rows, rows.stride, weighted ? weights.data() : nullptr,
+                        type_of(arrays[weighted]), plus, eps, out.data<char>(), type_of(out)));
+  });
+}
+
+// What is the same for all arrays. offset: where none is given by an array.
+struct Turning {
+  int dims, traditional, inverse, offset;
+  float scale, factor;
+};
+
+void turn(const Turning &how, const Arrays &arrays) {
+  const mx::array &x = arrays[0];
+  mx::array out = arrays.back();
+  const int axes = int(x.ndim());
+  std::unique_ptr<InOrder> copy;
+  toast_heads heads = {x.data<char>(), x.shape(0), axes == 4 ? x.shape(1) : 1, x.shape(-2),
+                       x.shape(-1), {x.strides(0), axes == 4 ? x.strides(1) : 0, x.strides(-2)},
+                       type_of(x)};
+  if (x.strides(-1) != 1) {
+    copy = std::make_unique<InOrder>(x);
+    heads.data = copy->data();
+    heads.strides[2] = heads.size;
+    heads.strides[1] = heads.length * heads.size;
+    heads.strides[0] = heads.heads * heads.strides[1];
+  }
+  InOrder frequencies(arrays[1]), offsets(arrays[arrays.size() > 3 ? 2 : 1]);
+  const bool given = arrays.size() > 3;
+  const toast_rotation rotation = {
+      how.dims,
+      reinterpret_cast<const float *>(frequencies.data()),
+      how.inverse,
+      given ? reinterpret_cast<const int32_t *>(offsets.data()) : &how.offset,
+      given ? int64_t(arrays[2].size()) : 1,
+      how.scale,
+      how.factor,
+      how.traditional,
+  };
+  need(toast_rotate(&heads, &rotation, out.data<char>()));
+}
+
+mx::array rotated(const mx::array &x, const mx::array &frequencies, const mx::array *offsets,
+                  const Turning &how) {
+  check(x.ndim() == 3 || x.ndim() == 4, "heads of another shape");
+  check(how.dims > 0 && how.dims % 2 == 0 && how.dims <= x.shape(-1), "so many numbers of a head");
+  check(frequencies.dtype() == mx::float32 && frequencies.shape() == mx::Shape{how.dims / 2},
+        "frequencies of another shape");
+  type_of(x);
+  Arrays inputs = {x, frequencies};
+  if (offsets) {
+    check(offsets->dtype() == mx::int32 && offsets->ndim() <= 1 &&
+              (offsets->size() == 1 || int(offsets->size()) == x.shape(0)),
+          "offsets of another shape");
+    inputs.push_back(*offsets);
+  }
+  return made("ToastRope", x.shape(), x.dtype(), std::move(inputs),
+              [how](const Arrays &arrays) { turn(how, arrays); });
+}
+
+mx::array gated(const mx::array &gate, const mx::array *x, int activation) {
+  check(!x || (gate.shape() == x->shape() && gate.dtype() == x->dtype()),
+        "a gate of another shape");
+  type_of(gate);
+  Arrays inputs = {gate};
+  if (x) inputs.push_back(*x);
+  return made("ToastGate", gate.shape(), gate.dtype(), std::move(inputs),
+              [=](const Arrays &arrays) {
+    const bool given = arrays.size() > 2;
+    mx::array out = arrays.back();
+    InOrder gates(arrays[0]), data(arrays[given]);
+    need(toast_gate(gates.data(), given ? data.data() : nullptr, out.size(), type_of(out),
+                    activation, out.data<char>()));
+  });
+}
+
+mx::array softmax(const mx::array &x) {
+  check(x.ndim() >= 1, "no rows");
+  type_of(x);
+  return made("ToastSoftmax", x.shape(), x.dtype(), {x}, [](const Arrays &arrays) {
+    mx::array out = arrays.back();
+    InOrder data(arrays[0]);
+    const toast_vectors rows = rows_of(arrays[0], data);
+    need(toast_softmax(&rows, rows.stride, out.data<char>(), type_of(out)));
+  });
+}
+
+mx::array log_sum_exp(const mx::array &x) {
+  check(x.ndim() >= 1 && x.shape(-1), "no rows");
+  type_of(x);
+  auto shape = x.shape();
+  shape.back() = 1;
+  return made("ToastLogSumExp", shape, mx::float32, {x}, [](const Arrays &arrays) {
+    mx::array out = arrays.back();
+    InOrder data(arrays[0]);
+    const toast_vectors rows = rows_of(arrays[0], data);
+    need(toast_log_sum_exp(&rows, rows.stride, out.data<float>()));
+  });
+}
+
+}  // namespace
+}  // namespace toast
+
+// Each makes `out`, an array that nobody else has, what the function of kernels/rows.h gives. Lazy.
+// An object that is not given is NULL. Returns what is wrong; NULL where nothing is.
+extern "C" {
+
+TOAST_API const char *toast_norm_array(void *out, void *x, void *weight, float plus, float eps) {
+  using toast::array_of;
+  return toast::wrong([&] {
+    array_of(out) = toast::norm(array_of(x), weight ? &array_of(weight) : nullptr, plus, eps);
+  });
+}
+
+TOAST_API const char *toast_rotate_array(void *out, void *x, void *frequencies, void *offsets,
+                                         int offset, int dims, int traditional, int inverse,
+                                         float scale, float factor) {
+  using toast::array_of;
+  return toast::wrong([&] {
+    array_of(out) = toast::rotated(array_of(x), array_of(frequencies),
+                                   offsets ? &array_of(offsets) : nullptr,
+                                   {dims, traditional, inverse, offset, scale, factor});
+  });
+}
+
+TOAST_API const char *toast_gate_array(void *out, void *gate, void *x, int activation) {
+  using toast::array_of;
+  return toast::wrong([&] {
+    array_of(out) = toast::gated(array_of(gate), x ? &array_of(x) : nullptr, activation);
+  });
+}
+
+TOAST_API const char *toast_softmax_array(void *out, void *x) {
+  using toast::array_of;
+  return toast::wrong([&] { array_of(out) = toast::softmax(array_of(x)); });
+}
+
+TOAST_API const char *toast_log_sum_exp_array(void *out, void *x) {
+  using toast::array_of;
+  return toast::wrong([&] { array_of(out) = toast::log_sum_exp(array_of(x)); });
+}
+
+}  // extern "C"

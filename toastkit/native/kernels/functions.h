@@ -1,0 +1,73 @@
+// exp, sin and cos of some numbers at a time, within two units in the last place.
+#pragma once
+
+#include "lanes.h"
+
+namespace {
+
+typedef int32_t I32 __attribute__((vector_size(4 * LANES)));
+typedef double F64 __attribute__((vector_size(8 * LANES)));
+typedef int64_t I64 __attribute__((vector_size(8 * LANES)));
+
+INLINE F32 larger(F32 a, F32 b) { return a > b ? a : b; }  // b where a is NaN
+INLINE F32 smaller(F32 a, F32 b) { return a < b ? a : b; }
+
+INLINE float largest(F32 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#endif
+  float part[LANES];
+  store(part, v);
+  for (int i = 1; i < LANES; i++)
+    if (part[i] > part[0]) part[0] = part[i];
+  return part[0];
+}
+
+// NaN stays; what is too small comes out denormal, and then 0.
+INLINE F32 exponential(F32 x) {
+  constexpr float WHOLE = 0x1.8p23f;                  // what is added to it is rounded
+  x = smaller(all(100.0f), larger(all(-110.0f), x));  // infinity and 0 from there on; not NaN
+  F32 rounded = multiply_add(x, all(0x1.715476p0f), all(WHOLE));
+  I32 power = (I32)rounded - (I32)all(WHOLE);
+  F32 n = rounded - WHOLE;
+  F32 r = multiply_add(n, all(-0x1.63p-1f), x);  // n times so few digits of log 2 is exact
+  r = multiply_add(n, all(0x1.bd0106p-13f), r);
+  F32 p = multiply_add(r, all(1.9875691500e-4f), all(1.3981999507e-3f));  // as in Cephes
+  p = multiply_add(p, r, all(8.3334519073e-3f));
+  p = multiply_add(p, r, all(4.1665795894e-2f));
+  p = multiply_add(p, r, all(1.6666665459e-1f));
+  p = multiply_add(p, r, all(5.0000001201e-1f));
+  p = multiply_add(p * r, r, r) + 1.0f;
+  I32 half = power >> 1;  // in two steps: either is a normal number
+  return p * (F32)((half + 127) << 23) * (F32)((power - half + 127) << 23);
+}
+
+struct Turn {
+  F32 sin, cos;
+};
+
+// Of angles in radians below MOST_ANGLE: so many quarters of a turn, times QUARTER's digits, are
+// exact in float64, in which they are taken off.
+constexpr float MOST_ANGLE = 0x1p20f;
+INLINE Turn turned(F32 angle) {
+  constexpr double WHOLE = 0x1.8p52;
+  constexpr double QUARTER = 0x1.921fb544p0, REST = 0x1.0b4611a626331p-34;  // of pi / 2
+  F64 x = __builtin_convertvector(angle, F64);
+  F64 rounded = x * 0x1.45f306dc9c883p-1 + WHOLE;
+  F64 n = rounded - WHOLE;
+  F32 r = __builtin_convertvector(x - n * QUARTER - n * REST, F32), s = r * r;
+  I32 quarter = __builtin_convertvector((I64)rounded, I32);  // its lowest bits
+  F32 sin = multiply_add(s, all(-1.9515295891e-4f), all(8.3321608736e-3f));  // as in Cephes
+  sin = multiply_add(sin, s, all(-1.6666654611e-1f));
+  sin = multiply_add(sin * s, r, r);
+  F32 cos = multiply_add(s, all(2.443315711809948e-5f), all(-1.388731625493765e-3f));
+  cos = multiply_add(cos, s, all(4.166664568298827e-2f));
+  cos = multiply_add(cos * s, s, multiply_add(s, all(-0.5f), all(1.0f)));
+  const I32 odd = (quarter & 1) != 0;
+  Turn t = {odd ? cos : sin, odd ? sin : cos};
+  t.sin = (F32)((I32)t.sin ^ (quarter & 2) << 30);
+  t.cos = (F32)((I32)t.cos ^ ((quarter + 1) & 2) << 30);
+  return t;
+}
+
+}  // namespace

@@ -1,0 +1,138 @@
+// The code of rows.h for one instruction set.
+#pragma once
+
+#include <math.h>
+
+#include "functions.h"
+#include "rows.h"
+
+namespace {
+
+static void norm_row(const toast::Norm &n, int64_t row) {
+  constexpr int CHAINS = 4;
+  const int64_t start = row * n.x->stride, to = row * n.columns;
+  F32 squares[CHAINS] = {};
+  for (int64_t k = 0; k < n.columns; k += CHAINS * LANES)
+    for (int i = 0; i < CHAINS && k + i * LANES < n.columns; i++) {
+      const int64_t at = k + i * LANES;
+      F32 x = some_numbers_at(n.x->type, n.x->data, start + at, int(n.columns - at));
+      squares[i] = multiply_add(x, x, squares[i]);
+    }
+  const float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+  const F32 scale = all(1.0f / sqrtf(total / float(n.columns) + n.eps));
+  for (int64_t k = 0; k < n.columns; k += LANES) {
+    const int some = int(n.columns - k < LANES ? n.columns - k : LANES);
+    F32 y = some_numbers_at(n.x->type, n.x->data, start + k, some) * scale;
+    if (n.weight) y *= some_numbers_at(n.weight_type, n.weight, k, some) + n.plus;
+    put_some(n.out_type, n.out, to + k, y, some);
+  }
+}
+
+static void turns_at(const toast_rotation &r, float position, float *cos, float *sin) {
+  const int64_t half = r.dims / 2;
+  const float scaled = position * r.scale;
+  for (int64_t i = 0; i < half; i += LANES) {
+    const int some = int(half - i < LANES ? half - i : LANES);
+    F32 angle = some_numbers_at(TOAST_F32, r.frequencies, i, some);
+    angle = (r.inverse ? 1.0f / angle : angle) * scaled;  // not contracted: MLX's angles
+    float c[LANES], s[LANES];
+    if (largest((F32)((U32)angle & 0x7fffffff)) < MOST_ANGLE) {
+      Turn t = turned(angle);
+      store(c, t.cos);
+      store(s, t.sin);
+    } else {
+      for (int k = 0; k < some; k++) c[k] = cosf(angle[k]), s[k] = sinf(angle[k]);
+    }
+    for (int k = 0; k < some; k++) {
+      const int64_t at = r.traditional ? 2 * (i + k) : i + k;
+      const int64_t partner = at + (r.traditional ? 1 : half);
+      cos[at] = cos[partner] = c[k] * r.factor;
+      sin[at] = -s[k] * r.factor, sin[partner] = s[k] * r.factor;
+    }
+  }
+}
+
+INLINE F32 swapped(F32 v) {  // the numbers of each pair
+  typedef uint64_t U64 __attribute__((vector_size(4 * LANES)));
+  return (F32)((U64)v << 32 | (U64)v >> 32);
+}
+
+static void rotate_head(const toast_heads &x, const toast_rotation &r, const float *cos,
+                        const float *sin, int64_t from, int64_t to, void *out) {
+  auto turn = [&](int64_t k, F32 a, F32 partner, int some) {
+    F32 c = some_numbers_at(TOAST_F32, cos, k, some), s = some_numbers_at(TOAST_F32, sin, k, some);
+    put_some(x.type, out, to + k, multiply_add(a, c, partner * s), some);
+  };
+  const int64_t half = r.dims / 2, parts = r.traditional ? r.dims : half;
+  for (int64_t k = 0; k < parts; k += LANES) {
+    const int some = int(parts - k < LANES ? parts - k : LANES);
+    F32 a = some_numbers_at(x.type, x.data, from + k, some);
+    if (r.traditional) {
+      turn(k, a, swapped(a), some);
+    } else {
+      F32 b = some_numbers_at(x.type, x.data, from + half + k, some);
+      turn(k, a, b, some);
+      turn(half + k, b, a, some);
+    }
+  }
+  const int64_t size = x.type == TOAST_F32 ? 4 : 2;
+  memcpy(static_cast<char *>(out) + (to + r.dims) * size,
+         static_cast<const char *>(x.data) + (from + r.dims) * size, (x.size - r.dims) * size);
+}
+
+INLINE F32 activated(int activation, F32 x) {
+  F32 y = x;
+  if (activation == TOAST_GELU)  // (1 + tanh(z)) / 2 is 1 / (1 + exp(-2 z))
+    y = multiply_add(x * x * x, all(0.044715f), x) * 1.5957691216057308f;
+  return (activation == TOAST_SIGMOID ? all(1.0f) : x) / (exponential(-y) + 1.0f);
+}
+
+static void gate_numbers(const toast::Gate &g, int64_t first, int64_t end) {
+  for (int64_t k = first; k < end; k += LANES) {
+    const int some = int(end - k < LANES ? end - k : LANES);
+    F32 y = activated(g.activation, some_numbers_at(g.type, g.gate, k, some));
+    if (g.x) y *= some_numbers_at(g.type, g.x, k, some);
+    put_some(g.type, g.out, k, y, some);
+  }
+}
+
+// Lanes of the last ones that are not there: so low that exp of it is 0.
+INLINE F32 some_or_least(int type, const void *x, int64_t at, int some) {
+  F32 v = some_numbers_at(type, x, at, some);
+  for (int i = some; i < LANES; i++) v[i] = -INFINITY;
+  return v;
+}
+
+static toast::Exponentials exponentials(int type, const void *x, int64_t first, int64_t count) {
+  F32 most = all(-INFINITY), sums[2] = {};
+  for (int64_t k = 0; k < count; k += LANES) {
+    const int some = int(count - k < LANES ? count - k : LANES);
+    most = larger(some_or_least(type, x, first + k, some), most);
+  }
+  const float top = largest(most);
+  if (top == -INFINITY) {  // all of them, or NaN
+    float total = 0;
+    for (int64_t k = 0; k < count; k += LANES)
+      total += sum(some_numbers_at(type, x, first + k, int(count - k)));
+    return {top, total == total ? 0 : total};
+  }
+  for (int64_t k = 0, chain = 0; k < count; k += LANES, chain ^= 1) {
+    const int some = int(count - k < LANES ? count - k : LANES);
+    sums[chain] += exponential(some_or_least(type, x, first + k, some) - top);
+  }
+  return {top, sum(sums[0] + sums[1])};
+}
+
+static void shares(int type, const void *x, int64_t first, int64_t count, toast::Exponentials of,
+                   void *out, int out_type, int64_t to) {
+  for (int64_t k = 0; k < count; k += LANES) {
+    const int some = int(count - k < LANES ? count - k : LANES);
+    F32 y = exponential(some_numbers_at(type, x, first + k, some) - of.most) / of.sum;
+    put_some(out_type, out, to + k, y, some);
+  }
+}
+
+const toast::RowInstructions row_functions = {norm_row,     turns_at,     rotate_head,
+                                              gate_numbers, exponentials, shares};
+
+}  // namespace

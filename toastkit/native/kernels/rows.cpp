@@ -1,0 +1,159 @@
+// The C interface of rows.h, and how rows are shared out among the threads.
+#include "rows.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#include <memory>
+
+#include "pool.h"
+#include "product.h"
+
+namespace toast {
+namespace {
+
+constexpr int64_t CHUNK = 1 << 14;   // numbers that a thread takes at a time
+constexpr int64_t LITTLE = 1 << 15;  // that are not worth a second thread
+
+struct Free {
+  void operator()(void *p) const { free(p); }
+};
+template <class T>
+using Memory = std::unique_ptr<T[], Free>;
+
+template <class T>
+Memory<T> memory(int64_t count) {
+  return Memory<T>(static_cast<T *>(malloc(count * sizeof(T) + 1)));
+}
+
+// work(first, end) over all rows, some at a time. size: numbers of a row.
+template <class Work>
+void share(int64_t rows, int64_t size, const Work &work) {
+  if (rows * size < LITTLE) return work(0, rows);
+  const int64_t each = size < CHUNK ? CHUNK / (size ? size : 1) : 1;
+  run((rows + each - 1) / each, [&](int64_t i) {
+    work(i * each, (i + 1) * each < rows ? (i + 1) * each : rows);
+  });
+}
+
+bool is_type(int type) { return type >= TOAST_F32 && type <= TOAST_BF16; }
+
+int rotate(const toast_heads &x, const toast_rotation &r, void *out) {
+  const RowInstructions &code = *instructions().rows;
+  const int64_t tables = r.offset_count, positions = tables * x.length;
+  auto turns = memory<float>(positions * 2 * r.dims);
+  if (!turns) return 2;
+  share(positions, r.dims * 4, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; i++) {
+      float *cos = turns.get() + i * 2 * r.dims;
+      const float position = float(i % x.length) + float(r.offsets[i / x.length]);
+      code.turns(r, position, cos, cos + r.dims);
+    }
+  });
+  share(x.batch * x.heads * x.length, x.size, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; i++) {
+      const int64_t l = i % x.length, h = i / x.length % x.heads, b = i / x.length / x.heads;
+      const float *cos = turns.get() + ((tables > 1 ? b : 0) * x.length + l) * 2 * r.dims;
+      const int64_t from = b * x.strides[0] + h * x.strides[1] + l * x.strides[2];
+      code.rotate(x, r, cos, cos + r.dims, from, i * x.size, out);
+    }
+  });
+  return 0;
+}
+
+// Of parts of a row, in their order. All threads cut rows alike.
+Exponentials together(const Exponentials *parts, int64_t count) {
+  Exponentials all = {-INFINITY, 0};
+  for (int64_t i = 0; i < count; i++)
+    if (parts[i].most > all.most) all.most = parts[i].most;
+  for (int64_t i = 0; i < count; i++) {
+    const bool none = parts[i].most == all.most;  // both may be infinite
+    all.sum += parts[i].sum * (none ? 1.0f : expf(parts[i].most - all.most));
+  }
+  return all;
+}
+
+// done(row, the exponentials of it) for all rows; false for no memory.
+template <class Done>
+bool sum_up(const toast_vectors &x, int64_t columns, const Done &done) {
+  const RowInstructions &code = *instructions().rows;
+  const int64_t parts = (columns + CHUNK - 1) / CHUNK;
+  auto found = memory<Exponentials>(x.count * parts);
+  if (!found) return false;
+  share(x.count * parts, columns < CHUNK ? columns : CHUNK, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; i++) {
+      const int64_t row = i / parts, from = i % parts * CHUNK;
+      const int64_t count = columns - from < CHUNK ? columns - from : CHUNK;
+      found[i] = code.exponentials(x.type, x.data, row * x.stride + from, count);
+    }
+  });
+  for (int64_t row = 0; row < x.count; row++) done(row, together(&found[row * parts], parts));
+  return true;
+}
+
+int softmax(const toast_vectors &x, int64_t columns, void *out, int out_type) {
+  const RowInstructions &code = *instructions().rows;
+  auto rows = memory<Exponentials>(x.count);
+  if (!rows) return 2;
+  if (!sum_up(x, columns, [&](int64_t row, Exponentials of) { rows[row] = of; })) return 2;
+  const int64_t parts = (columns + CHUNK - 1) / CHUNK;
+  share(x.count * parts, columns < CHUNK ? columns : CHUNK, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; i++) {
+      const int64_t row = i / parts, from = i % parts * CHUNK;
+      const int64_t count = columns - from < CHUNK ? columns - from : CHUNK;
+      code.shares(x.type, x.data, row * x.stride + from, count, rows[row], out, out_type,
+                  row * columns + from);
+    }
+  });
+  return 0;
+}
+
+}  // namespace
+}  // namespace toast
+
+extern "C" {
+
+int toast_rms_norm(const toast_vectors *x, int64_t columns, const void *weight,
+                   int32_t weight_type, float plus, float eps, void *out, int32_t out_type) {
+  using namespace toast;
+  if (!is_type(x->type) || !is_type(weight_type) || !is_type(out_type)) return 1;
+  const Norm norm = {x, columns, weight, weight_type, plus, eps, out, out_type};
+  const RowInstructions &code = *instructions().rows;
+  share(x->count, columns, [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; row++) code.norm(norm, row);
+  });
+  return 0;
+}
+
+int toast_rotate(const toast_heads *x, const toast_rotation *rotation, void *out) {
+  const toast_rotation &r = *rotation;
+  const bool offsets = r.offset_count == 1 || r.offset_count == x->batch;
+  if (!toast::is_type(x->type) || r.dims <= 0 || r.dims % 2 || r.dims > x->size || !offsets)
+    return 1;
+  return toast::rotate(*x, r, out);
+}
+
+int toast_gate(const void *gate, const void *x, int64_t count, int32_t type, int32_t activation,
+               void *out) {
+  using namespace toast;
+  if (!is_type(type) || activation < TOAST_SILU || activation > TOAST_SIGMOID) return 1;
+  const Gate all = {gate, x, type, activation, out};
+  const RowInstructions &code = *instructions().rows;
+  share(count, 1, [&](int64_t first, int64_t end) { code.gate(all, first, end); });
+  return 0;
+}
+
+int toast_softmax(const toast_vectors *x, int64_t columns, void *out, int32_t out_type) {
+  if (!toast::is_type(x->type) || !toast::is_type(out_type)) return 1;
+  return toast::softmax(*x, columns, out, out_type);
+}
+
+int toast_log_sum_exp(const toast_vectors *x, int64_t columns, float *out) {
+  if (!toast::is_type(x->type)) return 1;
+  return toast::sum_up(*x, columns, [&](int64_t row, toast::Exponentials of) {
+    const bool ends = of.most == INFINITY || !of.sum;
+    out[row] = ends ? of.most : of.most + logf(of.sum);
+  }) ? 0 : 2;
+}
+
+}  // extern "C"

@@ -1,0 +1,96 @@
+// What is done to numbers row by row, in float32 whatever their type; each row for itself, so that
+// a batch gives what its rows give. The C interface is below, how it is shared out in rows.cpp.
+#pragma once
+
+#include "kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Numbers (batch, heads, length, size): strides of the first three axes, in numbers.
+typedef struct {
+  const void *data;
+  int64_t batch, heads, length, size;
+  int64_t strides[3];
+  int32_t type;
+} toast_heads;
+
+// Rotations of pairs (rotary position embedding, arXiv 2104.09864): of the first `dims` numbers of
+// a head, each with the one dims / 2 further on; traditional: with its neighbour. Pair i is turned
+// by (offset + place in length) * scale * frequency radians, each product rounded to float32.
+typedef struct {
+  int64_t dims;
+  const float *frequencies;  // (dims / 2) of the pairs
+  int32_t inverse;           // what is there is 1 / frequency
+  const int32_t *offsets;    // of each of the batch, or of all of it
+  int64_t offset_count;      // batch, or 1
+  float scale;
+  float factor;  // that what is rotated is multiplied by
+  int32_t traditional;
+} toast_rotation;
+
+enum { TOAST_SILU = 0, TOAST_GELU = 1, TOAST_SIGMOID = 2 };  // GELU by tanh
+
+// All return 0; 1 for types that are not known, 2 for no memory. What comes out is contiguous.
+
+// x / sqrt(mean of its squares + eps) * (weight + plus), row by row (arXiv 1910.07467).
+// weight: (columns), or NULL for ones.
+TOAST_API int toast_rms_norm(const toast_vectors *x, int64_t columns, const void *weight,
+                             int32_t weight_type, float plus, float eps, void *out,
+                             int32_t out_type);
+
+// (batch, heads, length, size) of the type of x.
+TOAST_API int toast_rotate(const toast_heads *x, const toast_rotation *rotation, void *out);
+
+// activation(gate) * x, number by number (arXiv 2002.05202); x: NULL for ones. One type for all.
+TOAST_API int toast_gate(const void *gate, const void *x, int64_t count, int32_t type,
+                         int32_t activation, void *out);
+
+// exp(x) over its sum in the row, (count, columns); or the logarithm of that sum, float32 (count).
+TOAST_API int toast_softmax(const toast_vectors *x, int64_t columns, void *out, int32_t out_type);
+TOAST_API int toast_log_sum_exp(const toast_vectors *x, int64_t columns, float *out);
+
+#ifdef __cplusplus
+}
+
+namespace toast {
+
+struct Norm {
+  const toast_vectors *x;
+  int64_t columns;
+  const void *weight;
+  int32_t weight_type;
+  float plus, eps;
+  void *out;
+  int32_t out_type;
+};
+
+struct Gate {
+  const void *gate, *x;
+  int32_t type, activation;
+  void *out;
+};
+
+// A part of a row of exp: its largest number, and the sum of exp of what its numbers lie above it.
+struct Exponentials {
+  float most, sum;
+};
+
+// One instruction set's code.
+struct RowInstructions {
+  void (*norm)(const Norm &, int64_t row);
+  // What each number (dims) is multiplied by at a position, and what its partner in the pair is.
+  void (*turns)(const toast_rotation &, float position, float *cos, float *sin);
+  // One head, (size) at `from` of x, to `to` of out.
+  void (*rotate)(const toast_heads &, const toast_rotation &, const float *cos, const float *sin,
+                 int64_t from, int64_t to, void *out);
+  void (*gate)(const Gate &, int64_t first, int64_t end);
+  Exponentials (*exponentials)(int type, const void *x, int64_t first, int64_t count);
+  // exp(x - most) * share, from `first` on of x to `to` on of out.
+  void (*shares)(int type, const void *x, int64_t first, int64_t count, Exponentials of, void *out,
+                 int out_type, int64_t to);
+};
+
+}  // namespace toast
+#endif

@@ -1,0 +1,128 @@
+"""What architectures do to rows of numbers, by the functions of MLX that they call, natively. What
+the kernels have not goes to MLX's own."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from toastkit.native.functions import stands_for
+from toastkit.native.library import FLOATS, in_use
+
+
+def _fits(*arrays: Any) -> bool:
+    """Whether they are arrays of the kernels' dtypes."""
+    return all(isinstance(array, mx.array) and array.dtype in FLOATS for array in arrays)
+
+
+@stands_for("mlx.core", "fast.rms_norm")
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **rest: Any) -> mx.array:
+    """As mx.fast.rms_norm: x (..., n) and a weight (n,) of any floating dtype."""
+    library = in_use()
+    if library is None or rest or not _fits(x, x if weight is None else weight):
+        return mx.fast.rms_norm(x, weight, eps, **rest)
+    return library.rms_norm(x, weight, eps)
+
+
+@lru_cache(64)
+def _frequencies(base: float, dims: int) -> mx.array:
+    """Of the pairs of `dims` numbers: as mx.fast.rope makes them, to the bit."""
+    step = mx.array(math.log(base), mx.float32) / (dims // 2)
+    made = mx.exp(mx.arange(0, -(dims // 2), -1, dtype=mx.float32) * step)
+    mx.eval(made)
+    return made
+
+
+@stands_for("mlx.core", "fast.rope")
+def rope(
+    x: mx.array,
+    dims: int,
+    *,
+    traditional: bool,
+    base: float | None,
+    scale: float,
+    offset: int | mx.array,
+    freqs: mx.array | None = None,
+    **rest: Any,
+) -> mx.array:
+    """As mx.fast.rope: x (batch, heads, length, n) of any floating dtype."""
+    library = in_use()
+    heads = x.ndim in (3, 4) and _fits(x) and 0 < dims <= x.shape[-1] and dims % 2 == 0
+    # Either of both; MLX says what is wrong.
+    if library is None or rest or not heads or (base is None) is (freqs is None):
+        return mx.fast.rope(
+            x, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs,
+            **rest,
+        )  # fmt: skip
+    if isinstance(offset, mx.array) and offset.dtype != mx.int32:
+        offset = offset.astype(mx.int32)
+    pairs = _frequencies(base, dims) if freqs is None else freqs
+    if pairs.dtype != mx.float32:
+        pairs = pairs.astype(mx.float32)
+    return library.rope(
+        x, dims, pairs, offset, inverse=freqs is not None, scale=scale, traditional=traditional
+    )
+
+
+def gated(gate: mx.array, x: mx.array, activation: str) -> mx.array | None:
+    """activation(gate) * x, (..., n) of one dtype; None where that is to be left to MLX."""
+    library = in_use()
+    same = _fits(gate, x) and gate.shape == x.shape and gate.dtype == x.dtype
+    return library.gate(gate, x, activation) if library is not None and same else None
+
+
+@stands_for("mlx_lm.models.activations", "swiglu")
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) * x, (..., n) of one dtype; or broadcast."""
+    made = gated(gate, x, "silu")
+    return nn.silu(gate) * x if made is None else made
+
+
+@stands_for("mlx_lm.models.activations", "precise_swiglu")
+def precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
+    """The same of (..., n), in float32; of the dtype of h."""
+    return swiglu(gate.astype(mx.float32), x.astype(mx.float32)).astype(h.dtype)
+
+
+def _activation(module: str, name: str, theirs: Any, kind: str) -> Any:
+    """What stands for a function of one array of MLX."""
+
+    def ours(x: mx.array, **rest: Any) -> mx.array:
+        library = in_use()
+        if library is None or rest or not _fits(x):
+            return theirs(x, **rest)
+        return library.gate(x, None, kind)
+
+    return stands_for(module, name)(ours)
+
+
+silu = _activation("mlx.nn", "silu", nn.silu, "silu")
+gelu_approx = _activation("mlx.nn", "gelu_approx", nn.gelu_approx, "gelu")
+sigmoid = _activation("mlx.core", "sigmoid", mx.sigmoid, "sigmoid")
+
+
+def _is_last(x: mx.array, axis: Any) -> bool:
+    return isinstance(axis, int) and x.ndim > 0 and axis in (-1, x.ndim - 1) and x.shape[-1] > 0
+
+
+@stands_for("mlx.core", "softmax")
+def softmax(x: mx.array, axis: Any = None, **rest: Any) -> mx.array:
+    """As mx.softmax, of (..., n) and any dtype; always with precise=True."""
+    library = in_use()
+    if library is None or rest.keys() - {"precise"} or not (_fits(x) and _is_last(x, axis)):
+        return mx.softmax(x, axis, **rest)
+    return library.softmax(x)
+
+
+@stands_for("mlx.core", "logsumexp")
+def logsumexp(x: mx.array, axis: Any = None, keepdims: bool = False, **rest: Any) -> mx.array:
+    """As mx.logsumexp, of (..., n) and any dtype."""
+    library = in_use()
+    if library is None or rest or not (_fits(x) and _is_last(x, axis)):
+        return mx.logsumexp(x, axis, keepdims, **rest)
+    made = library.log_sum_exp(x)
+    return (made if keepdims else made.squeeze(-1)).astype(x.dtype)
