@@ -24,8 +24,9 @@ AVX512 = (
 )
 # What each source is compiled for besides the usual; which of them runs is chosen where it runs.
 SOURCES = {
-    "pool.cpp": (), "kernels.cpp": (), "rows.cpp": (), "portable.cpp": (), "avx2.cpp": AVX2,
-    "avx512vnni.cpp": (*AVX2, *AVX512), "avx512vbmi.cpp": (*AVX2, *AVX512, "-mavx512vbmi"),
+    "pool.cpp": (), "kernels.cpp": (), "rows.cpp": (), "attention.cpp": (), "portable.cpp": (),
+    "avx2.cpp": AVX2, "avx512vnni.cpp": (*AVX2, *AVX512),
+    "avx512vbmi.cpp": (*AVX2, *AVX512, "-mavx512vbmi"),
 }  # fmt: skip
 GLUE = FOLDER / "glue"  # the MLX primitives over them
 # GCC's own headers leave undefined what is undefined, and are warned of. contract: a * b + c is

@@ -64,6 +64,7 @@ class Library:
         self._gate = function("gate", 3, ctypes.c_int)
         self._softmax = function("softmax", 2)
         self._log_sum_exp = function("log_sum_exp", 2)
+        self._attend = function("attend", 6, ctypes.c_float, ctypes.c_int)
 
     def describe(self, array: mx.array) -> tuple[tuple[int, ...], int, int] | None:
         """What the library finds where it looks for an array (...) of any dtype: shape, bytes of a
@@ -147,6 +148,27 @@ class Library:
         """Of x (..., n) over the last axis: float32 (..., 1), lazy."""
         out = mx.array(0)
         return _made(out, self._log_sum_exp(out, x))
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: mx.array | str | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attention as of mx.fast.scaled_dot_product_attention, lazy, (B, heads, N, value size), of
+        the dtype of all three or float32.
+
+        queries: (B, heads, N, size). keys, values: (B, key heads, M, size), float32, float16 or
+        bfloat16 each. mask: "causal", bool or added, such a dtype too, broadcast to (B, heads, N,
+        M). sinks: float32 (heads,). Raises ValueError for what does not fit together.
+        """
+        out = mx.array(0)
+        given, causal = (mask, False) if isinstance(mask, mx.array) else (NONE, mask == "causal")
+        some = NONE if sinks is None else sinks
+        return _made(out, self._attend(out, queries, keys, values, given, some, scale, causal))
 
 
 def _made(out: mx.array, wrong: bytes | None) -> mx.array:

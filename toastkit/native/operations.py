@@ -126,3 +126,50 @@ def logsumexp(x: mx.array, axis: Any = None, keepdims: bool = False, **rest: Any
         return mx.logsumexp(x, axis, keepdims, **rest)
     made = library.log_sum_exp(x)
     return (made if keepdims else made.squeeze(-1)).astype(x.dtype)
+
+
+@stands_for("mlx_lm.models.base", "scaled_dot_product_attention")
+def attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """As mlx_lm's, of float rows (B, heads, positions, size); that is asked for quantised
+    caches."""
+    if hasattr(cache, "bits"):
+        from mlx_lm.models.base import scaled_dot_product_attention
+
+        return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+    return fast_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+@stands_for("mlx.core", "fast.scaled_dot_product_attention")
+def fast_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: Any = None,
+    sinks: mx.array | None = None,
+    **rest: Any,
+) -> mx.array:
+    """As MLX's, of float32, float16 or bfloat16 (B, heads, positions, size); that is asked for all
+    that ours has not, and says what is wrong."""
+    library = in_use()
+    known = all(a.dtype in FLOATS and a.ndim == 4 for a in (q, k, v)) and k.shape[2] > 0
+    if isinstance(mask, mx.array):
+        known = known and mask.dtype in (mx.bool_, *FLOATS) and mask.shape[-1:] == k.shape[2:3]
+    else:
+        known = known and mask in (None, "causal")
+    if library is None or not known or rest:
+        return mx.fast.scaled_dot_product_attention(
+            q, k, v, scale=scale, mask=mask, sinks=sinks, **rest
+        )
+    if sinks is not None and sinks.dtype != mx.float32:
+        sinks = sinks.astype(mx.float32)
+    return library.attend(q, k, v, scale, mask, sinks)

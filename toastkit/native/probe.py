@@ -35,6 +35,7 @@ def trustworthy(library: Library) -> bool:
     theirs = mx.gather_mm(vectors, stack.swapaxes(-1, -2), rhs_indices=chosen)
     pairs.append((library.multiply(vectors, stack, experts=chosen), theirs))
     pairs += _operations(library)
+    pairs += _attention(library)
     return all(
         ours.shape == theirs.shape
         and ours.dtype == theirs.dtype
@@ -60,6 +61,18 @@ def _operations(library: Library) -> list[tuple[mx.array, mx.array]]:
         (library.softmax(heads), mx.softmax(heads, -1)),
         (library.log_sum_exp(heads), mx.logsumexp(heads, -1, keepdims=True)),
     ]
+
+
+def _attention(library: Library) -> list[tuple[mx.array, mx.array]]:
+    q, kv = mx.random.normal((2, 4, 3, 64)), mx.random.normal((2, 2, 300, 64))[:, :, :270]
+    mask, sinks = mx.arange(270) >= mx.array([[[[0]]], [[[9]]]]), mx.ones(4)
+    pairs = []
+    for more in ({}, {"mask": "causal"}, {"mask": mask, "sinks": sinks}):
+        ours = library.attend(q, kv, kv * 2, 0.125, **more)
+        theirs = mx.fast.scaled_dot_product_attention(q, kv, kv * 2, scale=0.125, **more)
+        both = (x.transpose(0, 2, 1, 3).flatten(2) for x in (ours, theirs))
+        pairs.append((next(both), next(both)))
+    return pairs
 
 
 def main() -> int:

@@ -40,12 +40,13 @@ class InOrder {
   std::unique_ptr<char[]> copy_;
 };
 
-// Has `work` run when the inputs are there, on the stream's thread, with the memory of `out` made.
+// Has `work` run when the inputs are there, on the stream's thread, with the memory of `out` made,
+// in rows unless it is there already.
 // work(arrays): the inputs, and then the output. The memory of all is kept until it has run.
 template <class Work>
 void dispatch(const mx::Stream &stream, const std::vector<mx::array> &inputs, mx::array &out,
               Work work) {
-  out.set_data(mx::allocator::malloc(out.nbytes()));
+  if (out.data_shared_ptr() == nullptr) out.set_data(mx::allocator::malloc(out.nbytes()));
   std::vector<mx::array> arrays;
   for (auto &one : inputs) arrays.push_back(mx::array::unsafe_weak_copy(one));
   arrays.push_back(mx::array::unsafe_weak_copy(out));

@@ -2,6 +2,7 @@
 // registers.
 #define TILE_M 6
 #define TILE_N 4
+#include "attention_tile.h"
 #include "digit_tiles.h"
 #include "row_functions.h"
 
@@ -10,6 +11,6 @@ namespace toast {
 static bool there() { return avx512vnni.there() && __builtin_cpu_supports("avx512vbmi"); }
 
 const Instructions avx512vbmi = {
-    "avx512vbmi", there, prepared_bytes, prepare, multiply, &row_functions};
+    "avx512vbmi", there, prepared_bytes, prepare, multiply, &row_functions, &attention};
 
 }  // namespace toast

@@ -1,6 +1,7 @@
 // The code for processors with AVX-512 F, BW, DQ, VL and VNNI.
 #define TILE_M 6
 #define TILE_N 4
+#include "attention_tile.h"
 #include "digit_tiles.h"
 #include "row_functions.h"
 
@@ -13,6 +14,6 @@ static bool there() {
 }
 
 const Instructions avx512vnni = {
-    "avx512vnni", there, prepared_bytes, prepare, multiply, &row_functions};
+    "avx512vnni", there, prepared_bytes, prepare, multiply, &row_functions, &attention};
 
 }  // namespace toast

@@ -45,6 +45,39 @@ TOAST_API int toast_multiply(const toast_matrix *matrix, const toast_vectors *x,
                    const uint32_t *vector, const uint32_t *expert, int32_t exact, void *out,
                    int32_t out_type);
 
+// Rows of numbers (batch, heads, positions, size), those of one row side by side.
+typedef struct {
+  const void *data;
+  int64_t strides[3];  // numbers from one batch, head, position to the next; 0: all are one
+  int32_t type;
+} toast_rows;
+
+enum { TOAST_ALL = 0, TOAST_CAUSAL = 1, TOAST_VISIBLE = 2, TOAST_ADDED = 3 };  // kinds of masks
+
+// Attention: for each query, the values weighted by softmax(scale * keys . query).
+typedef struct {
+  toast_rows queries;  // (batch, heads, positions, key_size)
+  toast_rows keys;     // (batch, key_heads, key_positions, key_size); each for heads / key_heads
+  toast_rows values;   // (batch, key_heads, key_positions, value_size)
+  int64_t batch, heads, key_heads, positions, key_positions, key_size, value_size;
+  float scale;
+  int32_t masking;      // TOAST_CAUSAL: the last query sees all keys, each one before it one less
+  const void *mask;     // (batch, heads, positions, key_positions): bytes, of which 0 hides a key;
+                        // or numbers that are added to scores, the least of their type hiding it
+  int64_t mask_strides[3];
+  int32_t mask_type;
+  const float *sinks;   // (heads): a score whose value is zero; NULL for none
+} toast_attention;
+
+// out: (batch, heads, positions, value_size) of out_type, strides as above. A query that sees no
+// key has the mean of all values, or zero with a sink; where numbers are added that hide all keys,
+// what float32 makes of them. Results depend on what a query sees from the first key on that any
+// query of its batch sees, and on nothing else: they are the same bits in any batch, with any
+// padding before, and however many queries are asked at a time.
+// Returns 0; 1 for what is not as above, or no keys; 2 for no memory.
+TOAST_API int toast_attend(const toast_attention *call, void *out, const int64_t *out_strides,
+                           int32_t out_type);
+
 // The instruction sets in use: "avx512vbmi", "avx512vnni", "avx2", "portable". Choosing one that
 // the processor has not returns 1, and changes nothing. Not while anybody computes.
 TOAST_API const char *toast_instructions(void);

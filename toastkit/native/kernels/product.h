@@ -1,6 +1,7 @@
 // A product on its way: what an instruction set's code is handed.
 #pragma once
 
+#include "attention.h"
 #include "kernels.h"
 #include "rows.h"
 
@@ -36,6 +37,7 @@ struct Instructions {
   void (*prepare)(const Product &, int64_t row);
   bool (*multiply)(const Product &, const Group &, int64_t first, int64_t end);
   const RowInstructions *rows;
+  const AttentionCode *attention;
 };
 
 // The set in use.
@@ -45,7 +47,7 @@ extern const Instructions avx512vbmi, avx512vnni, avx2, portable;
 
 // Memory of the calling thread, aligned to 64 bytes, that lasts until it asks for more of that
 // kind; NULL where there is none.
-enum { ROWS, BYTES, KINDS };
+enum { ROWS, BYTES, SCORES, SUMS, PARTS, KINDS };
 void *scratch(int kind, int64_t bytes);
 
 }  // namespace toast

@@ -1,0 +1,116 @@
+"""Attention of the kernels through their C interface, with numpy, and what it should be."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.unit.native_kernels import TYPES, Kernels, read, stored
+
+MASKS = {"all": 0, "causal": 1, "visible": 2, "added": 3}
+LOWEST = {"f32": np.finfo(np.float32).min, "f16": np.finfo(np.float16).min, "bf16": -3.3895314e38}
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3), ("type", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = [
+        *((name, _Rows) for name in ("queries", "keys", "values")),
+        *((name, ctypes.c_int64) for name in (
+            "batch", "heads", "key_heads", "positions", "key_positions", "key_size", "value_size",
+        )),
+        ("scale", ctypes.c_float), ("masking", ctypes.c_int32), ("mask", ctypes.c_void_p),
+        ("mask_strides", ctypes.c_int64 * 3), ("mask_type", ctypes.c_int32),
+        ("sinks", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+def _strides(array: np.ndarray) -> tuple[int, ...]:
+    """Of the first three axes, in numbers; 0 along those that are broadcast."""
+    return tuple(0 if n == 1 else s // array.itemsize for n, s in zip(array.shape, array.strides))[
+        :3
+    ]
+
+
+def _rows(array: np.ndarray, type_: str) -> _Rows:
+    return _Rows(array.ctypes.data, (ctypes.c_int64 * 3)(*_strides(array)), TYPES[type_])
+
+
+class Asked(NamedTuple):
+    """What is asked. queries: (B, heads, N, size); keys, values: (B, key heads, M, size), all as
+    stored, of `types`. mask: None, "causal", bool or `mask_type` (B or 1, heads or 1, N or 1, M).
+    sinks: float32 (heads,)."""
+
+    queries: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    types: tuple[str, str, str]
+    scale: float
+    mask: np.ndarray | str | None = None
+    mask_type: str = "f32"
+    sinks: np.ndarray | None = None
+
+    def of_batch(self, row: int, padding: int = 0) -> Asked:
+        """One of its batch alone, without so many keys at the beginning."""
+        mask = self.mask
+        if isinstance(mask, np.ndarray):
+            mask = mask[row if len(mask) > 1 else 0][None][..., padding:]
+        return self._replace(
+            queries=self.queries[row : row + 1], keys=self.keys[row : row + 1, :, padding:],
+            values=self.values[row : row + 1, :, padding:], mask=mask,
+        )  # fmt: skip
+
+
+def attend(kernels: Kernels, asked: Asked, out_type: str = "f32") -> np.ndarray:
+    """Of out_type, (B, heads, N, value size), from memory that is (B, N, heads, value size).
+    Raises ValueError where the kernels refuse."""
+    (batch, heads, positions, size), (_, key_heads, keys, _) = asked.queries.shape, asked.keys.shape
+    width = asked.values.shape[-1]
+    out = stored(np.full((batch, positions, heads, width), 7.0, np.float32), out_type)
+    out = out.swapaxes(1, 2)
+    mask, masking = asked.mask, 0
+    if isinstance(mask, str):
+        mask, masking = None, MASKS[mask]
+    elif mask is not None:
+        masking = MASKS["visible" if mask.dtype == bool else "added"]
+    described = _Attention(
+        *(_rows(a, t) for a, t in zip(asked[:3], asked.types)), batch, heads, key_heads, positions,
+        keys, size, width, asked.scale, masking, None if mask is None else mask.ctypes.data,
+        (ctypes.c_int64 * 3)(*((0, 0, 0) if mask is None else _strides(mask))),
+        TYPES[asked.mask_type], None if asked.sinks is None else asked.sinks.ctypes.data,
+    )  # fmt: skip
+    code = kernels.library.toast_attend(
+        ctypes.byref(described), ctypes.c_void_p(out.ctypes.data),
+        (ctypes.c_int64 * 3)(*(s // out.itemsize for s in out.strides[:3])), TYPES[out_type],
+    )  # fmt: skip
+    if code:
+        raise ValueError(code)
+    return out
+
+
+def wanted(asked: Asked) -> tuple[np.ndarray, np.ndarray]:
+    """In float64: (B, heads, N, value size), and how large the values are that it is made of."""
+    q, k, v = (read(array, type_) for array, type_ in zip(asked[:3], asked.types))
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(array, repeats, 1) for array in (k, v))
+    scores = asked.scale * q @ k.swapaxes(-1, -2)
+    n, m = scores.shape[-2:]
+    mask = asked.mask
+    if isinstance(mask, str):
+        mask = np.arange(m) <= np.arange(n)[:, None] + max(m - n, 0)
+    if mask is not None and mask.dtype == bool:
+        scores = np.where(mask, scores, float(LOWEST["f32"]))
+    elif mask is not None:
+        scores = scores + read(mask, asked.mask_type)
+    if asked.sinks is not None:
+        sinks = np.broadcast_to(asked.sinks[:, None, None], (*scores.shape[:-1], 1))
+        scores = np.concatenate([scores, sinks], -1)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights = (weights / weights.sum(-1, keepdims=True))[..., :m]
+    return weights @ v, weights @ abs(v)

@@ -1,0 +1,208 @@
+"""Attention of toastkit/native/kernels, against float64, on every instruction set of this
+processor."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import examples
+from tests.native_library import needed
+from tests.unit.native_attention import LOWEST, Asked, attend, wanted
+from tests.unit.native_kernels import (
+    ROUNDING,
+    TYPES,
+    Kernels,
+    instructions,
+    kernels,
+    read,
+    stored,
+)
+
+__all__ = ["instructions", "kernels"]
+pytestmark = [needed, pytest.mark.usefixtures("instructions")]
+
+
+def cached(seed: int, shape: tuple[int, ...], type_: str, layout: str) -> np.ndarray:
+    """Random rows, (B, heads, positions, size), as a cache or a product leaves them in memory."""
+    batch, heads, positions, size = shape
+    values = np.random.default_rng(seed).normal(size=shape)
+    if layout == "turned":  # (B, positions, heads, size)
+        return stored(np.ascontiguousarray(values.swapaxes(1, 2)), type_).swapaxes(1, 2)
+    room = stored(np.full((batch, heads, positions + 5, size), np.nan, np.float32), type_)
+    room[:, :, :positions] = stored(values, type_)
+    return room[:, :, :positions]
+
+
+def masked(
+    seed: int, kind: str, shape: tuple[int, int, int, int], type_: str
+) -> np.ndarray | str | None:
+    """A mask of a kind, for scores of a shape (B, heads, N, M)."""
+    batch, heads, n, m = shape
+    if kind in ("none", "causal"):
+        return None if kind == "none" else "causal"
+    rng = np.random.default_rng(seed)
+    sizes = [size if rng.random() < 0.5 else 1 for size in (batch, heads, n)]
+    if kind == "window":
+        behind = np.arange(n)[:, None] + m - n - np.arange(m)
+        return ((behind >= 0) & (behind < rng.integers(1, m + 1)))[None, None]
+    if kind == "padded":
+        return np.arange(m) >= rng.integers(0, m, batch)[:, None, None, None]
+    if kind == "holes":
+        return rng.random((*sizes, m)) < rng.choice([0.02, 0.5, 0.9])
+    added = stored(rng.normal(size=(*sizes, m)), type_)
+    hidden = rng.random(added.shape) < 0.3
+    added[hidden] = stored(np.array(LOWEST[type_] if rng.random() < 0.5 else -np.inf), type_)
+    added[..., 0] = 0  # all hidden: see below
+    return added
+
+
+KINDS = ("none", "causal", "window", "padded", "holes", "added")
+types = st.sampled_from(list(TYPES))
+
+
+@st.composite
+def asked(draw, kinds: tuple[str, ...] = KINDS) -> Asked:
+    """Small shapes of every kind, and now and then more keys than one span has."""
+    seed = draw(st.integers(0, 1 << 30))
+    batch, key_heads, repeats = (draw(st.integers(1, most)) for most in (3, 3, 9))
+    n = draw(st.one_of(st.just(1), st.integers(1, 40)))
+    m = draw(st.one_of(st.integers(1, 70), st.integers(500, 1100)))
+    size, width = (draw(st.one_of(st.integers(1, 10).map(lambda i: i * 8), st.integers(1, 40)))
+                   for _ in "kv")  # fmt: skip
+    of, mask_type = (draw(types), draw(types), draw(types)), draw(types)
+    layouts = [draw(st.sampled_from(("cache", "turned"))) for _ in "qkv"]
+    heads = key_heads * repeats
+    shapes = ((heads, n, size), (key_heads, m, size), (key_heads, m, width))
+    arrays = [
+        cached(seed + i, (batch, *shape), type_, layout)
+        for i, (shape, type_, layout) in enumerate(zip(shapes, of, layouts))
+    ]
+    mask = masked(seed, draw(st.sampled_from(kinds)), (batch, heads, n, m), mask_type)
+    sinks = np.random.default_rng(seed).normal(size=heads).astype(np.float32) * 3
+    return Asked(
+        *arrays, types=of, scale=draw(st.sampled_from((0.3, 1.0, -2.0))), mask=mask,
+        mask_type=mask_type, sinks=sinks if draw(st.booleans()) else None,
+    )  # fmt: skip
+
+
+def check(kernels: Kernels, asked: Asked, out_type: str = "f32") -> None:
+    out = read(attend(kernels, asked, out_type), out_type)
+    right, size = wanted(asked)
+    # A score is off by some roundings of its terms, and so is a weight by that share.
+    q, k = (abs(read(array, type_)) for array, type_ in zip(asked[:2], asked.types))
+    terms = abs(asked.scale) * q.max(initial=0) * k.max(initial=0) * q.shape[-1]
+    share = 2.0**-23 * (terms + 20)
+    most = size * (share + ROUNDING[out_type] * 1.01) + 2.0**-24
+    assert (abs(out - right) <= most).all()
+
+
+@settings(max_examples=examples(120))
+@given(asked=asked(), out_type=types)
+def test_attention_is_that_of_float64(kernels: Kernels, asked: Asked, out_type: str) -> None:
+    check(kernels, asked, out_type)
+
+
+@settings(max_examples=examples(40))
+@given(asked=asked(), threads=st.integers(1, 4))
+def test_a_batch_gives_what_its_queries_give(kernels: Kernels, asked: Asked, threads: int) -> None:
+    """To the bit, with any number of threads."""
+    together = attend(kernels, asked)
+    kernels.library.toast_set_threads(threads)
+    for row in range(len(asked.queries)):
+        assert np.array_equal(attend(kernels, asked.of_batch(row))[0], together[row])
+
+
+@settings(max_examples=examples(40))
+@given(asked=asked(kinds=("none",)), data=st.data())
+def test_padding_before_changes_nothing(kernels: Kernels, asked: Asked, data) -> None:
+    batch, m = len(asked.queries), asked.keys.shape[2]
+    padding = [data.draw(st.integers(0, m - 1)) for _ in range(batch)]
+    mask = np.arange(m) >= np.array(padding)[:, None, None, None]
+    together = attend(kernels, asked._replace(mask=mask))
+    for row, hidden in enumerate(padding):
+        assert np.array_equal(attend(kernels, asked.of_batch(row, hidden))[0], together[row])
+
+
+@settings(max_examples=examples(40))
+@given(asked=asked(kinds=("none",)))
+def test_queries_at_a_time_or_in_turn(kernels: Kernels, asked: Asked) -> None:
+    """A prompt in one pass gives, to the bit, what it gives token by token."""
+    n, m = asked.queries.shape[2], asked.keys.shape[2]
+    if n > m:
+        return
+    together = attend(kernels, asked._replace(mask="causal"))
+    for i in range(n):
+        seen = m - n + i + 1
+        one = asked._replace(
+            queries=asked.queries[:, :, i : i + 1], keys=asked.keys[:, :, :seen],
+            values=asked.values[:, :, :seen],
+        )  # fmt: skip
+        assert np.array_equal(attend(kernels, one)[:, :, 0], together[:, :, i])
+
+
+@pytest.mark.parametrize("rows", [1, 4, 11, 12, 64, 130])
+@pytest.mark.parametrize("type_", list(TYPES))
+def test_long_contexts_are_shared_out(kernels: Kernels, rows: int, type_: str) -> None:
+    queries = cached(1, (1, rows, 1, 128), "f32", "cache")
+    keys, values = (cached(i, (1, 1, 5000, 128), type_, "cache") for i in (2, 3))
+    check(kernels, Asked(queries, keys, values, ("f32", type_, type_), 128**-0.5))
+
+
+def test_many_tiles_go_on_from_span_to_span(kernels: Kernels) -> None:
+    """To the bit what fewer give, whose spans are shared out."""
+    queries, keys, values = (cached(i, (5, 13, n, 24), "f32", "cache")
+                             for i, n in enumerate((16, 1100, 1100)))  # fmt: skip
+    asked = Asked(queries, keys, values, ("f32",) * 3, 0.3, "causal")
+    check(kernels, asked)
+    together = attend(kernels, asked)
+    assert np.array_equal(attend(kernels, asked.of_batch(4))[0], together[4])
+
+
+def test_queries_that_see_nothing(kernels: Kernels) -> None:
+    """The mean of all values, or nothing beside a sink; so where numbers hide all."""
+    queries, keys, values = (cached(i, (2, 4, n, 16), "f32", "cache")
+                             for i, n in enumerate((3, 700, 700)))  # fmt: skip
+    mask = np.arange(700) >= np.array([700, 30])[:, None, None, None]
+    asked = Asked(queries, keys, values, ("f32",) * 3, 0.5, mask)
+    check(kernels, asked)
+    check(kernels, asked._replace(mask=np.where(mask, 0, LOWEST["f32"]).astype(np.float32)))
+    sinks = np.ones(4, np.float32)
+    assert not attend(kernels, asked._replace(sinks=sinks))[0].any()
+    nothing = np.full((2, 1, 1, 700), -np.inf, np.float32)
+    assert np.isnan(attend(kernels, asked._replace(mask=nothing))).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("rows", [2, 40])
+def test_what_is_no_number_stays_none(kernels: Kernels, bad: float, rows: int) -> None:
+    """In the query that sees it, and in no other."""
+    queries, keys, values = (cached(i, (1, 1, n, 16), "f32", "cache")
+                             for i, n in enumerate((rows, 600, 600)))  # fmt: skip
+    keys[0, 0, 599, 3] = bad
+    values[0, 0, 599] = 1
+    queries[0, 0, -1, 3] = 1
+    out = attend(kernels, Asked(queries, keys, values, ("f32",) * 3, 1.0, "causal"))[0, 0]
+    assert np.isnan(out[-1]).all() and np.isfinite(out[:-1]).all()
+
+
+def test_large_scores_leave_one_key(kernels: Kernels) -> None:
+    queries, keys, values = (cached(i, (1, 2, n, 8), "f32", "cache")
+                             for i, n in enumerate((1, 900, 900)))  # fmt: skip
+    keys[0, :, 555] = queries[0, :, 0] * 1e6
+    out = attend(kernels, Asked(queries, keys, values, ("f32",) * 3, 1e3))
+    assert np.array_equal(out[:, :, 0], values[:, :, 555])
+
+
+def test_what_is_not_known_is_refused(kernels: Kernels) -> None:
+    queries, keys, values = (cached(i, (1, heads, 4, 8), "f32", "cache")
+                             for i, heads in enumerate((6, 3, 3)))  # fmt: skip
+    good = Asked(queries, keys, values, ("f32",) * 3, 1.0)
+    with pytest.raises(ValueError, match="1"):  # heads that cannot be shared
+        attend(kernels, good._replace(keys=keys[:, :0]))
+    with pytest.raises(ValueError, match="1"):
+        attend(kernels, good._replace(queries=queries[:, :5]))
+    with pytest.raises(ValueError, match="1"):  # no keys
+        attend(kernels, good._replace(keys=keys[:, :, :0], values=values[:, :, :0]))

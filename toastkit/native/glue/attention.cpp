@@ -1,0 +1,154 @@
+// Attention of kernels/ as an MLX primitive. Caches are read where they lie.
+#include <optional>
+
+#include "arrays.h"
+
+namespace toast {
+namespace {
+
+// Rows (batch, heads, positions, size) in place, or copied where the numbers of one lie apart.
+class Rows {
+ public:
+  explicit Rows(const mx::array &a) {
+    rows_ = {nullptr, {}, type_of(a)};
+    const bool in_place = a.shape(-1) == 1 || a.strides(-1) == 1;
+    if (!in_place) copy_.emplace(a);
+    rows_.data = in_place ? a.data<char>() : copy_->data();
+    int64_t step = a.shape(-1);
+    for (int axis = 2; axis >= 0; axis--) {
+      rows_.strides[axis] = in_place ? a.strides(axis) : step;
+      step *= a.shape(axis);
+    }
+  }
+  const toast_rows &rows() const { return rows_; }
+
+ private:
+  toast_rows rows_;
+  std::optional<InOrder> copy_;
+};
+
+// The mask of scores (batch, heads, positions, keys), which it is broadcast to.
+class Mask {
+ public:
+  Mask(const mx::array &a, toast_attention &call) {
+    const bool bytes = a.dtype() == mx::bool_;
+    call.masking = bytes ? TOAST_VISIBLE : TOAST_ADDED;
+    call.mask_type = bytes ? TOAST_F32 : type_of(a);
+    const bool in_place = a.strides(-1) == 1;
+    if (!in_place) copy_.emplace(a);
+    call.mask = in_place ? a.data<char>() : copy_->data();
+    int64_t step = a.shape(-1);
+    for (int axis = int(a.ndim()) - 2, to = 2; to >= 0; axis--, to--) {
+      const int size = axis < 0 ? 1 : a.shape(axis);
+      call.mask_strides[to] = size == 1 ? 0 : in_place ? a.strides(axis) : step;
+      step *= size;
+    }
+  }
+
+ private:
+  std::optional<InOrder> copy_;
+};
+
+class Attention : public mx::UnaryPrimitive {
+ public:
+  Attention(mx::Stream stream, float scale, int masking, bool sinks)
+      : mx::UnaryPrimitive(stream), scale_(scale), masking_(masking), sinks_(sinks) {}
+
+  // The result lies as (batch, positions, heads, size), as what comes next would have it.
+  void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {
+    const int64_t heads = out.shape(1), positions = out.shape(2), size = out.shape(3);
+    out.set_data(mx::allocator::malloc(out.nbytes()), out.size(),
+                 {positions * heads * size, size, heads * size, 1},
+                 {true, heads == 1 || positions == 1, false});
+    dispatch(stream(), inputs, out,
+             [scale = scale_, masking = masking_, sinks = sinks_](
+                 const std::vector<mx::array> &arrays) { compute(arrays, scale, masking, sinks); });
+  }
+
+  void eval_gpu(const std::vector<mx::array> &, mx::array &) override {
+    throw std::runtime_error("native attention runs on the CPU");
+  }
+
+  const char *name() const override { return "ToastAttention"; }
+
+ private:
+  static void compute(const std::vector<mx::array> &arrays, float scale, int masking, bool sinks) {
+    const Rows queries(arrays[0]), keys(arrays[1]), values(arrays[2]);
+    mx::array out = arrays.back();
+    toast_attention call = {
+        queries.rows(), keys.rows(), values.rows(), arrays[0].shape(0), arrays[0].shape(1),
+        arrays[1].shape(1), arrays[0].shape(2), arrays[1].shape(2), arrays[0].shape(3),
+        arrays[2].shape(3), scale, masking, nullptr, {}, 0, nullptr,
+    };
+    std::optional<Mask> mask;
+    if (masking >= TOAST_VISIBLE) mask.emplace(arrays[3], call);
+    std::optional<InOrder> heads;
+    if (sinks) {
+      heads.emplace(arrays[arrays.size() - 2]);
+      call.sinks = reinterpret_cast<const float *>(heads->data());
+    }
+    const int64_t strides[3] = {out.strides(0), out.strides(1), out.strides(2)};
+    if (toast_attend(&call, out.data<char>(), strides, type_of(out)))
+      throw std::runtime_error("no memory for attention");
+  }
+
+  float scale_;
+  int masking_;
+  bool sinks_;
+};
+
+void check_mask(const mx::array &mask, const mx::array &q, const mx::array &k) {
+  const int shape[4] = {q.shape(0), q.shape(1), q.shape(2), k.shape(2)};
+  check(mask.ndim() >= 1 && mask.ndim() <= 4 && mask.shape(-1) == k.shape(2),
+        "a mask of another shape");
+  for (int axis = int(mask.ndim()) - 1, of = 3; axis >= 0; axis--, of--)
+    check(mask.shape(axis) == 1 || mask.shape(axis) == shape[of], "a mask of another shape");
+  if (mask.dtype() != mx::bool_) type_of(mask);
+}
+
+mx::array attention(const mx::array &q, const mx::array &k, const mx::array &v, float scale,
+                    const mx::array *mask, bool causal, const mx::array *sinks) {
+  check(q.ndim() == 4 && k.ndim() == 4 && v.ndim() == 4, "rows that have not four axes");
+  check(q.shape(0) == k.shape(0) && q.shape(0) == v.shape(0), "keys of another batch");
+  check(k.shape(1) == v.shape(1) && k.shape(1) && q.shape(1) % k.shape(1) == 0,
+        "heads that cannot be shared");
+  check(k.shape(2) == v.shape(2) && k.shape(2), "no keys, or not as many values");
+  check(q.shape(3) == k.shape(3) && q.shape(3) && v.shape(3), "keys of another size");
+  std::vector<mx::array> inputs = {q, k, v};
+  for (auto &one : inputs) type_of(one);
+  if (mask) {
+    check_mask(*mask, q, k);
+    inputs.push_back(*mask);
+  }
+  if (sinks) {
+    check(sinks->dtype() == mx::float32 && sinks->ndim() == 1 && sinks->shape(0) == q.shape(1),
+          "sinks of other heads");
+    inputs.push_back(*sinks);
+  }
+  const bool same = q.dtype() == k.dtype() && q.dtype() == v.dtype();
+  const int masking = !mask ? causal ? TOAST_CAUSAL : TOAST_ALL
+                            : mask->dtype() == mx::bool_ ? TOAST_VISIBLE : TOAST_ADDED;
+  auto made = std::make_shared<Attention>(mx::default_stream(mx::Device::cpu), scale, masking,
+                                          sinks != nullptr);
+  return mx::array({q.shape(0), q.shape(1), q.shape(2), v.shape(3)},
+                   same ? q.dtype() : mx::float32, std::move(made), std::move(inputs));
+}
+
+}  // namespace
+}  // namespace toast
+
+extern "C" {
+
+// Makes `out`, an array that nobody else has, the attention. Lazy. mask, sinks: NULL for none.
+// Returns what is wrong; NULL where nothing is.
+TOAST_API const char *toast_attend_array(void *out, void *q, void *k, void *v, void *mask,
+                                         void *sinks, float scale, int causal) {
+  using toast::array_of;
+  return toast::wrong([&] {
+    array_of(out) = toast::attention(array_of(q), array_of(k), array_of(v), scale,
+                                     mask ? &array_of(mask) : nullptr, causal != 0,
+                                     sinks ? &array_of(sinks) : nullptr);
+  });
+}
+
+}  // extern "C"

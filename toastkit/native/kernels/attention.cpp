@@ -1,0 +1,209 @@
+// Attention: what each query sees, and how the work is shared out among the threads.
+#include "attention.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <new>
+#include <vector>
+
+#include "pool.h"
+#include "product.h"
+
+namespace toast {
+namespace {
+
+constexpr int64_t FEW_TILES = 64;   // whose spans are work of their own
+constexpr int64_t LITTLE = 1 << 17; // products of numbers that are not worth a second thread
+
+bool is_known(const toast_rows &rows) {
+  return rows.type >= TOAST_F32 && rows.type <= TOAST_BF16;
+}
+
+bool is_known(const toast_attention &a) {
+  const bool sizes = a.batch >= 0 && a.positions >= 0 && a.key_positions > 0 &&
+                     a.key_positions < INT32_MAX && a.key_size > 0 && a.value_size > 0;
+  const bool heads = a.key_heads > 0 && a.heads >= 0 && a.heads % a.key_heads == 0;
+  const bool mask = a.masking >= TOAST_ALL && a.masking <= TOAST_ADDED &&
+                    (a.masking < TOAST_VISIBLE || a.mask) &&
+                    (a.masking != TOAST_ADDED ||
+                     (a.mask_type >= TOAST_F32 && a.mask_type <= TOAST_BF16));
+  return sizes && heads && mask && is_known(a.queries) && is_known(a.keys) && is_known(a.values);
+}
+
+// Whether a number that is added to a score hides its key: no number of its type is smaller.
+bool hides(int type, const void *p, int64_t i) {
+  if (type == TOAST_F32)
+    return static_cast<const float *>(p)[i] <= std::numeric_limits<float>::lowest();
+  const uint16_t bits = static_cast<const uint16_t *>(p)[i];
+  return type == TOAST_F16 ? bits == 0xfbff || bits == 0xfc00 : bits == 0xff7f || bits == 0xff80;
+}
+
+Range range_of(const toast_attention &a, int64_t batch, int64_t head, int64_t position) {
+  const int64_t keys = a.key_positions;
+  if (a.masking == TOAST_ALL) return {0, int32_t(keys - 1), Range::WHOLE};
+  if (a.masking == TOAST_CAUSAL) {
+    const int64_t last = std::max<int64_t>(keys - a.positions, 0) + position;
+    return {0, int32_t(std::min(last, keys - 1)), Range::WHOLE};
+  }
+  const int64_t at = batch * a.mask_strides[0] + head * a.mask_strides[1] +
+                     position * a.mask_strides[2];
+  auto bytes = static_cast<const uint8_t *>(a.mask) + at;
+  auto is_hidden = [&](int64_t key) {
+    return a.masking == TOAST_VISIBLE ? !bytes[key] : hides(a.mask_type, a.mask, at + key);
+  };
+  int64_t first = 0, last = keys - 1;
+  while (first < keys && is_hidden(first)) first++;
+  const bool nothing = first == keys;
+  if (nothing) return {0, int32_t(last), Range::BLIND};
+  while (is_hidden(last)) last--;
+  const bool holes = a.masking == TOAST_VISIBLE && memchr(bytes + first, 0, last - first);
+  return {int32_t(first), int32_t(last), holes ? Range::HOLES : Range::WHOLE};
+}
+
+template <class Work>
+void share(bool little, int64_t count, const Work &work) {
+  if (!little) return run(count, work);
+  for (int64_t i = 0; i < count; i++) work(i);
+}
+
+// What all queries see, and where the spans of each batch begin.
+struct Seen {
+  std::vector<Range> ranges;
+  std::vector<int64_t> origin;
+  int64_t batches, heads;
+
+  Seen(const toast_attention &a, bool little) {
+    const bool mask = a.masking >= TOAST_VISIBLE;
+    batches = mask && a.mask_strides[0] ? a.batch : 1;
+    heads = mask && a.mask_strides[1] ? a.heads : 1;
+    ranges.resize(batches * heads * a.positions);
+    share(little || !mask, batches * heads * a.positions, [&](int64_t i) {
+      const int64_t position = i % a.positions, rest = i / a.positions;
+      ranges[i] = range_of(a, rest / heads, rest % heads, position);
+    });
+    const int64_t each = heads * a.positions;
+    for (int64_t batch = 0; batch < a.batch; batch++) {
+      const int64_t begin = batches > 1 ? batch * each : 0;
+      int64_t first = a.key_positions;
+      for (int64_t i = begin; i < begin + each; i++)
+        if (ranges[i].kind != Range::BLIND) first = std::min<int64_t>(first, ranges[i].first);
+      origin.push_back(first == a.key_positions ? 0 : first);
+    }
+  }
+};
+
+// The spans that a tile's rows see anything of, from `first` up to `end`; that of the origin is 0.
+struct Spans {
+  int64_t first, end, origin, keys;
+
+  int64_t begin_of(int64_t span) const { return std::max<int64_t>(origin + span * SPAN, 0); }
+  int64_t end_of(int64_t span) const { return std::min(origin + (span + 1) * SPAN, keys); }
+};
+
+Spans spans_of(const Attention &a, const Tile &tile) {
+  const toast_attention &call = *a.call;
+  int64_t first = call.key_positions, last = 0;
+  for (int64_t row = tile.first; row < tile.first + tile.rows; row++) {
+    const Range range = a.range(tile.batch, tile.head * a.repeats + row % a.repeats,
+                                row / a.repeats);
+    first = std::min<int64_t>(first, range.first);
+    last = std::max<int64_t>(last, range.last);
+  }
+  const int64_t origin = a.origin[tile.batch];
+  auto span = [&](int64_t key) {  // rounded down, below the origin too
+    return key >= origin ? (key - origin) / SPAN : -((origin - key + SPAN - 1) / SPAN);
+  };
+  return {span(first), span(last) + 1, origin, call.key_positions};
+}
+
+struct Work {
+  Tile tile;
+  Spans spans;
+  int64_t before;  // spans of all tiles that come before
+};
+
+bool attend(const Attention &a, const AttentionCode &code, bool little) {
+  const toast_attention &call = *a.call;
+  const int64_t tile_rows = code.tile_rows(a.rows);
+  std::vector<Work> work;
+  int64_t spans = 0;
+  for (int64_t batch = 0; batch < call.batch; batch++)
+    for (int64_t head = 0; head < call.key_heads; head++)
+      for (int64_t first = 0; first < a.rows; first += tile_rows) {
+        const Tile tile = {batch, head, first, std::min(tile_rows, a.rows - first)};
+        work.push_back({tile, spans_of(a, tile), spans});
+        spans += work.back().spans.end - work.back().spans.first;
+      }
+  const int64_t tiles = int64_t(work.size()), floats = tile_rows * (1 + a.row_floats);
+  auto sums = [&](float *memory) { return Sums{memory, memory + tile_rows}; };
+  std::atomic<bool> failed{false};
+  if (tiles >= FEW_TILES || spans == tiles) {
+    share(little, tiles, [&](int64_t i) {
+      const Work &one = work[i];
+      auto memory = static_cast<float *>(scratch(SUMS, 2 * floats * sizeof(float)));
+      for (int64_t s = one.spans.first; memory && s < one.spans.end; s++) {
+        const Sums to = sums(memory), from = sums(memory + floats);
+        if (!code.attend(a, one.tile, one.spans.begin_of(s), one.spans.end_of(s),
+                         s == one.spans.first ? to : from)) {
+          memory = nullptr;
+        } else if (s > one.spans.first) {
+          code.add(a, one.tile.rows, to, from);
+        }
+      }
+      if (!memory) return failed.store(true, std::memory_order_relaxed);
+      code.finish(a, one.tile, sums(memory));
+    });
+    return !failed.load(std::memory_order_relaxed);
+  }
+  auto memory = static_cast<float *>(scratch(PARTS, spans * floats * sizeof(float)));
+  if (!memory) return false;
+  share(little, spans, [&](int64_t i) {
+    auto one = std::upper_bound(work.begin(), work.end(), i,
+                                [](int64_t n, const Work &w) { return n < w.before; }) - 1;
+    const int64_t s = one->spans.first + i - one->before;
+    if (!code.attend(a, one->tile, one->spans.begin_of(s), one->spans.end_of(s),
+                     sums(memory + i * floats)))
+      failed.store(true, std::memory_order_relaxed);
+  });
+  if (failed.load(std::memory_order_relaxed)) return false;
+  share(little, tiles, [&](int64_t i) {
+    const Work &one = work[i];
+    float *all = memory + one.before * floats;
+    for (int64_t s = 1; s < one.spans.end - one.spans.first; s++)
+      code.add(a, one.tile.rows, sums(all), sums(all + s * floats));
+    code.finish(a, one.tile, sums(all));
+  });
+  return true;
+}
+
+}  // namespace
+}  // namespace toast
+
+extern "C" int toast_attend(const toast_attention *call, void *out, const int64_t *out_strides,
+                            int32_t out_type) {
+  using namespace toast;
+  if (!is_known(*call) || out_type < TOAST_F32 || out_type > TOAST_BF16) return 1;
+  const int64_t repeats = call->heads / call->key_heads, rows = repeats * call->positions;
+  if (!rows || !call->batch) return 0;
+  try {
+    const AttentionCode &code = *instructions().attention;
+    const double products = double(call->batch) * call->heads * call->positions *
+                            call->key_positions * (call->key_size + call->value_size);
+    const bool little = products < LITTLE;
+    const Seen seen(*call, little);
+    const Attention a = {
+        call, out, out_type, out_strides, repeats, rows, code.row_floats(call->value_size),
+        seen.ranges.data(),
+        {seen.batches > 1 ? seen.heads * call->positions : 0,
+         seen.heads > 1 ? call->positions : 0},
+        seen.origin.data(),
+    };
+    return attend(a, code, little) ? 0 : 2;
+  } catch (const std::bad_alloc &) {
+    return 2;
+  }
+}
