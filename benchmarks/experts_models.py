@@ -81,7 +81,7 @@ def make(folder: Path, shape: str, layers: int, bits: int) -> Path:
     shards: dict[str, dict[str, mx.array]] = {}
     for name, array in tree_flatten(structure(config, bits).parameters()):
         number = name.split("layers.")[1].split(".")[0] if "layers." in name else "outside"
-        shards.setdefault(number, {})[name] = _filled(name, array, bits, own, random)
+        shards.setdefault(number, {})[name] = filled(name, array, bits, own, random)
     part, where = path.with_suffix(".part"), {}
     part.mkdir(parents=True)
     for number, tensors in shards.items():
@@ -95,7 +95,7 @@ def make(folder: Path, shape: str, layers: int, bits: int) -> Path:
     return part.rename(path)
 
 
-def _filled(
+def filled(
     name: str, like: mx.array, bits: int, own: float, random: np.random.Generator
 ) -> mx.array:
     """Values of a parameter that keep activations in bounds. own: see OWN."""

@@ -3,7 +3,7 @@ that is bound by memory.
 
     python benchmarks/gears.py [--only perplexity,distribution,auto,formats,cost,overhead]
         [--texts DIR] [--limit N] [--auto-tokens 2048] [--scope all] [--rounds 5] [--processes 2]
-        [--quick]
+        [--native off] [--quick]
 
 perplexity    by precision and scope, next to figures that were computed independently.
 distribution  gears of each text by thresholds and minimum duration.
@@ -56,6 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--scope", choices=("attention", "all"), default="all", help="for auto")
     parser.add_argument("--rounds", type=int, metavar="N", help="of timings (5)")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), metavar="N")
+    parser.add_argument("--native", choices=("off", "require"), default="off", help="for cost")
     parser.add_argument("--quick", action="store_true", help="short texts, small models")
     options = parser.parse_args()
     options.only = options.only.split(",")
@@ -113,11 +114,11 @@ def costs(options: argparse.Namespace, folder: Path) -> None:
     ]
     size = f"llama, random, hidden {config['hidden_size']}, {layers} layers"
     steps = (8, 4) if options.quick else (32, 4)
-    rounds = options.rounds, min(3, options.rounds)
+    rounds, native = (options.rounds, min(3, options.rounds)), options.native
     cost(
         [
-            Subject("crumb", crumb, baked[0], rounds[0], 8, steps[0], story.ids, True),
-            Subject(size, llama, baked[1], rounds[1], 2, steps[1], random_ids, False),
+            Subject("crumb", crumb, baked[0], rounds[0], 8, steps[0], story.ids, True, native),
+            Subject(size, llama, baked[1], rounds[1], 2, steps[1], random_ids, False, native),
         ]
     )
 

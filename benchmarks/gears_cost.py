@@ -45,7 +45,7 @@ RUN = 8  # tokens in a gear, the fewest that the paper calls typical
 class Subject:
     """A model to measure. baked: the same with gears beside the originals. rounds: of timings, of
     so many tokens each, after `warm` that do not count. ids: a text for it. by_entropy: whether its
-    entropies mean anything."""
+    entropies mean anything. native: see open_engine."""
 
     name: str
     files: ModelFiles
@@ -55,11 +55,13 @@ class Subject:
     tokens: int
     ids: Sequence[int]
     by_entropy: bool
+    native: str
 
     def engine(self, scope: str, path: str, cache: int, baked: bool = False) -> Engine:
         """It, with gears."""
         options = GearOptions("auto", scope, (4, 8), path, cache)
-        return open_engine(self.baked if baked else self.files, gear_options=options)
+        files = self.baked if baked else self.files
+        return open_engine(files, gear_options=options, native=self.native)
 
 
 def with_gears_baked(files: ModelFiles, out: Path) -> ModelFiles:

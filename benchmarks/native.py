@@ -1,126 +1,180 @@
-"""Native products beside MLX's, in one process, in turn: decode and prefill.
+"""Native products beside mlx_lm, llama.cpp and what memory gives, in turn: decode and prefill.
 
-    python benchmarks/native.py --rounds 3
+    python benchmarks/native.py [--models small,large,olmoe] [--what decode,16,256,2048]
+        [--rounds 3] [--llama PYTHON] [--keep DIR]
 
-A random llama of 160 MB in 4 bits, in groups of 64, and crumb. Each round runs both engines, one
-after the other, so that a machine that is shared slows both down. What memory gives is told by a
-float32 matrix with one vector, 512 MB, in the same run.
+Random models in 4 bits (native_models.py): llamas of 160 MB and 1 GB, and a mixture in the shape of
+OLMoE. What they compute with: two threads, or as many as there are processors. Every engine is a
+process of its own, and stands still while another one is measured. Ratios are of the same round.
+
+mlx_lm runs in float32, a few tokens of it: its products go row by row, so that a token of a prompt
+takes as long as one that is decoded, however long the prompt is. llama.cpp runs as it is installed,
+and with OMP_WAIT_POLICY=active; the faster one counts. It is left out where --llama PYTHON, an
+interpreter, has none; native_llama.py says how to install it. What memory gives is an array of 512
+MB, added up by all threads, before and after each decode of ours.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
+import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
-from load import LLAMA, SMALL_FILES
-from measure import machine
-
-from toastkit.engine import device
-
-device.start("cpu")
-
-import mlx.core as mx  # noqa: E402
-import mlx.nn as nn  # noqa: E402
-from mlx.utils import tree_flatten  # noqa: E402
-
-from toastkit.engine.engine import Engine  # noqa: E402
-from toastkit.engine.opening import open_engine  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.native.building import build  # noqa: E402
-from toastkit.native.library import load  # noqa: E402
+import numpy as np
+from measure import machine, spread
+from native_models import HERE, MODELS, bytes_read, checkpoint, gguf
+from workers import Worker
 
 GIGABYTE = 1e9
-PLAIN_STEPS, STEPS = 6, 48  # tokens of a measurement, of MLX's products and of ours
-LENGTHS = (16, 256)  # tokens of a prompt
+THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+OURS, MLX, LLAMA, ACTIVE = "toastkit", "mlx_lm", "llama.cpp", "llama.cpp, active"
+AIMS = {"decode": (25.0, 1.2), "prefill": (60.0, 1.3)}  # times mlx_lm, times llama.cpp
+SHARE = 0.75  # of the read rate, for decode
+CONTEXT = 16  # tokens before those that are decoded
+FEW = {"small": (8, 12), "large": (2, 4), "olmoe": (4, 8)}  # of mlx_lm: decoded, of a prompt
+LONG = 1000  # tokens of a prompt that is not warmed up with
+DECODED = {"small": 96, "large": 24, "olmoe": 48}
 
 
-def packed_llama(folder: Path) -> Path:
-    """Six layers, 4 bits, scales in bfloat16."""
-    from mlx_lm.models import llama
+def instructions() -> str:
+    """What the kernels run on, in words."""
+    from toastkit.native.starting import status
 
-    config = {**LLAMA, "num_hidden_layers": 6, "num_attention_heads": 16, "head_dim": 128}
-    mx.random.seed(0)
-    model = llama.Model(llama.ModelArgs.from_dict(config))
-    model.set_dtype(mx.bfloat16)
-    nn.quantize(model, group_size=64, bits=4)
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    for name in SMALL_FILES:
-        (folder / name).write_bytes(locate("crumb").read(name) or b"{}")
-    config["quantization"] = {"group_size": 64, "bits": 4}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return f"native products {status()}"
 
 
-def read_rate() -> float:
-    """Bytes a second of a float32 matrix that one vector is multiplied with, the best of five."""
-    library, weight = load(build()), mx.ones((32768, 4096))
-    x = mx.ones((1, 4096))
-    mx.eval(weight, x)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        mx.eval(library.multiply(x, weight))
-        times.append(time.perf_counter() - start)
-    return weight.nbytes / min(times)
+class Memory:
+    """What it gives: bytes a second, of all threads together, the median of some readings."""
+
+    def __init__(self) -> None:
+        numbers = np.ones(64 << 20, np.uint64)
+        self._parts, self._size = np.array_split(numbers, THREADS), numbers.nbytes
+        self._pool = ThreadPoolExecutor(THREADS)
+
+    def rate(self, readings: int = 7) -> float:
+        times = []
+        for _ in range(readings):
+            start = time.perf_counter()
+            list(self._pool.map(np.add.reduce, self._parts))
+            times.append(time.perf_counter() - start)
+        return self._size / median(times)
 
 
-def decode(engine: Engine, count: int) -> float:
-    """Tokens a second, greedy, after a prompt of 16."""
-    cache = engine.new_cache()
-    _, logits = engine.prefill(list(range(5, 21)), cache)
-    token = mx.argmax(engine.step(mx.argmax(logits), cache))
-    mx.eval(token)
-    start = time.perf_counter()
-    for _ in range(count):
-        token = mx.argmax(engine.step(token, cache))
-        mx.eval(token)
-    return count / (time.perf_counter() - start)
+def workers(folder: Path, model: str, llama: str, wanted: list[str]) -> dict[str, Worker]:
+    """The engines that there are, loaded and at rest."""
+    path = str(checkpoint(folder, model))
+    engine = str(HERE / "native_engine.py")
+    found = {}
+    for name, how in ((MLX, "mlx_lm"), (OURS, "native")):
+        if name in wanted:
+            found[name] = Worker(name, [sys.executable, engine, how, path])
+    asked = {LLAMA: {}, ACTIVE: {"OMP_WAIT_POLICY": "active"}}
+    if asked.keys() & set(wanted):
+        file = gguf(folder, model, llama)
+        if file is None:
+            print(f"llama.cpp is left out: {llama} has no `gguf` and `llama_cpp`")
+        else:
+            command = [llama, str(HERE / "native_llama.py"), "run", str(file), str(THREADS)]
+            found |= {n: Worker(n, command, e) for n, e in asked.items() if n in wanted}
+    return found
 
 
-def prefill(engine: Engine, length: int) -> float:
-    """Tokens a second of a prompt, with its last logits."""
-    ids = [5 + 7 * n % 4000 for n in range(length)]
-    start = time.perf_counter()
-    engine.prefill(ids, engine.new_cache())
-    return length / (time.perf_counter() - start)
-
-
-def compare(name: str, path: str, rounds: int) -> None:
-    """Prints a row for each of decode and the prompts."""
-    engines = {n: open_engine(locate(path), native=n) for n in ("off", "require")}
-    size = sum(a.nbytes for _, a in tree_flatten(engines["require"].model.parameters()))
+def measured(
+    engines: dict[str, Worker], model: str, what: list[str], rounds: int, memory: Memory
+) -> dict[str, dict[str, list[float]]]:
+    """Tokens a second by what is done and engine, and under "memory" bytes a second."""
     found: dict[str, dict[str, list[float]]] = {}
-    for turn in range(rounds):
-        for native, engine in engines.items():
-            plain = native == "off"
-            few = plain and name != "crumb"
-            runs = {"decode": lambda e=engine, n=PLAIN_STEPS if few else STEPS: decode(e, n)}
-            for length in LENGTHS:
-                if not (few and length > 16 and turn):  # a minute each
-                    runs[f"prefill {length}"] = lambda e=engine, n=length: prefill(e, n)
-            for what, run in runs.items():
-                found.setdefault(what, {}).setdefault(native, []).append(run())
-    print(f"\n{name}, {size / 1e6:.0f} MB on the device")
-    for what, rates in found.items():
-        ours, theirs = median(rates["require"]), median(rates["off"])
-        more = f", {ours * size / GIGABYTE:.1f} GB/s" if what == "decode" else ""
-        print(f"{what:12} MLX {theirs:7.1f}, native {ours:7.1f} tok/s: {ours / theirs:.1f}x{more}")
+    decoded, prompt = FEW[model]
+    for turn in range(rounds + 1):
+        if turn == 1:
+            found.clear()  # the first round warms up
+        plain = None  # mlx_lm's rate of a prompt, of any
+        for case in what:
+            if not turn and case != "decode" and int(case) >= LONG:
+                continue
+            rates = found.setdefault(case, {})
+            for name, engine in engines.items():
+                if case != "decode" and name == MLX:
+                    rate = plain = plain or engine.ask("prefill", prompt)
+                elif case != "decode":
+                    rate = engine.ask("prefill", int(case))
+                elif name == MLX:
+                    rate = engine.ask("decode", 2, decoded)
+                elif name == OURS:
+                    before = memory.rate()
+                    rate = engine.ask("decode", CONTEXT, DECODED[model])
+                    rates.setdefault("memory", []).append((before + memory.rate()) / 2)
+                else:
+                    rate = engine.ask("decode", CONTEXT, DECODED[model])
+                rates.setdefault(name, []).append(rate)
+    return found
+
+
+def report(model: str, found: dict[str, dict[str, list[float]]], sizes: tuple[int, int]) -> None:
+    """Tables of tokens a second, and of ratios with the aims."""
+    print(f"\n{model}: a token reads {sizes[0] / 1e6:.0f} MB of the checkpoint, {sizes[1] / 1e6:.0f}")
+    print("as it lies on the device. Tokens a second, median (least .. most):\n")
+    names = [name for name in (MLX, LLAMA, ACTIVE, OURS) if any(name in f for f in found.values())]
+    print(f"| | {' | '.join(names)} |\n|---|{'---:|' * len(names)}")
+    for case, rates in found.items():
+        cells = " | ".join(spread(rates[name], 1, 1) if name in rates else "" for name in names)
+        print(f"| {case if case == 'decode' else f'prefill {case}'} | {cells} |")
+    print("\n| times | mlx_lm | aim | llama.cpp | aim | GB/s | of what memory gives | aim |")
+    print(f"|---|{'---:|' * 7}")
+    for case, rates in found.items():
+        aims = AIMS["decode" if case == "decode" else "prefill"]
+        peers = [n for n in (LLAMA, ACTIVE) if n in rates]
+        peer = max(peers, key=lambda n: median(rates[n])) if peers else ""
+        cells = []
+        for name, aim in zip((MLX, peer), aims):
+            cells += [over(rates[OURS], rates[name]) if name in rates else "", f"{aim:g}"]
+        if case == "decode":
+            shares = [[r * size for r in rates[OURS]] for size in sizes]
+            given = spread(rates["memory"], GIGABYTE, 1)
+            both = ", ".join(over(share, rates["memory"]) for share in shares)
+            cells += [f"{spread(shares[0], GIGABYTE, 1)} of {given}", both, f"{SHARE:g}"]
+        else:
+            cells += ["", "", ""]
+        print(f"| {case if case == 'decode' else f'prefill {case}'} | {' | '.join(cells)} |")
+
+
+def over(ours: list[float], theirs: list[float]) -> str:
+    """Ratios of the same round."""
+    return spread([a / b for a, b in zip(ours, theirs)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", default="small,large,olmoe")
+    parser.add_argument("--what", default="decode,16,256,2048", help="decode, lengths of prompts")
+    parser.add_argument("--engines", default="|".join((MLX, LLAMA, ACTIVE, OURS)), help="A|B|...")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--llama", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--keep", type=Path, help="make the models here, use them again")
     options = parser.parse_args()
-    print(f"{machine()}; {options.rounds} rounds; medians")
-    print(f"memory gives {read_rate() / GIGABYTE:.1f} GB/s")
-    with tempfile.TemporaryDirectory() as folder:
-        compare("llama, 4 bits", str(packed_llama(Path(folder))), options.rounds)
-    compare("crumb", "crumb", options.rounds)
+    memory = Memory()
+    print(f"{machine()}; {THREADS} threads; {instructions()}; {options.rounds} rounds")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
+        for model in options.models.split(","):
+            engines = workers(folder, model, options.llama, options.engines.split("|"))
+            found = measured(engines, model, options.what.split(","), options.rounds, memory)
+            on_disk = bytes_read(weights(folder / model), MODELS[model])
+            report(model, found, (on_disk, engines[OURS].ask("size")))
+            for engine in engines.values():
+                engine.end()
+
+
+def weights(folder: Path) -> dict:
+    """Of a checkpoint, not read."""
+    import mlx.core as mx
+
+    return mx.load(str(folder / "model.safetensors"))  # type: ignore[return-value]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,74 @@
+"""Random models in 4 bits for the benchmarks of native products, for MLX and for llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from experts_models import OWN, SHAPES, SMALL_FILES, filled, structure
+from load import LLAMA
+from mlx.utils import tree_flatten
+from numpy.random import default_rng
+
+from toastkit.model.locate import locate
+
+HERE = Path(__file__).parent
+LARGE = {
+    **LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_hidden_layers": 8, "head_dim": 128,
+}  # fmt: skip
+# small: 160 MB. large: 1 GB, layers as those of Llama 3 8B. large-2: the same with two heads of
+# keys, as GLM-4 and Qwen3.5 have. olmoe: 1.9 GB, of which a token reads a fifth.
+MODELS: dict[str, dict[str, Any]] = {
+    "small": {**LLAMA, "num_hidden_layers": 6, "num_attention_heads": 16, "head_dim": 128},
+    "large": LARGE,
+    "large-2": {**LARGE, "num_key_value_heads": 2},
+    "olmoe": {**SHAPES["olmoe"], "num_hidden_layers": 8, "vocab_size": 25152},
+}  # fmt: skip
+BITS, GROUP = 4, 64
+
+
+def checkpoint(folder: Path, name: str) -> Path:
+    """The checkpoint of a model, made if it is not there: as mlx_lm quantises, in 4 bits in groups
+    of 64, scales in bfloat16."""
+    path = folder / name
+    if path.exists():
+        return path
+    config = MODELS[name] | {"quantization": {"group_size": GROUP, "bits": BITS}}
+    random, own = default_rng(0), OWN.get(name, 1.0)
+    weights = {
+        key: filled(key, array, BITS, own, random)
+        for key, array in tree_flatten(structure(MODELS[name], BITS).parameters())
+    }
+    part = path.with_suffix(".part")
+    part.mkdir(parents=True)
+    mx.save_safetensors(str(part / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (part / "config.json").write_text(json.dumps(config))
+    for file in SMALL_FILES:
+        (part / file).write_bytes(locate("crumb").read(file) or b"{}")
+    return part.rename(path)
+
+
+def gguf(folder: Path, name: str, python: str) -> Path | None:
+    """The same shape for llama.cpp in Q4_0, which has a scale for 32 numbers, made if it is not
+    there by an interpreter that has `gguf`; None where it has not."""
+    path = folder / f"{name}.gguf"
+    if not path.exists():
+        command = [python, str(HERE / "native_llama.py"), "make", str(path)]
+        if subprocess.run(command, input=json.dumps(MODELS[name]).encode()).returncode:
+            return None
+    return path
+
+
+def bytes_read(weights: dict[str, mx.array], config: dict[str, Any]) -> int:
+    """By a token: of experts those that it goes to, of an embedding that is not the head next to
+    nothing."""
+    share = config.get("num_experts_per_tok", 1) / config.get("num_experts", 1)
+    total = 0.0
+    for name, array in weights.items():
+        if config["tie_word_embeddings"] or "embed_tokens" not in name:
+            total += array.nbytes * (share if "switch_mlp" in name else 1)
+    return int(total)
