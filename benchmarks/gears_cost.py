@@ -97,7 +97,7 @@ def _plan(subject: Subject, scope: str) -> dict[str, GearPlan]:
     from toastkit.engine import device
     from toastkit.store.dtypes import loading
 
-    types = loading(None, device.start() == "cpu", native=False)
+    types = loading(None, device.start() == "cpu", subject.native != "off")
     store = Store(subject.files, load_config(subject.files))
     found = plan(store, scope, types=types)
     store.close()

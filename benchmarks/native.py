@@ -117,7 +117,9 @@ def measured(
 
 def report(model: str, found: dict[str, dict[str, list[float]]], sizes: tuple[int, int]) -> None:
     """Tables of tokens a second, and of ratios with the aims."""
-    print(f"\n{model}: a token reads {sizes[0] / 1e6:.0f} MB of the checkpoint, {sizes[1] / 1e6:.0f}")
+    print(
+        f"\n{model}: a token reads {sizes[0] / 1e6:.0f} MB of the checkpoint, {sizes[1] / 1e6:.0f}"
+    )
     print("as it lies on the device. Tokens a second, median (least .. most):\n")
     names = [name for name in (MLX, LLAMA, ACTIVE, OURS) if any(name in f for f in found.values())]
     print(f"| | {' | '.join(names)} |\n|---|{'---:|' * len(names)}")

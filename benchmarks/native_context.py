@@ -32,7 +32,7 @@ def main() -> None:
     options = parser.parse_args()
     contexts = [int(word) for word in options.contexts.split(",")]
     print(f"{machine()}; {THREADS} threads; {instructions()}; {options.rounds} rounds")
-    print("\n| model | context | cache, MB | ms a token | speed, times the first | memory allows | aim |")
+    print("\n| model | context | cache, MB | ms a token | times the first | memory allows | aim |")
     print(f"|---|{'---:|' * 6}", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         for model in options.models.split(","):

@@ -3,8 +3,8 @@
     python benchmarks/native_engine.py native|off|mlx_lm CHECKPOINT
 
 native, off: toastkit with its native products, or without. mlx_lm: as it is, but in float32: on a
-CPU it is slower by a multiple in the 16 bits of the checkpoint. All are told to take the same steps:
-the next one's graph is built while one is computed.
+CPU it is slower by a multiple in the 16 bits of the checkpoint. All take the same steps: the next
+one's graph is built while one is computed.
 """
 
 from __future__ import annotations

@@ -98,11 +98,14 @@ def main() -> None:
     within = []
     for text in texts:
         for gear, by_native in engines.items():
-            for read, part, chunk in (("chunks", text, CHUNK), ("one by one", text.cut(options.steps), 1)):
+            for read, part, chunk in (
+                ("chunks", text, CHUNK),
+                ("one by one", text.cut(options.steps), 1),
+            ):
                 theirs = logprobs(by_native["off"], part.ids, chunk)
-                for name, native in WAYS.items():
+                for way, native in WAYS.items():
                     ours = logprobs(by_native[native], part.ids, chunk)
-                    within.append(row(part, gear, f"{read}", theirs, ours))
+                    within.append(row(part, gear, f"{read}, {way}", theirs, ours))
     print(f"\nBelow {AIM:g} nats and {PERPLEXITY_AIM}%: {sum(within)} of {len(within)}")
 
 

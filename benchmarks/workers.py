@@ -27,7 +27,9 @@ DIE_WITH_PARENT = 1  # of prctl(2)
 class Worker:
     """A process that answers. environment: on top of ours. Raises SystemExit where it dies."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str] | None = None):
+    def __init__(
+        self, name: str, command: Sequence[str], environment: dict[str, str] | None = None
+    ):
         self.name = name
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
