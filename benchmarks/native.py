@@ -7,11 +7,12 @@ Random models in 4 bits (native_models.py): llamas of 160 MB and 1 GB, and a mix
 OLMoE. What they compute with: two threads, or as many as there are processors. Every engine is a
 process of its own, and stands still while another one is measured. Ratios are of the same round.
 
-mlx_lm runs in float32, seven times as fast as in bfloat16 here, a few tokens of it: its products go row by row, so that a token of a prompt
-takes as long as one that is decoded, however long the prompt is. llama.cpp runs as it is installed,
-and with OMP_WAIT_POLICY=active; the faster one counts. It is left out where --llama PYTHON, an
-interpreter, has none; native_llama.py says how to install it. What memory gives is an array of 512
-MB, added up by all threads, before and after each decode of ours.
+mlx_lm runs in float32, seven times as fast as in bfloat16 here, a few tokens of it: its products go
+row by row, so that a token of a prompt takes as long as one that is decoded, however long the
+prompt is. llama.cpp runs as it is installed, and with OMP_WAIT_POLICY=active; the faster one
+counts. It is left out where --llama PYTHON, an interpreter, has none; native_llama.py says how to
+install it. What memory gives is an array of 512 MB, added up by all threads, before and after each
+decode of ours.
 """
 
 from __future__ import annotations
