@@ -51,10 +51,11 @@ def llama(tmp_path: Path, mlx_started) -> Path:
 
 
 class Gate:
-    """The files, of which nothing is read until `open`. order: in which reads began."""
+    """The files, of which nothing is read until `open`. order: in which reads began. cached: as of
+    RawTensors."""
 
     def __init__(self, raw: RawTensors):
-        self.raw = raw
+        self.raw, self.cached = raw, True
         self.order: list[str] = []
         self.began = threading.Semaphore(0)
         self._open = threading.Event()
@@ -81,9 +82,9 @@ def gate(llama: Path) -> Gate:
 
 
 def jobs_of(gate: Gate) -> dict[str, Job]:
-    """One a tensor, of one size: the matrices of the heads."""
+    """One a tensor, of one size: the matrices of the heads, in the order of the file."""
     raw, found = gate.raw, {}
-    for name in raw.below("model."):
+    for name in sorted(raw.below("model."), key=raw.spans):
         if name.endswith(("q_proj.weight", "o_proj.weight")):
             _, entry = raw.place(name)
             found[name] = Job(raw.spans(name), entry.dtype, entry.shape)
@@ -106,7 +107,7 @@ def test_what_is_waited_for_goes_first(gate: Gate) -> None:
     gate.wait(5)  # who waits for a result would read too
     assert list(now.result()) == [e, c]
     assert list(ahead.result()) == [a, b, c, d] and list(further.result()) == [f]
-    assert gate.order == [a, e, c, b, d, f]
+    assert gate.order == [a, c, e, b, d, f]
     reader.close()
 
 
@@ -126,6 +127,60 @@ def test_a_read_is_joined(gate: Gate) -> None:
     assert reader.held_bytes == 0
     ask(reader, jobs, (a,)).result()
     assert gate.order == [a, b, a]
+    reader.close()
+
+
+def two_runs(gate: Gate) -> tuple[list[str], list[str], dict[str, Job]]:
+    """Names of tensors that follow one another in the file, twice, with something between; jobs."""
+    raw = gate.raw
+    names = sorted(raw.below("model."), key=raw.spans)
+    ends = [n for n in range(1, 9) if raw.spans(names[n - 1])[0].precedes(raw.spans(names[n])[0])]
+    assert ends == [*range(1, 9)]
+    places = {name: raw.place(name)[1] for name in names}
+    jobs = {name: Job(raw.spans(name), e.dtype, e.shape) for name, e in places.items()}
+    return names[:3], names[5:8], jobs
+
+
+@pytest.mark.parametrize("priority", [NOW, AHEAD])
+def test_from_a_disk_a_thread_reads_what_lies_together(gate: Gate, priority: int) -> None:
+    """In its order; another one begins elsewhere, and who waits does not join in."""
+    gate.cached = False
+    a, b, jobs = two_runs(gate)
+    reader = Reader(gate, threads=3)
+    request = ask(reader, jobs, [b[2], a[1], b[0], a[0], a[2], b[1]], priority)
+    gate.wait(2)
+    assert not gate.began.acquire(timeout=0.05)
+    assert sorted(gate.order) == sorted([a[0], b[0]])
+    gate.open()
+    found = request.result()
+    assert [n for n in gate.order if n in a] == a and [n for n in gate.order if n in b] == b
+    stored = gate.raw.load()
+    assert all(same(found[name], stored[name]) for name in found)
+    reader.close()
+
+
+def test_what_lies_together_in_memory_is_shared(gate: Gate) -> None:
+    a, _, jobs = two_runs(gate)
+    reader = Reader(gate, threads=3)
+    request = ask(reader, jobs, a, AHEAD)
+    gate.wait(3)
+    gate.open()
+    assert set(request.result()) == set(gate.order) == set(a)
+    reader.close()
+
+
+def test_a_run_is_left_for_what_is_waited_for(gate: Gate) -> None:
+    gate.cached = False
+    a, b, jobs = two_runs(gate)
+    reader = Reader(gate, threads=1)
+    ahead = ask(reader, jobs, a, AHEAD)
+    gate.wait()
+    now = ask(reader, jobs, b)
+    gate.open()
+    gate.wait(4)  # the rest of it once b is there
+    assert list(now.result()) == b and set(ahead.result()) == set(a)
+    assert gate.order == [a[0], *b, a[1], a[2]]
+    assert reader.held_bytes == 0
     reader.close()
 
 

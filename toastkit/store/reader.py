@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import ExitStack
 from operator import itemgetter
 from typing import Any
 
@@ -20,27 +20,16 @@ import numpy as np
 from toastkit.store.jobs import Filling, Job, Piece, host_writes
 from toastkit.store.raw import RawTensors, Span
 from toastkit.store.request import Request, Result
+from toastkit.store.waiting import AHEAD, NOW, Flight, Waiting, find_runs, in_order
 
-NOW, AHEAD = 0, 1  # priorities
+__all__ = ["AHEAD", "NOW", "Reader"]
+
 AHEAD_BYTES = 1 << 30
 THREADS = 3
 LITTLE_BYTES = 32 << 20
 MOST_ITEM_BYTES = 8
 WIDENED_BYTES = 1 << 20  # of the file at a time
 IDLE_SECONDS = 5.0  # after which a thread ends; the next request starts one
-
-
-class Flight:
-    """A job under way. held: bytes of memory that are the reader's. users: requests that want it.
-    outcome: its bytes, uint8 (rows, columns), or True for a filling, or what was raised."""
-
-    def __init__(self, job: Job | Filling):
-        self.job = job
-        self.nbytes = job.nbytes
-        self.held = 0 if isinstance(job, Filling) else job.nbytes
-        self.users = 0
-        self.begun = False
-        self.outcome: Any = None
 
 
 class Reader:
@@ -63,7 +52,7 @@ class Reader:
         lock = threading.RLock()
         self._work, self._done = threading.Condition(lock), threading.Condition(lock)
         self._flights: dict[Job | Filling, Flight] = {}
-        self._waiting: tuple[OrderedDict[Flight, None], ...] = (OrderedDict(), OrderedDict())
+        self._waiting = Waiting(raw, self._work.notify)
         self._running: set[threading.Thread] = set()
         self._idle = 0
         # Arrays begin as these: pages that nobody has written to, and so take no memory.
@@ -97,9 +86,11 @@ class Reader:
         with self._work:
             if self._closed:
                 raise CancelledError("the files are closed")
-            flights = {key: self._join(job, priority) for key, job in jobs.items()}
-            fresh = sum(len(waiting) for waiting in self._waiting)
-            if at_once and sum(flight.nbytes for flight in self._waiting[NOW]) <= LITTLE_BYTES:
+            joined = {key: self._join(job, priority) for key, job in in_order(jobs)}
+            find_runs(joined.values())
+            flights = {key: joined[key] for key in jobs}
+            fresh = len(self._waiting)
+            if at_once and self._waiting.now_bytes <= LITTLE_BYTES:
                 fresh = 0
             self._work.notify(fresh)
             for _ in range(min(fresh - self._idle, self._threads - len(self._running))):
@@ -112,28 +103,17 @@ class Reader:
         flight = self._flights.get(job)
         if flight is None:
             flight = self._flights[job] = Flight(job)
-            self._waiting[priority][flight] = None
+            self._waiting.add(flight, priority)
         elif priority == NOW:
-            self._raise(flight)
+            self._waiting.hurry([flight])
         flight.users += 1
         return flight
 
-    def _raise(self, flight: Flight) -> None:
-        """What was read ahead is waited for now."""
-        if flight in self._waiting[AHEAD]:
-            del self._waiting[AHEAD][flight]
-            self._waiting[NOW][flight] = None
-            self._work.notify()
-
     def _next(self) -> list[Flight]:
-        """What to begin with: of what is read ahead, the first that has room."""
-        now, ahead = self._waiting
-        if now:
-            return _taken(now, next(iter(now)))
+        """What this thread is to begin with."""
         spare = sum(array.nbytes for array in self._spare)  # makes room where it does not fit
         room = self.ahead_bytes - self.held_bytes + spare
-        found = next((flight for flight in ahead if flight.held <= room), None)
-        return [] if found is None else _taken(ahead, found, room)
+        return self._waiting.take_now() or self._waiting.take_ahead(room)
 
     def _run(self) -> None:
         with self._work:
@@ -143,10 +123,11 @@ class Reader:
                     self._fly(flights)
                     del flights  # with their arrays
                     continue
+                self._waiting.leave_run()
                 self._idle += 1
                 woken = self._work.wait(IDLE_SECONDS)
                 self._idle -= 1
-                if not woken and not any(self._waiting):
+                if not woken and not len(self._waiting):
                     break
             self._running.discard(threading.current_thread())
 
@@ -285,8 +266,7 @@ class Reader:
     def _drop(self, flight: Flight) -> None:
         """Nobody wants it: it is not begun, or thrown away."""
         self._forget(flight)
-        for waiting in self._waiting:
-            waiting.pop(flight, None)
+        self._waiting.drop(flight)
         if flight.outcome is not None:
             flight.outcome = CancelledError()
             self._hold(-flight.held)
@@ -294,15 +274,16 @@ class Reader:
     def take(self, flights: Iterable[Flight]) -> list[Any]:
         """Waits for all, and helps. Raises the first error among them."""
         flights = list(flights)
-        with self._done:
-            for flight in flights:
-                self._raise(flight)
+        with self._done, ExitStack() as stack:
+            stack.callback(self._waiting.leave_run)
+            self._waiting.hurry(set(flights))
             arrays = []
             for flight in flights:
                 while flight.outcome is None and not self._closed:
-                    if self._waiting[NOW]:  # rather than wait, this thread reads too
-                        self._fly(self._next())
+                    if found := self._waiting.take_now():  # rather than wait, this thread reads too
+                        self._fly(found)
                     else:
+                        self._waiting.leave_run()
                         self._done.wait()
                 if flight.outcome is None or isinstance(flight.outcome, BaseException):
                     raise flight.outcome or CancelledError("the files are closed")
@@ -353,21 +334,6 @@ class Reader:
             self._done.notify_all()
         for thread in running:
             thread.join()
-
-
-def _taken(
-    waiting: OrderedDict[Flight, None], first: Flight, room: int | None = None
-) -> list[Flight]:
-    """Takes a flight off those that wait, with all that alternate with it, or that there is room
-    for."""
-    found = [first]
-    if first.job.inside is not None:
-        found += [f for f in waiting if f is not first and f.job.inside == first.job.inside]
-    if room is not None and sum(flight.held for flight in found) > room:
-        found = [first]
-    for flight in found:
-        del waiting[flight]
-    return found
 
 
 def _places(pieces: Iterable[Piece]) -> Iterator[tuple[Span, memoryview, str | None]]:

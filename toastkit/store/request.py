@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import mlx.core as mx
 
 if TYPE_CHECKING:
-    from toastkit.store.reader import Flight, Reader
+    from toastkit.store.reader import Reader
+    from toastkit.store.waiting import Flight
 
 Result = TypeVar("Result")
 
