@@ -4,20 +4,23 @@ mlx_lm's caches for this pad the shorter states on the left. A state that joins 
 batch, one that leaves is copied out; in between its own caches are out of date.
 
 With MoBiLE (paper 002, algorithm 1) the little pass is one for all. The rows that it is not sure of
-are run again by the big model, as a smaller batch; the others are not touched.
+are run again by the big model, as a smaller batch; the others are not touched. Where it is sure of
+none, what both passes have in common is not computed again; a smaller batch is rounded otherwise,
+and is run as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from toastkit.engine.big_little import unsure_rows
 from toastkit.engine.engine import Engine
-from toastkit.engine.savepoints import copy_caches, put_back
+from toastkit.engine.savepoints import copy_caches, leaves, put_back, ways_forward
 from toastkit.engine.state import ModelState, Passed
+from toastkit.experts.common_part import Kept
 from toastkit.holdings.policy import NO_WISH
 
 # How far the logits of a batch may be from those of each state alone, of their spread, for the
@@ -82,11 +85,16 @@ class Batch:
             logits = list(engine.step_rows(ids, self.caches))
         else:
             experts.times.leave_out()  # equation 1 is of steps that are taken alone
-            before = self.before_a_step()
-            little = engine.step_rows(ids, self.caches)
+            before, kept = self.before_a_step(), Kept()
+            with experts.common.recorded(kept):
+                little = engine.step_rows(ids, self.caches)
             logits = list(little)
             if unsure := unsure_rows(little, experts.options.threshold):
-                with experts.again(unsure):
+                if len(unsure) < len(tokens):
+                    kept = Kept()  # a smaller batch is rounded otherwise
+                elif kept:
+                    kept.forward = ways_forward(self.caches, kept.caches)
+                with experts.again(unsure), experts.common.replayed(kept):
                     for row, own in zip(unsure, self.run_again(ids, before, unsure)):
                         logits[row], passed[row] = own, Passed(experts.k_now, True)
                 experts.fallbacks += len(unsure)
@@ -99,7 +107,7 @@ class Batch:
         """What `run_again` needs of the caches: all but their keys and values. Those are not held,
         and so not copied when they are written: what a step writes it writes again in the same
         place, be it over the oldest row of a ring."""
-        kept = copy_caches(list(_leaves(self.caches)))
+        kept = copy_caches(list(leaves(self.caches)))
         for leaf in kept:
             for name in ROWS:
                 vars(leaf).pop(name, None)
@@ -111,26 +119,17 @@ class Batch:
 
         ids: uint32 (B, 1), of all. before: of `before_a_step`, used up. rows: ascending."""
         if len(rows) == len(self.members):
-            put_back(list(_leaves(self.caches)), before)
+            put_back(list(leaves(self.caches)), before)
             return self._engine.step_rows(ids, self.caches)
         which = mx.array(list(rows), mx.uint32)
         part = self._engine.counted(copy_caches(self.caches))
-        put_back(list(_leaves(part)), before)
-        for leaf in _leaves(part):
+        put_back(list(leaves(part)), before)
+        for leaf in leaves(part):
             vars(leaf).update({name: _taken(value, which) for name, value in vars(leaf).items()})
         logits = self._engine.step_rows(ids[which], part)
-        for leaf, own in zip(_leaves(self.caches), _leaves(part)):
+        for leaf, own in zip(leaves(self.caches), leaves(part)):
             _write_back(leaf, own, which)
         return logits
-
-
-def _leaves(caches: Sequence[Any]) -> Iterator[Any]:
-    """Caches, those that are made of several part by part."""
-    for layer in caches:
-        if (parts := getattr(layer, "caches", None)) is not None:
-            yield from _leaves(parts)
-        else:
-            yield layer
 
 
 def _taken(value: Any, rows: mx.array) -> Any:

@@ -1,14 +1,15 @@
 """A step by the big or the little model, and with MoBiLE by whichever it takes (paper 002, section
 III, algorithm 1): the little one runs; where the likeliest token is no likelier than gamma, what it
-did is taken back and the big one runs the same step. That leaves the state, to the bit, as if
-nothing but the big model had run.
+did is taken back and the big one runs the same step, all but what comes before the first router,
+which is the same in both. That leaves the state, to the bit, as if nothing but the big model had
+run.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +18,7 @@ from toastkit.engine.lookahead import Lookahead
 from toastkit.engine.run_again import run_or_again
 from toastkit.engine.savepoints import take_savepoint
 from toastkit.engine.state import ModelState, Passed
+from toastkit.experts.common_part import Kept
 from toastkit.experts.experts_policy import ExpertsPolicy
 from toastkit.holdings.policy import NO_WISH
 from toastkit.sampling.device_sampler import total
@@ -47,7 +49,11 @@ def look_ahead(experts: ExpertsPolicy | None, step: Step, state: ModelState) -> 
     if experts is None:
         return Lookahead(step, state.cache)
     experts.decide(NO_WISH)  # what ran last may have been a prompt
-    return Lookahead(step, state.cache, _point(experts, state))
+    point, kept = _point(experts, state), Kept()
+    if point is None:
+        return Lookahead(step, state.cache)
+    with experts.common.recorded(kept):
+        return Lookahead(step, state.cache, point, kept)
 
 
 def _point(experts: ExpertsPolicy, state: ModelState) -> Savepoint | None:
@@ -76,28 +82,35 @@ def take_step(
         state.passed = Passed(k, False)
         return logits
 
+    kept = Kept() if state.ahead is None else state.ahead.kept
+
+    def little() -> mx.array:
+        with nullcontext() if state.ahead else experts.common.recorded(kept):
+            return state.next_logits(step, token)
+
     def is_sure(logits: mx.array) -> bool:
         unsure = unsure_rows(logits[None], gamma)
         _timed(experts, "little", start, built)
         return not unsure
 
     logits, fallback = run_or_again(
-        lambda: state.next_logits(step, token),
-        lambda: _fall_back(experts, step, state, token),
+        little,
+        lambda: _fall_back(experts, step, state, token, kept),
         is_sure,
         state.cache,
         point,
+        kept,
     )
     state.passed = Passed(experts.k if fallback else k, fallback)
     return logits
 
 
 def _fall_back(
-    experts: ExpertsPolicy, step: Step, state: ModelState, token: int | mx.array
+    experts: ExpertsPolicy, step: Step, state: ModelState, token: int | mx.array, kept: Kept
 ) -> mx.array:
-    """The same step by the big model."""
+    """The same step by the big model. kept: of the little one's pass."""
     start = time.perf_counter()
-    with experts.again():
+    with experts.again(), experts.common.replayed(kept):
         logits = step(token, state.cache)
     experts.fallbacks += 1
     if experts.waits:  # for all layers but the last one as it is

@@ -21,15 +21,21 @@ from toastkit.engine.savepoints import copy_caches, put_back
 class Lookahead:
     """One step after `cache`, of a token to be named later. step(token, cache): builds its graph.
     Only for a device that computes on memory that the host can write: store.jobs.host_writes.
-    point: a savepoint of the caches as they are, for who may want to come back from the step.
-    seconds: that building it took.
+    point: a savepoint of the caches as they are, for who may want to come back from the step; kept:
+    what is kept of it then. seconds: that building it took.
 
     The caches count the step from now on; either `run` or `discard` has to follow.
     """
 
-    def __init__(self, step: Callable[[mx.array, list], mx.array], cache: list, point: Any = None):
+    def __init__(
+        self,
+        step: Callable[[mx.array, list], mx.array],
+        cache: list,
+        point: Any = None,
+        kept: Any = None,
+    ):
         start = time.perf_counter()
-        self.point = point
+        self.point, self.kept = point, kept
         # Copies hold the arrays as they were. They are let go before the step is evaluated, or
         # MLX would copy what it can write in place.
         self._cache, self._before = cache, copy_caches(cache)

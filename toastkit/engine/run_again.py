@@ -12,7 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.engine.savepoints import roll_back, take_savepoint
+from toastkit.engine.savepoints import roll_back, take_savepoint, ways_forward
+from toastkit.experts.common_part import Kept
 from toastkit.holdings.holdings import Holdings
 from toastkit.session.savepoints import Savepoint
 
@@ -25,12 +26,14 @@ def run_or_again(
     is_kept: Callable[[mx.array], bool],
     caches: Sequence[Any],
     point: Savepoint,
+    common: Kept | None = None,
 ) -> tuple[mx.array, bool]:
     """The logits, float32 (..., vocab), of a step of one token a row, and whether they are of its
     second run.
 
     first(), again(): run it. is_kept(logits): may evaluate them. point: of the caches before it, of
-    `one_step`. Raises what these raise; where `is_kept` does, the caches are as they were.
+    `one_step`. common: what is kept of the first for the second. Raises what these raise; where
+    `is_kept` does, the caches are as they were.
     """
     logits = first()
     try:
@@ -41,6 +44,9 @@ def run_or_again(
     if kept:
         return logits, False
     del logits  # with what it holds of the caches, or MLX would copy that
+    if common:
+        common.evaluate()
+        common.forward = ways_forward(caches, common.caches, point)
     roll_back(caches, point.count + 1, point)
     return again(), True
 

@@ -8,8 +8,10 @@ MLX arrays are values, so a copy costs nothing until one of the two is written t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -45,6 +47,15 @@ def put_back(caches: Sequence[Any], copies: Sequence[Any]) -> None:
     for layer, twin in zip(caches, copies):
         if layer is not None:
             vars(layer).update(vars(twin))
+
+
+def leaves(caches: Sequence[Any]) -> Iterator[Any]:
+    """Caches, those that are made of several part by part."""
+    for layer in caches:
+        if (parts := getattr(layer, "caches", None)) is not None:
+            yield from leaves(parts)
+        else:
+            yield layer
 
 
 class _Row(NamedTuple):
@@ -120,6 +131,36 @@ def _roll_back(layer: Any, count: int, before: Any) -> None:
         _trim(layer, count)
     else:
         vars(layer).update(vars(before))
+
+
+def ways_forward(
+    caches: Sequence[Any], some: Sequence[Any], point: Savepoint | None = None
+) -> dict[int, Callable[[], None]]:
+    """Of some of the caches' leaves, by id: what gives them back, to the bit, what they hold now,
+    one token after a savepoint of `one_step`, once they were rolled back to it; as often as they
+    are. point: that one; None for caches of a batch, whose keys and values nobody takes back."""
+    befores = repeat(None) if point is None else _flat(point.layers)
+    chosen = {id(leaf) for leaf in some}
+    now = {
+        id(leaf): (leaf, _after_a_step(leaf, before))
+        for leaf, before in zip(leaves(caches), befores)
+        if id(leaf) in chosen
+    }
+    mx.eval([x[2:] for _, x in now.values() if isinstance(x, _Row)])
+    return {key: partial(_bring_forward, *value) for key, value in now.items()}
+
+
+def _after_a_step(layer: Any, before: Any) -> Any:
+    """What `_before_a_step` took note of, as it is now."""
+    if not isinstance(before, _Row):
+        return _copy(layer)
+    rows = slice(before.place, before.place + 1)
+    keys, values = (mx.contiguous(x[..., rows, :]) for x in (layer.keys, layer.values))
+    return _Row({key: getattr(layer, key) for key in before.settings}, before.place, keys, values)
+
+
+def _bring_forward(layer: Any, now: Any) -> None:
+    _roll_back(layer, 1, now if isinstance(now, _Row) else _copy(now))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from toastkit.experts.common_part import CommonPart
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.experts.pass_times import PassTimes, with_steps
 from toastkit.experts.routers import MoEBlock, moe_blocks
@@ -26,6 +27,7 @@ class ExpertsPolicy:
     k, little_k: experts that a token goes to in the big and in the little model; where layers
     differ, in those with the most. steps, fallbacks: of all runs. A step that the big model did
     again is one step and one fallback. prefetches: whether that is begun by reading its experts.
+    common: what both passes of such a step have in common, which is kept of the first.
     """
 
     name = "experts"
@@ -48,6 +50,7 @@ class ExpertsPolicy:
         not known, and for a little K over its own."""
         self.blocks = moe_blocks(holdings.store)
         self._holdings, self._slots = holdings, holdings.slots
+        self.common = CommonPart(holdings.store.model, self.blocks, holdings.streams)
         if self.options.threshold is not None:
             self._slots.foresight.watch()
         self.k = max(block.own_k for block in self.blocks)
