@@ -275,6 +275,29 @@ def test_models_are_those_of_mlx(tmp_path: Path, name: str) -> None:
         assert mx.abs(a - b).max().item() < 1e-3 * mx.abs(a).max().item()
 
 
+@pytest.mark.parametrize("name", ["crumb", "qwen3", "qwen3_moe_quantised", "gpt_oss"])
+def test_exact_products(tmp_path: Path, name: str) -> None:
+    """Within 1e-5 of the largest logit; an engine beside it has its own setting."""
+    make = MAKERS.get(name) or (lambda path: write_published(path, name))
+    files = locate(name if name == "crumb" else str(make(tmp_path / name)))
+    gears = GearOptions("low", "all") if name == "crumb" else None
+
+    def opened(native: str, exact: bool = False):
+        engine = open_engine(files, native=native, native_exact=exact, gear_options=gears)
+        return engine, answer(engine, lambda n: Wish("low") if gears else Wish())
+
+    (_, wanted), (exact, found), (usual, others) = (
+        opened("off"),
+        opened("require", True),
+        opened("require"),
+    )
+    assert exact.native.exact and "exact" in exact.native.why and not usual.native.exact
+    for a, b in zip(wanted, found, strict=True):
+        assert mx.abs(a - b).max().item() <= 1e-5 * mx.abs(a).max().item()
+    if name == "crumb" and starting.status().why == "avx512vnni":  # else both may compute alike
+        assert not alike(others, found)
+
+
 def test_layers_experts_and_gears_are_as_ever(tmp_path: Path) -> None:
     """Streamed, in slots, in a gear: to the bit what the same is when all of it stays."""
     files = locate(str(write_published(tmp_path / "moe", "qwen3_moe")))
@@ -306,6 +329,47 @@ def test_commands(toast, cache: Path) -> None:
         assert b"native products: on (" in done.stderr
     told = toast("model", "info", "--device", env=env).stdout.decode()
     assert f"native products    on ({starting.status().why})" in told
+
+
+def test_threads(toast, cache: Path, library: Library) -> None:
+    """As many as are asked for, of the process; None leaves them."""
+    before = library.threads
+    try:
+        open_engine(locate("crumb"), native="require", threads=3)
+        assert library.threads == 3
+        assert "threads: 3" in open_engine(locate("crumb"), native="require").native.why
+    finally:
+        library.set_threads(before)
+    env = {"XDG_CACHE_HOME": str(cache), "TOAST_NATIVE": "require"}
+    words = ("--raw", "-n", "2", "--temp", "0", "-v")
+    done = toast("decode", "--threads", "5", *words, stdin=b"Once upon a time", env=env)
+    assert done.returncode == 0 and b"threads: 5)" in done.stderr
+    done = toast("decode", *words, stdin=b"Once", env={**env, "TOAST_THREADS": "256"})
+    assert done.returncode == 0 and b"threads: 256)" in done.stderr
+    done = toast("decode", "--native-exact", *words, stdin=b"Once", env=env)
+    assert done.returncode == 0 and b", exact)" in done.stderr
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two", "257", ""])
+def test_no_number_of_threads(toast, count: str) -> None:
+    words = ("--raw", "-n", "2")
+    for how, env in ((("--threads", count), {}), ((), {"TOAST_THREADS": count})):
+        done = toast("decode", *words, *how, stdin=b"Once upon a time", env=env)
+        if not how and not count:  # an empty variable is none
+            assert done.returncode == 0
+            continue
+        assert done.returncode == 64 and not done.stdout
+        lines = done.stderr.decode().splitlines()
+        assert "--threads" in lines[0] and len(lines) == 2 and "hint" in lines[1]
+
+
+def test_how_products_are_computed_that_are_not(toast) -> None:
+    for flag in (("--threads", "2"), ("--native-exact",)):
+        words = ("decode", "--raw", "-n", "2")
+        done = toast(*words, "--native", "off", *flag, stdin=b"Once upon a time")
+        assert done.returncode == 64 and b"--native off has none" in done.stderr
+        done = toast(*words, *flag, stdin=b"Once upon a time", env={"TOAST_NATIVE": "off"})
+        assert done.returncode == 0  # a variable is a wish, the flag may be of a script
 
 
 def test_commands_without_a_compiler(toast, tmp_path: Path) -> None:

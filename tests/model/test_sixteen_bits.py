@@ -26,6 +26,7 @@ from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.native import modules
 from toastkit.native.library import load, use
+from toastkit.native.starting import Status
 from toastkit.residency.model_sizes import sizes_of
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store.bake import bake
@@ -57,7 +58,7 @@ def narrow_and_wide(path: Path | str, before: Callable[[int], Wish], **rest) -> 
 def unloaded(files: ModelFiles) -> Holdings:
     """What `toast-model plan` looks at."""
     store = Store(files, load_config(files))
-    return Holdings(store, loading(None, on_cpu=True, native=True), Ledger())
+    return Holdings(store, loading(None, True, Status(True, "")), Ledger())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,7 +99,7 @@ def test_gears_of_16_bits(tmp_path: Path, name: str, path: str) -> None:
         narrow_and_wide(made, wish, gear_options=gears, expert_slots=slots)
     if path == "fused":
         store = Store(kept.files, load_config(kept.files))
-        found = plan(store, "all", types=loading(None, on_cpu=True, native=True))
+        found = plan(store, "all", types=loading(None, True, Status(True, "")))
         low = next(gear for gear in found.gears if gear.gear == "low")
         fresh = open_engine(kept.files, native="require", gear_options=gears)
         fresh.shift("low")

@@ -16,9 +16,11 @@ import pytest
 from tests.native_library import needed
 from toastkit.errors import UnavailableError
 from toastkit.native import building, compiling, starting
+from toastkit.native.starting import NativeOptions
 from toastkit.private_files import open_private, try_lock
 
 pytestmark = needed
+AUTO = NativeOptions("auto")
 
 
 @pytest.fixture
@@ -118,7 +120,7 @@ def test_a_library_that_is_not_trusted(cache: Path, cxx) -> None:
     found = building.find()
     assert found == (None, "what was compiled is not what this MLX needs", False)
     count = runs(path)
-    assert not starting.start("auto").on
+    assert not starting.start(AUTO).on
     assert runs(path) == count  # nor is it tried again
 
 
@@ -155,16 +157,16 @@ def test_a_compiler_that_hangs(cache: Path, cxx, tmp_path: Path, monkeypatch) ->
 def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no C++ compiler" in building.find().why
-    assert starting.start("auto") == (False, building.find().why)
+    assert starting.start(AUTO) == (False, building.find().why, False)
     with pytest.raises(UnavailableError, match=r"no native products: there is no C\+\+ compiler"):
-        starting.start("require")
+        starting.start(AUTO._replace(native="require"))
     assert not cache.exists()
 
 
 def test_another_machine(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling.platform, "machine", lambda: "riscv64")
     monkeypatch.setattr(building, "unsupported", compiling.unsupported)
-    assert "x86-64" in building.find().why and not starting.start("auto").on
+    assert "x86-64" in building.find().why and not starting.start(AUTO).on
 
 
 def test_one_builds_at_a_time(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +205,7 @@ def test_nobody_waits(cache: Path, cxx, tmp_path: Path) -> None:
     """The first command begins a build, and goes on."""
     gate = tmp_path / "gate"
     path = cxx(f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n" + COMPILES)
-    assert starting.start("auto") == (False, "it is not built yet")
+    assert starting.start(AUTO) == (False, "it is not built yet", False)
     assert runs(path) == 0
     gate.touch()
     for _ in range(3000):
@@ -225,3 +227,22 @@ def test_threads_are_those_that_may_run(tmp_path: Path) -> None:
     assert products.processors(str(tmp_path)) == every
     (group.parent / "cpu.max").write_text("50000 100000\n")
     assert products.processors(str(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("folder", ["a/b", ""])
+def test_threads_in_control_groups_of_version_1(tmp_path: Path, folder: str) -> None:
+    """Also in a container, where the group is named as the host knows it, and lies at the top."""
+    products = pytest.importorskip("toastkit.native.library")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    told = "12:cpuset:/x\n4:cpu,cpuacct:/a/b\n1:name=systemd:/y\n0::/z\n"
+    (tmp_path / "proc/self/cgroup").write_text(told)
+    group = tmp_path / "sys/fs/cgroup/cpu" / folder
+    group.mkdir(parents=True)
+    every = len(os.sched_getaffinity(0))
+    for quota, period, threads in (
+        ("-1", "100000", every), ("100000", "100000", 1), ("1000", "100000", 1),
+        ("900000000", "100000", every), ("100000", "0", every), ("", "x", every),
+    ):  # fmt: skip
+        (group / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (group / "cpu.cfs_period_us").write_text(f"{period}\n")
+        assert products.processors(str(tmp_path)) == threads

@@ -4,6 +4,7 @@ processor."""
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tests.conftest import examples
 from tests.native_library import needed
 from tests.unit.native_kernels import (
+    SANITIZERS,
     TYPES,
     Kernels,
     Matrix,
@@ -188,12 +190,72 @@ def test_many_callers_at_once(kernels: Kernels) -> None:
         assert all(callers.map(call, range(4)))
 
 
+def computes_in_three(kernels: Kernels, matrix: Matrix, x: np.ndarray, wanted) -> bool:
+    """Whether a child, which has none of its parent's threads, computes right in its own."""
+    before = len(os.listdir("/proc/self/task"))  # an emulator has some beside
+    right = all(np.array_equal(kernels.multiply(matrix, x), wanted) for _ in range(3))
+    return right and len(os.listdir("/proc/self/task")) == before + 2
+
+
 def test_after_a_fork(kernels: Kernels) -> None:
-    """The child has none of the threads, and starts its own."""
     matrix = random_matrix(13, (1, 64, 2048), 4, 64, "f32")
     x = vectors(14, 3, 2048, "f32", 0)
     wanted = kernels.multiply(matrix, x)
     child = os.fork()
     if not child:
-        os._exit(not np.array_equal(kernels.multiply(matrix, x), wanted))
+        os._exit(not computes_in_three(kernels, matrix, x, wanted))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_forks_while_others_compute(kernels: Kernels) -> None:
+    """The pool was in use when the child came to be; the child's is not."""
+    matrix = random_matrix(13, (1, 256, 2048), 4, 64, "f32")
+    x = vectors(14, 3, 2048, "f32", 0)
+    wanted = kernels.multiply(matrix, x)
+    over = threading.Event()
+
+    def compute() -> None:
+        while not over.is_set():
+            kernels.multiply(matrix, x)
+
+    others = threading.Thread(target=compute)
+    others.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if not child:
+                os._exit(not computes_in_three(kernels, matrix, x, wanted))
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        over.set()
+        others.join()
+
+
+def test_fewer_processors_than_at_the_start(kernels: Kernels) -> None:
+    """And fewer than threads."""
+    matrix = random_matrix(15, (1, 64, 2048), 4, 64, "f32")
+    x = vectors(16, 3, 2048, "f32", 0)
+    wanted = kernels.multiply(matrix, x)
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        kernels.library.toast_set_threads(6)
+        assert np.array_equal(kernels.multiply(matrix, x), wanted)
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.skipif(bool(SANITIZERS), reason="sanitizers need addresses of their own")
+def test_a_limit_on_threads(kernels: Kernels) -> None:
+    """Those that can be had do the work."""
+    matrix = random_matrix(17, (1, 64, 2048), 4, 64, "f32")
+    x = vectors(18, 3, 2048, "f32", 0)
+    wanted = kernels.multiply(matrix, x)
+    child = os.fork()
+    if not child:  # addresses are left for few stacks
+        kernels.library.toast_set_threads(200)
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (6 << 20), used + (6 << 20)))
+        right = np.array_equal(kernels.multiply(matrix, x), wanted)
+        os._exit(0 if right and kernels.library.toast_threads() < 200 else 1)
     assert os.waitpid(child, 0)[1] == 0

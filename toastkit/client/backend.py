@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from toastkit.descriptors import is_pipe
 from toastkit.errors import CannotCreateError, NoInputError, UnavailableError
 from toastkit.interrupts import Signals
+from toastkit.native.starting import NativeOptions
 
 STDOUT = 1
 
@@ -38,7 +39,7 @@ class Backend(Protocol):
 class Wanted(NamedTuple):
     """What the flags say about who shall answer.
 
-    model: as -m had it, or None. device, dtype, native, gears (stages.follow.GearSettings),
+    model: as -m had it, or None. device, dtype, native, gears (stages.follow.GearSettings) and
     policies (engine.policy_options.PolicyOptions): for a model in this process.
     here: no daemon is to be asked. socket: where it listens, None for the usual place.
     insist: only a daemon will do. say: takes a line for stderr. verbose, quiet: as the flags.
@@ -47,7 +48,7 @@ class Wanted(NamedTuple):
     model: str | None = None
     device: str | None = None
     dtype: str | None = None
-    native: str = "off"
+    native: NativeOptions = NativeOptions()
     here: bool = False
     socket: str | None = None
     insist: bool = False

@@ -6,10 +6,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from toastkit.commands.cli import say
+import click
+
+from toastkit.commands.cli import given, say
+from toastkit.commands.options import native_options
 from toastkit.commands.progress import last_part, waiting
 from toastkit.errors import CannotCreateError
 from toastkit.frames import Head
+from toastkit.native.starting import NativeOptions
 
 if TYPE_CHECKING:
     from toastkit.engine.engine import Engine
@@ -21,10 +25,10 @@ if TYPE_CHECKING:
 class Engines:
     """Calling it with a head gives the engine of that head's model.
 
-    flags: the values of --model, --device, --dtype, --native, --no-daemon, --quiet and --verbose.
-    policies: of an engine that is loaded here; a daemon's has none that change results. insisted:
-    what has to stay on a daemon's device, None for anything. engine: the one that was given last,
-    None before.
+    flags: the values of --model, --device, --dtype, --no-daemon, --quiet and --verbose, and what
+    native_options takes. policies: of an engine that is loaded here; a daemon's has none that
+    change results. insisted: what has to stay on a daemon's device, None for anything. engine: the
+    one that was given last, None before.
     """
 
     def __init__(
@@ -80,10 +84,12 @@ def attach(
     flags: dict[str, Any], fingerprint: str, insisted: str | None = None
 ) -> StepEngine | None:
     """A daemon's engine for the model, where one runs it as the flags would; else None. Where there
-    is no daemon this costs one look at a path. insisted: the setting of its residency and slots,
-    None for any. Raises UsageError for a TOAST_SOCKET that cannot be a socket's path, and for a
-    daemon that runs the model with another setting than is insisted on."""
-    path = None if flags["no_daemon"] else _daemon_socket()
+    is no daemon this costs one look at a path; where the command line says how products are to be
+    computed, none is asked. insisted: the setting of its residency and slots, None for any. Raises
+    UsageError for a TOAST_SOCKET that cannot be a socket's path, and for a daemon that runs the
+    model with another setting than is insisted on."""
+    here = flags["no_daemon"] or given(click.get_current_context(), *NativeOptions._fields)
+    path = None if here else _daemon_socket()
     if path is None:
         return None
     from toastkit.engine.remote import attach as attach_to_daemon
@@ -129,7 +135,7 @@ def load(
             device_name=flags["device"],
             dtype=flags["dtype"],
             notify=None if flags["quiet"] else say,
-            native=flags["native"],
+            **native_options(flags)._asdict(),
             **({} if policies is None else policies._asdict()),
         )
     if signals is not None and policies is not None and policies.gives_up:

@@ -9,8 +9,9 @@ import click
 from toastkit.commands import cli, options
 from toastkit.commands.gear_flags import TELEMETRY_NAMES, gear_rules, telemetry
 from toastkit.errors import ToastError
+from toastkit.native.starting import NativeOptions
 
-CALIBRATION_NAMES = ("model", "raw", "device", "dtype", "native")
+CALIBRATION_NAMES = ("model", "raw", "device", "dtype", *NativeOptions._fields)
 
 
 @cli.command("entropy-gear")

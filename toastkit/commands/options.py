@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
-from toastkit.commands import completion
+from toastkit.commands import cli, completion
 from toastkit.errors import DataError, UsageError
+from toastkit.native.starting import MOST_THREADS, NativeOptions
 
 Decorator = Callable[[Callable], Callable]
 
@@ -116,9 +117,18 @@ dtype = click.option(
     "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]),
     help="Type of activations (default: float32 on the CPU, the checkpoint's own elsewhere).",
 )  # fmt: skip
-native = click.option(
-    "--native", type=click.Choice(["auto", "off", "require"]), default="auto", show_default=True,
-    help="Products of toastkit's own on the CPU, where they can be had.",
+native = together(
+    click.option(
+        "--native", type=click.Choice(["auto", "off", "require"]), default="auto",
+        show_default=True, help="Products of toastkit's own on the CPU, where they can be had.",
+    ),
+    click.option(
+        "--native-exact", is_flag=True, help="Compute these with float32 activations throughout."
+    ),
+    click.option(
+        "--threads", type=click.IntRange(1, MOST_THREADS), metavar="N",
+        help="Threads that compute these (default: as many processors as may be used).",
+    ),
 )  # fmt: skip
 engine = together(
     click.option(
@@ -128,6 +138,18 @@ engine = together(
     dtype,
     native,
 )  # fmt: skip
+
+
+def native_options(flags: dict[str, Any]) -> NativeOptions:
+    """What the flags say about native products. Raises UsageError for those that say how they are
+    computed, where the command line asks for none."""
+    context = click.get_current_context()
+    if flags["native"] == "off" and cli.given(context, "native"):
+        cli.refuse_together(context, "is for native products, and --native off has none",
+                        "threads", "native_exact")  # fmt: skip
+    return NativeOptions(*(flags[name] for name in NativeOptions._fields))
+
+
 no_daemon = click.option(
     "--no-daemon", is_flag=True, help="Load the model here, even if a daemon runs it."
 )

@@ -87,8 +87,8 @@ def _worked_out(files, flags: dict[str, Any]) -> Plan:
     from toastkit.store.dtypes import loading
     from toastkit.store.store import Store
 
-    native = device.native_products(flags["native"], on)
-    types = loading(flags["dtype"], on == "cpu", native.on)
+    native = device.native_products(options.native_options(flags), on)
+    types = loading(flags["dtype"], on == "cpu", native)
     store = Store(files, load_config(files))
     scope, bits = flags["gear_scope"], flags["gear_bits"]
     return plan(store, scope, bits, types, whisper(flags))

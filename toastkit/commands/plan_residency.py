@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from toastkit.commands import cli
-from toastkit.commands.options import together
+from toastkit.commands.options import native_options, together
 from toastkit.commands.sizes import Size
 from toastkit.errors import ToastError, UsageError
+from toastkit.native.starting import NativeOptions
 
 if TYPE_CHECKING:
     from toastkit.engine.room import Fitted
@@ -54,13 +55,14 @@ residency_flags = together(
 
 class _Model(NamedTuple):
     """A model of which nothing is loaded. device: that it would run on, dtype: of activations.
-    native: the instruction set of its products, where these are native."""
+    native: how its products are computed, where these are native; wanted: so that they are."""
 
     holdings: Holdings
     sizes: Sizes
     device: str
     dtype: str | None
     native: str | None
+    wanted: NativeOptions
 
     @property
     def store(self) -> Store:
@@ -143,11 +145,14 @@ def _unloaded(files, flags: dict[str, Any]) -> _Model:
     from toastkit.store.ledger import Ledger
     from toastkit.store.store import Store
 
-    native = device.native_products(flags["native"], on)
-    types = loading(flags["dtype"], on == "cpu", native.on)
+    wanted = native_options(flags)
+    native = device.native_products(wanted, on)
+    types = loading(flags["dtype"], on == "cpu", native)
     store = Store(files, load_config(files))
     holdings = Holdings(store, types, Ledger())
-    return _Model(holdings, sizes_of(holdings), on, types.dtype, native.why if native.on else None)
+    wanted = wanted._replace(native="require" if native.on else "off")
+    why = native.why if native.on else None
+    return _Model(holdings, sizes_of(holdings), on, types.dtype, why, wanted)
 
 
 def _planned(model: _Model, sizes: Sizes, memory: Memory, flags: dict[str, Any]) -> ResidencyPlan:
@@ -242,7 +247,7 @@ def _measure(model: _Model, flags: dict[str, Any]) -> Calibration:
             lambda count: open_engine(
                 model.store.files,
                 dtype=flags["dtype"],
-                native="off" if model.native is None else "require",
+                **model.wanted._asdict(),
                 residency=ResidencyOptions("layers", count),
             ),
             whisper(flags),

@@ -18,6 +18,7 @@ from toastkit.commands import (
     run_reports,
 )
 from toastkit.errors import DataError, NoInputError, UsageError
+from toastkit.native.starting import NativeOptions
 
 if TYPE_CHECKING:
     from toastkit.client.backend import Wanted
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from toastkit.client.turn import TurnSettings
 
 INFINITE = float("inf")
-OF_THIS_PROCESS = ("device", "dtype", "native", "gear")  # a daemon's model has its own
+# A daemon's model has its own.
+OF_THIS_PROCESS = ("device", "dtype", *NativeOptions._fields, "gear")
 
 
 @cli.command("toast")
@@ -178,15 +180,14 @@ def _joined(words: tuple[str, ...]) -> str:
 
 
 def _wanted(context: click.Context, flags: dict[str, Any]) -> Wanted:
-    """What the flags say about who shall answer: --device, --dtype, --native and --gear ask
-    for this process."""
+    """What the flags say about who shall answer. OF_THIS_PROCESS ask for this one."""
     from toastkit.client.backend import Wanted
 
     return Wanted(
         model=flags["model"],
         device=flags["device"],
         dtype=flags["dtype"],
-        native=flags["native"],
+        native=options.native_options(flags),
         here=flags["no_daemon"] or bool(cli.given(context, *OF_THIS_PROCESS)),
         socket=flags["socket"],
         insist=bool(cli.given(context, "socket")),

@@ -18,6 +18,7 @@ from toastkit.errors import (
     as_toast_error,
     did_you_mean,
 )
+from toastkit.native.starting import NativeOptions
 from toastkit.text.terminal import shown
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ STARTS = ("start", "restart")
 ANSWER_SECONDS = 60.0  # for a daemon to answer an action
 STOP_SECONDS = 35.0  # for it to be gone: the usual --drain, and some more
 ONLY_DAEMON = (
-    "model", "daemon", "pidfile", "idle_unload", "device", "dtype", "native", "chunk", "parallel",
-    "batch", "max_queue", "max_connections", "max_line", "cache", "spill", "audit", "no_audit",
-    "audit_text", "drain", *policy_flags.POLICY_NAMES,
+    "model", "daemon", "pidfile", "idle_unload", "device", "dtype", *NativeOptions._fields, "chunk",
+    "parallel", "batch", "max_queue", "max_connections", "max_line", "cache", "spill", "audit",
+    "no_audit", "audit_text", "drain", *policy_flags.POLICY_NAMES,
 )  # fmt: skip
 
 
@@ -157,6 +158,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
 
     told = None if flags["quiet"] else say
     gears, policies = gear_flags.gear_settings(flags), policy_flags.policy_options(flags)
+    native = options.native_options(flags)
     audit = _audit(flags, say)
     settings = Settings(
         socket=flags["socket"],
@@ -176,7 +178,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
         from toastkit.daemon.service_settings import ServiceSettings
         from toastkit.daemon.worker import Worker
 
-        same = ("device", "dtype", "native", "chunk", "parallel", "batch", "max_queue", "debug")
+        same = ("device", "dtype", "chunk", "parallel", "batch", "max_queue", "debug")
         return Worker(
             ServiceSettings(
                 model=flags["model"] or "crumb",
@@ -185,6 +187,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
                 spill_bytes=flags["spill"],
                 audit=audit,
                 say=told,
+                native=native,
                 gears=gears,
                 policies=policies,
                 **{name: flags[name] for name in same},

@@ -236,8 +236,8 @@ def open_service(
         preparer.files,
         device_name=settings.device,
         dtype=settings.dtype,
-        native=settings.native,
         notify=notify,
+        **settings.native._asdict(),
         **policies._asdict(),
     )
     return Service(engine, preparer, settings, finished)

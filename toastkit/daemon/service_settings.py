@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toastkit.engine.policy_options import NO_POLICIES, PolicyOptions
+from toastkit.native.starting import NativeOptions
 from toastkit.stages.follow import GearSettings
 
 
@@ -23,7 +24,7 @@ class ServiceSettings:
     model: str = "crumb"
     device: str = "auto"
     dtype: str | None = None
-    native: str = "off"
+    native: NativeOptions = NativeOptions()
     chunk: int | None = None
     parallel: int = 8
     batch: int = 8

@@ -12,7 +12,7 @@ from typing import Any
 from toastkit.base_directories import own_directory
 from toastkit.errors import UsageError
 from toastkit.native import starting
-from toastkit.native.starting import Status
+from toastkit.native.starting import NativeOptions, Status
 from toastkit.private_files import make_private_directories, not_private
 
 DEVICES = ("auto", "cpu", "gpu")
@@ -42,12 +42,12 @@ def start(device: str = "auto") -> str:
     return _started
 
 
-def native_products(setting: str, device: str) -> Status:
+def native_products(options: NativeOptions, device: str) -> Status:
     """Whether the products of a model on that device are native: on the CPU, where they can be. See
     starting.start. Raises UsageError for a GPU that is to have them, and as it does."""
     if device == "cpu":
-        return starting.start(setting)
-    if setting == "require":
+        return starting.start(options)
+    if options.native == "require":
         raise UsageError("--native require: products are native on the CPU only")
     return Status(False, "on the GPU MLX's own are used")
 
@@ -60,7 +60,7 @@ def facts() -> dict[str, Any]:
 
     from toastkit.native.library import processors
 
-    found = starting.status() if on == "cpu" else native_products("auto", on)
+    found = starting.status() if on == "cpu" else native_products(NativeOptions("auto"), on)
     named = {"device": on, "mlx": version("mlx"), "native products": str(found)}
     return {**named, "threads": processors()} if found.on else named
 

@@ -28,6 +28,7 @@ from toastkit.holdings.forms import ORIGINAL, Form
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import NO_WISH, PROMPT, Policy, Wish, decided
 from toastkit.model.supported import reads_on_host
+from toastkit.native.starting import OFF, NativeOptions
 from toastkit.session.directory import Session
 from toastkit.store.dtypes import loading
 from toastkit.store.jobs import host_writes
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
     from toastkit.gears.gear_policy import GearPolicy
     from toastkit.residency.residency_policy import ResidencyPolicy
 
-# Tokens per prefill pass. On the CPU the recurrent layers unroll in Python, so larger chunks gain
-# nothing and hold Ctrl-C up longer.
+# Tokens per prefill pass. On the CPU, recurrent layers unroll in Python: more only delay Ctrl-C.
 CHUNK = {"cpu": 256, "gpu": 2048}
 CLEAR_CACHE_EVERY = 256  # steps between returns of MLX's free buffers, as mlx_lm does
 PREPARED_SHARE = 0.5  # of a form that is seen coming is made at a time: the forecast's two steps
@@ -54,7 +54,7 @@ class Engine:
     are loaded as they are. dtype: of activations, None for the default of the device. cache_bytes:
     what forms not in use may keep, see Holdings.budget. notify: is told a line where mlx_lm
     computes something else than the checkpoint asks for: at once, or when a context passes a window
-    that is not kept to; and when logits come out as NaN. native: as starting.start takes it.
+    that is not kept to; and when logits come out as NaN. native: see NativeOptions.
 
     ledger: who keeps how many bytes on the device. reads_on_host: the graph of a step depends on
     its token's value. Raises UsageError for a dtype or policies that this model cannot have.
@@ -69,12 +69,12 @@ class Engine:
         dtype: str | None = None,
         cache_bytes: int | None = None,
         notify: Callable[[str], None] | None = None,
-        native: str = "off",
+        native: NativeOptions = OFF,
     ):
         self.device = device.start(device_name)
         self.native = device.native_products(native, self.device)
         self.files, self.config = store.files, store.config
-        types = loading(dtype, self.device == "cpu", self.native.on)
+        types = loading(dtype, self.device == "cpu", self.native)
         self.dtype = types.dtype
         self.ledger = Ledger()
         self._notify, self._model = notify, store.model

@@ -13,6 +13,7 @@ from toastkit.gears.gear_policy import gear_policy
 from toastkit.holdings.policy import Policy
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
+from toastkit.native.starting import NativeOptions
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store.store import Store
 
@@ -28,12 +29,15 @@ def open_engine(
     experts: ExpertsOptions | None = None,
     expert_slots: SlotOptions | None = None,
     native: str = "off",
+    threads: int | None = None,
+    native_exact: bool = False,
 ) -> Engine:
     """The engine of a checkpoint, with its first weights loaded.
 
-    device_name, dtype, notify, native: see Engine. gear_options: None leaves gears out altogether.
+    device_name, dtype, notify: see Engine. gear_options: None leaves gears out altogether.
     residency: None has all layers stay. experts: None leaves K as it is, and counts nothing.
-    expert_slots: None has all experts stay. Raises UsageError, DataError, IOFailure, NoInputError.
+    expert_slots: None has all experts stay. native, threads, native_exact: see NativeOptions.
+    Raises UsageError, DataError, IOFailure, NoInputError.
     """
     device.start(device_name)
     store = Store(files, load_config(files))
@@ -65,7 +69,7 @@ def open_engine(
         dtype=dtype,
         cache_bytes=None if gear_options is None else gear_options.cache_bytes,
         notify=notify,
-        native=native,
+        native=NativeOptions(native, threads, native_exact),
     )
     engine.load()
     return engine

@@ -82,10 +82,13 @@ class Holding:
         self.columns = self.slots = 0
         self._class, self._attributes = type(module), dict(vars(module))
 
-    def use_native(self) -> None:
-        """Its products are native from here on, in every form that it takes, where they can be."""
+    def use_native(self, exact: bool = False) -> None:
+        """Its products are native from here on, in every form that it takes, where they can be.
+        exact: with float32 activations."""
         self._class = native(self._class)
         self.module.__class__ = self._class
+        if exact:
+            vars(self.module)["_exact"] = self._attributes["_exact"] = True
 
     def keep_narrow(self, store: Store, wide: mx.Dtype) -> list[str]:
         """Has its products meet activations, of dtype wide, with 16-bit numbers as they are stored,

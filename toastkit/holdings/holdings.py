@@ -66,7 +66,7 @@ class Holdings:
         self.counts = PathCounts()
         self.modules = {holding.path: holding for holding in holdings_of(store)}
         for holding in self.modules.values() if types.native else ():
-            holding.use_native()
+            holding.use_native(types.exact)
         if types.native:
             use_native(store.model.modules())
         self._weights = Weights(store, types.cast, self._keep_narrow(types), notify)

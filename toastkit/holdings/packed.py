@@ -118,9 +118,9 @@ def packed_class(
         made = _bare(original, {"weight": mx.zeros(shape)}).to_quantized(
             group_size=group_size_of(columns), bits=form.bits
         )
-        wide = {name: value for name, value in attributes.items() if name == "_wide"}
+        same = {name: attributes[name] for name in ("_wide", "_exact") if name in attributes}
         kind = native(type(made)) if is_native(cls) else type(made)
-        base = Kind(kind, {**vars(made), **wide})
+        base = Kind(kind, {**vars(made), **same})
     own = {
         "packed_bits": form.bits, "_columns": columns, "_fused": fused, "_original": original,
         "_dense": None,

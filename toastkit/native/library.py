@@ -24,17 +24,27 @@ NONE = ctypes.py_object()  # an array that is not given
 
 def processors(root: str = "/") -> int:
     """Threads that this process may run at a time: its processors, as far as the shares of its
-    cgroup (version 2) and of those above it go. root: below which proc and sys are."""
+    cgroups (version 1 or 2) and of those above them go. root: below which proc and sys are."""
     count = len(os.sched_getaffinity(0))
-    folder = PurePath("/")
-    with suppress(OSError, ValueError, StopIteration):
+    lines: list[str] = []
+    with suppress(OSError, ValueError):
         lines = Path(root, "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-        folder = PurePath(next(line[3:] for line in lines if line.startswith("0::")))
-    for group in (folder, *folder.parents):
-        with suppress(OSError, ValueError):
-            file = Path(root, "sys/fs/cgroup", group.relative_to("/"), "cpu.max")
-            share, period = file.read_text(encoding="ascii").split()
-            count = min(count, max(1, int(share) // int(period)))
+    # 0::FOLDER is of version 2, NUMBER:CONTROLLERS:FOLDER of version 1. In a container FOLDER may
+    # be the host's name for what lies at the top.
+    of = {controllers: folder for _, controllers, folder in (x.split(":", 2) for x in lines)}
+    one = next((f for controllers, f in of.items() if "cpu" in controllers.split(",")), "/")
+    for mounted, folder, files in (
+        ("", of.get("", "/"), ("cpu.max",)),
+        ("cpu", one, ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+    ):
+        place = PurePath("/", folder)
+        for group in (place, *place.parents):
+            with suppress(OSError, ValueError, ArithmeticError):
+                beside = Path(root, "sys/fs/cgroup", mounted, group.relative_to("/"))
+                told = " ".join((beside / file).read_text(encoding="ascii") for file in files)
+                share, period = map(int, told.split())
+                if share > 0:  # -1 of version 1 and max of version 2 are no limit
+                    count = min(count, max(1, share // period))
     return count
 
 
@@ -44,7 +54,8 @@ class Library:
     def __init__(self, path: str):
         loaded = ctypes.PyDLL(path)  # with Python's lock: the arrays are Python's
         loaded.toast_set_head(ctypes.c_int64(object.__basicsize__))
-        loaded.toast_set_threads(processors())
+        self._loaded = loaded
+        self.set_threads(processors())
         loaded.toast_instructions.restype = ctypes.c_char_p
         self.instructions = loaded.toast_instructions().decode()
         self._describe = loaded.toast_describe
@@ -65,6 +76,15 @@ class Library:
         self._softmax = function("softmax", 2)
         self._log_sum_exp = function("log_sum_exp", 2)
         self._attend = function("attend", 6, ctypes.c_float, ctypes.c_int)
+
+    def set_threads(self, count: int) -> None:
+        """How many compute, of all that use this library; more than processors are no gain."""
+        self._loaded.toast_set_threads(count)
+
+    @property
+    def threads(self) -> int:
+        """How many compute."""
+        return self._loaded.toast_threads()
 
     def describe(self, array: mx.array) -> tuple[tuple[int, ...], int, int] | None:
         """What the library finds where it looks for an array (...) of any dtype: shape, bytes of a

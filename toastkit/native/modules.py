@@ -107,9 +107,12 @@ class _Product(_Native):
 
     _wide: the dtype that activations have, and parameters for everybody but the products, where
     these meet them in 16 bits; None where parameters are in the dtype of the activations.
+    _exact: packed weights meet float32 activations, see kernels.h. Both are of a module and not of
+    the library: two engines of a process may differ.
     """
 
     _wide: mx.Dtype | None = None
+    _exact: bool = False
 
     def __getattr__(self, key: str) -> Any:
         """A parameter, for whoever else reads it, as if it had been widened when it was loaded."""
@@ -137,7 +140,9 @@ class _Product(_Native):
             return None
         if weight.shape[-1] * 32 != x.shape[-1] * self.bits:
             return None
-        return library.multiply(x, weight, scales, biases, experts, self.bits, self.group_size)
+        return library.multiply(
+            x, weight, scales, biases, experts, self.bits, self.group_size, self._exact
+        )
 
 
 class _Linear(_Product):

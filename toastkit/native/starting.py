@@ -1,17 +1,33 @@
-"""Whether modules of this process are to be native."""
+"""Whether modules of this process are to be native, and how they compute."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 SETTINGS = ("auto", "off", "require")
+MOST_THREADS = 256  # as the pool has it
+
+
+class NativeOptions(NamedTuple):
+    """native: one of SETTINGS, see `start`. threads: that compute the products of this process,
+    None for as many as it may run. native_exact: activations stay float32 in products with packed
+    weights, see kernels.h."""
+
+    native: str = "off"
+    threads: int | None = None
+    native_exact: bool = False
+
+
+OFF = NativeOptions()
 
 
 class Status(NamedTuple):
-    """on: products are native. why: by which instruction set; or why they are not."""
+    """on: products are native. why: by which instruction set, in how many threads; or why they are
+    not. exact: as of NativeOptions."""
 
     on: bool
     why: str
+    exact: bool = False
 
     def __str__(self) -> str:
         """As it is said to a user."""
@@ -26,28 +42,36 @@ def status() -> Status:
     return _loaded(found.path) if found.path else Status(False, found.why)
 
 
-def start(setting: str) -> Status:
-    """Has the library loaded for the modules of this process, where it is there. setting: "auto":
-    what is not there is built meanwhile, for later; "require": now; "off": nothing is asked.
+def start(options: NativeOptions) -> Status:
+    """Has the library loaded for the modules of this process, where it is there. options.native:
+    "auto": what is not there is built meanwhile, for later; "require": now; "off": nothing is
+    asked. options.threads count for all engines of the process; None leaves them as they are.
     Raises UnavailableError, CannotCreateError, IOFailure where it is required and cannot be."""
-    if setting == "off":
+    if options.native == "off":
         return Status(False, "they are turned off")
     from toastkit.native.building import PATIENCE, build, build_meanwhile, find
 
     found = find()
-    if setting == "require":
+    if options.native == "require":
         found = found._replace(path=build(PATIENCE))
     elif found.pending:
         build_meanwhile()
-    return _loaded(found.path) if found.path else Status(False, found.why)
+    return _loaded(found.path, options) if found.path else Status(False, found.why)
 
 
-def _loaded(path: str) -> Status:
+def _loaded(path: str, options: NativeOptions | None = None) -> Status:
+    """options: None looks, and changes nothing."""
     from toastkit.native.library import load, use
 
     try:
         library = load(path)
     except (OSError, AttributeError) as error:
         return Status(False, f"{path}: {error}")
+    if options is None:
+        return Status(True, library.instructions)
     use(library)
-    return Status(True, library.instructions)
+    if options.threads is not None:
+        library.set_threads(options.threads)
+    said = f"{library.instructions}, threads: {library.threads}"
+    exact = options.native_exact
+    return Status(True, f"{said}, exact" if exact else said, exact)

@@ -39,7 +39,7 @@ def about(
 ) -> dict[str, Any]:
     """What measured times are true of: device and threads, versions, the shape of a model, and the
     file system that it lies on. device: "cpu" or "gpu". dtype: of activations. outside, layers:
-    bytes. weights: a file of them. native: the instruction set of native products, if any."""
+    bytes. weights: a file of them. native: how native products are computed, where they are."""
     from importlib.metadata import version
 
     import mlx.core as mx

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from toastkit.native.starting import Status
+
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -18,11 +20,13 @@ def activation_dtype(on_cpu: bool) -> str | None:
 class Loading(NamedTuple):
     """What weights are loaded for. dtype: of activations, that weights are cast to, a key of
     DTYPES; None for their own. native: products are computed by toastkit.native. narrow: and the
-    16-bit numbers that these multiply are not cast, which gives the same to the bit."""
+    16-bit numbers that these multiply are not cast, which gives the same to the bit. exact: and
+    activations are not rounded for them."""
 
     dtype: str | None = None
     native: bool = False
     narrow: bool = False
+    exact: bool = False
 
     @property
     def cast(self) -> mx.Dtype | None:
@@ -33,10 +37,11 @@ class Loading(NamedTuple):
 AS_STORED = Loading()
 
 
-def loading(asked: str | None, on_cpu: bool, native: bool) -> Loading:
+def loading(asked: str | None, on_cpu: bool, native: Status) -> Loading:
     """What weights are loaded for unless told otherwise. asked: the dtype that somebody names,
-    which all of them are cast to. native: products are."""
-    return Loading(asked or activation_dtype(on_cpu), native, native and asked is None)
+    which all of them are cast to. native: whether products are, and how."""
+    narrow = native.on and asked is None
+    return Loading(asked or activation_dtype(on_cpu), native.on, narrow, native.exact)
 
 
 def bytes_of(array: mx.array) -> memoryview:

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <chrono>
 #include <mutex>
+#include <new>
 #include <thread>
 
 #ifdef __linux__
@@ -68,7 +69,6 @@ struct Pool {
   atomic<void *> context{nullptr};
   std::mutex in_use;
   uint32_t started = 1;
-  pid_t process = getpid();
 
   bool claim(uint32_t number) {
     uint64_t now = ticket.load(memory_order_acquire);
@@ -109,7 +109,6 @@ struct Pool {
   }
 
   void start() {
-    if (process != getpid()) process = getpid(), started = 1;  // a fork has none of the threads
     if (started >= wanted.load(memory_order_relaxed)) return;
     sigset_t all, before;  // a signal is for those who wait for something
     sigfillset(&all);
@@ -117,7 +116,8 @@ struct Pool {
     try {
       for (; started < wanted.load(memory_order_relaxed); started++)
         std::thread([this, place = started] { help(place); }).detach();
-    } catch (...) {  // a limit on threads: those that there are do it
+    } catch (...) {  // a limit on threads: those that there are do it, and no more are tried
+      wanted.store(started, memory_order_relaxed);
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
@@ -146,16 +146,21 @@ struct Pool {
   }
 };
 
-// Never destroyed: its threads may outlive main.
-Pool &pool() {
-  static Pool *one = new Pool;
-  return *one;
-}
+// Never destroyed: its threads may outlive main. A forked child has none of them, and perhaps a job
+// of theirs that nobody ends: its pool is a new one.
+Pool *const only = [] {
+  pthread_atfork(nullptr, nullptr, [] {
+    const uint32_t wanted = only->wanted.load(memory_order_relaxed);
+    new (only) Pool;
+    only->wanted.store(wanted, memory_order_relaxed);
+  });
+  return new Pool;
+}();
 
 }  // namespace
 
 void run(int64_t count, void (*work)(void *, int64_t), void *context) {
-  Pool &all = pool();
+  Pool &all = *only;
   bool alone = count <= 1 || count >= UINT32_MAX || all.wanted.load(memory_order_relaxed) <= 1;
   if (alone || !all.in_use.try_lock()) {
     for (int64_t i = 0; i < count; i++) work(context, i);
@@ -166,10 +171,10 @@ void run(int64_t count, void (*work)(void *, int64_t), void *context) {
 }
 
 void set_threads(int count) {
-  pool().wanted.store(count < 1 ? 1 : count > MOST_THREADS ? MOST_THREADS : count,
-                      memory_order_relaxed);
+  only->wanted.store(count < 1 ? 1 : count > MOST_THREADS ? MOST_THREADS : count,
+                     memory_order_relaxed);
 }
 
-int threads() { return int(pool().wanted.load(memory_order_relaxed)); }
+int threads() { return int(only->wanted.load(memory_order_relaxed)); }
 
 }  // namespace toast
