@@ -309,7 +309,10 @@ def test_layers_experts_and_gears_are_as_ever(tmp_path: Path) -> None:
     def opened(**rest):
         return open_engine(files, native="require", gear_options=gears, **rest)
 
-    wanted = answer(opened(), wish)
+    engine, plain = opened(), open_engine(files, gear_options=gears)
+    wanted = answer(engine, wish)
+    answer(plain, wish)
+    assert engine.holdings.counts == plain.holdings.counts and plain.holdings.counts.fused
     assert alike(answer(opened(residency=ResidencyOptions("layers", 1)), wish), wanted)
     assert alike(answer(opened(expert_slots=SlotOptions("slots", 3, "off")), wish), wanted)
 

@@ -18,6 +18,7 @@ import mlx.nn as nn
 
 from toastkit.holdings.derived import derived
 from toastkit.holdings.forms import Form
+from toastkit.native.library import Operand
 from toastkit.native.modules import is_native, native
 from toastkit.store.precision import Rows, dequantise_rows, group_size_of
 
@@ -76,6 +77,14 @@ class _Packed:
         else:
             self._counts.hit += 1
         return self._dense(*args, **rest)
+
+    def operand(self) -> Operand | None:
+        """As native.modules has it: none while the dequantised copy is what is multiplied."""
+        return super().operand() if self._fused else None  # type: ignore[misc]
+
+    def was_used(self) -> None:
+        """As native.modules has it."""
+        self._counts.fused += 1
 
     def _dequantised(self) -> nn.Module:
         """The original with the weight that the numbers stand for, in the activations' dtype."""

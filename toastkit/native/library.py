@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -48,6 +49,17 @@ def processors(root: str = "/") -> int:
     return count
 
 
+class Operand(NamedTuple):
+    """A matrix (rows, columns), or a stack of them, of one of FLOATS; or packed, as `multiply`
+    takes it."""
+
+    weight: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    bits: int = 0
+    group_size: int = 0
+
+
 class Library:
     """A library that was built, in this process. Raises OSError for a file that is none."""
 
@@ -63,6 +75,13 @@ class Library:
         self._product: Callable = loaded.toast_product
         loaded.toast_product.restype = ctypes.c_char_p
         loaded.toast_product.argtypes = [ctypes.py_object] * 6 + [ctypes.c_int] * 4
+
+        self._feed_forward: Callable = loaded.toast_feed_forward
+        loaded.toast_feed_forward.restype = ctypes.c_char_p
+        loaded.toast_feed_forward.argtypes = [
+            ctypes.py_object, ctypes.py_object, ctypes.py_object * 9, ctypes.c_int * 6,
+            ctypes.py_object, ctypes.c_int, ctypes.c_int,
+        ]  # fmt: skip
 
         def function(name: str, arrays: int, *rest: type) -> Callable:
             one = loaded[f"toast_{name}_array"]
@@ -119,6 +138,31 @@ class Library:
         wrong = self._product(
             out, x, weight, scales if packed else x, biases if packed else x,
             x if experts is None else experts, experts is not None, bits, group_size, exact,
+        )  # fmt: skip
+        return _made(out, wrong)
+
+    def feed_forward(
+        self,
+        x: mx.array,
+        gate: Operand,
+        up: Operand,
+        down: Operand,
+        activation: str = "silu",
+        experts: mx.array | None = None,
+        exact: bool = False,
+    ) -> mx.array:
+        """down(activation(gate(x)) * up(x)), lazy, between them in float32; of the dtype of x, or
+        float32 where a matrix has another. x: (..., columns). experts: of stacks, the ones for each
+        vector, uint32 (..., k); gives (..., k, rows). Raises ValueError, see `multiply`."""
+        out = mx.array(0)
+        parts = (gate, up, down)
+        arrays: list[Any] = [
+            NONE if array is None else array for part in parts for array in part[:3]
+        ]
+        packing = [number for part in parts for number in part[3:]]
+        wrong = self._feed_forward(
+            out, x, (ctypes.py_object * 9)(*arrays), (ctypes.c_int * 6)(*packing),
+            NONE if experts is None else experts, ACTIVATIONS.index(activation), exact,
         )  # fmt: skip
         return _made(out, wrong)
 

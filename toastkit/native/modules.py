@@ -14,8 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from toastkit.native import operations
+from toastkit.native.feed_forward import Form, form_of
 from toastkit.native.functions import methods_anew
-from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, in_use
+from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, Operand, in_use
 
 NARROW = (mx.float16, mx.bfloat16)
 # Where an architecture reads a parameter of one of its modules, and does not call the module.
@@ -31,7 +32,8 @@ def native(cls: type) -> type:
         return cls
     if mixin := MIXINS.get((cls.__module__, cls.__name__)):
         return _derived(mixin, cls)
-    return _anew(cls) if methods_anew(cls) else cls
+    made = _anew(cls) if methods_anew(cls) else cls
+    return made if (form := form_of(cls)) is None else _of_form(form, made)
 
 
 def use_native(modules: Iterable[nn.Module]) -> None:
@@ -98,6 +100,12 @@ def _anew(base: type) -> type:
     return type(base.__name__, (_Native, base), {**methods_anew(base), **own})
 
 
+@cache
+def _of_form(form: Form, base: type) -> type:
+    own = {"__module__": base.__module__, "__qualname__": base.__qualname__, "_form": form}
+    return type(base.__name__, (_FeedForward, base), own)
+
+
 class _Native:
     """What all are known by."""
 
@@ -120,29 +128,37 @@ class _Product(_Native):
         narrow = self._wide is not None and isinstance(value, mx.array) and value.dtype in NARROW
         return value.astype(self._wide) if narrow else value
 
-    def _multiply(self: Any, x: mx.array, experts: mx.array | None = None) -> mx.array | None:
-        """Products (..., rows) of x, (..., columns), or of x (..., m, columns) with the experts
-        that are chosen, uint32 (...). None for what only MLX has: other dtypes, other packings."""
+    def operand(self: Any) -> Operand | None:
+        """What it multiplies with; None for what only MLX has, or where more is to be done."""
         weight, scales = self["weight"], self.get("scales")
         numbers = weight if scales is None else scales
-        if self._wide is not None:
-            x = x.astype(self._wide)
-        library = in_use()
-        if library is None or x.dtype not in FLOATS or numbers.dtype not in FLOATS:
+        if numbers.dtype not in FLOATS:
             return None
-        if experts is not None and experts.dtype != mx.uint32:
-            experts = experts.astype(mx.uint32)
         if scales is None:
-            return library.multiply(x, weight, experts=experts)
+            return Operand(weight)
         biases = self.get("biases")
         affine = self.mode == "affine" and biases is not None and biases.dtype == scales.dtype
         if not affine or self.bits not in BITS or self.group_size not in GROUP_SIZES:
             return None
-        if weight.shape[-1] * 32 != x.shape[-1] * self.bits:
+        return Operand(weight, scales, biases, self.bits, self.group_size)
+
+    def was_used(self) -> None:
+        """Its operand was multiplied with."""
+
+    def _multiply(self: Any, x: mx.array, experts: mx.array | None = None) -> mx.array | None:
+        """Products (..., rows) of x, (..., columns), or of x (..., m, columns) with the experts
+        that are chosen, uint32 (...). None for what only MLX has: other dtypes, other packings."""
+        if self._wide is not None:
+            x = x.astype(self._wide)
+        library, own = in_use(), self.operand()
+        if library is None or own is None or x.dtype not in FLOATS:
             return None
-        return library.multiply(
-            x, weight, scales, biases, experts, self.bits, self.group_size, self._exact
-        )
+        if experts is not None and experts.dtype != mx.uint32:
+            experts = experts.astype(mx.uint32)
+        if own.bits and own.weight.shape[-1] * 32 != x.shape[-1] * own.bits:
+            return None
+        weight, scales, biases, bits, group_size = own
+        return library.multiply(x, weight, scales, biases, experts, bits, group_size, self._exact)
 
 
 class _Linear(_Product):
@@ -178,6 +194,48 @@ class _Switch(_Product):
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
 
 
+class _FeedForward(_Native):
+    """One of a known form: in one operation, where its parts are computed natively."""
+
+    _form: Form
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        y = _fed_forward(x, [self[name] for name in self._form.parts], self._form.activation)
+        return super().__call__(x) if y is None else y  # type: ignore[misc]
+
+
+class _SwitchGLU(_Native):
+    def __call__(self: Any, x: mx.array, indices: mx.array) -> mx.array:
+        y = None
+        if type(self.activation).__name__ == "SwiGLU":
+            parts = [self[name] for name in ("gate_proj", "up_proj", "down_proj")]
+            y = _fed_forward(x, parts, "silu", indices)
+        return super().__call__(x, indices) if y is None else y  # type: ignore[misc]
+
+
+def _fed_forward(
+    x: mx.array, parts: list[Any], activation: str, experts: mx.array | None = None
+) -> mx.array | None:
+    """Of gate, up and down; None where one of them has a bias or only MLX has it."""
+    library = in_use()
+    plain = [part for part in parts if "bias" not in part and isinstance(part, _Product)]
+    own = [o for part in plain if (o := part.operand()) is not None]
+    if library is None or len(own) < len(parts):
+        return None
+    if (wide := parts[0]._wide) is not None:
+        x = x.astype(wide)
+    columns = [o.weight.shape[-1] * 32 // o.bits if o.bits else o.weight.shape[-1] for o in own]
+    hidden = [o.weight.shape[-2] for o in own]
+    if x.dtype not in FLOATS or columns != [x.shape[-1], x.shape[-1], hidden[0]]:
+        return None
+    if experts is not None and experts.dtype != mx.uint32:
+        experts = experts.astype(mx.uint32)
+    for part in parts:
+        part.was_used()
+    gate, up, down = own
+    return library.feed_forward(x, gate, up, down, activation, experts, parts[0]._exact)
+
+
 class _Norm(_Native):
     def __call__(self: Any, x: mx.array) -> mx.array:
         return operations.rms_norm(x, self["weight"], self.eps)
@@ -191,7 +249,7 @@ class _Rope(_Native):
         )  # fmt: skip
 
 
-# By name: the last two are imported by architectures with experts only.
+# By name: the last three are imported by architectures with experts only.
 MIXINS: dict[tuple[str, str], type] = {
     ("mlx.nn.layers.linear", "Linear"): _Linear,
     ("mlx.nn.layers.quantized", "QuantizedLinear"): _Linear,
@@ -199,6 +257,7 @@ MIXINS: dict[tuple[str, str], type] = {
     ("mlx.nn.layers.quantized", "QuantizedEmbedding"): _Embedding,
     ("mlx.nn.layers.normalization", "RMSNorm"): _Norm,
     ("mlx.nn.layers.positional_encoding", "RoPE"): _Rope,
+    ("mlx_lm.models.switch_layers", "SwitchGLU"): _SwitchGLU,
     ("mlx_lm.models.switch_layers", "SwitchLinear"): _Switch,
     ("mlx_lm.models.switch_layers", "QuantizedSwitchLinear"): _Switch,
 }

@@ -10,7 +10,7 @@ import sys
 
 import mlx.core as mx
 
-from toastkit.native.library import BITS, Library
+from toastkit.native.library import BITS, Library, Operand
 
 
 def trustworthy(library: Library) -> bool:
@@ -34,8 +34,7 @@ def trustworthy(library: Library) -> bool:
     vectors = mx.random.normal((2, 1, 1, 64))
     theirs = mx.gather_mm(vectors, stack.swapaxes(-1, -2), rhs_indices=chosen)
     pairs.append((library.multiply(vectors, stack, experts=chosen), theirs))
-    pairs += _operations(library)
-    pairs += _attention(library)
+    pairs += _operations(library) + _networks(library) + _attention(library)
     return all(
         ours.shape == theirs.shape
         and ours.dtype == theirs.dtype
@@ -73,6 +72,30 @@ def _attention(library: Library) -> list[tuple[mx.array, mx.array]]:
         both = (x.transpose(0, 2, 1, 3).flatten(2) for x in (ours, theirs))
         pairs.append((next(both), next(both)))
     return pairs
+
+
+def _networks(library: Library) -> list[tuple[mx.array, mx.array]]:
+    """Packed and not, one and such as are chosen of some."""
+    gate, up = mx.random.normal((2, 4, 48, 64)) / 8
+    down, x = mx.random.normal((4, 64, 48)), mx.random.normal((3, 64))
+    rows = [mx.quantize(w[0], group_size=32, bits=4) for w in (gate, up)]
+    packed = [Operand(*three, 4, 32) for three in rows]
+    wide = [mx.dequantize(*three, group_size=32, bits=4) for three in rows]
+    chosen = [[3, 0], [1, 3], [2, 2]]
+    some = [[_network(x[n], gate[e], up[e], down[e]) for e in chosen[n]] for n in range(3)]
+    stacks = [Operand(w) for w in (gate, up, down)]
+    experts = mx.array(chosen, mx.uint32)
+    return [
+        (library.feed_forward(x, packed[0], packed[1], Operand(down[0])),
+         _network(x, wide[0], wide[1], down[0])),
+        (library.feed_forward(x, stacks[0], stacks[1], stacks[2], experts=experts),
+         mx.stack([mx.stack(each) for each in some])),
+    ]  # fmt: skip
+
+
+def _network(x: mx.array, gate: mx.array, up: mx.array, down: mx.array) -> mx.array:
+    y = x @ gate.T
+    return (y * mx.sigmoid(y) * (x @ up.T)) @ down.T
 
 
 def main() -> int:

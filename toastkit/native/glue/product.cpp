@@ -1,7 +1,7 @@
 // Products of kernels/ as an MLX primitive: lazy, on MLX's own stream, in its own arrays.
 #include <algorithm>
 
-#include "arrays.h"
+#include "matrices.h"
 
 namespace toast {
 namespace {
@@ -30,20 +30,14 @@ std::vector<uint32_t> places_of(const mx::array &a, size_t skip, const std::vect
 // of a stack (experts, rows, columns) that are chosen, uint32 (...), both broadcast.
 class Product : public mx::UnaryPrimitive {
  public:
-  Product(mx::Stream stream, int bits, int group_size, bool chosen, bool exact,
-          std::vector<int> batch)
-      : mx::UnaryPrimitive(stream),
-        bits_(bits),
-        group_size_(group_size),
-        chosen_(chosen),
-        exact_(exact),
-        batch_(std::move(batch)) {}
+  Product(mx::Stream stream, const Packing &packing, bool exact, std::vector<int> batch)
+      : mx::UnaryPrimitive(stream), packing_(packing), exact_(exact), batch_(std::move(batch)) {}
 
   void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {
     dispatch(stream(), inputs, out,
-             [bits = bits_, group_size = group_size_, chosen = chosen_, exact = exact_,
+             [packing = packing_, exact = exact_,
               batch = batch_](const std::vector<mx::array> &arrays) {
-               compute(arrays, bits, group_size, chosen, exact, batch);
+               compute(arrays, packing, exact, batch);
              });
   }
 
@@ -54,30 +48,16 @@ class Product : public mx::UnaryPrimitive {
   const char *name() const override { return "ToastProduct"; }
 
  private:
-  static void compute(const std::vector<mx::array> &arrays, int bits, int group_size, bool chosen,
-                      bool exact, const std::vector<int> &batch) {
-    const mx::array &x = arrays[0], &weight = arrays[1];
+  static void compute(const std::vector<mx::array> &arrays, const Packing &packing, bool exact,
+                      const std::vector<int> &batch) {
+    const mx::array &x = arrays[0];
+    const bool chosen = packing.stack;
     mx::array out = arrays.back();
-    InOrder rows(x), weights(weight);
-    std::unique_ptr<InOrder> scales, biases;
-    if (bits) {
-      scales = std::make_unique<InOrder>(arrays[2]);
-      biases = std::make_unique<InOrder>(arrays[3]);
-    }
+    InOrder rows(x);
+    const Matrix matrix(arrays, 1, packing);
     const int64_t columns = x.shape(-1);
-    const toast_matrix matrix = {
-        weights.data(),
-        bits ? scales->data() : nullptr,
-        bits ? biases->data() : nullptr,
-        chosen ? weight.shape(0) : 1,
-        weight.shape(-2),
-        columns,
-        bits,
-        group_size,
-        type_of(bits ? arrays[2] : weight),
-    };
     const toast_vectors vectors = {rows.data(), int64_t(x.size()) / columns, columns, type_of(x)};
-    const int64_t count = out.size() / matrix.rows;
+    const int64_t count = out.size() / matrix->rows;
     std::vector<uint32_t> vector, expert;
     if (chosen) {
       const mx::array &choice = arrays[arrays.size() - 2];
@@ -91,13 +71,13 @@ class Product : public mx::UnaryPrimitive {
           expert.push_back(of[choices[i]]);
         }
     }
-    if (toast_multiply(&matrix, &vectors, count, chosen ? vector.data() : nullptr,
+    if (toast_multiply(matrix.get(), &vectors, count, chosen ? vector.data() : nullptr,
                        chosen ? expert.data() : nullptr, exact, out.data<char>(), type_of(out)))
       throw std::runtime_error("no memory for a product");
   }
 
-  int bits_, group_size_;
-  bool chosen_, exact_;
+  Packing packing_;
+  bool exact_;
   std::vector<int> batch_;
 };
 
@@ -116,25 +96,11 @@ std::vector<int> broadcast(const mx::array &x, const mx::array &choice) {
 mx::array product(const mx::array &x, const mx::array &weight, const mx::array *scales,
                   const mx::array *biases, const mx::array *choice, int bits, int group_size,
                   bool exact) {
-  check(weight.ndim() == (choice ? 3 : 2), "a matrix of another shape");
   check(x.ndim() >= (choice ? 2 : 1), "no vectors");
-  const int64_t columns = x.shape(-1), rows = weight.shape(-2);
-  std::vector<mx::array> inputs = {x, weight};
-  const mx::array &numbers = bits ? *scales : weight;
-  if (bits) {
-    check(weight.dtype() == mx::uint32, "packed numbers that are no uint32");
-    check(weight.shape(-1) * int64_t(32) == columns * bits, "vectors of another length");
-    check(group_size && scales->shape() == biases->shape() && scales->ndim() == weight.ndim() &&
-              scales->shape(-1) * int64_t(group_size) == columns && scales->shape(-2) == rows &&
-              scales->dtype() == biases->dtype(),
-          "scales of another shape");
-    inputs.push_back(*scales);
-    inputs.push_back(*biases);
-  } else {
-    check(weight.shape(-1) == columns, "vectors of another length");
-  }
+  const Packing packing = {bits, group_size, choice != nullptr};
+  std::vector<mx::array> inputs = {x};
   type_of(x);
-  type_of(numbers);
+  const auto numbers = add_matrix(inputs, weight, scales, biases, packing, x.shape(-1));
   auto shape = x.shape();
   std::vector<int> batch;
   if (choice) {
@@ -146,10 +112,10 @@ mx::array product(const mx::array &x, const mx::array &weight, const mx::array *
     shape.push_back(0);
     inputs.push_back(*choice);
   }
-  shape.back() = int(rows);
-  auto dtype = x.dtype() == numbers.dtype() ? x.dtype() : mx::float32;
-  auto made = std::make_shared<Product>(mx::default_stream(mx::Device::cpu), bits, group_size,
-                                        choice != nullptr, exact, std::move(batch));
+  shape.back() = weight.shape(-2);
+  auto dtype = x.dtype() == numbers ? x.dtype() : mx::float32;
+  auto made = std::make_shared<Product>(mx::default_stream(mx::Device::cpu), packing, exact,
+                                        std::move(batch));
   return mx::array(std::move(shape), dtype, std::move(made), std::move(inputs));
 }
 

@@ -1,0 +1,35 @@
+// Matrices of weights as MLX arrays: one, or, where it is packed, three.
+#pragma once
+
+#include "arrays.h"
+
+namespace toast {
+
+// bits: 0 for one that is not packed. stack: (experts, rows, columns), not (rows, columns).
+struct Packing {
+  int bits, group_size;
+  bool stack;
+};
+
+// The arrays of a matrix for vectors of so many columns, added to `inputs`. The last two of NULL
+// for one that is not packed. Returns the dtype of its numbers. Raises std::invalid_argument for
+// arrays that are none.
+mx::Dtype add_matrix(std::vector<mx::array> &inputs, const mx::array &weight,
+                     const mx::array *scales, const mx::array *biases, const Packing &packing,
+                     int64_t columns);
+
+// Such arrays where they lie, from `first` on, when they are computed.
+class Matrix {
+ public:
+  Matrix(const std::vector<mx::array> &arrays, size_t first, const Packing &packing);
+  const toast_matrix *operator->() const { return &matrix_; }
+  const toast_matrix *get() const { return &matrix_; }
+  static size_t count(const Packing &packing) { return packing.bits ? 3 : 1; }
+
+ private:
+  InOrder weight_;
+  std::unique_ptr<InOrder> scales_, biases_;
+  toast_matrix matrix_;
+};
+
+}  // namespace toast
