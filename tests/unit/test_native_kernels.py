@@ -198,7 +198,7 @@ def computes_in_three(kernels: Kernels, matrix: Matrix, x: np.ndarray, wanted) -
 
 
 def test_after_a_fork(kernels: Kernels) -> None:
-    matrix = random_matrix(13, (1, 64, 2048), 4, 64, "f32")
+    matrix = random_matrix(13, (1, 512, 2048), 4, 64, "f32")
     x = vectors(14, 3, 2048, "f32", 0)
     wanted = kernels.multiply(matrix, x)
     child = os.fork()
@@ -233,7 +233,7 @@ def test_forks_while_others_compute(kernels: Kernels) -> None:
 
 def test_fewer_processors_than_at_the_start(kernels: Kernels) -> None:
     """And fewer than threads."""
-    matrix = random_matrix(15, (1, 64, 2048), 4, 64, "f32")
+    matrix = random_matrix(15, (1, 512, 2048), 4, 64, "f32")
     x = vectors(16, 3, 2048, "f32", 0)
     wanted = kernels.multiply(matrix, x)
     before = os.sched_getaffinity(0)
@@ -248,7 +248,7 @@ def test_fewer_processors_than_at_the_start(kernels: Kernels) -> None:
 @pytest.mark.skipif(bool(SANITIZERS), reason="sanitizers need addresses of their own")
 def test_a_limit_on_threads(kernels: Kernels) -> None:
     """Those that can be had do the work."""
-    matrix = random_matrix(17, (1, 64, 2048), 4, 64, "f32")
+    matrix = random_matrix(17, (1, 512, 2048), 4, 64, "f32")
     x = vectors(18, 3, 2048, "f32", 0)
     wanted = kernels.multiply(matrix, x)
     child = os.fork()
