@@ -66,6 +66,17 @@ INLINE void by_group(const I32 *r, I32 *out) {
   }
 }
 
+// Scales and biases of 16 rows, as many as 16 groups have: those of all groups, when g has passed
+// through them.
+INLINE void fetch_numbers(const toast_matrix &m, int64_t row, int64_t g) {
+  const int64_t size = m.type == TOAST_F32 ? 4 : 2;
+  const int64_t from = (row * (m.columns / m.group_size) + g * 16) * size;
+  for (int64_t at = from; at < from + 256 * size; at += 64) {
+    _mm_prefetch(static_cast<const char *>(m.scales) + at, _MM_HINT_T1);
+    _mm_prefetch(static_cast<const char *>(m.biases) + at, _MM_HINT_T1);
+  }
+}
+
 // The results of one member and `count` rows, 16 at most. LANES_: of a group (see Layout).
 template <int BITS, int LANES_>
 static void digit_rows(const toast::Product &p, uint32_t place, const uint8_t *rows,
@@ -88,6 +99,7 @@ static void digit_rows(const toast::Product &p, uint32_t place, const uint8_t *r
   int64_t g = 0;
   for (int64_t b = 0; b < layout.blocks; b += BLOCKS, g += GROUPS) {
     if (g % 16 == 0) {
+      fetch_numbers(m, row + 16, g);
       numbers_by_group(m, m.scales, row, count, g, scales);
       numbers_by_group(m, m.biases, row, count, g, biases);
     }

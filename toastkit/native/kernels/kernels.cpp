@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 
@@ -19,7 +20,9 @@ const Instructions *const ALL[] = {&avx512vbmi, &avx512vnni, &avx2, &portable};
 const Instructions *const ALL[] = {&portable};
 #endif
 
-constexpr int64_t CHUNK_BYTES = 64 << 10;  // of weights, for one vector
+constexpr int64_t MOST_BYTES = 512 << 10;  // of weights in a chunk, for one vector: what comes next
+constexpr int64_t LEAST_BYTES = 64 << 10;  // is fetched ahead, for the thread that has the chunk
+constexpr int CHUNKS = 4;                  // for each thread, where they are between the two
 constexpr int64_t CHUNK_ROWS = 64;         // for many; less of little matrices
 constexpr int64_t LEAST_ROWS = 16;         // a multiple of all tiles
 constexpr int64_t LITTLE = 1 << 16;        // products of numbers that are not worth a second thread
@@ -116,7 +119,8 @@ int multiply(Product &p, int64_t count, const uint32_t *expert) {
   int64_t rows = CHUNK_ROWS;
   if (!many) {
     const int64_t row = m.columns * (m.bits ? m.bits : m.type == TOAST_F32 ? 32 : 16) / 8 + 1;
-    rows = CHUNK_BYTES / row / LEAST_ROWS * LEAST_ROWS;
+    const int64_t share_bytes = all * m.rows * row / (CHUNKS * threads());
+    rows = std::clamp(share_bytes, LEAST_BYTES, MOST_BYTES) / row / LEAST_ROWS * LEAST_ROWS;
     if (rows < LEAST_ROWS) rows = LEAST_ROWS;
   }
   const int64_t chunks = (m.rows + rows - 1) / rows;
