@@ -176,6 +176,31 @@ def test_results_are_lazy_and_can_be_computed_with(library: Library) -> None:
         assert mx.allclose(library.multiply(x, weight), x @ weight.T, atol=1e-4).item()
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (3, 8), (5, 1 << 20), (1, (2 << 20) + 3)])
+def test_memory_to_read_into(library: Library, shape: tuple[int, int]) -> None:
+    """It is MLX's, counted as such, and given back; large or not."""
+    before = mx.get_active_memory()
+    memory = library.memory(*shape)
+    assert (memory.shape, memory.dtype) == (shape, mx.uint8)
+    assert mx.get_active_memory() - before >= memory.nbytes
+    numbers = np.random.default_rng(shape[1]).integers(0, 256, shape, np.uint8)
+    memoryview(memory)[:] = numbers
+    assert np.array_equal(np.array(memory + 0), numbers)
+    del memory
+    assert mx.get_active_memory() <= before
+
+
+def test_weights_are_read_into_such_memory(tmp_path: Path, monkeypatch) -> None:
+    made = []
+    real = Library.memory
+    monkeypatch.setattr(Library, "memory", lambda *given: made.append(given) or real(*given))
+    files = locate(str(write_published(tmp_path / "moe", "qwen3_moe")))
+    streamed = ResidencyOptions("layers", 1)
+    for setting in ("off", "require"):
+        answer(open_engine(files, native=setting, residency=streamed))
+        assert bool(made) is (setting == "require")
+
+
 def test_the_probe(library: Library, tmp_path: Path) -> None:
     assert probe.trustworthy(library)
     broken = tmp_path / "broken.so"

@@ -246,3 +246,21 @@ def test_threads_in_control_groups_of_version_1(tmp_path: Path, folder: str) -> 
         (group / "cpu.cfs_quota_us").write_text(f"{quota}\n")
         (group / "cpu.cfs_period_us").write_text(f"{period}\n")
         assert products.processors(str(tmp_path)) == threads
+
+
+@pytest.mark.parametrize(
+    "said, there",
+    [
+        ("[always] madvise never", True),
+        ("always [madvise] never", True),
+        ("always madvise [never]", False),
+        (None, False),
+    ],
+)
+def test_large_pages(tmp_path: Path, said: str | None, there: bool) -> None:
+    products = pytest.importorskip("toastkit.native.library")
+    folder = tmp_path / "sys/kernel/mm/transparent_hugepage"
+    folder.mkdir(parents=True)
+    if said is not None:
+        (folder / "enabled").write_text(said + "\n")
+    assert products.large_pages(str(tmp_path)) is there

@@ -53,16 +53,19 @@ def native_products(options: NativeOptions, device: str) -> Status:
 
 
 def facts() -> dict[str, Any]:
-    """What computes here: the device, MLX's version, whether products are native, and by how many
-    threads these are computed."""
+    """What computes here: the device, MLX's version, whether products are native, by how many
+    threads these are computed, and whether weights lie on large pages."""
     on = start()
     from importlib.metadata import version
 
-    from toastkit.native.library import processors
+    from toastkit.native.library import large_pages, processors
 
     found = starting.status() if on == "cpu" else native_products(NativeOptions("auto"), on)
     named = {"device": on, "mlx": version("mlx"), "native products": str(found)}
-    return {**named, "threads": processors()} if found.on else named
+    if not found.on:
+        return named
+    pages = "asked for" if large_pages() else "the system has none"
+    return {**named, "threads": processors(), "large pages": pages}
 
 
 def keep_cuda_kernels() -> None:

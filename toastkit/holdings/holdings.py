@@ -24,6 +24,7 @@ from toastkit.holdings.holding import Holding, Parts, holdings_of
 from toastkit.holdings.packed import PathCounts
 from toastkit.holdings.streams import Streams
 from toastkit.holdings.weights import Reading, Weights
+from toastkit.native.library import in_use
 from toastkit.native.modules import read_elsewhere, use_native
 from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import GEARS, READING, Ledger
@@ -67,8 +68,9 @@ class Holdings:
         self.modules = {holding.path: holding for holding in holdings_of(store)}
         for holding in self.modules.values() if types.native else ():
             holding.use_native(types.exact)
-        if types.native:
+        if types.native and (library := in_use()) is not None:
             use_native(store.model.modules())
+            store.reader.make_memory = library.memory
         self._weights = Weights(store, types.cast, self._keep_narrow(types), notify)
         self._kept: dict[Key, _Kept] = {}  # the longest unused first
         self._coming: dict[Key, Parts] = {}

@@ -60,6 +60,14 @@ class Operand(NamedTuple):
     group_size: int = 0
 
 
+def large_pages(root: str = "/") -> bool:
+    """Whether the system gives large pages to whoever asks. root: below which sys is."""
+    with suppress(OSError):
+        folder = Path(root, "sys/kernel/mm/transparent_hugepage")
+        return "[never]" not in (folder / "enabled").read_text(encoding="ascii")
+    return False
+
+
 class Library:
     """A library that was built, in this process. Raises OSError for a file that is none."""
 
@@ -72,6 +80,9 @@ class Library:
         self.instructions = loaded.toast_instructions().decode()
         self._describe = loaded.toast_describe
         self._describe.argtypes = [ctypes.py_object, ctypes.c_void_p]
+        self._memory: Callable = loaded.toast_memory
+        loaded.toast_memory.restype = ctypes.c_char_p
+        loaded.toast_memory.argtypes = [ctypes.py_object] + [ctypes.c_int64] * 2
         self._product: Callable = loaded.toast_product
         loaded.toast_product.restype = ctypes.c_char_p
         loaded.toast_product.argtypes = [ctypes.py_object] * 6 + [ctypes.c_int] * 4
@@ -113,6 +124,12 @@ class Library:
             return None
         axes, *rest = about
         return tuple(rest[:axes]), rest[axes], rest[axes + 1]
+
+    def memory(self, rows: int, columns: int) -> mx.array:
+        """Memory of its own to read weights into, on large pages where the system has them: uint8
+        (rows, columns), evaluated; nobody has written anything there."""
+        out = mx.array(0)
+        return _made(out, self._memory(out, rows, columns))
 
     def multiply(
         self,

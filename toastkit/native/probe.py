@@ -22,6 +22,10 @@ def trustworthy(library: Library) -> bool:
     for array in arrays:
         if library.describe(array) != (array.shape, array.itemsize, array.size):
             return False
+    memory = library.memory(3, 1 << 20)
+    memoryview(memory).cast("B")[:] = bytes(range(256)) * (3 << 12)
+    if mx.sum(memory.astype(mx.float32)).item() != 3 * (1 << 20) * 127.5:
+        return False
     mx.random.seed(1)
     weight, x = mx.random.normal((96, 256)), mx.random.normal((2, 3, 256))
     pairs = [(library.multiply(x, weight), x @ weight.T)]

@@ -60,6 +60,8 @@ class Reader:
         self._own = threading.local()
         self._spare: list[mx.array] = []  # to read into once more, the longest unused first
         self._closed = False
+        # Makes memory to read into, uint8 (rows, columns), evaluated; None: as MLX makes it.
+        self.make_memory: Callable[[int, int], mx.array] | None = None
 
     @property
     def ahead_bytes(self) -> int:
@@ -208,6 +210,8 @@ class Reader:
         # Evaluated, and made without a stream: a stream belongs to the thread that made it.
         if not host_writes():
             return np.empty((size // columns, columns), np.uint8)
+        if self.make_memory is not None and size:
+            return self.make_memory(size // columns, columns)
         zeros = self._zeros
         if zeros.nbytes < size:
             self._zeros = zeros = np.zeros(size, np.uint8)
