@@ -41,7 +41,8 @@ fuzz: $(VENV)/stamp            ## attacks with new seeds: SECONDS=60; SEED=frame
 native: $(VENV)/stamp          ## build the native products now; commands build them in the background
 	$(BIN)/python -m toastkit.native.building
 
-KERNELS := $(wildcard tests/unit/test_native_kernels*.py) tests/unit/test_native_rows.py
+KERNELS := $(wildcard tests/unit/test_native_kernels*.py) tests/unit/test_native_rows.py \
+	tests/unit/test_native_delta.py
 
 # Python itself is not compiled for them, so that the compiler's library comes in first.
 sanitize: $(VENV)/stamp        ## the tests of the C++ kernels, with the compiler's sanitizers

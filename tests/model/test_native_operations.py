@@ -11,7 +11,7 @@ import mlx.nn as nn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models import activations, rope_utils, switch_layers
+from mlx_lm.models import activations, gated_delta, rope_utils, switch_layers
 
 from tests.conftest import examples
 from tests.native_library import native_cache, native_path, needed
@@ -111,6 +111,39 @@ def test_softmax(shape: tuple, size: int, dtype: mx.Dtype, layout: str, keep: bo
     assert alike(operations.softmax(x, 3), theirs)
     theirs = mx.logsumexp(wide, axis=-1, keepdims=keep).astype(dtype)
     assert alike(operations.logsumexp(x, -1, keep), theirs)
+
+
+@settings(max_examples=examples(30))
+@given(st.integers(1, 2), st.integers(1, 5), st.integers(1, 3), st.integers(1, 40), dtypes,
+       st.sampled_from(["none", "given"]), st.booleans(), st.booleans())  # fmt: skip
+def test_gated_delta_rule(
+    batch: int, length: int, each: int, size: int, dtype: mx.Dtype, start: str, masked: bool,
+    negative: bool,
+) -> None:  # fmt: skip
+    keys, gates = (batch, length, 2, size), (batch, length, 2 * each)
+    q, k = (numbers(n, keys, dtype, "turned") for n in (11, 12))
+    v = numbers(13, (*gates, 5), dtype, "sliced")
+    a, b = (numbers(n, gates, dtype) for n in (14, 15))
+    a_log, bias = (numbers(n, gates[2:], mx.float32) / 4 for n in (16, 17))
+    state = numbers(18, (batch, 2 * each, 5, size), mx.float32) if start == "given" else None
+    mask = mx.arange(length)[None] >= mx.arange(batch)[:, None] if masked else None
+    norm = {"inv_scale": size**-0.5, "eps": 1e-6}
+    ours, theirs = operations.normalize_qk(q, k, **norm), gated_delta.normalize_qk(q, k, **norm)
+    assert all(alike(x, y) for x, y in zip(ours, theirs))
+    rest = [*theirs, v, a, b, a_log, bias, state, mask]
+    ours = operations.gated_delta_update(*rest, allow_neg_eigval=negative)
+    theirs = gated_delta.gated_delta_update(*rest, allow_neg_eigval=negative)
+    assert all(alike(x, y, 4 * CLOSE[dtype]) for x, y in zip(ours, theirs))
+
+
+def test_gates_of_another_kind_are_left_to_mlx() -> None:
+    q, v = numbers(19, (1, 2, 2, 8), mx.float32), numbers(20, (1, 2, 2, 8), mx.float32)
+    one, many = v[0, 0, :, 0], v[0, 0, :, :1]
+    for a, each in ((v[..., 0], one), (v, many)):
+        arrays = (q, q, v, a, v[..., 1], each, each)
+        ours = operations.gated_delta_update(*arrays, lower_bound=-5.0)
+        theirs = gated_delta.gated_delta_update(*arrays, lower_bound=-5.0)
+        assert all(alike(x, y) for x, y in zip(ours, theirs))
 
 
 def test_what_only_mlx_has(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:

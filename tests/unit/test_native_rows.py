@@ -4,7 +4,6 @@ processor."""
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,124 +21,24 @@ from tests.unit.native_kernels import (
     read,
     stored,
 )
+from tests.unit.native_rows import (
+    ACTIVATIONS,
+    gated,
+    log_sum_exp,
+    normed,
+    numbers,
+    pointer,
+    rotated,
+    softmax,
+    vectors,
+)
 
 __all__ = ["instructions", "kernels"]
 pytestmark = [needed, pytest.mark.usefixtures("instructions")]
-ACTIVATIONS = ("silu", "gelu", "sigmoid")
 types = st.sampled_from(list(TYPES))
 seeds = st.integers(0, 1 << 20)
 # Numbers of a row: few, odd tails, several parts of a row (16,384).
 columns = st.one_of(st.integers(1, 70), st.sampled_from([256, 2048, 16384, 16385, 40001]))
-
-
-class Vectors(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p), ("count", ctypes.c_int64), ("stride", ctypes.c_int64),
-        ("type", ctypes.c_int32),
-    ]  # fmt: skip
-
-
-class Heads(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "length", "size")),
-        ("strides", ctypes.c_int64 * 3), ("type", ctypes.c_int32),
-    ]  # fmt: skip
-
-
-class Rotation(ctypes.Structure):
-    _fields_ = [
-        ("dims", ctypes.c_int64), ("frequencies", ctypes.c_void_p), ("inverse", ctypes.c_int32),
-        ("offsets", ctypes.c_void_p), ("offset_count", ctypes.c_int64), ("scale", ctypes.c_float),
-        ("factor", ctypes.c_float), ("traditional", ctypes.c_int32),
-    ]  # fmt: skip
-
-
-def pointer(array: np.ndarray | None) -> ctypes.c_void_p | None:
-    return None if array is None else ctypes.c_void_p(array.ctypes.data)
-
-
-def vectors(x: np.ndarray, type_: str) -> Any:
-    return ctypes.byref(Vectors(x.ctypes.data, len(x), x.strides[0] // x.itemsize, TYPES[type_]))
-
-
-def room(shape: tuple[int, ...], type_: str) -> np.ndarray:
-    return stored(np.full(shape, 7.0, np.float32), type_)
-
-
-def numbers(seed: int, shape: tuple[int, ...], type_: str, gap: int = 0) -> np.ndarray:
-    """Random ones of very different sizes, with a gap after each row."""
-    rng = np.random.default_rng(seed)
-    values = rng.normal(size=(*shape[:-1], shape[-1] + gap)) * 4
-    return stored(values, type_)[..., : shape[-1]]
-
-
-def check(code: int) -> None:
-    if code:
-        raise ValueError(code)
-
-
-def normed(
-    kernels: Kernels, x: np.ndarray, weight: np.ndarray | None, kinds: tuple, plus: float = 0
-) -> np.ndarray:
-    out = room(x.shape, kinds[2])
-    check(kernels.library.toast_rms_norm(
-        vectors(x, kinds[0]), ctypes.c_int64(x.shape[-1]), pointer(weight), TYPES[kinds[1]],
-        ctypes.c_float(plus), ctypes.c_float(1e-5), pointer(out), TYPES[kinds[2]],
-    ))  # fmt: skip
-    return out
-
-
-def rotated(
-    kernels: Kernels,
-    x: np.ndarray,
-    type_: str,
-    frequencies: np.ndarray,
-    offsets: np.ndarray,
-    inverse: bool = False,
-    scale: float = 1.0,
-    factor: float = 1.0,
-    traditional: bool = False,
-) -> np.ndarray:
-    """x: (batch, heads, length, size), the last contiguous. offsets: int32 (batch,) or (1,)."""
-    out = room(x.shape, type_)
-    strides = [n // x.itemsize for n in x.strides[:3]]
-    heads = Heads(x.ctypes.data, *x.shape, (ctypes.c_int64 * 3)(*strides), TYPES[type_])
-    rotation = Rotation(
-        2 * len(frequencies), frequencies.ctypes.data, inverse, offsets.ctypes.data, len(offsets),
-        scale, factor, traditional,
-    )  # fmt: skip
-    check(kernels.library.toast_rotate(
-        ctypes.byref(heads), ctypes.byref(rotation), pointer(out)
-    ))  # fmt: skip
-    return out
-
-
-def gated(
-    kernels: Kernels, gate: np.ndarray, x: np.ndarray | None, type_: str, kind: str
-) -> np.ndarray:
-    out = room(gate.shape, type_)
-    check(kernels.library.toast_gate(
-        pointer(gate), pointer(x), ctypes.c_int64(gate.size), TYPES[type_],
-        ACTIVATIONS.index(kind), pointer(out),
-    ))  # fmt: skip
-    return out
-
-
-def softmax(kernels: Kernels, x: np.ndarray, kinds: tuple) -> np.ndarray:
-    out = room(x.shape, kinds[1])
-    check(kernels.library.toast_softmax(
-        vectors(x, kinds[0]), ctypes.c_int64(x.shape[-1]), pointer(out), TYPES[kinds[1]]
-    ))  # fmt: skip
-    return out
-
-
-def log_sum_exp(kernels: Kernels, x: np.ndarray, type_: str) -> np.ndarray:
-    out = room(x.shape[:1], "f32")
-    check(kernels.library.toast_log_sum_exp(
-        vectors(x, type_), ctypes.c_int64(x.shape[-1]), pointer(out)
-    ))  # fmt: skip
-    return out
 
 
 def close(out: np.ndarray, type_: str, wanted: np.ndarray, ulps: float, least: float = 0) -> bool:
@@ -163,8 +62,8 @@ def test_norms(
     weight = numbers(seed + 1, (size,), kinds[1]) if weighted else None
     wide = read(x, kinds[0])
     wanted = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5)
-    if weight is not None:
-        wanted = wanted * np.float64(np.float32(read(weight, kinds[1]) + plus))
+    factors = 0 if weight is None else read(weight, kinds[1])
+    wanted = wanted * np.float64(np.float32(factors + plus))
     out = normed(kernels, x, weight, kinds, plus)
     assert close(out, kinds[2], wanted, 4 + size / 256)
 

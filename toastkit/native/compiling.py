@@ -24,8 +24,8 @@ AVX512 = (
 )
 # What each source is compiled for besides the usual; which of them runs is chosen where it runs.
 SOURCES = {
-    "pool.cpp": (), "kernels.cpp": (), "rows.cpp": (), "attention.cpp": (), "portable.cpp": (),
-    "avx2.cpp": AVX2, "avx512vnni.cpp": (*AVX2, *AVX512),
+    "pool.cpp": (), "kernels.cpp": (), "rows.cpp": (), "delta.cpp": (), "attention.cpp": (),
+    "portable.cpp": (), "avx2.cpp": AVX2, "avx512vnni.cpp": (*AVX2, *AVX512),
     "avx512vbmi.cpp": (*AVX2, *AVX512, "-mavx512vbmi"),
 }  # fmt: skip
 GLUE = FOLDER / "glue"  # the MLX primitives over them

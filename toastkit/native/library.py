@@ -94,6 +94,12 @@ class Library:
             ctypes.py_object, ctypes.c_int, ctypes.c_int,
         ]  # fmt: skip
 
+        self._gated_delta: Callable = loaded.toast_gated_delta_arrays
+        loaded.toast_gated_delta_arrays.restype = ctypes.c_char_p
+        loaded.toast_gated_delta_arrays.argtypes = [
+            ctypes.py_object, ctypes.py_object, ctypes.py_object * 9, ctypes.c_float,
+        ]  # fmt: skip
+
         def function(name: str, arrays: int, *rest: type) -> Callable:
             one = loaded[f"toast_{name}_array"]
             one.restype = ctypes.c_char_p
@@ -188,7 +194,7 @@ class Library:
     ) -> mx.array:
         """x / sqrt(mean(x^2) + eps) * (weight + plus) over the last axis, computed in float32, of
         the dtype that x and the weight have in common; lazy. x: (..., n). weight: (n,), None for
-        ones. Raises ValueError for other shapes and dtypes, as all that follows."""
+        zeros. Raises ValueError for other shapes and dtypes, as all that follows."""
         out = mx.array(0)
         return _made(out, self._norm(out, x, NONE if weight is None else weight, plus, eps))
 
@@ -219,6 +225,23 @@ class Library:
         ACTIVATIONS; "gelu" is the one by tanh. Raises ValueError where they differ."""
         out, kind = mx.array(0), ACTIVATIONS.index(activation)
         return _made(out, self._gate(out, gate, NONE if x is None else x, kind))
+
+    def gated_delta(
+        self,
+        arrays: tuple[mx.array, ...],
+        state: mx.array | None = None,
+        mask: mx.array | None = None,
+        rate_factor: float = 1.0,
+    ) -> tuple[mx.array, mx.array]:
+        """The gated delta rule, lazy: y (B, T, value heads, value size), and the state after it.
+
+        arrays: float32 q and k (B, T, key heads, key size), v (B, T, value heads, value size), a
+        and b (B, T, value heads), a_log and bias (value heads,). state: float32 (B, value heads,
+        value size, key size), None for zeros. mask: bool (B, T). See kernels/delta.h."""
+        y, after = mx.array(0), mx.array(0)
+        given: list[Any] = [NONE if one is None else one for one in (*arrays, state, mask)]
+        wrong = self._gated_delta(y, after, (ctypes.py_object * 9)(*given), rate_factor)
+        return _made(y, wrong), after
 
     def softmax(self, x: mx.array) -> mx.array:
         """Of x (..., n) over the last axis, computed in float32, of the dtype of x; lazy."""

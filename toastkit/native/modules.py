@@ -206,8 +206,8 @@ class _FeedForward(_Native):
 
 class _SwitchGLU(_Native):
     def __call__(self: Any, x: mx.array, indices: mx.array) -> mx.array:
-        y = None
-        if type(self.activation).__name__ == "SwiGLU":
+        y, kind = None, type(self.activation)
+        if (kind.__module__, kind.__name__) == ("mlx_lm.models.switch_layers", "SwiGLU"):
             parts = [self[name] for name in ("gate_proj", "up_proj", "down_proj")]
             y = _fed_forward(x, parts, "silu", indices)
         return super().__call__(x, indices) if y is None else y  # type: ignore[misc]

@@ -4,6 +4,7 @@ the kernels have not goes to MLX's own."""
 from __future__ import annotations
 
 import math
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -25,7 +26,7 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **rest: Any) -> m
     library = in_use()
     if library is None or rest or not _fits(x, x if weight is None else weight):
         return mx.fast.rms_norm(x, weight, eps, **rest)
-    return library.rms_norm(x, weight, eps)
+    return library.rms_norm(x, weight, eps, 1.0 if weight is None else 0.0)
 
 
 @lru_cache(64)
@@ -173,3 +174,46 @@ def fast_attention(
     if sinks is not None and sinks.dtype != mx.float32:
         sinks = sinks.astype(mx.float32)
     return library.attend(q, k, v, scale, mask, sinks)
+
+
+DELTA = "mlx_lm.models.gated_delta"
+
+
+@stands_for(DELTA, "normalize_qk")
+def normalize_qk(
+    q: mx.array, k: mx.array, *, inv_scale: float, eps: float
+) -> tuple[mx.array, mx.array]:
+    """As gated_delta.normalize_qk, of (..., n) and any dtype."""
+    library = in_use()
+    if library is None or not _fits(q, k):
+        return sys.modules[DELTA].normalize_qk(q, k, inv_scale=inv_scale, eps=eps)
+    eps, factor = eps * inv_scale**2, inv_scale**2
+    return library.rms_norm(q, None, eps, factor), library.rms_norm(k, None, eps, inv_scale)
+
+
+@stands_for(DELTA, "gated_delta_update")
+def gated_delta_update(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+    **rest: Any,
+) -> tuple[mx.array, mx.array]:
+    """As gated_delta.gated_delta_update, of any dtype; gates that are vectors, or have a lower
+    bound, (B, T, heads, n), are left to it."""
+    library, arrays = in_use(), (q, k, v, a, b, A_log, dt_bias)
+    plain = rest.keys() <= {"use_kernel", "allow_neg_eigval"} and a.ndim == 3
+    known = (state is None or state.dtype == mx.float32) and (
+        mask is None or (mask.dtype == mx.bool_ and mask.shape == q.shape[:2])
+    )
+    if library is None or not (plain and known and _fits(*arrays)):
+        return sys.modules[DELTA].gated_delta_update(*arrays, state, mask, **rest)
+    factor = 2.0 if rest.get("allow_neg_eigval") else 1.0
+    wide = tuple(array.astype(mx.float32) for array in arrays)
+    y, after = library.gated_delta(wide, state, mask, factor)
+    return y.astype(q.dtype), after

@@ -57,12 +57,13 @@ def _operations(library: Library) -> list[tuple[mx.array, mx.array]]:
     )
     return [
         (library.rms_norm(heads, row, 1e-5), mx.fast.rms_norm(heads, row, 1e-5)),
-        (library.rms_norm(heads, None, 1e-5), mx.fast.rms_norm(heads, None, 1e-5)),
+        (library.rms_norm(heads, None, 1e-5, 1.0), mx.fast.rms_norm(heads, None, 1e-5)),
         (library.rope(heads, 32, speeds, offsets), turned),
         (library.gate(y, heads, "silu"), y * sigmoid * heads),
         (library.gate(y, None, "sigmoid"), sigmoid),
         (library.softmax(heads), mx.softmax(heads, -1)),
         (library.log_sum_exp(heads), mx.logsumexp(heads, -1, keepdims=True)),
+        *_recurrence(library),
     ]
 
 
@@ -76,6 +77,21 @@ def _attention(library: Library) -> list[tuple[mx.array, mx.array]]:
         both = (x.transpose(0, 2, 1, 3).flatten(2) for x in (ours, theirs))
         pairs.append((next(both), next(both)))
     return pairs
+
+
+def _recurrence(library: Library) -> list[tuple[mx.array, mx.array]]:
+    """The gated delta rule: two steps of one head, from nothing."""
+    q, k, v = (mx.random.normal((1, 2, 1, n)) / 4 for n in (20, 20, 3))
+    a, b, a_log, bias = (mx.random.normal(shape) for shape in ((1, 2, 1), (1, 2, 1), (1,), (1,)))
+    kept = mx.exp(-mx.exp(a_log) * mx.logaddexp(a + bias, 0.0))[0]
+    state, wanted = mx.zeros((3, 20)), []
+    for t in range(2):
+        state = state * kept[t]
+        change = (v[0, t, 0] - state @ k[0, t, 0]) * mx.sigmoid(b)[0, t]
+        state = state + change[:, None] * k[0, t, 0]
+        wanted.append(state @ q[0, t, 0])
+    y, after = library.gated_delta((q, k, v, a, b, a_log, bias))
+    return [(y * 8, 8 * mx.stack(wanted)[None, :, None]), (after * 8, 8 * state[None, None])]
 
 
 def _networks(library: Library) -> list[tuple[mx.array, mx.array]]:

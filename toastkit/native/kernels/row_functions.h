@@ -3,6 +3,7 @@
 
 #include <math.h>
 
+#include "delta_rows.h"
 #include "functions.h"
 #include "rows.h"
 
@@ -23,7 +24,7 @@ static void norm_row(const toast::Norm &n, int64_t row) {
   for (int64_t k = 0; k < n.columns; k += LANES) {
     const int some = int(n.columns - k < LANES ? n.columns - k : LANES);
     F32 y = some_numbers_at(n.x->type, n.x->data, start + k, some) * scale;
-    if (n.weight) y *= some_numbers_at(n.weight_type, n.weight, k, some) + n.plus;
+    y *= n.weight ? some_numbers_at(n.weight_type, n.weight, k, some) + n.plus : all(n.plus);
     put_some(n.out_type, n.out, to + k, y, some);
   }
 }
@@ -133,6 +134,6 @@ static void shares(int type, const void *x, int64_t first, int64_t count, toast:
 }
 
 const toast::RowInstructions row_functions = {norm_row,     turns_at,     rotate_head,
-                                              gate_numbers, exponentials, shares};
+                                              gate_numbers, exponentials, shares, delta_rows};
 
 }  // namespace

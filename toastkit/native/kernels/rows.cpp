@@ -2,39 +2,12 @@
 #include "rows.h"
 
 #include <math.h>
-#include <stdlib.h>
 
-#include <memory>
-
-#include "pool.h"
 #include "product.h"
+#include "sharing.h"
 
 namespace toast {
 namespace {
-
-constexpr int64_t CHUNK = 1 << 14;   // numbers that a thread takes at a time
-constexpr int64_t LITTLE = 1 << 15;  // that are not worth a second thread
-
-struct Free {
-  void operator()(void *p) const { free(p); }
-};
-template <class T>
-using Memory = std::unique_ptr<T[], Free>;
-
-template <class T>
-Memory<T> memory(int64_t count) {
-  return Memory<T>(static_cast<T *>(malloc(count * sizeof(T) + 1)));
-}
-
-// work(first, end) over all rows, some at a time. size: numbers of a row.
-template <class Work>
-void share(int64_t rows, int64_t size, const Work &work) {
-  if (rows * size < LITTLE) return work(0, rows);
-  const int64_t each = size < CHUNK ? CHUNK / (size ? size : 1) : 1;
-  run((rows + each - 1) / each, [&](int64_t i) {
-    work(i * each, (i + 1) * each < rows ? (i + 1) * each : rows);
-  });
-}
 
 bool is_type(int type) { return type >= TOAST_F32 && type <= TOAST_BF16; }
 

@@ -2,6 +2,7 @@
 // a batch gives what its rows give. The C interface is below, how it is shared out in rows.cpp.
 #pragma once
 
+#include "delta.h"
 #include "kernels.h"
 
 #ifdef __cplusplus
@@ -35,7 +36,7 @@ enum { TOAST_SILU = 0, TOAST_GELU = 1, TOAST_SIGMOID = 2 };  // GELU by tanh
 // All return 0; 1 for types that are not known, 2 for no memory. What comes out is contiguous.
 
 // x / sqrt(mean of its squares + eps) * (weight + plus), row by row (arXiv 1910.07467).
-// weight: (columns), or NULL for ones.
+// weight: (columns), or NULL for zeros.
 TOAST_API int toast_rms_norm(const toast_vectors *x, int64_t columns, const void *weight,
                              int32_t weight_type, float plus, float eps, void *out,
                              int32_t out_type);
@@ -90,6 +91,7 @@ struct RowInstructions {
   // exp(x - most) * share, from `first` on of x to `to` on of out.
   void (*shares)(int type, const void *x, int64_t first, int64_t count, Exponentials of, void *out,
                  int out_type, int64_t to);
+  DeltaRows delta;
 };
 
 }  // namespace toast

@@ -1,0 +1,152 @@
+"""What kernels/rows.h and kernels/delta.h do, through their C interface, with numpy."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from tests.unit.native_kernels import TYPES, Kernels, stored
+
+ACTIVATIONS = ("silu", "gelu", "sigmoid")
+
+
+class Vectors(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("count", ctypes.c_int64), ("stride", ctypes.c_int64),
+        ("type", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class Heads(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "length", "size")),
+        ("strides", ctypes.c_int64 * 3), ("type", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class Rotation(ctypes.Structure):
+    _fields_ = [
+        ("dims", ctypes.c_int64), ("frequencies", ctypes.c_void_p), ("inverse", ctypes.c_int32),
+        ("offsets", ctypes.c_void_p), ("offset_count", ctypes.c_int64), ("scale", ctypes.c_float),
+        ("factor", ctypes.c_float), ("traditional", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class Delta(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64)
+          for name in ("batch", "length", "key_heads", "value_heads", "key_size", "value_size")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "a", "b", "a_log", "bias")),
+        ("rate_factor", ctypes.c_float), ("mask", ctypes.c_void_p), ("state", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+def pointer(array: np.ndarray | None) -> ctypes.c_void_p | None:
+    return None if array is None else ctypes.c_void_p(array.ctypes.data)
+
+
+def vectors(x: np.ndarray, type_: str) -> Any:
+    return ctypes.byref(Vectors(x.ctypes.data, len(x), x.strides[0] // x.itemsize, TYPES[type_]))
+
+
+def room(shape: tuple[int, ...], type_: str) -> np.ndarray:
+    return stored(np.full(shape, 7.0, np.float32), type_)
+
+
+def numbers(seed: int, shape: tuple[int, ...], type_: str, gap: int = 0) -> np.ndarray:
+    """Random ones of very different sizes, with a gap after each row."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=(*shape[:-1], shape[-1] + gap)) * 4
+    return stored(values, type_)[..., : shape[-1]]
+
+
+def check(code: int) -> None:
+    if code:
+        raise ValueError(code)
+
+
+def normed(
+    kernels: Kernels, x: np.ndarray, weight: np.ndarray | None, kinds: tuple, plus: float = 0
+) -> np.ndarray:
+    out = room(x.shape, kinds[2])
+    check(kernels.library.toast_rms_norm(
+        vectors(x, kinds[0]), ctypes.c_int64(x.shape[-1]), pointer(weight), TYPES[kinds[1]],
+        ctypes.c_float(plus), ctypes.c_float(1e-5), pointer(out), TYPES[kinds[2]],
+    ))  # fmt: skip
+    return out
+
+
+def rotated(
+    kernels: Kernels,
+    x: np.ndarray,
+    type_: str,
+    frequencies: np.ndarray,
+    offsets: np.ndarray,
+    inverse: bool = False,
+    scale: float = 1.0,
+    factor: float = 1.0,
+    traditional: bool = False,
+) -> np.ndarray:
+    """x: (batch, heads, length, size), the last contiguous. offsets: int32 (batch,) or (1,)."""
+    out = room(x.shape, type_)
+    strides = [n // x.itemsize for n in x.strides[:3]]
+    heads = Heads(x.ctypes.data, *x.shape, (ctypes.c_int64 * 3)(*strides), TYPES[type_])
+    rotation = Rotation(
+        2 * len(frequencies), frequencies.ctypes.data, inverse, offsets.ctypes.data, len(offsets),
+        scale, factor, traditional,
+    )  # fmt: skip
+    check(kernels.library.toast_rotate(
+        ctypes.byref(heads), ctypes.byref(rotation), pointer(out)
+    ))  # fmt: skip
+    return out
+
+
+def gated(
+    kernels: Kernels, gate: np.ndarray, x: np.ndarray | None, type_: str, kind: str
+) -> np.ndarray:
+    out = room(gate.shape, type_)
+    check(kernels.library.toast_gate(
+        pointer(gate), pointer(x), ctypes.c_int64(gate.size), TYPES[type_],
+        ACTIVATIONS.index(kind), pointer(out),
+    ))  # fmt: skip
+    return out
+
+
+def softmax(kernels: Kernels, x: np.ndarray, kinds: tuple) -> np.ndarray:
+    out = room(x.shape, kinds[1])
+    check(kernels.library.toast_softmax(
+        vectors(x, kinds[0]), ctypes.c_int64(x.shape[-1]), pointer(out), TYPES[kinds[1]]
+    ))  # fmt: skip
+    return out
+
+
+def log_sum_exp(kernels: Kernels, x: np.ndarray, type_: str) -> np.ndarray:
+    out = room(x.shape[:1], "f32")
+    check(kernels.library.toast_log_sum_exp(
+        vectors(x, type_), ctypes.c_int64(x.shape[-1]), pointer(out)
+    ))  # fmt: skip
+    return out
+
+
+def delta(
+    kernels: Kernels,
+    arrays: list[np.ndarray],
+    state: np.ndarray | None,
+    mask: np.ndarray | None,
+    factor: float = 1.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """arrays: as toast_delta has them."""
+    batch, length, key_heads, key_size = arrays[1].shape
+    _, _, value_heads, value_size = arrays[2].shape
+    of = Delta(
+        batch, length, key_heads, value_heads, key_size, value_size,
+        *(one.ctypes.data for one in arrays), factor,
+        *(None if one is None else one.ctypes.data for one in (mask, state)),
+    )  # fmt: skip
+    y = room(arrays[2].shape, "f32")
+    after = room((batch, value_heads, value_size, key_size), "f32")
+    check(kernels.library.toast_gated_delta(ctypes.byref(of), pointer(y), pointer(after)))
+    return y, after
