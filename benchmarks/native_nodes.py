@@ -3,8 +3,9 @@ all that there is. In one process, in turn.
 
     python benchmarks/native_nodes.py --rounds 3
 
-The models are those of native.py. Products alone: the same library, but norms, ropes, gates,
-softmax, feed-forward networks and recurrences are left to MLX's operations.
+The models: the small llama of native.py, and crumb. Products alone: the same library, but norms,
+ropes, gates, softmax, attention, feed-forward networks and recurrences are left to MLX. Prompts
+have 256 tokens; 32 for MLX's llama, which is slow.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from statistics import median
 from unittest.mock import patch
 
 import mlx.core as mx
-import native
 from measure import machine
+from native_models import checkpoint
 
+from toastkit.engine import device
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
@@ -93,14 +95,13 @@ def compare(name: str, path: str, rounds: int) -> None:
     engines["all"] = open_engine(locate(path), native="require")
     counts = {way: nodes(engines[way]) for way in WAYS}
     found: dict[tuple[str, str], list[float]] = {}
-    for turn in range(rounds):
+    for _ in range(rounds):
         for way in WAYS:
             few = way == "MLX" and name != "crumb"
             steps = 6 if few else 48
             found.setdefault((way, "decode"), []).append(decode(engines[way], steps))
-            if not (few and turn):  # a minute each
-                rate = prefill(engines[way], 256)
-                found.setdefault((way, "prefill"), []).append(rate)
+            rate = prefill(engines[way], 32 if few else 256)
+            found.setdefault((way, "prefill"), []).append(rate)
     layers = len(engines["all"].model.layers)
     print(f"\n{name}, {layers} layers")
     for way in WAYS:
@@ -115,9 +116,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    device.start("cpu")
     print(f"{machine()}; {options.rounds} rounds; medians, and the range")
     with tempfile.TemporaryDirectory() as folder:
-        compare("llama, 4 bits", str(native.packed_llama(Path(folder))), options.rounds)
+        compare("llama, 4 bits", str(checkpoint(Path(folder), "small")), options.rounds)
     compare("crumb", "crumb", options.rounds)
 
 
