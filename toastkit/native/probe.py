@@ -7,6 +7,7 @@ die of the answer.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import mlx.core as mx
 
@@ -22,7 +23,7 @@ def trustworthy(library: Library) -> bool:
     for array in arrays:
         if library.describe(array) != (array.shape, array.itemsize, array.size):
             return False
-    memory = library.memory(3, 1 << 20)
+    memory: Any = library.memory(3, 1 << 20)
     memoryview(memory).cast("B")[:] = bytes(range(256)) * (3 << 12)
     if mx.sum(memory.astype(mx.float32)).item() != 3 * (1 << 20) * 127.5:
         return False
