@@ -1,0 +1,99 @@
+"""Commands whose products are native: --native, --threads, and what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.native_library import native_cache, native_path, needed
+from toastkit.engine.opening import open_engine
+from toastkit.model.locate import locate
+from toastkit.native import starting
+from toastkit.native.library import Library, load
+
+pytestmark = needed
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return native_cache(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def library(cache: Path) -> Library:
+    return load(str(native_path(cache)))
+
+
+@pytest.fixture(autouse=True)
+def built(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that want native products find the library."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+def test_commands(toast, cache: Path) -> None:
+    env = {"XDG_CACHE_HOME": str(cache)}
+    words = ("--raw", "-n", "4", "--temp", "0")
+    plain = toast("decode", "--native", "off", *words, stdin=b"Once upon a time", env=env)
+    for setting in ("auto", "require"):
+        done = toast(
+            "decode", "-v", "--native", setting, *words, stdin=b"Once upon a time", env=env
+        )
+        assert (done.returncode, done.stdout) == (0, plain.stdout) and plain.stdout
+        assert b"native products: on (" in done.stderr
+    told = toast("model", "info", "--device", env=env).stdout.decode()
+    assert f"native products    on ({starting.status().why})" in told
+
+
+def test_threads(toast, cache: Path, library: Library) -> None:
+    """As many as are asked for, of the process; None leaves them."""
+    before = library.threads
+    try:
+        open_engine(locate("crumb"), native="require", threads=3)
+        assert library.threads == 3
+        assert "threads: 3" in open_engine(locate("crumb"), native="require").native.why
+    finally:
+        library.set_threads(before)
+    env = {"XDG_CACHE_HOME": str(cache), "TOAST_NATIVE": "require"}
+    words = ("--raw", "-n", "2", "--temp", "0", "-v")
+    done = toast("decode", "--threads", "5", *words, stdin=b"Once upon a time", env=env)
+    assert done.returncode == 0 and b"threads: 5)" in done.stderr
+    done = toast("decode", *words, stdin=b"Once", env={**env, "TOAST_THREADS": "256"})
+    assert done.returncode == 0 and b"threads: 256)" in done.stderr
+    done = toast("decode", "--native-exact", *words, stdin=b"Once", env=env)
+    assert done.returncode == 0 and b", exact)" in done.stderr
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two", "257", ""])
+def test_no_number_of_threads(toast, count: str) -> None:
+    words = ("--raw", "-n", "2")
+    for how, env in ((("--threads", count), {}), ((), {"TOAST_THREADS": count})):
+        done = toast("decode", *words, *how, stdin=b"Once upon a time", env=env)
+        if not how and not count:  # an empty variable is none
+            assert done.returncode == 0
+            continue
+        assert done.returncode == 64 and not done.stdout
+        lines = done.stderr.decode().splitlines()
+        assert "--threads" in lines[0] and len(lines) == 2 and "hint" in lines[1]
+
+
+def test_how_products_are_computed_that_are_not(toast) -> None:
+    for flag in (("--threads", "2"), ("--native-exact",)):
+        words = ("decode", "--raw", "-n", "2")
+        done = toast(*words, "--native", "off", *flag, stdin=b"Once upon a time")
+        assert done.returncode == 64 and b"--native off has none" in done.stderr
+        done = toast(*words, *flag, stdin=b"Once upon a time", env={"TOAST_NATIVE": "off"})
+        assert done.returncode == 0  # a variable is a wish, the flag may be of a script
+
+
+def test_commands_without_a_compiler(toast, tmp_path: Path) -> None:
+    env = {"XDG_CACHE_HOME": str(tmp_path), "CXX": "no-such-compiler"}
+    words = ("--raw", "-n", "2", "--temp", "0")
+    done = toast("decode", "--native", "auto", *words, stdin=b"Once upon a time", env=env)
+    assert (done.returncode, done.stderr) == (0, b"") and done.stdout
+    done = toast("decode", "--native", "require", *words, stdin=b"Once upon a time", env=env)
+    assert done.returncode == 69 and not done.stdout
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith("toast-decode: no native products: there is no C++ compiler")
+    done = toast("model", "info", "--device", env=env)
+    assert b"off: there is no C++ compiler" in done.stdout
