@@ -44,13 +44,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
+COUNTS = ("num_experts", "n_routed_experts")
 SMALL_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 # Embeddings times this: the larger, the more of what a router sees is the token's own and stays the
 # same from layer to layer. So scaled, routers are about as foreseeable as those of crumb, which is
 # trained: three quarters of what is read ahead because of them is wanted, and slots for a quarter
 # of the experts hold a third of those wanted. As drawn it would be 10% and 80%: all tokens would
 # go to much the same experts.
-OWN = {"olmoe": 20.0, "qwen1.5": 28.0}
+OWN = {"olmoe": 20.0, "qwen1.5": 28.0, "deepseek-lite": 1.0}
 
 
 def structure(config: dict[str, Any], bits: int) -> nn.Module:
@@ -67,13 +68,15 @@ def structure(config: dict[str, Any], bits: int) -> nn.Module:
     return model
 
 
-def make(folder: Path, shape: str, layers: int, bits: int) -> Path:
+def make(folder: Path, shape: str, layers: int, bits: int, experts: int | None = None) -> Path:
     """The checkpoint of a shape in a folder, made if it is not there; a shard is a layer. Its
-    vocabulary is smaller by as much as it has fewer layers."""
-    path = folder / f"{shape}-{layers}-{bits}"
+    vocabulary is smaller by as much as it has fewer layers. experts: None for as many as it has."""
+    path = folder / f"{shape}-{layers}-{bits}{'' if experts is None else f'-{experts}'}"
     if path.exists():
         return path
     config = dict(SHAPES[shape])
+    if experts is not None:
+        config |= {key: experts for key in COUNTS if key in config}
     share = layers / config["num_hidden_layers"]
     config["vocab_size"] = 64 * round(config["vocab_size"] * share / 64)
     config |= {"num_hidden_layers": layers, "quantization": {"group_size": 64, "bits": bits}}

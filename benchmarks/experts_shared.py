@@ -1,144 +1,120 @@
-"""What it would be worth to keep, where a step falls back, what both of its passes have in common:
-all that comes before the first router, which has seen the same input in both.
+"""What it gains to keep, where a step falls back, what both of its passes have in common: all that
+comes before the first router (toastkit/experts/common_part.py).
 
-    python benchmarks/experts_shared.py [--rounds N] [MODEL ...]
+    python benchmarks/experts_shared.py [--rounds N] [--native off] [--folder DIR] [MODEL ...]
 
-Parts of a step are timed in turn, one token after 256: what comes before the first router, and a
-step of the big and of the little model; crumb whole, the others as random models of a few layers
-with the sizes of the real ones, 4 bits a weight, and the rest of their layers added up. gain: how
-many times faster a run would be whose steps fall back at a ratio of 0.11, 0.21 (the paper's) or 1.
+Steps of MoBiLE after 256 tokens, one that falls back and one that does not, with and without
+keeping, in turn. Whether a step falls back is forced. Crumb as it is; the others as random models
+in the shapes of real ones, of all their layers and 4 bits a weight, with fewer experts (a token
+goes to as many of them). gain: how many times as fast a run is whose steps fall back at a ratio.
+Medians, and in brackets the middle half.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from pathlib import Path
 
 import mlx.core as mx
-from experts_models import SHAPES, structure
-from measure import in_turn, machine
+from experts_models import SHAPES, make
+from measure import machine
 
-from toastkit.engine import device
+from toastkit.engine import big_little
+from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
+from toastkit.engine.state import ModelState
+from toastkit.experts.experts_options import ExpertsOptions
+from toastkit.model.locate import locate
 
-READ, RATIOS = 256, (0.11, 0.21, 1.0)
-# A token goes to K experts however many there are; and sixteen are made quickly.
-FEW = {"num_experts": 16, "n_routed_experts": 16}
-
-
-def crumb() -> tuple[Any, int]:
-    """The embedded model, and how many layers it has."""
-    from toastkit.engine.opening import open_engine
-    from toastkit.model.locate import locate
-
-    engine = open_engine(locate("crumb"), device_name="cpu")
-    return engine.model, len(engine.model.layers)
+READ, RATIOS, EXPERTS = 256, (0.11, 0.21, 0.5, 1.0), 16
+CASES = [(keeps, falls) for falls in (False, True) for keeps in (True, False)]
 
 
-def random_model(name: str) -> tuple[Any, int]:
-    """A model of the dense layers and one with experts, and how many the real one has."""
-    config = {**SHAPES[name], **{key: n for key, n in FEW.items() if key in SHAPES[name]}}
-    layers = config["num_hidden_layers"]
-    config["num_hidden_layers"] = 1 + config.get("first_k_dense_replace", 0)
-    model = structure(config, 4)
-    mx.eval(model.parameters())
-    return model, layers
+def opened(name: str, folder: Path, native: str) -> Engine:
+    """A model whose steps are all tried by the little one."""
+    layers = 0 if name == "crumb" else int(SHAPES[name]["num_hidden_layers"])
+    path = name if name == "crumb" else str(make(folder, name, layers, 4, EXPERTS))
+    options = ExpertsOptions("mobile", 0.5)
+    return open_engine(locate(path), device_name="cpu", experts=options, native=native)
 
 
-class FirstRouter(Exception):
-    """Raised where a pass has come to it."""
+def times(engine: Engine, rounds: int) -> dict[tuple[bool, bool], list[float]]:
+    """Seconds of steps, round by round: by whether what is common is kept, and whether they fall
+    back."""
+    experts = engine.experts
+    recorded, unsure_rows = experts.common.recorded, big_little.unsure_rows
+
+    def case(keeps: bool, falls: bool):
+        state = ModelState(engine.new_cache())
+        for _ in engine.reading(state, [5] * READ):
+            pass
+
+        def unsure(logits: mx.array, gamma: float) -> list[int]:
+            unsure_rows(logits, gamma)  # what looking takes
+            return [0] if falls else []
+
+        def step() -> float:
+            experts.common.recorded = recorded if keeps else lambda kept: nullcontext()
+            for _ in range(64):
+                experts.common.note(True)  # whatever the ratio, it keeps
+            big_little.unsure_rows = unsure
+            start = time.perf_counter()
+            engine.consume(state, 5)
+            mx.eval(state.logits)
+            return time.perf_counter() - start
+
+        return step
+
+    cases = {each: case(*each) for each in CASES}
+    found: dict[tuple[bool, bool], list[float]] = {each: [] for each in CASES}
+    order = random.Random(0)
+    for warm in (True, *[False] * rounds):
+        # What ran before has a say in how long a step takes: none comes after the same one always.
+        for each in order.sample(CASES, len(CASES)):
+            seconds = cases[each]()
+            if not warm:
+                found[each].append(seconds)
+    return found
 
 
-def parts(model: Any, layers: int, rounds: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds, round by round: before the first router, a big step, a little step."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    from toastkit.experts.routers import router_of
-
-    blocks = [
-        m for layer in model.layers for _, m in layer.named_modules() if router_of(m) is not None
-    ]
-    owners = [(_owner(b, router_of(b).k), router_of(b).k.rpartition(".")[2]) for b in blocks]
-    own_k = getattr(*owners[0])
-    cache = make_prompt_cache(model)
-    mx.eval(model(mx.zeros((1, READ), mx.uint32), cache=cache))
-
-    def step() -> float:
-        start = time.perf_counter()
-        mx.eval(model(mx.array([[5]]), cache=cache))
-        return time.perf_counter() - start
-
-    def with_k(k: int) -> float:
-        for owner, name in owners:
-            setattr(owner, name, k)
-        return step()
-
-    def before() -> float:
-        kind, held = type(blocks[0]), []
-
-        class Stops(kind):
-            def __call__(self, x):
-                held.append(x)
-                raise FirstRouter
-
-        blocks[0].__class__ = Stops
-        start = time.perf_counter()
-        try:
-            model(mx.array([[5]]), cache=cache)
-        except FirstRouter:
-            mx.eval(held)
-        blocks[0].__class__ = kind
-        return time.perf_counter() - start
-
-    def block(k: int) -> float:
-        """A layer with experts, by itself."""
-        for owner, name in owners:
-            setattr(owner, name, k)
-        layer, own, x = model.layers[-1], cache[-1], mx.ones((1, 1, model.args.hidden_size))
-        start = time.perf_counter()
-        mx.eval(layer(x, None, own))
-        return time.perf_counter() - start
-
-    more = layers - len(model.layers)
-    cases: dict[str, Callable[[], float]] = {
-        "before": before, "big": lambda: with_k(own_k), "little": lambda: with_k(own_k // 2),
-    }  # fmt: skip
-    if more:
-        cases |= {"big layer": lambda: block(own_k), "little layer": lambda: block(own_k // 2)}
-    times = in_turn(cases, rounds)
-    for name in ("big", "little") if more else ():
-        times[name] = [a + more * b for a, b in zip(times[name], times[f"{name} layer"])]
-    return times["before"], times["big"], times["little"]
-
-
-def _owner(module: Any, path: str) -> Any:
-    for word in path.split(".")[:-1]:
-        module = getattr(module, word)
-    return module
+def middle(values: list[float], unit: float, digits: int) -> str:
+    """The median (of the lower half .. of the upper half) of values / unit."""
+    low, median, high = (q / unit for q in statistics.quantiles(values, n=4))
+    return f"{median:.{digits}f} ({low:.{digits}f} .. {high:.{digits}f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--native", choices=("auto", "off", "require"), default="auto")
+    parser.add_argument("--folder", type=Path, help="for random models (default: one that goes)")
     parser.add_argument("models", nargs="*", help="of crumb and those of SHAPES (default: all)")
     flags = parser.parse_args()
-    device.start("cpu")
-    print(machine(), "\n")
-    print("| model | before the first router, ms | big step | little step | share of a big step |"
-          + "".join(f" gain at {r} |" for r in RATIOS))  # fmt: skip
-    print("|---|" + "---:|" * (4 + len(RATIOS)))
-    for name in flags.models or ("crumb", *SHAPES):
-        model, layers = crumb() if name == "crumb" else random_model(name)
-        before, big, little = parts(model, layers, flags.rounds)
-        a, b, c = (statistics.median(values) for values in (before, big, little))
-        share = sorted(x / y for x, y in zip(before, big))
-        gains = [(c + r * b) / (c + r * (b - a)) for r in RATIOS]
-        spread = f"{a / b:.1%} ({share[0]:.1%} .. {share[-1]:.1%})"
-        print(f"| {name} | {a * 1e3:.2f} | {b * 1e3:.1f} | {c * 1e3:.1f} | {spread} |"
-              + "".join(f" {gain:.4f} |" for gain in gains), flush=True)  # fmt: skip
-        del model
+    with tempfile.TemporaryDirectory() as folder:
+        print("| model | products | falls back, kept, ms | twice | kept in sure steps, ms | not |"
+              + "".join(f" gain at {r} |" for r in RATIOS))  # fmt: skip
+        print("|---|---|" + "---:|" * (4 + len(RATIOS)))
+        for name in flags.models or ("crumb", *SHAPES):
+            engine = opened(name, flags.folder or Path(folder), flags.native)
+            found = times(engine, flags.rounds)
+            sure, fallen = ([found[keeps, falls] for keeps in (True, False)]
+                            for falls in (False, True))  # fmt: skip
+            runs = [
+                [[s + r * (f - s) for s, f in zip(*both)] for both in zip(sure, fallen)]
+                for r in RATIOS
+            ]
+            products = "native" if engine.native.on else "MLX's"
+            cells = [middle(values, 1e-3, 2) for values in (*fallen, *sure)]
+            cells += [middle([b / a for a, b in zip(*both)], 1, 3) for both in runs]
+            print(f"| {name} | {products} |", *(f"{cell} |" for cell in cells), flush=True)
+            engine.close()
+            del engine
+        print("\n" + machine())
 
 
 if __name__ == "__main__":

@@ -378,3 +378,22 @@ def test_a_block_that_is_not_in_its_layer_keeps_nothing() -> None:
     with common.recorded(kept):
         model(mx.ones(1), [CacheList(ArraysCache(1), ArraysCache(1))])
     assert not kept and not kept.caches
+
+
+def test_nothing_is_noted_while_few_steps_fall_back() -> None:
+    model = Toy("plainly")
+    block = MoEBlock("layers.0.mlp", 0, model.layers[0].mlp, Router("top_k", CHOSEN), 4, 2)
+    common = CommonPart(model, [block], SimpleNamespace(layers=[]))
+
+    def keeps() -> bool:
+        kept = Kept()
+        with common.recorded(kept):
+            model(mx.ones(1), [CacheList(ArraysCache(1), ArraysCache(1))])
+        return bool(kept)
+
+    found = []
+    for ratio in (0.5, 0.0, 0.125, 0.5):  # of 48 steps each
+        for n in range(48):
+            common.note(ratio > 0 and n % round(1 / ratio) == 0)
+        found.append(keeps())
+    assert found == [True, False, False, True]

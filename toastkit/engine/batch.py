@@ -89,7 +89,9 @@ class Batch:
             with experts.common.recorded(kept):
                 little = engine.step_rows(ids, self.caches)
             logits = list(little)
-            if unsure := unsure_rows(little, experts.options.threshold):
+            unsure = unsure_rows(little, experts.options.threshold)
+            experts.common.note(len(unsure) == len(tokens))
+            if unsure:
                 if len(unsure) < len(tokens):
                     kept = Kept()  # a smaller batch is rounded otherwise
                 elif kept:

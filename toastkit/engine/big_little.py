@@ -101,6 +101,7 @@ def take_step(
         point,
         kept,
     )
+    experts.common.note(fallback)
     state.passed = Passed(experts.k if fallback else k, fallback)
     return logits
 

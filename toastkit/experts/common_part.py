@@ -10,16 +10,16 @@ place of computing it, and their caches are put where the first pass left them. 
     called with: shared experts.
 
 Only what is made of several modules is worth it: taking note of a norm, or of a router's matrix, in
-every step takes longer than computing it once more in some. A module is computed again that is
-called twice in a pass, or with anything but arrays, plain values and caches of its own. So an
-architecture that is built otherwise is right, and no faster.
+every step takes longer than computing it once more in some; and only while steps fall back often. A
+module is computed again that is called twice in a pass, or with anything but arrays, plain values
+and caches of its own. So an architecture that is built otherwise is right, and no faster.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -31,6 +31,9 @@ from toastkit.holdings.derived import derived
 from toastkit.holdings.layer_slots import PARENTS
 from toastkit.holdings.streams import Streams
 
+# Share of steps that fall back from which on taking note pays (benchmarks/experts_shared.py), and
+# the weight of the last step in it: what is measured is the last thirty or so.
+PAYS, SMOOTHING = 0.25, 1 / 16
 PLAIN = (mx.array, bool, int, float, str, type(None))
 
 
@@ -98,20 +101,23 @@ class CommonPart:
         self._kept = NOTHING
         self._replays = self._reached = False
         self._seen: Any = None  # what the first router's block was called with
+        self._used = 1.0  # share of steps of which what is kept was of use, or would have been
 
-    @contextmanager
-    def recorded(self, kept: Kept) -> Iterator[None]:
-        """Passes that are built meanwhile are kept, the last one of them."""
+    def note(self, used: bool) -> None:
+        """A step has run: whether what was kept of it was of use, or would have been."""
+        self._used += SMOOTHING * (used - self._used)
+
+    def recorded(self, kept: Kept) -> AbstractContextManager[None]:
+        """Passes that are built meanwhile are kept, the last one of them; where that pays."""
         come_and_go = self._streams.layers and self._streams.layers[0] <= self._last
-        with nullcontext() if come_and_go else self._taking_part(kept, replays=False):
-            yield
+        if come_and_go or self._used < PAYS:
+            return nullcontext()
+        return self._taking_part(kept, replays=False)
 
-    @contextmanager
-    def replayed(self, kept: Kept) -> Iterator[None]:
+    def replayed(self, kept: Kept) -> AbstractContextManager[None]:
         """Passes that are built meanwhile, from caches that were rolled back, do not compute what
         is kept."""
-        with self._taking_part(kept, replays=True) if kept else nullcontext():
-            yield
+        return self._taking_part(kept, replays=True) if kept else nullcontext()
 
     @contextmanager
     def _taking_part(self, kept: Kept, replays: bool) -> Iterator[None]:
