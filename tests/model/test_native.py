@@ -3,9 +3,6 @@ the models that compute with them."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -28,7 +25,7 @@ from toastkit.engine.opening import open_engine
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.policy import Wish
 from toastkit.model.locate import locate
-from toastkit.native import building, modules, probe, starting
+from toastkit.native import modules, starting
 from toastkit.native.library import BITS, GROUP_SIZES, Library, load, use
 from toastkit.residency.residency_options import ResidencyOptions
 
@@ -199,23 +196,6 @@ def test_weights_are_read_into_such_memory(tmp_path: Path, monkeypatch) -> None:
     for setting in ("off", "require"):
         answer(open_engine(files, native=setting, residency=streamed))
         assert bool(made) is (setting == "require")
-
-
-def test_the_probe(library: Library, tmp_path: Path) -> None:
-    assert probe.trustworthy(library)
-    broken = tmp_path / "broken.so"
-    broken.write_bytes(b"\x7fELF" + bytes(4000))
-    assert not building._is_trustworthy(broken)
-    # Arrays that are sought in the wrong place: the child may die of it.
-    code = (
-        "import sys, mlx.core as mx\nfrom toastkit.native import probe\n"
-        "from toastkit.native.library import Library\nlibrary = Library(sys.argv[1])\n"
-        "import ctypes\nctypes.PyDLL(sys.argv[1]).toast_set_head(ctypes.c_int64(24))\n"
-        "sys.exit(0 if probe.trustworthy(library) else 1)"
-    )
-    path = str(native_path(Path(os.environ["XDG_CACHE_HOME"])))
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True)
-    assert done.returncode != 0
 
 
 def test_only_the_classes_of_mlx_are_replaced(library: Library) -> None:

@@ -17,7 +17,8 @@ from toastkit.native.compiling import compile_library, compiler
 # As the compiler takes them: "address,undefined" or "thread" (make sanitize). Asked before the
 # tests' own surroundings are set up.
 SANITIZERS = os.environ.get("TOAST_TEST_SANITIZERS")
-SETS = ("avx512vbmi", "avx512vnni", "avx2", "portable")
+IN_FLOATS = ("avx2", "portable", "neon")  # instruction sets in which activations stay float32
+SETS = ("avx512vbmi", "avx512vnni", *IN_FLOATS, "neon_i8mm", "neon_dotprod")
 TYPES = {"f32": 0, "f16": 1, "bf16": 2}
 # Half the distance between two numbers, as a share of their size.
 ROUNDING = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
@@ -161,7 +162,7 @@ class Kernels:
         terms = np.einsum("ck,crk->cr", abs(x), matrix.size[expert])
         # A lane adds up one after another; each sum, and each product before it, is rounded.
         error = terms * 2.0**-23 * (columns / 4 + 16)
-        if matrix.bits and not exact and self.instructions.startswith("avx512"):
+        if matrix.bits and not exact and self.instructions not in IN_FLOATS:
             groups = abs(x).reshape(len(x), columns // matrix.group_size, matrix.group_size)
             half = np.repeat(groups.max(-1, initial=0), matrix.group_size, -1) / DIGITS / 2
             error += np.einsum("ck,crk->cr", half * 1.01, abs(matrix.exact[expert]))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.native_library import needed
-from toastkit.errors import UnavailableError
+from toastkit.errors import ToastError, UnavailableError
 from toastkit.native import building, compiling, starting
 from toastkit.native.starting import NativeOptions
 from toastkit.private_files import open_private, try_lock
@@ -152,6 +152,105 @@ def test_a_compiler_that_hangs(cache: Path, cxx, tmp_path: Path, monkeypatch) ->
         time.sleep(0.01)
     else:
         raise AssertionError("it still runs")
+
+
+def test_a_compiler_that_ends_and_leaves_somebody_behind(cache: Path, cxx) -> None:
+    """Who has its stderr, and would be waited for."""
+    cxx("if os.fork(): sys.exit(1)\ntime.sleep(60)")
+    start = time.monotonic()
+    with pytest.raises(UnavailableError, match="no reason given"):
+        building.build()
+    assert time.monotonic() - start < 50
+
+
+def test_a_compiler_that_says_much(cache: Path, cxx) -> None:
+    cxx("sys.stderr.write('error: too much\\n' + 'x' * (64 << 20)); sys.exit(1)")
+    with pytest.raises(UnavailableError, match="failed: error: too much"):
+        building.build()
+    reading, writing = os.pipe()
+    said = compiling._Said(open(reading, "rb"))
+    with open(writing, "wb") as stream:
+        for _ in range(64):
+            stream.write(bytes(1 << 16))
+    said.join()
+    assert len(said.text) == compiling.MOST_OUTPUT
+
+
+def test_a_compiler_that_writes_without_end(cache: Path, cxx, monkeypatch) -> None:
+    monkeypatch.setattr(compiling, "MOST_BYTES", 1 << 20)
+    cxx("time.sleep(0.3)\nout = open(sys.argv[sys.argv.index('-o') + 1], 'wb')\n"
+        "while True: out.write(bytes(1 << 16))")  # fmt: skip
+    with pytest.raises(UnavailableError, match="failed"):
+        building.build()
+    assert not [entry for entry in cache.iterdir() if entry.name not in ("lock",)
+                and not entry.name.endswith(".failed")]  # fmt: skip
+
+
+def test_a_compiler_that_is_killed(cache: Path, cxx) -> None:
+    cxx("os.kill(os.getpid(), 9)")
+    with pytest.raises(UnavailableError, match="failed: ended by SIGKILL"):
+        building.build()
+
+
+def test_a_disk_that_is_full(cache: Path, cxx) -> None:
+    """That may be another time: it is not remembered."""
+    cxx("sys.stderr.write('x.s: error: No space left on device\\n'); sys.exit(1)")
+    for _ in range(2):
+        with pytest.raises(ToastError, match="no space left") as failed:
+            building.build()
+        assert failed.value.code == 74 and not list(cache.glob("*.failed"))
+        assert building.find().pending
+
+
+def test_a_cache_that_cannot_be(tmp_path: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quiet where native products are wanted where they can be had; else a line."""
+    cxx(COMPILES)
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert not starting.start(AUTO).on
+    with pytest.raises(ToastError) as failed:
+        starting.start(AUTO._replace(native="require"))
+    assert failed.value.code == 73 and "\n" not in failed.value.message
+
+
+def test_a_cache_that_runs_no_programs(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cxx(COMPILES)
+    cache.mkdir(parents=True, mode=0o700)
+    os.chmod(cache.parent, 0o700)
+    told = os.statvfs(cache)
+    noexec = os.statvfs_result((*told[:8], told.f_flag | os.ST_NOEXEC, told.f_namemax))
+    monkeypatch.setattr(building.os, "statvfs", lambda path: noexec)
+    found = building.find()
+    assert "noexec" in found.why and not found.pending
+    with pytest.raises(UnavailableError, match="noexec"):
+        building.build()
+    assert runs(path) == 0
+
+
+def test_a_library_is_of_its_mlx(cache: Path, cxx, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(building, "_is_trustworthy", lambda path: True)
+    cxx(COMPILES)
+    mlx = tmp_path / "mlx"
+    for name in ("include/mlx/array.h", "lib/libmlx.so"):
+        (mlx / name).parent.mkdir(parents=True)
+        (mlx / name).write_bytes(b"")
+    monkeypatch.setattr(building, "_mlx", lambda: mlx)
+    made = building.build()
+    assert building.find().path == made
+    (mlx / "lib/libmlx.so").write_bytes(b"another version")
+    assert building.find() == (None, "it is not built yet", True)
+    assert building.build() != made and Path(made).exists()
+
+
+def test_who_waits_is_told(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cxx(COMPILES)
+    monkeypatch.setattr(building, "_is_trustworthy", lambda path: True)
+    told: list[str] = []
+    building.build(say=told.append)
+    (line,) = told
+    assert str(path) in line and "compiling" in line
+    building.build(say=told.append)
+    assert told == [line]
 
 
 def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from toastkit.base_directories import own_directory
@@ -42,11 +43,13 @@ def start(device: str = "auto") -> str:
     return _started
 
 
-def native_products(options: NativeOptions, device: str) -> Status:
+def native_products(
+    options: NativeOptions, device: str, say: Callable[[str], None] | None = None
+) -> Status:
     """Whether the products of a model on that device are native: on the CPU, where they can be. See
     starting.start. Raises UsageError for a GPU that is to have them, and as it does."""
     if device == "cpu":
-        return starting.start(options)
+        return starting.start(options, say)
     if options.native == "require":
         raise UsageError("--native require: products are native on the CPU only")
     return Status(False, "on the GPU MLX's own are used")

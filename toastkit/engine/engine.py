@@ -72,7 +72,7 @@ class Engine:
         native: NativeOptions = OFF,
     ):
         self.device = device.start(device_name)
-        self.native = device.native_products(native, self.device)
+        self.native = device.native_products(native, self.device, notify)
         self.files, self.config = store.files, store.config
         types = loading(dtype, self.device == "cpu", self.native)
         self.dtype = types.dtype

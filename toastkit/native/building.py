@@ -15,6 +15,7 @@ import hashlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,8 +66,8 @@ def find() -> Found:
     name = _key(cxx, mlx)
     try:
         files = sorted(os.listdir(folder()))
-        if problem := not_private(folder()):
-            return Found(None, f"{folder()} {problem}")
+        if problem := _unusable():
+            return Found(None, problem)
         for file in files:
             if file.startswith(f"{name}-") and file.endswith(".so"):
                 path = os.path.join(folder(), file)
@@ -98,10 +99,19 @@ def build_meanwhile() -> None:
         )  # fmt: skip
 
 
-def build(patience: float = 0.0) -> str:
+def _unusable() -> str | None:
+    """Why nothing may be loaded from the folder, which is there. Raises OSError."""
+    if problem := not_private(folder()):
+        return f"{folder()} {problem}"
+    if os.statvfs(folder()).f_flag & os.ST_NOEXEC:
+        return f"{folder()} is on a file system that runs no programs (noexec)"
+    return None
+
+
+def build(patience: float = 0.0, say: Callable[[str], None] | None = None) -> str:
     """Builds the library unless it is there; its path. patience: seconds that another process which
-    is at it is waited for. Raises UnavailableError for a machine that cannot, and where that takes
-    longer; CannotCreateError, IOFailure."""
+    is at it is waited for. say: takes a line about what takes long. Raises UnavailableError for a
+    machine that cannot, and where the other takes longer; CannotCreateError, IOFailure."""
     found = find()
     if found.path is not None:
         return found.path
@@ -111,18 +121,25 @@ def build(patience: float = 0.0) -> str:
     name = _key(cxx, mlx)
     try:
         make_private_directories(folder())
-        if problem := not_private(folder()):
-            raise UnavailableError(f"no native products: {folder()} {problem}")
+        if problem := _unusable():
+            raise UnavailableError(f"no native products: {problem}")
         lock = open_private(os.path.join(folder(), "lock"), os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise from_os_error(error, f"cannot build in {folder()}", creating=True) from error
     try:
-        until = time.monotonic() + patience
+        until, waits = time.monotonic() + patience, False
         while not try_lock(lock):
+            if say is not None and not waits:
+                say("native products: another process builds them, waiting for it")
+            waits = True
             if time.monotonic() >= until:
                 raise UnavailableError("no native products: another process is building them")
             time.sleep(0.1)
-        return find().path or _build(name, cxx, mlx)
+        if path := find().path:
+            return path
+        if say is not None:
+            say(f"native products: compiling {len(SOURCES)} files and more with {cxx}, once")
+        return _build(name, cxx, mlx)
     finally:
         os.close(lock)
 
@@ -200,6 +217,10 @@ def _forget_old() -> None:
         os.unlink(entry.path)
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def main() -> int:
     """Builds it and says where it is, or why there is none."""
     os.nice(LOWEST)
@@ -209,7 +230,7 @@ def main() -> int:
             for name in os.listdir(folder()) if os.path.isdir(folder()) else ():
                 if name.endswith(".failed"):
                     os.unlink(os.path.join(folder(), name))
-        path = build(0.0 if quiet else PATIENCE)
+        path = build(0.0) if quiet else build(PATIENCE, _say)
     except ToastError as error:
         if not quiet:
             print(error.message, file=sys.stderr)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import shutil
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from toastkit.errors import ToastError
 
@@ -15,19 +19,24 @@ FOLDER = Path(__file__).parent
 KERNELS = FOLDER / "kernels"
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 AVX512 = (
-    "-mavx512f",
-    "-mavx512bw",
-    "-mavx512dq",
-    "-mavx512vl",
-    "-mavx512vnni",
+    "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni",
     "-mprefer-vector-width=512",
-)
+)  # fmt: skip
+DOTPROD = "-march=armv8.2-a+dotprod"
 # What each source is compiled for besides the usual; which of them runs is chosen where it runs.
-SOURCES = {
+FOR_ALL: dict[str, tuple[str, ...]] = {
     "pool.cpp": (), "kernels.cpp": (), "rows.cpp": (), "delta.cpp": (), "attention.cpp": (),
-    "portable.cpp": (), "avx2.cpp": AVX2, "avx512vnni.cpp": (*AVX2, *AVX512),
-    "avx512vbmi.cpp": (*AVX2, *AVX512, "-mavx512vbmi"),
 }  # fmt: skip
+BY_MACHINE: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "portable.cpp": (), "avx2.cpp": AVX2, "avx512vnni.cpp": (*AVX2, *AVX512),
+        "avx512vbmi.cpp": (*AVX2, *AVX512, "-mavx512vbmi"),
+    },
+    "aarch64": {
+        "neon.cpp": (), "neon_dotprod.cpp": (DOTPROD,), "neon_i8mm.cpp": (f"{DOTPROD}+i8mm",),
+    },
+}  # fmt: skip
+SOURCES = {**FOR_ALL, **BY_MACHINE.get(platform.machine(), {"portable.cpp": ()})}
 GLUE = FOLDER / "glue"  # the MLX primitives over them
 # GCC's own headers leave undefined what is undefined, and are warned of. contract: a * b + c is
 # one instruction wherever there is one, so that all tiles of a product round alike.
@@ -36,13 +45,15 @@ FLAGS = (
     "-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
 )  # fmt: skip
 SECONDS = 300.0  # that one source may take
+MOST_OUTPUT = 1 << 18  # bytes that are read of what a compiler says
+MOST_BYTES = 256 << 20  # of a file that it writes
 
 
 def unsupported() -> str | None:
     """Why nothing of this can run here; None where it can."""
-    if sys.platform == "linux" and platform.machine() == "x86_64":
+    if sys.platform == "linux" and platform.machine() in BY_MACHINE:
         return None
-    return "there are native products for Linux on x86-64 only"
+    return "there are native products for Linux on x86-64 and 64-bit ARM only"
 
 
 def compiler() -> str | None:
@@ -56,7 +67,7 @@ def compile_library(
 ) -> None:
     """Makes the kernels a library. extra: more flags. glue: those that the MLX primitives are
     compiled and linked with; None leaves these out. Raises ToastError with what the compiler said
-    first."""
+    first, OSError for a disk that is full."""
     import tempfile
     from concurrent.futures import ThreadPoolExecutor
 
@@ -80,7 +91,9 @@ def compile_library(
 
 
 def _run(command: list[str], temporary: str) -> None:
-    """Runs the compiler, in a group of its own so that all of it can be ended."""
+    """Runs the compiler, in a group of its own so that all of it can be ended. Raises ToastError;
+    OSError where it found the disk full, which may be another time."""
+    import resource
     import signal
     import subprocess
 
@@ -92,15 +105,44 @@ def _run(command: list[str], temporary: str) -> None:
         )  # fmt: skip
     except OSError as error:
         raise ToastError(f"{command[0]}: {error.strerror}") from error
+    assert process.stderr is not None
+    said = _Said(process.stderr)
     try:
-        _, errors = process.communicate(timeout=SECONDS)
+        with suppress(ProcessLookupError):
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (MOST_BYTES, MOST_BYTES))
+        process.wait(timeout=SECONDS)
     except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.wait()
         if isinstance(error, subprocess.TimeoutExpired):
             raise ToastError(f"{command[0]} did not end in {SECONDS:.0f} s") from error
         raise
+    finally:
+        said.join(1.0)
+        if said.is_alive():  # what it has left behind has its stderr
+            os.killpg(process.pid, signal.SIGKILL)
+            said.join()
     if process.returncode:
-        lines = errors.decode(errors="replace").splitlines()
-        said = next((line for line in lines if "error" in line), "no reason given")
-        raise ToastError(f"{command[0]} failed: {said.strip()[:200]}")
+        lines = said.text.decode(errors="replace").splitlines()
+        if any(os.strerror(errno.ENOSPC) in line for line in lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        why = "no reason given"
+        if process.returncode < 0:
+            why = f"ended by {signal.Signals(-process.returncode).name}"
+        why = next((line for line in lines if "error" in line), why)
+        raise ToastError(f"{command[0]} failed: {why.strip()[:200]}")
+
+
+class _Said(threading.Thread):
+    """Reads a stream to its end. text: what came first, MOST_OUTPUT bytes at most."""
+
+    def __init__(self, stream: IO[bytes]):
+        super().__init__(daemon=True)
+        self.text = b""
+        self._stream = stream
+        self.start()
+
+    def run(self) -> None:
+        with self._stream:
+            while part := self._stream.read(1 << 16):
+                self.text += part[: MOST_OUTPUT - len(self.text)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 SETTINGS = ("auto", "off", "require")
@@ -42,10 +43,11 @@ def status() -> Status:
     return _loaded(found.path) if found.path else Status(False, found.why)
 
 
-def start(options: NativeOptions) -> Status:
+def start(options: NativeOptions, say: Callable[[str], None] | None = None) -> Status:
     """Has the library loaded for the modules of this process, where it is there. options.native:
     "auto": what is not there is built meanwhile, for later; "require": now; "off": nothing is
     asked. options.threads count for all engines of the process; None leaves them as they are.
+    say: takes a line where a compiler is waited for.
     Raises UnavailableError, CannotCreateError, IOFailure where it is required and cannot be."""
     if options.native == "off":
         return Status(False, "they are turned off")
@@ -53,7 +55,7 @@ def start(options: NativeOptions) -> Status:
 
     found = find()
     if options.native == "require":
-        found = found._replace(path=build(PATIENCE))
+        found = found._replace(path=build(PATIENCE, say))
     elif found.pending:
         build_meanwhile()
     return _loaded(found.path, options) if found.path else Status(False, found.why)

@@ -16,6 +16,8 @@ namespace {
 
 #if defined(__x86_64__)
 const Instructions *const ALL[] = {&avx512vbmi, &avx512vnni, &avx2, &portable};
+#elif defined(__aarch64__)
+const Instructions *const ALL[] = {&neon_i8mm, &neon_dotprod, &neon};
 #else
 const Instructions *const ALL[] = {&portable};
 #endif

@@ -8,6 +8,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "kernels.h"
@@ -81,6 +83,9 @@ INLINE F32 from_bytes(const uint8_t *p) {
   return (F32)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load<__m128i>(p)));
 #elif defined(__AVX2__)
   return (F32)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#elif defined(__aarch64__)
+  const uint16x8_t wide = vmovl_u8(vcreate_u8(load<uint32_t>(p)));
+  return (F32)vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide)));
 #else
   return F32{float(p[0]), float(p[1]), float(p[2]), float(p[3])};
 #endif
@@ -93,6 +98,8 @@ INLINE F32 from_f16(U16 v) {
   return (F32)_mm512_cvtph_ps((__m256i)v);
 #elif defined(__AVX2__)
   return (F32)_mm256_cvtph_ps((__m128i)v);
+#elif defined(__aarch64__)
+  return (F32)vcvt_f32_f16((float16x4_t)v);
 #else
   U32 bits = widened(v), size = (bits & 0x7fff) << 13;
   U32 scaled = (U32)((F32)size * 0x1p112f);          // exact, for the smallest too

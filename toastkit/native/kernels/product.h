@@ -43,7 +43,15 @@ struct Instructions {
 // The set in use.
 const Instructions &instructions();
 
-extern const Instructions avx512vbmi, avx512vnni, avx2, portable;
+// Those of x86-64, of 64-bit ARM, and of all others. Each has a source of its own. Who adds to
+// Instructions adds to each of these: code in lanes.h's vectors (the compiler's) compiles for all.
+extern const Instructions avx512vbmi, avx512vnni, avx2;
+extern const Instructions neon_i8mm, neon_dotprod, neon;
+extern const Instructions portable;
+
+// Whether an ARM processor has them.
+enum ArmFeature { DOTPROD, I8MM };
+bool has(ArmFeature feature);
 
 // Memory of the calling thread, aligned to 64 bytes, that lasts until it asks for more of that
 // kind; NULL where there is none.

@@ -1,0 +1,81 @@
+"""Which libraries of native products are trusted, and what one of them does on a lesser processor
+than the one that it was built on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.native_library import native_cache, native_path, needed
+from toastkit.native import building, probe
+from toastkit.native.library import Library, load
+
+pytestmark = needed
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of the library."""
+    return str(native_path(native_cache(tmp_path_factory)))
+
+
+@pytest.fixture(scope="module")
+def library(path: str) -> Library:
+    return load(path)
+
+
+def test_the_probe(library: Library, path: str, tmp_path: Path) -> None:
+    assert probe.trustworthy(library)
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"\x7fELF" + bytes(4000))
+    assert not building._is_trustworthy(broken)
+    # Arrays that are sought in the wrong place: the child may die of it.
+    code = (
+        "import sys, mlx.core as mx\nfrom toastkit.native import probe\n"
+        "from toastkit.native.library import Library\nlibrary = Library(sys.argv[1])\n"
+        "import ctypes\nctypes.PyDLL(sys.argv[1]).toast_set_head(ctypes.c_int64(24))\n"
+        "sys.exit(0 if probe.trustworthy(library) else 1)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True)
+    assert done.returncode != 0
+
+
+def test_libraries_that_lie(path: str) -> None:
+    """They load, and are not trusted; optimised Python trusts no more than any."""
+
+    class Wrong(Library):
+        def multiply(self, *arrays, **rest):
+            return super().multiply(*arrays, **rest) * 1.01
+
+    class Elsewhere(Library):
+        def describe(self, array):
+            return ((*array.shape, 1), array.itemsize, array.size)
+
+    assert not probe.trustworthy(Wrong(path)) and not probe.trustworthy(Elsewhere(path))
+    for file, code in ((path, 0), (str(Path(probe.__file__)), 1)):
+        command = [sys.executable, "-O", "-m", "toastkit.native.probe", file]
+        assert bool(subprocess.run(command, capture_output=True).returncode) == bool(code)
+
+
+EMULATOR = shutil.which("qemu-x86_64-static") or shutil.which("qemu-x86_64")
+
+
+@pytest.mark.skipif(EMULATOR is None or platform.machine() != "x86_64", reason="no emulator")
+@pytest.mark.parametrize("processor, named", [("Nehalem", "portable"), ("Haswell", "avx2")])
+def test_a_processor_with_fewer_instructions(path: str, processor: str, named: str) -> None:
+    """A home on two machines: the library is the same, its code is not."""
+    code = (
+        "import ctypes, sys; library = ctypes.CDLL(sys.argv[1])\n"
+        "library.toast_instructions.restype = ctypes.c_char_p\n"
+        "print(library.toast_instructions().decode())"
+    )
+    command = [str(EMULATOR), "-cpu", processor, os.path.realpath(sys.executable), "-S", "-c", code]
+    environment = {**os.environ, "PYTHONHOME": sys.base_prefix}
+    done = subprocess.run([*command, path], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == named, done.stderr

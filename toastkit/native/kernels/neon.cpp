@@ -1,0 +1,27 @@
+// The code for any 64-bit ARM processor: all have vectors of 128 bits (NEON).
+#define TILE_M 4
+#define TILE_N 4
+#include "attention_tile.h"
+#include "floats.h"
+#include "row_functions.h"
+
+#ifdef __linux__
+#include <sys/auxv.h>
+#endif
+
+namespace toast {
+
+bool has(ArmFeature feature) {
+#ifdef __linux__  // the kernel's names for them: HWCAP_ASIMDDP, HWCAP2_I8MM
+  return feature == DOTPROD ? getauxval(AT_HWCAP) >> 20 & 1 : getauxval(AT_HWCAP2) >> 13 & 1;
+#else
+  return false;
+#endif
+}
+
+static bool there() { return true; }
+
+const Instructions neon = {"neon",         there,           floats_bytes,
+                           prepare_floats, multiply_floats, &row_functions, &attention};
+
+}  // namespace toast
