@@ -105,6 +105,20 @@ def test_large_ones_are_shared_out(kernels: Kernels, bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group_size", (32, 64, 128))
+def test_more_than_is_computed_at_once(kernels: Kernels, bits: int, group_size: int) -> None:
+    """Vectors and columns in several goes, all of them with odd ends: to the bit as one by one."""
+    matrix = random_matrix(14, (1, 83, 4096 + 3 * group_size), bits, group_size, "bf16")
+    x = vectors(15, 67, matrix.exact.shape[2], "f32", 1)
+    out = kernels.multiply(matrix, x)
+    expert = np.zeros(len(x), int)
+    most = kernels.most_error(matrix, x.astype(np.float64), expert, False, "f32")
+    assert (abs(out - x.astype(np.float64) @ matrix.exact[0].T) <= most).all()
+    for i in (0, 40, 63, 64, 66):
+        assert np.array_equal(kernels.multiply(matrix, x[i : i + 1])[0], out[i])
+
+
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_no_number_stays_none(kernels: Kernels, bits: int, bad: float) -> None:
     """In its vector, and in no other."""
