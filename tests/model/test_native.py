@@ -181,7 +181,7 @@ def test_memory_to_read_into(library: Library, shape: tuple[int, int]) -> None:
     assert (memory.shape, memory.dtype) == (shape, mx.uint8)
     assert mx.get_active_memory() - before >= memory.nbytes
     numbers = np.random.default_rng(shape[1]).integers(0, 256, shape, np.uint8)
-    memoryview(memory)[:] = numbers
+    memoryview(memory).cast("B")[:] = numbers.tobytes()
     assert np.array_equal(np.array(memory + 0), numbers)
     del memory
     assert mx.get_active_memory() <= before
