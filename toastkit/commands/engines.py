@@ -88,7 +88,8 @@ def attach(
     computed, none is asked. insisted: the setting of its residency and slots, None for any. Raises
     UsageError for a TOAST_SOCKET that cannot be a socket's path, and for a daemon that runs the
     model with another setting than is insisted on."""
-    here = flags["no_daemon"] or given(click.get_current_context(), *NativeOptions._fields)
+    context = click.get_current_context(silent=True)
+    here = flags["no_daemon"] or (context and given(context, *NativeOptions._fields))
     path = None if here else _daemon_socket()
     if path is None:
         return None

@@ -143,8 +143,8 @@ engine = together(
 def native_options(flags: dict[str, Any]) -> NativeOptions:
     """What the flags say about native products. Raises UsageError for those that say how they are
     computed, where the command line asks for none."""
-    context = click.get_current_context()
-    if flags["native"] == "off" and cli.given(context, "native"):
+    context = click.get_current_context(silent=True)
+    if context and flags["native"] == "off" and cli.given(context, "native"):
         cli.refuse_together(context, "is for native products, and --native off has none",
                         "threads", "native_exact")  # fmt: skip
     return NativeOptions(*(flags[name] for name in NativeOptions._fields))
