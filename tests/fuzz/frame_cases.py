@@ -77,7 +77,10 @@ CHAINS = (
     SamplingOptions(temperature=2, top_k=3, typical_p=0.5, xtc_probability=0.5),
     SamplingOptions(repetition_penalty=1.3, frequency_penalty=0.5, bans=(1,)),
 )
-FLAGS = {"device": "cpu", "dtype": None, "native": "off", "quiet": True, "verbose": False}
+FLAGS = {
+    "device": "cpu", "dtype": None, "native": "off", "native_exact": False, "threads": None,
+    "quiet": True, "verbose": False,
+}  # fmt: skip
 COMMANDS = (
     "toast-frames", "toast-frames --json", "toast-frames --json --arrays base64",
     "toast-frames --validate", "toast-frames --stat", "toast-frames --inline --kinds logits,end",
