@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,3 +34,21 @@ def native_path(cache: Path) -> Path:
     """The library in a cache."""
     (path,) = (cache / "toastkit/native").glob("*.so")
     return path
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return native_cache(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def library(cache: Path) -> Any:
+    from toastkit.native.library import load  # not where kernels alone are tested, without MLX
+
+    return load(str(native_path(cache)))
+
+
+@pytest.fixture(autouse=True)
+def built(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and commands that want native products find the library."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))

@@ -20,34 +20,19 @@ from tests.model.reference import PROMPTS
 from tests.model.test_expert_slots import SlotOptions
 from tests.model.test_reference import check_top20
 from tests.model.test_streaming import alike, answer
-from tests.native_library import native_cache, native_path, needed
+from tests.native_library import built, cache, library, needed
 from toastkit.engine.opening import open_engine
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.policy import Wish
 from toastkit.model.locate import locate
 from toastkit.native import modules, starting
-from toastkit.native.library import BITS, GROUP_SIZES, Library, load, use
+from toastkit.native.library import BITS, GROUP_SIZES, Library, use
 from toastkit.residency.residency_options import ResidencyOptions
 
+__all__ = ["built", "cache", "library"]
 pytestmark = needed
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 CLOSE = {mx.float32: 2e-4, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return native_cache(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def library(cache: Path) -> Library:
-    return load(str(native_path(cache)))
-
-
-@pytest.fixture(autouse=True)
-def built(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that want native products find the library."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
 def exact(array: mx.array) -> np.ndarray:

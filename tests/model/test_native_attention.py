@@ -14,35 +14,20 @@ from hypothesis import strategies as st
 from tests.conftest import examples
 from tests.model.moe_checkpoints import write_moe
 from tests.model.published import write_published
-from tests.native_library import native_cache, native_path, needed
+from tests.native_library import built, cache, library, needed
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
 from toastkit.model.locate import locate
 from toastkit.native import operations
-from toastkit.native.library import Library, load, use
+from toastkit.native.library import Library, use
 
+__all__ = ["built", "cache", "library"]
 pytestmark = needed
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 CLOSE = {mx.float32: 1e-5, mx.float16: 5e-3, mx.bfloat16: 4e-2}
 ATTEND = mx.fast.scaled_dot_product_attention
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return native_cache(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def library(cache: Path) -> Library:
-    return load(str(native_path(cache)))
-
-
-@pytest.fixture(autouse=True)
-def built(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that want native products find the library."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
 def laid_out(array: mx.array, layout: str) -> mx.array:

@@ -6,29 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.native_library import native_cache, native_path, needed
+from tests.native_library import built, cache, library, needed
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
 from toastkit.native import starting
-from toastkit.native.library import Library, load
+from toastkit.native.library import Library
 
+__all__ = ["built", "cache", "library"]
 pytestmark = needed
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return native_cache(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def library(cache: Path) -> Library:
-    return load(str(native_path(cache)))
-
-
-@pytest.fixture(autouse=True)
-def built(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that want native products find the library."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
 def test_commands(toast, cache: Path) -> None:

@@ -6,8 +6,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <memory>
 
+#include "memory.h"
 #include "pool.h"
 #include "product.h"
 
@@ -30,17 +30,6 @@ constexpr int64_t LEAST_ROWS = 16;         // a multiple of all tiles
 constexpr int64_t LITTLE = 1 << 16;        // products of numbers that are not worth a second thread
 
 std::atomic<const Instructions *> chosen{nullptr};
-
-struct Free {
-  void operator()(void *p) const { free(p); }
-};
-template <class T>
-using Memory = std::unique_ptr<T[], Free>;
-
-template <class T>
-Memory<T> memory(int64_t count) {
-  return Memory<T>(static_cast<T *>(aligned_alloc(64, (count * sizeof(T) + 127) / 64 * 64)));
-}
 
 bool is_known(const toast_matrix &m) {
   if (m.type < TOAST_F32 || m.type > TOAST_BF16 || m.columns < 0 || m.rows < 0) return false;

@@ -1,28 +1,13 @@
 // How rows are shared out among the threads.
 #pragma once
 
-#include <stdlib.h>
-
-#include <memory>
-
+#include "memory.h"
 #include "pool.h"
 
 namespace toast {
 
 constexpr int64_t CHUNK = 1 << 14;   // numbers that a thread takes at a time
 constexpr int64_t LITTLE = 1 << 15;  // that are not worth a second thread
-
-struct Free {
-  void operator()(void *p) const { free(p); }
-};
-template <class T>
-using Memory = std::unique_ptr<T[], Free>;
-
-// NULL where there is none.
-template <class T>
-Memory<T> memory(int64_t count) {
-  return Memory<T>(static_cast<T *>(malloc(count * sizeof(T) + 1)));
-}
 
 // work(first, end) over all rows, some at a time. size: numbers of a row.
 template <class Work>
