@@ -30,8 +30,8 @@ from toastkit.experts.slot_options import SlotOptions
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.store.bake import bake
-from toastkit.store.reader import NOW
 from toastkit.store.store import Store
+from toastkit.store.waiting import NOW
 
 EXPERTS, LAYERS, TOKENS = 6, 4, 24
 OPENED = """

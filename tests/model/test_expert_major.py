@@ -28,9 +28,9 @@ from toastkit.store import reader as reader_module
 from toastkit.store.bake import split
 from toastkit.store.quantising import QuantizationOptions
 from toastkit.store.raw import RawTensors, Span
-from toastkit.store.reader import AHEAD
 from toastkit.store.store import Store
 from toastkit.store.verify import verify
+from toastkit.store.waiting import AHEAD
 
 # Experts of their own in shards; packed; with biases, computed of blocks; shared ones, and gears.
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,8 @@ from toastkit.model.locate import locate  # noqa: E402
 from toastkit.store import raw as raw_module  # noqa: E402
 from toastkit.store.jobs import Job  # noqa: E402
 from toastkit.store.raw import RawTensors, Span  # noqa: E402
-from toastkit.store.reader import NOW, WIDENED_BYTES, Reader  # noqa: E402
+from toastkit.store.reader import WIDENED_BYTES, Reader  # noqa: E402
+from toastkit.store.waiting import NOW  # noqa: E402
 
 PAGE = mmap.PAGESIZE
 

@@ -25,8 +25,9 @@ from toastkit.store import reader  # noqa: E402
 from toastkit.store.jobs import Job  # noqa: E402
 from toastkit.store.ledger import READING  # noqa: E402
 from toastkit.store.raw import RawTensors  # noqa: E402
-from toastkit.store.reader import AHEAD, NOW, Reader  # noqa: E402
+from toastkit.store.reader import Reader  # noqa: E402
 from toastkit.store.store import Store  # noqa: E402
+from toastkit.store.waiting import AHEAD, NOW  # noqa: E402
 
 SECONDS = 60  # for what would otherwise wait for ever
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from toastkit.gears.gear_policy import GearPolicy
     from toastkit.residency.residency_policy import ResidencyPolicy
 
-# Tokens per prefill pass. On the CPU, recurrent layers unroll in Python: more only delay Ctrl-C.
+# Tokens per prefill pass. On the CPU more would delay Ctrl-C, and MLX unrolls recurrent layers.
 CHUNK = {"cpu": 256, "gpu": 2048}
 CLEAR_CACHE_EVERY = 256  # steps between returns of MLX's free buffers, as mlx_lm does
 PREPARED_SHARE = 0.5  # of a form that is seen coming is made at a time: the forecast's two steps

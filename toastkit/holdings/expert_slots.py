@@ -28,7 +28,8 @@ from toastkit.holdings.optimistic import OptimisticSteps
 from toastkit.holdings.slot_memory import Fetch, SlotMemory
 from toastkit.holdings.slot_table import SlotTable
 from toastkit.holdings.weights import Weights
-from toastkit.store.reader import AHEAD, NOW, Reader
+from toastkit.store.reader import Reader
+from toastkit.store.waiting import AHEAD, NOW
 
 if TYPE_CHECKING:
     from toastkit.holdings.holding import Holding, Parts

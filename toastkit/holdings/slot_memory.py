@@ -19,9 +19,9 @@ from toastkit.holdings.holding import Holding
 from toastkit.holdings.packed import drop_dense
 from toastkit.holdings.weights import Weights
 from toastkit.store.jobs import Filling, Piece, host_writes
-from toastkit.store.reader import NOW
 from toastkit.store.request import Request
 from toastkit.store.store import Store
+from toastkit.store.waiting import NOW
 
 TOGETHER_BYTES = 2 << 20  # pieces of an expert that one thread reads, wherever they lie
 

@@ -22,7 +22,8 @@ from toastkit.holdings.derived import derived
 from toastkit.holdings.holding import Holding
 from toastkit.holdings.read_ahead import MOST_AHEAD, layers_ahead
 from toastkit.holdings.weights import Reading, Weights
-from toastkit.store.reader import AHEAD, AHEAD_BYTES
+from toastkit.store.reader import AHEAD_BYTES
+from toastkit.store.waiting import AHEAD
 
 if TYPE_CHECKING:
     from toastkit.holdings.holdings import Holdings

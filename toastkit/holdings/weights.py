@@ -25,9 +25,9 @@ from toastkit.store.precision import (
     looks_quantised,
     quantise_rows,
 )
-from toastkit.store.reader import AHEAD, NOW
 from toastkit.store.request import Request
 from toastkit.store.store import Store
+from toastkit.store.waiting import AHEAD, NOW
 
 SAMPLED_MODULES = 3  # whose rows are looked at for an earlier quantisation
 Move = tuple[Holding, Form]

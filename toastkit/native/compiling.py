@@ -98,7 +98,7 @@ def _run(command: list[str], temporary: str) -> None:
     import subprocess
 
     environment = {**os.environ, "TMPDIR": temporary, "LC_ALL": "C"}
-    environment.pop("LD_PRELOAD", None)  # a sanitizer, say: it would make the compiler slow
+    environment.pop("LD_PRELOAD", None)  # a sanitizer, say: not for the compiler
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,

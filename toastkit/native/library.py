@@ -59,6 +59,11 @@ class Operand(NamedTuple):
     bits: int = 0
     group_size: int = 0
 
+    @property
+    def columns(self) -> int:
+        length = self.weight.shape[-1]
+        return length * 32 // self.bits if self.bits else length
+
 
 def large_pages(root: str = "/") -> bool:
     """Whether the system gives large pages to whoever asks. root: below which sys is."""
@@ -80,38 +85,26 @@ class Library:
         self.instructions = loaded.toast_instructions().decode()
         self._describe = loaded.toast_describe
         self._describe.argtypes = [ctypes.py_object, ctypes.c_void_p]
-        self._memory: Callable = loaded.toast_memory
-        loaded.toast_memory.restype = ctypes.c_char_p
-        loaded.toast_memory.argtypes = [ctypes.py_object] + [ctypes.c_int64] * 2
-        self._product: Callable = loaded.toast_product
-        loaded.toast_product.restype = ctypes.c_char_p
-        loaded.toast_product.argtypes = [ctypes.py_object] * 6 + [ctypes.c_int] * 4
 
-        self._feed_forward: Callable = loaded.toast_feed_forward
-        loaded.toast_feed_forward.restype = ctypes.c_char_p
-        loaded.toast_feed_forward.argtypes = [
-            ctypes.py_object, ctypes.py_object, ctypes.py_object * 9, ctypes.c_int * 6,
-            ctypes.py_object, ctypes.c_int, ctypes.c_int,
-        ]  # fmt: skip
-
-        self._gated_delta: Callable = loaded.toast_gated_delta_arrays
-        loaded.toast_gated_delta_arrays.restype = ctypes.c_char_p
-        loaded.toast_gated_delta_arrays.argtypes = [
-            ctypes.py_object, ctypes.py_object, ctypes.py_object * 9, ctypes.c_float,
-        ]  # fmt: skip
-
-        def function(name: str, arrays: int, *rest: type) -> Callable:
+        def function(name: str, *types: Any) -> Callable:
+            """Makes its first array what it gives, and returns what is wrong."""
             one = loaded[f"toast_{name}_array"]
-            one.restype = ctypes.c_char_p
-            one.argtypes = [ctypes.py_object] * arrays + list(rest)
+            one.restype, one.argtypes = ctypes.c_char_p, types
             return one
 
-        self._norm = function("norm", 3, ctypes.c_float, ctypes.c_float)
-        self._rotate = function("rotate", 4, *[ctypes.c_int] * 4, *[ctypes.c_float] * 2)
-        self._gate = function("gate", 3, ctypes.c_int)
-        self._softmax = function("softmax", 2)
-        self._log_sum_exp = function("log_sum_exp", 2)
-        self._attend = function("attend", 6, ctypes.c_float, ctypes.c_int)
+        array, whole, number = ctypes.py_object, ctypes.c_int, ctypes.c_float
+        self._memory = function("memory", array, ctypes.c_int64, ctypes.c_int64)
+        self._product = function("product", *[array] * 6, *[whole] * 3)
+        self._feed_forward = function(
+            "feed_forward", array, array, array * 9, whole * 6, array, whole, whole
+        )
+        self._gated_delta = function("gated_delta", array, array, array * 9, number)
+        self._norm = function("norm", *[array] * 3, number, number)
+        self._rotate = function("rotate", *[array] * 4, *[whole] * 4, number, number)
+        self._gate = function("gate", *[array] * 3, whole)
+        self._softmax = function("softmax", array, array)
+        self._log_sum_exp = function("log_sum_exp", array, array)
+        self._attend = function("attend", *[array] * 6, number, whole)
 
     def set_threads(self, count: int) -> None:
         """How many compute, of all that use this library; more than processors are no gain."""
@@ -157,12 +150,8 @@ class Library:
         Raises ValueError for arrays that do not fit together.
         """
         out = mx.array(0)
-        packed = scales is not None and biases is not None
-        wrong = self._product(
-            out, x, weight, scales if packed else x, biases if packed else x,
-            x if experts is None else experts, experts is not None, bits, group_size, exact,
-        )  # fmt: skip
-        return _made(out, wrong)
+        some = [NONE if array is None else array for array in (scales, biases, experts)]
+        return _made(out, self._product(out, x, weight, *some, bits, group_size, exact))
 
     def feed_forward(
         self,

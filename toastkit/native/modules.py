@@ -155,7 +155,7 @@ class _Product(_Native):
             return None
         if experts is not None and experts.dtype != mx.uint32:
             experts = experts.astype(mx.uint32)
-        if own.bits and own.weight.shape[-1] * 32 != x.shape[-1] * own.bits:
+        if own.columns != x.shape[-1]:
             return None
         weight, scales, biases, bits, group_size = own
         return library.multiply(x, weight, scales, biases, experts, bits, group_size, self._exact)
@@ -224,9 +224,8 @@ def _fed_forward(
         return None
     if (wide := parts[0]._wide) is not None:
         x = x.astype(wide)
-    columns = [o.weight.shape[-1] * 32 // o.bits if o.bits else o.weight.shape[-1] for o in own]
-    hidden = [o.weight.shape[-2] for o in own]
-    if x.dtype not in FLOATS or columns != [x.shape[-1], x.shape[-1], hidden[0]]:
+    columns = [x.shape[-1], x.shape[-1], own[0].weight.shape[-2]]
+    if x.dtype not in FLOATS or [operand.columns for operand in own] != columns:
         return None
     if experts is not None and experts.dtype != mx.uint32:
         experts = experts.astype(mx.uint32)

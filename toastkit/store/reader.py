@@ -20,9 +20,7 @@ import numpy as np
 from toastkit.store.jobs import Filling, Job, Piece, host_writes
 from toastkit.store.raw import RawTensors, Span
 from toastkit.store.request import Request, Result
-from toastkit.store.waiting import AHEAD, NOW, Flight, Waiting, find_runs, in_order
-
-__all__ = ["AHEAD", "NOW", "Reader"]
+from toastkit.store.waiting import NOW, Flight, Waiting, find_runs, in_order
 
 AHEAD_BYTES = 1 << 30
 THREADS = 3

@@ -33,7 +33,7 @@ from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import GEAR_PREFIX
 from toastkit.store.jobs import Job, Piece
 from toastkit.store.raw import DTYPES, RawTensors, below
-from toastkit.store.reader import NOW, Reader
+from toastkit.store.reader import Reader
 from toastkit.store.request import Request
 from toastkit.store.sanitizing import Made, Sanitizing, Stacked, Stored
 from toastkit.store.skeleton import (
@@ -47,6 +47,7 @@ from toastkit.store.skeleton import (
     quantise_modules,
 )
 from toastkit.store.tied import has_own_head, untied
+from toastkit.store.waiting import NOW
 
 WIDENED = ("BF16", "F16")  # as safetensors names them
 

@@ -11,6 +11,10 @@
 
 #include <string>
 
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/primitives.h"
+#include "mlx/stream.h"
+
 namespace toast {
 namespace {
 
@@ -18,6 +22,45 @@ constexpr uint8_t INSIDE = 4;
 constexpr int MOST_AXES = 8;
 int64_t head = 16;  // bytes of a Python object's head
 thread_local std::string said;
+
+class Operation : public mx::Primitive {
+ public:
+  Operation(const char *name, Work work, LayOut lay_out)
+      : mx::Primitive(mx::default_stream(mx::Device::cpu)),
+        name_(name),
+        work_(std::move(work)),
+        lay_out_(std::move(lay_out)) {}
+
+  void eval_cpu(const Arrays &inputs, Arrays &outputs) override {
+    Arrays arrays;  // whose memory MLX keeps until this has run
+    for (auto &one : inputs) arrays.push_back(mx::array::unsafe_weak_copy(one));
+    size_t numbers = 0;
+    for (auto &one : outputs) {
+      if (lay_out_) {
+        lay_out_(one);
+      } else {
+        one.set_data(mx::allocator::malloc(one.nbytes()));
+      }
+      arrays.push_back(mx::array::unsafe_weak_copy(one));
+      numbers += one.size();
+    }
+    mx::cpu::get_command_encoder(stream()).dispatch(
+        [arrays = std::move(arrays), work = work_, numbers] {
+          if (numbers) work(arrays);
+        });
+  }
+
+  void eval_gpu(const Arrays &, Arrays &) override {
+    throw std::runtime_error("native operations run on the CPU");
+  }
+
+  const char *name() const override { return name_; }
+
+ private:
+  const char *name_;
+  Work work_;
+  LayOut lay_out_;
+};
 
 }  // namespace
 
@@ -45,6 +88,24 @@ void check(bool holds, const char *what) {
 const char *wrong_with(const char *what) {
   said = what;
   return said.c_str();
+}
+
+void need(int code) {
+  if (code) throw std::runtime_error("no memory to compute in");
+}
+
+Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
+            Arrays inputs, Work work) {
+  return mx::array::make_arrays(std::move(shapes), dtypes,
+                                std::make_shared<Operation>(name, std::move(work), nullptr),
+                                std::move(inputs));
+}
+
+mx::array made(const char *name, mx::Shape shape, mx::Dtype dtype, Arrays inputs, Work work,
+               LayOut lay_out) {
+  return mx::array(std::move(shape), dtype,
+                   std::make_shared<Operation>(name, std::move(work), std::move(lay_out)),
+                   std::move(inputs));
 }
 
 InOrder::InOrder(const mx::array &a) {

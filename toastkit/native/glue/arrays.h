@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <utility>
@@ -12,9 +13,6 @@
 #include "../kernels/kernels.h"
 #include "mlx/allocator.h"
 #include "mlx/array.h"
-#include "mlx/backend/cpu/encoder.h"
-#include "mlx/primitives.h"
-#include "mlx/stream.h"
 
 namespace mx = mlx::core;
 
@@ -40,21 +38,21 @@ class InOrder {
   std::unique_ptr<char[]> copy_;
 };
 
-// Has `work` run when the inputs are there, on the stream's thread, with the memory of `out` made,
-// in rows unless it is there already.
-// work(arrays): the inputs, and then the output. The memory of all is kept until it has run.
-template <class Work>
-void dispatch(const mx::Stream &stream, const std::vector<mx::array> &inputs, mx::array &out,
-              Work work) {
-  if (out.data_shared_ptr() == nullptr) out.set_data(mx::allocator::malloc(out.nbytes()));
-  std::vector<mx::array> arrays;
-  for (auto &one : inputs) arrays.push_back(mx::array::unsafe_weak_copy(one));
-  arrays.push_back(mx::array::unsafe_weak_copy(out));
-  mx::cpu::get_command_encoder(stream).dispatch(
-      [arrays = std::move(arrays), work = std::move(work)] {
-        if (arrays.back().size()) work(arrays);
-      });
-}
+using Arrays = std::vector<mx::array>;
+// Computes: arrays are the inputs, and then the outputs.
+using Work = std::function<void(const Arrays &)>;
+// Gives an output memory, as it is to lie there.
+using LayOut = std::function<void(mx::array &)>;
+
+// What an operation of the CPU gives, lazy. `work` runs on MLX's stream, when the inputs are there,
+// with memory for the outputs, in rows where no `lay_out` is given; not for outputs of no numbers.
+Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
+            Arrays inputs, Work work);
+mx::array made(const char *name, mx::Shape shape, mx::Dtype dtype, Arrays inputs, Work work,
+               LayOut lay_out = nullptr);
+
+// Of what a kernel returns. Raises std::runtime_error where it had no memory.
+void need(int code);
 
 // What a function of the C interface returns: what is wrong, or NULL where `make` does not raise.
 const char *wrong_with(const char *what);

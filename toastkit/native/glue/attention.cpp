@@ -49,53 +49,32 @@ class Mask {
   std::optional<InOrder> copy_;
 };
 
-class Attention : public mx::UnaryPrimitive {
- public:
-  Attention(mx::Stream stream, float scale, int masking, bool sinks)
-      : mx::UnaryPrimitive(stream), scale_(scale), masking_(masking), sinks_(sinks) {}
+// The result lies as (batch, positions, heads, size), as what comes next would have it.
+void lay_out(mx::array &out) {
+  const int64_t heads = out.shape(1), positions = out.shape(2), size = out.shape(3);
+  out.set_data(mx::allocator::malloc(out.nbytes()), out.size(),
+               {positions * heads * size, size, heads * size, 1},
+               {true, heads == 1 || positions == 1, false});
+}
 
-  // The result lies as (batch, positions, heads, size), as what comes next would have it.
-  void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {
-    const int64_t heads = out.shape(1), positions = out.shape(2), size = out.shape(3);
-    out.set_data(mx::allocator::malloc(out.nbytes()), out.size(),
-                 {positions * heads * size, size, heads * size, 1},
-                 {true, heads == 1 || positions == 1, false});
-    dispatch(stream(), inputs, out,
-             [scale = scale_, masking = masking_, sinks = sinks_](
-                 const std::vector<mx::array> &arrays) { compute(arrays, scale, masking, sinks); });
+void compute(const Arrays &arrays, float scale, int masking, bool sinks) {
+  const Rows queries(arrays[0]), keys(arrays[1]), values(arrays[2]);
+  mx::array out = arrays.back();
+  toast_attention call = {
+      queries.rows(), keys.rows(), values.rows(), arrays[0].shape(0), arrays[0].shape(1),
+      arrays[1].shape(1), arrays[0].shape(2), arrays[1].shape(2), arrays[0].shape(3),
+      arrays[2].shape(3), scale, masking, nullptr, {}, 0, nullptr,
+  };
+  std::optional<Mask> mask;
+  if (masking >= TOAST_VISIBLE) mask.emplace(arrays[3], call);
+  std::optional<InOrder> heads;
+  if (sinks) {
+    heads.emplace(arrays[arrays.size() - 2]);
+    call.sinks = reinterpret_cast<const float *>(heads->data());
   }
-
-  void eval_gpu(const std::vector<mx::array> &, mx::array &) override {
-    throw std::runtime_error("native attention runs on the CPU");
-  }
-
-  const char *name() const override { return "ToastAttention"; }
-
- private:
-  static void compute(const std::vector<mx::array> &arrays, float scale, int masking, bool sinks) {
-    const Rows queries(arrays[0]), keys(arrays[1]), values(arrays[2]);
-    mx::array out = arrays.back();
-    toast_attention call = {
-        queries.rows(), keys.rows(), values.rows(), arrays[0].shape(0), arrays[0].shape(1),
-        arrays[1].shape(1), arrays[0].shape(2), arrays[1].shape(2), arrays[0].shape(3),
-        arrays[2].shape(3), scale, masking, nullptr, {}, 0, nullptr,
-    };
-    std::optional<Mask> mask;
-    if (masking >= TOAST_VISIBLE) mask.emplace(arrays[3], call);
-    std::optional<InOrder> heads;
-    if (sinks) {
-      heads.emplace(arrays[arrays.size() - 2]);
-      call.sinks = reinterpret_cast<const float *>(heads->data());
-    }
-    const int64_t strides[3] = {out.strides(0), out.strides(1), out.strides(2)};
-    if (toast_attend(&call, out.data<char>(), strides, type_of(out)))
-      throw std::runtime_error("no memory for attention");
-  }
-
-  float scale_;
-  int masking_;
-  bool sinks_;
-};
+  const int64_t strides[3] = {out.strides(0), out.strides(1), out.strides(2)};
+  need(toast_attend(&call, out.data<char>(), strides, type_of(out)));
+}
 
 void check_mask(const mx::array &mask, const mx::array &q, const mx::array &k) {
   const int shape[4] = {q.shape(0), q.shape(1), q.shape(2), k.shape(2)};
@@ -114,7 +93,7 @@ mx::array attention(const mx::array &q, const mx::array &k, const mx::array &v, 
         "heads that cannot be shared");
   check(k.shape(2) == v.shape(2) && k.shape(2), "no keys, or not as many values");
   check(q.shape(3) == k.shape(3) && q.shape(3) && v.shape(3), "keys of another size");
-  std::vector<mx::array> inputs = {q, k, v};
+  Arrays inputs = {q, k, v};
   for (auto &one : inputs) type_of(one);
   if (mask) {
     check_mask(*mask, q, k);
@@ -128,10 +107,11 @@ mx::array attention(const mx::array &q, const mx::array &k, const mx::array &v, 
   const bool same = q.dtype() == k.dtype() && q.dtype() == v.dtype();
   const int masking = !mask ? causal ? TOAST_CAUSAL : TOAST_ALL
                             : mask->dtype() == mx::bool_ ? TOAST_VISIBLE : TOAST_ADDED;
-  auto made = std::make_shared<Attention>(mx::default_stream(mx::Device::cpu), scale, masking,
-                                          sinks != nullptr);
-  return mx::array({q.shape(0), q.shape(1), q.shape(2), v.shape(3)},
-                   same ? q.dtype() : mx::float32, std::move(made), std::move(inputs));
+  return made("ToastAttention", {q.shape(0), q.shape(1), q.shape(2), v.shape(3)},
+              same ? q.dtype() : mx::float32, std::move(inputs),
+              [scale, masking, given = sinks != nullptr](const Arrays &arrays) {
+    compute(arrays, scale, masking, given);
+  }, lay_out);
 }
 
 }  // namespace

@@ -8,56 +8,24 @@ namespace {
 
 // Of q, k, v, a, b, a_log, bias, then the state and the mask where there are some: y and the state
 // after it.
-class GatedDelta : public mx::Primitive {
- public:
-  GatedDelta(mx::Stream stream, bool begun, bool masked, float rate_factor)
-      : mx::Primitive(stream), begun_(begun), masked_(masked), rate_factor_(rate_factor) {}
+void compute(const Arrays &arrays, bool begun, bool masked, float factor) {
+  const size_t count = arrays.size() - 2;
+  mx::array y = arrays[count], after = arrays[count + 1];
+  std::vector<InOrder> data;
+  data.reserve(count);
+  for (size_t i = 0; i < count; i++) data.emplace_back(arrays[i]);
+  auto at = [&](size_t i) { return reinterpret_cast<const float *>(data[i].data()); };
+  const mx::array &k = arrays[1], &v = arrays[2];
+  const toast_delta delta = {
+      v.shape(0), v.shape(1), k.shape(2), v.shape(2), k.shape(3), v.shape(3),
+      at(0), at(1), at(2), at(3), at(4), at(5), at(6), factor,
+      masked ? reinterpret_cast<const uint8_t *>(data[count - 1].data()) : nullptr,
+      begun ? at(7) : nullptr,
+  };
+  need(toast_gated_delta(&delta, y.data<float>(), after.data<float>()));
+}
 
-  void eval_cpu(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) override {
-    std::vector<mx::array> arrays;
-    for (auto &one : inputs) arrays.push_back(mx::array::unsafe_weak_copy(one));
-    for (auto &one : outputs) {
-      one.set_data(mx::allocator::malloc(one.nbytes()));
-      arrays.push_back(mx::array::unsafe_weak_copy(one));
-    }
-    mx::cpu::get_command_encoder(stream()).dispatch(
-        [arrays = std::move(arrays), begun = begun_, masked = masked_, factor = rate_factor_] {
-          compute(arrays, begun, masked, factor);
-        });
-  }
-
-  void eval_gpu(const std::vector<mx::array> &, std::vector<mx::array> &) override {
-    throw std::runtime_error("native operations run on the CPU");
-  }
-
-  const char *name() const override { return "ToastGatedDelta"; }
-
- private:
-  static void compute(const std::vector<mx::array> &arrays, bool begun, bool masked,
-                      float factor) {
-    const size_t count = arrays.size() - 2;
-    mx::array y = arrays[count], after = arrays[count + 1];
-    std::vector<InOrder> data;
-    data.reserve(count);
-    for (size_t i = 0; i < count; i++) data.emplace_back(arrays[i]);
-    auto at = [&](size_t i) { return reinterpret_cast<const float *>(data[i].data()); };
-    const mx::array &k = arrays[1], &v = arrays[2];
-    const toast_delta delta = {
-        v.shape(0), v.shape(1), k.shape(2), v.shape(2), k.shape(3), v.shape(3),
-        at(0), at(1), at(2), at(3), at(4), at(5), at(6), factor,
-        masked ? reinterpret_cast<const uint8_t *>(data[count - 1].data()) : nullptr,
-        begun ? at(7) : nullptr,
-    };
-    if (toast_gated_delta(&delta, y.data<float>(), after.data<float>()))
-      throw std::runtime_error("no memory for a recurrence");
-  }
-
-  bool begun_, masked_;
-  float rate_factor_;
-};
-
-void make(mx::array &y, mx::array &after, std::vector<mx::array> inputs, bool begun, bool masked,
-          float factor) {
+Arrays gated_delta(Arrays inputs, bool begun, bool masked, float factor) {
   const mx::array &q = inputs[0], &k = inputs[1], &v = inputs[2];
   check(k.ndim() == 4 && q.shape() == k.shape() && v.ndim() == 4 && k.shape(0) == v.shape(0) &&
             k.shape(1) == v.shape(1) && k.shape(2) > 0 && v.shape(2) % k.shape(2) == 0 &&
@@ -75,12 +43,8 @@ void make(mx::array &y, mx::array &after, std::vector<mx::array> inputs, bool be
     check(inputs.back().dtype() == mx::bool_ &&
               inputs.back().shape() == mx::Shape{v.shape(0), v.shape(1)},
           "a mask of another shape");
-  auto one = std::make_shared<GatedDelta>(mx::default_stream(mx::Device::cpu), begun, masked,
-                                          factor);
-  auto made = mx::array::make_arrays({v.shape(), state}, {mx::float32, mx::float32}, one,
-                                     std::move(inputs));
-  y = made[0];
-  after = made[1];
+  return made("ToastGatedDelta", {v.shape(), state}, {mx::float32, mx::float32}, std::move(inputs),
+              [=](const Arrays &arrays) { compute(arrays, begun, masked, factor); });
 }
 
 }  // namespace
@@ -90,13 +54,15 @@ extern "C" {
 
 // Makes `y` and `after`, arrays that nobody else has, what the rule gives. Lazy. arrays: the seven,
 // the state and the mask; the last two may be NULL. Returns what is wrong; NULL where nothing is.
-TOAST_API const char *toast_gated_delta_arrays(void *y, void *after, void **arrays, float factor) {
+TOAST_API const char *toast_gated_delta_array(void *y, void *after, void **arrays, float factor) {
   using toast::array_of;
   return toast::wrong([&] {
-    std::vector<mx::array> inputs;
+    toast::Arrays inputs;
     for (int i = 0; i < 9; i++)
       if (arrays[i]) inputs.push_back(array_of(arrays[i]));
-    toast::make(array_of(y), array_of(after), std::move(inputs), arrays[7], arrays[8], factor);
+    auto made = toast::gated_delta(std::move(inputs), arrays[7], arrays[8], factor);
+    array_of(y) = made[0];
+    array_of(after) = made[1];
   });
 }
 

@@ -14,65 +14,40 @@ struct Network {
   bool exact;
 };
 
-void need(int code) {
-  if (code) throw std::runtime_error("no memory for a product");
-}
-
 // Of vectors (n, columns); or of each of them with those experts of stacks that are chosen for it.
-class FeedForward : public mx::UnaryPrimitive {
- public:
-  FeedForward(mx::Stream stream, const Network &network)
-      : mx::UnaryPrimitive(stream), network_(network) {}
-
-  void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {
-    dispatch(stream(), inputs, out, [network = network_](const std::vector<mx::array> &arrays) {
-      compute(network, arrays);
-    });
-  }
-
-  void eval_gpu(const std::vector<mx::array> &, mx::array &) override {
-    throw std::runtime_error("native networks run on the CPU");
-  }
-
-  const char *name() const override { return "ToastFeedForward"; }
-
- private:
-  static void compute(const Network &network, const std::vector<mx::array> &arrays) {
-    const mx::array &x = arrays[0];
-    const auto &packing = network.parts;
-    const bool chosen = packing[0].stack, exact = network.exact;
-    mx::array out = arrays.back();
-    size_t at = 1;
-    const Matrix gate(arrays, at, packing[0]);
-    const Matrix up(arrays, at += Matrix::count(packing[0]), packing[1]);
-    const Matrix down(arrays, at += Matrix::count(packing[1]), packing[2]);
-    const mx::array &choice = arrays[arrays.size() - 2];
-    InOrder rows(x), experts(chosen ? choice : x);
-    const int64_t columns = gate->columns, hidden = gate->rows, count = out.size() / down->rows;
-    const uint32_t *expert = chosen ? reinterpret_cast<const uint32_t *>(experts.data()) : nullptr;
-    std::vector<uint32_t> vector(chosen ? count : 0);
-    for (int64_t i = 0; chosen && i < count; i++) vector[i] = uint32_t(i / choice.shape(-1));
-    const toast_vectors vectors = {rows.data(), int64_t(x.size()) / columns, columns, type_of(x)};
-    std::unique_ptr<float[]> gates(new float[count * hidden]), ups(new float[count * hidden]);
-    const uint32_t *which = chosen ? vector.data() : nullptr;
-    need(toast_multiply(gate.get(), &vectors, count, which, expert, exact, gates.get(), TOAST_F32));
-    need(toast_multiply(up.get(), &vectors, count, which, expert, exact, ups.get(), TOAST_F32));
-    need(toast_gate(gates.get(), ups.get(), count * hidden, TOAST_F32, network.activation,
-                    gates.get()));
-    const toast_vectors inner = {gates.get(), count, hidden, TOAST_F32};
-    need(toast_multiply(down.get(), &inner, count, nullptr, expert, exact, out.data<char>(),
-                        type_of(out)));
-  }
-
-  Network network_;
-};
+void compute(const Network &network, const Arrays &arrays) {
+  const mx::array &x = arrays[0];
+  const auto &packing = network.parts;
+  const bool chosen = packing[0].stack, exact = network.exact;
+  mx::array out = arrays.back();
+  size_t at = 1;
+  const Matrix gate(arrays, at, packing[0]);
+  const Matrix up(arrays, at += Matrix::count(packing[0]), packing[1]);
+  const Matrix down(arrays, at += Matrix::count(packing[1]), packing[2]);
+  const mx::array &choice = arrays[arrays.size() - 2];
+  InOrder rows(x), experts(chosen ? choice : x);
+  const int64_t columns = gate->columns, hidden = gate->rows, count = out.size() / down->rows;
+  const uint32_t *expert = chosen ? reinterpret_cast<const uint32_t *>(experts.data()) : nullptr;
+  std::vector<uint32_t> vector(chosen ? count : 0);
+  for (int64_t i = 0; chosen && i < count; i++) vector[i] = uint32_t(i / choice.shape(-1));
+  const toast_vectors vectors = {rows.data(), int64_t(x.size()) / columns, columns, type_of(x)};
+  std::unique_ptr<float[]> gates(new float[count * hidden]), ups(new float[count * hidden]);
+  const uint32_t *which = chosen ? vector.data() : nullptr;
+  need(toast_multiply(gate.get(), &vectors, count, which, expert, exact, gates.get(), TOAST_F32));
+  need(toast_multiply(up.get(), &vectors, count, which, expert, exact, ups.get(), TOAST_F32));
+  need(toast_gate(gates.get(), ups.get(), count * hidden, TOAST_F32, network.activation,
+                  gates.get()));
+  const toast_vectors inner = {gates.get(), count, hidden, TOAST_F32};
+  need(toast_multiply(down.get(), &inner, count, nullptr, expert, exact, out.data<char>(),
+                      type_of(out)));
+}
 
 // parts: weight, scales and biases of each; the latter NULL where it is not packed.
 mx::array feed_forward(const mx::array &x, const mx::array *const (*parts)[3],
                        const mx::array *choice, const Network &network) {
   check(x.ndim() >= 1, "no vectors");
   type_of(x);
-  std::vector<mx::array> inputs = {x};
+  Arrays inputs = {x};
   auto dtype = x.dtype();
   int64_t columns = x.shape(-1);
   for (int i = 0; i < PARTS; i++) {
@@ -94,9 +69,8 @@ mx::array feed_forward(const mx::array &x, const mx::array *const (*parts)[3],
     inputs.push_back(*choice);
   }
   shape.back() = down.shape(-2);
-  return mx::array(std::move(shape), dtype,
-                   std::make_shared<FeedForward>(mx::default_stream(mx::Device::cpu), network),
-                   std::move(inputs));
+  return made("ToastFeedForward", std::move(shape), dtype, std::move(inputs),
+              [network](const Arrays &arrays) { compute(network, arrays); });
 }
 
 }  // namespace
@@ -107,8 +81,9 @@ extern "C" {
 // Makes `out`, an array that nobody else has, what a network gives. Lazy. arrays: weight, scales
 // and biases of gate, up and down. packing: bits and group size of each. choice: NULL, or experts.
 // Returns what is wrong; NULL where nothing is.
-TOAST_API const char *toast_feed_forward(void *out, void *x, void **arrays, const int *packing,
-                                         void *choice, int activation, int exact) {
+TOAST_API const char *toast_feed_forward_array(void *out, void *x, void **arrays,
+                                               const int *packing, void *choice, int activation,
+                                               int exact) {
   using toast::array_of;
   return toast::wrong([&] {
     const mx::array *parts[toast::PARTS][3];

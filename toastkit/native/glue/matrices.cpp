@@ -2,7 +2,7 @@
 
 namespace toast {
 
-mx::Dtype add_matrix(std::vector<mx::array> &inputs, const mx::array &weight,
+mx::Dtype add_matrix(Arrays &inputs, const mx::array &weight,
                      const mx::array *scales, const mx::array *biases, const Packing &packing,
                      int64_t columns) {
   const auto [bits, group_size, stack] = packing;
@@ -15,8 +15,8 @@ mx::Dtype add_matrix(std::vector<mx::array> &inputs, const mx::array &weight,
   }
   check(weight.dtype() == mx::uint32, "packed numbers that are no uint32");
   check(weight.shape(-1) * int64_t(32) == columns * bits, "vectors of another length");
-  check(group_size && scales->shape() == biases->shape() && scales->ndim() == weight.ndim() &&
-            scales->shape(-1) * int64_t(group_size) == columns &&
+  check(group_size && scales && biases && scales->shape() == biases->shape() &&
+            scales->ndim() == weight.ndim() && scales->shape(-1) * int64_t(group_size) == columns &&
             scales->shape(-2) == weight.shape(-2) && scales->dtype() == biases->dtype(),
         "scales of another shape");
   type_of(*scales);
@@ -25,7 +25,7 @@ mx::Dtype add_matrix(std::vector<mx::array> &inputs, const mx::array &weight,
   return scales->dtype();
 }
 
-Matrix::Matrix(const std::vector<mx::array> &arrays, size_t first, const Packing &packing)
+Matrix::Matrix(const Arrays &arrays, size_t first, const Packing &packing)
     : weight_(arrays[first]) {
   const mx::array &weight = arrays[first];
   const auto [bits, group_size, stack] = packing;

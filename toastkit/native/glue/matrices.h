@@ -14,14 +14,14 @@ struct Packing {
 // The arrays of a matrix for vectors of so many columns, added to `inputs`. The last two of NULL
 // for one that is not packed. Returns the dtype of its numbers. Raises std::invalid_argument for
 // arrays that are none.
-mx::Dtype add_matrix(std::vector<mx::array> &inputs, const mx::array &weight,
+mx::Dtype add_matrix(Arrays &inputs, const mx::array &weight,
                      const mx::array *scales, const mx::array *biases, const Packing &packing,
                      int64_t columns);
 
 // Such arrays where they lie, from `first` on, when they are computed.
 class Matrix {
  public:
-  Matrix(const std::vector<mx::array> &arrays, size_t first, const Packing &packing);
+  Matrix(const Arrays &arrays, size_t first, const Packing &packing);
   const toast_matrix *operator->() const { return &matrix_; }
   const toast_matrix *get() const { return &matrix_; }
   static size_t count(const Packing &packing) { return packing.bits ? 3 : 1; }

@@ -34,7 +34,7 @@ extern "C" {
 
 // Makes `out`, an array that nobody else has, uint8 (rows, columns) in memory of its own, of which
 // nobody has written anything. Returns what is wrong; NULL where nothing is.
-TOAST_API const char *toast_memory(void *out, int64_t rows, int64_t columns) {
+TOAST_API const char *toast_memory_array(void *out, int64_t rows, int64_t columns) {
   return toast::wrong([&] {
     const int64_t bytes = rows * columns;
     auto data = mx::allocator::malloc(bytes);

@@ -26,60 +26,32 @@ std::vector<uint32_t> places_of(const mx::array &a, size_t skip, const std::vect
   return places;
 }
 
-// Of an input x (..., columns) with a matrix (rows, columns); or of x (..., m, columns) with those
-// of a stack (experts, rows, columns) that are chosen, uint32 (...), both broadcast.
-class Product : public mx::UnaryPrimitive {
- public:
-  Product(mx::Stream stream, const Packing &packing, bool exact, std::vector<int> batch)
-      : mx::UnaryPrimitive(stream), packing_(packing), exact_(exact), batch_(std::move(batch)) {}
-
-  void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {
-    dispatch(stream(), inputs, out,
-             [packing = packing_, exact = exact_,
-              batch = batch_](const std::vector<mx::array> &arrays) {
-               compute(arrays, packing, exact, batch);
-             });
+void multiply(const Arrays &arrays, const Packing &packing, bool exact,
+              const std::vector<int> &batch) {
+  const mx::array &x = arrays[0];
+  const bool chosen = packing.stack;
+  mx::array out = arrays.back();
+  InOrder rows(x);
+  const Matrix matrix(arrays, 1, packing);
+  const int64_t columns = x.shape(-1);
+  const toast_vectors vectors = {rows.data(), int64_t(x.size()) / columns, columns, type_of(x)};
+  const int64_t count = out.size() / matrix->rows;
+  std::vector<uint32_t> vector, expert;
+  if (chosen) {
+    const mx::array &choice = arrays[arrays.size() - 2];
+    InOrder experts(choice);
+    auto of = reinterpret_cast<const uint32_t *>(experts.data());
+    auto places = places_of(x, 2, batch), choices = places_of(choice, 0, batch);
+    const uint32_t each = x.shape(-2);
+    for (size_t i = 0; i < places.size(); i++)
+      for (uint32_t j = 0; j < each; j++) {
+        vector.push_back(places[i] * each + j);
+        expert.push_back(of[choices[i]]);
+      }
   }
-
-  void eval_gpu(const std::vector<mx::array> &, mx::array &) override {
-    throw std::runtime_error("native products run on the CPU");
-  }
-
-  const char *name() const override { return "ToastProduct"; }
-
- private:
-  static void compute(const std::vector<mx::array> &arrays, const Packing &packing, bool exact,
-                      const std::vector<int> &batch) {
-    const mx::array &x = arrays[0];
-    const bool chosen = packing.stack;
-    mx::array out = arrays.back();
-    InOrder rows(x);
-    const Matrix matrix(arrays, 1, packing);
-    const int64_t columns = x.shape(-1);
-    const toast_vectors vectors = {rows.data(), int64_t(x.size()) / columns, columns, type_of(x)};
-    const int64_t count = out.size() / matrix->rows;
-    std::vector<uint32_t> vector, expert;
-    if (chosen) {
-      const mx::array &choice = arrays[arrays.size() - 2];
-      InOrder experts(choice);
-      auto of = reinterpret_cast<const uint32_t *>(experts.data());
-      auto places = places_of(x, 2, batch), choices = places_of(choice, 0, batch);
-      const uint32_t each = x.shape(-2);
-      for (size_t i = 0; i < places.size(); i++)
-        for (uint32_t j = 0; j < each; j++) {
-          vector.push_back(places[i] * each + j);
-          expert.push_back(of[choices[i]]);
-        }
-    }
-    if (toast_multiply(matrix.get(), &vectors, count, chosen ? vector.data() : nullptr,
-                       chosen ? expert.data() : nullptr, exact, out.data<char>(), type_of(out)))
-      throw std::runtime_error("no memory for a product");
-  }
-
-  Packing packing_;
-  bool exact_;
-  std::vector<int> batch_;
-};
+  need(toast_multiply(matrix.get(), &vectors, count, chosen ? vector.data() : nullptr,
+                      chosen ? expert.data() : nullptr, exact, out.data<char>(), type_of(out)));
+}
 
 std::vector<int> broadcast(const mx::array &x, const mx::array &choice) {
   const size_t axes = x.ndim() - 2, all = std::max(axes, choice.ndim());
@@ -93,12 +65,14 @@ std::vector<int> broadcast(const mx::array &x, const mx::array &choice) {
   return shape;
 }
 
+// Of an input x (..., columns) with a matrix (rows, columns); or of x (..., m, columns) with those
+// of a stack (experts, rows, columns) that are chosen, uint32 (...), both broadcast.
 mx::array product(const mx::array &x, const mx::array &weight, const mx::array *scales,
                   const mx::array *biases, const mx::array *choice, int bits, int group_size,
                   bool exact) {
   check(x.ndim() >= (choice ? 2 : 1), "no vectors");
   const Packing packing = {bits, group_size, choice != nullptr};
-  std::vector<mx::array> inputs = {x};
+  Arrays inputs = {x};
   type_of(x);
   const auto numbers = add_matrix(inputs, weight, scales, biases, packing, x.shape(-1));
   auto shape = x.shape();
@@ -114,9 +88,10 @@ mx::array product(const mx::array &x, const mx::array &weight, const mx::array *
   }
   shape.back() = weight.shape(-2);
   auto dtype = x.dtype() == numbers ? x.dtype() : mx::float32;
-  auto made = std::make_shared<Product>(mx::default_stream(mx::Device::cpu), packing, exact,
-                                        std::move(batch));
-  return mx::array(std::move(shape), dtype, std::move(made), std::move(inputs));
+  return made("ToastProduct", std::move(shape), dtype, std::move(inputs),
+              [packing, exact, batch = std::move(batch)](const Arrays &arrays) {
+    multiply(arrays, packing, exact, batch);
+  });
 }
 
 }  // namespace
@@ -124,17 +99,17 @@ mx::array product(const mx::array &x, const mx::array &weight, const mx::array *
 
 extern "C" {
 
-// Makes `out`, an array that nobody else has, the product. Lazy. choice: whether the last is one.
-// Returns what is wrong; NULL where nothing is.
-TOAST_API const char *toast_product(void *out, void *x, void *weight, void *scales, void *biases,
-                                    void *choice, int chosen, int bits, int group_size,
-                                    int exact) {
+// Makes `out`, an array that nobody else has, the product. Lazy. scales, biases: of a packed
+// matrix. choice: NULL, or experts. Returns what is wrong; NULL where nothing is.
+TOAST_API const char *toast_product_array(void *out, void *x, void *weight, void *scales,
+                                          void *biases, void *choice, int bits, int group_size,
+                                          int exact) {
   using toast::array_of;
   return toast::wrong([&] {
     array_of(out) = toast::product(array_of(x), array_of(weight),
-                                   bits ? &array_of(scales) : nullptr,
-                                   bits ? &array_of(biases) : nullptr,
-                                   chosen ? &array_of(choice) : nullptr, bits, group_size,
+                                   scales ? &array_of(scales) : nullptr,
+                                   biases ? &array_of(biases) : nullptr,
+                                   choice ? &array_of(choice) : nullptr, bits, group_size,
                                    exact != 0);
   });
 }

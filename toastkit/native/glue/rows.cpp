@@ -1,50 +1,11 @@
 // What kernels/rows.h does to rows as MLX primitives.
 #include "../kernels/rows.h"
 
-#include <functional>
-
 #include "arrays.h"
 #include "mlx/dtype.h"
 
 namespace toast {
 namespace {
-
-using Arrays = std::vector<mx::array>;
-
-// work(arrays): the inputs, and then the output.
-class Rows : public mx::UnaryPrimitive {
- public:
-  using Work = std::function<void(const Arrays &)>;
-
-  Rows(const char *name, Work work)
-      : mx::UnaryPrimitive(mx::default_stream(mx::Device::cpu)),
-        name_(name),
-        work_(std::move(work)) {}
-
-  void eval_cpu(const Arrays &inputs, mx::array &out) override {
-    dispatch(stream(), inputs, out, work_);
-  }
-
-  void eval_gpu(const Arrays &, mx::array &) override {
-    throw std::runtime_error("native operations run on the CPU");
-  }
-
-  const char *name() const override { return name_; }
-
- private:
-  const char *name_;
-  Work work_;
-};
-
-mx::array made(const char *name, mx::Shape shape, mx::Dtype dtype, Arrays inputs,
-               Rows::Work work) {
-  return mx::array(std::move(shape), dtype, std::make_shared<Rows>(name, std::move(work)),
-                   std::move(inputs));
-}
-
-void need(int code) {
-  if (code) throw std::runtime_error("no memory for rows");
-}
 
 toast_vectors rows_of(const mx::array &x, const InOrder &data) {
   const int64_t columns = x.shape(-1);

@@ -2,15 +2,13 @@
 // registers.
 #define TILE_M 6
 #define TILE_N 4
-#include "attention_tile.h"
 #include "digit_tiles.h"
-#include "row_functions.h"
 
 namespace toast {
 
 static bool there() { return avx512vnni.there() && __builtin_cpu_supports("avx512vbmi"); }
 
 const Instructions avx512vbmi = {
-    "avx512vbmi", there, prepared_bytes, prepare, multiply, &row_functions, &attention};
+    "avx512vbmi", there, prepared_bytes, prepare, multiply, &avx512_rows, &avx512_attention};
 
 }  // namespace toast

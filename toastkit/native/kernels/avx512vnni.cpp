@@ -13,7 +13,9 @@ static bool there() {
          __builtin_cpu_supports("avx512vnni");
 }
 
+const RowInstructions avx512_rows = row_functions;
+const AttentionCode avx512_attention = attention;
 const Instructions avx512vnni = {
-    "avx512vnni", there, prepared_bytes, prepare, multiply, &row_functions, &attention};
+    "avx512vnni", there, prepared_bytes, prepare, multiply, &avx512_rows, &avx512_attention};
 
 }  // namespace toast

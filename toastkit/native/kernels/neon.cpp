@@ -21,7 +21,9 @@ bool has(ArmFeature feature) {
 
 static bool there() { return true; }
 
+const RowInstructions neon_rows = row_functions;
+const AttentionCode neon_attention = attention;
 const Instructions neon = {"neon",         there,           floats_bytes,
-                           prepare_floats, multiply_floats, &row_functions, &attention};
+                           prepare_floats, multiply_floats, &neon_rows, &neon_attention};
 
 }  // namespace toast

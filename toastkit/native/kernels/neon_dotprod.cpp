@@ -1,15 +1,13 @@
 // The code for ARM processors with dot products of bytes: ARMv8.2 with dotprod, as most since 2018.
 #define TILE_M 4
 #define TILE_N 4
-#include "attention_tile.h"
 #include "digits_neon.h"
-#include "row_functions.h"
 
 namespace toast {
 
 static bool there() { return has(DOTPROD); }
 
 const Instructions neon_dotprod = {
-    "neon_dotprod", there, prepared_bytes, prepare, multiply, &row_functions, &attention};
+    "neon_dotprod", there, prepared_bytes, prepare, multiply, &neon_rows, &neon_attention};
 
 }  // namespace toast

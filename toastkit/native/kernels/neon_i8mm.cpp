@@ -1,15 +1,13 @@
 // The code for ARM processors with matrix products of bytes: ARMv8.6, or i8mm before it.
 #define TILE_M 4
 #define TILE_N 4
-#include "attention_tile.h"
 #include "digits_neon.h"
-#include "row_functions.h"
 
 namespace toast {
 
 static bool there() { return has(DOTPROD) && has(I8MM); }
 
 const Instructions neon_i8mm = {
-    "neon_i8mm", there, prepared_bytes, prepare, multiply, &row_functions, &attention};
+    "neon_i8mm", there, prepared_bytes, prepare, multiply, &neon_rows, &neon_attention};
 
 }  // namespace toast

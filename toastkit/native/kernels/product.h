@@ -49,6 +49,10 @@ extern const Instructions avx512vbmi, avx512vnni, avx2;
 extern const Instructions neon_i8mm, neon_dotprod, neon;
 extern const Instructions portable;
 
+// What sets that differ in packed products have in common.
+extern const RowInstructions avx512_rows, neon_rows;
+extern const AttentionCode avx512_attention, neon_attention;
+
 // Whether an ARM processor has them.
 enum ArmFeature { DOTPROD, I8MM };
 bool has(ArmFeature feature);
