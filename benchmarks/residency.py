@@ -79,13 +79,14 @@ SECTIONS = {
 }  # fmt: skip
 USUAL: dict[str, Any] = {
     "names": "0.8B-4,0.8B-bf16,4B-4", "rounds": 3, "tokens": 4, "prompt": 2000,
-    "chunks": (16, 64, 256), "checked": 130, "context": 32768, "bystander": 128 << 20,
+    "chunks": (16, 64, 256), "widths": (16, 32, 48), "checked": 130, "context": 32768,
+    "bystander": 128 << 20,
     "percents": (0, 25, 50, 75, 90, 100), "shares": (0, 0.25, 0.5, 0.75, 1), "pairs": 30,
 }  # fmt: skip
 QUICK: dict[str, Any] = {
-    "names": "quick-4", "rounds": 1, "tokens": 2, "prompt": 12, "chunks": (4,), "checked": 4,
-    "context": 8192, "bystander": 16 << 20, "percents": (0, 50, 100), "shares": (0, 0.5, 1),
-    "pairs": 2,
+    "names": "quick-4", "rounds": 1, "tokens": 2, "prompt": 12, "chunks": (4,), "widths": (2,),
+    "checked": 4, "context": 8192, "bystander": 16 << 20, "percents": (0, 50, 100),
+    "shares": (0, 0.5, 1), "pairs": 2,
 }  # fmt: skip
 
 
@@ -127,9 +128,9 @@ def run(options: argparse.Namespace, models: Path) -> None:
         options.budget = "50M"
     settings = Settings(
         models.resolve(), names, options.rounds, options.tokens, options.prompt, options.chunks,
-        options.checked, options.context, options.bystander, options.budget, options.dtype,
-        options.native, hero_path and hero_path.resolve(), options.percents, options.shares,
-        options.pairs,
+        options.widths, options.checked, options.context, options.bystander, options.budget,
+        options.dtype, options.native, hero_path and hero_path.resolve(), options.percents,
+        options.shares, options.pairs,
     )  # fmt: skip
     for name, measure in SECTIONS.items():
         if name in options.only:

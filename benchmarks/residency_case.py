@@ -272,6 +272,18 @@ class Model:
         found = self._timed(lambda: self.engine.prefill(ids, cache, chunk=chunk)[0])
         return {**found, "chunk": chunk or CHUNK[self.device], "cache": cache.nbytes}
 
+    def passes(self, count: int, width: int) -> dict[str, Any]:
+        """Runs so many passes over so many tokens each, in a cache of their own."""
+        cache = self.engine.new_cache()
+        ids = self.mx.array([[7 + 13 * n for n in range(width)]], self.mx.uint32)
+
+        def work() -> None:
+            for _ in range(count):
+                self.engine._run(ids, cache)
+                self.mx.eval([layer.state for layer in cache])
+
+        return self._timed(work)
+
     def layers(self, passes: int = 1) -> dict[str, Any]:
         """Has the streamed layers come and go in their order, as in so many tokens, and computes
         nothing."""

@@ -38,10 +38,10 @@ TABLE_8 = {"balanced": "2/32, 0.26", "max-context": "22/32, 0.39", "max-tps": "2
 @dataclass(frozen=True)
 class Settings:
     """What was asked for on the command line. names: of models in the folder `models`, the first
-    for sections that measure one. tokens: of a timing. prompt: tokens of a long prompt. checked:
-    tokens after which --resident auto has looked at memory again. budget: bytes, of the hero.
-    percents: of layers that stay. shares: of the way from the least
-    budget to all. pairs: rounds of 100% and plain."""
+    for sections that measure one. tokens: of a timing. prompt: tokens of a long prompt. widths:
+    tokens of passes beside which layers are read. checked: tokens after which --resident auto has
+    looked at memory again. budget: bytes, of the hero. percents: of layers that stay. shares: of
+    the way from the least budget to all. pairs: rounds of 100% and plain."""
 
     models: Path
     names: Sequence[str]
@@ -49,6 +49,7 @@ class Settings:
     tokens: int
     prompt: int
     chunks: Sequence[int]
+    widths: Sequence[int]
     checked: int
     context: int
     bystander: int

@@ -168,7 +168,7 @@ def overlap(settings: Settings) -> None:
         "(10^9) a second; dd reads the files of the layers one by one, 16 MiB at a time. None of "
         "them was in the system's cache. The aim is 85% of dd.",
     )
-    rows, reading = [], []
+    rows, reading, wider = [], [], []
     for name in settings.names:
         say(f"overlap: {name}")
         found = gathered(settings.rounds, _Overlap(settings, name).run)
@@ -184,12 +184,22 @@ def overlap(settings: Settings) -> None:
             name, *(rates(speeds[what]) for what in speeds),
             *(ratios(speeds["read"], speeds[what]) for what in ("direct", "buffered")),
         ])  # fmt: skip
+        wider += [_pass_row(name, width, found) for width in settings.widths]
     head = ("model", "reading alone", "computing alone", "token", "computing beside reading",
             "times", "waiting")  # fmt: skip
     table(head, rows)
+    print("Passes over more tokens, where reading and computing are more alike:\n")
+    table(("model, tokens", "computing alone", "a pass", "times the larger", "waiting"), wider)
     head = ("model", "reading alone", "dd, direct", "dd, buffered", "in a token",
             "times dd, direct", "times dd, buffered")  # fmt: skip
     table(head, reading)
+
+
+def _pass_row(name: str, width: int, found: dict[str, dict[str, Any]]) -> list[str]:
+    alone, both = found[f"compute {width}"]["seconds"], found[f"pass {width}"]["seconds"]
+    larger = [max(pair) for pair in zip(found["read"]["seconds"], alone)]
+    waiting = share(found[f"pass {width}"]["waiting"])
+    return [f"{name}, {width}", rates(alone, 3), rates(both, 3), ratios(both, larger), waiting]
 
 
 class _Overlap:
@@ -208,9 +218,21 @@ class _Overlap:
             read = case.do("layers", passes=count)
         with warmed(settings.spec(self._name)) as case:
             compute = speed(case, count)
+            found = {
+                f"compute {width}": case.do("passes", count=count, width=width)
+                for width in settings.widths
+            }
         with warmed(streamed) as case:
             token = speed(case, count)
+            found |= {
+                f"pass {width}": case.do("passes", count=count, width=width)
+                for width in settings.widths
+            }
+        for figures in found.values():
+            figures["waiting"] = figures.get("wait", 0) / figures["seconds"]
+            figures["seconds"] /= count
         return {
+            **found,
             "read": {"seconds": read["seconds"] / count, "rate": _rate(read)},
             "compute": {"seconds": compute["seconds"] / count},
             "token": {

@@ -102,7 +102,7 @@ def cached_pages(path: Path) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mincore(2) counts pages as Linux does")
-@pytest.mark.parametrize("way", ["dontcache", "fadvise", "cached"])
+@pytest.mark.parametrize("way", ["direct", "dontcache", "fadvise", "cached"])
 def test_what_is_read_once_a_token_leaves_the_file_cache(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +117,7 @@ def test_what_is_read_once_a_token_leaves_the_file_cache(
         pytest.skip("this file system does not let go of its pages")
     raw = RawTensors(locate(str(tmp_path)))
     raw.cached = way == "cached"
+    raw._direct.possible &= way == "direct"
     (span,) = raw.spans("model.a")
     view = memoryview(bytearray(span.stop - span.start))
     raw.fill([(Span(*span), view)], lambda: False)

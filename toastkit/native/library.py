@@ -93,7 +93,7 @@ class Library:
             return one
 
         array, whole, number = ctypes.py_object, ctypes.c_int, ctypes.c_float
-        self._memory = function("memory", array, ctypes.c_int64, ctypes.c_int64)
+        self._memory = function("memory", array, *[ctypes.c_int64] * 3, array)
         self._product = function("product", *[array] * 6, *[whole] * 3)
         self._feed_forward = function(
             "feed_forward", array, array, array * 9, whole * 6, array, whole, whole
@@ -124,11 +124,12 @@ class Library:
         axes, *rest = about
         return tuple(rest[:axes]), rest[axes], rest[axes + 1]
 
-    def memory(self, rows: int, columns: int) -> mx.array:
+    def memory(self, rows: int, columns: int, at: int = 0, old: mx.array | None = None) -> mx.array:
         """Memory of its own to read weights into, on large pages where the system has them: uint8
-        (rows, columns), evaluated; nobody has written anything there."""
+        (rows, columns), evaluated; nobody has written anything there. It begins where a page of a
+        file has byte `at`. old: such an array of that size, whose memory is to be used again."""
         out = mx.array(0)
-        return _made(out, self._memory(out, rows, columns))
+        return _made(out, self._memory(out, rows, columns, at, NONE if old is None else old))
 
     def multiply(
         self,

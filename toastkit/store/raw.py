@@ -11,7 +11,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -19,6 +19,7 @@ from toastkit.errors import DataError, from_os_error
 from toastkit.model.files import ModelFiles
 from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import ITEM_ALIGNMENT, is_model_tensor
+from toastkit.store.direct import DirectReads
 
 # dtype in the file -> how numpy sees the bytes, and as what MLX takes them.
 DTYPES = {
@@ -68,7 +69,8 @@ class RawTensors:
         self._sorted = sorted(self._places)
         self._lock = threading.Lock()
         self._opened: dict[Path, int] = {}
-        self.close = weakref.finalize(self, _close_all, self._opened)
+        self._direct = DirectReads()
+        self.close = weakref.finalize(self, _close_all, self._opened, self._direct.opened)
 
     def below(self, prefix: str) -> list[str]:
         """The stored names that begin with a prefix, which ends with a dot."""
@@ -130,6 +132,9 @@ class RawTensors:
         """Reads into views, one after another; how many bytes."""
         if self.cached:
             return os.preadv(fd, views, start)
+        count = self._direct.read(fd, views, start)
+        if count is not None:
+            return count
         if self._dropping:
             try:
                 return os.preadv(fd, views, start, self._dropping)
@@ -224,6 +229,7 @@ def _identity(path: Path) -> tuple[int, int, int]:
     return about.st_ino, about.st_size, about.st_mtime_ns
 
 
-def _close_all(opened: dict[Path, int]) -> None:
-    while opened:
-        os.close(opened.popitem()[1])
+def _close_all(*opened: dict[Any, int]) -> None:
+    for descriptors in opened:
+        while descriptors:
+            os.close(descriptors.popitem()[1])

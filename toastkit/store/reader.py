@@ -58,8 +58,8 @@ class Reader:
         self._own = threading.local()
         self._spare: list[mx.array] = []  # to read into once more, the longest unused first
         self._closed = False
-        # Makes memory to read into, uint8 (rows, columns), evaluated; None: as MLX makes it.
-        self.make_memory: Callable[[int, int], mx.array] | None = None
+        # Makes memory to read into, see Library.memory; None: as MLX makes it.
+        self.make_memory: Callable[[int, int, int, mx.array | None], mx.array] | None = None
 
     @property
     def ahead_bytes(self) -> int:
@@ -192,7 +192,7 @@ class Reader:
                 pieces += job.pieces
                 found.append(True)
                 continue
-            memory: Any = self._fresh(job.nbytes) if spare is None else spare
+            memory: Any = self._memory(job, spare)
             if job.nbytes:
                 view = memoryview(memory).cast("B")
                 pieces.append(Piece(job.spans, job.dtype, view, job.widened))
@@ -202,14 +202,17 @@ class Reader:
             raise CancelledError("the files are closed")
         return [mx.array(made) if isinstance(made, np.ndarray) else made for made in found]
 
-    def _fresh(self, size: int) -> mx.array | np.ndarray:
-        """Memory of a size in bytes, uint8 (rows, columns): MLX's dimensions have 31 bits."""
+    def _memory(self, job: Job, spare: mx.array | None) -> mx.array | np.ndarray:
+        """Memory of its size, uint8 (rows, columns): MLX's dimensions have 31 bits."""
+        size = job.nbytes
         columns = min(size & -size, 1 << 20) or MOST_ITEM_BYTES
         # Evaluated, and made without a stream: a stream belongs to the thread that made it.
         if not host_writes():
             return np.empty((size // columns, columns), np.uint8)
         if self.make_memory is not None and size:
-            return self.make_memory(size // columns, columns)
+            return self.make_memory(size // columns, columns, job.spans[0].start, spare)
+        if spare is not None:
+            return spare
         zeros = self._zeros
         if zeros.nbytes < size:
             self._zeros = zeros = np.zeros(size, np.uint8)

@@ -13,6 +13,7 @@ namespace toast {
 namespace {
 
 constexpr int64_t LEAST = 128 << 10;  // bytes of an array that malloc maps by itself
+constexpr int64_t PAGE = 4096;        // of a file
 
 // Asks for large pages, before anything is written there. All pages of the array, not only the
 // large ones that lie inside: maps that touch each other become one where both are asked for, and
@@ -33,13 +34,26 @@ void want_large_pages(void *data, int64_t bytes) {
 extern "C" {
 
 // Makes `out`, an array that nobody else has, uint8 (rows, columns) in memory of its own, of which
-// nobody has written anything. Returns what is wrong; NULL where nothing is.
-TOAST_API const char *toast_memory_array(void *out, int64_t rows, int64_t columns) {
+// nobody has written anything; or in that of `old`, NULL or an array of as many bytes made here,
+// whose bytes are then of no use any more. at: where in a page of PAGE bytes it is to begin.
+// Returns what is wrong; NULL where nothing is.
+TOAST_API const char *toast_memory_array(void *out, int64_t rows, int64_t columns, int64_t at,
+                                         void *old) {
   return toast::wrong([&] {
-    const int64_t bytes = rows * columns;
-    auto data = mx::allocator::malloc(bytes);
-    if (bytes >= toast::LEAST) toast::want_large_pages(data.buffer().raw_ptr(), bytes);
-    toast::array_of(out) = mx::array(std::move(data), {int(rows), int(columns)}, mx::uint8);
+    const int64_t bytes = rows * columns, whole = bytes + toast::PAGE;
+    const mx::Shape shape = {int(rows), int(columns)};
+    mx::array memory = old ? toast::array_of(old)
+                           : mx::array(mx::allocator::malloc(whole), shape, mx::uint8);
+    toast::check(memory.dtype() == mx::uint8 && int64_t(memory.buffer_size()) >= whole,
+                 "memory that is too small");
+    char *first = static_cast<char *>(memory.buffer().raw_ptr());
+    if (!old && bytes >= toast::LEAST) toast::want_large_pages(first, whole);
+    const int64_t lead = (at - reinterpret_cast<intptr_t>(first)) & (toast::PAGE - 1);
+    mx::array placed(shape, mx::uint8, nullptr, {});
+    placed.copy_shared_buffer(memory, memory.strides(), memory.flags(), bytes,
+                              first + lead - memory.data<char>());
+    placed.set_status(mx::array::Status::available);
+    toast::array_of(out) = placed;
   });
 }
 
