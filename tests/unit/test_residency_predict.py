@@ -65,8 +65,9 @@ def test_layers_that_stay_run_with_the_next_streamed_one() -> None:
     assert pass_seconds(reads, [1.0] * 8, 1.0, 0.0, ahead=2) == pytest.approx(12.0)
 
 
-def test_one_layer_is_read_ahead_where_reading_is_faster() -> None:
+def test_one_layer_is_read_ahead_where_reading_is_much_faster() -> None:
     assert depth([(1.0, 2.0)] * 8, 10.0) == 1
+    assert depth([(1.0, 1.1)] * 8, 0.0) == 3
     # One that runs with those before it, which stay, says nothing of the others.
     assert depth([(1.0, 20.0)] + [(1.0, 0.5)] * 7, 1.0) == 4
     assert depth([(2.0, 1.0)] * 8, 3.0) == 3

@@ -28,6 +28,8 @@ from toastkit.residency.sizing import (
 )
 from toastkit.store.ledger import CACHE, SESSIONS
 
+SPARE_LAYERS = 2  # read ahead beside the first, where a number of layers stays
+
 
 class ResidencyPolicy:
     """Keeps some layers and has the others streamed. See holdings.policy.Policy.
@@ -177,9 +179,10 @@ class ResidencyPolicy:
         self.shed += len(self.resident - self._wanted)
         self.grown += len(self._wanted - self.resident) if self._loaded else 0
         self.resident, self._loaded = self._wanted, True
-        # A number of layers is to take as much memory as one expects of it; where memory is watched
-        # more is read ahead, and of a budget what is left of it.
-        self._holdings.streams.spare_bytes = None if self.options.kind == "auto" else 0
+        # A number of layers is to take about as much memory as one expects of it; where memory is
+        # watched more is read ahead, and of a budget what is left of it.
+        spare = SPARE_LAYERS * max(self.sizes.layers)
+        self._holdings.streams.spare_bytes = None if self.options.kind == "auto" else spare
         if self.options.kind == "bytes":
             self._within_budget(sorted(self.resident))
         self._choose_cache(self.resident)
