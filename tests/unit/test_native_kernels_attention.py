@@ -143,12 +143,24 @@ def test_queries_at_a_time_or_in_turn(kernels: Kernels, asked: Asked) -> None:
         assert np.array_equal(attend(kernels, one)[:, :, 0], together[:, :, i])
 
 
-@pytest.mark.parametrize("rows", [1, 4, 11, 12, 64, 130])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 11, 16, 17, 64, 130])
 @pytest.mark.parametrize("type_", list(TYPES))
 def test_long_contexts_are_shared_out(kernels: Kernels, rows: int, type_: str) -> None:
+    """And each query has, to the bit, what it has alone."""
     queries = cached(1, (1, rows, 1, 128), "f32", "cache")
     keys, values = (cached(i, (1, 1, 5000, 128), type_, "cache") for i in (2, 3))
-    check(kernels, Asked(queries, keys, values, ("f32", type_, type_), 128**-0.5))
+    asked = Asked(queries, keys, values, ("f32", type_, type_), 128**-0.5)
+    check(kernels, asked)
+    alone = attend(kernels, asked._replace(queries=queries[:, -1:]))
+    assert np.array_equal(attend(kernels, asked)[:, -1:], alone)
+
+
+@pytest.mark.parametrize("size", [64, 96, 100, 256])
+@pytest.mark.parametrize("type_", list(TYPES))
+def test_sizes_of_heads(kernels: Kernels, size: int, type_: str) -> None:
+    queries = cached(1, (1, 8, 1, size), "f32", "cache")
+    keys, values = (cached(i, (1, 2, 700, size), type_, "cache") for i in (2, 3))
+    check(kernels, Asked(queries, keys, values, ("f32", type_, type_), size**-0.5))
 
 
 def test_many_tiles_go_on_from_span_to_span(kernels: Kernels) -> None:

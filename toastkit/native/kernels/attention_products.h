@@ -6,24 +6,41 @@
 
 namespace {
 
-constexpr int WIDE = 4 * LANES;        // columns side by side
-constexpr int64_t AHEAD_BYTES = 4096;  // that are fetched before they are multiplied
+constexpr int64_t LINE = 64;        // bytes that memory gives at a time
+constexpr int64_t BLOCK_KEYS = 32;  // whose values all queries meet in turn
+constexpr int64_t KEYS_AHEAD = 64;  // of those that are multiplied, others are fetched
+
+// Fetches what is needed later, in the order in which it lies in memory, as the processor's own
+// fetching has it; into the second cache, which takes more requests at a time than the first.
+struct Ahead {
+  const char *from;
+  int64_t bytes;  // at a time
+
+  void fetch() {
+    for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(from + at, 0, 2);
+    from += bytes;
+  }
+};
 
 // Rows become columns.
 INLINE void transpose(F32 *r) {
 #if defined(__AVX512F__)
   __m512 t[16];
   auto pd = [](__m512 v) { return _mm512_castps_pd(v); };
+#pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_ps((__m512)r[i], (__m512)r[i + 1]);
     t[i + 1] = _mm512_unpackhi_ps((__m512)r[i], (__m512)r[i + 1]);
   }
   __m512 u[16];
+#pragma GCC unroll 8
   for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 8
     for (int j = 0; j < 2; j++) {
       u[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(t[i + j]), pd(t[i + j + 2])));
       u[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(t[i + j]), pd(t[i + j + 2])));
     }
+#pragma GCC unroll 8
   for (int c = 0; c < 4; c++) {
     __m512 a = _mm512_shuffle_f32x4(u[c], u[4 + c], 0x88);
     __m512 b = _mm512_shuffle_f32x4(u[8 + c], u[12 + c], 0x88);
@@ -37,21 +54,27 @@ INLINE void transpose(F32 *r) {
 #elif defined(__AVX2__)
   __m256 t[8], u[8];
   auto pd = [](__m256 v) { return _mm256_castps_pd(v); };
+#pragma GCC unroll 8
   for (int i = 0; i < 8; i += 2) {
     t[i] = _mm256_unpacklo_ps((__m256)r[i], (__m256)r[i + 1]);
     t[i + 1] = _mm256_unpackhi_ps((__m256)r[i], (__m256)r[i + 1]);
   }
+#pragma GCC unroll 8
   for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 8
     for (int j = 0; j < 2; j++) {
       u[i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(pd(t[i + j]), pd(t[i + j + 2])));
       u[i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(pd(t[i + j]), pd(t[i + j + 2])));
     }
+#pragma GCC unroll 8
   for (int c = 0; c < 4; c++) {
     r[c] = (F32)_mm256_permute2f128_ps(u[c], u[4 + c], 0x20);
     r[4 + c] = (F32)_mm256_permute2f128_ps(u[c], u[4 + c], 0x31);
   }
 #else
+#pragma GCC unroll 8
   for (int i = 0; i < LANES; i++)
+#pragma GCC unroll 8
     for (int j = 0; j < i; j++) {
       float one = r[i][j];
       r[i][j] = r[j][i];
@@ -60,51 +83,80 @@ INLINE void transpose(F32 *r) {
 #endif
 }
 
-// Columns of rows, (size, WIDE), times a number: row j is column j, zeros after the last one.
-// rows: up to WIDE, a stride apart.
-template <int TYPE>
-static void turn(const char *rows, int64_t stride, int count, int64_t size, float scale,
-                 float *out) {
-  for (int j = 0; j < WIDE; j += LANES) {
-    const int some = count - j < LANES ? count - j : LANES;
-    if (some <= 0) {
-      for (int64_t d = 0; d < size; d++) store(out + d * WIDE + j, F32{});
-      continue;
-    }
-    for (int64_t d = 0; d < size; d += LANES) {
-      const int numbers = size - d < LANES ? int(size - d) : LANES;
-      F32 r[LANES];
-      for (int i = 0; i < LANES; i++) {
-        const char *row = rows + (j + i) * stride * Numbers<TYPE>::SIZE;
-        r[i] = F32{};
-        if (i >= some) continue;
-        r[i] = numbers < LANES ? Numbers<TYPE>::some(row, d, numbers) : Numbers<TYPE>::at(row, d);
-        __builtin_prefetch(row + d * Numbers<TYPE>::SIZE + AHEAD_BYTES);
+// Calls work(d, column) for number d of LANES rows side by side, from the first to the last. Two
+// numbers of 16 bits are turned as one of 32, and then widened.
+template <int TYPE, class Work>
+INLINE void turn(const char *const *rows, int64_t size, Ahead ahead, const Work &work) {
+  constexpr int AT_A_TIME = 4 * LANES / Numbers<TYPE>::SIZE;  // numbers of a row
+  F32 r[LANES];
+  int64_t d = 0;
+  for (; d + AT_A_TIME <= size; d += AT_A_TIME) {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) r[i] = load<F32>(rows[i] + d * Numbers<TYPE>::SIZE);
+    ahead.fetch();
+    transpose(r);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+      if constexpr (TYPE == TOAST_F32) {
+        work(d + i, r[i]);
+      } else {
+        work(d + 2 * i, Numbers<TYPE>::low(r[i]));
+        work(d + 2 * i + 1, Numbers<TYPE>::high(r[i]));
       }
-      transpose(r);
-      for (int i = 0; i < numbers; i++) store(out + (d + i) * WIDE + j, r[i] * scale);
     }
+  }
+  for (; d < size; d += LANES) {
+    const int numbers = size - d < LANES ? int(size - d) : LANES;
+    for (int i = 0; i < LANES; i++)
+      r[i] = numbers < LANES ? Numbers<TYPE>::some(rows[i], d, numbers)
+                             : Numbers<TYPE>::at(rows[i], d);
+    transpose(r);
+    for (int i = 0; i < numbers; i++) work(d + i, r[i]);
   }
 }
 
+// out[n][lane] = queries[n] . keys[lane], a chain each. keys: LANES rows. queries, out: a stride
+// apart.
+template <int TYPE, int N>
+static void cross_keys(const char *const *keys, Ahead ahead, const float *queries,
+                       int64_t stride, int64_t size, float *out, int64_t out_stride) {
+  F32 sums[N];
+#pragma GCC unroll 16
+  for (int n = 0; n < N; n++) sums[n] = F32{};
+  turn<TYPE>(keys, size, ahead, [&](int64_t d, F32 column) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+    for (int n = 0; n < N; n++)
+      sums[n] = multiply_add(all(queries[n * stride + d]), column, sums[n]);
+  });
+#pragma GCC unroll 16
+  for (int n = 0; n < N; n++) store(out + n * out_stride, sums[n]);
+}
+
 // out[n][lane] = columns[:, lane] . rows[n], a chain each. V: vectors of lanes. columns:
-// (size, WIDE). rows, out: a stride apart.
+// (size, V * LANES). rows, out: a stride apart.
 template <int V, int N>
 static void cross(const float *columns, const float *rows, int64_t stride, int64_t size,
-                  float *out, int64_t out_stride) {
+                  float *out) {
   F32 sums[N][V];
+#pragma GCC unroll 8
   for (int n = 0; n < N; n++)
+#pragma GCC unroll 8
     for (int v = 0; v < V; v++) sums[n][v] = F32{};
   for (int64_t d = 0; d < size; d++) {
     F32 column[V];
-    for (int v = 0; v < V; v++) column[v] = load<F32>(columns + d * WIDE + v * LANES);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) column[v] = load<F32>(columns + (d * V + v) * LANES);
+#pragma GCC unroll 8
     for (int n = 0; n < N; n++) {
       F32 number = all(rows[n * stride + d]);
+#pragma GCC unroll 8
       for (int v = 0; v < V; v++) sums[n][v] = multiply_add(number, column[v], sums[n][v]);
     }
   }
+#pragma GCC unroll 8
   for (int n = 0; n < N; n++)
-    for (int v = 0; v < V; v++) store(out + n * out_stride + v * LANES, sums[n][v]);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) store(out + (n * V + v) * LANES, sums[n][v]);
 }
 
 // Calls work<N>(first) for the largest N there is, from count rows on.
@@ -118,58 +170,76 @@ INLINE void in_tiles(int64_t count, const Work &work) {
 }
 
 INLINE void cross_all(int vectors, const float *columns, const float *rows, int64_t stride,
-                      int64_t count, int64_t size, float *out, int64_t out_stride) {
+                      int64_t count, int64_t size, float *out) {
   in_tiles(count, [&]<int N>(int64_t n) {
     const float *from = rows + n * stride;
-    float *to = out + n * out_stride;
-    if (vectors == 1) return cross<1, N>(columns, from, stride, size, to, out_stride);
-    if (vectors == 2) return cross<2, N>(columns, from, stride, size, to, out_stride);
-    cross<4, N>(columns, from, stride, size, to, out_stride);
+    float *to = out + n * vectors * LANES;
+    if (vectors == 1) return cross<1, N>(columns, from, stride, size, to);
+    if (vectors == 2) return cross<2, N>(columns, from, stride, size, to);
+    cross<4, N>(columns, from, stride, size, to);
   });
 }
 
-// out[m][d] = sum of weights[key][m] * values[key][d], a chain each, for M rows and V vectors of
+// out[m][d] += sum of weights[key][m] * values[key][d], a chain each, for M rows and V vectors of
 // numbers; the last one only in part where V is 1 and `numbers` are fewer.
 template <int TYPE, int M, int V>
 static void weigh(const float *weights, int64_t weight_stride, int64_t key_stride,
-                  const char *values, int64_t value_stride, int64_t keys, int numbers, float *out,
-                  int64_t out_stride) {
+                  const char *values, int64_t stride, Ahead ahead, int64_t keys, int numbers,
+                  float *out, int64_t out_stride) {
   F32 sums[M][V];
+#pragma GCC unroll 8
   for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) sums[m][v] = F32{};
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) sums[m][v] = load<F32>(out + m * out_stride + v * LANES);
   for (int64_t j = 0; j < keys; j++) {
-    const char *row = values + j * value_stride * Numbers<TYPE>::SIZE;
+    const char *row = values + j * stride;
     F32 value[V];
+#pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
       const bool part = V == 1 && numbers < LANES;
       value[v] = part ? Numbers<TYPE>::some(row, 0, numbers) : Numbers<TYPE>::at(row, v * LANES);
-      if (M <= 4) __builtin_prefetch(row + v * LANES * Numbers<TYPE>::SIZE + AHEAD_BYTES);
     }
+    ahead.fetch();
+#pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
       F32 weight = all(weights[j * key_stride + m * weight_stride]);
+#pragma GCC unroll 8
       for (int v = 0; v < V; v++) sums[m][v] = multiply_add(weight, value[v], sums[m][v]);
     }
   }
+#pragma GCC unroll 8
   for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
     for (int v = 0; v < V; v++) store(out + m * out_stride + v * LANES, sums[m][v]);
 }
 
+// The same for all rows and numbers. Some keys at a time, whose values stay at hand.
 template <int TYPE>
 static void weigh_all(const float *weights, int64_t weight_stride, int64_t key_stride,
-                      const char *values, int64_t value_stride, int64_t keys, int64_t rows,
+                      const char *values, int64_t stride, int64_t keys, int64_t rows,
                       int64_t size, float *out, int64_t out_stride) {
-  in_tiles(rows, [&]<int M>(int64_t m) {
-    const float *from = weights + m * weight_stride;
-    float *to = out + m * out_stride;
-    int64_t d = 0;
-    for (; d + TILE_N * LANES <= size; d += TILE_N * LANES)
-      weigh<TYPE, M, TILE_N>(from, weight_stride, key_stride, values + d * Numbers<TYPE>::SIZE,
-                             value_stride, keys, LANES, to + d, out_stride);
-    for (; d < size; d += LANES)
-      weigh<TYPE, M, 1>(from, weight_stride, key_stride, values + d * Numbers<TYPE>::SIZE,
-                        value_stride, keys, int(size - d < LANES ? size - d : LANES), to + d,
-                        out_stride);
-  });
+  constexpr int64_t WIDE = TILE_N * LANES, SIZE = Numbers<TYPE>::SIZE;
+  for (int64_t j = 0; j < keys; j += BLOCK_KEYS) {
+    const int64_t some = keys - j < BLOCK_KEYS ? keys - j : BLOCK_KEYS;
+    in_tiles(rows, [&]<int M>(int64_t m) {
+      const float *from = weights + j * key_stride + m * weight_stride;
+      const char *block = values + j * stride;
+      float *to = out + m * out_stride;
+      // Of the next ones, as much as these rows and numbers are of all.
+      auto ahead = [&](int64_t d, int64_t width) {
+        const char *next = block + some * stride + (size * m + d * M) * SIZE * some / rows;
+        return Ahead{next, stride == size * SIZE ? width * SIZE * M / rows : 0};
+      };
+      int64_t d = 0;
+      for (; d + WIDE <= size; d += WIDE)
+        weigh<TYPE, M, TILE_N>(from, weight_stride, key_stride, block + d * SIZE,
+                               stride, ahead(d, WIDE), some, LANES, to + d, out_stride);
+      for (; d < size; d += LANES)
+        weigh<TYPE, M, 1>(from, weight_stride, key_stride, block + d * SIZE, stride,
+                          ahead(d, LANES), some, int(size - d < LANES ? size - d : LANES), to + d,
+                          out_stride);
+    });
+  }
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include <float.h>
 #include <math.h>
+#include <string.h>
 
 #include "attention.h"
 #include "attention_products.h"
@@ -12,7 +13,8 @@
 
 namespace {
 
-constexpr int SUMMED = 16;  // chains that weights are added up in, on every processor
+constexpr int SUMMED = 16;       // chains that weights are added up in, on every processor
+constexpr int WIDE = 4 * LANES;  // queries side by side
 constexpr int64_t SCORES_STRIDE = toast::SPAN;  // of a query, where queries are few
 
 INLINE float exponential(float x) { return exponential(all(x))[0]; }
@@ -87,101 +89,131 @@ static void weights_of_row(float *scores, int64_t keys, float *most, float *tota
   *total = in_order(all_sums);
 }
 
-// The same of LANES rows side by side, (keys, WIDE).
-static void weights_of_lanes(float *scores, int64_t keys, float *most, float *total,
-                             int64_t total_stride, int rows) {
+// The same of LANES rows side by side, (keys, LANES), a stride apart.
+static void weights_of_lanes(float *scores, int64_t keys, int64_t stride, float *most,
+                             float *total, int64_t total_stride, int rows) {
   F32 peaks = all(-FLT_MAX);
   for (int64_t j = 0; j < keys; j++) {
-    F32 score = load<F32>(scores + j * WIDE);
+    F32 score = load<F32>(scores + j * stride);
     peaks = score > peaks ? score : peaks;
   }
   F32 sums[SUMMED];
   for (int i = 0; i < SUMMED; i++) sums[i] = F32{};
   for (int64_t j = 0; j < keys; j += SUMMED)
     for (int i = 0; i < SUMMED && j + i < keys; i++) {
-      F32 weight = exponential(load<F32>(scores + (j + i) * WIDE) - peaks);
-      store(scores + (j + i) * WIDE, weight);
+      F32 weight = exponential(load<F32>(scores + (j + i) * stride) - peaks);
+      store(scores + (j + i) * stride, weight);
       sums[i] += weight;
     }
   for (int i = 1; i < SUMMED; i++) sums[0] += sums[i];
   for (int r = 0; r < rows; r++) most[r] = peaks[r], total[r * total_stride] = sums[0][r];
 }
 
-INLINE bool are_few(int64_t rows) { return rows * 4 < LANES * 3; }
+// So few that keys are turned for them; which costs more where vectors have few numbers.
+INLINE bool are_few(int64_t rows) { return rows <= (LANES > 4 ? LANES : 2); }
 
 INLINE int64_t value_floats(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
-// A thread's memory for a span: floats of each part of it.
+// A thread's memory for a span. queries: rows where they are few, else columns. keys: TILE_M,
+// widened. scores: (rows, SPAN) where rows are few, else (SPAN, lanes).
 struct Room {
-  float *queries, *columns, *keys, *scores;
+  float *queries, *scores, *keys;
 };
 
-INLINE bool make_room(const toast::Attention &a, bool few, Room *room) {
-  const int64_t size = a.call->key_size, wide = size * WIDE;
-  const int64_t scores = toast::SPAN * WIDE, keys = TILE_M * (size + LANES);
-  // Where rows are few: they themselves, and columns of keys; else columns of them, and keys.
-  const int64_t floats = wide + scores + keys + (few ? LANES * (size + LANES) : 0);
+INLINE bool make_room(const toast::Attention &a, Room *room) {
+  const int64_t row = value_floats(a.call->key_size) + LANES;
+  const int64_t queries = row * WIDE, scores = toast::SPAN * WIDE;
+  const int64_t floats = queries + scores + TILE_M * row;
   auto memory = static_cast<float *>(toast::scratch(toast::SCORES, floats * sizeof(float)));
   if (!memory) return false;
-  *room = {memory + wide + scores + keys, memory, memory + wide + scores, memory + wide};
+  *room = {memory, memory + queries, memory + queries + scores};
   return true;
+}
+
+INLINE const char *query_of(const toast::Attention &a, const toast::Tile &tile, int64_t r) {
+  const int64_t row = tile.first + r, head = tile.head * a.repeats + row % a.repeats;
+  return row_of(a.call->queries, tile.batch, head, row / a.repeats);
+}
+
+// N: queries, of which those after the tile's are zeros.
+template <int TYPE, int N>
+static void scores_of_rows(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
+                           int64_t end, const Room &room) {
+  const toast_attention &call = *a.call;
+  const int64_t size = call.key_size, row = value_floats(size) + LANES;
+  for (int64_t r = 0; r < N; r++)
+    for (int64_t d = 0; d < size; d += LANES)
+      store(room.queries + r * row + d,
+            r < tile.rows ? some_numbers_at(call.queries.type, query_of(a, tile, r), d,
+                                            int(size - d)) * call.scale
+                          : F32{});
+  const int64_t stride = call.keys.strides[2] * Numbers<TYPE>::SIZE;
+  const char *keys = row_of(call.keys, tile.batch, tile.head, begin);
+  const bool joined = stride == size * Numbers<TYPE>::SIZE;
+  for (int64_t j = 0; j < end - begin; j += LANES) {
+    const char *rows[LANES];  // the last one again after it
+    for (int i = 0; i < LANES; i++)
+      rows[i] = keys + (j + i < end - begin ? j + i : end - begin - 1) * stride;
+    const Ahead ahead = {keys + (j + KEYS_AHEAD) * stride, joined ? LANES * 4 * LANES : 0};
+    cross_keys<TYPE, N>(rows, ahead, room.queries, row, size, room.scores + j, SCORES_STRIDE);
+  }
 }
 
 template <int TYPE>
 static void scores_of_few(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                           int64_t end, const Room &room) {
-  const toast_attention &call = *a.call;
-  const int64_t size = call.key_size;
-  for (int64_t r = 0; r < tile.rows; r++) {
-    const int64_t row = tile.first + r;
-    const char *query = row_of(call.queries, tile.batch, tile.head * a.repeats + row % a.repeats,
-                               row / a.repeats);
-    for (int64_t d = 0; d < size; d += LANES)
-      store(room.queries + r * (size + LANES) + d,
-            some_numbers_at(call.queries.type, query, d, int(size - d)) * call.scale);
+  if (tile.rows == 1) return scores_of_rows<TYPE, 1>(a, tile, begin, end, room);
+  if (tile.rows == 2) return scores_of_rows<TYPE, 2>(a, tile, begin, end, room);
+  if constexpr (LANES >= 8) {
+    if (tile.rows <= 4) return scores_of_rows<TYPE, 4>(a, tile, begin, end, room);
+    if (tile.rows <= 8) return scores_of_rows<TYPE, 8>(a, tile, begin, end, room);
   }
-  for (int64_t j = begin; j < end; j += WIDE) {
-    const int count = int(end - j < WIDE ? end - j : WIDE);
-    turn<TYPE>(row_of(call.keys, tile.batch, tile.head, j), call.keys.strides[2], count, size, 1,
-               room.columns);
-    cross_all(4, room.columns, room.queries, size + LANES, tile.rows, size,
-              room.scores + (j - begin), SCORES_STRIDE);
-  }
+  if constexpr (LANES >= 16) scores_of_rows<TYPE, 16>(a, tile, begin, end, room);
 }
 
 // The queries of a tile as columns, scaled.
-static void turn_queries(const toast::Attention &a, const toast::Tile &tile, float *columns) {
-  const toast_attention &call = *a.call;
-  for (int64_t r = 0; r < WIDE; r++) {
-    const int64_t row = tile.first + r, head = tile.head * a.repeats + row % a.repeats;
-    const char *query = row_of(call.queries, tile.batch, head, row / a.repeats);
-    for (int64_t d = 0; d < call.key_size; d++)
-      columns[d * WIDE + r] =
-          r < tile.rows
-              ? some_numbers_at(call.queries.type, query, d, 1)[0] * call.scale
-              : 0;
+template <int TYPE>
+static void turn_queries(const toast::Attention &a, const toast::Tile &tile, int vectors,
+                         float *columns) {
+  for (int v = 0; v < vectors; v++) {
+    const char *rows[LANES];
+    for (int i = 0; i < LANES; i++) {
+      const int64_t r = v * LANES + i;
+      rows[i] = query_of(a, tile, r < tile.rows ? r : tile.rows - 1);
+    }
+    turn<TYPE>(rows, a.call->key_size, Ahead{rows[0], 0}, [&](int64_t d, F32 column) {
+      store(columns + (d * vectors + v) * LANES, column * a.call->scale);
+    });
   }
 }
 
 static void scores_of_many(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                            int64_t end, int vectors, const Room &room) {
   const toast_attention &call = *a.call;
-  const int64_t size = call.key_size, stride = call.keys.strides[2];
-  turn_queries(a, tile, room.columns);
+  const int64_t size = call.key_size, row = value_floats(size) + LANES;
+  const int64_t number = call.keys.type == TOAST_F32 ? 4 : 2;
+  const int64_t stride = call.keys.strides[2];
+  auto of = call.queries.type == TOAST_F32   ? turn_queries<TOAST_F32>
+            : call.queries.type == TOAST_F16 ? turn_queries<TOAST_F16>
+                                             : turn_queries<TOAST_BF16>;
+  of(a, tile, vectors, room.queries);
   for (int64_t j = begin; j < end; j += TILE_M) {
     const int64_t count = end - j < TILE_M ? end - j : TILE_M;
     const char *keys = row_of(call.keys, tile.batch, tile.head, j);
-    float *to = room.scores + (j - begin) * WIDE;
+    float *to = room.scores + (j - begin) * vectors * LANES;
+    for (int64_t n = 0; n < count; n++)
+      for (int64_t at = 0; at < size * number; at += LINE)
+        __builtin_prefetch(keys + (n + KEYS_AHEAD) * stride * number + at);
     if (call.keys.type == TOAST_F32) {
-      cross_all(vectors, room.columns, reinterpret_cast<const float *>(keys), stride, count, size,
-                to, WIDE);
+      cross_all(vectors, room.queries, reinterpret_cast<const float *>(keys), stride, count, size,
+                to);
       continue;
     }
     for (int64_t n = 0; n < count; n++)
       for (int64_t d = 0; d < size; d += LANES)
-        store(room.keys + n * (size + LANES) + d,
+        store(room.keys + n * row + d,
               some_numbers_at(call.keys.type, keys + n * stride * 2, d, int(size - d)));
-    cross_all(vectors, room.columns, room.keys, size + LANES, count, size, to, WIDE);
+    cross_all(vectors, room.queries, room.keys, row, count, size, to);
   }
 }
 
@@ -193,20 +225,19 @@ static void weigh_values(const toast::Attention &a, const toast::Tile &tile, int
   auto of = values.type == TOAST_F32   ? weigh_all<TOAST_F32>
             : values.type == TOAST_F16 ? weigh_all<TOAST_F16>
                                        : weigh_all<TOAST_BF16>;
-  of(weights, weight_stride, key_stride, from, values.strides[2], keys, tile.rows,
-     a.call->value_size, out, a.row_floats);
+  of(weights, weight_stride, key_stride, from,
+     values.strides[2] * (values.type == TOAST_F32 ? 4 : 2), keys, tile.rows, a.call->value_size,
+     out, a.row_floats);
 }
 
 static bool attend_span(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                         int64_t end, toast::Sums out) {
   const toast_attention &call = *a.call;
   const int64_t keys = end - begin, total = value_floats(call.value_size);
-  const bool few = are_few(a.rows);
   Room room;
-  if (!make_room(a, few, &room)) return false;
-  for (int64_t r = 0; r < tile.rows; r++)
-    store(out.sums + r * a.row_floats + total, F32{});  // the sum of weights comes first in it
-  if (few) {
+  if (!make_room(a, &room)) return false;
+  memset(out.sums, 0, tile.rows * a.row_floats * sizeof(float));
+  if (are_few(a.rows)) {
     auto of = call.keys.type == TOAST_F32   ? scores_of_few<TOAST_F32>
               : call.keys.type == TOAST_F16 ? scores_of_few<TOAST_F16>
                                             : scores_of_few<TOAST_BF16>;
@@ -219,12 +250,14 @@ static bool attend_span(const toast::Attention &a, const toast::Tile &tile, int6
     return true;
   }
   const int needed = int((tile.rows + LANES - 1) / LANES), vectors = needed == 3 ? 4 : needed;
+  const int64_t stride = vectors * LANES;
   scores_of_many(a, tile, begin, end, vectors, room);
-  mask_scores(a, tile, begin, end, room.scores, 1, WIDE);
+  mask_scores(a, tile, begin, end, room.scores, 1, stride);
   for (int64_t r = 0; r < tile.rows; r += LANES)
-    weights_of_lanes(room.scores + r, keys, out.most + r, out.sums + r * a.row_floats + total,
-                     a.row_floats, int(tile.rows - r < LANES ? tile.rows - r : LANES));
-  weigh_values(a, tile, begin, keys, room.scores, 1, WIDE, out.sums);
+    weights_of_lanes(room.scores + r, keys, stride, out.most + r,
+                     out.sums + r * a.row_floats + total, a.row_floats,
+                     int(tile.rows - r < LANES ? tile.rows - r : LANES));
+  weigh_values(a, tile, begin, keys, room.scores, 1, stride, out.sums);
   return true;
 }
 
