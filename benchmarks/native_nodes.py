@@ -40,6 +40,7 @@ def alone() -> Iterator[None]:
     with (
         patch.dict(modules.MIXINS, products, clear=True),
         patch.dict(functions._OURS, clear=True),
+        patch.dict(functions._EXPRESSIONS, clear=True),
         patch.object(feed_forward, "FORWARDS", []),
     ):
         _forget()
@@ -48,8 +49,7 @@ def alone() -> Iterator[None]:
 
 
 def _forget() -> None:
-    functions.methods_anew.cache_clear()
-    functions._spaces.clear()
+    functions._forget()
     feed_forward.form_of.cache_clear()
     modules._anew.cache_clear()
 

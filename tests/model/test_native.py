@@ -15,6 +15,7 @@ from mlx_lm.models import switch_layers
 
 from tests.conftest import examples
 from tests.model.checkpoints import quantised_qwen3, tied_llama
+from tests.model.moe_checkpoints import write_moe
 from tests.model.published import write_published
 from tests.model.reference import PROMPTS
 from tests.model.test_expert_slots import SlotOptions
@@ -235,7 +236,11 @@ def test_the_reference(prompt: dict) -> None:
         logits = crumb.step(token, caches)
 
 
-MAKERS = {"llama": tied_llama, "qwen3": quantised_qwen3}
+MAKERS = {
+    "llama": tied_llama,
+    "qwen3": quantised_qwen3,
+    "deepseek_v3": lambda path: write_moe(path, "deepseek_v3"),
+}
 
 
 @pytest.mark.parametrize(
@@ -249,6 +254,7 @@ MAKERS = {"llama": tied_llama, "qwen3": quantised_qwen3}
         "gpt_oss",
         "phi3",
         "olmoe",
+        "deepseek_v3",
         "qwen2_moe",
         "qwen3_next",
         "qwen3_5",

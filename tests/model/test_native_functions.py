@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import linecache
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import mlx.core as mx
@@ -58,6 +61,7 @@ class Overridden(Attention):
 def architecture(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A module as mlx_lm's are, where only attention is replaced: by the word "ours"."""
     monkeypatch.setattr(functions, "_OURS", {})
+    monkeypatch.setattr(functions, "_EXPRESSIONS", {})
     monkeypatch.setattr(modules, "_anew", modules._anew.__wrapped__)
 
     @functions.stands_for("mlx_lm.models.base", "scaled_dot_product_attention")
@@ -72,8 +76,7 @@ def architecture(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setitem(sys.modules, "an_architecture", made)
     exec(SOURCE, vars(made))
     yield made
-    functions.methods_anew.cache_clear()
-    functions._spaces.clear()
+    functions._forget()
 
 
 def test_methods_call_ours(architecture: ModuleType) -> None:
@@ -95,6 +98,72 @@ def test_methods_call_ours(architecture: ModuleType) -> None:
     assert dict(vars(architecture)) == before
     assert mx.array_equal(architecture.Helped()(x), x)
     assert mx.fast.scaled_dot_product_attention(x, x, x, scale=1.0).shape == x.shape
+
+
+EXPRESSIONS = """
+import mlx.core as mx
+import mlx.nn as nn
+from functools import partial
+
+@partial(mx.compile, shapeless=True)
+def helper(y, w):
+    return (y * w[..., None]).sum(axis=-2).astype(y.dtype)
+
+class Weighs(nn.Module):
+    def __call__(self, y, scores=None, *, w: int = 3):
+        def inner():
+            return w
+        r = (
+            (y + 1) * scores[..., None]
+        ).sum(axis=-2)
+        return r, inner()
+
+class Compiled(nn.Module):
+    def __call__(self, y, w):
+        return helper(y, w)
+
+class Fails(nn.Module):
+    def __call__(self, y, w):
+        y = (y * w[..., None]).sum(axis=-2)
+        raise ValueError("it does")
+
+class Others(nn.Module):
+    def __call__(self, y, w):
+        return (y * w[..., None]).sum(axis=-1), (y + w[..., None]).sum(axis=-2)
+
+class Within(nn.Module):
+    def __call__(self, y, w):
+        return super().__call__((y * w[..., None]).sum(axis=-2))
+"""
+
+
+def test_expressions(
+    architecture: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "an_expression.py").write_text(EXPRESSIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    made = importlib.import_module("an_expression")
+    monkeypatch.setitem(sys.modules, "an_expression", made)
+
+    @functions.replaces("(a * b[..., None]).sum(axis=-2)")
+    def weighed(a: mx.array, b: mx.array) -> mx.array:
+        return mx.array([7.0, *a.shape, *b.shape])
+
+    y, w = mx.ones((2, 3)), mx.ones(2)
+    r, inner = modules.native(made.Weighs)()(y, scores=w, w=5)
+    assert r.tolist() == [7, 2, 3, 2] and inner == 5
+    assert made.Weighs()(y, w)[0].tolist() == [4, 4, 4]
+    assert modules.native(made.Compiled)()(y, w).tolist() == [7, 2, 3, 2]
+    for name in ("Others", "Within"):
+        cls = getattr(made, name)
+        assert modules.native(cls) is cls
+    with pytest.raises(ValueError) as error:
+        modules.native(made.Fails)()(y, w)
+    assert "raise" in EXPRESSIONS.splitlines()[error.traceback[-1].lineno]
+    (tmp_path / "an_expression.py").write_text(EXPRESSIONS.replace("y", "z"))  # since imported
+    linecache.clearcache()
+    functions._forget()
+    assert functions.methods_anew(made.Weighs) == {}
 
 
 def test_classes_that_call_none_stay(architecture: ModuleType) -> None:

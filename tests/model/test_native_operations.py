@@ -11,7 +11,14 @@ import mlx.nn as nn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models import activations, gated_delta, rope_utils, switch_layers
+from mlx_lm.models import (
+    activations,
+    deepseek_v3,
+    gated_delta,
+    qwen3_moe,
+    rope_utils,
+    switch_layers,
+)
 
 from tests.conftest import examples
 from tests.native_library import native_cache, native_path, needed
@@ -114,6 +121,34 @@ def test_softmax(shape: tuple, size: int, dtype: mx.Dtype, layout: str, keep: bo
     assert alike(operations.logsumexp(x, -1, keep), theirs)
 
 
+@settings(max_examples=examples(40))
+@given(shapes, st.integers(2, 130), dtypes, layouts, st.booleans(), st.data())
+def test_partitions(
+    shape: tuple, size: int, dtype: mx.Dtype, layout: str, equal: bool, data
+) -> None:
+    """The same places on either side, also of equal numbers; MLX has no order of two NaN."""
+    x = numbers(21, (*shape, size), dtype, layout)
+    x = mx.round(x) if equal else x
+    x = mx.where(mx.arange(size) == size // 3, mx.nan, x).astype(dtype)
+    kth = data.draw(st.integers(-size, size - 1))
+    ours, theirs = (f(x, kth=kth, axis=-1) for f in (operations.argpartition, mx.argpartition))
+    assert ours.dtype == theirs.dtype
+    for part in (slice(kth % size), slice(kth % size, kth % size + 1), slice(kth % size, size)):
+        assert mx.array_equal(mx.sort(ours[..., part], -1), mx.sort(theirs[..., part], -1))
+    k = data.draw(st.integers(1, size))
+    ours, theirs = (mx.sort(f(x, k, axis=-1), -1) for f in (operations.topk, mx.topk))
+    assert mx.array_equal(ours, theirs, equal_nan=True)
+
+
+@settings(max_examples=examples(30))
+@given(shapes, st.integers(1, 80), st.tuples(dtypes, dtypes), layouts)
+def test_weighted_sums(shape: tuple, size: int, kinds: tuple, layout: str) -> None:
+    y, scores = numbers(22, (*shape, size), kinds[0], layout), numbers(23, shape, kinds[1])
+    wide = (y.astype(mx.float32) * scores.astype(mx.float32)[..., None]).sum(axis=-2)
+    theirs = (y * scores[..., None]).sum(axis=-2)
+    assert alike(operations.weighted_sum(y, scores), wide.astype(theirs.dtype))
+
+
 @settings(max_examples=examples(30))
 @given(st.integers(1, 2), st.integers(1, 5), st.integers(1, 3), st.integers(1, 40), dtypes,
        st.sampled_from(["none", "given"]), st.booleans(), st.booleans())  # fmt: skip
@@ -153,7 +188,9 @@ def test_what_only_mlx_has(monkeypatch: pytest.MonkeyPatch, library: Library) ->
     calls = [
         lambda f: f.softmax(x), lambda f: f.softmax(x, axis=1), lambda f: f.softmax(ints, axis=-1),
         lambda f: f.logsumexp(x, axis=(0, 1)), lambda f: f.sigmoid(ints),
-        lambda f: f.sigmoid(x, stream=mx.cpu),
+        lambda f: f.sigmoid(x, stream=mx.cpu), lambda f: f.topk(x, 2, axis=1),
+        lambda f: f.argpartition(x, 1, axis=0).astype(mx.float32),
+        lambda f: f.argpartition(ints, 2).astype(mx.float32),
         lambda f: (f if f is operations else mx.fast).rms_norm(x, x[0, 0, 0], 1e-5, stream=mx.cpu),
         lambda f: (f if f is operations else mx.fast).rope(
             x[None], 4, traditional=False, base=10.0, scale=1.0, offset=1
@@ -162,6 +199,14 @@ def test_what_only_mlx_has(monkeypatch: pytest.MonkeyPatch, library: Library) ->
     for call in calls:
         assert alike(call(operations), call(mx))
     assert alike(operations.swiglu(x, x[:1]), activations.swiglu(x, x[:1]))
+    for scores in (x[0, ..., 0], x[..., :1, 0], ints[:, 0, :]):
+        theirs = (x * scores[..., None]).sum(axis=-2)
+        assert alike(operations.weighted_sum(x, scores), theirs)
+    with pytest.raises(ValueError):
+        operations.argpartition(x, 8, axis=-1)
+    for weights in (x[..., 0].astype(mx.float16), x[0, ..., 0]):
+        with pytest.raises(ValueError):
+            library.weighted_sum(x, weights)
     wrong = {"traditional": False, "scale": 1.0, "offset": 0}
     for dims, rest in ((4, {"base": None}), (5, {"base": 1.0}), (10, {"base": 1.0})):
         with pytest.raises(ValueError):
@@ -171,7 +216,7 @@ def test_what_only_mlx_has(monkeypatch: pytest.MonkeyPatch, library: Library) ->
     with pytest.raises(ValueError):
         library.gate(x, x[:1], "silu")
     monkeypatch.setattr("toastkit.native.library._in_use", None)
-    for call in calls[:5]:
+    for call in calls[:8]:
         assert alike(call(operations), call(mx))
     assert alike(operations.rms_norm(x, None, 1e-5), mx.fast.rms_norm(x, None, 1e-5))
 
@@ -206,6 +251,34 @@ def test_modules_of_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     module.__class__ = modules.native(type(module))
     monkeypatch.setattr(mx.fast, "rms_norm", None)
     assert alike(module(x), theirs)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_modules_of_routers(normed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen among all, or among those of the best groups by a function that is compiled."""
+    args = qwen3_moe.ModelArgs(
+        "qwen3_moe", 32, 1, 32, 2, 8, 3, 1, [], 16, 8, 1e-6, 99, 2, 16, 1e4, False, 99, normed
+    )  # fmt: skip
+    block, x = qwen3_moe.Qwen3MoeSparseMoeBlock(args), numbers(24, (1, 5, 32), mx.float32)
+    gate = deepseek_v3.MoEGate(deepseek_v3.ModelArgs(
+        hidden_size=32, n_routed_experts=16, num_experts_per_tok=3, n_group=4, topk_group=2,
+        norm_topk_prob=normed,
+    ))  # fmt: skip
+    gate.weight = numbers(25, (16, 32), mx.float32)
+    theirs, (chosen, scores) = block(x), gate(x)
+    modules.use_native([*block.modules(), gate])
+    monkeypatch.setattr(mx, "topk", None)  # groups are chosen over another axis
+    assert alike(block(x), theirs, 1e-3)
+    ours, weights = gate(x)
+    assert mx.array_equal(mx.sort(ours, -1), mx.sort(chosen, -1))
+    assert alike(mx.sort(weights, -1), mx.sort(scores, -1))
+    calls: list[str] = []
+    for name in ("partition", "weighted_sum"):
+        inner = getattr(Library, name)
+        monkeypatch.setattr(
+            Library, name, lambda *a, name=name, inner=inner: calls.append(name) or inner(*a)
+        )
+    assert alike(block(x), theirs, 1e-3) and calls == ["partition", "weighted_sum"]
 
 
 def test_what_all_models_share_stays(tmp_path: Path) -> None:

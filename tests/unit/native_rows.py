@@ -131,6 +131,27 @@ def log_sum_exp(kernels: Kernels, x: np.ndarray, type_: str) -> np.ndarray:
     return out
 
 
+def partition(kernels: Kernels, x: np.ndarray, type_: str, kth: int) -> np.ndarray:
+    out = np.full(x.shape, 7, np.uint32)
+    size = ctypes.c_int64(x.shape[-1])
+    check(kernels.library.toast_partition(
+        vectors(x, type_), size, ctypes.c_int64(kth), pointer(out)
+    ))  # fmt: skip
+    return out
+
+
+def weighted_sums(
+    kernels: Kernels, x: np.ndarray, weights: np.ndarray, kinds: tuple, group: int
+) -> np.ndarray:
+    """x: (groups * group, n). weights: float32 (groups * group,)."""
+    out = room((len(x) // group, x.shape[-1]), kinds[1])
+    check(kernels.library.toast_weighted_sums(
+        vectors(x, kinds[0]), ctypes.c_int64(x.shape[-1]), ctypes.c_int64(group),
+        pointer(weights), pointer(out), TYPES[kinds[1]],
+    ))  # fmt: skip
+    return out
+
+
 def delta(
     kernels: Kernels,
     arrays: list[np.ndarray],

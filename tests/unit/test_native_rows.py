@@ -27,10 +27,12 @@ from tests.unit.native_rows import (
     log_sum_exp,
     normed,
     numbers,
+    partition,
     pointer,
     rotated,
     softmax,
     vectors,
+    weighted_sums,
 )
 
 __all__ = ["instructions", "kernels"]
@@ -197,6 +199,40 @@ def test_softmax_at_the_ends(kernels: Kernels, size: int) -> None:
     np.testing.assert_allclose(sums[3:], [1e38, np.log(size)], rtol=1e-6)
 
 
+@settings(max_examples=examples(40))
+@given(seeds, st.integers(1, 5), st.one_of(st.integers(1, 150), st.just(20001)), types,
+       st.integers(0, 3), st.booleans(), st.data())  # fmt: skip
+def test_partitions(
+    kernels: Kernels, seed: int, rows: int, size: int, type_: str, gap: int, alike: bool, data
+) -> None:  # fmt: skip
+    """Equal numbers by their places, both zeros being equal; no number after all."""
+    x = numbers(seed, (rows, size), type_, gap)
+    if alike:
+        x[:] = stored(np.round(read(x, type_) / 4), type_)
+    x.flat[:: 1 + size // 3] = stored(np.array(np.inf), type_)
+    x.flat[1 :: 2 + size // 3] = stored(np.array(-np.nan), type_)
+    x.flat[2 :: 2 + size // 4] = stored(np.array(-np.inf), type_)
+    kth = data.draw(st.integers(0, size - 1))
+    wanted = np.argsort(read(x, type_), axis=-1, kind="stable")
+    out = partition(kernels, x, type_, kth)
+    assert np.array_equal(out[:, kth], wanted[:, kth])
+    for part in (slice(kth), slice(kth, None)):
+        assert np.array_equal(np.sort(out[:, part]), np.sort(wanted[:, part]))
+
+
+@settings(max_examples=examples(40))
+@given(seeds, st.integers(0, 5), st.integers(1, 9), columns, st.tuples(types, types),
+       st.integers(0, 3))  # fmt: skip
+def test_weighted_sums(
+    kernels: Kernels, seed: int, groups: int, group: int, size: int, kinds: tuple, gap: int
+) -> None:
+    x = numbers(seed, (groups * group, size), kinds[0], gap)
+    weights = np.random.default_rng(seed).normal(size=groups * group).astype(np.float32)
+    each = (read(x, kinds[0]) * weights[:, None].astype(np.float64)).reshape(groups, group, size)
+    least = group * 2.0**-23 * abs(each).max(initial=0) + 1e-38
+    assert close(weighted_sums(kernels, x, weights, kinds, group), kinds[1], each.sum(1), 4, least)
+
+
 @settings(max_examples=examples(20))
 @given(seeds, st.integers(1, 30), st.sampled_from([64, 2048, 40001]), st.integers(1, 4))
 def test_rows_are_what_each_is_alone(
@@ -212,6 +248,8 @@ def test_rows_are_what_each_is_alone(
             normed(kernels, x, x[0], kinds), gated(kernels, x, x, "f32", "silu"),
             softmax(kernels, x, kinds), log_sum_exp(kernels, x, "f32"),
             rotated(kernels, x[:, None, None], "f32", frequencies, offsets),
+            partition(kernels, x, "f32", size // 2),
+            weighted_sums(kernels, np.repeat(x, 2, 0), x[0, np.arange(2 * len(x)) % 2], kinds, 2),
         ]  # fmt: skip
 
     together = all_of(x, positions)
@@ -234,8 +272,13 @@ def test_what_is_no_operation_is_refused(kernels: Kernels) -> None:
         lambda: kernels.library.toast_softmax(
             vectors(x, "f32"), ctypes.c_int64(8), pointer(x), -1
         ),
+        lambda: partition(kernels, x, "f32", 8),
+        lambda: weighted_sums(kernels, x, x[0], ("f32", "f32"), 3),
     ]  # fmt: skip
-    assert [call() for call in calls] == [1, 1, 1]
+    assert [call() for call in calls[:3]] == [1, 1, 1]
+    for call in calls[3:]:
+        with pytest.raises(ValueError, match="1"):
+            call()
     for frequencies, offsets in ((np.zeros(5, np.float32), one), (x[0, :4], np.zeros(3, np.int32))):
         with pytest.raises(ValueError, match="1"):
             rotated(kernels, x[:, None, None], "f32", frequencies, offsets)

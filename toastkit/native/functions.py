@@ -1,19 +1,26 @@
-"""Functions that architectures call by name: `scaled_dot_product_attention(queries, keys, ...)`.
+"""Functions that architectures call by name: `scaled_dot_product_attention(queries, keys, ...)`;
+and expressions that they have no name for: `(y * scores[..., None]).sum(axis=-2)`.
 
-A class whose methods call one of them gets a class derived from it, with these methods made anew:
-the same code, over a copy of its module's globals in which the names stand for ours. The module,
-mlx_lm and MLX stay as they are. What a method calls by way of functions of its own module is made
-anew with it; what is wrapped (mx.compile, a decorator) is not, and goes on calling MLX's.
+A class whose methods have one of them gets a class derived from it, with these methods made anew:
+the same code, over a copy of its module's globals in which the names stand for ours; compiled from
+its source where an expression becomes a call. The module, mlx_lm and MLX stay as they are. What a
+method calls by way of functions of its own module is made anew with it, also of what mx.compile
+makes of them, which is nothing on the CPU: engines turn it off there. What any other decorator has
+wrapped goes on calling MLX's.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
+import mlx.core as mx
 import mlx.nn as nn
 
 Space = dict[str, Any]  # globals of a module
@@ -22,17 +29,57 @@ _OURS: dict[tuple[str, str], Callable[..., Any]] = {}
 _spaces: dict[int, tuple[Space, Space]] = {}  # by the id of the first
 
 
+class _Expression(NamedTuple):
+    """form: the parameters, each once, stand for anything. names, constants: that code with it has,
+    the latter as they are written."""
+
+    form: ast.expr
+    parameters: tuple[str, ...]
+    names: frozenset[str]
+    constants: frozenset[str]
+    ours: Callable[..., Any]
+
+
+_EXPRESSIONS: dict[str, _Expression] = {}  # by the name of the global that is called
+COMPILED = type(mx.compile(lambda x: x))
+
+
 def stands_for(module: str, name: str) -> Callable[[Any], Any]:
     """Has a function called in place of one of mlx or mlx_lm, by its module and its name there,
     which may be of one in it: stands_for("mlx.core", "fast.rms_norm")."""
 
     def register(ours: Any) -> Any:
         _OURS[module, name] = ours
-        methods_anew.cache_clear()
-        _spaces.clear()
+        _forget()
         return ours
 
     return register
+
+
+def replaces(expression: str) -> Callable[[Any], Any]:
+    """Has a function called in place of an expression, in which its parameters are anything and
+    `mx` is mlx.core: replaces("mx.exp(x) - 1") of a function of x."""
+
+    def register(ours: Any) -> Any:
+        code, parameters = (
+            compile(expression, "", "eval"),
+            tuple(inspect.signature(ours).parameters),
+        )
+        names = frozenset(code.co_names).difference(parameters)
+        _EXPRESSIONS[f"_toastkit_{ours.__name__}"] = _Expression(
+            ast.parse(expression, mode="eval").body, parameters, names,
+            frozenset(map(repr, code.co_consts)), ours,
+        )  # fmt: skip
+        _forget()
+        return ours
+
+    return register
+
+
+def _forget() -> None:
+    methods_anew.cache_clear()
+    _code_anew.cache_clear()
+    _spaces.clear()
 
 
 @cache
@@ -53,6 +100,8 @@ def methods_anew(cls: type[nn.Module]) -> dict[str, FunctionType]:
 def _calls_ours(function: FunctionType, seen: set[FunctionType]) -> bool:
     """By itself, or through functions of its module. seen: those that are being looked at."""
     space = function.__globals__
+    if _code_anew(function) is not function.__code__:
+        return True
     names = set(_names(function.__code__))
     values = [space[name] for name in names if name in space]
     originals = _originals()
@@ -70,8 +119,8 @@ def _calls_ours(function: FunctionType, seen: set[FunctionType]) -> bool:
 
 
 def _is_of(space: Space, value: Any) -> TypeGuard[FunctionType]:
-    """Whether it is a plain function of a module's own."""
-    return isinstance(value, FunctionType) and value.__globals__ is space
+    """Whether it is a function of a module's own, plain or compiled."""
+    return isinstance(value, (FunctionType, COMPILED)) and value.__globals__ is space
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -98,6 +147,7 @@ def _space_of(theirs: Space) -> Space:
     """The globals that stand for those of an architecture's module."""
     if id(theirs) not in _spaces:
         originals, made = _originals(), dict(theirs)
+        made.update({name: expression.ours for name, expression in _EXPRESSIONS.items()})
         _spaces[id(theirs)] = theirs, made
         for name, value in theirs.items():
             if id(value) in originals:
@@ -126,10 +176,71 @@ def _copied(module: ModuleType, ours: Mapping[str, Callable[..., Any]]) -> Modul
 
 def _over(function: FunctionType, space: Space) -> FunctionType:
     """The same function over other globals."""
-    made = FunctionType(
-        function.__code__, space, function.__name__, function.__defaults__, function.__closure__
-    )
+    code = _code_anew(function)
+    made = FunctionType(code, space, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__qualname__, made.__doc__ = function.__qualname__, function.__doc__
-    vars(made).update(vars(function))
+    vars(made).update(function.__dict__)
     return made
+
+
+@cache
+def _code_anew(function: FunctionType) -> CodeType:
+    """With calls of ours for expressions; its code where it has none, or no source that says what
+    it does, or where it is part of another function."""
+    code = function.__code__
+    names, constants = {*_names(code)}, {*map(repr, code.co_consts)}
+    found = {
+        name: e for name, e in _EXPRESSIONS.items() if e.names <= names and e.constants <= constants
+    }
+    theirs = function.__globals__.get("mx") is mx
+    if not found or not theirs or code.co_freevars:
+        return code
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError):
+        return code
+    if not isinstance(definition := tree.body[0], ast.FunctionDef):
+        return code
+    definition.decorator_list = []
+    ast.increment_lineno(tree, code.co_firstlineno - 1)
+    changed = _Replaced(found)
+    compiled = compile(ast.fix_missing_locations(changed.visit(tree)), code.co_filename, "exec")
+    consts = (c for c in compiled.co_consts if isinstance(c, CodeType))
+    made = next(c for c in consts if c.co_name == code.co_name)
+    stale = {*made.co_names} - {*code.co_names, *found} or made.co_varnames != code.co_varnames
+    return made if changed.count and not stale else code
+
+
+class _Replaced(ast.NodeTransformer):
+    """Puts calls in place of expressions. count: of them."""
+
+    def __init__(self, expressions: Mapping[str, _Expression]):
+        self.count = 0
+        self._expressions = expressions
+
+    def visit(self, node: ast.AST) -> Any:
+        node = super().visit(node)
+        for name, expression in self._expressions.items():
+            parameters: dict[str, Any] = dict.fromkeys(expression.parameters)
+            if isinstance(node, ast.expr) and _matches(expression.form, node, parameters):
+                self.count += 1
+                called = ast.Name(name, ast.Load())
+                return ast.copy_location(ast.Call(called, [*parameters.values()], []), node)
+        return node
+
+
+def _matches(form: Any, node: Any, parameters: dict[str, Any]) -> bool:
+    """Whether a part of a tree has a form. parameters: take what stands in their places."""
+    if isinstance(form, ast.Name) and form.id in parameters:
+        parameters[form.id] = node
+        return True
+    if isinstance(form, list):
+        return len(form) == len(node) and all(
+            _matches(a, b, parameters) for a, b in zip(form, node)
+        )
+    if not isinstance(form, ast.AST):
+        return type(form) is type(node) and form == node
+    return type(form) is type(node) and all(
+        _matches(getattr(form, field), getattr(node, field), parameters) for field in form._fields
+    )

@@ -104,6 +104,8 @@ class Library:
         self._gate = function("gate", *[array] * 3, whole)
         self._softmax = function("softmax", array, array)
         self._log_sum_exp = function("log_sum_exp", array, array)
+        self._partition = function("partition", array, array, whole)
+        self._weighted_sum = function("weighted_sum", *[array] * 3)
         self._attend = function("attend", *[array] * 6, number, whole)
 
     def set_threads(self, count: int) -> None:
@@ -242,6 +244,18 @@ class Library:
         """Of x (..., n) over the last axis: float32 (..., 1), lazy."""
         out = mx.array(0)
         return _made(out, self._log_sum_exp(out, x))
+
+    def partition(self, x: mx.array, kth: int) -> mx.array:
+        """As mx.argpartition of x (..., n) over the last axis, kth from 0 on, lazy: uint32 (...,
+        n). Of equal numbers the first is the smaller, NaN is larger than all."""
+        out = mx.array(0)
+        return _made(out, self._partition(out, x, kth))
+
+    def weighted_sum(self, x: mx.array, weights: mx.array) -> mx.array:
+        """(x * weights[..., None]).sum(-2), in float32, lazy. x: (..., k, n). weights: float32
+        (..., k)."""
+        out = mx.array(0)
+        return _made(out, self._weighted_sum(out, x, weights))
 
     def attend(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from toastkit.native.functions import stands_for
+from toastkit.native.functions import replaces, stands_for
 from toastkit.native.library import FLOATS, in_use
 
 
@@ -127,6 +127,35 @@ def logsumexp(x: mx.array, axis: Any = None, keepdims: bool = False, **rest: Any
         return mx.logsumexp(x, axis, keepdims, **rest)
     made = library.log_sum_exp(x)
     return (made if keepdims else made.squeeze(-1)).astype(x.dtype)
+
+
+@stands_for("mlx.core", "argpartition")
+def argpartition(x: mx.array, kth: int, axis: Any = -1, **rest: Any) -> mx.array:
+    """As mx.argpartition, of (..., n) and any dtype; in its order, too, where both are compiled
+    with the same standard library."""
+    library = in_use()
+    known = _fits(x) and _is_last(x, axis) and -x.shape[-1] <= kth < x.shape[-1]
+    if library is None or rest or not known:
+        return mx.argpartition(x, kth, axis, **rest)
+    return library.partition(x, kth % x.shape[-1])
+
+
+@stands_for("mlx.core", "topk")
+def topk(x: mx.array, k: int, axis: Any = -1, **rest: Any) -> mx.array:
+    """As mx.topk, of (..., n) and any dtype."""
+    if in_use() is None or rest or not (_fits(x) and _is_last(x, axis) and 0 < k <= x.shape[-1]):
+        return mx.topk(x, k, axis, **rest)
+    return mx.take_along_axis(x, argpartition(x, -k)[..., -k:], axis=-1)
+
+
+@replaces("(y * scores[..., None]).sum(axis=-2)")
+def weighted_sum(y: mx.array, scores: mx.array) -> mx.array:
+    """What experts gave, (..., k, n), each times its score (..., k), added up in float32."""
+    library = in_use()
+    if library is None or not _fits(y, scores) or y.shape[:-1] != scores.shape or not scores.size:
+        return (y * scores[..., None]).sum(axis=-2)
+    made = library.weighted_sum(y, scores.astype(mx.float32))
+    return made.astype(mx.result_type(y, scores))
 
 
 @stands_for("mlx_lm.models.base", "scaled_dot_product_attention")

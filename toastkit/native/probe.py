@@ -64,6 +64,8 @@ def _operations(library: Library) -> list[tuple[mx.array, mx.array]]:
         (library.gate(y, None, "sigmoid"), sigmoid),
         (library.softmax(heads), mx.softmax(heads, -1)),
         (library.log_sum_exp(heads), mx.logsumexp(heads, -1, keepdims=True)),
+        (mx.take_along_axis(y, library.partition(y, 69), -1)[..., 69], y.max(-1)),
+        (library.weighted_sum(y, heads[..., 0]), (y * heads[..., :1]).sum(-2)),
         *_recurrence(library),
     ]
 

@@ -123,6 +123,37 @@ mx::array log_sum_exp(const mx::array &x) {
   });
 }
 
+mx::array partitioned(const mx::array &x, int kth) {
+  check(x.ndim() >= 1 && kth >= 0 && kth < x.shape(-1), "no such place in rows");
+  type_of(x);
+  return made("ToastPartition", x.shape(), mx::uint32, {x}, [=](const Arrays &arrays) {
+    mx::array out = arrays.back();
+    InOrder data(arrays[0]);
+    const toast_vectors rows = rows_of(arrays[0], data);
+    need(toast_partition(&rows, rows.stride, kth, out.data<uint32_t>()));
+  });
+}
+
+mx::array weighed(const mx::array &x, const mx::array &weights) {
+  auto shape = x.shape();
+  check(x.ndim() >= 2 && shape[x.ndim() - 2], "no groups of vectors");
+  const int columns = shape.back();
+  shape.pop_back();
+  check(weights.shape() == shape && weights.dtype() == mx::float32, "weights of another shape");
+  const int64_t group = shape.back();
+  shape.back() = columns;
+  type_of(x);
+  return made("ToastWeightedSum", std::move(shape), mx::float32, {x, weights},
+              [=](const Arrays &arrays) {
+    mx::array out = arrays.back();
+    InOrder data(arrays[0]), factors(arrays[1]);
+    const toast_vectors rows = rows_of(arrays[0], data);
+    need(toast_weighted_sums(&rows, columns, group,
+                             reinterpret_cast<const float *>(factors.data()), out.data<char>(),
+                             type_of(out)));
+  });
+}
+
 }  // namespace
 }  // namespace toast
 
@@ -163,6 +194,16 @@ TOAST_API const char *toast_softmax_array(void *out, void *x) {
 TOAST_API const char *toast_log_sum_exp_array(void *out, void *x) {
   using toast::array_of;
   return toast::wrong([&] { array_of(out) = toast::log_sum_exp(array_of(x)); });
+}
+
+TOAST_API const char *toast_partition_array(void *out, void *x, int kth) {
+  using toast::array_of;
+  return toast::wrong([&] { array_of(out) = toast::partitioned(array_of(x), kth); });
+}
+
+TOAST_API const char *toast_weighted_sum_array(void *out, void *x, void *weights) {
+  using toast::array_of;
+  return toast::wrong([&] { array_of(out) = toast::weighed(array_of(x), array_of(weights)); });
 }
 
 }  // extern "C"

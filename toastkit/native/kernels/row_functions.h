@@ -138,7 +138,19 @@ static void shares(int type, const void *x, int64_t first, int64_t count, toast:
   }
 }
 
-const toast::RowInstructions row_functions = {norm_row,     turns_at,     rotate_head,
-                                              gate_numbers, exponentials, shares, delta_rows};
+static void weigh_row(const toast::Weighing &w, int64_t row) {
+  for (int64_t k = 0; k < w.columns; k += LANES) {
+    const int some = int(w.columns - k < LANES ? w.columns - k : LANES);
+    F32 total = {};
+    for (int64_t i = row * w.group; i < (row + 1) * w.group; i++) {
+      F32 x = some_numbers_at(w.x->type, w.x->data, i * w.x->stride + k, some);
+      total = multiply_add(x, all(w.weights[i]), total);
+    }
+    put_some(w.out_type, w.out, row * w.columns + k, total, some);
+  }
+}
+
+const toast::RowInstructions row_functions = {
+    norm_row, turns_at, rotate_head, gate_numbers, exponentials, shares, weigh_row, delta_rows};
 
 }  // namespace

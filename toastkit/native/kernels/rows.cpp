@@ -3,6 +3,8 @@
 
 #include <math.h>
 
+#include <algorithm>
+
 #include "product.h"
 #include "sharing.h"
 
@@ -81,6 +83,32 @@ int softmax(const toast_vectors &x, int64_t columns, void *out, int out_type) {
   return 0;
 }
 
+// Numbers of a type in their order as whole numbers: both zeros are one, NaN is above all.
+uint32_t rank(int type, const void *x, int64_t at) {
+  const bool wide = type == TOAST_F32;
+  const uint32_t bits = wide ? static_cast<const uint32_t *>(x)[at]
+                             : static_cast<const uint16_t *>(x)[at];
+  const uint32_t sign = wide ? 1u << 31 : 1u << 15, size = bits & (sign - 1);
+  const uint32_t infinity = wide ? 0x7f800000 : type == TOAST_F16 ? 0x7c00 : 0x7f80;
+  return size > infinity ? UINT32_MAX : bits & sign ? sign - size : sign + size;
+}
+
+// Rank and place are one number: what is compared lies side by side, and no two are equal.
+int partition(const toast_vectors &x, int64_t columns, int64_t kth, uint32_t *out) {
+  auto ranks = memory<uint64_t>(x.count * columns);
+  if (!ranks) return 2;
+  share(x.count, columns, [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; row++) {
+      uint64_t *own = ranks.get() + row * columns;
+      for (int64_t i = 0; i < columns; i++)
+        own[i] = uint64_t(rank(x.type, x.data, row * x.stride + i)) << 32 | uint64_t(i);
+      std::nth_element(own, own + kth, own + columns);
+      for (int64_t i = 0; i < columns; i++) out[row * columns + i] = uint32_t(own[i]);
+    }
+  });
+  return 0;
+}
+
 }  // namespace
 }  // namespace toast
 
@@ -127,6 +155,23 @@ int toast_log_sum_exp(const toast_vectors *x, int64_t columns, float *out) {
     const bool ends = of.most == INFINITY || !of.sum;
     out[row] = ends ? of.most : of.most + logf(of.sum);
   }) ? 0 : 2;
+}
+
+int toast_partition(const toast_vectors *x, int64_t columns, int64_t kth, uint32_t *out) {
+  if (!toast::is_type(x->type) || kth < 0 || kth >= columns || columns > UINT32_MAX) return 1;
+  return toast::partition(*x, columns, kth, out);
+}
+
+int toast_weighted_sums(const toast_vectors *x, int64_t columns, int64_t group,
+                        const float *weights, void *out, int32_t out_type) {
+  using namespace toast;
+  if (!is_type(x->type) || !is_type(out_type) || group <= 0 || x->count % group) return 1;
+  const Weighing all = {x, columns, group, weights, out, out_type};
+  const RowInstructions &code = *instructions().rows;
+  share(x->count / group, columns * group, [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; row++) code.weigh(all, row);
+  });
+  return 0;
 }
 
 }  // extern "C"

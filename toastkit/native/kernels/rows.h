@@ -52,6 +52,17 @@ TOAST_API int toast_gate(const void *gate, const void *x, int64_t count, int32_t
 TOAST_API int toast_softmax(const toast_vectors *x, int64_t columns, void *out, int32_t out_type);
 TOAST_API int toast_log_sum_exp(const toast_vectors *x, int64_t columns, float *out);
 
+// The places of the numbers of each row, uint32 (count, columns), so that the one at `kth` is the
+// one that sorting would put there, what comes before it is no larger, and what comes after it no
+// smaller. Of equal numbers (zeros of either sign are) the one that comes first is the smaller;
+// NaN is larger than all. A row has fewer than 2^32 numbers.
+TOAST_API int toast_partition(const toast_vectors *x, int64_t columns, int64_t kth, uint32_t *out);
+
+// Of groups of so many vectors each, their sums, each vector times its weight, in their order.
+// weights: float32 (x->count); out: (x->count / group, columns).
+TOAST_API int toast_weighted_sums(const toast_vectors *x, int64_t columns, int64_t group,
+                                  const float *weights, void *out, int32_t out_type);
+
 #ifdef __cplusplus
 }
 
@@ -73,6 +84,14 @@ struct Gate {
   void *out;
 };
 
+struct Weighing {
+  const toast_vectors *x;
+  int64_t columns, group;
+  const float *weights;
+  void *out;
+  int32_t out_type;
+};
+
 // A part of a row of exp: its largest number, and the sum of exp of what its numbers lie above it.
 struct Exponentials {
   float most, sum;
@@ -91,6 +110,7 @@ struct RowInstructions {
   // exp(x - most) * share, from `first` on of x to `to` on of out.
   void (*shares)(int type, const void *x, int64_t first, int64_t count, Exponentials of, void *out,
                  int out_type, int64_t to);
+  void (*weigh)(const Weighing &, int64_t row);
   DeltaRows delta;
 };
 
