@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,9 @@ from mlx_lm.models import (
 
 from tests.conftest import examples
 from tests.native_library import native_cache, native_path, needed
+from toastkit.engine.big_little import confidence, unsure_rows
+from toastkit.engine.perplexity import _judge
+from toastkit.gears.entropy_graph import entropy_bits
 from toastkit.native import modules, operations
 from toastkit.native.library import Library, load, use
 
@@ -119,6 +123,44 @@ def test_softmax(shape: tuple, size: int, dtype: mx.Dtype, layout: str, keep: bo
     assert alike(operations.softmax(x, 3), theirs)
     theirs = mx.logsumexp(wide, axis=-1, keepdims=keep).astype(dtype)
     assert alike(operations.logsumexp(x, -1, keep), theirs)
+
+
+@settings(max_examples=examples(30))
+@given(shapes, st.sampled_from([1, 7, 300, 33000]), dtypes, layouts, st.booleans())
+def test_distributions(
+    shape: tuple, size: int, dtype: mx.Dtype, layout: str, ruled_out: bool
+) -> None:
+    x = numbers(26, (*shape, size), dtype, layout)
+    if ruled_out:
+        x = mx.where(mx.arange(size) % 3 == 1, -mx.inf, x).astype(dtype)
+    ours = operations.distribution(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("toastkit.native.library._in_use", None)
+        theirs = operations.distribution(x)
+    assert all(alike(a, b, 2e-6) for a, b in zip(ours, theirs))
+
+
+def test_measures_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of texts, entropy of a step, how sure a little model is; what is no number stays none."""
+    logits = numbers(27, (4, 5000), mx.float32) * 3
+    logits[1, 7:] = -mx.inf
+    targets = mx.array([4, 3, 2, 1], mx.uint32)
+    broken = mx.stack([logits[0] * mx.nan, mx.full((5000,), -mx.inf)])
+
+    def measured() -> list[mx.array]:
+        found = [*_judge(logits, targets), *([entropy_bits(row).item()] * 4 for row in logits)]
+        return [mx.array(found), confidence(logits)]
+
+    ours = measured()
+    assert np.isnan(_judge(broken, targets[:2])).all() and unsure_rows(broken, 0.0) == [0, 1]
+    called: list[int] = []
+    inner = Library.distribution
+    monkeypatch.setattr(Library, "distribution", lambda *a: called.append(1) or inner(*a))
+    measured()
+    assert len(called) == 6
+    monkeypatch.setattr("toastkit.native.library._in_use", None)
+    assert all(alike(a, b, 2e-6) for a, b in zip(ours, measured()))
+    assert np.isnan(_judge(broken, targets[:2])).all() and unsure_rows(broken, 0.0) == [0, 1]
 
 
 @settings(max_examples=examples(40))

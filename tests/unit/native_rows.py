@@ -131,6 +131,14 @@ def log_sum_exp(kernels: Kernels, x: np.ndarray, type_: str) -> np.ndarray:
     return out
 
 
+def distribution(kernels: Kernels, x: np.ndarray, type_: str) -> np.ndarray:
+    out = room((len(x), 3), "f32")
+    check(kernels.library.toast_distribution(
+        vectors(x, type_), ctypes.c_int64(x.shape[-1]), pointer(out)
+    ))  # fmt: skip
+    return out
+
+
 def partition(kernels: Kernels, x: np.ndarray, type_: str, kth: int) -> np.ndarray:
     out = np.full(x.shape, 7, np.uint32)
     size = ctypes.c_int64(x.shape[-1])

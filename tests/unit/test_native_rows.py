@@ -23,6 +23,7 @@ from tests.unit.native_kernels import (
 )
 from tests.unit.native_rows import (
     ACTIVATIONS,
+    distribution,
     gated,
     log_sum_exp,
     normed,
@@ -185,6 +186,11 @@ def test_softmax(
     wanted = (most + np.log(sums))[:, 0]
     error = abs(log_sum_exp(kernels, x, kinds[0]) - wanted)
     assert (error <= 2.0**-22 * (abs(wanted) + 1)).all()
+    apart = np.where(np.isinf(wide), 0, wide - most)  # what is ruled out adds nothing
+    weighted = (np.exp(wide - most) * apart).sum(-1)
+    wanted = np.stack([most[:, 0], np.log(sums)[:, 0], np.log(sums)[:, 0] - weighted / sums[:, 0]])
+    error = abs(distribution(kernels, x, kinds[0]) - wanted.T)
+    assert (error <= 2.0**-20 * (abs(wanted.T) + 1)).all()
 
 
 @pytest.mark.parametrize("size", [5, 64, 20000])
@@ -197,6 +203,10 @@ def test_softmax_at_the_ends(kernels: Kernels, size: int) -> None:
     np.testing.assert_allclose(out[3:], 1 / size, rtol=1e-6)
     assert sums[0] == -np.inf and np.isnan(sums[1]) and sums[2] == np.inf
     np.testing.assert_allclose(sums[3:], [1e38, np.log(size)], rtol=1e-6)
+    found = distribution(kernels, x, "f32")
+    assert np.isnan(found[:3, 1:]).all()
+    np.testing.assert_allclose(found[3:, 0], [1e38, 0])
+    np.testing.assert_allclose(found[3:, 1:], np.log(size), rtol=1e-6)
 
 
 @settings(max_examples=examples(40))
@@ -248,7 +258,7 @@ def test_rows_are_what_each_is_alone(
             normed(kernels, x, x[0], kinds), gated(kernels, x, x, "f32", "silu"),
             softmax(kernels, x, kinds), log_sum_exp(kernels, x, "f32"),
             rotated(kernels, x[:, None, None], "f32", frequencies, offsets),
-            partition(kernels, x, "f32", size // 2),
+            partition(kernels, x, "f32", size // 2), distribution(kernels, x, "f32"),
             weighted_sums(kernels, np.repeat(x, 2, 0), x[0, np.arange(2 * len(x)) % 2], kinds, 2),
         ]  # fmt: skip
 

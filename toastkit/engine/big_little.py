@@ -21,7 +21,7 @@ from toastkit.engine.state import ModelState, Passed
 from toastkit.experts.common_part import Kept
 from toastkit.experts.experts_policy import ExpertsPolicy
 from toastkit.holdings.policy import NO_WISH
-from toastkit.sampling.device_sampler import total
+from toastkit.native.operations import distribution
 from toastkit.session.savepoints import Savepoint
 
 Step = Callable[[int | mx.array, list], mx.array]
@@ -31,7 +31,7 @@ def confidence(logits: mx.array) -> mx.array:
     """The probability of the likeliest token before temperature, float32 (...), lazy. logits:
     float32 (..., vocab)."""
     # exp(0) is among the summands: it is never over 1, however the sum is rounded.
-    return 1 / total(mx.exp(logits - logits.max(axis=-1, keepdims=True)))
+    return mx.exp(-distribution(logits)[1])
 
 
 def unsure_rows(logits: mx.array, gamma: float) -> list[int]:

@@ -20,7 +20,7 @@ import mlx.core as mx
 from toastkit.engine.engine import CHUNK, Engine
 from toastkit.errors import DataError
 from toastkit.holdings.policy import NO_WISH
-from toastkit.sampling.device_sampler import total
+from toastkit.native.operations import distribution
 
 LOGITS_BYTES = 256 << 20  # that the float32 logits of one pass may take, unless --chunk is given
 SLICE_BYTES = 64 << 20  # of them that are looked at together, which takes five times as much
@@ -184,14 +184,9 @@ def _judge(logits: mx.array, targets: mx.array) -> tuple[list[float], list[float
 
 def _measures(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
     """As `_judge`, all at once and lazy: two float32 (n,)."""
-    values = logits - logits.max(axis=-1, keepdims=True)
-    weights = mx.exp(values)
-    mass = total(weights)
-    log_mass = mx.log(mass)
-    chosen = mx.take_along_axis(values, targets[:, None], axis=-1)[:, 0]
-    # A token that is ruled out (-inf) adds nothing to the entropy, and 0 times -inf is no number.
-    surprise = total(mx.where(values > -math.inf, weights * values, 0.0))
-    return chosen - log_mass, (log_mass - surprise / mass) / math.log(2)
+    most, log_sum, entropy = distribution(logits)
+    chosen = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    return chosen - most - log_sum, entropy / math.log(2)
 
 
 def checked(scores: Scores) -> Scores:

@@ -6,7 +6,7 @@ import math
 
 import mlx.core as mx
 
-from toastkit.sampling.device_sampler import total
+from toastkit.native.operations import distribution
 
 
 def entropy_bits(logits: mx.array) -> mx.array:
@@ -15,8 +15,4 @@ def entropy_bits(logits: mx.array) -> mx.array:
     logits: (vocab,) of any float dtype. Non-finite logits are replaced as in section 10.1.
     """
     clean = mx.nan_to_num(logits.astype(mx.float32), nan=0.0, posinf=1e4, neginf=-1e4)
-    shifted = clean - clean.max()
-    weights = mx.exp(shifted)
-    mass = total(weights)
-    # H = ln(sum w) - (sum w x) / (sum w): the difference of two numbers of its own size.
-    return (mx.log(mass) - total(weights * shifted) / mass) / math.log(2)
+    return distribution(clean)[2] / math.log(2)

@@ -104,6 +104,7 @@ class Library:
         self._gate = function("gate", *[array] * 3, whole)
         self._softmax = function("softmax", array, array)
         self._log_sum_exp = function("log_sum_exp", array, array)
+        self._distribution = function("distribution", array, array)
         self._partition = function("partition", array, array, whole)
         self._weighted_sum = function("weighted_sum", *[array] * 3)
         self._attend = function("attend", *[array] * 6, number, whole)
@@ -244,6 +245,12 @@ class Library:
         """Of x (..., n) over the last axis: float32 (..., 1), lazy."""
         out = mx.array(0)
         return _made(out, self._log_sum_exp(out, x))
+
+    def distribution(self, x: mx.array) -> mx.array:
+        """Of the softmax of x (..., n) over the last axis, float32 (..., 3), lazy: the largest
+        number, the logarithm of the sum of exp(x - the largest), the entropy in nats."""
+        out = mx.array(0)
+        return _made(out, self._distribution(out, x))
 
     def partition(self, x: mx.array, kth: int) -> mx.array:
         """As mx.argpartition of x (..., n) over the last axis, kth from 0 on, lazy: uint32 (...,

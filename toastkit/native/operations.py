@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from toastkit.native.functions import replaces, stands_for
 from toastkit.native.library import FLOATS, in_use
+from toastkit.sampling.device_sampler import total
 
 
 def _fits(*arrays: Any) -> bool:
@@ -127,6 +128,23 @@ def logsumexp(x: mx.array, axis: Any = None, keepdims: bool = False, **rest: Any
         return mx.logsumexp(x, axis, keepdims, **rest)
     made = library.log_sum_exp(x)
     return (made if keepdims else made.squeeze(-1)).astype(x.dtype)
+
+
+def distribution(logits: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Of softmax(logits), (..., n) of any floating dtype: the largest logit, the logarithm of the
+    sum of exp(logits - the largest), and the entropy in nats; float32 (...) each."""
+    library = in_use()
+    if library is not None and _fits(logits) and logits.shape[-1]:
+        found = library.distribution(logits)
+        return found[..., 0], found[..., 1], found[..., 2]
+    most = logits.max(axis=-1, keepdims=True).astype(mx.float32)
+    values = logits - most
+    weights = mx.exp(values)
+    mass = total(weights)
+    log_mass = mx.log(mass)
+    # What is ruled out (-inf) adds nothing to the entropy, and 0 times -inf is no number.
+    surprise = total(mx.where(values > -math.inf, weights * values, 0.0))
+    return most[..., 0], log_mass, log_mass - surprise / mass
 
 
 @stands_for("mlx.core", "argpartition")

@@ -64,10 +64,17 @@ def _operations(library: Library) -> list[tuple[mx.array, mx.array]]:
         (library.gate(y, None, "sigmoid"), sigmoid),
         (library.softmax(heads), mx.softmax(heads, -1)),
         (library.log_sum_exp(heads), mx.logsumexp(heads, -1, keepdims=True)),
+        (library.distribution(heads).sum(-1, keepdims=True), _distribution(heads)),
         (mx.take_along_axis(y, library.partition(y, 69), -1)[..., 69], y.max(-1)),
         (library.weighted_sum(y, heads[..., 0]), (y * heads[..., :1]).sum(-2)),
         *_recurrence(library),
     ]
+
+
+def _distribution(x: mx.array) -> mx.array:
+    """Its numbers, added up."""
+    log_sum = mx.logsumexp(x, -1, keepdims=True)
+    return 2 * log_sum - (mx.softmax(x, -1) * x).sum(-1, keepdims=True)
 
 
 def _attention(library: Library) -> list[tuple[mx.array, mx.array]]:

@@ -110,16 +110,18 @@ mx::array softmax(const mx::array &x) {
   });
 }
 
-mx::array log_sum_exp(const mx::array &x) {
+// Numbers of each row, as many as `compute` gives.
+mx::array summed(const char *name, const mx::array &x, int count,
+                 decltype(toast_log_sum_exp) *compute) {
   check(x.ndim() >= 1 && x.shape(-1), "no rows");
   type_of(x);
   auto shape = x.shape();
-  shape.back() = 1;
-  return made("ToastLogSumExp", shape, mx::float32, {x}, [](const Arrays &arrays) {
+  shape.back() = count;
+  return made(name, std::move(shape), mx::float32, {x}, [=](const Arrays &arrays) {
     mx::array out = arrays.back();
     InOrder data(arrays[0]);
     const toast_vectors rows = rows_of(arrays[0], data);
-    need(toast_log_sum_exp(&rows, rows.stride, out.data<float>()));
+    need(compute(&rows, rows.stride, out.data<float>()));
   });
 }
 
@@ -193,7 +195,16 @@ TOAST_API const char *toast_softmax_array(void *out, void *x) {
 
 TOAST_API const char *toast_log_sum_exp_array(void *out, void *x) {
   using toast::array_of;
-  return toast::wrong([&] { array_of(out) = toast::log_sum_exp(array_of(x)); });
+  return toast::wrong([&] {
+    array_of(out) = toast::summed("ToastLogSumExp", array_of(x), 1, toast_log_sum_exp);
+  });
+}
+
+TOAST_API const char *toast_distribution_array(void *out, void *x) {
+  using toast::array_of;
+  return toast::wrong([&] {
+    array_of(out) = toast::summed("ToastDistribution", array_of(x), 3, toast_distribution);
+  });
 }
 
 TOAST_API const char *toast_partition_array(void *out, void *x, int kth) {

@@ -105,7 +105,7 @@ INLINE F32 some_or_least(int type, const void *x, int64_t at, int some) {
 }
 
 static toast::Exponentials exponentials(int type, const void *x, int64_t first, int64_t count) {
-  F32 most = all(-INFINITY), totals = {};
+  F32 most = all(-INFINITY), totals = {}, products = {};
   for (int64_t k = 0; k < count; k += LANES) {
     const int some = int(count - k < LANES ? count - k : LANES);
     most = larger(some_or_least(type, x, first + k, some), most);
@@ -115,18 +115,21 @@ static toast::Exponentials exponentials(int type, const void *x, int64_t first, 
     float total = 0;
     for (int64_t k = 0; k < count; k += LANES)
       total += sum(some_numbers_at(type, x, first + k, int(count - k)));
-    return {top, total == total ? 0 : total};
+    return {top, total == total ? 0 : total, 0};
   }
   constexpr int64_t BLOCK = 512;  // added up by themselves: fewer roundings one after another
   for (int64_t start = 0; start < count; start += BLOCK) {
-    F32 part = {};
+    F32 part = {}, product = {};
     for (int64_t k = start; k < count && k < start + BLOCK; k += LANES) {
       const int some = int(count - k < LANES ? count - k : LANES);
-      part += exponential(some_or_least(type, x, first + k, some) - top);
+      F32 apart = some_or_least(type, x, first + k, some) - top, of = exponential(apart);
+      part += of;
+      product = multiply_add(of, larger(apart, all(toast::FARTHEST)), product);
     }
     totals += part;
+    products += product;
   }
-  return {top, sum(totals)};
+  return {top, sum(totals), sum(products)};
 }
 
 static void shares(int type, const void *x, int64_t first, int64_t count, toast::Exponentials of,

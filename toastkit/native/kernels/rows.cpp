@@ -38,12 +38,14 @@ int rotate(const toast_heads &x, const toast_rotation &r, void *out) {
 
 // Of parts of a row, in their order. All threads cut rows alike.
 Exponentials together(const Exponentials *parts, int64_t count) {
-  Exponentials all = {-INFINITY, 0};
+  Exponentials all = {-INFINITY, 0, 0};
   for (int64_t i = 0; i < count; i++)
     if (parts[i].most > all.most) all.most = parts[i].most;
   for (int64_t i = 0; i < count; i++) {
     const bool none = parts[i].most == all.most;  // both may be infinite
-    all.sum += parts[i].sum * (none ? 1.0f : expf(parts[i].most - all.most));
+    const float apart = none ? 0 : fmaxf(parts[i].most - all.most, FARTHEST), scale = expf(apart);
+    all.sum += parts[i].sum * scale;
+    all.weighted += (parts[i].weighted + parts[i].sum * apart) * scale;
   }
   return all;
 }
@@ -154,6 +156,16 @@ int toast_log_sum_exp(const toast_vectors *x, int64_t columns, float *out) {
   return toast::sum_up(*x, columns, [&](int64_t row, toast::Exponentials of) {
     const bool ends = of.most == INFINITY || !of.sum;
     out[row] = ends ? of.most : of.most + logf(of.sum);
+  }) ? 0 : 2;
+}
+
+int toast_distribution(const toast_vectors *x, int64_t columns, float *out) {
+  if (!toast::is_type(x->type)) return 1;
+  return toast::sum_up(*x, columns, [&](int64_t row, toast::Exponentials of) {
+    const float log_sum = of.sum ? logf(of.sum) : NAN;
+    out[3 * row] = of.most;
+    out[3 * row + 1] = log_sum;
+    out[3 * row + 2] = log_sum - of.weighted / of.sum;
   }) ? 0 : 2;
 }
 

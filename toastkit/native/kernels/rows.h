@@ -52,6 +52,10 @@ TOAST_API int toast_gate(const void *gate, const void *x, int64_t count, int32_t
 TOAST_API int toast_softmax(const toast_vectors *x, int64_t columns, void *out, int32_t out_type);
 TOAST_API int toast_log_sum_exp(const toast_vectors *x, int64_t columns, float *out);
 
+// Of the softmax of each row, float32 (count, 3): the largest number, the logarithm of the sum of
+// exp of how far all lie from it, and the entropy in nats. Rows of -inf alone have NaN.
+TOAST_API int toast_distribution(const toast_vectors *x, int64_t columns, float *out);
+
 // The places of the numbers of each row, uint32 (count, columns), so that the one at `kth` is the
 // one that sorting would put there, what comes before it is no larger, and what comes after it no
 // smaller. Of equal numbers (zeros of either sign are) the one that comes first is the smaller;
@@ -92,10 +96,12 @@ struct Weighing {
   int32_t out_type;
 };
 
-// A part of a row of exp: its largest number, and the sum of exp of what its numbers lie above it.
+// A part of a row of exp: its largest number, the sum of exp of what its numbers lie above it, and
+// the sum of these, each times what its number lies above it.
 struct Exponentials {
-  float most, sum;
+  float most, sum, weighted;
 };
+constexpr float FARTHEST = -200;  // from the largest: exp of it is 0, and times 0 it is 0
 
 // One instruction set's code.
 struct RowInstructions {
