@@ -4,7 +4,6 @@ another, and found in architectures by their form."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import ModuleType
 
 import mlx.core as mx
@@ -18,9 +17,13 @@ from mlx_lm.models import (
     exaone,
     gemma,
     gemma2,
+    gemma4_text,
+    glm4,
+    granitemoehybrid,
     internlm2,
     llama,
     phi3,
+    starcoder2,
     switch_layers,
 )
 
@@ -28,7 +31,7 @@ from tests.conftest import examples
 from tests.native_library import native_cache, native_path, needed
 from toastkit.native import modules, operations
 from toastkit.native.feed_forward import Form, form_of
-from toastkit.native.library import BITS, Library, Operand, load, use
+from toastkit.native.library import ACTIVATIONS, BITS, Library, Operand, load, use
 
 pytestmark = needed
 
@@ -56,10 +59,11 @@ parts = st.tuples(
 
 @settings(max_examples=examples(40))
 @given(st.lists(st.integers(1, 5), max_size=2), st.integers(1, 3), st.integers(1, 3),
-       parts, parts, parts, st.integers(0, 4), st.sampled_from(["silu", "gelu"]))  # fmt: skip
+       parts, parts, parts, st.integers(0, 4), st.sampled_from(ACTIVATIONS),
+       st.tuples(*[st.booleans()] * 3))  # fmt: skip
 def test_all_in_one_is_one_after_another(
     library: Library, batch: list, columns: int, hidden: int, gate: tuple, up: tuple, down: tuple,
-    k: int, kind: str,
+    k: int, kind: str, biased: tuple,
 ) -> None:  # fmt: skip
     columns, hidden, stack = 32 * columns, 32 * hidden, (5,) if k else ()
     x = mx.random.normal((*batch, columns), key=mx.random.key(3))
@@ -67,23 +71,48 @@ def test_all_in_one_is_one_after_another(
     own.append(operand(2, (*stack, 40, hidden), *down))
     chosen = mx.random.randint(0, 5, (*batch, k), key=mx.random.key(4)).astype(mx.uint32)
 
-    def product(x: mx.array, o: Operand) -> mx.array:
-        if k:
-            return library.multiply(x, *o[:3], chosen, *o[3:])
-        return library.multiply(x, *o[:3], None, *o[3:])
+    rows = [(*stack, o.weight.shape[-2]) for o in own]
+    biases = [
+        mx.random.normal(s, key=mx.random.key(9)) if b else None for s, b in zip(rows, biased)
+    ]
+
+    def product(x: mx.array, n: int) -> mx.array:
+        o, bias = own[n], biases[n]
+        y = library.multiply(x, *o[:3], chosen if k else None, *o[3:])
+        if bias is None:
+            return y
+        return y + mx.expand_dims(bias[chosen], -2) if k else y + bias
 
     y = mx.expand_dims(x, (-2, -3)) if k else x
-    wanted = product(library.gate(product(y, own[0]), product(y, own[1]), kind), own[2])
+    wanted = product(library.gate(product(y, 0), product(y, 1), kind), 2)
     wanted = wanted.squeeze(-2) if k else wanted
-    made = library.feed_forward(x, *own, kind, chosen if k else None)
+    made = library.feed_forward(x, own, kind, chosen if k else None, biases=biases)
     assert made.dtype == mx.float32 and mx.array_equal(made, wanted)
+
+
+@pytest.mark.parametrize("bits", [0, 4, 6])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_gate_and_up_in_one(library: Library, bits: int, dtype: mx.Dtype) -> None:
+    """To the bit what they give as two matrices."""
+    x = mx.random.normal((2, 3, 64), key=mx.random.key(10))
+    both, down = operand(11, (192, 64), bits, dtype), operand(12, (64, 96), bits, dtype)
+    bias = mx.random.normal((192,), key=mx.random.key(13))
+    halves = [
+        Operand(*(None if a is None else mx.contiguous(a[rows]) for a in both[:3]), *both[3:])
+        for rows in (slice(96), slice(96, None))
+    ]
+    for added in ((bias, None), (None, None)):
+        apart = [None, None] if added[0] is None else [bias[:96], bias[96:]]
+        made = library.feed_forward(x, [both, down], biases=added)
+        wanted = library.feed_forward(x, [*halves, down], biases=[*apart, None])
+        assert mx.array_equal(made, wanted)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_in_sixteen_bits(library: Library, dtype: mx.Dtype) -> None:
     x = mx.random.normal((2, 3, 64), key=mx.random.key(5))
     own = [operand(n, shape, 0, dtype) for n, shape in enumerate([(96, 64), (96, 64), (64, 96)])]
-    made = library.feed_forward(x.astype(dtype), *own)
+    made = library.feed_forward(x.astype(dtype), own)
     wide = [o.weight.astype(mx.float32) for o in own]
     x = x.astype(dtype).astype(mx.float32)
     wanted = activations.swiglu(x @ wide[0].T, x @ wide[1].T) @ wide[2].T
@@ -101,7 +130,17 @@ def test_what_does_not_fit_together(library: Library) -> None:
         (x, stacks[0], stacks[0], stacks[1], chosen.astype(mx.int32)),
     ):  # fmt: skip
         with pytest.raises(ValueError):
-            library.feed_forward(y, *map(Operand, (gate, up, down)), experts=experts)
+            library.feed_forward(y, [*map(Operand, (gate, up, down))], experts=experts)
+
+    own, bias = [Operand(a), Operand(a), Operand(b)], mx.zeros(96)
+    for biases in ((bias, None, bias), (bias.astype(mx.float16), None, None), (bias[None],) * 3):
+        with pytest.raises(ValueError):
+            library.feed_forward(x, own, biases=biases)
+    for parts in ([Operand(a), Operand(b)], [Operand(a[:95]), Operand(b[:, :47])], own[:1]):
+        with pytest.raises(ValueError):
+            library.feed_forward(x, parts)
+    with pytest.raises(ValueError):
+        library.feed_forward(x, [Operand(stacks[0]), Operand(stacks[1][..., :48])], experts=chosen)
 
 
 # ------------------------------------------------------------------------------------- their forms
@@ -138,8 +177,13 @@ def test_forms() -> None:
     assert form_of(llama.MLP) == form_of(deepseek_v3.DeepseekV3MLP) == Form(usual, "silu")
     assert form_of(internlm2.MLP) == Form(("w1", "w3", "w2"), "silu")
     assert form_of(exaone.MLP) == Form(("c_fc_0", "c_fc_1", "c_proj"), "silu")
-    assert form_of(gemma2.MLP) == Form(usual, "gelu")
-    for cls in (gemma.MLP, phi3.MLP, nn.Linear, nn.Module, llama.TransformerBlock):
+    assert form_of(gemma2.MLP) == form_of(gemma4_text.MLP) == Form(usual, "gelu")
+    assert form_of(gemma.MLP) == Form(usual, "gelu_erf")
+    for cls in (phi3.MLP, glm4.Glm4MLP):
+        assert form_of(cls) == Form(("gate_up_proj", "down_proj"), "silu")
+    shared = granitemoehybrid.GraniteMoeHybridSharedMLP
+    assert form_of(shared) == Form(("input_linear", "output_linear"), "silu")
+    for cls in (starcoder2.MLP, nn.Linear, nn.Module, llama.TransformerBlock):
         assert form_of(cls) is None
     made = ModuleType("an_architecture")
     exec(SOURCE, vars(made))
@@ -158,13 +202,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def check(
-    module: nn.Module, given: tuple, calls: list[int], in_one: bool, change: Callable | None = None
+    module: nn.Module, given: tuple, calls: list[int], in_one: bool, close: float = 1e-3
 ) -> None:
     """Native, it gives what it gave."""
     theirs, before = module(*given), len(calls)
     modules.use_native(module.modules())
     assert modules.is_native(type(module))
-    assert mx.allclose(module(*given), theirs, rtol=1e-3, atol=1e-3).item()
+    assert mx.allclose(module(*given), theirs, rtol=close, atol=close).item()
     assert len(calls) - before == in_one
 
 
@@ -174,8 +218,13 @@ def test_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     args = llama.ModelArgs("llama", 64, 1, 96, 2, 1e-5, 8)
     check(llama.MLP(args), (x,), calls, True)
     check(gemma2.MLP(64, 96), (x,), calls, True)
+    check(gemma.MLP(64, 96), (x,), calls, True)
+    check(phi3.MLP(64, 96), (x,), calls, True)
     args.mlp_bias = True
-    check(llama.MLP(args), (x,), calls, False)
+    check(llama.MLP(args), (x,), calls, True)
+    narrow = llama.MLP(args)
+    narrow.set_dtype(mx.bfloat16)
+    check(narrow, (x.astype(mx.bfloat16),), calls, False, 2e-2)
     args.mlp_bias = False
     for mode, in_one in (("affine", True), ("mxfp4", False)):
         module = llama.MLP(args)
@@ -193,9 +242,13 @@ def test_modules_of_experts(monkeypatch: pytest.MonkeyPatch, tokens: int) -> Non
     module = switch_layers.SwitchGLU(64, 96, 6)
     nn.quantize(module, group_size=32, bits=4)
     check(module, (x, chosen), calls, True)
-    check(switch_layers.SwitchGLU(64, 96, 6, bias=True), (x, chosen), calls, False)
-    other = switch_layers.SwitchGLU(64, 96, 6, activation=activations.SwigluOAI())
-    check(other, (x, chosen), calls, False)
+    check(switch_layers.SwitchGLU(64, 96, 6, bias=True), (x, chosen), calls, True)
+    for activation, in_one in (
+        (activations.SwigluOAI(), True), (activations.SwigluOAI(limit=3.0), False),
+        (gemma4_text.GeGLU(), True),
+    ):  # fmt: skip
+        other = switch_layers.SwitchGLU(64, 96, 6, activation=activation, bias=in_one)
+        check(other, (x, chosen), calls, in_one)
 
 
 def test_what_is_called_is_ours_where_parts_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from mlx_lm.models import (
     activations,
     deepseek_v3,
     gated_delta,
+    gemma,
     qwen3_moe,
     rope_utils,
     switch_layers,
@@ -110,6 +111,7 @@ def test_gates(shape: tuple, size: int, dtype: mx.Dtype, first: str, second: str
     assert alike(operations.precise_swiglu(h, x, y), activations.precise_swiglu(h, x, y))
     assert alike(operations.silu(x), nn.silu(x))
     assert alike(operations.gelu_approx(x), nn.gelu_approx(x))
+    assert alike(operations.gelu(x), nn.gelu(x))
     assert alike(operations.sigmoid(x), mx.sigmoid(x))
 
 
@@ -291,8 +293,16 @@ def test_modules_of_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     module.weight = numbers(10, (48,), mx.float32)
     theirs = module(x)
     module.__class__ = modules.native(type(module))
+    added = gemma.RMSNorm(48)  # 1 to its weight
+    added.weight = module.weight
+    wanted = added(x)
+    modules.use_native([added])
     monkeypatch.setattr(mx.fast, "rms_norm", None)
-    assert alike(module(x), theirs)
+    calls: list[tuple] = []
+    inner = Library.rms_norm
+    monkeypatch.setattr(Library, "rms_norm", lambda *a: calls.append(a) or inner(*a))
+    assert alike(module(x), theirs) and alike(added(x), wanted)
+    assert [call[2] is module.weight for call in calls] == [True, True]
 
 
 @pytest.mark.parametrize("normed", [False, True])

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.unit.native_kernels import TYPES, Kernels, stored
 
-ACTIVATIONS = ("silu", "gelu", "sigmoid")
+ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai")
 
 
 class Vectors(ctypes.Structure):
@@ -111,6 +111,18 @@ def gated(
     check(kernels.library.toast_gate(
         pointer(gate), pointer(x), ctypes.c_int64(gate.size), TYPES[type_],
         ACTIVATIONS.index(kind), pointer(out),
+    ))  # fmt: skip
+    return out
+
+
+def rows_added(
+    kernels: Kernels, x: np.ndarray, rows: np.ndarray, which: np.ndarray | None
+) -> np.ndarray:
+    """x: float32 (count, n). rows: float32 (stack, n). which: uint32 (count,)."""
+    out = x.copy()
+    check(kernels.library.toast_add_rows(
+        pointer(out), ctypes.c_int64(len(x)), ctypes.c_int64(x.shape[-1]), pointer(rows),
+        ctypes.c_int64(len(rows)), pointer(which),
     ))  # fmt: skip
     return out
 

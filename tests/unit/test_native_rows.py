@@ -4,6 +4,7 @@ processor."""
 from __future__ import annotations
 
 import ctypes
+import math
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from tests.unit.native_rows import (
     partition,
     pointer,
     rotated,
+    rows_added,
     softmax,
     vectors,
     weighted_sums,
@@ -139,6 +141,11 @@ def test_turns_are_those_of_float64(kernels: Kernels) -> None:
 
 def activated(x: np.ndarray, kind: str) -> np.ndarray:
     with np.errstate(over="ignore"):
+        if kind == "gelu_erf":
+            return x * (1 + np.vectorize(math.erf, otypes=[float])(x / np.sqrt(2))) / 2
+        if kind == "swiglu_oai":
+            x = np.minimum(x, 7)
+            return x / (1 + np.exp(-1.702 * x))
         if kind == "gelu":
             return x / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
         return (1 if kind == "sigmoid" else x) / (1 + np.exp(-x))
@@ -150,9 +157,15 @@ def activated(x: np.ndarray, kind: str) -> np.ndarray:
 def test_gates(kernels: Kernels, seed: int, size: int, type_: str, kind: str, alone: bool) -> None:
     gate = numbers(seed, (size,), type_)
     x = None if alone else numbers(seed + 1, (size,), type_)
-    wanted = activated(read(gate, type_), kind) * (1 if x is None else read(x, type_))
-    # An argument of exp that is off by half a unit is worth as many units as it is large.
-    least = 2.0**-20 if kind == "gelu" else 0
+    factor = 1 if x is None else read(x, type_)
+    if kind == "swiglu_oai" and x is not None:
+        factor = np.clip(factor, -7, 7) + 1
+    wanted = activated(read(gate, type_), kind) * factor
+    # An argument of exp that is off by half a unit is worth as many units as it is large; a sum of
+    # erf is off by 1e-7 of the gate.
+    least = 2.0**-20 if kind in ("gelu", "swiglu_oai") else 0
+    if kind == "gelu_erf":
+        least = 2.0**-22 * (abs(read(gate, type_) * factor) + 1e-20)
     assert close(gated(kernels, gate, x, type_, kind), type_, wanted, 16, least)
 
 
@@ -167,6 +180,25 @@ def test_gates_at_the_ends(kernels: Kernels) -> None:
     np.testing.assert_allclose(
         out, [0, 0, np.inf, np.nan, np.nan, 200, 0, 88.9, 0, 1e30], rtol=1e-6, atol=1e-35
     )
+    out = gated(kernels, ends, None, "f32", "gelu_erf")
+    np.testing.assert_allclose(out, [0, 0, np.inf, np.nan, np.nan, 200, 0, 88.9, 0, 1e30])
+    out = gated(kernels, np.zeros_like(ends) + 8, ends, "f32", "swiglu_oai")
+    limits = np.array([1, 1, 8, -6, np.nan, 8, -6, 8, -6, 8])
+    np.testing.assert_allclose(out, 7 * limits / (1 + np.exp(-7 * 1.702)), rtol=1e-6)
+
+
+@settings(max_examples=examples(20))
+@given(seeds, st.integers(0, 9), st.one_of(st.integers(1, 90), st.just(9001)), st.booleans())
+def test_rows_that_are_added(
+    kernels: Kernels, seed: int, count: int, size: int, chosen: bool
+) -> None:
+    """What is not there adds nothing."""
+    x, rows = numbers(seed, (count, size), "f32"), numbers(seed + 1, (5, size), "f32")
+    which = np.random.default_rng(seed).integers(0, 7, count).astype(np.uint32) if chosen else None
+    added = np.concatenate([rows, np.zeros((2, size), np.float32)])[
+        which if chosen else [0] * count
+    ]
+    assert np.array_equal(rows_added(kernels, x, rows, which), x + added)
 
 
 @settings(max_examples=examples(40))
@@ -278,7 +310,7 @@ def test_what_is_no_operation_is_refused(kernels: Kernels) -> None:
             vectors(x, "f32"), ctypes.c_int64(8), None, 3, ctypes.c_float(0), ctypes.c_float(0),
             pointer(x), 0,
         ),
-        lambda: kernels.library.toast_gate(pointer(x), None, ctypes.c_int64(8), 0, 3, pointer(x)),
+        lambda: kernels.library.toast_gate(pointer(x), None, ctypes.c_int64(8), 0, 5, pointer(x)),
         lambda: kernels.library.toast_softmax(
             vectors(x, "f32"), ctypes.c_int64(8), pointer(x), -1
         ),

@@ -9,19 +9,21 @@ from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import mlx.nn as nn
 
 
 class Form(NamedTuple):
-    """parts: the attributes that hold gate, up and down. activation: as library.ACTIVATIONS has
-    it."""
+    """parts: the attributes that hold gate, up and down; or gate and up in one, and down.
+    activation: as library.ACTIVATIONS has it."""
 
-    parts: tuple[str, str, str]
+    parts: tuple[str, ...]
     activation: str
 
 
 # What the forwards below call is looked up by those that they are compared with.
 swiglu: Any = None
+PARTS = ("gate", "up", "both", "down")  # theirs may have any name
 
 
 def _gated(self: Any, x: Any) -> Any:
@@ -41,13 +43,39 @@ def _multiplied_gelu(self: Any, x: Any) -> Any:
     return self.down(nn.gelu_approx(self.gate(x)) * self.up(x))
 
 
-# Each with what it calls: a function, by module and name, or one of mlx.nn by its name.
+def _multiplied_gelu_erf(self: Any, x: Any) -> Any:
+    return self.down(nn.gelu(self.gate(x)) * self.up(x))
+
+
+def _halved(self: Any, x: Any) -> Any:
+    x = self.both(x)
+    gate, x = mx.split(x, 2, axis=-1)
+    return self.down(swiglu(gate, x))
+
+
+def _halved_by_names(self: Any, x: Any) -> Any:
+    x = self.both(x)
+    gate, up = mx.split(x, 2, axis=-1)
+    return self.down(swiglu(gate, up))
+
+
+def _halved_at_once(self: Any, x: Any) -> Any:
+    gate, up = mx.split(self.both(x), 2, axis=-1)
+    return self.down(swiglu(gate, up))
+
+
+# Each with what `swiglu` stands for in it, by module and name.
 SWIGLU = ("mlx_lm.models.activations", "swiglu")
 FORWARDS: list[tuple[Callable, tuple[str, str], str]] = [
     (_gated, SWIGLU, "silu"),
+    (_gated, ("mlx_lm.models.gemma4_text", "geglu"), "gelu"),
     (_gated_and_kept, SWIGLU, "silu"),
-    (_multiplied, ("mlx.nn", "silu"), "silu"),
-    (_multiplied_gelu, ("mlx.nn", "gelu_approx"), "gelu"),
+    (_multiplied, SWIGLU, "silu"),
+    (_multiplied_gelu, SWIGLU, "gelu"),
+    (_multiplied_gelu_erf, SWIGLU, "gelu_erf"),
+    (_halved, SWIGLU, "silu"),
+    (_halved_by_names, SWIGLU, "silu"),
+    (_halved_at_once, SWIGLU, "silu"),
 ]
 
 
@@ -58,15 +86,16 @@ def form_of(cls: type) -> Form | None:
     if not isinstance(forward := next(forwards, None), FunctionType):
         return None
     for known, (module, function), activation in FORWARDS:
-        names, there = _names_in(forward, known), sys.modules.get(module)
-        if names is None or there is None:
-            continue
-        if "nn" in names:
-            calls_it = forward.__globals__.get(names["nn"]) is there and names[function] == function
-        else:
-            calls_it = forward.__globals__.get(names[function]) is getattr(there, function)
-        if calls_it:
-            return Form((names["gate"], names["up"], names["down"]), activation)
+        names = _names_in(forward, known)
+        gates = getattr(sys.modules.get(module), function, None)
+        stand_for = {"nn": nn, "mx": mx, "swiglu": gates}
+        if names is not None and all(
+            forward.__globals__.get(there) is stand_for[name] is not None
+            if name in stand_for
+            else name in PARTS or there == name
+            for name, there in names.items()
+        ):
+            return Form(tuple(names[part] for part in PARTS if part in names), activation)
     return None
 
 

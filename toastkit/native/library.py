@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePath
@@ -19,7 +19,7 @@ import mlx.core as mx
 BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-ACTIVATIONS = ("silu", "gelu", "sigmoid")
+ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai")
 NONE = ctypes.py_object()  # an array that is not given
 
 
@@ -96,7 +96,15 @@ class Library:
         self._memory = function("memory", array, *[ctypes.c_int64] * 3, array)
         self._product = function("product", *[array] * 6, *[whole] * 3)
         self._feed_forward = function(
-            "feed_forward", array, array, array * 9, whole * 6, array, whole, whole
+            "feed_forward",
+            array,
+            array,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            whole,
+            array,
+            whole,
+            whole,
         )
         self._gated_delta = function("gated_delta", array, array, array * 9, number)
         self._norm = function("norm", *[array] * 3, number, number)
@@ -160,25 +168,28 @@ class Library:
     def feed_forward(
         self,
         x: mx.array,
-        gate: Operand,
-        up: Operand,
-        down: Operand,
+        parts: Sequence[Operand],
         activation: str = "silu",
         experts: mx.array | None = None,
         exact: bool = False,
+        biases: Sequence[mx.array | None] = (None,) * 3,
     ) -> mx.array:
         """down(activation(gate(x)) * up(x)), lazy, between them in float32; of the dtype of x, or
-        float32 where a matrix has another. x: (..., columns). experts: of stacks, the ones for each
-        vector, uint32 (..., k); gives (..., k, rows). Raises ValueError, see `multiply`."""
-        out = mx.array(0)
-        parts = (gate, up, down)
+        float32 where a matrix has another. x: (..., columns). parts: gate, up and down; or the
+        rows of gate and then of up in one matrix, and down. experts: of stacks, the ones for each
+        vector, uint32 (..., k); gives (..., k, rows). biases: of the parts, float32 (rows,), of
+        stacks (experts, rows). Raises ValueError, see `multiply`."""
+        out, count = mx.array(0), len(parts)
         arrays: list[Any] = [
-            NONE if array is None else array for part in parts for array in part[:3]
+            NONE if array is None else array
+            for part, bias in zip(parts, biases)
+            for array in (*part[:3], bias)
         ]
         packing = [number for part in parts for number in part[3:]]
         wrong = self._feed_forward(
-            out, x, (ctypes.py_object * 9)(*arrays), (ctypes.c_int * 6)(*packing),
-            NONE if experts is None else experts, ACTIVATIONS.index(activation), exact,
+            out, x, (ctypes.py_object * (4 * count))(*arrays),
+            (ctypes.c_int * (2 * count))(*packing), count, NONE if experts is None else experts,
+            ACTIVATIONS.index(activation), exact,
         )  # fmt: skip
         return _made(out, wrong)
 
@@ -215,7 +226,8 @@ class Library:
 
     def gate(self, gate: mx.array, x: mx.array | None, activation: str) -> mx.array:
         """activation(gate) * x, lazy. Both (..., n) of one dtype; x: None for ones. activation: of
-        ACTIVATIONS; "gelu" is the one by tanh. Raises ValueError where they differ."""
+        ACTIVATIONS; "gelu" is the one by tanh, "swiglu_oai" that of gpt-oss, see kernels/rows.h.
+        Raises ValueError where they differ."""
         out, kind = mx.array(0), ACTIVATIONS.index(activation)
         return _made(out, self._gate(out, gate, NONE if x is None else x, kind))
 

@@ -19,6 +19,12 @@ from toastkit.native.functions import methods_anew
 from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, Operand, in_use
 
 NARROW = (mx.float16, mx.bfloat16)
+# Activations of experts by module and name, and what that of gpt-oss is called with in the kernels.
+GATES = {
+    ("switch_layers", "SwiGLU"): "silu", ("gemma4_text", "GeGLU"): "gelu",
+    ("activations", "SwigluOAI"): "swiglu_oai",
+}  # fmt: skip
+OAI = (1.702, 7.0)
 # Where an architecture reads a parameter of one of its modules, and does not call the module.
 READ_ELSEWHERE = re.compile(
     r"\bself\.(?:[\w\[\]]+\.)*(\w+)(?:\[\w+\])*(?:\.|\[[\"'])(?:weight|scales|biases)\b"
@@ -206,33 +212,44 @@ class _FeedForward(_Native):
 
 class _SwitchGLU(_Native):
     def __call__(self: Any, x: mx.array, indices: mx.array) -> mx.array:
-        y, kind = None, type(self.activation)
-        if (kind.__module__, kind.__name__) == ("mlx_lm.models.switch_layers", "SwiGLU"):
+        y = None
+        if activation := _gate_of(self.activation):
             parts = [self[name] for name in ("gate_proj", "up_proj", "down_proj")]
-            y = _fed_forward(x, parts, "silu", indices)
+            y = _fed_forward(x, parts, activation, indices)
         return super().__call__(x, indices) if y is None else y  # type: ignore[misc]
+
+
+def _gate_of(activation: Any) -> str | None:
+    """What the kernels call the activation of experts; None for one that they have not."""
+    kind = type(activation)
+    found = GATES.get((kind.__module__.removeprefix("mlx_lm.models."), kind.__name__))
+    own = found != "swiglu_oai" or (activation._alpha, activation._limit) == OAI
+    return found if own else None
 
 
 def _fed_forward(
     x: mx.array, parts: list[Any], activation: str, experts: mx.array | None = None
 ) -> mx.array | None:
-    """Of gate, up and down; None where one of them has a bias or only MLX has it."""
+    """Of gate, up and down, or of gate and up in one, and down; None where only MLX has it, or
+    biases are added in 16 bits."""
     library = in_use()
-    plain = [part for part in parts if "bias" not in part and isinstance(part, _Product)]
-    own = [o for part in plain if (o := part.operand()) is not None]
+    own = [o for part in parts if isinstance(part, _Product) and (o := part.operand()) is not None]
     if library is None or len(own) < len(parts):
         return None
+    biases = [part.get("bias") for part in parts]
     if (wide := parts[0]._wide) is not None:
         x = x.astype(wide)
-    columns = [x.shape[-1], x.shape[-1], own[0].weight.shape[-2]]
+    hidden = own[0].weight.shape[-2] // (2 if len(own) == 2 else 1)
+    columns = [*[x.shape[-1]] * (len(own) - 1), hidden]
     if x.dtype not in FLOATS or [operand.columns for operand in own] != columns:
+        return None
+    if any(b is not None and (b.dtype, x.dtype) != (mx.float32, mx.float32) for b in biases):
         return None
     if experts is not None and experts.dtype != mx.uint32:
         experts = experts.astype(mx.uint32)
     for part in parts:
         part.was_used()
-    gate, up, down = own
-    return library.feed_forward(x, gate, up, down, activation, experts, parts[0]._exact)
+    return library.feed_forward(x, own, activation, experts, parts[0]._exact, biases)
 
 
 class _Norm(_Native):

@@ -30,6 +30,15 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **rest: Any) -> m
     return library.rms_norm(x, weight, eps, 1.0 if weight is None else 0.0)
 
 
+@replaces("mx.fast.rms_norm(x, 1.0 + weight, eps)")
+def rms_norm_plus_one(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """As mx.fast.rms_norm with 1 + weight: x (..., n) and a weight (n,) of any floating dtype."""
+    library = in_use()
+    if library is None or not _fits(x, weight):
+        return mx.fast.rms_norm(x, 1.0 + weight, eps)
+    return library.rms_norm(x, weight, eps, 1.0)
+
+
 @lru_cache(64)
 def _frequencies(base: float, dims: int) -> mx.array:
     """Of the pairs of `dims` numbers: as mx.fast.rope makes them, to the bit."""
@@ -103,6 +112,7 @@ def _activation(module: str, name: str, theirs: Any, kind: str) -> Any:
 
 
 silu = _activation("mlx.nn", "silu", nn.silu, "silu")
+gelu = _activation("mlx.nn", "gelu", nn.gelu, "gelu_erf")
 gelu_approx = _activation("mlx.nn", "gelu_approx", nn.gelu_approx, "gelu")
 sigmoid = _activation("mlx.core", "sigmoid", mx.sigmoid, "sigmoid")
 

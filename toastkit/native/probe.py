@@ -116,9 +116,9 @@ def _networks(library: Library) -> list[tuple[mx.array, mx.array]]:
     stacks = [Operand(w) for w in (gate, up, down)]
     experts = mx.array(chosen, mx.uint32)
     return [
-        (library.feed_forward(x, packed[0], packed[1], Operand(down[0])),
+        (library.feed_forward(x, [*packed, Operand(down[0])]),
          _network(x, wide[0], wide[1], down[0])),
-        (library.feed_forward(x, stacks[0], stacks[1], stacks[2], experts=experts),
+        (library.feed_forward(x, stacks, experts=experts),
          mx.stack([mx.stack(each) for each in some])),
     ]  # fmt: skip
 

@@ -81,8 +81,21 @@ static void rotate_head(const toast_heads &x, const toast_rotation &r, const flo
          static_cast<const char *>(x.data) + (from + r.dims) * size, (x.size - r.dims) * size);
 }
 
+// x times the share of the normal distribution below it (Abramowitz and Stegun 7.1.26, to 1e-7).
+INLINE F32 erf_gelu(F32 x) {
+  F32 size = (F32)((U32)x & 0x7fffffff), t = 1.0f / multiply_add(size, all(0.23164189f), all(1.0f));
+  F32 p = multiply_add(t, all(0.5307027145f), all(-0.7265760135f));
+  p = multiply_add(p, t, all(0.7107068705f));
+  p = multiply_add(p, t, all(-0.142248368f));
+  p = multiply_add(p, t, all(0.1274147955f));
+  F32 beyond = p * t * exponential(x * x * -0.5f);
+  return x * (x > 0 ? 1.0f - beyond : beyond);
+}
+
 INLINE F32 activated(int activation, F32 x) {
+  if (activation == TOAST_ERF) return erf_gelu(x);
   F32 y = x;
+  if (activation == TOAST_OAI) x = smaller(all(7.0f), x), y = x * 1.702f;
   if (activation == TOAST_GELU)  // (1 + tanh(z)) / 2 is 1 / (1 + exp(-2 z))
     y = multiply_add(x * x * x, all(0.044715f), x) * 1.5957691216057308f;
   return (activation == TOAST_SIGMOID ? all(1.0f) : x) / (exponential(-y) + 1.0f);
@@ -92,7 +105,10 @@ static void gate_numbers(const toast::Gate &g, int64_t first, int64_t end) {
   for (int64_t k = first; k < end; k += LANES) {
     const int some = int(end - k < LANES ? end - k : LANES);
     F32 y = activated(g.activation, some_numbers_at(g.type, g.gate, k, some));
-    if (g.x) y *= some_numbers_at(g.type, g.x, k, some);
+    if (g.x) {
+      F32 x = some_numbers_at(g.type, g.x, k, some);
+      y *= g.activation == TOAST_OAI ? smaller(all(7.0f), larger(all(-7.0f), x)) + 1.0f : x;
+    }
     put_some(g.type, g.out, k, y, some);
   }
 }

@@ -139,10 +139,22 @@ int toast_rotate(const toast_heads *x, const toast_rotation *rotation, void *out
 int toast_gate(const void *gate, const void *x, int64_t count, int32_t type, int32_t activation,
                void *out) {
   using namespace toast;
-  if (!is_type(type) || activation < TOAST_SILU || activation > TOAST_SIGMOID) return 1;
+  if (!is_type(type) || activation < TOAST_SILU || activation > TOAST_OAI) return 1;
   const Gate all = {gate, x, type, activation, out};
   const RowInstructions &code = *instructions().rows;
   share(count, 1, [&](int64_t first, int64_t end) { code.gate(all, first, end); });
+  return 0;
+}
+
+int toast_add_rows(float *x, int64_t count, int64_t columns, const float *rows, int64_t stack,
+                   const uint32_t *which) {
+  toast::share(count, columns, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; i++) {
+      const int64_t row = which ? which[i] : 0;
+      for (int64_t k = 0; row < stack && k < columns; k++)
+        x[i * columns + k] += rows[row * columns + k];
+    }
+  });
   return 0;
 }
 

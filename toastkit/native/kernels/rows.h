@@ -31,7 +31,9 @@ typedef struct {
   int32_t traditional;
 } toast_rotation;
 
-enum { TOAST_SILU = 0, TOAST_GELU = 1, TOAST_SIGMOID = 2 };  // GELU by tanh
+// GELU by tanh and by erf; OAI: of gpt-oss, x no further than 7 from 0, and the gate no higher, is
+// (x + 1) * gate * sigmoid(1.702 * gate).
+enum { TOAST_SILU = 0, TOAST_GELU = 1, TOAST_SIGMOID = 2, TOAST_ERF = 3, TOAST_OAI = 4 };
 
 // All return 0; 1 for types that are not known, 2 for no memory. What comes out is contiguous.
 
@@ -47,6 +49,11 @@ TOAST_API int toast_rotate(const toast_heads *x, const toast_rotation *rotation,
 // activation(gate) * x, number by number (arXiv 2002.05202); x: NULL for ones. One type for all.
 TOAST_API int toast_gate(const void *gate, const void *x, int64_t count, int32_t type,
                          int32_t activation, void *out);
+
+// x += rows[which], vector by vector, float32: x (count, columns), rows (stack, columns).
+// which: NULL for 0; what is not there adds nothing.
+TOAST_API int toast_add_rows(float *x, int64_t count, int64_t columns, const float *rows,
+                             int64_t stack, const uint32_t *which);
 
 // exp(x) over its sum in the row, (count, columns); or the logarithm of that sum, float32 (count).
 TOAST_API int toast_softmax(const toast_vectors *x, int64_t columns, void *out, int32_t out_type);
