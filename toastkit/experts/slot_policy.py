@@ -22,7 +22,7 @@ from toastkit.holdings.pressure import Checks, Pressure
 
 class SlotPolicy:
     """See holdings.policy.Policy. room(holdings): what slots can have, where the options do not
-    say. notify: is told a line where experts have to be computed as they are fetched."""
+    say. notify: is told a line where no expert can be fetched without all others of its layer."""
 
     name = "slots"
     variant = ""  # the results are those of a model that is whole, to the bit
@@ -150,10 +150,11 @@ class SlotPolicy:
         if self._made is None:
             self._initial = self._slots
         self._made = self._amount
-        if self._notify and any(layer.memory.is_made for layer in self._holdings.slots.layers):
+        if self._notify and any(layer.memory.reads_all for layer in self._holdings.slots.layers):
             self._notify(
-                f"warning: {self._holdings.store.files.name} does not hold its experts as they are "
-                "computed with: fetching one takes long (toast-model bake makes a file that does)"
+                f"warning: {self._holdings.store.files.name} holds its experts in a way in which "
+                "one is fetched with all others of its layer (toast-model bake makes a file in "
+                "which it is not)"
             )
             self._notify = None
 

@@ -284,7 +284,7 @@ class ExpertSlots:
     ) -> list[int]:
         """Begins to read experts that are not there, and returns at once: those that found a slot.
         Nothing that is not evaluated may have been computed of the slots that leave."""
-        if layer.memory.is_made:
+        if layer.memory.reads_all:
             return []
         absent = [expert for expert in experts if expert not in layer.table]
         slots = layer.claim(absent, keep, spare)

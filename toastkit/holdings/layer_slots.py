@@ -126,12 +126,13 @@ class LayerSlots:
         self.foreseen.discard(expert)
         if fetch := self.coming.pop(expert, None):
             if fetch.request.is_done:
-                self._counts.read += self.memory.read_bytes
+                self._counts.read += fetch.size
             fetch.cancel()
 
     def finish(self, fetch: Fetch) -> None:
         """See SlotMemory.finish; counts what was read."""
-        self._counts.read += self.memory.finish(fetch)
+        self.memory.finish(fetch)
+        self._counts.read += fetch.size
 
 
 def by_last_use(chosen: np.ndarray) -> list[int]:

@@ -4,7 +4,8 @@ An expert is a row of each parameter of its layer's stacks: weights of gate, up 
 biases. Where the device computes on memory that the host can write, they are read straight into
 their slots; else into memory of the host, and from there in one update of each stack. What the
 files do not hold as it is on the device, because it is computed from other tensors or quantised as
-it is fetched, is made when it is wanted.
+it is fetched, is made when what it is made of has been read: an expert's rows, or, where these are
+not known to be enough, all of a layer's.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import numpy as np
 from toastkit.holdings.holding import Holding
 from toastkit.holdings.packed import drop_dense
 from toastkit.holdings.weights import Weights
-from toastkit.store.jobs import Filling, Piece, host_writes
+from toastkit.store.jobs import Filling, Job, Piece, host_writes
 from toastkit.store.request import Request
+from toastkit.store.rows import Rows
 from toastkit.store.store import Store
 from toastkit.store.waiting import NOW
 
+UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}  # by bytes
+KEPT_BYTES = 64 << 20  # at most, of memory that experts are made of, to be read into again
 TOGETHER_BYTES = 2 << 20  # pieces of an expert that one thread reads, wherever they lie
 
 
@@ -37,14 +41,24 @@ class _Stack(NamedTuple):
     view: memoryview | None
 
 
+class _Source(NamedTuple):
+    """A tensor of the store, name, of which one or more parameters of a module are made."""
+
+    holding: Holding
+    name: str
+
+
 class Fetch(NamedTuple):
     """Experts on their way into slots. request: of what is read. staged: bytes of the host, by
-    place in `experts`, where the device's memory is its own."""
+    place in `experts`, where the device's memory is its own. made: the rows of each source, once
+    they are read. size: bytes of the files."""
 
     experts: list[int]
     slots: list[int]
-    request: Request[None]
+    request: Request[dict[Any, mx.array]]
     staged: list[list[memoryview]]
+    made: list[Rows]
+    size: int
 
     def cancel(self) -> None:
         """Wants them no longer; their slots can be used again when this returns."""
@@ -54,13 +68,14 @@ class Fetch(NamedTuple):
 class SlotMemory:
     """The slots of the experts of some holdings: the stacks of one layer, in one form.
 
-    expert_bytes: of an expert on the device. read_bytes: of what is read of one as it is.
+    expert_bytes: of an expert on the device. read_bytes: of the files, that are read for one.
+    reads_all: whether all experts of the layer are read for one: then nothing is read ahead.
     """
 
     def __init__(self, store: Store, weights: Weights, holdings: Sequence[Holding]):
         self._store, self._weights, self.holdings = store, weights, list(holdings)
         self._direct: list[_Stack] = []  # whose rows the files hold as they are on the device
-        self._made: list[Holding] = []
+        self._made: list[_Source] = []
         self._pieces: dict[tuple[int, int], Piece] = {}
         host = host_writes()
         mx.eval([holding.parts.matrix for holding in holdings])
@@ -71,8 +86,13 @@ class SlotMemory:
             there = [s for s in stacks if self._piece(s, 0, memoryview(bytearray(s.row)))]
             self._direct += there
             self.read_bytes += sum(self._read_size(stack) for stack in there)
-            if len(there) < len(stacks):
-                self._made.append(holding)
+            made = {stack.key: stack.name for stack in stacks}
+            for stack in there:
+                del made[stack.key]
+            self._made += [_Source(holding, name) for name in dict.fromkeys(made.values())]
+        jobs = {key: job for rows in self._rows_of([0]) for key, job in rows.jobs.items()}
+        self.read_bytes += sum(job.stored_bytes for job in jobs.values())
+        self.reads_all = any(store.is_whole(source.name) for source in self._made)
         # In the order of the file: what of an expert lies side by side is read at once.
         self._direct.sort(key=lambda stack: self._pieces[id(stack), 0].spans)
 
@@ -80,10 +100,10 @@ class SlotMemory:
         """Lets the slots' bytes go, which stay as long as somebody sees them."""
         self._direct = []
 
-    @property
-    def is_made(self) -> bool:
-        """Whether something of an expert is made when it is wanted: then nothing is read ahead."""
-        return bool(self._made)
+    def _rows_of(self, experts: list[int]) -> list[Rows]:
+        """What it takes to have experts of each source."""
+        spans = [(expert, expert + 1) for expert in experts]
+        return [self._store.rows_of(source.name, spans) for source in self._made]
 
     def _piece(self, stack: _Stack, expert: int, view: memoryview) -> Piece | None:
         """What reads an expert's row of a stack."""
@@ -105,7 +125,7 @@ class SlotMemory:
     def begin(self, experts: list[int], slots: list[int], priority: int) -> Fetch:
         """Begins to read experts into slots, in one request, and returns at once. To be taken by
         `finish`, or cancelled. Nothing may be computed any more of what was in the slots."""
-        jobs: dict[tuple[int, int], Filling] = {}
+        jobs: dict[Any, Filling | Job] = {}
         staged: list[list[memoryview]] = []
         for n, (expert, slot) in enumerate(zip(experts, slots)):
             views = []
@@ -117,8 +137,12 @@ class SlotMemory:
             for group in self._grouped(expert, views):
                 jobs[n, len(jobs)] = Filling(tuple(group))
             staged.append(views)
-        request = self._store.reader.request(jobs, _nothing, priority, priority == NOW)
-        return Fetch(experts, slots, request, staged)
+        made = self._rows_of(experts)
+        for rows in made:
+            jobs.update(rows.jobs)
+        request = self._store.reader.request(jobs, _as_read, priority, priority == NOW)
+        size = sum(job.stored_bytes for job in jobs.values())
+        return Fetch(experts, slots, request, staged, made, size)
 
     def _grouped(self, expert: int, views: list[memoryview]) -> list[list[Piece]]:
         """The pieces of an expert, so many together that a thread has something to do; what lies in
@@ -136,11 +160,10 @@ class SlotMemory:
             size += piece.stored_bytes
         return [group for group in groups if group]
 
-    def finish(self, fetch: Fetch) -> int:
-        """Waits until the experts are in their slots; how many bytes of the files that took. Raises
-        DataError, NoInputError, IOFailure; what is in the slots is then nothing of use."""
-        reader = self._store.reader
-        fetch.request.result()
+    def finish(self, fetch: Fetch) -> None:
+        """Waits until the experts are in their slots. Raises DataError, NoInputError, IOFailure;
+        what is in the slots is then nothing of use."""
+        read = fetch.request.result()
         where = mx.array(fetch.slots)
         written: list[mx.array] = []
         for n, stack in enumerate(self._direct):
@@ -149,26 +172,32 @@ class SlotMemory:
                 rows = np.stack([np.frombuffer(views[n], np.uint8) for views in fetch.staged])
                 array[where] = mx.array(rows).view(array.dtype).reshape(-1, *array.shape[1:])
                 written.append(array)
-        before = reader.bytes_read
-        for holding in self._made:
-            for key, made in self._weights.expert_rows(holding, fetch.experts).items():
-                self._write(holding, key, fetch.slots, made)
-                written.append(holding.module[key])
+        of_sources = [of.make(read) for of in fetch.made]
+        for n, slot in enumerate(fetch.slots if of_sources else ()):
+            sources = zip(self._made, of_sources)
+            parts = [self._weights.expert_rows(*source, of[n]) for source, of in sources]
+            self._store.evaluate(parts)
+            for source, made in zip(self._made, parts):
+                for key, row in made.items():
+                    self._write(source.holding, key, slot, row)
+                written += (source.holding.module[key] for key in made)
         mx.eval(written)
+        read.clear()
+        if fetch.request.nbytes <= KEPT_BYTES:
+            fetch.request.give_back()
         for holding in self.holdings:
             drop_dense(holding.module)
-        return len(fetch.experts) * self.read_bytes + reader.bytes_read - before
 
-    def _write(self, holding: Holding, key: str, slots: list[int], rows: mx.array) -> None:
-        """Puts rows, (len(slots), ...) and evaluated, into a stack."""
+    def _write(self, holding: Holding, key: str, slot: int, row: mx.array) -> None:
+        """Puts an expert's row, (1, ...) and evaluated, into a stack."""
         array = holding.module[key]
         if not host_writes():
-            array[mx.array(slots)] = rows
+            array[slot] = row[0]
             return
+        kind = UNSIGNED[array.itemsize]  # numpy has no bfloat16
         size = array.nbytes // array.shape[0]
-        into, of = _bytes_of(array), _bytes_of(mx.contiguous(rows))
-        for n, slot in enumerate(slots):
-            into[slot * size : (slot + 1) * size] = of[n * size : (n + 1) * size]
+        into = np.frombuffer(_bytes_of(array)[slot * size : (slot + 1) * size], kind)
+        into.reshape(row.shape)[...] = np.asarray(row.view(getattr(mx, kind)))
 
 
 def _stack(holding: Holding, key: str, name: str, host: bool) -> _Stack:
@@ -177,8 +206,9 @@ def _stack(holding: Holding, key: str, name: str, host: bool) -> _Stack:
     return _Stack(holding, key, name, array.nbytes // array.shape[0], view)
 
 
-def _nothing(arrays: object) -> None:
-    """What a filling gives."""
+def _as_read(arrays: dict[Any, mx.array]) -> dict[Any, mx.array]:
+    """What was read, of which rows are made when their slots are at hand."""
+    return arrays
 
 
 def _bytes_of(array: Any) -> memoryview:

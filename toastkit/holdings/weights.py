@@ -216,23 +216,14 @@ class Weights:
         made = dict.fromkeys(Rows._fields, holding.weight.name)
         return {**names, **(self._baked(holding, holding.form) or made)}
 
-    def expert_rows(self, holding: Holding, experts: Sequence[int]) -> dict[str, mx.array]:
-        """Experts of a slotted module that the files do not hold as they are on the device:
-        (experts, ...) in the dtype of the device, by where they hang, evaluated. Raises as
-        `request`, DataError for weights that cannot be quantised."""
-        made: dict[str, mx.array] = {}
-        for key, name in self.sources(holding).items():
-            if key in made:
-                continue
-            rows = self._store.some_rows(name, experts)
-            packs = holding.weight is not None and name == holding.weight.name
-            if packs and holding.form.kind == "packed":
-                packed = self._quantised(holding, holding.form.bits, rows)._asdict()
-            else:
-                packed = {key: rows}
-            made.update((k, a.astype(holding.parts.matrix[k].dtype)) for k, a in packed.items())
-        self._store.evaluate(made)
-        return made
+    def expert_rows(self, holding: Holding, name: str, rows: mx.array) -> dict[str, mx.array]:
+        """What is made for experts of a slotted module, of one of its `sources`: (experts, ...)
+        in the dtype of the device, by where it hangs, lazy. rows: of the source, (experts, ...)
+        of its stored dtype. Raises DataError where they cannot be quantised."""
+        made = {key: rows for key, source in self.sources(holding).items() if source == name}
+        if holding.form.kind == "packed" and holding.weight and holding.weight.name == name:
+            made = self._quantised(holding, holding.form.bits, rows)._asdict()
+        return {key: a.astype(holding.parts.matrix[key].dtype) for key, a in made.items()}
 
     def _quantised(self, holding: Holding, bits: int, weight: mx.array) -> Rows:
         """A matrix, (..., columns) in the dtype of the file or of the device, in so many bits."""

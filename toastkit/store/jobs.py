@@ -50,7 +50,8 @@ class Job:
 
 
 class Piece(NamedTuple):
-    """Memory to be read into. spans, dtype, widened: as of Job. view: its bytes."""
+    """Memory to be read into. spans, widened: as of Job. dtype: of what is widened, as of Job.
+    view: its bytes."""
 
     spans: tuple[Span, ...]
     dtype: str

@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import mlx.core as mx
 
+from toastkit.store.by_row import ByRow, by_row
+from toastkit.store.graph import STORED, Function, Graph
 from toastkit.store.raw import DTYPES, RawTensors
-from toastkit.store.skeleton import MISFITS
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between dots
-RECORDING = threading.Lock()
-Sanitize = Callable[[dict[str, mx.array]], dict[str, mx.array]]
 
 
 class Stored(NamedTuple):
@@ -51,12 +48,11 @@ class Sanitizing:
     change the first, and arrays in place. names: of the stored tensors that it is given.
     """
 
-    def __init__(self, raw: RawTensors, sanitize: Sanitize, names: Iterable[str]):
+    def __init__(self, raw: RawTensors, sanitize: Function, names: Iterable[str]):
         self._raw, self._sanitize, self._names = raw, sanitize, list(names)
         self._lock = threading.Lock()
-        # Operation, arguments and operands, by which equal parts of two graphs are one number.
-        self._numbers: dict[tuple, int] = {}
-        self._nodes: list[tuple] = []
+        self._graph = Graph()
+        self._by_row: dict[str, ByRow | None] = {}
         self._whole: dict[str, int] | None = None
         self._layers: dict[str, str | None] = {}  # by the first number in a stored name
         self._cover: set[str | None] = set()
@@ -68,15 +64,26 @@ class Sanitizing:
         node = self._recorded().get(name)
         if node is None:
             return None
-        operation, arguments, operands, _ = self._nodes[node]
-        if operation == "stored":
-            return Stored(arguments)
-        if operation == "Concatenate" and arguments == "[0]":
-            rows = [self._nodes[operand] for operand in operands]
-            parts = [self._nodes[row[2][0]] for row in rows if row[:2] == ("ExpandDims", "[[0]]")]
-            if len(parts) == len(rows) and all(part[0] == "stored" for part in parts):
-                return Stacked(tuple(part[1] for part in parts))
-        return Made(tuple(self._stored_below([node])))
+        operation, arguments, operands, *_ = self._graph[node]
+        if operation == STORED:
+            return Stored(*arguments)
+        if operation == "Concatenate" and arguments == (0,):
+            rows = [self._graph[operand] for operand in operands]
+            parts = [
+                self._graph[row.operands[0]] for row in rows if row[:2] == ("ExpandDims", ([0],))
+            ]
+            if len(parts) == len(rows) and all(part.operation == STORED for part in parts):
+                return Stacked(tuple(part.arguments[0] for part in parts))
+        return Made(tuple(self._graph.stored_below([node])))
+
+    def by_row(self, name: str) -> ByRow | None:
+        """How rows of a tensor that is computed are computed by themselves; None where they are
+        not known to be."""
+        node = self._recorded()[name]
+        with self._lock:
+            if name not in self._by_row:
+                self._by_row[name] = by_row(self._graph, node, self._blank)
+            return self._by_row[name]
 
     def make(self, names: Iterable[str], stored: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Tensors that are computed, lazy. stored: all their parts, evaluated."""
@@ -92,7 +99,7 @@ class Sanitizing:
             _, entry = self._raw.place(name)
             key = (entry.shape, entry.dtype)
             if key not in blanks:
-                blanks[key] = mx.zeros(entry.shape, DTYPES[entry.dtype][1])
+                blanks[key] = self._blank(name)
             given[name] = blanks[key][...]
         made = self._sanitize(given)
         return {name: made[name] for name in names}
@@ -102,7 +109,7 @@ class Sanitizing:
     def _subset(self, names: list[str]) -> list[str]:
         """The stored names that sanitize has to see, to make these tensors as of all."""
         whole = self._whole or {}
-        parts = self._stored_below([whole[name] for name in names])
+        parts = self._graph.stored_below(whole[name] for name in names)
         layers = frozenset(self._layers[part] for part in parts)
         if layers not in self._subsets:
             seen = layers | self._cover
@@ -137,90 +144,12 @@ class Sanitizing:
                 chosen.add(layer)
         return chosen
 
-    # ------------------------------------------------------------------------------- recording
-
     def _record(self, names: list[str]) -> dict[str, int]:
         """sanitize over stored tensors of these names: the node of each tensor that it makes.
-        Empty where it fails, as where it misses a layer or looks at values."""
-        found: list[str] = []
-        nodes: dict[str, int] = {}
-        outputs: list[str] = []
+        Nothing where it fails, as where it misses a layer or looks at values."""
+        return self._graph.record(self._sanitize, {name: self._blank(name) for name in names})
 
-        def run(*arrays: mx.array) -> list[mx.array]:
-            made = self._sanitize(dict(zip(names, arrays)))
-            found[:] = made
-            return list(made.values())
-
-        def note(event: dict[str, Any]) -> None:
-            kind = event["type"]
-            if kind == "inputs":
-                for name, (identity, *_) in zip(names, event["inputs"]):
-                    nodes[identity] = self._number("stored", name)
-            elif kind == "constants":
-                for identity, value in event["constants"]:
-                    key = (str(value.dtype), tuple(value.shape), bytes(memoryview(value)))
-                    nodes[identity] = self._number("constant", key)
-            elif kind == "primitive":
-                operands = tuple(nodes[identity] for identity, *_ in event["inputs"])
-                for index, (identity, *_) in enumerate(event["outputs"]):
-                    nodes[identity] = self._number(
-                        event["name"], repr(event["arguments"]), operands, index
-                    )
-            elif kind == "outputs":
-                outputs[:] = [identity for identity, *_ in event["outputs"]]
-
-        blanks = [
-            mx.zeros(entry.shape, DTYPES[entry.dtype][1])
-            for _, entry in map(self._raw.place, names)
-        ]
-        try:
-            with _recordable():
-                mx.export_function(note, run, *blanks)
-        except MISFITS:
-            return {}
-        return {name: nodes[identity] for name, identity in zip(found, outputs)}
-
-    def _number(
-        self, operation: str, arguments: Any, operands: tuple[int, ...] = (), index: int = 0
-    ) -> int:
-        key = (operation, arguments, operands, index)
-        number = self._numbers.setdefault(key, len(self._nodes))
-        if number == len(self._nodes):
-            self._nodes.append(key)
-        return number
-
-    def _stored_below(self, nodes: list[int]) -> list[str]:
-        """The stored tensors that nodes are made of."""
-        found, seen, left = [], set(nodes), list(nodes)
-        while left:
-            operation, arguments, operands, _ = self._nodes[left.pop()]
-            if operation == "stored":
-                found.append(arguments)
-            left += (node for node in set(operands) if node not in seen)
-            seen.update(operands)
-        return found
-
-
-@contextmanager
-def _recordable() -> Iterator[None]:
-    """Lets sanitize call what MLX cannot record. In this thread it leaves a mark in the graph, of
-    as many operations as it takes to tell which it was."""
-    mark, thread = mx.stop_gradient, threading.get_ident()
-    marks: dict[str, Callable] = {
-        "contiguous": lambda array, *_, **__: mark(array),
-        "from_fp8": lambda array, dtype=mx.bfloat16, **_: mark(mark(array.astype(dtype))),
-    }
-
-    def instead(name: str, *arguments: Any, **named: Any) -> mx.array:
-        called = marks if threading.get_ident() == thread else plain
-        return called[name](*arguments, **named)
-
-    with RECORDING:
-        plain = {name: getattr(mx, name) for name in marks}
-        try:
-            for name in plain:
-                setattr(mx, name, partial(instead, name))
-            yield
-        finally:
-            for name, function in plain.items():
-                setattr(mx, name, function)
+    def _blank(self, name: str) -> mx.array:
+        """An array of a stored tensor's shape, such as (rows, columns), and dtype, lazy."""
+        _, entry = self._raw.place(name)
+        return mx.zeros(entry.shape, DTYPES[entry.dtype][1])

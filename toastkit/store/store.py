@@ -35,6 +35,7 @@ from toastkit.store.jobs import Job, Piece
 from toastkit.store.raw import DTYPES, RawTensors, below
 from toastkit.store.reader import Reader
 from toastkit.store.request import Request
+from toastkit.store.rows import WIDENED, RowReading, Rows
 from toastkit.store.sanitizing import Made, Sanitizing, Stacked, Stored
 from toastkit.store.skeleton import (
     MISFITS,
@@ -48,8 +49,6 @@ from toastkit.store.skeleton import (
 )
 from toastkit.store.tied import has_own_head, untied
 from toastkit.store.waiting import NOW
-
-WIDENED = ("BF16", "F16")  # as safetensors names them
 
 
 class Store:
@@ -106,6 +105,7 @@ class Store:
             self._sanitize = lambda given: copied_model(pristine).sanitize(given)  # type: ignore
             self._sanitizing = Sanitizing(self._raw, self._sanitize, raw)
             tensors = self.model.sanitize(dict(raw))
+        self._rows = RowReading(self._raw, self._sanitizing, self._origin, self.dtype, self.tensor)
         by_identity = {id(array): name for name, array in raw.items()}
         self._stored = {n: by_identity[id(a)] for n, a in tensors.items() if id(a) in by_identity}
         self._about = {name: (tuple(a.shape), a.dtype) for name, a in tensors.items()}
@@ -170,9 +170,9 @@ class Store:
             return Stored(name)
         return self._sanitizing.origin(name)
 
-    def is_made(self, name: str) -> bool:
+    def is_whole(self, name: str) -> bool:
         """Whether a tensor has to be computed whole, of others, to have any row of it."""
-        return not isinstance(self._origin(name), (Stored, Stacked))
+        return self._rows.is_whole(name)
 
     # ---------------------------------------------------------------------------------- reading
 
@@ -209,24 +209,12 @@ class Store:
         jobs: dict[Any, Job] = {}
         for name, origin in origins.items():
             if isinstance(origin, Made):
-                jobs.update((Stored(part), self._job(Stored(part))) for part in origin.parts)
+                jobs.update((Stored(part), self._rows.job(Stored(part))) for part in origin.parts)
             elif origin is not None:
-                job = self._job(origin)
+                job = self._rows.job(origin)
                 widened = job.dtype in WIDENED and name in widen
                 jobs[name] = replace(job, widened=widened)
         return self.reader.request(jobs, partial(self._finish, origins, lazy), priority, at_once)
-
-    def _job(self, origin: Stored | Stacked, start: int = 0, stop: int | None = None) -> Job:
-        """What reads a tensor, or rows start:stop of it."""
-        if isinstance(origin, Stored):
-            path, entry = self._raw.place(origin.name)
-            rows = entry.shape if stop is None else (stop - start, *entry.shape[1:])
-            inside = entry.inside and (path, entry.inside.start)
-            return Job(self._raw.spans(origin.name, start, stop), entry.dtype, rows, inside=inside)
-        parts = origin.parts[start:stop]
-        _, entry = self._raw.place(parts[0])
-        spans = tuple(span for part in parts for span in self._raw.spans(part))
-        return Job(spans, entry.dtype, (len(parts), *entry.shape))
 
     def _finish(
         self, origins: dict[str, Any], lazy: bool, read: dict[Any, mx.array]
@@ -347,33 +335,19 @@ class Store:
         Raises IndexError for rows that there are not."""
         if not 0 <= start < stop <= (self.shape(name) or (0,))[0]:
             raise IndexError(f"{name} has no rows {start}:{stop}")
-        origin = self._origin(name)
-        if isinstance(origin, (Stored, Stacked)):
-            job = self._job(origin, start, stop)
-            return self.reader.request({name: job}, _evaluated, NOW).result()[name]
-        return _evaluated({name: mx.contiguous(self.tensor(name)[start:stop])})[name]
+        jobs, make = self.rows_of(name, [(start, stop)])
+        (rows,) = map(mx.contiguous, self.reader.request(jobs, make, NOW).result())
+        self.evaluate(rows)
+        return rows
 
-    def some_rows(self, name: str, rows: Sequence[int]) -> mx.array:
-        """Those rows of a tensor, (len(rows), ...) of its stored dtype, evaluated; one that is
-        computed is computed whole."""
-        origin = self._origin(name)
-        if not isinstance(origin, (Stored, Stacked)):
-            return _evaluated({name: self.tensor(name)[mx.array(list(rows))]})[name]
-        jobs = {row: self._job(origin, row, row + 1) for row in rows}
-        read = self.reader.request(jobs, _evaluated, NOW, at_once=True).result()
-        return mx.concatenate([read[row] for row in rows])
+    def rows_of(self, name: str, spans: Sequence[tuple[int, int]]) -> Rows:
+        """What it takes to have rows first:stop of a tensor, of each span: of what they are
+        computed from, no more than they need; all of it where that is not certain."""
+        return self._rows.rows(name, spans)
 
     def piece(self, name: str, row: int, view: memoryview, dtype: mx.Dtype) -> Piece | None:
-        """What reads tensor(name)[row] into memory of its size in bytes, where the files hold it in
-        that dtype, or in 16-bit floats and it is float32; else None."""
-        origin = self._origin(name)
-        if not isinstance(origin, (Stored, Stacked)):
-            return None
-        job = self._job(origin, row, row + 1)
-        if dtype == mx.float32 and job.dtype in WIDENED:
-            job = replace(job, widened=True)
-        fits = job.result_dtype == dtype and job.nbytes == len(view)
-        return Piece(job.spans, job.dtype, view, job.widened) if fits else None
+        """See RowReading.piece."""
+        return self._rows.piece(name, row, view, dtype)
 
     # -------------------------------------------------------------------------------- closing
 
@@ -388,11 +362,6 @@ class Store:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _evaluated(arrays: dict[Any, mx.array]) -> dict[Any, mx.array]:
-    mx.eval(arrays)
-    return arrays
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -1,0 +1,122 @@
+"""Rows of tensors, experts say: which parts of the files they are made of, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from toastkit.store.by_row import Part
+from toastkit.store.jobs import Job, Piece
+from toastkit.store.raw import RawTensors, Span
+from toastkit.store.sanitizing import Made, Sanitizing, Stacked, Stored
+
+# What may become float32 as it is read, as safetensors names it.
+WIDENED = {"BF16": mx.bfloat16, "F16": mx.float16}
+Origin = Stored | Stacked | Made | None
+
+
+Range = tuple[int, int]  # rows first:stop
+
+
+class Rows(NamedTuple):
+    """Spans of rows of a tensor that are to be read. jobs: those of several tensors can be put
+    together, and what they have in common is read once. make(read): of each span its rows,
+    (rows, ...) in the stored dtype, lazy, of what the jobs have read."""
+
+    jobs: dict[Any, Job]
+    make: Callable[[Mapping[Any, mx.array]], list[mx.array]]
+
+
+class RowReading:
+    """Says of which parts of the files rows are made. origin(name): where a tensor comes from.
+    dtype(name): of it. sanitizing: None where all tensors are stored. whole(name): reads one,
+    evaluated."""
+
+    def __init__(
+        self,
+        raw: RawTensors,
+        sanitizing: Sanitizing | None,
+        origin: Callable[[str], Origin],
+        dtype: Callable[[str], mx.Dtype],
+        whole: Callable[[str], mx.array],
+    ):
+        self._raw, self._sanitizing = raw, sanitizing
+        self._origin, self._dtype, self._whole = origin, dtype, whole
+
+    def job(self, origin: Stored | Stacked, start: int = 0, stop: int | None = None) -> Job:
+        """What reads a tensor, or rows start:stop of it."""
+        if isinstance(origin, Stored):
+            path, entry = self._raw.place(origin.name)
+            rows = entry.shape if stop is None else (stop - start, *entry.shape[1:])
+            inside = entry.inside and (path, entry.inside.start)
+            return Job(self._raw.spans(origin.name, start, stop), entry.dtype, rows, inside=inside)
+        parts = origin.parts[start:stop]
+        _, entry = self._raw.place(parts[0])
+        spans = tuple(span for part in parts for span in self._raw.spans(part))
+        return Job(spans, entry.dtype, (len(parts), *entry.shape))
+
+    def is_whole(self, name: str) -> bool:
+        """Whether a tensor has to be computed whole, of others, to have any row of it."""
+        origin = self._origin(name)
+        if not isinstance(origin, Made):
+            return origin is None
+        assert self._sanitizing is not None  # who else makes any
+        return self._sanitizing.by_row(name) is None
+
+    def rows(self, name: str, spans: Sequence[Range]) -> Rows:
+        """What it takes to have those rows of a tensor."""
+        origin, sanitizing = self._origin(name), self._sanitizing
+        if isinstance(origin, (Stored, Stacked)):
+            keys = [(*origin, *span) for span in spans]
+            jobs = {key: self.job(origin, *span) for key, span in zip(keys, spans)}
+            return Rows(jobs, lambda read: [read[key] for key in keys])
+        if origin is None or sanitizing is None:
+            return Rows({}, lambda _: _cut(self._whole(name), spans))
+        by_row = sanitizing.by_row(name)
+        if by_row is not None:
+            parts = [part for span in spans for part in by_row.parts(*span)]
+            return Rows(self._jobs(parts), lambda read: [by_row.make(*s, read) for s in spans])
+
+        def make(read: Mapping[Any, mx.array]) -> list[mx.array]:
+            stored = {part: read[part, 0, None] for part in origin.parts}
+            return _cut(sanitizing.make([name], stored)[name], spans)
+
+        return Rows(self._jobs((part, 0, None) for part in origin.parts), make)
+
+    def _jobs(self, parts: Iterable[Part]) -> dict[Part, Job]:
+        return {part: self.job(Stored(part[0]), part[1], part[2]) for part in parts}
+
+    def piece(self, name: str, row: int, view: memoryview, dtype: mx.Dtype) -> Piece | None:
+        """What reads tensor(name)[row] into memory of its size in bytes, where the files hold it in
+        that dtype, or in 16-bit floats and it is float32; else None."""
+        spans, stored = self._spans(name, row), self._dtype(name)
+        widened = dtype == mx.float32 and stored in WIDENED.values()
+        size = sum(span.stop - span.start for span in spans) * (2 if widened else 1)
+        if not spans or not (widened or stored == dtype) or size != len(view):
+            return None
+        kind = next((kind for kind, of in WIDENED.items() if of == stored), "")
+        return Piece(spans, kind, view, widened)
+
+    def _spans(self, name: str, row: int) -> tuple[Span, ...]:
+        """Where a row of a tensor lies as it is; nothing where it does not."""
+        origin = self._origin(name)
+        if isinstance(origin, (Stored, Stacked)):
+            return self.job(origin, row, row + 1).spans
+        by_row = (
+            None if origin is None or self._sanitizing is None else self._sanitizing.by_row(name)
+        )
+        found = None if by_row is None else by_row.piece(self._row_bytes)
+        if found is None:
+            return ()
+        (path, start, _), (_, first, size) = self._raw.spans(found[0], row, row + 1)[0], found
+        return (Span(path, start + first, start + first + size),)
+
+    def _row_bytes(self, name: str) -> int:
+        entry = self._raw.place(name)[1]
+        return entry.nbytes // entry.shape[0]
+
+
+def _cut(whole: mx.array, spans: Sequence[Range]) -> list[mx.array]:
+    return [whole[first:stop] for first, stop in spans]
