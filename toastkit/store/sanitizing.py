@@ -52,6 +52,7 @@ class Sanitizing:
         self._raw, self._sanitize, self._names = raw, sanitize, list(names)
         self._lock = threading.Lock()
         self._graph = Graph()
+        self._origins: dict[str, Stored | Stacked | Made] = {}
         self._by_row: dict[str, ByRow | None] = {}
         self._whole: dict[str, int] | None = None
         self._layers: dict[str, str | None] = {}  # by the first number in a stored name
@@ -64,6 +65,11 @@ class Sanitizing:
         node = self._recorded().get(name)
         if node is None:
             return None
+        if name not in self._origins:
+            self._origins[name] = self._origin(node)
+        return self._origins[name]
+
+    def _origin(self, node: int) -> Stored | Stacked | Made:
         operation, arguments, operands, *_ = self._graph[node]
         if operation == STORED:
             return Stored(*arguments)
