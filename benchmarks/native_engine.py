@@ -1,10 +1,10 @@
 """A worker (workers.py) that runs toastkit or mlx_lm on the CPU.
 
-    python benchmarks/native_engine.py native|off|mlx_lm CHECKPOINT
+    python benchmarks/native_engine.py native|off|mlx_lm CHECKPOINT [KV_BITS]
 
-native, off: toastkit with its native products, or without. mlx_lm: as it is, but in float32: on a
-CPU it is slower by a multiple in the 16 bits of the checkpoint. All take the same steps: the next
-one's graph is built while one is computed.
+native, off: toastkit with its native products, or without; KV_BITS as of --kv-bits. mlx_lm: as it
+is, but in float32: on a CPU it is slower by a multiple in the 16 bits of the checkpoint. All take
+the same steps: the next one's graph is built while one is computed.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ class Runner:
 
 
 class Ours(Runner):
-    def __init__(self, path: str, native: str):
+    def __init__(self, path: str, native: str, kv_bits: int | None):
         from toastkit.engine.opening import open_engine
         from toastkit.model.locate import locate
 
-        self._engine = open_engine(locate(path), device_name="cpu", native=native)
+        files = locate(path)
+        self._engine = open_engine(files, device_name="cpu", native=native, kv_bits=kv_bits)
         self.model, self.new_cache = self._engine.model, self._engine.new_cache
 
     def prefill(self, ids: list[int], cache: list) -> mx.array:
@@ -154,9 +155,10 @@ def functions(runner: Runner, config: dict[str, Any]) -> dict[str, Callable[...,
 
 
 def main() -> None:
-    how, path = sys.argv[1:]
+    how, path, *bits = sys.argv[1:]
     settings = {"native": "require", "off": "off"}
-    runner = Theirs(path) if how == "mlx_lm" else Ours(path, settings[how])
+    kv_bits = int(bits[0]) if bits else None
+    runner = Theirs(path) if how == "mlx_lm" else Ours(path, settings[how], kv_bits)
     serve(functions(runner, json.loads((Path(path) / "config.json").read_text())))
 
 

@@ -78,8 +78,8 @@ CHAINS = (
     SamplingOptions(repetition_penalty=1.3, frequency_penalty=0.5, bans=(1,)),
 )
 FLAGS = {
-    "device": "cpu", "dtype": None, "native": "off", "native_exact": False, "threads": None,
-    "quiet": True, "verbose": False,
+    "device": "cpu", "dtype": None, "kv_bits": None, "native": "off", "native_exact": False,
+    "threads": None, "quiet": True, "verbose": False,
 }  # fmt: skip
 COMMANDS = (
     "toast-frames", "toast-frames --json", "toast-frames --json --arrays base64",

@@ -196,7 +196,8 @@ class Attack:
         options = {"temperature": 0.5, "top_k": 3, "seed": 1, "stop": ["x"], "max_tokens": 2}
         long = {"messages": [{"role": "user", "content": "Hi"}], "options": options, "keep": True}
         attached = [
-            {"op": "attach", "fingerprint": self.model, "device": "auto", "dtype": None},
+            {"op": "attach", "fingerprint": self.model, "device": "auto", "dtype": None,
+             "kv_bits": None},
             {"op": "restore", "ids": [1, 5, 6], "session": None, "source": None},
             {"op": "read", "ids": [1, 5, 6]}, {"op": "step", "token": 5}, {"op": "commit"},
         ]  # fmt: skip
@@ -216,8 +217,11 @@ class Attack:
         if client.say:
             return
         count = self.rng.choice((1, 3, 9))
-        line = self.rng.choice((b'{"op": "status"}\n', b"{}\n", b'{"op": "attach", "fingerprint": '
-                                b'"ab", "device": "cpu", "dtype": null}\n'))  # fmt: skip
+        attach = (
+            b'{"op": "attach", "fingerprint": "ab", "device": "cpu", "dtype": null, '
+            b'"kv_bits": null}\n'
+        )
+        line = self.rng.choice((b'{"op": "status"}\n', b"{}\n", attach))
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0] * count))]
         try:
             client.socket.sendmsg([line], rights)

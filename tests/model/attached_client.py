@@ -54,7 +54,10 @@ class Client:
         return self.service
 
     def attach(self, **fields: Any) -> dict:
-        wanted = {"fingerprint": self.preparer.fingerprint, "device": "cpu", "dtype": "float32"}
+        wanted = {
+            "fingerprint": self.preparer.fingerprint, "device": "cpu", "dtype": "float32",
+            "kv_bits": None,
+        }  # fmt: skip
         return self.op("attach", **{**wanted, **fields})
 
     def restore(self, ids: list[int], session: Session | None = None, **fields: Any) -> dict:

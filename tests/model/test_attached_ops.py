@@ -73,6 +73,7 @@ def test_what_attach_tells(client: Client) -> None:
     assert client.attach() == told
     assert client.attach(dtype=None) == told and len(client.channel.connection.on_close) == 1
     assert client.attach(device="auto")["device"] == "cpu"
+    assert client.attach(kv_bits=32) == told  # of activations in float32
 
 
 # -------------------------------------------------------------------------------------- sessions

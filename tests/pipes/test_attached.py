@@ -219,6 +219,10 @@ def test_another_dtype_is_loaded_here(toast) -> None:
     assert done.returncode == 64 and b"MLX computes experts in float32 only" in done.stderr
     same = toast("decode", "-v", "--dtype", "float32", "--device", "cpu", "-n", "2", WHO)
     assert b"using the weights" in same.stderr and b"loaded" not in same.stderr
+    done = toast("decode", "-v", "--kv-bits", "16", "-n", "2", WHO)
+    assert b"crumb with keys and values in float32: loading the model here" in done.stderr
+    same = toast("decode", "-v", "--kv-bits", "32", "-n", "2", WHO)
+    assert b"using the weights" in same.stderr
 
 
 # ------------------------------------------------------------------------------------- together

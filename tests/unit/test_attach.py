@@ -28,7 +28,7 @@ from toastkit.session.directory import Session
 MODEL = "ab" * 16
 VOCAB = 4
 HELLO = {"attached": {"vocab": VOCAB, "context": 100, "device": "cpu", "dtype": None, "chunk": 3}}
-FLAGS = {"no_daemon": False, "device": "auto", "dtype": None, "verbose": True}
+FLAGS = {"no_daemon": False, "device": "auto", "dtype": None, "kv_bits": None, "verbose": True}
 
 
 def logits(*values: float) -> str:
@@ -39,7 +39,7 @@ FULL = logits(1, 2, 3, 4)
 
 
 def attached(daemon: FakeDaemon) -> RemoteEngine:
-    engine = attach(daemon.path, MODEL, "auto", None)
+    engine = attach(daemon.path, MODEL, "auto", None, None)
     assert engine is not None
     return engine
 
@@ -64,7 +64,7 @@ def held(count: int, values: str | None = None) -> list:
 CHECK = """
 import sys
 from toastkit.commands.engines import attach
-flags = {"no_daemon": False, "device": "auto", "dtype": None, "verbose": True}
+flags = {"no_daemon": False, "device": "auto", "dtype": None, "kv_bits": None, "verbose": True}
 before = set(sys.modules)
 assert attach(flags, "ab" * 16) is None
 print(*sorted(set(sys.modules) - before))
@@ -111,11 +111,11 @@ def test_a_directory_that_is_not_ours_is_not_asked(monkeypatch: pytest.MonkeyPat
 def test_what_is_told_and_asked_at_first() -> None:
     said: list[str] = []
     with FakeDaemon([HELLO]) as daemon:
-        engine = attach(daemon.path, MODEL, "gpu", "float16", said.append)
+        engine = attach(daemon.path, MODEL, "gpu", "float16", 16, said.append)
         assert engine is not None
         engine.close()
         assert daemon.request == {
-            "op": "attach", "fingerprint": MODEL, "device": "gpu", "dtype": "float16"
+            "op": "attach", "fingerprint": MODEL, "device": "gpu", "dtype": "float16", "kv_bits": 16
         }  # fmt: skip
         assert said == [f"using the weights of the daemon at {daemon.path}"]
     assert (engine.vocab, engine.context, engine.chunk) == (VOCAB, 100, 3)
@@ -128,12 +128,12 @@ def test_a_residency_that_is_insisted_on(has: str | None) -> None:
     hello = [{"attached": {**HELLO["attached"], **({} if has is None else {"resident": has})}}]
     with FakeDaemon(hello) as daemon:
         for wanted in (None, has or "all"):
-            engine = attach(daemon.path, MODEL, "auto", None, None, wanted)
+            engine = attach(daemon.path, MODEL, "auto", None, None, None, wanted)
             assert engine is not None and engine.resident == (has or "all")
             engine.close()
         said: list[str] = []
         with pytest.raises(UsageError) as caught:
-            attach(daemon.path, MODEL, "auto", None, said.append, "12 --placement last")
+            attach(daemon.path, MODEL, "auto", None, None, said.append, "12 --placement last")
         error = caught.value
         assert said == [] and error.hint == "--no-daemon loads the model here"
         assert error.message == (
@@ -160,7 +160,7 @@ def test_a_residency_that_is_insisted_on(has: str | None) -> None:
 def test_one_that_will_not_do_is_left_alone(script: list, line: str) -> None:
     said: list[str] = []
     with FakeDaemon(script) as daemon:
-        assert attach(daemon.path, MODEL, "auto", None, said.append) is None
+        assert attach(daemon.path, MODEL, "auto", None, None, said.append) is None
         assert len(said) == 1 and said[0].startswith(line.format(path=daemon.path))
         assert said[0].endswith(": loading the model here")
 
@@ -169,10 +169,10 @@ def test_a_socket_that_nobody_serves(tmp_path: Path) -> None:
     said: list[str] = []
     with FakeDaemon([HELLO]) as daemon:
         daemon.stop_listening()
-        assert attach(daemon.path, MODEL, "auto", None, said.append) is None
+        assert attach(daemon.path, MODEL, "auto", None, None, said.append) is None
     (tmp_path / "file").write_bytes(b"")
-    assert attach(str(tmp_path / "file"), MODEL, "auto", None, said.append) is None
-    assert attach(str(tmp_path / ("x" * 200)), MODEL, "auto", None, said.append) is None
+    assert attach(str(tmp_path / "file"), MODEL, "auto", None, None, said.append) is None
+    assert attach(str(tmp_path / ("x" * 200)), MODEL, "auto", None, None, said.append) is None
     assert said == []
 
 
@@ -181,7 +181,7 @@ def test_another_users_daemon_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(wire, "peer_of", lambda connection: wire.Peer(os.geteuid() + 1, 1))
     with FakeDaemon([HELLO]) as daemon:
-        assert attach(daemon.path, MODEL, "auto", None) is None
+        assert attach(daemon.path, MODEL, "auto", None, None) is None
         assert daemon.requests == []
 
 

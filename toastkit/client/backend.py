@@ -39,8 +39,8 @@ class Backend(Protocol):
 class Wanted(NamedTuple):
     """What the flags say about who shall answer.
 
-    model: as -m had it, or None. device, dtype, native, gears (stages.follow.GearSettings) and
-    policies (engine.policy_options.PolicyOptions): for a model in this process.
+    model: as -m had it, or None. device, dtype, kv_bits, native, gears (stages.follow.GearSettings)
+    and policies (engine.policy_options.PolicyOptions): for a model in this process.
     here: no daemon is to be asked. socket: where it listens, None for the usual place.
     insist: only a daemon will do. say: takes a line for stderr. verbose, quiet: as the flags.
     """
@@ -48,6 +48,7 @@ class Wanted(NamedTuple):
     model: str | None = None
     device: str | None = None
     dtype: str | None = None
+    kv_bits: int | None = None
     native: NativeOptions = NativeOptions()
     here: bool = False
     socket: str | None = None

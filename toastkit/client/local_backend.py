@@ -65,6 +65,7 @@ class LocalBackend:
                 model=wanted.model or EMBEDDED,
                 device=wanted.device or "auto",
                 dtype=wanted.dtype,
+                kv_bits=wanted.kv_bits,
                 native=wanted.native,
                 say=wanted.say,
                 gears=wanted.gears,

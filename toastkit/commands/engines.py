@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class Engines:
     """Calling it with a head gives the engine of that head's model.
 
-    flags: the values of --model, --device, --dtype, --no-daemon, --quiet and --verbose, and what
-    native_options takes. policies: of an engine that is loaded here; a daemon's has none that
-    change results. insisted: what has to stay on a daemon's device, None for anything. engine: the
-    one that was given last, None before.
+    flags: the values of --model, --device, --dtype, --kv-bits, --no-daemon, --quiet and --verbose,
+    and what native_options takes. policies: of an engine that is loaded here; a daemon's has none
+    that change results. insisted: what has to stay on a daemon's device, None for anything.
+    engine: the one that was given last, None before.
     """
 
     def __init__(
@@ -96,7 +96,8 @@ def attach(
     from toastkit.engine.remote import attach as attach_to_daemon
 
     tell = say if flags["verbose"] else None
-    return attach_to_daemon(path, fingerprint, flags["device"], flags["dtype"], tell, insisted)
+    device, dtype, kv_bits = (flags[name] for name in ("device", "dtype", "kv_bits"))
+    return attach_to_daemon(path, fingerprint, device, dtype, kv_bits, tell, insisted)
 
 
 def _daemon_socket() -> str | None:
@@ -123,7 +124,7 @@ def load(
     policies: PolicyOptions | None = None,
     signals: Signals | None = None,
 ) -> Engine:
-    """An Engine for a checkpoint, on the device and in the dtype of the flags. signals: whose
+    """An Engine for a checkpoint, on the device and in the dtypes of the flags. signals: whose
     memory warning goes to it."""
     import time
 
@@ -135,6 +136,7 @@ def load(
             files,
             device_name=flags["device"],
             dtype=flags["dtype"],
+            kv_bits=flags["kv_bits"],
             notify=None if flags["quiet"] else say,
             **native_options(flags)._asdict(),
             **({} if policies is None else policies._asdict()),

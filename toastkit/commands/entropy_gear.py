@@ -11,7 +11,7 @@ from toastkit.commands.gear_flags import TELEMETRY_NAMES, gear_rules, telemetry
 from toastkit.errors import ToastError
 from toastkit.native.starting import NativeOptions
 
-CALIBRATION_NAMES = ("model", "raw", "device", "dtype", *NativeOptions._fields)
+CALIBRATION_NAMES = ("model", "raw", "device", "dtype", "kv_bits", *NativeOptions._fields)
 
 
 @cli.command("entropy-gear")

@@ -113,9 +113,19 @@ no_newline = click.option("--no-newline", is_flag=True, help="Do not end an answ
 fail_on_length = click.option(
     "--fail-on-length", is_flag=True, help="Exit with 65 if an answer was cut off by a limit."
 )
+
+
+def _number(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else int(value)
+
+
 dtype = click.option(
     "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]),
     help="Type of activations (default: float32 on the CPU, the checkpoint's own elsewhere).",
+)  # fmt: skip
+kv_bits = click.option(
+    "--kv-bits", type=click.Choice(["16", "32"]), callback=_number,
+    help="Bits of keys and values in caches (default: those of activations).",
 )  # fmt: skip
 native = together(
     click.option(
@@ -136,6 +146,7 @@ engine = together(
         help="Where to compute.",
     ),
     dtype,
+    kv_bits,
     native,
 )  # fmt: skip
 

@@ -40,6 +40,7 @@ def add_to(group: click.Group) -> None:
 @gear_scope
 @gear_bits
 @options.dtype
+@options.kv_bits
 @options.native
 @click.option(
     "--bandwidth", type=Size(1), metavar="SIZE",

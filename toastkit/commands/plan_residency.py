@@ -147,7 +147,7 @@ def _unloaded(files, flags: dict[str, Any]) -> _Model:
 
     wanted = native_options(flags)
     native = device.native_products(wanted, on)
-    types = loading(flags["dtype"], on == "cpu", native)
+    types = loading(flags["dtype"], on == "cpu", native, flags["kv_bits"])
     store = Store(files, load_config(files))
     holdings = Holdings(store, types, Ledger())
     wanted = wanted._replace(native="require" if native.on else "off")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 INFINITE = float("inf")
 # A daemon's model has its own.
-OF_THIS_PROCESS = ("device", "dtype", *NativeOptions._fields, "gear")
+OF_THIS_PROCESS = ("device", "dtype", "kv_bits", *NativeOptions._fields, "gear")
 
 
 @cli.command("toast")
@@ -187,6 +187,7 @@ def _wanted(context: click.Context, flags: dict[str, Any]) -> Wanted:
         model=flags["model"],
         device=flags["device"],
         dtype=flags["dtype"],
+        kv_bits=flags["kv_bits"],
         native=options.native_options(flags),
         here=flags["no_daemon"] or bool(cli.given(context, *OF_THIS_PROCESS)),
         socket=flags["socket"],

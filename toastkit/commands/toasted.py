@@ -30,9 +30,10 @@ STARTS = ("start", "restart")
 ANSWER_SECONDS = 60.0  # for a daemon to answer an action
 STOP_SECONDS = 35.0  # for it to be gone: the usual --drain, and some more
 ONLY_DAEMON = (
-    "model", "daemon", "pidfile", "idle_unload", "device", "dtype", *NativeOptions._fields, "chunk",
-    "parallel", "batch", "max_queue", "max_connections", "max_line", "cache", "spill", "audit",
-    "no_audit", "audit_text", "drain", *policy_flags.POLICY_NAMES,
+    "model", "daemon", "pidfile", "idle_unload", "device", "dtype", "kv_bits",
+    *NativeOptions._fields, "chunk", "parallel", "batch", "max_queue", "max_connections",
+    "max_line", "cache", "spill", "audit", "no_audit", "audit_text", "drain",
+    *policy_flags.POLICY_NAMES,
 )  # fmt: skip
 
 
@@ -178,7 +179,9 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
         from toastkit.daemon.service_settings import ServiceSettings
         from toastkit.daemon.worker import Worker
 
-        same = ("device", "dtype", "chunk", "parallel", "batch", "max_queue", "debug")
+        same = (
+            "device", "dtype", "kv_bits", "chunk", "parallel", "batch", "max_queue", "debug"
+        )  # fmt: skip
         return Worker(
             ServiceSettings(
                 model=flags["model"] or "crumb",
@@ -268,6 +271,8 @@ def _summary(status: dict[str, Any]) -> Iterator[str]:
     remembered = ledger.get("sessions", 0)
     weights = sum(ledger.values()) - remembered - ledger.get("cache", 0) - ledger.get("reading", 0)
     where = f"on the {status['device']} in {status['dtype']}" if status["loaded"] else "not loaded"
+    if (kept := status.get("kv_dtype")) not in (None, status["dtype"]):
+        where += f", keys and values in {kept}"
     yield f"daemon: process {status['pid']}, up {_ago(status['uptime'])}, at {status['socket']}"
     yield f"model: {status['model']}, {where}"
     yield f"memory: {human(sum(ledger.values()))}, of it {human(weights)} for the weights"

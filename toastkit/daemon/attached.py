@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 KEY = "attached"  # of the connection's store
 DTYPES = ("float32", "float16", "bfloat16")
+KV_BITS = (16, 32)
 
 
 class Attached:
@@ -163,15 +164,17 @@ def _done(attached: Attached, service: Service, request: Request) -> dict[str, A
 
 
 def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -> dict[str, Any]:
-    """Holds the client's model, device and dtype against ours. Raises NoInputError where it would
+    """Holds the client's model, device and dtypes against ours. Raises NoInputError where it would
     compute something else by itself."""
-    fingerprint, device, dtype = (request.raw[name] for name in ATTACH_OPS["attach"])
+    fingerprint, device, dtype, kv_bits = (request.raw[name] for name in ATTACH_OPS["attach"])
     if not isinstance(fingerprint, str):
         raise UsageError(f"fingerprint: {kind(fingerprint)} instead of a string")
     if device not in DEVICES:
         raise UsageError(f"device: not one of {', '.join(DEVICES)}")
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"dtype: neither null nor one of {', '.join(DTYPES)}")
+    if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in KV_BITS):
+        raise UsageError(f"kv_bits: neither null nor one of {', '.join(map(str, KV_BITS))}")
     name = preparer.files.name
     if fingerprint != preparer.fingerprint:
         raise NoInputError(f"the daemon runs {name}")
@@ -179,14 +182,18 @@ def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -
     engine = service.engine
     import mlx.core as mx
 
-    from toastkit.store.dtypes import activation_dtype
+    from toastkit.store.dtypes import activation_dtype, kv_dtype
 
     if device == "auto":
         device = "gpu" if mx.is_available(mx.gpu) else "cpu"
     if device != engine.device:
         raise NoInputError(f"the daemon runs {name} on the {engine.device}")
-    if (dtype or activation_dtype(engine.device == "cpu")) != engine.dtype:
+    dtype = dtype or activation_dtype(engine.device == "cpu")
+    if dtype != engine.dtype:
         raise NoInputError(f"the daemon runs {name} in {engine.dtype or 'its own dtype'}")
+    if kv_dtype(dtype, kv_bits) != engine.kv_dtype:
+        own = engine.kv_dtype or "its own dtype"
+        raise NoInputError(f"the daemon runs {name} with keys and values in {own}")
     if engine.gears is not None:
         raise NoInputError(f"the daemon runs {name} in gears")
     if engine.experts is not None and engine.experts.options.runs_little:

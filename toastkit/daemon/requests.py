@@ -24,8 +24,9 @@ T = TypeVar("T")
 CONTROL_OPS = ("health", "status", "stop", "reload")
 # Of toast-prefill and toast-decode, and the fields of each; attached.py checks their values.
 ATTACH_OPS = {
-    "attach": ("fingerprint", "device", "dtype"), "restore": ("session", "source", "ids"),
-    "read": ("ids",), "step": ("token",), "commit": (), "release": (),
+    "attach": ("fingerprint", "device", "dtype", "kv_bits"),
+    "restore": ("session", "source", "ids"), "read": ("ids",), "step": ("token",), "commit": (),
+    "release": (),
 }  # fmt: skip
 OPS = ("generate", *CONTROL_OPS)
 SAMPLING_NAMES = tuple(name for name in INTERVALS if name != "seed")

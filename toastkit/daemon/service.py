@@ -55,9 +55,9 @@ class Service:
         self._finished = finished
         spill = None
         if settings.spill_bytes:
-            variant = "-".join(
-                [engine.dtype or "own", *(p.variant for p in engine.policies if p.variant)]
-            )
+            dtypes = {engine.dtype: None, engine.kv_dtype: None}
+            policies = (p.variant for p in engine.policies if p.variant)
+            variant = "-".join([*(name or "own" for name in dtypes), *policies])
             spill = Spill(preparer.fingerprint, variant, settings.spill_bytes, settings.say)
         self.memory = Memory(engine.new_cache, settings.cache_bytes, engine.ledger, spill)
         preparer.wants_points = not always_cut(engine.new_cache())
@@ -236,6 +236,7 @@ def open_service(
         preparer.files,
         device_name=settings.device,
         dtype=settings.dtype,
+        kv_bits=settings.kv_bits,
         notify=notify,
         **settings.native._asdict(),
         **policies._asdict(),

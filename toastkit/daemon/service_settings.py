@@ -13,8 +13,8 @@ from toastkit.stages.follow import GearSettings
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """model: as -m takes it. device, dtype, native: as of toast-prefill(1). chunk: tokens of a
-    prefill pass, None for the device's default. parallel: conversations at the device at once.
+    """model: as -m takes it. device, dtype, kv_bits, native: as of toast-prefill(1). chunk: tokens
+    of a prefill pass, None for the device's default. parallel: conversations at the device at once.
     batch: of them, how many take their steps together; 1: in turn. max_queue: requests that wait.
     idle_unload: seconds without a request after which the model leaves the memory, None for never.
     cache_bytes, spill_bytes: for finished conversations, on the device and on disk. audit: gets a
@@ -24,6 +24,7 @@ class ServiceSettings:
     model: str = "crumb"
     device: str = "auto"
     dtype: str | None = None
+    kv_bits: int | None = None
     native: NativeOptions = NativeOptions()
     chunk: int | None = None
     parallel: int = 8

@@ -64,7 +64,7 @@ def conversations_root() -> Path:
 
 
 class Spill:
-    """The conversations of one model. variant: what else its states depend on: dtype and policies.
+    """The conversations of one model. variant: what else its states depend on: dtypes and policies.
     budget: bytes of disk. say: is told, once, what fails."""
 
     def __init__(

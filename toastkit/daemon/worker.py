@@ -144,6 +144,7 @@ class Worker:
             "loaded": service is not None,
             "device": service.engine.device if service else None,
             "dtype": service.engine.dtype if service else None,
+            "kv_dtype": service.engine.kv_dtype if service else None,
             "resident": self.settings.policies.resident,
             "active": len(service.active) if service else 0,
             "attached": len(service.attached) if service else 0,

@@ -54,7 +54,8 @@ class Engine:
     are loaded as they are. dtype: of activations, None for the default of the device. cache_bytes:
     what forms not in use may keep, see Holdings.budget. notify: is told a line where mlx_lm
     computes something else than the checkpoint asks for: at once, or when a context passes a window
-    that is not kept to; and when logits come out as NaN. native: see NativeOptions.
+    that is not kept to; and when logits come out as NaN. native: see NativeOptions. kv_bits: see
+    dtypes.kv_dtype.
 
     ledger: who keeps how many bytes on the device. reads_on_host: the graph of a step depends on
     its token's value. Raises UsageError for a dtype or policies that this model cannot have.
@@ -67,6 +68,7 @@ class Engine:
         *,
         device_name: str = "auto",
         dtype: str | None = None,
+        kv_bits: int | None = None,
         cache_bytes: int | None = None,
         notify: Callable[[str], None] | None = None,
         native: NativeOptions = OFF,
@@ -74,8 +76,8 @@ class Engine:
         self.device = device.start(device_name)
         self.native = device.native_products(native, self.device, notify)
         self.files, self.config = store.files, store.config
-        types = loading(dtype, self.device == "cpu", self.native)
-        self.dtype = types.dtype
+        types = loading(dtype, self.device == "cpu", self.native, kv_bits)
+        self.dtype, self.kv_dtype = types.dtype, types.kv_dtype
         self.ledger = Ledger()
         self._notify, self._model = notify, store.model
         self._window = store.fitted.window
@@ -210,10 +212,8 @@ class Engine:
     # ------------------------------------------------------------------------------------ caches
 
     def new_cache(self) -> Caches:
-        """Empty caches, one per layer, of the classes that the architecture wants."""
-        from mlx_lm.models.cache import make_prompt_cache
-
-        return self.counted(make_prompt_cache(self._model))
+        """Empty caches, one per layer; see Holdings.new_caches."""
+        return self.counted(self.holdings.new_caches())
 
     def counted(self, layers: Iterable[Any]) -> Caches:
         """Caches as a list whose bytes the ledger counts for as long as it lives."""

@@ -23,6 +23,7 @@ def open_engine(
     *,
     device_name: str = "auto",
     dtype: str | None = None,
+    kv_bits: int | None = None,
     notify: Callable[[str], None] | None = None,
     gear_options: GearOptions | None = None,
     residency: ResidencyOptions | None = None,
@@ -34,7 +35,7 @@ def open_engine(
 ) -> Engine:
     """The engine of a checkpoint, with its first weights loaded.
 
-    device_name, dtype, notify: see Engine. gear_options: None leaves gears out altogether.
+    device_name, dtype, kv_bits, notify: see Engine. gear_options: None leaves gears out altogether.
     residency: None has all layers stay. experts: None leaves K as it is, and counts nothing.
     expert_slots: None has all experts stay. native, threads, native_exact: see NativeOptions.
     Raises UsageError, DataError, IOFailure, NoInputError.
@@ -67,6 +68,7 @@ def open_engine(
         policies,
         device_name=device_name,
         dtype=dtype,
+        kv_bits=kv_bits,
         cache_bytes=None if gear_options is None else gear_options.cache_bytes,
         notify=notify,
         native=NativeOptions(native, threads, native_exact),

@@ -37,16 +37,17 @@ def attach(
     fingerprint: str,
     device: str,
     dtype: str | None,
+    kv_bits: int | None,
     say: Callable[[str], None] | None = None,
     resident: str | None = None,
 ) -> RemoteEngine | None:
     """The engine of the daemon that listens at a path, or None: there is none, or it would not
     compute what this process would.
 
-    fingerprint: of the model. device, dtype: as --device and --dtype have them; the daemon must use
-    what they would give here. say: takes a line on what a daemon that is there has answered.
-    resident: the setting that its residency must have, as ResidencyOptions.setting has it; None for
-    any. Raises UsageError where it has another.
+    fingerprint: of the model. device, dtype, kv_bits: as --device, --dtype and --kv-bits have them;
+    the daemon must use what they would give here. say: takes a line on what a daemon that is there
+    has answered. resident: the setting that its residency must have, as ResidencyOptions.setting
+    has it; None for any. Raises UsageError where it has another.
     """
     try:
         connection = connect(path, own=True)
@@ -58,8 +59,8 @@ def attach(
     engine: RemoteEngine | None = None
     said = f"using the weights of the daemon at {path}"
     try:
-        fields = {"fingerprint": fingerprint, "device": device, "dtype": dtype}
-        engine = RemoteEngine(daemon, daemon.ask("attach", fields))
+        of = {"fingerprint": fingerprint, "device": device, "dtype": dtype, "kv_bits": kv_bits}
+        engine = RemoteEngine(daemon, daemon.ask("attach", of))
     except ToastError as error:
         said = f"{error.message}: loading the model here"
     finally:

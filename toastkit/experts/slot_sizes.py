@@ -104,8 +104,6 @@ class SlotPlan:
 def _chosen_experts(holdings: Holdings) -> int:
     """How many experts a token chooses, in the layer where it chooses most. A pass over a token is
     built and not computed, of a model of which nothing is loaded."""
-    from mlx_lm.models.cache import make_prompt_cache
-
     found: list[int] = []
     classes: list[tuple[nn.Module, type]] = []
     model: Any = holdings.store.model
@@ -114,7 +112,7 @@ def _chosen_experts(holdings: Holdings) -> int:
             for switch in holdings.slots.switches:
                 classes.append((switch.module, type(switch.module)))
                 switch.module.__class__ = _asking(type(switch.module), found)
-            model(mx.zeros((1, 1), mx.uint32), cache=make_prompt_cache(model))
+            model(mx.zeros((1, 1), mx.uint32), cache=holdings.new_caches())
         finally:
             for module, cls in classes:
                 module.__class__ = cls  # type: ignore[assignment]

@@ -14,19 +14,21 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from toastkit.errors import UsageError
 from toastkit.holdings.expert_slots import ExpertSlots
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
 from toastkit.holdings.holding import Holding, Parts, holdings_of
 from toastkit.holdings.packed import PathCounts
 from toastkit.holdings.streams import Streams
 from toastkit.holdings.weights import Reading, Weights
+from toastkit.native.kv_caches import keep_in
 from toastkit.native.library import in_use
 from toastkit.native.modules import read_elsewhere, use_native
-from toastkit.store.dtypes import Loading
+from toastkit.store.dtypes import DTYPES, Loading
 from toastkit.store.ledger import GEARS, READING, Ledger
 from toastkit.store.precision import row_bytes
 from toastkit.store.store import Store
@@ -62,6 +64,7 @@ class Holdings:
         notify: Callable[[str], None] | None = None,
     ):
         self.store = store
+        self.types = types
         self.ledger = ledger
         self.budget = budget
         self.counts = PathCounts()
@@ -89,6 +92,18 @@ class Holdings:
             return frozenset()
         found = [h for h in self.modules.values() if h.path.rpartition(".")[2] not in elsewhere]
         return frozenset(name for h in found for name in h.keep_narrow(self.store, wide))
+
+    def new_caches(self) -> list[Any]:
+        """Empty caches, one a layer, of the classes that the architecture wants. Raises UsageError
+        where keys and values are to be kept otherwise than these can."""
+        from mlx_lm.models.cache import make_prompt_cache
+
+        caches, types = make_prompt_cache(self.store.model), self.types
+        if types.kv_dtype is not None:
+            unknown = keep_in(DTYPES[types.kv_dtype], caches)
+            if unknown and types.kv_dtype != types.dtype:
+                raise UsageError(f"--kv-bits 16: this model has a {min(unknown)} of its own")
+        return caches
 
     # --------------------------------------------------------------------------------- questions
 

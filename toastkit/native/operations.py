@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from toastkit.native.functions import replaces, stands_for
+from toastkit.native.kv_caches import kept_of
 from toastkit.native.library import FLOATS, in_use
 from toastkit.sampling.device_sampler import total
 
@@ -219,6 +220,8 @@ def fast_attention(
     """As MLX's, of float32, float16 or bfloat16 (B, heads, positions, size); that is asked for all
     that ours has not, and says what is wrong."""
     library = in_use()
+    if library is not None:
+        k, v = kept_of(k), kept_of(v)
     known = all(a.dtype in FLOATS and a.ndim == 4 for a in (q, k, v)) and k.shape[2] > 0
     if isinstance(mask, mx.array):
         known = known and mask.dtype in (mx.bool_, *FLOATS) and mask.shape[-1:] == k.shape[2:3]

@@ -60,10 +60,7 @@ def _cache_bytes(holdings: Holdings) -> tuple[float, int]:
     """Bytes that a token adds to the caches of all layers, and bytes that do not grow. A pass over
     a token, and one more, are built and not computed: shapes are known without. A window that is
     full does not grow."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    model = holdings.store.model
-    caches = make_prompt_cache(model)
+    model, caches = holdings.store.model, holdings.new_caches()
     token = mx.zeros((1, 1), mx.uint32)
     sizes = []
     with holdings.shapes_only():

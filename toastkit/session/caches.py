@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from toastkit.errors import DataError
+from toastkit.native.kv_caches import as_kept
 from toastkit.session.blocks import LayerSource, TensorSource
 from toastkit.session.layout import (
     BLOCK_ROWS,
@@ -134,9 +135,9 @@ def fill(caches: Sequence[Any], layers: Sequence[Layer | None], load: Load) -> l
     """Sets fresh caches to what the stored layers say, and returns them, with None in the place of
     those that are not stored.
 
-    load: see blocks.load_tensor. Arrays come back in the stored shape and dtype; growing ones get
-    room for whole blocks of 256 positions, as the classes themselves allocate. Raises Damaged, also
-    if the model's caches are others.
+    load: see blocks.load_tensor. Arrays come back in the stored shape, and dtype, but for keys and
+    values that the caches keep in another; growing ones get room for whole blocks of 256 positions,
+    as the classes themselves allocate. Raises Damaged, also if the model's caches are others.
     """
     if len(caches) != len(layers):
         raise Damaged(f"it has {len(layers)} layers, the model {len(caches)}")
@@ -167,6 +168,8 @@ def _fill_one(cache: Any, layer: Layer, load: Load) -> None:
     arrays = {t.name: _array(t, load(t)) for t in layer.tensors} if rows else {}
     if not arrays and kind not in ("ArraysCache", "ChunkedKVCache"):
         return  # it was never used: a fresh one is the same
+    if (dtype := getattr(cache, "kv_dtype", None)) is not None:
+        arrays = {name: as_kept(array, dtype) for name, array in arrays.items()}
     mx.eval(list(arrays.values()))
     _put(kind, cache, layer.settings, arrays)
 

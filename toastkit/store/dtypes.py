@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from toastkit.errors import UsageError
 from toastkit.native.starting import Status
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -17,16 +18,29 @@ def activation_dtype(on_cpu: bool) -> str | None:
     return "float32" if on_cpu else None
 
 
+def kv_dtype(dtype: str | None, kv_bits: int | None) -> str | None:
+    """The dtype of keys and values in caches, a key of DTYPES; None for that of activations,
+    whatever it is. dtype: of activations, or None. kv_bits: 16, 32, or None for theirs. Raises
+    UsageError for 32 where those have fewer."""
+    if kv_bits == 32 and dtype != "float32":
+        raise UsageError(
+            f"--kv-bits 32: activations are in {dtype or 'the dtype of the checkpoint'}",
+            hint="--dtype float32 has them in 32 bits",
+        )
+    return "float16" if kv_bits == 16 and dtype in (None, "float32") else dtype
+
+
 class Loading(NamedTuple):
     """What weights are loaded for. dtype: of activations, that weights are cast to, a key of
     DTYPES; None for their own. native: products are computed by toastkit.native. narrow: and the
     16-bit numbers that these multiply are not cast, which gives the same to the bit. exact: and
-    activations are not rounded for them."""
+    activations are not rounded for them. kv_dtype: see the function."""
 
     dtype: str | None = None
     native: bool = False
     narrow: bool = False
     exact: bool = False
+    kv_dtype: str | None = None
 
     @property
     def cast(self) -> mx.Dtype | None:
@@ -37,11 +51,12 @@ class Loading(NamedTuple):
 AS_STORED = Loading()
 
 
-def loading(asked: str | None, on_cpu: bool, native: Status) -> Loading:
+def loading(asked: str | None, on_cpu: bool, native: Status, kv_bits: int | None = None) -> Loading:
     """What weights are loaded for unless told otherwise. asked: the dtype that somebody names,
-    which all of them are cast to. native: whether products are, and how."""
-    narrow = native.on and asked is None
-    return Loading(asked or activation_dtype(on_cpu), native.on, narrow, native.exact)
+    which all of them are cast to. native: whether products are, and how. kv_bits, UsageError: as
+    of `kv_dtype`."""
+    narrow, dtype = native.on and asked is None, asked or activation_dtype(on_cpu)
+    return Loading(dtype, native.on, narrow, native.exact, kv_dtype(dtype, kv_bits))
 
 
 def bytes_of(array: mx.array) -> memoryview:

@@ -1,0 +1,339 @@
+"""Keys and values in 16 bits beside activations in 32: --kv-bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import cache as mlx_caches
+
+from tests.model.moe_checkpoints import write_moe
+from tests.model.published import write_published
+from tests.native_library import built, cache, library, needed
+from toastkit.engine.batch import Batch
+from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
+from toastkit.engine.savepoints import leaves, take_savepoint
+from toastkit.engine.state import ModelState
+from toastkit.errors import UsageError
+from toastkit.holdings.holdings import Holdings
+from toastkit.model.config import load_config
+from toastkit.model.locate import locate
+from toastkit.native import kv_caches
+from toastkit.native.library import Library
+from toastkit.native.starting import Status
+from toastkit.residency.model_sizes import sizes_of
+from toastkit.session.directory import Session
+from toastkit.store.dtypes import kv_dtype, loading
+from toastkit.store.ledger import Ledger
+from toastkit.store.store import Store
+
+__all__ = ["built", "cache", "library"]
+pytestmark = needed
+# Attention, windows, sinks, latent keys, beside recurrent layers in turns and side by side.
+MODELS = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next", "falcon_h1")
+CLOSE = 6e-3  # of the largest logit, with keys and values rounded
+ROUNDING = 3e-4  # where a last bit of float32 may round one the other way
+IN_CHUNKS = ("llama", "deepseek_v3", "qwen3_next")  # whose chunks are the same to the bit
+LARGEST = 65504.0
+
+
+@pytest.fixture(autouse=True)
+def no_compiler() -> Iterator[None]:
+    """MLX would compile activations, each shape by itself."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def files_of(path: Path, name: str) -> Any:
+    write = write_moe if name == "deepseek_v3" else write_published
+    return locate(str(path / name if (path / name).exists() else write(path / name, name)))
+
+
+def opened(path: Path, name: str, kv_bits: int | None = 16, native: str = "require") -> Engine:
+    """A random checkpoint, with activations in float32."""
+    return open_engine(files_of(path, name), native=native, dtype="float32", kv_bits=kv_bits)
+
+
+def ids(count: int) -> list[int]:
+    return [(37 * n + 5) % 4096 for n in range(count)]
+
+
+def read(engine: Engine, count: int, chunk: int = 16) -> ModelState:
+    """A state after a prompt of so many tokens."""
+    state = ModelState(engine.new_cache())
+    for _ in engine.reading(state, ids(count), lambda: chunk):
+        pass
+    return state
+
+
+def answer(engine: Engine, state: ModelState, count: int = 4) -> list[np.ndarray]:
+    """Logits of a state, and after each of the tokens that follow."""
+    found = [np.array(state.logits)]
+    for token in range(11, 11 + count):
+        engine.consume(state, token)
+        found.append(np.array(state.logits))
+    return found
+
+
+def check_close(found: list[np.ndarray], expected: list[np.ndarray], close: float = CLOSE) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert np.abs(a - b).max() < close * np.abs(b).max()
+
+
+def keys_of(caches: list) -> list[mx.array]:
+    """Keys and values."""
+    found = [getattr(leaf, name, None) for leaf in leaves(caches) for name in ("keys", "values")]
+    return [array for array in found if array is not None]
+
+
+# ------------------------------------------------------------------------------- caches alone
+
+
+NUMBERS = [0.1, -3.0, 7e4, -1e30, np.inf, -np.inf, np.nan, 6e-8, 65519.0]
+ROUNDED = [np.float16(0.1), -3, LARGEST, -LARGEST, LARGEST, -LARGEST, np.nan, 6e-8, LARGEST]
+
+
+def test_numbers_are_rounded_and_never_infinite() -> None:
+    kept = kv_caches.as_kept(mx.array(NUMBERS), mx.float16)
+    assert kept.dtype == mx.float16
+    np.testing.assert_array_equal(np.array(kept), np.array(ROUNDED, np.float16))
+    narrow = mx.array(NUMBERS, mx.bfloat16)  # as wide as it is to be
+    assert kv_caches.as_kept(narrow, mx.float16) is narrow
+    assert kv_caches.as_kept(kept, mx.float32).dtype == mx.float32
+
+
+MAKERS = {
+    "KVCache": mlx_caches.KVCache,
+    "ConcatenateKVCache": mlx_caches.ConcatenateKVCache,
+    "RotatingKVCache": lambda: mlx_caches.RotatingKVCache(20, keep=2),
+    "ChunkedKVCache": lambda: mlx_caches.ChunkedKVCache(300),
+    "BatchKVCache": lambda: mlx_caches.BatchKVCache([0]),
+    "BatchRotatingKVCache": lambda: mlx_caches.BatchRotatingKVCache(20, [0]),
+}
+
+
+@pytest.mark.parametrize("name", kv_caches.CLASSES)
+def test_every_class(name: str) -> None:
+    """Gives what the class itself would give of the rounded numbers, in float32; holds half."""
+    mx.random.seed(3)
+    kept, theirs = MAKERS[name](), MAKERS[name]()
+    assert kv_caches.keep_in(mx.float16, [kept]) == set()
+    assert (type(kept).__name__, type(kept).__module__) == (name, kv_caches.MODULE)
+    for steps in (7, 1, 5, 1, 1):
+        keys, values = mx.random.normal((1, 2, steps, 8)), mx.random.normal((1, 2, steps, 4))
+        found = kept.update_and_fetch(keys, values)
+        wanted = theirs.update_and_fetch(keys.astype(mx.float16), values.astype(mx.float16))
+        for mine, other in zip(found, wanted):
+            assert (mine.dtype, kv_caches.kept_of(mine).dtype) == (mx.float32, mx.float16)
+            assert mx.array_equal(mine, other).item()
+            assert mx.array_equal(kv_caches.kept_of(mine), other).item()
+    assert kept.keys.dtype == kept.values.dtype == mx.float16
+    assert kept.nbytes == theirs.nbytes
+    del found, mine
+    assert not kv_caches._kept  # nothing is held for those who are gone
+
+
+def test_what_a_session_from_elsewhere_held_is_rounded_too() -> None:
+    """Of bfloat16, whose numbers float16 may not hold; and of a checkpoint's own bfloat16."""
+    for stored, appended, dtype in (
+        (mx.bfloat16, mx.float32, mx.float16), (mx.float16, mx.bfloat16, mx.bfloat16),
+    ):  # fmt: skip
+        layer = mlx_caches.KVCache()
+        kv_caches.keep_in(mx.float16, [layer])
+        layer.update_and_fetch(*[mx.full((1, 1, 3, 2), 1e30).astype(stored)] * 2)
+        assert layer.keys.dtype == stored
+        for steps in (1, 300):
+            fetched = layer.update_and_fetch(
+                *[mx.full((1, 1, steps, 2), -7e4).astype(appended)] * 2
+            )
+            assert {array.dtype for array in fetched} == {appended}
+            assert layer.keys.dtype == layer.values.dtype == dtype
+            assert mx.isfinite(layer.values[:, :, : layer.offset]).all().item() == (
+                stored == mx.bfloat16
+            )
+
+
+def test_what_else_there_is_stays_as_it_is() -> None:
+    class OwnCache:
+        pass
+
+    layers = [mlx_caches.ArraysCache(2), mlx_caches.QuantizedKVCache(), None]
+    whole = [*layers, mlx_caches.CacheList(mlx_caches.KVCache(), layers[0]), OwnCache()]
+    assert kv_caches.keep_in(mx.float16, whole) == {"OwnCache"}
+    assert [type(layer) for layer in layers] == [
+        mlx_caches.ArraysCache, mlx_caches.QuantizedKVCache, type(None)
+    ]  # fmt: skip
+    inside = whole[3].caches[0]
+    assert inside.kv_dtype == mx.float16
+    kv_caches.keep_in(mx.float32, [inside])
+    assert inside.kv_dtype == mx.float32 and len(type(inside).__mro__) == 5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "found"),
+    [
+        ("float32", None, "float32"), ("float32", 32, "float32"), ("float32", 16, "float16"),
+        ("bfloat16", None, "bfloat16"), ("bfloat16", 16, "bfloat16"), (None, None, None),
+        ("float16", 16, "float16"), (None, 16, "float16"),
+    ],
+)  # fmt: skip
+def test_the_dtype_of_keys(dtype: str | None, bits: int | None, found: str | None) -> None:
+    assert kv_dtype(dtype, bits) == found
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", None])
+def test_more_bits_than_activations_have_are_refused(dtype: str | None) -> None:
+    with pytest.raises(UsageError, match="--kv-bits 32: activations are in"):
+        kv_dtype(dtype, 32)
+
+
+# ------------------------------------------------------------------------------- whole models
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(tmp_path: Path, name: str) -> None:
+    """Logits are as close as rounding lets them be; with MLX's attention the same; chunks of any
+    size come to the same bits."""
+    wide, kept = (opened(tmp_path, name, bits) for bits in (32, 16))
+    theirs, ours = read(wide, 45), read(kept, 45)
+    dtypes = {array.dtype for array in keys_of(ours.cache)}
+    assert dtypes == {mx.float16} and {a.dtype for a in keys_of(theirs.cache)} == {mx.float32}
+    for a, b in zip(leaves(ours.cache), leaves(theirs.cache)):
+        if hasattr(a, "cache"):  # recurrent
+            assert [x.dtype for x in a.cache] == [x.dtype for x in b.cache]
+    assert ours.logits is not None and ours.logits.dtype == mx.float32
+    expected, found = answer(wide, theirs), answer(kept, ours)
+    check_close(found, expected)
+    assert any(not np.array_equal(a, b) for a, b in zip(found, expected))
+    for chunk in (7, 64):
+        again = answer(kept, read(kept, 45, chunk))
+        check_close(again, found, ROUNDING)
+        assert name not in IN_CHUNKS or np.array_equal(again, found)
+    off = opened(tmp_path, name, native="off")
+    check_close(answer(off, read(off, 45)), found, ROUNDING)
+
+
+def test_native_attention_reads_them_as_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the latent keys of DeepSeek, where a token meets them without a product between."""
+    seen: list[tuple[int, mx.Dtype, mx.Dtype]] = []
+    attend = Library.attend
+
+    def recorded(library: Library, q: mx.array, k: mx.array, v: mx.array, *rest: Any) -> mx.array:
+        seen.append((q.shape[2], k.dtype, v.dtype))
+        return attend(library, q, k, v, *rest)
+
+    monkeypatch.setattr(Library, "attend", recorded)
+    for name in ("llama", "deepseek_v3"):
+        engine = opened(tmp_path, name)
+        seen.clear()
+        answer(engine, read(engine, 20), 2)
+        few = {found[1:] for found in seen if found[0] == 1}
+        assert few == {(mx.float16, mx.float16)}
+        if name == "llama":
+            assert {found[1:] for found in seen} == few
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_batches_are_each_alone(tmp_path: Path, name: str) -> None:
+    """To the bit, in and after a batch."""
+    engine = opened(tmp_path, name)
+    lengths = (3, 20, 45)
+    together, alone = ([read(engine, count) for count in lengths] for _ in "ab")
+    batch = Batch(engine)
+    batch.join(together[:2])
+    batch.join(together[2:])
+    assert {array.dtype for array in keys_of(batch.caches)} == {mx.float16}
+    for n in range(4):
+        tokens = [(100 * n + i) % 4096 for i in range(3)]
+        batch.step(tokens)
+        for state, token in zip(alone, tokens):
+            engine.consume(state, token)
+    batch.leave(together[1:])
+    for a, b in zip(together[1:], alone[1:]):
+        engine.consume(a, 9)
+        engine.consume(b, 9)
+        assert np.array_equal(np.array(a.logits), np.array(b.logits))
+        assert {array.dtype for array in keys_of(a.cache)} == {mx.float16}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
+def test_what_is_planned_is_what_they_take(tmp_path: Path, name: str) -> None:
+    """The bytes of a token, by which `toast-model plan` and budgets go."""
+    files, sizes = files_of(tmp_path, name), []
+    for bits in (32, 16):
+        store = Store(files, load_config(files))
+        types = loading(None, True, Status(True, ""), bits)
+        sizes.append(sizes_of(Holdings(store, types, Ledger())))
+    wide, half = sizes
+    assert half.cache_per_token == wide.cache_per_token / 2 > 0
+    engine, taken = opened(tmp_path, name), []
+    for count in (256, 512):
+        cache = engine.new_cache()
+        engine.prefill(ids(count), cache)
+        taken.append(engine.ledger.by_owner()["cache"])
+        del cache
+    assert taken[1] - taken[0] == 256 * half.cache_per_token
+
+
+def test_a_cache_of_an_architecture_s_own_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class LayerCache(mlx_caches.KVCache):
+        pass
+
+    plain, kept = opened(tmp_path, "llama", None), opened(tmp_path, "llama")
+    for engine in (plain, kept):
+        monkeypatch.setattr(type(engine.model), "make_cache", lambda self: [LayerCache()], False)
+    assert isinstance(plain.new_cache()[0], LayerCache)
+    with pytest.raises(UsageError, match="--kv-bits 16: this model has a LayerCache of its own"):
+        kept.new_cache()
+
+
+# ----------------------------------------------------------------------------------- sessions
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize(("before", "after"), [(32, 16), (16, 32), (16, 16)])
+def test_sessions_go_on_in_other_bits(tmp_path: Path, name: str, before: int, after: int) -> None:
+    """Keys and values are converted where a state is taken up: at its end and at its savepoints;
+    what is committed then holds the new ones throughout."""
+    wanted = {16: mx.float16, 32: mx.float32}[after]
+    first, second = (opened(tmp_path, name, bits) for bits in (before, after))
+    prompt = ids(61)
+    with Session.open(tmp_path / "s", "ab" * 32) as session:
+        state, _ = first.restore(session, prompt[:30])
+        for _ in first.reading(state, prompt[:30]):
+            pass
+        state.savepoints.append(take_savepoint(state.cache, 30))
+        for _ in first.reading(state, prompt[:40]):
+            pass
+        state.commit()
+    with Session.open(tmp_path / "s", "ab" * 32) as session:
+        state, count = second.restore(session, prompt)
+        assert count == 40
+        assert {array.dtype for array in keys_of(state.cache)} == {wanted}
+        for point in state.savepoints:
+            assert {a.dtype for a in keys_of([x for x in point.layers if x is not None])} <= {
+                wanted
+            }
+        for _ in second.reading(state, prompt):
+            pass
+        found = answer(second, state)
+        state.commit()
+    never_saved = answer(second, read(second, 61))
+    check_close(found, never_saved, CLOSE if before != after else ROUNDING)
+    assert before != after or name not in IN_CHUNKS or np.array_equal(found, never_saved)
+    with Session.open(tmp_path / "s", "ab" * 32, write=False) as session:
+        kept = session.restore(65, lambda: mlx_caches.make_prompt_cache(second.model))
+        assert {array.dtype for array in keys_of(kept)} == {wanted}
+        stored = {t.dtype for layer in session.header.layers for t in layer.tensors
+                  if t.name in ("keys", "values")}  # fmt: skip
+        assert stored == {f"float{after}"}

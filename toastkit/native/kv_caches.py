@@ -1,0 +1,114 @@
+"""Keys and values that are kept in another dtype than activations have, and read as they lie.
+
+A cache of mlx_lm changes its class, as native modules do: what is appended is rounded, what comes
+back has the dtype of what was appended, so that no architecture sees another one. It is widened
+only if something asks for it: native attention takes the kept array in its place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+MODULE = "mlx_lm.models.cache"
+CLASSES = (
+    "KVCache", "ConcatenateKVCache", "RotatingKVCache", "ChunkedKVCache", "BatchKVCache",
+    "BatchRotatingKVCache",
+)  # fmt: skip
+LARGEST = mx.finfo(mx.float16).max
+
+# The kept array by the id of the wide one, for as long as that lives. MLX gives arrays no
+# attributes, and compares them by their numbers.
+_kept: dict[int, tuple[weakref.ref, mx.array]] = {}
+
+
+def keep_in(dtype: mx.Dtype, caches: Iterable[Any]) -> set[str]:
+    """Has fresh caches keep their keys and values in a dtype. The names of classes that are not
+    known here: those of architectures that have their own."""
+    unknown: set[str] = set()
+    for layer in caches:
+        cls: type = type(layer)
+        parts = getattr(layer, "caches", None)
+        if parts is not None:
+            unknown |= keep_in(dtype, parts)
+        elif cls.__module__ == MODULE and cls.__name__ in CLASSES:
+            layer.__class__ = _keeping(cls, dtype)
+        elif layer is not None and cls.__module__ != MODULE:
+            unknown.add(cls.__name__)
+    return unknown
+
+
+def as_kept(array: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Keys or values (B, heads, positions, size) in the dtype that they are kept in. float16 is for
+    those in float32: what has 16 bits has them already. Numbers beyond its range become its
+    largest."""
+    if dtype == mx.float16 and array.dtype != mx.float32:
+        return array
+    return _rounded(array, dtype)
+
+
+def _rounded(array: mx.array, dtype: mx.Dtype) -> mx.array:
+    if array.dtype == dtype:
+        return array
+    if dtype == mx.float16:
+        array = mx.clip(array.astype(mx.float32), -LARGEST, LARGEST)
+    return array.astype(dtype)
+
+
+def kept_of(array: mx.array) -> mx.array:
+    """The array that is kept, (B, heads, positions, size) of any dtype, where this one is what a
+    cache gave for it; else this one."""
+    found = _kept.get(id(array))
+    return array if found is None else found[1]
+
+
+def _widened(kept: mx.array, dtype: mx.Dtype) -> mx.array:
+    """An array in a dtype of activations, lazy, that `kept_of` knows."""
+    if kept.dtype == dtype:
+        return kept
+    wide = kept.astype(dtype)
+    key = id(wide)
+    _kept[key] = weakref.ref(wide, lambda _: _kept.pop(key, None)), kept
+    return wide
+
+
+class _Keeping:
+    """What such classes have in common. kv_dtype: of keys and values (B, heads, positions, size);
+    these are None before the first."""
+
+    kv_dtype: mx.Dtype
+    keys: Any
+    values: Any
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """As of the class below: (B, heads, positions, size), of the dtype of activations."""
+        own = as_kept(keys, self.kv_dtype), as_kept(values, self.kv_dtype)
+        if self.keys is not None and self.keys.dtype != own[0].dtype:  # of a session from elsewhere
+            self.keys, self.values = (_rounded(x, own[0].dtype) for x in (self.keys, self.values))
+        fetched = super().update_and_fetch(*own)  # type: ignore[misc]
+        return _widened(fetched[0], keys.dtype), _widened(fetched[1], values.dtype)
+
+
+@cache
+def _keeping(base: type, dtype: mx.Dtype) -> type:
+    """Under the name of the class: sessions and savepoints ask for it. What a batch is made of, and
+    what is taken out of one, keeps the same dtype."""
+    if issubclass(base, _Keeping):
+        base = base.__mro__[2]
+    own: dict[str, Any] = {
+        "__module__": base.__module__, "__qualname__": base.__qualname__, "kv_dtype": dtype,
+    }  # fmt: skip
+
+    def made(layer: Any) -> Any:
+        keep_in(dtype, [layer])
+        return layer
+
+    if hasattr(base, "merge"):
+        own["merge"] = classmethod(lambda cls, caches: made(base.merge(caches)))
+    if hasattr(base, "extract"):
+        own["extract"] = lambda self, row: made(base.extract(self, row))
+    return type(base.__name__, (_Keeping, base), own)
