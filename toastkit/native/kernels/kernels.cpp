@@ -22,8 +22,8 @@ const Instructions *const ALL[] = {&neon_i8mm, &neon_dotprod, &neon};
 const Instructions *const ALL[] = {&portable};
 #endif
 
-constexpr int64_t MOST_BYTES = 512 << 10;  // of weights in a chunk, for one vector: what comes next
-constexpr int64_t LEAST_BYTES = 64 << 10;  // is fetched ahead, for the thread that has the chunk
+constexpr int64_t MOST_BYTES = 4 << 20;    // of weights in a chunk, for one vector: what comes next
+constexpr int64_t LEAST_BYTES = 64 << 10;  // is fetched ahead, but for a chunk's first rows
 constexpr int CHUNKS = 4;                  // for each thread, where they are between the two
 constexpr int64_t CHUNK_ROWS = 64;         // for many; less of little matrices
 constexpr int64_t LEAST_ROWS = 16;         // a multiple of all tiles
