@@ -141,20 +141,28 @@ class _Measuring:
         cold = serial is None
         with self._ahead(0):
             serial = serial or self._passes_of(1, self._count, cold)
-        rate = sum(self._sizes[: len(serial.waits)]) / max(sum(serial.waits), 1e-9)
-        rate = max(rate, LEAST_RATE)
+        passes = [(1, serial, self._count), (length, chunk, few)]
+        with self._ahead(self._most):
+            together = [self._passes_of(tokens, layers, cold) for tokens, _, layers in passes]
+        # What is read ahead is read without a pause; what is computed meanwhile may slow it.
+        rates = [self._rate(serial.waits)]
+        rates += [self._rate(times.waits, times.computes) for times in together]
+        rate = max(*rates, LEAST_RATE)
         slow = []
-        for tokens, apart, layers in ((1, serial, self._count), (length, chunk, few)):
-            with self._ahead(self._most):
-                together = self._passes_of(tokens, layers, cold)
+        for (_, apart, layers), times in zip(passes, together):
             # The first layer is waited for, as nothing has been read when a pass begins.
             first, *others = [size / rate for size in self._sizes[:layers]]
             _, *works = apart.computes
-            seconds = sum(together.waits[1:]) + sum(together.computes[1:])
+            seconds = sum(times.waits[1:]) + sum(times.computes[1:])
             slow.append(
                 fitted_slowdown([*others], works, first, seconds + first, 1) if works else 0.0
             )
         return Source(rate, *slow)
+
+    def _rate(self, waits: Sequence[float], computes: Sequence[float] = ()) -> float:
+        """Bytes a second, at least, of the first layers, which were waited for so long and
+        computed meanwhile, the last one excepted."""
+        return sum(self._sizes[: len(waits)]) / max(sum(waits) + sum(computes[:-1]), 1e-9)
 
     @contextmanager
     def _ahead(self, layers: int):
