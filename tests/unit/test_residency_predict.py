@@ -134,6 +134,15 @@ def test_a_prompt_is_read_in_chunks_and_its_last_token_by_itself() -> None:
     assert told.prompt == pytest.approx(2 * chunk + rest + told.token)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "passes"), [(1, []), (2, [2]), (4, [4]), (5, [5]), (6, [4, 2]), (9, [4, 5])]
+)
+def test_or_it_goes_along(prompt: int, passes: list[int]) -> None:
+    told = predict([10] * 4, measured(4), range(4), cached=True, prompt=prompt, chunk=4, along=True)
+    seconds = [4 * (0.5 + count * 0.1) + 0.5 for count in passes] or [told.token]
+    assert told.prompt == pytest.approx(sum(seconds))
+
+
 def test_layers_that_stay_are_not_waited_for() -> None:
     told = predict([10] * 4, measured(4, stays=0.5), range(4), cached=True, prompt=1, chunk=4)
     assert told.token == pytest.approx(4 * 0.25 + 1.0)

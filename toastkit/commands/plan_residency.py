@@ -55,7 +55,8 @@ residency_flags = together(
 
 class _Model(NamedTuple):
     """A model of which nothing is loaded. device: that it would run on, dtype: of activations.
-    native: how its products are computed, where these are native; wanted: so that they are."""
+    native: how its products are computed, where these are native; wanted: so that they are. along:
+    a prompt's last token is no pass by itself."""
 
     holdings: Holdings
     sizes: Sizes
@@ -63,6 +64,7 @@ class _Model(NamedTuple):
     dtype: str | None
     native: str | None
     wanted: NativeOptions
+    along: bool
 
     @property
     def store(self) -> Store:
@@ -138,6 +140,7 @@ def _unloaded(files, flags: dict[str, Any]) -> _Model:
     from toastkit.engine import device
 
     on = device.start("auto")
+    from toastkit.engine.last_token import LastToken
     from toastkit.holdings.holdings import Holdings
     from toastkit.model.config import load_config
     from toastkit.residency.model_sizes import sizes_of
@@ -152,7 +155,9 @@ def _unloaded(files, flags: dict[str, Any]) -> _Model:
     holdings = Holdings(store, types, Ledger())
     wanted = wanted._replace(native="require" if native.on else "off")
     why = native.why if native.on else None
-    return _Model(holdings, sizes_of(holdings), on, types.dtype, why, wanted)
+    last = LastToken()
+    last.examine(holdings)
+    return _Model(holdings, sizes_of(holdings), on, types.dtype, why, wanted, last.possible)
 
 
 def _planned(model: _Model, sizes: Sizes, memory: Memory, flags: dict[str, Any]) -> ResidencyPlan:
@@ -264,7 +269,7 @@ def _predicted(model: _Model, found: Fitted, measured: Calibration, cached: bool
     prompt = min(PROMPT, plan.context)
     told = predict(
         found.sizes.layers, measured, plan.staying, cached=cached, prompt=prompt, chunk=chunk,
-        most=plan.ahead,
+        along=model.along and found.slots is None, most=plan.ahead,
     )  # fmt: skip
     record: dict[str, Any] = {
         **_speeds(told.token, told.prompt, prompt), "prompt_tokens": prompt,

@@ -262,8 +262,8 @@ def _lent_session(request: Request, path: Path, fingerprint: str) -> Session:
 
 
 def _read(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
-    """One pass over the prompt, short while others answer. As in every prefill, the last token is
-    read by a step of its own."""
+    """One pass over the prompt, short while others answer. As in every prefill, the last token may
+    be read by a step of its own."""
     state = _state(attached)
     held = len(state.tokens)
     ids = _ids(request, service)

@@ -106,7 +106,8 @@ class Preparer:
         prompt = Prompt(request.prompt) if raw else Prompt(messages=messages_of(request))
         ids = prompts.encode(prompt)
         key = conversation_hash(messages_of(request)[:-1], request.tools)
-        # Before the last token of raw text a pass ends in any case: it is asked again, or goes on.
+        # Raw text is asked again, or goes on: a pass ends before its last token, where caches
+        # cannot be cut back to it.
         points = [len(ids) - 1] if raw else []
         if self.wants_points and not raw:
             points = prompts.turning_points(prompt, ids)

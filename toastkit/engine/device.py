@@ -85,3 +85,11 @@ def keep_cuda_kernels() -> None:
     except OSError:
         folder = ""
     os.environ["MLX_PTX_CACHE_DIR"] = folder
+
+
+def check_dtype(dtype: str | None, device: str, model: Any) -> None:
+    """Raises UsageError for a dtype that MLX cannot compute a model in."""
+    if device != "cpu" or dtype in (None, "float32"):
+        return
+    if any(type(module).__name__ == "SwitchLinear" for module in model.modules()):
+        raise UsageError(f"--dtype {dtype}: on the CPU, MLX computes experts in float32 only")

@@ -20,10 +20,11 @@ import mlx.core as mx
 
 from toastkit.engine import device
 from toastkit.engine.big_little import look_ahead, take_step, whole_step
+from toastkit.engine.last_token import LastToken
 from toastkit.engine.run_again import run_step
 from toastkit.engine.savepoints import longest, take_savepoint, undone_on_failure
 from toastkit.engine.state import Caches, ModelState
-from toastkit.errors import DataError, UsageError
+from toastkit.errors import DataError
 from toastkit.holdings.forms import ORIGINAL, Form
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import NO_WISH, PROMPT, Policy, Wish, decided
@@ -83,7 +84,7 @@ class Engine:
         self._window = store.fitted.window
         self._window_told = self._window is None  # then nothing is looked at in a step
         self._say(*store.fitted.warnings(self.files.name))
-        self._check_dtype()
+        device.check_dtype(self.dtype, self.device, self._model)
         self.reads_on_host = reads_on_host(type(self._model).__module__.rpartition(".")[2])
         self.holdings = Holdings(store, types, self.ledger, cache_bytes, notify)
         self.policies = tuple(policies)
@@ -93,20 +94,12 @@ class Engine:
         self.ledger.measure(CACHE, lambda: sum(c.nbytes for c in list(self._caches.values())))
         self._ahead: WeakSet[ModelState] = WeakSet()  # those that have looked ahead
         self._loaded, self._has_run, self._steps = False, False, 0
+        self._last_token = LastToken()
 
     def _say(self, *lines: str) -> None:
         if self._notify is not None:
             for line in lines:
                 self._notify(line)
-
-    def _check_dtype(self) -> None:
-        """Raises UsageError for a dtype that MLX cannot compute this model in."""
-        if self.device != "cpu" or self.dtype in (None, "float32"):
-            return
-        if any(type(module).__name__ == "SwitchLinear" for module in self._model.modules()):
-            raise UsageError(
-                f"--dtype {self.dtype}: on the CPU, MLX computes experts in float32 only"
-            )
 
     @property
     def model(self) -> Any:
@@ -151,6 +144,8 @@ class Engine:
         """The policies' first decision: the weights that they want to begin with. Called by the
         first pass, if by nobody before. Raises DataError, IOFailure, NoInputError."""
         if not self._loaded:
+            if not any(policy.tells_steps for policy in self.policies):
+                self._last_token.examine(self.holdings)
             deciding = [policy for policy in self.policies if policy.decide(PROMPT)]
             self._change(deciding, self.holdings.modules)
             self._loaded = True
@@ -310,7 +305,7 @@ class Engine:
         ids: at least one. chunk: tokens per pass. progress(done, total) is called after each pass;
         when it returns True, reading stops there.
         Returns (tokens read, logits (vocab,) float32 after the last), logits None if it was stopped
-        early. Only the last token's logits are ever computed: the other passes evaluate the caches.
+        early. No others are computed: the last token is a step, or see last_token.py.
         """
         for done, logits in self._passes(ids, cache, lambda: chunk):
             stopped = progress is not None and progress(done, len(ids))
@@ -323,21 +318,26 @@ class Engine:
     ) -> Iterator[tuple[int, mx.array | None]]:
         """The passes of a prefill: (tokens read so far, logits), which only the last one has.
         chunk(): tokens of the next pass, None for the device's default."""
-        total, done = len(ids), 0
-        while total - done > 1:
+        total, done, logits = len(ids), 0, None
+        while done < total:
             self.decide(PROMPT)
-            count = min(chunk() or CHUNK[self.device], total - done - 1)
-            self._run(mx.array(list(ids[done : done + count]), mx.uint32)[None], cache)
-            mx.eval([layer.state for layer in cache])
-            mx.clear_cache()
+            count = self._last_token.pass_size(total - done, cache, chunk(), CHUNK[self.device])
+            part = mx.array(list(ids[done : done + count]), mx.uint32)[None]
             done += count
-            yield done, None
-        self.decide(PROMPT)
-        with whole_step(self.experts):
-            logits = self.step(ids[-1], cache)
-            mx.eval(logits, [layer.state for layer in cache])
-        self._check_logits(logits)
-        yield total, logits
+            with whole_step(self.experts) if done == total else nullcontext():
+                if count == 1 and done == total:
+                    logits = self.step(part, cache)
+                else:
+                    with self._last_token.alone():
+                        rows = self._run(part, cache)
+                    logits = rows[0, -1].astype(mx.float32) if done == total else None
+                    del rows  # which hold the caches' arrays, and MLX would copy these
+                mx.eval(logits, [layer.state for layer in cache])
+            if count > 1 or done < total:
+                mx.clear_cache()
+            if logits is not None:
+                self._check_logits(logits)
+            yield done, logits
 
     def _check_logits(self, logits: mx.array) -> None:
         """Says once that a model computes nonsense: its weights hold NaN, most likely."""

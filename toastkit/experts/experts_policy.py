@@ -32,6 +32,7 @@ class ExpertsPolicy:
 
     name = "experts"
     steps_together = True  # with MoBiLE, too: see batch.Batch.step
+    tells_steps = True
 
     def __init__(self, options: ExpertsOptions):
         self.options = options

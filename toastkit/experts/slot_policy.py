@@ -27,6 +27,7 @@ class SlotPolicy:
     name = "slots"
     variant = ""  # the results are those of a model that is whole, to the bit
     steps_together = True
+    tells_steps = True
 
     def __init__(
         self,

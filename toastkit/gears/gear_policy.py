@@ -40,6 +40,8 @@ class GearPolicy:
     gear: the one the model is in. tokens: steps run, by gear. times: of shifts, by gear.
     """
 
+    tells_steps = True
+
     def __init__(self, options: GearOptions):
         self.name = "gears"
         low, mid = options.bits

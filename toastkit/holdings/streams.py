@@ -184,17 +184,17 @@ class _Streamed:
     _index: int
 
     def __call__(self, *args: Any, **rest: Any) -> Any:
-        mx.async_eval(_arrays(args, rest))  # layers that stay run while this one is waited for
+        mx.async_eval(arrays_in(args, rest))  # layers that stay run while this one is waited for
         with self._streams.present(self._index):
             out = super().__call__(*args, **rest)  # type: ignore[misc]
             # A cache may hold what the result does not hang on, such as a convolution's last rows.
-            mx.eval(_arrays(out, args, rest))
+            mx.eval(arrays_in(out, args, rest))
         return out
 
 
-def _arrays(*values: Any) -> list[mx.array]:
-    """The arrays in what a layer was given or has made: in lists, dictionaries, caches and other
-    objects, however deep."""
+def arrays_in(*values: Any) -> list[mx.array]:
+    """The arrays, (...) of any dtype, in what a layer was given or has made: in lists,
+    dictionaries, caches and other objects, however deep."""
     found: dict[int, mx.array] = {}
     seen: set[int] = set()
     rest = list(values)

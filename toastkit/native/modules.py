@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,20 @@ def narrow_keys(module: Any) -> tuple[str, ...]:
     return ("scales", "biases") if known else ()
 
 
+@contextmanager
+def last_position_only(modules: Iterable[Any]) -> Iterator[None]:
+    """While native modules multiply the last position of x (..., positions, columns) alone. Those
+    that are not, and what only MLX has, go on with all."""
+    modules = [module for module in modules if isinstance(module, _Product)]
+    try:
+        for module in modules:
+            vars(module)["_last_only"] = True
+        yield
+    finally:
+        for module in modules:
+            vars(module).pop("_last_only", None)
+
+
 def read_elsewhere(model: Any) -> frozenset[str] | None:
     """The last words of the paths of modules whose parameters others than themselves read: a head
     that is `x @ self.embed_tokens.weight.T`, say. None where the sources are not there to tell."""
@@ -121,12 +136,14 @@ class _Product(_Native):
 
     _wide: the dtype that activations have, and parameters for everybody but the products, where
     these meet them in 16 bits; None where parameters are in the dtype of the activations.
-    _exact: packed weights meet float32 activations, see kernels.h. Both are of a module and not of
-    the library: two engines of a process may differ.
+    _exact: packed weights meet float32 activations, see kernels.h. _last_only: see
+    last_position_only. They are of a module and not of the library: two engines of a process may
+    differ.
     """
 
     _wide: mx.Dtype | None = None
     _exact: bool = False
+    _last_only: bool = False
 
     def __getattr__(self, key: str) -> Any:
         """A parameter, for whoever else reads it, as if it had been widened when it was loaded."""
@@ -163,6 +180,8 @@ class _Product(_Native):
             experts = experts.astype(mx.uint32)
         if own.columns != x.shape[-1]:
             return None
+        if self._last_only:
+            x = x[..., -1:, :]
         weight, scales, biases, bits, group_size = own
         return library.multiply(x, weight, scales, biases, experts, bits, group_size, self._exact)
 

@@ -72,14 +72,15 @@ def predict(
     cached: bool,
     prompt: int,
     chunk: int,
+    along: bool = False,
     most: int = MOST_AHEAD,
 ) -> Prediction:
     """What a model with these layers on the device will take.
 
     layers: bytes of each. resident: indices of those that stay. cached: whether the system's cache
     of files holds what is streamed. prompt: tokens to be read, at least one, in chunks of so many;
-    the last one is a pass by itself, as in Engine.prefill. most: layers read ahead, as far as
-    memory goes.
+    the last one is a pass by itself, or goes along with those before it, as in Engine.prefill.
+    most: layers read ahead, as far as memory goes.
     """
     source = measured.cached if cached else measured.cold
     reads = [None if i in resident else size / source.rate for i, size in enumerate(layers)]
@@ -88,8 +89,11 @@ def predict(
         for i, seconds in enumerate(measured.token)
     ]
     one = pass_seconds(reads, token, measured.outside_token, source.token, most=most)
-    total, rest = one, max(0, prompt - 1)
+    along = along and prompt > 1
+    total, rest = (0.0, prompt) if along else (one, max(0, prompt - 1))
     whole, last = divmod(rest, chunk)
+    if along and last == 1:
+        whole, last = whole - 1, chunk + 1
     for count, times in ((chunk, whole), (last, 1)):
         if count and times:
             long = [f + count * t for f, t in zip(measured.chunk_fixed, measured.chunk_token)]

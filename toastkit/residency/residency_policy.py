@@ -41,6 +41,7 @@ class ResidencyPolicy:
     name = "residency"
     variant = ""  # the results are those of a model that stays, to the bit
     steps_together = True
+    tells_steps = False
 
     def __init__(
         self,

@@ -1,0 +1,147 @@
+"""A prompt's last token in the pass of those before it: the bits of a step by itself, its logits
+alone, one reading of streamed layers; and as before where it would not be the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from tests.model.moe_checkpoints import write_moe
+from tests.model.published import NAMES, write_published
+from tests.native_library import built, cache, library, needed
+from toastkit.engine.engine import Engine
+from toastkit.engine.last_token import LastToken
+from toastkit.engine.opening import open_engine
+from toastkit.engine.state import ModelState
+from toastkit.experts.experts_options import ExpertsOptions
+from toastkit.gears.gear_options import GearOptions
+from toastkit.model.locate import locate
+from toastkit.native.modules import last_position_only
+from toastkit.residency.residency_options import ResidencyOptions
+
+__all__ = ["built", "cache", "library"]
+pytestmark = needed
+PROMPT = [(37 * n + 5) % 4096 for n in range(90)]
+WINDOW = 32  # of those fixtures that have one
+# Products, convolutions or unpacking are MLX's there.
+STEPS = {
+    "qwen3_moe_quantised", "gpt_oss", "qwen3_next", "qwen3_5", "qwen3_5_moe", "mamba2", "falcon_h1",
+    "deepseek_v3",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def uncompiled() -> None:
+    mx.disable_compile()
+
+
+def opened(folder: Path, name: str, **rest) -> Engine:
+    write = write_moe if name == "deepseek_v3" else write_published
+    path = folder / name if (folder / name).exists() else write(folder / name, name)
+    return open_engine(locate(str(path)), **{"native": "require", "dtype": "float32", **rest})
+
+
+def passes(engine: Engine, count: int, chunk: int | None = None) -> tuple[list[int], list]:
+    """Where passes over a prompt end; logits after it, and after two more tokens."""
+    cache, ends = engine.new_cache(), []
+    _, logits = engine.prefill(
+        PROMPT[:count], cache, chunk=chunk, progress=lambda done, _: bool(ends.append(done))
+    )
+    found = [logits, *(engine.step(token, cache) for token in (7, 11))]
+    mx.eval(found)
+    return ends, found
+
+
+def by_steps(engine: Engine) -> Callable[[], None]:
+    """Takes the last token by itself from here on; what is returned takes it along again."""
+    own, engine._last_token = engine._last_token, LastToken()
+    return lambda: setattr(engine, "_last_token", own)
+
+
+def check_same(engine: Engine, count: int, chunk: int | None = None) -> list[int]:
+    """Where passes end that give, to the bit, what they give with a step at the end."""
+    ends, found = passes(engine, count, chunk)
+    back = by_steps(engine)
+    before, expected = passes(engine, count, chunk)
+    back()
+    assert before[-2:] == [count - 1, count]
+    for a, b in zip(found, expected):
+        assert a.dtype == mx.float32 and a.shape == (engine.vocab,)
+        assert mx.array_equal(a, b).item()
+    return ends
+
+
+@pytest.mark.parametrize("name", [*NAMES, "deepseek_v3"])
+def test_the_bits_are_those_of_a_step(tmp_path: Path, name: str) -> None:
+    engine = opened(tmp_path, name)
+    lone = name in STEPS
+    assert check_same(engine, 2) == ([1, 2] if lone else [2])
+    assert check_same(engine, 24, 16) == ([16, 23, 24] if lone else [16, 24])
+    window = name == "gemma3_text"  # a ring goes round with one token, and not with several
+    assert check_same(engine, 70) == ([69, 70] if lone or window else [70])
+    if window:
+        assert check_same(engine, WINDOW) == [WINDOW]
+        assert check_same(engine, WINDOW + 1) == [WINDOW, WINDOW + 1]
+
+
+@pytest.mark.parametrize("rest", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_bits": 16}])
+@pytest.mark.parametrize("name", ["llama_tied", "qwen3"])
+def test_in_other_numbers(tmp_path: Path, name: str, rest: dict) -> None:
+    engine = opened(tmp_path, name, **rest)
+    assert check_same(engine, 33) == [33]
+
+
+def test_one_token_more_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is no pass of its own, unless somebody has said how many a pass may have."""
+    monkeypatch.setattr("toastkit.engine.engine.CHUNK", {"cpu": 20})
+    engine = opened(tmp_path, "llama")
+    assert [passes(engine, count)[0] for count in (1, 20, 21, 22, 41)] == [
+        [1], [20], [21], [20, 22], [20, 41],
+    ]  # fmt: skip
+    assert [passes(engine, count, 10)[0] for count in (10, 11, 12)] == [[10], [10, 11], [10, 12]]
+    assert passes(engine, 3, 1)[0] == [1, 2, 3]
+    check_same(engine, 41)
+
+
+def test_logits_of_the_last_position_alone(tmp_path: Path) -> None:
+    for name in ("llama", "llama_tied"):
+        engine = opened(tmp_path, name)
+        heads = engine._last_token._heads
+        ids = mx.array([PROMPT[:9]], mx.uint32)
+        engine.load()
+        whole = engine.model(ids, cache=engine.new_cache())
+        with last_position_only(heads):
+            alone = engine.model(ids, cache=engine.new_cache())
+        again = engine.model(ids, cache=engine.new_cache())
+        assert whole.shape == again.shape == (1, 9, engine.vocab)
+        assert mx.array_equal(alone, whole[:, -1:]).item()
+
+
+def test_streamed_layers_are_read_once(tmp_path: Path) -> None:
+    engine = opened(tmp_path, "qwen3", residency=ResidencyOptions("layers", 0))
+    ran: list[int] = []
+    engine.load()
+    engine.holdings.streams.watch = ran.append
+    layers = [*range(len(engine.model.layers))]
+    state = ModelState(engine.new_cache())
+    assert [*engine.reading(state, PROMPT[:24])] == [24]
+    assert ran == layers
+    stays = opened(tmp_path, "qwen3")
+    by_steps(stays)
+    assert mx.array_equal(state.logits, passes(stays, 24)[1][0]).item()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "policy", [{"gear_options": GearOptions("high")}, {"experts": ExpertsOptions("big")}]
+)
+def test_policies_that_tell_steps_from_prompts(tmp_path: Path, policy: dict) -> None:
+    engine = opened(tmp_path, "olmoe", **policy)
+    assert passes(engine, 12)[0] == [11, 12]
+
+
+def test_mlx_takes_it_by_itself(tmp_path: Path) -> None:
+    assert passes(opened(tmp_path, "llama", native="off"), 12)[0] == [11, 12]
