@@ -81,6 +81,32 @@ def test_products(
     assert (abs(exact(y) - wanted) <= CLOSE[y.dtype] * size + 1e-6).all()
 
 
+@settings(max_examples=examples(30))
+@given(
+    st.integers(1, 5), st.integers(1, 20), st.integers(1, 5), st.sampled_from(DTYPES),
+    st.tuples(layouts, layouts), st.booleans(),
+)  # fmt: skip
+def test_products_in_mxfp4(
+    library: Library, count: int, rows: int, groups: int, dtype: mx.Dtype, kinds: tuple,
+    floats: bool,
+) -> None:  # fmt: skip
+    """One matrix and chosen experts, beside MLX's own, of the dtype of x."""
+    keys = mx.random.split(mx.random.key(rows), 2)
+    x = laid_out(mx.random.normal((count, 1, 32 * groups), key=keys[0]).astype(dtype), kinds[0])
+    stack = mx.quantize(mx.random.normal((3, rows, 32 * groups), key=keys[1]), mode="mxfp4")
+    chosen = mx.arange(count, dtype=mx.uint32) % 3
+    size = abs(exact(x)) @ abs(exact(mx.dequantize(*stack, mode="mxfp4"))).max((0, 1))
+    for experts in (None, chosen):
+        parts = [laid_out(p if experts is not None else p[0], kinds[1]) for p in stack]
+        y = library.multiply(x, *parts, experts=experts, bits=4, group_size=32, exact=floats)
+        if experts is None:
+            wanted = mx.quantized_matmul(x, *parts, transpose=True, mode="mxfp4")
+        else:
+            wanted = mx.gather_qmm(x, *parts, rhs_indices=experts, transpose=True, mode="mxfp4")
+        assert y.dtype == wanted.dtype == dtype and y.shape == wanted.shape
+        assert (abs(exact(y) - exact(wanted)) <= 2 * CLOSE[dtype] * size[..., None] + 1e-6).all()
+
+
 @settings(max_examples=examples(40))
 @given(
     st.integers(1, 9), st.integers(1, 9), st.sampled_from(GROUP_SIZES), st.sampled_from((0, *BITS)),
@@ -140,6 +166,11 @@ def test_what_does_not_fit_together(library: Library) -> None:
         ((x, *packed), {"bits": 8, "group_size": 32}), ((x, *packed), {"bits": 4}),
         ((x, *packed), {"bits": 4, "group_size": 64}),
         ((x, packed[0], packed[1][:3], packed[2]), {"bits": 4, "group_size": 32}),
+        ((x, *packed[:2]), {"bits": 4, "group_size": 32}),
+        ((x, *mx.quantize(weight, mode="mxfp8")), {"bits": 8, "group_size": 32}),
+        ((x, *mx.quantize(weight, mode="nvfp4")), {"bits": 4, "group_size": 16}),
+        ((x[:, None], *(part[None] for part in packed[:1]), *(p[None][:0] for p in packed[1:])),
+         {"bits": 4, "group_size": 32, "experts": mx.zeros((2,), mx.uint32)}),
         ((x, weight[None]), {"experts": mx.zeros((2,), mx.int32)}),
         ((mx.zeros((3, 2, 64)), weight[None]), {"experts": mx.zeros((2,), mx.uint32)}),
     ]  # fmt: skip
@@ -201,16 +232,16 @@ def test_only_the_classes_of_mlx_are_replaced(library: Library) -> None:
 
 
 def test_modules_compute_what_they_are(library: Library) -> None:
-    """With biases; and what only MLX packs is left to it."""
+    """With biases, also in mxfp4; and what only MLX packs is left to it."""
     use(library)
     x = mx.random.normal((2, 3, 64), key=mx.random.key(0))
     chosen = mx.array([[[0, 2], [1, 1], [2, 0]]] * 2, mx.uint32)
     made = [nn.Linear(64, 96), nn.Linear(64, 96, bias=False), nn.Embedding(96, 64)]
     made += [module.to_quantized(group_size=32, bits=bits) for module in made for bits in (3, 8)]
-    made += [nn.Linear(64, 96).to_quantized(group_size=32, bits=4, mode="mxfp4")]
+    made += [nn.Linear(64, 96).to_quantized(mode=mode) for mode in ("mxfp4", "mxfp8", "nvfp4")]
     switch = switch_layers.SwitchLinear(64, 96, 3)
     switch.bias = mx.random.normal((3, 96))
-    made += [switch, switch.to_quantized(group_size=32, bits=6)]
+    made += [switch, *(switch.to_quantized(32, *rest) for rest in ((6,), (4, "mxfp4")))]
     for module in made:
         stack = "Switch" in type(module).__name__
         call = "as_linear" if "Embedding" in type(module).__name__ else "__call__"

@@ -43,9 +43,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     return made
 
 
-def operand(seed: int, shape: tuple[int, ...], bits: int, dtype: mx.Dtype) -> Operand:
-    """A random matrix, or stack, packed in groups of 32 where bits are not 0."""
+def operand(seed: int, shape: tuple[int, ...], bits: int | str, dtype: mx.Dtype) -> Operand:
+    """A random matrix, or stack, packed in groups of 32 where bits are not 0. bits: or "mxfp4"."""
     weight = mx.random.normal(shape, key=mx.random.key(seed)) / 8
+    if bits == "mxfp4":
+        return Operand(*mx.quantize(weight, mode="mxfp4"), None, 4, 32)
     if not bits:
         return Operand(weight.astype(dtype))
     weight, scales, biases = mx.quantize(weight, group_size=32, bits=bits)
@@ -53,7 +55,7 @@ def operand(seed: int, shape: tuple[int, ...], bits: int, dtype: mx.Dtype) -> Op
 
 
 parts = st.tuples(
-    st.sampled_from((0, *BITS)), st.sampled_from((mx.float32, mx.float16, mx.bfloat16))
+    st.sampled_from((0, *BITS, "mxfp4")), st.sampled_from((mx.float32, mx.float16, mx.bfloat16))
 )
 
 
@@ -90,9 +92,9 @@ def test_all_in_one_is_one_after_another(
     assert made.dtype == mx.float32 and mx.array_equal(made, wanted)
 
 
-@pytest.mark.parametrize("bits", [0, 4, 6])
+@pytest.mark.parametrize("bits", [0, 4, 6, "mxfp4"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_gate_and_up_in_one(library: Library, bits: int, dtype: mx.Dtype) -> None:
+def test_gate_and_up_in_one(library: Library, bits: int | str, dtype: mx.Dtype) -> None:
     """To the bit what they give as two matrices."""
     x = mx.random.normal((2, 3, 64), key=mx.random.key(10))
     both, down = operand(11, (192, 64), bits, dtype), operand(12, (64, 96), bits, dtype)
@@ -226,9 +228,9 @@ def test_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow.set_dtype(mx.bfloat16)
     check(narrow, (x.astype(mx.bfloat16),), calls, False, 2e-2)
     args.mlp_bias = False
-    for mode, in_one in (("affine", True), ("mxfp4", False)):
+    for mode, in_one in (("affine", True), ("mxfp4", True), ("mxfp8", False)):
         module = llama.MLP(args)
-        nn.quantize(module, group_size=32, bits=4, mode=mode)
+        nn.quantize(module, group_size=32, bits=8 if mode == "mxfp8" else 4, mode=mode)
         check(module, (x,), calls, in_one)
 
 
@@ -239,9 +241,10 @@ def test_modules_of_experts(monkeypatch: pytest.MonkeyPatch, tokens: int) -> Non
     chosen = mx.random.randint(0, 6, (1, tokens, 2), key=mx.random.key(8))
     for index in (mx.uint32, mx.int32):
         check(switch_layers.SwitchGLU(64, 96, 6), (x, chosen.astype(index)), calls, True)
-    module = switch_layers.SwitchGLU(64, 96, 6)
-    nn.quantize(module, group_size=32, bits=4)
-    check(module, (x, chosen), calls, True)
+    for mode in ("affine", "mxfp4"):
+        module = switch_layers.SwitchGLU(64, 96, 6)
+        nn.quantize(module, group_size=32, bits=4, mode=mode)
+        check(module, (x, chosen), calls, True)
     check(switch_layers.SwitchGLU(64, 96, 6, bias=True), (x, chosen), calls, True)
     for activation, in_one in (
         (activations.SwigluOAI(), True), (activations.SwigluOAI(limit=3.0), False),

@@ -27,6 +27,7 @@ SETS = (
 TYPES = {"f32": 0, "f16": 1, "bf16": 2}
 # Half the distance between two numbers, as a share of their size.
 ROUNDING = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 DIGITS = 127 * 256 + 127  # the largest whole number that an activation becomes
 
 
@@ -82,10 +83,16 @@ class Matrix(NamedTuple):
 
 
 def random_matrix(
-    seed: int, shape: tuple[int, int, int], bits: int, group_size: int, type_: str
+    seed: int, shape: tuple[int, int, int], bits: int | str, group_size: int, type_: str
 ) -> Matrix:
-    """A stack of random matrices, (experts, rows, columns); bits: 0 for one that is not packed."""
+    """A stack of random matrices, (experts, rows, columns); bits: 0 for one that is not packed,
+    "mxfp4", which has groups of 32 and scales of its own type."""
     rng = np.random.default_rng(seed)
+    if bits == "mxfp4":
+        codes = rng.integers(0, 16, shape, dtype=np.uint8)
+        exponents = rng.integers(110, 130, (*shape[:-1], shape[-1] // 32), dtype=np.uint8)
+        return mxfp4_matrix(codes, exponents)
+    assert isinstance(bits, int)
     if not bits:
         weight = stored(rng.normal(size=shape), type_)
         return Matrix(
@@ -99,6 +106,16 @@ def random_matrix(
     exact = numbers * wide[0] + wide[1]
     size = numbers * abs(wide[0]) + abs(wide[1])
     return Matrix(packed(numbers, bits), scales, biases, bits, group_size, type_, exact, size)
+
+
+def mxfp4_matrix(codes: np.ndarray, exponents: np.ndarray) -> Matrix:
+    """codes: of E2M1, uint8 (experts, rows, columns). exponents: uint8 (experts, rows, columns /
+    32), 255 for NaN."""
+    powers = np.where(exponents == 255, np.nan, 2.0 ** (exponents.astype(np.float64) - 127))
+    exact, wide = E2M1[codes], np.repeat(powers, 32, -1)
+    # The kernels add up (exact + 6) * scale and -6 * scale.
+    return Matrix(packed(codes, 4), exponents, None, 4, 32, "e8m0", exact * wide,
+                  (exact + 12) * wide)  # fmt: skip
 
 
 def sanitized(folder: Path) -> Path:
@@ -144,7 +161,8 @@ class Kernels:
         arrays = (matrix.weight, matrix.scales, matrix.biases)
         described = _Matrix(
             *(None if one is None else one.ctypes.data for one in arrays),
-            experts, rows, columns, matrix.bits, matrix.group_size, TYPES[matrix.type_],
+            experts, rows, columns, matrix.bits, matrix.group_size,
+            {**TYPES, "e8m0": 3}[matrix.type_],
         )  # fmt: skip
         vectors = _Vectors(x.ctypes.data, len(x), x.strides[0] // x.itemsize, TYPES[x_type])
         out = stored(np.full((count, rows), 7.0, np.float32), out_type)

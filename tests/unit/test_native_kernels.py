@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from tests.conftest import examples
 from tests.native_library import needed
 from tests.unit.native_kernels import (
+    E2M1,
     SANITIZERS,
     TYPES,
     Kernels,
     Matrix,
     instructions,
     kernels,
+    mxfp4_matrix,
     random_matrix,
     read,
     stored,
@@ -29,7 +31,7 @@ from tests.unit.native_kernels import (
 
 __all__ = ["instructions", "kernels"]
 pytestmark = [needed, pytest.mark.usefixtures("instructions")]
-BITS = (0, 2, 3, 4, 6, 8)
+BITS = (0, 2, 3, 4, 6, 8, "mxfp4")
 
 
 matrices = st.builds(
@@ -93,7 +95,7 @@ def test_a_batch_gives_what_its_vectors_give(
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_large_ones_are_shared_out(kernels: Kernels, bits: int) -> None:
+def test_large_ones_are_shared_out(kernels: Kernels, bits: int | str) -> None:
     matrix = random_matrix(1, (1, 301, 2048), bits, 64, "f32")
     x = vectors(2, 17, 2048, "f32", 0)
     wanted = x.astype(np.float64) @ matrix.exact[0].T
@@ -106,7 +108,7 @@ def test_large_ones_are_shared_out(kernels: Kernels, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group_size", (32, 64, 128))
-def test_more_than_is_computed_at_once(kernels: Kernels, bits: int, group_size: int) -> None:
+def test_more_than_is_computed_at_once(kernels: Kernels, bits: int | str, group_size: int) -> None:
     """Vectors and columns in several goes, all of them with odd ends: to the bit as one by one."""
     matrix = random_matrix(14, (1, 83, 4096 + 3 * group_size), bits, group_size, "bf16")
     x = vectors(15, 67, matrix.exact.shape[2], "f32", 1)
@@ -120,7 +122,7 @@ def test_more_than_is_computed_at_once(kernels: Kernels, bits: int, group_size: 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_no_number_stays_none(kernels: Kernels, bits: int, bad: float) -> None:
+def test_what_is_no_number_stays_none(kernels: Kernels, bits: int | str, bad: float) -> None:
     """In its vector, and in no other."""
     matrix = random_matrix(3, (1, 20, 192), bits, 64, "f32")
     x = vectors(4, 3, 192, "f32", 0)
@@ -141,9 +143,21 @@ def test_extreme_activations(kernels: Kernels) -> None:
     assert np.array_equal(out[3], -out[2])
 
 
-@pytest.mark.parametrize("bits", (0, 4))
+def test_every_code_with_every_scale(kernels: Kernels) -> None:
+    """One at a time, to the bit: of the least scales numbers below the normal ones, NaN of the
+    last; what is computed on the way to those before it is beyond float32."""
+    codes = np.tile(np.arange(32, dtype=np.uint8) % 16, (1, 256, 1))
+    matrix = mxfp4_matrix(codes, np.arange(256, dtype=np.uint8)[None, :, None])
+    out = kernels.multiply(matrix, np.eye(32, dtype=np.float32), exact=True).T
+    assert np.array_equal(out[:252], matrix.exact[0, :252]) and np.isnan(out[255]).all()
+    out = kernels.multiply(matrix, np.eye(32, dtype=np.float32)).T[20:252]
+    np.testing.assert_allclose(out / 2.0 ** np.arange(-107, 125)[:, None], E2M1[codes[0, 20:252]],
+                               rtol=0, atol=1e-5)  # fmt: skip
+
+
+@pytest.mark.parametrize("bits", (0, 4, "mxfp4"))
 @pytest.mark.parametrize("out_type", list(TYPES))
-def test_experts_that_are_not_there(kernels: Kernels, bits: int, out_type: str) -> None:
+def test_experts_that_are_not_there(kernels: Kernels, bits: int | str, out_type: str) -> None:
     matrix = random_matrix(6, (2, 8, 64), bits, 32, "f16")
     x = vectors(7, 2, 64, "f32", 0)
     expert, vector = (np.array(some, np.uint32) for some in ([0, 2, 1, 1 << 31], [0, 0, 2, 1]))
@@ -179,6 +193,10 @@ def test_matrices_of_no_known_kind_are_refused(kernels: Kernels) -> None:
     for bad in ({"bits": 5}, {"group_size": 48}, {"group_size": 0}, {"bits": -4}):
         with pytest.raises(ValueError, match="1"):
             kernels.multiply(good._replace(**bad), x)
+    powers = random_matrix(10, (1, 4, 64), "mxfp4", 32, "")
+    for bad in ({"bits": 8}, {"bits": 0}, {"group_size": 64}):
+        with pytest.raises(ValueError, match="1"):
+            kernels.multiply(powers._replace(**bad), x)
     ragged = good._replace(exact=np.zeros((1, 4, 65)), group_size=32)
     with pytest.raises(ValueError, match="1"):
         kernels.multiply(ragged, vectors(1, 1, 65, "f32", 0))

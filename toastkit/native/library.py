@@ -51,7 +51,7 @@ def processors(root: str = "/") -> int:
 
 class Operand(NamedTuple):
     """A matrix (rows, columns), or a stack of them, of one of FLOATS; or packed, as `multiply`
-    takes it."""
+    takes it, of mxfp4 without biases."""
 
     weight: mx.array
     scales: mx.array | None = None
@@ -157,8 +157,9 @@ class Library:
 
         x: (..., columns) float32, float16 or bfloat16. weight: (rows, columns) of such a dtype; or
         packed, (rows, columns * bits / 32) uint32, with scales and biases, (rows, columns / group
-        size). experts: of a stack, (experts, rows, ...), the ones to multiply x (..., m, columns)
-        with, uint32 (...), broadcast; gives (..., m, rows). exact: see kernels.h.
+        size); or mxfp4, 4 bits in groups of 32, with uint8 scales and no biases.
+        experts: of a stack, (experts, rows, ...), the ones to multiply x (..., m, columns) with,
+        uint32 (...), broadcast; gives (..., m, rows). exact: see kernels.h.
         Raises ValueError for arrays that do not fit together.
         """
         out = mx.array(0)

@@ -154,16 +154,15 @@ class _Product(_Native):
     def operand(self: Any) -> Operand | None:
         """What it multiplies with; None for what only MLX has, or where more is to be done."""
         weight, scales = self["weight"], self.get("scales")
-        numbers = weight if scales is None else scales
-        if numbers.dtype not in FLOATS:
-            return None
         if scales is None:
-            return Operand(weight)
+            return Operand(weight) if weight.dtype in FLOATS else None
         biases = self.get("biases")
-        affine = self.mode == "affine" and biases is not None and biases.dtype == scales.dtype
-        if not affine or self.bits not in BITS or self.group_size not in GROUP_SIZES:
-            return None
-        return Operand(weight, scales, biases, self.bits, self.group_size)
+        if self.mode == "affine":
+            alike = biases is not None and biases.dtype == scales.dtype in FLOATS
+            known = alike and self.bits in BITS and self.group_size in GROUP_SIZES
+        else:
+            known = self.mode == "mxfp4" and biases is None and scales.dtype == mx.uint8
+        return Operand(weight, scales, biases, self.bits, self.group_size) if known else None
 
     def was_used(self) -> None:
         """Its operand was multiplied with."""

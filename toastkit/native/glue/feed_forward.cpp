@@ -30,13 +30,13 @@ struct Part {
                 int64_t rows) const {
     toast_matrix some = *matrix.get();
     const int64_t packed = some.bits ? some.columns * some.bits / 8 : 0;
-    const int64_t size = some.type == TOAST_F32 ? 4 : 2;
+    const int64_t size = some.type == TOAST_F32 ? 4 : some.type == TOAST_E8M0 ? 1 : 2;
     auto from = [&](const void *p, int64_t row) {
       return static_cast<const void *>(static_cast<const char *>(p) + first * row);
     };
     some.weight = from(some.weight, packed ? packed : some.columns * size);
     if (packed) some.scales = from(some.scales, some.columns / some.group_size * size);
-    if (packed) some.biases = from(some.biases, some.columns / some.group_size * size);
+    if (some.biases) some.biases = from(some.biases, some.columns / some.group_size * size);
     some.rows = rows;
     need(toast_multiply(&some, &x, count, vector, expert, exact, out, out_type));
     if (!bias) return;
@@ -76,7 +76,7 @@ void compute(const Network &network, const Arrays &arrays) {
   down.multiply(inner, count, nullptr, expert, exact, out.data<char>(), type_of(out), 0, outer);
 }
 
-// parts: the arrays of each; NULL for scales and biases where it is not packed, and for no bias.
+// parts: the arrays of each; NULL for scales and biases where there are none, and for no bias.
 mx::array feed_forward(const mx::array &x, const mx::array *const (*parts)[GIVEN],
                        const mx::array *choice, const Network &network) {
   const int last = network.count - 1;
@@ -133,7 +133,7 @@ TOAST_API const char *toast_feed_forward_array(void *out, void *x, void **arrays
     toast::Network network = {count, {}, {}, activation, exact != 0};
     for (int i = 0; i < count; i++) {
       void **given = arrays + toast::GIVEN * i;
-      network.parts[i] = {packing[2 * i], packing[2 * i + 1], choice != nullptr};
+      network.parts[i] = {packing[2 * i], packing[2 * i + 1], choice != nullptr, given[2]};
       network.biased[i] = given[toast::GIVEN - 1];
       for (int j = 0; j < toast::GIVEN; j++)
         parts[i][j] = given[j] ? &array_of(given[j]) : nullptr;

@@ -5,15 +5,19 @@
 
 namespace toast {
 
-// bits: 0 for one that is not packed. stack: (experts, rows, columns), not (rows, columns).
+// bits: 0 for one that is not packed. stack: (experts, rows, columns), not (rows, columns). powers:
+// no biases; scales are powers of two (TOAST_E8M0).
 struct Packing {
+  Packing() = default;
+  Packing(int bits, int group_size, bool stack, const void *biases)
+      : bits(bits), group_size(group_size), stack(stack), powers(bits && !biases) {}
   int bits, group_size;
-  bool stack;
+  bool stack, powers;
 };
 
 // The arrays of a matrix for vectors of so many columns, added to `inputs`. The last two of NULL
-// for one that is not packed. Returns the dtype of its numbers. Raises std::invalid_argument for
-// arrays that are none.
+// for one that is not packed. Returns the dtype of its numbers, of powers that of the
+// vectors, which are the first of inputs. Raises std::invalid_argument for arrays that are none.
 mx::Dtype add_matrix(Arrays &inputs, const mx::array &weight,
                      const mx::array *scales, const mx::array *biases, const Packing &packing,
                      int64_t columns);
@@ -24,7 +28,7 @@ class Matrix {
   Matrix(const Arrays &arrays, size_t first, const Packing &packing);
   const toast_matrix *operator->() const { return &matrix_; }
   const toast_matrix *get() const { return &matrix_; }
-  static size_t count(const Packing &packing) { return packing.bits ? 3 : 1; }
+  static size_t count(const Packing &packing) { return packing.bits ? 3 - packing.powers : 1; }
 
  private:
   InOrder weight_;

@@ -71,7 +71,7 @@ mx::array product(const mx::array &x, const mx::array &weight, const mx::array *
                   const mx::array *biases, const mx::array *choice, int bits, int group_size,
                   bool exact) {
   check(x.ndim() >= (choice ? 2 : 1), "no vectors");
-  const Packing packing = {bits, group_size, choice != nullptr};
+  const Packing packing(bits, group_size, choice != nullptr, biases);
   Arrays inputs = {x};
   type_of(x);
   const auto numbers = add_matrix(inputs, weight, scales, biases, packing, x.shape(-1));

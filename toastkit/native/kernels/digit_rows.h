@@ -42,6 +42,18 @@ struct Block {
   }
 };
 
+// Numbers of E2M1, as unpack.h has them.
+struct Doubled : Block<4> {
+  INLINE void spread(__m512i stored, I32 *planes) {
+    const auto table = reinterpret_cast<const __m128i *>(DOUBLED);
+    const __m512i doubled = _mm512_broadcast_i32x4(_mm_load_si128(table));
+    Block<4>::spread(stored, planes);
+#pragma GCC unroll 2
+    for (int i = 0; i < PLANES; i++)
+      planes[i] = (I32)_mm512_shuffle_epi8(doubled, (__m512i)planes[i]);
+  }
+};
+
 // Of four rows: each quarter holds what its lanes add up to in row a, b, c, d.
 INLINE I32 four_rows(I32 a, I32 b, I32 c, I32 d) {
   auto low = [](I32 a, I32 b) { return (I32)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b); };
@@ -69,19 +81,19 @@ INLINE void by_group(const I32 *r, I32 *out) {
 // Scales and biases of 16 rows, as many as 16 groups have: those of all groups, when g has passed
 // through them.
 INLINE void fetch_numbers(const toast_matrix &m, int64_t row, int64_t g) {
-  const int64_t size = m.type == TOAST_F32 ? 4 : 2;
+  const int64_t size = m.type == TOAST_F32 ? 4 : m.type == TOAST_E8M0 ? 1 : 2;
   const int64_t from = (row * (m.columns / m.group_size) + g * 16) * size;
   for (int64_t at = from; at < from + 256 * size; at += 64) {
     _mm_prefetch(static_cast<const char *>(m.scales) + at, _MM_HINT_T1);
-    _mm_prefetch(static_cast<const char *>(m.biases) + at, _MM_HINT_T1);
+    if (m.biases) _mm_prefetch(static_cast<const char *>(m.biases) + at, _MM_HINT_T1);
   }
 }
 
-// The results of one member and `count` rows, 16 at most. LANES_: of a group (see Layout).
-template <int BITS, int LANES_>
+// The results of one member and `count` rows, 16 at most, of numbers in blocks B. LANES_: of a
+// group (see Layout).
+template <class B, int LANES_>
 static void digit_rows(const toast::Product &p, uint32_t place, const uint8_t *rows,
                        int64_t stride, int64_t expert, int64_t first, int count) {
-  using B = Block<BITS>;
   constexpr int PLANES = B::PLANES, BLOCKS = LANES_ > 16 ? LANES_ / 16 : 1;
   constexpr int GROUPS = LANES_ > 16 ? 1 : 16 / LANES_;  // of a step of so many blocks
   constexpr int NUMBERS = BLOCK * PLANES;
@@ -95,13 +107,12 @@ static void digit_rows(const toast::Product &p, uint32_t place, const uint8_t *r
   F32 y = {}, scales[16], biases[16];
   const uint8_t *ahead = rows + 16 * stride;  // what comes after these rows is fetched meanwhile
   const int64_t row = expert * m.rows + first;
-  const int64_t most = m.columns * (BITS == 4 ? 4 : BITS) / 8;
+  const int64_t most = m.columns * B::BYTES / NUMBERS;
   int64_t g = 0;
   for (int64_t b = 0; b < layout.blocks; b += BLOCKS, g += GROUPS) {
     if (g % 16 == 0) {
       fetch_numbers(m, row + 16, g);
-      numbers_by_group(m, m.scales, row, count, g, scales);
-      numbers_by_group(m, m.biases, row, count, g, biases);
+      numbers_by_group(m, row, count, g, scales, biases);
     }
     I32 v[PLANES * BLOCKS][2], fours[4], out[4];
 #pragma GCC unroll 8

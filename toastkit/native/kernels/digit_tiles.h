@@ -1,6 +1,8 @@
 // Many vectors: rows are brought crosswise once, 16 to a register, and meet all vectors.
 #pragma once
 
+#include <type_traits>
+
 #include "digit_rows.h"
 #include "floats.h"
 
@@ -70,12 +72,11 @@ INLINE void digit_tiles(const Crosswise &c, const char *const *vectors, int memb
 }
 
 // Brings columns crosswise, of 16 rows that are the j-th of N such: blocks from `block` on.
-template <int BITS>
+template <class B>
 static void bring_crosswise(const toast_matrix &m, const uint8_t *rows, int64_t stride, int count,
                             int64_t block, int64_t blocks, int lanes, int j, int n,
                             char *out) {
-  using B = Block<BITS>;
-  const int64_t most = m.columns * BITS / 8;
+  const int64_t most = m.columns * B::BYTES / (BLOCK * B::PLANES);
   for (int64_t b = block; b < block + blocks; b++) {
     I32 planes[2][16];
 #pragma GCC unroll 16
@@ -99,7 +100,7 @@ static void bring_crosswise(const toast_matrix &m, const uint8_t *rows, int64_t 
 }
 
 // The results of up to 64 members and 16 * n rows.
-template <int BITS>
+template <class B>
 static void many_digits(const toast::Product &p, const toast::Group &group, int64_t first,
                         int count, const uint8_t *rows, int64_t stride, char *room) {
   const toast_matrix &m = *p.matrix;
@@ -124,13 +125,12 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
     for (int j = 0; j < n; j++) {
       const int here = count - j * 16 > 16 ? 16 : count - j * 16 > 0 ? count - j * 16 : 1;
       const int64_t skip = count - j * 16 > 0 ? j * 16 : 0;  // rows that are not there: any
-      bring_crosswise<BITS>(m, rows + skip * stride, stride, here, block, blocks,
+      bring_crosswise<B>(m, rows + skip * stride, stride, here, block, blocks,
                             layout.lanes, j, n, numbers);
       for (int64_t i = 0; i < groups; i += 16) {
         F32 r[2][16];
         const int64_t row = group.expert * m.rows + first + skip;
-        numbers_by_group(m, m.scales, row, here, g + i, r[0]);
-        numbers_by_group(m, m.biases, row, here, g + i, r[1]);
+        numbers_by_group(m, row, here, g + i, r[0], r[1]);
         for (int64_t l = 0; l < 16 && i + l < groups; l++) {
           store(scales + ((i + l) * n + j) * 16, r[0][l]);
           store(biases + ((i + l) * n + j) * 16, r[1][l]);
@@ -160,22 +160,24 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
 constexpr int64_t ROOM = toast::MOST_MEMBERS * TILE_ROWS * 64 + AT_ONCE * TILE_ROWS * 16 +
                          2 * AT_ONCE / 32 * TILE_ROWS * 64;
 
-template <int BITS>
+template <class B>
 static void few_digits(const toast::Product &p, uint32_t place, const uint8_t *rows,
                        int64_t stride, int64_t expert, int64_t first, int count) {
-  constexpr int LANES_ = BITS == 4 ? 4 : 8;  // of the smallest group
-  switch (p.matrix->group_size) {
-    case 32: return digit_rows<BITS, LANES_>(p, place, rows, stride, expert, first, count);
-    case 64: return digit_rows<BITS, LANES_ * 2>(p, place, rows, stride, expert, first, count);
-    default: return digit_rows<BITS, LANES_ * 4>(p, place, rows, stride, expert, first, count);
+  constexpr int LANES_ = 8 / B::PLANES;  // of the smallest group
+  if constexpr (!std::is_same_v<B, Doubled>) {  // which has no other groups
+    if (p.matrix->group_size == 64)
+      return digit_rows<B, LANES_ * 2>(p, place, rows, stride, expert, first, count);
+    if (p.matrix->group_size == 128)
+      return digit_rows<B, LANES_ * 4>(p, place, rows, stride, expert, first, count);
   }
+  digit_rows<B, LANES_>(p, place, rows, stride, expert, first, count);
 }
 
 constexpr int FEW = 3;  // members that meet rows as they lie
 
-template <int BITS>
-static bool multiply_bits(const toast::Product &p, const toast::Group &group, int64_t first,
-                          int64_t end, bool spread) {
+template <class B>
+static bool multiply_blocks(const toast::Product &p, const toast::Group &group, int64_t first,
+                            int64_t end, bool spread) {
   const toast_matrix &m = *p.matrix;
   const int most = group.members > FEW ? TILE_ROWS * 16 : 16;
   char *room = nullptr;
@@ -195,10 +197,10 @@ static bool multiply_bits(const toast::Product &p, const toast::Group &group, in
       rows = bytes, stride = m.columns;
     }
     if (room) {
-      many_digits<BITS>(p, group, n, count, rows, stride, room);
+      many_digits<B>(p, group, n, count, rows, stride, room);
     } else {
       for (int64_t i = 0; i < group.members; i++)
-        few_digits<BITS>(p, group.places[i], rows, stride, group.expert, n, count);
+        few_digits<B>(p, group.places[i], rows, stride, group.expert, n, count);
     }
   }
   return true;
@@ -207,14 +209,17 @@ static bool multiply_bits(const toast::Product &p, const toast::Group &group, in
 static bool multiply_digits(const toast::Product &p, const toast::Group &group, int64_t first,
                             int64_t end) {
   switch (p.matrix->bits) {
-    case 4: return multiply_bits<4>(p, group, first, end, false);
-    case 8: return multiply_bits<8>(p, group, first, end, false);
+    case 4:
+      if (p.matrix->type == TOAST_E8M0)
+        return multiply_blocks<Doubled>(p, group, first, end, false);
+      return multiply_blocks<Block<4>>(p, group, first, end, false);
+    case 8: return multiply_blocks<Block<8>>(p, group, first, end, false);
 #if defined(__AVX512VBMI__)
-    case 2: return multiply_bits<2>(p, group, first, end, false);
-    case 3: return multiply_bits<3>(p, group, first, end, false);
-    case 6: return multiply_bits<6>(p, group, first, end, false);
+    case 2: return multiply_blocks<Block<2>>(p, group, first, end, false);
+    case 3: return multiply_blocks<Block<3>>(p, group, first, end, false);
+    case 6: return multiply_blocks<Block<6>>(p, group, first, end, false);
 #endif
-    default: return multiply_bits<8>(p, group, first, end, true);
+    default: return multiply_blocks<Block<8>>(p, group, first, end, true);
   }
 }
 

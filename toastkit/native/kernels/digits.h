@@ -135,17 +135,23 @@ INLINE void transpose(Vector *r) {
   }
 }
 
-// Scales or biases of 16 rows, of groups from g on: out[i] are group g + i's. Rows from `count` on
-// are the last one again.
-INLINE void numbers_by_group(const toast_matrix &m, const void *numbers, int64_t row, int count,
-                             int64_t g, F32 *out) {
+// Scales and biases of 16 rows, of groups from g on: the i-th are group g + i's. Rows from `count`
+// on are the last one again.
+static __attribute__((noinline)) void numbers_by_group(const toast_matrix &m, int64_t row,
+                                                       int count, int64_t g, F32 *scales,
+                                                       F32 *biases) {
   const int64_t groups = m.columns / m.group_size;
+  auto crosswise = [&](const void *numbers, F32 *out) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-  for (int j = 0; j < 16; j++) {
-    const int64_t at = (row + (j < count ? j : count - 1)) * groups + g;
-    out[j] = some_numbers_at(m.type, numbers, at, int(groups - g));
-  }
-  transpose(out);
+    for (int j = 0; j < 16; j++) {
+      const int64_t at = (row + (j < count ? j : count - 1)) * groups + g;
+      out[j] = group_numbers(m, numbers, at, int(groups - g));
+    }
+    transpose(out);
+  };
+  crosswise(m.scales, scales);
+  if (m.type != TOAST_E8M0) return crosswise(m.biases, biases);
+  for (int i = 0; i < 16; i++) biases[i] = scales[i] * DOUBLED_BIAS;
 }
 
 INLINE void put_sixteen(const toast::Product &p, uint32_t place, int64_t first, int count, F32 y) {

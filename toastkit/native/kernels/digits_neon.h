@@ -105,11 +105,13 @@ static void prepare_digits(const toast::Product &p, int64_t row) {
 }
 
 // The weights of a block as bytes: of numbers two a byte, the even ones and the odd ones.
-template <bool NIBBLES>
+// E2M1: as unpack.h doubles them.
+template <bool NIBBLES, bool E2M1>
 INLINE void bytes_at(const uint8_t *p, uint8x16_t *out) {
   uint8x16_t q = vld1q_u8(p);
   out[0] = NIBBLES ? vandq_u8(q, vdupq_n_u8(15)) : q;
   if (NIBBLES) out[1] = vshrq_n_u8(q, 4);
+  for (int i = 0; E2M1 && i < 2; i++) out[i] = vqtbl1q_u8(vld1q_u8(DOUBLED), out[i]);
 }
 
 // Bytes of weights with digits, four at a time. Without i8mm both have signs: numbers that need all
@@ -134,7 +136,7 @@ INLINE int32_t missing(int32_t total, bool whole) {
 }
 
 // The sum of q * v over the blocks of a group, for M vectors and four rows, a lane each.
-template <bool NIBBLES, int M>
+template <bool NIBBLES, bool E2M1, int M>
 INLINE void group_sums(const char *const *vectors, const uint8_t *const *rows, int64_t first,
                        int64_t end, bool whole, int32x4_t *out) {
   constexpr int PARTS = NIBBLES ? 2 : 1;
@@ -144,7 +146,7 @@ INLINE void group_sums(const char *const *vectors, const uint8_t *const *rows, i
   for (int64_t b = first; b < end; b++) {
     uint8x16_t weights[TILE_ROWS][2];
     for (int j = 0; j < TILE_ROWS; j++) {
-      bytes_at<NIBBLES>(rows[j] + b * 16, weights[j]);
+      bytes_at<NIBBLES, E2M1>(rows[j] + b * 16, weights[j]);
       if (M == 1) __builtin_prefetch(rows[j] + b * 16 + AHEAD);
     }
     for (int i = 0; i < M; i++) {
@@ -171,14 +173,14 @@ INLINE int64x2_t words(int8x16_t v) { return vreinterpretq_s64_s8(v); }
 INLINE int64x2_t words(uint8x16_t v) { return vreinterpretq_s64_u8(v); }
 
 // Likewise for four vectors, by products of 2 x 8 with 8 x 2 numbers.
-template <bool NIBBLES>
+template <bool NIBBLES, bool E2M1>
 INLINE void group_sums_of_four(const char *const *vectors, const uint8_t *const *rows,
                                int64_t first, int64_t end, int32x4_t *out) {
   constexpr int PARTS = NIBBLES ? 2 : 1;
   int32x4_t sums[2][2][2] = {};  // by digit, pair of rows, pair of vectors
   for (int64_t b = first; b < end; b++) {
     uint8x16_t weights[TILE_ROWS][2];
-    for (int j = 0; j < TILE_ROWS; j++) bytes_at<NIBBLES>(rows[j] + b * 16, weights[j]);
+    for (int j = 0; j < TILE_ROWS; j++) bytes_at<NIBBLES, E2M1>(rows[j] + b * 16, weights[j]);
     for (int part = 0; part < PARTS; part++) {
       uint8x16_t pairs[2][2];  // of rows: their first eight numbers, their last
       for (int j = 0; j < 2; j++) {
@@ -216,7 +218,7 @@ INLINE void by_group(const toast_matrix &m, const void *p, const int64_t *rows, 
                      int64_t g, float32x4_t *out) {
   float32x4_t of[TILE_ROWS];
   for (int j = 0; j < TILE_ROWS; j++)
-    of[j] = (float32x4_t)some_numbers_at(m.type, p, rows[j] * groups + g, int(groups - g));
+    of[j] = (float32x4_t)group_numbers(m, p, rows[j] * groups + g, int(groups - g));
   float64x2_t even[2], odd[2];
   for (int j = 0; j < 2; j++) {
     even[j] = vreinterpretq_f64_f32(vtrn1q_f32(of[2 * j], of[2 * j + 1]));
@@ -229,7 +231,7 @@ INLINE void by_group(const toast_matrix &m, const void *p, const int64_t *rows, 
 }
 
 // The results of M members with `count` rows, four at most, that are from `first` on.
-template <bool NIBBLES, int M>
+template <bool NIBBLES, bool E2M1, int M>
 static void digit_tile(const toast::Product &p, const toast::Group &group, const uint32_t *places,
                        const uint8_t *const *at, int64_t first, int count) {
   const toast_matrix &m = *p.matrix;
@@ -251,17 +253,18 @@ static void digit_tile(const toast::Product &p, const toast::Group &group, const
   for (int64_t g = 0; g < layout.groups; g += 4) {
     float32x4_t scales[4], biases[4];
     by_group(m, m.scales, numbers, layout.groups, g, scales);
-    by_group(m, m.biases, numbers, layout.groups, g, biases);
+    if (!E2M1) by_group(m, m.biases, numbers, layout.groups, g, biases);
+    for (int i = 0; E2M1 && i < 4; i++) biases[i] = vmulq_n_f32(scales[i], DOUBLED_BIAS);
     for (int64_t n = g; n < g + 4 && n < layout.groups; n++) {
       int32x4_t exact[M];
 #if defined(__ARM_FEATURE_MATMUL_INT8)
       if constexpr (M == 4) {
-        group_sums_of_four<NIBBLES>(vectors, rows, n * blocks, (n + 1) * blocks, exact);
+        group_sums_of_four<NIBBLES, E2M1>(vectors, rows, n * blocks, (n + 1) * blocks, exact);
       } else {
-        group_sums<NIBBLES, M>(vectors, rows, n * blocks, (n + 1) * blocks, whole, exact);
+        group_sums<NIBBLES, E2M1, M>(vectors, rows, n * blocks, (n + 1) * blocks, whole, exact);
       }
 #else
-      group_sums<NIBBLES, M>(vectors, rows, n * blocks, (n + 1) * blocks, whole, exact);
+      group_sums<NIBBLES, E2M1, M>(vectors, rows, n * blocks, (n + 1) * blocks, whole, exact);
 #endif
       for (int i = 0; i < M; i++) {
         auto steps = reinterpret_cast<const float *>(vectors[i] + layout.steps);
@@ -278,7 +281,7 @@ static void digit_tile(const toast::Product &p, const toast::Group &group, const
       put(p.out_type, p.out, places[i] * m.rows + first + j, ((F32)sums[i])[j]);
 }
 
-template <bool NIBBLES>
+template <bool NIBBLES, bool E2M1>
 static bool multiply_digits(const toast::Product &p, const toast::Group &group, int64_t first,
                             int64_t end) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -305,9 +308,9 @@ static bool multiply_digits(const toast::Product &p, const toast::Group &group, 
     }
     int64_t i = 0;
     for (; i + MANY <= group.members; i += MANY)
-      digit_tile<NIBBLES, MANY>(p, group, group.places + i, rows, n, count);
+      digit_tile<NIBBLES, E2M1, MANY>(p, group, group.places + i, rows, n, count);
     for (; i < group.members; i++)
-      digit_tile<NIBBLES, 1>(p, group, group.places + i, rows, n, count);
+      digit_tile<NIBBLES, E2M1, 1>(p, group, group.places + i, rows, n, count);
   }
   return true;
 }
@@ -328,8 +331,9 @@ static void prepare(const toast::Product &p, int64_t row) {
 static bool multiply(const toast::Product &p, const toast::Group &group, int64_t first,
                      int64_t end) {
   if (!in_digits(p)) return multiply_floats(p, group, first, end);
-  return p.matrix->bits == 4 ? multiply_digits<true>(p, group, first, end)
-                             : multiply_digits<false>(p, group, first, end);
+  if (p.matrix->type == TOAST_E8M0) return multiply_digits<true, true>(p, group, first, end);
+  return p.matrix->bits == 4 ? multiply_digits<true, false>(p, group, first, end)
+                             : multiply_digits<false, false>(p, group, first, end);
 }
 
 }  // namespace

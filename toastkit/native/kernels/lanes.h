@@ -32,6 +32,7 @@ typedef float F32 __attribute__((vector_size(4 * LANES)));
 typedef int32_t I32 __attribute__((vector_size(4 * LANES)));
 typedef uint32_t U32 __attribute__((vector_size(4 * LANES)));
 typedef uint16_t U16 __attribute__((vector_size(2 * LANES)));
+typedef uint8_t U8 __attribute__((vector_size(LANES)));
 
 template <class Vector>
 INLINE Vector load(const void *p) {
@@ -46,7 +47,7 @@ INLINE void store(void *p, Vector v) {
 }
 
 template <class Vector, class Number>
-INLINE Vector load_some(const Number *p, int n) {  // n < LANES; zeros after them
+INLINE Vector load_some(const Number *p, int n) {  // n <= LANES; zeros after them
   Vector v = {};
   memcpy(&v, p, n * sizeof *p);
   return v;

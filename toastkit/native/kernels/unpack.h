@@ -37,21 +37,46 @@ INLINE void spread(const uint8_t *packed, int64_t columns, uint8_t *out) {
   }
 }
 
+// What E2M1's numbers, of 4 bits, become: twice what they stand for, plus 12, so that all of them
+// are whole numbers from 0 on, and a row of them is one of any packing, with biases of -12 scales
+// where scales are half as large.
+alignas(16) constexpr uint8_t DOUBLED[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                             12, 11, 10, 9,  8,  6,  4,  0};
+constexpr float DOUBLED_BIAS = -12;
+
+INLINE void double_bytes(uint8_t *bytes, int64_t columns) {
+#if defined(__AVX2__)
+  const __m256i doubled = _mm256_broadcastsi128_si256(load<__m128i>(DOUBLED));
+  for (int64_t k = 0; k < columns; k += 32)
+    store(bytes + k, _mm256_shuffle_epi8(doubled, load<__m256i>(bytes + k)));
+#elif defined(__aarch64__)
+  for (int64_t k = 0; k < columns; k += 16)
+    vst1q_u8(bytes + k, vqtbl1q_u8(vld1q_u8(DOUBLED), vld1q_u8(bytes + k)));
+#else
+  for (int64_t k = 0; k < columns; k++) bytes[k] = DOUBLED[bytes[k]];
+#endif
+}
+
 // The numbers of a packed row, a byte each. columns: a multiple of 32.
 INLINE void unpack_bytes(const toast_matrix &m, const uint8_t *row, uint8_t *out) {
   switch (m.bits) {
     case 2: return spread<2>(row, m.columns, out);
     case 3: return spread<3>(row, m.columns, out);
-    case 4: return spread<4>(row, m.columns, out);
+    case 4:
+      spread<4>(row, m.columns, out);
+      return m.type == TOAST_E8M0 ? double_bytes(out, m.columns) : void();
     case 6: return spread<6>(row, m.columns, out);
     default: memcpy(out, row, m.columns);
   }
 }
 
-INLINE float number_at(int type, const void *p, int64_t i) {
-  if (type == TOAST_F32) return static_cast<const float *>(p)[i];
-  U16 v = U16{} + static_cast<const uint16_t *>(p)[i];
-  return (type == TOAST_F16 ? from_f16(v) : from_bf16(v))[0];
+// Scales of groups, or biases, from `at` on, n of them there; of E8M0 halves of scales.
+INLINE F32 group_numbers(const toast_matrix &m, const void *numbers, int64_t at, int n) {
+  if (m.type != TOAST_E8M0) return some_numbers_at(m.type, numbers, at, n);
+  U8 bytes = load_some<U8>(static_cast<const uint8_t *>(numbers) + at, n < LANES ? n : LANES);
+  U32 e = __builtin_convertvector(bytes, U32);
+  // The first is below the normal numbers, the last is NaN: both have the same bit besides.
+  return (F32)(e << 23 | ((U32)((e == 0) | (e == 255)) & 0x400000)) * 0.5f;
 }
 
 // A row as float32, with zeros up to a multiple of LANES. bytes: room for a packed row's numbers.
@@ -65,8 +90,9 @@ INLINE void widen_row(const toast_matrix &m, int64_t row, uint8_t *bytes, float 
   unpack_bytes(m, from, bytes);
   const int64_t groups = m.columns / m.group_size;
   for (int64_t g = 0; g < groups; g++) {
-    F32 scale = all(number_at(m.type, m.scales, row * groups + g));
-    F32 bias = all(number_at(m.type, m.biases, row * groups + g));
+    const int64_t at = row * groups + g;
+    F32 scale = all(group_numbers(m, m.scales, at, 1)[0]), bias = scale * DOUBLED_BIAS;
+    if (m.type != TOAST_E8M0) bias = all(group_numbers(m, m.biases, at, 1)[0]);
     for (int64_t k = g * m.group_size; k < (g + 1) * m.group_size; k += LANES)
       store(out + k, multiply_add(from_bytes(bytes + k), scale, bias));
   }
