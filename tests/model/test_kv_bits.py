@@ -57,7 +57,10 @@ def files_of(path: Path, name: str) -> Any:
 
 def opened(path: Path, name: str, kv_bits: int | None = 16, native: str = "require") -> Engine:
     """A random checkpoint, with activations in float32."""
-    return open_engine(files_of(path, name), native=native, dtype="float32", kv_bits=kv_bits)
+    return open_engine(
+        files_of(path, name), native=native, native_exact=native == "require", dtype="float32",
+        kv_bits=kv_bits,
+    )  # fmt: skip
 
 
 def ids(count: int) -> list[int]:

@@ -28,7 +28,7 @@ PROMPT = [(37 * n + 5) % 4096 for n in range(90)]
 WINDOW = 32  # of those fixtures that have one
 # Products, convolutions or unpacking are MLX's there.
 STEPS = {
-    "qwen3_moe_quantised", "gpt_oss", "qwen3_next", "qwen3_5", "qwen3_5_moe", "mamba2", "falcon_h1",
+    "qwen3_moe_quantised", "qwen3_next", "qwen3_5", "qwen3_5_moe", "mamba2", "falcon_h1",
     "deepseek_v3",
 }  # fmt: skip
 
@@ -80,7 +80,7 @@ def test_the_bits_are_those_of_a_step(tmp_path: Path, name: str) -> None:
     lone = name in STEPS
     assert check_same(engine, 2) == ([1, 2] if lone else [2])
     assert check_same(engine, 24, 16) == ([16, 23, 24] if lone else [16, 24])
-    window = name == "gemma3_text"  # a ring goes round with one token, and not with several
+    window = name in ("gemma3_text", "gpt_oss")  # a ring goes round with one token, and not with several
     assert check_same(engine, 70) == ([69, 70] if lone or window else [70])
     if window:
         assert check_same(engine, WINDOW) == [WINDOW]

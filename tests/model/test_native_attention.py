@@ -146,7 +146,8 @@ NEXT = (11, 12, 13, 14)
 def opened(path: Path, name: str) -> Engine:
     """Natively, a random checkpoint."""
     write = write_moe if name == "deepseek_v3" else write_published
-    return open_engine(locate(str(write(path / name, name))), native="require", dtype="float32")
+    files = locate(str(write(path / name, name)))  # exact: or roundings that differ are whole steps
+    return open_engine(files, native="require", native_exact=True, dtype="float32")
 
 
 def read(engine: Engine, count: int, chunk: int = 16) -> ModelState:
