@@ -80,7 +80,8 @@ def test_the_bits_are_those_of_a_step(tmp_path: Path, name: str) -> None:
     lone = name in STEPS
     assert check_same(engine, 2) == ([1, 2] if lone else [2])
     assert check_same(engine, 24, 16) == ([16, 23, 24] if lone else [16, 24])
-    window = name in ("gemma3_text", "gpt_oss")  # a ring goes round with one token, and not with several
+    # A ring goes round with one token, and not with several.
+    window = name in ("gemma3_text", "gpt_oss")
     assert check_same(engine, 70) == ([69, 70] if lone or window else [70])
     if window:
         assert check_same(engine, WINDOW) == [WINDOW]
