@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,6 +24,14 @@ from hypothesis import settings
 from tests.forked import SCRIPTS, SERVER, executable, start
 
 __all__ = ["SCRIPTS", "executable"]
+
+# What nohup or a shell in the background has turned off would not reach what tests start, and they
+# would wait for it.
+for number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        given = signal.SIG_DFL if number == signal.SIGHUP else signal.default_int_handler
+        signal.signal(number, given)
+
 ROOT = Path(__file__).parent.parent
 
 # As many times the examples of Hypothesis as in an ordinary run.
