@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -97,6 +98,7 @@ class DirectReads:
         return found[0] * mmap.PAGESIZE * 2 < size
 
 
+@cache
 def _system() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
