@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import tempfile
@@ -24,13 +25,16 @@ class Taken(NamedTuple):
     peak: int
 
 
-def resident_bytes() -> int:
-    """Of this process in memory; 0 where the system does not say so."""
+def peak_bytes() -> int:
+    """That this process had in memory at most, counted anew from here where the system allows it;
+    0 where it does not say."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        status = Path("/proc/self/status").read_text()
     except OSError:
         return 0
-    return pages * os.sysconf("SC_PAGESIZE")
+    return int(status.split("VmHWM:")[1].split()[0]) << 10
 
 
 def run_hostile(
@@ -52,7 +56,7 @@ def run_hostile(
         with tempfile.TemporaryFile() as error:
             given = source if isinstance(stdin, bytes) else stdin or subprocess.DEVNULL
             # Linux counts what this process had when it made the child as the child's.
-            own = resident_bytes()
+            own = peak_bytes()
             child = subprocess.Popen(
                 [str(part) for part in command], stdin=given, stdout=out, stderr=error, **popen
             )

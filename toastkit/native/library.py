@@ -140,7 +140,7 @@ class Library:
         (rows, columns), evaluated; nobody has written anything there. It begins where a page of a
         file has byte `at`. old: such an array of that size, whose memory is to be used again."""
         out = mx.array(0)
-        return _made(out, self._memory(out, rows, columns, at, NONE if old is None else old))
+        return _made(out, self._memory(out, rows, columns, at, _given(old)))
 
     def multiply(
         self,
@@ -163,7 +163,7 @@ class Library:
         Raises ValueError for arrays that do not fit together.
         """
         out = mx.array(0)
-        some = [NONE if array is None else array for array in (scales, biases, experts)]
+        some = [_given(array) for array in (scales, biases, experts)]
         return _made(out, self._product(out, x, weight, *some, bits, group_size, exact))
 
     def feed_forward(
@@ -182,14 +182,12 @@ class Library:
         stacks (experts, rows). Raises ValueError, see `multiply`."""
         out, count = mx.array(0), len(parts)
         arrays: list[Any] = [
-            NONE if array is None else array
-            for part, bias in zip(parts, biases)
-            for array in (*part[:3], bias)
+            _given(array) for part, bias in zip(parts, biases) for array in (*part[:3], bias)
         ]
         packing = [number for part in parts for number in part[3:]]
         wrong = self._feed_forward(
             out, x, (ctypes.py_object * (4 * count))(*arrays),
-            (ctypes.c_int * (2 * count))(*packing), count, NONE if experts is None else experts,
+            (ctypes.c_int * (2 * count))(*packing), count, _given(experts),
             ACTIVATIONS.index(activation), exact,
         )  # fmt: skip
         return _made(out, wrong)
@@ -201,7 +199,7 @@ class Library:
         the dtype that x and the weight have in common; lazy. x: (..., n). weight: (n,), None for
         zeros. Raises ValueError for other shapes and dtypes, as all that follows."""
         out = mx.array(0)
-        return _made(out, self._norm(out, x, NONE if weight is None else weight, plus, eps))
+        return _made(out, self._norm(out, x, _given(weight), plus, eps))
 
     def rope(
         self,
@@ -230,7 +228,7 @@ class Library:
         ACTIVATIONS; "gelu" is the one by tanh, "swiglu_oai" that of gpt-oss, see kernels/rows.h.
         Raises ValueError where they differ."""
         out, kind = mx.array(0), ACTIVATIONS.index(activation)
-        return _made(out, self._gate(out, gate, NONE if x is None else x, kind))
+        return _made(out, self._gate(out, gate, _given(x), kind))
 
     def gated_delta(
         self,
@@ -245,7 +243,7 @@ class Library:
         and b (B, T, value heads), a_log and bias (value heads,). state: float32 (B, value heads,
         value size, key size), None for zeros. mask: bool (B, T). See kernels/delta.h."""
         y, after = mx.array(0), mx.array(0)
-        given: list[Any] = [NONE if one is None else one for one in (*arrays, state, mask)]
+        given: list[Any] = [_given(one) for one in (*arrays, state, mask)]
         wrong = self._gated_delta(y, after, (ctypes.py_object * 9)(*given), rate_factor)
         return _made(y, wrong), after
 
@@ -295,8 +293,12 @@ class Library:
         """
         out = mx.array(0)
         given, causal = (mask, False) if isinstance(mask, mx.array) else (NONE, mask == "causal")
-        some = NONE if sinks is None else sinks
+        some = _given(sinks)
         return _made(out, self._attend(out, queries, keys, values, given, some, scale, causal))
+
+
+def _given(array: mx.array | None) -> Any:
+    return NONE if array is None else array
 
 
 def _made(out: mx.array, wrong: bytes | None) -> mx.array:
