@@ -59,16 +59,17 @@ def prediction(settings: Settings) -> None:
         say(f"prediction: {name}")
         path = str(model(settings.models, name))
         lines += [
-            [name, f"{row.percent:g}%", f"{row.predicted:.3f}", f"{row.measured:.3f}",
-             f"{row.error:+.0%}", f"{row.predicted_prompt:.2f}", f"{row.measured_prompt:.2f}",
-             f"{row.prompt_error:+.0%}"]
+            [name, "disk" if disk else "cache", f"{row.percent:g}%", f"{row.predicted:.3f}",
+             f"{row.measured:.3f}", f"{row.error:+.0%}", f"{row.predicted_prompt:.2f}",
+             f"{row.measured_prompt:.2f}", f"{row.prompt_error:+.0%}"]
+            for disk in (False, True)
             for row in prediction_errors(
-                path, settings.percents, settings.rounds, settings.native
+                path, settings.percents, settings.rounds, settings.native, disk
             )
         ]  # fmt: skip
     print()
-    head = ("model", "resident", "a token: predicted", "measured", "error", "a prompt: predicted",
-            "measured", "error")  # fmt: skip
+    head = ("model", "files in", "resident", "a token: predicted", "measured", "error",
+            "a prompt: predicted", "measured", "error")  # fmt: skip
     table(head, lines)
 
 

@@ -1,10 +1,12 @@
 """How far the predicted speed of a model with absent layers is off: predicted, measured and error
 for each residency.
 
-    python benchmarks/residency_prediction.py MODEL [PERCENT ...] [--rounds 3]
+    python benchmarks/residency_prediction.py MODEL [PERCENT ...] [--rounds 3] [--disk]
+        [--native require]
 
 Paper 001, section 5.5, was off by 50% to 4,000%; the aim here is 25%. Each round measures the
 device anew and then runs every residency, so that a machine that drifts drifts under all of them.
+--disk: as if the files did not fit the system's cache, and out of it whenever a time is taken.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from statistics import median
 from typing import NamedTuple
 
 import mlx.core as mx
+from residency_files import drop
 
 from toastkit.engine.calibrating import measure
 from toastkit.engine.engine import CHUNK, Engine
@@ -24,10 +27,11 @@ from toastkit.model.files import ModelFiles
 from toastkit.model.locate import find
 from toastkit.residency.predict import predict
 from toastkit.residency.residency_options import ResidencyOptions
+from toastkit.residency.residency_policy import SPARE_LAYERS
 
 PERCENTS = (0, 25, 50, 75, 90, 100)
 TOKENS = 8  # decoded, of which the first two are not counted
-PROMPT = 17  # tokens
+PROMPT, LONG_PROMPT = 17, 257  # tokens; the second one where products are native
 
 
 class Row(NamedTuple):
@@ -54,25 +58,34 @@ class Row(NamedTuple):
 
 
 def prediction_errors(
-    path: str, percents: Sequence[float] = PERCENTS, rounds: int = 3, native: str = "auto"
+    path: str,
+    percents: Sequence[float] = PERCENTS,
+    rounds: int = 3,
+    native: str = "auto",
+    disk: bool = False,
 ) -> list[Row]:
     """Prints and returns predicted and measured seconds for each share of layers that stays.
-    native: as of toast-decode(1)."""
+    native: as of toast-decode(1). disk: the files are read past the system's cache."""
     files = find(path)
+    length = LONG_PROMPT if native == "require" else PROMPT
     found: dict[float, list[Row]] = {percent: [] for percent in percents}
     for _ in range(rounds):
         start = time.perf_counter()
-        calibration = measure(lambda count: _opened(files, "layers", count, native))
+        calibration = measure(lambda options: _opened(files, options, native))
         print(f"calibration: {time.perf_counter() - start:.1f} s", flush=True)
         for percent in percents:
-            engine = _opened(files, "percent", percent, native)
-            token, prompt = _seconds(engine)
+            engine = _opened(files, ResidencyOptions("percent", percent), native)
+            engine.prefill([1, 2, 3], engine.new_cache())
+            if disk:
+                engine.holdings.store.keeps_cached = False
+                drop(header.path for header in engine.files.headers)
+            token, prompt = _seconds(engine, length)
             policy = engine.residency
             assert policy is not None
             cached = engine.holdings.store.keeps_cached
             told = predict(
                 policy.sizes.layers, calibration, policy.resident, cached=cached,
-                prompt=PROMPT, chunk=CHUNK[engine.device], most=1,
+                prompt=length, chunk=CHUNK[engine.device], most=1 + SPARE_LAYERS,
             )  # fmt: skip
             stay, of = len(policy.resident), policy.layers
             row = Row(percent, stay, of, told.token, token, told.prompt, prompt)
@@ -99,16 +112,15 @@ def _show(row: Row) -> None:
     )
 
 
-def _opened(files: ModelFiles, kind: str, amount: float, native: str) -> Engine:
-    return open_engine(files, native=native, residency=ResidencyOptions(kind, amount))
+def _opened(files: ModelFiles, residency: ResidencyOptions, native: str) -> Engine:
+    return open_engine(files, native=native, residency=residency)
 
 
-def _seconds(engine: Engine) -> tuple[float, float]:
-    """(the median token, the prompt before it), after a first pass."""
-    engine.prefill([1, 2, 3], engine.new_cache())
+def _seconds(engine: Engine, length: int) -> tuple[float, float]:
+    """(the median token, a prompt of so many tokens before it)."""
     cache = engine.new_cache()
     start = time.perf_counter()
-    engine.prefill([number % engine.vocab for number in range(1, PROMPT + 1)], cache)
+    engine.prefill([number % engine.vocab for number in range(1, length + 1)], cache)
     prompt = time.perf_counter() - start
     times = []
     for number in range(TOKENS):
@@ -124,8 +136,11 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("percents", nargs="*", type=float, default=PERCENTS)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--native", default="auto")
+    parser.add_argument("--disk", action="store_true")
     given = parser.parse_args()
-    prediction_errors(given.model, given.percents or PERCENTS, given.rounds)
+    percents = given.percents or PERCENTS
+    prediction_errors(given.model, percents, given.rounds, given.native, given.disk)
 
 
 if __name__ == "__main__":

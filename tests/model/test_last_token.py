@@ -125,7 +125,7 @@ def test_streamed_layers_are_read_once(tmp_path: Path) -> None:
     engine = opened(tmp_path, "qwen3", residency=ResidencyOptions("layers", 0))
     ran: list[int] = []
     engine.load()
-    engine.holdings.streams.watch = ran.append
+    engine.holdings.streams.watch = lambda index, done: ran.append(index) if done else None
     layers = [*range(len(engine.model.layers))]
     state = ModelState(engine.new_cache())
     assert [*engine.reading(state, PROMPT[:24])] == [24]

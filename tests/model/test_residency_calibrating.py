@@ -21,15 +21,14 @@ from toastkit.residency.residency_options import ResidencyOptions
 
 
 class Opener:
-    """Opens crumb with so many layers that stay, and remembers the engines."""
+    """Opens crumb with some layers that stay, and remembers the engines."""
 
     def __init__(self) -> None:
-        self.opened: list[tuple[int, Engine]] = []
+        self.opened: list[tuple[ResidencyOptions, Engine]] = []
 
-    def __call__(self, count: int) -> Engine:
-        residency = ResidencyOptions("layers", count)
+    def __call__(self, residency: ResidencyOptions) -> Engine:
         engine = open_engine(locate("crumb"), dtype="float32", residency=residency)
-        self.opened.append((count, engine))
+        self.opened.append((residency, engine))
         return engine
 
 
@@ -37,7 +36,8 @@ def test_a_measurement_is_kept_and_read_again(homes) -> None:
     opener, told = Opener(), []
     found = measure(opener, told.append)
     (none, first), (few, _) = opener.opened
-    assert (none, few) == (0, calibrating.STAYING) and len(told) == 3
+    assert none.amount == 0 and few == ResidencyOptions("layers", 3, "first")
+    assert len(told) == 2 + calibrating.SWEEPS
     assert first.residency is not None
     sizes = first.residency.sizes
     assert len(found.token) == len(found.chunk_token) == len(sizes.layers) == 8
@@ -58,6 +58,7 @@ def test_a_measurement_is_kept_and_read_again(homes) -> None:
 def test_a_pass_of_many_layers_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the layers that did not run are taken to be like those of their size."""
     monkeypatch.setattr(calibrating, "LITTLE_BYTES", 0)
+    monkeypatch.setattr(calibrating, "WHOLE_SECONDS", 0.0)
     monkeypatch.setattr(calibrating, "FEW_LAYERS", 3)
     opener = Opener()
     found = measure(opener)
@@ -68,15 +69,15 @@ def test_a_pass_of_many_layers_ends_early(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_it_leaves_the_engine_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     opener = Opener()
-    engine = opener(0)
+    engine = opener(ResidencyOptions("layers", 0))
     streams, store = engine.holdings.streams, engine.holdings.store
     before = streams.most_ahead, store.keeps_cached
     closed = []
     monkeypatch.setattr(engine, "close", lambda: closed.append(engine))
-    monkeypatch.setattr(calibrating, "STAYING", 0)
-    measure(lambda count: engine)
+    monkeypatch.setattr(calibrating, "LITTLE_BYTES", 0)
+    measure(lambda residency: engine)
     assert (streams.most_ahead, store.keeps_cached) == before and closed == [engine]
-    streams.watch(0)  # nobody is told
+    streams.watch(0, True)  # nobody is told
 
 
 def test_a_file_that_goes_away_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,8 +86,8 @@ def test_a_file_that_goes_away_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     def broken(*_) -> None:
         raise DataError("its files have changed")
 
-    def opened(count: int) -> Engine:
-        engine = opener(count)
+    def opened(residency: ResidencyOptions) -> Engine:
+        engine = opener(residency)
         monkeypatch.setattr(engine.holdings, "bring", broken)
         return engine
 

@@ -56,7 +56,7 @@ def changed(**fields: Any) -> bytes:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"schema": 2}, {"schema": None}, {"of": {}}, {"of": {**OF, "name": "Sand"}}, {"more": 1},
+        {"schema": 1}, {"schema": None}, {"of": {}}, {"of": {**OF, "name": "Sand"}}, {"more": 1},
         {"token": [0.25]}, {"token": 0.25}, {"token": [0.25, "x"]}, {"token": [0.25, -1]},
         {"stays": True}, {"stays": float("nan")}, {"outside_token": 1e300}, {"cold": {}},
         {"cold": {"rate": 0, "token": 0, "chunk": 0}}, {"cold": [1, 2, 3]},

@@ -242,18 +242,17 @@ def _measure(model: _Model, flags: dict[str, Any]) -> Calibration:
     from toastkit.commands.progress import last_part, waiting
     from toastkit.engine.calibrating import measure
     from toastkit.engine.opening import open_engine
-    from toastkit.residency.residency_options import ResidencyOptions
 
     label = f"measuring {last_part(model.name)}"
     if not flags["quiet"]:
         cli.say(f"{label} on this device, once")
     with waiting(label, flags):
         return measure(
-            lambda count: open_engine(
+            lambda options: open_engine(
                 model.store.files,
                 dtype=flags["dtype"],
                 **model.wanted._asdict(),
-                residency=ResidencyOptions("layers", count),
+                residency=options,
             ),
             whisper(flags),
         )

@@ -17,15 +17,22 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from toastkit.engine.engine import Engine
+from toastkit.engine.engine import CHUNK, Engine
+from toastkit.holdings.read_ahead import MOST_AHEAD
 from toastkit.residency.predict import Calibration, Source, fitted_slowdown
+from toastkit.residency.residency_options import ResidencyOptions
 
-LITTLE_BYTES = 1 << 30  # on the device; a pass that reads no more is run whole
+LITTLE_BYTES = 1 << 30  # on the device, of layers that stay, to see what that spares
+WHOLE_SECONDS = 4.0  # a pass over a token that takes no longer is run whole
 FEW_LAYERS = 8  # a pass that is ended early runs so many at least
-STAYING = 4  # layers that stay, to see what that spares
-SHORT_SECONDS, ROUNDS = 0.5, 3  # a pass that is this short is run so often, and the median kept
 CHUNK_LAYERS = 4  # likewise of a pass over a chunk
-CHUNKS = {"cpu": (4, 16), "gpu": (128, 512)}  # tokens of the chunks whose seconds are measured
+# Each pass is run for so long or so often, and all once more after all others: on a machine that
+# others use too, what is slow now is not slow then. The medians count.
+ROUNDS_SECONDS, ROUNDS, SWEEPS = 1.5, 4, 2
+# Tokens of the chunks whose seconds are measured: of the shortest one, that many times as many, and
+# so on while a pass takes little time.
+SHORTEST, TIMES = {"cpu": 4, "gpu": 128}, 4
+CHUNK_SECONDS = 0.3
 LEAST_RATE = 1.0  # bytes a second
 
 
@@ -34,27 +41,28 @@ class _Enough(Exception):
 
 
 class _Times(NamedTuple):
-    """Seconds of a pass. total: of all of it. waits, computes: of the layers that it ran."""
+    """Seconds of a pass. waits, computes: of the layers that it ran. rest: neither waiting for a
+    layer nor computing one."""
 
-    total: float
     waits: list[float]
     computes: list[float]
+    rest: float
 
     @property
-    def rest(self) -> float:
-        """Neither waiting for a layer nor computing one."""
-        return self.total - sum(self.waits) - sum(self.computes)
+    def total(self) -> float:
+        """Of all of it."""
+        return sum(self.waits) + sum(self.computes) + self.rest
 
 
 def measure(
-    opened: Callable[[int], Engine], tell: Callable[[str], None] = lambda line: None
+    opened: Callable[[ResidencyOptions], Engine], tell: Callable[[str], None] = lambda line: None
 ) -> Calibration:
-    """Measures a model. opened(count): an engine of it in which so many of the first layers stay.
-    tell(line): is told what is being done. Raises DataError, IOFailure, NoInputError."""
-    engine = opened(0)
+    """Measures a model. opened(options): an engine of it in which those layers stay. tell(line): is
+    told what is being done. Raises DataError, IOFailure, NoInputError."""
+    engine = opened(ResidencyOptions("layers", 0))
     try:
         found = _Measuring(engine, tell).calibration()
-        few, computes = _few_that_stay(engine), found.token
+        few = _few_that_stay(engine)
     finally:
         engine.close()
     del engine  # with all that it holds
@@ -62,24 +70,21 @@ def measure(
     if not few:
         return found
     tell("layers that stay")
-    engine = opened(few)
+    engine = opened(ResidencyOptions("layers", few, "first"))
     try:
-        some = _Measuring(engine, tell)
-        times = some.passes(1, few + 1)
+        share = _Measuring(engine, tell).share_of_staying(few, found.token)
     finally:
         engine.close()
-    # Of the few, everything but the one streamed layer after them.
-    seconds = times.total - sum(times.waits) - computes[few]
-    share = max(0.0, min(1.0, seconds / max(sum(computes[:few]), 1e-9)))
     return Calibration(**{**vars(found), "stays": share})
 
 
 def _few_that_stay(engine: Engine) -> int:
-    """How many layers may stay for a while: 0 where memory is short."""
+    """How many layers may stay for a while, half of them at most: 0 where memory is short."""
     policy = engine.residency
     assert policy is not None
     sizes = policy.sizes.layers
-    return min(STAYING, len(sizes) - 1) if sum(sizes[:STAYING]) < LITTLE_BYTES else 0
+    fitting = [count for count in range(len(sizes) // 2) if sum(sizes[:count]) <= LITTLE_BYTES]
+    return fitting[-1] if len(fitting) > 1 else 0
 
 
 class _Measuring:
@@ -91,78 +96,103 @@ class _Measuring:
         self._engine, self._tell = engine, tell
         self._streams, self._store = engine.holdings.streams, engine.holdings.store
         self._sizes = policy.sizes.layers
-        whole = sum(self._sizes) <= LITTLE_BYTES
-        self._count = len(self._sizes) if whole else _enough(self._sizes, FEW_LAYERS)
         self._most = self._streams.most_ahead
+        self._found: dict[tuple, list[_Times]] = {}
 
     def calibration(self) -> Calibration:
         """All but what layers spare that stay."""
         store, streams, kept = self._store, self._streams, self._store.keeps_cached
-        short, long = CHUNKS[self._engine.device]
-        few = _enough(self._sizes, CHUNK_LAYERS)
         try:
+            store.keeps_cached, streams.most_ahead = True, 0
             self._tell("reading from the file, a token at a time")
-            store.keeps_cached = True
-            streams.most_ahead = 0
-            whole = self._whole_passes()
-            token = self._passes_of(1, self._count) if self._count < len(self._sizes) else whole
-            chunk = [self._passes_of(length, few) for length in (short, long)]
-            cached = self._source(token, chunk[1], long, few)
-            self._tell("reading from the disk")
-            store.keeps_cached = False
-            cold = self._source(None, chunk[1], long, few)
+            first = self._pass(1, len(self._sizes))
+            lengths = self._lengths()
+            for _ in range(SWEEPS):
+                found = self._sweep(first, *lengths)
         finally:
             store.keeps_cached, streams.most_ahead = kept, self._most
+        return found
+
+    def _sweep(self, first: _Times, short: int, long: int) -> Calibration:
+        """All passes once more. first: the first one over a token. short, long: tokens of
+        chunks."""
+        few, more = (_enough(self._sizes, least) for least in (CHUNK_LAYERS, FEW_LAYERS))
+        self._store.keeps_cached = True
+        whole = first
+        if first.total <= 2 * WHOLE_SECONDS:  # into memory that was new
+            whole = self._passes_of(1, len(self._sizes))
+        token = whole if whole.total <= WHOLE_SECONDS else self._passes_of(1, more)
+        brief, chunk = (self._passes_of(length, few) for length in (short, long))
+        cached = self._source(token, chunk, long)
+        self._tell("reading from the disk")
+        self._store.keeps_cached = False
+        cold = self._source(self._passes_of(1, more, cold=True), chunk, long, cold=True)
         costs = [
             _line(short, a, long, b)
-            for a, b in zip(*(self._spread(times.computes) for times in chunk))
+            for a, b in zip(*(self._spread(times.computes) for times in (brief, chunk)))
         ]
         return Calibration(
             token=tuple(self._spread(token.computes)),
             chunk_fixed=tuple(fixed for fixed, _ in costs),
             chunk_token=tuple(each for _, each in costs),
             outside_token=max(0.0, whole.rest),
-            outside_chunk=max(0.0, chunk[1].rest),
+            outside_chunk=max(0.0, chunk.rest),
             stays=1.0,
             cached=cached,
             cold=cold,
         )
 
-    def _whole_passes(self) -> _Times:
-        """Of a token through all layers, which the embedding and the head are part of."""
-        first = self._pass(1, len(self._sizes))
-        long = first.total > 10 * SHORT_SECONDS
-        return first if long else self._passes_of(1, len(self._sizes))
+    def _lengths(self) -> tuple[int, int]:
+        """The two longest chunks of which a pass is quickly run, in tokens."""
+        device = self._engine.device
+        length, layers = TIMES * SHORTEST[device], _enough(self._sizes, CHUNK_LAYERS)
+        self._pass(length, layers)
+        while TIMES * length <= CHUNK[device] and self._pass(length, layers).total < CHUNK_SECONDS:
+            length *= TIMES
+        return length // TIMES, length
 
-    def _source(self, serial: _Times | None, chunk: _Times, length: int, few: int) -> Source:
-        """Reading from where it reads now. serial: the passes over a token with nothing read ahead;
-        None where they are to be run, from the disk. chunk: the same over a chunk of some tokens,
-        of a few layers; what it takes to compute is the same from anywhere."""
-        cold = serial is None
-        with self._ahead(0):
-            serial = serial or self._passes_of(1, self._count, cold)
-        passes = [(1, serial, self._count), (length, chunk, few)]
+    def _source(self, token: _Times, chunk: _Times, length: int, cold: bool = False) -> Source:
+        """Reading from where it reads now. token, chunk: the passes with nothing read ahead, over
+        one token and so many. Those over a chunk may have read from elsewhere: what it takes to
+        compute is the same."""
+        passes = [(1, token), (length, chunk)]
         with self._ahead(self._most):
-            together = [self._passes_of(tokens, layers, cold) for tokens, _, layers in passes]
+            beside = [self._passes_of(tokens, len(t.computes), cold) for tokens, t in passes]
         # What is read ahead is read without a pause; what is computed meanwhile may slow it.
-        rates = [self._rate(serial.waits)]
-        rates += [self._rate(times.waits, times.computes) for times in together]
+        rates = [self._rate(token.waits, sum(token.waits))]
+        rates += [self._rate(b.waits, self._reading_seconds(b, cold)) for b in beside]
         rate = max(*rates, LEAST_RATE)
-        slow = []
-        for (_, apart, layers), times in zip(passes, together):
-            # The first layer is waited for, as nothing has been read when a pass begins.
-            first, *others = [size / rate for size in self._sizes[:layers]]
-            _, *works = apart.computes
-            seconds = sum(times.waits[1:]) + sum(times.computes[1:])
-            slow.append(
-                fitted_slowdown([*others], works, first, seconds + first, 1) if works else 0.0
-            )
-        return Source(rate, *slow)
+        return Source(
+            rate, *(self._slowdown(rate, t, b, cold) for (_, t), b in zip(passes, beside))
+        )
 
-    def _rate(self, waits: Sequence[float], computes: Sequence[float] = ()) -> float:
-        """Bytes a second, at least, of the first layers, which were waited for so long and
-        computed meanwhile, the last one excepted."""
-        return sum(self._sizes[: len(waits)]) / max(sum(waits) + sum(computes[:-1]), 1e-9)
+    def _rate(self, waits: Sequence[float], seconds: float) -> float:
+        """Bytes a second of the first layers, which were waited for so long; they were read within
+        so many seconds."""
+        return sum(self._sizes[: len(waits)]) / max(seconds, 1e-9)
+
+    def _reading_seconds(self, beside: _Times, cold: bool) -> float:
+        """In which all layers of a pass were read at the latest."""
+        if self._goes_round(len(beside.waits), cold):
+            return beside.total
+        return sum(beside.waits) + sum(beside.computes[:-1])
+
+    def _slowdown(self, rate: float, apart: _Times, beside: _Times, cold: bool) -> float:
+        """Of reading at that rate and computing. apart, beside: passes with nothing read ahead, and
+        as they always run."""
+        reads = [size / rate for size in self._sizes[: len(apart.computes)]]
+        if self._goes_round(len(reads), cold):
+            return fitted_slowdown(reads, apart.computes, apart.rest, beside.total)
+        # The first layer is waited for, as nothing has been read when such a pass begins.
+        first, *others = reads
+        _, *works = apart.computes
+        seconds = sum(beside.waits[1:]) + sum(beside.computes[1:])
+        return fitted_slowdown([*others], works, first, seconds + first, 1) if works else 0.0
+
+    def _goes_round(self, layers: int, cold: bool) -> bool:
+        """Whether passes follow each other as in decoding: during one, layers are read for the
+        next."""
+        return layers == len(self._sizes) and not cold
 
     @contextmanager
     def _ahead(self, layers: int):
@@ -174,37 +204,53 @@ class _Measuring:
 
     # ----------------------------------------------------------------------------------- passes
 
-    def passes(self, tokens: int, layers: int) -> _Times:
-        """The median pass over some tokens that ends after so many layers, nothing read ahead."""
+    def share_of_staying(self, few: int, token: Sequence[float]) -> float:
+        """Of a layer's seconds, what it takes where it stays, 0..1: the first few do here, and are
+        compared with those after them at the same time. token: seconds of each, streamed."""
+        upto = min(2 * few, len(self._sizes))
+        usual = sum(token[:few]) / max(sum(token[few + 1 : upto]), 1e-9)
+        shares = []
         with self._ahead(0):
-            return self._passes_of(tokens, layers)
+            self._pass(1, upto)
+            for _ in range(SWEEPS * ROUNDS):
+                staying = self._pass(1, few).rest
+                # The first one waits for those that stay.
+                streamed = sum(self._pass(1, upto).computes[1:])
+                shares.append(staying / max(usual * streamed, 1e-9))
+        return min(1.0, median(shares))
 
     def _passes_of(self, tokens: int, layers: int, cold: bool = False) -> _Times:
-        """The median of a few passes, or of one after another that was not counted: pages are new
-        to the process in the first one."""
+        """The median of a few passes, and of those of earlier sweeps: after one that does not
+        count, during which pages are new to the process."""
+        found = self._found.setdefault((tokens, layers, cold, self._streams.most_ahead), [])
+        self._streams.settle()
         self._pass(tokens, layers, cold)
-        found = [self._pass(tokens, layers, cold)]
-        while len(found) < ROUNDS and found[0].total < SHORT_SECONDS:
+        least, end = len(found) + 1, time.perf_counter() + ROUNDS_SECONDS
+        while len(found) < least or len(found) < least + ROUNDS - 1 and time.perf_counter() < end:
             found.append(self._pass(tokens, layers, cold))
-        columns = [list(map(median, zip(*c))) for c in zip(*((f.waits, f.computes) for f in found))]
-        return _Times(median(f.total for f in found), *columns)
+        columns = zip(*((times.waits, times.computes) for times in found))
+        waits, computes = (list(map(median, zip(*column))) for column in columns)
+        return _Times(waits, computes, median(times.rest for times in found))
 
     def _pass(self, tokens: int, layers: int, cold: bool = False) -> _Times:
         """One pass from the beginning of a text, as Engine.prefill or Engine.step would have it."""
         engine, times = self._engine, self._streams.times
-        self._streams.forget_ahead()
+        if not self._goes_round(layers, cold):
+            self._streams.settle()
         if cold:
-            self._forget_files(layers)
+            self._forget_files(min(layers + MOST_AHEAD, len(self._sizes)))
         waits: list[float] = []
         computes: list[float] = []
         before = times.wait
 
-        def watch(index: int) -> None:
+        def watch(index: int, ran: bool) -> None:
             nonlocal before
-            waits.append(times.wait - before)
-            computes.append(times.by_layer[index])
-            before = times.wait
-            if index + 1 >= layers and layers < len(self._sizes):
+            if ran:
+                waits.append(times.wait - before)
+                computes.append(times.by_layer[index])
+                before = times.wait
+            if index + ran >= layers and layers < len(self._sizes):
+                mx.synchronize()  # with those that stay
                 raise _Enough
 
         self._streams.watch = watch
@@ -221,8 +267,8 @@ class _Measuring:
         except _Enough:
             pass
         finally:
-            self._streams.watch = lambda index: None
-        return _Times(time.perf_counter() - start, waits, computes)
+            self._streams.watch = lambda index, ran: None
+        return _Times(waits, computes, time.perf_counter() - start - sum(waits) - sum(computes))
 
     def _forget_files(self, layers: int) -> None:
         """Has the system forget what it keeps of the files of the first layers."""

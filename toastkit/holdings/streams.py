@@ -45,8 +45,9 @@ class StreamTimes:
 class Streams:
     """The streamed layers of a model. layers: their indices, ascending. spare_bytes: that may be
     used to read more than one layer ahead; None for as many as it takes. most_ahead: layers; with 0
-    each is read when it is to run. watch: is told of each layer that has run; what it raises ends
-    the pass. Used by one thread at a time, which is the one that computes."""
+    each is read when it is to run. watch: is told of each layer that is to run, False, and of each
+    that has, True; what it raises ends the pass. Used by one thread at a time: the one that
+    computes."""
 
     def __init__(self, holdings: Holdings, weights: Weights):
         self._holdings, self._weights = holdings, weights
@@ -60,7 +61,7 @@ class Streams:
         self.layers: list[int] = []
         self.spare_bytes: int | None = None
         self.most_ahead = MOST_AHEAD
-        self.watch: Callable[[int], None] = lambda index: None
+        self.watch: Callable[[int, bool], None] = lambda index, ran: None
         self.times = StreamTimes()
 
     def follow(self) -> None:
@@ -98,6 +99,7 @@ class Streams:
         """While a layer is on the device, to run. What it computes is to be evaluated before this
         is left. Raises DataError, IOFailure, NoInputError; after the last one for files, too, that
         are no longer those that were opened."""
+        self.watch(index, False)
         forms = [(holding, holding.form) for holding in self._parts[index]]
         start = self._now_after_gap()
         reading = self._bring(index)
@@ -112,7 +114,7 @@ class Streams:
         self._left = time.perf_counter()
         self._count(index, there - start, self._left - there)
         self._read_ahead(index, reading)
-        self.watch(index)
+        self.watch(index, True)
 
     def _bring(self, index: int) -> Reading:
         """What was read ahead; where that failed it is tried again now that somebody waits."""
@@ -168,6 +170,14 @@ class Streams:
         if self.spare_bytes is not None:
             wanted = min(wanted, 1 + self.spare_bytes // self._largest)
         return min(wanted, self.most_ahead, len(self.layers))
+
+    def settle(self) -> None:
+        """Waits for what is being read ahead, and lets it go; its memory is used again."""
+        for reading in self._readings.values():
+            with suppress(ToastError):
+                reading.wait()
+            reading.give_back()
+        self._readings.clear()
 
     def forget_ahead(self) -> None:
         """Lets go what was read ahead, and the memory for more of it."""

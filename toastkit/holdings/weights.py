@@ -49,6 +49,12 @@ class Reading:
         """Of the arrays that are read."""
         return 0 if self.request is None else self.request.nbytes
 
+    def wait(self) -> None:
+        """Waits until it has been read, and takes nothing. Raises DataError, NoInputError,
+        IOFailure."""
+        if self.request is not None:
+            self.request.result()
+
     def cancel(self) -> None:
         """Wants it no longer."""
         if self.request is not None:

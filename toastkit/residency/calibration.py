@@ -2,7 +2,7 @@
 
     $XDG_CACHE_HOME/toastkit/residency/KEY.json
 
-One JSON object: schema (1), what it was measured of, and the fields of Calibration. The key is a
+One JSON object: schema (2), what it was measured of, and the fields of Calibration. The key is a
 hash of what it was measured of. It is replaced as a whole. What is there and cannot be read, or is
 about something else, is as if nothing were there: to measure again costs seconds.
 """
@@ -22,7 +22,7 @@ from typing import Any
 from toastkit.base_directories import own_directory
 from toastkit.residency.predict import Calibration, Source
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_BYTES = 1 << 20
 MOST_SECONDS = 1e6
 LAYER_FIELDS = ("token", "chunk_fixed", "chunk_token")
