@@ -97,10 +97,10 @@ def attend(kernels: Kernels, asked: Asked, out_type: str = "f32") -> np.ndarray:
 def wanted(asked: Asked) -> tuple[np.ndarray, np.ndarray]:
     """In float64: (B, heads, N, value size), and how large the values are that it is made of."""
     q, k, v = (read(array, type_) for array, type_ in zip(asked[:3], asked.types))
-    repeats = q.shape[1] // k.shape[1]
-    k, v = (np.repeat(array, repeats, 1) for array in (k, v))
-    scores = asked.scale * q @ k.swapaxes(-1, -2)
-    n, m = scores.shape[-2:]
+    (batch, heads, n, size), (_, key_heads, m, _) = q.shape, k.shape
+    # The queries of heads that share their keys, one below the other: no key is copied for each.
+    q = q.reshape(batch, key_heads, heads // key_heads * n, size)
+    scores = (asked.scale * q @ k.swapaxes(-1, -2)).reshape(batch, heads, n, m)
     mask = asked.mask
     if isinstance(mask, str):
         mask = np.arange(m) <= np.arange(n)[:, None] + max(m - n, 0)
@@ -113,4 +113,6 @@ def wanted(asked: Asked) -> tuple[np.ndarray, np.ndarray]:
         scores = np.concatenate([scores, sinks], -1)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights = (weights / weights.sum(-1, keepdims=True))[..., :m]
-    return weights @ v, weights @ abs(v)
+    weights = weights.reshape(batch, key_heads, heads // key_heads * n, m)
+    shape = (batch, heads, n, v.shape[-1])
+    return (weights @ v).reshape(shape), (weights @ abs(v)).reshape(shape)

@@ -118,6 +118,15 @@ def mxfp4_matrix(codes: np.ndarray, exponents: np.ndarray) -> Matrix:
                   (exact + 12) * wide)  # fmt: skip
 
 
+def products(x: np.ndarray, matrices: np.ndarray, expert: np.ndarray) -> np.ndarray:
+    """Of each vector with its matrix, (count, rows), in float64. x: (count, columns). matrices:
+    (experts, rows, columns). expert: (count,). No matrix is copied for each vector."""
+    out = np.zeros((len(x), matrices.shape[1]))
+    for one in np.unique(expert):
+        out[expert == one] = x[expert == one] @ matrices[one].T
+    return out
+
+
 def sanitized(folder: Path) -> Path:
     """The kernels alone, compiled for the sanitizers."""
     cxx = compiler()
@@ -183,14 +192,14 @@ class Kernels:
         """How far off a product may be: float64 (count, rows). x: float64 (count, columns), of each
         result. expert: of each result."""
         columns = x.shape[-1]
-        terms = np.einsum("ck,crk->cr", abs(x), matrix.size[expert])
+        terms = products(abs(x), matrix.size, expert)
         # A lane adds up one after another; each sum, and each product before it, is rounded.
         error = terms * 2.0**-23 * (columns / 4 + 16)
         if matrix.bits and not exact and self.instructions not in IN_FLOATS:
             groups = abs(x).reshape(len(x), columns // matrix.group_size, matrix.group_size)
             half = np.repeat(groups.max(-1, initial=0), matrix.group_size, -1) / DIGITS / 2
-            error += np.einsum("ck,crk->cr", half * 1.01, abs(matrix.exact[expert]))
-        product = np.einsum("ck,crk->cr", x, matrix.exact[expert])
+            error += products(half * 1.01, abs(matrix.exact), expert)
+        product = products(x, matrix.exact, expert)
         return error + abs(product) * ROUNDING[out_type] * 1.01 + 2.0**-25
 
 
