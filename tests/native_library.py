@@ -1,9 +1,12 @@
-"""The library of native products, built once for all tests of a run."""
+"""The library of native products, built once for all runs of the tests of one tree."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +19,37 @@ needed = pytest.mark.skipif(
     bool(unsupported()) or compiler() is None, reason="no compiler, or no kernels for this machine"
 )
 
+KEPT = Path(__file__).parents[1] / ".pytest_cache/native"  # a cache in which only that lies
+
 
 def native_cache(factory: pytest.TempPathFactory) -> Path:
     """A cache (XDG_CACHE_HOME) with the library in it; the processes of a run have one in common.
-    Who comes second waits."""
+    Who comes second waits, and its core compiles too. What an earlier run has built from the same
+    files is taken, and found right by its digest."""
     base = factory.getbasetemp()
     cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "native_cache"
     cache.mkdir(mode=0o700, exist_ok=True)
     with open(cache / "building", "w") as lock, pytest.MonkeyPatch.context() as patch:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        building.build()
+        if not (folder := cache / "toastkit/native").exists():
+            patch.setenv("XDG_CACHE_HOME", str(KEPT))
+            KEPT.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with everywhere():
+                library = building.build(patience=600)
+            folder.mkdir(mode=0o700, parents=True)
+            shutil.copy2(library, folder)
     return cache
+
+
+@contextmanager
+def everywhere() -> Iterator[None]:
+    """What is started meanwhile may use every core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def native_path(cache: Path) -> Path:
