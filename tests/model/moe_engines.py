@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from tests.model.moe_checkpoints import write_moe
+from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
@@ -51,6 +52,26 @@ def read(engine: Engine, ids: Sequence[int]) -> ModelState:
     for _ in engine.reading(state, ids, lambda: 16):
         pass
     return state
+
+
+def batched_and_alone(
+    engine: Engine, joining: Sequence[Sequence[int]], steps: int
+) -> Iterator[tuple[Batch, list[ModelState]]]:
+    """Conversations read twice, in a batch and alone. joining: how long the prompts are of those
+    that join at a time. Gives both before the first step and after each."""
+    lengths = [count for some in joining for count in some]
+    together, alone = ([read(engine, prompt_of(engine, n)) for n in lengths] for _ in "ab")
+    batch = Batch(engine)
+    for some in joining:
+        batch.join(together[: len(some)])
+        del together[: len(some)]
+    yield batch, alone
+    for n in range(steps):
+        tokens = [(100 * n + i) % engine.vocab for i in range(len(alone))]
+        batch.step(tokens)
+        for state, token in zip(alone, tokens):
+            engine.consume(state, token)
+        yield batch, alone
 
 
 def arrays(caches: Sequence[Any]) -> list[np.ndarray]:

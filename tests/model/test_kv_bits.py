@@ -12,9 +12,9 @@ import pytest
 from mlx_lm.models import cache as mlx_caches
 
 from tests.model.moe_checkpoints import write_moe
+from tests.model.moe_engines import batched_and_alone
 from tests.model.published import write_published
 from tests.native_library import built, cache, library, needed
-from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.savepoints import leaves, take_savepoint
@@ -248,19 +248,11 @@ def test_native_attention_reads_them_as_they_lie(
 def test_batches_are_each_alone(tmp_path: Path, name: str) -> None:
     """To the bit, in and after a batch."""
     engine = opened(tmp_path, name)
-    lengths = (3, 20, 45)
-    together, alone = ([read(engine, count) for count in lengths] for _ in "ab")
-    batch = Batch(engine)
-    batch.join(together[:2])
-    batch.join(together[2:])
+    *_, (batch, alone) = batched_and_alone(engine, ((3, 20), (45,)), 4)
     assert {array.dtype for array in keys_of(batch.caches)} == {mx.float16}
-    for n in range(4):
-        tokens = [(100 * n + i) % 4096 for i in range(3)]
-        batch.step(tokens)
-        for state, token in zip(alone, tokens):
-            engine.consume(state, token)
-    batch.leave(together[1:])
-    for a, b in zip(together[1:], alone[1:]):
+    together = batch.members[1:]
+    batch.leave(together)
+    for a, b in zip(together, alone[1:]):
         engine.consume(a, 9)
         engine.consume(b, 9)
         assert np.array_equal(np.array(a.logits), np.array(b.logits))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.conftest import examples
 from tests.model.moe_checkpoints import write_moe
+from tests.model.moe_engines import batched_and_alone
 from tests.model.published import write_published
 from tests.native_library import built, cache, library, needed
-from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
@@ -194,14 +194,6 @@ def test_models_attend_as_with_mlx(
 def test_batches_are_each_alone(tmp_path: Path, name: str) -> None:
     """Conversations of different lengths, to the bit. (Windows lie in another order in a batch.)"""
     engine = opened(tmp_path, name)
-    lengths = (3, 20, 45)
-    together, alone = ([read(engine, count) for count in lengths] for _ in "ab")
-    batch = Batch(engine)
-    batch.join(together)
-    for n in range(6):
-        tokens = [(100 * n + i) % 4096 for i in range(3)]
-        batch.step(tokens)
-        for state, token in zip(alone, tokens):
-            engine.consume(state, token)
-        for a, b in zip(together, alone):
+    for batch, alone in batched_and_alone(engine, ((3, 20, 45),), 6):
+        for a, b in zip(batch.members, alone):
             assert mx.array_equal(a.logits, b.logits).item()

@@ -230,7 +230,7 @@ def test_failing_in_the_background(home: Home, model: str, code: int, message: s
 
 def test_nobody_waits_for_it_any_more(home: Home) -> None:
     """Whoever interrupts the start wants no daemon."""
-    starter = home.start("--daemon", "-m", "slow0.3", ready=False)
+    starter = home.start("--daemon", "-m", "slow1", ready=False)
     eventually(home.socket.exists)
     starter.send_signal(signal.SIGINT)
     assert ended(starter)[0] == 130
