@@ -42,7 +42,7 @@ native: $(VENV)/stamp          ## build the native products now; commands build 
 	$(BIN)/python -m toastkit.native.building
 
 KERNELS := $(wildcard tests/unit/test_native_kernels*.py) tests/unit/test_native_rows.py \
-	tests/unit/test_native_delta.py
+	tests/unit/test_native_recurrent.py
 
 # Python itself is not compiled for them, so that the compiler's library comes in first.
 sanitize: $(VENV)/stamp        ## the tests of the C++ kernels, with the compiler's sanitizers

@@ -3,9 +3,10 @@
     python benchmarks/native.py [--models small,large,olmoe] [--what decode,16,256,2048]
         [--rounds 3] [--llama PYTHON] [--keep DIR]
 
-Random models in 4 bits (native_models.py): llamas of 160 MB and 1 GB, and a mixture in the shape of
-OLMoE. What they compute with: two threads, or as many as there are processors. Every engine is a
-process of its own, and stands still while another one is measured. Ratios are of the same round.
+Random models in 4 bits (native_models.py): llamas of 160 MB and 1 GB, and mixtures in the shapes of
+OLMoE and (next) Qwen3-Next. What they compute with: two threads, or as many as there are
+processors. Every engine is a process of its own, and stands still while another one is measured.
+Ratios are of the same round.
 
 mlx_lm runs in float32, seven times as fast as in bfloat16 here, a few tokens of it: its products go
 row by row, so that a token of a prompt takes as long as one that is decoded, however long the
@@ -37,9 +38,9 @@ OURS, MLX, LLAMA, ACTIVE = "toastkit", "mlx_lm", "llama.cpp", "llama.cpp, active
 AIMS = {"decode": (25.0, 1.2), "prefill": (60.0, 1.3)}  # times mlx_lm, times llama.cpp
 SHARE = 0.75  # of the read rate, for decode
 CONTEXT = 16  # tokens before those that are decoded
-FEW = {"small": (8, 12), "large": (2, 4), "olmoe": (4, 8)}  # of mlx_lm: decoded, of a prompt
+FEW = {"small": (8, 12), "large": (2, 4), "olmoe": (4, 8), "next": (2, 4)}  # of mlx_lm: decoded, of a prompt
 LONG = 1000  # tokens of a prompt that is not warmed up with
-DECODED = {"small": 96, "large": 24, "olmoe": 48}
+DECODED = {"small": 96, "large": 24, "olmoe": 48, "next": 48}
 
 
 def instructions() -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from experts_models import OWN, SHAPES, SMALL_FILES, filled, structure
+from experts_models import COMMON, OWN, SHAPES, SMALL_FILES, filled, structure
 from load import LLAMA
 from mlx.utils import tree_flatten
 from numpy.random import default_rng
@@ -21,12 +21,22 @@ LARGE = {
     "num_hidden_layers": 8, "head_dim": 128,
 }  # fmt: skip
 # small: 160 MB. large: 1 GB, layers as those of Llama 3 8B. large-2: the same with two heads of
-# keys, as GLM-4 and Qwen3.5 have. olmoe: 1.9 GB, of which a token reads a fifth.
+# keys, as GLM-4 and Qwen3.5 have. olmoe: 1.9 GB, of which a token reads a fifth. next: 500 MB, with
+# layers as those of Qwen3-Next, but for 20 experts in place of 512.
 MODELS: dict[str, dict[str, Any]] = {
     "small": {**LLAMA, "num_hidden_layers": 6, "num_attention_heads": 16, "head_dim": 128},
     "large": LARGE,
     "large-2": {**LARGE, "num_key_value_heads": 2},
     "olmoe": {**SHAPES["olmoe"], "num_hidden_layers": 8, "vocab_size": 25152},
+    "next": {
+        **COMMON, "model_type": "qwen3_next", "num_hidden_layers": 8, "vocab_size": 25152,
+        "head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4, "linear_num_value_heads": 32, "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "num_experts": 20, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "intermediate_size": 5632,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
 }  # fmt: skip
 BITS, GROUP = 4, 64
 

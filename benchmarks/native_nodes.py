@@ -1,7 +1,7 @@
 """Nodes of a token's graph, and what they cost: MLX's operations, ours for products alone, ours for
 all that there is. In one process, in turn.
 
-    python benchmarks/native_nodes.py --rounds 3
+    python benchmarks/native_nodes.py --rounds 3 [--models llama,crumb]
 
 The models: the small llama of native.py, and crumb. Products alone: the same library, but norms,
 ropes, gates, softmax, attention, feed-forward networks and recurrences are left to MLX. Prompts
@@ -28,7 +28,7 @@ from toastkit.engine import device
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import feed_forward, functions, modules
+from toastkit.native import feed_forward, functions, modules, recurrent
 
 WAYS = ("MLX", "products", "all")
 
@@ -42,6 +42,7 @@ def alone() -> Iterator[None]:
         patch.dict(functions._OURS, clear=True),
         patch.dict(functions._EXPRESSIONS, clear=True),
         patch.object(feed_forward, "FORWARDS", []),
+        patch.dict(recurrent.LAYERS, clear=True),
     ):
         _forget()
         yield
@@ -51,6 +52,7 @@ def alone() -> Iterator[None]:
 def _forget() -> None:
     functions._forget()
     feed_forward.form_of.cache_clear()
+    recurrent.layer_of.cache_clear()
     modules._anew.cache_clear()
 
 
@@ -115,12 +117,16 @@ def compare(name: str, path: str, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", default="llama,crumb")
     options = parser.parse_args()
     device.start("cpu")
     print(f"{machine()}; {options.rounds} rounds; medians, and the range")
-    with tempfile.TemporaryDirectory() as folder:
-        compare("llama, 4 bits", str(checkpoint(Path(folder), "small")), options.rounds)
-    compare("crumb", "crumb", options.rounds)
+    wanted = options.models.split(",")
+    if "llama" in wanted:
+        with tempfile.TemporaryDirectory() as folder:
+            compare("llama, 4 bits", str(checkpoint(Path(folder), "small")), options.rounds)
+    if "crumb" in wanted:
+        compare("crumb", "crumb", options.rounds)
 
 
 if __name__ == "__main__":

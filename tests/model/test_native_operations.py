@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from mlx_lm.models import (
     activations,
     deepseek_v3,
-    gated_delta,
     gemma,
     qwen3_moe,
     rope_utils,
@@ -191,39 +190,6 @@ def test_weighted_sums(shape: tuple, size: int, kinds: tuple, layout: str) -> No
     wide = (y.astype(mx.float32) * scores.astype(mx.float32)[..., None]).sum(axis=-2)
     theirs = (y * scores[..., None]).sum(axis=-2)
     assert alike(operations.weighted_sum(y, scores), wide.astype(theirs.dtype))
-
-
-@settings(max_examples=examples(30))
-@given(st.integers(1, 2), st.integers(1, 5), st.integers(1, 3), st.integers(1, 40), dtypes,
-       st.sampled_from(["none", "given"]), st.booleans(), st.booleans())  # fmt: skip
-def test_gated_delta_rule(
-    batch: int, length: int, each: int, size: int, dtype: mx.Dtype, start: str, masked: bool,
-    negative: bool,
-) -> None:  # fmt: skip
-    keys, gates = (batch, length, 2, size), (batch, length, 2 * each)
-    q, k = (numbers(n, keys, dtype, "turned") for n in (11, 12))
-    v = numbers(13, (*gates, 5), dtype, "sliced")
-    a, b = (numbers(n, gates, dtype) for n in (14, 15))
-    a_log, bias = (numbers(n, gates[2:], mx.float32) / 4 for n in (16, 17))
-    state = numbers(18, (batch, 2 * each, 5, size), mx.float32) if start == "given" else None
-    mask = mx.arange(length)[None] >= mx.arange(batch)[:, None] if masked else None
-    norm = {"inv_scale": size**-0.5, "eps": 1e-6}
-    ours, theirs = operations.normalize_qk(q, k, **norm), gated_delta.normalize_qk(q, k, **norm)
-    assert all(alike(x, y) for x, y in zip(ours, theirs))
-    rest = [*theirs, v, a, b, a_log, bias, state, mask]
-    ours = operations.gated_delta_update(*rest, allow_neg_eigval=negative)
-    theirs = gated_delta.gated_delta_update(*rest, allow_neg_eigval=negative)
-    assert all(alike(x, y, 4 * CLOSE[dtype]) for x, y in zip(ours, theirs))
-
-
-def test_gates_of_another_kind_are_left_to_mlx() -> None:
-    q, v = numbers(19, (1, 2, 2, 8), mx.float32), numbers(20, (1, 2, 2, 8), mx.float32)
-    one, many = v[0, 0, :, 0], v[0, 0, :, :1]
-    for a, each in ((v[..., 0], one), (v, many)):
-        arrays = (q, q, v, a, v[..., 1], each, each)
-        ours = operations.gated_delta_update(*arrays, lower_bound=-5.0)
-        theirs = gated_delta.gated_delta_update(*arrays, lower_bound=-5.0)
-        assert all(alike(x, y) for x, y in zip(ours, theirs))
 
 
 def test_what_only_mlx_has(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:

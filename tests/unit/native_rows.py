@@ -1,4 +1,4 @@
-"""What kernels/rows.h and kernels/delta.h do, through their C interface, with numpy."""
+"""What kernels/rows.h does, through their C interface, with numpy."""
 
 from __future__ import annotations
 
@@ -35,15 +35,6 @@ class Rotation(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Delta(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64)
-          for name in ("batch", "length", "key_heads", "value_heads", "key_size", "value_size")),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "a", "b", "a_log", "bias")),
-        ("rate_factor", ctypes.c_float), ("mask", ctypes.c_void_p), ("state", ctypes.c_void_p),
-    ]  # fmt: skip
-
-
 def pointer(array: np.ndarray | None) -> ctypes.c_void_p | None:
     return None if array is None else ctypes.c_void_p(array.ctypes.data)
 
@@ -69,12 +60,17 @@ def check(code: int) -> None:
 
 
 def normed(
-    kernels: Kernels, x: np.ndarray, weight: np.ndarray | None, kinds: tuple, plus: float = 0
+    kernels: Kernels,
+    x: np.ndarray,
+    weight: np.ndarray | None,
+    kinds: tuple,
+    plus: float = 0,
+    eps: float = 1e-5,
 ) -> np.ndarray:
     out = room(x.shape, kinds[2])
     check(kernels.library.toast_rms_norm(
         vectors(x, kinds[0]), ctypes.c_int64(x.shape[-1]), pointer(weight), TYPES[kinds[1]],
-        ctypes.c_float(plus), ctypes.c_float(1e-5), pointer(out), TYPES[kinds[2]],
+        ctypes.c_float(plus), ctypes.c_float(eps), pointer(out), TYPES[kinds[2]],
     ))  # fmt: skip
     return out
 
@@ -170,24 +166,3 @@ def weighted_sums(
         pointer(weights), pointer(out), TYPES[kinds[1]],
     ))  # fmt: skip
     return out
-
-
-def delta(
-    kernels: Kernels,
-    arrays: list[np.ndarray],
-    state: np.ndarray | None,
-    mask: np.ndarray | None,
-    factor: float = 1.0,
-) -> tuple[np.ndarray, np.ndarray]:
-    """arrays: as toast_delta has them."""
-    batch, length, key_heads, key_size = arrays[1].shape
-    _, _, value_heads, value_size = arrays[2].shape
-    of = Delta(
-        batch, length, key_heads, value_heads, key_size, value_size,
-        *(one.ctypes.data for one in arrays), factor,
-        *(None if one is None else one.ctypes.data for one in (mask, state)),
-    )  # fmt: skip
-    y = room(arrays[2].shape, "f32")
-    after = room((batch, value_heads, value_size, key_size), "f32")
-    check(kernels.library.toast_gated_delta(ctypes.byref(of), pointer(y), pointer(after)))
-    return y, after

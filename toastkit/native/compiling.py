@@ -25,7 +25,7 @@ AVX512 = (
 DOTPROD = "-march=armv8.2-a+dotprod"
 # What each source is compiled for besides the usual; which of them runs is chosen where it runs.
 FOR_ALL: dict[str, tuple[str, ...]] = {
-    "pool.cpp": (), "kernels.cpp": (), "rows.cpp": (), "delta.cpp": (), "attention.cpp": (),
+    "pool.cpp": (), "kernels.cpp": (), "rows.cpp": (), "recurrent.cpp": (), "attention.cpp": (),
 }  # fmt: skip
 BY_MACHINE: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {

@@ -29,6 +29,10 @@ _OURS: dict[tuple[str, str], Callable[..., Any]] = {}
 _spaces: dict[int, tuple[Space, Space]] = {}  # by the id of the first
 
 
+class Native:
+    """What all classes that compute natively are known by."""
+
+
 class _Expression(NamedTuple):
     """form: the parameters, each once, stand for anything. names, constants: that code with it has,
     the latter as they are written."""
@@ -193,7 +197,8 @@ def _code_anew(function: FunctionType) -> CodeType:
     found = {
         name: e for name, e in _EXPRESSIONS.items() if e.names <= names and e.constants <= constants
     }
-    theirs = function.__globals__.get("mx") is mx
+    space = function.__globals__
+    theirs = space.get("mx") is mx and space.get("nn", nn) is nn
     if not found or not theirs or code.co_freevars:
         return code
     try:

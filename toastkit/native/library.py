@@ -106,7 +106,10 @@ class Library:
             whole,
             whole,
         )
+        self._convolve = function("convolve", *[array] * 4, whole)
         self._gated_delta = function("gated_delta", array, array, array * 9, number)
+        self._scan = function("scan", array, array, array * 9, number, number)
+        self._delta_layer = function("delta_layer", *[array] * 3, array * 10, *[whole] * 4, number)
         self._norm = function("norm", *[array] * 3, number, number)
         self._rotate = function("rotate", *[array] * 4, *[whole] * 4, number, number)
         self._gate = function("gate", *[array] * 3, whole)
@@ -241,11 +244,60 @@ class Library:
 
         arrays: float32 q and k (B, T, key heads, key size), v (B, T, value heads, value size), a
         and b (B, T, value heads), a_log and bias (value heads,). state: float32 (B, value heads,
-        value size, key size), None for zeros. mask: bool (B, T). See kernels/delta.h."""
+        value size, key size), None for zeros. mask: bool (B, T). See kernels/recurrent.h."""
         y, after = mx.array(0), mx.array(0)
         given: list[Any] = [_given(one) for one in (*arrays, state, mask)]
         wrong = self._gated_delta(y, after, (ctypes.py_object * 9)(*given), rate_factor)
         return _made(y, wrong), after
+
+    def scan(
+        self,
+        arrays: tuple[mx.array, ...],
+        state: mx.array | None = None,
+        mask: mx.array | None = None,
+        limits: tuple[float, float] = (0.0, float("inf")),
+    ) -> tuple[mx.array, mx.array]:
+        """Mamba-2's scan, lazy: y (B, T, heads, size), and the state after it.
+
+        arrays: float32 x (B, T, heads, size), b and c (B, T, groups, state size), dt (B, T, heads),
+        a_log, d and bias (heads,). state: float32 (B, heads, size, state size), None for zeros.
+        mask: bool (B, T). limits: of dt. See kernels/recurrent.h."""
+        y, after = mx.array(0), mx.array(0)
+        given: list[Any] = [_given(one) for one in (*arrays, state, mask)]
+        wrong = self._scan(y, after, (ctypes.py_object * 9)(*given), *limits)
+        return _made(y, wrong), after
+
+    def delta_layer(
+        self,
+        projections: Sequence[mx.array],
+        parameters: tuple[mx.array, ...],
+        heads: tuple[int, int, int, int],
+        eps: float,
+        before: mx.array | None = None,
+        state: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """All of a layer of gated delta rules but its products, lazy: y (B, T, values), the last
+        rows (B, kernel - 1, channels) of what was convolved, and the state after it.
+
+        All float32. projections: (B, T, n), queries, keys, values and z of each key head, and b and
+        a of each; or queries, keys and values, z, b, a. parameters: the convolution's weight
+        (channels, kernel, 1), a_log and bias (value heads,), the norm's weight (value size,), of
+        which eps is. heads: of keys and of values, sizes of each. before: such rows, None for
+        zeros. state: see `gated_delta`."""
+        y, last, after = mx.array(0), mx.array(0), mx.array(0)
+        weight, *rest = parameters
+        parts = [*projections, *[NONE] * (4 - len(projections))]
+        given = [*parts, weight, _given(before), *rest, _given(state)]
+        wrong = self._delta_layer(y, last, after, (ctypes.py_object * 10)(*given), *heads, eps)
+        return _made(y, wrong), last, after
+
+    def convolve(
+        self, x: mx.array, weight: mx.array, bias: mx.array | None = None, silu: bool = False
+    ) -> mx.array:
+        """As mx.conv1d with as many groups as channels, and SiLU after it; lazy, of the dtype of x.
+        x: (B, T, channels). weight: (channels, kernel, 1), bias: (channels,), of one dtype."""
+        out = mx.array(0)
+        return _made(out, self._convolve(out, x, weight, _given(bias), silu))
 
     def softmax(self, x: mx.array) -> mx.array:
         """Of x (..., n) over the last axis, computed in float32, of the dtype of x; lazy."""

@@ -16,8 +16,9 @@ import mlx.nn as nn
 
 from toastkit.native import operations
 from toastkit.native.feed_forward import Form, form_of
-from toastkit.native.functions import methods_anew
+from toastkit.native.functions import Native, methods_anew
 from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, Operand, in_use
+from toastkit.native.recurrent import Convolution, layer_of
 
 NARROW = (mx.float16, mx.bfloat16)
 # Activations of experts by module and name, and what that of gpt-oss is called with in the kernels.
@@ -40,7 +41,10 @@ def native(cls: type) -> type:
     if mixin := MIXINS.get((cls.__module__, cls.__name__)):
         return _derived(mixin, cls)
     made = _anew(cls) if methods_anew(cls) else cls
-    return made if (form := form_of(cls)) is None else _of_form(form, made)
+    if layer := layer_of(cls):
+        return _under_its_name(made, layer)
+    form = form_of(cls)
+    return made if form is None else _under_its_name(made, _FeedForward, _form=form)
 
 
 def use_native(modules: Iterable[nn.Module]) -> None:
@@ -55,7 +59,7 @@ def use_native(modules: Iterable[nn.Module]) -> None:
 
 def is_native(cls: type) -> bool:
     """Whether it is such a class."""
-    return issubclass(cls, _Native)
+    return issubclass(cls, Native)
 
 
 def narrow_keys(module: Any) -> tuple[str, ...]:
@@ -118,20 +122,17 @@ def _derived(mixin: type, base: type) -> type:
 def _anew(base: type) -> type:
     """Its methods call our functions (functions.py)."""
     own = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (_Native, base), {**methods_anew(base), **own})
+    return type(base.__name__, (Native, base), {**methods_anew(base), **own})
 
 
 @cache
-def _of_form(form: Form, base: type) -> type:
-    own = {"__module__": base.__module__, "__qualname__": base.__qualname__, "_form": form}
-    return type(base.__name__, (_FeedForward, base), own)
+def _under_its_name(base: type, *mixins: type, **own: Any) -> type:
+    """Of the module of the architecture, too."""
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (*mixins, base), {**names, **own})
 
 
-class _Native:
-    """What all are known by."""
-
-
-class _Product(_Native):
+class _Product(Native):
     """What those that multiply have in common. They are modules of MLX, with its parameters.
 
     _wide: the dtype that activations have, and parameters for everybody but the products, where
@@ -218,7 +219,7 @@ class _Switch(_Product):
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
 
 
-class _FeedForward(_Native):
+class _FeedForward(Native):
     """One of a known form: in one operation, where its parts are computed natively."""
 
     _form: Form
@@ -228,7 +229,7 @@ class _FeedForward(_Native):
         return super().__call__(x) if y is None else y  # type: ignore[misc]
 
 
-class _SwitchGLU(_Native):
+class _SwitchGLU(Native):
     def __call__(self: Any, x: mx.array, indices: mx.array) -> mx.array:
         y = None
         if activation := _gate_of(self.activation):
@@ -270,12 +271,12 @@ def _fed_forward(
     return library.feed_forward(x, own, activation, experts, parts[0]._exact, biases)
 
 
-class _Norm(_Native):
+class _Norm(Native):
     def __call__(self: Any, x: mx.array) -> mx.array:
         return operations.rms_norm(x, self["weight"], self.eps)
 
 
-class _Rope(_Native):
+class _Rope(Native):
     def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         return operations.rope(
             x, self.dims, traditional=self.traditional, base=self.base, scale=self.scale,
@@ -291,6 +292,7 @@ MIXINS: dict[tuple[str, str], type] = {
     ("mlx.nn.layers.quantized", "QuantizedEmbedding"): _Embedding,
     ("mlx.nn.layers.normalization", "RMSNorm"): _Norm,
     ("mlx.nn.layers.positional_encoding", "RoPE"): _Rope,
+    ("mlx.nn.layers.convolution", "Conv1d"): Convolution,
     ("mlx_lm.models.switch_layers", "SwitchGLU"): _SwitchGLU,
     ("mlx_lm.models.switch_layers", "SwitchLinear"): _Switch,
     ("mlx_lm.models.switch_layers", "QuantizedSwitchLinear"): _Switch,

@@ -4,7 +4,6 @@ the kernels have not goes to MLX's own."""
 from __future__ import annotations
 
 import math
-import sys
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +16,7 @@ from toastkit.native.library import FLOATS, in_use
 from toastkit.sampling.device_sampler import total
 
 
-def _fits(*arrays: Any) -> bool:
+def fits(*arrays: Any) -> bool:
     """Whether they are arrays of the kernels' dtypes."""
     return all(isinstance(array, mx.array) and array.dtype in FLOATS for array in arrays)
 
@@ -26,7 +25,7 @@ def _fits(*arrays: Any) -> bool:
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **rest: Any) -> mx.array:
     """As mx.fast.rms_norm: x (..., n) and a weight (n,) of any floating dtype."""
     library = in_use()
-    if library is None or rest or not _fits(x, x if weight is None else weight):
+    if library is None or rest or not fits(x, x if weight is None else weight):
         return mx.fast.rms_norm(x, weight, eps, **rest)
     return library.rms_norm(x, weight, eps, 1.0 if weight is None else 0.0)
 
@@ -35,7 +34,7 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **rest: Any) -> m
 def rms_norm_plus_one(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     """As mx.fast.rms_norm with 1 + weight: x (..., n) and a weight (n,) of any floating dtype."""
     library = in_use()
-    if library is None or not _fits(x, weight):
+    if library is None or not fits(x, weight):
         return mx.fast.rms_norm(x, 1.0 + weight, eps)
     return library.rms_norm(x, weight, eps, 1.0)
 
@@ -63,7 +62,7 @@ def rope(
 ) -> mx.array:
     """As mx.fast.rope: x (batch, heads, length, n) of any floating dtype."""
     library = in_use()
-    heads = x.ndim in (3, 4) and _fits(x) and 0 < dims <= x.shape[-1] and dims % 2 == 0
+    heads = x.ndim in (3, 4) and fits(x) and 0 < dims <= x.shape[-1] and dims % 2 == 0
     # Either of both; MLX says what is wrong.
     if library is None or rest or not heads or (base is None) is (freqs is None):
         return mx.fast.rope(
@@ -83,7 +82,7 @@ def rope(
 def gated(gate: mx.array, x: mx.array, activation: str) -> mx.array | None:
     """activation(gate) * x, (..., n) of one dtype; None where that is to be left to MLX."""
     library = in_use()
-    same = _fits(gate, x) and gate.shape == x.shape and gate.dtype == x.dtype
+    same = fits(gate, x) and gate.shape == x.shape and gate.dtype == x.dtype
     return library.gate(gate, x, activation) if library is not None and same else None
 
 
@@ -105,7 +104,7 @@ def _activation(module: str, name: str, theirs: Any, kind: str) -> Any:
 
     def ours(x: mx.array, **rest: Any) -> mx.array:
         library = in_use()
-        if library is None or rest or not _fits(x):
+        if library is None or rest or not fits(x):
             return theirs(x, **rest)
         return library.gate(x, None, kind)
 
@@ -126,7 +125,7 @@ def _is_last(x: mx.array, axis: Any) -> bool:
 def softmax(x: mx.array, axis: Any = None, **rest: Any) -> mx.array:
     """As mx.softmax, of (..., n) and any dtype; always with precise=True."""
     library = in_use()
-    if library is None or rest.keys() - {"precise"} or not (_fits(x) and _is_last(x, axis)):
+    if library is None or rest.keys() - {"precise"} or not (fits(x) and _is_last(x, axis)):
         return mx.softmax(x, axis, **rest)
     return library.softmax(x)
 
@@ -135,7 +134,7 @@ def softmax(x: mx.array, axis: Any = None, **rest: Any) -> mx.array:
 def logsumexp(x: mx.array, axis: Any = None, keepdims: bool = False, **rest: Any) -> mx.array:
     """As mx.logsumexp, of (..., n) and any dtype."""
     library = in_use()
-    if library is None or rest or not (_fits(x) and _is_last(x, axis)):
+    if library is None or rest or not (fits(x) and _is_last(x, axis)):
         return mx.logsumexp(x, axis, keepdims, **rest)
     made = library.log_sum_exp(x)
     return (made if keepdims else made.squeeze(-1)).astype(x.dtype)
@@ -145,7 +144,7 @@ def distribution(logits: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """Of softmax(logits), (..., n) of any floating dtype: the largest logit, the logarithm of the
     sum of exp(logits - the largest), and the entropy in nats; float32 (...) each."""
     library = in_use()
-    if library is not None and _fits(logits) and logits.shape[-1]:
+    if library is not None and fits(logits) and logits.shape[-1]:
         found = library.distribution(logits)
         return found[..., 0], found[..., 1], found[..., 2]
     most = logits.max(axis=-1, keepdims=True).astype(mx.float32)
@@ -163,7 +162,7 @@ def argpartition(x: mx.array, kth: int, axis: Any = -1, **rest: Any) -> mx.array
     """As mx.argpartition, of (..., n) and any dtype; in its order, too, where both are compiled
     with the same standard library."""
     library = in_use()
-    known = _fits(x) and _is_last(x, axis) and -x.shape[-1] <= kth < x.shape[-1]
+    known = fits(x) and _is_last(x, axis) and -x.shape[-1] <= kth < x.shape[-1]
     if library is None or rest or not known:
         return mx.argpartition(x, kth, axis, **rest)
     return library.partition(x, kth % x.shape[-1])
@@ -172,7 +171,7 @@ def argpartition(x: mx.array, kth: int, axis: Any = -1, **rest: Any) -> mx.array
 @stands_for("mlx.core", "topk")
 def topk(x: mx.array, k: int, axis: Any = -1, **rest: Any) -> mx.array:
     """As mx.topk, of (..., n) and any dtype."""
-    if in_use() is None or rest or not (_fits(x) and _is_last(x, axis) and 0 < k <= x.shape[-1]):
+    if in_use() is None or rest or not (fits(x) and _is_last(x, axis) and 0 < k <= x.shape[-1]):
         return mx.topk(x, k, axis, **rest)
     return mx.take_along_axis(x, argpartition(x, -k)[..., -k:], axis=-1)
 
@@ -181,7 +180,7 @@ def topk(x: mx.array, k: int, axis: Any = -1, **rest: Any) -> mx.array:
 def weighted_sum(y: mx.array, scores: mx.array) -> mx.array:
     """What experts gave, (..., k, n), each times its score (..., k), added up in float32."""
     library = in_use()
-    if library is None or not _fits(y, scores) or y.shape[:-1] != scores.shape or not scores.size:
+    if library is None or not fits(y, scores) or y.shape[:-1] != scores.shape or not scores.size:
         return (y * scores[..., None]).sum(axis=-2)
     made = library.weighted_sum(y, scores.astype(mx.float32))
     return made.astype(mx.result_type(y, scores))
@@ -234,46 +233,3 @@ def fast_attention(
     if sinks is not None and sinks.dtype != mx.float32:
         sinks = sinks.astype(mx.float32)
     return library.attend(q, k, v, scale, mask, sinks)
-
-
-DELTA = "mlx_lm.models.gated_delta"
-
-
-@stands_for(DELTA, "normalize_qk")
-def normalize_qk(
-    q: mx.array, k: mx.array, *, inv_scale: float, eps: float
-) -> tuple[mx.array, mx.array]:
-    """As gated_delta.normalize_qk, of (..., n) and any dtype."""
-    library = in_use()
-    if library is None or not _fits(q, k):
-        return sys.modules[DELTA].normalize_qk(q, k, inv_scale=inv_scale, eps=eps)
-    eps, factor = eps * inv_scale**2, inv_scale**2
-    return library.rms_norm(q, None, eps, factor), library.rms_norm(k, None, eps, inv_scale)
-
-
-@stands_for(DELTA, "gated_delta_update")
-def gated_delta_update(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    a: mx.array,
-    b: mx.array,
-    A_log: mx.array,
-    dt_bias: mx.array,
-    state: mx.array | None = None,
-    mask: mx.array | None = None,
-    **rest: Any,
-) -> tuple[mx.array, mx.array]:
-    """As gated_delta.gated_delta_update, of any dtype; gates that are vectors, or have a lower
-    bound, (B, T, heads, n), are left to it."""
-    library, arrays = in_use(), (q, k, v, a, b, A_log, dt_bias)
-    plain = rest.keys() <= {"use_kernel", "allow_neg_eigval"} and a.ndim == 3
-    known = (state is None or state.dtype == mx.float32) and (
-        mask is None or (mask.dtype == mx.bool_ and mask.shape == q.shape[:2])
-    )
-    if library is None or not (plain and known and _fits(*arrays)):
-        return sys.modules[DELTA].gated_delta_update(*arrays, state, mask, **rest)
-    factor = 2.0 if rest.get("allow_neg_eigval") else 1.0
-    wide = tuple(array.astype(mx.float32) for array in arrays)
-    y, after = library.gated_delta(wide, state, mask, factor)
-    return y.astype(q.dtype), after

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from toastkit.native.library import BITS, Library, Operand
 
@@ -104,7 +105,40 @@ def _recurrence(library: Library) -> list[tuple[mx.array, mx.array]]:
         state = state + change[:, None] * k[0, t, 0]
         wanted.append(state @ q[0, t, 0])
     y, after = library.gated_delta((q, k, v, a, b, a_log, bias))
+    return [
+        (y * 8, 8 * mx.stack(wanted)[None, :, None]), (after * 8, 8 * state[None, None]),
+        *_scan(library, (v, k, q, a, a_log, b[0, 0], bias)),
+        *_delta_layer(library, (a, b, a_log, bias)),
+    ]  # fmt: skip
+
+
+def _scan(library: Library, arrays: tuple[mx.array, ...]) -> list[tuple[mx.array, mx.array]]:
+    """Mamba-2's, of those steps and that head."""
+    x, b, c, dt, a_log, d, bias = arrays
+    state, wanted, dt = mx.zeros((3, 20)), [], mx.logaddexp(dt + bias, 0.0)
+    for t in range(2):
+        state = mx.exp(-mx.exp(a_log) * dt[0, t]) * state
+        state = state + (dt[0, t] * x[0, t, 0])[:, None] * b[0, t, 0]
+        wanted.append(state @ c[0, t, 0] + d * x[0, t, 0])
+    y, after = library.scan(arrays)
     return [(y * 8, 8 * mx.stack(wanted)[None, :, None]), (after * 8, 8 * state[None, None])]
+
+
+def _delta_layer(library: Library, gates: tuple[mx.array, ...]) -> list[tuple[mx.array, mx.array]]:
+    """A convolution; and a layer with it, as its parts."""
+    (a, b, *rest), z, norm = gates, mx.random.normal((1, 2, 3)), mx.random.normal((3,))
+    x, weight = mx.random.normal((1, 5, 43)), mx.random.normal((43, 4, 1))
+    rows = library.convolve(x, weight, silu=True)
+    q, k, v = mx.split(rows[:, :, None], [20, 40], axis=-1)
+    q, k = library.rms_norm(q, None, 5e-8, 0.05), library.rms_norm(k, None, 5e-8, 20**-0.5)
+    rule, state = library.gated_delta((q, k, v, a, b, *rest))
+    wanted = library.gate(z, library.rms_norm(rule[:, :, 0], norm, 1e-5), "silu")
+    parts, own = (x[:, 3:], z, b, a), (weight, *rest, norm)
+    y, last, after = library.delta_layer(parts, own, (1, 1, 20, 3), 1e-5, x[:, :3])
+    return [
+        (rows, nn.silu(mx.conv1d(x, weight, groups=43))), (y, wanted), (last, x[:, 2:]),
+        (after * 8, state * 8),
+    ]  # fmt: skip
 
 
 def _networks(library: Library) -> list[tuple[mx.array, mx.array]]:

@@ -25,11 +25,12 @@ thread_local std::string said;
 
 class Operation : public mx::Primitive {
  public:
-  Operation(const char *name, Work work, LayOut lay_out)
+  Operation(const char *name, Work work, LayOut lay_out, int in_place = -1)
       : mx::Primitive(mx::default_stream(mx::Device::cpu)),
         name_(name),
         work_(std::move(work)),
-        lay_out_(std::move(lay_out)) {}
+        lay_out_(std::move(lay_out)),
+        in_place_(in_place) {}
 
   void eval_cpu(const Arrays &inputs, Arrays &outputs) override {
     Arrays arrays;  // whose memory MLX keeps until this has run
@@ -38,6 +39,8 @@ class Operation : public mx::Primitive {
     for (auto &one : outputs) {
       if (lay_out_) {
         lay_out_(one);
+      } else if (in_place_ >= 0 && &one == &outputs.back() && may_have(inputs[in_place_], one)) {
+        one.copy_shared_buffer(inputs[in_place_]);
       } else {
         one.set_data(mx::allocator::malloc(one.nbytes()));
       }
@@ -57,9 +60,15 @@ class Operation : public mx::Primitive {
   const char *name() const override { return name_; }
 
  private:
+  static bool may_have(const mx::array &input, const mx::array &output) {
+    return input.is_donatable() && input.flags().row_contiguous &&
+           input.shape() == output.shape() && input.dtype() == output.dtype();
+  }
+
   const char *name_;
   Work work_;
   LayOut lay_out_;
+  int in_place_;
 };
 
 }  // namespace
@@ -95,10 +104,9 @@ void need(int code) {
 }
 
 Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
-            Arrays inputs, Work work) {
-  return mx::array::make_arrays(std::move(shapes), dtypes,
-                                std::make_shared<Operation>(name, std::move(work), nullptr),
-                                std::move(inputs));
+            Arrays inputs, Work work, int in_place) {
+  auto operation = std::make_shared<Operation>(name, std::move(work), nullptr, in_place);
+  return mx::array::make_arrays(std::move(shapes), dtypes, operation, std::move(inputs));
 }
 
 mx::array made(const char *name, mx::Shape shape, mx::Dtype dtype, Arrays inputs, Work work,

@@ -46,8 +46,10 @@ using LayOut = std::function<void(mx::array &)>;
 
 // What an operation of the CPU gives, lazy. `work` runs on MLX's stream, when the inputs are there,
 // with memory for the outputs, in rows where no `lay_out` is given; not for outputs of no numbers.
+// in_place: an input, of the last output's size, in whose memory that may lie if nobody else has
+// it; -1 for none.
 Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
-            Arrays inputs, Work work);
+            Arrays inputs, Work work, int in_place = -1);
 mx::array made(const char *name, mx::Shape shape, mx::Dtype dtype, Arrays inputs, Work work,
                LayOut lay_out = nullptr);
 

@@ -156,6 +156,35 @@ mx::array weighed(const mx::array &x, const mx::array &weights) {
   });
 }
 
+// Of x, the weight, and the bias where there is one: positions of x that have kernel - 1 before
+// them.
+mx::array convolved(const mx::array &x, const mx::array &weight, const mx::array *bias, int silu) {
+  check(x.ndim() == 3 && weight.ndim() == 3 && weight.shape(0) == x.shape(2) &&
+            weight.shape(2) == 1 && x.shape(1) >= weight.shape(1) && weight.shape(1) > 0 &&
+            weight.shape(1) <= MOST_KERNEL,
+        "a convolution of another shape");
+  check(!bias || (bias->shape() == mx::Shape{x.shape(2)} && bias->dtype() == weight.dtype()),
+        "biases of another shape");
+  type_of(x), type_of(weight);
+  const int kept = weight.shape(1) - 1;
+  Arrays inputs = {x, weight};
+  if (bias) inputs.push_back(*bias);
+  return made("ToastConvolution", {x.shape(0), x.shape(1) - kept, x.shape(2)}, x.dtype(),
+              std::move(inputs), [=](const Arrays &arrays) {
+    const mx::array &x = arrays[0];
+    mx::array out = arrays.back();
+    InOrder data(x), weights(arrays[1]), biases(arrays[arrays.size() > 3 ? 2 : 1]);
+    const int64_t channels = x.shape(2), all = channels * x.shape(1);
+    const toast_convolution c = {
+        x.shape(0), out.shape(1), channels, kept + 1,
+        data.data() + kept * channels * x.itemsize(), {all, channels},
+        data.data(), {all, channels}, type_of(x), weights.data(),
+        arrays.size() > 3 ? biases.data() : nullptr, type_of(arrays[1]), silu, channels,
+    };
+    need(toast_convolve(&c, out.data<char>(), type_of(out)));
+  });
+}
+
 }  // namespace
 }  // namespace toast
 
@@ -185,6 +214,14 @@ TOAST_API const char *toast_gate_array(void *out, void *gate, void *x, int activ
   using toast::array_of;
   return toast::wrong([&] {
     array_of(out) = toast::gated(array_of(gate), x ? &array_of(x) : nullptr, activation);
+  });
+}
+
+TOAST_API const char *toast_convolve_array(void *out, void *x, void *weight, void *bias, int silu) {
+  using toast::array_of;
+  return toast::wrong([&] {
+    const mx::array *biases = bias ? &array_of(bias) : nullptr;
+    array_of(out) = toast::convolved(array_of(x), array_of(weight), biases, silu);
   });
 }
 

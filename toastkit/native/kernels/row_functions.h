@@ -3,8 +3,8 @@
 
 #include <math.h>
 
-#include "delta_rows.h"
 #include "functions.h"
+#include "recurrent_rows.h"
 #include "rows.h"
 
 namespace {
@@ -169,7 +169,42 @@ static void weigh_row(const toast::Weighing &w, int64_t row) {
   }
 }
 
+INLINE float number_at(int type, const void *p, int64_t i) {
+  if (type == TOAST_F32) return static_cast<const float *>(p)[i];
+  return some_numbers_at(type, p, i, 1)[0];
+}
+
+// Rows before there are any have zeros.
+INLINE F32 position_at(const toast_convolution &c, int64_t batch, int64_t t, int64_t channel,
+                       int some) {
+  if (t >= 0)
+    return some_numbers_at(c.type, c.x, batch * c.strides[0] + t * c.strides[1] + channel, some);
+  const int64_t row = batch * c.before_strides[0] + (t + c.kernel - 1) * c.before_strides[1];
+  return c.before ? some_numbers_at(c.type, c.before, row + channel, some) : F32{};
+}
+
+static void convolve_channels(const toast_convolution &c, int64_t batch, int64_t first,
+                              int64_t end, void *out, int out_type) {
+  float weights[toast::MOST_KERNEL + 1][toast::CONVOLVED];  // position by position; then the bias
+  for (int64_t i = 0; i < end - first; i++) {
+    for (int64_t j = 0; j < c.kernel; j++)
+      weights[j][i] = number_at(c.weight_type, c.weight, (first + i) * c.kernel + j);
+    weights[c.kernel][i] = c.bias ? number_at(c.weight_type, c.bias, first + i) : 0;
+  }
+  for (int64_t t = 0; t < c.length; t++)
+    for (int64_t i = first; i < end; i += LANES) {
+      const int some = int(end - i < LANES ? end - i : LANES);
+      F32 y = some_numbers_at(TOAST_F32, weights[c.kernel], i - first, some);
+      for (int64_t j = 0; j < c.kernel; j++)
+        y = multiply_add(position_at(c, batch, t - c.kernel + 1 + j, i, some),
+                         some_numbers_at(TOAST_F32, weights[j], i - first, some), y);
+      if (c.silu) y = activated(TOAST_SILU, y);
+      put_some(out_type, out, (batch * c.length + t) * c.out_step + i, y, some);
+    }
+}
+
 const toast::RowInstructions row_functions = {
-    norm_row, turns_at, rotate_head, gate_numbers, exponentials, shares, weigh_row, delta_rows};
+    norm_row, turns_at,  rotate_head,       gate_numbers,            exponentials,
+    shares,   weigh_row, convolve_channels, {delta_rows, scan_rows}};
 
 }  // namespace

@@ -158,6 +158,23 @@ int toast_add_rows(float *x, int64_t count, int64_t columns, const float *rows, 
   return 0;
 }
 
+int toast_convolve(const toast_convolution *convolution, void *out, int32_t out_type) {
+  using namespace toast;
+  const toast_convolution &c = *convolution;
+  const bool known = is_type(c.type) && is_type(c.weight_type) && is_type(out_type);
+  if (!known || c.kernel <= 0 || c.kernel > MOST_KERNEL) return 1;
+  const RowInstructions &code = *instructions().rows;
+  const int64_t parts = (c.channels + CONVOLVED - 1) / CONVOLVED;
+  share(c.batch * parts, CONVOLVED * c.kernel * (c.length + 1), [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; i++) {
+      const int64_t from = i % parts * CONVOLVED, left = c.channels - from;
+      code.convolve(c, i / parts, from, from + (left < CONVOLVED ? left : CONVOLVED), out,
+                    out_type);
+    }
+  });
+  return 0;
+}
+
 int toast_softmax(const toast_vectors *x, int64_t columns, void *out, int32_t out_type) {
   if (!toast::is_type(x->type) || !toast::is_type(out_type)) return 1;
   return toast::softmax(*x, columns, out, out_type);

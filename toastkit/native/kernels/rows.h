@@ -2,8 +2,8 @@
 // a batch gives what its rows give. The C interface is below, how it is shared out in rows.cpp.
 #pragma once
 
-#include "delta.h"
 #include "kernels.h"
+#include "recurrent.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -74,6 +74,23 @@ TOAST_API int toast_partition(const toast_vectors *x, int64_t columns, int64_t k
 TOAST_API int toast_weighted_sums(const toast_vectors *x, int64_t columns, int64_t group,
                                   const float *weights, void *out, int32_t out_type);
 
+// A causal convolution, channel by channel: out[t][c] = bias[c] + weight[c][0] x[t - kernel + 1][c]
+// + ... + weight[c][kernel - 1] x[t][c], added one after another; then SiLU if `silu` says so. A
+// position does not know of how many there are: what it gives is the same in any chunk.
+typedef struct {
+  int64_t batch, length, channels, kernel;  // kernel: 16 at most
+  const void *x;              // (batch, length, channels), channels side by side
+  int64_t strides[2];         // numbers from one batch, and from one position, to the next
+  const void *before;         // (batch, kernel - 1, channels): the positions before; NULL for zeros
+  int64_t before_strides[2];
+  int32_t type;               // of x and before
+  const void *weight, *bias;  // (channels, kernel); (channels), or NULL for zeros
+  int32_t weight_type, silu;
+  int64_t out_step;           // numbers of out from one position to the next
+} toast_convolution;
+
+TOAST_API int toast_convolve(const toast_convolution *convolution, void *out, int32_t out_type);
+
 #ifdef __cplusplus
 }
 
@@ -110,6 +127,8 @@ struct Exponentials {
 };
 constexpr float FARTHEST = -200;  // from the largest: exp of it is 0, and times 0 it is 0
 
+constexpr int MOST_KERNEL = 16, CONVOLVED = 128;
+
 // One instruction set's code.
 struct RowInstructions {
   void (*norm)(const Norm &, int64_t row);
@@ -124,7 +143,10 @@ struct RowInstructions {
   void (*shares)(int type, const void *x, int64_t first, int64_t count, Exponentials of, void *out,
                  int out_type, int64_t to);
   void (*weigh)(const Weighing &, int64_t row);
-  DeltaRows delta;
+  // Channels of one batch, CONVOLVED at most.
+  void (*convolve)(const toast_convolution &, int64_t batch, int64_t first, int64_t end, void *out,
+                   int out_type);
+  RecurrentCode recurrent;
 };
 
 }  // namespace toast

@@ -1,0 +1,188 @@
+"""Recurrent layers beside mlx_lm's: convolutions, the gated delta rule, Mamba-2's scan; and whole
+layers, to the bit what their parts give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models import gated_delta, qwen3_5, qwen3_next, ssm
+
+from tests.conftest import examples
+from tests.model.published import write_published
+from tests.model.test_native_operations import CLOSE, alike, dtypes, layouts, library, numbers
+from tests.native_library import built, cache, needed
+from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
+from toastkit.model.locate import locate
+from toastkit.native import modules, recurrent
+
+__all__ = ["built", "cache", "library"]
+mx.disable_compile()
+pytestmark = [needed, pytest.mark.usefixtures("library")]
+
+
+@settings(max_examples=examples(30))
+@given(st.integers(1, 2), st.integers(1, 5), st.integers(1, 3), st.integers(1, 40), dtypes,
+       st.sampled_from(["none", "given"]), st.booleans(), st.booleans())  # fmt: skip
+def test_gated_delta_rule(
+    batch: int, length: int, each: int, size: int, dtype: mx.Dtype, start: str, masked: bool,
+    negative: bool,
+) -> None:  # fmt: skip
+    keys, gates = (batch, length, 2, size), (batch, length, 2 * each)
+    q, k = (numbers(n, keys, dtype, "turned") for n in (11, 12))
+    v = numbers(13, (*gates, 5), dtype, "sliced")
+    a, b = (numbers(n, gates, dtype) for n in (14, 15))
+    a_log, bias = (numbers(n, gates[2:], mx.float32) / 4 for n in (16, 17))
+    state = numbers(18, (batch, 2 * each, 5, size), mx.float32) if start == "given" else None
+    mask = mx.arange(length)[None] >= mx.arange(batch)[:, None] if masked else None
+    norm = {"inv_scale": size**-0.5, "eps": 1e-6}
+    ours, theirs = recurrent.normalize_qk(q, k, **norm), gated_delta.normalize_qk(q, k, **norm)
+    assert all(alike(x, y) for x, y in zip(ours, theirs))
+    rest = [*theirs, v, a, b, a_log, bias, state, mask]
+    ours = recurrent.gated_delta_update(*rest, allow_neg_eigval=negative)
+    theirs = gated_delta.gated_delta_update(*rest, allow_neg_eigval=negative)
+    assert all(alike(x, y, 4 * CLOSE[dtype]) for x, y in zip(ours, theirs))
+
+
+def test_gates_of_another_kind_are_left_to_mlx() -> None:
+    q, v = numbers(19, (1, 2, 2, 8), mx.float32), numbers(20, (1, 2, 2, 8), mx.float32)
+    one, many = v[0, 0, :, 0], v[0, 0, :, :1]
+    for a, each in ((v[..., 0], one), (v, many)):
+        arrays = (q, q, v, a, v[..., 1], each, each)
+        ours = recurrent.gated_delta_update(*arrays, lower_bound=-5.0)
+        theirs = gated_delta.gated_delta_update(*arrays, lower_bound=-5.0)
+        assert all(alike(x, y) for x, y in zip(ours, theirs))
+
+
+@settings(max_examples=examples(40))
+@given(st.integers(1, 2), st.integers(1, 6), st.integers(1, 40), st.integers(1, 6), dtypes, layouts,
+       st.booleans())  # fmt: skip
+def test_convolutions(
+    batch: int, length: int, channels: int, kernel: int, dtype: mx.Dtype, layout: str, biased: bool
+) -> None:
+    x = numbers(21, (batch, length + kernel - 1, channels), dtype, layout)
+    theirs = nn.Conv1d(channels, channels, kernel, groups=channels, bias=biased)
+    theirs.weight = numbers(22, (channels, kernel, 1), dtype)
+    if biased:
+        theirs.bias = numbers(23, (channels,), dtype)
+    ours = modules.native(nn.Conv1d)(channels, channels, kernel, groups=channels, bias=biased)
+    ours.update(theirs.parameters())
+    assert ours.convolved(x) is not None
+    assert alike(ours(x), theirs(x), 2 * CLOSE[dtype])
+    assert alike(recurrent.convolved_silu(ours, x), nn.silu(theirs(x)), 2 * CLOSE[dtype])
+    if dtype == mx.float32:
+        assert mx.array_equal(recurrent.convolved_silu(ours, x), recurrent.silu(ours(x)))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"stride": 2}, {"padding": 3}, {"dilation": 2}, {"groups": 2}, {"kernel_size": 17},
+     {"dtype": mx.bfloat16}],
+)  # fmt: skip
+def test_convolutions_of_another_kind_are_left_to_mlx(how: dict) -> None:
+    dtype = how.pop("dtype", mx.float32)
+    rest = {"kernel_size": 4, "groups": 8, **how}
+    theirs = nn.Conv1d(8, 8, **rest)
+    ours = modules.native(nn.Conv1d)(8, 8, **rest)
+    ours.update(theirs.parameters())
+    x = numbers(24, (2, 30, 8), dtype)
+    assert ours.convolved(x) is None
+    assert alike(ours(x), theirs(x))
+    assert alike(recurrent.convolved_silu(ours, x), nn.silu(theirs(x)))
+    with pytest.raises(ValueError):
+        ours(x[0, :, :3])
+
+
+@settings(max_examples=examples(40))
+@given(st.integers(1, 2), st.integers(1, 5), st.integers(1, 2), st.integers(1, 3),
+       st.tuples(st.integers(1, 9), st.integers(1, 40)), dtypes, st.booleans(), st.booleans(),
+       st.sampled_from([(0.001, 100.0), (0.5, 1.0)]))  # fmt: skip
+def test_scan(
+    batch: int, length: int, groups: int, each: int, sizes: tuple, dtype: mx.Dtype, begun: bool,
+    padded: bool, limits: tuple,
+) -> None:  # fmt: skip
+    heads = groups * each
+    x = numbers(25, (batch, length, heads, sizes[0]), dtype, "turned")
+    b, c = (numbers(n, (batch, length, groups, sizes[1]), dtype, "sliced") for n in (26, 27))
+    dt = numbers(28, (batch, length, heads), dtype)
+    a_log, d, bias = (numbers(n, (heads,), mx.float32) / 4 for n in (29, 30, 31))
+    state = numbers(32, (batch, heads, *sizes), mx.float32) if begun else None
+    # Of padding before a prompt: at least the last step counts.
+    starts = mx.minimum(mx.arange(batch)[:, None], length - 1)
+    mask = mx.arange(length)[None] >= starts if padded else None
+    arrays = (x, a_log, b, c, d, dt, bias, state, limits, mask)
+    (ours, after), (theirs, wanted) = recurrent.ssm_update(*arrays), ssm.ssm_update(*arrays)
+    assert alike(after, wanted, 4 * CLOSE[dtype])
+    if padded:  # what padding gives is nobody's
+        ours, theirs = (mx.where(mask[..., None, None], y, 0) for y in (ours, theirs))
+    assert alike(ours, theirs, 4 * CLOSE[dtype])
+
+
+def test_rows_of_other_lengths() -> None:
+    """A row that ends before the others has the state of its last step."""
+    x, b = numbers(33, (2, 5, 2, 4), mx.float32), numbers(34, (2, 5, 1, 8), mx.float32)
+    heads = numbers(35, (2,), mx.float32)
+    lengths = mx.array([5, 3])
+    mask = mx.arange(5)[None] < lengths[:, None]
+    parts = (heads, b, b, heads, x[..., 0], heads)
+    y, after = recurrent.ssm_update(x, *parts, mask=mask, lengths=lengths)
+    _, wanted = ssm.ssm_update(x, *parts, mask=mask, lengths=lengths)
+    alone = recurrent.ssm_update(x[1:, :3], heads, b[1:, :3], b[1:, :3], heads, x[1:, :3, :, 0],
+                                 heads)  # fmt: skip
+    assert alike(after, wanted)
+    assert mx.array_equal(after[1:], alone[1]) and mx.array_equal(y[1:, :3], alone[0])
+
+
+def opened(tmp_path: Path, name: str, **rest: Any) -> Engine:
+    path = Path(name) if name == "crumb" else tmp_path / name
+    if name != "crumb" and not path.exists():
+        write_published(path, name)
+    return open_engine(locate(str(path)), native="require", **{"dtype": "float32", **rest})
+
+
+def read(engine: Engine, chunk: int | None = None) -> list[mx.array]:
+    """Logits after a prompt and after three more tokens; and all that the caches hold then."""
+    layers = engine.new_cache()
+    ids = [(37 * n + 5) % 4096 for n in range(41)]
+    found = [engine.prefill(ids, layers, chunk=chunk)[1]]
+    found += [engine.step(token, layers) for token in (7, 11, 13)]
+    mx.eval(found)
+    return [*found, *(a for layer in layers for a in layer.state[0] if isinstance(a, mx.array))]
+
+
+@pytest.mark.parametrize("name", ["crumb", "qwen3_next", "qwen3_5"])
+def test_whole_layers_give_the_bits_of_their_parts(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = read(opened(tmp_path, name))
+    assert all(map(mx.array_equal, read(opened(tmp_path, name), 7), whole))
+    monkeypatch.setattr(recurrent, "LAYERS", {})
+    recurrent.layer_of.cache_clear()
+    try:
+        parts = opened(tmp_path, name)
+        kinds = {type(m) for _, m in parts.model.named_modules()}
+        assert not any(issubclass(kind, recurrent._DeltaLayer) for kind in kinds)
+        assert all(map(mx.array_equal, read(parts), whole))
+    finally:
+        recurrent.layer_of.cache_clear()
+
+
+def test_layers_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the mlx_lm that is installed; and no other version's."""
+    for cls in (qwen3_next.Qwen3NextGatedDeltaNet, qwen3_5.GatedDeltaNet):
+        assert issubclass(modules.native(cls), recurrent._DeltaLayer)
+        other = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__call__": read})
+        assert not issubclass(modules.native(other), recurrent._DeltaLayer)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "falcon_h1", "qwen3_5"])
+def test_in_sixteen_bits(tmp_path: Path, name: str) -> None:
+    """Chunks give what a prompt at once gives."""
+    engine = opened(tmp_path, name, dtype="bfloat16")
+    assert all(map(mx.array_equal, read(engine, 7), read(engine)))

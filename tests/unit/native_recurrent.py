@@ -1,0 +1,168 @@
+"""What kernels/recurrent.h does, and the convolution of kernels/rows.h, through their C interface,
+with numpy."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from tests.unit.native_kernels import TYPES, Kernels
+from tests.unit.native_rows import check, pointer, room
+
+Fields = list[tuple[str, Any]]
+
+
+def _pointers(*names: str) -> Fields:
+    return [(name, ctypes.c_void_p) for name in names]
+
+
+def _sizes(*names: str) -> Fields:
+    return [(name, ctypes.c_int64) for name in names]
+
+
+class _Delta(ctypes.Structure):
+    _fields_ = [
+        *_sizes("batch", "length", "key_heads", "value_heads", "key_size", "value_size"),
+        *_pointers("q", "k", "v", "a", "b", "a_log", "bias"), ("rate_factor", ctypes.c_float),
+        *_pointers("mask", "state"),
+    ]  # fmt: skip
+
+
+class _Projection(ctypes.Structure):
+    _fields_ = [*_pointers("data"), *_sizes("step", "head")]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *_sizes("batch", "length", "key_heads", "value_heads", "key_size", "value_size"),
+        *((name, _Projection) for name in ("q", "k", "v", "z", "a", "b")), *_sizes("kernel"),
+        *_pointers("weight", "before", "a_log", "bias", "norm"), ("eps", ctypes.c_float),
+        *_pointers("state"),
+    ]  # fmt: skip
+
+
+class _Scan(ctypes.Structure):
+    _fields_ = [
+        *_sizes("batch", "length", "heads", "size", "groups", "state_size"),
+        *_pointers("x", "b", "c", "dt", "a_log", "d", "bias"),
+        ("least", ctypes.c_float), ("most", ctypes.c_float), *_pointers("mask", "state"),
+    ]  # fmt: skip
+
+
+class _Convolution(ctypes.Structure):
+    _fields_ = [
+        *_sizes("batch", "length", "channels", "kernel"), *_pointers("x"),
+        ("strides", ctypes.c_int64 * 2), *_pointers("before"),
+        ("before_strides", ctypes.c_int64 * 2), ("type", ctypes.c_int32),
+        *_pointers("weight", "bias"), ("weight_type", ctypes.c_int32), ("silu", ctypes.c_int32),
+        *_sizes("out_step"),
+    ]  # fmt: skip
+
+
+def _of(*arrays: np.ndarray | None) -> list[int | None]:
+    return [None if one is None else one.ctypes.data for one in arrays]
+
+
+def _after(shape: tuple[int, ...], state: np.ndarray | None, in_place: bool) -> np.ndarray:
+    return room(shape, "f32") if state is None or not in_place else state
+
+
+def delta(
+    kernels: Kernels,
+    arrays: list[np.ndarray],
+    state: np.ndarray | None,
+    mask: np.ndarray | None = None,
+    factor: float = 1.0,
+    in_place: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """y and the state after it. arrays: as toast_delta has them."""
+    batch, length, key_heads, key_size = arrays[1].shape
+    _, _, value_heads, value_size = arrays[2].shape
+    sizes = (batch, length, key_heads, value_heads, key_size, value_size)
+    of = _Delta(*sizes, *_of(*arrays), factor, *_of(mask, state))
+    y = room(arrays[2].shape, "f32")
+    after = _after((batch, value_heads, value_size, key_size), state, in_place)
+    check(kernels.library.toast_gated_delta(ctypes.byref(of), pointer(y), pointer(after)))
+    return y, after
+
+
+def scanned(
+    kernels: Kernels,
+    arrays: list[np.ndarray],
+    state: np.ndarray | None,
+    mask: np.ndarray | None = None,
+    limits: tuple[float, float] = (0.0, np.inf),
+    in_place: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Likewise. arrays: as toast_scan has them."""
+    batch, length, heads, size = arrays[0].shape
+    groups, state_size = arrays[1].shape[2:]
+    sizes = (batch, length, heads, size, groups, state_size)
+    of = _Scan(*sizes, *_of(*arrays), *limits, *_of(mask, state))
+    y, after = (
+        room(arrays[0].shape, "f32"),
+        _after((batch, heads, size, state_size), state, in_place),
+    )
+    check(kernels.library.toast_scan_steps(ctypes.byref(of), pointer(y), pointer(after)))
+    return y, after
+
+
+def convolved(
+    kernels: Kernels,
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None = None,
+    before: np.ndarray | None = None,
+    kinds: tuple[str, str, str] = ("f32", "f32", "f32"),
+    silu: bool = False,
+) -> np.ndarray:
+    """x: (batch, length, channels), the last contiguous. before: (batch, kernel - 1, channels).
+    weight: (channels, kernel). kinds: of x, of the weight, of what comes out."""
+    strides = [
+        (ctypes.c_int64 * 2)(*(n // x.itemsize for n in some.strides[:2]))
+        for some in (x, x if before is None else before)
+    ]
+    of = _Convolution(
+        *x.shape, weight.shape[1], *_of(x), strides[0], *_of(before), strides[1], TYPES[kinds[0]],
+        *_of(weight, bias), TYPES[kinds[1]], silu, x.shape[2],
+    )  # fmt: skip
+    out = room(x.shape, kinds[2])
+    check(kernels.library.toast_convolve(ctypes.byref(of), pointer(out), TYPES[kinds[2]]))
+    return out
+
+
+def layer(
+    kernels: Kernels,
+    projections: dict[str, np.ndarray],
+    parameters: dict[str, np.ndarray],
+    before: np.ndarray | None,
+    state: np.ndarray | None,
+    eps: float,
+    in_place: bool = False,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """y, the rows that stay for the next convolution, the state after it. projections: q, k, v, z,
+    a and b, each (batch, length, key heads, n), the last contiguous. parameters: weight (channels,
+    kernel), a_log, bias, norm."""
+    batch, length, key_heads, key_size = projections["k"].shape
+    value_heads, (value_size,) = len(parameters["bias"]), parameters["norm"].shape
+    channels, kernel = parameters["weight"].shape
+    parts = [
+        _Projection(one.ctypes.data, one.strides[1] // 4, one.strides[2] // 4)
+        for one in (projections[name] for name in "qkvzab")
+    ]
+    of = _Layer(
+        batch, length, key_heads, value_heads, key_size, value_size, *parts, kernel,
+        *_of(parameters["weight"], before, *(parameters[n] for n in ("a_log", "bias", "norm"))),
+        eps, *_of(state),
+    )  # fmt: skip
+    y, last = (
+        room((batch, length, value_heads, value_size), "f32"),
+        room((batch, kernel - 1, channels), "f32"),
+    )
+    after = _after((batch, value_heads, value_size, key_size), state, in_place)
+    check(kernels.library.toast_delta_layer_steps(
+        ctypes.byref(of), pointer(y), pointer(last), pointer(after)
+    ))  # fmt: skip
+    return y, last, after

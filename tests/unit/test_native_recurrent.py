@@ -1,0 +1,264 @@
+"""Recurrent layers of toastkit/native/kernels, against float64, on every instruction set of this
+processor; and that a chunk gives what its steps give."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import examples
+from tests.native_library import needed
+from tests.unit.native_kernels import ROUNDING, TYPES, Kernels, instructions, kernels, read, stored
+from tests.unit.native_recurrent import convolved, delta, layer, scanned
+from tests.unit.native_rows import gated, normed
+
+__all__ = ["instructions", "kernels"]
+pytestmark = [needed, pytest.mark.usefixtures("instructions")]
+seeds = st.integers(0, 1 << 20)
+types = st.sampled_from(list(TYPES))
+
+
+def by_steps(
+    arrays: list[np.ndarray], state: np.ndarray, mask: np.ndarray | None, factor: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The gated delta rule in float64."""
+    q, k, v, a, b, a_log, bias = (one.astype(np.float64) for one in arrays)
+    each = v.shape[2] // k.shape[2]
+    q, k = np.repeat(q, each, 2), np.repeat(k, each, 2)
+    kept = np.exp(-np.exp(a_log) * np.logaddexp(a + bias, 0))
+    rate = factor / (1 + np.exp(-b))
+    state, y = state.astype(np.float64), np.zeros(v.shape)
+    for t in range(v.shape[1]):
+        now = state * kept[:, t, :, None, None]
+        change = (v[:, t] - np.einsum("bhvk,bhk->bhv", now, k[:, t])) * rate[:, t, :, None]
+        now = now + change[..., None] * k[:, t, :, None]
+        y[:, t] = np.einsum("bhvk,bhk->bhv", now, q[:, t])
+        state = now if mask is None else np.where(mask[:, t, None, None, None], now, state)
+    return y, state
+
+
+def of_heads(seed: int, batch: int, length: int, heads: tuple, sizes: tuple) -> list[np.ndarray]:
+    """What the rule takes, keys of length 1."""
+    rng = np.random.default_rng(seed)
+    keys, gates = (batch, length, heads[0], sizes[0]), (batch, length, heads[1])
+    shapes = [keys, keys, (*gates, sizes[1]), gates, gates, heads[1:], heads[1:]]
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    for array in arrays[:2]:
+        array /= np.sqrt((array**2).sum(-1, keepdims=True))
+    return arrays
+
+
+@settings(max_examples=examples(40))
+@given(seeds, st.integers(1, 2), st.integers(0, 7), st.integers(1, 2), st.integers(1, 3),
+       st.tuples(st.integers(1, 70), st.integers(1, 11)), st.booleans(), st.booleans(),
+       st.sampled_from([1.0, 2.0]))  # fmt: skip
+def test_gated_delta_rule(
+    kernels: Kernels, seed: int, batch: int, length: int, heads: int, each: int, sizes: tuple,
+    begun: bool, masked: bool, factor: float,
+) -> None:  # fmt: skip
+    arrays = of_heads(seed, batch, length, (heads, heads * each), sizes)
+    rng = np.random.default_rng(seed + 1)
+    shape = (batch, heads * each, sizes[1], sizes[0])
+    state = rng.normal(size=shape).astype(np.float32) if begun else None
+    mask = rng.random((batch, length)) < 0.7 if masked else None
+    y, after = delta(kernels, arrays, state, mask, factor)
+    start = np.zeros(shape) if state is None else state
+    wanted = by_steps(arrays, start, mask, factor)
+    for ours, theirs in zip((y, after), wanted):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def windows(x: np.ndarray, weight: np.ndarray, before: np.ndarray | None) -> np.ndarray:
+    """The convolution in float64: x (batch, length, channels), weight (channels, kernel)."""
+    batch, length, channels = x.shape
+    kept = weight.shape[1] - 1
+    earlier = np.zeros((batch, kept, channels)) if before is None else before
+    rows = np.concatenate([earlier, x], 1)
+    return sum(rows[:, i : i + length] * weight[:, i] for i in range(kept + 1))
+
+
+@settings(max_examples=examples(60))
+@given(seeds, st.integers(1, 3), st.integers(0, 9),
+       st.one_of(st.integers(1, 40), st.sampled_from([128, 129, 300])), st.integers(1, 16),
+       st.tuples(types, types, types), st.booleans(), st.booleans(), st.booleans(),
+       st.integers(0, 3))  # fmt: skip
+def test_convolution(
+    kernels: Kernels, seed: int, batch: int, length: int, channels: int, kernel: int, kinds: tuple,
+    begun: bool, biased: bool, activated: bool, gap: int,
+) -> None:  # fmt: skip
+    rng = np.random.default_rng(seed)
+    x = stored(rng.normal(size=(batch, length, channels + gap)), kinds[0])[..., :channels]
+    weight = stored(rng.normal(size=(channels, kernel)), kinds[1])
+    bias = stored(rng.normal(size=channels), kinds[1]) if biased else None
+    before = stored(rng.normal(size=(batch, kernel - 1, channels)), kinds[0]) if begun else None
+    out = convolved(kernels, x, weight, bias, before, kinds, activated)
+    wide = [None if one is None else read(one, kind)
+            for one, kind in ((x, kinds[0]), (weight, kinds[1]), (before, kinds[0]))]  # fmt: skip
+    wanted = windows(*wide) + (0 if bias is None else read(bias, kinds[1]))
+    size = windows(*(one if one is None else abs(one) for one in wide)) + abs(wanted)
+    wanted = silu(wanted) if activated else wanted
+    error = abs(read(out, kinds[2]) - wanted)
+    # SiLU is nowhere steeper than 1.1.
+    most = size * 2.0**-24 * (kernel + 4) * 1.2 + abs(wanted) * ROUNDING[kinds[2]] * 1.01 + 2.0**-24
+    assert (error <= most).all()
+
+
+def of_layer(seed: int, batch: int, length: int, heads: tuple, sizes: tuple, kernel: int) -> tuple:
+    """The projections of a layer of gated delta rules, as Qwen3-Next has them side by side for each
+    key head, and its parameters."""
+    rng = np.random.default_rng(seed)
+    each, values = heads[1] // heads[0], heads[1] // heads[0] * sizes[1]
+
+    def parts(names: str, *widths: int) -> dict[str, np.ndarray]:
+        array = rng.normal(size=(batch, length, heads[0], sum(widths))).astype(np.float32)
+        return dict(zip(names, np.split(array, np.cumsum(widths)[:-1], -1)))
+
+    projections = {**parts("qkvz", sizes[0], sizes[0], values, values), **parts("ba", each, each)}
+    channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
+    shapes = {"weight": (channels, kernel), "a_log": heads[1:], "bias": heads[1:],
+              "norm": sizes[1:]}  # fmt: skip
+    return projections, {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
+
+
+def flat(steps: np.ndarray) -> np.ndarray:
+    """(batch, length, heads, n) -> (batch, length, heads * n)."""
+    return steps.reshape(*steps.shape[:2], steps.shape[2] * steps.shape[3])
+
+
+def mixed(projections: dict[str, np.ndarray]) -> np.ndarray:
+    """Queries, keys and values as they are convolved: (batch, length, channels)."""
+    return np.concatenate([flat(projections[name]) for name in "qkv"], -1)
+
+
+@settings(max_examples=examples(40))
+@given(seeds, st.integers(1, 2), st.integers(0, 6), st.integers(1, 3), st.integers(1, 3),
+       st.tuples(st.sampled_from([1, 7, 16, 32, 70]), st.integers(1, 40)), st.integers(1, 5),
+       st.booleans())  # fmt: skip
+def test_delta_layer(
+    kernels: Kernels, seed: int, batch: int, length: int, heads: int, each: int, sizes: tuple,
+    kernel: int, begun: bool,
+) -> None:  # fmt: skip
+    """Is, to the bit, what its parts give one after another, each of which is tested by itself."""
+    shape = (heads, heads * each)
+    projections, own = of_layer(seed, batch, length, shape, sizes, kernel)
+    rng = np.random.default_rng(seed + 1)
+    before = state = None
+    x = mixed(projections)
+    if begun:
+        before = rng.normal(size=(batch, kernel - 1, x.shape[-1])).astype(np.float32)
+        state = rng.normal(size=(batch, shape[1], sizes[1], sizes[0])).astype(np.float32)
+    found = layer(kernels, projections, own, before, state, 1e-5)
+    keys = heads * sizes[0]
+    q, k, v = np.split(convolved(kernels, x, own["weight"], None, before, silu=True),
+                       [keys, 2 * keys], -1)  # fmt: skip
+    scale = sizes[0] ** -0.5
+    q, k = (
+        normed(kernels, np.ascontiguousarray(one).reshape(-1, sizes[0]), None, ("f32",) * 3, plus,
+               1e-6 * scale**2).reshape(batch, length, heads, sizes[0])
+        for one, plus in ((q, scale**2), (k, scale))
+    )  # fmt: skip
+    gates = [flat(projections[name]) for name in "ab"]
+    values = np.ascontiguousarray(v).reshape(batch, length, shape[1], sizes[1])
+    arrays = [
+        np.ascontiguousarray(one) for one in (q, k, values, *gates, own["a_log"], own["bias"])
+    ]
+    y, after = delta(kernels, arrays, state)
+    rows = normed(kernels, y.reshape(-1, sizes[1]), own["norm"], ("f32",) * 3)
+    z = np.ascontiguousarray(projections["z"].reshape(-1, sizes[1]))
+    y = gated(kernels, z, rows, "f32", "silu").reshape(y.shape)
+    earlier = np.zeros((batch, kernel - 1, x.shape[-1]), np.float32) if before is None else before
+    last = np.concatenate([earlier, x], 1)[:, length:]
+    for ours, theirs in zip(found, (y, last, after)):
+        assert ours.shape == theirs.shape and np.array_equal(ours, theirs)
+
+
+def of_scan(seed: int, batch: int, length: int, heads: tuple, sizes: tuple) -> list[np.ndarray]:
+    """What Mamba-2's scan takes. heads: and groups of them. sizes: of a head, of its state."""
+    rng = np.random.default_rng(seed)
+    steps, groups = (batch, length, heads[0]), (batch, length, heads[1], sizes[1])
+    shapes = [(*steps, sizes[0]), groups, groups, steps, heads[:1], heads[:1], heads[:1]]
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+@settings(max_examples=examples(40))
+@given(seeds, st.integers(1, 2), st.integers(0, 7), st.integers(1, 3), st.integers(1, 3),
+       st.tuples(st.integers(1, 11), st.integers(1, 70)), st.booleans(), st.booleans(),
+       st.sampled_from([(0.0, np.inf), (0.5, 1.0)]))  # fmt: skip
+def test_scan(
+    kernels: Kernels, seed: int, batch: int, length: int, groups: int, each: int, sizes: tuple,
+    begun: bool, masked: bool, limits: tuple,
+) -> None:  # fmt: skip
+    heads = groups * each
+    arrays = of_scan(seed, batch, length, (heads, groups), sizes)
+    rng = np.random.default_rng(seed + 1)
+    shape = (batch, heads, *sizes)
+    state = rng.normal(size=shape).astype(np.float32) if begun else None
+    mask = rng.random((batch, length)) < 0.7 if masked else None
+    y, after = scanned(kernels, arrays, state, mask, limits)
+    x, b, c, dt, a_log, d, bias = (one.astype(np.float64) for one in arrays)
+    b, c = np.repeat(b, each, 2), np.repeat(c, each, 2)
+    dt = np.clip(np.logaddexp(dt + bias, 0), *limits)
+    now = np.zeros(shape) if state is None else state.astype(np.float64)
+    for t in range(length):
+        kept = np.exp(-np.exp(a_log) * dt[:, t])[..., None, None]
+        new = kept * now + (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
+        wanted = np.einsum("bhps,bhs->bhp", new, c[:, t]) + d[:, None] * x[:, t]
+        np.testing.assert_allclose(y[:, t], wanted, rtol=2e-5, atol=1e-4)
+        now = new if mask is None else np.where(mask[:, t, None, None, None], new, now)
+    np.testing.assert_allclose(after, now, rtol=2e-5, atol=2e-5)
+
+
+@settings(max_examples=examples(15))
+@given(seeds, st.integers(1, 40), st.integers(0, 40), st.integers(1, 4), st.booleans())
+def test_a_chunk_of_steps_gives_what_they_give(
+    kernels: Kernels, seed: int, length: int, cut: int, threads: int, in_place: bool
+) -> None:
+    """To the bit, with any number of threads, wherever the state lies; and a batch what its rows
+    give."""
+    delta_arrays = of_heads(seed, 2, length, (2, 4), (64, 30))
+    scan_arrays = of_scan(seed, 2, length, (4, 2), (30, 64))
+    projections, own = of_layer(seed, 2, length, (2, 4), (64, 30), 4)
+    x, weight = mixed(projections), own["weight"]
+    wholes = [delta(kernels, delta_arrays, None), scanned(kernels, scan_arrays, None),
+              layer(kernels, projections, own, None, None, 1e-5),
+              (convolved(kernels, x, weight, silu=True),)]  # fmt: skip
+    kernels.library.toast_set_threads(threads)
+    states: list = [None, None, None]
+    last = rows = None
+    found: list[list[np.ndarray]] = [[], [], [], []]
+    for part in (slice(0, cut), slice(cut, length)):
+
+        def some(arrays: list[np.ndarray], steps: int, part: slice = part) -> list[np.ndarray]:
+            return [np.ascontiguousarray(a[1:, part]) for a in arrays[:steps]] + arrays[steps:]
+
+        y, states[0] = delta(kernels, some(delta_arrays, 5), states[0], in_place=in_place)
+        found[0].append(y)
+        y, states[1] = scanned(kernels, some(scan_arrays, 4), states[1], in_place=in_place)
+        found[1].append(y)
+        parts = {name: one[1:, part] for name, one in projections.items()}
+        y, last, states[2] = layer(kernels, parts, own, last, states[2], 1e-5, in_place)
+        found[2].append(y)
+        found[3].append(convolved(kernels, x[1:, part], weight, None, rows, silu=True))
+        rows = last
+    for (y, *_), parts_of in zip(wholes, found):
+        assert np.array_equal(np.concatenate(parts_of, 1), y[1:])
+    for state, (_, *rest) in zip(states, wholes):
+        assert np.array_equal(state, rest[-1][1:])
+
+
+def test_heads_that_do_not_fit_are_refused(kernels: Kernels) -> None:
+    with pytest.raises(ValueError, match="1"):
+        delta(kernels, of_heads(1, 1, 1, (2, 3), (4, 4)), None)
+    with pytest.raises(ValueError, match="1"):
+        scanned(kernels, of_scan(1, 1, 1, (3, 2), (4, 4)), None)
+    with pytest.raises(ValueError, match="1"):
+        layer(kernels, *of_layer(1, 1, 1, (2, 3), (4, 4), 4), None, None, 1e-5)
+    x, weight = np.zeros((1, 2, 3), np.float32), np.zeros((3, 17), np.float32)
+    with pytest.raises(ValueError, match="1"):
+        convolved(kernels, x, weight)

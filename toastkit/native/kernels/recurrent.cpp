@@ -1,0 +1,218 @@
+// The C interface of recurrent.h, and how heads and rows of states are shared out among the
+// threads.
+#include "recurrent.h"
+
+#include <math.h>
+#include <string.h>
+
+#include <atomic>
+
+#include "product.h"
+#include "sharing.h"
+
+namespace toast {
+namespace {
+
+float softplus(float x) { return (x > 0 ? x : 0) + log1pf(expf(-fabsf(x))); }
+
+float decay_of(float a_log, float bias, float a) { return expf(-expf(a_log) * softplus(a + bias)); }
+
+float rate_of(float factor, float b) { return factor / (1 + expf(-b)); }
+
+// work(head, first, end) of all rows of all heads, one after another: a thread's part may end in
+// the midst of a head. size: numbers that a row takes. False where any gives false.
+template <class Work>
+bool share_rows(int64_t heads, int64_t rows, int64_t size, const Work &work) {
+  std::atomic<bool> failed{false};
+  share(heads * rows, size, [&](int64_t first, int64_t end) {
+    while (first < end) {
+      const int64_t row = first % rows, some = rows - row < end - first ? rows - row : end - first;
+      if (!work(first / rows, row, row + some)) failed.store(true, std::memory_order_relaxed);
+      first += some;
+    }
+  });
+  return !failed.load(std::memory_order_relaxed);
+}
+
+int gated_delta(const toast_delta &d, float *y, float *after) {
+  const int64_t gates = d.batch * d.length * d.value_heads, heads = d.batch * d.value_heads;
+  auto decays = memory<float>(gates), rates = memory<float>(gates);
+  if (!decays || !rates) return 2;
+  share(gates, 16, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; i++) {
+      const int64_t h = i % d.value_heads;
+      decays[i] = decay_of(d.a_log[h], d.bias[h], d.a[i]);
+      rates[i] = rate_of(d.rate_factor, d.b[i]);
+    }
+  });
+  const auto code = instructions().rows->recurrent.delta;
+  const int64_t key_step = d.key_heads * d.key_size, value_step = d.value_heads * d.value_size;
+  const bool all = share_rows(
+      heads, d.value_size, d.key_size * (d.length + 1),
+      [&](int64_t head, int64_t first, int64_t end) {
+        const int64_t b = head / d.value_heads, h = head % d.value_heads, step = b * d.length;
+        const int64_t key = step * key_step + h / (d.value_heads / d.key_heads) * d.key_size;
+        const int64_t value = step * value_step + h * d.value_size, gate = step * d.value_heads + h;
+        const int64_t state = head * d.value_size * d.key_size;
+        return code({d.length, d.key_size, d.q + key, d.k + key, key_step, d.v + value, value_step,
+                     decays.get() + gate, rates.get() + gate, d.value_heads,
+                     d.mask ? d.mask + step : nullptr, d.state ? d.state + state : nullptr,
+                     y + value, value_step, after + state}, first, end);
+      });
+  return all ? 0 : 2;
+}
+
+// A key head of a batch of a layer, with its value heads.
+class LayerHead {
+ public:
+  LayerHead(const toast_delta_layer &layer, int64_t b, int64_t h)
+      : l(layer), b_(b), h_(h), each_(l.value_heads / l.key_heads),
+        channels_(2 * l.key_heads * l.key_size + l.value_heads * l.value_size),
+        width_(2 * l.key_size + each_ * l.value_size) {}
+
+  // False for no memory.
+  bool steps(float *y, float *last, float *after) {
+    const int64_t count = l.length * (width_ + 2) + 1;
+    room_ = static_cast<float *>(scratch(HEADS, count * int64_t(sizeof(float))));
+    if (!room_) return false;
+    const int64_t keys = l.key_size, values = each_ * l.value_size;
+    const int64_t all_keys = l.key_heads * keys;
+    convolve(l.q, keys, h_ * keys, 0, last);
+    convolve(l.k, keys, all_keys + h_ * keys, keys, last);
+    convolve(l.v, values, 2 * all_keys + h_ * values, 2 * keys, last);
+    const double scale = pow(double(keys), -0.5), square = scale * scale;
+    normalise(0, float(square), float(1e-6 * square));
+    normalise(keys, float(scale), float(1e-6 * square));
+    bool done = true;
+    for (int64_t i = 0; i < each_; i++) done = apply(i, y, after) && done;
+    return done;
+  }
+
+ private:
+  // Some channels, from `channel` of all on, to `at` of each row; and what they leave.
+  void convolve(const toast_projection &x, int64_t count, int64_t channel, int64_t at,
+                float *last) {
+    const int64_t kept = l.kernel - 1, earlier = (b_ * kept) * channels_ + channel;
+    const float *from = x.data + b_ * l.length * x.step + h_ * x.head;
+    const float *before = l.before ? l.before + earlier : nullptr;
+    const toast_convolution c = {
+        1, l.length, count, l.kernel, from, {0, x.step}, before, {0, channels_}, TOAST_F32,
+        l.weight + channel * l.kernel, nullptr, TOAST_F32, 1, width_};
+    for (int64_t first = 0; first < count; first += CONVOLVED)
+      code_.convolve(c, 0, first, first + CONVOLVED < count ? first + CONVOLVED : count,
+                     room_ + at, TOAST_F32);
+    for (int64_t i = 0; i < kept; i++) {
+      const int64_t t = l.length - kept + i;
+      const float *row = t >= 0 ? from + t * x.step : before ? before + (t + kept) * channels_ : 0;
+      float *to = last + earlier + i * channels_;
+      row ? memcpy(to, row, count * sizeof(float)) : memset(to, 0, count * sizeof(float));
+    }
+  }
+
+  // Keys or queries, in their places.
+  void normalise(int64_t at, float factor, float eps) {
+    float *rows = room_ + at;
+    const toast_vectors x = {rows, l.length, width_, TOAST_F32};
+    for (int64_t t = 0; t < l.length; t++)
+      code_.norm({&x, l.key_size, nullptr, TOAST_F32, factor, eps, rows + t * (width_ - l.key_size),
+                  TOAST_F32}, t);
+  }
+
+  // One of the value heads.
+  bool apply(int64_t i, float *y, float *after) {
+    const int64_t head = h_ * each_ + i, size = l.value_size, y_step = l.value_heads * size;
+    const int64_t state = (b_ * l.value_heads + head) * size * l.key_size;
+    float *decays = room_ + l.length * width_, *rates = decays + l.length;
+    y += b_ * l.length * y_step + head * size;
+    for (int64_t t = 0; t < l.length; t++) {
+      decays[t] = decay_of(l.a_log[head], l.bias[head], *at(l.a, t, i));
+      rates[t] = rate_of(1, *at(l.b, t, i));
+    }
+    const DeltaHead rule = {l.length, l.key_size, room_, room_ + l.key_size, width_,
+                            room_ + 2 * l.key_size + i * size, width_, decays, rates, 1, nullptr,
+                            l.state ? l.state + state : nullptr, y, y_step, after + state};
+    if (!code_.recurrent.delta(rule, 0, size)) return false;
+    for (int64_t t = 0; t < l.length; t++) {
+      float *row = y + t * y_step;
+      const toast_vectors x = {row, 1, size, TOAST_F32};
+      code_.norm({&x, size, l.norm, TOAST_F32, 0, l.eps, row, TOAST_F32}, 0);
+      code_.gate({at(l.z, t, i * size), row, TOAST_F32, TOAST_SILU, row}, 0, size);
+    }
+    return true;
+  }
+
+  const float *at(const toast_projection &p, int64_t t, int64_t i) const {
+    return p.data + (b_ * l.length + t) * p.step + h_ * p.head + i;
+  }
+
+  const toast_delta_layer &l;
+  const RowInstructions &code_ = *instructions().rows;
+  const int64_t b_, h_, each_, channels_, width_;
+  float *room_ = nullptr;  // queries, keys, values of each step; then decays and rates of a head
+};
+
+int layer_steps(const toast_delta_layer &l, float *y, float *last, float *after) {
+  std::atomic<bool> failed{false};
+  const int64_t state = l.value_heads / l.key_heads * l.value_size * l.key_size;
+  share(l.batch * l.key_heads, state * (l.length + 1), [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; i++)
+      if (!LayerHead(l, i / l.key_heads, i % l.key_heads).steps(y, last, after))
+        failed.store(true, std::memory_order_relaxed);
+  });
+  return failed.load(std::memory_order_relaxed) ? 2 : 0;
+}
+
+int scan_steps(const toast_scan &s, float *y, float *after) {
+  const int64_t gates = s.batch * s.length * s.heads;
+  auto decays = memory<float>(gates), dts = memory<float>(gates);
+  if (!decays || !dts) return 2;
+  share(gates, 16, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; i++) {
+      const int64_t h = i % s.heads;
+      dts[i] = fminf(fmaxf(softplus(s.dt[i] + s.bias[h]), s.least), s.most);
+      decays[i] = expf(-expf(s.a_log[h]) * dts[i]);
+    }
+  });
+  const auto code = instructions().rows->recurrent.scan;
+  const int64_t x_step = s.heads * s.size, group_step = s.groups * s.state_size;
+  const bool all = share_rows(
+      s.batch * s.heads, s.size, s.state_size * (s.length + 1),
+      [&](int64_t head, int64_t first, int64_t end) {
+        const int64_t b = head / s.heads, h = head % s.heads, step = b * s.length;
+        const int64_t group = step * group_step + h / (s.heads / s.groups) * s.state_size;
+        const int64_t x = step * x_step + h * s.size, gate = step * s.heads + h;
+        const int64_t state = head * s.size * s.state_size;
+        return code({s.length, s.state_size, s.x + x, s.b + group, s.c + group, x_step, group_step,
+                     decays.get() + gate, dts.get() + gate, s.heads, s.d[h],
+                     s.mask ? s.mask + step : nullptr, s.state ? s.state + state : nullptr,
+                     y + x, after + state}, first, end);
+      });
+  return all ? 0 : 2;
+}
+
+}  // namespace
+}  // namespace toast
+
+extern "C" {
+
+int toast_gated_delta(const toast_delta *delta, float *y, float *after) {
+  const toast_delta &d = *delta;
+  if (d.key_heads <= 0 || d.value_heads % d.key_heads || d.key_size <= 0) return 1;
+  return toast::gated_delta(d, y, after);
+}
+
+int toast_delta_layer_steps(const toast_delta_layer *layer, float *y, float *last, float *after) {
+  const toast_delta_layer &l = *layer;
+  if (l.key_heads <= 0 || l.value_heads % l.key_heads || l.key_size <= 0 || l.kernel <= 0 ||
+      l.kernel > toast::MOST_KERNEL)
+    return 1;
+  return toast::layer_steps(l, y, last, after);
+}
+
+int toast_scan_steps(const toast_scan *scan, float *y, float *after) {
+  const toast_scan &s = *scan;
+  if (s.groups <= 0 || s.heads % s.groups || s.state_size <= 0) return 1;
+  return toast::scan_steps(s, y, after);
+}
+
+}  // extern "C"

@@ -1,0 +1,129 @@
+// Recurrent layers, step by step, in float32: rows of a state do not know of each other, and a step
+// not of how many there are: a chunk gives, to the bit, what its steps give.
+//
+// The gated delta rule (arXiv 2412.06464). For each value head and row of its state S (value_size,
+// key_size), with key k, query q, value v of a step:
+//
+//   S <- decay S;  S <- S + rate (v - S k) k;  y = S q
+//
+// decay = exp(-exp(a_log) softplus(a + bias)), rate = rate_factor / (1 + exp(-b)). A key head
+// serves value_heads / key_heads value heads, one after another.
+#pragma once
+
+#include <stdint.h>
+
+#include "kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// All contiguous, float32.
+typedef struct {
+  int64_t batch, length, key_heads, value_heads, key_size, value_size;
+  const float *q, *k;          // (batch, length, key_heads, key_size)
+  const float *v;              // (batch, length, value_heads, value_size)
+  const float *a, *b;          // (batch, length, value_heads)
+  const float *a_log, *bias;   // (value_heads)
+  float rate_factor;
+  const uint8_t *mask;         // (batch, length): steps that change the state; NULL for all
+  const float *state;          // (batch, value_heads, value_size, key_size); NULL for zeros
+} toast_delta;
+
+// y: (batch, length, value_heads, value_size). after: of the shape of the state; may lie there.
+// Returns 0; 1 for heads that do not fit, 2 for no memory.
+TOAST_API int toast_gated_delta(const toast_delta *delta, float *y, float *after);
+
+// What a layer projects its steps to, (batch, length, key_heads, n): numbers from one step, and
+// from one key head, to the next.
+typedef struct {
+  const float *data;
+  int64_t step, head;
+} toast_projection;
+
+// All of a layer of gated delta rules (Qwen3-Next's) but its products, float32. Queries, keys and
+// values are convolved and go through SiLU (toast_convolution, rows.h); queries and keys are
+// brought to length key_size^-1/2 and 1 (1e-6 under the root), the rule is applied; what it gives
+// is normalised head by head (toast_rms_norm), times SiLU of z.
+typedef struct {
+  int64_t batch, length, key_heads, value_heads, key_size, value_size;
+  toast_projection q, k;     // n: key_size
+  toast_projection v, z;     // value_heads / key_heads * value_size
+  toast_projection a, b;     // value_heads / key_heads
+  int64_t kernel;            // positions of the convolution
+  const float *weight;       // (channels, kernel): of all queries, keys, values
+  const float *before;       // (batch, kernel - 1, channels): what came before; NULL for zeros
+  const float *a_log, *bias;
+  const float *norm;         // (value_size)
+  float eps;
+  const float *state;        // as in toast_delta
+} toast_delta_layer;
+
+// y: (batch, length, value_heads, value_size). last: as `before`, for the next steps; may not lie
+// there. after: as above. Returns as toast_gated_delta.
+TOAST_API int toast_delta_layer_steps(const toast_delta_layer *layer, float *y, float *last,
+                                      float *after);
+
+// Mamba-2's scan (arXiv 2405.21060). For each head and row of its state S (size, state_size), with
+// x (size), and B and C of the head's group, of a step:
+//
+//   S <- exp(-exp(a_log) dt) S + dt x B;  y = S C + d x
+//
+// dt = softplus(dt + bias), no less than `least` and no more than `most`. A group serves heads /
+// groups heads, one after another. All contiguous, float32.
+typedef struct {
+  int64_t batch, length, heads, size, groups, state_size;
+  const float *x;                // (batch, length, heads, size)
+  const float *b, *c;            // (batch, length, groups, state_size)
+  const float *dt;               // (batch, length, heads)
+  const float *a_log, *d, *bias; // (heads)
+  float least, most;
+  const uint8_t *mask;           // as in toast_delta
+  const float *state;            // (batch, heads, size, state_size); NULL for zeros
+} toast_scan;
+
+// y: of the shape of x. after: of the shape of the state; may lie there. Returns as
+// toast_gated_delta.
+TOAST_API int toast_scan_steps(const toast_scan *scan, float *y, float *after);
+
+#ifdef __cplusplus
+}
+
+namespace toast {
+
+// Steps of one head; `step`s are numbers from one to the next.
+struct DeltaHead {
+  int64_t length, key_size;
+  const float *q, *k;
+  int64_t key_step;
+  const float *v;
+  int64_t value_step;
+  const float *decays, *rates;
+  int64_t gate_step;
+  const uint8_t *mask;
+  const float *state;  // NULL for zeros
+  float *y;
+  int64_t y_step;
+  float *after;
+};
+
+struct ScanHead {
+  int64_t length, state_size;
+  const float *x, *b, *c;
+  int64_t x_step, group_step;  // of x and y; of b and c
+  const float *decays, *dt;
+  int64_t gate_step;
+  float d;
+  const uint8_t *mask;
+  const float *state;
+  float *y, *after;
+};
+
+// One instruction set's code: rows of the head's state, from first to end. False for no memory.
+struct RecurrentCode {
+  bool (*delta)(const DeltaHead &, int64_t first, int64_t end);
+  bool (*scan)(const ScanHead &, int64_t first, int64_t end);
+};
+
+}  // namespace toast
+#endif

@@ -1,0 +1,140 @@
+// The code of recurrent.h for one instruction set.
+#pragma once
+
+#include "lanes.h"
+#include "product.h"
+#include "recurrent.h"
+
+namespace {
+
+constexpr int STATE_ROWS = 4;  // at a time
+
+// One step of some rows, which lie `stride` numbers apart. k, q: zeros from their size on.
+template <int ROWS>
+INLINE void delta_step(float *s, int64_t stride, const float *k, const float *q, const float *v,
+                       float decay, float rate, float *y) {
+  F32 sums[ROWS] = {};
+  for (int64_t i = 0; i < stride; i += LANES) {
+    const F32 key = load<F32>(k + i);
+    for (int r = 0; r < ROWS; r++) {
+      F32 kept = load<F32>(s + r * stride + i) * decay;
+      store(s + r * stride + i, kept);
+      sums[r] = multiply_add(kept, key, sums[r]);
+    }
+  }
+  F32 change[ROWS];
+  for (int r = 0; r < ROWS; r++) {
+    change[r] = all((v[r] - sum(sums[r])) * rate);
+    sums[r] = F32{};
+  }
+  for (int64_t i = 0; i < stride; i += LANES) {
+    const F32 key = load<F32>(k + i), query = load<F32>(q + i);
+    for (int r = 0; r < ROWS; r++) {
+      F32 now = multiply_add(key, change[r], load<F32>(s + r * stride + i));
+      store(s + r * stride + i, now);
+      sums[r] = multiply_add(now, query, sums[r]);
+    }
+  }
+  for (int r = 0; r < ROWS; r++) y[r] = sum(sums[r]);
+}
+
+// Likewise; b, c: zeros from their size on. x, y: of the rows.
+template <int ROWS>
+INLINE void scan_step(float *s, int64_t stride, const float *b, const float *c, const float *x,
+                      float decay, float dt, float d, float *y) {
+  F32 sums[ROWS] = {}, added[ROWS];
+  for (int r = 0; r < ROWS; r++) added[r] = all(x[r] * dt);
+  for (int64_t i = 0; i < stride; i += LANES) {
+    const F32 in = load<F32>(b + i), out = load<F32>(c + i);
+    for (int r = 0; r < ROWS; r++) {
+      F32 now = multiply_add(in, added[r], load<F32>(s + r * stride + i) * decay);
+      store(s + r * stride + i, now);
+      sums[r] = multiply_add(now, out, sums[r]);
+    }
+  }
+  for (int r = 0; r < ROWS; r++) y[r] = sum(sums[r]) + d * x[r];
+}
+
+INLINE int64_t state_stride(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
+
+// A row as it lies, or copied to where zeros are behind it, up to whole registers.
+INLINE const float *whole_row(float *room, const float *from, int64_t size, int64_t stride) {
+  if (size == stride) return from;
+  for (int64_t i = 0; i < size; i += LANES)
+    store(room + i, some_numbers_at(TOAST_F32, from, i, int(size - i)));
+  return room;
+}
+
+// Steps of some rows: step(t, the rows, from one to the next, room for two more and the rows).
+template <int ROWS, class Step>
+INLINE void over_steps(const float *state, float *after, int64_t size, int64_t length,
+                       const uint8_t *mask, float *room, const Step &step) {
+  const int64_t stride = state_stride(size);
+  float *s = room, *before = room + (STATE_ROWS + 2) * stride;
+  memset(s, 0, ROWS * stride * sizeof(float));
+  for (int r = 0; state && r < ROWS; r++)
+    memcpy(s + r * stride, state + r * size, size * sizeof(float));
+  for (int64_t t = 0; t < length; t++) {
+    const bool passing = mask && !mask[t];
+    if (passing) memcpy(before, s, ROWS * stride * sizeof(float));
+    step(t, s, stride, room + STATE_ROWS * stride);
+    if (passing) memcpy(s, before, ROWS * stride * sizeof(float));
+  }
+  for (int r = 0; r < ROWS; r++)
+    memcpy(after + r * size, s + r * stride, size * sizeof(float));
+}
+
+template <int ROWS>
+static void delta_block(const toast::DeltaHead &h, int64_t row, float *room) {
+  const int64_t size = h.key_size;
+  over_steps<ROWS>(
+      h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.mask, room,
+      [&](int64_t t, float *s, int64_t stride, float *more) {
+        const float *k = whole_row(more, h.k + t * h.key_step, size, stride);
+        const float *q = whole_row(more + stride, h.q + t * h.key_step, size, stride);
+        const int64_t gate = t * h.gate_step;
+        delta_step<ROWS>(s, stride, k, q, h.v + t * h.value_step + row, h.decays[gate],
+                         h.rates[gate], h.y + t * h.y_step + row);
+      });
+}
+
+template <int ROWS>
+static void scan_block(const toast::ScanHead &h, int64_t row, float *room) {
+  const int64_t size = h.state_size;
+  over_steps<ROWS>(
+      h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.mask, room,
+      [&](int64_t t, float *s, int64_t stride, float *more) {
+        const float *b = whole_row(more, h.b + t * h.group_step, size, stride);
+        const float *c = whole_row(more + stride, h.c + t * h.group_step, size, stride);
+        const int64_t gate = t * h.gate_step, at = t * h.x_step + row;
+        scan_step<ROWS>(s, stride, b, c, h.x + at, h.decays[gate], h.dt[gate], h.d, h.y + at);
+      });
+}
+
+template <class Block, class One>
+INLINE bool some_rows(int64_t size, int64_t first, int64_t end, const Block &block,
+                      const One &one) {
+  const int64_t bytes = (2 * STATE_ROWS + 2) * state_stride(size) * int64_t(sizeof(float));
+  auto room = static_cast<float *>(toast::scratch(toast::ROWS, bytes));
+  if (!room) return false;
+  int64_t row = first;
+  for (; row + STATE_ROWS <= end; row += STATE_ROWS) block(row, room);
+  for (; row < end; row++) one(row, room);
+  return true;
+}
+
+static bool delta_rows(const toast::DeltaHead &h, int64_t first, int64_t end) {
+  return some_rows(
+      h.key_size, first, end,
+      [&](int64_t row, float *room) { delta_block<STATE_ROWS>(h, row, room); },
+      [&](int64_t row, float *room) { delta_block<1>(h, row, room); });
+}
+
+static bool scan_rows(const toast::ScanHead &h, int64_t first, int64_t end) {
+  return some_rows(
+      h.state_size, first, end,
+      [&](int64_t row, float *room) { scan_block<STATE_ROWS>(h, row, room); },
+      [&](int64_t row, float *room) { scan_block<1>(h, row, room); });
+}
+
+}  // namespace

@@ -1,0 +1,203 @@
+"""Recurrent layers: what they do between their products, natively. Convolutions, the gated delta
+rule and Mamba-2's scan wherever an architecture calls them; and layers of gated delta rules as a
+whole, where their forward is one that is known."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from toastkit.native.functions import Native, replaces, stands_for
+from toastkit.native.library import in_use
+from toastkit.native.operations import fits, silu
+
+MOST_KERNEL = 16  # positions of a convolution
+
+DELTA = "mlx_lm.models.gated_delta"
+
+
+@stands_for(DELTA, "normalize_qk")
+def normalize_qk(
+    q: mx.array, k: mx.array, *, inv_scale: float, eps: float
+) -> tuple[mx.array, mx.array]:
+    """As gated_delta.normalize_qk, of (..., n) and any dtype."""
+    library = in_use()
+    if library is None or not fits(q, k):
+        return sys.modules[DELTA].normalize_qk(q, k, inv_scale=inv_scale, eps=eps)
+    eps, factor = eps * inv_scale**2, inv_scale**2
+    return library.rms_norm(q, None, eps, factor), library.rms_norm(k, None, eps, inv_scale)
+
+
+@stands_for(DELTA, "gated_delta_update")
+def gated_delta_update(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+    **rest: Any,
+) -> tuple[mx.array, mx.array]:
+    """As gated_delta.gated_delta_update, of any dtype; gates that are vectors, or have a lower
+    bound, (B, T, heads, n), are left to it."""
+    library, arrays = in_use(), (q, k, v, a, b, A_log, dt_bias)
+    plain = rest.keys() <= {"use_kernel", "allow_neg_eigval"} and a.ndim == 3
+    known = (state is None or state.dtype == mx.float32) and (
+        mask is None or (mask.dtype == mx.bool_ and mask.shape == q.shape[:2])
+    )
+    if library is None or not (plain and known and fits(*arrays)):
+        return sys.modules[DELTA].gated_delta_update(*arrays, state, mask, **rest)
+    factor = 2.0 if rest.get("allow_neg_eigval") else 1.0
+    wide = tuple(array.astype(mx.float32) for array in arrays)
+    y, after = library.gated_delta(wide, state, mask, factor)
+    return y.astype(q.dtype), after
+
+
+@stands_for("mlx_lm.models.ssm", "ssm_update")
+def ssm_update(
+    hidden_states: mx.array,
+    A_log: mx.array,
+    B: mx.array,
+    C: mx.array,
+    D: mx.array,
+    dt: mx.array,
+    dt_bias: mx.array,
+    state: mx.array | None = None,
+    time_step_limit: tuple[float, float] = (0.001, 100.0),
+    mask: mx.array | None = None,
+    lengths: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """As ssm.ssm_update, of any floating dtype: hidden_states (B, T, heads, n), B and C (B, T,
+    groups, state size), dt (B, T, heads), a state of float32 (B, heads, n, state size). lengths: of
+    rows whose mask, bool (B, T), says where they end."""
+    library, x = in_use(), hidden_states
+    arrays = (x, B, C, dt, A_log, D, dt_bias)
+    known = (state is None or state.dtype == mx.float32) and (
+        lengths is None if mask is None else mask.dtype == mx.bool_ and mask.shape == x.shape[:2]
+    )
+    heads = x.shape[2:3]
+    if library is None or not (
+        known and fits(*arrays) and dt.shape == x.shape[:3] and A_log.shape == D.shape == heads
+    ):
+        theirs = sys.modules["mlx_lm.models.ssm"].ssm_update
+        return theirs(x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths)
+    wide = tuple(array.astype(mx.float32) for array in arrays)
+    y, after = library.scan(wide, state, mask, time_step_limit)
+    return y.astype(mx.result_type(x, D)), after
+
+
+class Convolution(Native):
+    """In place of mlx.nn.Conv1d, where each channel is for itself."""
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        y = self.convolved(x)
+        return super().__call__(x) if y is None else y  # type: ignore[misc]
+
+    def convolved(self: Any, x: mx.array, silu: bool = False) -> mx.array | None:
+        """Of x (B, T, channels) of any floating dtype, with SiLU after it; None for what only MLX
+        has."""
+        library, weight, bias = in_use(), self["weight"], self.get("bias")
+        channels, kernel, each = weight.shape
+        plain = (self.stride, self.padding, self.dilation, self.groups, each) == (
+            1,
+            0,
+            1,
+            channels,
+            1,
+        )
+        if library is None or not plain or kernel > MOST_KERNEL or not fits(x, weight):
+            return None
+        if x.ndim != 3 or x.shape[1] < kernel or mx.result_type(x, weight) != x.dtype:
+            return None
+        if bias is not None and bias.dtype != weight.dtype:
+            return None
+        return library.convolve(x, weight, bias, silu)
+
+
+@replaces("nn.silu(module(x))")
+def convolved_silu(module: Any, x: mx.array) -> mx.array:
+    """SiLU of what a module gives for x, (B, T, channels) of any dtype: in one operation where it
+    is a convolution."""
+    y = module.convolved(x, silu=True) if isinstance(module, Convolution) else None
+    return silu(module(x)) if y is None else y
+
+
+class _DeltaLayer(Native):
+    """Of gated delta rules. _parts: its projections."""
+
+    _parts: tuple[str, ...]
+
+    def __call__(
+        self: Any, inputs: mx.array, mask: mx.array | None = None, cache: Any = None
+    ) -> mx.array:
+        library = in_use()
+        known = mask is None and cache is not None and cache.lengths is None
+        if library is None or not known or not _is_plain(self, inputs, cache):
+            return super().__call__(inputs, mask, cache)  # type: ignore[misc]
+        y, cache[0], cache[1] = library.delta_layer(
+            [self[part](inputs) for part in self._parts],
+            (self["conv1d"]["weight"], self["A_log"], self["dt_bias"], self["norm"]["weight"]),
+            (self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim),
+            self["norm"].eps,
+            cache[0],
+            cache[1],
+        )
+        cache.advance(inputs.shape[1])
+        return self["out_proj"](y)
+
+
+class _FourProjections(_DeltaLayer):
+    _parts = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+
+class _TwoProjections(_DeltaLayer):
+    _parts = ("in_proj_qkvz", "in_proj_ba")
+
+
+def _is_plain(layer: Any, inputs: mx.array, cache: Any) -> bool:
+    """Whether all of a layer is in float32, between which kernels round nothing, and on one
+    machine."""
+    own = layer["conv1d"]["weight"], layer["A_log"], layer["dt_bias"], layer["norm"]["weight"]
+    arrays = [inputs, *own, *(kept for kept in cache.cache if kept is not None)]
+    plain = "bias" not in layer["conv1d"] and own[0].shape[1] <= MOST_KERNEL
+    alone = getattr(layer, "sharding_group", None) is None
+    return plain and alone and all(array.dtype == mx.float32 for array in arrays)
+
+
+# By module and name, with the digests of the sources of the methods that they stand for.
+LAYERS: dict[tuple[str, str], tuple[type, frozenset[str]]] = {
+    ("mlx_lm.models.qwen3_next", "Qwen3NextGatedDeltaNet"): (_TwoProjections, frozenset({
+        "2a2aee87b09300db",  # 0.32
+    })),
+    ("mlx_lm.models.qwen3_5", "GatedDeltaNet"): (_FourProjections, frozenset({
+        "730a07e14645d4b9",
+    })),
+}  # fmt: skip
+
+
+@cache
+def layer_of(cls: type[nn.Module]) -> type | None:
+    """What computes a whole layer of a class of an architecture, as a mixin; None for a class, or a
+    version of it, that is not known."""
+    mixin, known = LAYERS.get((cls.__module__, cls.__name__), (None, frozenset()))
+    return mixin if mixin is not None and digest(cls) in known else None
+
+
+def digest(cls: type) -> str | None:
+    """Of the source of a class's own methods but the one that makes it; None where there is no
+    source."""
+    methods = [f for name, f in sorted(vars(cls).items()) if inspect.isfunction(f)]
+    try:
+        text = "".join(inspect.getsource(f) for f in methods if f.__name__ != "__init__")
+    except OSError:
+        return None
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
