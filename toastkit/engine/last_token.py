@@ -125,8 +125,11 @@ def _computed(holdings: Holdings, count: int) -> Counter[str] | None:
 
 
 def _keeps_order(layer: Any, count: int) -> bool:
-    """Whether a cache holds keys in the order of their tokens after so many more: a window that is
-    full goes round when it takes one, and not when it takes several."""
+    """Whether a cache is, after so many more tokens, what it is when the last comes by itself: a
+    window that is full goes round when it takes one, and not when it takes several. Recurrent
+    states are what their operations make of them."""
+    if (parts := getattr(layer, "caches", None)) is not None:
+        return all(_keeps_order(part, count) for part in parts)
     if type(layer).__name__ == "RotatingKVCache":
         return layer.offset + count <= layer.max_size
-    return always_cut([layer])
+    return type(layer).__name__ == "ArraysCache" or always_cut([layer])
