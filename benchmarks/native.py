@@ -38,7 +38,8 @@ OURS, MLX, LLAMA, ACTIVE = "toastkit", "mlx_lm", "llama.cpp", "llama.cpp, active
 AIMS = {"decode": (25.0, 1.2), "prefill": (60.0, 1.3)}  # times mlx_lm, times llama.cpp
 SHARE = 0.75  # of the read rate, for decode
 CONTEXT = 16  # tokens before those that are decoded
-FEW = {"small": (8, 12), "large": (2, 4), "olmoe": (4, 8), "next": (2, 4)}  # of mlx_lm: decoded, of a prompt
+# Of mlx_lm: decoded, of a prompt.
+FEW = {"small": (8, 12), "large": (2, 4), "olmoe": (4, 8), "next": (2, 4)}
 LONG = 1000  # tokens of a prompt that is not warmed up with
 DECODED = {"small": 96, "large": 24, "olmoe": 48, "next": 48}
 
