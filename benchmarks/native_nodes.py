@@ -28,7 +28,7 @@ from toastkit.engine import device
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import feed_forward, functions, modules, recurrent
+from toastkit.native import feed_forward, functions, layers, modules
 
 WAYS = ("MLX", "products", "all")
 
@@ -42,7 +42,7 @@ def alone() -> Iterator[None]:
         patch.dict(functions._OURS, clear=True),
         patch.dict(functions._EXPRESSIONS, clear=True),
         patch.object(feed_forward, "FORWARDS", []),
-        patch.dict(recurrent.LAYERS, clear=True),
+        patch.dict(layers.LAYERS, clear=True),
     ):
         _forget()
         yield
@@ -52,7 +52,7 @@ def alone() -> Iterator[None]:
 def _forget() -> None:
     functions._forget()
     feed_forward.form_of.cache_clear()
-    recurrent.layer_of.cache_clear()
+    layers.layer_of.cache_clear()
     modules._anew.cache_clear()
 
 

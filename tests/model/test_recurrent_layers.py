@@ -3,6 +3,7 @@ layers, to the bit what their parts give."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.native_library import built, cache, needed
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import modules, recurrent
+from toastkit.native import layers, modules, recurrent
 
 __all__ = ["built", "cache", "library"]
 mx.disable_compile()
@@ -162,23 +163,49 @@ def test_whole_layers_give_the_bits_of_their_parts(
 ) -> None:
     whole = read(opened(tmp_path, name))
     assert all(map(mx.array_equal, read(opened(tmp_path, name), 7), whole))
-    monkeypatch.setattr(recurrent, "LAYERS", {})
-    recurrent.layer_of.cache_clear()
+    for known in [name for name, (cls, _) in layers.LAYERS.items() if is_delta(cls)]:
+        monkeypatch.delitem(layers.LAYERS, known)
+    layers.layer_of.cache_clear()
     try:
         parts = opened(tmp_path, name)
         kinds = {type(m) for _, m in parts.model.named_modules()}
-        assert not any(issubclass(kind, recurrent._DeltaLayer) for kind in kinds)
+        assert not any(map(is_delta, kinds))
         assert all(map(mx.array_equal, read(parts), whole))
     finally:
-        recurrent.layer_of.cache_clear()
+        layers.layer_of.cache_clear()
 
 
-def test_layers_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def is_delta(cls: type) -> bool:
+    return issubclass(cls, layers._DeltaLayer)
+
+
+def test_layers_that_are_known() -> None:
     """Those of the mlx_lm that is installed; and no other version's."""
-    for cls in (qwen3_next.Qwen3NextGatedDeltaNet, qwen3_5.GatedDeltaNet):
-        assert issubclass(modules.native(cls), recurrent._DeltaLayer)
+    for cls in (
+        qwen3_next.Qwen3NextGatedDeltaNet, qwen3_5.GatedDeltaNet,
+        qwen3_next.Qwen3NextSparseMoeBlock,
+    ):  # fmt: skip
+        mixin = layers.layer_of(cls)
+        assert mixin is not None and issubclass(modules.native(cls), mixin)
         other = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__call__": read})
-        assert not issubclass(modules.native(other), recurrent._DeltaLayer)
+        assert layers.layer_of(other) is None
+
+
+@settings(max_examples=examples(20))
+@given(st.integers(0, 1 << 20), st.integers(1, 4), st.integers(1, 6), st.booleans())
+def test_mixtures(seed: int, length: int, k: int, normed: bool) -> None:
+    sizes = {
+        "hidden_size": 32, "num_experts": 6, "moe_intermediate_size": 16, "intermediate_size": 16,
+        "shared_expert_intermediate_size": 24, "num_experts_per_tok": k, "norm_topk_prob": normed,
+    }  # fmt: skip
+    args = qwen3_next.ModelArgs.from_dict({f.name: 1 for f in fields(qwen3_next.ModelArgs)} | sizes)
+    mx.random.seed(seed)
+    theirs = qwen3_next.Qwen3NextSparseMoeBlock(args)
+    ours = modules.native(type(theirs))(args)
+    assert isinstance(ours, layers._SparseMoe)
+    ours.update(theirs.parameters())
+    x = numbers(seed, (2, length, 32), mx.float32)
+    assert alike(ours(x), theirs(x), 1e-4)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "falcon_h1", "qwen3_5"])

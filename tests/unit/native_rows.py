@@ -156,6 +156,32 @@ def partition(kernels: Kernels, x: np.ndarray, type_: str, kth: int) -> np.ndarr
     return out
 
 
+def routed(
+    kernels: Kernels, x: np.ndarray, type_: str, k: int, normed: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """x: (count, n). Gives uint32 and float32 (count, k)."""
+    which, shares = np.full((len(x), k), 7, np.uint32), room((len(x), k), "f32")
+    size = ctypes.c_int64(x.shape[-1])
+    check(kernels.library.toast_route(
+        vectors(x, type_), size, ctypes.c_int64(k), normed, pointer(which), pointer(shares)
+    ))  # fmt: skip
+    return which, shares
+
+
+def blended(
+    kernels: Kernels, x: np.ndarray, weights: np.ndarray, more: np.ndarray, gates: np.ndarray,
+    type_: str,
+) -> np.ndarray:  # fmt: skip
+    """x: (groups * group, n) of a type. float32: weights (groups * group,), more (groups, n), gates
+    (groups,)."""
+    out, group = room(more.shape, "f32"), len(x) // max(1, len(more))
+    check(kernels.library.toast_blend(
+        vectors(x, type_), ctypes.c_int64(x.shape[-1]), ctypes.c_int64(max(1, group)),
+        *map(pointer, (weights, more, gates, out)),
+    ))  # fmt: skip
+    return out
+
+
 def weighted_sums(
     kernels: Kernels, x: np.ndarray, weights: np.ndarray, kinds: tuple, group: int
 ) -> np.ndarray:

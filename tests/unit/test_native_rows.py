@@ -24,6 +24,7 @@ from tests.unit.native_kernels import (
 )
 from tests.unit.native_rows import (
     ACTIVATIONS,
+    blended,
     distribution,
     gated,
     log_sum_exp,
@@ -32,6 +33,7 @@ from tests.unit.native_rows import (
     partition,
     pointer,
     rotated,
+    routed,
     rows_added,
     softmax,
     vectors,
@@ -273,6 +275,40 @@ def test_weighted_sums(
     each = (read(x, kinds[0]) * weights[:, None].astype(np.float64)).reshape(groups, group, size)
     least = group * 2.0**-23 * abs(each).max(initial=0) + 1e-38
     assert close(weighted_sums(kernels, x, weights, kinds, group), kinds[1], each.sum(1), 4, least)
+
+
+@settings(max_examples=examples(40))
+@given(seeds, st.integers(0, 5), st.integers(1, 200), types, st.booleans(), st.data())
+def test_routes(
+    kernels: Kernels, seed: int, rows: int, size: int, type_: str, normed: bool, data
+) -> None:
+    x, k = numbers(seed, (rows, size), type_), data.draw(st.integers(1, size))
+    which, shares = routed(kernels, x, type_, k, normed)
+    logits = read(x, type_)
+    wanted = np.exp(logits - logits.max(-1, keepdims=True))
+    wanted /= wanted.sum(-1, keepdims=True)
+    chosen = np.take_along_axis(wanted, which.astype(np.int64), -1)
+    assert all(len({*row}) == k for row in which)
+    least = np.sort(wanted, -1)[:, -k:].min(-1, initial=1, keepdims=True)
+    assert (chosen >= least * (1 - 1e-6)).all()
+    if normed:
+        chosen /= chosen.sum(-1, keepdims=True)
+    np.testing.assert_allclose(shares, chosen, rtol=1e-5, atol=1e-30)
+
+
+@settings(max_examples=examples(30))
+@given(seeds, st.integers(0, 5), st.integers(1, 9), columns, types, st.integers(0, 3))
+def test_blends(
+    kernels: Kernels, seed: int, groups: int, group: int, size: int, type_: str, gap: int
+) -> None:
+    x, rng = numbers(seed, (groups * group, size), type_, gap), np.random.default_rng(seed)
+    weights, gates = (rng.normal(size=n).astype(np.float32) for n in (groups * group, groups))
+    more = rng.normal(size=(groups, size)).astype(np.float32)
+    out = blended(kernels, x, weights, more, gates, type_)
+    parts = (read(x, type_) * weights[:, None].astype(np.float64)).reshape(groups, group, size)
+    added = more.astype(np.float64) / (1 + np.exp(-gates.astype(np.float64)))[:, None]
+    least = group * 2.0**-23 * (abs(parts).max(initial=0) + abs(added).max(initial=0)) + 1e-38
+    assert close(out, "f32", parts.sum(1) + added, 8, least)
 
 
 @settings(max_examples=examples(20))

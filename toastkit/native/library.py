@@ -118,6 +118,8 @@ class Library:
         self._distribution = function("distribution", array, array)
         self._partition = function("partition", array, array, whole)
         self._weighted_sum = function("weighted_sum", *[array] * 3)
+        self._route = function("route", *[array] * 3, whole, whole)
+        self._blend = function("blend", *[array] * 5)
         self._attend = function("attend", *[array] * 6, number, whole)
 
     def set_threads(self, count: int) -> None:
@@ -326,6 +328,18 @@ class Library:
         (..., k)."""
         out = mx.array(0)
         return _made(out, self._weighted_sum(out, x, weights))
+
+    def route(self, logits: mx.array, k: int, normed: bool) -> tuple[mx.array, mx.array]:
+        """Of the softmax of logits (..., n) the k largest, uint32 (..., k), and their shares,
+        float32 (..., k); normed: which add up to 1. Lazy."""
+        which, shares = mx.array(0), mx.array(0)
+        return _made(which, self._route(which, shares, logits, k, normed)), shares
+
+    def blend(self, x: mx.array, weights: mx.array, more: mx.array, gates: mx.array) -> mx.array:
+        """(x * weights[..., None]).sum(-2) + sigmoid(gates) * more, lazy, all float32. x: (..., k,
+        n). weights: (..., k). more: (..., n). gates: (..., 1)."""
+        out = mx.array(0)
+        return _made(out, self._blend(out, x, weights, more, gates))
 
     def attend(
         self,

@@ -17,8 +17,9 @@ import mlx.nn as nn
 from toastkit.native import operations
 from toastkit.native.feed_forward import Form, form_of
 from toastkit.native.functions import Native, methods_anew
+from toastkit.native.layers import layer_of
 from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, Operand, in_use
-from toastkit.native.recurrent import Convolution, layer_of
+from toastkit.native.recurrent import Convolution
 
 NARROW = (mx.float16, mx.bfloat16)
 # Activations of experts by module and name, and what that of gpt-oss is called with in the kernels.

@@ -71,6 +71,14 @@ def _operations(library: Library) -> list[tuple[mx.array, mx.array]]:
         (library.distribution(heads).sum(-1, keepdims=True), _distribution(heads)),
         (mx.take_along_axis(y, library.partition(y, 69), -1)[..., 69], y.max(-1)),
         (library.weighted_sum(y, heads[..., 0]), (y * heads[..., :1]).sum(-2)),
+        (
+            library.blend(
+                y, heads[..., 0], y[..., 0, :], row[:2, None, None] + mx.zeros((2, 3, 1))
+            ),
+            (y * heads[..., :1]).sum(-2) + mx.sigmoid(row[:2, None, None]) * y[..., 0, :],
+        ),
+        (library.route(y, 3, False)[1].max(-1), mx.softmax(y, -1).max(-1)),
+        (mx.take_along_axis(y, library.route(y, 3, True)[0], -1).min(-1), mx.sort(y)[..., -3]),
         *_recurrence(library),
     ]
 

@@ -156,6 +156,43 @@ mx::array weighed(const mx::array &x, const mx::array &weights) {
   });
 }
 
+// The places of the k that are chosen of each row, and their shares.
+Arrays routed(const mx::array &x, int k, int normed) {
+  check(x.ndim() >= 1 && k > 0 && k <= x.shape(-1), "no rows, or too few numbers in them");
+  type_of(x);
+  auto shape = x.shape();
+  shape.back() = k;
+  return made("ToastRoute", {shape, shape}, {mx::uint32, mx::float32}, {x},
+              [=](const Arrays &arrays) {
+    mx::array which = arrays[1], shares = arrays[2];
+    InOrder data(arrays[0]);
+    const toast_vectors rows = rows_of(arrays[0], data);
+    need(toast_route(&rows, rows.stride, k, normed, which.data<uint32_t>(), shares.data<float>()));
+  });
+}
+
+// Of x (..., k, n), weights (..., k), one more vector (..., n), its gate (..., 1).
+mx::array blended(const Arrays &inputs) {
+  const mx::array &x = inputs[0];
+  check(x.ndim() >= 2 && x.shape(-2) > 0 && x.shape(-1) > 0, "no groups of vectors");
+  auto weights = x.shape(), more = x.shape(), gates = x.shape();
+  weights.pop_back();
+  more.erase(more.end() - 2);
+  gates = more, gates.back() = 1;
+  check(inputs[1].shape() == weights && inputs[2].shape() == more && inputs[3].shape() == gates,
+        "weights, vectors or gates of another shape");
+  for (auto &one : inputs) check(one.dtype() == mx::float32, "numbers that are no float32");
+  const int64_t group = x.shape(-2);
+  return made("ToastBlend", more, mx::float32, inputs, [=](const Arrays &arrays) {
+    mx::array out = arrays.back();
+    InOrder data(arrays[0]), factors(arrays[1]), others(arrays[2]), gates(arrays[3]);
+    const toast_vectors rows = rows_of(arrays[0], data);
+    auto floats = [](const InOrder &some) { return reinterpret_cast<const float *>(some.data()); };
+    need(toast_blend(&rows, rows.stride, group, floats(factors), floats(others), floats(gates),
+                     out.data<float>()));
+  });
+}
+
 // Of x, the weight, and the bias where there is one: positions of x that have kernel - 1 before
 // them.
 mx::array convolved(const mx::array &x, const mx::array &weight, const mx::array *bias, int silu) {
@@ -247,6 +284,24 @@ TOAST_API const char *toast_distribution_array(void *out, void *x) {
 TOAST_API const char *toast_partition_array(void *out, void *x, int kth) {
   using toast::array_of;
   return toast::wrong([&] { array_of(out) = toast::partitioned(array_of(x), kth); });
+}
+
+TOAST_API const char *toast_route_array(void *which, void *shares, void *x, int k, int normed) {
+  using toast::array_of;
+  return toast::wrong([&] {
+    auto made = toast::routed(array_of(x), k, normed);
+    array_of(which) = made[0];
+    array_of(shares) = made[1];
+  });
+}
+
+TOAST_API const char *toast_blend_array(void *out, void *x, void *weights, void *more,
+                                        void *gates) {
+  using toast::array_of;
+  return toast::wrong([&] {
+    array_of(out) =
+        toast::blended({array_of(x), array_of(weights), array_of(more), array_of(gates)});
+  });
 }
 
 TOAST_API const char *toast_weighted_sum_array(void *out, void *x, void *weights) {

@@ -203,6 +203,43 @@ int toast_partition(const toast_vectors *x, int64_t columns, int64_t kth, uint32
   return toast::partition(*x, columns, kth, out);
 }
 
+int toast_route(const toast_vectors *x, int64_t columns, int64_t k, int32_t normed,
+                uint32_t *which, float *shares) {
+  if (!toast::is_type(x->type) || k <= 0 || k > columns || columns > UINT32_MAX) return 1;
+  auto all = toast::memory<float>(x->count * columns);
+  auto order = toast::memory<uint32_t>(x->count * columns);
+  if (!all || !order) return 2;
+  const toast_vectors rows = {all.get(), x->count, columns, TOAST_F32};
+  if (int code = toast::softmax(*x, columns, all.get(), TOAST_F32)) return code;
+  if (int code = toast::partition(rows, columns, columns - k, order.get())) return code;
+  for (int64_t row = 0; row < x->count; row++) {
+    const uint32_t *last = &order[(row + 1) * columns - k];
+    float total = 0, *own = shares + row * k;
+    for (int64_t i = 0; i < k; i++) {
+      which[row * k + i] = last[i];
+      total += own[i] = all[row * columns + last[i]];
+    }
+    for (int64_t i = 0; normed && i < k; i++) own[i] /= total;
+  }
+  return 0;
+}
+
+int toast_blend(const toast_vectors *x, int64_t columns, int64_t group, const float *weights,
+                const float *more, const float *gates, float *out) {
+  using namespace toast;
+  if (!is_type(x->type) || group <= 0 || x->count % group) return 1;
+  const Weighing all = {x, columns, group, weights, out, TOAST_F32};
+  const RowInstructions &code = *instructions().rows;
+  share(x->count / group, columns * (group + 1), [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; row++) {
+      code.weigh(all, row);
+      const float gate = 1 / (1 + expf(-gates[row]));
+      for (int64_t k = row * columns; k < (row + 1) * columns; k++) out[k] += gate * more[k];
+    }
+  });
+  return 0;
+}
+
 int toast_weighted_sums(const toast_vectors *x, int64_t columns, int64_t group,
                         const float *weights, void *out, int32_t out_type) {
   using namespace toast;

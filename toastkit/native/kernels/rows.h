@@ -69,10 +69,21 @@ TOAST_API int toast_distribution(const toast_vectors *x, int64_t columns, float 
 // NaN is larger than all. A row has fewer than 2^32 numbers.
 TOAST_API int toast_partition(const toast_vectors *x, int64_t columns, int64_t kth, uint32_t *out);
 
+// The experts that a router's logits choose: of the softmax of each row the k largest numbers, as
+// toast_partition leaves them, and where they are, (count, k); normed: over their sum, which is
+// added up in that order.
+TOAST_API int toast_route(const toast_vectors *x, int64_t columns, int64_t k, int32_t normed,
+                          uint32_t *which, float *shares);
+
 // Of groups of so many vectors each, their sums, each vector times its weight, in their order.
 // weights: float32 (x->count); out: (x->count / group, columns).
 TOAST_API int toast_weighted_sums(const toast_vectors *x, int64_t columns, int64_t group,
                                   const float *weights, void *out, int32_t out_type);
+
+// The same, and sigmoid(gate) times one more vector of each group added to it. more: float32
+// (x->count / group, columns), gates: (x->count / group); out: as more.
+TOAST_API int toast_blend(const toast_vectors *x, int64_t columns, int64_t group,
+                          const float *weights, const float *more, const float *gates, float *out);
 
 // A causal convolution, channel by channel: out[t][c] = bias[c] + weight[c][0] x[t - kernel + 1][c]
 // + ... + weight[c][kernel - 1] x[t][c], added one after another; then SiLU if `silu` says so. A
