@@ -53,7 +53,7 @@ def _is_plain(layer: Any, inputs: mx.array, cache: Any) -> bool:
     """Whether all of a layer is in float32, between which kernels round nothing, and on one
     machine."""
     own = layer["conv1d"]["weight"], layer["A_log"], layer["dt_bias"], layer["norm"]["weight"]
-    arrays = [inputs, *own, *(kept for kept in cache.cache if kept is not None)]
+    arrays = [inputs, *own, *(kept for kept in (cache[0], cache[1]) if kept is not None)]
     plain = "bias" not in layer["conv1d"] and own[0].shape[1] <= MOST_KERNEL
     alone = getattr(layer, "sharding_group", None) is None
     return plain and alone and all(array.dtype == mx.float32 for array in arrays)
