@@ -30,6 +30,7 @@ from toastkit.holdings.policy import Wish
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
+from toastkit.native.starting import NativeOptions
 from toastkit.store.bake import bake
 from toastkit.store.store import Store
 
@@ -97,7 +98,9 @@ def _plan(subject: Subject, scope: str) -> dict[str, GearPlan]:
     from toastkit.engine import device
     from toastkit.store.dtypes import loading
 
-    types = loading(None, device.start() == "cpu", subject.native != "off")
+    on = device.start()
+    native = device.native_products(NativeOptions(subject.native), on)
+    types = loading(None, on == "cpu", native)
     store = Store(subject.files, load_config(subject.files))
     found = plan(store, scope, types=types)
     store.close()

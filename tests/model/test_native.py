@@ -204,15 +204,37 @@ def test_memory_to_read_into(library: Library, shape: tuple[int, int]) -> None:
     assert mx.get_active_memory() <= before
 
 
-def test_weights_are_read_into_such_memory(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("residency", [None, ResidencyOptions("layers", 1)])
+def test_weights_are_read_into_such_memory(residency, tmp_path: Path, monkeypatch) -> None:
     made = []
     real = Library.memory
     monkeypatch.setattr(Library, "memory", lambda *given: made.append(given) or real(*given))
     files = locate(str(write_published(tmp_path / "moe", "qwen3_moe")))
-    streamed = ResidencyOptions("layers", 1)
     for setting in ("off", "require"):
-        answer(open_engine(files, native=setting, residency=streamed))
+        answer(open_engine(files, native=setting, residency=residency))
         assert bool(made) is (setting == "require")
+
+
+@pytest.mark.parametrize("size", [0, 5, (1 << 18) - 1, 3 << 19])
+def test_what_settles_is_what_it_was(library: Library, size: int) -> None:
+    """Between two others, whose pages it shares."""
+    arrays = [mx.random.normal((size,), key=mx.random.key(n)) for n in range(3)]
+    before = [np.array(array) for array in arrays]
+    library.settle(arrays[1])
+    library.settle(arrays[1])
+    assert all(np.array_equal(np.array(x), y) for x, y in zip(arrays, before))
+
+
+def test_matrices_made_here_settle(tmp_path: Path, monkeypatch) -> None:
+    settled: set[int] = set()
+    monkeypatch.setattr(Library, "settle", lambda _, array: settled.add(id(array)))
+    files = locate(str(tied_llama(tmp_path)))
+    for setting in ("off", "require"):
+        engine = open_engine(files, native=setting, gear_options=GearOptions("low", "all", (4, 8)))
+        packed = [m for _, m in engine.model.named_modules() if hasattr(m, "packed_bits")]
+        assert packed and all(
+            (id(m["weight"]) in settled) is (setting == "require") for m in packed
+        )
 
 
 def test_only_the_classes_of_mlx_are_replaced(library: Library) -> None:

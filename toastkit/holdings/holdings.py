@@ -245,6 +245,7 @@ class Holdings:
             try:
                 for reading in self._requested(moves):
                     for move, parts in zip(reading.moves, self._weights.finish(reading)):
+                        self._settle(parts)
                         self._enter(move[0], parts)
                         made[move] = parts
             except BaseException:
@@ -256,12 +257,13 @@ class Holdings:
     def _is_quickest_whole(self, moves: Sequence[Key]) -> bool:
         """Whether MLX's own reading is the quicker: of a whole model, when it is loaded, and of
         originals that are little, in a model of few tensors; else only what is wanted is read. What
-        lies expert by expert it reads, and then copies out of that."""
+        lies expert by expert it reads, and then copies out of that. It knows no large pages, onto
+        which the reader of a native model reads in less time than it takes without."""
         if not moves or any(form != ORIGINAL for _, form in moves):
             return False
-        first = len(moves) == len(self.modules) and not self._changes
-        if first and not self.store.files.is_expert_major:
-            return True
+        large_pages = self.store.reader.make_memory is not None
+        if len(moves) == len(self.modules) and not self._changes:
+            return not (self.store.files.is_expert_major or large_pages)
         few = len(self.store.names) <= FEW_TENSORS and not self._weights.is_reading_ahead
         return few and self._is_little(moves)
 
@@ -317,6 +319,13 @@ class Holdings:
     def _grown(self, count: int) -> None:
         """A dequantised copy was made, or dropped."""
         self.ledger.add(GEARS, count)
+
+    def _settle(self, parts: Parts) -> None:
+        """Onto large pages, where products are native: memory that had been something else's before
+        has small ones."""
+        if self.types.native and (library := in_use()) is not None:
+            for array in (*parts.matrix.values(), *parts.rest.values()):
+                library.settle(array)
 
     def _enter(self, holding: Holding, parts: Parts) -> None:
         self.ledger.add(parts.owner, parts.matrix_bytes)

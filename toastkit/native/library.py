@@ -94,6 +94,8 @@ class Library:
 
         array, whole, number = ctypes.py_object, ctypes.c_int, ctypes.c_float
         self._memory = function("memory", array, *[ctypes.c_int64] * 3, array)
+        self._settle = loaded.toast_settle_array
+        self._settle.restype, self._settle.argtypes = None, [array]
         self._product = function("product", *[array] * 6, *[whole] * 3)
         self._feed_forward = function(
             "feed_forward",
@@ -146,6 +148,11 @@ class Library:
         file has byte `at`. old: such an array of that size, whose memory is to be used again."""
         out = mx.array(0)
         return _made(out, self._memory(out, rows, columns, at, _given(old)))
+
+    def settle(self, array: mx.array) -> None:
+        """Has an array (...) of any dtype, evaluated and of a MiB at least, lie on large pages from
+        now on, where the system has them and will; what it holds stays as it is."""
+        self._settle(array)
 
     def multiply(
         self,

@@ -14,17 +14,21 @@ namespace {
 
 constexpr int64_t LEAST = 128 << 10;  // bytes of an array that malloc maps by itself
 constexpr int64_t PAGE = 4096;        // of a file
+constexpr int64_t MOVED = 1 << 20;    // bytes of an array from which it moves onto large pages
+constexpr int COLLAPSE = 25;          // of madvise, since Linux 6.1
 
 // Asks for large pages, before anything is written there. All pages of the array, not only the
 // large ones that lie inside: maps that touch each other become one where both are asked for, and
 // a large page may then have the end of one array and the beginning of the next.
-void want_large_pages(void *data, int64_t bytes) {
+// now: what is written already moves onto them. Where the system will not, nothing is lost.
+void want_large_pages(const void *data, int64_t bytes, bool now) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   const uintptr_t page = sysconf(_SC_PAGESIZE), start = reinterpret_cast<uintptr_t>(data);
   const uintptr_t first = start & ~(page - 1);
-  madvise(reinterpret_cast<void *>(first), start + bytes - first, MADV_HUGEPAGE);  // no: no harm
+  madvise(reinterpret_cast<void *>(first), start + bytes - first, MADV_HUGEPAGE);
+  if (now) madvise(reinterpret_cast<void *>(first), start + bytes - first, COLLAPSE);
 #else
-  (void)data, (void)bytes;
+  (void)data, (void)bytes, (void)now;
 #endif
 }
 
@@ -47,7 +51,7 @@ TOAST_API const char *toast_memory_array(void *out, int64_t rows, int64_t column
     toast::check(memory.dtype() == mx::uint8 && int64_t(memory.buffer_size()) >= whole,
                  "memory that is too small");
     char *first = static_cast<char *>(memory.buffer().raw_ptr());
-    if (!old && bytes >= toast::LEAST) toast::want_large_pages(first, whole);
+    if (!old && bytes >= toast::LEAST) toast::want_large_pages(first, whole, false);
     const int64_t lead = (at - reinterpret_cast<intptr_t>(first)) & (toast::PAGE - 1);
     mx::array placed(shape, mx::uint8, nullptr, {});
     placed.copy_shared_buffer(memory, memory.strides(), memory.flags(), bytes,
@@ -55,6 +59,15 @@ TOAST_API const char *toast_memory_array(void *out, int64_t rows, int64_t column
     placed.set_status(mx::array::Status::available);
     toast::array_of(out) = placed;
   });
+}
+
+// Has the numbers of an evaluated array lie on large pages, where it is worth while and the system
+// has them.
+TOAST_API void toast_settle_array(void *x) {
+  const mx::array &array = toast::array_of(x);
+  const int64_t bytes = array.data_size() * array.itemsize();
+  if (array.is_available() && bytes >= toast::MOVED)
+    toast::want_large_pages(array.data<char>(), bytes, true);
 }
 
 }  // extern "C"
