@@ -22,7 +22,6 @@ from residency_files import drop
 
 from toastkit.engine.calibrating import measure
 from toastkit.engine.engine import CHUNK, Engine
-from toastkit.engine.last_token import LastToken
 from toastkit.engine.opening import open_engine
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import find
@@ -69,7 +68,6 @@ def prediction_errors(
     native: as of toast-decode(1). disk: the files are read past the system's cache."""
     files = find(path)
     length = LONG_PROMPT if native == "require" else PROMPT
-    along = _goes_along(files, native)
     found: dict[float, list[Row]] = {percent: [] for percent in percents}
     for _ in range(rounds):
         start = time.perf_counter()
@@ -87,8 +85,8 @@ def prediction_errors(
             cached = engine.holdings.store.keeps_cached
             told = predict(
                 policy.sizes.layers, calibration, policy.resident, cached=cached,
-                prompt=length, chunk=CHUNK[engine.device], along=along,
-                most=1 + SPARE_LAYERS,
+                prompt=length, chunk=CHUNK[engine.device], most=1 + SPARE_LAYERS,
+                along=engine.last_token.possible,
             )  # fmt: skip
             stay, of = len(policy.resident), policy.layers
             row = Row(percent, stay, of, told.token, token, told.prompt, prompt)
@@ -117,14 +115,6 @@ def _show(row: Row) -> None:
 
 def _opened(files: ModelFiles, residency: ResidencyOptions, native: str) -> Engine:
     return open_engine(files, native=native, residency=residency)
-
-
-def _goes_along(files: ModelFiles, native: str) -> bool:
-    """Whether a prompt's last token is no pass by itself."""
-    engine, last = _opened(files, ResidencyOptions("layers", 0), native), LastToken()
-    last.examine(engine.holdings)
-    engine.close()
-    return last.possible
 
 
 def _seconds(engine: Engine, length: int) -> tuple[float, float]:

@@ -59,7 +59,7 @@ class Engine:
     dtypes.kv_dtype.
 
     ledger: who keeps how many bytes on the device. reads_on_host: the graph of a step depends on
-    its token's value. Raises UsageError for a dtype or policies that this model cannot have.
+    its token's value. last_token: of prompts. Raises UsageError for what it cannot have.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Engine:
         self.ledger.measure(CACHE, lambda: sum(c.nbytes for c in list(self._caches.values())))
         self._ahead: WeakSet[ModelState] = WeakSet()  # those that have looked ahead
         self._loaded, self._has_run, self._steps = False, False, 0
-        self._last_token = LastToken()
+        self.last_token = LastToken()
 
     def _say(self, *lines: str) -> None:
         if self._notify is not None:
@@ -145,7 +145,7 @@ class Engine:
         first pass, if by nobody before. Raises DataError, IOFailure, NoInputError."""
         if not self._loaded:
             if not any(policy.tells_steps for policy in self.policies):
-                self._last_token.examine(self.holdings)
+                self.last_token.examine(self.holdings)
             deciding = [policy for policy in self.policies if policy.decide(PROMPT)]
             self._change(deciding, self.holdings.modules)
             self._loaded = True
@@ -321,14 +321,14 @@ class Engine:
         total, done, logits = len(ids), 0, None
         while done < total:
             self.decide(PROMPT)
-            count = self._last_token.pass_size(total - done, cache, chunk(), CHUNK[self.device])
+            count = self.last_token.pass_size(total - done, cache, chunk(), CHUNK[self.device])
             part = mx.array(list(ids[done : done + count]), mx.uint32)[None]
             done += count
             with whole_step(self.experts) if done == total else nullcontext():
                 if count == 1 and done == total:
                     logits = self.step(part, cache)
                 else:
-                    with self._last_token.alone():
+                    with self.last_token.alone():
                         rows = self._run(part, cache)
                     logits = rows[0, -1].astype(mx.float32) if done == total else None
                     del rows  # which hold the caches' arrays, and MLX would copy these
