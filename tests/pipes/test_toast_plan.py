@@ -144,7 +144,7 @@ def test_times_are_measured_once(toast: Toast, tmp_path: Path) -> None:
     file.write_text("{")  # broken: as if there were none
     assert fits(toast, env=env)["prediction"] is None
     assert b"measuring" in toast("model", "plan", env=env).stderr
-    assert json.loads(file.read_text())["schema"] == 1
+    assert json.loads(file.read_text())["schema"] == 2
     assert b"measuring" in toast("model", "plan", "--calibrate", env=env).stderr
 
 
