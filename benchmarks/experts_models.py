@@ -84,11 +84,12 @@ def make(folder: Path, shape: str, layers: int, bits: int, experts: int | None =
     shards: dict[str, dict[str, mx.array]] = {}
     for name, array in tree_flatten(structure(config, bits).parameters()):
         number = name.split("layers.")[1].split(".")[0] if "layers." in name else "outside"
-        shards.setdefault(number, {})[name] = filled(name, array, bits, own, random)
+        shards.setdefault(number, {})[name] = array
     part, where = path.with_suffix(".part"), {}
     part.mkdir(parents=True)
-    for number, tensors in shards.items():
-        mx.save_safetensors(str(part / f"model-{number}.safetensors"), tensors)
+    for number, tensors in shards.items():  # one at a time: a whole model may not fit into memory
+        values = {name: filled(name, like, bits, own, random) for name, like in tensors.items()}
+        mx.save_safetensors(str(part / f"model-{number}.safetensors"), values)
         where.update(dict.fromkeys(tensors, f"model-{number}.safetensors"))
     (part / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     (part / "config.json").write_text(json.dumps(config))
