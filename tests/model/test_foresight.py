@@ -16,7 +16,9 @@ from toastkit.engine.state import ModelState
 from toastkit.errors import UsageError
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.holdings.foresight import MOST_AHEAD
+from toastkit.holdings.slot_memory import SlotMemory
 from toastkit.residency.residency_options import ResidencyOptions
+from toastkit.store.waiting import AHEAD
 
 NAMES = ("olmoe", "qwen3_next", "gpt_oss")
 
@@ -136,6 +138,34 @@ def test_routers_of_layers_ahead_are_asked(models, depth: str) -> None:
     plain = opened(path, 3)
     answer(plain)
     assert plain.run_report()["slots"]["ahead"] == 0
+
+
+def test_the_next_layer_is_asked_for_before_this_one_is_waited_for(models, monkeypatch) -> None:
+    """So the disk has something to do while the last of this one comes."""
+    engine = opened(models["olmoe"], CHOSEN, prefetch="1")
+    state, seen, compared = stepped(engine), [], 0
+    begin, finish = SlotMemory.begin, SlotMemory.finish
+
+    def begun(memory, experts, slots, priority):
+        seen.append((memory, priority))
+        return begin(memory, experts, slots, priority)
+
+    def finished(memory, fetch):
+        seen.append((memory, "finish"))
+        finish(memory, fetch)
+
+    monkeypatch.setattr(SlotMemory, "begin", begun)
+    monkeypatch.setattr(SlotMemory, "finish", finished)
+    memories = [layer.memory for layer in engine.holdings.slots.layers]
+    for token in range(8, 16):
+        seen.clear()
+        engine.consume(state, token)
+        mx.eval(state.logits)
+        for here, there in zip(memories, memories[1:]):
+            if (there, AHEAD) in seen and (here, "finish") in seen:
+                compared += 1
+                assert seen.index((there, AHEAD)) < seen.index((here, "finish"))
+    assert compared
 
 
 def test_what_comes_and_goes_is_not_asked(models) -> None:

@@ -170,6 +170,18 @@ def test_what_lies_together_in_memory_is_shared(gate: Gate) -> None:
     reader.close()
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_little_wakes_threads_where_a_disk_gives_it(gate: Gate, cached: bool) -> None:
+    gate.cached = cached
+    reader, names = Reader(gate, threads=2), list(jobs_of(gate))[:2]
+    jobs = {name: jobs_of(gate)[name] for name in names}
+    request = reader.request(jobs, dict, NOW, at_once=True)
+    assert gate.began.acquire(timeout=0.05 if cached else SECONDS) != cached
+    gate.open()
+    assert list(request.result()) == names
+    reader.close()
+
+
 def test_a_run_is_left_for_what_is_waited_for(gate: Gate) -> None:
     gate.cached = False
     a, b, jobs = two_runs(gate)

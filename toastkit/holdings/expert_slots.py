@@ -168,8 +168,8 @@ class ExpertSlots:
         self._count(layer, wanted)
         if len(wanted) <= layer.table.slots:
             layer.give_up(wanted)
-            self._bring(layer, wanted)
-            self.foresight.go_on(layer, asked)
+            self._bring(layer, wanted, meanwhile=lambda: self.foresight.go_on(layer, asked))
+            self.foresight.leave(layer)
             out = call(x, _slots_of(layer, chosen))
             self._pending = layer, out
         else:
@@ -223,10 +223,15 @@ class ExpertSlots:
         return mx.concatenate(outs)[back].reshape(*chosen.shape, -1)
 
     def _bring(
-        self, layer: LayerSlots, experts: Sequence[int], spare: Collection[int] = ()
+        self,
+        layer: LayerSlots,
+        experts: Sequence[int],
+        spare: Collection[int] = (),
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         """Sees to it that experts are in slots, and waits for them. spare: others that leave only
-        where no others can."""
+        where no others can. meanwhile(): called when all that is waited for has been asked for: who
+        asks for more there keeps the disk busy while the last of it comes."""
         coming = [expert for expert in experts if expert in layer.coming]
         slots = layer.claim([e for e in experts if e not in layer.table], experts, spare)
         self._count_right(layer, experts)
@@ -234,6 +239,7 @@ class ExpertSlots:
         fetch = None
         try:
             fetch = self._fetch(layer, slots)
+            meanwhile()
             failed = self._take(layer, coming)
             if fetch is not None:
                 layer.finish(fetch)

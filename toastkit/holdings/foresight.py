@@ -175,8 +175,8 @@ class Foresight:
         return found
 
     def go_on(self, layer: LayerSlots, asked: Mapping[int, mx.array]) -> None:
-        """A layer has its experts: begins to read those of layers ahead. asked: as `ask` gave them,
-        uint32 (B, 1, K), evaluated."""
+        """What a layer wants has been asked for: begins to read what layers ahead want. asked: as
+        `ask` gave them, uint32 (B, 1, K), evaluated."""
         layers = self._slots.layers
         for place, choice in asked.items():
             self._slots.prefetch(layers[place], _experts(choice))
@@ -184,7 +184,10 @@ class Foresight:
             place = layers.index(layer) + self._told_depth
             if place < len(layers):
                 self._slots.prefetch(layers[place], self._told.get(place, ()))
-        if layer is layers[-1]:
+
+    def leave(self, layer: LayerSlots) -> None:
+        """A layer has its experts, and is computed."""
+        if layer is self._slots.layers[-1]:
             self._told = {}
         self._left = time.perf_counter()
 

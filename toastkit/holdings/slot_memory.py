@@ -27,7 +27,7 @@ from toastkit.store.waiting import NOW
 
 UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}  # by bytes
 KEPT_BYTES = 64 << 20  # at most, of memory that experts are made of, to be read into again
-TOGETHER_BYTES = 2 << 20  # pieces of an expert that one thread reads, wherever they lie
+TOGETHER_BYTES = 256 << 10  # pieces of an expert that one thread reads, wherever they lie
 
 
 class _Stack(NamedTuple):

@@ -81,8 +81,8 @@ class Reader:
     ) -> Request[Result]:
         """Begins to read and returns at once. finish: makes the result of the arrays, by the keys
         of the jobs, in the thread that asks for it; a filling has none. at_once: that is done
-        next, and little is read there: to wake another thread would take longer. Raises
-        CancelledError where this is closed."""
+        next, and little is read there: to wake another thread would take longer, unless it is a
+        disk that is waited for. Raises CancelledError where this is closed."""
         with self._work:
             if self._closed:
                 raise CancelledError("the files are closed")
@@ -90,7 +90,7 @@ class Reader:
             find_runs(joined.values())
             flights = {key: joined[key] for key in jobs}
             fresh = len(self._waiting)
-            if at_once and self._waiting.now_bytes <= LITTLE_BYTES:
+            if at_once and self._raw.cached and self._waiting.now_bytes <= LITTLE_BYTES:
                 fresh = 0
             self._work.notify(fresh)
             for _ in range(min(fresh - self._idle, self._threads - len(self._running))):
