@@ -55,8 +55,8 @@ SMALL_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.jso
 # go to much the same experts.
 OWN = {"olmoe": 20.0, "qwen1.5": 28.0, "deepseek-lite": 1.0}
 # The same in the whole depth, where what layers add sums up: attention adds much the same to all
-# tokens, experts add what is a token's own and new in each layer. Slots for a quarter of the experts
-# hold 31% (OLMoE) and 26% (Qwen) of those wanted, and 88% of what is read ahead is wanted.
+# tokens, experts add what is a token's own and new in each layer. Slots for a quarter of the
+# experts hold 31% (OLMoE) and 26% (Qwen) of those wanted; 88% of what is read ahead is wanted.
 DEEP = {
     "olmoe": {"embed_tokens": 26.0, "o_proj": 0.5, "down_proj": 1.6},
     "qwen1.5": {"embed_tokens": 26.0, "o_proj": 0.25, "down_proj": 1.5},

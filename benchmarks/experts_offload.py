@@ -5,12 +5,12 @@
         [--native off|require] [--json FILE] [--folder DIR]
 
 A random checkpoint in the shape of OLMoE-1B-7B or Qwen1.5-MoE-A2.7B, with fewer layers or all (16,
-24: each way takes 1.5 and 3.5 GB) and 4 bits a weight, or crumb, which is trained. Rates, in GB/s: the files are in the system's cache, and read
-from there as slowly as that; PCIe 4.0 x16 has about 25, x8 12, an NVMe disk 3.5; 0 is as fast as
-memory is. disk: they are read past the cache. One process, the ways in turn, token by token, so
-that they share a machine that changes its pace; --repeat: all with the same token after the same
-prompt, so that all that is wanted is in slots. --json adds a round to FILE, and a table is made of
-all that are there. A way is
+24: each way takes 1.5 and 3.5 GB) and 4 bits a weight, or crumb, which is trained. Rates, in GB/s:
+the files are in the system's cache, and read from there as slowly as that; PCIe 4.0 x16 has about
+25, x8 12, an NVMe disk 3.5; 0 is as fast as memory is. disk: they are read past the cache. One
+process, the ways in turn, token by token, so that they share a machine that changes its pace;
+--repeat: all with the same token after the same prompt, so that all that is wanted is in slots.
+--json adds a round to FILE, and a table is made of all that are there. A way is
 
     whole      all experts on the device
     big        all experts of a token, fetched when a router has chosen them: the baseline
