@@ -32,8 +32,9 @@ ROUNDS_SECONDS, ROUNDS, SWEEPS = 1.5, 4, 2
 # Tokens of the chunks whose seconds are measured: of the shortest one, that many times as many, and
 # so on while a pass takes little time.
 SHORTEST, TIMES = {"cpu": 4, "gpu": 128}, 4
-CHUNK_SECONDS = 0.3
+CHUNK_SECONDS = 0.7
 LEAST_RATE = 1.0  # bytes a second
+SEEN = 0.3  # the share of the less, of reading and computing, at which either is seen
 
 
 class _Enough(Exception):
@@ -98,12 +99,13 @@ class _Measuring:
         self._sizes = policy.sizes.layers
         self._most = self._streams.most_ahead
         self._found: dict[tuple, list[_Times]] = {}
+        self._warm_for: int | None = None  # layers ahead that there is memory for
 
     def calibration(self) -> Calibration:
         """All but what layers spare that stay."""
         store, streams, kept = self._store, self._streams, self._store.keeps_cached
         try:
-            store.keeps_cached, streams.most_ahead = True, 0
+            streams.most_ahead = 0
             self._tell("reading from the file, a token at a time")
             first = self._pass(1, len(self._sizes))
             lengths = self._lengths()
@@ -117,16 +119,16 @@ class _Measuring:
         """All passes once more. first: the first one over a token. short, long: tokens of
         chunks."""
         few, more = (_enough(self._sizes, least) for least in (CHUNK_LAYERS, FEW_LAYERS))
-        self._store.keeps_cached = True
         whole = first
         if first.total <= 2 * WHOLE_SECONDS:  # into memory that was new
             whole = self._passes_of(1, len(self._sizes))
         token = whole if whole.total <= WHOLE_SECONDS else self._passes_of(1, more)
         brief, chunk = (self._passes_of(length, few) for length in (short, long))
-        cached = self._source(token, chunk, long)
-        self._tell("reading from the disk")
-        self._store.keeps_cached = False
-        cold = self._source(self._passes_of(1, more, cold=True), chunk, long, cold=True)
+        token_cold = self._passes_of(1, more, cold=True)
+        with self._ahead(self._most):
+            cached = self._source(token, brief, short)
+            self._tell("reading from the disk")
+            cold = self._source(token_cold, brief, short, cold=True)
         costs = [
             _line(short, a, long, b)
             for a, b in zip(*(self._spread(times.computes) for times in (brief, chunk)))
@@ -152,19 +154,26 @@ class _Measuring:
         return length // TIMES, length
 
     def _source(self, token: _Times, chunk: _Times, length: int, cold: bool = False) -> Source:
-        """Reading from where it reads now. token, chunk: the passes with nothing read ahead, over
-        one token and so many. Those over a chunk may have read from elsewhere: what it takes to
-        compute is the same."""
+        """Reading from the cache of files or, cold, from the disk. token, chunk: the passes with
+        nothing read ahead, over one token and so many. Those over a chunk may have read from
+        elsewhere: what it takes to compute is the same."""
         passes = [(1, token), (length, chunk)]
-        with self._ahead(self._most):
-            beside = [self._passes_of(tokens, len(t.computes), cold) for tokens, t in passes]
+        beside = [self._passes_of(tokens, len(times.computes), cold) for tokens, times in passes]
         # What is read ahead is read without a pause; what is computed meanwhile may slow it.
         rates = [self._rate(token.waits, sum(token.waits))]
         rates += [self._rate(b.waits, self._reading_seconds(b, cold)) for b in beside]
         rate = max(*rates, LEAST_RATE)
-        return Source(
-            rate, *(self._slowdown(rate, t, b, cold) for (_, t), b in zip(passes, beside))
-        )
+        slow = [self._slowdown(rate, t, b, cold) for (_, t), b in zip(passes, beside)]
+        # Where one of the two is little, it cannot be seen by how much they slow each other down.
+        seen = [self._likeness(rate, times) for _, times in passes]
+        if max(seen) > SEEN > min(seen):
+            slow = [slow[seen.index(max(seen))]] * 2
+        return Source(rate, *slow)
+
+    def _likeness(self, rate: float, times: _Times) -> float:
+        """Of seconds that are read at that rate and computed, the less as a share of the more."""
+        both = sum(self._sizes[: len(times.computes)]) / rate, sum(times.computes)
+        return min(both) / max(*both, 1e-9)
 
     def _rate(self, waits: Sequence[float], seconds: float) -> float:
         """Bytes a second of the first layers, which were waited for so long; they were read within
@@ -183,11 +192,9 @@ class _Measuring:
         reads = [size / rate for size in self._sizes[: len(apart.computes)]]
         if self._goes_round(len(reads), cold):
             return fitted_slowdown(reads, apart.computes, apart.rest, beside.total)
-        # The first layer is waited for, as nothing has been read when such a pass begins.
-        first, *others = reads
-        _, *works = apart.computes
-        seconds = sum(beside.waits[1:]) + sum(beside.computes[1:])
-        return fitted_slowdown([*others], works, first, seconds + first, 1) if works else 0.0
+        # Such a pass begins with nothing read.
+        seconds = sum(beside.waits) + sum(beside.computes)
+        return fitted_slowdown(reads, apart.computes, 0.0, seconds, passes=1)
 
     def _goes_round(self, layers: int, cold: bool) -> bool:
         """Whether passes follow each other as in decoding: during one, layers are read for the
@@ -220,11 +227,14 @@ class _Measuring:
         return min(1.0, median(shares))
 
     def _passes_of(self, tokens: int, layers: int, cold: bool = False) -> _Times:
-        """The median of a few passes, and of those of earlier sweeps: after one that does not
-        count, during which pages are new to the process."""
-        found = self._found.setdefault((tokens, layers, cold, self._streams.most_ahead), [])
+        """The median of a few passes, and of those of earlier sweeps. The first one with so much
+        read ahead does not count: its memory is new to the process."""
+        ahead = self._streams.most_ahead
+        found = self._found.setdefault((tokens, layers, cold, ahead), [])
         self._streams.settle()
-        self._pass(tokens, layers, cold)
+        if ahead != self._warm_for:
+            self._pass(tokens, layers, cold)
+            self._warm_for = ahead
         least, end = len(found) + 1, time.perf_counter() + ROUNDS_SECONDS
         while len(found) < least or len(found) < least + ROUNDS - 1 and time.perf_counter() < end:
             found.append(self._pass(tokens, layers, cold))
@@ -237,6 +247,7 @@ class _Measuring:
         engine, times = self._engine, self._streams.times
         if not self._goes_round(layers, cold):
             self._streams.settle()
+        self._store.keeps_cached = not cold
         if cold:
             self._forget_files(min(layers + MOST_AHEAD, len(self._sizes)))
         waits: list[float] = []

@@ -109,8 +109,10 @@ def pass_seconds(
     slowdown: float,
     ahead: int | None = None,
     most: int = MOST_AHEAD,
+    passes: int = PASSES,
 ) -> float:
-    """Seconds of a pass among many like it.
+    """Seconds of a pass among many like it, or of the last of so many, the first of which begins
+    with nothing read.
 
     reads, computes: seconds of each layer, reads None for one that stays. outside: seconds after
     the last layer, during which reading goes on. slowdown: see Source. ahead: layers read ahead;
@@ -125,7 +127,7 @@ def pass_seconds(
     pipe = _Pipe([read for read, _ in phases], slowdown)
     before: tuple[float, float] | None = None
     seconds = 0.0
-    for number in range(PASSES):
+    for number in range(passes):
         start = pipe.clock
         for place, (_, work) in enumerate(phases):
             this = number * len(phases) + place
@@ -214,12 +216,13 @@ def fitted_slowdown(
     outside: float,
     seconds: float,
     ahead: int | None = None,
+    passes: int = PASSES,
 ) -> float:
     """The slowdown with which `pass_seconds` gives what was measured; 0 or 1 where none does."""
     low, high = 0.0, 1.0
     for _ in range(30):
         middle = (low + high) / 2
-        if pass_seconds(reads, computes, outside, middle, ahead) < seconds:
+        if pass_seconds(reads, computes, outside, middle, ahead, passes=passes) < seconds:
             low = middle
         else:
             high = middle
