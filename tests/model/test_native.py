@@ -228,9 +228,10 @@ def test_what_settles_is_what_it_was(library: Library, size: int) -> None:
 def test_matrices_made_here_settle(tmp_path: Path, monkeypatch) -> None:
     settled: set[int] = set()
     monkeypatch.setattr(Library, "settle", lambda _, array: settled.add(id(array)))
-    files = locate(str(tied_llama(tmp_path)))
+    files = locate(str(tied_llama(tmp_path / "llama")))
     for setting in ("off", "require"):
         engine = open_engine(files, native=setting, gear_options=GearOptions("low", "all", (4, 8)))
+        engine.shift("low")
         packed = [m for _, m in engine.model.named_modules() if hasattr(m, "packed_bits")]
         assert packed and all(
             (id(m["weight"]) in settled) is (setting == "require") for m in packed
