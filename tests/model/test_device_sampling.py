@@ -9,14 +9,25 @@ import numpy as np
 import pytest
 
 from tests.model.reference import OLD_MLX_LM
+from tests.native_library import cache, library, needed
+from toastkit.engine import device_sampler
+from toastkit.engine.device_sampler import DeviceSampler
 from toastkit.errors import DataError, UsageError
-from toastkit.sampling import device_sampler, filters
-from toastkit.sampling.device_sampler import DeviceSampler
+from toastkit.native import operations
+from toastkit.sampling import filters
 from toastkit.sampling.host import HostSampler
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.sampling.threefry import uniform, uniform_at
 
+__all__ = ["cache", "library"]
 NO_IDS = mx.array([], mx.int32)
+
+
+@pytest.fixture(params=["mlx", pytest.param("native", marks=needed)], autouse=True)
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all of it computes with."""
+    library = request.getfixturevalue("library") if request.param == "native" else None
+    monkeypatch.setattr("toastkit.native.library._in_use", library)
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +230,7 @@ def test_host_and_device_draw_the_same_from_a_large_vocabulary(options):
 def test_sums_are_accurate(n):
     values = np.exp(random_logits(n))
     exact = np.cumsum(values, dtype=np.float64)
-    assert device_sampler.total(mx.array(values)).item() == pytest.approx(exact[-1], rel=2e-6)
+    assert operations.total(mx.array(values)).item() == pytest.approx(exact[-1], rel=2e-6)
     running = np.array(device_sampler.running_total(mx.array(values)))
     assert running.shape == (n,)
     assert np.abs(running / exact - 1).max() < 1e-5

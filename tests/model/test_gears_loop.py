@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from toastkit.engine.device_sampler import DeviceSampler
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.frames import End, Head, Logits, Prefilled, Token, Tokens, pack_ids
@@ -23,7 +24,6 @@ from toastkit.holdings.holdings import Holdings
 from toastkit.interrupts import Interrupt
 from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
-from toastkit.sampling.device_sampler import DeviceSampler
 from toastkit.sampling.host import HostSampler
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.decode import decode

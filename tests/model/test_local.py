@@ -13,6 +13,7 @@ mx = pytest.importorskip("mlx.core")
 
 from checkpoints import tied_llama  # noqa: E402
 
+from toastkit.engine.device_sampler import DeviceSampler  # noqa: E402
 from toastkit.errors import DataError, NoInputError, UsageError  # noqa: E402
 from toastkit.frames import (  # noqa: E402
     End,
@@ -27,7 +28,6 @@ from toastkit.frames import (  # noqa: E402
 from toastkit.interrupts import Interrupt  # noqa: E402
 from toastkit.model.config import fingerprint, load_config  # noqa: E402
 from toastkit.model.locate import locate  # noqa: E402
-from toastkit.sampling.device_sampler import DeviceSampler  # noqa: E402
 from toastkit.sampling.sampling_options import SamplingOptions  # noqa: E402
 from toastkit.session.directory import Session  # noqa: E402
 from toastkit.stages.decode import decode  # noqa: E402

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.unit.native_kernels import TYPES, Kernels, stored
 
-ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai")
+ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai", "finite")
 
 
 class Vectors(ctypes.Structure):
@@ -144,6 +144,13 @@ def distribution(kernels: Kernels, x: np.ndarray, type_: str) -> np.ndarray:
     check(kernels.library.toast_distribution(
         vectors(x, type_), ctypes.c_int64(x.shape[-1]), pointer(out)
     ))  # fmt: skip
+    return out
+
+
+def largest(kernels: Kernels, x: np.ndarray, type_: str) -> np.ndarray:
+    out = np.full(len(x), 7, np.uint32)
+    size = ctypes.c_int64(x.shape[-1])
+    check(kernels.library.toast_largest(vectors(x, type_), size, pointer(out)))
     return out
 
 

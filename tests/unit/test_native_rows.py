@@ -27,6 +27,7 @@ from tests.unit.native_rows import (
     blended,
     distribution,
     gated,
+    largest,
     log_sum_exp,
     normed,
     numbers,
@@ -145,6 +146,8 @@ def activated(x: np.ndarray, kind: str) -> np.ndarray:
     with np.errstate(over="ignore"):
         if kind == "gelu_erf":
             return x * (1 + np.vectorize(math.erf, otypes=[float])(x / np.sqrt(2))) / 2
+        if kind == "finite":
+            return x
         if kind == "swiglu_oai":
             x = np.minimum(x, 7)
             return x / (1 + np.exp(-1.702 * x))
@@ -184,6 +187,8 @@ def test_gates_at_the_ends(kernels: Kernels) -> None:
     )
     out = gated(kernels, ends, None, "f32", "gelu_erf")
     np.testing.assert_allclose(out, [0, 0, np.inf, np.nan, np.nan, 200, 0, 88.9, 0, 1e30])
+    out = gated(kernels, ends, None, "f32", "finite")
+    np.testing.assert_array_equal(out, [0, 0, 1e4, -1e4, 0, *ends[5:]])
     out = gated(kernels, np.zeros_like(ends) + 8, ends, "f32", "swiglu_oai")
     limits = np.array([1, 1, 8, -6, np.nan, 8, -6, 8, -6, 8])
     np.testing.assert_allclose(out, 7 * limits / (1 + np.exp(-7 * 1.702)), rtol=1e-6)
@@ -265,6 +270,24 @@ def test_partitions(
 
 
 @settings(max_examples=examples(40))
+@given(seeds, st.integers(0, 5), columns, types, st.integers(0, 3), st.booleans())
+def test_the_largest(
+    kernels: Kernels, seed: int, rows: int, size: int, type_: str, gap: int, alike: bool
+) -> None:
+    """The first of equal ones; what is no number is none."""
+    x = numbers(seed, (rows, size), type_, gap)
+    if alike:
+        x[:] = stored(np.round(read(x, type_) / 4), type_)
+    x[:, : seed % size] = stored(np.array(-np.inf), type_)
+    x[:, seed % 7 :: 1 + seed % 3] = stored(np.array(np.nan), type_)
+    wide = read(x, type_)
+    wanted = np.where(np.isnan(wide), -np.inf, wide)
+    # Where nothing else is left, the first -inf that there is.
+    first = np.where(wanted.max(-1) == -np.inf, (wide == -np.inf).argmax(-1), wanted.argmax(-1))
+    assert np.array_equal(largest(kernels, x, type_), first)
+
+
+@settings(max_examples=examples(40))
 @given(seeds, st.integers(0, 5), st.integers(1, 9), columns, st.tuples(types, types),
        st.integers(0, 3))  # fmt: skip
 def test_weighted_sums(
@@ -327,6 +350,7 @@ def test_rows_are_what_each_is_alone(
             softmax(kernels, x, kinds), log_sum_exp(kernels, x, "f32"),
             rotated(kernels, x[:, None, None], "f32", frequencies, offsets),
             partition(kernels, x, "f32", size // 2), distribution(kernels, x, "f32"),
+            largest(kernels, x, "f32"),
             weighted_sums(kernels, np.repeat(x, 2, 0), x[0, np.arange(2 * len(x)) % 2], kinds, 2),
         ]  # fmt: skip
 
@@ -346,11 +370,12 @@ def test_what_is_no_operation_is_refused(kernels: Kernels) -> None:
             vectors(x, "f32"), ctypes.c_int64(8), None, 3, ctypes.c_float(0), ctypes.c_float(0),
             pointer(x), 0,
         ),
-        lambda: kernels.library.toast_gate(pointer(x), None, ctypes.c_int64(8), 0, 5, pointer(x)),
+        lambda: kernels.library.toast_gate(pointer(x), None, ctypes.c_int64(8), 0, 6, pointer(x)),
         lambda: kernels.library.toast_softmax(
             vectors(x, "f32"), ctypes.c_int64(8), pointer(x), -1
         ),
         lambda: partition(kernels, x, "f32", 8),
+        lambda: largest(kernels, x[:, :0], "f32"),
         lambda: weighted_sums(kernels, x, x[0], ("f32", "f32"), 3),
     ]  # fmt: skip
     assert [call() for call in calls[:3]] == [1, 1, 1]

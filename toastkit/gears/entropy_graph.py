@@ -6,7 +6,7 @@ import math
 
 import mlx.core as mx
 
-from toastkit.native.operations import distribution
+from toastkit.native.operations import distribution, finite
 
 
 def entropy_bits(logits: mx.array) -> mx.array:
@@ -14,5 +14,4 @@ def entropy_bits(logits: mx.array) -> mx.array:
 
     logits: (vocab,) of any float dtype. Non-finite logits are replaced as in section 10.1.
     """
-    clean = mx.nan_to_num(logits.astype(mx.float32), nan=0.0, posinf=1e4, neginf=-1e4)
-    return distribution(clean)[2] / math.log(2)
+    return distribution(finite(logits.astype(mx.float32)))[2] / math.log(2)

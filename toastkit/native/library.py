@@ -19,7 +19,7 @@ import mlx.core as mx
 BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai")
+ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai", "finite")
 NONE = ctypes.py_object()  # an array that is not given
 
 
@@ -93,21 +93,13 @@ class Library:
             return one
 
         array, whole, number = ctypes.py_object, ctypes.c_int, ctypes.c_float
+        place = ctypes.c_void_p
         self._memory = function("memory", array, *[ctypes.c_int64] * 3, array)
         self._settle = loaded.toast_settle_array
         self._settle.restype, self._settle.argtypes = None, [array]
         self._product = function("product", *[array] * 6, *[whole] * 3)
-        self._feed_forward = function(
-            "feed_forward",
-            array,
-            array,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            whole,
-            array,
-            whole,
-            whole,
-        )
+        network = (array, array, place, place, whole, array, whole, whole)
+        self._feed_forward = function("feed_forward", *network)
         self._convolve = function("convolve", *[array] * 4, whole)
         self._gated_delta = function("gated_delta", array, array, array * 9, number)
         self._scan = function("scan", array, array, array * 9, number, number)
@@ -118,6 +110,7 @@ class Library:
         self._softmax = function("softmax", array, array)
         self._log_sum_exp = function("log_sum_exp", array, array)
         self._distribution = function("distribution", array, array)
+        self._largest = function("largest", array, array)
         self._partition = function("partition", array, array, whole)
         self._weighted_sum = function("weighted_sum", *[array] * 3)
         self._route = function("route", *[array] * 3, whole, whole)
@@ -237,7 +230,7 @@ class Library:
 
     def gate(self, gate: mx.array, x: mx.array | None, activation: str) -> mx.array:
         """activation(gate) * x, lazy. Both (..., n) of one dtype; x: None for ones. activation: of
-        ACTIVATIONS; "gelu" is the one by tanh, "swiglu_oai" that of gpt-oss, see kernels/rows.h.
+        ACTIVATIONS, see kernels/rows.h; "gelu" is the one by tanh, "swiglu_oai" that of gpt-oss.
         Raises ValueError where they differ."""
         out, kind = mx.array(0), ACTIVATIONS.index(activation)
         return _made(out, self._gate(out, gate, _given(x), kind))
@@ -323,6 +316,12 @@ class Library:
         number, the logarithm of the sum of exp(x - the largest), the entropy in nats."""
         out = mx.array(0)
         return _made(out, self._distribution(out, x))
+
+    def largest(self, x: mx.array) -> mx.array:
+        """The first place of the largest of x (..., n) over the last axis, uint32 (...), lazy. NaN
+        counts for nothing; of nothing else the place is 0."""
+        out = mx.array(0)
+        return _made(out, self._largest(out, x))
 
     def partition(self, x: mx.array, kth: int) -> mx.array:
         """As mx.argpartition of x (..., n) over the last axis, kth from 0 on, lazy: uint32 (...,

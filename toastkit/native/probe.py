@@ -70,6 +70,7 @@ def _operations(library: Library) -> list[tuple[mx.array, mx.array]]:
         (library.log_sum_exp(heads), mx.logsumexp(heads, -1, keepdims=True)),
         (library.distribution(heads).sum(-1, keepdims=True), _distribution(heads)),
         (mx.take_along_axis(y, library.partition(y, 69), -1)[..., 69], y.max(-1)),
+        (library.largest(heads) + 1, mx.argmax(heads, -1) + 1),
         (library.weighted_sum(y, heads[..., 0]), (y * heads[..., :1]).sum(-2)),
         (
             library.blend(

@@ -99,7 +99,7 @@ def _sampling(options: AnswerOptions, runs: LocalRuns) -> list[Stage]:
 
     new_sampler: Any
     if runs.deferred:
-        from toastkit.sampling.device_sampler import DeviceSampler as new_sampler
+        from toastkit.engine.device_sampler import DeviceSampler as new_sampler
     else:
         from toastkit.sampling.host import HostSampler as new_sampler
 

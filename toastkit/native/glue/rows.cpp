@@ -125,6 +125,19 @@ mx::array summed(const char *name, const mx::array &x, int count,
   });
 }
 
+mx::array largest(const mx::array &x) {
+  check(x.ndim() >= 1 && x.shape(-1), "no rows");
+  type_of(x);
+  auto shape = x.shape();
+  shape.pop_back();
+  return made("ToastLargest", std::move(shape), mx::uint32, {x}, [](const Arrays &arrays) {
+    mx::array out = arrays.back();
+    InOrder data(arrays[0]);
+    const toast_vectors rows = rows_of(arrays[0], data);
+    need(toast_largest(&rows, rows.stride, out.data<uint32_t>()));
+  });
+}
+
 mx::array partitioned(const mx::array &x, int kth) {
   check(x.ndim() >= 1 && kth >= 0 && kth < x.shape(-1), "no such place in rows");
   type_of(x);
@@ -279,6 +292,11 @@ TOAST_API const char *toast_distribution_array(void *out, void *x) {
   return toast::wrong([&] {
     array_of(out) = toast::summed("ToastDistribution", array_of(x), 3, toast_distribution);
   });
+}
+
+TOAST_API const char *toast_largest_array(void *out, void *x) {
+  using toast::array_of;
+  return toast::wrong([&] { array_of(out) = toast::largest(array_of(x)); });
 }
 
 TOAST_API const char *toast_partition_array(void *out, void *x, int kth) {

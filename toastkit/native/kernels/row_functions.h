@@ -93,6 +93,11 @@ INLINE F32 erf_gelu(F32 x) {
 }
 
 INLINE F32 activated(int activation, F32 x) {
+  if (activation == TOAST_FINITE) {
+    F32 size = (F32)((U32)x & 0x7fffffff), guard = all(1e4f);
+    F32 y = size == INFINITY ? (x > 0 ? guard : -guard) : x;
+    return x == x ? y : F32{};
+  }
   if (activation == TOAST_ERF) return erf_gelu(x);
   F32 y = x;
   if (activation == TOAST_OAI) x = smaller(all(7.0f), x), y = x * 1.702f;
@@ -120,13 +125,29 @@ INLINE F32 some_or_least(int type, const void *x, int64_t at, int some) {
   return v;
 }
 
-static toast::Exponentials exponentials(int type, const void *x, int64_t first, int64_t count) {
-  F32 most = all(-INFINITY), totals = {}, products = {};
+static float most(int type, const void *x, int64_t first, int64_t count) {
+  F32 most = all(-INFINITY);
   for (int64_t k = 0; k < count; k += LANES) {
     const int some = int(count - k < LANES ? count - k : LANES);
     most = larger(some_or_least(type, x, first + k, some), most);
   }
-  const float top = largest(most);
+  return largest(most);
+}
+
+static int64_t place(int type, const void *x, int64_t first, int64_t count, float number) {
+  for (int64_t k = 0; k < count; k += LANES) {
+    const int some = int(count - k < LANES ? count - k : LANES);
+    F32 v = some_numbers_at(type, x, first + k, some);
+    if (!sum(v == number ? all(1) : F32{})) continue;
+    for (int i = 0; i < some; i++)
+      if (v[i] == number) return k + i;
+  }
+  return -1;
+}
+
+static toast::Exponentials exponentials(int type, const void *x, int64_t first, int64_t count) {
+  F32 totals = {}, products = {};
+  const float top = most(type, x, first, count);
   if (top == -INFINITY) {  // all of them, or NaN
     float total = 0;
     for (int64_t k = 0; k < count; k += LANES)
@@ -204,7 +225,7 @@ static void convolve_channels(const toast_convolution &c, int64_t batch, int64_t
 }
 
 const toast::RowInstructions row_functions = {
-    norm_row, turns_at,  rotate_head,       gate_numbers,            exponentials,
-    shares,   weigh_row, convolve_channels, {delta_rows, scan_rows}};
+    norm_row, turns_at, rotate_head, gate_numbers,      most,
+    place,    exponentials, shares,  weigh_row, convolve_channels, {delta_rows, scan_rows}};
 
 }  // namespace

@@ -85,6 +85,34 @@ int softmax(const toast_vectors &x, int64_t columns, void *out, int out_type) {
   return 0;
 }
 
+int largest(const toast_vectors &x, int64_t columns, uint32_t *out) {
+  const RowInstructions &code = *instructions().rows;
+  const int64_t parts = (columns + CHUNK - 1) / CHUNK;
+  auto most = memory<float>(x.count * parts);
+  if (!most) return 2;
+  auto in_part = [&](int64_t i, auto &&work) {
+    const int64_t from = i % parts * CHUNK;
+    return work(i / parts * x.stride + from, columns - from < CHUNK ? columns - from : CHUNK);
+  };
+  share(x.count * parts, columns < CHUNK ? columns : CHUNK, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; i++)
+      most[i] = in_part(i, [&](int64_t at, int64_t n) { return code.most(x.type, x.data, at, n); });
+  });
+  for (int64_t row = 0; row < x.count; row++) {
+    const float *own = &most[row * parts], number = *std::max_element(own, own + parts);
+    int64_t found = -1;
+    for (int64_t part = 0; part < parts && found < 0; part++) {
+      if (own[part] != number) continue;  // NaN hides what is -inf only
+      found = in_part(row * parts + part, [&](int64_t at, int64_t n) {
+        return code.place(x.type, x.data, at, n, number);
+      });
+      if (found >= 0) found += part * CHUNK;
+    }
+    out[row] = uint32_t(found < 0 ? 0 : found);
+  }
+  return 0;
+}
+
 // Numbers of a type in their order as whole numbers: both zeros are one, NaN is above all.
 uint32_t rank(int type, const void *x, int64_t at) {
   const bool wide = type == TOAST_F32;
@@ -139,7 +167,7 @@ int toast_rotate(const toast_heads *x, const toast_rotation *rotation, void *out
 int toast_gate(const void *gate, const void *x, int64_t count, int32_t type, int32_t activation,
                void *out) {
   using namespace toast;
-  if (!is_type(type) || activation < TOAST_SILU || activation > TOAST_OAI) return 1;
+  if (!is_type(type) || activation < TOAST_SILU || activation > TOAST_FINITE) return 1;
   const Gate all = {gate, x, type, activation, out};
   const RowInstructions &code = *instructions().rows;
   share(count, 1, [&](int64_t first, int64_t end) { code.gate(all, first, end); });
@@ -196,6 +224,11 @@ int toast_distribution(const toast_vectors *x, int64_t columns, float *out) {
     out[3 * row + 1] = log_sum;
     out[3 * row + 2] = log_sum - of.weighted / of.sum;
   }) ? 0 : 2;
+}
+
+int toast_largest(const toast_vectors *x, int64_t columns, uint32_t *out) {
+  if (!toast::is_type(x->type) || columns <= 0 || columns > UINT32_MAX) return 1;
+  return toast::largest(*x, columns, out);
 }
 
 int toast_partition(const toast_vectors *x, int64_t columns, int64_t kth, uint32_t *out) {

@@ -32,8 +32,11 @@ typedef struct {
 } toast_rotation;
 
 // GELU by tanh and by erf; OAI: of gpt-oss, x no further than 7 from 0, and the gate no higher, is
-// (x + 1) * gate * sigmoid(1.702 * gate).
-enum { TOAST_SILU = 0, TOAST_GELU = 1, TOAST_SIGMOID = 2, TOAST_ERF = 3, TOAST_OAI = 4 };
+// (x + 1) * gate * sigmoid(1.702 * gate). FINITE: the number itself, 0 for NaN, 1e4 for infinity
+// and -1e4 for its opposite.
+enum {
+  TOAST_SILU = 0, TOAST_GELU = 1, TOAST_SIGMOID = 2, TOAST_ERF = 3, TOAST_OAI = 4, TOAST_FINITE = 5
+};
 
 // All return 0; 1 for types that are not known, 2 for no memory. What comes out is contiguous.
 
@@ -62,6 +65,10 @@ TOAST_API int toast_log_sum_exp(const toast_vectors *x, int64_t columns, float *
 // Of the softmax of each row, float32 (count, 3): the largest number, the logarithm of the sum of
 // exp of how far all lie from it, and the entropy in nats. Rows of -inf alone have NaN.
 TOAST_API int toast_distribution(const toast_vectors *x, int64_t columns, float *out);
+
+// The first place of the largest number of each row, uint32 (count). NaN counts for nothing; where
+// a row has nothing else, the place is 0. A row has fewer than 2^32 numbers, and one at least.
+TOAST_API int toast_largest(const toast_vectors *x, int64_t columns, uint32_t *out);
 
 // The places of the numbers of each row, uint32 (count, columns), so that the one at `kth` is the
 // one that sorting would put there, what comes before it is no larger, and what comes after it no
@@ -149,6 +156,9 @@ struct RowInstructions {
   void (*rotate)(const toast_heads &, const toast_rotation &, const float *cos, const float *sin,
                  int64_t from, int64_t to, void *out);
   void (*gate)(const Gate &, int64_t first, int64_t end);
+  // The largest number; -inf where there is only NaN. The first place of a number, -1 for none.
+  float (*most)(int type, const void *x, int64_t first, int64_t count);
+  int64_t (*place)(int type, const void *x, int64_t first, int64_t count, float number);
   Exponentials (*exponentials)(int type, const void *x, int64_t first, int64_t count);
   // exp(x - most) * share, from `first` on of x to `to` on of out.
   void (*shares)(int type, const void *x, int64_t first, int64_t count, Exponentials of, void *out,

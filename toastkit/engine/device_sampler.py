@@ -14,13 +14,13 @@ from typing import cast
 
 import mlx.core as mx
 
-from .host import GUARD, LARGEST, Draw, nothing_left, xtc_acts
-from .sampling_options import SamplingOptions
-from .threefry import position_key
+from toastkit.native.operations import argmax, finite, in_rows, total
+from toastkit.sampling.host import LARGEST, Draw, nothing_left, xtc_acts
+from toastkit.sampling.sampling_options import SamplingOptions
+from toastkit.sampling.threefry import position_key
 
 _GUMBEL_FLOOR = 1e-20
 _LOWER_WORD = 32
-_ROW = 256
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class DeviceSampler:
         prompt. history: int32 or uint32 (n,), the last ids of prompt and answer, or None.
         """
         logits = self._adjust(logits.astype(mx.float32), history)
-        best = mx.argmax(logits)
+        best = argmax(logits)
         peak = logits[best]
         values = logits - peak
         # Lazy: costs nothing unless something below asks for it.
@@ -116,7 +116,7 @@ class DeviceSampler:
     def _adjust(self, logits: mx.array, history: mx.array | None) -> mx.array:
         """Steps 1-3 of the chain. A new array; the argument is left as it is."""
         options = self.options
-        logits = mx.nan_to_num(logits, nan=0.0, posinf=GUARD, neginf=-GUARD)
+        logits = finite(logits)
         if self._bias_ids.size:
             logits = logits.at[self._bias_ids].add(self._biases)
         if options.needs_history and history is not None and history.size:
@@ -160,7 +160,7 @@ class DeviceSampler:
         key = mx.array(position_key(options.seed, position), mx.uint32)
         u = mx.random.uniform(shape=(self.vocab,), key=key)
         noise = -mx.log(-mx.log(u + _GUMBEL_FLOOR))
-        return mx.argmax(values * self._inverse + noise)
+        return argmax(values * self._inverse + noise)
 
 
 def apply_top_p(
@@ -218,27 +218,11 @@ def apply_top_k(values: mx.array, k: int) -> mx.array:
     return mx.where(values < _kth_largest(values, k), -math.inf, values)
 
 
-def total(values: mx.array) -> mx.array:
-    """Sums of float32 (..., n) over the last axis, (...), in rows first.
-
-    MLX on the CPU adds one after another: at 151,936 probabilities the logarithm of such a sum is
-    off by 2e-4, that of a sum of row sums by 1e-7.
-    """
-    return _rows(values).sum(axis=-1).sum(axis=-1)
-
-
 def running_total(values: mx.array) -> mx.array:
     """The inclusive cumulative sum of float32 (n,), in rows for the same reason as `total`."""
-    inner = mx.cumsum(_rows(values), axis=1)
+    inner = mx.cumsum(in_rows(values), axis=1)
     before = mx.cumsum(inner[:, -1], inclusive=False)
     return (inner + before[:, None]).reshape(-1)[: values.size]
-
-
-def _rows(values: mx.array) -> mx.array:
-    """(..., n) -> (..., rows, _ROW), the last row filled up with zeros."""
-    *outer, count = values.shape
-    padding = [(0, 0)] * len(outer) + [(0, -count % _ROW)]
-    return mx.pad(values, padding).reshape(*outer, -1, _ROW)
 
 
 def _kth_largest(values: mx.array, k: int) -> mx.array:
