@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fake_daemon import FakeDaemon
+from toastkit.residency.predict import Calibration, Source
 
 Model = Callable[..., subprocess.CompletedProcess]
+LAYERS = (0.25,) * 8
+# As if of crumb here.
+MEASURED = Calibration(
+    LAYERS, LAYERS, LAYERS, 0.5, 0.5, 0.9, Source(1e9, 0.5, 0.5), Source(1e8, 0.5, 0.5)
+)
 
 
 @pytest.fixture
@@ -42,3 +48,14 @@ def model(toast, tmp_path: Path) -> Model:
         return done
 
     return run
+
+
+@pytest.fixture(scope="session")
+def measured(private_home: Path) -> None:
+    """What this device takes for crumb is stored, so that toast-model plan does not measure it."""
+    from toastkit.commands.model import model
+    from toastkit.engine import calibrating
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrating, "measure", lambda opened, tell: MEASURED)
+        model.main(["plan", "-q"], standalone_mode=False)

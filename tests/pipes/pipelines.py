@@ -35,6 +35,11 @@ class Result:
     errors: list[str]
 
 
+def most_tokens(script: str) -> str:
+    """TOAST_MAX_TOKENS for a script: as many as it takes to say what is right, or to say a bit."""
+    return "16" if any(question in script for question in ANSWERS) else "6"
+
+
 def check_answers(script: str, output: str) -> int:
     """Looks for the answers to what a script asks; how many questions there were."""
     asked = [question for question in ANSWERS if question in script]

@@ -304,5 +304,5 @@ def test_gate(shell: Shell) -> None:
     assert (sure.stdout, sure.stderr) == ("The capital of France is Paris.\n", "")
     unsure = shell("sh", script, "What is love?", code=1)
     assert (unsure.stdout, unsure.stderr) == ("", "not sure\n")
-    assert shell("sh", script, "What is love?", "-99").stdout
+    shell("sh", script, "What is the capital of France?", "1", code=1)  # nothing is so sure
     assert "no such model" in shell("sh", script, WHO, code=None, TOAST_MODEL="./none").stderr

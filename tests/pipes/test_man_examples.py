@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import SCRIPTS, SERVER
-from tests.pipes.pipelines import check_answers
+from tests.pipes.pipelines import check_answers, most_tokens
 from tests.unit.mdoc import MAN, Page, literal_blocks, pages
 from toastkit.model.locate import CRUMB
 
@@ -36,7 +36,7 @@ def python_example(page: str) -> str:
 
 
 @pytest.fixture
-def shell(tmp_path: Path, private_home: Path):
+def shell(tmp_path: Path, private_home: Path, measured: None):
     """shell(script): runs it with bash in an empty directory, with sessions of its own and the
     commands of this Python first on PATH; any command of a pipeline may fail it."""
     path = os.pathsep.join([SERVER.stubs(), str(SCRIPTS), os.environ["PATH"]])
@@ -50,7 +50,7 @@ def shell(tmp_path: Path, private_home: Path):
             cwd=work, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
             env={
                 **os.environ, "PATH": path, "XDG_STATE_HOME": str(state),
-                "TOAST_MAX_TOKENS": "16",  # long answers show no more
+                "TOAST_MAX_TOKENS": most_tokens(script),
             },
         )  # fmt: skip
 

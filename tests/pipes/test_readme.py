@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.conftest import ROOT, SCRIPTS
 from tests.forked import SERVER
-from tests.pipes.pipelines import check_answers
+from tests.pipes.pipelines import check_answers, most_tokens
 
 
 def test_it_is_a_front_page_and_names_what_there_is() -> None:
@@ -24,7 +24,7 @@ def test_it_is_a_front_page_and_names_what_there_is() -> None:
         assert not missing + [x for x in scripts if not (ROOT / x).exists()]
 
 
-def test_commands_work_as_pasted(tmp_path: Path, state_home: Path):
+def test_commands_work_as_pasted(tmp_path: Path, state_home: Path, measured: None):
     readme = (ROOT / "README.md").read_text()
     scripts = [
         script for block in re.findall(r"```sh\n(.*?)```", readme, re.S) for script in of(block)
@@ -38,13 +38,13 @@ def test_commands_work_as_pasted(tmp_path: Path, state_home: Path):
         **os.environ,
         "PATH": f"{SERVER.stubs()}:{SCRIPTS}:{os.environ['PATH']}",
         "TOAST_SOCKET": os.path.join(folder, "s"),
-        "TOAST_MAX_TOKENS": "16",  # long answers show no more
     }
     try:
         for script in scripts:
             done = subprocess.run(
                 ["bash", "-c", script], cwd=tmp_path, capture_output=True, timeout=60,
-                stdin=subprocess.DEVNULL, env=environment,
+                stdin=subprocess.DEVNULL,
+                env={**environment, "TOAST_MAX_TOKENS": most_tokens(script)},
             )  # fmt: skip
             assert done.returncode == 0, (script, done.stderr)
             assert bool(done.stdout.strip()) != script.startswith("toasted --daemon"), script
