@@ -263,33 +263,44 @@ def places(generation: int) -> list[int]:
 
 
 def commit_forever(path: str) -> None:
-    """The child of test_kill: goes on from whatever commit it finds."""
+    """What is killed in test_kill: goes on from whatever commit it finds."""
     with Session.open(path, MODEL) as session:
         if session.n_past:
             rows_of(session, session.n_past)
-        print("ready", flush=True)
+        print(os.getpid(), flush=True)
         while True:
             tokens = history(session.generation + 1)
             points = at(hybrid, tokens, *sorted(set(places(session.generation + 1))))
             commit(session, tokens, *hybrid(tokens), savepoints=points)
 
 
+def commit_when_asked(path: str) -> None:
+    """The child of test_kill, which has imported all: for each line a process of its own."""
+    for _ in sys.stdin:
+        if not os.fork():
+            commit_forever(path)
+        os.wait()
+        print("ended", flush=True)
+
+
 def test_kill_at_any_instant(tmp_path: Path):
     path = tmp_path / "session"
     rng = random.Random(time.time_ns())
-    code = f"from test_session_damage import commit_forever; commit_forever({str(path)!r})"
+    code = f"from test_session_damage import commit_when_asked as c; c({str(path)!r})"
     paths = [str(Path(__file__).parent), *filter(None, sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     reached = []
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True, bufsize=1, env=environment
+    )
+    assert child.stdin is not None and child.stdout is not None
     for _ in range(7):
-        child = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment
-        )
-        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        child.stdin.write("\n")
+        pid = int(child.stdout.readline())
         time.sleep(rng.uniform(0, 0.12))
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
+        os.kill(pid, signal.SIGKILL)
+        assert child.stdout.readline() == "ended\n"
         if not (path / "session.msgpack").exists():
             continue
         with Session.open(path, MODEL) as session:
@@ -300,6 +311,7 @@ def test_kill_at_any_instant(tmp_path: Path):
             for n in (*session.savepoints, len(tokens)):
                 assert rows_of(session, n) == expected(tokens[:n])
             assert session.logits().tolist() == logits_of(tokens).tolist()
+    child.communicate()
     assert reached == sorted(reached) and len(set(reached)) > 3
 
 
