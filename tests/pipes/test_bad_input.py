@@ -122,14 +122,12 @@ def test_json_that_is_not_messages(toast: Toast, messages: str):
         "{% for a in range(99999) %}{{ 'x' * 999 }}{% endfor %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ 'x' * 10 ** 12 }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{% include '/etc/passwd' %}",
         "{{ raise_exception('no system turn, please') }}",
         "{% if %}",
     ],
 )
 def test_templates(other_model: Path, template: str):
+    """One of each kind; the others are in test_sandbox and test_chat_template."""
     (other_model / "chat_template.jinja").write_text(template)
     command = [SCRIPTS / "toast-tokenize", "--template-only", "-m", other_model, "hi"]
     taken = run_hostile(command)
