@@ -262,7 +262,7 @@ def test_a_memory_warning_to_toast_and_perplexity() -> None:
     _, said = warned("toast", "--resident", "6", *flags)
     assert "toast: residency: 0 of 8 layers stay; " in said
     text = Path(__file__).parents[2] / "README.md"
-    flags = ["--json", "-v", "--chunk", "8", "--context", "64", "--limit", "256"]
+    flags = ["--json", "-v", "--chunk", "8", "--context", "64", "--limit", "160"]
     lines, _ = warned("perplexity", "--resident", "6", *flags, str(text))
     assert json.loads(lines[-1])["residency"]["resident"] == 0
 
