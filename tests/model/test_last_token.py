@@ -57,7 +57,7 @@ def passes(engine: Engine, count: int, chunk: int | None = None) -> tuple[list[i
 
 def by_steps(engine: Engine) -> Callable[[], None]:
     """Takes the last token by itself from here on; what is returned takes it along again."""
-    own, engine._last_token = engine._last_token, LastToken()
+    own, engine.last_token = engine.last_token, LastToken()
     return lambda: setattr(engine, "_last_token", own)
 
 
@@ -110,7 +110,7 @@ def test_one_token_more_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_logits_of_the_last_position_alone(tmp_path: Path) -> None:
     for name in ("llama", "llama_tied"):
         engine = opened(tmp_path, name)
-        heads = engine._last_token._heads
+        heads = engine.last_token._heads
         ids = mx.array([PROMPT[:9]], mx.uint32)
         engine.load()
         whole = engine.model(ids, cache=engine.new_cache())
