@@ -62,21 +62,32 @@ def measure(
     told what is being done. Raises DataError, IOFailure, NoInputError."""
     engine = opened(ResidencyOptions("layers", 0))
     try:
-        found = _Measuring(engine, tell).calibration()
         few = _few_that_stay(engine)
+        # First, while memory is new to the process: such as is used again is in smaller pages.
+        staying = _staying(opened, few, tell) if few else []
+        found = _Measuring(engine, tell).calibration()
     finally:
         engine.close()
-    del engine  # with all that it holds
-    mx.clear_cache()
     if not few:
         return found
+    usual = sum(found.token[:few]) / max(sum(found.token[few + 1 : 2 * few]), 1e-9)
+    shares = [seconds / max(usual * streamed, 1e-9) for seconds, streamed in staying]
+    return Calibration(**{**vars(found), "stays": min(1.0, median(shares))})
+
+
+def _staying(
+    opened: Callable[[ResidencyOptions], Engine], few: int, tell: Callable[[str], None]
+) -> list[tuple[float, float]]:
+    """Seconds of a token through the first few layers, which stay, and through all but the first of
+    as many after them, which do not, at the same time."""
     tell("layers that stay")
     engine = opened(ResidencyOptions("layers", few, "first"))
     try:
-        share = _Measuring(engine, tell).share_of_staying(few, found.token)
+        return _Measuring(engine, tell).staying(few)
     finally:
         engine.close()
-    return Calibration(**{**vars(found), "stays": share})
+        del engine  # with all that it holds
+        mx.clear_cache()
 
 
 def _few_that_stay(engine: Engine) -> int:
@@ -211,20 +222,17 @@ class _Measuring:
 
     # ----------------------------------------------------------------------------------- passes
 
-    def share_of_staying(self, few: int, token: Sequence[float]) -> float:
-        """Of a layer's seconds, what it takes where it stays, 0..1: the first few do here, and are
-        compared with those after them at the same time. token: seconds of each, streamed."""
-        upto = min(2 * few, len(self._sizes))
-        usual = sum(token[:few]) / max(sum(token[few + 1 : upto]), 1e-9)
-        shares = []
+    def staying(self, few: int) -> list[tuple[float, float]]:
+        """See _staying."""
+        found = []
         with self._ahead(0):
-            self._pass(1, upto)
+            self._pass(1, 2 * few)
             for _ in range(SWEEPS * ROUNDS):
-                staying = self._pass(1, few).rest
+                self._pass(1, few)  # after which nothing is left of reading
+                seconds = self._pass(1, few).rest
                 # The first one waits for those that stay.
-                streamed = sum(self._pass(1, upto).computes[1:])
-                shares.append(staying / max(usual * streamed, 1e-9))
-        return min(1.0, median(shares))
+                found.append((seconds, sum(self._pass(1, 2 * few).computes[1:])))
+        return found
 
     def _passes_of(self, tokens: int, layers: int, cold: bool = False) -> _Times:
         """The median of a few passes, and of those of earlier sweeps. The first one with so much
