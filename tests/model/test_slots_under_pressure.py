@@ -306,6 +306,32 @@ def test_what_a_model_holds_is_room_for_it() -> None:
     assert rooms[0] == rooms[1] > 0 and held > 16 * MIB
 
 
+@pytest.mark.parametrize("residency", [None, ResidencyOptions("layers", 1)])
+def test_files_leave_the_cache_that_cannot_hold_what_is_read_again(
+    olmoe: Path, residency: ResidencyOptions | None
+) -> None:
+    """Half of the memory: when the model is loaded, and when slots are given up. Counted from the
+    files' headers: experts without a slot, and all else in layers that come and go."""
+    entries = [item for header in locate(str(olmoe)).headers for item in header.entries.items()]
+    experts = sum(entry.nbytes for name, entry in entries if ".experts." in name)
+    gone = [item for item in entries if ".layers." in item[0] and ".layers.0." not in item[0]]
+    others = sum(entry.nbytes for name, entry in gone if ".experts." not in name)
+    away = [experts * (EXPERTS - n) // EXPERTS + (others if residency else 0) for n in (6, CHOSEN)]
+    model = Watched(olmoe, options=SlotOptions("slots", 6), residency=residency)
+    cases = [(2 * away[0], [False] * 2), (2 * away[0] + 2, [True, False])]
+    for free, expected in [*cases, (2 * away[1] + 2, [True, True])]:
+        model.readings.count = free
+        engine = model._made(SlotOptions("slots", 6))
+        store = engine.holdings.store
+        engine.load()
+        assert (not engine.holdings.streams.layers) == (not residency)
+        found = [store.keeps_cached]
+        model.policy.memory_warning()  # which is not told to where layers stay
+        engine.decide(NO_WISH)
+        assert [*found, store.keeps_cached] == expected
+        engine.close()
+
+
 def test_memory_is_given_back() -> None:
     """What MLX holds falls with the account; meanwhile it is more by the new slots of a matrix."""
     for thread in threading.enumerate():

@@ -79,6 +79,7 @@ def work_out(files, flags: dict[str, Any]) -> dict[str, Any]:
     """The plan as plain data, with a prediction, which is None without a calibration, and slots,
     None where experts need none. Raises UsageError where nothing fits."""
     from toastkit.residency.memory import available_memory
+    from toastkit.residency.model_sizes import cache_holds
     from toastkit.residency.residency_plan import Memory
 
     model = _unloaded(files, flags)
@@ -87,7 +88,8 @@ def work_out(files, flags: dict[str, Any]) -> dict[str, Any]:
         memory = Memory(available if flags["mem"] is None else flags["mem"], bool(flags["mem"]))
         found = _fitted(model, memory, flags)
         record: dict[str, Any] = asdict(found.plan)
-        record["cached"] = cached = _is_cached(model, found, available)
+        cached = cache_holds(model.holdings, found.plan.staying, available)
+        record["cached"] = cached
         measured = _measured(model, available, flags)
         record["slots"] = found.slots and _slots(found.slots, measured, cached)
         record["prediction"] = measured and _predicted(model, found, measured, cached)
@@ -111,18 +113,6 @@ def _fitted(model: _Model, memory: Memory, flags: dict[str, Any]) -> Fitted:
     return fitted(
         model.holdings, model.sizes, room, lambda sizes: _planned(model, sizes, memory, flags)
     )
-
-
-def _is_cached(model: _Model, found: Fitted, available: int) -> bool:
-    """Whether the system's cache of files can hold what is read while it runs."""
-    from toastkit.residency.model_sizes import cache_holds
-
-    absent: dict[str, float] = {}
-    if found.slots is not None:
-        for switch in model.holdings.slots.switches:
-            share = max(0.0, 1 - found.slots.slots / switch.experts)
-            absent.update((name, share) for stack in switch.stacks for name in stack.names)
-    return cache_holds(model.store, found.plan.staying, available, absent)
 
 
 def _slots(found: SlotPlan, measured: Calibration | None, cached: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from toastkit.experts.slot_sizes import Room, SlotPlan, SlotSizes
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.pressure import LOW
 from toastkit.residency.memory import available_memory
-from toastkit.residency.model_sizes import sizes_of
+from toastkit.residency.model_sizes import cache_holds, sizes_of
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.residency.residency_plan import ResidencyPlan
 from toastkit.residency.sizing import (
@@ -52,7 +52,11 @@ def room_for_experts(
             left = available() + ledger.total() - others - caches
             return max(0, min(int(SAFETY * (left - RUNTIME)), left - LOW))
 
-        return Room(size, None if budget else available, options.on)
+        def caches() -> bool:
+            resident = set(range(len(sizes.layers))).difference(holdings.streams.layers)
+            return cache_holds(holdings, resident, available())
+
+        return Room(size, None if budget else available, options.on, caches)
 
     return room
 

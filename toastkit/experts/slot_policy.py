@@ -101,6 +101,7 @@ class SlotPolicy:
         """Whether there are to be other slots: when the model is loaded, and, where memory has the
         word, as that comes and goes."""
         if self._made is None:
+            self._choose_cache()  # what is loaded is read so; where layers come and go they know
             return True
         if self._warned:
             self._warned = False
@@ -151,6 +152,7 @@ class SlotPolicy:
         if self._made is None:
             self._initial = self._slots
         self._made = self._amount
+        self._choose_cache()
         if self._notify and any(layer.memory.reads_all for layer in self._holdings.slots.layers):
             self._notify(
                 f"warning: {self._holdings.store.files.name} holds its experts in a way in which "
@@ -158,6 +160,11 @@ class SlotPolicy:
                 "which it is not)"
             )
             self._notify = None
+
+    def _choose_cache(self) -> None:
+        """As where layers come and go, see ResidencyPolicy: of the same reads, so that it makes no
+        difference who says it last."""
+        self._holdings.store.keeps_cached = self._room.caches()
 
     def failed(self) -> None:
         """They are as they were."""

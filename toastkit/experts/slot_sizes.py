@@ -16,11 +16,13 @@ from toastkit.holdings.holdings import Holdings
 class Room(NamedTuple):
     """What slots can have of the device's memory where the options do not say. size(): bytes, now.
     available(): bytes that are free, None where nobody has to look: a budget says what there is.
-    with_layers: whether a layer that has all its experts may come and go with them."""
+    with_layers: whether a layer that has all its experts may come and go with them. caches():
+    whether the system's cache of files can hold, now, what is read again and again."""
 
     size: Callable[[], int]
     available: Callable[[], int] | None
     with_layers: bool
+    caches: Callable[[], bool]
 
 
 class SlotSizes:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import mlx.core as mx
 
+from toastkit.holdings.forms import ABSENT
 from toastkit.holdings.holdings import Holdings
 from toastkit.residency.sizing import Sizes
-from toastkit.store.store import Store
 
 
 def movable(holdings: Holdings) -> dict[str, int]:
@@ -42,18 +41,21 @@ def sizes_of(holdings: Holdings) -> Sizes:
     return Sizes(outside, tuple(layers), *_cache_bytes(holdings))
 
 
-def cache_holds(
-    store: Store,
-    resident: Collection[int],
-    available: int,
-    absent: Mapping[str, float] = MappingProxyType({}),
-) -> bool:
-    """Whether the system's cache of files can hold the layers that do not stay. available: bytes of
-    memory. absent: the share of a tensor that does not stay, 0..1, by name, where that is not a
-    matter of its layer, as of experts in slots."""
-    away = (index for index in range(store.layer_count) if index not in resident)
-    shares = {**{name: 1.0 for i in away for name in store.layer_names(i)}, **absent}
-    return sum(store.nbytes(name) * share for name, share in shares.items()) < available // 2
+def cache_holds(holdings: Holdings, resident: Collection[int], available: int) -> bool:
+    """Whether the system's cache of files can hold what is read again and again: layers that do not
+    stay, and experts for which there is no slot. resident: layers that stay. available: bytes of
+    memory."""
+    store = holdings.store
+    read = 0.0
+    for holding in holdings.modules.values():
+        size = sum(map(store.nbytes, holding.names))
+        # Of a model of which nothing is loaded: slots that are planned.
+        slots = holding.slots if holding.form == ABSENT else holding.form.slots
+        if slots:
+            read += size * max(0.0, 1 - slots / store.shape(holding.names[0])[0])
+        elif holding.layer is not None and holding.layer not in resident:
+            read += size
+    return read < available // 2
 
 
 def _cache_bytes(holdings: Holdings) -> tuple[float, int]:

@@ -191,7 +191,7 @@ class ResidencyPolicy:
     def _choose_cache(self, resident: frozenset[int]) -> None:
         """A cache of files that cannot hold what is read once a token holds nothing of use, and
         throws out what others have use for."""
-        self._store.keeps_cached = cache_holds(self._store, resident, self._available())
+        self._store.keeps_cached = cache_holds(self._holdings, resident, self._available())
 
     def failed(self) -> None:
         """The same layers stay as before."""
