@@ -7,8 +7,9 @@
 A random checkpoint in the shape of OLMoE-1B-7B or Qwen1.5-MoE-A2.7B, with fewer layers or all (16,
 24: each way takes 1.5 and 3.5 GB) and 4 bits a weight, or crumb, which is trained. Rates, in GB/s:
 the files are in the system's cache, and read from there as slowly as that; PCIe 4.0 x16 has about
-25, x8 12, an NVMe disk 3.5; 0 is as fast as memory is. disk: they are read past the cache. One
-process, the ways in turn, token by token, so that they share a machine that changes its pace;
+25, x8 12, an NVMe disk 3.5; 0 is as fast as memory is. disk: they are read past the cache, and
+disk:0.3: as slowly as that, where the cache cannot hold them beside all ways' memory. One process,
+the ways in turn, token by token, so that they share a machine that changes its pace;
 --repeat: all with the same token after the same prompt, so that all that is wanted is in slots.
 --json adds a round to FILE, and a table is made of all that are there. A way is
 
@@ -75,18 +76,16 @@ SUMS = ("wanted", "hit", "read", "wait", "ahead", "right", "optimistic", "retrie
 
 
 class Rate:
-    """A medium that gives so many bytes a second to all threads together, out of memory that gives
-    `memory`."""
+    """A medium that gives so many bytes a second to all threads together, and to one as many: what
+    a read has taken already counts."""
 
-    def __init__(self, rate: float, memory: float):
-        self._rate, self._memory, self._free = rate, memory, 0.0
+    def __init__(self, rate: float):
+        self._rate, self._free = rate, 0.0
         self._lock = threading.Lock()
 
-    def __call__(self, count: int) -> None:
+    def __call__(self, count: int, begun: float) -> None:
         with self._lock:
-            # It began when the copy did, which is done.
-            begun = max(self._free, time.perf_counter() - count / self._memory)
-            self._free = begun + count / self._rate
+            self._free = max(self._free, begun) + count / self._rate
             wait = self._free - time.perf_counter()
         if wait > 0:
             time.sleep(wait)
@@ -181,11 +180,12 @@ class Way:
         self.seconds: list[float] = []
         self.fell: list[bool] = []
 
-    def begin(self, model: Model, number: int, rate: str, memory: float) -> None:
+    def begin(self, model: Model, number: int, rate: str) -> None:
         """Reads a prompt and a few tokens more, as fast as it goes; what follows counts."""
         store = self.engine.holdings.store
-        store.keeps_cached = rate != DISK
-        if rate == DISK and model.path is not None:
+        medium, _, limit = rate.rpartition(":")
+        store.keeps_cached = DISK not in (medium, limit)
+        if not store.keeps_cached and model.path is not None:
             drop(weights(model.path))  # what was loaded is in the cache
         for _ in self.engine.reading(self.state, model.tokens(number + 1000, PROMPT)):
             pass
@@ -195,8 +195,8 @@ class Way:
         optimistic = self.engine.holdings.slots.optimistic
         if {"careful", "always"}.intersection(self.more):
             optimistic.trusts, optimistic.note = "always" in self.more, lambda found: None
-        if rate not in (DISK, "0"):
-            store.throttle(Rate(float(rate) * 1e9, memory))
+        if limit not in (DISK, "0"):
+            store.throttle(Rate(float(limit) * 1e9))
         self.read, self.busy = store.reader.bytes_read, store.reader.busy_seconds
         self.engine.begin_run()
 
@@ -235,7 +235,7 @@ class Way:
 def known_choices(model: Model, kind: str, number: int, tokens: list[int]) -> list[dict]:
     """What each token will choose, but in the first layer. kind: big or little."""
     way = Way(model, kind, experts_of(model.files) - 1, "off")
-    way.begin(model, number, "0", 1.0)
+    way.begin(model, number, "0")
     found = []
     for token in tokens:
         way.engine.consume(way.state, token)
@@ -348,12 +348,11 @@ def run_case(model: Model, options: argparse.Namespace, slots: int, rate: str, c
     if any("need" in name for name in names):
         counts = divided(traced(model.files, model.tokens(-1, NEED)), slots)
         print("slots by need:", counts)
-    memory = memory_rate()
-    if rate != DISK and model.path is not None:
+    if DISK not in rate and model.path is not None:
         warm(weights(model.path))
     ways = [Way(model, name, slots, options.native, counts) for name in names]
     for way in ways:
-        way.begin(model, number, rate, memory)
+        way.begin(model, number, rate)
     for n, token in enumerate(tokens):
         first = n % len(ways)  # who comes first finds no experts in the processor's cache
         for way in ways[first:] + ways[:first]:

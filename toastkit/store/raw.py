@@ -7,6 +7,7 @@ import fcntl
 import os
 import sys
 import threading
+import time
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
@@ -53,13 +54,14 @@ class RawTensors:
 
     cached: whether what `fill` reads may stay in the system's cache of files. Else what was not
     there before is not left there. throttle: for measurements, told the bytes of each read when it
-    is done: who sleeps there makes the files as slow as some other medium.
+    is done, and when it began, by time.perf_counter: who sleeps there makes the files as slow as
+    some other medium.
     """
 
     def __init__(self, files: ModelFiles):
         self._files = files
         self.cached = True
-        self.throttle: Callable[[int], None] | None = None
+        self.throttle: Callable[[int, float], None] | None = None
         self._dropping = RWF_DONTCACHE if sys.platform == "linux" else 0
         self._places: dict[str, tuple[Path, Entry]] = {}
         self._identities = {header.path: _identity(header.path) for header in files.headers}
@@ -119,12 +121,13 @@ class RawTensors:
             try:
                 fd = self._descriptor(path)
                 while views and not stopped():
+                    begun = time.perf_counter()
                     count = self._pread(fd, views, start)
                     if not count:
                         raise DataError(f"{self._files.name}: {path.name} is shorter than it was")
                     start, views = start + count, _after(views, count)
                     if self.throttle is not None:
-                        self.throttle(count)
+                        self.throttle(count, begun)
             except OSError as error:
                 raise from_os_error(error, f"cannot read {path}") from error
 

@@ -255,7 +255,7 @@ class Store:
     def keeps_cached(self, kept: bool) -> None:
         self._raw.cached = kept
 
-    def throttle(self, wait: Callable[[int], None] | None) -> None:
+    def throttle(self, wait: Callable[[int, float], None] | None) -> None:
         """For measurements: see RawTensors.throttle."""
         self._raw.throttle = wait
 
