@@ -77,18 +77,20 @@ SUMS = ("wanted", "hit", "read", "wait", "ahead", "right", "optimistic", "retrie
 
 class Rate:
     """A medium that gives so many bytes a second to all threads together, and to one as many: what
-    a read has taken already counts."""
+    a read has taken already counts, and so does what the system has slept too long."""
 
     def __init__(self, rate: float):
         self._rate, self._free = rate, 0.0
-        self._lock = threading.Lock()
+        self._lock, self._own = threading.Lock(), threading.local()
 
     def __call__(self, count: int, begun: float) -> None:
         with self._lock:
-            self._free = max(self._free, begun) + count / self._rate
-            wait = self._free - time.perf_counter()
+            begun -= getattr(self._own, "late", 0.0)
+            self._free = free = max(self._free, begun) + count / self._rate
+        wait = free - time.perf_counter()
         if wait > 0:
             time.sleep(wait)
+        self._own.late = time.perf_counter() - free if wait > 0 else 0.0
 
 
 def memory_rate() -> float:
