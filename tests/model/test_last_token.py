@@ -58,7 +58,7 @@ def passes(engine: Engine, count: int, chunk: int | None = None) -> tuple[list[i
 def by_steps(engine: Engine) -> Callable[[], None]:
     """Takes the last token by itself from here on; what is returned takes it along again."""
     own, engine.last_token = engine.last_token, LastToken()
-    return lambda: setattr(engine, "_last_token", own)
+    return lambda: setattr(engine, "last_token", own)
 
 
 def check_same(engine: Engine, count: int, chunk: int | None = None) -> list[int]:
