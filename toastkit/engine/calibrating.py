@@ -171,7 +171,10 @@ class _Measuring:
         passes = [(1, token), (length, chunk)]
         beside = [self._passes_of(tokens, len(times.computes), cold) for tokens, times in passes]
         # What is read ahead is read without a pause; what is computed meanwhile may slow it.
-        rates = [self._rate(token.waits, sum(token.waits))]
+        rates = [
+            self._rate(token.waits, sum(token.waits)),
+            self._rate_alone(len(token.waits), cold),
+        ]
         rates += [self._rate(b.waits, self._reading_seconds(b, cold)) for b in beside]
         rate = max(*rates, LEAST_RATE)
         slow = [self._slowdown(rate, t, b, cold) for (_, t), b in zip(passes, beside)]
@@ -190,6 +193,17 @@ class _Measuring:
         """Bytes a second of the first layers, which were waited for so long; they were read within
         so many seconds."""
         return sum(self._sizes[: len(waits)]) / max(seconds, 1e-9)
+
+    def _rate_alone(self, layers: int, cold: bool) -> float:
+        """Bytes a second of the first layers, read one after another while nothing is computed."""
+        self._begin(layers, cold)
+        start = time.perf_counter()
+        for index in self._streams.layers[:layers]:
+            with self._streams.present(index):
+                pass
+        seconds = time.perf_counter() - start
+        self._streams.settle()
+        return sum(self._sizes[:layers]) / max(seconds, 1e-9)
 
     def _reading_seconds(self, beside: _Times, cold: bool) -> float:
         """In which all layers of a pass were read at the latest."""
@@ -254,10 +268,8 @@ class _Measuring:
         """One pass from the beginning of a text, as Engine.prefill or Engine.step would have it."""
         engine, times = self._engine, self._streams.times
         if not self._goes_round(layers, cold):
-            self._streams.settle()
+            self._begin(layers, cold)
         self._store.keeps_cached = not cold
-        if cold:
-            self._forget_files(min(layers + MOST_AHEAD, len(self._sizes)))
         waits: list[float] = []
         computes: list[float] = []
         before = times.wait
@@ -288,6 +300,13 @@ class _Measuring:
         finally:
             self._streams.watch = lambda index, ran: None
         return _Times(waits, computes, time.perf_counter() - start - sum(waits) - sum(computes))
+
+    def _begin(self, layers: int, cold: bool) -> None:
+        """Nothing is read ahead; cold: the first layers are to come from the disk."""
+        self._streams.settle()
+        self._store.keeps_cached = not cold
+        if cold:
+            self._forget_files(min(layers + MOST_AHEAD, len(self._sizes)))
 
     def _forget_files(self, layers: int) -> None:
         """Has the system forget what it keeps of the files of the first layers."""
