@@ -55,7 +55,7 @@ def run_hostile(
         source.seek(0)
         with tempfile.TemporaryFile() as error:
             given = source if isinstance(stdin, bytes) else stdin or subprocess.DEVNULL
-            # Linux counts what this process had when it made the child as the child's.
+            # Linux counts the peak of the process that made a child as the child's.
             own = peak_bytes()
             child = subprocess.Popen(
                 [str(part) for part in command], stdin=given, stdout=out, stderr=error, **popen

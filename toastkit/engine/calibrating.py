@@ -196,6 +196,7 @@ class _Measuring:
 
     def _rate_alone(self, layers: int, cold: bool) -> float:
         """Bytes a second of the first layers, read one after another while nothing is computed."""
+        self._streams.settle()
         self._begin(layers, cold)
         start = time.perf_counter()
         for index in self._streams.layers[:layers]:
@@ -267,9 +268,7 @@ class _Measuring:
     def _pass(self, tokens: int, layers: int, cold: bool = False) -> _Times:
         """One pass from the beginning of a text, as Engine.prefill or Engine.step would have it."""
         engine, times = self._engine, self._streams.times
-        if not self._goes_round(layers, cold):
-            self._begin(layers, cold)
-        self._store.keeps_cached = not cold
+        self._begin(layers, cold)
         waits: list[float] = []
         computes: list[float] = []
         before = times.wait
@@ -302,8 +301,9 @@ class _Measuring:
         return _Times(waits, computes, time.perf_counter() - start - sum(waits) - sum(computes))
 
     def _begin(self, layers: int, cold: bool) -> None:
-        """Nothing is read ahead; cold: the first layers are to come from the disk."""
-        self._streams.settle()
+        """Before the first layers are read, which is to be from the disk where cold."""
+        if not self._goes_round(layers, cold):
+            self._streams.settle()
         self._store.keeps_cached = not cold
         if cold:
             self._forget_files(min(layers + MOST_AHEAD, len(self._sizes)))

@@ -102,13 +102,8 @@ class Convolution(Native):
         has."""
         library, weight, bias = in_use(), self["weight"], self.get("bias")
         channels, kernel, each = weight.shape
-        plain = (self.stride, self.padding, self.dilation, self.groups, each) == (
-            1,
-            0,
-            1,
-            channels,
-            1,
-        )
+        kind = self.stride, self.padding, self.dilation, self.groups, each
+        plain = kind == (1, 0, 1, channels, 1)
         if library is None or not plain or kernel > MOST_KERNEL or not fits(x, weight):
             return None
         if x.ndim != 3 or x.shape[1] < kernel or mx.result_type(x, weight) != x.dtype:
