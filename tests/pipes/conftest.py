@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fake_daemon import FakeDaemon
-from toastkit.residency.predict import Calibration, Source
+from toastkit.residency.predict import Calibration, Slowdown, Source
 
 Model = Callable[..., subprocess.CompletedProcess]
 LAYERS = (0.25,) * 8
+SLOWER = Slowdown(0.5, 0.5)
 # As if of crumb here.
 MEASURED = Calibration(
-    LAYERS, LAYERS, LAYERS, 0.5, 0.5, 0.9, Source(1e9, 0.5, 0.5), Source(1e8, 0.5, 0.5)
+    LAYERS, LAYERS, LAYERS, 0.5, 0.5, 0.9, Source(1e9, SLOWER, SLOWER), Source(1e8, SLOWER, SLOWER)
 )
 
 

@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 
 from toastkit.errors import CannotCreateError
 from toastkit.residency import calibration
-from toastkit.residency.predict import Calibration, Source
+from toastkit.residency.predict import Calibration, Slowdown, Source
 
 OF = {"device": "cpu", "name": "Abacus", "threads": 2, "layers": [10, 20]}
 FOUND = Calibration(
-    (0.25, 1 / 3), (0.5, 0.5), (0.125, 0.0), 0.75, 0.0, 0.9, Source(1e9, 0.5, 1.0),
-    Source(1e8, 0.0, 0.25),
+    (0.25, 1 / 3), (0.5, 0.5), (0.125, 0.0), 0.75, 0.0, 0.9,
+    Source(1e9, Slowdown(0.5, 1.0), Slowdown(0.25, 2.5)),
+    Source(1e8, Slowdown(0.0, 0.25), Slowdown(0.0, 0.0)),
 )  # fmt: skip
+NONE = {"reading": 0, "computing": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +61,10 @@ def changed(**fields: Any) -> bytes:
         {"schema": 1}, {"schema": None}, {"of": {}}, {"of": {**OF, "name": "Sand"}}, {"more": 1},
         {"token": [0.25]}, {"token": 0.25}, {"token": [0.25, "x"]}, {"token": [0.25, -1]},
         {"stays": True}, {"stays": float("nan")}, {"outside_token": 1e300}, {"cold": {}},
-        {"cold": {"rate": 0, "token": 0, "chunk": 0}}, {"cold": [1, 2, 3]},
-        {"cached": {"rate": 1, "token": 1.5, "chunk": 0}}, {"outside_chunk": 10**400},
+        {"cold": {"rate": 0, "token": NONE, "chunk": NONE}}, {"cold": [1, 2, 3]},
+        {"cold": {"rate": 1, "token": 0.5, "chunk": NONE}}, {"outside_chunk": 10**400},
+        {"cached": {"rate": 1, "token": {"reading": 4.5, "computing": 0}, "chunk": NONE}},
+        {"cached": {"rate": 1, "token": NONE, "chunk": {"reading": 0}}},
     ],
 )  # fmt: skip
 def test_a_file_of_another_make_is_ignored(fields: dict) -> None:

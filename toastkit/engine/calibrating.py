@@ -8,10 +8,11 @@ would take long is ended after a few layers of each size, and the others are tak
 
 from __future__ import annotations
 
-import os
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
@@ -19,7 +20,13 @@ import mlx.core as mx
 
 from toastkit.engine.engine import CHUNK, Engine
 from toastkit.holdings.read_ahead import MOST_AHEAD
-from toastkit.residency.predict import Calibration, Source, fitted_slowdown
+from toastkit.residency.predict import (
+    Calibration,
+    Played,
+    Slowdown,
+    Source,
+    fitted_slowdown,
+)
 from toastkit.residency.residency_options import ResidencyOptions
 
 LITTLE_BYTES = 1 << 30  # on the device, of layers that stay, to see what that spares
@@ -34,7 +41,9 @@ ROUNDS_SECONDS, ROUNDS, SWEEPS = 1.5, 4, 2
 SHORTEST, TIMES = {"cpu": 4, "gpu": 128}, 4
 CHUNK_SECONDS = 0.7
 LEAST_RATE = 1.0  # bytes a second
-SEEN = 0.3  # the share of the less, of reading and computing, at which either is seen
+# Where reading takes a smaller share of what computing does, or computing of what reading does, a
+# pass does not show how much it is slowed down.
+SEEN = 0.15
 
 
 class _Enough(Exception):
@@ -53,6 +62,29 @@ class _Times(NamedTuple):
     def total(self) -> float:
         """Of all of it."""
         return sum(self.waits) + sum(self.computes) + self.rest
+
+
+class _Beside(NamedTuple):
+    """Passes over a token and over a chunk while layers are read ahead. rate: bytes a second of
+    reading alone."""
+
+    token: _Times
+    chunk: _Times
+    rate: float
+
+
+class _Sweep(NamedTuple):
+    """Passes with nothing read ahead: over a token, through all layers, through those that its
+    times are taken of and, from the disk, through some; over a short and a long chunk. And such as
+    always run, from the cache of files and from the disk."""
+
+    whole: _Times
+    token: _Times
+    token_cold: _Times
+    brief: _Times
+    chunk: _Times
+    cached: _Beside
+    cold: _Beside
 
 
 def measure(
@@ -86,7 +118,8 @@ def _staying(
         return _Measuring(engine, tell).staying(few)
     finally:
         engine.close()
-        del engine  # with all that it holds
+        del engine
+        gc.collect()  # what it holds: modules and holdings know each other
         mx.clear_cache()
 
 
@@ -108,8 +141,9 @@ class _Measuring:
         self._engine, self._tell = engine, tell
         self._streams, self._store = engine.holdings.streams, engine.holdings.store
         self._sizes = policy.sizes.layers
-        self._most = self._streams.most_ahead
+        self._most, self._allowed = self._streams.most_ahead, self._streams.allowed_ahead
         self._found: dict[tuple, list[_Times]] = {}
+        self._alone: dict[tuple, list[float]] = {}
         self._warm_for: int | None = None  # layers ahead that there is memory for
 
     def calibration(self) -> Calibration:
@@ -121,12 +155,26 @@ class _Measuring:
             first = self._pass(1, len(self._sizes))
             lengths = self._lengths()
             for _ in range(SWEEPS):
-                found = self._sweep(first, *lengths)
+                sweep = self._sweep(first, *lengths)
         finally:
             store.keeps_cached, streams.most_ahead = kept, self._most
-        return found
+        short, long = lengths
+        costs = [
+            _line(short, a, long, b)
+            for a, b in zip(self._spread(sweep.brief.computes), self._spread(sweep.chunk.computes))
+        ]
+        return Calibration(
+            token=tuple(self._spread(sweep.token.computes)),
+            chunk_fixed=tuple(fixed for fixed, _ in costs),
+            chunk_token=tuple(each for _, each in costs),
+            outside_token=max(0.0, sweep.whole.rest),
+            outside_chunk=max(0.0, sweep.chunk.rest),
+            stays=1.0,
+            cached=self._source(sweep.token, sweep.brief, sweep.cached),
+            cold=self._source(sweep.token_cold, sweep.brief, sweep.cold, cold=True),
+        )
 
-    def _sweep(self, first: _Times, short: int, long: int) -> Calibration:
+    def _sweep(self, first: _Times, short: int, long: int) -> _Sweep:
         """All passes once more. first: the first one over a token. short, long: tokens of
         chunks."""
         few, more = (_enough(self._sizes, least) for least in (CHUNK_LAYERS, FEW_LAYERS))
@@ -137,23 +185,17 @@ class _Measuring:
         brief, chunk = (self._passes_of(length, few) for length in (short, long))
         token_cold = self._passes_of(1, more, cold=True)
         with self._ahead(self._most):
-            cached = self._source(token, brief, short)
+            cached = self._beside(len(token.waits), short)
             self._tell("reading from the disk")
-            cold = self._source(token_cold, brief, short, cold=True)
-        costs = [
-            _line(short, a, long, b)
-            for a, b in zip(*(self._spread(times.computes) for times in (brief, chunk)))
-        ]
-        return Calibration(
-            token=tuple(self._spread(token.computes)),
-            chunk_fixed=tuple(fixed for fixed, _ in costs),
-            chunk_token=tuple(each for _, each in costs),
-            outside_token=max(0.0, whole.rest),
-            outside_chunk=max(0.0, chunk.rest),
-            stays=1.0,
-            cached=cached,
-            cold=cold,
-        )
+            cold = self._beside(more, short, cold=True)
+        return _Sweep(whole, token, token_cold, brief, chunk, cached, cold)
+
+    def _beside(self, layers: int, length: int, cold: bool = False) -> _Beside:
+        """Passes as they always run, with layers read ahead: over a token through so many layers,
+        and over so many tokens."""
+        few = _enough(self._sizes, CHUNK_LAYERS)
+        token, chunk = self._passes_of(1, layers, cold), self._passes_of(length, few, cold)
+        return _Beside(token, chunk, self._rate_alone(layers, cold))
 
     def _lengths(self) -> tuple[int, int]:
         """The two longest chunks of which a pass is quickly run, in tokens."""
@@ -164,30 +206,23 @@ class _Measuring:
             length *= TIMES
         return length // TIMES, length
 
-    def _source(self, token: _Times, chunk: _Times, length: int, cold: bool = False) -> Source:
-        """Reading from the cache of files or, cold, from the disk. token, chunk: the passes with
-        nothing read ahead, over one token and so many. Those over a chunk may have read from
-        elsewhere: what it takes to compute is the same."""
-        passes = [(1, token), (length, chunk)]
-        beside = [self._passes_of(tokens, len(times.computes), cold) for tokens, times in passes]
-        # What is read ahead is read without a pause; what is computed meanwhile may slow it.
-        rates = [
-            self._rate(token.waits, sum(token.waits)),
-            self._rate_alone(len(token.waits), cold),
+    def _source(self, token: _Times, chunk: _Times, beside: _Beside, cold: bool = False) -> Source:
+        """Reading from the cache of files or, cold, from the disk. token, chunk: passes with
+        nothing read ahead; the latter may have read from elsewhere: what it takes to compute is the
+        same."""
+        both = (beside.token, beside.chunk)
+        # It is no slower than it was with something to compute meanwhile.
+        slowest = [self._rate(b.waits, self._reading_seconds(b, cold)) for b in both]
+        rate = max(beside.rate, *slowest, LEAST_RATE)
+        slow = [
+            self._slowdown(rate, token, beside.token, cold),
+            self._slowdown(rate, chunk, beside.chunk, cold),
         ]
-        rates += [self._rate(b.waits, self._reading_seconds(b, cold)) for b in beside]
-        rate = max(*rates, LEAST_RATE)
-        slow = [self._slowdown(rate, t, b, cold) for (_, t), b in zip(passes, beside)]
-        # Where one of the two is little, it cannot be seen by how much they slow each other down.
-        seen = [self._likeness(rate, times) for _, times in passes]
-        if max(seen) > SEEN > min(seen):
-            slow = [slow[seen.index(max(seen))]] * 2
-        return Source(rate, *slow)
+        return Source(rate, *_seen(slow, [self._both(rate, times) for times in (token, chunk)]))
 
-    def _likeness(self, rate: float, times: _Times) -> float:
-        """Of seconds that are read at that rate and computed, the less as a share of the more."""
-        both = sum(self._sizes[: len(times.computes)]) / rate, sum(times.computes)
-        return min(both) / max(*both, 1e-9)
+    def _both(self, rate: float, times: _Times) -> tuple[float, float]:
+        """Seconds in which the layers of a pass are read at that rate, and computed."""
+        return sum(self._sizes[: len(times.computes)]) / rate, sum(times.computes)
 
     def _rate(self, waits: Sequence[float], seconds: float) -> float:
         """Bytes a second of the first layers, which were waited for so long; they were read within
@@ -195,16 +230,22 @@ class _Measuring:
         return sum(self._sizes[: len(waits)]) / max(seconds, 1e-9)
 
     def _rate_alone(self, layers: int, cold: bool) -> float:
-        """Bytes a second of the first layers, read one after another while nothing is computed."""
+        """Bytes a second of the first layers, read one after another while nothing is computed:
+        the median of what was found up to now."""
+        found = self._alone.setdefault((layers, cold), [])
+        end = time.perf_counter() + ROUNDS_SECONDS
+        for _ in range(ROUNDS):
+            self._streams.settle()
+            self._begin(layers, cold)
+            start = time.perf_counter()
+            for index in self._streams.layers[:layers]:
+                with self._streams.present(index):
+                    pass
+            found.append(sum(self._sizes[:layers]) / (time.perf_counter() - start))
+            if time.perf_counter() > end:
+                break
         self._streams.settle()
-        self._begin(layers, cold)
-        start = time.perf_counter()
-        for index in self._streams.layers[:layers]:
-            with self._streams.present(index):
-                pass
-        seconds = time.perf_counter() - start
-        self._streams.settle()
-        return sum(self._sizes[:layers]) / max(seconds, 1e-9)
+        return median(found)
 
     def _reading_seconds(self, beside: _Times, cold: bool) -> float:
         """In which all layers of a pass were read at the latest."""
@@ -212,15 +253,17 @@ class _Measuring:
             return beside.total
         return sum(beside.waits) + sum(beside.computes[:-1])
 
-    def _slowdown(self, rate: float, apart: _Times, beside: _Times, cold: bool) -> float:
+    def _slowdown(self, rate: float, apart: _Times, beside: _Times, cold: bool) -> Slowdown:
         """Of reading at that rate and computing. apart, beside: passes with nothing read ahead, and
         as they always run."""
         reads = [size / rate for size in self._sizes[: len(apart.computes)]]
+        waiting, computing = sum(beside.waits), sum(beside.computes)
         if self._goes_round(len(reads), cold):
-            return fitted_slowdown(reads, apart.computes, apart.rest, beside.total)
+            measured = Played(waiting, computing + beside.rest)
+            return fitted_slowdown(reads, apart.computes, apart.rest, measured, self._allowed)
         # Such a pass begins with nothing read.
-        seconds = sum(beside.waits) + sum(beside.computes)
-        return fitted_slowdown(reads, apart.computes, 0.0, seconds, passes=1)
+        measured = Played(waiting, computing)
+        return fitted_slowdown(reads, apart.computes, 0.0, measured, self._allowed, passes=1)
 
     def _goes_round(self, layers: int, cold: bool) -> bool:
         """Whether passes follow each other as in decoding: during one, layers are read for the
@@ -271,14 +314,18 @@ class _Measuring:
         self._begin(layers, cold)
         waits: list[float] = []
         computes: list[float] = []
-        before = times.wait
+        left, waited = 0.0, times.wait  # when the layer before was left
 
         def watch(index: int, ran: bool) -> None:
-            nonlocal before
+            nonlocal left, waited
             if ran:
-                waits.append(times.wait - before)
-                computes.append(times.by_layer[index])
-                before = times.wait
+                now, wait = time.perf_counter(), times.wait - waited
+                waits.append(wait)
+                # With what lies between it and the layer before, which one that stays has not.
+                computes.append(now - left - wait)
+                left, waited = now, times.wait
+            elif not waits:
+                left = time.perf_counter()
             if index + ran >= layers and layers < len(self._sizes):
                 mx.synchronize()  # with those that stay
                 raise _Enough
@@ -306,26 +353,8 @@ class _Measuring:
             self._streams.settle()
         self._store.keeps_cached = not cold
         if cold:
-            self._forget_files(min(layers + MOST_AHEAD, len(self._sizes)))
-
-    def _forget_files(self, layers: int) -> None:
-        """Has the system forget what it keeps of the files of the first layers."""
-        if not hasattr(os, "posix_fadvise"):
-            return  # what reads from now on goes past that anyway: F_NOCACHE
-        spans: dict[object, list[tuple[int, int]]] = {}
-        for index in range(layers):
-            for name in self._store.layer_names(index):
-                place = self._store.source(name)
-                if place is not None:
-                    file, entry = place
-                    spans.setdefault(file, []).append((entry.start, entry.stop - entry.start))
-        for path, ranges in spans.items():
-            fd = os.open(str(path), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                for start, size in ranges:
-                    os.posix_fadvise(fd, start, size, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
+            for index in range(min(layers + MOST_AHEAD, len(self._sizes))):
+                self._store.forget_cached(self._store.layer_names(index))
 
     def _spread(self, seconds: Sequence[float]) -> list[float]:
         """Of all layers, what was measured of the first: one that was not is like the median of its
@@ -337,6 +366,18 @@ class _Measuring:
         for size in self._sizes[len(measured) :]:
             measured.append(median(by_size.get(size) or seconds))
         return measured
+
+
+def _seen(slow: Sequence[Slowdown], both: Sequence[tuple[float, float]]) -> Iterator[Slowdown]:
+    """Of two passes; from the other one, what of a pass does not show. both: seconds of reading and
+    of computing of each."""
+    for this, other, (reading, computing) in zip(slow, reversed(slow), both):
+        if reading < SEEN * computing:
+            yield other
+        elif computing < SEEN * reading:
+            yield replace(this, reading=other.reading)
+        else:
+            yield this
 
 
 def _enough(sizes: Sequence[int], least: int) -> int:

@@ -167,9 +167,14 @@ class Streams:
         seconds = reader.busy_seconds * size / max(reader.device_bytes, 1)  # of a layer's reading
         computes = [times.by_layer[i] for i in self.layers if i in times.by_layer]
         wanted = layers_ahead(seconds, computes, times.gap) if computes else 1
-        if self.spare_bytes is not None:
-            wanted = min(wanted, 1 + self.spare_bytes // self._largest)
-        return min(wanted, self.most_ahead, len(self.layers))
+        return min(wanted, self.allowed_ahead, len(self.layers))
+
+    @property
+    def allowed_ahead(self) -> int:
+        """Layers that may be read ahead, by number and by memory."""
+        if self.spare_bytes is None:
+            return self.most_ahead
+        return min(self.most_ahead, 1 + self.spare_bytes // max(1, self._largest))
 
     def settle(self) -> None:
         """Waits for what is being read ahead, and lets it go; its memory is used again."""

@@ -2,7 +2,7 @@
 
     $XDG_CACHE_HOME/toastkit/residency/KEY.json
 
-One JSON object: schema (2), what it was measured of, and the fields of Calibration. The key is a
+One JSON object: schema (3), what it was measured of, and the fields of Calibration. The key is a
 hash of what it was measured of. It is replaced as a whole. What is there and cannot be read, or is
 about something else, is as if nothing were there: to measure again costs seconds.
 """
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from toastkit.base_directories import own_directory
-from toastkit.residency.predict import Calibration, Source
+from toastkit.residency.predict import MOST_SLOWDOWN, Calibration, Slowdown, Source
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAX_BYTES = 1 << 20
 MOST_SECONDS = 1e6
 LAYER_FIELDS = ("token", "chunk_fixed", "chunk_token")
@@ -112,15 +112,18 @@ def _decode(fields: dict[str, Any], layers: int) -> Calibration:
             raise ValueError(name)
         values[name] = tuple(map(_seconds, given))
     for name in ("cached", "cold"):
-        source = Source(**fields.pop(name))
-        if _number(source.rate) <= 0 or not all(
-            0 <= _number(share) <= 1 for share in (source.token, source.chunk)
-        ):
-            raise ValueError(name)
-        values[name] = source
+        values[name] = _source(**fields.pop(name))
     if fields:
         raise ValueError("other fields")
     return Calibration(**values)
+
+
+def _source(rate: Any, token: Any, chunk: Any) -> Source:
+    slow = Slowdown(**token), Slowdown(**chunk)
+    shares = [_number(share) for one in slow for share in (one.reading, one.computing)]
+    if _number(rate) <= 0 or not all(0 <= share <= MOST_SLOWDOWN for share in shares):
+        raise ValueError("no source")
+    return Source(rate, *slow)
 
 
 def _seconds(value: Any) -> float:

@@ -3,10 +3,10 @@
 Paper 001, section 5.5, predicts 1 / (T_compute + N_streamed * T_io) tokens a second from bandwidths
 and was 50% to 4,000% off. Its formula leaves out: that layers are read while others run; what
 reading costs that is no bandwidth; that each streamed layer is waited for by itself, while those
-that stay are computed in one go; what runs outside the layers; that reading and computing slow each
-other down; and that layers differ. Here all of these are measured (`calibration`), and a pass is
-played through as `holdings.streams` does it: layers are read one after another, a few ahead of the
-one that runs, round to the next pass.
+that stay are computed in one go; what runs outside the layers; how much reading slows computing
+down, and computing reading; and that layers differ. Here all of these are measured (`calibration`),
+and a pass is played through as `holdings.streams` does it: layers are read one after another, a few
+ahead of the one that runs, round to the next pass.
 """
 
 from __future__ import annotations
@@ -14,22 +14,34 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from toastkit.holdings.read_ahead import MOST_AHEAD, layers_ahead
 
 PASSES = 12  # played through at most until one is as the one before
+MOST_SLOWDOWN = 4.0
+COARSE, FINE = 0.125, 0.01  # steps in which slowdowns are looked for
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """How much longer reading takes while something is computed, and computing while something is
+    read, as a share of what they take alone, 0..MOST_SLOWDOWN. They are two numbers: threads that
+    copy from the system's cache of files take processors from those that compute, and hardly lose
+    any to them; who waits for a disk takes none."""
+
+    reading: float
+    computing: float
 
 
 @dataclass(frozen=True)
 class Source:
     """Where absent layers are read from. rate: bytes on the device that are there after a second of
-    nothing but reading. token, chunk: the slowdown of reading and computing at a time, in a pass
-    over one token and over many: how much longer both take together than side by side without each
-    other, 0..1. 1: as long as one after the other."""
+    nothing but reading. token, chunk: the slowdowns in a pass over one token and over many."""
 
     rate: float
-    token: float
-    chunk: float
+    token: Slowdown
+    chunk: Slowdown
 
 
 @dataclass(frozen=True)
@@ -102,80 +114,107 @@ def predict(
     return Prediction(one, total, sum(r or 0.0 for r in reads), sum(token) + measured.outside_token)
 
 
+class Played(NamedTuple):
+    """Seconds of a pass: in which nothing is computed because a layer is not there yet, and the
+    others."""
+
+    waiting: float
+    computing: float
+
+
 def pass_seconds(
     reads: Sequence[float | None],
     computes: Sequence[float],
     outside: float,
-    slowdown: float,
+    slowdown: Slowdown,
+    ahead: int | None = None,
+    most: int = MOST_AHEAD,
+) -> float:
+    """Seconds of a pass among many like it. See `play`."""
+    return sum(play(reads, computes, outside, slowdown, ahead, most))
+
+
+def play(
+    reads: Sequence[float | None],
+    computes: Sequence[float],
+    outside: float,
+    slowdown: Slowdown,
     ahead: int | None = None,
     most: int = MOST_AHEAD,
     passes: int = PASSES,
-) -> float:
-    """Seconds of a pass among many like it, or of the last of so many, the first of which begins
-    with nothing read.
+) -> Played:
+    """A pass among many like it, or the last of so many, the first of which begins with nothing
+    read.
 
     reads, computes: seconds of each layer, reads None for one that stays. outside: seconds after
-    the last layer, during which reading goes on. slowdown: see Source. ahead: layers read ahead;
-    None for as many as Streams.depth has, at most so many. Layers that stay are
-    computed when the next streamed one is there: nobody waits for them by themselves.
+    the last layer, during which reading goes on. slowdown: of each by the other. ahead: layers read
+    ahead; None for as many as Streams.depth has, at most so many. Layers that stay are computed
+    while the streamed one after them is waited for.
     """
     phases, tail = _phases(reads, computes, outside)
     if not phases:
-        return tail
+        return Played(0.0, tail)
     if ahead is None:
-        ahead = min(depth(phases, tail), most)
-    pipe = _Pipe([read for read, _ in phases], slowdown)
-    before: tuple[float, float] | None = None
-    seconds = 0.0
+        ahead = min(depth([(read, before + own) for read, before, own in phases], tail), most)
+    pipe = _Pipe([read for read, _, _ in phases], slowdown)
+    last: tuple[float, float] | None = None
+    played = Played(0.0, 0.0)
     for number in range(passes):
-        start = pipe.clock
-        for place, (_, work) in enumerate(phases):
+        pipe.begin()
+        for place, (_, before, own) in enumerate(phases):
             this = number * len(phases) + place
+            pipe.compute(before)
             pipe.await_read(this)
             # A layer that runs is not read for the next pass meanwhile. Once it has, one more is
             # read into its memory.
             pipe.ask(min(this + ahead, this + len(phases) - 1))
-            pipe.compute(work)
+            pipe.compute(own)
             pipe.ask(this + min(ahead + 1, len(phases)) if ahead else this)
         pipe.compute(tail)
-        seconds = pipe.clock - start
+        played = Played(pipe.waited, pipe.computed)
         state = pipe.state(number + 1)
-        if before is not None and math.dist(before, state) < 1e-9:
+        if last is not None and math.dist(last, state) < 1e-9:
             break
-        before = state
-    return seconds
+        last = state
+    return played
 
 
 def _phases(
     reads: Sequence[float | None], computes: Sequence[float], outside: float
-) -> tuple[list[tuple[float, float]], float]:
-    """(seconds of reading, of computing) of each streamed layer and those before it that stay, and
-    the seconds after the last."""
+) -> tuple[list[tuple[float, float, float]], float]:
+    """(seconds of reading, of computing those before it that stay, and it) of each streamed layer,
+    and the seconds after the last."""
     phases, pending = [], 0.0
     for read, compute in zip(reads, computes, strict=True):
-        pending += compute
-        if read is not None:
-            phases.append((read, pending))
+        if read is None:
+            pending += compute
+        else:
+            phases.append((read, pending, compute))
             pending = 0.0
     return phases, pending + outside
 
 
 def depth(phases: Sequence[tuple[float, float]], tail: float) -> int:
-    """How many layers are read ahead: Streams.depth, on times that do not disturb each other."""
+    """How many layers are read ahead: Streams.depth, on times that do not disturb each other.
+    phases: seconds of reading and of computing, those that stay among them."""
     wanted = layers_ahead(max(read for read, _ in phases), [work for _, work in phases], tail)
     return min(wanted, MOST_AHEAD, len(phases))
 
 
 class _Pipe:
     """A reader that reads layers in turn, pass after pass, beside one who computes. reads: seconds
-    of each. clock: seconds since the beginning."""
+    of each. waited, computed: seconds since `begin`."""
 
-    def __init__(self, reads: list[float], slowdown: float):
+    def __init__(self, reads: list[float], slowdown: Slowdown):
         self._reads = reads
-        self._speed = 1 / (1 + slowdown)
+        self._read_slower, self._compute_slower = 1 + slowdown.reading, 1 + slowdown.computing
         self._asked = self._done = 0  # layers, over all passes
         self._left = reads[0]  # seconds of the next one
-        self.clock = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.waited = self.computed = 0.0
 
     def state(self, passes: int) -> tuple[float, float]:
         """How far reading is ahead of so many passes."""
@@ -189,21 +228,23 @@ class _Pipe:
         """Nothing is computed until that one has been read."""
         self.ask(number)
         while self._done <= number:
-            self.clock += self._left
+            self.waited += self._left
             self._next()
 
     def compute(self, work: float) -> None:
         """So many seconds' work, beside which there may be something to read."""
         while work > 0:
             if self._done >= self._asked:
-                self.clock += work
+                self.computed += work
                 return
-            step = min(work, self._left)  # of either, at the speed of two
-            self.clock += step / self._speed
-            work -= step
-            self._left -= step
-            if self._left <= 0:
-                self._next()
+            work_end, read_end = work * self._compute_slower, self._left * self._read_slower
+            if work_end < read_end:
+                self.computed += work_end
+                self._left -= work_end / self._read_slower
+                return
+            self.computed += read_end
+            work -= read_end / self._compute_slower
+            self._next()
 
     def _next(self) -> None:
         self._done += 1
@@ -214,16 +255,44 @@ def fitted_slowdown(
     reads: Sequence[float | None],
     computes: Sequence[float],
     outside: float,
-    seconds: float,
-    ahead: int | None = None,
+    measured: Played,
+    most: int = MOST_AHEAD,
     passes: int = PASSES,
-) -> float:
-    """The slowdown with which `pass_seconds` gives what was measured; 0 or 1 where none does."""
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        if pass_seconds(reads, computes, outside, middle, ahead, passes=passes) < seconds:
-            low = middle
-        else:
-            high = middle
-    return low if low == 0.0 else high
+) -> Slowdown:
+    """The slowdown with which `play` comes nearest to what was measured; the least of those that
+    do so alike, as where nothing is waited for: how long reading takes is not seen then."""
+
+    def error(place: tuple[float, float]) -> float:
+        found = play(reads, computes, outside, Slowdown(*place), most=most, passes=passes)
+        off = sum(abs(a - b) for a, b in zip(found, measured))
+        return off / sum(measured) + 1e-4 * math.hypot(*place)
+
+    if sum(measured) <= 0:
+        return Slowdown(0.0, 0.0)
+    step = COARSE
+    values = [step * number for number in range(int(MOST_SLOWDOWN / step) + 1)]
+    places = [(x, y) for x in values for y in values]
+    best = min((_never_idle(reads, computes, outside, measured), *places), key=error)
+    while step > FINE:
+        around = [
+            (_bounded(best[0] + x), _bounded(best[1] + y))
+            for x in (0.0, -step, step)
+            for y in (0.0, -step, step)
+        ]
+        nearest = min(around, key=error)
+        step, best = step / 2 if nearest == best else step, nearest
+    return Slowdown(*best)
+
+
+def _never_idle(
+    reads: Sequence[float | None], computes: Sequence[float], outside: float, measured: Played
+) -> tuple[float, float]:
+    """The slowdown if something was being read all the time."""
+    reading = sum(read or 0.0 for read in reads) - measured.waiting
+    slower = (measured.computing / max(x, 1e-9) - 1 for x in (reading, sum(computes) + outside))
+    reading, computing = map(_bounded, slower)
+    return reading, computing
+
+
+def _bounded(slowdown: float) -> float:
+    return min(max(slowdown, 0.0), MOST_SLOWDOWN)

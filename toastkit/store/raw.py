@@ -152,6 +152,16 @@ class RawTensors:
             os.posix_fadvise(fd, start, count, os.POSIX_FADV_DONTNEED)
         return count
 
+    def forget_cached(self, places: Iterable[tuple[Path, Entry]]) -> None:
+        """Has the system's cache of files forget what lies there, where it can be told to: on macOS
+        what is read past it is. Raises DataError for another file, and what from_os_error gives."""
+        for path, entry in places if hasattr(os, "posix_fadvise") else ():
+            try:
+                fd = self._descriptor(path)
+                os.posix_fadvise(fd, entry.start, entry.stop - entry.start, os.POSIX_FADV_DONTNEED)
+            except OSError as error:
+                raise from_os_error(error, f"cannot read {path}") from error
+
     def _descriptor(self, path: Path) -> int:
         with self._lock:
             fd = self._opened.get(path)

@@ -255,6 +255,11 @@ class Store:
     def keeps_cached(self, kept: bool) -> None:
         self._raw.cached = kept
 
+    def forget_cached(self, names: Iterable[str]) -> None:
+        """Has the system's cache of files forget the tensors that lie in the files as they are.
+        Raises as RawTensors.forget_cached."""
+        self._raw.forget_cached(place for name in names if (place := self.source(name)))
+
     def throttle(self, wait: Callable[[int, float], None] | None) -> None:
         """For measurements: see RawTensors.throttle."""
         self._raw.throttle = wait
