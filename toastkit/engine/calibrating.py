@@ -39,11 +39,11 @@ ROUNDS_SECONDS, ROUNDS, SWEEPS = 1.5, 4, 2
 # Tokens of the chunks whose seconds are measured: of the shortest one, that many times as many, and
 # so on while a pass takes little time.
 SHORTEST, TIMES = {"cpu": 4, "gpu": 128}, 4
-CHUNK_SECONDS = 0.7
+CHUNK_SECONDS = 1.5
 LEAST_RATE = 1.0  # bytes a second
 # Where reading takes a smaller share of what computing does, or computing of what reading does, a
 # pass does not show how much it is slowed down.
-SEEN = 0.15
+SEEN = 0.25
 
 
 class _Enough(Exception):
@@ -369,13 +369,15 @@ class _Measuring:
 
 
 def _seen(slow: Sequence[Slowdown], both: Sequence[tuple[float, float]]) -> Iterator[Slowdown]:
-    """Of two passes; from the other one, what of a pass does not show. both: seconds of reading and
-    of computing of each."""
+    """Of two passes, as far as they show it. both: seconds of reading and of computing of each.
+    Where there is hardly anything to read it is taken from the other one; where hardly anything is
+    computed reading is taken to lose nothing, as from a disk it does not (a chunk, which computes
+    for longer on every processor, would say more than is lost beside a token)."""
     for this, other, (reading, computing) in zip(slow, reversed(slow), both):
         if reading < SEEN * computing:
             yield other
         elif computing < SEEN * reading:
-            yield replace(this, reading=other.reading)
+            yield replace(this, reading=0.0)
         else:
             yield this
 
