@@ -258,12 +258,14 @@ class _Measuring:
         as they always run."""
         reads = [size / rate for size in self._sizes[: len(apart.computes)]]
         waiting, computing = sum(beside.waits), sum(beside.computes)
+        # Nothing is computed faster beside reading: what seems so was slow for another reason.
+        alone = list(map(min, apart.computes, beside.computes))
         if self._goes_round(len(reads), cold):
-            measured = Played(waiting, computing + beside.rest)
-            return fitted_slowdown(reads, apart.computes, apart.rest, measured, self._allowed)
+            measured, rest = Played(waiting, computing + beside.rest), min(apart.rest, beside.rest)
+            return fitted_slowdown(reads, alone, rest, measured, self._allowed)
         # Such a pass begins with nothing read.
         measured = Played(waiting, computing)
-        return fitted_slowdown(reads, apart.computes, 0.0, measured, self._allowed, passes=1)
+        return fitted_slowdown(reads, alone, 0.0, measured, self._allowed, passes=1)
 
     def _goes_round(self, layers: int, cold: bool) -> bool:
         """Whether passes follow each other as in decoding: during one, layers are read for the
@@ -369,15 +371,13 @@ class _Measuring:
 
 
 def _seen(slow: Sequence[Slowdown], both: Sequence[tuple[float, float]]) -> Iterator[Slowdown]:
-    """Of two passes, as far as they show it. both: seconds of reading and of computing of each.
-    Where there is hardly anything to read it is taken from the other one; where hardly anything is
-    computed reading is taken to lose nothing, as from a disk it does not (a chunk, which computes
-    for longer on every processor, would say more than is lost beside a token)."""
+    """Of two passes; from the other one, what of a pass does not show. both: seconds of reading and
+    of computing of each."""
     for this, other, (reading, computing) in zip(slow, reversed(slow), both):
         if reading < SEEN * computing:
             yield other
         elif computing < SEEN * reading:
-            yield replace(this, reading=0.0)
+            yield replace(this, reading=other.reading)
         else:
             yield this
 
