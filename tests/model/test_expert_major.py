@@ -26,6 +26,7 @@ from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store import raw as raw_module
 from toastkit.store import reader as reader_module
 from toastkit.store.bake import split
+from toastkit.store.direct import PAGE
 from toastkit.store.quantising import QuantizationOptions
 from toastkit.store.raw import RawTensors, Span
 from toastkit.store.store import Store
@@ -268,9 +269,10 @@ def test_a_file_that_became_shorter(models, tmp_path: Path) -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_what_lies_side_by_side_is_read_at_once(tmp_path_factory, data) -> None:
-    """Any spans, of any order, into memory of their own, whatever a call may take."""
+    """Any spans, of any order, into memory of their own, whatever a call may take, and however
+    short calls are to be; until it is to be left off."""
     folder = tmp_path_factory.mktemp("spans")
-    content = np.random.default_rng(0).bytes(3000)
+    content = np.random.default_rng(0).bytes(30_000)
     mx.save_safetensors(str(folder / "model.safetensors"), {"a": mx.zeros(1)})
     (folder / "config.json").write_text("{}")
     with (folder / "model.safetensors").open("ab") as file:
@@ -287,6 +289,7 @@ def test_what_lies_side_by_side_is_read_at_once(tmp_path_factory, data) -> None:
     views = [memoryview(bytearray(span.stop - span.start)) for span in spans]
     short = draw(st.sampled_from([1 << 20, 7]))  # a system call may give less than was asked
     counts: list[int] = []
+    calls = draw(st.one_of(st.just(1 << 20), st.integers(0, 5)))
 
     def pread(fd: int, views: list[memoryview], start: int, flags: int = 0) -> int:
         counts.append(sum(map(len, views)))
@@ -301,7 +304,10 @@ def test_what_lies_side_by_side_is_read_at_once(tmp_path_factory, data) -> None:
         patch.setattr(raw, "_pread", pread)
         patch.setattr(raw_module, "CHUNK_BYTES", most := draw(st.sampled_from([16 << 20, 100])))
         patch.setattr(raw_module, "CALL_BUFFERS", draw(st.sampled_from([1024, 3])))
-        raw.fill(zip(spans, views), lambda: False)
-    for span, view in zip(spans, views):
+        patch.setattr(raw_module, "CALL_SECONDS", 0)
+        patch.setattr(raw_module, "LEAST_CALL_BYTES", PAGE)
+        read = raw.fill(zip(spans, views), lambda: len(counts) >= calls, draw(st.booleans()))
+    assert read == sum(min(short, count) for count in counts) and len(counts) <= calls
+    for span, view in zip(spans, views) if calls == 1 << 20 else ():
         assert bytes(view) == whole[span.start : span.stop]
     assert all(count <= most for count in counts)

@@ -3,10 +3,15 @@ and that it never changes a result."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.model.published import write_published
 from tests.model.test_expert_slots import CHOSEN, EXPERTS, NEXT, PROMPT, answer, opened
@@ -16,11 +21,15 @@ from toastkit.engine.state import ModelState
 from toastkit.errors import UsageError
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.holdings.foresight import MOST_AHEAD
+from toastkit.holdings.layer_slots import LayerSlots
 from toastkit.holdings.slot_memory import SlotMemory
 from toastkit.residency.residency_options import ResidencyOptions
+from toastkit.store import raw
+from toastkit.store.direct import PAGE
 from toastkit.store.waiting import AHEAD
 
 NAMES = ("olmoe", "qwen3_next", "gpt_oss")
+SECONDS = 60  # for what would otherwise wait for ever
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +96,7 @@ def test_what_is_told_is_there_when_it_is_wanted(models) -> None:
     stepped(plain, 7)
     wanted = choices_of(plain)
     wrong = {n: sorted(set(range(EXPERTS)) - some)[:CHOSEN] for n, some in wanted.items()}
-    for told, depth in ((wanted, 1), (wanted, MOST_AHEAD), (wrong, 2), ({99: [0]}, None)):
+    for told, depth in ((wanted, 1), (wanted, MOST_AHEAD), (wrong, 2), ({99: [0]}, 1)):
         engine = opened(models["olmoe"], CHOSEN)
         slots = engine.holdings.slots
         state = ModelState(engine.new_cache())
@@ -166,6 +175,70 @@ def test_the_next_layer_is_asked_for_before_this_one_is_waited_for(models, monke
                 compared += 1
                 assert seen.index((there, AHEAD)) < seen.index((here, "finish"))
     assert compared
+
+
+def slow(engine: Engine, monkeypatch, throttle: Callable[[int, float], None]) -> None:
+    """Experts are read ahead a page at a time."""
+    monkeypatch.setattr(raw, "CALL_SECONDS", 0)
+    monkeypatch.setattr(raw, "LEAST_CALL_BYTES", PAGE)
+    engine.holdings.store.throttle(throttle)
+
+
+def test_what_was_foreseen_wrongly_is_left_off(models, monkeypatch) -> None:
+    """In the middle of an expert; what was read of it is counted, and it is in no slot."""
+    plain = opened(models["olmoe"], CHOSEN)
+    stepped(plain, 7)
+    engine = opened(models["olmoe"], 4)
+    state, first = ModelState(engine.new_cache()), engine.holdings.slots.layers[0]
+    for _ in engine.reading(state, PROMPT, lambda: 16):
+        pass
+    wrong = min(set(range(EXPERTS)) - set(first.table.held) - choices_of(plain)[0])
+    known, leave_off = threading.Event(), LayerSlots.leave_off
+
+    def leaving(layer: LayerSlots, wanted: Sequence[int]) -> list[int]:
+        left = leave_off(layer, wanted)
+        assert left == [wrong] * (layer is first)
+        known.set()
+        return left
+
+    monkeypatch.setattr(LayerSlots, "leave_off", leaving)
+    begun, counts = threading.Event(), engine.holdings.slots.counts
+
+    def throttle(count: int, since: float) -> None:
+        begun.set()
+        known.wait(SECONDS)
+
+    slow(engine, monkeypatch, throttle)
+    before = counts.as_map()
+    engine.holdings.slots.foresight.tell({0: [wrong]}, 1)
+    assert begun.wait(SECONDS)
+    engine.consume(state, 7)
+    mx.eval(state.logits)
+    counted = {name: value - before[name] for name, value in counts.as_map().items()}
+    assert counted["ahead"] == 1 and counted["right"] == 0 and wrong not in first.table
+    missed = (counted["wanted"] - counted["hit"]) * first.memory.read_bytes
+    assert 0 < counted["read"] - missed < first.memory.read_bytes
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_whatever_was_foreseen_and_wherever_its_reading_is(models, data: st.DataObject) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        count = data.draw(st.integers(CHOSEN, 5))
+        engine, whole = opened(models["olmoe"], count), opened(models["olmoe"])
+        state, other = stepped(engine), stepped(whole)
+        slots, reader = engine.holdings.slots, engine.holdings.store.reader
+        slow(engine, patch, lambda count, begun: time.sleep(0.0005))
+        read = slots.counts.read - reader.bytes_read
+        for token in data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=4)):
+            for layer in slots.layers:
+                experts = st.lists(st.integers(0, EXPERTS - 1), max_size=4, unique=True)
+                slots.prefetch(layer, data.draw(experts))
+            engine.consume(state, token)
+            whole.consume(other, token)
+            assert mx.array_equal(state.logits, other.logits).item()
+        slots.forget_ahead()
+        assert slots.counts.read - reader.bytes_read == read
 
 
 def test_what_comes_and_goes_is_not_asked(models) -> None:

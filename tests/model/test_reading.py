@@ -62,12 +62,12 @@ class Gate:
         self._open = threading.Event()
         self._names = {raw.spans(name)[0]: name for name in raw.below("model.")}
 
-    def fill(self, wanted, stopped) -> None:
+    def fill(self, wanted, stopped, short_calls) -> int:
         self.order.append(self._names[wanted[0][0]])
         self.began.release()
         while not self._open.wait(0.01) and not stopped():
             pass
-        self.raw.fill(wanted, stopped)
+        return self.raw.fill(wanted, stopped, short_calls)
 
     def open(self) -> None:
         self._open.set()
@@ -198,6 +198,7 @@ def test_a_run_is_left_for_what_is_waited_for(gate: Gate) -> None:
 
 
 def test_cancelling_drops_what_has_not_begun(gate: Gate) -> None:
+    """What has is left off, unless another wants it; asked for again, it is read anew."""
     reader, jobs = Reader(gate, threads=1), jobs_of(gate)
     a, b, c = list(jobs)[:3]
     with ask(reader, jobs, (a, b, c), AHEAD) as request:
@@ -205,14 +206,18 @@ def test_cancelling_drops_what_has_not_begun(gate: Gate) -> None:
         gate.wait()
         other = ask(reader, jobs, (c,), AHEAD)
     request.cancel()  # may be called again
+    anew = ask(reader, jobs, (a,), AHEAD)
+    gate.wait()  # c, which is wanted by another, though nothing could be read of a
+    assert reader.bytes_read == request.read == 0
+    joined = ask(reader, jobs, (c,), AHEAD)
+    other.cancel()
     gate.open()
-    assert list(other.result()) == [c]
-    assert gate.order == [a, c]  # a had begun, and was thrown away; c is wanted by another
-    for taken in (request, other):
+    assert list(joined.result()) == [c] and list(anew.result()) == [a] and gate.order == [a, c, a]
+    for taken in (request, other, joined):
         with pytest.raises(CancelledError):
             taken.result()
     reader.close()
-    assert reader.held_bytes == 0
+    assert (reader.held_bytes, reader.bytes_read, joined.read) == (0, 2 * joined.read, anew.read)
 
 
 def test_reading_ahead_goes_up_to_its_limit(gate: Gate) -> None:
@@ -221,7 +226,7 @@ def test_reading_ahead_goes_up_to_its_limit(gate: Gate) -> None:
     reader = Reader(gate, threads=2, ahead_bytes=5 * size // 2)
     held: list[int] = []
     fill = gate.fill
-    gate.fill = lambda *read: (held.append(reader.held_bytes), fill(*read))  # type: ignore
+    gate.fill = lambda *read: held.append(reader.held_bytes) or fill(*read)  # type: ignore
     gate.open()
     ahead = ask(reader, jobs, names[:4], AHEAD)
     gate.wait(2)

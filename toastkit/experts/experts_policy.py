@@ -78,7 +78,7 @@ class ExpertsPolicy:
         with self.big():
             if self.prefetches and self._slots.layers:
                 foresight = self._slots.foresight
-                foresight.tell(foresight.last_choices(rows), foresight.fixed_depth)
+                foresight.tell(foresight.last_choices(rows))
             yield
 
     @contextmanager

@@ -167,8 +167,12 @@ class ExpertSlots:
         wanted = by_last_use(chosen)
         self._count(layer, wanted)
         if len(wanted) <= layer.table.slots:
-            layer.give_up(wanted)
-            self._bring(layer, wanted, meanwhile=lambda: self.foresight.go_on(layer, asked))
+            wrong = layer.leave_off(wanted)  # before anything else, as the disk is at it
+            try:
+                self._bring(layer, wanted, wrong, lambda: self.foresight.go_on(layer, asked))
+            finally:
+                for expert in wrong:
+                    layer.drop(expert)
             self.foresight.leave(layer)
             out = call(x, _slots_of(layer, chosen))
             self._pending = layer, out

@@ -49,17 +49,12 @@ class Foresight:
         self._own: dict[int, tuple[nn.Module, type]] = {}  # the classes that the blocks had
         self._asking = False
         self._told: dict[int, list[int]] = {}  # choices of the pass that comes, by place
-        self._told_depth = 1
+        self._told_depth = MOST_AHEAD
         self._reached = 0  # the last place that was looked at in this pass
         self._left: float | None = None
         self._compute = 0.0  # seconds between two layers, averaged
         self.depth: str | int | None = None
         self._watching = False
-
-    @property
-    def fixed_depth(self) -> int | None:
-        """Layers ahead that somebody has asked for, None where the times are to decide."""
-        return None if self.depth in (None, "auto") else int(self.depth)
 
     @property
     def is_told(self) -> bool:
@@ -146,13 +141,13 @@ class Foresight:
 
     # ------------------------------------------------------------------------------- reading ahead
 
-    def tell(self, choices: Mapping[int, Sequence[int]], depth: int | None = None) -> None:
+    def tell(self, choices: Mapping[int, Sequence[int]], depth: int = MOST_AHEAD) -> None:
         """Says what the pass that comes will want: experts by place among the layers with slots.
-        Begins with the first `depth` layers at once, and stays as far ahead of the layer that runs;
-        None goes by the times that reading and computing took. It holds for one pass."""
+        Begins with the first `depth` layers at once, and stays as far ahead of the layer that runs.
+        It holds for one pass."""
         self._told = {place: list(experts) for place, experts in choices.items()}
-        self._told_depth = depth or self._measured_depth()
-        for place in range(min(self._told_depth, len(self._slots.layers))):
+        self._told_depth = depth
+        for place in range(min(depth, len(self._slots.layers))):
             self._slots.prefetch(self._slots.layers[place], self._told.get(place, ()))
 
     def ask(self, layer: LayerSlots) -> dict[int, mx.array]:

@@ -109,11 +109,17 @@ class LayerSlots:
             self._cancel(gone)
         return found
 
-    def give_up(self, wanted: Collection[int]) -> None:
-        """Nothing more is begun of what was foreseen and is not wanted."""
-        for expert in self.foreseen.difference(wanted):
-            if expert in self.coming and self.coming[expert].request.is_waiting:
-                self.drop(expert)
+    def leave_off(self, wanted: Collection[int]) -> list[int]:
+        """Nothing more is read of what was foreseen and is not wanted, unless all of it is there.
+        Returns the experts, which are to be dropped: their slots are free soon."""
+        wrong = [
+            expert
+            for expert in self.foreseen.difference(wanted)
+            if expert in self.coming and not self.coming[expert].request.is_done
+        ]
+        for expert in wrong:
+            self.coming[expert].leave_off()
+        return wrong
 
     def drop(self, expert: int) -> None:
         """It is not in its slot, nor on its way."""
@@ -125,14 +131,13 @@ class LayerSlots:
         """Nothing is to come of reading it ahead."""
         self.foreseen.discard(expert)
         if fetch := self.coming.pop(expert, None):
-            if fetch.request.is_done:
-                self._counts.read += fetch.size
             fetch.cancel()
+            self._counts.read += fetch.request.read
 
     def finish(self, fetch: Fetch) -> None:
         """See SlotMemory.finish; counts what was read."""
         self.memory.finish(fetch)
-        self._counts.read += fetch.size
+        self._counts.read += fetch.request.read
 
 
 def by_last_use(chosen: np.ndarray) -> list[int]:

@@ -103,5 +103,5 @@ class OptimisticSteps:
             self._slots.counts.retried += 1
             places = {layer: place for place, layer in enumerate(self._slots.layers)}
             named = {places[layer]: wanted for layer, wanted in choices}
-            self._slots.foresight.tell(named, self._slots.foresight.fixed_depth)
+            self._slots.foresight.tell(named)
         return found

@@ -51,18 +51,21 @@ class _Source(NamedTuple):
 class Fetch(NamedTuple):
     """Experts on their way into slots. request: of what is read. staged: bytes of the host, by
     place in `experts`, where the device's memory is its own. made: the rows of each source, once
-    they are read. size: bytes of the files."""
+    they are read."""
 
     experts: list[int]
     slots: list[int]
     request: Request[dict[Any, mx.array]]
     staged: list[list[memoryview]]
     made: list[Rows]
-    size: int
 
     def cancel(self) -> None:
         """Wants them no longer; their slots can be used again when this returns."""
         self.request.cancel()
+
+    def leave_off(self) -> None:
+        """They are not wanted. Their slots can be used again after `cancel`, and soon."""
+        self.request.leave_off()
 
 
 class SlotMemory:
@@ -141,8 +144,7 @@ class SlotMemory:
         for rows in made:
             jobs.update(rows.jobs)
         request = self._store.reader.request(jobs, _as_read, priority, priority == NOW)
-        size = sum(job.stored_bytes for job in jobs.values())
-        return Fetch(experts, slots, request, staged, made, size)
+        return Fetch(experts, slots, request, staged, made)
 
     def _grouped(self, expert: int, views: list[memoryview]) -> list[list[Piece]]:
         """The pieces of an expert, so many together that a thread has something to do; what lies in

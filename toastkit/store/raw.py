@@ -20,7 +20,7 @@ from toastkit.errors import DataError, from_os_error
 from toastkit.model.files import ModelFiles
 from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import ITEM_ALIGNMENT, is_model_tensor
-from toastkit.store.direct import DirectReads
+from toastkit.store.direct import PAGE, DirectReads
 
 # dtype in the file -> how numpy sees the bytes, and as what MLX takes them.
 DTYPES = {
@@ -31,6 +31,8 @@ DTYPES = {
     "F8_E4M3": ("u1", mx.uint8), "F8_E5M2": ("u1", mx.uint8), "F8_E8M0": ("u1", mx.uint8),
 }  # fmt: skip
 CHUNK_BYTES = 16 << 20  # of one system call: between two, a reader can be stopped
+CALL_SECONDS = 0.004  # that one system call is to take, of what may be left off at any time
+LEAST_CALL_BYTES = 64 << 10
 CALL_BUFFERS = 1024  # of one system call: IOV_MAX of Linux and macOS
 RWF_DONTCACHE = 0x80  # Linux 6.14: pages that this read brought into the cache leave it again
 
@@ -72,6 +74,7 @@ class RawTensors:
         self._lock = threading.Lock()
         self._opened: dict[Path, int] = {}
         self._direct = DirectReads()
+        self._own = threading.local()  # call_bytes: what a short call reads
         self.close = weakref.finalize(self, _close_all, self._opened, self._direct.opened)
 
     def below(self, prefix: str) -> list[str]:
@@ -113,23 +116,41 @@ class RawTensors:
                     tensors[name] = found[name] if entry.inside is None else _part(found, entry)
         return tensors
 
-    def fill(self, wanted: Iterable[tuple[Span, memoryview]], stopped: Callable[[], bool]) -> None:
+    def fill(
+        self,
+        wanted: Iterable[tuple[Span, memoryview]],
+        stopped: Callable[[], bool],
+        short_calls: bool = False,
+    ) -> int:
         """Reads spans, one after another, into memory of their size in bytes, by one system call
-        those that lie side by side; leaves off where `stopped` says so. Raises DataError for a
-        file that has become shorter or another one, and what from_os_error gives."""
+        those that lie side by side; leaves off where `stopped` says so. short_calls: so that it
+        does within CALL_SECONDS or so, whatever the medium. Returns the bytes that were read.
+        Raises DataError for a file that has become shorter or another one, and what from_os_error
+        gives."""
+        read = 0
         for path, start, views in _ranges(wanted):
             try:
                 fd = self._descriptor(path)
                 while views and not stopped():
                     begun = time.perf_counter()
-                    count = self._pread(fd, views, start)
+                    called = self._short(views, start) if short_calls else views
+                    count = self._pread(fd, called, start)
                     if not count:
                         raise DataError(f"{self._files.name}: {path.name} is shorter than it was")
-                    start, views = start + count, _after(views, count)
+                    start, views, read = start + count, _after(views, count), read + count
                     if self.throttle is not None:
                         self.throttle(count, begun)
+                    seconds = max(time.perf_counter() - begun, 1e-9)
+                    self._own.call_bytes = count * CALL_SECONDS / seconds
             except OSError as error:
                 raise from_os_error(error, f"cannot read {path}") from error
+        return read
+
+    def _short(self, views: list[memoryview], start: int) -> list[memoryview]:
+        """The memory that is filled within CALL_SECONDS, as fast as this thread's last call was, up
+        to the end of a page of the file."""
+        size = max(LEAST_CALL_BYTES, int(getattr(self._own, "call_bytes", CHUNK_BYTES)))
+        return _before(views, (start + size) // PAGE * PAGE - start)
 
     def _pread(self, fd: int, views: list[memoryview], start: int) -> int:
         """Reads into views, one after another; how many bytes."""
@@ -225,6 +246,15 @@ def _after(views: list[memoryview], count: int) -> list[memoryview]:
             return [view[count:], *views[n + 1 :]]
         count -= len(view)
     return []
+
+
+def _before(views: list[memoryview], count: int) -> list[memoryview]:
+    """The memory of the first so many bytes."""
+    for n, view in enumerate(views):
+        if count <= len(view):
+            return [*views[:n], view[:count]]
+        count -= len(view)
+    return views
 
 
 def below(names: list[str], prefix: str) -> list[str]:

@@ -1,7 +1,8 @@
 """Reading: a few threads bring bytes of the files straight into arrays.
 
 What somebody waits for goes before what is read ahead. Who asks for what is being read already
-joins that read. What has not begun can be dropped; what has begun ends and is thrown away.
+joins that read. What nobody wants any more is dropped; what has begun is left off between two
+system calls, and asked for again it is read anew.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class Reader:
         self._count_busy(1)
         self._work.release()
         try:
-            outcomes: list[Any] = self._read([flight.job for flight in flights], spares)
+            outcomes: list[Any] = self._read(flights, spares)
         except BaseException as error:
             outcomes = [error] * len(flights)
         finally:
@@ -149,10 +150,10 @@ class Reader:
         self._count_busy(-1)
         for flight, outcome in zip(flights, outcomes):
             flight.outcome = outcome
+            self.bytes_read += flight.read
             if isinstance(outcome, BaseException):
                 self._forget(flight)  # asked for again, it is tried again
             else:
-                self.bytes_read += flight.job.stored_bytes
                 self.device_bytes += flight.nbytes
             if not flight.users:
                 self._drop(flight)
@@ -182,12 +183,13 @@ class Reader:
             self._hold(-self._spare.pop(0).nbytes)
 
     def _read(
-        self, jobs: Sequence[Job | Filling], spares: Sequence[mx.array | None]
-    ) -> list[mx.array | bool]:
-        """The bytes of the arrays."""
+        self, flights: Sequence[Flight], spares: Sequence[mx.array | None]
+    ) -> list[mx.array | bool | CancelledError]:
+        """The outcomes: the bytes of the arrays."""
         found: list[Any] = []
         pieces: list[Piece] = []
-        for job, spare in zip(jobs, spares):
+        for flight, spare in zip(flights, spares):
+            job = flight.job
             if isinstance(job, Filling):
                 pieces += job.pieces
                 found.append(True)
@@ -197,9 +199,16 @@ class Reader:
                 view = memoryview(memory).cast("B")
                 pieces.append(Piece(job.spans, job.dtype, view, job.widened))
             found.append(memory)
-        self._fill(pieces)
-        if self._closed:
-            raise CancelledError("the files are closed")
+        stopped = lambda: self._closed or not any(flight.users for flight in flights)  # noqa: E731
+        # Somebody's memory is wanted back soon if it is not this that is to be there.
+        short_calls = all(f.is_ahead and isinstance(f.job, Filling) for f in flights)
+        read = self._fill(pieces, stopped, short_calls)
+        if stopped():
+            flights[0].read = read
+            # Not raised: what has a traceback would hold the memory until it is collected.
+            return [CancelledError("the files are closed, or nobody wants it") for _ in flights]
+        for flight in flights:
+            flight.read = flight.job.stored_bytes
         return [mx.array(made) if isinstance(made, np.ndarray) else made for made in found]
 
     def _memory(self, job: Job, spare: mx.array | None) -> mx.array | np.ndarray:
@@ -224,40 +233,43 @@ class Reader:
             self._own.scratch = np.empty(WIDENED_BYTES, np.uint8)
         return self._own.scratch
 
-    def _fill(self, pieces: Iterable[Piece]) -> None:
-        """Reads into memory, in the order of the files. What is to be widened is read WIDENED_BYTES
-        at a time, and widened while the processor has it at hand."""
+    def _fill(self, pieces: Iterable[Piece], stopped: Callable[[], bool], short_calls: bool) -> int:
+        """Reads into memory, in the order of the files, as RawTensors.fill. What is to be widened
+        is read WIDENED_BYTES at a time, and widened while the processor has it at hand."""
         reads: list[tuple[Span, memoryview]] = []
         narrow: list[tuple[np.ndarray, str, memoryview]] = []
-        used = 0
+        used = read = 0
         for span, view, dtype in sorted(_places(pieces), key=itemgetter(0)):
             if dtype is None:
                 reads.append((span, view))
                 continue
             size = span.stop - span.start
             if used + size > WIDENED_BYTES:
-                self._fill_and_widen(reads, narrow)
+                read += self._fill_and_widen(reads, narrow, stopped, short_calls)
                 reads, narrow, used = [], [], 0
             floats = self._scratch()[used : used + size]
             reads.append((span, floats.data))
             narrow.append((floats, dtype, view))
             used += size
-        self._fill_and_widen(reads, narrow)
+        return read + self._fill_and_widen(reads, narrow, stopped, short_calls)
 
     def _fill_and_widen(
         self,
         reads: Iterable[tuple[Span, memoryview]],
         narrow: Iterable[tuple[np.ndarray, str, memoryview]],
-    ) -> None:
+        stopped: Callable[[], bool],
+        short_calls: bool,
+    ) -> int:
         """narrow: of what was read 16-bit floats, uint8 (N,), their dtype, and where they are to be
         as float32, which represents all of them."""
-        self._raw.fill(reads, lambda: self._closed)
-        for floats, dtype, view in () if self._closed else narrow:
+        read = self._raw.fill(reads, stopped, short_calls)
+        for floats, dtype, view in () if stopped() else narrow:
             into = np.frombuffer(view, np.float32)
             if dtype == "BF16":
                 np.left_shift(floats.view("<u2"), 16, out=into.view(np.uint32), dtype=np.uint32)
             else:
                 into[...] = floats.view("<f2")
+        return read
 
     def _hold(self, count: int) -> None:
         self.held_bytes += count
@@ -296,21 +308,27 @@ class Reader:
             return arrays
 
     def release(self, flights: Iterable[Flight]) -> list[mx.array]:
-        """One request wants them no longer. Returns the memory that nobody else reads from. Memory
-        of somebody's is left alone from now on: what is being read there is waited for."""
+        """One request wants them no longer. Returns the memory that nobody else reads from."""
         memory = []
         with self._done:
-            flights = list(flights)
             for flight in flights:
                 flight.users -= 1
-                if not flight.users and (flight.outcome is not None or not flight.begun):
-                    if isinstance(flight.outcome, mx.array):
-                        memory.append(flight.outcome)
-                    self._drop(flight)
+                if flight.users:
+                    continue
+                if flight.begun and flight.outcome is None:
+                    self._forget(flight)  # it is being left off: nobody can join any more
+                    continue
+                if isinstance(flight.outcome, mx.array):
+                    memory.append(flight.outcome)
+                self._drop(flight)
+        return memory
+
+    def leave_alone(self, flights: Iterable[Flight]) -> None:
+        """Waits until nothing is read any more into somebody's memory, of what was released."""
+        with self._done:
             for flight in flights:
                 while isinstance(flight.job, Filling) and flight.begun and flight.outcome is None:
                     self._done.wait()
-        return memory
 
     def give_back(self, memory: Iterable[mx.array]) -> None:
         """Takes memory, uint8 (rows, columns), to read into again. Nothing may be computed any more

@@ -16,7 +16,8 @@ Result = TypeVar("Result")
 
 
 class Request(Generic[Result]):
-    """Something that is being read. nbytes: of the arrays that are read for it.
+    """Something that is being read. nbytes: of the arrays that are read for it. read: bytes of the
+    files, once it was taken or cancelled.
 
     `result` can be taken once. One that is not taken has to be cancelled, or used in `with`.
     """
@@ -24,7 +25,9 @@ class Request(Generic[Result]):
     def __init__(self, reader: Reader, flights: dict[Any, Flight], finish: Callable):
         self._reader, self._finish = reader, finish
         self._flights: dict[Any, Flight] | None = flights
+        self._released: list[Flight] = []
         self._memory: list[mx.array] = []
+        self.read = 0
         self.nbytes = sum(flight.nbytes for flight in flights.values())
 
     def result(self) -> Result:
@@ -38,8 +41,8 @@ class Request(Generic[Result]):
             arrays = self._reader.take(flights.values())
             return self._finish(dict(zip(flights, arrays)))
         finally:
-            self._flights = None
-            self._memory = self._reader.release(flights.values())
+            self.leave_off()
+            self._end()
 
     def give_back(self) -> None:
         """What was read there is not needed any more, by nobody who took it: its memory is to be
@@ -47,15 +50,23 @@ class Request(Generic[Result]):
         memory, self._memory = self._memory, []
         self._reader.give_back(memory)
 
-    def cancel(self) -> None:
-        """Wants it no longer. May be called again."""
-        flights, self._flights = self._flights, None
-        self._reader.release((flights or {}).values())
+    def leave_off(self) -> None:
+        """As `cancel`, and waits for nobody: what is being read goes on for a moment."""
+        flights, self._flights = self._flights or {}, None
+        self._released += flights.values()
+        self._memory += self._reader.release(flights.values())
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether nothing of it has been begun."""
-        return not any(flight.begun for flight in (self._flights or {}).values())
+    def cancel(self) -> None:
+        """Wants it no longer. Memory of somebody's is left alone from now on. May be called
+        again."""
+        self.leave_off()
+        self._end()
+        self._memory = []
+
+    def _end(self) -> None:
+        released, self._released = self._released, []
+        self._reader.leave_alone(released)
+        self.read += sum(flight.read for flight in released)
 
     @property
     def is_done(self) -> bool:

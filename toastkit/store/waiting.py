@@ -27,8 +27,9 @@ class Run:
 
 class Flight:
     """A job under way. held: bytes of memory that are the reader's. run: that it is a part of, if
-    any. users: requests that want it. outcome: its bytes, uint8 (rows, columns), or True for a
-    filling, or what was raised."""
+    any. users: requests that want it. is_ahead: nobody waited for it when it was begun. read: bytes
+    of the files. outcome: its bytes, uint8 (rows, columns), or True for a filling, or what was
+    raised."""
 
     def __init__(self, job: Job | Filling):
         self.job = job
@@ -36,7 +37,8 @@ class Flight:
         self.held = 0 if isinstance(job, Filling) else job.nbytes
         self.run: Run | None = None
         self.users = 0
-        self.begun = False
+        self.begun = self.is_ahead = False
+        self.read = 0
         self.outcome: Any = None
 
 
@@ -82,7 +84,10 @@ class Waiting:
         """Likewise of what is read ahead: the first that there is room for, in bytes."""
         queue = self._queues[AHEAD]
         first = next((f for f in queue if f.held <= room and self._may_take(f)), None)
-        return self._begin(queue, first, room)
+        found = self._begin(queue, first, room)
+        for flight in found:
+            flight.is_ahead = True
+        return found
 
     def _may_take(self, flight: Flight) -> bool:
         """Whether no other thread is at its run. What may stay in the system's cache lies there
