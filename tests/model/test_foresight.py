@@ -20,7 +20,7 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
 from toastkit.errors import UsageError
 from toastkit.experts.experts_options import ExpertsOptions
-from toastkit.holdings.foresight import MOST_AHEAD
+from toastkit.holdings.foresight import MOST_AHEAD, Places
 from toastkit.holdings.layer_slots import LayerSlots
 from toastkit.holdings.slot_memory import SlotMemory
 from toastkit.residency.residency_options import ResidencyOptions
@@ -175,6 +175,19 @@ def test_the_next_layer_is_asked_for_before_this_one_is_waited_for(models, monke
                 compared += 1
                 assert seen.index((there, AHEAD)) < seen.index((here, "finish"))
     assert compared
+
+
+@given(st.data())
+def test_what_was_right_most_often_is_read_first(data: st.DataObject) -> None:
+    """Whatever a choice is like; and it stays the same experts."""
+    places, k = Places(), data.draw(st.integers(1, 6))
+    best, often = data.draw(st.integers(0, k - 1)), data.draw(st.integers(2, 4))
+    for n in range(40):
+        choice = data.draw(st.permutations(range(8)))[:k]
+        assert sorted(places.ordered(choice)) == sorted(choice)
+        places.note(choice, {choice[best]} if n % often else choice)
+        places.note([*choice, 9], [9])  # of another K
+    assert places.ordered(choice)[0] == choice[best]
 
 
 def slow(engine: Engine, monkeypatch, throttle: Callable[[int, float], None]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MOST_AHEAD = 3  # layers
 SMOOTHING = 0.1  # weight of the last layer's time in the average
+RIGHT_SMOOTHING = 1 / 32  # weight of the last choice in how often a place in it is right
 
 
 class _Answered(Exception):
@@ -35,6 +36,28 @@ class _Answered(Exception):
 
     def __init__(self, indices: mx.array):
         self.indices = indices
+
+
+class Places:
+    """How often what a router names in advance is wanted, by its place in the choice: of those that
+    it partitions its scores for, the least likely one comes last in some architectures, and first
+    in others. What is wanted most often is read first."""
+
+    def __init__(self) -> None:
+        self._right: dict[tuple[int, int], float] = {}  # by K and place
+
+    def ordered(self, choice: Sequence[int]) -> list[int]:
+        """A choice of K experts, the likeliest first; else as it is."""
+        k = len(choice)
+        places = sorted(range(k), key=lambda place: -self._right.get((k, place), 0.0))
+        return [choice[place] for place in places]
+
+    def note(self, choice: Sequence[int], wanted: Collection[int]) -> None:
+        """What became of a choice."""
+        for place, expert in enumerate(choice):
+            key = len(choice), place
+            before = self._right.setdefault(key, 0.0)
+            self._right[key] += RIGHT_SMOOTHING * ((expert in wanted) - before)
 
 
 class Foresight:
@@ -51,6 +74,8 @@ class Foresight:
         self._told: dict[int, list[int]] = {}  # choices of the pass that comes, by place
         self._told_depth = MOST_AHEAD
         self._reached = 0  # the last place that was looked at in this pass
+        self._named: dict[int, list[int]] = {}  # choices of layers that come, by place
+        self._places = Places()
         self._left: float | None = None
         self._compute = 0.0  # seconds between two layers, averaged
         self.depth: str | int | None = None
@@ -73,7 +98,7 @@ class Foresight:
 
     def follow(self) -> None:
         """Takes note of which layers have slots now."""
-        self._told, self._reached = {}, 0
+        self._told, self._named, self._reached = {}, {}, 0
         blocks = {id(layer.switch.block): layer for layer in self._slots.layers}
         blocks.pop(id(None), None)
         for key in set(self._own).difference(blocks if self._watching else ()):
@@ -173,10 +198,13 @@ class Foresight:
         """What a layer wants has been asked for: begins to read what layers ahead want. asked: as
         `ask` gave them, uint32 (B, 1, K), evaluated."""
         layers = self._slots.layers
+        here = layers.index(layer)
+        self._places.note(self._named.pop(here, ()), layer.choice)
         for place, choice in asked.items():
-            self._slots.prefetch(layers[place], _experts(choice))
+            self._named[place] = _experts(choice)
+            self._slots.prefetch(layers[place], self._places.ordered(self._named[place]))
         if self._told:
-            place = layers.index(layer) + self._told_depth
+            place = here + self._told_depth
             if place < len(layers):
                 self._slots.prefetch(layers[place], self._told.get(place, ()))
 
@@ -188,7 +216,7 @@ class Foresight:
 
     def forget(self) -> None:
         """Nothing is known of the pass that comes."""
-        self._told, self._reached, self._left = {}, 0, None
+        self._told, self._named, self._reached, self._left = {}, {}, 0, None
 
     def _time(self) -> None:
         """A layer begins: how long after the one before it had its experts."""
