@@ -13,7 +13,8 @@ pytest.importorskip("mlx.core")
 
 @pytest.fixture(scope="session", autouse=True)
 def mlx_started(private_home: Path) -> None:
-    """MLX as commands start it, before any test here computes."""
+    """MLX as commands start it, before any test here computes: on the CPU it compiles nothing. Who
+    turned that on again would have a compiler run for every shape in all tests that follow."""
     from toastkit.engine import device
 
     device.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +39,6 @@ CLOSE = 6e-3  # of the largest logit, with keys and values rounded
 ROUNDING = 3e-4  # where a last bit of float32 may round one the other way
 IN_CHUNKS = ("llama", "deepseek_v3", "qwen3_next")  # whose chunks are the same to the bit
 LARGEST = 65504.0
-
-
-@pytest.fixture(autouse=True)
-def no_compiler() -> Iterator[None]:
-    """MLX would compile activations, each shape by itself."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
 
 
 def files_of(path: Path, name: str) -> Any:

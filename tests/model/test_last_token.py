@@ -29,11 +29,6 @@ WINDOW = 32  # of those fixtures that have one
 STEPS = {"qwen3_moe_quantised", "deepseek_v3"}  # products or unpacking are MLX's there
 
 
-@pytest.fixture(autouse=True)
-def uncompiled() -> None:
-    mx.disable_compile()
-
-
 def opened(folder: Path, name: str, **rest) -> Engine:
     write = write_moe if name == "deepseek_v3" else write_published
     path = folder / name

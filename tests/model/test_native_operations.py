@@ -29,7 +29,6 @@ from toastkit.gears.entropy_graph import entropy_bits
 from toastkit.native import modules, operations
 from toastkit.native.library import Library, load, use
 
-mx.disable_compile()  # as engines have it on the CPU: MLX would run a compiler for every shape
 pytestmark = [needed, pytest.mark.usefixtures("library")]
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 CLOSE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}

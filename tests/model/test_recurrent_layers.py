@@ -24,7 +24,6 @@ from toastkit.model.locate import locate
 from toastkit.native import layers, modules, recurrent
 
 __all__ = ["built", "cache", "library"]
-mx.disable_compile()
 pytestmark = [needed, pytest.mark.usefixtures("library")]
 
 
