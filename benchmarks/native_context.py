@@ -1,7 +1,7 @@
 """A token's speed after a long context, with native products, beside what memory would allow.
 
     python benchmarks/native_context.py [--models large,large-2] [--contexts 1000,28000,68000]
-        [--kv-bits 32,16] [--rounds 3] [--keep DIR]
+        [--kv-bits 32,16,8] [--rounds 3] [--keep DIR]
 
 Keys and values are random and not computed: a token takes as long with them. What memory allows: as
 many bytes of weights and cache as a token reads take as long as the same bytes of weights alone.
@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="large,large-2")
     parser.add_argument("--contexts", default="1000,28000,68000")
-    parser.add_argument("--kv-bits", default="32,16", help="of keys and values, in turn")
+    parser.add_argument("--kv-bits", default="32,16,8", help="of keys and values, in turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--keep", type=Path, help="make the models here, use them again")
     options = parser.parse_args()

@@ -131,8 +131,9 @@ def functions(runner: Runner, config: dict[str, Any]) -> dict[str, Callable[...,
         block of 256, and the cache's bytes."""
         _, cache = ready(2)
         for layer in cache:
-            _, heads, _, width = layer.keys.shape
-            block = mx.random.normal((1, heads, 1, BLOCK, width)).astype(layer.keys.dtype)
+            keys, _ = layer.keys_and_values()
+            _, heads, _, width = keys.shape
+            block = mx.random.normal((1, heads, 1, BLOCK, width)).astype(keys.dtype)
             more = mx.repeat(block, -(-int(context) // BLOCK), axis=2)
             more = more.reshape(1, heads, -1, width)[:, :, : int(context)]
             mx.eval(layer.update_and_fetch(more, more))

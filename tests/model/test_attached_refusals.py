@@ -22,8 +22,8 @@ from toastkit.errors import DataError, NoInputError, ToastError, UsageError
         ({"device": []}, UsageError, "device: not one of auto, cpu, gpu"),
         ({"dtype": "int8"}, UsageError, "dtype: neither null nor one of"),
         ({"kv_bits": 16}, NoInputError, "the daemon runs crumb with keys and values in float32"),
-        ({"kv_bits": 8}, UsageError, "kv_bits: neither null nor one of 16, 32"),
-        ({"kv_bits": True}, UsageError, "kv_bits: neither null nor one of 16, 32"),
+        ({"kv_bits": 4}, UsageError, "kv_bits: neither null nor one of 8, 16, 32"),
+        ({"kv_bits": True}, UsageError, "kv_bits: neither null nor one of 8, 16, 32"),
         ({"fingerprnt": 5}, UsageError, "attach takes no field 'fingerprnt'"),
     ],
 )

@@ -84,11 +84,38 @@ def test_attention(
         assert mx.allclose(a.astype(mx.float32), b, rtol=close, atol=close).item()
 
 
+@settings(max_examples=examples(40))
+@given(
+    st.tuples(*[st.integers(1, 3)] * 3), st.tuples(st.integers(1, 40), st.integers(40, 80)),
+    st.sampled_from(DTYPES), st.tuples(*[layouts] * 3), st.sampled_from((None, "causal")),
+    st.tuples(st.booleans(), st.booleans()),
+)  # fmt: skip
+def test_keys_in_8_bits(
+    library: Library, heads: tuple, counts: tuple, dtype: mx.Dtype, kinds: tuple, mask: Any,
+    narrow: tuple,
+) -> None:  # fmt: skip
+    """Give what they stand for, of the dtype of queries, be they keys, values or both."""
+    batch, key_heads, repeats = heads
+    mx.random.seed(sum(counts))
+    q = mx.random.normal((batch, key_heads * repeats, counts[0], 24)).astype(dtype)
+    rows = [mx.random.normal((batch, key_heads, counts[1], size)) for size in (24, 40)]
+    rows = [library.quantise(x) if few else x.astype(dtype) for x, few in zip(rows, narrow)]
+    wide = [library.dequantise(x) if few else x.astype(mx.float32) for x, few in zip(rows, narrow)]
+    placed = [laid_out(x, kind) if x.dtype != mx.int8 or kind != "cache" else x
+              for x, kind in zip((q, *rows), kinds)]  # fmt: skip
+    ours = library.attend(*placed, 0.3, mask)
+    theirs = ATTEND(q.astype(mx.float32), *wide, scale=0.3, mask=mask)
+    assert ours.dtype == dtype and ours.shape == theirs.shape
+    close = CLOSE[dtype]
+    assert mx.allclose(ours.astype(mx.float32), theirs, rtol=close, atol=close).item()
+
+
 def test_what_does_not_fit_together(library: Library) -> None:
     q, k = mx.zeros((2, 4, 3, 8)), mx.zeros((2, 2, 5, 8))
     wrong: list[tuple] = [
         (q[0], k, k), (q[:, :3], k, k), (q[:1], k, k), (q[..., :7], k, k), (q, k[:, :, :4], k),
         (q, k[:, :, :0], k[:, :, :0]), (q.astype(mx.int32), k, k), (q, k, k[:, :1]),
+        (q, k.astype(mx.int8), k), (q, k, k[..., :4].astype(mx.int8)), (q.astype(mx.int8), k, k),
     ]  # fmt: skip
     for arrays in wrong:
         with pytest.raises(ValueError):

@@ -14,7 +14,8 @@ from tests.unit.daemon_front import eventually
 from toastkit.frames import Token
 from toastkit.session.directory import Session
 
-KV16 = ["--kv-bits", "16"]
+KV16, KV8 = (["--kv-bits", bits] for bits in ("16", "8"))
+DTYPES = {"8": "int8", "16": "float16", "32": "float32"}
 SEEDED = ["--temp", "0.8", "--top-p", "0.95", "--seed", "7", "-n", "6"]
 STAGES = ("tokenize", "prefill", "decode", "sample")
 
@@ -33,7 +34,7 @@ def size(session: Path) -> int:
 def test_a_pipeline_is_one_process(toast, tmp_path: Path) -> None:
     """To the bit, and not what 32 bits give."""
     drawn, sizes = {}, {}
-    for bits in ("16", "32"):
+    for bits, dtype in DTYPES.items():
         kept, piped = tmp_path / f"one-{bits}", tmp_path / f"pipe-{bits}"
         flag = ["--kv-bits", bits]
         alone = toast("decode", "--json", "--session", kept, *flag, *SEEDED, STORY)
@@ -45,10 +46,28 @@ def test_a_pipeline_is_one_process(toast, tmp_path: Path) -> None:
         tokens = only(Token, frames_of(done.out))
         drawn[bits] = [(token.id, token.logprob) for token in tokens]
         assert drawn[bits] == [(line["id"], line["logprob"]) for line in lines if "id" in line]
-        assert stored(kept) == stored(piped) == {f"float{bits}"}
+        assert stored(kept) == stored(piped) == {dtype}
         sizes[bits] = size(piped)
-    assert len(drawn["16"]) == 6 and drawn["16"] != drawn["32"]
-    assert sizes["16"] < sizes["32"]
+    assert all(len(found) == 6 for found in drawn.values())
+    assert drawn["8"] != drawn["16"] != drawn["32"]
+    assert sizes["8"] < sizes["16"] < sizes["32"]
+
+
+def test_a_session_is_as_if_it_had_never_been_left(toast, tmp_path: Path) -> None:
+    """In 8 bits: what is drawn is the same, and its probability, to the bit."""
+    words = ("decode", "--raw", "--json", "--temp", "0", *KV8, "--session")
+    found = []
+    for session, counts in (("whole", (8,)), ("left", (2, 2, 2, 2))):
+        text, drawn = b"Once upon a time there was a fox", []
+        for count in counts:
+            done = toast(*words, tmp_path / session, "-n", str(count), stdin=text)
+            assert done.returncode == 0, done.stderr
+            lines = [line for line in map(json.loads, done.stdout.splitlines()) if "id" in line]
+            drawn += [(line["id"], line["logprob"]) for line in lines]
+            text += "".join(line["text"] for line in lines).encode()
+        assert stored(tmp_path / session) == {"int8"}
+        found.append(drawn)
+    assert found[0] == found[1] and len(found[0]) == 8
 
 
 def test_a_session_goes_on_in_other_bits(toast, tmp_path: Path) -> None:
@@ -56,7 +75,7 @@ def test_a_session_goes_on_in_other_bits(toast, tmp_path: Path) -> None:
     session = tmp_path / "s"
     words = ("decode", "--raw", "--session", session, "--temp", "0", "-n", "3")
     text = b"Once upon a time there was a fox"
-    for flag, dtype in ((KV16, "float16"), ([], "float32"), (KV16, "float16")):
+    for flag, dtype in ((KV16, "float16"), ([], "float32"), (KV8, "int8"), (KV16, "float16")):
         done = toast(*words, *flag, "-v", stdin=text)
         assert done.returncode == 0 and stored(session) == {dtype}
         text += done.stdout.removesuffix(b"\n")
@@ -73,7 +92,7 @@ def test_a_session_goes_on_in_other_bits(toast, tmp_path: Path) -> None:
 @pytest.mark.parametrize("variable", [False, True])
 def test_what_is_refused(toast, variable: bool) -> None:
     for value, dtype, said in (
-        ("8", "float32", "'8' is not one of '16', '32'"),
+        ("4", "float32", "'4' is not one of '8', '16', '32'"),
         ("32", "bfloat16", "--kv-bits 32: activations are in bfloat16"),
     ):
         flags, env = (("--kv-bits", value), {})
@@ -88,29 +107,33 @@ def test_what_is_refused(toast, variable: bool) -> None:
 def test_a_plan_has_room_for_half(toast) -> None:
     """But for the recurrent states, which stay."""
     found = []
-    for bits in ("32", "16"):
+    for bits in ("32", "16", "8"):
         words = ("--json", "--mem", "80M", "--context", "8000", "--no-calibration")
         done = toast("model", "plan", "crumb", *words, "--kv-bits", bits)
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout)["residency"]["cache"])
-    wide, half = found
-    assert 0.5 * wide < half < 0.52 * wide
+    wide, half, least = found
+    assert 0.5 * wide < half < 0.52 * wide and 0.26 * wide < least < 0.3 * wide
 
 
-def test_a_daemon_has_its_own(toast) -> None:
+@pytest.mark.parametrize("bits", ["16", "8"])
+def test_a_daemon_has_its_own(toast, bits: str) -> None:
     """Who wants the same uses its weights; who does not computes here. What it spills lies apart
     from what one with other bits does."""
-    alone = toast("decode", "--no-newline", *SEEDED, *KV16, STORY)
-    with Daemon("crumb", "--no-audit", *KV16) as daemon:
-        assert daemon.control("status")["kv_dtype"] == "float16"
+    flag, kept = ["--kv-bits", bits], DTYPES[bits]
+    alone = toast("decode", "--no-newline", *SEEDED, *flag, STORY)
+    with Daemon("crumb", "--no-audit", *flag) as daemon:
+        assert daemon.control("status")["kv_dtype"] == kept
         told = daemon.toast("toasted", "status").stdout
-        assert b"in float32, keys and values in float16" in told
+        assert f"in float32, keys and values in {kept}".encode() in told
         said = daemon.toast("toast", *SEEDED, STORY)
         assert said.stdout.removesuffix(b"\n") == alone.stdout
-        used = daemon.toast("decode", "-v", "--no-newline", *SEEDED, *KV16, STORY)
+        used = daemon.toast("decode", "-v", "--no-newline", *SEEDED, *flag, STORY)
         assert used.stdout == alone.stdout and b"using the weights" in used.stderr
         here = daemon.toast("decode", "-v", "-n", "1", STORY)
-        why = b"the daemon runs crumb with keys and values in float16: loading the model here"
+        why = (
+            f"the daemon runs crumb with keys and values in {kept}: loading the model here".encode()
+        )
         assert here.returncode == 0 and why in here.stderr
         folders = eventually(lambda: list(daemon.home.glob("cache_home/toastkit/conversations/*")))
-        assert [folder.name.partition("-")[2] for folder in folders] == ["float32-float16"]
+        assert [folder.name.partition("-")[2] for folder in folders] == [f"float32-{kept}"]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.unit.native_kernels import TYPES, Kernels, read, stored
+from tests.unit.native_kernels import KEPT_TYPES, TYPES, Kernels, read, stored
 
 MASKS = {"all": 0, "causal": 1, "visible": 2, "added": 3}
 LOWEST = {"f32": np.finfo(np.float32).min, "f16": np.finfo(np.float16).min, "bf16": -3.3895314e38}
@@ -39,7 +39,7 @@ def _strides(array: np.ndarray) -> tuple[int, ...]:
 
 
 def _rows(array: np.ndarray, type_: str) -> _Rows:
-    return _Rows(array.ctypes.data, (ctypes.c_int64 * 3)(*_strides(array)), TYPES[type_])
+    return _Rows(array.ctypes.data, (ctypes.c_int64 * 3)(*_strides(array)), KEPT_TYPES[type_])
 
 
 class Asked(NamedTuple):
@@ -71,7 +71,7 @@ def attend(kernels: Kernels, asked: Asked, out_type: str = "f32") -> np.ndarray:
     """Of out_type, (B, heads, N, value size), from memory that is (B, N, heads, value size).
     Raises ValueError where the kernels refuse."""
     (batch, heads, positions, size), (_, key_heads, keys, _) = asked.queries.shape, asked.keys.shape
-    width = asked.values.shape[-1]
+    width = asked.values.shape[-1] - 4 * (asked.types[2] == "i8")
     out = stored(np.full((batch, positions, heads, width), 7.0, np.float32), out_type)
     out = out.swapaxes(1, 2)
     mask, masking = asked.mask, 0

@@ -25,6 +25,7 @@ SETS = (
     else ("avx512vbmi", "avx512vnni", "avx2", "portable")
 )
 TYPES = {"f32": 0, "f16": 1, "bf16": 2}
+KEPT_TYPES = {**TYPES, "i8": 4}  # of keys and values
 # Half the distance between two numbers, as a share of their size.
 ROUNDING = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -47,17 +48,33 @@ class _Vectors(ctypes.Structure):
 
 
 def stored(values: np.ndarray, type_: str) -> np.ndarray:
-    """float32 of any shape as it is stored: float32, float16, or bfloat16 in uint16."""
+    """float32 of any shape as it is stored: float32, float16, bfloat16 in uint16, or int8 with the
+    scale of a row in four more."""
+    if type_ == "i8":
+        return quantised(values.astype(np.float32))
     if type_ != "bf16":
         return values.astype({"f32": np.float32, "f16": np.float16}[type_])
     return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
 def read(array: np.ndarray, type_: str) -> np.ndarray:
-    """What `stored` numbers stand for, in float64."""
+    """What `stored` numbers stand for, in float64: those of int8 as float32 has them."""
+    if type_ == "i8":
+        scale = np.ascontiguousarray(array[..., -4:]).view(np.float32)
+        return (array[..., :-4] * scale).astype(np.float64)
     if type_ != "bf16":
         return array.astype(np.float64)
     return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def quantised(values: np.ndarray) -> np.ndarray:
+    """float32 (..., n) -> int8 (..., n + 4)."""
+    values = np.clip(values, np.float32(-3e38), np.float32(3e38))
+    scale = abs(values).max(-1, keepdims=True) / np.float32(127)
+    some = np.broadcast_to(scale > 0, values.shape)
+    numbers = np.divide(values, scale, out=np.zeros_like(values), where=some)
+    numbers = np.clip(np.rint(numbers), -127, 127).astype(np.int8)
+    return np.concatenate([numbers, scale.view(np.int8)], -1)
 
 
 def packed(numbers: np.ndarray, bits: int) -> np.ndarray:

@@ -189,6 +189,16 @@ def blended(
     return out
 
 
+def quantised_rows(kernels: Kernels, x: np.ndarray, type_: str) -> tuple[np.ndarray, np.ndarray]:
+    """x: (count, n). Gives int8 (count, n + 4), and what that stands for, float32 (count, n)."""
+    rows = np.full((len(x), x.shape[-1] + 4), 7, np.int8)
+    wide, size = room(x.shape, "f32"), ctypes.c_int64(x.shape[-1])
+    check(kernels.library.toast_quantise(vectors(x, type_), size, pointer(rows)))
+    count = ctypes.c_int64(len(x))
+    check(kernels.library.toast_dequantise(pointer(rows), count, size, pointer(wide)))
+    return rows, wide
+
+
 def weighted_sums(
     kernels: Kernels, x: np.ndarray, weights: np.ndarray, kinds: tuple, group: int
 ) -> np.ndarray:

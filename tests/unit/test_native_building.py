@@ -315,7 +315,8 @@ def test_nobody_waits(cache: Path, cxx, tmp_path: Path) -> None:
 
 
 def test_threads_are_those_that_may_run(tmp_path: Path) -> None:
-    products = pytest.importorskip("toastkit.native.library")
+    from toastkit.native import processors as products
+
     every = len(os.sched_getaffinity(0))
     assert products.processors() >= 1 and products.processors(str(tmp_path)) == every
     group = tmp_path / "sys/fs/cgroup/a/b"
@@ -331,7 +332,8 @@ def test_threads_are_those_that_may_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", ["a/b", ""])
 def test_threads_in_control_groups_of_version_1(tmp_path: Path, folder: str) -> None:
     """Also in a container, where the group is named as the host knows it, and lies at the top."""
-    products = pytest.importorskip("toastkit.native.library")
+    from toastkit.native import processors as products
+
     (tmp_path / "proc/self").mkdir(parents=True)
     told = "12:cpuset:/x\n4:cpu,cpuacct:/a/b\n1:name=systemd:/y\n0::/z\n"
     (tmp_path / "proc/self/cgroup").write_text(told)
@@ -357,7 +359,8 @@ def test_threads_in_control_groups_of_version_1(tmp_path: Path, folder: str) -> 
     ],
 )
 def test_large_pages(tmp_path: Path, said: str | None, there: bool) -> None:
-    products = pytest.importorskip("toastkit.native.library")
+    from toastkit.native import processors as products
+
     folder = tmp_path / "sys/kernel/mm/transparent_hugepage"
     folder.mkdir(parents=True)
     if said is not None:

@@ -12,6 +12,7 @@ from tests.conftest import examples
 from tests.native_library import needed
 from tests.unit.native_attention import LOWEST, Asked, attend, wanted
 from tests.unit.native_kernels import (
+    KEPT_TYPES,
     ROUNDING,
     TYPES,
     Kernels,
@@ -20,6 +21,7 @@ from tests.unit.native_kernels import (
     read,
     stored,
 )
+from tests.unit.native_rows import numbers, quantised_rows
 
 __all__ = ["instructions", "kernels"]
 pytestmark = [needed, pytest.mark.usefixtures("instructions")]
@@ -31,9 +33,8 @@ def cached(seed: int, shape: tuple[int, ...], type_: str, layout: str) -> np.nda
     values = np.random.default_rng(seed).normal(size=shape)
     if layout == "turned":  # (B, positions, heads, size)
         return stored(np.ascontiguousarray(values.swapaxes(1, 2)), type_).swapaxes(1, 2)
-    room = stored(np.full((batch, heads, positions + 5, size), np.nan, np.float32), type_)
-    room[:, :, :positions] = stored(values, type_)
-    return room[:, :, :positions]
+    rest = np.full((batch, heads, 5, size), np.nan, np.float32)
+    return stored(np.concatenate([values, rest], 2), type_)[:, :, :positions]
 
 
 def masked(
@@ -60,7 +61,7 @@ def masked(
 
 
 KINDS = ("none", "causal", "window", "padded", "holes", "added")
-types = st.sampled_from(list(TYPES))
+types, kept_types = st.sampled_from(list(TYPES)), st.sampled_from(list(KEPT_TYPES))
 
 
 @st.composite
@@ -72,7 +73,7 @@ def asked(draw, kinds: tuple[str, ...] = KINDS) -> Asked:
     m = draw(st.one_of(st.integers(1, 70), st.integers(500, 1100)))
     size, width = (draw(st.one_of(st.integers(1, 10).map(lambda i: i * 8), st.integers(1, 40)))
                    for _ in "kv")  # fmt: skip
-    of, mask_type = (draw(types), draw(types), draw(types)), draw(types)
+    of, mask_type = (draw(types), draw(kept_types), draw(kept_types)), draw(types)
     layouts = [draw(st.sampled_from(("cache", "turned"))) for _ in "qkv"]
     heads = key_heads * repeats
     shapes = ((heads, n, size), (key_heads, m, size), (key_heads, m, width))
@@ -144,7 +145,7 @@ def test_queries_at_a_time_or_in_turn(kernels: Kernels, asked: Asked) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 11, 16, 17, 64, 130])
-@pytest.mark.parametrize("type_", list(TYPES))
+@pytest.mark.parametrize("type_", list(KEPT_TYPES))
 def test_long_contexts_are_shared_out(kernels: Kernels, rows: int, type_: str) -> None:
     """And each query has, to the bit, what it has alone."""
     queries = cached(1, (1, rows, 1, 128), "f32", "cache")
@@ -156,11 +157,22 @@ def test_long_contexts_are_shared_out(kernels: Kernels, rows: int, type_: str) -
 
 
 @pytest.mark.parametrize("size", [64, 96, 100, 256])
-@pytest.mark.parametrize("type_", list(TYPES))
+@pytest.mark.parametrize("type_", list(KEPT_TYPES))
 def test_sizes_of_heads(kernels: Kernels, size: int, type_: str) -> None:
     queries = cached(1, (1, 8, 1, size), "f32", "cache")
     keys, values = (cached(i, (1, 2, 700, size), type_, "cache") for i in (2, 3))
     check(kernels, Asked(queries, keys, values, ("f32", type_, type_), size**-0.5))
+
+
+@settings(max_examples=examples(40))
+@given(asked=asked(), out_type=types)
+def test_8_bits_are_what_they_stand_for(kernels: Kernels, asked: Asked, out_type: str) -> None:
+    """To the bit what the same numbers give in float32."""
+    wide = [
+        read(array, type_).astype(np.float32) for array, type_ in zip(asked[1:3], asked.types[1:])
+    ]
+    of = asked._replace(keys=wide[0], values=wide[1], types=(asked.types[0], "f32", "f32"))
+    assert np.array_equal(attend(kernels, asked, out_type), attend(kernels, of, out_type))
 
 
 def test_many_tiles_go_on_from_span_to_span(kernels: Kernels) -> None:
@@ -216,5 +228,45 @@ def test_what_is_not_known_is_refused(kernels: Kernels) -> None:
         attend(kernels, good._replace(keys=keys[:, :0]))
     with pytest.raises(ValueError, match="1"):
         attend(kernels, good._replace(queries=queries[:, :5]))
+    with pytest.raises(ValueError, match="1"):  # a query in 8 bits
+        attend(kernels, good._replace(types=("i8", "f32", "f32")))
     with pytest.raises(ValueError, match="1"):  # no keys
         attend(kernels, good._replace(keys=keys[:, :, :0], values=values[:, :, :0]))
+
+
+@settings(max_examples=examples(40))
+@given(
+    st.integers(0, 1 << 20),
+    st.integers(0, 40),
+    st.one_of(st.integers(1, 140), st.just(5000)),
+    types,
+)
+def test_rows_in_8_bits(kernels: Kernels, seed: int, count: int, size: int, type_: str) -> None:
+    """As numpy rounds them, no number further off than half a step; rows of any size."""
+    x = numbers(seed, (count, size), type_, gap=seed % 3)
+    sizes = np.exp(np.random.default_rng(seed).normal(size=(count, 1)) * 5).clip(1e-4, 1e3)
+    x[...] = stored(read(x, type_).astype(np.float32) * sizes, type_)
+    rows, wide = quantised_rows(kernels, x, type_)
+    values = read(x, type_)
+    assert np.array_equal(rows, stored(values, "i8"))
+    assert np.array_equal(wide, read(rows, "i8"))
+    most = abs(values).max(-1, keepdims=True, initial=0)
+    assert (abs(wide - values) <= most / 254 * (1 + 1e-4)).all()
+
+
+def test_rows_in_8_bits_at_the_ends(kernels: Kernels) -> None:
+    """Of nothing but zeros, of NaN, infinite, so small that no scale is."""
+    rare = (
+        [np.nan, 1, -2],
+        [np.inf, 1, -1],
+        [-np.inf, 3e38, 0],
+        [1e-45, 2e-45, -3e-44],
+        [0, 0, -0.0],
+    )
+    x = np.array(rare, np.float32)
+    rows, wide = quantised_rows(kernels, x, "f32")
+    assert np.isnan(wide[0]).all()
+    with np.errstate(invalid="ignore"):
+        assert np.array_equal(rows[1:], stored(x[1:], "i8"))
+    wanted = [[3e38, 0, 0], [-3e38, 3e38, 0], [0, 0, 0], [0, 0, 0]]
+    assert np.allclose(wide[1:], wanted, rtol=1e-6, atol=0)

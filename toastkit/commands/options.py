@@ -11,6 +11,7 @@ import click
 from toastkit.commands import cli, completion
 from toastkit.errors import DataError, UsageError
 from toastkit.native.starting import MOST_THREADS, NativeOptions
+from toastkit.store.kv_bits import KV_DTYPES
 
 Decorator = Callable[[Callable], Callable]
 
@@ -124,7 +125,7 @@ dtype = click.option(
     help="Type of activations (default: float32 on the CPU, the checkpoint's own elsewhere).",
 )  # fmt: skip
 kv_bits = click.option(
-    "--kv-bits", type=click.Choice(["16", "32"]), callback=_number,
+    "--kv-bits", type=click.Choice([str(bits) for bits in KV_DTYPES]), callback=_number,
     help="Bits of keys and values in caches (default: those of activations).",
 )  # fmt: skip
 native = together(

@@ -31,6 +31,7 @@ from toastkit.private_files import try_lock
 from toastkit.session.directory import Session
 from toastkit.session.lock import WriterLock
 from toastkit.session.names import display_name
+from toastkit.store.kv_bits import KV_DTYPES, kv_dtype
 from toastkit.text.messages import kind
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 KEY = "attached"  # of the connection's store
 DTYPES = ("float32", "float16", "bfloat16")
-KV_BITS = (16, 32)
 
 
 class Attached:
@@ -173,8 +173,8 @@ def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -
         raise UsageError(f"device: not one of {', '.join(DEVICES)}")
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"dtype: neither null nor one of {', '.join(DTYPES)}")
-    if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in KV_BITS):
-        raise UsageError(f"kv_bits: neither null nor one of {', '.join(map(str, KV_BITS))}")
+    if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in KV_DTYPES):
+        raise UsageError(f"kv_bits: neither null nor one of {', '.join(map(str, KV_DTYPES))}")
     name = preparer.files.name
     if fingerprint != preparer.fingerprint:
         raise NoInputError(f"the daemon runs {name}")
@@ -182,7 +182,7 @@ def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -
     engine = service.engine
     import mlx.core as mx
 
-    from toastkit.store.dtypes import activation_dtype, kv_dtype
+    from toastkit.store.dtypes import activation_dtype
 
     if device == "auto":
         device = "gpu" if mx.is_available(mx.gpu) else "cpu"

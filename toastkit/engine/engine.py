@@ -56,7 +56,7 @@ class Engine:
     what forms not in use may keep, see Holdings.budget. notify: is told a line where mlx_lm
     computes something else than the checkpoint asks for: at once, or when a context passes a window
     that is not kept to; and when logits come out as NaN. native: see NativeOptions. kv_bits: see
-    dtypes.kv_dtype.
+    store/kv_bits.py.
 
     ledger: who keeps how many bytes on the device. reads_on_host: the graph of a step depends on
     its token's value. last_token: of prompts. Raises UsageError for what it cannot have.

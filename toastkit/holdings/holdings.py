@@ -28,7 +28,7 @@ from toastkit.holdings.weights import Reading, Weights
 from toastkit.native.kv_caches import keep_in
 from toastkit.native.library import in_use
 from toastkit.native.modules import read_elsewhere, use_native
-from toastkit.store.dtypes import DTYPES, Loading
+from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import GEARS, READING, Ledger
 from toastkit.store.precision import row_bytes
 from toastkit.store.store import Store
@@ -99,10 +99,11 @@ class Holdings:
         from mlx_lm.models.cache import make_prompt_cache
 
         caches, types = make_prompt_cache(self.store.model), self.types
-        if types.kv_dtype is not None:
-            unknown = keep_in(DTYPES[types.kv_dtype], caches)
+        if (kept := types.kept) is not None:
+            unknown = keep_in(kept, caches)
             if unknown and types.kv_dtype != types.dtype:
-                raise UsageError(f"--kv-bits 16: this model has a {min(unknown)} of its own")
+                bits = 8 * kept.size
+                raise UsageError(f"--kv-bits {bits}: this model has a {min(unknown)} of its own")
         return caches
 
     # --------------------------------------------------------------------------------- questions

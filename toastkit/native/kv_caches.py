@@ -3,6 +3,10 @@
 A cache of mlx_lm changes its class, as native modules do: what is appended is rounded, what comes
 back has the dtype of what was appended, so that no architecture sees another one. It is widened
 only if something asks for it: native attention takes the kept array in its place.
+
+In 8 bits a row is its numbers as int8 and behind them, in four more bytes, the float32 that they
+are multiplied by. It is one row still: caches move, cut and join it, and sessions save it, as any
+other.
 """
 
 from __future__ import annotations
@@ -14,12 +18,16 @@ from typing import Any
 
 import mlx.core as mx
 
+from toastkit.native.library import in_use
+
 MODULE = "mlx_lm.models.cache"
 CLASSES = (
     "KVCache", "ConcatenateKVCache", "RotatingKVCache", "ChunkedKVCache", "BatchKVCache",
     "BatchRotatingKVCache",
 )  # fmt: skip
 LARGEST = mx.finfo(mx.float16).max
+MOST_KEPT = 3e38  # in 8 bits: 127 scales of it are finite
+SCALE_BYTES = 4
 
 # The kept array by the id of the wide one, for as long as that lives. MLX gives arrays no
 # attributes, and compares them by their numbers.
@@ -43,10 +51,10 @@ def keep_in(dtype: mx.Dtype, caches: Iterable[Any]) -> set[str]:
 
 
 def as_kept(array: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Keys or values (B, heads, positions, size) in the dtype that they are kept in. float16 is for
-    those in float32: what has 16 bits has them already. Numbers beyond its range become its
-    largest."""
-    if dtype == mx.float16 and array.dtype != mx.float32:
+    """Keys or values (B, heads, positions, size), or such as they were kept in any dtype, in the
+    one that they are to be kept in. float16 is for those that have more or fewer bits. Numbers
+    beyond its range become its largest."""
+    if dtype == mx.float16 and array.dtype == mx.bfloat16:
         return array
     return _rounded(array, dtype)
 
@@ -54,9 +62,40 @@ def as_kept(array: mx.array, dtype: mx.Dtype) -> mx.array:
 def _rounded(array: mx.array, dtype: mx.Dtype) -> mx.array:
     if array.dtype == dtype:
         return array
+    if dtype == mx.int8:
+        return quantise(array)
+    if array.dtype == mx.int8:
+        array = dequantise(array)
     if dtype == mx.float16:
         array = mx.clip(array.astype(mx.float32), -LARGEST, LARGEST)
     return array.astype(dtype)
+
+
+def quantise(x: mx.array) -> mx.array:
+    """Rows x (..., n) of floats in 8 bits, int8 (..., n + 4), lazy; of no numbers, no bytes. See
+    Library.quantise, which gives the same to the bit."""
+    if not x.shape[-1]:
+        return x.astype(mx.int8)
+    if (library := in_use()) is not None:
+        return library.quantise(x)
+    x = mx.clip(x.astype(mx.float32), -MOST_KEPT, MOST_KEPT)
+    scale = mx.max(mx.abs(x), -1, keepdims=True) / 127
+    numbers = mx.clip(mx.round(x / scale), -127, 127)
+    bytes_ = mx.where(scale > 0, numbers, 0).astype(mx.int8)  # not where it is 0 or NaN
+    return mx.concatenate([bytes_, scale.view(mx.int8)], -1)
+
+
+def dequantise(rows: mx.array) -> mx.array:
+    """What such rows (..., n + 4) stand for, float32 (..., n), lazy. Raises ValueError for fewer
+    bytes than a scale has."""
+    if not rows.shape[-1]:
+        return rows.astype(mx.float32)
+    if rows.shape[-1] <= SCALE_BYTES:
+        raise ValueError("rows that are shorter than their scale")
+    if (library := in_use()) is not None:
+        return library.dequantise(rows)
+    numbers, scale = mx.split(rows, [-SCALE_BYTES], -1)
+    return numbers.astype(mx.float32) * scale.view(mx.float32)
 
 
 def kept_of(array: mx.array) -> mx.array:
@@ -70,7 +109,7 @@ def _widened(kept: mx.array, dtype: mx.Dtype) -> mx.array:
     """An array in a dtype of activations, lazy, that `kept_of` knows."""
     if kept.dtype == dtype:
         return kept
-    wide = kept.astype(dtype)
+    wide = _rounded(kept, dtype)
     key = id(wide)
     _kept[key] = weakref.ref(wide, lambda _: _kept.pop(key, None)), kept
     return wide
@@ -78,9 +117,10 @@ def _widened(kept: mx.array, dtype: mx.Dtype) -> mx.array:
 
 class _Keeping:
     """What such classes have in common. kv_dtype: of keys and values (B, heads, positions, size);
-    these are None before the first."""
+    these are None before the first. appended: the dtype of what was, last."""
 
     kv_dtype: mx.Dtype
+    appended: mx.Dtype = mx.float32
     keys: Any
     values: Any
 
@@ -89,8 +129,14 @@ class _Keeping:
         own = as_kept(keys, self.kv_dtype), as_kept(values, self.kv_dtype)
         if self.keys is not None and self.keys.dtype != own[0].dtype:  # of a session from elsewhere
             self.keys, self.values = (_rounded(x, own[0].dtype) for x in (self.keys, self.values))
+        self.appended = keys.dtype
         fetched = super().update_and_fetch(*own)  # type: ignore[misc]
         return _widened(fetched[0], keys.dtype), _widened(fetched[1], values.dtype)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """The same, for layers that share them with one before."""
+        keys, values = super().keys_and_values()  # type: ignore[misc]
+        return _widened(keys, self.appended), _widened(values, self.appended)
 
 
 @cache

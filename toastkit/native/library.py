@@ -7,46 +7,19 @@ y = library.multiply(x, weight)
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
-from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+
+from toastkit.native.processors import processors
 
 BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai", "finite")
 NONE = ctypes.py_object()  # an array that is not given
-
-
-def processors(root: str = "/") -> int:
-    """Threads that this process may run at a time: its processors, as far as the shares of its
-    cgroups (version 1 or 2) and of those above them go. root: below which proc and sys are."""
-    count = len(os.sched_getaffinity(0))
-    lines: list[str] = []
-    with suppress(OSError, ValueError):
-        lines = Path(root, "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    # 0::FOLDER is of version 2, NUMBER:CONTROLLERS:FOLDER of version 1. In a container FOLDER may
-    # be the host's name for what lies at the top.
-    of = {controllers: folder for _, controllers, folder in (x.split(":", 2) for x in lines)}
-    one = next((f for controllers, f in of.items() if "cpu" in controllers.split(",")), "/")
-    for mounted, folder, files in (
-        ("", of.get("", "/"), ("cpu.max",)),
-        ("cpu", one, ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
-    ):
-        place = PurePath("/", folder)
-        for group in (place, *place.parents):
-            with suppress(OSError, ValueError, ArithmeticError):
-                beside = Path(root, "sys/fs/cgroup", mounted, group.relative_to("/"))
-                told = " ".join((beside / file).read_text(encoding="ascii") for file in files)
-                share, period = map(int, told.split())
-                if share > 0:  # -1 of version 1 and max of version 2 are no limit
-                    count = min(count, max(1, share // period))
-    return count
 
 
 class Operand(NamedTuple):
@@ -63,14 +36,6 @@ class Operand(NamedTuple):
     def columns(self) -> int:
         length = self.weight.shape[-1]
         return length * 32 // self.bits if self.bits else length
-
-
-def large_pages(root: str = "/") -> bool:
-    """Whether the system gives large pages to whoever asks. root: below which sys is."""
-    with suppress(OSError):
-        folder = Path(root, "sys/kernel/mm/transparent_hugepage")
-        return "[never]" not in (folder / "enabled").read_text(encoding="ascii")
-    return False
 
 
 class Library:
@@ -116,6 +81,8 @@ class Library:
         self._route = function("route", *[array] * 3, whole, whole)
         self._blend = function("blend", *[array] * 5)
         self._attend = function("attend", *[array] * 6, number, whole)
+        self._quantise = function("quantise", array, array)
+        self._dequantise = function("dequantise", array, array)
 
     def set_threads(self, count: int) -> None:
         """How many compute, of all that use this library; more than processors are no gain."""
@@ -360,13 +327,26 @@ class Library:
         the dtype of all three or float32.
 
         queries: (B, heads, N, size). keys, values: (B, key heads, M, size), float32, float16 or
-        bfloat16 each. mask: "causal", bool or added, such a dtype too, broadcast to (B, heads, N,
-        M). sinks: float32 (heads,). Raises ValueError for what does not fit together.
+        bfloat16 each, or what `quantise` gave, which counts as of the dtype of queries. mask:
+        "causal", bool or added, such a dtype too, broadcast to (B, heads, N, M). sinks: float32
+        (heads,). Raises ValueError for what does not fit together.
         """
         out = mx.array(0)
         given, causal = (mask, False) if isinstance(mask, mx.array) else (NONE, mask == "causal")
         some = _given(sinks)
         return _made(out, self._attend(out, queries, keys, values, given, some, scale, causal))
+
+    def quantise(self, x: mx.array) -> mx.array:
+        """Rows x (..., n) in 8 bits, lazy: int8 (..., n + 4), the numbers and then, in four bytes,
+        the float32 that they are multiplied by, the row's largest over 127. What is beyond 3e38
+        counts as that; a row with NaN is NaN."""
+        out = mx.array(0)
+        return _made(out, self._quantise(out, x))
+
+    def dequantise(self, rows: mx.array) -> mx.array:
+        """What such rows (..., n + 4) stand for, float32 (..., n), lazy."""
+        out = mx.array(0)
+        return _made(out, self._dequantise(out, rows))
 
 
 def _given(array: mx.array | None) -> Any:

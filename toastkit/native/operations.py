@@ -253,8 +253,6 @@ def fast_attention(
     """As MLX's, of float32, float16 or bfloat16 (B, heads, positions, size); that is asked for all
     that ours has not, and says what is wrong."""
     library = in_use()
-    if library is not None:
-        k, v = kept_of(k), kept_of(v)
     known = all(a.dtype in FLOATS and a.ndim == 4 for a in (q, k, v)) and k.shape[2] > 0
     if isinstance(mask, mx.array):
         known = known and mask.dtype in (mx.bool_, *FLOATS) and mask.shape[-1:] == k.shape[2:3]
@@ -266,4 +264,4 @@ def fast_attention(
         )
     if sinks is not None and sinks.dtype != mx.float32:
         sinks = sinks.astype(mx.float32)
-    return library.attend(q, k, v, scale, mask, sinks)
+    return library.attend(q, kept_of(k), kept_of(v), scale, mask, sinks)

@@ -17,12 +17,13 @@ from typing import Any
 import mlx.core as mx
 
 from toastkit.errors import DataError
-from toastkit.native.kv_caches import as_kept
+from toastkit.native.kv_caches import SCALE_BYTES, as_kept
 from toastkit.session.blocks import LayerSource, TensorSource
 from toastkit.session.layout import (
     BLOCK_ROWS,
     ITEM_BYTES,
     KINDS,
+    KV,
     Damaged,
     Layer,
     Tensor,
@@ -168,10 +169,19 @@ def _fill_one(cache: Any, layer: Layer, load: Load) -> None:
     arrays = {t.name: _array(t, load(t)) for t in layer.tensors} if rows else {}
     if not arrays and kind not in ("ArraysCache", "ChunkedKVCache"):
         return  # it was never used: a fresh one is the same
-    if (dtype := getattr(cache, "kv_dtype", None)) is not None:
-        arrays = {name: as_kept(array, dtype) for name, array in arrays.items()}
+    if KINDS[kind].tensors == KV:
+        arrays = {name: _kept(array, cache) for name, array in arrays.items()}
     mx.eval(list(arrays.values()))
     _put(kind, cache, layer.settings, arrays)
+
+
+def _kept(array: mx.array, cache: Any) -> mx.array:
+    """Stored keys or values, as the cache keeps them. What has 8 bits is float32 to a cache that
+    keeps whatever it gets."""
+    dtype = getattr(cache, "kv_dtype", mx.float32 if array.dtype == mx.int8 else array.dtype)
+    if array.dtype == mx.int8 and 0 < array.shape[-1] <= SCALE_BYTES:
+        raise Damaged("keys or values in 8 bits have no numbers beside their scale")
+    return as_kept(array, dtype)
 
 
 def _array(tensor: Tensor, buffer: bytearray) -> mx.array:

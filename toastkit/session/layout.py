@@ -40,18 +40,18 @@ class Kind(NamedTuple):
     grows: bool
 
 
-_KV = ("keys", "values")
+KV = ("keys", "values")
 _QUANTIZED = ("weight", "scales", "biases")
 KINDS = {
-    "KVCache": Kind(("offset",), _KV, True),
-    "ConcatenateKVCache": Kind(("offset",), _KV, True),
+    "KVCache": Kind(("offset",), KV, True),
+    "ConcatenateKVCache": Kind(("offset",), KV, True),
     "QuantizedKVCache": Kind(
         ("offset", "group_size", "bits"),
-        tuple(f"{side}.{part}" for side in _KV for part in _QUANTIZED),
+        tuple(f"{side}.{part}" for side in KV for part in _QUANTIZED),
         True,
     ),
-    "ChunkedKVCache": Kind(("offset", "chunk_size", "start_position"), _KV, True),
-    "RotatingKVCache": Kind(("offset", "keep", "max_size", "idx"), _KV, False),
+    "ChunkedKVCache": Kind(("offset", "chunk_size", "start_position"), KV, True),
+    "RotatingKVCache": Kind(("offset", "keep", "max_size", "idx"), KV, False),
     "ArraysCache": Kind(("size",), (), False),
     "CacheList": Kind((), (), False),
 }

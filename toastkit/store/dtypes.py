@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from toastkit.errors import UsageError
 from toastkit.native.starting import Status
+from toastkit.store.kv_bits import kv_dtype
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -18,23 +18,11 @@ def activation_dtype(on_cpu: bool) -> str | None:
     return "float32" if on_cpu else None
 
 
-def kv_dtype(dtype: str | None, kv_bits: int | None) -> str | None:
-    """The dtype of keys and values in caches, a key of DTYPES; None for that of activations,
-    whatever it is. dtype: of activations, or None. kv_bits: 16, 32, or None for theirs. Raises
-    UsageError for 32 where those have fewer."""
-    if kv_bits == 32 and dtype != "float32":
-        raise UsageError(
-            f"--kv-bits 32: activations are in {dtype or 'the dtype of the checkpoint'}",
-            hint="--dtype float32 has them in 32 bits",
-        )
-    return "float16" if kv_bits == 16 and dtype in (None, "float32") else dtype
-
-
 class Loading(NamedTuple):
     """What weights are loaded for. dtype: of activations, that weights are cast to, a key of
     DTYPES; None for their own. native: products are computed by toastkit.native. narrow: and the
     16-bit numbers that these multiply are not cast, which gives the same to the bit. exact: and
-    activations are not rounded for them. kv_dtype: see the function."""
+    activations are not rounded for them. kv_dtype: see kv_bits.py."""
 
     dtype: str | None = None
     native: bool = False
@@ -47,6 +35,11 @@ class Loading(NamedTuple):
         """The dtype as MLX has it."""
         return None if self.dtype is None else DTYPES[self.dtype]
 
+    @property
+    def kept(self) -> mx.Dtype | None:
+        """That of keys and values, likewise."""
+        return None if self.kv_dtype is None else getattr(mx, self.kv_dtype)
+
 
 AS_STORED = Loading()
 
@@ -54,7 +47,7 @@ AS_STORED = Loading()
 def loading(asked: str | None, on_cpu: bool, native: Status, kv_bits: int | None = None) -> Loading:
     """What weights are loaded for unless told otherwise. asked: the dtype that somebody names,
     which all of them are cast to. native: whether products are, and how. kv_bits, UsageError: as
-    of `kv_dtype`."""
+    of `kv_bits.kv_dtype`."""
     narrow, dtype = native.on and asked is None, asked or activation_dtype(on_cpu)
     return Loading(dtype, native.on, narrow, native.exact, kv_dtype(dtype, kv_bits))
 

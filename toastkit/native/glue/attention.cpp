@@ -6,11 +6,19 @@
 namespace toast {
 namespace {
 
+// As `type_of`, and what keys and values alone may be.
+int kept_type(const mx::array &a) { return a.dtype() == mx::int8 ? TOAST_I8 : type_of(a); }
+
+// The numbers of a row, behind which there may be a scale.
+int row_size(const mx::array &a) {
+  return a.shape(-1) - (a.dtype() == mx::int8 ? int(sizeof(float)) : 0);
+}
+
 // Rows (batch, heads, positions, size) in place, or copied where the numbers of one lie apart.
 class Rows {
  public:
   explicit Rows(const mx::array &a) {
-    rows_ = {nullptr, {}, type_of(a)};
+    rows_ = {nullptr, {}, kept_type(a)};
     const bool in_place = a.shape(-1) == 1 || a.strides(-1) == 1;
     if (!in_place) copy_.emplace(a);
     rows_.data = in_place ? a.data<char>() : copy_->data();
@@ -63,7 +71,7 @@ void compute(const Arrays &arrays, float scale, int masking, bool sinks) {
   toast_attention call = {
       queries.rows(), keys.rows(), values.rows(), arrays[0].shape(0), arrays[0].shape(1),
       arrays[1].shape(1), arrays[0].shape(2), arrays[1].shape(2), arrays[0].shape(3),
-      arrays[2].shape(3), scale, masking, nullptr, {}, 0, nullptr,
+      row_size(arrays[2]), scale, masking, nullptr, {}, 0, nullptr,
   };
   std::optional<Mask> mask;
   if (masking >= TOAST_VISIBLE) mask.emplace(arrays[3], call);
@@ -92,9 +100,9 @@ mx::array attention(const mx::array &q, const mx::array &k, const mx::array &v, 
   check(k.shape(1) == v.shape(1) && k.shape(1) && q.shape(1) % k.shape(1) == 0,
         "heads that cannot be shared");
   check(k.shape(2) == v.shape(2) && k.shape(2), "no keys, or not as many values");
-  check(q.shape(3) == k.shape(3) && q.shape(3) && v.shape(3), "keys of another size");
+  check(q.shape(3) == row_size(k) && q.shape(3) && row_size(v) > 0, "keys of another size");
+  type_of(q), kept_type(k), kept_type(v);
   Arrays inputs = {q, k, v};
-  for (auto &one : inputs) type_of(one);
   if (mask) {
     check_mask(*mask, q, k);
     inputs.push_back(*mask);
@@ -104,11 +112,11 @@ mx::array attention(const mx::array &q, const mx::array &k, const mx::array &v, 
           "sinks of other heads");
     inputs.push_back(*sinks);
   }
-  const bool same = q.dtype() == k.dtype() && q.dtype() == v.dtype();
+  auto fits = [&](const mx::array &a) { return a.dtype() == q.dtype() || a.dtype() == mx::int8; };
   const int masking = !mask ? causal ? TOAST_CAUSAL : TOAST_ALL
                             : mask->dtype() == mx::bool_ ? TOAST_VISIBLE : TOAST_ADDED;
-  return made("ToastAttention", {q.shape(0), q.shape(1), q.shape(2), v.shape(3)},
-              same ? q.dtype() : mx::float32, std::move(inputs),
+  return made("ToastAttention", {q.shape(0), q.shape(1), q.shape(2), row_size(v)},
+              fits(k) && fits(v) ? q.dtype() : mx::float32, std::move(inputs),
               [scale, masking, given = sinks != nullptr](const Arrays &arrays) {
     compute(arrays, scale, masking, given);
   }, lay_out);

@@ -149,6 +149,35 @@ mx::array partitioned(const mx::array &x, int kth) {
   });
 }
 
+// Rows of bytes, each with its scale behind them.
+mx::array quantised(const mx::array &x) {
+  check(x.ndim() >= 1 && x.shape(-1), "no rows");
+  type_of(x);
+  auto shape = x.shape();
+  shape.back() += int(sizeof(float));
+  return made("ToastQuantise", std::move(shape), mx::int8, {x}, [](const Arrays &arrays) {
+    mx::array out = arrays.back();
+    InOrder data(arrays[0]);
+    const toast_vectors rows = rows_of(arrays[0], data);
+    need(toast_quantise(&rows, rows.stride, out.data<char>()));
+  });
+}
+
+// The numbers of such.
+mx::array dequantised(const mx::array &rows) {
+  constexpr int SCALE = sizeof(float);
+  check(rows.ndim() >= 1 && rows.shape(-1) > SCALE && rows.dtype() == mx::int8, "no such rows");
+  auto shape = rows.shape();
+  shape.back() -= SCALE;
+  return made("ToastDequantise", std::move(shape), mx::float32, {rows}, [](const Arrays &arrays) {
+    mx::array out = arrays.back();
+    InOrder data(arrays[0]);
+    const int64_t columns = out.shape(-1);
+    need(toast_dequantise(data.data(), int64_t(out.size()) / columns, columns,
+                          out.data<float>()));
+  });
+}
+
 mx::array weighed(const mx::array &x, const mx::array &weights) {
   auto shape = x.shape();
   check(x.ndim() >= 2 && shape[x.ndim() - 2], "no groups of vectors");
@@ -302,6 +331,16 @@ TOAST_API const char *toast_largest_array(void *out, void *x) {
 TOAST_API const char *toast_partition_array(void *out, void *x, int kth) {
   using toast::array_of;
   return toast::wrong([&] { array_of(out) = toast::partitioned(array_of(x), kth); });
+}
+
+TOAST_API const char *toast_quantise_array(void *out, void *x) {
+  using toast::array_of;
+  return toast::wrong([&] { array_of(out) = toast::quantised(array_of(x)); });
+}
+
+TOAST_API const char *toast_dequantise_array(void *out, void *rows) {
+  using toast::array_of;
+  return toast::wrong([&] { array_of(out) = toast::dequantised(array_of(rows)); });
 }
 
 TOAST_API const char *toast_route_array(void *which, void *shares, void *x, int k, int normed) {

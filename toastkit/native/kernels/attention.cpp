@@ -19,9 +19,11 @@ namespace {
 constexpr int64_t FEW_TILES = 64;   // whose spans are work of their own
 constexpr int64_t LITTLE = 1 << 17; // products of numbers that are not worth a second thread
 
-bool is_known(const toast_rows &rows) {
+bool is_float(const toast_rows &rows) {
   return rows.type >= TOAST_F32 && rows.type <= TOAST_BF16;
 }
+
+bool is_kept(const toast_rows &rows) { return is_float(rows) || rows.type == TOAST_I8; }
 
 bool is_known(const toast_attention &a) {
   const bool sizes = a.batch >= 0 && a.positions >= 0 && a.key_positions > 0 &&
@@ -31,7 +33,7 @@ bool is_known(const toast_attention &a) {
                     (a.masking < TOAST_VISIBLE || a.mask) &&
                     (a.masking != TOAST_ADDED ||
                      (a.mask_type >= TOAST_F32 && a.mask_type <= TOAST_BF16));
-  return sizes && heads && mask && is_known(a.queries) && is_known(a.keys) && is_known(a.values);
+  return sizes && heads && mask && is_float(a.queries) && is_kept(a.keys) && is_kept(a.values);
 }
 
 // Whether a number that is added to a score hides its key: no number of its type is smaller.

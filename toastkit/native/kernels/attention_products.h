@@ -83,12 +83,17 @@ INLINE void transpose(F32 *r) {
 #endif
 }
 
-// Calls work(d, column) for number d of LANES rows side by side, from the first to the last. Two
-// numbers of 16 bits are turned as one of 32, and then widened.
+// Calls work(d, column) for number d of LANES rows side by side, from the first to the last. What
+// lies in 32 bits is turned as one number, and then widened.
 template <int TYPE, class Work>
 INLINE void turn(const char *const *rows, int64_t size, Ahead ahead, const Work &work) {
-  constexpr int AT_A_TIME = 4 * LANES / Numbers<TYPE>::SIZE;  // numbers of a row
-  F32 r[LANES];
+  constexpr int PARTS = 4 / Numbers<TYPE>::SIZE, AT_A_TIME = PARTS * LANES;  // numbers of a row
+  F32 r[LANES], scales = {};
+  if constexpr (TYPE == TOAST_I8)
+    for (int i = 0; i < LANES; i++) scales[i] = scale_of(rows[i], size);
+  auto give = [&](int64_t at, F32 column) __attribute__((always_inline)) {
+    work(at, TYPE == TOAST_I8 ? column * scales : column);
+  };
   int64_t d = 0;
   for (; d + AT_A_TIME <= size; d += AT_A_TIME) {
 #pragma GCC unroll 16
@@ -97,12 +102,11 @@ INLINE void turn(const char *const *rows, int64_t size, Ahead ahead, const Work 
     transpose(r);
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
-      if constexpr (TYPE == TOAST_F32) {
-        work(d + i, r[i]);
-      } else {
-        work(d + 2 * i, Numbers<TYPE>::low(r[i]));
-        work(d + 2 * i + 1, Numbers<TYPE>::high(r[i]));
-      }
+      const int64_t at = d + PARTS * i;
+      give(at, Numbers<TYPE>::template part<0>(r[i]));
+      if constexpr (PARTS > 1) give(at + 1, Numbers<TYPE>::template part<1>(r[i]));
+      if constexpr (PARTS > 2) give(at + 2, Numbers<TYPE>::template part<2>(r[i]));
+      if constexpr (PARTS > 2) give(at + 3, Numbers<TYPE>::template part<3>(r[i]));
     }
   }
   for (; d < size; d += LANES) {
@@ -111,7 +115,7 @@ INLINE void turn(const char *const *rows, int64_t size, Ahead ahead, const Work 
       r[i] = numbers < LANES ? Numbers<TYPE>::some(rows[i], d, numbers)
                              : Numbers<TYPE>::at(rows[i], d);
     transpose(r);
-    for (int i = 0; i < numbers; i++) work(d + i, r[i]);
+    for (int i = 0; i < numbers; i++) give(d + i, r[i]);
   }
 }
 
@@ -181,11 +185,13 @@ INLINE void cross_all(int vectors, const float *columns, const float *rows, int6
 }
 
 // out[m][d] += sum of weights[key][m] * values[key][d], a chain each, for M rows and V vectors of
-// numbers; the last one only in part where V is 1 and `numbers` are fewer.
+// numbers; the last one only in part where V is 1 and `numbers` are fewer. left: of a row, numbers
+// from the first of these to its end.
 template <int TYPE, int M, int V>
 static void weigh(const float *weights, int64_t weight_stride, int64_t key_stride,
-                  const char *values, int64_t stride, Ahead ahead, int64_t keys, int numbers,
+                  const char *values, int64_t stride, int64_t left, Ahead ahead, int64_t keys,
                   float *out, int64_t out_stride) {
+  const int numbers = int(left < LANES ? left : LANES);
   F32 sums[M][V];
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++)
@@ -198,6 +204,7 @@ static void weigh(const float *weights, int64_t weight_stride, int64_t key_strid
     for (int v = 0; v < V; v++) {
       const bool part = V == 1 && numbers < LANES;
       value[v] = part ? Numbers<TYPE>::some(row, 0, numbers) : Numbers<TYPE>::at(row, v * LANES);
+      if constexpr (TYPE == TOAST_I8) value[v] *= scale_of(row, left);
     }
     ahead.fetch();
 #pragma GCC unroll 8
@@ -228,16 +235,15 @@ static void weigh_all(const float *weights, int64_t weight_stride, int64_t key_s
       // Of the next ones, as much as these rows and numbers are of all.
       auto ahead = [&](int64_t d, int64_t width) {
         const char *next = block + some * stride + (size * m + d * M) * SIZE * some / rows;
-        return Ahead{next, stride == size * SIZE ? width * SIZE * M / rows : 0};
+        return Ahead{next, stride == row_bytes<TYPE>(size) ? width * SIZE * M / rows : 0};
       };
       int64_t d = 0;
       for (; d + WIDE <= size; d += WIDE)
-        weigh<TYPE, M, TILE_N>(from, weight_stride, key_stride, block + d * SIZE,
-                               stride, ahead(d, WIDE), some, LANES, to + d, out_stride);
+        weigh<TYPE, M, TILE_N>(from, weight_stride, key_stride, block + d * SIZE, stride, size - d,
+                               ahead(d, WIDE), some, to + d, out_stride);
       for (; d < size; d += LANES)
-        weigh<TYPE, M, 1>(from, weight_stride, key_stride, block + d * SIZE, stride,
-                          ahead(d, LANES), some, int(size - d < LANES ? size - d : LANES), to + d,
-                          out_stride);
+        weigh<TYPE, M, 1>(from, weight_stride, key_stride, block + d * SIZE, stride, size - d,
+                          ahead(d, LANES), some, to + d, out_stride);
     });
   }
 }

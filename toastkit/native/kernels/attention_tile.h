@@ -19,9 +19,22 @@ constexpr int64_t SCORES_STRIDE = toast::SPAN;  // of a query, where queries are
 
 INLINE float exponential(float x) { return exponential(all(x))[0]; }
 
+INLINE int64_t number_bytes(int type) {
+  return type == TOAST_F32 ? 4 : type == TOAST_I8 ? 1 : 2;
+}
+
+// work.operator()<TYPE>() for the type that keys or values are of.
+template <class Work>
+INLINE void with_type(int type, const Work &work) {
+  if (type == TOAST_F32) return work.template operator()<TOAST_F32>();
+  if (type == TOAST_F16) return work.template operator()<TOAST_F16>();
+  if (type == TOAST_BF16) return work.template operator()<TOAST_BF16>();
+  work.template operator()<TOAST_I8>();
+}
+
 INLINE const char *row_of(const toast_rows &rows, int64_t batch, int64_t head, int64_t position) {
   const int64_t at = batch * rows.strides[0] + head * rows.strides[1] + position * rows.strides[2];
-  return static_cast<const char *>(rows.data) + at * (rows.type == TOAST_F32 ? 4 : 2);
+  return static_cast<const char *>(rows.data) + at * number_bytes(rows.type);
 }
 
 // The scores of rows that hide or change keys of a span. stride: from one key's score to the next.
@@ -149,7 +162,7 @@ static void scores_of_rows(const toast::Attention &a, const toast::Tile &tile, i
                           : F32{});
   const int64_t stride = call.keys.strides[2] * Numbers<TYPE>::SIZE;
   const char *keys = row_of(call.keys, tile.batch, tile.head, begin);
-  const bool joined = stride == size * Numbers<TYPE>::SIZE;
+  const bool joined = stride == row_bytes<TYPE>(size);
   for (int64_t j = 0; j < end - begin; j += LANES) {
     const char *rows[LANES];  // the last one again after it
     for (int i = 0; i < LANES; i++)
@@ -191,8 +204,7 @@ static void scores_of_many(const toast::Attention &a, const toast::Tile &tile, i
                            int64_t end, int vectors, const Room &room) {
   const toast_attention &call = *a.call;
   const int64_t size = call.key_size, row = value_floats(size) + LANES;
-  const int64_t number = call.keys.type == TOAST_F32 ? 4 : 2;
-  const int64_t stride = call.keys.strides[2];
+  const int64_t number = number_bytes(call.keys.type), stride = call.keys.strides[2] * number;
   auto of = call.queries.type == TOAST_F32   ? turn_queries<TOAST_F32>
             : call.queries.type == TOAST_F16 ? turn_queries<TOAST_F16>
                                              : turn_queries<TOAST_BF16>;
@@ -203,16 +215,16 @@ static void scores_of_many(const toast::Attention &a, const toast::Tile &tile, i
     float *to = room.scores + (j - begin) * vectors * LANES;
     for (int64_t n = 0; n < count; n++)
       for (int64_t at = 0; at < size * number; at += LINE)
-        __builtin_prefetch(keys + (n + KEYS_AHEAD) * stride * number + at);
+        __builtin_prefetch(keys + (n + KEYS_AHEAD) * stride + at);
     if (call.keys.type == TOAST_F32) {
-      cross_all(vectors, room.queries, reinterpret_cast<const float *>(keys), stride, count, size,
-                to);
+      cross_all(vectors, room.queries, reinterpret_cast<const float *>(keys),
+                call.keys.strides[2], count, size, to);
       continue;
     }
     for (int64_t n = 0; n < count; n++)
       for (int64_t d = 0; d < size; d += LANES)
         store(room.keys + n * row + d,
-              some_numbers_at(call.keys.type, keys + n * stride * 2, d, int(size - d)));
+              numbers_of_row(call.keys.type, keys + n * stride, size, d));
     cross_all(vectors, room.queries, room.keys, row, count, size, to);
   }
 }
@@ -222,12 +234,11 @@ static void weigh_values(const toast::Attention &a, const toast::Tile &tile, int
                          int64_t key_stride, float *out) {
   const toast_rows &values = a.call->values;
   const char *from = row_of(values, tile.batch, tile.head, begin);
-  auto of = values.type == TOAST_F32   ? weigh_all<TOAST_F32>
-            : values.type == TOAST_F16 ? weigh_all<TOAST_F16>
-                                       : weigh_all<TOAST_BF16>;
-  of(weights, weight_stride, key_stride, from,
-     values.strides[2] * (values.type == TOAST_F32 ? 4 : 2), keys, tile.rows, a.call->value_size,
-     out, a.row_floats);
+  with_type(values.type, [&]<int TYPE>() {
+    weigh_all<TYPE>(weights, weight_stride, key_stride, from,
+                    values.strides[2] * Numbers<TYPE>::SIZE, keys, tile.rows, a.call->value_size,
+                    out, a.row_floats);
+  });
 }
 
 static bool attend_span(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
@@ -238,10 +249,8 @@ static bool attend_span(const toast::Attention &a, const toast::Tile &tile, int6
   if (!make_room(a, &room)) return false;
   memset(out.sums, 0, tile.rows * a.row_floats * sizeof(float));
   if (are_few(a.rows)) {
-    auto of = call.keys.type == TOAST_F32   ? scores_of_few<TOAST_F32>
-              : call.keys.type == TOAST_F16 ? scores_of_few<TOAST_F16>
-                                            : scores_of_few<TOAST_BF16>;
-    of(a, tile, begin, end, room);
+    with_type(call.keys.type,
+              [&]<int TYPE>() { scores_of_few<TYPE>(a, tile, begin, end, room); });
     mask_scores(a, tile, begin, end, room.scores, SCORES_STRIDE, 1);
     for (int64_t r = 0; r < tile.rows; r++)
       weights_of_row(room.scores + r * SCORES_STRIDE, keys, out.most + r,

@@ -16,6 +16,8 @@ extern "C" {
 
 enum { TOAST_F32 = 0, TOAST_F16 = 1, TOAST_BF16 = 2 };  // types of numbers
 enum { TOAST_E8M0 = 3 };  // of scales alone: a byte e stands for 2^(e - 127), 255 for NaN
+enum { TOAST_I8 = 4 };  // of keys and values alone: signed bytes, and behind those of a row, in the
+                        // next four, the float32 that they are multiplied by
 
 // A stack of matrices (experts, rows, columns), contiguous; one matrix is a stack of one.
 typedef struct {
@@ -53,7 +55,7 @@ TOAST_API int toast_multiply(const toast_matrix *matrix, const toast_vectors *x,
 typedef struct {
   const void *data;
   int64_t strides[3];  // numbers from one batch, head, position to the next; 0: all are one
-  int32_t type;
+  int32_t type;        // TOAST_I8: strides are in bytes
 } toast_rows;
 
 enum { TOAST_ALL = 0, TOAST_CAUSAL = 1, TOAST_VISIBLE = 2, TOAST_ADDED = 3 };  // kinds of masks

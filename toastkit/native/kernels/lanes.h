@@ -33,6 +33,7 @@ typedef int32_t I32 __attribute__((vector_size(4 * LANES)));
 typedef uint32_t U32 __attribute__((vector_size(4 * LANES)));
 typedef uint16_t U16 __attribute__((vector_size(2 * LANES)));
 typedef uint8_t U8 __attribute__((vector_size(LANES)));
+typedef int8_t I8 __attribute__((vector_size(LANES)));
 
 template <class Vector>
 INLINE Vector load(const void *p) {
@@ -93,6 +94,16 @@ INLINE F32 from_bytes(const uint8_t *p) {
 #endif
 }
 
+INLINE F32 from_i8(I8 v) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)v));
+#elif defined(__AVX2__)
+  return (F32)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)&v)));
+#else
+  return __builtin_convertvector(v, F32);
+#endif
+}
+
 INLINE F32 from_bf16(U16 v) { return (F32)(widened(v) << 16); }
 
 INLINE F32 from_f16(U16 v) {
@@ -110,34 +121,49 @@ INLINE F32 from_f16(U16 v) {
 #endif
 }
 
-// Numbers of one of the types.
+// Numbers of one of the types; of TOAST_I8 without their scale.
 template <int TYPE>
 struct Numbers {
-  static constexpr int SIZE = TYPE == TOAST_F32 ? 4 : 2;
+  static constexpr int SIZE = TYPE == TOAST_F32 ? 4 : TYPE == TOAST_I8 ? 1 : 2;
   INLINE F32 at(const void *p, int64_t i) {
     if constexpr (TYPE == TOAST_F32) return load<F32>(static_cast<const float *>(p) + i);
+    if constexpr (TYPE == TOAST_I8) return from_i8(load<I8>(static_cast<const int8_t *>(p) + i));
     return wide(load<U16>(static_cast<const uint16_t *>(p) + i));
   }
   INLINE F32 some(const void *p, int64_t i, int n) {
     if constexpr (TYPE == TOAST_F32)
       return load_some<F32>(static_cast<const float *>(p) + i, n);
+    if constexpr (TYPE == TOAST_I8)
+      return from_i8(load_some<I8>(static_cast<const int8_t *>(p) + i, n));
     return wide(load_some<U16>(static_cast<const uint16_t *>(p) + i, n));
   }
   INLINE F32 wide(U16 v) {
     if constexpr (TYPE == TOAST_F16) return from_f16(v);
     return from_bf16(v);
   }
-  // Of two numbers of 16 bits in each lane, the first and the second.
-  INLINE F32 low(F32 pairs) {
-    if constexpr (TYPE == TOAST_F16) return from_f16(narrow((U32)pairs));
-    return (F32)((U32)pairs << 16);
-  }
-  INLINE F32 high(F32 pairs) {
-    if constexpr (TYPE == TOAST_F16) return from_f16(narrow((U32)pairs >> 16));
-    return (F32)((U32)pairs & 0xffff0000);
+  // The one at PLACE of as many as lie in 32 bits, of each lane.
+  template <int PLACE>
+  INLINE F32 part(F32 v) {
+    if constexpr (TYPE == TOAST_F32) return v;
+    if constexpr (TYPE == TOAST_I8) {
+      const I32 bytes = (I32)v << (24 - 8 * PLACE) >> 24;
+      return __builtin_convertvector(bytes, F32);
+    }
+    if constexpr (TYPE == TOAST_F16) return from_f16(narrow((U32)v >> 16 * PLACE));
+    return (F32)(PLACE ? (U32)v & 0xffff0000 : (U32)v << 16);
   }
   INLINE U16 narrow(U32 v) { return __builtin_convertvector(v, U16); }
 };
+
+// Of a row of so many numbers. TOAST_I8: with the scale behind them.
+template <int TYPE>
+INLINE int64_t row_bytes(int64_t size) {
+  return size * Numbers<TYPE>::SIZE + (TYPE == TOAST_I8 ? int64_t(sizeof(float)) : 0);
+}
+
+INLINE float scale_of(const void *row, int64_t size) {
+  return load<float>(static_cast<const char *>(row) + size);
+}
 
 INLINE F32 numbers_at(int type, const void *p, int64_t i) {
   if (type == TOAST_F32) return Numbers<TOAST_F32>::at(p, i);
@@ -149,6 +175,14 @@ INLINE F32 some_numbers_at(int type, const void *p, int64_t i, int n) {
   if (type == TOAST_F32) return Numbers<TOAST_F32>::some(p, i, n);
   return type == TOAST_F16 ? Numbers<TOAST_F16>::some(p, i, n)
                            : Numbers<TOAST_BF16>::some(p, i, n);
+}
+
+// Those of a row of so many numbers, of any type that one may have, from d on.
+INLINE F32 numbers_of_row(int type, const void *row, int64_t size, int64_t d) {
+  const int n = int(size - d < LANES ? size - d : LANES);
+  if (type != TOAST_I8) return some_numbers_at(type, row, d, n);
+  return (n < LANES ? Numbers<TOAST_I8>::some(row, d, n) : Numbers<TOAST_I8>::at(row, d)) *
+         scale_of(row, size);
 }
 
 INLINE uint32_t bits_of(float x) {

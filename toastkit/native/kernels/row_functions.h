@@ -190,6 +190,38 @@ static void weigh_row(const toast::Weighing &w, int64_t row) {
   }
 }
 
+constexpr float MOST_KEPT = 3e38f;  // 127 scales of it are finite
+
+// Divided by the scale and rounded to the nearest, ties to even, as MLX's operations would.
+static void quantise_row(int type, const void *x, int64_t from, int64_t count, void *row) {
+  auto numbers = [&](int64_t k) __attribute__((always_inline)) {
+    F32 v = some_numbers_at(type, x, from + k, int(count - k < LANES ? count - k : LANES));
+    return v > MOST_KEPT ? all(MOST_KEPT) : v < -MOST_KEPT ? all(-MOST_KEPT) : v;
+  };
+  F32 most = {}, none = {};
+  for (int64_t k = 0; k < count; k += LANES) {
+    F32 v = numbers(k);
+    most = larger((F32)((U32)v & 0x7fffffff), most);
+    none += v * 0.0f;  // NaN where one is
+  }
+  const float scale = largest(most) / 127.0f + sum(none);
+  auto out = static_cast<int8_t *>(row);
+  for (int64_t k = 0; k < count; k += LANES) {
+    F32 v = scale > 0 ? numbers(k) / scale : F32{};
+    v = smaller(all(127.0f), larger(all(-127.0f), v));
+    constexpr float WHOLE = 0x1.8p23f;  // above it numbers are whole
+    const I8 bytes = __builtin_convertvector(v + WHOLE - WHOLE, I8);
+    memcpy(out + k, &bytes, count - k < LANES ? count - k : LANES);
+  }
+  memcpy(out + count, &scale, sizeof scale);
+}
+
+static void dequantise_row(const void *row, int64_t count, float *out) {
+  for (int64_t k = 0; k < count; k += LANES)
+    put_some(TOAST_F32, out, k, numbers_of_row(TOAST_I8, row, count, k),
+             int(count - k < LANES ? count - k : LANES));
+}
+
 INLINE float number_at(int type, const void *p, int64_t i) {
   if (type == TOAST_F32) return static_cast<const float *>(p)[i];
   return some_numbers_at(type, p, i, 1)[0];
@@ -226,6 +258,7 @@ static void convolve_channels(const toast_convolution &c, int64_t batch, int64_t
 
 const toast::RowInstructions row_functions = {
     norm_row, turns_at, rotate_head, gate_numbers,      most,
-    place,    exponentials, shares,  weigh_row, convolve_channels, {delta_rows, scan_rows}};
+    place,    exponentials, shares,  weigh_row, quantise_row, dequantise_row,
+    convolve_channels, {delta_rows, scan_rows}};
 
 }  // namespace

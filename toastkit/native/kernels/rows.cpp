@@ -257,6 +257,29 @@ int toast_route(const toast_vectors *x, int64_t columns, int64_t k, int32_t norm
   return 0;
 }
 
+int toast_quantise(const toast_vectors *x, int64_t columns, void *out) {
+  if (!toast::is_type(x->type) || columns <= 0) return 1;
+  const toast::RowInstructions &code = *toast::instructions().rows;
+  const int64_t bytes = columns + int64_t(sizeof(float));
+  toast::share(x->count, columns, [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; row++)
+      code.quantise(x->type, x->data, row * x->stride, columns,
+                    static_cast<char *>(out) + row * bytes);
+  });
+  return 0;
+}
+
+int toast_dequantise(const void *rows, int64_t count, int64_t columns, float *out) {
+  if (columns <= 0) return 1;
+  const toast::RowInstructions &code = *toast::instructions().rows;
+  const int64_t bytes = columns + int64_t(sizeof(float));
+  toast::share(count, columns, [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; row++)
+      code.dequantise(static_cast<const char *>(rows) + row * bytes, columns, out + row * columns);
+  });
+  return 0;
+}
+
 int toast_blend(const toast_vectors *x, int64_t columns, int64_t group, const float *weights,
                 const float *more, const float *gates, float *out) {
   using namespace toast;

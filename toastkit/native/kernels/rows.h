@@ -76,6 +76,13 @@ TOAST_API int toast_largest(const toast_vectors *x, int64_t columns, uint32_t *o
 // NaN is larger than all. A row has fewer than 2^32 numbers.
 TOAST_API int toast_partition(const toast_vectors *x, int64_t columns, int64_t kth, uint32_t *out);
 
+// Rows as TOAST_I8 has them, (count, columns + 4) bytes, of one column at least: the largest number
+// of a row is 127 times its scale. What is beyond 3e38 counts as that; NaN makes the row NaN.
+TOAST_API int toast_quantise(const toast_vectors *x, int64_t columns, void *out);
+
+// What these stand for, float32 (count, columns).
+TOAST_API int toast_dequantise(const void *rows, int64_t count, int64_t columns, float *out);
+
 // The experts that a router's logits choose: of the softmax of each row the k largest numbers, as
 // toast_partition leaves them, and where they are, (count, k); normed: over their sum, which is
 // added up in that order.
@@ -164,6 +171,9 @@ struct RowInstructions {
   void (*shares)(int type, const void *x, int64_t first, int64_t count, Exponentials of, void *out,
                  int out_type, int64_t to);
   void (*weigh)(const Weighing &, int64_t row);
+  // A row from numbers at `from` of x; numbers from a row.
+  void (*quantise)(int type, const void *x, int64_t from, int64_t count, void *row);
+  void (*dequantise)(const void *row, int64_t count, float *out);
   // Channels of one batch, CONVOLVED at most.
   void (*convolve)(const toast_convolution &, int64_t batch, int64_t first, int64_t end, void *out,
                    int out_type);
