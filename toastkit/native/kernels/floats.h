@@ -1,14 +1,20 @@
-// Products in float32. Activations are copied, widened; of the weights a few rows at a time are,
-// unless one vector meets them: then a weight is widened as it is multiplied, which is the same.
+// Products in float32. Activations are copied, widened; weights are widened as they are multiplied,
+// but packed ones before, a few rows at a time, which is the same.
 #pragma once
 
 #include "unpack.h"
 
 namespace {
 
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int REGISTERS = 32;
+#else
+constexpr int REGISTERS = 16;
+#endif
+constexpr int MOST_VECTORS = REGISTERS == 32 ? 6 : 4;  // that meet rows at a time
 constexpr int64_t PREFETCH = 4096;       // bytes ahead of what is multiplied
 constexpr int64_t AT_HAND = 256 << 10;   // bytes of rows that many vectors meet in turn
-constexpr int MOST_ROWS = 16;            // a multiple of every TILE_N
+constexpr int MOST_ROWS = 16;            // a multiple of TILE_N
 
 INLINE int64_t padded(int64_t columns) { return (columns + LANES - 1) / LANES * LANES; }
 
@@ -16,7 +22,7 @@ INLINE int64_t padded(int64_t columns) { return (columns + LANES - 1) / LANES * 
 INLINE int64_t float_row(int64_t columns) { return padded(columns) + LANES; }
 
 INLINE int rows_at_hand(int64_t stride) {
-  int64_t rows = AT_HAND / (stride * int64_t(sizeof(float))) / TILE_N * TILE_N;
+  const int64_t rows = AT_HAND / (stride + 1) / TILE_N * TILE_N;
   return int(rows < TILE_N ? TILE_N : rows > MOST_ROWS ? MOST_ROWS : rows);
 }
 
@@ -37,33 +43,40 @@ INLINE void prepare_floats(const toast::Product &p, int64_t row) {
 }
 
 // out[i][j] = a[i] . b[j] for M x N rows: each a chain of its own, lane by lane, then over lanes.
+// b: rows `stride` bytes apart. What comes next is fetched ahead: of these, then of the N after. Of
+// float32 the processor finds enough by itself once there are a few products for each number.
 template <int TYPE, int M, int N>
-INLINE void dots(const float *const *a, const void *const *b, int64_t columns, float (*out)[N]) {
+INLINE void dots(const float *const *a, const char *b, int64_t stride, int64_t columns,
+                 float (*out)[N]) {
   F32 sums[M][N];
 #pragma GCC unroll 8
   for (int i = 0; i < M; i++)
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++) sums[i][j] = F32{};
-  int64_t k = 0;
-  for (; k + LANES <= columns; k += LANES) {
-    F32 row[N];
+  const int64_t whole = columns / LANES * LANES;
+  int64_t k = 0, until = whole - PREFETCH / Numbers<TYPE>::SIZE, ahead = PREFETCH;
+  for (;; until = whole, ahead += (N - 1) * stride) {
+    for (; k < until; k += LANES) {
+      F32 row[N];
 #pragma GCC unroll 8
-    for (int j = 0; j < N; j++) {
-      row[j] = Numbers<TYPE>::at(b[j], k);
-      if (M == 1)
-        __builtin_prefetch(static_cast<const char *>(b[j]) + k * Numbers<TYPE>::SIZE + PREFETCH);
+      for (int j = 0; j < N; j++) {
+        row[j] = Numbers<TYPE>::at(b + j * stride, k);
+        if (TYPE != TOAST_F32 || M < 3)
+          __builtin_prefetch(b + j * stride + k * Numbers<TYPE>::SIZE + ahead);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < M; i++) {
+        F32 x = load<F32>(a[i] + k);
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) sums[i][j] = multiply_add(x, row[j], sums[i][j]);
+      }
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < M; i++) {
-      F32 x = load<F32>(a[i] + k);
-#pragma GCC unroll 8
-      for (int j = 0; j < N; j++) sums[i][j] = multiply_add(x, row[j], sums[i][j]);
-    }
+    if (until == whole) break;
   }
   if (k < columns)
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++) {
-      F32 row = Numbers<TYPE>::some(b[j], k, int(columns - k));
+      F32 row = Numbers<TYPE>::some(b + j * stride, k, int(columns - k));
 #pragma GCC unroll 8
       for (int i = 0; i < M; i++)
         sums[i][j] = multiply_add(load<F32>(a[i] + k), row, sums[i][j]);
@@ -74,75 +87,80 @@ INLINE void dots(const float *const *a, const void *const *b, int64_t columns, f
     for (int j = 0; j < N; j++) out[i][j] = sum(sums[i][j]);
 }
 
-// M members of a group with N rows that are at hand, which are from `first` on.
+// Rows of numbers from `first` up to `end`, `stride` bytes apart.
+struct Rows {
+  const char *data;
+  int64_t stride, first, end;
+};
+
+// M members of a group with the next N rows.
 template <int TYPE, int M, int N>
-INLINE void tile(const toast::Product &p, const uint32_t *places, const void *const *rows,
-                 int64_t first) {
+INLINE void tile(const toast::Product &p, const uint32_t *places, const Rows &rows) {
   const toast_matrix &m = *p.matrix;
   const float *vectors[M];
   float out[M][N];
   for (int i = 0; i < M; i++)
     vectors[i] = float_vector(p, p.vector ? p.vector[places[i]] : places[i]);
-  dots<TYPE, M, N>(vectors, rows, m.columns, out);
+  dots<TYPE, M, N>(vectors, rows.data, rows.stride, m.columns, out);
   for (int i = 0; i < M; i++)
-    for (int j = 0; j < N; j++) put(p.out_type, p.out, places[i] * m.rows + first + j, out[i][j]);
+    for (int j = 0; j < N; j++)
+      put(p.out_type, p.out, places[i] * m.rows + rows.first + j, out[i][j]);
 }
 
-// M members with all rows that are at hand.
-template <int M>
-INLINE void tiles(const toast::Product &p, const uint32_t *places, const void *const *rows,
-                  int64_t first, int count) {
-  int n = 0;
-  for (; n + TILE_N <= count; n += TILE_N)
-    tile<TOAST_F32, M, TILE_N>(p, places, rows + n, first + n);
-  for (; n < count; n++) tile<TOAST_F32, M, 1>(p, places, rows + n, first + n);
+// M members with rows, as many at a time as leave registers for all sums, and for a vector.
+template <int TYPE, int M>
+static void tiles(const toast::Product &p, const uint32_t *places, Rows rows) {
+  constexpr int MOST = (REGISTERS - 1) / (M + 1), N = MOST < TILE_N ? MOST : TILE_N;
+  for (; rows.first + N <= rows.end; rows.first += N, rows.data += N * rows.stride)
+    tile<TYPE, M, N>(p, places, rows);
+  for (; rows.first < rows.end; rows.first++, rows.data += rows.stride)
+    for (int i = 0; i < M; i++) tile<TYPE, 1, 1>(p, places + i, rows);
 }
 
-// One vector with rows as they are stored, one after another, as memory likes it.
+// `members` of them, M at most.
+template <int TYPE, int M>
+INLINE void tiles_of(int64_t members, const toast::Product &p, const uint32_t *places,
+                     const Rows &rows) {
+  if constexpr (M > 1)
+    if (members < M) return tiles_of<TYPE, M - 1>(members, p, places, rows);
+  tiles<TYPE, M>(p, places, rows);
+}
+
+// All members, in as few goes as can be, of which none is much smaller than another.
 template <int TYPE>
-static void multiply_stored(const toast::Product &p, const toast::Group &group, int64_t first,
-                            int64_t end) {
-  for (int64_t n = first; n < end; n++) {
-    const void *row = row_at(*p.matrix, group.expert * p.matrix->rows + n);
-    tile<TYPE, 1, 1>(p, group.places, &row, n);
+static void multiply_rows(const toast::Product &p, const toast::Group &group, const Rows &rows) {
+  int64_t goes = (group.members + MOST_VECTORS - 1) / MOST_VECTORS, done = 0;
+  for (; goes; goes--) {
+    const int64_t members = (group.members - done + goes - 1) / goes;
+    tiles_of<TYPE, MOST_VECTORS>(members, p, group.places + done, rows);
+    done += members;
   }
 }
 
 static bool multiply_floats(const toast::Product &p, const toast::Group &group, int64_t first,
                             int64_t end) {
   const toast_matrix &m = *p.matrix;
-  if (!m.bits && group.members == 1) {
-    if (m.type == TOAST_F32) {
-      multiply_stored<TOAST_F32>(p, group, first, end);
-    } else if (m.type == TOAST_F16) {
-      multiply_stored<TOAST_F16>(p, group, first, end);
-    } else {
-      multiply_stored<TOAST_BF16>(p, group, first, end);
-    }
-    return true;
-  }
-  const bool widens = m.bits || m.type != TOAST_F32;
-  const int64_t stride = float_row(m.columns);
-  int most = group.members == 1 ? TILE_N : rows_at_hand(stride);
+  const int64_t wide_row = float_row(m.columns), stride = m.bits ? wide_row * 4 : row_bytes(m);
+  const int most = group.members == 1 ? TILE_N : rows_at_hand(stride);
   float *wide = nullptr;
   uint8_t *bytes = nullptr;
-  if (widens) {
-    wide = static_cast<float *>(toast::scratch(toast::ROWS, most * stride * sizeof(float)));
+  if (m.bits) {
+    wide = static_cast<float *>(toast::scratch(toast::ROWS, most * stride));
     bytes = static_cast<uint8_t *>(toast::scratch(toast::BYTES, m.columns));
     if (!wide || !bytes) return false;
   }
   for (int64_t n = first; n < end; n += most) {
-    const int count = int(end - n < most ? end - n : most);
-    const void *rows[MOST_ROWS];
-    for (int j = 0; j < count; j++) {
-      const int64_t row = group.expert * m.rows + n + j;
-      if (widens) widen_row(m, row, bytes, wide + j * stride);
-      rows[j] = widens ? static_cast<const void *>(wide + j * stride) : row_at(m, row);
+    const int64_t row = group.expert * m.rows + n, count = end - n < most ? end - n : most;
+    for (int64_t j = 0; m.bits && j < count; j++) widen_row(m, row + j, bytes, wide + j * wide_row);
+    const void *data = m.bits ? static_cast<const void *>(wide) : row_at(m, row);
+    const Rows rows = {static_cast<const char *>(data), stride, n, n + count};
+    if (m.bits || m.type == TOAST_F32) {
+      multiply_rows<TOAST_F32>(p, group, rows);
+    } else if (m.type == TOAST_F16) {
+      multiply_rows<TOAST_F16>(p, group, rows);
+    } else {
+      multiply_rows<TOAST_BF16>(p, group, rows);
     }
-    int64_t i = 0;
-    for (; i + TILE_M <= group.members; i += TILE_M)
-      tiles<TILE_M>(p, group.places + i, rows, n, count);
-    for (; i < group.members; i++) tiles<1>(p, group.places + i, rows, n, count);
   }
   return true;
 }
