@@ -94,7 +94,8 @@ def test_keys_in_8_bits(
     library: Library, heads: tuple, counts: tuple, dtype: mx.Dtype, kinds: tuple, mask: Any,
     narrow: tuple,
 ) -> None:  # fmt: skip
-    """Give what they stand for, of the dtype of queries, be they keys, values or both."""
+    """Give what they stand for, of the dtype of queries, be they keys, values or both: what these
+    meet has 16 bits at least."""
     batch, key_heads, repeats = heads
     mx.random.seed(sum(counts))
     q = mx.random.normal((batch, key_heads * repeats, counts[0], 24)).astype(dtype)
@@ -106,7 +107,7 @@ def test_keys_in_8_bits(
     ours = library.attend(*placed, 0.3, mask)
     theirs = ATTEND(q.astype(mx.float32), *wide, scale=0.3, mask=mask)
     assert ours.dtype == dtype and ours.shape == theirs.shape
-    close = CLOSE[dtype]
+    close = max(CLOSE[dtype], 1e-3)
     assert mx.allclose(ours.astype(mx.float32), theirs, rtol=close, atol=close).item()
 
 

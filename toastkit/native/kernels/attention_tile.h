@@ -6,36 +6,14 @@
 #include <math.h>
 #include <string.h>
 
-#include "attention.h"
-#include "attention_products.h"
+#include "attention_bytes.h"
 #include "functions.h"
-#include "product.h"
 
 namespace {
 
 constexpr int SUMMED = 16;       // chains that weights are added up in, on every processor
-constexpr int WIDE = 4 * LANES;  // queries side by side
-constexpr int64_t SCORES_STRIDE = toast::SPAN;  // of a query, where queries are few
 
 INLINE float exponential(float x) { return exponential(all(x))[0]; }
-
-INLINE int64_t number_bytes(int type) {
-  return type == TOAST_F32 ? 4 : type == TOAST_I8 ? 1 : 2;
-}
-
-// work.operator()<TYPE>() for the type that keys or values are of.
-template <class Work>
-INLINE void with_type(int type, const Work &work) {
-  if (type == TOAST_F32) return work.template operator()<TOAST_F32>();
-  if (type == TOAST_F16) return work.template operator()<TOAST_F16>();
-  if (type == TOAST_BF16) return work.template operator()<TOAST_BF16>();
-  work.template operator()<TOAST_I8>();
-}
-
-INLINE const char *row_of(const toast_rows &rows, int64_t batch, int64_t head, int64_t position) {
-  const int64_t at = batch * rows.strides[0] + head * rows.strides[1] + position * rows.strides[2];
-  return static_cast<const char *>(rows.data) + at * number_bytes(rows.type);
-}
 
 // The scores of rows that hide or change keys of a span. stride: from one key's score to the next.
 static void mask_scores(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
@@ -122,44 +100,13 @@ static void weights_of_lanes(float *scores, int64_t keys, int64_t stride, float 
   for (int r = 0; r < rows; r++) most[r] = peaks[r], total[r * total_stride] = sums[0][r];
 }
 
-// So few that keys are turned for them; which costs more where vectors have few numbers.
-INLINE bool are_few(int64_t rows) { return rows <= (LANES > 4 ? LANES : 2); }
-
-INLINE int64_t value_floats(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
-
-// A thread's memory for a span. queries: rows where they are few, else columns. keys: TILE_M,
-// widened. scores: (rows, SPAN) where rows are few, else (SPAN, lanes).
-struct Room {
-  float *queries, *scores, *keys;
-};
-
-INLINE bool make_room(const toast::Attention &a, Room *room) {
-  const int64_t row = value_floats(a.call->key_size) + LANES;
-  const int64_t queries = row * WIDE, scores = toast::SPAN * WIDE;
-  const int64_t floats = queries + scores + TILE_M * row;
-  auto memory = static_cast<float *>(toast::scratch(toast::SCORES, floats * sizeof(float)));
-  if (!memory) return false;
-  *room = {memory, memory + queries, memory + queries + scores};
-  return true;
-}
-
-INLINE const char *query_of(const toast::Attention &a, const toast::Tile &tile, int64_t r) {
-  const int64_t row = tile.first + r, head = tile.head * a.repeats + row % a.repeats;
-  return row_of(a.call->queries, tile.batch, head, row / a.repeats);
-}
-
 // N: queries, of which those after the tile's are zeros.
 template <int TYPE, int N>
 static void scores_of_rows(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                            int64_t end, const Room &room) {
   const toast_attention &call = *a.call;
   const int64_t size = call.key_size, row = value_floats(size) + LANES;
-  for (int64_t r = 0; r < N; r++)
-    for (int64_t d = 0; d < size; d += LANES)
-      store(room.queries + r * row + d,
-            r < tile.rows ? some_numbers_at(call.queries.type, query_of(a, tile, r), d,
-                                            int(size - d)) * call.scale
-                          : F32{});
+  for (int64_t r = 0; r < N; r++) widen_query(a, tile, r, room.queries + r * row);
   const int64_t stride = call.keys.strides[2] * Numbers<TYPE>::SIZE;
   const char *keys = row_of(call.keys, tile.batch, tile.head, begin);
   const bool joined = stride == row_bytes<TYPE>(size);
@@ -245,28 +192,36 @@ static bool attend_span(const toast::Attention &a, const toast::Tile &tile, int6
                         int64_t end, toast::Sums out) {
   const toast_attention &call = *a.call;
   const int64_t keys = end - begin, total = value_floats(call.value_size);
+  const int needed = int((tile.rows + LANES - 1) / LANES), vectors = needed == 3 ? 4 : needed;
+  const bool few = are_few(a.rows);
   Room room;
+  Digits digits;
   if (!make_room(a, &room)) return false;
+  const bool keys_in_bytes = in_bytes(call.keys), values_in_bytes = in_bytes(call.values);
+  if ((keys_in_bytes || values_in_bytes) && !make_digits(a, &digits)) return false;
   memset(out.sums, 0, tile.rows * a.row_floats * sizeof(float));
-  if (are_few(a.rows)) {
+  // From one row's score to the next, and from one key's.
+  const int64_t row_stride = few ? SCORES_STRIDE : 1, stride = few ? 1 : vectors * LANES;
+  if (keys_in_bytes) {
+    scores_in_bytes(a, tile, begin, end, few ? 0 : vectors, room, digits);
+  } else if (few) {
     with_type(call.keys.type,
               [&]<int TYPE>() { scores_of_few<TYPE>(a, tile, begin, end, room); });
-    mask_scores(a, tile, begin, end, room.scores, SCORES_STRIDE, 1);
-    for (int64_t r = 0; r < tile.rows; r++)
-      weights_of_row(room.scores + r * SCORES_STRIDE, keys, out.most + r,
-                     out.sums + r * a.row_floats + total);
-    weigh_values(a, tile, begin, keys, room.scores, SCORES_STRIDE, 1, out.sums);
-    return true;
+  } else {
+    scores_of_many(a, tile, begin, end, vectors, room);
   }
-  const int needed = int((tile.rows + LANES - 1) / LANES), vectors = needed == 3 ? 4 : needed;
-  const int64_t stride = vectors * LANES;
-  scores_of_many(a, tile, begin, end, vectors, room);
-  mask_scores(a, tile, begin, end, room.scores, 1, stride);
-  for (int64_t r = 0; r < tile.rows; r += LANES)
-    weights_of_lanes(room.scores + r, keys, stride, out.most + r,
-                     out.sums + r * a.row_floats + total, a.row_floats,
-                     int(tile.rows - r < LANES ? tile.rows - r : LANES));
-  weigh_values(a, tile, begin, keys, room.scores, 1, stride, out.sums);
+  mask_scores(a, tile, begin, end, room.scores, row_stride, stride);
+  float *totals = out.sums + total;
+  for (int64_t r = 0; few && r < tile.rows; r++)
+    weights_of_row(room.scores + r * row_stride, keys, out.most + r, totals + r * a.row_floats);
+  for (int64_t r = 0; !few && r < tile.rows; r += LANES)
+    weights_of_lanes(room.scores + r, keys, stride, out.most + r, totals + r * a.row_floats,
+                     a.row_floats, int(tile.rows - r < LANES ? tile.rows - r : LANES));
+  if (values_in_bytes) {
+    weigh_values_in_bytes(a, tile, begin, keys, room.scores, few ? 0 : stride, digits, out.sums);
+  } else {
+    weigh_values(a, tile, begin, keys, room.scores, row_stride, stride, out.sums);
+  }
   return true;
 }
 

@@ -79,7 +79,8 @@ typedef struct {
 // key has the mean of all values, or zero with a sink; where numbers are added that hide all keys,
 // what float32 makes of them. Results depend on what a query sees from the first key on that any
 // query of its batch sees, and on nothing else: they are the same bits in any batch, with any
-// padding before, and however many queries are asked at a time.
+// padding before, and however many queries are asked at a time. Where the processor multiplies
+// bytes, what meets TOAST_I8 has 16 bits: queries with a step each, and weights in a span.
 // Returns 0; 1 for what is not as above, or no keys; 2 for no memory.
 TOAST_API int toast_attend(const toast_attention *call, void *out, const int64_t *out_strides,
                            int32_t out_type);

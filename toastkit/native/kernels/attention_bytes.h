@@ -1,0 +1,398 @@
+// Attention over keys and values in 8 bits, for processors that multiply bytes. What these meet has
+// 16: whole numbers with a step a row, which are two digits in base 256. Digits and bytes add up to
+// whole numbers, the same in any order, for few queries and for many.
+//
+//   score = (256 * sum of upper * key + sum of lower * key) * (step of the query * scale of the key)
+//
+// A weight is multiplied by the scale of its value before it becomes digits. Half a step is 2^-16
+// of a query's largest number, and 2^-17 of the largest of those weights in a span.
+#pragma once
+
+#include <float.h>
+#include <math.h>
+
+#include <initializer_list>
+#include <type_traits>
+
+#include "attention_room.h"
+
+namespace {
+
+#if defined(__AVX512VNNI__)
+INLINE bool in_bytes(const toast_rows &rows) { return rows.type == TOAST_I8; }
+
+constexpr int64_t REGISTER = 4 * LANES;            // bytes of one
+constexpr float MOST_QUERY = 127 * 256 + 127;      // digits from -127 to 127 and from -128 to 127
+constexpr float MOST_WEIGHT = 255 * 256 + 255;     // both from 0 to 255
+constexpr float LEAST_NUMBER = 0x1p-100f;          // a row without anything larger is zeros
+constexpr int64_t FOURS = toast::SPAN / 4;         // words of a span's weights
+
+// A thread's memory for a span. queries: (WIDE, stride) bytes, upper digits and then lower ones,
+// with zeros behind a row; where they are many, also crosswise, (stride / 4, lanes) words. offsets:
+// 128 times the sums of a query's digits. weights: words of four keys, upper and then lower.
+struct Digits {
+  int64_t stride;
+  int8_t *queries[2];
+  int32_t *columns[2], *offsets[2], *sums[2], *weights[2];
+  uint8_t *keys;  // (TILE_M, stride), plus 128
+  float *query_steps, *weight_steps, *scales;
+};
+
+INLINE bool make_digits(const toast::Attention &a, Digits *digits) {
+  const int64_t stride = (a.call->key_size + REGISTER - 1) / REGISTER * REGISTER;
+  const int64_t each = WIDE * (2 * stride + 4 * (1 + TILE_M + FOURS));
+  const int64_t bytes = 2 * each + TILE_M * stride + 4 * (2 * WIDE + toast::SPAN);
+  auto memory = static_cast<char *>(toast::scratch(toast::BYTES, bytes));
+  if (!memory) return false;
+  auto next = [&](auto *&place, int64_t numbers) {
+    place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(memory);
+    memory += numbers * sizeof *place;
+  };
+  digits->stride = stride;
+  for (int part = 0; part < 2; part++) {
+    next(digits->queries[part], WIDE * stride);
+    next(digits->columns[part], WIDE * stride / 4);
+    next(digits->offsets[part], WIDE);
+    next(digits->sums[part], WIDE * TILE_M);
+    next(digits->weights[part], WIDE * FOURS);
+  }
+  next(digits->keys, TILE_M * stride);
+  next(digits->query_steps, WIDE);
+  next(digits->weight_steps, WIDE);
+  next(digits->scales, toast::SPAN);
+  return true;
+}
+
+// Adds up products of unsigned bytes and signed ones, four at a time.
+INLINE I32 plus_fours(I32 sum, I32 bytes, I32 signed_bytes) {
+  return (I32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes, (__m512i)signed_bytes);
+}
+
+INLINE I32 word(const void *p) { return load<int32_t>(p) - I32{}; }  // the same in all lanes
+
+INLINE I32 plus_128(I32 signed_bytes) { return signed_bytes ^ int32_t(0x80808080); }
+
+INLINE I32 whole(F32 v) { return (I32)_mm512_cvtps_epi32((__m512)v); }
+
+INLINE F32 of_digits(I32 upper, I32 lower) {
+  return multiply_add(__builtin_convertvector(upper, F32), all(256),
+                      __builtin_convertvector(lower, F32));
+}
+
+// Bytes that are a row's, of those in a register.
+INLINE __mmask64 some_bytes(int64_t left) {
+  return left < REGISTER ? (uint64_t(1) << left) - 1 : ~uint64_t(0);
+}
+
+// Numbers whose largest is `most`: how far apart whole ones are, and one over that, or 0 where all
+// become zeros. nothing: 0, or NaN where one is NaN or infinite.
+struct Step {
+  float step, per_step;
+  INLINE Step of(float most, float nothing, float largest) {
+    const bool some = most > LEAST_NUMBER && most <= FLT_MAX;
+    return {(some ? most / largest : 0) + nothing, some ? largest / most : 0};
+  }
+};
+
+// Query r, as a row of floats with zeros behind it, to its digits.
+static void put_query(const Digits &to, int64_t r, const float *x, int64_t size) {
+  F32 most = {}, nothing = {};
+  for (int64_t d = 0; d < size; d += LANES) {
+    const F32 v = load<F32>(x + d), magnitude = (F32)((U32)v & 0x7fffffff);
+    most = magnitude > most ? magnitude : most;
+    nothing += v - v;
+  }
+  const Step step = Step::of(_mm512_reduce_max_ps((__m512)most), sum(nothing), MOST_QUERY);
+  I32 uppers = {}, lowers = {};
+  for (int64_t d = 0; d < to.stride; d += LANES) {
+    const I32 v = d < size && step.per_step ? whole(load<F32>(x + d) * step.per_step) : I32{};
+    const I32 upper = (v + 128) >> 8, lower = v - (upper << 8);
+    store(to.queries[0] + r * to.stride + d, __builtin_convertvector(upper, I8));
+    store(to.queries[1] + r * to.stride + d, __builtin_convertvector(lower, I8));
+    uppers += upper, lowers += lower;
+  }
+  to.query_steps[r] = step.step;
+  to.offsets[0][r] = 128 * _mm512_reduce_add_epi32((__m512i)uppers);
+  to.offsets[1][r] = 128 * _mm512_reduce_add_epi32((__m512i)lowers);
+}
+
+// out[n][lane] = the score of query n with the key of a lane. keys: LANES rows.
+template <int N>
+static void cross_key_bytes(const char *const *keys, Ahead ahead, Ahead values,
+                            const Digits &queries, int64_t size, float *out) {
+  I32 sums[2][N];
+#pragma GCC unroll 16
+  for (int n = 0; n < N; n++) {
+    sums[0][n] = I32{} - queries.offsets[0][n];
+    sums[1][n] = I32{} - queries.offsets[1][n];
+  }
+  F32 scales, r[LANES];
+  for (int i = 0; i < LANES; i++) scales[i] = scale_of(keys[i], size);
+  for (int64_t d = 0; d < size; d += REGISTER) {
+    const __mmask64 some = some_bytes(size - d);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) r[i] = (F32)_mm512_maskz_loadu_epi8(some, keys[i] + d);
+    ahead.fetch(), values.fetch();
+    transpose(r);
+    const int8_t *upper = queries.queries[0] + d, *lower = queries.queries[1] + d;
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+      const I32 bytes = plus_128((I32)r[i]);
+#pragma GCC unroll 16
+      for (int n = 0; n < N; n++) {
+        const int64_t at = n * queries.stride + 4 * i;
+        sums[0][n] = plus_fours(sums[0][n], bytes, word(upper + at));
+        sums[1][n] = plus_fours(sums[1][n], bytes, word(lower + at));
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int n = 0; n < N; n++)
+    store(out + n * SCORES_STRIDE,
+          of_digits(sums[0][n], sums[1][n]) * (all(queries.query_steps[n]) * scales));
+}
+
+// N: queries, of which those after the tile's are zeros. The values of the span are fetched too.
+template <int N>
+static void scores_of_few_bytes(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
+                                int64_t end, const Room &room, const Digits &digits) {
+  const toast_attention &call = *a.call;
+  const int64_t size = call.key_size, stride = call.keys.strides[2];
+  const int64_t steps = digits.stride / REGISTER;
+  for (int64_t r = 0; r < N; r++) {
+    widen_query(a, tile, r, room.queries);
+    put_query(digits, r, room.queries, size);
+  }
+  const char *keys = row_of(call.keys, tile.batch, tile.head, begin);
+  const char *values = row_of(call.values, tile.batch, tile.head, begin);
+  const int64_t value_stride = call.values.strides[2];
+  const bool joined = stride == row_bytes<TOAST_I8>(size);
+  const bool fetched = call.values.type == TOAST_I8 &&
+                       value_stride == row_bytes<TOAST_I8>(call.value_size);
+  for (int64_t j = 0; j < end - begin; j += LANES) {
+    const char *rows[LANES];  // the last one again after it
+    for (int i = 0; i < LANES; i++)
+      rows[i] = keys + (j + i < end - begin ? j + i : end - begin - 1) * stride;
+    cross_key_bytes<N>(rows,
+                       {keys + (j + KEYS_AHEAD) * stride, joined ? LANES * stride / steps : 0},
+                       {values + j * value_stride, fetched ? LANES * value_stride / steps : 0},
+                       digits, size, room.scores + j);
+  }
+}
+
+// sums[n][lane] = columns[:, lane] . rows[n], of V * LANES lanes. columns: (count, V * LANES) words
+// of digits. rows: bytes plus 128, a stride apart.
+template <int V, int N>
+static void cross_bytes(const int32_t *columns, const uint8_t *rows, int64_t stride, int64_t count,
+                        int32_t *out) {
+  I32 sums[N][V];
+#pragma GCC unroll 8
+  for (int n = 0; n < N; n++)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) sums[n][v] = I32{};
+  for (int64_t k = 0; k < count; k++) {
+    I32 column[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) column[v] = load<I32>(columns + (k * V + v) * LANES);
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++) {
+      const I32 bytes = word(rows + n * stride + 4 * k);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) sums[n][v] = plus_fours(sums[n][v], bytes, column[v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int n = 0; n < N; n++)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) store(out + (n * V + v) * LANES, sums[n][v]);
+}
+
+static void scores_of_many_bytes(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
+                                 int64_t end, int vectors, const Room &room,
+                                 const Digits &digits) {
+  const toast_attention &call = *a.call;
+  const int64_t size = call.key_size, lanes = vectors * LANES, stride = digits.stride;
+  for (int64_t r = 0; r < lanes; r++) {
+    widen_query(a, tile, r, room.queries);
+    put_query(digits, r, room.queries, size);
+  }
+  for (int part = 0; part < 2; part++)
+    for (int v = 0; v < vectors; v++)
+      for (int64_t d = 0; d < stride; d += REGISTER) {
+        F32 r[LANES];
+        for (int i = 0; i < LANES; i++)
+          r[i] = load<F32>(digits.queries[part] + (v * LANES + i) * stride + d);
+        transpose(r);
+        for (int i = 0; i < LANES; i++)
+          store(digits.columns[part] + (d / 4 + i) * lanes + v * LANES, r[i]);
+      }
+  for (int64_t j = begin; j < end; j += TILE_M) {
+    const int64_t count = end - j < TILE_M ? end - j : TILE_M;
+    const char *keys[TILE_M];
+    for (int64_t n = 0; n < count; n++) {
+      keys[n] = row_of(call.keys, tile.batch, tile.head, j + n);
+      for (int64_t d = 0; d < stride; d += REGISTER)
+        store(digits.keys + n * stride + d,
+              plus_128((I32)_mm512_maskz_loadu_epi8(some_bytes(size - d), keys[n] + d)));
+    }
+    for (int part = 0; part < 2; part++)
+      in_tiles(count, [&]<int N>(int64_t n) {
+        const int32_t *columns = digits.columns[part];
+        const uint8_t *from = digits.keys + n * stride;
+        int32_t *to = digits.sums[part] + n * lanes;
+        const int64_t words = (size + 3) / 4;
+        if (vectors == 1) return cross_bytes<1, N>(columns, from, stride, words, to);
+        if (vectors == 2) return cross_bytes<2, N>(columns, from, stride, words, to);
+        cross_bytes<4, N>(columns, from, stride, words, to);
+      });
+    for (int64_t n = 0; n < count; n++)
+      for (int64_t r = 0; r < lanes; r += LANES) {
+        I32 sums[2];
+        for (int part = 0; part < 2; part++)
+          sums[part] = load<I32>(digits.sums[part] + n * lanes + r) -
+                       load<I32>(digits.offsets[part] + r);
+        const F32 steps = load<F32>(digits.query_steps + r) * all(scale_of(keys[n], size));
+        store(room.scores + (j - begin + n) * lanes + r, of_digits(sums[0], sums[1]) * steps);
+      }
+  }
+}
+
+// Weights of row r, (keys), to digits, (SPAN) bytes: zeros after the last one.
+static void put_weights_of_row(const Digits &to, int64_t r, float *weights, int64_t keys) {
+  F32 most = {}, nothing = {};
+  for (int64_t j = 0; j < keys; j += LANES) {
+    const int n = int(keys - j < LANES ? keys - j : LANES);
+    const F32 v = load<F32>(weights + j) * load_some<F32>(to.scales + j, n);
+    store(weights + j, v);
+    most = v > most ? v : most;
+    nothing += v - v;
+  }
+  const Step step = Step::of(_mm512_reduce_max_ps((__m512)most), sum(nothing), MOST_WEIGHT);
+  for (int64_t j = 0; j < toast::SPAN; j += LANES) {
+    const I32 v = j < keys && step.per_step ? whole(load<F32>(weights + j) * step.per_step) : I32{};
+    for (int part = 0; part < 2; part++)
+      store(reinterpret_cast<uint8_t *>(to.weights[part] + r * FOURS) + j,
+            __builtin_convertvector(part ? v & 255 : v >> 8, U8));
+  }
+  to.weight_steps[r] = step.step;
+}
+
+// The same of LANES rows from r on, (keys, lanes), to words of four keys, (FOURS, lanes).
+static void put_weights_of_lanes(const Digits &to, int64_t r, float *weights, int64_t lanes,
+                                 int64_t keys) {
+  F32 most = {}, nothing = {}, per_step;
+  for (int64_t j = 0; j < keys; j++) {
+    const F32 v = load<F32>(weights + j * lanes) * to.scales[j];
+    store(weights + j * lanes, v);
+    most = v > most ? v : most;
+    nothing += v - v;
+  }
+  for (int i = 0; i < LANES; i++) {
+    const Step step = Step::of(most[i], nothing[i], MOST_WEIGHT);
+    to.weight_steps[r + i] = step.step, per_step[i] = step.per_step;
+  }
+  for (int64_t j = 0; j < keys; j += 4) {
+    I32 words[2] = {};
+    for (int i = 0; i < 4 && j + i < keys; i++) {
+      const F32 weight = load<F32>(weights + (j + i) * lanes);
+      const I32 v = whole(per_step > 0 ? weight * per_step : F32{});
+      words[0] |= v >> 8 << 8 * i, words[1] |= (v & 255) << 8 * i;
+    }
+    for (int part = 0; part < 2; part++) store(to.weights[part] + j / 4 * lanes + r, words[part]);
+  }
+}
+
+// out[m][d] = step[m] * sum of weights * values, of M rows from r on, and of every second eight of
+// REGISTER numbers, from the first or, if LATTER, from the second. values: at the first of all;
+// left: of a row, from there on. Words of weights: row_words from row to row, key_words from four
+// keys to the next.
+template <int M, bool LATTER>
+static void weigh_bytes(const Digits &digits, int64_t r, int64_t row_words, int64_t key_words,
+                        const char *values, int64_t stride, int64_t left, int64_t keys, float *out,
+                        int64_t out_stride) {
+  I32 sums[2][M][2] = {};
+  const __mmask64 some = some_bytes(left);
+  const int32_t *weights[2] = {digits.weights[0] + r * row_words,
+                               digits.weights[1] + r * row_words};
+  for (int64_t j = 0; j < keys; j += 4) {
+    __m512i row[4], pairs[2];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)  // the last one again after it: its weight is 0 there
+      row[i] = _mm512_maskz_loadu_epi8(some, values + (j + i < keys ? j + i : keys - 1) * stride);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
+      pairs[i] = LATTER ? _mm512_unpackhi_epi8(row[2 * i], row[2 * i + 1])
+                        : _mm512_unpacklo_epi8(row[2 * i], row[2 * i + 1]);
+    const I32 fours[2] = {(I32)_mm512_unpacklo_epi16(pairs[0], pairs[1]),
+                          (I32)_mm512_unpackhi_epi16(pairs[0], pairs[1])};
+    const int64_t at = j / 4 * key_words;
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+      for (int part = 0; part < 2; part++) {
+        const I32 weight = word(weights[part] + m * row_words + at);
+        sums[part][m][0] = plus_fours(sums[part][m][0], weight, fours[0]);
+        sums[part][m][1] = plus_fours(sums[part][m][1], weight, fours[1]);
+      }
+  }
+  // Four numbers of each sixteen lie side by side.
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      float four[LANES];
+      store(four, of_digits(sums[0][m][i], sums[1][m][i]) * digits.weight_steps[r + m]);
+      for (int quarter = 0; quarter < 4; quarter++) {
+        const int64_t d = 16 * quarter + 8 * LATTER + 4 * i;
+        if (d < left) memcpy(out + m * out_stride + d, four + 4 * quarter, 4 * sizeof(float));
+      }
+    }
+}
+
+// The values of a span, weighted; which are not yet where out is. weights: as of `weigh_values`.
+static void weigh_values_in_bytes(const toast::Attention &a, const toast::Tile &tile,
+                                  int64_t begin, int64_t keys, float *weights, int64_t lanes,
+                                  const Digits &digits, float *out) {
+  const toast_rows &values = a.call->values;
+  const int64_t size = a.call->value_size, stride = values.strides[2];
+  const char *from = row_of(values, tile.batch, tile.head, begin);
+  for (int64_t j = 0; j < keys; j++) digits.scales[j] = scale_of(from + j * stride, size);
+  if (lanes) {
+    for (int64_t r = 0; r < tile.rows; r += LANES)
+      put_weights_of_lanes(digits, r, weights + r, lanes, keys);
+  } else {
+    for (int64_t r = 0; r < tile.rows; r++)
+      put_weights_of_row(digits, r, weights + r * SCORES_STRIDE, keys);
+  }
+  const int64_t row_words = lanes ? 1 : FOURS, key_words = lanes ? lanes : 1;
+  for (int64_t d = 0; d < size; d += REGISTER)
+    in_tiles(tile.rows, [&]<int M>(int64_t r) {
+      for (auto weigh : {weigh_bytes<M, false>, weigh_bytes<M, true>})
+        weigh(digits, r, row_words, key_words, from + d, stride, size - d, keys,
+              out + r * a.row_floats + d, a.row_floats);
+    });
+}
+
+// vectors: 0 where queries are few.
+static void scores_in_bytes(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
+                            int64_t end, int vectors, const Room &room, const Digits &digits) {
+  if (vectors) return scores_of_many_bytes(a, tile, begin, end, vectors, room, digits);
+  auto of = tile.rows == 1   ? scores_of_few_bytes<1>
+            : tile.rows == 2 ? scores_of_few_bytes<2>
+            : tile.rows <= 4 ? scores_of_few_bytes<4>
+            : tile.rows <= 8 ? scores_of_few_bytes<8>
+                             : scores_of_few_bytes<16>;
+  of(a, tile, begin, end, room, digits);
+}
+#else
+// What other processors multiply is floats.
+struct Digits {};
+INLINE bool in_bytes(const toast_rows &) { return false; }
+INLINE bool make_digits(const toast::Attention &, Digits *) { return false; }
+template <class... Rest>
+INLINE void scores_in_bytes(const Rest &...) {}
+template <class... Rest>
+INLINE void weigh_values_in_bytes(const Rest &...) {}
+#endif
+
+}  // namespace

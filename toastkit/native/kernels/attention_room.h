@@ -1,0 +1,66 @@
+// Where attention's code finds rows, and the memory that a thread has for a span.
+#pragma once
+
+#include "attention.h"
+#include "attention_products.h"
+#include "product.h"
+
+namespace {
+
+constexpr int WIDE = 4 * LANES;  // queries side by side
+constexpr int64_t SCORES_STRIDE = toast::SPAN;  // of a query, where queries are few
+
+INLINE int64_t number_bytes(int type) {
+  return type == TOAST_F32 ? 4 : type == TOAST_I8 ? 1 : 2;
+}
+
+// work.operator()<TYPE>() for the type that keys or values are of.
+template <class Work>
+INLINE void with_type(int type, const Work &work) {
+  if (type == TOAST_F32) return work.template operator()<TOAST_F32>();
+  if (type == TOAST_F16) return work.template operator()<TOAST_F16>();
+  if (type == TOAST_BF16) return work.template operator()<TOAST_BF16>();
+  work.template operator()<TOAST_I8>();
+}
+
+INLINE const char *row_of(const toast_rows &rows, int64_t batch, int64_t head, int64_t position) {
+  const int64_t at = batch * rows.strides[0] + head * rows.strides[1] + position * rows.strides[2];
+  return static_cast<const char *>(rows.data) + at * number_bytes(rows.type);
+}
+
+// So few that keys are turned for them; which costs more where vectors have few numbers.
+INLINE bool are_few(int64_t rows) { return rows <= (LANES > 4 ? LANES : 2); }
+
+INLINE int64_t value_floats(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
+
+// A thread's memory for a span. queries: rows where they are few, else columns. keys: TILE_M,
+// widened. scores: (rows, SPAN) where rows are few, else (SPAN, lanes).
+struct Room {
+  float *queries, *scores, *keys;
+};
+
+INLINE bool make_room(const toast::Attention &a, Room *room) {
+  const int64_t row = value_floats(a.call->key_size) + LANES;
+  const int64_t queries = row * WIDE, scores = toast::SPAN * WIDE;
+  const int64_t floats = queries + scores + TILE_M * row;
+  auto memory = static_cast<float *>(toast::scratch(toast::SCORES, floats * sizeof(float)));
+  if (!memory) return false;
+  *room = {memory, memory + queries, memory + queries + scores};
+  return true;
+}
+
+INLINE const char *query_of(const toast::Attention &a, const toast::Tile &tile, int64_t r) {
+  const int64_t row = tile.first + r, head = tile.head * a.repeats + row % a.repeats;
+  return row_of(a.call->queries, tile.batch, head, row / a.repeats);
+}
+
+// Query r of a tile, scaled, as floats with zeros up to a multiple of LANES; zeros after the last.
+INLINE void widen_query(const toast::Attention &a, const toast::Tile &tile, int64_t r, float *to) {
+  const toast_attention &call = *a.call;
+  for (int64_t d = 0; d < call.key_size; d += LANES)
+    store(to + d, r < tile.rows ? some_numbers_at(call.queries.type, query_of(a, tile, r), d,
+                                                  int(call.key_size - d)) * call.scale
+                                : F32{});
+}
+
+}  // namespace
