@@ -48,7 +48,7 @@ def checkpoint(folder: Path, name: str) -> Path:
     if path.exists():
         return path
     config = MODELS[name] | {"quantization": {"group_size": GROUP, "bits": BITS}}
-    random, own = default_rng(0), OWN.get(name, 1.0)
+    random, own = default_rng(0), {"embed_tokens": OWN.get(name, 1.0)}
     weights = {
         key: filled(key, array, BITS, own, random)
         for key, array in tree_flatten(structure(MODELS[name], BITS).parameters())

@@ -2,7 +2,7 @@
 // 16: whole numbers with a step a row, which are two digits in base 256. Digits and bytes add up to
 // whole numbers, the same in any order, for few queries and for many.
 //
-//   score = (256 * sum of upper * key + sum of lower * key) * (step of the query * scale of the key)
+//   score = (256 * sum of upper * key + sum of lower * key) * (query's step * key's scale)
 //
 // A weight is multiplied by the scale of its value before it becomes digits. Half a step is 2^-16
 // of a query's largest number, and 2^-17 of the largest of those weights in a span.
