@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
@@ -56,6 +58,15 @@ def native_path(cache: Path) -> Path:
     """The library in a cache."""
     (path,) = (cache / "toastkit/native").glob("*.so")
     return path
+
+
+def operations_of(array: Any) -> list[str]:
+    """Names of the operations that an array of MLX has left to do."""
+    import mlx.core as mx
+
+    with NamedTemporaryFile("r", suffix=".dot") as file:
+        mx.export_to_dot(file.name, array)
+        return re.findall(r'label ="(\w+)", shape=rectangle', file.read())
 
 
 @pytest.fixture(scope="module")

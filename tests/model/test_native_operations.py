@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import (
     activations,
+    deepseek_v2,
     deepseek_v3,
     gemma,
     qwen3_moe,
@@ -22,7 +23,7 @@ from mlx_lm.models import (
 )
 
 from tests.conftest import examples
-from tests.native_library import native_cache, native_path, needed
+from tests.native_library import native_cache, native_path, needed, operations_of
 from toastkit.engine.big_little import confidence, unsure_rows
 from toastkit.engine.perplexity import _judge
 from toastkit.gears.entropy_graph import entropy_bits
@@ -96,8 +97,10 @@ def test_ropes(
         "traditional": traditional, "base": base, "freqs": freqs, "offset": offset,
         "scale": data.draw(st.sampled_from([1.0, 0.125])),
     }  # fmt: skip
-    theirs = mx.fast.rope(x, 2 * pairs, **rest_of)
-    assert alike(operations.rope(x, 2 * pairs, **rest_of), theirs)
+    factor = data.draw(st.sampled_from([1.0, 1.375]))
+    scaled = x.astype(mx.float32).at[..., : 2 * pairs].multiply(factor)
+    theirs = mx.fast.rope(scaled, 2 * pairs, **rest_of).astype(dtype)
+    assert alike(operations.rope(x, 2 * pairs, factor=factor, **rest_of), theirs)
 
 
 @settings(max_examples=examples(30))
@@ -235,6 +238,9 @@ ROPES = {
     "traditional": lambda: nn.RoPE(32, traditional=True),
     "llama3": lambda: rope_utils.Llama3RoPE(32, scaling_config={"factor": 8.0}),
     "yarn": lambda: rope_utils.YarnRoPE(32, scaling_factor=4.0, beta_fast=4),
+    "yarn, traditional": lambda: rope_utils.YarnRoPE(24, True, scaling_factor=40.0, mscale=0.7),
+    "yarn, unscaled": lambda: rope_utils.YarnRoPE(32, scaling_factor=4.0, mscale_all_dim=1),
+    "deepseek_v2": lambda: deepseek_v2.DeepseekV2YarnRotaryEmbedding(32, scaling_factor=40.0),
     "su": lambda: rope_utils.SuScaledRoPE(16, long_factor=[1.5] * 8, short_factor=1.0),
     "proportional": lambda: rope_utils.ProportionalRoPE(32, 16),
     "dynamic": lambda: rope_utils.DynamicNTKScalingRoPE(32, 4, False, 1e4, 2.0),
@@ -251,6 +257,22 @@ def test_modules_of_ropes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert modules.is_native(type(module))
     monkeypatch.setattr(mx.fast, "rope", None)
     assert all(alike(module(x, offset=offset), y) for offset, y in zip(offsets, theirs))
+    if name != "dynamic":
+        assert operations_of(module(x, offset=3)) == ["ToastRope"]
+
+
+def test_a_yarn_rope_that_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = ROPES["yarn"](), numbers(8, (2, 3, 5, 40), mx.float32)
+    turned = module(x, offset=7, scale=0.5)
+    wanted = module(turned, offset=7, scale=0.5, inverse=True)
+    module.__class__ = modules.native(type(module))
+    with monkeypatch.context() as patch:
+        patch.setattr(mx.fast, "rope", None)
+        assert alike(module(x, offset=7, scale=0.5), turned)
+        assert alike(module(turned, offset=7, scale=0.5, inverse=True), wanted)
+        assert alike(wanted, x)
+    monkeypatch.setattr("toastkit.native.library._in_use", None)
+    assert alike(module(x, offset=7, scale=0.5), turned)
 
 
 def test_modules_of_norms(monkeypatch: pytest.MonkeyPatch) -> None:

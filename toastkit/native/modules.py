@@ -285,7 +285,40 @@ class _Rope(Native):
         )  # fmt: skip
 
 
-# By name: the last three are imported by architectures with experts only.
+class _LongRope(Native):
+    def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        return operations.rope(
+            x, self.dim, traditional=False, base=None, scale=1.0, offset=offset, freqs=self._freqs,
+            factor=self._scale,
+        )  # fmt: skip
+
+
+class _YarnRope(Native):
+    def __call__(
+        self: Any,
+        x: mx.array,
+        offset: int | mx.array = 0,
+        scale: float = 1.0,
+        inverse: bool = False,
+    ) -> mx.array:
+        factor, freqs = self.mscale, self._freqs
+        if inverse:
+            factor, freqs = 1 / factor, -freqs
+        return operations.rope(
+            x, self.dims, traditional=self.traditional, base=None, scale=scale, offset=offset,
+            freqs=freqs, factor=factor,
+        )  # fmt: skip
+
+
+class _DeepseekRope(Native):
+    def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        return operations.rope(
+            x, x.shape[-1], traditional=True, base=None, scale=1.0, offset=offset,
+            freqs=self._freqs, factor=self.mscale,
+        )  # fmt: skip
+
+
+# By name: those of mlx_lm are imported by the architectures that have them only.
 MIXINS: dict[tuple[str, str], type] = {
     ("mlx.nn.layers.linear", "Linear"): _Linear,
     ("mlx.nn.layers.quantized", "QuantizedLinear"): _Linear,
@@ -294,6 +327,9 @@ MIXINS: dict[tuple[str, str], type] = {
     ("mlx.nn.layers.normalization", "RMSNorm"): _Norm,
     ("mlx.nn.layers.positional_encoding", "RoPE"): _Rope,
     ("mlx.nn.layers.convolution", "Conv1d"): Convolution,
+    ("mlx_lm.models.rope_utils", "SuScaledRoPE"): _LongRope,
+    ("mlx_lm.models.rope_utils", "YarnRoPE"): _YarnRope,
+    ("mlx_lm.models.deepseek_v2", "DeepseekV2YarnRotaryEmbedding"): _DeepseekRope,
     ("mlx_lm.models.switch_layers", "SwitchGLU"): _SwitchGLU,
     ("mlx_lm.models.switch_layers", "SwitchLinear"): _Switch,
     ("mlx_lm.models.switch_layers", "QuantizedSwitchLinear"): _Switch,

@@ -60,16 +60,18 @@ def rope(
     scale: float,
     offset: int | mx.array,
     freqs: mx.array | None = None,
+    factor: float = 1.0,
     **rest: Any,
 ) -> mx.array:
-    """As mx.fast.rope: x (batch, heads, length, n) of any floating dtype."""
+    """As mx.fast.rope: x (batch, heads, length, n) of any floating dtype. factor: that the `dims`
+    numbers are multiplied by, besides."""
     library = in_use()
     heads = x.ndim in (3, 4) and fits(x) and 0 < dims <= x.shape[-1] and dims % 2 == 0
     # Either of both; MLX says what is wrong.
     if library is None or rest or not heads or (base is None) is (freqs is None):
         return mx.fast.rope(
-            x, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs,
-            **rest,
+            x if factor == 1 else x.at[..., :dims].multiply(factor), dims,
+            traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs, **rest,
         )  # fmt: skip
     if isinstance(offset, mx.array) and offset.dtype != mx.int32:
         offset = offset.astype(mx.int32)
@@ -77,8 +79,9 @@ def rope(
     if pairs.dtype != mx.float32:
         pairs = pairs.astype(mx.float32)
     return library.rope(
-        x, dims, pairs, offset, inverse=freqs is not None, scale=scale, traditional=traditional
-    )
+        x, dims, pairs, offset, inverse=freqs is not None, scale=scale, factor=factor,
+        traditional=traditional,
+    )  # fmt: skip
 
 
 def gated(gate: mx.array, x: mx.array, activation: str) -> mx.array | None:
