@@ -27,6 +27,8 @@ from tests.forked import SCRIPTS, SERVER, executable, start
 
 __all__ = ["SCRIPTS", "executable"]
 
+gc.disable()  # until all tests have been collected: they stay
+
 # What nohup or a shell in the background has turned off would not reach what tests start, and they
 # would wait for it.
 for number in (signal.SIGHUP, signal.SIGINT):
@@ -70,7 +72,8 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("TOAST_NATIVE", "off")  # nothing is compiled; its own tests have a library
         patch.setenv("PYTHONFAULTHANDLER", "1")
         SERVER.open()
-        gc.freeze()  # five thousand tests and what they import: no collection looks there again
+        gc.freeze()  # seven thousand tests and what they import: no collection looks there again
+        gc.enable()
         yield home
         SERVER.close()
 

@@ -28,6 +28,8 @@ from typing import Any
 from toastkit.commands import COMMANDS, program_name
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
+# A model's memory does not come 4 KiB at a time, where the system has larger pages.
+LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 # Python and C libraries have looked at these before the fork.
 READ_AT_START = ("PYTHON", "LC_", "LANG", "MLX_", "OMP_", "OPENBLAS_", "TOKENIZERS_", "TQDM_")
 
@@ -191,7 +193,7 @@ class Server:
             path = os.path.join(self._folder, "s")
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.fork_server", path], cwd=Path(__file__).parents[1],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **LARGE_PAGES},
             )  # fmt: skip
             assert self._process.stdout is not None
             self._process.stdout.readline()  # it listens
