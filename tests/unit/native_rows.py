@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.unit.native_kernels import TYPES, Kernels, stored
+from tests.unit.native_kernels import KEPT_TYPES, TYPES, Kernels, stored
 
 ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai", "finite")
 
@@ -96,6 +96,21 @@ def rotated(
     )  # fmt: skip
     check(kernels.library.toast_rotate(
         ctypes.byref(heads), ctypes.byref(rotation), pointer(out)
+    ))  # fmt: skip
+    return out
+
+
+def appended(
+    kernels: Kernels, x: np.ndarray, type_: str, cache: np.ndarray, out_type: str, first: int
+) -> np.ndarray:
+    """A copy of a cache (batch, heads, positions, size), stored as out_type has it, with x (batch,
+    heads, length, size), the last contiguous, from position `first` on."""
+    out = cache.copy()
+    strides = [n // x.itemsize for n in x.strides[:3]]
+    heads = Heads(x.ctypes.data, *x.shape, (ctypes.c_int64 * 3)(*strides), TYPES[type_])
+    check(kernels.library.toast_append(
+        ctypes.byref(heads), ctypes.c_int64(cache.shape[2]), ctypes.c_int64(first), pointer(out),
+        KEPT_TYPES[out_type],
     ))  # fmt: skip
     return out
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.native_library import needed
 from toastkit.errors import ToastError, UnavailableError
-from toastkit.native import building, compiling, starting
+from toastkit.native import building, compiling, machine, starting
 from toastkit.native.starting import NativeOptions
 from toastkit.private_files import open_private, try_lock
 
@@ -315,25 +315,21 @@ def test_nobody_waits(cache: Path, cxx, tmp_path: Path) -> None:
 
 
 def test_threads_are_those_that_may_run(tmp_path: Path) -> None:
-    from toastkit.native import processors as products
-
     every = len(os.sched_getaffinity(0))
-    assert products.processors() >= 1 and products.processors(str(tmp_path)) == every
+    assert machine.processors() >= 1 and machine.processors(str(tmp_path)) == every
     group = tmp_path / "sys/fs/cgroup/a/b"
     group.mkdir(parents=True)
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n")
     (group / "cpu.max").write_text("max 100000\n")
-    assert products.processors(str(tmp_path)) == every
+    assert machine.processors(str(tmp_path)) == every
     (group.parent / "cpu.max").write_text("50000 100000\n")
-    assert products.processors(str(tmp_path)) == 1
+    assert machine.processors(str(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("folder", ["a/b", ""])
 def test_threads_in_control_groups_of_version_1(tmp_path: Path, folder: str) -> None:
     """Also in a container, where the group is named as the host knows it, and lies at the top."""
-    from toastkit.native import processors as products
-
     (tmp_path / "proc/self").mkdir(parents=True)
     told = "12:cpuset:/x\n4:cpu,cpuacct:/a/b\n1:name=systemd:/y\n0::/z\n"
     (tmp_path / "proc/self/cgroup").write_text(told)
@@ -346,7 +342,7 @@ def test_threads_in_control_groups_of_version_1(tmp_path: Path, folder: str) -> 
     ):  # fmt: skip
         (group / "cpu.cfs_quota_us").write_text(f"{quota}\n")
         (group / "cpu.cfs_period_us").write_text(f"{period}\n")
-        assert products.processors(str(tmp_path)) == threads
+        assert machine.processors(str(tmp_path)) == threads
 
 
 @pytest.mark.parametrize(
@@ -359,10 +355,8 @@ def test_threads_in_control_groups_of_version_1(tmp_path: Path, folder: str) -> 
     ],
 )
 def test_large_pages(tmp_path: Path, said: str | None, there: bool) -> None:
-    from toastkit.native import processors as products
-
     folder = tmp_path / "sys/kernel/mm/transparent_hugepage"
     folder.mkdir(parents=True)
     if said is not None:
         (folder / "enabled").write_text(said + "\n")
-    assert products.large_pages(str(tmp_path)) is there
+    assert machine.large_pages(str(tmp_path)) is there

@@ -61,7 +61,7 @@ def facts() -> dict[str, Any]:
     on = start()
     from importlib.metadata import version
 
-    from toastkit.native.processors import large_pages, processors
+    from toastkit.native.machine import large_pages, processors
 
     found = starting.status() if on == "cpu" else native_products(NativeOptions("auto"), on)
     named = {"device": on, "mlx": version("mlx"), "native products": str(found)}

@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.native.library import in_use
+from toastkit.native.library import FLOATS, in_use
 
 MODULE = "mlx_lm.models.cache"
 CLASSES = (
@@ -52,11 +52,13 @@ def keep_in(dtype: mx.Dtype, caches: Iterable[Any]) -> set[str]:
 
 def as_kept(array: mx.array, dtype: mx.Dtype) -> mx.array:
     """Keys or values (B, heads, positions, size), or such as they were kept in any dtype, in the
-    one that they are to be kept in. float16 is for those that have more or fewer bits. Numbers
-    beyond its range become its largest."""
-    if dtype == mx.float16 and array.dtype == mx.bfloat16:
-        return array
-    return _rounded(array, dtype)
+    one that they are to be kept in. Numbers beyond the range of float16 become its largest."""
+    return _rounded(array, _kept_dtype(array.dtype, dtype))
+
+
+def _kept_dtype(given: mx.Dtype, dtype: mx.Dtype) -> mx.Dtype:
+    """float16 is for what has more or fewer bits: bfloat16 stays as it is."""
+    return given if dtype == mx.float16 and given == mx.bfloat16 else dtype
 
 
 def _rounded(array: mx.array, dtype: mx.Dtype) -> mx.array:
@@ -126,12 +128,31 @@ class _Keeping:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """As of the class below: (B, heads, positions, size), of the dtype of activations."""
+        fetched = self._append(keys, values)
+        if fetched is None:
+            fetched = self._update(keys, values)
+        self.appended = keys.dtype
+        return _widened(fetched[0], keys.dtype), _widened(fetched[1], values.dtype)
+
+    def _append(self: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, ...] | None:
+        """In one operation; None where there is none, or no room."""
+        library, after = in_use(), self.offset + keys.shape[2]
+        if library is None or type(self).__name__ != "KVCache" or self.keys is None:
+            return None
+        if after > self.keys.shape[2] or any(
+            new.dtype not in FLOATS or old.dtype != _kept_dtype(new.dtype, self.kv_dtype)
+            for old, new in ((self.keys, keys), (self.values, values))
+        ):
+            return None
+        made = library.append((self.keys, self.values), (keys, values), self.offset)
+        self.keys, self.values, self.offset = *made[:2], after
+        return made[2:]
+
+    def _update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         own = as_kept(keys, self.kv_dtype), as_kept(values, self.kv_dtype)
         if self.keys is not None and self.keys.dtype != own[0].dtype:  # of a session from elsewhere
             self.keys, self.values = (_rounded(x, own[0].dtype) for x in (self.keys, self.values))
-        self.appended = keys.dtype
-        fetched = super().update_and_fetch(*own)  # type: ignore[misc]
-        return _widened(fetched[0], keys.dtype), _widened(fetched[1], values.dtype)
+        return super().update_and_fetch(*own)  # type: ignore[misc]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """The same, for layers that share them with one before."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.native.processors import processors
+from toastkit.native.machine import processors
 
 BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -80,6 +80,7 @@ class Library:
         self._weighted_sum = function("weighted_sum", *[array] * 3)
         self._route = function("route", *[array] * 3, whole, whole)
         self._blend = function("blend", *[array] * 5)
+        self._append = function("append", array * 4, array * 4, whole)
         self._attend = function("attend", *[array] * 6, number, whole)
         self._quantise = function("quantise", array, array)
         self._dequantise = function("dequantise", array, array)
@@ -313,6 +314,20 @@ class Library:
         n). weights: (..., k). more: (..., n). gates: (..., 1)."""
         out = mx.array(0)
         return _made(out, self._blend(out, x, weights, more, gates))
+
+    def append(
+        self, caches: tuple[mx.array, mx.array], new: tuple[mx.array, mx.array], first: int
+    ) -> tuple[mx.array, ...]:
+        """Keys and values of new positions, from `first` on, into caches, lazy: both caches, in
+        their memory if nobody else has them, and both up to the last of these positions.
+
+        caches: (B, heads, M, size), float32, float16, bfloat16 or as of `quantise` each. new: (B,
+        heads, N, size), such floats, rounded to the dtype of the cache, what float16 cannot hold to
+        its largest. Raises ValueError where they do not fit together."""
+        made, arrays = [mx.array(0) for _ in range(4)], ctypes.py_object * 4
+        wrong = self._append(arrays(*made), arrays(*caches, *new), first)
+        _made(made[0], wrong)
+        return tuple(made)
 
     def attend(
         self,

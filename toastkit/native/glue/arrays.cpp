@@ -25,25 +25,26 @@ thread_local std::string said;
 
 class Operation : public mx::Primitive {
  public:
-  Operation(const char *name, Work work, LayOut lay_out, int in_place = -1)
+  Operation(const char *name, Work work, LayOut lay_out)
       : mx::Primitive(mx::default_stream(mx::Device::cpu)),
         name_(name),
         work_(std::move(work)),
-        lay_out_(std::move(lay_out)),
-        in_place_(in_place) {}
+        lay_out_(std::move(lay_out)) {}
 
   void eval_cpu(const Arrays &inputs, Arrays &outputs) override {
     Arrays arrays;  // whose memory MLX keeps until this has run
     for (auto &one : inputs) arrays.push_back(mx::array::unsafe_weak_copy(one));
+    // Each output holds the inputs until all are there. That is one holder too many for an input in
+    // whose memory an output could lie.
+    for (auto &one : outputs)
+      if (&one.inputs() != &inputs && !one.is_tracer()) one.inputs().clear();
+    if (lay_out_) {
+      lay_out_(inputs, outputs);
+    } else {
+      for (auto &one : outputs) one.set_data(mx::allocator::malloc(one.nbytes()));
+    }
     size_t numbers = 0;
     for (auto &one : outputs) {
-      if (lay_out_) {
-        lay_out_(one);
-      } else if (in_place_ >= 0 && &one == &outputs.back() && may_have(inputs[in_place_], one)) {
-        one.copy_shared_buffer(inputs[in_place_]);
-      } else {
-        one.set_data(mx::allocator::malloc(one.nbytes()));
-      }
       arrays.push_back(mx::array::unsafe_weak_copy(one));
       numbers += one.size();
     }
@@ -60,15 +61,9 @@ class Operation : public mx::Primitive {
   const char *name() const override { return name_; }
 
  private:
-  static bool may_have(const mx::array &input, const mx::array &output) {
-    return input.is_donatable() && input.flags().row_contiguous &&
-           input.shape() == output.shape() && input.dtype() == output.dtype();
-  }
-
   const char *name_;
   Work work_;
   LayOut lay_out_;
-  int in_place_;
 };
 
 }  // namespace
@@ -90,6 +85,13 @@ int type_of(const mx::array &a) {
   throw std::invalid_argument("a number of a type that the kernels have not");
 }
 
+int kept_type(const mx::array &a) { return a.dtype() == mx::int8 ? TOAST_I8 : type_of(a); }
+
+int row_size(const mx::array &a) {
+  const int length = a.shape(-1);
+  return a.dtype() == mx::int8 && length ? length - int(sizeof(float)) : length;
+}
+
 void check(bool holds, const char *what) {
   if (!holds) throw std::invalid_argument(what);
 }
@@ -103,10 +105,34 @@ void need(int code) {
   if (code) throw std::runtime_error("no memory to compute in");
 }
 
+bool lie_in_place(const mx::array &input, mx::array &output) {
+  const bool may = input.is_donatable() && input.flags().row_contiguous &&
+                   input.shape() == output.shape() && input.dtype() == output.dtype();
+  if (may) {
+    output.copy_shared_buffer(input);
+  } else {
+    output.set_data(mx::allocator::malloc(output.nbytes()));
+  }
+  return may;
+}
+
+Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
+            Arrays inputs, Work work, LayOut lay_out) {
+  auto operation = std::make_shared<Operation>(name, std::move(work), std::move(lay_out));
+  return mx::array::make_arrays(std::move(shapes), dtypes, operation, std::move(inputs));
+}
+
 Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
             Arrays inputs, Work work, int in_place) {
-  auto operation = std::make_shared<Operation>(name, std::move(work), nullptr, in_place);
-  return mx::array::make_arrays(std::move(shapes), dtypes, operation, std::move(inputs));
+  LayOut lay_out;
+  if (in_place >= 0)
+    lay_out = [in_place](const Arrays &inputs, Arrays &outputs) {
+      for (size_t i = 0; i + 1 < outputs.size(); i++)
+        outputs[i].set_data(mx::allocator::malloc(outputs[i].nbytes()));
+      lie_in_place(inputs[in_place], outputs.back());
+    };
+  return made(name, std::move(shapes), dtypes, std::move(inputs), std::move(work),
+              std::move(lay_out));
 }
 
 mx::array made(const char *name, mx::Shape shape, mx::Dtype dtype, Arrays inputs, Work work,

@@ -24,6 +24,12 @@ mx::array &array_of(void *object);
 // The type of numbers that the kernels know it by. Raises std::invalid_argument for another.
 int type_of(const mx::array &a);
 
+// As `type_of`, and what keys and values alone may be: rows of bytes, TOAST_I8.
+int kept_type(const mx::array &a);
+
+// The numbers of a row of keys or values, behind which there may be a scale.
+int row_size(const mx::array &a);
+
 // Raises std::invalid_argument with `what`, unless it holds.
 void check(bool holds, const char *what);
 
@@ -41,13 +47,19 @@ class InOrder {
 using Arrays = std::vector<mx::array>;
 // Computes: arrays are the inputs, and then the outputs.
 using Work = std::function<void(const Arrays &)>;
-// Gives an output memory, as it is to lie there.
-using LayOut = std::function<void(mx::array &)>;
+// Gives outputs memory, as they are to lie there.
+using LayOut = std::function<void(const Arrays &inputs, Arrays &outputs)>;
+
+// Gives an output the memory of an input of its size, if nobody else has that; else its own, in
+// rows. Whether it could.
+bool lie_in_place(const mx::array &input, mx::array &output);
 
 // What an operation of the CPU gives, lazy. `work` runs on MLX's stream, when the inputs are there,
 // with memory for the outputs, in rows where no `lay_out` is given; not for outputs of no numbers.
 // in_place: an input, of the last output's size, in whose memory that may lie if nobody else has
 // it; -1 for none.
+Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
+            Arrays inputs, Work work, LayOut lay_out);
 Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
             Arrays inputs, Work work, int in_place = -1);
 mx::array made(const char *name, mx::Shape shape, mx::Dtype dtype, Arrays inputs, Work work,

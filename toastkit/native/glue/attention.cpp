@@ -6,14 +6,6 @@
 namespace toast {
 namespace {
 
-// As `type_of`, and what keys and values alone may be.
-int kept_type(const mx::array &a) { return a.dtype() == mx::int8 ? TOAST_I8 : type_of(a); }
-
-// The numbers of a row, behind which there may be a scale.
-int row_size(const mx::array &a) {
-  return a.shape(-1) - (a.dtype() == mx::int8 ? int(sizeof(float)) : 0);
-}
-
 // Rows (batch, heads, positions, size) in place, or copied where the numbers of one lie apart.
 class Rows {
  public:
@@ -58,7 +50,8 @@ class Mask {
 };
 
 // The result lies as (batch, positions, heads, size), as what comes next would have it.
-void lay_out(mx::array &out) {
+void lay_out(const Arrays &, Arrays &outputs) {
+  mx::array &out = outputs[0];
   const int64_t heads = out.shape(1), positions = out.shape(2), size = out.shape(3);
   out.set_data(mx::allocator::malloc(out.nbytes()), out.size(),
                {positions * heads * size, size, heads * size, 1},

@@ -222,6 +222,18 @@ static void dequantise_row(const void *row, int64_t count, float *out) {
              int(count - k < LANES ? count - k : LANES));
 }
 
+static void keep(int type, const void *x, int64_t from, int64_t count, void *out, int out_type,
+                 int64_t to) {
+  if (out_type == TOAST_I8)
+    return quantise_row(type, x, from, count, static_cast<int8_t *>(out) + to);
+  const F32 most = all(out_type == TOAST_F16 ? 65504.0f : INFINITY);
+  for (int64_t k = 0; k < count; k += LANES) {
+    const int some = int(count - k < LANES ? count - k : LANES);
+    F32 v = smaller(most, some_numbers_at(type, x, from + k, some));  // NaN stays
+    put_some(out_type, out, to + k, larger(-most, v), some);
+  }
+}
+
 INLINE float number_at(int type, const void *p, int64_t i) {
   if (type == TOAST_F32) return static_cast<const float *>(p)[i];
   return some_numbers_at(type, p, i, 1)[0];
@@ -258,7 +270,7 @@ static void convolve_channels(const toast_convolution &c, int64_t batch, int64_t
 
 const toast::RowInstructions row_functions = {
     norm_row, turns_at, rotate_head, gate_numbers,      most,
-    place,    exponentials, shares,  weigh_row, quantise_row, dequantise_row,
-    convolve_channels, {delta_rows, scan_rows}};
+    place,    exponentials, shares,  weigh_row, keep, dequantise_row, convolve_channels,
+    {delta_rows, scan_rows}};
 
 }  // namespace

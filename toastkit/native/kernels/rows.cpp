@@ -164,6 +164,27 @@ int toast_rotate(const toast_heads *x, const toast_rotation *rotation, void *out
   return toast::rotate(*x, r, out);
 }
 
+int toast_append(const toast_heads *x, int64_t positions, int64_t first, void *out,
+                 int32_t out_type) {
+  using namespace toast;
+  const int64_t length = x->length, heads = x->heads;
+  const bool bytes = out_type == TOAST_I8;
+  if (!is_type(x->type) || !(bytes || is_type(out_type))) return 1;
+  if (first < 0 || first + length > positions) return 1;
+  if (!x->size) return 0;
+  const int64_t row = x->size + (bytes ? int64_t(sizeof(float)) : 0);
+  const RowInstructions &code = *instructions().rows;
+  share(x->batch * heads * length, x->size, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t l = i % length, h = i / length % heads, b = i / length / heads;
+      const int64_t from = b * x->strides[0] + h * x->strides[1] + l * x->strides[2];
+      const int64_t to = ((b * heads + h) * positions + first + l) * row;
+      code.keep(x->type, x->data, from, x->size, out, out_type, to);
+    }
+  });
+  return 0;
+}
+
 int toast_gate(const void *gate, const void *x, int64_t count, int32_t type, int32_t activation,
                void *out) {
   using namespace toast;
@@ -258,15 +279,9 @@ int toast_route(const toast_vectors *x, int64_t columns, int64_t k, int32_t norm
 }
 
 int toast_quantise(const toast_vectors *x, int64_t columns, void *out) {
-  if (!toast::is_type(x->type) || columns <= 0) return 1;
-  const toast::RowInstructions &code = *toast::instructions().rows;
-  const int64_t bytes = columns + int64_t(sizeof(float));
-  toast::share(x->count, columns, [&](int64_t first, int64_t end) {
-    for (int64_t row = first; row < end; row++)
-      code.quantise(x->type, x->data, row * x->stride, columns,
-                    static_cast<char *>(out) + row * bytes);
-  });
-  return 0;
+  if (columns <= 0) return 1;
+  const toast_heads rows = {x->data, 1, 1, x->count, columns, {0, 0, x->stride}, x->type};
+  return toast_append(&rows, x->count, 0, out, TOAST_I8);
 }
 
 int toast_dequantise(const void *rows, int64_t count, int64_t columns, float *out) {

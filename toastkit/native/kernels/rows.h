@@ -99,6 +99,12 @@ TOAST_API int toast_weighted_sums(const toast_vectors *x, int64_t columns, int64
 TOAST_API int toast_blend(const toast_vectors *x, int64_t columns, int64_t group,
                           const float *weights, const float *more, const float *gates, float *out);
 
+// Positions of a cache of keys or values: x, rounded to out_type, into out (batch, heads,
+// positions, size) from `first` on. What float16 cannot hold becomes its largest number. TOAST_I8:
+// rows of toast_quantise; of no numbers, no bytes.
+TOAST_API int toast_append(const toast_heads *x, int64_t positions, int64_t first, void *out,
+                           int32_t out_type);
+
 // A causal convolution, channel by channel: out[t][c] = bias[c] + weight[c][0] x[t - kernel + 1][c]
 // + ... + weight[c][kernel - 1] x[t][c], added one after another; then SiLU if `silu` says so. A
 // position does not know of how many there are: what it gives is the same in any chunk.
@@ -171,8 +177,10 @@ struct RowInstructions {
   void (*shares)(int type, const void *x, int64_t first, int64_t count, Exponentials of, void *out,
                  int out_type, int64_t to);
   void (*weigh)(const Weighing &, int64_t row);
-  // A row from numbers at `from` of x; numbers from a row.
-  void (*quantise)(int type, const void *x, int64_t from, int64_t count, void *row);
+  // (count) numbers at `from` of x, to `to` of out, of TOAST_I8 with their scale behind them; numbers
+  // from such a row.
+  void (*keep)(int type, const void *x, int64_t from, int64_t count, void *out, int out_type,
+               int64_t to);
   void (*dequantise)(const void *row, int64_t count, float *out);
   // Channels of one batch, CONVOLVED at most.
   void (*convolve)(const toast_convolution &, int64_t batch, int64_t first, int64_t end, void *out,

@@ -1,4 +1,4 @@
-"""What the system lets this process have: processors, and large pages."""
+"""What of the machine native products may use, as the system says."""
 
 from __future__ import annotations
 

@@ -1,0 +1,87 @@
+// Keys and values of new positions, into a cache, as an MLX primitive.
+#include <string.h>
+
+#include "../kernels/rows.h"
+#include "arrays.h"
+
+namespace toast {
+namespace {
+
+// What a cache holds up to a position, where it lies.
+void lay_out_part(const mx::array &cache, mx::array &part) {
+  const int64_t heads = int64_t(cache.shape(0)) * cache.shape(1), size = cache.shape(3);
+  const int64_t positions = cache.shape(2), count = part.shape(2);
+  const bool rows = heads == 1 || count == positions;
+  part.copy_shared_buffer(cache, {cache.shape(1) * positions * size, positions * size, size, 1},
+                          {rows, rows, false}, ((heads - 1) * positions + count) * size);
+}
+
+// inputs: a cache of keys, one of values, new keys, new values. outputs: both caches, and both up
+// to the last position.
+void append(const Arrays &arrays, int64_t first) {
+  for (int i = 0; i < 2; i++) {
+    const mx::array &x = arrays[2 + i];
+    mx::array before = arrays[i], cache = arrays[4 + i];
+    std::unique_ptr<InOrder> copy;
+    toast_heads heads = {x.data<char>(), x.shape(0), x.shape(1), x.shape(2), x.shape(3),
+                         {x.strides(0), x.strides(1), x.strides(2)}, type_of(x)};
+    if (x.strides(3) != 1) {
+      copy = std::make_unique<InOrder>(x);
+      const int64_t row = heads.size, head = heads.length * row;
+      heads.data = copy->data();
+      heads.strides[0] = heads.heads * head, heads.strides[1] = head, heads.strides[2] = row;
+    }
+    if (before.data<char>() != cache.data<char>())
+      memcpy(cache.data<char>(), InOrder(before).data(), cache.nbytes());
+    need(toast_append(&heads, cache.shape(2), first, cache.data<char>(), kept_type(cache)));
+  }
+}
+
+Arrays appended(const Arrays &inputs, int first) {
+  std::vector<mx::Shape> shapes;
+  std::vector<mx::Dtype> dtypes;
+  for (int i = 0; i < 2; i++) {
+    const mx::array &cache = inputs[i], &x = inputs[2 + i];
+    check(cache.ndim() == 4 && x.ndim() == 4 && cache.shape(0) == x.shape(0) &&
+              cache.shape(1) == x.shape(1) && row_size(cache) == x.shape(3),
+          "a cache of another shape");
+    check(first >= 0 && x.shape(2) <= cache.shape(2) - first, "a cache that is full");
+    check(x.shape(2) == inputs[2].shape(2), "not as many values as keys");
+    kept_type(cache), type_of(x);
+    shapes.push_back(cache.shape());
+    dtypes.push_back(cache.dtype());
+  }
+  for (int i = 0; i < 2; i++) {
+    auto shape = shapes[i];
+    shape[2] = first + inputs[2].shape(2);
+    shapes.push_back(std::move(shape));
+    dtypes.push_back(dtypes[i]);
+  }
+  return made("ToastAppend", std::move(shapes), dtypes, inputs,
+              [first](const Arrays &arrays) { append(arrays, first); },
+              [](const Arrays &inputs, Arrays &outputs) {
+    for (int i = 0; i < 2; i++) {
+      lie_in_place(inputs[i], outputs[i]);
+      lay_out_part(outputs[i], outputs[2 + i]);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace toast
+
+extern "C" {
+
+// Makes `made`, four arrays that nobody else has, both caches with the new positions from `first`
+// on, and what they hold up to the last of these. Lazy. given: a cache of keys, one of values, new
+// keys, new values. Returns what is wrong; NULL where nothing is.
+TOAST_API const char *toast_append_array(void **made, void **given, int first) {
+  using toast::array_of;
+  return toast::wrong([&] {
+    auto arrays = toast::appended({array_of(given[0]), array_of(given[1]), array_of(given[2]),
+                                   array_of(given[3])}, first);
+    for (int i = 0; i < 4; i++) array_of(made[i]) = arrays[i];
+  });
+}
+
+}  // extern "C"
