@@ -1,7 +1,7 @@
 """Nodes of a token's graph, and what they cost: MLX's operations, ours for products alone, ours for
 all that there is. In one process, in turn.
 
-    python benchmarks/native_nodes.py --rounds 3 [--models llama,crumb]
+    python benchmarks/native_nodes.py --rounds 3 [--models llama,crumb] [--kv-bits 16]
 
 The models: the small llama of native.py, and crumb. Products alone: the same library, but norms,
 ropes, gates, softmax, attention, feed-forward networks and recurrences are left to MLX. Prompts
@@ -88,13 +88,13 @@ def prefill(engine: Engine, length: int) -> float:
     return length / (time.perf_counter() - start)
 
 
-def compare(name: str, path: str, rounds: int) -> None:
+def compare(name: str, path: str, rounds: int, kv_bits: int) -> None:
     """Prints a row for each way."""
-    engines = {"MLX": open_engine(locate(path), native="off")}
+    engines = {"MLX": open_engine(locate(path), native="off", kv_bits=kv_bits)}
     with alone():
-        engines["products"] = open_engine(locate(path), native="require")
+        engines["products"] = open_engine(locate(path), native="require", kv_bits=kv_bits)
         nodes(engines["products"])  # loaded while it is so
-    engines["all"] = open_engine(locate(path), native="require")
+    engines["all"] = open_engine(locate(path), native="require", kv_bits=kv_bits)
     counts = {way: nodes(engines[way]) for way in WAYS}
     found: dict[tuple[str, str], list[float]] = {}
     for _ in range(rounds):
@@ -118,15 +118,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", default="llama,crumb")
+    parser.add_argument("--kv-bits", type=int, default=32)
     options = parser.parse_args()
     device.start("cpu")
     print(f"{machine()}; {options.rounds} rounds; medians, and the range")
     wanted = options.models.split(",")
     if "llama" in wanted:
         with tempfile.TemporaryDirectory() as folder:
-            compare("llama, 4 bits", str(checkpoint(Path(folder), "small")), options.rounds)
+            path = str(checkpoint(Path(folder), "small"))
+            compare("llama, 4 bits", path, options.rounds, options.kv_bits)
     if "crumb" in wanted:
-        compare("crumb", "crumb", options.rounds)
+        compare("crumb", "crumb", options.rounds, options.kv_bits)
 
 
 if __name__ == "__main__":
