@@ -249,7 +249,7 @@ def warned(name: str, *arguments: str, stdin: Any = subprocess.DEVNULL):
 
 def test_a_memory_warning_in_mid_run(toast) -> None:
     """All layers go; nothing else changes."""
-    flags = ["--json", "--temp", "0", "-n", "40", "--ignore-eos", STORY]
+    flags = ["--json", "--temp", "0", "-n", "24", "--ignore-eos", STORY]
     done = toast("decode", *flags)
     lines, _ = warned("decode", "--resident", "6", *flags)
     told = json.loads(lines[-1])
@@ -258,11 +258,11 @@ def test_a_memory_warning_in_mid_run(toast) -> None:
 
 
 def test_a_memory_warning_to_toast_and_perplexity() -> None:
-    flags = ["-v", "--temp", "0", "-n", "40", "--ignore-eos", "--json", "--no-daemon", STORY]
+    flags = ["-v", "--temp", "0", "-n", "24", "--ignore-eos", "--json", "--no-daemon", STORY]
     _, said = warned("toast", "--resident", "6", *flags)
     assert "toast: residency: 0 of 8 layers stay; " in said
     text = Path(__file__).parents[2] / "README.md"
-    flags = ["--json", "-v", "--chunk", "8", "--context", "64", "--limit", "160"]
+    flags = ["--json", "-v", "--chunk", "8", "--context", "64", "--limit", "96"]
     lines, _ = warned("perplexity", "--resident", "6", *flags, str(text))
     assert json.loads(lines[-1])["residency"]["resident"] == 0
 
@@ -272,7 +272,7 @@ def test_a_memory_warning_in_the_pipe() -> None:
     extra = {
         "prefill": ["--resident", "5", "-v"],
         "decode": ["--resident", "5"],
-        "sample": ["--temp", "0", "-n", "40", "--ignore-eos"],
+        "sample": ["--temp", "0", "-n", "24", "--ignore-eos"],
         "frames": ["--json", "--arrays", "none"],
     }
     stages = ["tokenize", "prefill", "decode", "sample", "frames"]
