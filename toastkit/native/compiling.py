@@ -72,8 +72,9 @@ def compile_library(
     from concurrent.futures import ThreadPoolExecutor
 
     flags_of = {KERNELS / name: flags for name, flags in SOURCES.items()}
-    if glue is not None:
-        flags_of.update(dict.fromkeys(sorted(GLUE.glob("*.cpp")), tuple(glue)))
+    if glue is not None:  # as one source: MLX's headers are what takes time
+        *others, last = sorted(GLUE.glob("*.cpp"))
+        flags_of[last] = (*glue, *(word for path in others for word in ("-include", str(path))))
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
 
         def made_of(source: Path) -> str:
