@@ -324,9 +324,10 @@ class Library:
         caches: (B, heads, M, size), float32, float16, bfloat16 or as of `quantise` each. new: (B,
         heads, N, size), such floats, rounded to the dtype of the cache, what float16 cannot hold to
         its largest. Raises ValueError where they do not fit together."""
-        made, arrays = [mx.array(0) for _ in range(4)], ctypes.py_object * 4
-        wrong = self._append(arrays(*made), arrays(*caches, *new), first)
-        _made(made[0], wrong)
+        made: list[Any] = [mx.array(0) for _ in range(4)]
+        given: list[Any] = [*caches, *new]
+        arrays = ctypes.py_object * 4
+        _made(made[0], self._append(arrays(*made), arrays(*given), first))
         return tuple(made)
 
     def attend(

@@ -94,9 +94,9 @@ def _attention(library: Library) -> list[tuple[mx.array, mx.array]]:
     q, kv = mx.random.normal((2, 4, 3, 64)), mx.random.normal((2, 2, 300, 64))[:, :, :270]
     mask, sinks = mx.arange(270) >= mx.array([[[[0]]], [[[9]]]]), mx.ones(4)
     caches, new = (kv[:, :, :9] + 0, kv[:, :, 9:20] + 0), (q[:, :2], q[:, 2:])
-    both = library.append(caches, new, 4)
+    appended = library.append(caches, new, 4)
     wanted = [mx.concatenate([c[:, :, :4], x, c[:, :, 7:]], 2) for c, x in zip(caches, new)]
-    pairs = [*zip(both, wanted), *zip(both[2:], (w[:, :, :7] for w in wanted))]
+    pairs = [*zip(appended, wanted), *zip(appended[2:], (w[:, :, :7] for w in wanted))]
     for more in ({}, {"mask": "causal"}, {"mask": mask, "sinks": sinks}):
         ours = library.attend(q, kv, kv * 2, 0.125, **more)
         theirs = mx.fast.scaled_dot_product_attention(q, kv, kv * 2, scale=0.125, **more)
