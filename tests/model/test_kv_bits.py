@@ -13,7 +13,7 @@ from mlx_lm.models import cache as mlx_caches
 from tests.model.moe_checkpoints import write_moe
 from tests.model.moe_engines import batched_and_alone
 from tests.model.published import write_published
-from tests.native_library import built, cache, library, needed, operations_of
+from tests.native_library import built, cache, library, needed
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.savepoints import leaves, take_savepoint
@@ -42,7 +42,6 @@ ROUNDING = {32: 3e-4, 16: 3e-4, 8: 2e-2}
 KEPT = {32: mx.float32, 16: mx.float16, 8: mx.int8}
 IN_CHUNKS = ("llama", "deepseek_v3", "qwen3_next")  # whose chunks are the same to the bit
 LARGEST = 65504.0
-IN_USE = "toastkit.native.library._in_use"
 
 
 def files_of(path: Path, name: str) -> Any:
@@ -140,52 +139,6 @@ def test_every_class(name: str, dtype: mx.Dtype) -> None:
     assert kept.nbytes == theirs.nbytes
     del found, mine
     assert not kv_caches._kept  # nothing is held for those who are gone
-
-
-@pytest.mark.parametrize("given", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.int8])
-def test_appending_is_one_operation(
-    library: Library, given: mx.Dtype, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same to the bit as MLX's, in the memory that the cache has, whoever is to see it or not;
-    a cache that is full grows as ever."""
-    mx.random.seed(4)
-    kept, theirs = mlx_caches.KVCache(), mlx_caches.KVCache()
-    kv_caches.keep_in(dtype, [kept, theirs])
-    before = None
-    for steps in (3, 1, 1, 250, 1, 5, 1):
-        new = [
-            (mx.random.normal((2, steps, 3, n)) * 4e4).astype(given).swapaxes(1, 2) for n in (8, 4)
-        ]
-        monkeypatch.setattr(IN_USE, None)
-        wanted = theirs.update_and_fetch(*new)
-        monkeypatch.setattr(IN_USE, library)
-        found = kept.update_and_fetch(*new)
-        for mine, other in zip(found, wanted):
-            assert (mine.dtype, mine.shape) == (given, other.shape)
-            assert mx.array_equal(mine, other).item()
-            assert mx.array_equal(kv_caches.kept_of(mine), kv_caches.kept_of(other)).item()
-        assert mx.array_equal(kept.keys, theirs.keys).item() and kept.offset == theirs.offset
-        if before is not None:
-            assert mx.array_equal(before[0], before[1]).item()
-            before = None
-        elif steps == 5:  # somebody looks on: what is seen stays
-            before = kept.keys, mx.array(np.array(kept.keys.astype(mx.float32)))
-    place = pointer(kept.keys)
-    kept.update_and_fetch(*new)
-    mx.eval(kept.keys)
-    assert pointer(kept.keys) != place  # `found` sees it
-    place = pointer(kept.keys)
-    found = mine = None
-    kept.update_and_fetch(*new)
-    assert operations_of(kept.values) == ["ToastAppend"]
-    mx.eval(kept.keys)
-    assert pointer(kept.keys) == place
-
-
-def pointer(array: mx.array) -> int:
-    """Where an array's numbers begin."""
-    return np.frombuffer(memoryview(array.view(mx.uint16)), np.uint16).ctypes.data
 
 
 def test_what_a_session_from_elsewhere_held_is_rounded_too() -> None:
