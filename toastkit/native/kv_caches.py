@@ -119,19 +119,20 @@ def _widened(kept: mx.array, dtype: mx.Dtype) -> mx.array:
 
 class _Keeping:
     """What such classes have in common. kv_dtype: of keys and values (B, heads, positions, size);
-    these are None before the first. appended: the dtype of what was, last."""
+    these are None before the first. appended: the dtype of what was, last, by its name in MLX: a
+    Dtype cannot be copied, as caches are."""
 
     kv_dtype: mx.Dtype
-    appended: mx.Dtype = mx.float32
+    appended: str = "float32"
     keys: Any
     values: Any
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """As of the class below: (B, heads, positions, size), of the dtype of activations."""
+        self.appended = str(keys.dtype).rpartition(".")[2]  # MLX's asks for keys_and_values
         fetched = self._append(keys, values)
         if fetched is None:
             fetched = self._update(keys, values)
-        self.appended = keys.dtype
         return _widened(fetched[0], keys.dtype), _widened(fetched[1], values.dtype)
 
     def _append(self: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, ...] | None:
@@ -157,7 +158,8 @@ class _Keeping:
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """The same, for layers that share them with one before."""
         keys, values = super().keys_and_values()  # type: ignore[misc]
-        return _widened(keys, self.appended), _widened(values, self.appended)
+        appended = getattr(mx, self.appended)
+        return _widened(keys, appended), _widened(values, appended)
 
 
 @cache

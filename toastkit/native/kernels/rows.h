@@ -177,8 +177,8 @@ struct RowInstructions {
   void (*shares)(int type, const void *x, int64_t first, int64_t count, Exponentials of, void *out,
                  int out_type, int64_t to);
   void (*weigh)(const Weighing &, int64_t row);
-  // (count) numbers at `from` of x, to `to` of out, of TOAST_I8 with their scale behind them; numbers
-  // from such a row.
+  // (count) numbers at `from` of x, to `to` of out, of TOAST_I8 with their scale behind them;
+  // numbers from such a row.
   void (*keep)(int type, const void *x, int64_t from, int64_t count, void *out, int out_type,
                int64_t to);
   void (*dequantise)(const void *row, int64_t count, float *out);
