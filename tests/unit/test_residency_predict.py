@@ -19,7 +19,6 @@ from toastkit.residency.predict import (
     Source,
     depth,
     fitted_slowdown,
-    pass_seconds,
     play,
     predict,
 )
@@ -47,23 +46,23 @@ def measured(count: int, compute: float = 0.5, **rest: float) -> Calibration:
 
 
 def test_nothing_is_read_where_all_stay() -> None:
-    assert pass_seconds([None] * 3, [1.0, 2.0, 3.0], 0.5, BOTH) == 6.5
-    assert pass_seconds([], [], 0.5, BOTH) == 0.5
+    assert play([None] * 3, [1.0, 2.0, 3.0], 0.5, BOTH).seconds == 6.5
+    assert play([], [], 0.5, BOTH).seconds == 0.5
 
 
 def test_the_slower_of_the_two_decides() -> None:
-    assert pass_seconds([1.0] * 8, [2.0] * 8, 1.0, NONE) == pytest.approx(17.0)
+    assert play([1.0] * 8, [2.0] * 8, 1.0, NONE).seconds == pytest.approx(17.0)
     # Reading goes on while what is outside the layers runs.
-    assert pass_seconds([2.0] * 8, [1.0] * 8, 2.0, NONE) == pytest.approx(16.0)
+    assert play([2.0] * 8, [1.0] * 8, 2.0, NONE).seconds == pytest.approx(16.0)
 
 
 def test_what_disturbs_each_other_takes_as_long_as_one_after_the_other() -> None:
-    assert pass_seconds([2.0] * 8, [1.0] * 8, 1.0, BOTH) == pytest.approx(25.0)
+    assert play([2.0] * 8, [1.0] * 8, 1.0, BOTH).seconds == pytest.approx(25.0)
 
 
 def test_a_layer_that_is_the_only_one_is_not_read_while_it_runs() -> None:
-    assert pass_seconds([4.0, None], [1.0, 1.0], 1.0, NONE) == pytest.approx(1.0 + 4.0)
-    assert pass_seconds([4.0], [3.0], 0.0, NONE) == pytest.approx(7.0)
+    assert play([4.0, None], [1.0, 1.0], 1.0, NONE).seconds == pytest.approx(1.0 + 4.0)
+    assert play([4.0], [3.0], 0.0, NONE).seconds == pytest.approx(7.0)
 
 
 def test_who_reads_may_take_processors_from_who_computes_and_lose_none() -> None:
@@ -79,7 +78,7 @@ def test_or_lose_all() -> None:
 
 def test_layers_that_stay_run_while_the_next_streamed_one_is_read() -> None:
     reads = [None] * 4 + [3.0] * 4
-    assert pass_seconds(reads, [1.0] * 8, 1.0, NONE, ahead=2) == pytest.approx(12.0)
+    assert play(reads, [1.0] * 8, 1.0, NONE, ahead=2).seconds == pytest.approx(12.0)
     # One layer has to be read whole while none of those that stay is left to run.
     assert play([None, None, 4.0], [1.0] * 3, 1.0, NONE) == pytest.approx(Played(1.0, 4.0))
 
@@ -101,7 +100,7 @@ def test_bounds(made: list, outside: float, share: float, most: int | None) -> N
     """No less than the larger of reading and computing, and no more than one after the other."""
     reads = [read if absent else None for read, _, absent in made]
     computes = [compute for _, compute, _ in made]
-    found = pass_seconds(reads, computes, outside, Slowdown(share, share), most)
+    found = play(reads, computes, outside, Slowdown(share, share), most).seconds
     reading, computing = sum(r or 0.0 for r in reads), sum(computes) + outside
     # What is read ahead at the end of a pass and not at the end of the one before.
     slack = 1e-6
@@ -118,7 +117,7 @@ def test_more_memory_is_never_slower(
     def with_resident(number: int) -> float:
         stay = placed(number, range(count), where)
         reads = [None if i in stay else read for i in range(count)]
-        return pass_seconds(reads, [compute] * count, outside, Slowdown(share, share), most)
+        return play(reads, [compute] * count, outside, Slowdown(share, share), most).seconds
 
     # The last absent layer cannot be read while it runs: then one more that stays may be slower.
     found = [with_resident(number) for number in range(count + 1) if number != count - 1]

@@ -100,7 +100,7 @@ def predict(
         seconds * measured.stays if i in resident else seconds
         for i, seconds in enumerate(measured.token)
     ]
-    one = pass_seconds(reads, token, measured.outside_token, source.token, most=most)
+    one = play(reads, token, measured.outside_token, source.token, most=most).seconds
     along = along and prompt > 1
     total, rest = (0.0, prompt) if along else (one, max(0, prompt - 1))
     whole, last = divmod(rest, chunk)
@@ -109,7 +109,7 @@ def predict(
     for count, times in ((chunk, whole), (last, 1)):
         if count and times:
             long = [f + count * t for f, t in zip(measured.chunk_fixed, measured.chunk_token)]
-            each = pass_seconds(reads, long, measured.outside_chunk, source.chunk, most=most)
+            each = play(reads, long, measured.outside_chunk, source.chunk, most=most).seconds
             total += times * each
     return Prediction(one, total, sum(r or 0.0 for r in reads), sum(token) + measured.outside_token)
 
@@ -121,17 +121,10 @@ class Played(NamedTuple):
     waiting: float
     computing: float
 
-
-def pass_seconds(
-    reads: Sequence[float | None],
-    computes: Sequence[float],
-    outside: float,
-    slowdown: Slowdown,
-    ahead: int | None = None,
-    most: int = MOST_AHEAD,
-) -> float:
-    """Seconds of a pass among many like it. See `play`."""
-    return sum(play(reads, computes, outside, slowdown, ahead, most))
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        return self.waiting + self.computing
 
 
 def play(
@@ -265,9 +258,9 @@ def fitted_slowdown(
     def error(place: tuple[float, float]) -> float:
         found = play(reads, computes, outside, Slowdown(*place), most=most, passes=passes)
         off = sum(abs(a - b) for a, b in zip(found, measured))
-        return off / sum(measured) + 1e-4 * math.hypot(*place)
+        return off / measured.seconds + 1e-4 * math.hypot(*place)
 
-    if sum(measured) <= 0:
+    if measured.seconds <= 0:
         return Slowdown(0.0, 0.0)
     step = COARSE
     values = [step * number for number in range(int(MOST_SLOWDOWN / step) + 1)]
