@@ -17,7 +17,7 @@ SECONDS ?= 60
 # A test starts processes by the hundred: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo pages test quick fuzz native sanitize check lint types man format clean
+.PHONY: demo pages test quick fuzz native wheel sanitize check lint types man format clean
 demo: $(VENV)/stamp            ## the whole pipeline, six processes, on the embedded model
 	sh examples/demo.sh
 
@@ -40,6 +40,14 @@ fuzz: $(VENV)/stamp            ## attacks with new seeds: SECONDS=60; SEED=frame
 
 native: $(VENV)/stamp          ## build the native products now; commands build them in the background
 	$(BIN)/python -m toastkit.native.building
+
+# What pip would install it for has the C library of this machine, or a newer one.
+wheel: $(VENV)/stamp           ## dist/: native products compiled, for this platform and its MLX
+	rm -rf build toastkit/native/ready
+	platform="$$($(BIN)/python -m toastkit.native.ready)" && \
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist \
+		--config-settings="--build-option=--plat-name=$$platform" .; \
+	status=$$?; rm -rf build toastkit/native/ready; exit $$status
 
 KERNELS := $(wildcard tests/unit/test_native_kernels*.py) tests/unit/test_native_rows.py \
 	tests/unit/test_native_recurrent.py

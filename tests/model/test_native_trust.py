@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.native_library import native_cache, native_path, needed
-from toastkit.native import building, probe
+from toastkit.errors import UnavailableError
+from toastkit.native import building, probe, ready, starting
 from toastkit.native.library import Library, load
 
 pytestmark = needed
@@ -34,7 +35,7 @@ def test_the_probe(library: Library, path: str, tmp_path: Path) -> None:
     assert probe.trustworthy(library)
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"\x7fELF" + bytes(4000))
-    assert not building._is_trustworthy(broken)
+    assert not building.is_trustworthy(broken)
     # Arrays that are sought in the wrong place: the child may die of it.
     code = (
         "import sys, mlx.core as mx\nfrom toastkit.native import probe\n"
@@ -61,6 +62,27 @@ def test_libraries_that_lie(path: str) -> None:
     for file, code in ((path, 0), (str(Path(probe.__file__)), 1)):
         command = [sys.executable, "-O", "-m", "toastkit.native.probe", file]
         assert bool(subprocess.run(command, capture_output=True).returncode) == bool(code)
+
+
+def test_a_library_of_a_wheel(path: str, tmp_path: Path, monkeypatch) -> None:
+    """Without a compiler it is probed and used; one that is broken is not."""
+    mlx = building.installed_mlx()
+    assert mlx is not None
+    monkeypatch.setattr(ready, "READY", tmp_path / "ready")
+    ready.READY.mkdir()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for data, on in ((Path(path).read_bytes()[:500_000], False), (Path(path).read_bytes(), True)):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(on)))
+        name = f"{ready._of_library(mlx)}-{ready.digest(data)}.so"
+        (ready.READY / name).write_bytes(data)
+        assert building.find().pending
+        if on:
+            assert Library(building.build()).instructions
+        else:
+            with pytest.raises(UnavailableError, match="not what this MLX needs"):
+                building.build()
+        assert starting.status().on == on
+        (ready.READY / name).unlink()
 
 
 EMULATOR = shutil.which("qemu-x86_64-static") or shutil.which("qemu-x86_64")

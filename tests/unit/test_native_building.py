@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,51 +13,20 @@ from pathlib import Path
 import pytest
 
 from tests.native_library import needed
+from tests.unit.native_building import COMPILES, cache, cxx, runs
 from toastkit.errors import ToastError, UnavailableError
 from toastkit.native import building, compiling, machine, starting
 from toastkit.native.starting import NativeOptions
 from toastkit.private_files import open_private, try_lock
 
+__all__ = ["cache", "cxx"]
 pytestmark = needed
 AUTO = NativeOptions("auto")
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty one; its folder of libraries."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache/toastkit/native"
-
-
-@pytest.fixture
-def cxx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """cxx(script): has the compiler be a script."""
-
-    def install(script: str) -> Path:
-        path = tmp_path / "cxx"
-        path.write_text(f"#!{sys.executable}\nimport os, sys, time\n{script}")
-        path.chmod(0o755)
-        monkeypatch.setenv("CXX", str(path))
-        return path
-
-    return install
-
-
-# Writes something to where it is told to, and notes that it ran.
-COMPILES = """
-open(sys.argv[0] + ".log", "a").write("x")
-open(sys.argv[sys.argv.index("-o") + 1], "wb").write(b"compiled")
-"""
-
-
-def runs(path: Path) -> int:
-    log = path.with_name(path.name + ".log")
-    return len(log.read_text()) if log.exists() else 0
-
-
 def test_what_is_built_is_found(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cxx(COMPILES)
-    monkeypatch.setattr(building, "_is_trustworthy", lambda path: True)
+    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
     assert building.find() == (None, "it is not built yet", True)
     assert not cache.exists()  # looking writes nothing
     made = building.build()
@@ -73,10 +41,10 @@ def test_what_is_built_is_found(cache: Path, cxx, monkeypatch: pytest.MonkeyPatc
 def test_a_library_is_of_its_sources_and_its_compiler(
     cache: Path, cxx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(building, "_is_trustworthy", lambda path: True)
+    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
     cxx(COMPILES)
     made = building.build()
-    monkeypatch.setattr(building, "FLAGS", (*compiling.FLAGS, "-O3"))
+    monkeypatch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O3"))
     assert building.find().pending
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parents[1]))
@@ -88,7 +56,7 @@ def test_a_library_is_of_its_sources_and_its_compiler(
 def test_files_that_nobody_built(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted or a damaged library has other bytes than its name says."""
     cxx(COMPILES)
-    monkeypatch.setattr(building, "_is_trustworthy", lambda path: True)
+    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
     made = Path(building.build())
     made.write_bytes(b"compiled?")
     assert building.find() == (None, "it is not built yet", True)
@@ -103,7 +71,7 @@ def test_files_that_nobody_built(cache: Path, cxx, monkeypatch: pytest.MonkeyPat
 
 def test_a_folder_that_others_can_write_to(cache: Path, cxx, monkeypatch) -> None:
     cxx(COMPILES)
-    monkeypatch.setattr(building, "_is_trustworthy", lambda path: True)
+    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
     building.build()
     cache.chmod(0o777)
     assert "has mode 0777" in building.find().why
@@ -228,13 +196,13 @@ def test_a_cache_that_runs_no_programs(cache: Path, cxx, monkeypatch: pytest.Mon
 
 
 def test_a_library_is_of_its_mlx(cache: Path, cxx, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(building, "_is_trustworthy", lambda path: True)
+    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
     cxx(COMPILES)
     mlx = tmp_path / "mlx"
     for name in ("include/mlx/array.h", "lib/libmlx.so"):
         (mlx / name).parent.mkdir(parents=True)
         (mlx / name).write_bytes(b"")
-    monkeypatch.setattr(building, "_mlx", lambda: mlx)
+    monkeypatch.setattr(building, "installed_mlx", lambda: mlx)
     made = building.build()
     assert building.find().path == made
     (mlx / "lib/libmlx.so").write_bytes(b"another version")
@@ -244,7 +212,7 @@ def test_a_library_is_of_its_mlx(cache: Path, cxx, tmp_path: Path, monkeypatch) 
 
 def test_who_waits_is_told(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cxx(COMPILES)
-    monkeypatch.setattr(building, "_is_trustworthy", lambda path: True)
+    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
     told: list[str] = []
     building.build(say=told.append)
     (line,) = told
@@ -277,7 +245,7 @@ def test_one_builds_at_a_time(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UnavailableError, match="another process is building"):
         building.build()
     threading.Timer(0.2, os.close, [lock]).start()
-    monkeypatch.setattr(building, "_is_trustworthy", lambda path: True)
+    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
     assert building.build(patience=60.0) == building.find().path  # the other has not built it
     assert runs(path) > 0
 
@@ -290,7 +258,7 @@ def test_nothing_is_begun_where_nothing_can_be_kept(cache: Path, monkeypatch) ->
 
 def test_old_libraries_go(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
     cxx(COMPILES)
-    monkeypatch.setattr(building, "_is_trustworthy", lambda path: True)
+    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
     cache.mkdir(parents=True, mode=0o700)
     for n in range(12):
         (cache / f"{n}-old.so").write_bytes(b"")

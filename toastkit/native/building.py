@@ -2,7 +2,8 @@
 
     python -m toastkit.native.building      builds it now, and says so (make native)
 
-Nobody waits for a compiler: `find` says what there is, `build_meanwhile` has it built by a process
+What a wheel brings (ready.py) is taken in place of a compiler's work, as far as it goes. Nobody
+waits for a compiler: `find` says what there is, `build_meanwhile` has it built by a process
 of its own, at the lowest priority, and the next command finds it. It lies in a folder that nobody
 else can write to, under a name that says what it was made from, for which MLX, by which compiler,
 and what its bytes add up to; it gets that name once it has been compiled and a process that loaded
@@ -11,19 +12,29 @@ it has found it right. A file of that name with other bytes is none.
 
 from __future__ import annotations
 
-import hashlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from toastkit.base_directories import own_directory
 from toastkit.errors import ToastError, UnavailableError, from_os_error
-from toastkit.native.compiling import FLAGS, FOLDER, SOURCES, compile_library, compiler, unsupported
+from toastkit.native import ready
+from toastkit.native.compiling import (
+    FOLDER,
+    SOURCES,
+    compile_library,
+    compiler,
+    sources,
+    unsupported,
+)
+from toastkit.native.ready import digest
 from toastkit.private_files import (
     make_private_directories,
     not_private,
@@ -58,11 +69,12 @@ def find() -> Found:
     """What there is. Writes nothing."""
     if problem := unsupported():
         return Found(None, problem)
-    if (cxx := compiler()) is None:
-        return Found(None, "there is no C++ compiler (c++, g++, clang++ or CXX)")
-    mlx = _mlx()
+    cxx, mlx = compiler(), installed_mlx()
     if mlx is None:
         return Found(None, "this MLX has no headers to compile for")
+    if cxx is None and ready.library(mlx) is None:
+        other = ", and nothing that came with toastkit is for this MLX" if ready.kernels() else ""
+        return Found(None, f"there is no C++ compiler (c++, g++, clang++ or CXX){other}")
     name = _key(cxx, mlx)
     try:
         files = sorted(os.listdir(folder()))
@@ -71,7 +83,7 @@ def find() -> Found:
         for file in files:
             if file.startswith(f"{name}-") and file.endswith(".so"):
                 path = os.path.join(folder(), file)
-                if _digest(read_file(path, MOST_BYTES)) == file[len(name) + 1 : -3]:
+                if digest(read_file(path, MOST_BYTES)) == file[len(name) + 1 : -3]:
                     return Found(path)
         if f"{name}.failed" in files:
             said = read_file(os.path.join(folder(), f"{name}.failed"), 1 << 12)
@@ -115,8 +127,8 @@ def build(patience: float = 0.0, say: Callable[[str], None] | None = None) -> st
     found = find()
     if found.path is not None:
         return found.path
-    cxx, mlx = compiler(), _mlx()
-    if unsupported() or cxx is None or mlx is None:
+    cxx, mlx = compiler(), installed_mlx()
+    if unsupported() or mlx is None or not (cxx or ready.library(mlx)):
         raise UnavailableError(f"no native products: {found.why}")
     name = _key(cxx, mlx)
     try:
@@ -137,25 +149,20 @@ def build(patience: float = 0.0, say: Callable[[str], None] | None = None) -> st
             time.sleep(0.1)
         if path := find().path:
             return path
-        if say is not None:
-            say(f"native products: compiling {len(SOURCES)} files and more with {cxx}, once")
-        return _build(name, cxx, mlx)
+        return _build(name, cxx, mlx, say)
     finally:
         os.close(lock)
 
 
-def _build(name: str, cxx: str, mlx: Path) -> str:
-    """Compiles, probes and places; what fails is not tried again for this name unless asked."""
+def _build(name: str, cxx: str | None, mlx: Path, say: Callable[[str], None] | None) -> str:
+    """Makes, probes and places; what fails is not tried again for this name unless asked."""
     made = Path(folder(), f"{name}.making")
     failed = os.path.join(folder(), f"{name}.failed")
     try:
         with suppress(FileNotFoundError):
             os.unlink(failed)
-        glue = ["-isystem", str(mlx / "include"), f"-L{mlx / 'lib'}", "-lmlx"]
-        compile_library(made, cxx, glue=[*glue, f"-Wl,-rpath,{mlx / 'lib'}"])
-        if not _is_trustworthy(made):
-            raise ToastError("what was compiled is not what this MLX needs")
-        path = os.path.join(folder(), f"{name}-{_digest(made.read_bytes())}.so")
+        _make(made, cxx, mlx, say)
+        path = os.path.join(folder(), f"{name}-{digest(made.read_bytes())}.so")
         os.replace(made, path)
         _forget_old()
         return path
@@ -170,7 +177,37 @@ def _build(name: str, cxx: str, mlx: Path) -> str:
             os.unlink(made)
 
 
-def _is_trustworthy(path: Path) -> bool:
+def _make(made: Path, cxx: str | None, mlx: Path, say: Callable[[str], None] | None) -> None:
+    """Of what came with toastkit as much as is of use, and can be trusted. Raises ToastError,
+    OSError."""
+    if came := ready.library(mlx):
+        shutil.copyfile(came, made)
+        if is_trustworthy(made):
+            return
+    if cxx is None:
+        raise ToastError("what came with toastkit is not what this MLX needs")
+    glue = [*glue_flags(mlx), f"-Wl,-rpath,{mlx / 'lib'}"]
+    compiled = partial(compile_library, made, cxx, glue=glue)
+    if kernels := ready.kernels():
+        if say is not None:
+            say(f"native products: compiling what is MLX's of them with {cxx}, once")
+        with suppress(ToastError):
+            compiled(kernels=kernels)
+            if is_trustworthy(made):
+                return
+    if say is not None:
+        say(f"native products: compiling {len(SOURCES)} files and more with {cxx}, once")
+    compiled()
+    if not is_trustworthy(made):
+        raise ToastError("what was compiled is not what this MLX needs")
+
+
+def glue_flags(mlx: Path) -> list[str]:
+    """What the MLX primitives are compiled and linked with."""
+    return ["-isystem", str(mlx / "include"), f"-L{mlx / 'lib'}", "-lmlx"]
+
+
+def is_trustworthy(path: Path) -> bool:
     """Asked in a process of its own, which may die."""
     import subprocess
 
@@ -184,7 +221,7 @@ def _is_trustworthy(path: Path) -> bool:
     return done.returncode == 0
 
 
-def _mlx() -> Path | None:
+def installed_mlx() -> Path | None:
     """The folder of MLX, with headers and library."""
     spec = find_spec("mlx")
     for place in (spec.submodule_search_locations or ()) if spec else ():
@@ -193,20 +230,14 @@ def _mlx() -> Path | None:
     return None
 
 
-def _key(cxx: str, mlx: Path) -> str:
+def _key(cxx: str | None, mlx: Path) -> str:
     """What a library is made from and for, as part of its name. The instruction sets are chosen
     where it runs."""
-    parts = [repr((FLAGS, SOURCES, sys.implementation.cache_tag))]
-    for file in (os.path.realpath(cxx), mlx / "lib/libmlx.so"):
+    parts = [sources(), sys.implementation.cache_tag or ""]
+    for file in (*((os.path.realpath(cxx),) if cxx else ()), mlx / "lib/libmlx.so"):
         about = os.stat(file)
         parts.append(f"{file} {about.st_size} {about.st_mtime_ns}")
-    for source in sorted([*FOLDER.rglob("*.cpp"), *FOLDER.rglob("*.h")]):
-        parts.append(source.read_text(encoding="utf-8"))
-    return _digest("\0".join(parts).encode())
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:24]
+    return digest("\0".join(parts).encode())
 
 
 def _forget_old() -> None:

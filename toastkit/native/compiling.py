@@ -62,16 +62,27 @@ def compiler() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
+def sources() -> str:
+    """All that a library is made from: flags and files."""
+    files = sorted([*FOLDER.rglob("*.cpp"), *FOLDER.rglob("*.h")])
+    return "\0".join([repr((FLAGS, SOURCES)), *(file.read_text("utf-8") for file in files)])
+
+
 def compile_library(
-    target: Path, cxx: str, extra: Sequence[str] = (), glue: Sequence[str] | None = None
+    target: Path,
+    cxx: str,
+    extra: Sequence[str] = (),
+    glue: Sequence[str] | None = None,
+    kernels: Path | None = None,
 ) -> None:
-    """Makes the kernels a library. extra: more flags. glue: those that the MLX primitives are
-    compiled and linked with; None leaves these out. Raises ToastError with what the compiler said
-    first, OSError for a disk that is full."""
+    """Makes the kernels a library, or an object file where that is the target's name. extra: more
+    flags. glue: those that the MLX primitives are compiled and linked with; None leaves these out.
+    kernels: such an object file, in place of compiling them. Raises ToastError with what the
+    compiler said first, OSError for a disk that is full."""
     import tempfile
     from concurrent.futures import ThreadPoolExecutor
 
-    flags_of = {KERNELS / name: flags for name, flags in SOURCES.items()}
+    flags_of = {} if kernels else {KERNELS / name: flags for name, flags in SOURCES.items()}
     if glue is not None:  # as one source: MLX's headers are what takes time
         *others, last = sorted(GLUE.glob("*.cpp"))
         flags_of[last] = (*glue, *(word for path in others for word in ("-include", str(path))))
@@ -85,9 +96,11 @@ def compile_library(
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as compilers:
             objects = list(compilers.map(made_of, flags_of))
-        made = os.path.join(temporary, "made.so")
-        link = [*extra, *(glue or ()), "-Wl,-z,defs"] if not extra else [*extra, *(glue or ())]
-        _run([cxx, "-shared", "-pthread", *objects, *link, "-o", made], temporary)
+        made = os.path.join(temporary, f"made{target.suffix}")
+        link = ["-shared", "-pthread", *extra, *(glue or ()), *(() if extra else ("-Wl,-z,defs",))]
+        if target.suffix == ".o":
+            link = ["-r", "-nostdlib"]
+        _run([cxx, *objects, *([str(kernels)] if kernels else ()), *link, "-o", made], temporary)
         os.replace(made, target)
 
 
