@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import platform
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tests.native_library import native_cache, native_path
-from toastkit.native.compiling import compile_library, compiler
+from tests.native_library import KEPT, everywhere, native_cache, native_path
+from toastkit.native.compiling import compile_library, compiler, sources
+from toastkit.native.ready import digest
 
 # As the compiler takes them: "address,undefined" or "thread" (make sanitize). Asked before the
 # tests' own surroundings are set up.
@@ -144,14 +146,19 @@ def products(x: np.ndarray, matrices: np.ndarray, expert: np.ndarray) -> np.ndar
     return out
 
 
-def sanitized(folder: Path) -> Path:
-    """The kernels alone, compiled for the sanitizers."""
+def sanitized() -> Path:
+    """The kernels alone, compiled for the sanitizers, once for all runs with the same sources."""
     cxx = compiler()
     assert cxx is not None
     # More optimising, and looking at every pointer for NULL, take the compiler many minutes.
     extra = [f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover", "-fno-sanitize=null", "-O1", "-g"]
-    compile_library(folder / "kernels.so", cxx, extra)
-    return folder / "kernels.so"
+    library = KEPT.with_name("sanitized") / f"{digest((sources() + str(extra)).encode())}.so"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with open(library.with_name("building"), "w") as lock, everywhere():
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            compile_library(library, cxx, extra)
+    return library
 
 
 class Kernels:
@@ -223,7 +230,7 @@ class Kernels:
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     if SANITIZERS:
-        return Kernels(sanitized(tmp_path_factory.mktemp("kernels")))
+        return Kernels(sanitized())
     return Kernels(native_path(native_cache(tmp_path_factory)))
 
 
