@@ -17,7 +17,7 @@ SECONDS ?= 60
 # A test starts processes by the hundred: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo pages test quick fuzz native wheel sanitize check lint types man format clean
+.PHONY: demo pages test quick fuzz native wheel sanitize arm check lint types man format clean
 demo: $(VENV)/stamp            ## the whole pipeline, six processes, on the embedded model
 	sh examples/demo.sh
 
@@ -62,6 +62,10 @@ sanitize: $(VENV)/stamp        ## the tests of the C++ kernels, with the compile
 	OPENBLAS_NUM_THREADS=1 TOAST_TEST_EXAMPLES=0.05 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" \
 		$(BIN)/python -m pytest -n 2 --dist worksteal -p no:faulthandler --capture=sys $(KERNELS)
+
+# Wants mmdebstrap, qemu-user and g++-aarch64-linux-gnu.
+arm: $(VENV)/stamp             ## those tests as 64-bit ARM, emulated; skipped where that cannot be
+	tests/arm.sh "$(CURDIR)/.pytest_cache/arm" $(BIN)/python -n 2 --dist worksteal $(KERNELS)
 
 check: lint types test         ## formatter, linter, types, man pages, tests
 

@@ -50,7 +50,13 @@ INLINE void store(void *p, Vector v) {
 template <class Vector, class Number>
 INLINE Vector load_some(const Number *p, int n) {  // n <= LANES; zeros after them
   Vector v = {};
+#if defined(__aarch64__)  // a call would have all registers that hold sums be memory
+#pragma GCC unroll 4
+  for (int i = 0; i < LANES; i++)
+    if (i < n) v[i] = p[i];
+#else
   memcpy(&v, p, n * sizeof *p);
+#endif
   return v;
 }
 
@@ -63,12 +69,16 @@ INLINE F32 multiply_add(F32 a, F32 b, F32 c) { return a * b + c; }
 INLINE float sum(F32 v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);
-#endif
+#elif defined(__aarch64__)  // as below, in registers
+  const float32x2_t half = vadd_f32(vget_low_f32((float32x4_t)v), vget_high_f32((float32x4_t)v));
+  return vget_lane_f32(half, 0) + vget_lane_f32(half, 1);
+#else
   float part[LANES];
   store(part, v);
   for (int width = LANES / 2; width; width /= 2)
     for (int i = 0; i < width; i++) part[i] += part[i + width];
   return part[0];
+#endif
 }
 
 INLINE U32 widened(U16 v) {
