@@ -1,4 +1,6 @@
 // The code for processors with AVX2, FMA, F16C and BMI2.
+#include <cpuid.h>
+
 #define TILE_M 2
 #define TILE_N 4
 #include "attention_tile.h"
@@ -7,9 +9,15 @@
 
 namespace toast {
 
+// Some versions of clang (14) have no name for it.
+static bool has_f16c() {
+  unsigned a, b, c = 0, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+}
+
 static bool there() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c() &&
+         __builtin_cpu_supports("bmi2");
 }
 
 const Instructions avx2 = {"avx2",          there,           floats_bytes,
