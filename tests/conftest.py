@@ -24,8 +24,9 @@ import pytest
 from hypothesis import settings
 
 from tests.forked import SCRIPTS, SERVER, executable, start
+from tests.native_library import library_at_home
 
-__all__ = ["SCRIPTS", "executable"]
+__all__ = ["SCRIPTS", "executable", "library_at_home"]
 
 gc.disable()  # until all tests have been collected: they stay
 
@@ -69,7 +70,7 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             folder.mkdir(mode=0o700)
             patch.setenv(f"XDG_{name}", str(folder))
         patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("TOAST_NATIVE", "off")  # nothing is compiled; its own tests have a library
+        patch.setenv("TOAST_NATIVE", "off")  # nothing is compiled for tests that compute nothing
         patch.setenv("PYTHONFAULTHANDLER", "1")
         SERVER.open()
         gc.freeze()  # seven thousand tests and what they import: no collection looks there again

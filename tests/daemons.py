@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.forked import Process, start
+from tests.native_library import own_cache
 
 PATIENCE = 120.0  # seconds until a daemon answers, at the worst
 
@@ -46,10 +47,11 @@ class Daemon:
         self.home = Path(tempfile.mkdtemp(prefix="t"))  # short: a socket's path has to be
         self.socket = self.home / "s"
         self.environment = {**os.environ, "TOAST_SOCKET": str(self.socket)}
-        for name in ("STATE_HOME", "CACHE_HOME", "RUNTIME_DIR"):
+        for name in ("STATE_HOME", "RUNTIME_DIR"):
             folder = self.home / name.lower()
             folder.mkdir(mode=0o700)
             self.environment[f"XDG_{name}"] = str(folder)
+        self.environment["XDG_CACHE_HOME"] = str(own_cache(self.home / "cache_home"))
         self.arguments = ["-q", "-m", str(model), *arguments]
         self.errors = self.home / "stderr"
         self.process: subprocess.Popen | Process | None = None

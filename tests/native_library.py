@@ -43,6 +43,32 @@ def native_cache(factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
+@pytest.fixture(scope="session")
+def library_at_home(private_home: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """It lies where commands look for it, where there can be one."""
+    if not unsupported() and compiler() is not None:
+        lies = native_cache(tmp_path_factory) / "toastkit/native"
+        shutil.copytree(lies, Path(os.environ["XDG_CACHE_HOME"], "toastkit/native"))
+
+
+@pytest.fixture(scope="package", autouse=True)
+def native_commands(library_at_home: None) -> Iterator[None]:
+    """Commands compute as they do for users, for the tests of a folder whose conftest has this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TOAST_NATIVE", raising=False)
+        yield
+
+
+def own_cache(folder: Path) -> Path:
+    """Makes a directory for XDG_CACHE_HOME in which there is only the library that this process
+    has in its own, if it has one."""
+    there, name = Path(os.environ["XDG_CACHE_HOME"], "toastkit/native"), "toastkit/native"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if there.is_dir():
+        shutil.copytree(there, folder / name)
+    return folder
+
+
 @contextmanager
 def everywhere() -> Iterator[None]:
     """What is started meanwhile may use every core."""

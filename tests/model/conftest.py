@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.native_library import native_commands
+
+__all__ = ["native_commands"]
+
 pytest.importorskip("mlx.core")
 
 
@@ -21,12 +25,19 @@ def mlx_started(private_home: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def crumb(mlx_started: None):
+def crumb(mlx_started: None, library_at_home: None):
     """An Engine for the embedded model, in float32 on whatever device this machine has."""
-    from toastkit.engine.opening import open_engine
-    from toastkit.model.locate import locate
+    from tests.model.checkpoints import open_crumb
 
-    return open_engine(locate("crumb"), dtype="float32")
+    return open_crumb()
+
+
+@pytest.fixture(scope="session")
+def crumb_by_mlx(mlx_started: None):
+    """The same with MLX's own operations throughout."""
+    from tests.model.checkpoints import open_crumb
+
+    return open_crumb(native="off")
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +57,12 @@ def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def client(crumb) -> Iterator[Any]:
-    """A process that is attached to a service of the embedded model: see attached_client."""
+def client(crumb_by_mlx) -> Iterator[Any]:
+    """A process that is attached to a service of the embedded model, which reads a prompt's last
+    token by itself: see attached_client."""
     from tests.model.attached_client import connected
 
-    if crumb.device != "cpu":
+    if crumb_by_mlx.device != "cpu":
         pytest.skip("what these ops give is held against the CPU")
-    with connected(crumb) as made:
+    with connected(crumb_by_mlx) as made:
         yield made

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.model.published import write_published
+from tests.native_library import own_cache
 from toastkit.daemon.conversation import Conversation
 from toastkit.daemon.prepare import Preparer
 from toastkit.daemon.requests import make_request
@@ -57,7 +58,7 @@ def private_homes(folder: Path, patch: pytest.MonkeyPatch) -> Path:
     """A test's own directories for sessions, caches and settings; where conversations lie."""
     for name in ("STATE_HOME", "CACHE_HOME", "CONFIG_HOME", "RUNTIME_DIR"):
         home = folder / name.lower()
-        home.mkdir(mode=0o700, exist_ok=True)
+        own_cache(home) if name == "CACHE_HOME" else home.mkdir(mode=0o700, exist_ok=True)
         patch.setenv(f"XDG_{name}", str(home))
     return folder / "cache_home" / "toastkit" / "conversations"
 

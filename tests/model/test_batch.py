@@ -35,7 +35,7 @@ def made(request, tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Made
     from toastkit.engine.opening import open_engine
 
     path = write_published(tmp_path_factory.mktemp("published") / request.param, request.param)
-    return Made(request.param, open_engine(locate(str(path)), dtype="float32"))
+    return Made(request.param, open_engine(locate(str(path)), dtype="float32", native="auto"))
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.model.checkpoints import open_crumb
 from toastkit.engine.device_sampler import DeviceSampler
 from toastkit.engine.engine import Engine
-from toastkit.engine.opening import open_engine
 from toastkit.frames import End, Head, Logits, Prefilled, Token, Tokens, pack_ids
 from toastkit.gears import entropy_graph, monitor
 from toastkit.gears.gear_options import GearOptions
@@ -23,7 +23,6 @@ from toastkit.gears.selector import SelectorOptions
 from toastkit.holdings.holdings import Holdings
 from toastkit.interrupts import Interrupt
 from toastkit.model.config import fingerprint
-from toastkit.model.locate import locate
 from toastkit.sampling.host import HostSampler
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.decode import decode
@@ -43,7 +42,7 @@ ALWAYS_HIGH = MonitorOptions(low=0, high=1e-6, hysteresis=0, scale_to_vocab=Fals
 
 
 def geared(mode: str = "auto", **options: Any) -> Engine:
-    return open_engine(locate("crumb"), dtype="float32", gear_options=GearOptions(mode, **options))
+    return open_crumb(gear_options=GearOptions(mode, **options))
 
 
 class Answer:
@@ -188,7 +187,7 @@ def test_off_is_the_plain_path(crumb, plain: Answer, monkeypatch: pytest.MonkeyP
     from toastkit.stages.run.settings import Outcome
     from toastkit.text.tokenizer import Tokenizer
 
-    off = open_engine(locate("crumb"), dtype="float32", gear_options=GearOptions("off"))
+    off = open_crumb(gear_options=GearOptions("off"))
     assert off.gears is None and crumb.gears is None
     kinds = [{p: type(m) for p, m in e.model.named_modules()} for e in (off, crumb)]
     assert kinds[0] == kinds[1]

@@ -6,12 +6,11 @@ import pytest
 
 pytest.importorskip("mlx.core")
 
+from tests.model.checkpoints import open_crumb
 from tests.model.service_driver import Asked, Driver
-from toastkit.engine.opening import open_engine
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.monitor import MonitorOptions
 from toastkit.gears.selector import SelectorOptions
-from toastkit.model.locate import locate
 from toastkit.stages.follow import GearRules, GearSettings
 
 pytestmark = pytest.mark.usefixtures("homes")
@@ -30,7 +29,7 @@ def told(asked: Asked) -> list[tuple]:
 @pytest.mark.parametrize("mode", ["auto", "low", "high"])
 def test_conversations_share_a_model_with_gears(mode: str) -> None:
     gears = GearSettings(GearOptions(mode, "all"), RULES)
-    engine = open_engine(locate("crumb"), dtype="float32", gear_options=gears.options)
+    engine = open_crumb(gear_options=gears.options)
     assert engine.gears is not None and engine.steps_together == (mode != "auto")
     alone = []
     for prompt in PROMPTS:
@@ -60,7 +59,7 @@ def test_what_is_kept_is_kept_by_gear() -> None:
     for mode in (None, "low", "auto"):
         gears = None if mode is None else GearSettings(GearOptions(mode))
         options = None if gears is None else gears.options
-        engine = open_engine(locate("crumb"), dtype="float32", gear_options=options)
+        engine = open_crumb(gear_options=options)
         driver = Driver(engine, gears=gears)
         driver.start(PROMPTS[1], max_tokens=4)
         driver.finish()

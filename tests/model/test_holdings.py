@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
+from tests.model.checkpoints import open_crumb
 from tests.model.published import write_published
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
@@ -110,9 +111,9 @@ def matrices_there(holdings: Holdings, index: int) -> list[str]:
 def test_a_layer_dropped_in_the_middle_of_an_answer(crumb, form: Form) -> None:
     """It is read again, and nothing of the answer changes; the account and MLX agree on what left
     and on what came back."""
-    engine = open_engine(locate("crumb"), dtype="float32")
+    engine = open_crumb()
     wanted = answer_of(engine, form, drop=None)
-    again = open_engine(locate("crumb"), dtype="float32")
+    again = open_crumb()
     assert answer_of(again, form, drop=2) == wanted
     if form == ORIGINAL:
         assert wanted == answer_of(crumb, form, drop=None)

@@ -171,7 +171,7 @@ def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def small(tmp_path_factory: pytest.TempPathFactory, mlx_started):
     """An Engine for a small random llama."""
     path = tied_llama(tmp_path_factory.mktemp("models") / "llama")
-    return open_engine(locate(str(path)), dtype="float32")
+    return open_engine(locate(str(path)), dtype="float32", native="auto", native_exact=True)
 
 
 def test_scores_are_those_of_the_logits(small) -> None:

@@ -14,6 +14,7 @@ mx = pytest.importorskip("mlx.core")
 
 from mlx.utils import tree_flatten  # noqa: E402
 
+from tests.model.checkpoints import open_crumb  # noqa: E402
 from tests.model.test_perplexity import WHOLE_TEXTS, Scripted, expected, ids_of  # noqa: E402
 from toastkit.engine import geared as geared_module  # noqa: E402
 from toastkit.engine.engine import Engine  # noqa: E402
@@ -23,14 +24,12 @@ from toastkit.engine.geared import (  # noqa: E402
     score_in_gear,
     score_in_gears,
 )
-from toastkit.engine.opening import open_engine  # noqa: E402
 from toastkit.engine.perplexity import Scores, Totals, score, windows  # noqa: E402
 from toastkit.errors import DataError  # noqa: E402
 from toastkit.gears.gear_options import GearOptions  # noqa: E402
 from toastkit.gears.monitor import MonitorOptions  # noqa: E402
 from toastkit.gears.selector import GearSelector, SelectorOptions  # noqa: E402
 from toastkit.holdings.policy import Wish  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
 
 WINDOW, COUNT = 16, 40  # tokens of a window, and of the text
 # Perplexity of whole texts by bits: scale and numbers a row in every matrix of the layers, made and
@@ -54,7 +53,7 @@ def quantised(weight: np.ndarray, bits: int) -> np.ndarray:
 
 def by_hand(scope: str, bits: int) -> Engine:
     """The embedded model without gears, its matrices put through `quantised`."""
-    engine = open_engine(locate("crumb"), dtype="float32")
+    engine = open_crumb(native_exact=True)
     found = []
     for name, value in tree_flatten(engine.model.parameters()):
         inside = "_attn." in name if scope == "attention" else ".layers." in name
@@ -66,9 +65,7 @@ def by_hand(scope: str, bits: int) -> Engine:
 
 
 def with_gears(scope: str = "all", bits: tuple[int, int] = (4, 8)) -> Engine:
-    return open_engine(
-        locate("crumb"), dtype="float32", gear_options=GearOptions("auto", scope, bits)
-    )
+    return open_crumb(native_exact=True, gear_options=GearOptions("auto", scope, bits))
 
 
 @pytest.fixture(scope="module")

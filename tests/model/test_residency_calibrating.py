@@ -9,12 +9,11 @@ import pytest
 
 pytest.importorskip("mlx.core")
 
+from tests.model.checkpoints import open_crumb
 from toastkit.engine import calibrating
 from toastkit.engine.calibrating import measure
 from toastkit.engine.engine import Engine
-from toastkit.engine.opening import open_engine
 from toastkit.errors import DataError
-from toastkit.model.locate import locate
 from toastkit.residency.calibration import about, load, save
 from toastkit.residency.predict import predict
 from toastkit.residency.residency_options import ResidencyOptions
@@ -27,7 +26,7 @@ class Opener:
         self.opened: list[tuple[ResidencyOptions, Engine]] = []
 
     def __call__(self, residency: ResidencyOptions) -> Engine:
-        engine = open_engine(locate("crumb"), dtype="float32", residency=residency)
+        engine = open_crumb(residency=residency)
         self.opened.append((residency, engine))
         return engine
 

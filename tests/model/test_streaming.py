@@ -7,6 +7,7 @@ import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -22,6 +23,7 @@ from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.policy import Wish
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
+from toastkit.native.starting import NativeOptions
 from toastkit.residency.residency_options import PLACEMENTS, ResidencyOptions
 from toastkit.residency.residency_policy import ResidencyPolicy
 from toastkit.session.directory import Session
@@ -35,12 +37,18 @@ MODEL = "a" * 64  # the fingerprint that sessions are kept for
 
 
 def streaming(
-    kind: str = "layers", amount: float = 0, path: Path | str = "crumb", **rest
+    kind: str = "layers",
+    amount: float = 0,
+    path: Path | str = "crumb",
+    native: str = "auto",
+    **rest: Any,
 ) -> Engine:
-    """An engine of which so much stays."""
+    """An engine of which so much stays. native: "off" has a pass for a prompt's last token."""
     gears = rest.pop("gears", None)
     options = ResidencyOptions(kind, amount, **rest)
-    return open_engine(locate(str(path)), dtype="float32", residency=options, gear_options=gears)
+    return open_engine(
+        locate(str(path)), dtype="float32", residency=options, gear_options=gears, native=native
+    )
 
 
 def read_prompt(engine: Engine) -> ModelState:
@@ -101,12 +109,12 @@ def agree(engine: Engine, base: int) -> bool:
     return soon(lambda: abs(mx.get_active_memory() - base - total()) < MIB // 4)
 
 
-def test_what_was_dropped_has_left(crumb) -> None:
+def test_what_was_dropped_has_left(crumb_by_mlx) -> None:
     """The account, MLX's figures and the module tree agree before, between and after."""
-    answer(crumb)  # what MLX keeps for itself is there by now
+    answer(crumb_by_mlx)  # what MLX keeps for itself is there by now
     gc.collect()
     base = mx.get_active_memory()
-    engine = streaming("layers", 2, placement="first")
+    engine = streaming("layers", 2, placement="first", native="off")
     sizes = engine.residency.sizes
     state = read_prompt(engine)
     for token in NEXT:
@@ -127,7 +135,7 @@ def test_what_was_dropped_has_left(crumb) -> None:
 
 
 def test_a_pass_reads_each_absent_layer_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = streaming("layers", 3, placement="first")
+    engine = streaming("layers", 3, placement="first", native="off")
     store = engine.holdings.store
     of_layer = [sum(map(store.nbytes, store.layer_names(i))) for i in range(8)]
     ran: list[int] = []
@@ -159,7 +167,7 @@ def test_streamed_layers_have_gears(crumb, tmp_path: Path) -> None:
     bake(Store(files, load_config(files)), path, gears=("low",))
     options = GearOptions("auto", scope="all")
     gears = ["high", "low", "low", "high"]
-    resident = open_engine(locate(str(path)), dtype="float32", gear_options=options)
+    resident = open_engine(locate(str(path)), dtype="float32", gear_options=options, native="auto")
     wanted = answer(resident, lambda n: Wish(gears[n]))
     engine = streaming(path=path, gears=options)
     assert alike(answer(engine, lambda n: Wish(gears[n])), wanted)
@@ -237,7 +245,8 @@ def test_layers_follow_memory(expected, monkeypatch: pytest.MonkeyPatch) -> None
     readings = Readings(4 << 30)
     files = locate("crumb")
     policy = ResidencyPolicy(ResidencyOptions("auto"), readings)
-    engine = Engine(Store(files, load_config(files)), [policy], dtype="float32")
+    store = Store(files, load_config(files))
+    engine = Engine(store, [policy], dtype="float32", native=NativeOptions("auto"))
     counts, state, tokens = [], read_prompt(engine), iter(NEXT * 20)
 
     def run(steps: int) -> int:
@@ -266,10 +275,10 @@ def test_layers_follow_memory(expected, monkeypatch: pytest.MonkeyPatch) -> None
 # ------------------------------------------------------------------------------------- together
 
 
-def test_states_step_together_over_streamed_layers(crumb) -> None:
+def test_states_step_together_over_streamed_layers(crumb_by_mlx) -> None:
     """One reading of the layers for all of them."""
     results = []
-    for engine in (crumb, streaming()):
+    for engine in (crumb_by_mlx, streaming(native="off")):
         states = [read_prompt(engine), ModelState(engine.new_cache())]
         engine.consume(states[1], 17)
         batch = Batch(engine)

@@ -29,7 +29,7 @@ from toastkit.residency.residency_options import ResidencyOptions
 pressure.CHECK_TOKENS = 4
 states = []
 for rest in {"residency": ResidencyOptions("auto")}, {"expert_slots": SlotOptions()}:
-    engine = open_engine(locate("crumb"), dtype="float32", **rest)
+    engine = open_engine(locate("crumb"), dtype="float32", native="auto", **rest)
     state = ModelState(engine.new_cache())
     for _ in engine.reading(state, [1, 2, 3]):
         pass

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.native_library import native_commands
 from tests.unit.fake_daemon import FakeDaemon
 from toastkit.residency.predict import Calibration, Slowdown, Source
+
+__all__ = ["native_commands"]
 
 Model = Callable[..., subprocess.CompletedProcess]
 LAYERS = (0.25,) * 8

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import start
+from tests.native_library import own_cache
 from toastkit.descriptors import unread_bytes
 from toastkit.gears import thresholds
 from toastkit.gears.calibration import Thresholds
@@ -30,7 +31,7 @@ DEFAULTS = "thresholds 1.44 and 2.80 bits: defaults for 32,768 ids, scaled to 4,
 @pytest.fixture
 def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stored thresholds of this test alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache(tmp_path)))
     return tmp_path
 
 

@@ -25,8 +25,9 @@ SLOTS = 3
 
 @pytest.fixture(autouse=True)
 def not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests have measured is not here."""
+    """What other tests have measured is not here. Sizes are those of float32."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "not measured"))
+    monkeypatch.setenv("TOAST_NATIVE", "off")
 
 
 def told(done: subprocess.CompletedProcess) -> list[str]:

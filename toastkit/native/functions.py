@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-import textwrap
+import tokenize
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import CodeType, FunctionType, ModuleType
@@ -83,6 +83,7 @@ def replaces(expression: str) -> Callable[[Any], Any]:
 def _forget() -> None:
     methods_anew.cache_clear()
     _code_anew.cache_clear()
+    _definitions.cache_clear()
     _spaces.clear()
 
 
@@ -201,20 +202,50 @@ def _code_anew(function: FunctionType) -> CodeType:
     theirs = space.get("mx") is mx and space.get("nn", nn) is nn
     if not found or not theirs or code.co_freevars:
         return code
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, SyntaxError):
+    if (definition := definition_of(code)) is None:
         return code
-    if not isinstance(definition := tree.body[0], ast.FunctionDef):
-        return code
-    definition.decorator_list = []
-    ast.increment_lineno(tree, code.co_firstlineno - 1)
+    definition.tree.decorator_list = []
     changed = _Replaced(found)
-    compiled = compile(ast.fix_missing_locations(changed.visit(tree)), code.co_filename, "exec")
+    tree = ast.Module([changed.visit(definition.tree)], [])
+    compiled = compile(ast.fix_missing_locations(tree), code.co_filename, "exec")
     consts = (c for c in compiled.co_consts if isinstance(c, CodeType))
     made = next(c for c in consts if c.co_name == code.co_name)
     stale = {*made.co_names} - {*code.co_names, *found} or made.co_varnames != code.co_varnames
     return made if changed.count and not stale else code
+
+
+class Definition(NamedTuple):
+    """Of a function. text: its lines, those of decorators included."""
+
+    tree: ast.FunctionDef
+    text: str
+
+
+def definition_of(code: CodeType) -> Definition | None:
+    """Where a function's code was compiled from; None where there is no source that has it."""
+    found = _definitions(code.co_filename).get(code.co_firstlineno)
+    return found if found is not None and found.tree.name == code.co_name else None
+
+
+@cache
+def _definitions(path: str) -> dict[int, Definition]:
+    """Those in a file, by the line in which they begin. inspect.getsource would look at all modules
+    for each of them, and split it into tokens."""
+    try:
+        with tokenize.open(path) as file:
+            lines = file.readlines()
+        pending: list[ast.AST] = [ast.parse("".join(lines))]
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    found = {}
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(word.lineno for word in node.decorator_list)])
+            found[first] = Definition(node, "".join(lines[first - 1 : node.end_lineno]))
+        for block in ("body", "orelse", "handlers", "finalbody"):  # of statements, not expressions
+            pending += getattr(node, block, ())
+    return found
 
 
 class _Replaced(ast.NodeTransformer):

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from toastkit.native.functions import Native
+from toastkit.native.functions import Native, definition_of
 from toastkit.native.library import in_use
 from toastkit.native.recurrent import MOST_KERNEL
 
@@ -100,8 +100,6 @@ def digest(cls: type) -> str | None:
     """Of the source of a class's own methods but the one that makes it; None where there is no
     source."""
     methods = [f for name, f in sorted(vars(cls).items()) if inspect.isfunction(f)]
-    try:
-        text = "".join(inspect.getsource(f) for f in methods if f.__name__ != "__init__")
-    except OSError:
-        return None
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    found = [definition_of(f.__code__) for f in methods if f.__name__ != "__init__"]
+    text = "".join(definition.text for definition in found if definition is not None)
+    return None if None in found else hashlib.sha256(text.encode()).hexdigest()[:16]
