@@ -63,7 +63,8 @@ class Service:
         preparer.wants_points = not always_cut(engine.new_cache())
         self.stepper = Stepper(engine, settings.batch, settings.say)
         self.rate: float | None = None
-        shifting = any(policy.paths for policy in engine.policies)
+        # What is mapped is so in all passes.
+        shifting = any(policy.paths for policy in engine.policies if policy.name != "mapping")
         self._slice_seconds = SHIFTING_SECONDS if shifting else SLICE_SECONDS
         self._turns = 0
 

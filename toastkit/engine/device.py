@@ -17,6 +17,7 @@ from toastkit.native.starting import NativeOptions, Status
 from toastkit.private_files import make_private_directories, not_private
 
 DEVICES = ("auto", "cpu", "gpu")
+MAPPED = "mapped where they can be used as they are stored, else read"
 _started: str | None = None
 
 
@@ -57,7 +58,7 @@ def native_products(
 
 def facts() -> dict[str, Any]:
     """What computes here: the device, MLX's version, whether products are native, by how many
-    threads these are computed, and whether weights lie on large pages."""
+    threads these are computed, and how weights come to the device."""
     on = start()
     from importlib.metadata import version
 
@@ -68,7 +69,7 @@ def facts() -> dict[str, Any]:
     if not found.on:
         return named
     pages = "asked for" if large_pages() else "the system has none"
-    return {**named, "threads": processors(), "large pages": pages}
+    return {**named, "threads": processors(), "large pages": pages, "weights": MAPPED}
 
 
 def keep_cuda_kernels() -> None:

@@ -202,7 +202,7 @@ class Engine:
 
     def run_report(self) -> dict[str, Any]:
         """What the policies have to say of the run, by their names."""
-        return {policy.name: policy.run_report() for policy in self.policies}
+        return {p.name: report for p in self.policies if (report := p.run_report())}
 
     # ------------------------------------------------------------------------------------ caches
 

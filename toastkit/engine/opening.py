@@ -14,6 +14,7 @@ from toastkit.holdings.policy import Policy
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.native.starting import NativeOptions
+from toastkit.residency.mapping import MappingPolicy
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store.store import Store
 
@@ -63,6 +64,8 @@ def open_engine(
                 f"warning: {files.name} has no baked gears: layers that do not stay are quantised "
                 "whenever they run in one (toast-model bake --gears makes a file that has them)"
             )
+    if native != "off" and expert_slots is None and not (residency is not None and residency.on):
+        policies.append(MappingPolicy())
     engine = Engine(
         store,
         policies,

@@ -9,13 +9,14 @@ class Form(NamedTuple):
     """kind: "absent", "original" or "packed". bits: of a packed weight, 2, 4, 6 or 8. fused:
     multiply packed weights as they are, where MLX computes that exactly; else from a dequantised
     copy. streamed: it is so while its layer runs, and absent else. slots: of the experts of a stack
-    as many are on the device at a time; 0 for all."""
+    as many are on the device at a time; 0 for all. mapped: an original that lies in its file."""
 
     kind: str
     bits: int = 0
     fused: bool = True
     streamed: bool = False
     slots: int = 0
+    mapped: bool = False
 
     @property
     def away(self) -> bool:
@@ -34,6 +35,7 @@ class Form(NamedTuple):
 
 
 ABSENT, ORIGINAL = Form("absent"), Form("original")
+MAPPED = ORIGINAL._replace(mapped=True)
 
 
 def packed(bits: int, fused: bool = True) -> Form:

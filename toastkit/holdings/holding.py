@@ -157,11 +157,11 @@ class Holding:
         vars(self.module).clear()
         vars(self.module).update(attributes)
 
-    def original(self, arrays: Mapping[str, mx.array]) -> Parts:
+    def original(self, arrays: Mapping[str, mx.array], form: Form = ORIGINAL) -> Parts:
         """The parts of the original. arrays: by name in the store, each of its stored shape, such
-        as (rows, columns), in the dtype of the device."""
+        as (rows, columns), in the dtype of the device. form: mapped or not."""
         matrix = {"weight": arrays[self.weight.name]} if self.weight is not None else {}
-        return Parts(ORIGINAL, matrix, self._rest_of(arrays), self.owner)
+        return Parts(form, matrix, self._rest_of(arrays), self.owner)
 
     def packed(self, rows: Rows, form: Form, arrays: Mapping[str, mx.array]) -> Parts:
         """The parts of a packed form. rows: (rows, columns * bits / 32) uint32, and scales in the

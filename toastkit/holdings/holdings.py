@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from toastkit.errors import UsageError
 from toastkit.holdings.expert_slots import ExpertSlots
-from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
+from toastkit.holdings.forms import ABSENT, MAPPED, ORIGINAL, Form
 from toastkit.holdings.holding import Holding, Parts, holdings_of
 from toastkit.holdings.packed import PathCounts
 from toastkit.holdings.streams import Streams
@@ -269,13 +269,13 @@ class Holdings:
         return few and self._is_little(moves)
 
     def _is_little(self, moves: Iterable[Key]) -> bool:
-        return sum(self.original_bytes(h.path) for h, _ in moves) <= LITTLE_BYTES
+        return sum(self.original_bytes(h.path) for h, f in moves if not f.mapped) <= LITTLE_BYTES
 
     def _requested(self, moves: list[Key]) -> Iterator[Reading]:
         """What is being read for moves, by layer: each begun before the one before it is taken.
         Originals that are little are read in one go: to wait for each layer takes longer."""
         layers = [list(some) for _, some in groupby(moves, lambda move: move[0].layer)]
-        if moves and all(form == ORIGINAL for _, form in moves) and self._is_little(moves):
+        if moves and all(f.kind == "original" for _, f in moves) and self._is_little(moves):
             layers = [moves]
         begun: Reading | None = None
         try:
@@ -294,7 +294,7 @@ class Holdings:
     def _original(self, holding: Holding) -> mx.array | None:
         """The matrix of a module, (..., columns), where it is on the device."""
         kept = self._kept.get((holding, ORIGINAL))
-        if holding.form == ORIGINAL:
+        if holding.form in (ORIGINAL, MAPPED):
             return holding.parts.matrix.get("weight")
         return None if kept is None else kept.parts.matrix.get("weight")
 
@@ -324,7 +324,8 @@ class Holdings:
     def _settle(self, parts: Parts) -> None:
         """Onto large pages, where products are native: memory that had been something else's before
         has small ones."""
-        if self.types.native and (library := in_use()) is not None:
+        library = in_use() if self.types.native and not parts.form.mapped else None
+        if library is not None:
             for array in (*parts.matrix.values(), *parts.rest.values()):
                 library.settle(array)
 
@@ -376,9 +377,9 @@ class Holdings:
     def _shrink(self) -> None:
         """Lets go, down to the budget: what was just set aside if it is too large by itself, then
         what was not in use for longest; what was set aside together goes together."""
-        if self.budget is None:
-            self._drop([key for key in self._kept if key[1] == ORIGINAL])
-        else:
+        gone = (MAPPED, ORIGINAL) if self.budget is None else (MAPPED,)  # mapped, it costs nothing
+        self._drop([key for key in self._kept if key[1] in gone])
+        if self.budget is not None:
             last = [k for k, kept in self._kept.items() if kept.change == self._changes]
             if sum(self._kept[key].parts.matrix_bytes for key in last) > self.budget:
                 self._drop(last)

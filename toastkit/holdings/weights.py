@@ -113,7 +113,9 @@ class Weights:
             self._store.check_files()
         cast = self._cast(names, moves)
         widen = {name for name in cast if self.loaded_dtype(name) == mx.float32}
-        request = self._store.request(names, priority, at_once, widen, lazy=True)
+        mapped = {t.name for h, form in moves if form.mapped for t in h.tensors}
+        mapped = {name for name in mapped if self.loaded_dtype(name) == self._store.dtype(name)}
+        request = self._store.request(names, priority, at_once, widen, mapped, lazy=True)
         return Reading(moves, names, there, request)
 
     def finish(self, reading: Reading, lazy: bool = False) -> list[Parts]:
@@ -141,7 +143,7 @@ class Weights:
         names = [] if holding.form.whole else [t.name for t in holding.rest]
         if baked := self._baked(holding, form):
             return [*names, *baked.values()]
-        if holding.weight is not None and (form == ORIGINAL or holding not in there):
+        if holding.weight is not None and (form.kind == "original" or holding not in there):
             names.append(holding.weight.name)
         return names
 
@@ -184,8 +186,8 @@ class Weights:
             return Parts(form, {}, {}, holding.owner)
         if form.slots:
             return self._empty_slots(holding, form)
-        if form == ORIGINAL or holding.weight is None:
-            return holding.original(arrays)
+        if form.kind == "original" or holding.weight is None:
+            return holding.original(arrays, form if form.mapped else ORIGINAL)
         name = holding.weight.name
         if baked := self._baked(holding, form):
             rows = Rows(*(arrays[baked[part]] for part in Rows._fields))

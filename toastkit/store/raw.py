@@ -81,6 +81,11 @@ class RawTensors:
         """The stored names that begin with a prefix, which ends with a dot."""
         return below(self._sorted, prefix)
 
+    @property
+    def paths(self) -> list[Path]:
+        """Of the files."""
+        return list(self._identities)
+
     def place(self, name: str) -> tuple[Path, Entry]:
         """The file of a tensor, and where in it. Raises KeyError."""
         return self._places[name]
@@ -130,7 +135,7 @@ class RawTensors:
         read = 0
         for path, start, views in _ranges(wanted):
             try:
-                fd = self._descriptor(path)
+                fd = self.descriptor(path)
                 while views and not stopped():
                     begun = time.perf_counter()
                     called = self._short(views, start) if short_calls else views
@@ -178,19 +183,20 @@ class RawTensors:
         what is read past it is. Raises DataError for another file, and what from_os_error gives."""
         for path, entry in places if hasattr(os, "posix_fadvise") else ():
             try:
-                fd = self._descriptor(path)
+                fd = self.descriptor(path)
                 os.posix_fadvise(fd, entry.start, entry.stop - entry.start, os.POSIX_FADV_DONTNEED)
             except OSError as error:
                 raise from_os_error(error, f"cannot read {path}") from error
 
-    def _descriptor(self, path: Path) -> int:
+    def descriptor(self, path: Path) -> int:
+        """Of a file, opened when first asked for. Raises OSError, DataError for another file."""
         with self._lock:
             fd = self._opened.get(path)
             if fd is None:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 self._opened[path] = fd
                 if os.fstat(fd).st_ino != self._identities[path][0]:
-                    raise self._changed()
+                    raise self.changed()
             return fd
 
     def check_files(self) -> None:
@@ -198,9 +204,10 @@ class RawTensors:
         where it is gone. A file that is open stays readable when another takes its name."""
         for path, known in self._identities.items():
             if _identity(path) != known:
-                raise self._changed()
+                raise self.changed()
 
-    def _changed(self) -> DataError:
+    def changed(self) -> DataError:
+        """What is to be said of files that are no longer those that were opened."""
         return DataError(
             f"{self._files.name}: its files have changed since the model was loaded",
             hint="start again, or keep the originals with a larger --gear-cache",

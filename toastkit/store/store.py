@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from toastkit.model.normalise import Fitted
 from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import GEAR_PREFIX
 from toastkit.store.jobs import Job, Piece
+from toastkit.store.mapping import MappedFiles
 from toastkit.store.raw import DTYPES, RawTensors, below
 from toastkit.store.reader import Reader
 from toastkit.store.request import Request
@@ -70,6 +72,7 @@ class Store:
         self.model: nn.Module = new_model(files, config, self.fitted)
         self.quantization = quantisation_of(files, config)
         self._raw = RawTensors(files)
+        self.mapping: MappedFiles | None = None
         self.reader = Reader(self._raw)
         try:
             tensors = self._survey()
@@ -197,15 +200,20 @@ class Store:
         priority: int = NOW,
         at_once: bool = False,
         widen: Container[str] = (),
+        mapped: Container[str] = (),
         lazy: bool = False,
     ) -> Request[dict[str, mx.array]]:
         """Begins to read and returns at once; the result is that of `read`, and is to be taken in a
         thread that computes. priority: NOW, or AHEAD for what nobody waits for yet. at_once: see
         Reader.request. widen: names of which 16-bit floats become float32 as they are read, where
-        they lie in the files as they are; the others keep the stored dtype. lazy: the result need
-        not be evaluated, because who asked does it."""
+        they lie in the files as they are; the others keep the stored dtype. mapped: names that need
+        not be read, see `can_map`. lazy: the result need not be evaluated, because who asked does
+        it."""
         self._unread = None
-        origins = {name: self._origin(name) for name in names}
+        origins, arrays = {name: self._origin(name) for name in names}, {}
+        if self.mapping is not None:
+            arrays = self.mapping.arrays({n: self.source(n) for n in origins if n in mapped})
+            origins = {name: origin for name, origin in origins.items() if name not in arrays}
         jobs: dict[Any, Job] = {}
         for name, origin in origins.items():
             if isinstance(origin, Made):
@@ -214,28 +222,38 @@ class Store:
                 job = self._rows.job(origin)
                 widened = job.dtype in WIDENED and name in widen
                 jobs[name] = replace(job, widened=widened)
-        return self.reader.request(jobs, partial(self._finish, origins, lazy), priority, at_once)
+        finish = partial(self._finish, origins, arrays, lazy)
+        return self.reader.request(jobs, finish, priority, at_once)
 
     def _finish(
-        self, origins: dict[str, Any], lazy: bool, read: dict[Any, mx.array]
+        self, origins: dict, mapped: dict[str, mx.array], lazy: bool, read: dict[Any, mx.array]
     ) -> dict[str, mx.array]:
-        """The tensors, of what was read for them."""
-        found = {name: read[name] for name in origins if name in read}
+        """The tensors: mapped, and of what was read for the others, which are in `origins`."""
+        found = mapped | {name: read[name] for name in origins if name in read}
         layers: dict[int | None, list[str]] = {}
         for name, origin in origins.items():
             if isinstance(origin, Made):
                 layers.setdefault(self.layer_of(name), []).append(name)
         stored = {key.name: array for key, array in read.items() if isinstance(key, Stored)}
-        for names in layers.values():
+        for made in layers.values():
             assert self._sanitizing is not None  # who else makes any
-            found.update(self._sanitizing.make(names, stored))
+            found.update(self._sanitizing.make(made, stored))
         if None in origins.values():
             whole = self.load()
             found.update((n, whole[n]) for n, origin in origins.items() if origin is None)
             del whole
         if not lazy:
             self.evaluate(found)
-        return {name: found[name] for name in origins}
+        return {name: found[name] for name in (*mapped, *origins)}
+
+    def map(self, make_region: Callable[[int], Any]) -> None:
+        """Maps the files, if the system does. make_region: see MappedFiles."""
+        with suppress(OSError):
+            self.mapping = MappedFiles(self._raw, make_region)
+
+    def can_map(self, name: str) -> bool:
+        """Whether a tensor lies in the files as it is, and these are mapped."""
+        return self.mapping is not None and bool(self.mapping.arrays({name: self.source(name)}))
 
     def evaluate(self, arrays: Any) -> None:
         """Computes arrays, in whatever lists or dictionaries, that `load` and `read` have led to.
@@ -359,6 +377,8 @@ class Store:
     def close(self) -> None:
         """Stops reading and lets the files go. May be called again."""
         self._unread = None
+        if self.mapping is not None:
+            self.mapping.close()
         self.reader.close()
         self._raw.close()
 

@@ -1,10 +1,13 @@
-// Memory for weights: MLX's own, on pages as large as the system has them.
+// Memory for weights: MLX's own, on pages as large as the system has them. And what becomes of a
+// process that reads mapped pages which their file has no longer.
+#include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
+#include <unistd.h>
 
 #if defined(__linux__)
 #include <sys/mman.h>
-#include <unistd.h>
 #endif
 
 #include "arrays.h"
@@ -30,6 +33,18 @@ void want_large_pages(const void *data, int64_t bytes, bool now) {
 #else
   (void)data, (void)bytes, (void)now;
 #endif
+}
+
+char last_line[256];
+int last_code = 0;
+
+// Nothing but system calls: the process was stopped anywhere.
+void end_with_line(int signal, siginfo_t *about, void *) {
+  if (about->si_code == BUS_ADRERR) {
+    const ssize_t written = write(2, last_line, strlen(last_line));
+    _exit(written < 0 ? 1 : last_code);
+  }
+  ::signal(signal, SIG_DFL);  // and it is raised again
 }
 
 }  // namespace
@@ -68,6 +83,19 @@ TOAST_API void toast_settle_array(void *x) {
   const int64_t bytes = array.data_size() * array.itemsize();
   if (array.is_available() && bytes >= toast::MOVED)
     toast::want_large_pages(array.data<char>(), bytes, true);
+}
+
+// Has this process, where it reads a page that a mapped file has no longer or that cannot be read,
+// end with a line on stderr and an exit code, unless somebody else takes that signal.
+TOAST_API void toast_end_with_line(const char *line, int code) {
+  struct sigaction now;
+  if (sigaction(SIGBUS, nullptr, &now) || now.sa_handler != SIG_DFL) return;
+  strncpy(toast::last_line, line, sizeof toast::last_line - 1);
+  toast::last_code = code;
+  memset(&now, 0, sizeof now);
+  now.sa_sigaction = toast::end_with_line;
+  now.sa_flags = SA_SIGINFO;
+  sigaction(SIGBUS, &now, nullptr);
 }
 
 }  // extern "C"

@@ -112,6 +112,7 @@ struct Pool {
     if (started >= wanted.load(memory_order_relaxed)) return;
     sigset_t all, before;  // a signal is for those who wait for something
     sigfillset(&all);
+    sigdelset(&all, SIGBUS);  // but this is of who reads what is not there
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
       for (; started < wanted.load(memory_order_relaxed); started++)

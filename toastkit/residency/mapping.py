@@ -1,0 +1,117 @@
+"""Where weights that stay lie: in their files, mapped, wherever products take them as they are
+stored. A policy over the holdings.
+
+A mapped model is there at once, all processes have it in common, and its pages come as they are
+used. Products read it about as fast as memory of their own: see docs/decisions.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from toastkit.errors import IOFailure
+from toastkit.holdings.forms import MAPPED, ORIGINAL, Form
+from toastkit.holdings.holding import Holding
+from toastkit.holdings.holdings import Holdings
+from toastkit.holdings.policy import Wish
+from toastkit.native.library import in_use
+from toastkit.store.ledger import EMBEDDING
+from toastkit.store.mapping import Place
+from toastkit.store.skeleton import holds_experts
+
+LOST = "toastkit: a file of the model became shorter while it was in use, or cannot be read\n"
+
+
+class MappingPolicy:
+    """Has originals lie in their files. See holdings.policy.Policy. For models of which nothing is
+    streamed and no expert in a slot: those are read, into memory that is used again.
+
+    paths: of the modules that are mapped; none where products are not native, or the system will
+    not map a file.
+    """
+
+    name = "mapping"
+    variant = ""  # the results are the same to the bit
+    steps_together = True
+    tells_steps = False
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self._loaded = False
+
+    def attach(self, holdings: Holdings) -> None:
+        """Takes on a model: maps its files, and has the pages brought that every step reads."""
+        self._holdings, self._store = holdings, holdings.store
+        library = in_use() if holdings.types.native else None
+        if library is None:
+            return
+        from toastkit.native.regions import Region
+
+        self._store.map(partial(Region, library))
+        fitting = [h for h in holdings.modules.values() if self._fits(h)]
+        self.paths = [holding.path for holding in fitting]
+        if self._store.mapping is not None:
+            library.loaded.toast_end_with_line(LOST.encode(), IOFailure.code)
+            self._store.mapping.read_ahead(self._places(_read_whole(fitting)))
+
+    def _fits(self, holding: Holding) -> bool:
+        """Whether its matrix is on the device as it is stored."""
+        name, store = max(holding.names, key=self._store.nbytes), self._store
+        same = self._holdings.loaded_dtype(name) == store.dtype(name)
+        return same and len(store.shape(name)) > 1 and store.can_map(name)
+
+    def _places(self, holdings: Iterable[Holding]) -> list[Place]:
+        names = (name for holding in holdings for name in holding.names)
+        return [place for name in names if (place := self._store.source(name)) is not None]
+
+    def decide(self, wish: Wish) -> bool:
+        """Only to begin with. Raises DataError where a file was written to."""
+        if self._store.mapping is not None:
+            self._store.mapping.check()
+        return not self._loaded
+
+    def form(self, path: str, form: Form) -> Form:
+        """Mapped, if it is an original that stays."""
+        return MAPPED if form == ORIGINAL else form
+
+    def expect(self, wish: Wish) -> Mapping[str, Form]:
+        """Nothing: what is mapped need not be prepared."""
+        return {}
+
+    def changed(self, seconds: float, made: int) -> None:
+        """It is loaded."""
+        self._loaded = True
+
+    def failed(self) -> None:
+        """Nothing: it is tried again."""
+
+    def memory_warning(self) -> None:
+        """Nothing: the system takes mapped pages back by itself."""
+
+    def begin_run(self) -> None:
+        """Nothing is counted."""
+
+    def count_step(self) -> None:
+        """Nor here."""
+
+    def run_report(self) -> dict[str, Any]:
+        """Nothing: it is no matter of a run."""
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        """Bytes of the modules that lie in their files now."""
+        forms = {path: self._holdings.modules[path].form for path in self.paths}
+        mapped = [path for path, form in forms.items() if form == MAPPED]
+        return {"mapped": sum(map(self._holdings.module_bytes, mapped))}
+
+
+def _read_whole(fitting: Iterable[Holding]) -> Iterator[Holding]:
+    """Modules of which every step reads all: not experts, nor an embedding that is not the head
+    too."""
+    fitting = list(fitting)
+    heads = any(h.layer is None and h.owner != EMBEDDING for h in fitting)
+    for holding in fitting:
+        if not holds_experts(holding.module) and (holding.owner != EMBEDDING or not heads):
+            yield holding

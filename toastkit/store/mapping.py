@@ -1,0 +1,138 @@
+"""Tensors where the files have them: mapped, so that nothing is read before it is used, and all
+processes have one copy in common, which is the system's cache of files.
+
+A file that another takes the place of stays as it was for who has mapped it. One that is written to
+is found out (`check`); one that is made shorter ends the process that reads what is gone, with a
+line (see glue/memory.cpp).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from itertools import starmap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from toastkit.model.safetensors import Entry
+from toastkit.store.raw import DTYPES, RawTensors
+
+LARGE_PAGE = 2 << 20  # where maps begin that the system may put on large pages
+POPULATE_READ = 22  # of madvise: brings pages there are to be; Linux 5.14
+AHEAD_BYTES = 16 << 20  # of one such call: between two, it can be stopped
+
+Place = tuple[Path, Entry]  # of a tensor, as Store.source has it
+
+
+class _File(NamedTuple):
+    """A file. region: that it is mapped into. lead: where in that the file begins. address: the
+    address of the file's first byte. fd, size, time: the file when it was mapped."""
+
+    region: Any
+    lead: int
+    address: int
+    fd: int
+    size: int
+    time: int
+
+
+class MappedFiles:
+    """The files of a checkpoint, mapped. make_region(nbytes): a regions.Region.
+
+    Raises OSError where the system will not map one of them, or has no addresses left."""
+
+    def __init__(self, raw: RawTensors, make_region: Callable[[int], Any]):
+        self._raw = raw
+        self._files = {path: _mapped(raw, path, make_region) for path in raw.paths}
+        self._ahead: list[tuple[int, int]] = []
+        self._thread: threading.Thread | None = None
+        self.closed = False
+
+    def arrays(self, places: Mapping[Any, Place | None]) -> dict[Any, mx.array]:
+        """Tensors, each of its stored shape, such as (rows, columns), and dtype, evaluated; nothing
+        is read. Not among them are those that lie nowhere as they are, or begin within a
+        number."""
+        found = {}
+        for key, place in places.items():
+            if place is None or place[1].inside is not None or not place[1].nbytes:
+                continue
+            (path, entry), dtype = place, DTYPES[place[1].dtype][1]
+            file = self._files[path]
+            if entry.start % dtype.size == 0 and entry.stop <= file.size:
+                found[key] = file.region.array(file.lead + entry.start, dtype, entry.shape)
+        return found
+
+    def check(self) -> None:
+        """Raises DataError where a file is no longer what was mapped. Costs a system call a
+        file."""
+        for file in () if self.closed else self._files.values():
+            now = os.fstat(file.fd)
+            if (now.st_size, now.st_mtime_ns) != (file.size, file.time):
+                raise self._raw.changed()
+
+    def read_ahead(self, places: Iterable[Place]) -> None:
+        """Has a thread bring the pages of tensors, in their order: no product waits for one then,
+        or for the disk. What of this is not done by `close` is left."""
+        self._ahead = [
+            (start, min(start + AHEAD_BYTES, stop))
+            for first, stop in _joined(starmap(self._pages, places))
+            for start in range(first, stop, AHEAD_BYTES)
+        ]
+        self._ahead.reverse()
+        if self._thread is None and self._ahead:
+            self._thread = threading.Thread(target=self._bring, name="pages", daemon=True)
+            self._thread.start()
+
+    def _bring(self) -> None:
+        advise = ctypes.CDLL(None, use_errno=True).madvise  # without Python's lock
+        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        while self._ahead:
+            start, stop = self._ahead.pop()
+            if advise(start, stop - start, POPULATE_READ):
+                advise(start, stop - start, mmap.MADV_WILLNEED)
+
+    def _pages(self, path: Path, entry: Entry) -> tuple[int, int]:
+        """The addresses of the pages that have anything of a tensor."""
+        start = self._files[path].address
+        first, stop = start + entry.start, start + entry.stop
+        return first // mmap.PAGESIZE * mmap.PAGESIZE, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def close(self) -> None:
+        """Brings no more pages, and looks at no file any more. Arrays stay usable."""
+        self._ahead, self.closed = [], True
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+def _mapped(raw: RawTensors, path: Path, make_region: Callable[[int], Any]) -> _File:
+    """Maps a file to where large pages of it can be large pages of memory."""
+    fd = raw.descriptor(path)
+    about = os.fstat(fd)
+    region = make_region(about.st_size + LARGE_PAGE)
+    view = memoryview(region.array(0, mx.uint8, (1,)))
+    first = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    lead = -first % LARGE_PAGE
+    region.map_file(lead, fd, 0, about.st_size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            region.advise(lead, about.st_size, mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a system without them
+    return _File(region, lead, first + lead, fd, about.st_size, about.st_mtime_ns)
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans of addresses, those in one that touch each other one after another."""
+    found: list[tuple[int, int]] = []
+    for first, stop in spans:
+        if found and found[-1][0] <= first <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((first, stop))
+    return found
