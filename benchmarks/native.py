@@ -1,6 +1,6 @@
 """Native products beside mlx_lm, llama.cpp and what memory gives, in turn: decode and prefill.
 
-    python benchmarks/native.py [--models small,large,olmoe] [--what decode,16,256,2048]
+    python benchmarks/native.py [--models small,large,olmoe] [--what decode,x4,16,256,2048]
         [--rounds 3] [--llama PYTHON] [--keep DIR]
 
 Random models in 4 bits (native_models.py): llamas of 160 MB and 1 GB, and mixtures in the shapes of
@@ -37,6 +37,7 @@ THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 
 OURS, MLX, LLAMA, ACTIVE = "toastkit", "mlx_lm", "llama.cpp", "llama.cpp, active"
 AIMS = {"decode": (25.0, 1.2), "prefill": (60.0, 1.3)}  # times mlx_lm, times llama.cpp
 SHARE = 0.75  # of the read rate, for decode
+TOGETHER = "x"
 CONTEXT = 16  # tokens before those that are decoded
 # Of mlx_lm: decoded, of a prompt.
 FEW = {"small": (8, 12), "large": (2, 4), "olmoe": (4, 8), "next": (2, 4)}
@@ -87,33 +88,48 @@ def workers(folder: Path, model: str, llama: str, wanted: list[str]) -> dict[str
     return found
 
 
+def asked(engine: Worker, model: str, case: str) -> float:
+    """Tokens a second of a case."""
+    if case == "decode":
+        few = engine.name == MLX
+        return engine.ask("decode", *((2, FEW[model][0]) if few else (CONTEXT, DECODED[model])))
+    if case.startswith(TOGETHER):
+        return engine.ask("together", int(case[1:]), DECODED[model])
+    return engine.ask("prefill", int(case))
+
+
+def label(case: str) -> str:
+    """A case, in words."""
+    if case.startswith(TOGETHER):
+        return f"{case[1:]} together"
+    return case if case == "decode" else f"prefill {case}"
+
+
 def measured(
     engines: dict[str, Worker], model: str, what: list[str], rounds: int, memory: Memory
 ) -> dict[str, dict[str, list[float]]]:
     """Tokens a second by what is done and engine, and under "memory" bytes a second."""
     found: dict[str, dict[str, list[float]]] = {}
-    decoded, prompt = FEW[model]
+    prompt = FEW[model][1]
     for turn in range(rounds + 1):
         if turn == 1:
             found.clear()  # the first round warms up
         plain = None  # mlx_lm's rate of a prompt, of any
         for case in what:
-            if not turn and case != "decode" and int(case) >= LONG:
+            if not turn and case.isdigit() and int(case) >= LONG:
                 continue
             rates = found.setdefault(case, {})
             for name, engine in engines.items():
-                if case != "decode" and name == MLX:
+                if name == MLX and case != "decode":
+                    if case.startswith(TOGETHER):
+                        continue
                     rate = plain = plain or engine.ask("prefill", prompt)
-                elif case != "decode":
-                    rate = engine.ask("prefill", int(case))
-                elif name == MLX:
-                    rate = engine.ask("decode", 2, decoded)
-                elif name == OURS:
+                elif name == OURS and case == "decode":
                     before = memory.rate()
-                    rate = engine.ask("decode", CONTEXT, DECODED[model])
+                    rate = asked(engine, model, case)
                     rates.setdefault("memory", []).append((before + memory.rate()) / 2)
                 else:
-                    rate = engine.ask("decode", CONTEXT, DECODED[model])
+                    rate = asked(engine, model, case)
                 rates.setdefault(name, []).append(rate)
     return found
 
@@ -128,11 +144,11 @@ def report(model: str, found: dict[str, dict[str, list[float]]], sizes: tuple[in
     print(f"| | {' | '.join(names)} |\n|---|{'---:|' * len(names)}")
     for case, rates in found.items():
         cells = " | ".join(spread(rates[name], 1, 1) if name in rates else "" for name in names)
-        print(f"| {case if case == 'decode' else f'prefill {case}'} | {cells} |")
+        print(f"| {label(case)} | {cells} |")
     print("\n| times | mlx_lm | aim | llama.cpp | aim | GB/s | of what memory gives | aim |")
     print(f"|---|{'---:|' * 7}")
     for case, rates in found.items():
-        aims = AIMS["decode" if case == "decode" else "prefill"]
+        aims = AIMS["prefill" if case.isdigit() else "decode"]
         peers = [n for n in (LLAMA, ACTIVE) if n in rates]
         peer = max(peers, key=lambda n: median(rates[n])) if peers else ""
         cells = []
@@ -145,7 +161,7 @@ def report(model: str, found: dict[str, dict[str, list[float]]], sizes: tuple[in
             cells += [f"{spread(shares[0], GIGABYTE, 1)} of {given}", both, f"{SHARE:g}"]
         else:
             cells += ["", "", ""]
-        print(f"| {case if case == 'decode' else f'prefill {case}'} | {' | '.join(cells)} |")
+        print(f"| {label(case)} | {' | '.join(cells)} |")
 
 
 def over(ours: list[float], theirs: list[float]) -> str:
@@ -156,7 +172,7 @@ def over(ours: list[float], theirs: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="small,large,olmoe")
-    parser.add_argument("--what", default="decode,16,256,2048", help="decode, lengths of prompts")
+    parser.add_argument("--what", default="decode,16,256,2048", help="decode, xN, prompts")
     parser.add_argument("--engines", default="|".join((MLX, LLAMA, ACTIVE, OURS)), help="A|B|...")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--llama", default=sys.executable, metavar="PYTHON")

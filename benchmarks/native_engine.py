@@ -24,6 +24,7 @@ from workers import serve, steps_within
 
 FIRST = 5  # token of a prompt
 BLOCK = 256  # positions
+CONTEXT = 16  # positions of states before they step together
 
 
 class Runner:
@@ -56,6 +57,28 @@ class Ours(Runner):
 
     def step(self, token: mx.array, cache: list) -> mx.array:
         return self._engine.step(token, cache)
+
+    def together(self, rows: float, count: float) -> float:
+        """Tokens a second of all, of so many states that take `count` steps together."""
+        from toastkit.engine.batch import Batch
+        from toastkit.engine.state import ModelState
+
+        states = [ModelState(self.new_cache()) for _ in range(int(rows))]
+        for row, state in enumerate(states):
+            state.logits = self.prefill([FIRST + row] * CONTEXT, state.cache)
+        batch = Batch(self._engine)
+        batch.join(states)
+
+        def step() -> None:
+            tokens = mx.argmax(mx.stack([state.logits for state in states]), axis=-1).tolist()
+            batch.step(tokens)
+            mx.eval([state.logits for state in states])
+
+        step()
+        start = time.perf_counter()
+        for _ in range(int(count)):
+            step()
+        return rows * count / (time.perf_counter() - start)
 
 
 class Theirs(Runner):
@@ -151,7 +174,7 @@ def functions(runner: Runner, config: dict[str, Any]) -> dict[str, Callable[...,
 
     return {
         "decode": decode, "begin": begin, "go": go, "prefill": prefill, "after": after,
-        "size": size,
+        "size": size, **({"together": runner.together} if isinstance(runner, Ours) else {}),
     }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ BLOCK, BLOCK_BYTES = 32, 18  # of Q4_0: a float16, and 32 numbers of 4 bits
 SPREAD = 0.0043  # of a step: weights have a standard deviation of 0.02
 BATCH = 512  # tokens that are computed at a time, llama.cpp's default
 FIRST = 5  # token of a prompt
+CONTEXT, ROOM = 16, 512  # of sequences that step together: positions before, and at most
 
 
 def make(path: str, config: dict[str, Any]) -> None:
@@ -101,15 +102,24 @@ class Runner:
         llama_cpp.llama_backend_init()
         model = llama_cpp.llama_model_default_params()
         self._model = llama_cpp.llama_model_load_from_file(path.encode(), model)
-        options = llama_cpp.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch = context, context, BATCH
-        options.n_threads = options.n_threads_batch = threads
-        self._context = llama_cpp.llama_init_from_model(self._model, options)
-        if not self._model or not self._context:
+        if not self._model:
             raise SystemExit(f"llama.cpp cannot read {path}")
+        self._threads = threads
+        self._context = self._new_context(context, 1)
         vocabulary = llama_cpp.llama_model_get_vocab(self._model)
         self._vocab = llama_cpp.llama_vocab_n_tokens(vocabulary)
         self._token = FIRST
+
+    def _new_context(self, positions: int, sequences: int) -> Any:
+        """For so many sequences that together have so many positions."""
+        options = self._api.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch = positions, positions, BATCH
+        options.n_threads = options.n_threads_batch = self._threads
+        options.n_seq_max = sequences
+        context = self._api.llama_init_from_model(self._model, options)
+        if not context:
+            raise SystemExit("llama.cpp makes no context")
+        return context
 
     def read(self, ids: list[int]) -> int:
         """The likeliest token after some more."""
@@ -154,6 +164,29 @@ class Runner:
         self.read(ids)
         return count / (time.perf_counter() - start)
 
+    def together(self, sequences: float, count: float) -> float:
+        """Tokens a second of all, of so many sequences that take `count` steps together."""
+        api, rows = self._api, int(sequences)
+        context = self._new_context(ROOM * rows, rows)
+        batch = api.llama_batch_init(rows, 0, 1)
+        batch.n_tokens, tokens = rows, [FIRST + row for row in range(rows)]
+        begun = 0.0
+        for position in range(CONTEXT + int(count)):
+            if position == CONTEXT:
+                begun = time.perf_counter()
+            for row in range(rows):
+                batch.token[row], batch.pos[row], batch.logits[row] = tokens[row], position, 1
+                batch.n_seq_id[row], batch.seq_id[row][0] = 1, row
+            if code := api.llama_decode(context, batch):
+                raise SystemExit(f"llama.cpp: llama_decode gives {code}")
+            for row in range(rows):
+                logits = api.llama_get_logits_ith(context, row)
+                tokens[row] = int(np.argmax(np.ctypeslib.as_array(logits, (self._vocab,))))
+        rate = rows * count / (time.perf_counter() - begun)
+        api.llama_batch_free(batch)
+        api.llama_free(context)
+        return rate
+
 
 def main() -> None:
     what, path, *rest = sys.argv[1:]
@@ -161,7 +194,7 @@ def main() -> None:
         make(path, json.load(sys.stdin))
         return
     runner = Runner(path, int(rest[0]))
-    names = ("decode", "begin", "go", "prefill")
+    names = ("decode", "begin", "go", "prefill", "together")
     serve({name: getattr(runner, name) for name in names})
 
 

@@ -1,6 +1,7 @@
 // Many vectors: rows are brought crosswise once, 16 to a register, and meet all vectors.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "digit_rows.h"
@@ -99,13 +100,28 @@ static void bring_crosswise(const toast_matrix &m, const uint8_t *rows, int64_t 
   }
 }
 
+// Columns that are brought crosswise next, of some rows: where, and how many bytes of each.
+struct Next {
+  const uint8_t *rows;
+  int64_t stride, count, bytes;
+};
+
+// The i-th of `all` parts of them.
+INLINE void fetch(const Next &next, int64_t i, int64_t all) {
+  const int64_t from = (next.bytes * i / all + 63) & ~63, end = next.bytes * (i + 1) / all;
+  for (int64_t j = 0; from < end && j < next.count; j++)
+    for (int64_t at = from; at < end; at += 64)
+      _mm_prefetch(reinterpret_cast<const char *>(next.rows + j * next.stride + at),
+                   _MM_HINT_T1);
+}
+
 // The results of up to 64 members and 16 * n rows.
 template <class B>
 static void many_digits(const toast::Product &p, const toast::Group &group, int64_t first,
                         int count, const uint8_t *rows, int64_t stride, char *room) {
   const toast_matrix &m = *p.matrix;
   const auto layout = Layout::of(m);
-  const int n = count > 16 ? TILE_ROWS : 1;
+  const int n = count > 16 ? TILE_ROWS : 1, bits = B::BYTES * 8 / (BLOCK * B::PLANES);
   const char *vectors[toast::MOST_MEMBERS];
   for (int i = 0; i < group.members; i++) vectors[i] = digits_of(p, group.places[i]);
   int32_t offsets[32];
@@ -130,6 +146,7 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
       for (int64_t i = 0; i < groups; i += 16) {
         F32 r[2][16];
         const int64_t row = group.expert * m.rows + first + skip;
+        fetch_numbers(m, row + 16 * n, g + i);
         numbers_by_group(m, row, here, g + i, r[0], r[1]);
         for (int64_t l = 0; l < 16 && i + l < groups; l++) {
           store(scales + ((i + l) * n + j) * 16, r[0][l]);
@@ -137,8 +154,11 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
         }
       }
     }
-    const int64_t fours = layout.lanes * layout.planes;
+    const int64_t fours = layout.lanes * layout.planes, left = m.columns - after;
+    const Next next = {left ? rows + after * bits / 8 : rows + 16 * n * stride, stride, 16 * n,
+                       std::min(left ? left : m.columns, AT_ONCE) * bits / 8};
     for (int64_t i = 0; i < groups; i++) {
+      fetch(next, i, groups);
       const int64_t lane = (g + i) * layout.lanes, at = g + i;
       const Crosswise c = {
           numbers + i * fours * n * 64, scales + i * n * 16, biases + i * n * 16, offsets, fours,
@@ -173,16 +193,18 @@ static void few_digits(const toast::Product &p, uint32_t place, const uint8_t *r
   digit_rows<B, LANES_>(p, place, rows, stride, expert, first, count);
 }
 
-constexpr int FEW = 3;  // members that meet rows as they lie
+// Members that meet rows as they lie: of 4 bits, which are spread out fastest, eight.
+template <class B>
+constexpr int FEW = B::PLANES == 2 ? 8 : 3;
 
 template <class B>
 static bool multiply_blocks(const toast::Product &p, const toast::Group &group, int64_t first,
                             int64_t end, bool spread) {
   const toast_matrix &m = *p.matrix;
-  const int most = group.members > FEW ? TILE_ROWS * 16 : 16;
+  const int most = group.members > FEW<B> ? TILE_ROWS * 16 : 16;
   char *room = nullptr;
   uint8_t *bytes = nullptr;
-  if (group.members > FEW)
+  if (group.members > FEW<B>)
     if (!(room = static_cast<char *>(toast::scratch(toast::ROWS, ROOM)))) return false;
   if (spread) {
     bytes = static_cast<uint8_t *>(toast::scratch(toast::BYTES, most * m.columns));

@@ -10,6 +10,8 @@
 //   y += (scale * d) * (sum of q * v);  y += bias * (d * sum of v).
 #pragma once
 
+#include <utility>
+
 #include "unpack.h"
 
 namespace {
@@ -135,23 +137,69 @@ INLINE void transpose(Vector *r) {
   }
 }
 
-// Scales and biases of 16 rows, of groups from g on: the i-th are group g + i's. Rows from `count`
-// on are the last one again.
+// Scales and biases of 16 rows, of groups from g on: the i-th are group g + i's, of groups that are
+// not there zeros. Rows from `count` on are the last one again.
+template <int TYPE>
 static __attribute__((noinline)) void numbers_by_group(const toast_matrix &m, int64_t row,
                                                        int count, int64_t g, F32 *scales,
                                                        F32 *biases) {
-  const int64_t groups = m.columns / m.group_size;
-  auto crosswise = [&](const void *numbers, F32 *out) __attribute__((always_inline)) {
+  const int64_t groups = m.columns / m.group_size, left = groups - g;
+  const __mmask16 there = __mmask16(left < LANES ? (1u << left) - 1 : 0xffff);
+  auto crosswise = [&](I32 *r, auto &&at) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-    for (int j = 0; j < 16; j++) {
-      const int64_t at = (row + (j < count ? j : count - 1)) * groups + g;
-      out[j] = group_numbers(m, numbers, at, int(groups - g));
-    }
-    transpose(out);
+    for (int j = 0; j < 16; j++)
+      r[j] = (I32)at((row + (j < count ? j : count - 1)) * groups + g);
+    transpose(r);
   };
-  crosswise(m.scales, scales);
-  if (m.type != TOAST_E8M0) return crosswise(m.biases, biases);
-  for (int i = 0; i < 16; i++) biases[i] = scales[i] * DOUBLED_BIAS;
+  I32 r[16];
+  if constexpr (TYPE == TOAST_F32) {
+    for (auto [from, to] : {std::pair(m.scales, scales), std::pair(m.biases, biases)}) {
+      auto numbers = static_cast<const float *>(from);
+      crosswise(r, [&](int64_t at) { return _mm512_maskz_loadu_ps(there, numbers + at); });
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) to[i] = (F32)r[i];
+    }
+  } else if constexpr (TYPE == TOAST_E8M0) {
+    auto bytes = static_cast<const uint8_t *>(m.scales);
+    crosswise(r, [&](int64_t at) {
+      return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, bytes + at));
+    });
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) {
+      scales[i] = half_of((U32)r[i]);
+      biases[i] = scales[i] * DOUBLED_BIAS;
+    }
+  } else {  // a scale and its bias are brought crosswise as one number of 32 bits
+    alignas(64) static constexpr struct Turns {
+      uint16_t at[32];
+      constexpr Turns() : at() {
+        for (int i = 0; i < 32; i++) at[i] = uint16_t(i / 2 + i % 2 * 32);
+      }
+    } turns;
+    auto low = static_cast<const uint16_t *>(m.scales);
+    auto high = static_cast<const uint16_t *>(m.biases);
+    crosswise(r, [&](int64_t at) {
+      auto both = [&](const uint16_t *from) {
+        return _mm512_castsi256_si512(_mm256_maskz_loadu_epi16(there, from + at));
+      };
+      return _mm512_permutex2var_epi16(both(low), _mm512_load_si512(turns.at), both(high));
+    });
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) {
+      scales[i] = Numbers<TYPE>::template part<0>((F32)r[i]);
+      biases[i] = Numbers<TYPE>::template part<1>((F32)r[i]);
+    }
+  }
+}
+
+INLINE void numbers_by_group(const toast_matrix &m, int64_t row, int count, int64_t g, F32 *scales,
+                             F32 *biases) {
+  switch (m.type) {
+    case TOAST_F32: return numbers_by_group<TOAST_F32>(m, row, count, g, scales, biases);
+    case TOAST_F16: return numbers_by_group<TOAST_F16>(m, row, count, g, scales, biases);
+    case TOAST_BF16: return numbers_by_group<TOAST_BF16>(m, row, count, g, scales, biases);
+    default: return numbers_by_group<TOAST_E8M0>(m, row, count, g, scales, biases);
+  }
 }
 
 INLINE void put_sixteen(const toast::Product &p, uint32_t place, int64_t first, int count, F32 y) {

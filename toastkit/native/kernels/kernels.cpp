@@ -7,9 +7,8 @@
 #include <algorithm>
 #include <atomic>
 
-#include "memory.h"
-#include "pool.h"
 #include "product.h"
+#include "sharing.h"
 
 namespace toast {
 namespace {
@@ -22,9 +21,9 @@ const Instructions *const ALL[] = {&neon_i8mm, &neon_dotprod, &neon};
 const Instructions *const ALL[] = {&portable};
 #endif
 
-constexpr int64_t MOST_BYTES = 4 << 20;    // of weights in a chunk, for one vector: what comes next
-constexpr int64_t LEAST_BYTES = 64 << 10;  // is fetched ahead, but for a chunk's first rows
-constexpr int CHUNKS = 4;                  // for each thread, where they are between the two
+constexpr int64_t MOST_BYTES = 4 << 20;    // of weights in a chunk, for one vector
+constexpr int64_t LEAST_BYTES = 64 << 10;  // likewise
+constexpr int CHUNKS = 8;                  // for each thread, where they are between the two
 constexpr int64_t CHUNK_ROWS = 64;         // for many; less of little matrices
 constexpr int64_t LEAST_ROWS = 16;         // a multiple of all tiles
 constexpr int64_t LITTLE = 1 << 16;        // products of numbers that are not worth a second thread
@@ -87,7 +86,7 @@ int multiply(Product &p, int64_t count, const uint32_t *expert) {
   sort_places(p, count, expert, begin.get(), places.get());
   const bool little = double(count) * m.rows * m.columns < LITTLE;
   auto share = [&](int64_t n, auto &&work) {
-    if (!little) return run(n, work);
+    if (!little) return run_apart(n, work);
     for (int64_t i = 0; i < n; i++) work(i);
   };
   auto prepare = [&](int64_t row) { code.prepare(p, row); };

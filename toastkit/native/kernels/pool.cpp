@@ -31,7 +31,6 @@ using std::memory_order_seq_cst;
 constexpr auto SPIN = std::chrono::microseconds(50);  // measured with other processes busy: best
 constexpr int LOOKS = 32;                             // between two looks at the clock
 constexpr int PATIENCE = 2000;  // looks at the last indices of others, before the core is offered
-constexpr int MOST_THREADS = 256;
 
 inline void relax() {
 #if defined(__x86_64__)

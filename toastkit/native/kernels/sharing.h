@@ -1,6 +1,9 @@
 // How rows are shared out among the threads.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
+
 #include "memory.h"
 #include "pool.h"
 
@@ -16,6 +19,28 @@ void share(int64_t rows, int64_t size, const Work &work) {
   const int64_t each = size < CHUNK ? CHUNK / (size ? size : 1) : 1;
   run((rows + each - 1) / each, [&](int64_t i) {
     work(i * each, (i + 1) * each < rows ? (i + 1) * each : rows);
+  });
+}
+
+// work(i) for all i < count. Each thread takes neighbours one after another, so that what it has
+// fetched ahead is what it comes to; who has no more of its own takes what others have left.
+template <class Work>
+void run_apart(int64_t count, const Work &work) {
+  struct alignas(64) Part {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  Part parts[MOST_THREADS];
+  const int64_t all = std::min<int64_t>(count, threads());
+  for (int64_t i = 0; i < all; i++) {
+    parts[i].next.store(count * i / all, std::memory_order_relaxed);
+    parts[i].end = count * (i + 1) / all;
+  }
+  run(all, [&](int64_t own) {
+    for (int64_t k = 0; k < all; k++) {
+      Part &part = parts[(own + k) % all];
+      for (int64_t i; (i = part.next.fetch_add(1, std::memory_order_relaxed)) < part.end;) work(i);
+    }
   });
 }
 

@@ -70,13 +70,17 @@ INLINE void unpack_bytes(const toast_matrix &m, const uint8_t *row, uint8_t *out
   }
 }
 
+// Halves of scales of E8M0. The first is below the normal numbers, the last is NaN: both have the
+// same bit besides.
+INLINE F32 half_of(U32 e) {
+  return (F32)(e << 23 | ((U32)((e == 0) | (e == 255)) & 0x400000)) * 0.5f;
+}
+
 // Scales of groups, or biases, from `at` on, n of them there; of E8M0 halves of scales.
 INLINE F32 group_numbers(const toast_matrix &m, const void *numbers, int64_t at, int n) {
   if (m.type != TOAST_E8M0) return some_numbers_at(m.type, numbers, at, n);
   U8 bytes = load_some<U8>(static_cast<const uint8_t *>(numbers) + at, n < LANES ? n : LANES);
-  U32 e = __builtin_convertvector(bytes, U32);
-  // The first is below the normal numbers, the last is NaN: both have the same bit besides.
-  return (F32)(e << 23 | ((U32)((e == 0) | (e == 255)) & 0x400000)) * 0.5f;
+  return half_of(__builtin_convertvector(bytes, U32));
 }
 
 // A row as float32, with zeros up to a multiple of LANES. bytes: room for a packed row's numbers.
