@@ -44,7 +44,7 @@ class Library:
     def __init__(self, path: str):
         loaded = ctypes.PyDLL(path)  # with Python's lock: the arrays are Python's
         loaded.toast_set_head(ctypes.c_int64(object.__basicsize__))
-        self._loaded = loaded
+        self.loaded = loaded  # for bindings that stand beside what uses them
         self.set_threads(processors())
         loaded.toast_instructions.restype = ctypes.c_char_p
         self.instructions = loaded.toast_instructions().decode()
@@ -87,12 +87,12 @@ class Library:
 
     def set_threads(self, count: int) -> None:
         """How many compute, of all that use this library; more than processors are no gain."""
-        self._loaded.toast_set_threads(count)
+        self.loaded.toast_set_threads(count)
 
     @property
     def threads(self) -> int:
         """How many compute."""
-        return self._loaded.toast_threads()
+        return self.loaded.toast_threads()
 
     def describe(self, array: mx.array) -> tuple[tuple[int, ...], int, int] | None:
         """What the library finds where it looks for an array (...) of any dtype: shape, bytes of a

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from toastkit.native.library import BITS, Library, Operand
+from toastkit.native.regions import Region
 
 
 def trustworthy(library: Library) -> bool:
@@ -27,6 +28,10 @@ def trustworthy(library: Library) -> bool:
     memory: Any = library.memory(3, 1 << 20)
     memoryview(memory).cast("B")[:] = bytes(range(256)) * (3 << 12)
     if mx.sum(memory.astype(mx.uint32)).item() != 3 * (1 << 19) * 255:
+        return False
+    region = Region(library, 1 << 16)
+    region.room(0, region.nbytes)
+    if (region.array(1 << 12, mx.bfloat16, (2, 3)) + 1).sum().item() != 6:
         return False
     mx.random.seed(1)
     weight, x = mx.random.normal((96, 256)), mx.random.normal((2, 3, 256))

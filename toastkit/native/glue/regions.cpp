@@ -1,0 +1,147 @@
+// Ranges of memory that files are mapped into, and MLX arrays over them.
+//
+// A region lives as long as its handle or one of its arrays. MLX writes a result over an input only
+// in memory that it owns, and a region's is not. What is written there all the same is a private
+// copy of the page; no file ever sees it.
+#include <errno.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <new>
+
+#include "arrays.h"
+
+namespace toast {
+namespace {
+
+const int64_t SYSTEM_PAGE = sysconf(_SC_PAGESIZE);
+
+int64_t pages(int64_t bytes) { return (bytes + SYSTEM_PAGE - 1) / SYSTEM_PAGE * SYSTEM_PAGE; }
+
+class Region {
+ public:
+  // A page before the first byte is where MLX's allocator looks for the size of what it is given.
+  // Raises an errno.
+  explicit Region(int64_t bytes) : bytes_(pages(bytes)) {
+    void *there = mmap(nullptr, SYSTEM_PAGE + bytes_, PROT_NONE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (there == MAP_FAILED) throw errno;
+    start_ = static_cast<char *>(there) + SYSTEM_PAGE;
+    if (mprotect(there, SYSTEM_PAGE, PROT_READ | PROT_WRITE)) {
+      const int why = errno;
+      munmap(there, SYSTEM_PAGE + bytes_);
+      throw why;
+    }
+    reinterpret_cast<size_t *>(start_)[-1] = bytes_;
+  }
+  Region(const Region &) = delete;
+  Region &operator=(const Region &) = delete;
+  ~Region() { munmap(start_ - SYSTEM_PAGE, SYSTEM_PAGE + bytes_); }
+
+  char *start() const { return start_; }
+  int64_t bytes() const { return bytes_; }
+  bool has(int64_t at, int64_t count) const {
+    return at >= 0 && count >= 0 && count <= bytes_ && at <= bytes_ - count;
+  }
+
+  // An errno, 0 where it is done.
+  int map(int64_t at, int64_t count, int fd, int64_t offset) {
+    if (!has(at, count) || at % SYSTEM_PAGE || offset < 0 || offset % SYSTEM_PAGE) return EINVAL;
+    if (!count) return 0;
+    const int flags = MAP_FIXED | MAP_PRIVATE | MAP_NORESERVE | (fd < 0 ? MAP_ANONYMOUS : 0);
+    void *there = mmap(start_ + at, count, PROT_READ | PROT_WRITE, flags, fd, offset);
+    return there == MAP_FAILED ? errno : 0;
+  }
+
+  int advise(int64_t at, int64_t count, int how) {
+    if (!has(at, count)) return EINVAL;
+    const int64_t first = at / SYSTEM_PAGE * SYSTEM_PAGE;
+    return count && madvise(start_ + first, at + count - first, how) ? errno : 0;
+  }
+
+ private:
+  char *start_;
+  int64_t bytes_;
+};
+
+using Held = std::shared_ptr<Region>;
+
+// An array over memory that `hold` keeps, by whichever constructor this MLX has.
+template <class Array>
+Array array_over(char *memory, int64_t offset, const mx::Shape &shape, mx::Dtype dtype, Held hold) {
+  using mx::allocator::Buffer;
+  // What MLX takes for a buffer lies a little before its first byte.
+  const auto lead = static_cast<char *>(Buffer(memory).raw_ptr()) - memory;
+  const Buffer buffer(memory - lead);
+  auto deleter = [hold](Buffer) {};
+  Array made(shape, dtype, nullptr, {});
+  mx::Strides strides(shape.size());
+  int64_t step = 1;
+  for (int axis = int(shape.size()) - 1; axis >= 0; step *= shape[axis--]) strides[axis] = step;
+  const bool column = made.size() <= 1 || shape.size() <= 1;
+  using Flags = typename Array::Flags;
+  const Flags flags = {true, true, column};
+  if constexpr (requires { made.set_data(buffer, size_t(1), strides, flags, offset, deleter); })
+    made.set_data(buffer, made.size(), strides, flags, offset, deleter);
+  else
+    made.set_data({buffer, deleter}, made.size(), strides, flags, offset);
+  made.set_status(Array::Status::available);
+  return made;
+}
+
+}  // namespace
+}  // namespace toast
+
+extern "C" {
+
+// Makes `out` a region of so many bytes, rounded up to whole pages, which nothing may read yet.
+// Returns an errno, 0 where that is done, as those that follow.
+TOAST_API int toast_region(int64_t bytes, void **out) {
+  if (bytes <= 0 || bytes > INT64_MAX / 2) return EINVAL;
+  try {
+    *out = new toast::Held(std::make_shared<toast::Region>(bytes));
+    return 0;
+  } catch (int why) {
+    return why;
+  } catch (const std::bad_alloc &) {
+    return ENOMEM;
+  }
+}
+
+// Lets go of the handle.
+TOAST_API void toast_region_close(void *region) { delete static_cast<toast::Held *>(region); }
+
+// Maps bytes of a file from `offset` on, copied where they are written to; of no file, -1, zeros.
+TOAST_API int toast_region_map(void *region, int64_t at, int64_t bytes, int fd, int64_t offset) {
+  return (*static_cast<toast::Held *>(region))->map(at, bytes, fd, offset);
+}
+
+// As madvise.
+TOAST_API int toast_region_advise(void *region, int64_t at, int64_t bytes, int how) {
+  return (*static_cast<toast::Held *>(region))->advise(at, bytes, how);
+}
+
+// Makes `out`, an array that nobody else has, one of a shape of so many axes, of the dtype that
+// `like` has, whose numbers are in rows from byte `at` of the region on. Returns what is wrong;
+// NULL where nothing is.
+TOAST_API const char *toast_region_array(void *out, void *region, int64_t at, void *like,
+                                         const int32_t *shape, int axes) {
+  using namespace toast;
+  return wrong([&] {
+    const Held &held = *static_cast<Held *>(region);
+    const mx::Dtype dtype = array_of(like).dtype();
+    int64_t bytes = mx::size_of(dtype);
+    check(at % bytes == 0, "numbers that begin within one");
+    for (int i = 0; i < axes; i++) {
+      check(shape[i] >= 0 && !__builtin_mul_overflow(bytes, int64_t(shape[i]), &bytes),
+            "a shape that is none");
+    }
+    check(held->has(at, bytes), "an array beyond its region");
+    array_of(out) = array_over<mx::array>(held->start(), at, mx::Shape(shape, shape + axes), dtype,
+                                          held);
+  });
+}
+
+}  // extern "C"
