@@ -14,6 +14,8 @@ import errno
 import fcntl
 import os
 import stat
+import struct
+import sys
 from typing import TYPE_CHECKING
 
 from toastkit.errors import Misplaced, from_os_error
@@ -21,6 +23,7 @@ from toastkit.errors import Misplaced, from_os_error
 if TYPE_CHECKING:
     from pathlib import Path
 
+_FLOCK = "hhqqi4x"  # struct flock of Linux
 _KINDS = {
     stat.S_IFREG: "a regular file", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO",
     stat.S_IFLNK: "a symbolic link", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
@@ -145,6 +148,34 @@ def try_lock(fd: int) -> bool:
     return True
 
 
+def hold_bytes(fd: int, first: int, count: int) -> None:
+    """Asks every writer to leave bytes of a file as they are, for as long as this opening of it
+    lasts, here or in a process that has inherited it. Raises OSError where the system has no such
+    locks (Linux has)."""
+    setting = getattr(fcntl, "F_OFD_SETLK", None)
+    if setting is None or sys.platform != "linux":
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+    fcntl.fcntl(fd, setting, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, first, count, 0))
+
+
+def held_until(fd: int, first: int, count: int) -> int | None:
+    """The byte after some of these bytes that another opening of the file holds; None where there
+    are none. Raises OSError where somebody holds all that is to come, which nobody here does."""
+    if sys.platform != "linux" or not count:
+        return None
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
+    try:
+        answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
+    except OSError:
+        return None  # then nobody could hold them
+    kind, _, start, length, _ = struct.unpack(_FLOCK, answer)
+    if kind == fcntl.F_UNLCK:
+        return None
+    if not length:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+    return start + length
+
+
 class Descriptor:
     """Holds a descriptor, _fd, until it is closed."""
 
@@ -225,6 +256,15 @@ class DataFiles:
         if name not in self._fds:
             self._fds[name] = open_private(name, self._flags, self.at)
         return self._fds[name]
+
+    def again(self, name: str) -> int:
+        """A new opening, to read, of a file that was opened by `fd`; the caller's to close. Raises
+        OSError where another has its name by now."""
+        fd = open_private(name, os.O_RDONLY, self.at)
+        if not os.path.samestat(os.fstat(fd), os.fstat(self.fd(name))):
+            os.close(fd)
+            raise FileNotFoundError(errno.ENOENT, f"{name} is gone")
+        return fd
 
     def size(self, name: str) -> int:
         """Bytes; 0 for a file that is not there. Raises OSError, Misplaced."""

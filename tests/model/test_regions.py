@@ -144,6 +144,7 @@ def test_what_is_wrong_is_said(library: Library, file: Path, tmp_path: Path) -> 
 
 def test_no_addresses_are_an_error(cache: Path) -> None:
     code = f"""
+import resource
 from toastkit.native.library import load
 from toastkit.native.regions import Region
 library = load({str(native_path(cache))!r})

@@ -53,6 +53,39 @@ def test_a_pipeline_is_one_process(toast, tmp_path: Path) -> None:
     assert sizes["8"] < sizes["16"] < sizes["32"]
 
 
+def test_a_step_that_is_taken_back_leaves_nothing(toast) -> None:
+    """In 8 bits, of steps that the little model gave and those that the whole one did again: in a
+    pipe as in one process; and the whole model's, where none of the little one's is taken."""
+    found: dict[str, list[tuple]] = {}
+    for way in ("mobile:0.9", "mobile:1", "big"):
+        flags = [*KV8, "--experts", way]
+        alone = toast("decode", "--json", "--temp", "0", "-n", "12", *flags, STORY)
+        lines = [json.loads(line) for line in alone.stdout.splitlines()]
+        extra = {"prefill": KV8, "decode": flags, "sample": ["--temp", "0", "-n", "12"]}
+        done = Pipeline(STORY, extra, STAGES).finish()
+        assert done.statuses == [0] * 4, done.errors
+        found[way] = [(token.id, token.logprob) for token in only(Token, frames_of(done.out))]
+        assert found[way] == [(line["id"], line["logprob"]) for line in lines if "id" in line]
+        if way == "mobile:0.9":
+            told = lines[-1]["experts"]
+            assert 0 < told["fallbacks"] < told["steps"]
+    assert found["mobile:1"] == found["big"] != found["mobile:0.9"]
+
+
+def test_a_saved_run_is_drawn_again(toast) -> None:
+    """In 8 bits, of the bytes that a tee behind decode has: without the model, the same."""
+    ran = {"prefill": KV8, "decode": [*KV8, "--inline", "--greedy", "-n", "6"]}
+    done = Pipeline(STORY, ran, STAGES[:3]).finish()
+    assert done.statuses == [0] * 3, done.errors
+    cold, hot, again = (
+        toast("sample", *chain, "-n", "6", stdin=done.out)
+        for chain in (["--temp", "0"], SEEDED[:-2], SEEDED[:-2])
+    )
+    tokens = only(Token, frames_of(cold.stdout))
+    assert [t.id for t in tokens] == [t.id for t in only(Token, frames_of(done.out))]
+    assert len(tokens) == 6 and hot.stdout == again.stdout and hot.returncode == 0
+
+
 def test_a_session_is_as_if_it_had_never_been_left(toast, tmp_path: Path) -> None:
     """In 8 bits: what is drawn is the same, and its probability, to the bit."""
     words = ("decode", "--raw", "--json", "--temp", "0", *KV8, "--session")

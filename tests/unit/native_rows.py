@@ -103,14 +103,16 @@ def rotated(
 def appended(
     kernels: Kernels, x: np.ndarray, type_: str, cache: np.ndarray, out_type: str, first: int
 ) -> np.ndarray:
-    """A copy of a cache (batch, heads, positions, size), stored as out_type has it, with x (batch,
-    heads, length, size), the last contiguous, from position `first` on."""
-    out = cache.copy()
+    """A copy of a cache (batch, heads, positions, size), stored as out_type has it, as it lies in
+    memory, with x (batch, heads, length, size), from position `first` on. The last axis of both is
+    contiguous."""
+    out = cache.copy(order="K")
     strides = [n // x.itemsize for n in x.strides[:3]]
     heads = Heads(x.ctypes.data, *x.shape, (ctypes.c_int64 * 3)(*strides), TYPES[type_])
     check(kernels.library.toast_append(
-        ctypes.byref(heads), ctypes.c_int64(cache.shape[2]), ctypes.c_int64(first), pointer(out),
-        KEPT_TYPES[out_type],
+        ctypes.byref(heads), ctypes.c_int64(cache.shape[2]), ctypes.c_int64(first),
+        ctypes.c_void_p(out.ctypes.data),
+        (ctypes.c_int64 * 3)(*(n // out.itemsize for n in out.strides[:3])), KEPT_TYPES[out_type],
     ))  # fmt: skip
     return out
 

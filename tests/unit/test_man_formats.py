@@ -121,7 +121,8 @@ def written_header() -> dict[str, dict]:
     tensor = layout.Tensor("keys", "float32", (1, 1, 2, 4), 2, [layout.Range(0, 32, 7)])
     layer = layout.Layer("KVCache", {"offset": 2}, [tensor], [])
     records = layout.TokenRecord([(0, 2)], 2, 7), layout.LogitsRecord(0, 4, 7)
-    whole = layout.Header("ab", 1, 2, *records, [layer], [layout.SavepointRecord(1, [None])])
+    point = layout.SavepointRecord(1, [None])
+    whole = layout.Header("ab", 1, 2, *records, [layer], [point], "seal")
     envelope = msgpack.unpackb(header.encode_header(whole))
     body = msgpack.unpackb(envelope["body"])
     (stored,) = body["layers"]

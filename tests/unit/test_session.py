@@ -205,6 +205,18 @@ def test_space_is_first_fit():
 # ----------------------------------------------------------------------- opening, locking, errors
 
 
+def test_space_that_is_held_is_left_alone():
+    held = [(0, 5), (5 * ALIGNMENT, 1)]
+
+    def until(first: int, count: int) -> int | None:
+        ends = (start + n for start, n in held if start < first + count and first < start + n)
+        return next(ends, None)
+
+    space = Space([(2 * ALIGNMENT, ALIGNMENT)], until)
+    places = [space.allocate(size * ALIGNMENT) for size in (1, 1, 2, 1)]
+    assert [place // ALIGNMENT for place in places] == [1, 3, 6, 8]
+
+
 def test_a_lock_file_that_was_removed_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Between open and flock the holder may remove the session: nobody else locks that file."""
     real = fcntl.flock

@@ -56,6 +56,11 @@ def as_kept(array: mx.array, dtype: mx.Dtype) -> mx.array:
     return _rounded(array, _kept_dtype(array.dtype, dtype))
 
 
+def is_kept(given: mx.Dtype, dtype: mx.Dtype) -> bool:
+    """Whether `as_kept` leaves keys and values of a dtype as they are."""
+    return _kept_dtype(given, dtype) == given
+
+
 def _kept_dtype(given: mx.Dtype, dtype: mx.Dtype) -> mx.Dtype:
     """float16 is for what has more or fewer bits: bfloat16 stays as it is."""
     return given if dtype == mx.float16 and given == mx.bfloat16 else dtype

@@ -41,6 +41,8 @@ class Region:
         make.argtypes = [ctypes.c_int64, ctypes.c_void_p]
         self._close.restype, self._close.argtypes = None, [ctypes.c_void_p]
         whole, number = ctypes.c_int64, ctypes.c_int
+        self._keep = loaded.toast_region_keep
+        self._keep.restype, self._keep.argtypes = None, [ctypes.c_void_p, number]
         self._map, self._advise = loaded.toast_region_map, loaded.toast_region_advise
         self._map.argtypes = [ctypes.c_void_p, whole, whole, number, whole]
         self._advise.argtypes = [ctypes.c_void_p, whole, whole, number]
@@ -64,14 +66,19 @@ class Region:
         take memory where they are. Raises OSError."""
         self._need(self._map(self._handle, at, nbytes, -1, 0))
 
+    def keep(self, fd: int) -> None:
+        """Has a descriptor closed when the region ends; one at most."""
+        self._keep(self._handle, fd)
+
     def advise(self, at: int, nbytes: int, how: int) -> None:
         """Tells the system about pages in which these bytes are; how: as of mmap.MADV_WILLNEED and
         others. Raises OSError."""
         self._need(self._advise(self._handle, at, nbytes, how))
 
     def array(self, at: int, dtype: mx.Dtype, shape: Sequence[int]) -> mx.array:
-        """An array over what lies there, in rows from byte `at` on, a multiple of a number's bytes;
-        evaluated. All of it must be mapped. Raises ValueError for one beyond the region."""
+        """An array (...) of any dtype over what lies there, in rows from byte `at` on, a multiple
+        of a number's bytes; evaluated. All of it must be mapped. Raises ValueError for one beyond
+        the region."""
         out, sizes = mx.array(0), (ctypes.c_int32 * len(shape))(*shape)
         wrong = self._array(out, self._handle, at, mx.zeros((), dtype), sizes, len(shape))
         if wrong is not None:

@@ -4,6 +4,10 @@ A row that the last commit owns is never overwritten. Rows past it may be writte
 extent, in place: no header points at them yet. So a commit of one more token writes one row a
 tensor, and whatever moment the process dies at, the last header's bytes are as they were. (Within a
 device's sector, a torn write at a power failure is the file system's to prevent.)
+
+Nor are bytes overwritten that somebody reads in place (mapped.py): who does holds them, by a lock
+on these bytes of the file that ends with the last array over them, in whatever process. A writer
+asks before it writes into a hole of the file, or behind rows that history was cut back to.
 """
 
 from __future__ import annotations
@@ -57,7 +61,8 @@ def store_tensor(
         old = None
     stored = old.rows if old is not None else 0
     keep = min(keep, stored, rows) if new.axis is not None else 0
-    appends = keep == stored  # otherwise history was cut back, or the tensor changes as a whole
+    # Otherwise history was cut back, or the tensor changes as a whole.
+    appends = keep == stored and not (old and _is_tail_held(space, old, rows))
     first = keep if appends else keep // step * step
     if old is not None:
         new.ranges = old.ranges[: -(-first // step)]
@@ -73,6 +78,15 @@ def store_tensor(
         return new
     _write_blocks(fd, space, new, data)
     return new
+
+
+def _is_tail_held(space: Space, old: Tensor, rows: int) -> bool:
+    """Whether somebody reads where the next rows, up to `rows` of them all, would be appended."""
+    count = min(rows - old.rows, -old.rows % old.block_rows)
+    if count <= 0:
+        return False
+    offset, length, _ = old.ranges[-1]
+    return space.held_until(offset + length, count * old.row_bytes) is not None
 
 
 def _same_form(a: Tensor, b: Tensor) -> bool:
@@ -131,6 +145,21 @@ def store_layer(
 def _setup(layer: Layer) -> dict[str, int]:
     """The settings that do not move with the tokens."""
     return {k: v for k, v in layer.settings.items() if k not in ("offset", "idx")}
+
+
+@dataclass(slots=True)
+class Stored:
+    """What a file has of tensors. fd: of the file. reopen: gives another opening of it, where what
+    it has is known to be as it was committed and may be read in place; else None. held: whether
+    that was done."""
+
+    fd: int
+    reopen: Callable[[], int] | None = None
+    held: bool = False
+
+    def __call__(self, tensor: Tensor) -> bytearray:
+        """As load_tensor."""
+        return load_tensor(self.fd, tensor)
 
 
 def load_tensor(fd: int, tensor: Tensor) -> bytearray:

@@ -11,14 +11,14 @@ All arrays are read and made on the calling thread's default stream; MLX streams
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from toastkit.errors import DataError
-from toastkit.native.kv_caches import SCALE_BYTES, as_kept
-from toastkit.session.blocks import LayerSource, TensorSource
+from toastkit.native.kv_caches import SCALE_BYTES, as_kept, is_kept
+from toastkit.session.blocks import LayerSource, Stored, TensorSource
 from toastkit.session.layout import (
     BLOCK_ROWS,
     ITEM_BYTES,
@@ -28,7 +28,7 @@ from toastkit.session.layout import (
     Layer,
     Tensor,
 )
-from toastkit.session.savepoints import Load
+from toastkit.session.mapped import read_in_place
 from toastkit.store.dtypes import bytes_of
 
 CACHE_MODULE = "mlx_lm.models.cache"
@@ -132,26 +132,38 @@ def _source(name: str, array: mx.array, rows: int | None) -> TensorSource:
 # ---------------------------------------------------------------------------------------- restoring
 
 
-def fill(caches: Sequence[Any], layers: Sequence[Layer | None], load: Load) -> list[Any | None]:
+def fill(caches: Sequence[Any], layers: Sequence[Layer | None], load: Stored) -> list[Any | None]:
     """Sets fresh caches to what the stored layers say, and returns them, with None in the place of
     those that are not stored.
 
-    load: see blocks.load_tensor. Arrays come back in the stored shape, and dtype, but for keys and
+    load: the file that has them. Arrays come back in the stored shape, and dtype, but for keys and
     values that the caches keep in another; growing ones get room for whole blocks of 256 positions,
-    as the classes themselves allocate. Raises Damaged, also if the model's caches are others.
+    as the classes themselves allocate, and some more where they are read in place. Raises Damaged,
+    also if the model's caches are others.
     """
     if len(caches) != len(layers):
         raise Damaged(f"it has {len(layers)} layers, the model {len(caches)}")
+    pairs = [(cache, layer) for cache, layer in zip(caches, layers) if layer is not None]
+    in_place = read_in_place(load, [x for pair in pairs for x in _kept_as_stored(*pair)], DTYPES)
     for index, (cache, layer) in enumerate(zip(caches, layers)):
         try:
             if layer is not None:
-                _fill_one(cache, layer, load)
+                _fill_one(cache, layer, load, in_place)
         except Damaged as error:
             raise Damaged(f"layer {index}: {error}") from error
     return [None if layer is None else cache for cache, layer in zip(caches, layers)]
 
 
-def _fill_one(cache: Any, layer: Layer, load: Load) -> None:
+def _kept_as_stored(cache: Any, layer: Layer) -> Iterator[Tensor]:
+    """Keys and values that a cache keeps in the dtype that they are stored in."""
+    for pair in zip(getattr(cache, "caches", ()), layer.parts):
+        yield from _kept_as_stored(*pair)
+    dtype = getattr(cache, "kv_dtype", None)
+    if layer.kind == "KVCache" and dtype is not None:
+        yield from (tensor for tensor in layer.tensors if is_kept(DTYPES[tensor.dtype], dtype))
+
+
+def _fill_one(cache: Any, layer: Layer, load: Stored, in_place: dict[int, mx.array]) -> None:
     kind = _kind(cache)
     if kind != layer.kind:
         raise Damaged(f"it is a {layer.kind}, the model's a {kind}")
@@ -159,14 +171,17 @@ def _fill_one(cache: Any, layer: Layer, load: Load) -> None:
         if len(cache.caches) != len(layer.parts):
             raise Damaged(f"it has {len(layer.parts)} parts, the model's {len(cache.caches)}")
         for part, stored in zip(cache.caches, layer.parts):
-            _fill_one(part, stored, load)
+            _fill_one(part, stored, load, in_place)
         return
     fresh, _ = _take(kind, cache)
     for name in FIXED.get(kind, ()):
         if fresh[name] != layer.settings[name]:
             raise Damaged(f"{name} is {layer.settings[name]}, the model's {fresh[name]}")
     rows = layer.settings["offset"] - layer.start if KINDS[kind].grows else 1
-    arrays = {t.name: _array(t, load(t)) for t in layer.tensors} if rows else {}
+    arrays = {}
+    for tensor in layer.tensors if rows else ():
+        there = in_place.get(id(tensor))
+        arrays[tensor.name] = _array(tensor, load(tensor)) if there is None else there
     if not arrays and kind not in ("ArraysCache", "ChunkedKVCache"):
         return  # it was never used: a fresh one is the same
     if KINDS[kind].tensors == KV:

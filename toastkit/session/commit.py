@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from toastkit.frames import pack_ids
 from toastkit.prefix import common_prefix
-from toastkit.private_files import DataFiles, pwrite_all
+from toastkit.private_files import DataFiles, held_until, pwrite_all
 from toastkit.session.blocks import LayerSource, store_layer
 from toastkit.session.extents import Space, align
 from toastkit.session.layout import (
@@ -208,7 +209,8 @@ def write_data(
         new.logits = write_logits(files.fd(LOGITS_FILE), old.logits, state.logits)
     if state.sources is not None:
         shared = min(shared, common_prefix(stored, state.tokens))
-        fd, space = files.fd(CACHE_FILE), Space(old.extents())
+        fd = files.fd(CACHE_FILE)
+        space = Space(old.extents(), partial(held_until, fd))
         new.layers = write_layers(fd, space, old, state.sources, shared, new.count)
         new.savepoints = write_savepoints(fd, space, old, new, state.savepoints, shared)
     return new
@@ -217,8 +219,9 @@ def write_data(
 def trim_file(fd: int, end: int) -> None:
     """Truncates a file that has become more than twice as long as its committed end (bytes).
     Not sooner: states that take turns between two places would grow and shrink it with
-    every commit."""
-    if os.fstat(fd).st_size > 2 * end + SLACK_BYTES:
+    every commit. Not while somebody reads there in place."""
+    size = os.fstat(fd).st_size
+    if size > 2 * end + SLACK_BYTES and held_until(fd, end, size - end) is None:
         os.ftruncate(fd, end)
 
 

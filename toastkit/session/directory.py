@@ -16,6 +16,7 @@ Any number may read the last commit meanwhile. The layout on disk is in layout.p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,12 +25,12 @@ from toastkit.prefix import common_prefix
 from toastkit.private_files import DataFiles
 from toastkit.session import commit as writing
 from toastkit.session import reading
-from toastkit.session.blocks import LayerSource, load_tensor
+from toastkit.session.blocks import LayerSource, Stored
 from toastkit.session.header import encode_header
-from toastkit.session.layout import Damaged, Header, Layer, NewerSchema, Tensor
+from toastkit.session.layout import Damaged, Header, Layer, NewerSchema
 from toastkit.session.lock import WriterLock
 from toastkit.session.names import HEADER_FILE, display_name, is_ephemeral
-from toastkit.session.savepoints import Load, Savepoint, can_cut, layers_at, stored_layers
+from toastkit.session.savepoints import Savepoint, can_cut, layers_at, stored_layers
 from toastkit.session.upkeep import (
     CACHE_FILE,
     gone,
@@ -202,16 +203,19 @@ class Session:
 
         return self.restore_layers(n, lambda layers, load: caches.fill(make_cache(), layers, load))
 
-    def restore_layers(self, n: int, rebuild: Callable[[list[Layer], Load], Result]) -> Result:
+    def restore_layers(self, n: int, rebuild: Callable[[list[Layer], Stored], Result]) -> Result:
         """What restore does, for a caller with its own idea of a cache: rebuild(layers, load) gets
-        the stored layers as they were after n tokens, and load(tensor) -> bytearray (see
-        blocks.load_tensor)."""
+        the stored layers as they were after n tokens, and load(tensor) -> bytearray."""
 
         def rebuilt() -> Result:
             layers = layers_at(self.header, n)
             if layers is None:
                 raise Damaged("it was changed while it was being read")
-            return rebuild(layers, self._load_tensor)
+            stored = self._stored(in_place=True)
+            result = rebuild(layers, stored)
+            if stored.held and self.lock is None:
+                self._check_last()  # from now on what is held stays
+            return result
 
         result = self._unless_changed(n, rebuilt)
         self._shared = n
@@ -227,7 +231,7 @@ class Session:
 
         def rebuilt() -> list[Savepoint]:
             return [
-                Savepoint(count, caches.fill(make_cache(), layers, self._load_tensor))
+                Savepoint(count, caches.fill(make_cache(), layers, self._stored()))
                 for count, layers in stored_layers(self.header, n)
             ]
 
@@ -265,8 +269,17 @@ class Session:
 
         return np.frombuffer(buffer, np.dtype("<f4"))
 
-    def _load_tensor(self, tensor: Tensor) -> bytearray:
-        return load_tensor(self._files.fd(CACHE_FILE), tensor)
+    def _stored(self, in_place: bool = False) -> Stored:
+        """What cache.bin has. in_place: where it lies, if nobody has written to it since."""
+        fd, seal = self._files.fd(CACHE_FILE), self.header.seal
+        whole = in_place and seal is not None and seal == reading.seal(fd)
+        return Stored(fd, partial(self._files.again, CACHE_FILE) if whole else None)
+
+    def _check_last(self) -> None:
+        """Raises Damaged if there has been another commit since the header was read."""
+        header, _ = reading.read_commit(self.name, self._files, self._expected)
+        if header.generation != self.generation:
+            raise Damaged("it was changed while it was being read")
 
     # -------------------------------------------------------------------------------------- writing
 
@@ -339,6 +352,8 @@ class Session:
     def _publish(self, header: Header, tokens: list[int]) -> None:
         """Puts the header in place: the moment at which the commit happens."""
         self._stale = True
+        if header.layers is not None:
+            header.seal = reading.seal(self._files.fd(CACHE_FILE))
         self._files.replace(HEADER_FILE, encode_header(header), self._syncs)
         self.header, self.tokens, self._shared = header, tokens, len(tokens)
         self._stale = False

@@ -1,12 +1,14 @@
 """Free space in a data file: first fit over what neither the last commit nor the next one uses.
 
+Bytes that somebody has mapped are not free, whether a header names them or not (blocks.py).
+
 An extent is a byte offset and a size, both multiples of ALIGNMENT. There is no free list on disk:
 the header names what is used, and the rest is free, so nothing can leak when a commit is torn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 ALIGNMENT = 16384  # a page on Apple silicon and four on Linux: either may map the other's file
 
@@ -18,9 +20,15 @@ def align(size: int) -> int:
 
 class Space:
     """The holes of one file. used: (offset, size in bytes) of the extents that must be kept,
-    which do not overlap."""
+    which do not overlap. held_until(first, count): the byte after some of these that are to be left
+    as they are, None where they need not be."""
 
-    def __init__(self, used: Iterable[tuple[int, int]]):
+    def __init__(
+        self,
+        used: Iterable[tuple[int, int]],
+        held_until: Callable[[int, int], int | None] = lambda first, count: None,
+    ):
+        self.held_until = held_until
         self._holes: list[tuple[int, int]] = []
         self._end = 0
         for offset, size in sorted(used):
@@ -31,11 +39,21 @@ class Space:
     def allocate(self, size: int) -> int:
         """The byte offset of a fresh extent for `size` bytes; the file grows if no hole fits."""
         size = align(size)
-        for index, (offset, room) in enumerate(self._holes):
+        for index, (first, room) in enumerate(self._holes):
+            offset, end = first, first + room
             if room >= size:
-                left = [(offset + size, room - size)] if room > size else []
+                offset = self._past_held(first, size)
+                self._holes[index] = (min(offset, end), max(end - offset, 0))
+            if end - offset >= size:
+                left = [(offset + size, end - offset - size)] if end - offset > size else []
                 self._holes[index : index + 1] = left
                 return offset
-        offset = self._end
-        self._end += size
+        offset = self._past_held(self._end, size)
+        self._end = offset + size
+        return offset
+
+    def _past_held(self, offset: int, size: int) -> int:
+        """The next offset at which nobody holds any of so many bytes."""
+        while (end := self.held_until(offset, size)) is not None:
+            offset = align(end)
         return offset

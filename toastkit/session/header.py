@@ -51,6 +51,7 @@ def encode_header(header: Header) -> bytes:
                 {"count": point.count, "layers": _part_value(point.layers)}
                 for point in header.savepoints
             ],
+            "seal": header.seal,
         }
     )
     envelope = {"toastkit": "session", "schema": SCHEMA_VERSION, "crc": zlib.crc32(body)}
@@ -99,6 +100,8 @@ def decode_header(data: bytes) -> Header:
     )
     total = sum(count for _, count in header.tokens.slices)
     _need(total == header.count, "the token count and the token slices differ")
+    if (seal := fields.get("seal")) is not None:
+        header.seal = _is(seal, str, "seal")
     header.savepoints = _savepoints(fields.get("checkpoints", []), header)
     _check_overlap(header.extents())
     return header

@@ -152,6 +152,7 @@ class Header:
     logits: LogitsRecord | None = None
     layers: list[Layer] | None = None
     savepoints: list[SavepointRecord] = field(default_factory=list)
+    seal: str | None = None  # of cache.bin, see reading.seal
 
     def extents(self) -> list[tuple[int, int]]:
         """(offset, size in bytes) of all that this commit owns in cache.bin."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import zlib
+from functools import cache
+from pathlib import Path
 
 from toastkit.errors import DataError
 from toastkit.frames import unpack_ids
@@ -43,6 +46,24 @@ def _read_tokens(files: DataFiles, header: Header) -> list[int]:
     if zlib.crc32(buffer) != header.tokens.crc:
         raise Damaged("the checksum of the tokens is wrong")
     return unpack_ids(bytes(buffer))
+
+
+def seal(fd: int) -> str | None:
+    """What a file has only until somebody writes to it, or the machine starts anew: a commit that
+    ends with it is as it was written, as far as the memory of the machine can be trusted. None
+    where the system does not say."""
+    boot = _boot()
+    about = os.fstat(fd)
+    return boot and f"{boot} {about.st_dev} {about.st_ino} {about.st_ctime_ns} {about.st_size}"
+
+
+@cache
+def _boot() -> str | None:
+    """What no two starts of a machine have in common."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
 
 
 def read_logits(files: DataFiles, record: LogitsRecord) -> bytearray:

@@ -8,7 +8,7 @@ it was there. The other layers are cut back from the end, and cost a savepoint n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from toastkit.session.layout import Header, Layer, Part, SavepointRecord, Tensor
 # Classes that can be cut back whatever they read from now on.
 ALWAYS_CUT = ("KVCache", "ConcatenateKVCache", "QuantizedKVCache")
 MOVING = ("offset", "idx", "start_position")  # settings that follow the tokens
-Load = Callable[[Tensor], bytearray]  # blocks.load_tensor from a session's file
 
 
 class Savepoint(NamedTuple):

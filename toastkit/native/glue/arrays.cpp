@@ -105,6 +105,13 @@ void need(int code) {
   if (code) throw std::runtime_error("no memory to compute in");
 }
 
+// An array is a shared pointer to its description and nothing else, which it hands to nobody.
+bool is_sole(const mx::array &a) {
+  static_assert(sizeof(mx::array) == sizeof(std::shared_ptr<void>));
+  return reinterpret_cast<const std::shared_ptr<void> &>(a).use_count() == 1 &&
+         a.data_shared_ptr().use_count() == 1;
+}
+
 bool lie_in_place(const mx::array &input, mx::array &output) {
   const bool may = input.is_donatable() && input.flags().row_contiguous &&
                    input.shape() == output.shape() && input.dtype() == output.dtype();

@@ -50,6 +50,13 @@ using Work = std::function<void(const Arrays &)>;
 // Gives outputs memory, as they are to lie there.
 using LayOut = std::function<void(const Arrays &inputs, Arrays &outputs)>;
 
+// Whether nobody else has an array, or its memory. That is what MLX asks of one whose memory it is
+// to write to; it must own that memory too, which it does not where that is a region's.
+bool is_sole(const mx::array &a);
+
+// Whether an array's memory is a region's: see regions.cpp.
+bool is_in_region(const mx::array &a);
+
 // Gives an output the memory of an input of its size, if nobody else has that; else its own, in
 // rows. Whether it could.
 bool lie_in_place(const mx::array &input, mx::array &output);

@@ -7,10 +7,35 @@
 namespace toast {
 namespace {
 
+// Position by position, (positions, batch, heads, size), as a session's file has them; a cache made
+// here lies head by head.
+bool is_by_position(const mx::array &cache) {
+  const int64_t size = cache.shape(3), heads = cache.shape(1);
+  return !cache.flags().row_contiguous && cache.strides(3) == 1 && cache.strides(1) == size &&
+         cache.strides(0) == heads * size && cache.strides(2) == cache.shape(0) * heads * size;
+}
+
+// In the memory of the cache before, if nobody else has that; else in its own, in the same order.
+void lie_as_before(const mx::array &before, mx::array &cache) {
+  const bool dense = before.flags().row_contiguous || is_by_position(before);
+  if (dense && (before.is_donatable() || (is_sole(before) && is_in_region(before)))) {
+    cache.copy_shared_buffer(before);
+  } else if (!is_by_position(before)) {
+    cache.set_data(mx::allocator::malloc(cache.nbytes()));
+  } else {
+    cache.set_data(mx::allocator::malloc(cache.nbytes()), cache.size(), before.strides(),
+                   {true, false, false});
+  }
+}
+
 // What a cache holds up to a position, where it lies.
 void lay_out_part(const mx::array &cache, mx::array &part) {
   const int64_t heads = int64_t(cache.shape(0)) * cache.shape(1), size = cache.shape(3);
   const int64_t positions = cache.shape(2), count = part.shape(2);
+  if (is_by_position(cache)) {
+    part.copy_shared_buffer(cache, cache.strides(), {true, false, false}, part.size());
+    return;
+  }
   const bool rows = heads == 1 || count == positions;
   part.copy_shared_buffer(cache, {cache.shape(1) * positions * size, positions * size, size, 1},
                           {rows, rows, false}, ((heads - 1) * positions + count) * size);
@@ -31,9 +56,14 @@ void append(const Arrays &arrays, int64_t first) {
       heads.data = copy->data();
       heads.strides[0] = heads.heads * head, heads.strides[1] = head, heads.strides[2] = row;
     }
-    if (before.data<char>() != cache.data<char>())
-      memcpy(cache.data<char>(), InOrder(before).data(), cache.nbytes());
-    need(toast_append(&heads, cache.shape(2), first, cache.data<char>(), kept_type(cache)));
+    if (before.data<char>() != cache.data<char>()) {
+      const bool same = before.strides() == cache.strides();
+      memcpy(cache.data<char>(), same ? before.data<char>() : InOrder(before).data(),
+             cache.nbytes());
+    }
+    const int64_t strides[3] = {cache.strides(0), cache.strides(1), cache.strides(2)};
+    need(toast_append(&heads, cache.shape(2), first, cache.data<char>(), strides,
+                      kept_type(cache)));
   }
 }
 
@@ -61,7 +91,7 @@ Arrays appended(const Arrays &inputs, int first) {
               [first](const Arrays &arrays) { append(arrays, first); },
               [](const Arrays &inputs, Arrays &outputs) {
     for (int i = 0; i < 2; i++) {
-      lie_in_place(inputs[i], outputs[i]);
+      lie_as_before(inputs[i], outputs[i]);
       lay_out_part(outputs[i], outputs[2 + i]);
     }
   });

@@ -9,7 +9,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <mutex>
 #include <new>
+#include <set>
 
 #include "arrays.h"
 
@@ -17,6 +20,9 @@ namespace toast {
 namespace {
 
 const int64_t SYSTEM_PAGE = sysconf(_SC_PAGESIZE);
+
+// A process has 65,530 by default, which whoever wants memory needs too.
+constexpr int MOST_MAPS = 1 << 15;
 
 int64_t pages(int64_t bytes) { return (bytes + SYSTEM_PAGE - 1) / SYSTEM_PAGE * SYSTEM_PAGE; }
 
@@ -35,10 +41,20 @@ class Region {
       throw why;
     }
     reinterpret_cast<size_t *>(start_)[-1] = bytes_;
+    const std::lock_guard<std::mutex> one(all_lock);
+    all.insert(start_);
   }
   Region(const Region &) = delete;
   Region &operator=(const Region &) = delete;
-  ~Region() { munmap(start_ - SYSTEM_PAGE, SYSTEM_PAGE + bytes_); }
+  ~Region() {
+    {
+      const std::lock_guard<std::mutex> one(all_lock);
+      all.erase(start_);
+    }
+    munmap(start_ - SYSTEM_PAGE, SYSTEM_PAGE + bytes_);
+    if (kept_ >= 0) close(kept_);
+    maps -= maps_;
+  }
 
   char *start() const { return start_; }
   int64_t bytes() const { return bytes_; }
@@ -50,9 +66,19 @@ class Region {
   int map(int64_t at, int64_t count, int fd, int64_t offset) {
     if (!has(at, count) || at % SYSTEM_PAGE || offset < 0 || offset % SYSTEM_PAGE) return EINVAL;
     if (!count) return 0;
+    if (maps + 1 > MOST_MAPS) return ENOMEM;
+    maps++, maps_++;
     const int flags = MAP_FIXED | MAP_PRIVATE | MAP_NORESERVE | (fd < 0 ? MAP_ANONYMOUS : 0);
     void *there = mmap(start_ + at, count, PROT_READ | PROT_WRITE, flags, fd, offset);
     return there == MAP_FAILED ? errno : 0;
+  }
+
+  // Closes a descriptor when it ends.
+  void keep(int fd) { kept_ = fd; }
+
+  static bool has_array(const mx::array &a) {
+    const std::lock_guard<std::mutex> one(all_lock);
+    return all.count(static_cast<char *>(a.buffer().raw_ptr()));
   }
 
   int advise(int64_t at, int64_t count, int how) {
@@ -62,8 +88,13 @@ class Region {
   }
 
  private:
+  static inline std::mutex all_lock;
+  static inline std::set<char *> all;
+  static inline std::atomic<int> maps{0};
+
   char *start_;
   int64_t bytes_;
+  int kept_ = -1, maps_ = 0;
 };
 
 using Held = std::shared_ptr<Region>;
@@ -92,6 +123,9 @@ Array array_over(char *memory, int64_t offset, const mx::Shape &shape, mx::Dtype
 }
 
 }  // namespace
+
+bool is_in_region(const mx::array &a) { return a.size() && Region::has_array(a); }
+
 }  // namespace toast
 
 extern "C" {
@@ -116,6 +150,11 @@ TOAST_API void toast_region_close(void *region) { delete static_cast<toast::Held
 // Maps bytes of a file from `offset` on, copied where they are written to; of no file, -1, zeros.
 TOAST_API int toast_region_map(void *region, int64_t at, int64_t bytes, int fd, int64_t offset) {
   return (*static_cast<toast::Held *>(region))->map(at, bytes, fd, offset);
+}
+
+// Has the region close a descriptor, which is its own from now on, when it ends; one at most.
+TOAST_API void toast_region_keep(void *region, int fd) {
+  (*static_cast<toast::Held *>(region))->keep(fd);
 }
 
 // As madvise.

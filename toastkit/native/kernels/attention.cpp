@@ -163,7 +163,12 @@ bool attend(const Attention &a, const AttentionCode &code, bool little) {
   }
   auto memory = static_cast<float *>(scratch(PARTS, spans * floats * sizeof(float)));
   if (!memory) return false;
-  share(little, spans, [&](int64_t i) {
+  // Keys that lie position by position are taken so: all heads of a span, which have its pages in
+  // common, and then the next.
+  const int64_t each = work[0].spans.end - work[0].spans.first;
+  const bool by_position = call.keys.strides[2] > call.keys.strides[1] && spans == tiles * each;
+  share(little, spans, [&](int64_t n) {
+    const int64_t i = by_position ? n % tiles * each + n / tiles : n;
     auto one = std::upper_bound(work.begin(), work.end(), i,
                                 [](int64_t n, const Work &w) { return n < w.before; }) - 1;
     const int64_t s = one->spans.first + i - one->before;

@@ -166,16 +166,15 @@ static void scores_of_few_bytes(const toast::Attention &a, const toast::Tile &ti
   const char *keys = row_of(call.keys, tile.batch, tile.head, begin);
   const char *values = row_of(call.values, tile.batch, tile.head, begin);
   const int64_t value_stride = call.values.strides[2];
-  const bool joined = stride == row_bytes<TOAST_I8>(size);
-  const bool fetched = call.values.type == TOAST_I8 &&
-                       value_stride == row_bytes<TOAST_I8>(call.value_size);
+  const int64_t row = row_bytes<TOAST_I8>(size), value_row = row_bytes<TOAST_I8>(call.value_size);
+  const int64_t fetched = call.values.type == TOAST_I8 ? LANES * value_row / steps : 0;
   for (int64_t j = 0; j < end - begin; j += LANES) {
     const char *rows[LANES];  // the last one again after it
     for (int i = 0; i < LANES; i++)
       rows[i] = keys + (j + i < end - begin ? j + i : end - begin - 1) * stride;
     cross_key_bytes<N>(rows,
-                       {keys + (j + KEYS_AHEAD) * stride, joined ? LANES * stride / steps : 0},
-                       {values + j * value_stride, fetched ? LANES * value_stride / steps : 0},
+                       {keys + (j + KEYS_AHEAD) * stride, LANES * row / steps, row, stride},
+                       {values + j * value_stride, fetched, value_row, value_stride},
                        digits, size, room.scores + j);
   }
 }

@@ -11,14 +11,32 @@ constexpr int64_t BLOCK_KEYS = 32;  // whose values all queries meet in turn
 constexpr int64_t KEYS_AHEAD = 64;  // of those that are multiplied, others are fetched
 
 // Fetches what is needed later, in the order in which it lies in memory, as the processor's own
-// fetching has it; into the second cache, which takes more requests at a time than the first.
+// fetching has it; into the second cache, which takes more requests at a time than the first. Of
+// rows that lie apart (a cache that lies position by position) it is their bytes, row by row: the
+// processor by itself would begin anew with each.
 struct Ahead {
   const char *from;
-  int64_t bytes;  // at a time
+  int64_t bytes;       // at a time
+  int64_t row, apart;  // bytes of a row, and from one to the next
+  int64_t at = 0;      // of the row at `from`
+
+  // From a byte of all bytes of the rows on.
+  static Ahead of(const char *rows, int64_t byte, int64_t bytes, int64_t row, int64_t apart) {
+    if (row == apart) return {rows + byte, bytes, row, apart};
+    return {rows + byte / row * apart, bytes, row, apart, byte % row};
+  }
 
   void fetch() {
-    for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(from + at, 0, 2);
-    from += bytes;
+    if (row == apart) {
+      for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(from + at, 0, 2);
+      from += bytes;
+      return;
+    }
+    for (int64_t left = bytes; left > 0; left -= LINE) {
+      __builtin_prefetch(from + at, 0, 2);
+      at += left < LINE ? left : LINE;
+      if (at >= row) at -= row, from += apart;
+    }
   }
 };
 
@@ -234,8 +252,8 @@ static void weigh_all(const float *weights, int64_t weight_stride, int64_t key_s
       float *to = out + m * out_stride;
       // Of the next ones, as much as these rows and numbers are of all.
       auto ahead = [&](int64_t d, int64_t width) {
-        const char *next = block + some * stride + (size * m + d * M) * SIZE * some / rows;
-        return Ahead{next, stride == row_bytes<TYPE>(size) ? width * SIZE * M / rows : 0};
+        return Ahead::of(block + some * stride, (size * m + d * M) * SIZE * some / rows,
+                         width * SIZE * M / rows, row_bytes<TYPE>(size), stride);
       };
       int64_t d = 0;
       for (; d + WIDE <= size; d += WIDE)

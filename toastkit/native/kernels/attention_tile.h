@@ -109,12 +109,12 @@ static void scores_of_rows(const toast::Attention &a, const toast::Tile &tile, i
   for (int64_t r = 0; r < N; r++) widen_query(a, tile, r, room.queries + r * row);
   const int64_t stride = call.keys.strides[2] * Numbers<TYPE>::SIZE;
   const char *keys = row_of(call.keys, tile.batch, tile.head, begin);
-  const bool joined = stride == row_bytes<TYPE>(size);
   for (int64_t j = 0; j < end - begin; j += LANES) {
     const char *rows[LANES];  // the last one again after it
     for (int i = 0; i < LANES; i++)
       rows[i] = keys + (j + i < end - begin ? j + i : end - begin - 1) * stride;
-    const Ahead ahead = {keys + (j + KEYS_AHEAD) * stride, joined ? LANES * 4 * LANES : 0};
+    const Ahead ahead = {keys + (j + KEYS_AHEAD) * stride, LANES * 4 * LANES,
+                         row_bytes<TYPE>(size), stride};
     cross_keys<TYPE, N>(rows, ahead, room.queries, row, size, room.scores + j, SCORES_STRIDE);
   }
 }
@@ -141,7 +141,7 @@ static void turn_queries(const toast::Attention &a, const toast::Tile &tile, int
       const int64_t r = v * LANES + i;
       rows[i] = query_of(a, tile, r < tile.rows ? r : tile.rows - 1);
     }
-    turn<TYPE>(rows, a.call->key_size, Ahead{rows[0], 0}, [&](int64_t d, F32 column) {
+    turn<TYPE>(rows, a.call->key_size, Ahead{rows[0], 0, 0, 0}, [&](int64_t d, F32 column) {
       store(columns + (d * vectors + v) * LANES, column * a.call->scale);
     });
   }

@@ -165,20 +165,19 @@ int toast_rotate(const toast_heads *x, const toast_rotation *rotation, void *out
 }
 
 int toast_append(const toast_heads *x, int64_t positions, int64_t first, void *out,
-                 int32_t out_type) {
+                 const int64_t *out_strides, int32_t out_type) {
   using namespace toast;
   const int64_t length = x->length, heads = x->heads;
   const bool bytes = out_type == TOAST_I8;
   if (!is_type(x->type) || !(bytes || is_type(out_type))) return 1;
   if (first < 0 || first + length > positions) return 1;
   if (!x->size) return 0;
-  const int64_t row = x->size + (bytes ? int64_t(sizeof(float)) : 0);
   const RowInstructions &code = *instructions().rows;
   share(x->batch * heads * length, x->size, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t l = i % length, h = i / length % heads, b = i / length / heads;
       const int64_t from = b * x->strides[0] + h * x->strides[1] + l * x->strides[2];
-      const int64_t to = ((b * heads + h) * positions + first + l) * row;
+      const int64_t to = b * out_strides[0] + h * out_strides[1] + (first + l) * out_strides[2];
       code.keep(x->type, x->data, from, x->size, out, out_type, to);
     }
   });
@@ -281,7 +280,8 @@ int toast_route(const toast_vectors *x, int64_t columns, int64_t k, int32_t norm
 int toast_quantise(const toast_vectors *x, int64_t columns, void *out) {
   if (columns <= 0) return 1;
   const toast_heads rows = {x->data, 1, 1, x->count, columns, {0, 0, x->stride}, x->type};
-  return toast_append(&rows, x->count, 0, out, TOAST_I8);
+  const int64_t strides[3] = {0, 0, columns + int64_t(sizeof(float))};
+  return toast_append(&rows, x->count, 0, out, strides, TOAST_I8);
 }
 
 int toast_dequantise(const void *rows, int64_t count, int64_t columns, float *out) {

@@ -100,10 +100,11 @@ TOAST_API int toast_blend(const toast_vectors *x, int64_t columns, int64_t group
                           const float *weights, const float *more, const float *gates, float *out);
 
 // Positions of a cache of keys or values: x, rounded to out_type, into out (batch, heads,
-// positions, size) from `first` on. What float16 cannot hold becomes its largest number. TOAST_I8:
-// rows of toast_quantise; of no numbers, no bytes.
+// positions, size) from `first` on; out_strides: of its first three axes, in numbers (bytes of
+// TOAST_I8). What float16 cannot hold becomes its largest number. TOAST_I8: rows of toast_quantise;
+// of no numbers, no bytes.
 TOAST_API int toast_append(const toast_heads *x, int64_t positions, int64_t first, void *out,
-                           int32_t out_type);
+                           const int64_t *out_strides, int32_t out_type);
 
 // A causal convolution, channel by channel: out[t][c] = bias[c] + weight[c][0] x[t - kernel + 1][c]
 // + ... + weight[c][kernel - 1] x[t][c], added one after another; then SiLU if `silu` says so. A

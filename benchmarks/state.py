@@ -1,0 +1,127 @@
+"""A session's state on disk: saved, resumed in place and by copying, and what the next tokens take.
+
+    python benchmarks/state.py [--positions 21000] [--model small] [--rounds 5] [--keep DIR]
+
+Keys and values are random and not computed: a token takes as long with them. In place: cache.bin is
+mapped. Copied: it is read and checked, as where it cannot be mapped. Both in one process, in turn,
+with the file in the system's cache; both have to give the tokens of a state that was never saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import numpy as np
+from measure import machine, spread
+from native_models import checkpoint
+
+from toastkit.engine.opening import open_engine
+from toastkit.model.locate import locate
+from toastkit.session.directory import Session
+
+MODEL = "ab" * 32
+TOKENS = 8
+LOGITS = np.zeros(4096, np.float32)
+BLOCK = 256  # positions
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds, and what it gives."""
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
+
+
+def filled(engine: Any, positions: int) -> list:
+    """Caches that seem to have read so many tokens."""
+    caches = engine.new_cache()
+    engine.prefill([5, 6], caches)
+    for layer in caches:
+        room = -(-positions // BLOCK) * BLOCK
+        batch, heads, _, size = layer.keys.shape
+        for name in ("keys", "values"):
+            array = mx.random.normal((batch, heads, room, size)).astype(layer.keys.dtype)
+            mx.eval(array)
+            setattr(layer, name, array)
+        layer.offset = positions
+    return caches
+
+
+def tokens_after(engine: Any, caches: list) -> tuple[float, float, list[int]]:
+    """Seconds that the first token takes, and the median of the next; the tokens."""
+    token, times, said = mx.array(7), [], []
+    for _ in range(TOKENS):
+        start = time.perf_counter()
+        token = mx.argmax(engine.step(token, caches))
+        said.append(int(token.item()))
+        times.append(time.perf_counter() - start)
+    return times[0], median(times[1:]), said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--positions", type=int, default=21000)
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--kv-bits", type=int)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--keep", type=Path, help="make the model here, use it again")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.keep) as temporary:
+        path = checkpoint(options.keep or Path(temporary), options.model)
+        engine = open_engine(
+            locate(str(path)), device_name="cpu", native="require", kv_bits=options.kv_bits
+        )
+        results = measured(engine, Path(temporary), options)
+    print(
+        f"{machine()}; {options.model}, {options.positions:,} positions, "
+        f"{results.pop('MB')[0]:,.0f} MB; {options.rounds} rounds; ms, median (min .. max)"
+    )
+    for name, values in results.items():
+        print(f"| {name} | {spread(values, 1e-3, 1)} |")
+
+
+def measured(engine: Any, folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each round, by what was done; and MB, of the state."""
+    count, path = options.positions, folder / "session"
+    caches, ids = filled(engine, count), [5] * options.positions
+    with Session.open(path, MODEL, durable=False) as session:
+        seconds, _ = timed(partial(session.commit, ids, caches, LOGITS))
+    results = {"MB": [(path / "cache.bin").stat().st_size / 1e6], "saved anew": [seconds]}
+    wanted = tokens_after(engine, caches)[2]
+    del caches
+    for _ in range(options.rounds):
+        for name, least in (("in place", 1 << 18), ("copied", 1 << 62)):
+            with patch("toastkit.session.mapped.LEAST", least):
+                times, said = once(engine, path, ids)
+            if said != wanted:
+                raise SystemExit(f"{name}: other tokens: {said}, not {wanted}")
+            for what, seconds in times.items():
+                results.setdefault(f"{name}: {what}", []).append(seconds)
+    return results
+
+
+def once(engine: Any, path: Path, ids: list[int]) -> tuple[dict[str, float], list[int]]:
+    """Resumes a session, goes on, commits that, and leaves it as it was; seconds, and tokens."""
+    with Session.open(path, MODEL, durable=False) as session:
+        times = {}
+        times["resumed"], caches = timed(partial(session.restore, len(ids), engine.new_cache))
+        times["first token"], times["each after it"], said = tokens_after(engine, caches)
+        after = [*ids, 7, *said[:-1]]
+        times["committed"], _ = timed(partial(session.commit, after, caches, LOGITS))
+        for layer in caches:
+            layer.trim(layer.offset - len(ids))
+        session.commit(ids, caches, LOGITS)
+    return times, said
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Keys and values read where they lie in cache.bin: mapped, and not copied.
+
+The rows of a tensor that grows are in extents of 256 positions, position by position. Mapped side
+by side they are one array, with room for more behind them, which attention reads as it reads any;
+what is appended is written to the room, or to copies of the pages, never to the file. So a state is
+there when the maps are, whatever its size, and its bytes are read when attention wants them.
+
+A map goes on to show the file, and the file goes on to be written. The rows that are mapped are
+therefore held, by a lock on these bytes (private_files.hold_bytes): no commit of any process writes
+there until the last array is gone (blocks.py). The bytes behind them, up to a whole page, may
+change: nothing reads them before it has written them, and that goes to a copy.
+
+Their checksums are not looked at: only a file that nobody has written to since its commit, and
+since the machine was started, is read in place (reading.seal).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import mlx.core as mx
+
+from toastkit.native.library import Library, in_use
+from toastkit.native.regions import PAGE, Region
+from toastkit.private_files import hold_bytes
+from toastkit.session.blocks import Stored
+from toastkit.session.layout import BLOCK_ROWS, Tensor
+
+LEAST = 1 << 18  # bytes of a tensor; a smaller one is copied as fast
+ROOM = BLOCK_ROWS  # positions to append, at least, before a cache moves to memory of its own
+MOST_PIECES = 1 << 12  # maps: a process has 65,530 by default
+
+
+def read_in_place(
+    stored: Stored, tensors: Sequence[Tensor], dtypes: Mapping[str, mx.Dtype]
+) -> dict[int, mx.array]:
+    """Arrays (B, heads, positions, size), of the dtype that is stored, over stored tensors, of
+    axis 2, by their id. positions: whole blocks of 256, and ROOM; what is behind the rows is
+    unspecified. dtypes: of MLX, by name.
+    What cannot be read in place is left out: the caller reads it as ever."""
+    library = in_use()
+    fit = [tensor for tensor in tensors if _fits(tensor)]
+    if library is None or stored.reopen is None or not fit:
+        return {}
+    if sum(1 for tensor in fit for _ in _pieces(tensor)) > MOST_PIECES:
+        return {}
+    try:
+        return _mapped(library, stored, fit, dtypes)
+    except OSError:  # no such locks, or maps, or room for them
+        return {}
+
+
+def _fits(tensor: Tensor) -> bool:
+    used = tensor.rows * tensor.row_bytes
+    return tensor.axis == 2 and used >= LEAST and BLOCK_ROWS * tensor.row_bytes % PAGE == 0
+
+
+def _positions(tensor: Tensor) -> int:
+    return -(-tensor.rows // BLOCK_ROWS) * BLOCK_ROWS + ROOM
+
+
+def _pieces(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(byte of the tensor, offset in the file, bytes) of its rows, blocks that lie together in
+    one."""
+    block = BLOCK_ROWS * tensor.row_bytes
+    at = offset = size = 0
+    for first in range(0, tensor.rows * tensor.row_bytes, block):
+        there = tensor.ranges[first // block].offset
+        if size and there != offset + size:
+            yield at, offset, size
+            size = 0
+        if not size:
+            at, offset = first, there
+        size += min(block, tensor.rows * tensor.row_bytes - first)
+    yield at, offset, size
+
+
+def _mapped(
+    library: Library, stored: Stored, tensors: Sequence[Tensor], dtypes: Mapping[str, mx.Dtype]
+) -> dict[int, mx.array]:
+    """Raises OSError where the system will not."""
+    assert stored.reopen is not None
+    sizes = [_positions(tensor) * tensor.row_bytes for tensor in tensors]
+    region = Region(library, sum(sizes))
+    fd = stored.reopen()
+    region.keep(fd)  # and what it holds, until nobody has any of the arrays
+    region.room(0, region.nbytes)
+    arrays, start = {}, 0
+    for tensor, size in zip(tensors, sizes):
+        for at, offset, count in _pieces(tensor):
+            hold_bytes(fd, offset, count)
+            region.map_file(start + at, fd, offset, count)
+        rows = region.array(start, dtypes[tensor.dtype], _by_position(tensor))
+        arrays[id(tensor)] = mx.moveaxis(rows, 0, 2)
+        start += size
+    mx.eval(list(arrays.values()))
+    stored.held = True
+    return arrays
+
+
+def _by_position(tensor: Tensor) -> tuple[int, ...]:
+    """The shape in which a tensor's rows lie in memory."""
+    batch, heads, _, size = tensor.shape
+    return _positions(tensor), batch, heads, size
