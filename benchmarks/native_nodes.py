@@ -28,7 +28,7 @@ from toastkit.engine import device
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import feed_forward, functions, layers, modules
+from toastkit.native import blocks, feed_forward, functions, layers, modules
 
 WAYS = ("MLX", "products", "all")
 
@@ -43,6 +43,7 @@ def alone() -> Iterator[None]:
         patch.dict(functions._EXPRESSIONS, clear=True),
         patch.object(feed_forward, "FORWARDS", []),
         patch.dict(layers.LAYERS, clear=True),
+        patch.object(blocks, "block_of", lambda cls: None),
     ):
         _forget()
         yield

@@ -86,7 +86,7 @@ def form_of(cls: type) -> Form | None:
     if not isinstance(forward := next(forwards, None), FunctionType):
         return None
     for known, (module, function), activation in FORWARDS:
-        names = _names_in(forward, known)
+        names = names_in(forward, known)
         gates = getattr(sys.modules.get(module), function, None)
         stand_for = {"nn": nn, "mx": mx, "swiglu": gates}
         if names is not None and all(
@@ -99,7 +99,7 @@ def form_of(cls: type) -> Form | None:
     return None
 
 
-def _names_in(forward: FunctionType, known: Callable) -> dict[str, str] | None:
+def names_in(forward: FunctionType, known: Callable) -> dict[str, str] | None:
     """What a forward calls the names of a known one; None where it is another."""
     code, own = forward.__code__, known.__code__  # type: ignore[attr-defined]
     alike = (

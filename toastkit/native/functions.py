@@ -60,6 +60,11 @@ def stands_for(module: str, name: str) -> Callable[[Any], Any]:
     return register
 
 
+def our_function(module: str, name: str) -> Callable[..., Any] | None:
+    """What is called in place of one of mlx or mlx_lm; None for nothing."""
+    return _OURS.get((module, name))
+
+
 def replaces(expression: str) -> Callable[[Any], Any]:
     """Has a function called in place of an expression, in which its parameters are anything and
     `mx` is mlx.core: replaces("mx.exp(x) - 1") of a function of x."""

@@ -51,14 +51,8 @@ class Library:
         self._describe = loaded.toast_describe
         self._describe.argtypes = [ctypes.py_object, ctypes.c_void_p]
 
-        def function(name: str, *types: Any) -> Callable:
-            """Makes its first array what it gives, and returns what is wrong."""
-            one = loaded[f"toast_{name}_array"]
-            one.restype, one.argtypes = ctypes.c_char_p, types
-            return one
-
         array, whole, number = ctypes.py_object, ctypes.c_int, ctypes.c_float
-        place = ctypes.c_void_p
+        place, function = ctypes.c_void_p, self.function
         self._memory = function("memory", array, *[ctypes.c_int64] * 3, array)
         self._settle = loaded.toast_settle_array
         self._settle.restype, self._settle.argtypes = None, [array]
@@ -84,6 +78,12 @@ class Library:
         self._attend = function("attend", *[array] * 6, number, whole)
         self._quantise = function("quantise", array, array)
         self._dequantise = function("dequantise", array, array)
+
+    def function(self, name: str, *types: Any) -> Callable:
+        """One of the library: it makes its first array what it gives, and returns what is wrong."""
+        one = self._loaded[f"toast_{name}_array"]
+        one.restype, one.argtypes = ctypes.c_char_p, types
+        return one
 
     def set_threads(self, count: int) -> None:
         """How many compute, of all that use this library; more than processors are no gain."""

@@ -44,6 +44,10 @@ def native(cls: type) -> type:
     made = _anew(cls) if methods_anew(cls) else cls
     if layer := layer_of(cls):
         return _under_its_name(made, layer)
+    from toastkit.native.blocks import Layer, block_of  # which is made of modules
+
+    if block := block_of(cls):
+        return _under_its_name(made, Layer, _block=block)
     form = form_of(cls)
     return made if form is None else _under_its_name(made, _FeedForward, _form=form)
 
@@ -187,7 +191,9 @@ class _Product(Native):
         return library.multiply(x, weight, scales, biases, experts, bits, group_size, self._exact)
 
 
-class _Linear(_Product):
+class Linear(_Product):
+    """A matrix, and a bias if it has one."""
+
     def __call__(self: Any, x: mx.array) -> mx.array:
         y = self._multiply(x)
         if y is None:
@@ -272,7 +278,9 @@ def _fed_forward(
     return library.feed_forward(x, own, activation, experts, parts[0]._exact, biases)
 
 
-class _Norm(Native):
+class Norm(Native):
+    """An RMS norm."""
+
     def __call__(self: Any, x: mx.array) -> mx.array:
         return operations.rms_norm(x, self["weight"], self.eps)
 
@@ -320,11 +328,11 @@ class _DeepseekRope(Native):
 
 # By name: those of mlx_lm are imported by the architectures that have them only.
 MIXINS: dict[tuple[str, str], type] = {
-    ("mlx.nn.layers.linear", "Linear"): _Linear,
-    ("mlx.nn.layers.quantized", "QuantizedLinear"): _Linear,
+    ("mlx.nn.layers.linear", "Linear"): Linear,
+    ("mlx.nn.layers.quantized", "QuantizedLinear"): Linear,
     ("mlx.nn.layers.embedding", "Embedding"): _Embedding,
     ("mlx.nn.layers.quantized", "QuantizedEmbedding"): _Embedding,
-    ("mlx.nn.layers.normalization", "RMSNorm"): _Norm,
+    ("mlx.nn.layers.normalization", "RMSNorm"): Norm,
     ("mlx.nn.layers.positional_encoding", "RoPE"): _Rope,
     ("mlx.nn.layers.convolution", "Conv1d"): Convolution,
     ("mlx_lm.models.rope_utils", "SuScaledRoPE"): _LongRope,

@@ -123,6 +123,15 @@ bool lie_in_place(const mx::array &input, mx::array &output) {
   return may;
 }
 
+void lie_by_position(const Arrays &, Arrays &outputs) {
+  for (mx::array &out : outputs) {
+    const int64_t heads = out.shape(1), positions = out.shape(2), size = out.shape(3);
+    out.set_data(mx::allocator::malloc(out.nbytes()), out.size(),
+                 {positions * heads * size, size, heads * size, 1},
+                 {true, heads == 1 || positions == 1, false});
+  }
+}
+
 Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
             Arrays inputs, Work work, LayOut lay_out) {
   auto operation = std::make_shared<Operation>(name, std::move(work), std::move(lay_out));

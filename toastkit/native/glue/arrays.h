@@ -61,6 +61,10 @@ bool is_in_region(const mx::array &a);
 // rows. Whether it could.
 bool lie_in_place(const mx::array &input, mx::array &output);
 
+// Heads (batch, heads, positions, size) lie as (batch, positions, heads, size), as products give
+// and take them.
+void lie_by_position(const Arrays &inputs, Arrays &outputs);
+
 // What an operation of the CPU gives, lazy. `work` runs on MLX's stream, when the inputs are there,
 // with memory for the outputs, in rows where no `lay_out` is given; not for outputs of no numbers.
 // in_place: an input, of the last output's size, in whose memory that may lie if nobody else has

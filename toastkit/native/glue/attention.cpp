@@ -49,15 +49,6 @@ class Mask {
   std::optional<InOrder> copy_;
 };
 
-// The result lies as (batch, positions, heads, size), as what comes next would have it.
-void lay_out(const Arrays &, Arrays &outputs) {
-  mx::array &out = outputs[0];
-  const int64_t heads = out.shape(1), positions = out.shape(2), size = out.shape(3);
-  out.set_data(mx::allocator::malloc(out.nbytes()), out.size(),
-               {positions * heads * size, size, heads * size, 1},
-               {true, heads == 1 || positions == 1, false});
-}
-
 void compute(const Arrays &arrays, float scale, int masking, bool sinks) {
   const Rows queries(arrays[0]), keys(arrays[1]), values(arrays[2]);
   mx::array out = arrays.back();
@@ -112,7 +103,7 @@ mx::array attention(const mx::array &q, const mx::array &k, const mx::array &v, 
               fits(k) && fits(v) ? q.dtype() : mx::float32, std::move(inputs),
               [scale, masking, given = sinks != nullptr](const Arrays &arrays) {
     compute(arrays, scale, masking, given);
-  }, lay_out);
+  }, lie_by_position);
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 #include "matrices.h"
 
+#include "../kernels/rows.h"
+
 namespace toast {
 
 mx::Dtype add_matrix(Arrays &inputs, const mx::array &weight,
@@ -52,6 +54,44 @@ Matrix::Matrix(const Arrays &arrays, size_t first, const Packing &packing)
       group_size,
       powers ? TOAST_E8M0 : type_of(bits ? arrays[first + 1] : weight),
   };
+}
+
+mx::Dtype add_part(Arrays &inputs, const mx::array *const (&part)[GIVEN], const Packing &packing,
+                   int64_t columns) {
+  const auto [weight, scales, biases, bias] = part;
+  const auto numbers = add_matrix(inputs, *weight, scales, biases, packing, columns);
+  if (bias) {
+    auto rows = weight->shape();
+    rows.pop_back();
+    check(bias->shape() == rows && bias->dtype() == mx::float32, "a bias of another shape");
+    inputs.push_back(*bias);
+  }
+  return numbers;
+}
+
+Part::Part(const Arrays &arrays, size_t &at, const Packing &packing, bool biased)
+    : matrix(arrays, at, packing) {
+  at += Matrix::count(packing);
+  if (biased) bias_ = std::make_unique<InOrder>(arrays[at++]);
+}
+
+void Part::multiply(const toast_vectors &x, int64_t count, const uint32_t *vector,
+                    const uint32_t *expert, bool exact, void *out, int out_type, int64_t first,
+                    int64_t rows) const {
+  toast_matrix some = *matrix.get();
+  const int64_t packed = some.bits ? some.columns * some.bits / 8 : 0;
+  const int64_t size = some.type == TOAST_F32 ? 4 : some.type == TOAST_E8M0 ? 1 : 2;
+  auto from = [&](const void *p, int64_t row) {
+    return static_cast<const void *>(static_cast<const char *>(p) + first * row);
+  };
+  some.weight = from(some.weight, packed ? packed : some.columns * size);
+  if (packed) some.scales = from(some.scales, some.columns / some.group_size * size);
+  if (some.biases) some.biases = from(some.biases, some.columns / some.group_size * size);
+  some.rows = rows;
+  need(toast_multiply(&some, &x, count, vector, expert, exact, out, out_type));
+  if (!bias_) return;
+  const float *added = reinterpret_cast<const float *>(bias_->data()) + first;
+  need(toast_add_rows(static_cast<float *>(out), count, rows, added, some.experts, expert));
 }
 
 }  // namespace toast

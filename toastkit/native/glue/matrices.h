@@ -36,4 +36,23 @@ class Matrix {
   toast_matrix matrix_;
 };
 
+constexpr int GIVEN = 4;  // arrays of a part: weight, scales, biases of groups, bias
+
+// As add_matrix, of a part; those that are not there are NULL. Its bias is float32.
+mx::Dtype add_part(Arrays &inputs, const mx::array *const (&part)[GIVEN], const Packing &packing,
+                   int64_t columns);
+
+// A matrix with what is added to its products. at: where its arrays begin, and then where they end.
+struct Part {
+  Part(const Arrays &arrays, size_t &at, const Packing &packing, bool biased);
+  // Products with vectors, from row `first` on; all its rows are `count` where there is a bias.
+  void multiply(const toast_vectors &x, int64_t count, const uint32_t *vector,
+                const uint32_t *expert, bool exact, void *out, int out_type, int64_t first,
+                int64_t rows) const;
+  Matrix matrix;
+
+ private:
+  std::unique_ptr<InOrder> bias_;
+};
+
 }  // namespace toast
