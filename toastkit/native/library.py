@@ -81,7 +81,7 @@ class Library:
 
     def function(self, name: str, *types: Any) -> Callable:
         """One of the library: it makes its first array what it gives, and returns what is wrong."""
-        one = self._loaded[f"toast_{name}_array"]
+        one = self.loaded[f"toast_{name}_array"]
         one.restype, one.argtypes = ctypes.c_char_p, types
         return one
 
