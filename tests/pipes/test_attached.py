@@ -19,6 +19,9 @@ from tests.pipes.test_pipeline import frames_of
 from tests.unit.daemon_front import eventually
 from tests.unit.test_tree import loaded
 from toastkit.frames import End, Head, Logits, Prefilled, dumps
+from toastkit.session.header import decode_header
+from toastkit.session.layout import Header
+from toastkit.session.names import HEADER_FILE
 
 ALONE = "--no-daemon"
 SEEDED = ["--temp", "0.8", "--top-p", "0.95", "--seed", "7"]
@@ -68,9 +71,13 @@ def without_times(data: bytes) -> list[bytes]:
     return frames
 
 
-def files_of(session: Path) -> dict[str, bytes]:
-    """What of a session lies on disk, but for the name of the last holder of its lock."""
-    return {p.name: p.read_bytes() for p in session.iterdir() if p.is_file() and p.name != "lock"}
+def files_of(session: Path) -> dict[str, bytes | Header]:
+    """What of a session lies on disk, but for the name of the last holder of its lock, and for
+    what tells cache.bin from any other file."""
+    files = {p.name: p.read_bytes() for p in session.iterdir() if p.is_file() and p.name != "lock"}
+    header = decode_header(files[HEADER_FILE])
+    assert header.seal
+    return {**files, HEADER_FILE: dataclasses.replace(header, seal=None)}
 
 
 # --------------------------------------------------------------------------------- the pipeline
