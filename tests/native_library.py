@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from toastkit.base_directories import own_directory
 from toastkit.native import building
 from toastkit.native.compiling import compiler, unsupported
 
@@ -62,7 +63,8 @@ def native_commands(library_at_home: None) -> Iterator[None]:
 def own_cache(folder: Path) -> Path:
     """Makes a directory for XDG_CACHE_HOME in which there is only the library that this process
     has in its own, if it has one."""
-    there, name = Path(os.environ["XDG_CACHE_HOME"], "toastkit/native"), "toastkit/native"
+    name = "toastkit/native"
+    there = Path(own_directory("CACHE", "native"))
     folder.mkdir(mode=0o700, exist_ok=True)
     if there.is_dir():
         shutil.copytree(there, folder / name)
