@@ -116,7 +116,7 @@ def contexts(model: Path, lengths: list[int], rounds: int) -> None:
     from toastkit.engine.opening import open_engine
     from toastkit.model.locate import locate
 
-    engine = open_engine(locate(str(model)))
+    engine = open_engine(locate(str(model)), native="auto")
     states = {length: noisy_state(engine, length) for length in lengths}
     cases = {f"{n:,} tokens": partial(token_cost, engine, states[n]) for n in lengths}
     results = in_turn(cases, rounds)
