@@ -148,9 +148,9 @@ def load(
     if flags["verbose"]:
         say(f"loaded {files.name} on the {engine.device} in {time.perf_counter() - start:.2f} s")
         say(f"native products: {engine.native}")
-        for policy in engine.policies:
-            if policy.name == "mapping" and (size := policy.report()["mapped"]):
-                from toastkit.model.info import human
+        from toastkit.model.info import human
+        from toastkit.residency.mapping import mapped_bytes
 
-                say(f"weights: {human(size)} mapped")
+        if size := mapped_bytes(engine.holdings):
+            say(f"weights: {human(size)} mapped")
     return engine

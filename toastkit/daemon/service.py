@@ -63,8 +63,7 @@ class Service:
         preparer.wants_points = not always_cut(engine.new_cache())
         self.stepper = Stepper(engine, settings.batch, settings.say)
         self.rate: float | None = None
-        # What is mapped is so in all passes.
-        shifting = any(policy.paths for policy in engine.policies if policy.name != "mapping")
+        shifting = any(policy.changes_forms and policy.paths for policy in engine.policies)
         self._slice_seconds = SHIFTING_SECONDS if shifting else SLICE_SECONDS
         self._turns = 0
 

@@ -31,6 +31,7 @@ class ExpertsPolicy:
     """
 
     name = "experts"
+    changes_forms = False
     steps_together = True  # with MoBiLE, too: see batch.Batch.step
     tells_steps = True
 

@@ -26,6 +26,7 @@ class SlotPolicy:
 
     name = "slots"
     variant = ""  # the results are those of a model that is whole, to the bit
+    changes_forms = True
     steps_together = True
     tells_steps = True
 

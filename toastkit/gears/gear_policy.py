@@ -40,6 +40,7 @@ class GearPolicy:
     gear: the one the model is in. tokens: steps run, by gear. times: of shifts, by gear.
     """
 
+    changes_forms = True
     tells_steps = True
 
     def __init__(self, options: GearOptions):

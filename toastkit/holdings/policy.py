@@ -30,13 +30,16 @@ class Policy(Protocol):
     name: of its report. variant: what it does to the results, in a word that can be part of a
     directory's name. paths: of the modules that it decides about; policies that decide about the
     same ones are asked in their order, each what becomes of the form that the one before wants.
-    steps_together: whether several states may take a step in one pass. tells_steps: whether a
-    prompt's last token is to be a step, because it is to the policy another thing than a prompt.
+    changes_forms: whether the forms that it wants are now these, now those, so that passes of two
+    kinds in turn cost something. steps_together: whether several states may take a step in one
+    pass. tells_steps: whether a prompt's last token is to be a step, because it is to the policy
+    another thing than a prompt.
     """
 
     name: str
     variant: str
     paths: list[str]
+    changes_forms: bool
     steps_together: bool
     tells_steps: bool
 

@@ -34,6 +34,7 @@ class MappingPolicy:
 
     name = "mapping"
     variant = ""  # the results are the same to the bit
+    changes_forms = False
     steps_together = True
     tells_steps = False
 
@@ -102,9 +103,13 @@ class MappingPolicy:
 
     def report(self) -> dict[str, Any]:
         """Bytes of the modules that lie in their files now."""
-        forms = {path: self._holdings.modules[path].form for path in self.paths}
-        mapped = [path for path, form in forms.items() if form == MAPPED]
-        return {"mapped": sum(map(self._holdings.module_bytes, mapped))}
+        return {"mapped": mapped_bytes(self._holdings)}
+
+
+def mapped_bytes(holdings: Holdings) -> int:
+    """Bytes of the modules that lie in their files now."""
+    mapped = [path for path, holding in holdings.modules.items() if holding.form.mapped]
+    return sum(map(holdings.module_bytes, mapped))
 
 
 def _read_whole(fitting: Iterable[Holding]) -> Iterator[Holding]:

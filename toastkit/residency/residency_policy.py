@@ -40,6 +40,7 @@ class ResidencyPolicy:
 
     name = "residency"
     variant = ""  # the results are those of a model that stays, to the bit
+    changes_forms = True
     steps_together = True
     tells_steps = False
 
