@@ -299,8 +299,10 @@ def _shift_times(subject: Subject, scope: str) -> dict[str, dict[str, list[float
     for kind, engine in engines.items():
         assert engine.gears is not None
         times = engine.gears.times
+        # Originals that lie mapped in the file are not kept: they are mapped anew each time.
         found[kind] = {
-            gear: times[gear].again if kind == "kept" else times[gear].first for gear in ORDER
+            gear: (times[gear].again if kind == "kept" else []) or times[gear].first
+            for gear in ORDER
         }
     engines.clear()
     _collect()
