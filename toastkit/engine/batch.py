@@ -22,6 +22,7 @@ from toastkit.engine.savepoints import copy_caches, leaves, put_back, ways_forwa
 from toastkit.engine.state import ModelState, Passed
 from toastkit.experts.common_part import Kept
 from toastkit.holdings.policy import NO_WISH
+from toastkit.holdings.streams import arrays_in
 
 # How far the logits of a batch may be from those of each state alone, of their spread, for the
 # architecture to count as one that can be batched: rounding in float32, and in 16 bits.
@@ -58,7 +59,7 @@ class Batch:
         for state in states:
             row = self.members.index(state)
             state.cache = self._engine.counted(_extracted(x, row) for x in self.caches)
-            mx.eval([layer.state for layer in state.cache])
+            mx.eval(arrays_in(state.cache))
         rest = [i for i, member in enumerate(self.members) if member not in states]
         if rest:
             for layer in self.caches:

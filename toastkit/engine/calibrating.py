@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from toastkit.engine.engine import CHUNK, Engine
 from toastkit.holdings.read_ahead import MOST_AHEAD
+from toastkit.holdings.streams import arrays_in
 from toastkit.residency.predict import (
     Calibration,
     Played,
@@ -339,10 +340,10 @@ class _Measuring:
         try:
             if tokens == 1:
                 logits = engine.step(ids[0], cache)
-                mx.eval(logits, [layer.state for layer in cache])
+                mx.eval(logits, arrays_in(cache))
             else:
                 engine.score(ids, cache)  # the logits are never computed
-                mx.eval([layer.state for layer in cache])
+                mx.eval(arrays_in(cache))
         except _Enough:
             pass
         finally:

@@ -28,6 +28,7 @@ from toastkit.errors import DataError
 from toastkit.holdings.forms import ORIGINAL, Form
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import NO_WISH, PROMPT, Policy, Wish, decided
+from toastkit.holdings.streams import arrays_in
 from toastkit.model.supported import reads_on_host
 from toastkit.native.starting import OFF, NativeOptions
 from toastkit.session.directory import Session
@@ -308,8 +309,7 @@ class Engine:
         early. No others are computed: the last token is a step, or see last_token.py.
         """
         for done, logits in self._passes(ids, cache, lambda: chunk):
-            stopped = progress is not None and progress(done, len(ids))
-            if stopped and logits is None:
+            if progress is not None and progress(done, len(ids)) and logits is None:
                 break
         return done, logits
 
@@ -332,7 +332,7 @@ class Engine:
                         rows = self._run(part, cache)
                     logits = rows[0, -1].astype(mx.float32) if done == total else None
                     del rows  # which hold the caches' arrays, and MLX would copy these
-                mx.eval(logits, [layer.state for layer in cache])
+                mx.eval(logits, arrays_in(cache))
             if count > 1 or done < total:
                 mx.clear_cache()
             if logits is not None:

@@ -20,6 +20,7 @@ import mlx.core as mx
 from toastkit.engine.engine import CHUNK, Engine
 from toastkit.errors import DataError
 from toastkit.holdings.policy import NO_WISH
+from toastkit.holdings.streams import arrays_in
 from toastkit.native.operations import distribution
 
 LOGITS_BYTES = 256 << 20  # that the float32 logits of one pass may take, unless --chunk is given
@@ -144,7 +145,7 @@ def score_window(engine: Engine, start: int, part: Sequence[int], size: int) -> 
         logits = engine.score(inputs[first : first + size], cache)
         logprobs, entropies = _judge(logits, mx.array(list(wanted), mx.uint32))
         del logits
-        mx.eval([layer.state for layer in cache])
+        mx.eval(arrays_in(cache))
         mx.clear_cache()
         yield checked(Scores(start + first + 1, wanted, logprobs, entropies))
 

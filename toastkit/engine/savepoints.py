@@ -97,8 +97,10 @@ def _before_a_step(layer: Any) -> Any:
             settings = {"offset": layer.offset, "_idx": layer._idx}
             keys, values = layer.keys[..., rows, :], layer.values[..., rows, :]
             return _Row(settings, place, mx.contiguous(keys), mx.contiguous(values))
-    moved = name == "ChunkedKVCache" and layer.offset - layer.start_position > layer.chunk_size
-    if moved or not layer.is_trimmable():
+    # Some versions of mlx_lm cut a chunk's room, others what it holds.
+    cut = name == "ChunkedKVCache" and layer.keys is not None
+    cut = cut and layer.keys.shape[2] >= layer.chunk_size
+    if cut or not layer.is_trimmable():
         return _copy(layer)
     return None
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -167,6 +167,13 @@ class _Keeping:
         return _widened(keys, appended), _widened(values, appended)
 
 
+def _widened_state(base: Any, layer: Any) -> Any:
+    """The state of a cache as its class has it, its keys and values in the dtype of activations."""
+    keys, values, *rest = base.state.fget(layer)
+    appended = getattr(mx, layer.appended)
+    return _widened(keys, appended), _widened(values, appended), *rest
+
+
 @cache
 def _keeping(base: type, dtype: mx.Dtype) -> type:
     """Under the name of the class: sessions and savepoints ask for it. What a batch is made of, and
@@ -181,6 +188,9 @@ def _keeping(base: type, dtype: mx.Dtype) -> type:
         keep_in(dtype, [layer])
         return layer
 
+    if not hasattr(base, "keys_and_values"):  # mlx_lm before 0.32, which asks for the state
+        theirs: Any = base
+        own["state"] = property(partial(_widened_state, base), theirs.state.fset)
     if hasattr(base, "merge"):
         own["merge"] = classmethod(lambda cls, caches: made(base.merge(caches)))
     if hasattr(base, "extract"):
