@@ -167,6 +167,23 @@ def test_long_contexts_are_shared_out(kernels: Kernels, rows: int, type_: str) -
     assert np.array_equal(attend(kernels, asked)[:, -1:], alone)
 
 
+@pytest.mark.parametrize("repeats", [1, 3, 9, 16])
+@pytest.mark.parametrize("type_", list(KEPT_TYPES))
+def test_heads_that_lie_side_by_side(kernels: Kernels, repeats: int, type_: str) -> None:
+    """As a session's file has them, and taken together: to the bit what they give one by one."""
+    queries = cached(1, (1, 7 * repeats, 1, 40), "f32", "cache")
+    keys, values = (
+        cached(i, (1, 7, 5000, size), type_, "turned") for i, size in ((2, 40), (3, 56))
+    )
+    asked = Asked(
+        queries, keys, values, ("f32", type_, type_), 0.2, sinks=queries[0, :, 0, 0].copy()
+    )
+    check(kernels, asked)
+    by_head = [np.ascontiguousarray(rows) for rows in (keys, values)]
+    assert np.array_equal(attend(kernels, asked), attend(kernels, asked._replace(
+        keys=by_head[0], values=by_head[1])))  # fmt: skip
+
+
 @pytest.mark.parametrize("size", [64, 96, 100, 256])
 @pytest.mark.parametrize("type_", list(KEPT_TYPES))
 def test_sizes_of_heads(kernels: Kernels, size: int, type_: str) -> None:

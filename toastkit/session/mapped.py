@@ -28,6 +28,7 @@ from toastkit.session.layout import BLOCK_ROWS, Tensor
 
 LEAST = 1 << 18  # bytes of a tensor; a smaller one is copied as fast
 ROOM = BLOCK_ROWS  # positions to append, at least, before a cache moves to memory of its own
+SHARE = 8  # and as a share of those there are
 MOST_PIECES = 1 << 12  # maps: a process has 65,530 by default
 
 
@@ -35,8 +36,8 @@ def read_in_place(
     stored: Stored, tensors: Sequence[Tensor], dtypes: Mapping[str, mx.Dtype]
 ) -> dict[int, mx.array]:
     """Arrays (B, heads, positions, size), of the dtype that is stored, over stored tensors, of
-    axis 2, by their id. positions: whole blocks of 256, and ROOM; what is behind the rows is
-    unspecified. dtypes: of MLX, by name.
+    axis 2, by their id. positions: whole blocks of 256, some of them room; what is behind the rows
+    is unspecified. dtypes: of MLX, by name.
     What cannot be read in place is left out: the caller reads it as ever."""
     library = in_use()
     fit = [tensor for tensor in tensors if _fits(tensor)]
@@ -56,7 +57,8 @@ def _fits(tensor: Tensor) -> bool:
 
 
 def _positions(tensor: Tensor) -> int:
-    return -(-tensor.rows // BLOCK_ROWS) * BLOCK_ROWS + ROOM
+    room = max(ROOM, tensor.rows // SHARE)
+    return sum(-(-rows // BLOCK_ROWS) * BLOCK_ROWS for rows in (tensor.rows, room))
 
 
 def _pieces(tensor: Tensor) -> Iterator[tuple[int, int, int]]:

@@ -122,6 +122,25 @@ Spans spans_of(const Attention &a, const Tile &tile) {
   return {span(first), span(last) + 1, origin, call.key_positions};
 }
 
+// Whether the rows of all heads of a position lie side by side, as a session's file has them.
+bool lie_by_position(const toast_rows &rows, int64_t heads, int64_t size) {
+  const int64_t row = size + (rows.type == TOAST_I8 ? int64_t(sizeof(float)) : 0);
+  return rows.strides[1] == row && rows.strides[2] >= heads * row;
+}
+
+// Heads that a tile has. Those that lie side by side are taken together, so that memory is read as
+// it lies, as long as there is work for all threads.
+int64_t heads_of_tile(const Attention &a, const AttentionCode &code) {
+  const toast_attention &call = *a.call;
+  if (a.range_strides[1] || !lie_by_position(call.keys, call.key_heads, call.key_size) ||
+      !lie_by_position(call.values, call.key_heads, call.value_size))
+    return 1;
+  int64_t heads = std::min(code.tile_heads(a.rows), call.key_heads);
+  const int64_t spans = call.batch * (call.key_positions / SPAN);
+  while (heads > 1 && spans * (call.key_heads / heads) < 4 * threads()) heads /= 2;
+  return heads;
+}
+
 struct Work {
   Tile tile;
   Spans spans;
@@ -130,18 +149,20 @@ struct Work {
 
 bool attend(const Attention &a, const AttentionCode &code, bool little) {
   const toast_attention &call = *a.call;
-  const int64_t tile_rows = code.tile_rows(a.rows);
+  const int64_t tile_rows = code.tile_rows(a.rows), tile_heads = heads_of_tile(a, code);
   std::vector<Work> work;
   int64_t spans = 0;
   for (int64_t batch = 0; batch < call.batch; batch++)
-    for (int64_t head = 0; head < call.key_heads; head++)
+    for (int64_t head = 0; head < call.key_heads; head += tile_heads)
       for (int64_t first = 0; first < a.rows; first += tile_rows) {
-        const Tile tile = {batch, head, first, std::min(tile_rows, a.rows - first)};
+        const Tile tile = {batch, head, first, std::min(tile_rows, a.rows - first),
+                           std::min(tile_heads, call.key_heads - head)};
         work.push_back({tile, spans_of(a, tile), spans});
         spans += work.back().spans.end - work.back().spans.first;
       }
-  const int64_t tiles = int64_t(work.size()), floats = tile_rows * (1 + a.row_floats);
-  auto sums = [&](float *memory) { return Sums{memory, memory + tile_rows}; };
+  const int64_t rows = tile_heads * tile_rows, floats = rows * (1 + a.row_floats);
+  const int64_t tiles = int64_t(work.size());
+  auto sums = [&](float *memory) { return Sums{memory, memory + rows}; };
   std::atomic<bool> failed{false};
   if (tiles >= FEW_TILES || spans == tiles) {
     share(little, tiles, [&](int64_t i) {
@@ -153,7 +174,7 @@ bool attend(const Attention &a, const AttentionCode &code, bool little) {
                          s == one.spans.first ? to : from)) {
           memory = nullptr;
         } else if (s > one.spans.first) {
-          code.add(a, one.tile.rows, to, from);
+          code.add(a, one.tile.heads * one.tile.rows, to, from);
         }
       }
       if (!memory) return failed.store(true, std::memory_order_relaxed);
@@ -163,8 +184,8 @@ bool attend(const Attention &a, const AttentionCode &code, bool little) {
   }
   auto memory = static_cast<float *>(scratch(PARTS, spans * floats * sizeof(float)));
   if (!memory) return false;
-  // Keys that lie position by position are taken so: all heads of a span, which have its pages in
-  // common, and then the next.
+  // Keys that lie position by position are taken so where they are several tiles: all heads of a
+  // span, which have its pages in common, and then the next.
   const int64_t each = work[0].spans.end - work[0].spans.first;
   const bool by_position = call.keys.strides[2] > call.keys.strides[1] && spans == tiles * each;
   share(little, spans, [&](int64_t n) {
@@ -181,7 +202,7 @@ bool attend(const Attention &a, const AttentionCode &code, bool little) {
     const Work &one = work[i];
     float *all = memory + one.before * floats;
     for (int64_t s = 1; s < one.spans.end - one.spans.first; s++)
-      code.add(a, one.tile.rows, sums(all), sums(all + s * floats));
+      code.add(a, one.tile.heads * one.tile.rows, sums(all), sums(all + s * floats));
     code.finish(a, one.tile, sums(all));
   });
   return true;

@@ -19,7 +19,8 @@ struct Range {
   enum Kind : int32_t { WHOLE, HOLES, BLIND } kind;
 };
 
-// A tile is some rows of a key head in a batch; row r is query r / repeats of head r % repeats.
+// A tile is some rows of a key head in a batch; row r is query r / repeats of head r % repeats. Or
+// all rows of several heads, whose keys lie side by side: row r of head h is then h * rows + r.
 struct Attention {
   const toast_attention *call;
   void *out;
@@ -37,19 +38,24 @@ struct Attention {
   }
 };
 
-// What comes of rows in some spans: their largest score; sums of weighted values and weights.
+// What comes of a tile's rows in some spans: their largest score; sums of weighted values and
+// weights.
 struct Sums {
-  float *most;  // (rows)
-  float *sums;  // (rows, row_floats)
+  float *most;  // (heads * rows)
+  float *sums;  // (heads * rows, row_floats)
 };
 
 struct Tile {
-  int64_t batch, head, first, rows;  // head: of the keys
+  int64_t batch, head, first, rows;  // head: the first of the keys'; rows: of each
+  int64_t heads;
+
+  Tile of_head(int64_t h) const { return {batch, head + h, first, rows, 1}; }
 };
 
 // One instruction set's code.
 struct AttentionCode {
-  int64_t (*tile_rows)(int64_t rows);  // that a tile has, of so many
+  int64_t (*tile_rows)(int64_t rows);   // that a tile has, of so many
+  int64_t (*tile_heads)(int64_t rows);  // and heads, at most
   int64_t (*row_floats)(int64_t value_size);
   // Sets `out` to what comes of the keys from begin up to end; false for no memory.
   bool (*attend)(const Attention &, const Tile &, int64_t begin, int64_t end, Sums out);

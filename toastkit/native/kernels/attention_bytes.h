@@ -116,15 +116,16 @@ static void put_query(const Digits &to, int64_t r, const float *x, int64_t size)
   to.offsets[1][r] = 128 * _mm512_reduce_add_epi32((__m512i)lowers);
 }
 
-// out[n][lane] = the score of query n with the key of a lane. keys: LANES rows.
+// out[n][lane] = the score of query first + n with the key of a lane. keys: LANES rows.
 template <int N>
 static void cross_key_bytes(const char *const *keys, Ahead ahead, Ahead values,
-                            const Digits &queries, int64_t size, float *out) {
+                            const Digits &queries, int64_t first, int64_t size, float *out) {
+  const int64_t before = first * queries.stride;
   I32 sums[2][N];
 #pragma GCC unroll 16
   for (int n = 0; n < N; n++) {
-    sums[0][n] = I32{} - queries.offsets[0][n];
-    sums[1][n] = I32{} - queries.offsets[1][n];
+    sums[0][n] = I32{} - queries.offsets[0][first + n];
+    sums[1][n] = I32{} - queries.offsets[1][first + n];
   }
   F32 scales, r[LANES];
   for (int i = 0; i < LANES; i++) scales[i] = scale_of(keys[i], size);
@@ -134,7 +135,7 @@ static void cross_key_bytes(const char *const *keys, Ahead ahead, Ahead values,
     for (int i = 0; i < LANES; i++) r[i] = (F32)_mm512_maskz_loadu_epi8(some, keys[i] + d);
     ahead.fetch(), values.fetch();
     transpose(r);
-    const int8_t *upper = queries.queries[0] + d, *lower = queries.queries[1] + d;
+    const int8_t *upper = queries.queries[0] + before + d, *lower = queries.queries[1] + before + d;
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
       const I32 bytes = plus_128((I32)r[i]);
@@ -149,18 +150,19 @@ static void cross_key_bytes(const char *const *keys, Ahead ahead, Ahead values,
 #pragma GCC unroll 16
   for (int n = 0; n < N; n++)
     store(out + n * SCORES_STRIDE,
-          of_digits(sums[0][n], sums[1][n]) * (all(queries.query_steps[n]) * scales));
+          of_digits(sums[0][n], sums[1][n]) * (all(queries.query_steps[first + n]) * scales));
 }
 
-// N: queries, of which those after the tile's are zeros. The values of the span are fetched too.
+// N: queries of a head, of which those after the tile's are zeros. The values of the span are
+// fetched too.
 template <int N>
 static void scores_of_few_bytes(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                                 int64_t end, const Room &room, const Digits &digits) {
   const toast_attention &call = *a.call;
   const int64_t size = call.key_size, stride = call.keys.strides[2];
   const int64_t steps = digits.stride / REGISTER;
-  for (int64_t r = 0; r < N; r++) {
-    widen_query(a, tile, r, room.queries);
+  for (int64_t r = 0; r < tile.heads * N; r++) {
+    widen_query(a, tile.of_head(r / N), r % N, room.queries);
     put_query(digits, r, room.queries, size);
   }
   const char *keys = row_of(call.keys, tile.batch, tile.head, begin);
@@ -168,15 +170,20 @@ static void scores_of_few_bytes(const toast::Attention &a, const toast::Tile &ti
   const int64_t value_stride = call.values.strides[2];
   const int64_t row = row_bytes<TOAST_I8>(size), value_row = row_bytes<TOAST_I8>(call.value_size);
   const int64_t fetched = call.values.type == TOAST_I8 ? LANES * value_row / steps : 0;
-  for (int64_t j = 0; j < end - begin; j += LANES) {
-    const char *rows[LANES];  // the last one again after it
-    for (int i = 0; i < LANES; i++)
-      rows[i] = keys + (j + i < end - begin ? j + i : end - begin - 1) * stride;
-    cross_key_bytes<N>(rows,
-                       {keys + (j + KEYS_AHEAD) * stride, LANES * row / steps, row, stride},
-                       {values + j * value_stride, fetched, value_row, value_stride},
-                       digits, size, room.scores + j);
-  }
+  const int64_t heads = tile.heads;
+  for (int64_t j = 0; j < end - begin; j += LANES)
+    for (int64_t h = 0; h < heads; h++) {
+      const char *rows[LANES];  // the last one again after it
+      for (int i = 0; i < LANES; i++)
+        rows[i] = keys + (j + i < end - begin ? j + i : end - begin - 1) * stride + h * row;
+      cross_key_bytes<N>(
+          rows,
+          Ahead::of(keys + (j + keys_ahead(heads)) * stride, h * LANES * row, LANES * row / steps,
+                    heads * row, stride),
+          Ahead::of(values + j * value_stride, h * LANES * value_row, fetched, heads * value_row,
+                    value_stride),
+          digits, h * N, size, room.scores + h * N * SCORES_STRIDE + j);
+    }
 }
 
 // sums[n][lane] = columns[:, lane] . rows[n], of V * LANES lanes. columns: (count, V * LANES) words
@@ -376,12 +383,8 @@ static void weigh_values_in_bytes(const toast::Attention &a, const toast::Tile &
 static void scores_in_bytes(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                             int64_t end, int vectors, const Room &room, const Digits &digits) {
   if (vectors) return scores_of_many_bytes(a, tile, begin, end, vectors, room, digits);
-  auto of = tile.rows == 1   ? scores_of_few_bytes<1>
-            : tile.rows == 2 ? scores_of_few_bytes<2>
-            : tile.rows <= 4 ? scores_of_few_bytes<4>
-            : tile.rows <= 8 ? scores_of_few_bytes<8>
-                             : scores_of_few_bytes<16>;
-  of(a, tile, begin, end, room, digits);
+  with_rows(tile.rows,
+            [&]<int N>() { scores_of_few_bytes<N>(a, tile, begin, end, room, digits); });
 }
 #else
 // What other processors multiply is floats.

@@ -8,7 +8,12 @@ namespace {
 
 constexpr int64_t LINE = 64;        // bytes that memory gives at a time
 constexpr int64_t BLOCK_KEYS = 32;  // whose values all queries meet in turn
-constexpr int64_t KEYS_AHEAD = 64;  // of those that are multiplied, others are fetched
+constexpr int64_t KEYS_AHEAD = 64;  // of those that are multiplied, others are fetched: of one head
+
+// Of several heads whose keys lie side by side, so many positions.
+INLINE int64_t keys_ahead(int64_t heads) {
+  return KEYS_AHEAD / heads > LANES ? KEYS_AHEAD / heads : LANES;
+}
 
 // Fetches what is needed later, in the order in which it lies in memory, as the processor's own
 // fetching has it; into the second cache, which takes more requests at a time than the first. Of
@@ -238,22 +243,25 @@ static void weigh(const float *weights, int64_t weight_stride, int64_t key_strid
     for (int v = 0; v < V; v++) store(out + m * out_stride + v * LANES, sums[m][v]);
 }
 
-// The same for all rows and numbers. Some keys at a time, whose values stay at hand.
+// The same for all rows and numbers of some heads, whose values lie side by side: weights of one
+// are head_weights apart. Some keys at a time, whose values stay at hand.
 template <int TYPE>
 static void weigh_all(const float *weights, int64_t weight_stride, int64_t key_stride,
-                      const char *values, int64_t stride, int64_t keys, int64_t rows,
-                      int64_t size, float *out, int64_t out_stride) {
+                      int64_t head_weights, const char *values, int64_t stride, int64_t keys,
+                      int64_t heads, int64_t rows, int64_t size, float *out, int64_t out_stride) {
   constexpr int64_t WIDE = TILE_N * LANES, SIZE = Numbers<TYPE>::SIZE;
-  for (int64_t j = 0; j < keys; j += BLOCK_KEYS) {
+  const int64_t row = row_bytes<TYPE>(size);
+  for (int64_t n = 0; n < (keys + BLOCK_KEYS - 1) / BLOCK_KEYS * heads; n++) {
+    const int64_t j = n / heads * BLOCK_KEYS, h = n % heads;
     const int64_t some = keys - j < BLOCK_KEYS ? keys - j : BLOCK_KEYS;
     in_tiles(rows, [&]<int M>(int64_t m) {
-      const float *from = weights + j * key_stride + m * weight_stride;
-      const char *block = values + j * stride;
-      float *to = out + m * out_stride;
+      const float *from = weights + h * head_weights + j * key_stride + m * weight_stride;
+      const char *next = values + (j + some) * stride, *block = values + j * stride + h * row;
+      float *to = out + (h * rows + m) * out_stride;
       // Of the next ones, as much as these rows and numbers are of all.
       auto ahead = [&](int64_t d, int64_t width) {
-        return Ahead::of(block + some * stride, (size * m + d * M) * SIZE * some / rows,
-                         width * SIZE * M / rows, row_bytes<TYPE>(size), stride);
+        return Ahead::of(next, h * row * some + (size * m + d * M) * SIZE * some / rows,
+                         width * SIZE * M / rows, heads * row, stride);
       };
       int64_t d = 0;
       for (; d + WIDE <= size; d += WIDE)

@@ -31,6 +31,26 @@ INLINE const char *row_of(const toast_rows &rows, int64_t batch, int64_t head, i
 // So few that keys are turned for them; which costs more where vectors have few numbers.
 INLINE bool are_few(int64_t rows) { return rows <= (LANES > 4 ? LANES : 2); }
 
+// As many queries as are computed for so few.
+INLINE int64_t computed(int64_t rows) {
+  int64_t n = 1;
+  while (n < rows) n *= 2;
+  return n;
+}
+
+// work.operator()<N>() for that number.
+template <class Work>
+INLINE void with_rows(int64_t rows, const Work &work) {
+  const int64_t n = computed(rows);
+  if (n == 1) return work.template operator()<1>();
+  if (n == 2) return work.template operator()<2>();
+  if constexpr (LANES >= 8) {
+    if (n == 4) return work.template operator()<4>();
+    if (n == 8) return work.template operator()<8>();
+  }
+  if constexpr (LANES >= 16) work.template operator()<16>();
+}
+
 INLINE int64_t value_floats(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
 // A thread's memory for a span. queries: rows where they are few, else columns. keys: TILE_M,

@@ -100,35 +100,27 @@ static void weights_of_lanes(float *scores, int64_t keys, int64_t stride, float 
   for (int r = 0; r < rows; r++) most[r] = peaks[r], total[r * total_stride] = sums[0][r];
 }
 
-// N: queries, of which those after the tile's are zeros.
+// N: queries of a head, of which those after the tile's are zeros.
 template <int TYPE, int N>
 static void scores_of_rows(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                            int64_t end, const Room &room) {
   const toast_attention &call = *a.call;
   const int64_t size = call.key_size, row = value_floats(size) + LANES;
-  for (int64_t r = 0; r < N; r++) widen_query(a, tile, r, room.queries + r * row);
-  const int64_t stride = call.keys.strides[2] * Numbers<TYPE>::SIZE;
+  for (int64_t r = 0; r < tile.heads * N; r++)
+    widen_query(a, tile.of_head(r / N), r % N, room.queries + r * row);
+  const int64_t stride = call.keys.strides[2] * Numbers<TYPE>::SIZE, bytes = row_bytes<TYPE>(size);
   const char *keys = row_of(call.keys, tile.batch, tile.head, begin);
-  for (int64_t j = 0; j < end - begin; j += LANES) {
-    const char *rows[LANES];  // the last one again after it
-    for (int i = 0; i < LANES; i++)
-      rows[i] = keys + (j + i < end - begin ? j + i : end - begin - 1) * stride;
-    const Ahead ahead = {keys + (j + KEYS_AHEAD) * stride, LANES * 4 * LANES,
-                         row_bytes<TYPE>(size), stride};
-    cross_keys<TYPE, N>(rows, ahead, room.queries, row, size, room.scores + j, SCORES_STRIDE);
-  }
-}
-
-template <int TYPE>
-static void scores_of_few(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
-                          int64_t end, const Room &room) {
-  if (tile.rows == 1) return scores_of_rows<TYPE, 1>(a, tile, begin, end, room);
-  if (tile.rows == 2) return scores_of_rows<TYPE, 2>(a, tile, begin, end, room);
-  if constexpr (LANES >= 8) {
-    if (tile.rows <= 4) return scores_of_rows<TYPE, 4>(a, tile, begin, end, room);
-    if (tile.rows <= 8) return scores_of_rows<TYPE, 8>(a, tile, begin, end, room);
-  }
-  if constexpr (LANES >= 16) scores_of_rows<TYPE, 16>(a, tile, begin, end, room);
+  for (int64_t j = 0; j < end - begin; j += LANES)
+    for (int64_t h = 0; h < tile.heads; h++) {
+      const char *rows[LANES];  // the last one again after it
+      for (int i = 0; i < LANES; i++)
+        rows[i] = keys + (j + i < end - begin ? j + i : end - begin - 1) * stride + h * bytes;
+      const Ahead ahead =
+          Ahead::of(keys + (j + keys_ahead(tile.heads)) * stride, h * LANES * bytes,
+                    LANES * 4 * LANES, tile.heads * bytes, stride);
+      cross_keys<TYPE, N>(rows, ahead, room.queries + h * N * row, row, size,
+                          room.scores + h * N * SCORES_STRIDE + j, SCORES_STRIDE);
+    }
 }
 
 // The queries of a tile as columns, scaled.
@@ -178,13 +170,13 @@ static void scores_of_many(const toast::Attention &a, const toast::Tile &tile, i
 
 static void weigh_values(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                          int64_t keys, const float *weights, int64_t weight_stride,
-                         int64_t key_stride, float *out) {
+                         int64_t key_stride, int64_t head_weights, float *out) {
   const toast_rows &values = a.call->values;
   const char *from = row_of(values, tile.batch, tile.head, begin);
   with_type(values.type, [&]<int TYPE>() {
-    weigh_all<TYPE>(weights, weight_stride, key_stride, from,
-                    values.strides[2] * Numbers<TYPE>::SIZE, keys, tile.rows, a.call->value_size,
-                    out, a.row_floats);
+    weigh_all<TYPE>(weights, weight_stride, key_stride, head_weights, from,
+                    values.strides[2] * Numbers<TYPE>::SIZE, keys, tile.heads, tile.rows,
+                    a.call->value_size, out, a.row_floats);
   });
 }
 
@@ -199,29 +191,34 @@ static bool attend_span(const toast::Attention &a, const toast::Tile &tile, int6
   if (!make_room(a, &room)) return false;
   const bool keys_in_bytes = in_bytes(call.keys), values_in_bytes = in_bytes(call.values);
   if ((keys_in_bytes || values_in_bytes) && !make_digits(a, &digits)) return false;
-  memset(out.sums, 0, tile.rows * a.row_floats * sizeof(float));
-  // From one row's score to the next, and from one key's.
+  const int64_t sums = tile.rows * a.row_floats;  // of a head
+  memset(out.sums, 0, tile.heads * sums * sizeof(float));
+  // From one row's score to the next, from one key's, and from one head's.
   const int64_t row_stride = few ? SCORES_STRIDE : 1, stride = few ? 1 : vectors * LANES;
+  const int64_t head_stride = few ? computed(tile.rows) * SCORES_STRIDE : 0;
   if (keys_in_bytes) {
     scores_in_bytes(a, tile, begin, end, few ? 0 : vectors, room, digits);
   } else if (few) {
-    with_type(call.keys.type,
-              [&]<int TYPE>() { scores_of_few<TYPE>(a, tile, begin, end, room); });
+    with_type(call.keys.type, [&]<int TYPE>() {
+      with_rows(tile.rows, [&]<int N>() { scores_of_rows<TYPE, N>(a, tile, begin, end, room); });
+    });
   } else {
     scores_of_many(a, tile, begin, end, vectors, room);
   }
-  mask_scores(a, tile, begin, end, room.scores, row_stride, stride);
   float *totals = out.sums + total;
-  for (int64_t r = 0; few && r < tile.rows; r++)
-    weights_of_row(room.scores + r * row_stride, keys, out.most + r, totals + r * a.row_floats);
+  for (int64_t h = 0; h < tile.heads; h++)
+    mask_scores(a, tile.of_head(h), begin, end, room.scores + h * head_stride, row_stride, stride);
+  for (int64_t i = 0; few && i < tile.heads * tile.rows; i++)
+    weights_of_row(room.scores + i / tile.rows * head_stride + i % tile.rows * row_stride, keys,
+                   out.most + i, totals + i * a.row_floats);
   for (int64_t r = 0; !few && r < tile.rows; r += LANES)
     weights_of_lanes(room.scores + r, keys, stride, out.most + r, totals + r * a.row_floats,
                      a.row_floats, int(tile.rows - r < LANES ? tile.rows - r : LANES));
-  if (values_in_bytes) {
-    weigh_values_in_bytes(a, tile, begin, keys, room.scores, few ? 0 : stride, digits, out.sums);
-  } else {
-    weigh_values(a, tile, begin, keys, room.scores, row_stride, stride, out.sums);
-  }
+  for (int64_t h = 0; values_in_bytes && h < tile.heads; h++)
+    weigh_values_in_bytes(a, tile.of_head(h), begin, keys, room.scores + h * head_stride,
+                          few ? 0 : stride, digits, out.sums + h * sums);
+  if (!values_in_bytes)
+    weigh_values(a, tile, begin, keys, room.scores, row_stride, stride, head_stride, out.sums);
   return true;
 }
 
@@ -242,13 +239,14 @@ static void add_sums(const toast::Attention &a, int64_t rows, toast::Sums to, to
 static void finish_rows(const toast::Attention &a, const toast::Tile &tile, toast::Sums sums) {
   const toast_attention &call = *a.call;
   const int64_t total = value_floats(call.value_size);
-  for (int64_t r = 0; r < tile.rows; r++) {
-    const int64_t row = tile.first + r, head = tile.head * a.repeats + row % a.repeats;
-    float *of = sums.sums + r * a.row_floats;
+  for (int64_t i = 0; i < tile.heads * tile.rows; i++) {
+    const int64_t row = tile.first + i % tile.rows;
+    const int64_t head = (tile.head + i / tile.rows) * a.repeats + row % a.repeats;
+    float *of = sums.sums + i * a.row_floats;
     float weight = of[total], factor = 1;
     if (call.sinks) {
-      const float sink = call.sinks[head], most = sums.most[r] < sink ? sink : sums.most[r];
-      factor = exponential(sums.most[r] - most);
+      const float sink = call.sinks[head], most = sums.most[i] < sink ? sink : sums.most[i];
+      factor = exponential(sums.most[i] - most);
       weight = weight * factor + exponential(sink - most);
     }
     const int64_t at = tile.batch * a.out_strides[0] + head * a.out_strides[1] +
@@ -260,6 +258,7 @@ static void finish_rows(const toast::Attention &a, const toast::Tile &tile, toas
 
 const toast::AttentionCode attention = {
     [](int64_t rows) { return are_few(rows) ? rows : int64_t(WIDE); },
+    [](int64_t rows) { return are_few(rows) ? WIDE / computed(rows) : int64_t(1); },
     [](int64_t value_size) { return value_floats(value_size) + LANES; },
     attend_span,
     add_sums,
