@@ -1,15 +1,18 @@
 """A session's state on disk: saved, resumed in place and by copying, and what the next tokens take.
 
-    python benchmarks/state.py [--positions 21000] [--model small] [--rounds 5] [--keep DIR]
+    python benchmarks/state.py [--positions 21000] [--model small] [--rounds 5] [--synced]
+        [--keep DIR]
 
 Keys and values are random and not computed: a token takes as long with them. In place: cache.bin is
 mapped. Copied: it is read and checked, as where it cannot be mapped. Both in one process, in turn,
 with the file in the system's cache; both have to give the tokens of a state that was never saved.
+Written ahead: as a prompt's passes leave it, but that nothing is computed between them.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,7 +34,7 @@ from toastkit.session.directory import Session
 MODEL = "ab" * 32
 TOKENS = 8
 LOGITS = np.zeros(4096, np.float32)
-BLOCK = 256  # positions
+BLOCK = 256  # positions, of a pass too
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -73,6 +76,7 @@ def main() -> None:
     parser.add_argument("--model", default="small")
     parser.add_argument("--kv-bits", type=int)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--synced", action="store_true", help="commits are to outlive a power cut")
     parser.add_argument("--keep", type=Path, help="make the model here, use it again")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.keep) as temporary:
@@ -93,9 +97,13 @@ def measured(engine: Any, folder: Path, options: argparse.Namespace) -> dict[str
     """Seconds of each round, by what was done; and MB, of the state."""
     count, path = options.positions, folder / "session"
     caches, ids = filled(engine, count), [5] * options.positions
-    with Session.open(path, MODEL, durable=False) as session:
-        seconds, _ = timed(partial(session.commit, ids, caches, LOGITS))
-    results = {"MB": [(path / "cache.bin").stat().st_size / 1e6], "saved anew": [seconds]}
+    results: dict[str, list[float]] = {}
+    for folder_name, ahead in (("session", True), ("once", False)):
+        os.sync()  # what others have written is not to be waited for
+        with Session.open(folder / folder_name, MODEL, durable=options.synced) as session:
+            for what, seconds in saved(session, ids, caches, ahead).items():
+                results.setdefault(what, []).append(seconds)
+    results["MB"] = [(path / "cache.bin").stat().st_size / 1e6]
     wanted = tokens_after(engine, caches)[2]
     del caches
     for _ in range(options.rounds):
@@ -107,6 +115,24 @@ def measured(engine: Any, folder: Path, options: argparse.Namespace) -> dict[str
             for what, seconds in times.items():
                 results.setdefault(f"{name}: {what}", []).append(seconds)
     return results
+
+
+def saved(session: Session, ids: list[int], caches: list, ahead: bool) -> dict[str, float]:
+    """Commits a state for the first time, at once or as a prompt is read; seconds."""
+    if not ahead:
+        return {"saved at once": timed(partial(session.commit, ids, caches, LOGITS))[0]}
+    passes = []
+    for count in range(BLOCK, len(ids), BLOCK):
+        for layer in caches:
+            layer.offset = count
+        passes.append(timed(partial(session.write_ahead, ids[:count], caches, len(ids)))[0])
+    for layer in caches:
+        layer.offset = len(ids)
+    committed, _ = timed(partial(session.commit, ids, caches, LOGITS))
+    return {
+        "written ahead, all passes": sum(passes), "of which one takes": median(passes),
+        "and the commit then": committed,
+    }  # fmt: skip
 
 
 def once(engine: Any, path: Path, ids: list[int]) -> tuple[dict[str, float], list[int]]:

@@ -22,6 +22,7 @@ from toastkit.errors import Misplaced, from_os_error
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from threading import Thread
 
 _FLOCK = "hhqqi4x"  # struct flock of Linux
 _KINDS = {
@@ -243,6 +244,8 @@ class DataFiles:
         self._directory = directory
         self._flags = os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY
         self._fds: dict[str, int] = {}
+        self._ahead: Thread | None = None
+        self._failed: OSError | None = None
 
     @property
     def at(self) -> int:
@@ -291,12 +294,34 @@ class DataFiles:
         """Fills the buffer from a byte offset; False if the file ends before. Raises OSError."""
         return not buffer.nbytes or pread_into(self.fd(name), buffer, offset)
 
+    def sync_ahead(self, name: str) -> None:
+        """Begins to make durable what was written to a file, unless it is still at it from the last
+        time. `sync` has the less to wait for, and says if this failed."""
+        if self._ahead is None or not self._ahead.is_alive():
+            from threading import Thread
+
+            self._ahead = Thread(target=self._sync_one, args=(self.fd(name),), daemon=True)
+            self._ahead.start()
+
+    def _sync_one(self, fd: int) -> None:
+        try:
+            os.fsync(fd)
+        except OSError as error:  # which the system tells once
+            self._failed = error
+
     def sync(self) -> None:
         """Makes durable what was written to any of them. Raises OSError."""
+        if self._ahead is not None:
+            self._ahead.join()
+        if (failed := self._failed) is not None:
+            self._failed = None
+            raise failed
         for name, fd in self._fds.items():
             if name:
                 os.fsync(fd)
 
     def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.join()  # or another file might get its descriptor
         while self._fds:
             os.close(self._fds.popitem()[1])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,10 +20,11 @@ from mlx_lm.models import cache as mlx_caches
 from tests.conftest import examples
 from tests.model.test_kv_bits import answer, keys_of, opened, read
 from tests.model.test_kv_bits import ids as prompt
-from tests.native_library import built, cache, library, needed
+from tests.native_library import built, cache, library, native_path, needed
 from toastkit.errors import DataError
 from toastkit.native.kv_caches import keep_in
 from toastkit.native.library import Library
+from toastkit.native.regions import LOST
 from toastkit.private_files import held_until, hold_bytes
 from toastkit.session import mapped, reading
 from toastkit.session.directory import Session
@@ -322,6 +325,24 @@ def test_a_writer_may_go_on_where_it_reads(tmp_path: Path) -> None:
         assert is_mapped(caches[0].keys)
     assert (tmp_path / FILE).stat().st_size <= size + 4 * 90 * HEADS * SIZE * 4
     assert rows(restored(tmp_path, 391)) == wanted(list(range(391)))
+
+
+def test_a_file_that_became_shorter_ends_with_a_line(cache: Path, tmp_path: Path) -> None:
+    """Whoever cuts it off: never a signal that nobody explains."""
+    commit(tmp_path, list(range(600)))
+    code = (
+        "import os, sys\nfrom pathlib import Path\n"
+        "from tests.model import test_mapped_state as of\n"
+        "from toastkit.native import library\nfrom toastkit.session import mapped\n"
+        "library._in_use, mapped.LEAST = library.load(sys.argv[1]), 1\n"
+        "caches = of.restored(Path(sys.argv[2]), 600)\nassert of.is_mapped(caches[0].keys)\n"
+        "os.truncate(Path(sys.argv[2], of.FILE), 4096)\nof.rows(caches)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(native_path(cache)), str(tmp_path)], text=True,
+        stderr=subprocess.PIPE, env={**os.environ, "PYTHONFAULTHANDLER": ""}, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (74, LOST)
 
 
 def test_bytes_are_held_until_the_file_is_closed(tmp_path: Path) -> None:

@@ -33,9 +33,8 @@ from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.model.safetensors import Entry
 from toastkit.native.library import Library
-from toastkit.native.regions import Region
+from toastkit.native.regions import LOST, Region
 from toastkit.native.starting import NativeOptions
-from toastkit.residency import mapping
 from toastkit.residency.mapping import MappingPolicy
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store.bake import bake
@@ -269,7 +268,7 @@ def test_a_file_that_became_shorter_ends_with_a_line(tmp_path: Path) -> None:
     )
     one = child(code, str(file))
     _, said = one.communicate(timeout=60)
-    assert one.returncode == 74 and said.endswith(mapping.LOST)
+    assert one.returncode == 74 and said.endswith(LOST)
     assert said.count("\n") == 1
 
 

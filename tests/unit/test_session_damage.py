@@ -271,6 +271,9 @@ def commit_forever(path: str) -> None:
         while True:
             tokens = history(session.generation + 1)
             points = at(hybrid, tokens, *sorted(set(places(session.generation + 1))))
+            for point in points:
+                make = functools.partial(hybrid, tokens[: point.count])
+                session.write_layers_ahead(tokens[: point.count], make, len(tokens))
             commit(session, tokens, *hybrid(tokens), savepoints=points)
 
 

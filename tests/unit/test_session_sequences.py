@@ -1,9 +1,10 @@
-"""Savepoints under any sequence of reading, committing, restoring and closing."""
+"""Savepoints under any sequence of reading, writing ahead, committing, restoring and closing."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from hypothesis import settings
@@ -112,8 +113,21 @@ class Sessions(RuleBasedStateMachine):
         }
         self.held = {n: copied[n] for n in chosen if copied[n] or self.cuts(count)}
         self.stored, self.known = list(tokens), count
-        data_file = (self.folder / "s" / "cache.bin").read_bytes()
-        assert all(data_file[offset : offset + len(part)] == part for offset, part in before)
+        self.check_bytes(before)
+
+    @rule(room=st.integers(0, 700))
+    @precondition(lambda self: self.live)
+    def write_ahead(self, room: int) -> None:
+        before = self.owned()
+        make = partial(self.make, self.live)
+        self.session.write_layers_ahead(self.live, make, len(self.live) + room)
+        self.check_bytes(before)
+
+    def check_bytes(self, before: list[tuple[int, bytes]]) -> None:
+        """That the file still has these, which `owned` gave."""
+        if before:
+            data = (self.folder / "s" / "cache.bin").read_bytes()
+            assert all(data[offset : offset + len(part)] == part for offset, part in before)
 
     def owned(self) -> list[tuple[int, bytes]]:
         """The bytes that the last commit owns, by offset."""

@@ -255,10 +255,10 @@ class Engine:
         if held == len(ids):
             return
         state.logits = state.passed = None
-        rest, before = ids[held:], 0
-        for done, logits in self._passes(rest, state.cache, chunk):
-            state.tokens.extend(rest[before:done])
-            before, state.logits = done, logits
+        for done, logits in self._passes(ids[held:], state.cache, chunk):
+            state.tokens.extend(ids[len(state.tokens) : held + done])
+            state.logits = logits
+            state.write_ahead(len(ids))
             yield held + done
 
     def consume(self, state: ModelState, token: int | mx.array, wish: Wish = NO_WISH) -> None:

@@ -94,6 +94,12 @@ class ModelState:
         self.tokens = [t if isinstance(t, int) else int(t.item()) for t in self.tokens]
         return self.tokens
 
+    def write_ahead(self, room: int) -> None:
+        """Writes what its session's next commit would, as far as that is known, while a prompt of
+        `room` tokens is read; after the last of them the commit follows."""
+        if self.session is not None and self.logits is None:
+            self.session.write_ahead(self.read_tokens(), self.cache, room)
+
     def commit(self) -> None:
         """Writes the state into its session, if it has one."""
         if self.session is None:

@@ -9,8 +9,9 @@ A region is there until both it and its arrays are gone. What is mapped costs no
 system's cached pages of the file, which all processes have in common, until a page is written to;
 then that page is this process's own. No file is ever written to by way of a region. Unwritten pages
 go on to show what the file has there, whoever writes it. A file that ends before what is mapped
-of it ends the process that reads there (SIGBUS): map files only that nobody makes shorter. Those of
-models and sessions are put in place whole, or have a lock while they are mapped.
+of it ends the process that reads there (SIGBUS), with a line and exit code 74 where nobody else
+takes that signal: map files only that nobody makes shorter. Those of models and sessions are put in
+place whole, or have a lock while they are mapped.
 
 MLX reads such an array as any other, and never writes to its memory. Operations of the glue may,
 where nobody else has the array: see glue/arrays.h.
@@ -24,8 +25,13 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from toastkit.errors import IOFailure
 from toastkit.native.library import Library
 
+LOST = (
+    "toastkit: a file of the model, or of a session, became shorter while it was in use, "
+    "or cannot be read\n"
+)
 PAGE = os.sysconf("SC_PAGE_SIZE")  # bytes; where maps, and what is mapped of files, begin
 
 
@@ -37,6 +43,7 @@ class Region:
 
     def __init__(self, library: Library, nbytes: int):
         loaded = library.loaded
+        loaded.toast_end_with_line(LOST.encode(), IOFailure.code)
         make, self._close = loaded.toast_region, loaded.toast_region_close
         make.argtypes = [ctypes.c_int64, ctypes.c_void_p]
         self._close.restype, self._close.argtypes = None, [ctypes.c_void_p]

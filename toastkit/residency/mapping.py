@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from toastkit.errors import IOFailure
 from toastkit.holdings.forms import MAPPED, ORIGINAL, Form
 from toastkit.holdings.holding import Holding
 from toastkit.holdings.holdings import Holdings
@@ -20,8 +19,6 @@ from toastkit.native.library import in_use
 from toastkit.store.ledger import EMBEDDING
 from toastkit.store.mapping import Place
 from toastkit.store.skeleton import holds_experts
-
-LOST = "toastkit: a file of the model became shorter while it was in use, or cannot be read\n"
 
 
 class MappingPolicy:
@@ -54,7 +51,6 @@ class MappingPolicy:
         fitting = [h for h in holdings.modules.values() if self._fits(h)]
         self.paths = [holding.path for holding in fitting]
         if self._store.mapping is not None:
-            library.loaded.toast_end_with_line(LOST.encode(), IOFailure.code)
             self._store.mapping.read_ahead(self._places(_read_whole(fitting)))
 
     def _fits(self, holding: Holding) -> bool:

@@ -108,10 +108,13 @@ def _fill_last_block(fd: int, tensor: Tensor, first: int, data: memoryview) -> m
 
 def _write_blocks(fd: int, space: Space, tensor: Tensor, data: memoryview) -> None:
     """Writes what is left to fresh extents."""
-    size = tensor.block_rows * tensor.row_bytes
+    size, block = tensor.block_rows * tensor.row_bytes, tensor.block_bytes
+    last = -(-space.rows // tensor.block_rows) if tensor.axis is not None else 0
     while data.nbytes:
         piece = data[:size]
-        offset = space.allocate(size)
+        before = tensor.ranges[-1].offset + block if tensor.ranges else None
+        following = max(last - len(tensor.ranges) - 1, 0) * block
+        offset = space.beside(before, block, following)
         pwrite_all(fd, piece, offset)
         tensor.ranges.append(Range(offset, piece.nbytes, zlib.crc32(piece)))
         data = data[size:]

@@ -4,6 +4,9 @@ Data first, into places that the last header does not own; sync; then the header
 rename; then the directory is synced. Until the rename the session is the last commit, after it the
 new one. An ephemeral session, and one that is only a cache, skips the syncs: it need not outlive a
 power failure.
+
+Data may come long before: rows that stay as they are while a prompt is read (Ahead). No header
+names them until the commit does, and if there is none, they were never there.
 """
 
 from __future__ import annotations
@@ -82,17 +85,52 @@ def logits_bytes(logits: object) -> memoryview:
     return view.cast("B")
 
 
+class Ahead(NamedTuple):
+    """What cache.bin has that a commit may take over. tokens: ids that its rows are of. layers: of
+    those before the commit, what grows. shared: leading tokens whose rows are the state's. space:
+    what else of the file is taken."""
+
+    tokens: list[int]
+    layers: list[Layer]
+    shared: int
+    space: Space
+
+
+def as_committed(fd: int, old: Header, stored: Sequence[int], shared: int, rows: int = 0) -> Ahead:
+    """What the last commit has left. stored: its tokens. rows: that there are to be."""
+    space = Space(old.extents(), partial(held_until, fd), rows)
+    return Ahead(list(stored), old.layers or [], shared, space)
+
+
+def write_ahead(fd: int, ahead: Ahead, tokens: list[int], sources: Sequence[LayerSource]) -> Ahead:
+    """Writes what grows of the caches of a state on its way, which has read these tokens. Raises
+    OSError."""
+    if len(tokens) <= _shared(ahead, tokens):
+        return ahead  # cut off here, it would grow over rows that the last commit may own
+    layers = write_layers(fd, ahead, [_growing(source) for source in sources], tokens)
+    return Ahead(tokens, layers, len(tokens), ahead.space)
+
+
+def _shared(ahead: Ahead, tokens: Sequence[int]) -> int:
+    return min(ahead.shared, common_prefix(ahead.tokens, tokens))
+
+
+def _growing(source: LayerSource) -> LayerSource:
+    tensors = [tensor for tensor in source.tensors if tensor.axis is not None]
+    return LayerSource(source.kind, source.settings, tensors, [_growing(x) for x in source.parts])
+
+
 def write_layers(
-    fd: int, space: Space, old: Header, sources: Sequence[LayerSource], shared: int, count: int
+    fd: int, ahead: Ahead, sources: Sequence[LayerSource], tokens: Sequence[int]
 ) -> list[Layer]:
-    """Writes the caches of a state that has read `count` tokens. shared: leading tokens whose rows
-    are as `old` has them. Raises OSError."""
-    former = old.layers or []
+    """Writes the caches of a state that has read these tokens, but for what is there already.
+    Raises OSError."""
+    former, shared = ahead.layers, _shared(ahead, tokens)
     if len(former) != len(sources):
         former, shared = [], 0
-    counts = (old.count, count)
+    counts = (len(ahead.tokens), len(tokens))
     return [
-        store_layer(fd, space, source, former[i] if former else None, shared, counts)
+        store_layer(fd, ahead.space, source, former[i] if former else None, shared, counts)
         for i, source in enumerate(sources)
     ]
 
@@ -196,12 +234,17 @@ class State(NamedTuple):
 
 
 def write_data(
-    files: DataFiles, old: Header, stored: Sequence[int], state: State, shared: int
+    files: DataFiles,
+    old: Header,
+    stored: Sequence[int],
+    state: State,
+    shared: int,
+    ahead: Ahead | None = None,
 ) -> Header:
     """Writes all but the header, which is returned; nothing is synced.
 
     old, stored: the last commit and its tokens. shared: leading tokens whose rows the state has as
-    that commit left them. Raises OSError.
+    that commit left them. ahead: what was written since, for this one. Raises OSError.
     """
     new = Header(old.fingerprint, old.generation + 1, len(state.tokens))
     new.tokens = write_tokens(files.fd(TOKENS_FILE), old.tokens, stored, state.tokens)
@@ -210,9 +253,10 @@ def write_data(
     if state.sources is not None:
         shared = min(shared, common_prefix(stored, state.tokens))
         fd = files.fd(CACHE_FILE)
-        space = Space(old.extents(), partial(held_until, fd))
-        new.layers = write_layers(fd, space, old, state.sources, shared, new.count)
-        new.savepoints = write_savepoints(fd, space, old, new, state.savepoints, shared)
+        ahead = ahead or as_committed(fd, old, stored, shared)
+        new.layers = write_layers(fd, ahead, state.sources, state.tokens)
+        space, points = ahead.space, state.savepoints
+        new.savepoints = write_savepoints(fd, space, old, new, points, shared)
     return new
 
 

@@ -18,55 +18,41 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from toastkit.errors import DataError, from_os_error
 from toastkit.prefix import common_prefix
-from toastkit.private_files import DataFiles
 from toastkit.session import commit as writing
 from toastkit.session import reading
 from toastkit.session.blocks import LayerSource, Stored
 from toastkit.session.header import encode_header
-from toastkit.session.layout import Damaged, Header, Layer, NewerSchema
+from toastkit.session.layout import Damaged, Header, Layer
 from toastkit.session.lock import WriterLock
-from toastkit.session.names import HEADER_FILE, display_name, is_ephemeral
+from toastkit.session.names import HEADER_FILE, is_ephemeral
+from toastkit.session.reading import LastCommit, Result
 from toastkit.session.savepoints import Savepoint, can_cut, layers_at, stored_layers
 from toastkit.session.upkeep import (
     CACHE_FILE,
-    gone,
     make_ephemeral,
     prepare,
     remove_tree,
     remove_unborn,
 )
 
-if TYPE_CHECKING:
-    import numpy as np
 
-Result = TypeVar("Result")
-
-
-class Session:
+class Session(LastCommit):
     """One session directory.
 
-    path: the directory. fingerprint: of the model, hex. tokens: ids that the last commit has read.
-    ephemeral: it vanishes when closed. lock: the writer's lock, or None when only reading. header:
-    of the last commit; it is not to be changed.
+    fingerprint: of the model, hex. ephemeral: it vanishes when closed. The rest as of LastCommit.
     """
 
     def __init__(
         self, path: Path, fingerprint: str | None, lock: WriterLock | None, durable: bool = True
     ):
-        self.path = path
+        super().__init__(path, fingerprint, lock)
         self.ephemeral = is_ephemeral(path)
-        self.lock = lock
-        self.tokens: list[int] = []
         self._syncs = durable and not self.ephemeral
-        self._expected = fingerprint
-        self.header = Header(fingerprint or "")
-        self._shared = 0  # leading tokens for which the caller's caches have the rows on disk
-        self._stale = False  # a commit broke off while its header was being put in place
-        self._files = DataFiles(path, writes=lock is not None)
+        self._take_for_granted(0)
 
     # ------------------------------------------------------------------------- opening and closing
 
@@ -143,11 +129,6 @@ class Session:
     # --------------------------------------------------------------------------------- properties
 
     @property
-    def name(self) -> str:
-        """How messages call it."""
-        return display_name(self.path)
-
-    @property
     def n_past(self) -> int:
         """Number of tokens that the committed state has read."""
         return len(self.tokens)
@@ -197,7 +178,7 @@ class Session:
         Raises DataError: damaged, other caches than the model's, or changed by a writer meanwhile.
         """
         if n <= 0:
-            self._shared = 0
+            self._take_for_granted(0)
             return make_cache()
         from toastkit.session import caches
 
@@ -218,7 +199,7 @@ class Session:
             return result
 
         result = self._unless_changed(n, rebuilt)
-        self._shared = n
+        self._take_for_granted(n)
         return result
 
     def restore_savepoints(self, n: int, make_cache: Callable[[], list]) -> list[Savepoint]:
@@ -237,50 +218,6 @@ class Session:
 
         return self._unless_changed(n, rebuilt)
 
-    def _unless_changed(self, n: int, rebuilt: Callable[[], Result]) -> Result:
-        """Runs a reading action, twice if a writer comes between. What is stored by then must begin
-        with the same n tokens."""
-        wanted = self.tokens[:n]
-
-        def attempt() -> Result:
-            if self.tokens[:n] != wanted:
-                raise Damaged("it was changed while it was being read")
-            if self.header.layers is None:
-                raise Damaged("it holds tokens but no caches")
-            return rebuilt()
-
-        return self._guarded(attempt)
-
-    def logits(self) -> np.ndarray | None:
-        """float32 (vocab,) after the last committed token, or None if there are none.
-        Raises DataError if they are damaged."""
-        wanted = self.tokens
-
-        def attempt() -> bytearray | None:
-            if self.tokens != wanted:
-                raise Damaged("it was changed while it was being read")
-            record = self.header.logits
-            return None if record is None else reading.read_logits(self._files, record)
-
-        buffer = self._guarded(attempt)
-        if buffer is None:
-            return None
-        import numpy as np
-
-        return np.frombuffer(buffer, np.dtype("<f4"))
-
-    def _stored(self, in_place: bool = False) -> Stored:
-        """What cache.bin has. in_place: where it lies, if nobody has written to it since."""
-        fd, seal = self._files.fd(CACHE_FILE), self.header.seal
-        whole = in_place and seal is not None and seal == reading.seal(fd)
-        return Stored(fd, partial(self._files.again, CACHE_FILE) if whole else None)
-
-    def _check_last(self) -> None:
-        """Raises Damaged if there has been another commit since the header was read."""
-        header, _ = reading.read_commit(self.name, self._files, self._expected)
-        if header.generation != self.generation:
-            raise Damaged("it was changed while it was being read")
-
     # -------------------------------------------------------------------------------------- writing
 
     def continues(self, n: int, generation: int) -> bool:
@@ -290,8 +227,49 @@ class Session:
         """
         same = self.generation == generation and 0 <= n <= self.n_past
         if same:
-            self._shared = n
+            self._take_for_granted(n)
         return same
+
+    def _take_for_granted(self, n: int) -> None:
+        """Notes that the caller's caches have the rows of the first n tokens as they are on disk.
+        What was written ahead was of others."""
+        self._shared = n
+        self._ahead: writing.Ahead | None = None
+        self._writes_ahead = True
+
+    def _load(self) -> None:
+        super()._load()
+        self._take_for_granted(0)
+
+    def write_ahead(self, tokens: Sequence[int], cache: list, room: int) -> None:
+        """Writes rows for the next commit, so that this is soon done: what grows of a state that
+        goes on, and will be committed with these tokens first. What cannot be written is left to
+        the commit, which says why.
+
+        tokens, cache: as of `commit`. room: tokens that the state is about to have.
+        """
+        from toastkit.session.caches import describe
+
+        self.write_layers_ahead(tokens, partial(describe, cache), room)
+
+    def write_layers_ahead(
+        self, tokens: Sequence[int], describe: Callable[[], Sequence[LayerSource]], room: int
+    ) -> None:
+        """What write_ahead does, for a caller who describes the layers."""
+        if not self._writes_ahead or self.lock is None or not self.lock.held:
+            return
+        try:
+            if self._stale:
+                self._load()
+            fd = self._files.fd(CACHE_FILE)
+            ahead = self._ahead or writing.as_committed(
+                fd, self.header, self.tokens, self._shared, room
+            )
+            self._ahead = writing.write_ahead(fd, ahead, list(tokens), describe())
+            if self._syncs:
+                self._files.sync_ahead(CACHE_FILE)
+        except (Damaged, DataError, OSError):
+            self._ahead, self._writes_ahead = None, False
 
     def commit(
         self,
@@ -340,7 +318,9 @@ class Session:
         try:
             if self._stale:
                 self._load()
-            header = writing.write_data(self._files, self.header, self.tokens, state, self._shared)
+            header = writing.write_data(
+                self._files, self.header, self.tokens, state, self._shared, self._ahead
+            )
             if self._syncs:
                 self._files.sync()
             self._publish(header, state.tokens)
@@ -355,46 +335,10 @@ class Session:
         if header.layers is not None:
             header.seal = reading.seal(self._files.fd(CACHE_FILE))
         self._files.replace(HEADER_FILE, encode_header(header), self._syncs)
-        self.header, self.tokens, self._shared = header, tokens, len(tokens)
-        self._stale = False
+        self.header, self.tokens, self._stale = header, tokens, False
+        self._take_for_granted(len(tokens))
         if self._syncs:
             self._files.sync_directory()
         if header.layers is not None:
             end = max((offset + size for offset, size in header.extents()), default=0)
             writing.trim_file(self._files.fd(CACHE_FILE), end)
-
-    # ---------------------------------------------------------------------------- header and files
-
-    def _guarded(self, action: Callable[[], Result], load: bool = False) -> Result:
-        """Runs a reading action; damage becomes DataError, an OSError its ToastError. A reader
-        beside a writer may find that a header's extents were used again by a later commit: it reads
-        the header anew, once. load: read the header before the first attempt too."""
-        try:
-            try:
-                if load:
-                    self._load()
-                return action()
-            except Damaged:
-                if self.lock is not None:
-                    raise
-                self._load()
-                return action()
-        except Damaged as error:
-            raise self._damaged(error) from error
-        except OSError as error:
-            raise from_os_error(error, f"cannot read session {self.name}") from error
-
-    def _damaged(self, error: Damaged) -> DataError:
-        hint = "a newer toastkit wrote it" if isinstance(error, NewerSchema) else None
-        return DataError(f"cannot read session {self.name}: {error}", hint)
-
-    def _load(self) -> None:
-        """Reads header and tokens of the last commit. Raises Damaged, DataError for another model,
-        NoInputError if a reader finds no session, OSError."""
-        try:
-            header, tokens = reading.read_commit(self.name, self._files, self._expected)
-        except FileNotFoundError:
-            if self.lock is not None:
-                return  # created, and not yet committed to
-            raise gone(self.path) from None
-        self.header, self.tokens, self._stale, self._shared = header, tokens, False, 0

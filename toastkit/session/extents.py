@@ -21,20 +21,36 @@ def align(size: int) -> int:
 class Space:
     """The holes of one file. used: (offset, size in bytes) of the extents that must be kept,
     which do not overlap. held_until(first, count): the byte after some of these that are to be left
-    as they are, None where they need not be."""
+    as they are, None where they need not be. rows: that tensors which grow are about to have, so
+    that the blocks of each are put side by side."""
 
     def __init__(
         self,
         used: Iterable[tuple[int, int]],
         held_until: Callable[[int, int], int | None] = lambda first, count: None,
+        rows: int = 0,
     ):
         self.held_until = held_until
+        self.rows = rows
+        self._aside: dict[int, int] = {}  # bytes, by the offset of the first
         self._holes: list[tuple[int, int]] = []
         self._end = 0
         for offset, size in sorted(used):
             if offset > self._end:
                 self._holes.append((self._end, offset - self._end))
             self._end = offset + size
+
+    def beside(self, before: int | None, size: int, following: int) -> int:
+        """The offset of a fresh extent for `size` bytes, behind the one that ends at `before` where
+        room was set aside there. following: bytes to set aside behind it, where none are yet."""
+        size = align(size)
+        if before is not None and (left := self._aside.pop(before, 0)):
+            offset, following = before, left - size
+        else:
+            offset = self.allocate(size + following)
+        if following > 0:
+            self._aside[offset + size] = following
+        return offset
 
     def allocate(self, size: int) -> int:
         """The byte offset of a fresh extent for `size` bytes; the file grows if no hole fits."""

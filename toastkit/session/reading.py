@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import os
 import zlib
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from toastkit.errors import DataError
+from toastkit.errors import DataError, from_os_error
 from toastkit.frames import unpack_ids
 from toastkit.private_files import DataFiles
+from toastkit.session.blocks import Stored
 from toastkit.session.commit import damage
 from toastkit.session.header import MAX_HEADER_BYTES, decode_header
-from toastkit.session.layout import Damaged, Header, LogitsRecord
-from toastkit.session.names import HEADER_FILE
-from toastkit.session.upkeep import LOGITS_FILE, TOKENS_FILE
+from toastkit.session.layout import Damaged, Header, LogitsRecord, NewerSchema
+from toastkit.session.lock import WriterLock
+from toastkit.session.names import HEADER_FILE, display_name
+from toastkit.session.upkeep import CACHE_FILE, LOGITS_FILE, TOKENS_FILE, gone
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Result = TypeVar("Result")
 
 
 def read_commit(name: str, files: DataFiles, fingerprint: str | None) -> tuple[Header, list[int]]:
@@ -78,3 +87,103 @@ def read_logits(files: DataFiles, record: LogitsRecord) -> bytearray:
 def _read(files: DataFiles, name: str, buffer: memoryview, offset: int) -> None:
     if not files.read(name, buffer, offset):
         raise Damaged(f"{name} is too short")
+
+
+class LastCommit:
+    """The last commit of one session, as its files have it.
+
+    path: the directory. tokens: ids that it has read. header: not to be changed. lock: the writer's
+    lock, None where this process only reads.
+    """
+
+    def __init__(self, path: Path, fingerprint: str | None, lock: WriterLock | None):
+        self.path = path
+        self.lock = lock
+        self.tokens: list[int] = []
+        self.header = Header(fingerprint or "")
+        self._expected = fingerprint
+        self._stale = False  # a commit broke off while its header was being put in place
+        self._files = DataFiles(path, writes=lock is not None)
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return display_name(self.path)
+
+    def logits(self) -> np.ndarray | None:
+        """float32 (vocab,) after the last committed token, or None if there are none.
+        Raises DataError if they are damaged."""
+        wanted = self.tokens
+
+        def attempt() -> bytearray | None:
+            if self.tokens != wanted:
+                raise Damaged("it was changed while it was being read")
+            record = self.header.logits
+            return None if record is None else read_logits(self._files, record)
+
+        buffer = self._guarded(attempt)
+        if buffer is None:
+            return None
+        import numpy as np
+
+        return np.frombuffer(buffer, np.dtype("<f4"))
+
+    def _unless_changed(self, n: int, rebuilt: Callable[[], Result]) -> Result:
+        """Runs a reading action, twice if a writer comes between. What is stored by then must begin
+        with the same n tokens."""
+        wanted = self.tokens[:n]
+
+        def attempt() -> Result:
+            if self.tokens[:n] != wanted:
+                raise Damaged("it was changed while it was being read")
+            if self.header.layers is None:
+                raise Damaged("it holds tokens but no caches")
+            return rebuilt()
+
+        return self._guarded(attempt)
+
+    def _stored(self, in_place: bool = False) -> Stored:
+        """What cache.bin has. in_place: where it lies, if nobody has written to it since."""
+        fd, sealed = self._files.fd(CACHE_FILE), self.header.seal
+        whole = in_place and sealed is not None and sealed == seal(fd)
+        return Stored(fd, partial(self._files.again, CACHE_FILE) if whole else None)
+
+    def _check_last(self) -> None:
+        """Raises Damaged if there has been another commit since the header was read."""
+        header, _ = read_commit(self.name, self._files, self._expected)
+        if header.generation != self.header.generation:
+            raise Damaged("it was changed while it was being read")
+
+    def _guarded(self, action: Callable[[], Result], load: bool = False) -> Result:
+        """Runs a reading action; damage becomes DataError, an OSError its ToastError. A reader
+        beside a writer may find that a header's extents were used again by a later commit: it reads
+        the header anew, once. load: read the header before the first attempt too."""
+        try:
+            try:
+                if load:
+                    self._load()
+                return action()
+            except Damaged:
+                if self.lock is not None:
+                    raise
+                self._load()
+                return action()
+        except Damaged as error:
+            raise self._damaged(error) from error
+        except OSError as error:
+            raise from_os_error(error, f"cannot read session {self.name}") from error
+
+    def _damaged(self, error: Damaged) -> DataError:
+        hint = "a newer toastkit wrote it" if isinstance(error, NewerSchema) else None
+        return DataError(f"cannot read session {self.name}: {error}", hint)
+
+    def _load(self) -> None:
+        """Reads header and tokens of the last commit. Raises Damaged, DataError for another model,
+        NoInputError if a reader finds no session, OSError."""
+        try:
+            header, tokens = read_commit(self.name, self._files, self._expected)
+        except FileNotFoundError:
+            if self.lock is not None:
+                return  # created, and not yet committed to
+            raise gone(self.path) from None
+        self.header, self.tokens, self._stale = header, tokens, False

@@ -1,0 +1,155 @@
+"""Rows that are written before the commit that they are for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from functools import partial
+from pathlib import Path
+
+import pytest
+from session_states import (
+    MODEL,
+    ROW_BYTES,
+    commit,
+    expected_rows,
+    growing,
+    hybrid,
+    rows_of,
+    state_bytes,
+)
+
+from toastkit.errors import IOFailure
+from toastkit.session.blocks import TensorSource
+from toastkit.session.directory import Session
+
+TOKENS = list(range(1000))
+
+
+def ahead(session: Session, count: int, room: int = len(TOKENS)) -> None:
+    """Writes what a state has that has read so many of the tokens."""
+    session.write_layers_ahead(TOKENS[:count], partial(hybrid, TOKENS[:count]), room)
+
+
+def check(path: Path, count: int) -> None:
+    """That the session holds so many of the tokens."""
+    with Session.open(path, MODEL, write=False) as reader:
+        assert reader.n_past == count
+        rows = expected_rows(TOKENS[:count])
+        assert rows_of(reader, count) == [rows, rows, state_bytes(TOKENS[:count])]
+
+
+def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows of keys and values each reading asks for, from now on."""
+    counts: list[int] = []
+    real = TensorSource.__init__
+
+    def counting(self, name, dtype, shape, axis, read) -> None:
+        def counted(first: int, last: int) -> bytes | memoryview:
+            if axis is not None:
+                counts.append(last - first)
+            return read(first, last)
+
+        real(self, name, dtype, shape, axis, counted)
+
+    monkeypatch.setattr(TensorSource, "__init__", counting)
+    return counts
+
+
+@pytest.mark.parametrize("before", [0, 300])
+def test_a_commit_writes_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    """And the blocks of each tensor lie side by side, as if it had written all of them."""
+    counts = rows_read(monkeypatch)
+    with Session.open(tmp_path, MODEL) as session:
+        if before:
+            commit(session, TOKENS[:before], *hybrid(TOKENS[:before]))
+        for count in (400, 656, 990):
+            ahead(session, count)
+        counts.clear()
+        commit(session, TOKENS, *hybrid(TOKENS))
+        assert counts == [10, 10]
+        for tensor in session.header.layers[0].tensors:
+            places = [r.offset for r in tensor.ranges[-(before // -256) :]]
+            assert places == [places[0] + i * 256 * ROW_BYTES for i in range(len(places))]
+    check(tmp_path, len(TOKENS))
+
+
+def test_nobody_sees_it_before(tmp_path: Path) -> None:
+    """Nor afterwards, where there is no commit; the next one takes the same place."""
+    path = tmp_path / "s"
+    with Session.open(path, MODEL) as session:
+        ahead(session, 700)
+    assert not path.exists()
+    with Session.open(path, MODEL) as session:
+        commit(session, TOKENS[:300], *hybrid(TOKENS[:300]))
+        size = (path / "cache.bin").stat().st_size
+        for _ in range(5):
+            session.restore_layers(300, lambda layers, load: None)
+            ahead(session, 700)
+            check(path, 300)
+    check(path, 300)
+    with Session.open(path, MODEL) as session:
+        assert rows_of(session, 300)
+        commit(session, TOKENS, *hybrid(TOKENS))
+    check(path, len(TOKENS))
+    assert (path / "cache.bin").stat().st_size < size + 3 * 1000 * ROW_BYTES
+
+
+def test_another_state_takes_over_what_is_the_same(tmp_path: Path) -> None:
+    other = [*TOKENS[:500], *[7] * 300]
+    with Session.open(tmp_path, MODEL) as session:
+        ahead(session, 700)
+        commit(session, other, growing(other), hybrid(other)[1])
+        ahead(session, 900)
+        session.restore_layers(800, lambda layers, load: None)
+        commit(session, other, growing(other), hybrid(other)[1])
+        assert rows_of(session, 800) == [*[expected_rows(other)] * 2, state_bytes(other)]
+
+
+def test_rows_of_the_last_commit_stay(tmp_path: Path) -> None:
+    """Also those behind a place that history goes on from otherwise."""
+    other = [*TOKENS[:100], *[7] * 300]
+    with Session.open(tmp_path, MODEL) as session:
+        commit(session, TOKENS[:300], *hybrid(TOKENS[:300]))
+        ahead(session, 100)
+        session.write_layers_ahead(other, partial(hybrid, other), len(other))
+        check(tmp_path, 300)
+
+
+def test_a_full_disk_is_for_the_commit_to_tell(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Session.open(tmp_path, MODEL) as session:
+        commit(session, TOKENS[:300], *hybrid(TOKENS[:300]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, hard))
+        try:
+            ahead(session, 900)
+            with pytest.raises(IOFailure, match="file too large"):
+                commit(session, TOKENS, *hybrid(TOKENS))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        check(tmp_path, 300)
+        commit(session, TOKENS, *hybrid(TOKENS))
+    check(tmp_path, len(TOKENS))
+
+
+def test_a_disk_that_fails_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system tells of it once, and the commit hears of it."""
+    path = tmp_path / "s"
+    with Session.open(path, MODEL) as session:
+        commit(session, TOKENS[:300], *hybrid(TOKENS[:300]))
+        with monkeypatch.context() as patch:
+
+            def fails(fd: int) -> None:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+            patch.setattr(os, "fsync", fails)
+            ahead(session, 900)
+            session._files._ahead.join()
+        with pytest.raises(IOFailure, match="(?i)input/output error"):
+            commit(session, TOKENS, *hybrid(TOKENS))
+        check(path, 300)
+        commit(session, TOKENS, *hybrid(TOKENS))
+    check(path, len(TOKENS))
