@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from toastkit.model.files import ModelFiles
 from toastkit.model.locate import for_stream, locate
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, difficulty
-from toastkit.text.tokenizer import Tokenizer
+from toastkit.text.turns import TurnTokenizer
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Preparer:
         self.files = files
         self.resident, self.experts = resident, experts
         self.fingerprint = fingerprint(files)
-        self.tokenizer = Tokenizer(files)
+        self.tokenizer = TurnTokenizer(files)
         self._config = config
         self._defaults = sampling_defaults(files)
         self.head = self._prompts(Request()).head(None)
@@ -113,6 +114,12 @@ class Preparer:
             points = prompts.turning_points(prompt, ids)
         extra, mark = {"difficulty": difficulty(prompt)}, self.fingerprint
         return Prepared(request, ids, key, points, sampling, mark, tuple(notes), extra)
+
+    def warm_up(self) -> None:
+        """Prepares a prompt that nobody asked for: what the first one would wait for is imported,
+        compiled and started then, the process that renders templates too."""
+        with suppress(ToastError):  # a template may refuse it
+            self.prepare(Request(prompt="Hello"))
 
     def _check_model(self, name: str) -> None:
         if name != self.files.name:

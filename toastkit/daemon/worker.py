@@ -22,7 +22,7 @@ from typing import Any
 from toastkit.daemon.channel import error_reply
 from toastkit.daemon.connection import close_all
 from toastkit.daemon.conversation import Channel, Conversation
-from toastkit.daemon.prepare import Prepared, find_model, messages_of
+from toastkit.daemon.prepare import Prepared, Preparer, find_model, messages_of
 from toastkit.daemon.requests import ATTACH_OPS, Request
 from toastkit.daemon.service import Service, last_replies, open_service
 from toastkit.daemon.service_settings import ServiceSettings
@@ -60,17 +60,18 @@ class Worker:
 
     def start(self) -> None:
         """Loads the model, and returns when it can be asked. Raises what loading raises."""
-        self._preparer = find_model(*self._wanted)
+        self._preparer = self._found()
         self._thread.start()
         self._ready.wait()
         if self.failure is not None:
             raise self.failure
 
-    @property
-    def _wanted(self) -> tuple[str, str, str]:
-        """What find_model takes."""
+    def _found(self) -> Preparer:
+        """The model's, which gets ready for its first request while weights are read."""
         policies = self.settings.policies
-        return self.settings.model, policies.resident, policies.chosen_experts
+        preparer = find_model(self.settings.model, policies.resident, policies.chosen_experts)
+        self._readers.submit(preparer.warm_up)
+        return preparer
 
     def submit(self, request: Request, channel: Channel) -> None:
         """Takes a request in, and the descriptors of an attach op; the answer comes through the
@@ -344,7 +345,7 @@ class Worker:
         Where that fails the old one stays, if it is still in memory."""
         self._reloading = False
         try:
-            preparer = find_model(*self._wanted)
+            preparer = self._found()
             if preparer.fingerprint == self._preparer.fingerprint:
                 return self._say(f"{preparer.files.name} has not changed")
             if self._service is not None:

@@ -1,0 +1,113 @@
+"""Prompts tokenised turn by turn: the ids of the whole text, and no turn tokenised twice."""
+
+from __future__ import annotations
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+
+from toastkit.model.locate import locate
+from toastkit.text import turns
+from toastkit.text.tokenizer import Tokenizer
+from toastkit.text.turns import TurnTokenizer
+
+MARKS = ("<|im_start|>", "<|im_end|>", "<|im", "mask", "<s>", "&amp", "im_start", "A B")
+PIECES = (*MARKS, "user\n", "a fox", " ", "  ", "\n", "|>", "ﬁ", "É", "word", "x")
+
+
+class Files:
+    """A checkpoint that is a tokenizer and nothing else."""
+
+    name = "made"
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer):
+        self._data = tokenizer.to_str().encode()
+
+    def read(self, name: str) -> bytes | None:
+        return self._data if name == "tokenizer.json" else None
+
+
+def made(kind: str) -> tokenizers.Tokenizer:
+    """Characters are tokens; special ones overlap, take blanks with them, or begin as others do."""
+    letters = sorted({*"".join(PIECES), *"▁abcdefgh", *pre_tokenizers.ByteLevel.alphabet()})
+    vocab = {letter: i for i, letter in enumerate(["<unk>", *letters])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    if kind == "bytes":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer.decoder = decoders.ByteLevel()
+    elif kind == "first":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    else:
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁"), normalizers.NFKC()]
+        )
+    plain = [text for text in MARKS if text not in ("mask", "<s>", "&amp", "A B")]
+    tokenizer.add_special_tokens(plain)
+    tokenizer.add_special_tokens([AddedToken("mask", lstrip=True, normalized=False)])
+    tokenizer.add_special_tokens([AddedToken("<s>", rstrip=True, normalized=False)])
+    tokenizer.add_tokens([AddedToken("&amp", normalized=False), AddedToken("A B", normalized=True)])
+    if kind == "words":
+        tokenizer.add_special_tokens([AddedToken("word", single_word=True, normalized=False)])
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=["crumb", "bytes", "first", "prepended", "words"])
+def files(request: pytest.FixtureRequest):
+    return locate("crumb") if request.param == "crumb" else Files(made(request.param))
+
+
+@given(texts=st.lists(st.lists(st.sampled_from(PIECES)).map("".join), min_size=1, max_size=4))
+def test_the_ids_are_those_of_the_whole_text(files, texts: list[str]) -> None:
+    """Each text goes on where the last one ended, or is told again from an earlier place."""
+    plain, by_turn, so_far = Tokenizer(files), TurnTokenizer(files), ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turns, "LEAST", 1)
+        patch.setattr(turns, "MOST", 40)
+        for text in texts:
+            so_far += text
+            for asked in (so_far, text, so_far):
+                assert by_turn.encode(asked, False) == plain.encode(asked, False), asked
+                assert by_turn.encode(asked, True) == plain.encode(asked, True)
+
+
+def test_a_turn_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the library gets of a chat's next prompt is what is new in it."""
+    tokenizer, seen, real = TurnTokenizer(locate("crumb")), [], Tokenizer._encode
+
+    def encode(self: Tokenizer, text: str, *rest) -> list[int]:
+        seen.append(text)
+        return real(self, text, *rest)
+
+    monkeypatch.setattr(Tokenizer, "_encode", encode)
+    asked = "<|im_start|>user\n" + "a fox " * 1000
+    opened = "<|im_end|>\n<|im_start|>assistant\n"
+    whole = tokenizer.encode(asked + opened, False)
+    assert seen == [asked, opened]
+    seen.clear()
+    more = f"{opened}Yes.<|im_end|>\n<|im_start|>user\nthanks{opened}"
+    ids = tokenizer.encode(asked + more, False)
+    assert seen == [more]
+    assert ids[: len(whole)] == whole
+    assert ids == Tokenizer(locate("crumb")).encode(asked + more, False)
+
+
+def test_it_reads_no_further_than_is_of_use() -> None:
+    text = "<|im_start|>user\n" + "a fox " * 1000 + "<|im_end|>\n"
+    tokenizer = TurnTokenizer(locate("crumb"))
+    whole = tokenizer.encode(text * 3, False)
+    assert whole == Tokenizer(locate("crumb")).encode(text * 3, False)
+    found = tokenizer.encode(text * 3, False, most=len(whole) // 3 + 1)
+    assert len(whole) // 3 + 1 < len(found) < len(whole) and found == whole[: len(found)]
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "MOST", 20_000)
+    tokenizer = TurnTokenizer(locate("crumb"))
+    for number in range(20):
+        text = f"<|im_start|>user\n{number} " + "a fox " * 1000
+        tokenizer.encode(text + "<|im_end|>\n<|im_start|>", False)
+        held = sum(map(len, tokenizer._known))
+        assert held == tokenizer._characters <= 20_000
+    assert tokenizer._known
