@@ -16,6 +16,10 @@ EXT_REFERENCE = 2
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint32": 4, "int32": 4, "uint8": 1}
 
 
+# A packer's memory is a megabyte: it is made once. Packing what is here runs no other Python.
+_pack = msgpack.Packer().pack
+
+
 class Invalid(ValueError):
     """A value that is not a frame's. The frame reader turns it into a FrameError with an offset."""
 
@@ -42,10 +46,10 @@ class Reference:
 def pack_extension(value: Any) -> Any:
     """The msgpack ext value of an array; TypeError for what has no place in a frame."""
     if type(value) is Reference:
-        payload = msgpack.packb((value.slot, value.seq, value.dtype, value.shape))
+        payload = _pack((value.slot, value.seq, value.dtype, value.shape))
         return msgpack.ExtType(EXT_REFERENCE, payload)
     if type(value) is Array:
-        payload = msgpack.packb((value.dtype, value.shape)) + bytes(value.data)
+        payload = _pack((value.dtype, value.shape)) + bytes(value.data)
         return msgpack.ExtType(EXT_INLINE, payload)
     if type(value) is memoryview:
         return bytes(value)
@@ -54,7 +58,9 @@ def pack_extension(value: Any) -> Any:
 
 def unpack_extension(code: int, payload: bytes) -> Any:
     """Turns ext types 1 and 2 into arrays; other types are kept, to be passed on."""
-    if code not in (EXT_INLINE, EXT_REFERENCE):
+    if code == EXT_REFERENCE:
+        return _reference(payload)
+    if code != EXT_INLINE:
         return msgpack.ExtType(code, payload)
     unpacker = msgpack.Unpacker(None, max_buffer_size=max(len(payload), 1), use_list=False)
     unpacker.feed(payload)
@@ -62,14 +68,6 @@ def unpack_extension(code: int, payload: bytes) -> Any:
         head = unpacker.unpack()
     except Exception as error:
         raise Invalid("a broken array") from error
-    if code == EXT_REFERENCE:
-        if not (type(head) is tuple and len(head) == 4 and unpacker.tell() == len(payload)):
-            raise Invalid("a broken array reference")
-        slot, seq, dtype, shape = head
-        if not (type(slot) is int and type(seq) is int and 0 <= slot < 2**16 and seq >= 0):
-            raise Invalid("a broken array reference")
-        _array_bytes(dtype, shape)
-        return Reference(slot, seq, dtype, shape)
     if not (type(head) is tuple and len(head) == 2):
         raise Invalid("a broken array")
     dtype, shape = head
@@ -77,6 +75,21 @@ def unpack_extension(code: int, payload: bytes) -> Any:
     if len(payload) - start != _array_bytes(dtype, shape):
         raise Invalid(f"an array of {dtype}{list(shape)} with {len(payload) - start} bytes")
     return Array(dtype, shape, memoryview(payload)[start:])
+
+
+def _reference(payload: bytes) -> Reference:
+    """One a step: by unpackb, as to make an Unpacker takes longer than all the rest."""
+    try:
+        head = msgpack.unpackb(payload, use_list=False)
+    except Exception as error:
+        raise Invalid("a broken array reference") from error
+    if not (type(head) is tuple and len(head) == 4):
+        raise Invalid("a broken array reference")
+    slot, seq, dtype, shape = head
+    if not (type(slot) is int and type(seq) is int and 0 <= slot < 2**16 and seq >= 0):
+        raise Invalid("a broken array reference")
+    _array_bytes(dtype, shape)
+    return Reference(slot, seq, dtype, shape)
 
 
 def _array_bytes(dtype: Any, shape: Any) -> int:

@@ -171,11 +171,10 @@ def _types(hint: Any) -> tuple[type, ...]:
     return (int, float) if hint is float else (get_origin(hint) or hint,)
 
 
-_FIELDS = {
-    kind: tuple(f.name for f in dataclasses.fields(cls) if f.name != "extra")
+_TYPES = {
+    kind: {n: _types(t) for n, t in get_type_hints(cls).items() if n != "extra"}
     for kind, cls in KINDS.items()
 }
-_TYPES = {kind: {n: _types(t) for n, t in get_type_hints(c).items()} for kind, c in KINDS.items()}
 _REQUIRED = {
     kind: frozenset(
         f.name
@@ -194,18 +193,20 @@ def from_map(fields: dict) -> Frame:
     cls = KINDS.get(kind)
     if cls is None:
         return Unknown(kind, fields)
-    known: dict[str, Any] = {}
     types = _TYPES[kind]
-    for name in _FIELDS[kind]:
-        if name in fields:
-            value = fields.pop(name)
-            if type(value) not in types[name]:
-                raise Invalid(f"{kind}.{name} cannot be {_describe(value)}")
+    known: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name not in types:
+            extra[name] = value
+        elif type(value) in types[name]:
             known[name] = value
-    missing = _REQUIRED[kind].difference(known)
-    if missing:
+        else:
+            raise Invalid(f"{kind}.{name} cannot be {_describe(value)}")
+    if not _REQUIRED[kind] <= known.keys():
+        missing = _REQUIRED[kind].difference(known)
         raise Invalid(f"{kind} frame without {', '.join(sorted(missing))}")
-    frame = cls(**known, extra=fields)
+    frame = cls(**known, extra=extra)
     _check_values(kind, frame)
     return frame
 
@@ -216,7 +217,7 @@ def to_map(frame: Frame) -> dict:
         return {"k": frame.k, **frame.extra}
     kind = NAMES[type(frame)]
     out: dict[str, Any] = {"k": kind}
-    for name in _FIELDS[kind]:
+    for name in _TYPES[kind]:
         value = getattr(frame, name)
         if value is not None:
             out[name] = value

@@ -96,12 +96,14 @@ class Outline:
 def check_nesting(value: Any, levels: int) -> None:
     """Raises Invalid for more than so many levels, or a map with a key that is no text."""
     if type(value) is dict:
-        if not all(type(key) is str for key in value):
-            raise Invalid("a field name that is not text")
+        for key in value:
+            if type(key) is not str:
+                raise Invalid("a field name that is not text")
         value = value.values()
     elif type(value) is not list:
         return
     if levels == 0:
         raise Invalid("nested too deep")
     for part in value:
-        check_nesting(part, levels - 1)
+        if type(part) in (dict, list):
+            check_nesting(part, levels - 1)

@@ -217,6 +217,8 @@ def test_guard(temperature):
     sampler = HostSampler(SamplingOptions(temperature=temperature), 4)
     assert sampler.draw(np.array([0, np.inf, 9e3, np.nan], np.float32), 0).id == 1
     assert sampler.draw(np.array([-5000, -np.inf, np.nan, -5000], np.float32), 0).id == 2
+    low = sampler.draw(np.array([-2e4, -np.inf, -3e4, -np.inf], np.float32), 0)
+    assert low.id in (1, 3) and low.logprob == pytest.approx(math.log(0.5))
     all_nan = sampler.draw(np.full(4, np.nan, np.float32), 0)
     assert all_nan.logprob == pytest.approx(math.log(0.25))
     # Of all -inf each counts -1e4: a flat distribution, not an error.

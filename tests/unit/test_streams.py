@@ -32,6 +32,7 @@ from toastkit.gears.classifier import classify
 from toastkit.gears.monitor import MonitorOptions
 from toastkit.gears.selector import SelectorOptions
 from toastkit.interrupts import Interrupt
+from toastkit.sampling.host import HostSampler
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.session.directory import Session
 from toastkit.stages.arrays import from_numpy
@@ -131,6 +132,20 @@ def test_each_step_is_drawn_sent_and_passed_on() -> None:
         ("begin",), ("send", 2, 3, None), ("send", 3, 1, None), ("send", 4, 4, None), ("finish",),
     ]  # fmt: skip
     assert frames[-1] == End("stop", 3)
+
+
+def test_a_token_is_sent_before_it_is_described(monkeypatch: pytest.MonkeyPatch):
+    """decode goes on while its log-probability is computed."""
+    feed, real = Recorder(), HostSampler.describe
+
+    def describe(self: HostSampler, *arguments):
+        feed.told.append(("describe",))
+        return real(self, *arguments)
+
+    monkeypatch.setattr(HostSampler, "describe", describe)
+    draw(answer(3, 1), feed)
+    told = [call[0] for call in feed.told]
+    assert told == ["begin", "send", "describe", "send", "describe", "finish"]
 
 
 def test_a_token_is_sent_before_the_next_step_is_asked_for() -> None:

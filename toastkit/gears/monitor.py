@@ -52,20 +52,20 @@ class EntropyMeter:
                 f"cannot measure entropy: logits have shape {list(logits.shape)}, "
                 f"the vocabulary has {len(values)} ids"
             )
-        peak = logits.max()
+        peak = logits[logits.argmax()]
         # A NaN makes both comparisons false wherever it is; a -inf weighs nothing, see below.
         if not -np.inf < peak < np.inf:
             logits = np.nan_to_num(logits, nan=0.0, posinf=GUARD, neginf=-GUARD)
-            peak = logits.max()
+            peak = logits[logits.argmax()]
         # Differences of huge logits overflow to -inf; those weigh nothing, but 0 * -inf is NaN.
         with np.errstate(over="ignore", invalid="ignore"):
-            np.subtract(logits, peak, out=values, casting="unsafe")
+            np.subtract(logits, peak, out=values)
             np.exp(values, out=exponentials)
             weighted = float(np.dot(exponentials, values))
         if math.isnan(weighted):
             kept = exponentials > 0
             weighted = float(np.dot(exponentials[kept], values[kept]))
-        total = float(exponentials.sum())
+        total = float(np.add.reduce(exponentials))
         # log sum e^v - sum p v, the stable form of -sum p ln p.
         nats = math.log(total) - weighted / total
         return min(max(nats / math.log(2), 0.0), self._limit)

@@ -70,12 +70,13 @@ class HostSampler:
         self._shifted = np.empty(vocab, np.float32)
         self._exponentials = np.empty(vocab, np.float32)
         self._mask = np.empty(vocab, bool)
+        self._total = math.nan
+        self._greedy = options.temperature == 0 and not options.adjusts_logits
         self._use_top_p = 0 < options.top_p < 1
         self._use_typical = 0 < options.typical_p < 1
         self._use_top_k = 0 < options.top_k < vocab
         self._inverse = np.float32(1 / options.temperature if options.temperature else 0)
 
-    @np.errstate(over="ignore")  # differences of huge logits overflow to -inf, which they mean
     def draw(
         self,
         logits: np.ndarray,
@@ -84,10 +85,15 @@ class HostSampler:
         top: int = 0,
         want_logprob: bool = True,
     ) -> Draw:
-        """Draw the token at a position.
+        """Chooses from float32 (vocab,) and describes: both of the following."""
+        self.choose(logits, position, history)
+        return self.describe(top, want_logprob)
 
-        logits: float32 (vocab,), not modified. position: of the token drawn, counted from the
-        start of the prompt. history: ids of prompt and answer so far.
+    def choose(self, logits: np.ndarray, position: int, history: Sequence[int] = ()) -> int:
+        """Draws the token at a position, and computes nothing else.
+
+        logits: float32 (vocab,), not modified, and not to be before `describe`. position: of the
+        token drawn, counted from the start of the prompt. history: ids of prompt and answer so far.
         Raises DataError for a wrong shape, a foreign id in the history, or when all are banned.
         """
         if logits.shape != (self.vocab,):
@@ -95,34 +101,59 @@ class HostSampler:
                 f"cannot draw a token: logits have shape {list(logits.shape)}, "
                 f"the vocabulary has {self.vocab} ids"
             )
-        logits = logits.astype(np.float32, copy=False)
-        logits, best = self._adjust(logits, history)
-        sampling = self.options.temperature > 0
-        want_sum = want_logprob or top > 0
-        log_total = total = math.nan
-        values = self._shifted
-        if sampling or want_sum:
-            np.subtract(logits, logits[best], out=values)
-        if want_sum or sampling and self._use_top_p:
-            total = float(np.exp(values, out=self._exponentials).sum())
-            log_total = math.log(total)
-        token = self._sample(values, total, position) if sampling else best
-        return Draw(
-            token,
-            float(values[token]) - log_total if want_logprob else math.nan,
-            _top_list(values, log_total, top) if top > 0 else None,
-        )
+        self._total = math.nan
+        self._logits = logits = logits.astype(np.float32, copy=False)
+        if self._greedy:
+            self._chosen = best = int(logits.argmax())
+            # A NaN would be the largest, and what counts as a large negative number has not won.
+            if -GUARD < logits[best] < np.inf:
+                return best
+        self._logits, self._chosen = self._finite(logits)
+        if not self._greedy:
+            self._chosen = self._among(self._chosen, position, history)
+        return self._chosen
 
-    def _adjust(self, logits: np.ndarray, history: Sequence[int]) -> tuple[np.ndarray, int]:
-        """Steps 1-3 of the chain. Returns the logits and the most likely id."""
+    @np.errstate(over="ignore")  # differences of huge logits overflow to -inf, which they mean
+    def describe(self, top: int = 0, want_logprob: bool = True) -> Draw:
+        """What there is to say of the token that was chosen last. top: alternatives to list."""
+        if not (want_logprob or top):
+            return Draw(self._chosen, math.nan)
+        if self._greedy:
+            self._logits, best = self._finite(self._logits)
+            np.subtract(self._logits, self._logits[best], out=self._shifted)
+        values, log_total = self._shifted, math.log(self._sum())
+        logprob = float(values[self._chosen]) - log_total if want_logprob else math.nan
+        return Draw(self._chosen, logprob, _top_list(values, log_total, top) if top else None)
+
+    @np.errstate(over="ignore")
+    def _among(self, best: int, position: int, history: Sequence[int]) -> int:
+        """Where it takes more than the largest logit, which is that of `best`."""
+        if self.options.adjusts_logits:
+            self._logits, best = self._adjust(self._logits, history)
+        values = np.subtract(self._logits, self._logits[best], out=self._shifted)
+        if not self.options.temperature:
+            return best
+        return self._sample(values, self._sum() if self._use_top_p else math.nan, position)
+
+    def _sum(self) -> float:
+        """The sum of exp over the logits minus their maximum."""
+        if math.isnan(self._total):
+            exponentials = np.exp(self._shifted, out=self._exponentials)
+            self._total = float(np.add.reduce(exponentials))
+        return self._total
+
+    def _finite(self, logits: np.ndarray) -> tuple[np.ndarray, int]:
+        """Step 1 of the chain. Returns the logits and the most likely id."""
         best = int(logits.argmax())
         # A NaN makes both comparisons false wherever it is.
         if not (np.minimum.reduce(logits) > -np.inf and logits[best] < np.inf):
             np.copyto(self._adjusted, logits)
             logits = np.nan_to_num(self._adjusted, copy=False, nan=0.0, posinf=GUARD, neginf=-GUARD)
             best = int(logits.argmax())
-        if not self.options.adjusts_logits:
-            return logits, best
+        return logits, best
+
+    def _adjust(self, logits: np.ndarray, history: Sequence[int]) -> tuple[np.ndarray, int]:
+        """Steps 2 and 3: biases, penalties and bans. Returns as _finite."""
         if logits is not self._adjusted:
             np.copyto(self._adjusted, logits)
         if len(self._bias_ids):

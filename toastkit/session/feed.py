@@ -20,9 +20,12 @@ from toastkit.errors import DataError, NoInputError, from_os_error
 from toastkit.private_files import Descriptor, open_private
 
 GEARS = (None, "low", "mid", "high")
+READ_BYTES = 1 << 16
 MAX_MESSAGE_BYTES = 512  # POSIX's least PIPE_BUF
 OPEN_SECONDS = 5.0
 RETRY_SECONDS = 0.002
+
+_pack = msgpack.Packer().pack  # its memory is a megabyte: it is made once
 
 
 class FeedMessage(NamedTuple):
@@ -57,12 +60,14 @@ class FeedReader(Descriptor):
         messages: list[FeedMessage] = []
         while True:
             try:
-                data = os.read(self._fd, 1 << 16)
+                data = os.read(self._fd, READ_BYTES)
             except BlockingIOError:
                 return messages
             except OSError as error:
                 raise from_os_error(error, "cannot read the feed") from error
             messages += self._decode(data)
+            if len(data) < READ_BYTES:
+                return messages
 
     def _decode(self, data: bytes) -> list[FeedMessage]:
         messages = []
@@ -125,9 +130,9 @@ class FeedWriter:
     ) -> None:
         """Sends one message to every FIFO. Raises BrokenPipeError when a reader has gone (the
         others get it nevertheless), DataError for fields that are not a message's."""
-        message = _message({"pos": pos, "id": id, "gear": gear, "end": end, "expected": expected})
-        fields = {k: v for k, v in message._asdict().items() if v is not None and v is not False}
-        data = msgpack.packb(fields)
+        fields = {"pos": pos, "id": id, "gear": gear, "end": end, "expected": expected}
+        _message(fields)
+        data = _pack({k: v for k, v in fields.items() if v is not None and v is not False})
         gone: BrokenPipeError | None = None
         for fd in self._fds:
             try:

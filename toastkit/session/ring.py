@@ -72,7 +72,7 @@ class RingWriter:
         data = memoryview(logits)
         if data.format != "f" or data.nbytes != 4 * self.vocab:
             raise ValueError(f"not {self.vocab} float32 logits")
-        if os.fstat(self._fd).st_size < self._size:
+        if os.lseek(self._fd, 0, os.SEEK_END) < self._size:
             raise IOFailure("cannot write the logits ring: another program has cut it short")
         self._number += 1
         slot = (self._number - 1) % self.slots
@@ -131,11 +131,18 @@ class RingReader(Descriptor):
         except BaseException:
             self.close()
             raise
+        import numpy as np
+
+        # A slot as it lies, number and logits, is read at once into memory that is made once; then
+        # the number again: where it is still the same, the logits were whole all the time.
         self._stride = _stride(self.vocab)
+        slot = np.empty(self._stride, np.uint8)
+        self._copy, self._after = slot.data, memoryview(bytearray(NUMBER.size))
+        self._values = slot[LINE_BYTES : LINE_BYTES + 4 * self.vocab].view("<f4")
 
     def _shape(self, path: Path | str) -> tuple[int, int]:
         header = bytearray(HEADER.size)
-        if self._fill(header, 0):
+        if self._fill(memoryview(header), 0):
             magic, version, vocab, slots, _ = HEADER.unpack(header)
             whole = os.fstat(self._fd).st_size == LINE_BYTES + slots * _stride(vocab)
             if magic == MAGIC and version == VERSION and 0 < vocab < MAX_VOCAB and slots and whole:
@@ -145,29 +152,20 @@ class RingReader(Descriptor):
     def _fill(self, buffer: Any, offset: int) -> bool:
         """Reads a part of the file; False where it ends before."""
         try:
-            return pread_into(self._fd, memoryview(buffer).cast("B"), offset)
+            return pread_into(self._fd, buffer, offset)
         except OSError as error:
             raise from_os_error(error, "cannot read the logits ring") from error
 
-    def _holds(self, start: int, number: int) -> bool:
-        found = bytearray(NUMBER.size)
-        return self._fill(found, start) and NUMBER.unpack(found)[0] == number
-
     def read(self, reference: Reference) -> np.ndarray:
-        """The logits that a reference points to, float32 (vocab,), copied.
+        """The logits that a reference points to, float32 (vocab,): a copy, until the next read.
         Raises DataError if the ring has gone past them or cannot hold such an array."""
-        import numpy as np
-
         slot, number = reference.slot, reference.seq
         fits = reference.dtype == "float32" and tuple(reference.shape) == (self.vocab,)
         if not (fits and 0 <= slot < self.slots and number > 0):
             raise DataError("a reference to logits does not fit the run's ring", STALE_HINT)
         start = LINE_BYTES + slot * self._stride
-        if self._holds(start, number):
-            copy = np.empty(self.vocab, np.dtype("<f4"))
+        if self._fill(self._copy, start) and NUMBER.unpack_from(self._copy)[0] == number:
             _fence()
-            whole = self._fill(copy.data, start + LINE_BYTES)
-            _fence()
-            if whole and self._holds(start, number):
-                return copy
+            if self._fill(self._after, start) and NUMBER.unpack(self._after)[0] == number:
+                return self._values
         raise DataError(f"logits of step {number} are gone: the reference is stale", STALE_HINT)

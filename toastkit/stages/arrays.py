@@ -23,8 +23,7 @@ def to_numpy(array: Array) -> np.ndarray:
 
 def from_numpy(values: np.ndarray) -> Array:
     """An array to travel inside a frame. values: (...) of any real dtype; sent as float32."""
-    values = np.ascontiguousarray(values, dtype="<f4")
-    return Array("float32", values.shape, values.data.cast("B"))
+    return Array("float32", values.shape, values.astype("<f4", copy=False).tobytes())
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -52,8 +51,8 @@ class LogitsReader:
         self._run = head.run
 
     def read(self, logits: Any) -> np.ndarray:
-        """The logits of a frame, inline, by reference or a device array: float32 (vocab,). Raises
-        DataError where they are missing, stale or misshapen."""
+        """The logits of a frame, inline, by reference or a device array: float32 (vocab,), until
+        the next are read. Raises DataError where they are missing, stale or misshapen."""
         if isinstance(logits, Reference):
             values = self._from_ring(logits)
         elif isinstance(logits, Array):
@@ -64,8 +63,10 @@ class LogitsReader:
             values = np.array(logits, copy=False)
         if values.shape != (self._vocab,):
             raise DataError(f"logits of shape {list(values.shape)}, the head says {self._vocab}")
+        if values.dtype == np.float32:
+            return values
         with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
-            return values.astype(np.float32, copy=False)
+            return values.astype(np.float32)
 
     def _from_ring(self, reference: Reference) -> np.ndarray:
         if self._ring is None:

@@ -55,12 +55,11 @@ def sample(
         elif isinstance(frame, Logits):
             if run.ended is not None:
                 continue  # a replayed stream goes on where this answer has ended
-            drawn = sampler.draw(
-                reader.read(frame.logits), frame.pos, run.history, options.top, options.want_logprob
-            )
-            token = run.token(frame, drawn)
-            feed.send(frame.pos, Next(drawn.id, run.ended, frame.gear, frame.expected))
-            yield token
+            token = sampler.choose(reader.read(frame.logits), frame.pos, run.history)
+            run.advance(token)
+            feed.send(frame.pos, Next(token, run.ended, frame.gear, frame.expected))
+            # What else there is to say of it is computed while decode takes the next step.
+            yield run.token(frame, sampler.describe(options.top, options.want_logprob))
         elif isinstance(frame, Token):
             continue  # of an earlier draw, in a replayed stream
         elif isinstance(frame, End):
@@ -110,9 +109,9 @@ def sample_deferred(
             if follower is not None:
                 value = drawn.read()
                 follower.annotate(frame, frame.entropy.item())
-                token = run.token(frame, value)
-                feed.send(frame.pos, Next(token.id, run.ended, frame.gear, frame.expected))
-                yield token
+                run.advance(value.id)
+                feed.send(frame.pos, Next(value.id, run.ended, frame.gear, frame.expected))
+                yield run.token(frame, value)
                 continue
             count = run.drawn + (1 if waiting is None else 2)
             last = count == options.max_tokens
@@ -139,10 +138,10 @@ def _read(run: _Run, waiting: tuple[Logits, Any], feed: Feed) -> Iterator[Frame]
     value = drawn.read()
     if frame.entropy is not None:
         frame.entropy = round(frame.entropy.item(), 6)
-    token = run.token(frame, value)
+    run.advance(value.id)
     if run.ended == "eos":
         feed.close("eos")
-    yield token
+    yield run.token(frame, value)
 
 
 def _signed(head: Head, options: DrawOptions) -> Head:
@@ -167,15 +166,18 @@ class _Run:
         if isinstance(frame, Tokens) and self.options.sampling.needs_history:
             self.history += unpack_ids(frame.ids)
 
-    def token(self, frame: Logits, drawn: Any) -> Token:
-        """The frame for a drawn token; notices the end of the answer."""
+    def advance(self, token: int) -> None:
+        """Counts a token that was drawn; notices the end of the answer."""
         self.drawn += 1
         if self.options.sampling.needs_history:
-            self.history.append(drawn.id)
-        if drawn.id in self.head.eos and not self.options.ignore_eos:
+            self.history.append(token)
+        if token in self.head.eos and not self.options.ignore_eos:
             self.ended = "eos"
         elif self.drawn == self.options.max_tokens:
             self.ended = "length"
+
+    def token(self, frame: Logits, drawn: Any) -> Token:
+        """The frame for a token that was drawn."""
         logprob = round(drawn.logprob, 6) if self.options.want_logprob else None
         top = drawn.top and [[token, round(value, 6)] for token, value in drawn.top]
         return Token(frame.pos, drawn.id, logprob, top, frame.gear, frame.entropy)
