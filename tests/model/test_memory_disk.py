@@ -87,6 +87,24 @@ def test_the_longest_unused_leaves_and_comes_back(engines: Engines, name: str) -
     assert chats[2].ask(driver, "Why?").cached == held
 
 
+@pytest.mark.parametrize("name", ["llama", HYBRID])
+def test_a_turn_takes_the_memory_of_the_one_before(engines: Engines, name: str) -> None:
+    """Two that held the same keys and values would copy them all. Who gives up loses nothing, and
+    what is on no disk stays where it is."""
+    for spill_bytes in (8 << 30, 0):
+        chat, driver = Chat(engines, name, LONG), Driver(engines(name)[0], spill_bytes=spill_bytes)
+        chat.ask(driver)
+        (kept,), held = driver.kept, chat.held
+        asked = driver.start([*chat.messages, user("Why?")])
+        driver.turns_until(lambda asked=asked, held=held: asked.read > held)
+        assert (kept.cache is None) == bool(spill_bytes)
+        assert (driver.engine.ledger.of(SESSIONS) == 0) == bool(spill_bytes)
+        asked.channel.gone = True
+        driver.finish()
+        assert driver.kept == [kept]
+        assert chat.ask(driver, "Why?").cached == held
+
+
 def test_without_memory_the_disk_remembers(engines: Engines) -> None:
     driver, chat = Driver(engines(HYBRID)[0], cache_bytes=0), Chat(engines, HYBRID, LONG)
     for turn in range(3):

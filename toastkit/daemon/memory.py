@@ -122,6 +122,10 @@ class Memory:
                 for p in kept.savepoints
                 if p.count < count
             ]
+            if count == len(kept.tokens) and kept.saved and not kept.own:
+                # The next turn takes its place. Keys and values that two hold would be copied, all
+                # of them, for its first token; who comes back to this turn finds it on disk.
+                self._drop(kept)
             return caches, points
         try:
             return self._load(kept, count)
