@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.native_library import built, cache, library, needed
+from tests.unit.test_loaded_modules import GREEDY, STEP_FREE, loaded
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
 from toastkit.native import starting
@@ -28,6 +29,14 @@ def test_commands(toast, cache: Path) -> None:
         assert b"native products: on (" in done.stderr
     told = toast("model", "info", "--device", env=env).stdout.decode()
     assert f"native products    on ({starting.status().why})" in told
+
+
+def test_a_greedy_answer_loads_little(tmp_path: Path, cache: Path, monkeypatch) -> None:
+    """With native products too: see tests/unit/test_loaded_modules.py."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    words = ("--raw", "--native", "require", "Hello")
+    modules, out = loaded(tmp_path, "decode", *GREEDY, *words)
+    assert out and sorted(modules & STEP_FREE) == [] and "toastkit.native.regions" in modules
 
 
 def test_threads(toast, cache: Path, library: Library) -> None:

@@ -7,7 +7,6 @@ import errno
 import os
 import threading
 import time
-from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from toastkit.store.jobs import Job  # noqa: E402
 from toastkit.store.ledger import READING  # noqa: E402
 from toastkit.store.raw import RawTensors  # noqa: E402
 from toastkit.store.reader import Reader  # noqa: E402
+from toastkit.store.request import CancelledError  # noqa: E402
 from toastkit.store.store import Store  # noqa: E402
 from toastkit.store.waiting import AHEAD, NOW  # noqa: E402
 

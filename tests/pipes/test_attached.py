@@ -17,7 +17,7 @@ from tests.pipes.pipelines import STORY, TIMEOUT, WHO, WHO_ANSWER
 from tests.pipes.test_failures import stored
 from tests.pipes.test_pipeline import frames_of
 from tests.unit.daemon_front import eventually
-from tests.unit.test_tree import loaded
+from tests.unit.test_loaded_modules import loaded
 from toastkit.frames import End, Head, Logits, Prefilled, dumps
 from toastkit.session.header import decode_header
 from toastkit.session.layout import Header
@@ -131,7 +131,7 @@ def test_a_session_goes_on_either_way(pipeline, prompt_of, tmp_path: Path, toast
             taken = [line for line in done.stderr.decode().splitlines() if "taken from" in line]
             texts.append((done.stdout, taken))
     assert texts[:3] == texts[3:] and len(texts[0][1]) == 1
-    assert (stored(Path(session))[1] == stored(Path(other))[1]).all()
+    assert stored(Path(session))[1] == stored(Path(other))[1]
     assert files_of(Path(session)) == files_of(Path(other))
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.forked import start
 from tests.pipes.toast_runs import kept
 from tests.unit.fake_daemon import SECONDS, FakeDaemon, answer, failure
-from tests.unit.test_tree import loaded
+from tests.unit.test_loaded_modules import loaded
 
 Run = Callable[..., subprocess.CompletedProcess]
 ONE = answer("one")

@@ -297,7 +297,7 @@ def test_split_and_verify(model: Model, tmp_path: Path) -> None:
 
 
 def test_what_needs_no_mlx(tmp_path: Path) -> None:
-    from tests.unit.test_tree import PROMPT_FREE, loaded
+    from tests.unit.test_loaded_modules import PROMPT_FREE, loaded
 
     for arguments in (["list"], ["verify", "crumb"], ["info", "--supported"]):
         modules, out = loaded(tmp_path, "model", *arguments)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from tests.conftest import examples
 from toastkit.errors import DataError
-from toastkit.sampling.host import Draw, HostSampler
+from toastkit.sampling.draws import Draw, position_key, uniform_scalar
+from toastkit.sampling.host import HostSampler
 from toastkit.sampling.sampling_options import SamplingOptions
-from toastkit.sampling.threefry import gumbel, position_key, uniform, uniform_scalar
+from toastkit.sampling.threefry import gumbel, uniform
 
 
 def random_logits(vocab: int, scale: float = 3.0, seed: int = 0) -> np.ndarray:

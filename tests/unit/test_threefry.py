@@ -8,15 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from toastkit.sampling.threefry import (
-    GUMBEL_MAX,
-    gumbel,
-    position_key,
-    threefry2x32,
-    uniform,
-    uniform_at,
-    uniform_scalar,
-)
+from toastkit.sampling.draws import position_key, threefry2x32, uniform_scalar
+from toastkit.sampling.threefry import GUMBEL_MAX, gumbel, uniform, uniform_at
 
 words = st.integers(0, 2**32 - 1)
 keys = st.tuples(words, words)

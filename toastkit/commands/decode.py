@@ -83,8 +83,6 @@ def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:
     from toastkit.commands.engines import Engines
     from toastkit.commands.pipes import run_filter
     from toastkit.stages.decode import decode as stage
-    from toastkit.stages.follow import Follower
-    from toastkit.stages.gear import followed
     from toastkit.stages.run.own_tokens import ForcedFeed, GreedyFeed, forced_ids
     from toastkit.stages.run.pipe_decode import DecodeEnd
     from toastkit.stages.run.settings import StepOptions
@@ -99,6 +97,8 @@ def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:
     settings = StepOptions(flags["max_tokens"], flags["steps"], flags["inline"])
     follower = None
     if flags["gear"] == "auto":
+        from toastkit.stages.gear import Follower, followed
+
         follower = Follower(gear_flags.gear_rules(flags))
     engines = Engines(flags, policy_flags.policy_options(flags), insisted)
 

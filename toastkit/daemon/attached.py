@@ -308,10 +308,7 @@ def encoded(state: ModelState) -> str | None:
         return None
     import binascii
 
-    import numpy as np
-
-    data = np.ascontiguousarray(state.values(), "<f4").data
-    return binascii.b2a_base64(data, newline=False).decode("ascii")
+    return binascii.b2a_base64(state.values(), newline=False).decode("ascii")
 
 
 def _state(attached: Attached) -> ModelState:

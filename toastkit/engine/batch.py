@@ -101,7 +101,7 @@ class Batch:
                     for row, own in zip(unsure, self.run_again(ids, before, unsure)):
                         logits[row], passed[row] = own, Passed(experts.k_now, True)
                 experts.fallbacks += len(unsure)
-        told = engine.holdings.slots.counted()
+        told = engine.holdings.counted_experts()
         for row, state in enumerate(self.members):
             state.logits, state.passed, state.experts = logits[row], passed[row], told
             engine.count_step()

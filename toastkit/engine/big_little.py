@@ -10,19 +10,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import numpy as np
 
 from toastkit.engine.lookahead import Lookahead
 from toastkit.engine.run_again import run_or_again
 from toastkit.engine.savepoints import take_savepoint
 from toastkit.engine.state import ModelState, Passed
-from toastkit.experts.common_part import Kept
-from toastkit.experts.experts_policy import ExpertsPolicy
 from toastkit.holdings.policy import NO_WISH
 from toastkit.native.operations import distribution
 from toastkit.session.savepoints import Savepoint
+
+if TYPE_CHECKING:
+    from toastkit.experts.common_part import Kept
+    from toastkit.experts.experts_policy import ExpertsPolicy
 
 Step = Callable[[int | mx.array, list], mx.array]
 
@@ -38,8 +40,8 @@ def unsure_rows(logits: mx.array, gamma: float) -> list[int]:
     """The rows, ascending, of a little pass that are not kept: of states whose likeliest token is
     no likelier than gamma, or whose logits are no numbers. logits: float32 (B, vocab). One
     synchronisation."""
-    kept = np.array(confidence(logits) > gamma)
-    return np.flatnonzero(~kept).tolist()
+    kept: Any = (confidence(logits) > gamma).tolist()
+    return [row for row, sure in enumerate(kept) if not sure]
 
 
 def look_ahead(experts: ExpertsPolicy | None, step: Step, state: ModelState) -> Lookahead:
@@ -49,7 +51,7 @@ def look_ahead(experts: ExpertsPolicy | None, step: Step, state: ModelState) -> 
     if experts is None:
         return Lookahead(step, state.cache)
     experts.decide(NO_WISH)  # what ran last may have been a prompt
-    point, kept = _point(experts, state), Kept()
+    point, kept = _point(experts, state), experts.common.nothing_kept()
     if point is None:
         return Lookahead(step, state.cache)
     with experts.common.recorded(kept):
@@ -82,7 +84,7 @@ def take_step(
         state.passed = Passed(k, False)
         return logits
 
-    kept = Kept() if state.ahead is None else state.ahead.kept
+    kept = experts.common.nothing_kept() if state.ahead is None else state.ahead.kept
 
     def little() -> mx.array:
         with nullcontext() if state.ahead else experts.common.recorded(kept):

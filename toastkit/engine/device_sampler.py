@@ -15,9 +15,8 @@ from typing import cast
 import mlx.core as mx
 
 from toastkit.native.operations import argmax, finite, in_rows, total
-from toastkit.sampling.host import LARGEST, Draw, nothing_left, xtc_acts
+from toastkit.sampling.draws import LARGEST, Draw, nothing_left, position_key, xtc_acts
 from toastkit.sampling.sampling_options import SamplingOptions
-from toastkit.sampling.threefry import position_key
 
 _GUMBEL_FLOOR = 1e-20
 _LOWER_WORD = 32
@@ -122,7 +121,7 @@ class DeviceSampler:
         if options.needs_history and history is not None and history.size:
             logits = self._penalise(logits, history[-options.penalty_context :])
         if options.adjusts_logits:
-            logits = mx.clip(logits, -float(LARGEST), float(LARGEST))
+            logits = mx.clip(logits, -LARGEST, LARGEST)
         # Last, so that only a ban makes a logit infinite; no penalty would change it.
         if self._bans.size:
             logits[self._bans] = -math.inf

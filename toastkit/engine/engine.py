@@ -31,7 +31,6 @@ from toastkit.holdings.policy import NO_WISH, PROMPT, Policy, Wish, decided
 from toastkit.holdings.streams import arrays_in
 from toastkit.model.supported import reads_on_host
 from toastkit.native.starting import OFF, NativeOptions
-from toastkit.session.directory import Session
 from toastkit.store.dtypes import loading
 from toastkit.store.jobs import host_writes
 from toastkit.store.ledger import CACHE, Ledger
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from toastkit.experts.experts_policy import ExpertsPolicy
     from toastkit.gears.gear_policy import GearPolicy
     from toastkit.residency.residency_policy import ResidencyPolicy
+    from toastkit.session.directory import Session
 
 # Tokens per prefill pass. On the CPU more would delay Ctrl-C, and MLX unrolls recurrent layers.
 CHUNK = {"cpu": 256, "gpu": 2048}
@@ -240,7 +240,7 @@ class Engine:
         if count == len(ids):
             stored = read.logits()
             assert stored is not None  # or reusable would have left a token to run
-            state.logits = mx.array(stored)
+            state.logits = mx.array(stored)  # type: ignore[arg-type]
         return state, count
 
     def reading(
@@ -276,7 +276,7 @@ class Engine:
         else:
             state.logits = take_step(self.experts, self.step, state, token)
         state.tokens.append(token)
-        state.experts = self.holdings.slots.counted()
+        state.experts = self.holdings.counted_experts()
 
     def count_step(self) -> None:
         """Has the policies count a step."""

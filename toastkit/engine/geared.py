@@ -124,7 +124,7 @@ def _stepping(
         state.submit()
         if n < last:
             engine.look_ahead(state)  # while the device computes
-        logits = state.values()
+        logits = np.asarray(state.values())
         entropy = round(meter.bits(logits), DIGITS)
         logprob = _logprob(logits, target)
         gears = None if chooser is None else [gear]

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from toastkit.engine.savepoints import copy_caches, put_back
 
@@ -41,14 +40,14 @@ class Lookahead:
         self._cache, self._before = cache, copy_caches(cache)
         token = mx.array(0, mx.uint32)
         mx.eval(token)
-        self._token = np.array(token, copy=False)
+        self._token = memoryview(token)  # type: ignore[arg-type]
         self._logits = step(token, cache)
         self.seconds = time.perf_counter() - start
 
     def run(self, token: int) -> mx.array:
         """Names the token; the logits (vocab,) float32 after it, lazy."""
         self._before = []
-        self._token[...] = token
+        self._token[()] = token
         return self._logits
 
     def discard(self) -> None:

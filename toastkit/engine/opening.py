@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from toastkit.engine import device
 from toastkit.engine.engine import Engine
-from toastkit.experts.experts_options import ExpertsOptions
-from toastkit.experts.slot_options import SlotOptions
-from toastkit.gears.gear_options import GearOptions
-from toastkit.gears.gear_policy import gear_policy
 from toastkit.holdings.policy import Policy
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.native.starting import NativeOptions
 from toastkit.residency.mapping import MappingPolicy
-from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store.store import Store
+
+if TYPE_CHECKING:
+    from toastkit.experts.experts_options import ExpertsOptions
+    from toastkit.experts.slot_options import SlotOptions
+    from toastkit.gears.gear_options import GearOptions
+    from toastkit.gears.gear_policy import GearPolicy
+    from toastkit.residency.residency_options import ResidencyOptions
 
 
 def open_engine(
@@ -43,7 +46,7 @@ def open_engine(
     """
     device.start(device_name)
     store = Store(files, load_config(files))
-    gears = gear_policy(store, gear_options, notify)
+    gears = None if gear_options is None else _gears(store, gear_options, notify)
     policies: list[Policy] = [] if gears is None else [gears]
     if experts is not None:
         from toastkit.experts.experts_policy import ExpertsPolicy
@@ -78,3 +81,11 @@ def open_engine(
     )
     engine.load()
     return engine
+
+
+def _gears(
+    store: Store, options: GearOptions, notify: Callable[[str], None] | None
+) -> GearPolicy | None:
+    from toastkit.gears.gear_policy import gear_policy
+
+    return gear_policy(store, options, notify)

@@ -22,8 +22,6 @@ from toastkit.wire import Wire, connect, remote_error
 if TYPE_CHECKING:
     import socket
 
-    import numpy as np
-
     from toastkit.session.directory import Session
 
 ANSWERS = {
@@ -182,22 +180,20 @@ class RemoteEngine:
         """Nothing."""
         return {}
 
-    def logits_of(self, answer: dict[str, Any]) -> np.ndarray | None:
+    def logits_of(self, answer: dict[str, Any]) -> memoryview[float] | None:
         """The logits in an answer, float32 (vocab,), read-only; None where there are none."""
         text = answer.get("logits")
         if text is None:
             return None
         import binascii
 
-        import numpy as np
-
         try:
-            values = np.frombuffer(binascii.a2b_base64(text), "<f4")
+            values = memoryview(binascii.a2b_base64(text)).cast("f")
         except (TypeError, ValueError):
             self._daemon.refuse()
-        if values.size != self.vocab:
+        if len(values) != self.vocab:
             self._daemon.refuse()
-        return values.astype(np.float32, copy=False)
+        return values
 
     def close(self) -> None:
         """Ends the connection. A state that was not closed is let go first: whoever writes the
@@ -222,7 +218,7 @@ class RemoteState:
         engine: RemoteEngine,
         daemon: Operations,
         tokens: list[int],
-        logits: np.ndarray | None,
+        logits: memoryview[float] | None,
         session: Session | None,
     ):
         self.tokens = tokens
@@ -234,7 +230,7 @@ class RemoteState:
         self._open = True
 
     @property
-    def logits(self) -> np.ndarray | None:
+    def logits(self) -> memoryview[float] | None:
         """The logits (vocab,) float32 after the last token; waits for them."""
         if self._daemon.waiting == "step":
             answer = self._daemon.answer()
@@ -243,7 +239,7 @@ class RemoteState:
             self.experts = told if isinstance(told, dict) else None
         return self._logits
 
-    def hold(self, ids: Sequence[int], logits: np.ndarray | None) -> None:
+    def hold(self, ids: Sequence[int], logits: memoryview[float] | None) -> None:
         """Notes that the caches hold these tokens too. logits: float32 (vocab,), after the last."""
         self.tokens.extend(ids)
         self._logits = logits
@@ -257,7 +253,7 @@ class RemoteState:
     def submit(self) -> None:
         """Nothing: the daemon has begun."""
 
-    def values(self) -> np.ndarray:
+    def values(self) -> memoryview[float]:
         """The logits (vocab,) float32 after the last token; waits for them."""
         logits = self.logits
         return self._daemon.refuse() if logits is None else logits

@@ -8,14 +8,16 @@ there. So the first run leaves the state, to the bit, as if it had never been.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from toastkit.engine.savepoints import roll_back, take_savepoint, ways_forward
-from toastkit.experts.common_part import Kept
-from toastkit.holdings.holdings import Holdings
 from toastkit.session.savepoints import Savepoint
+
+if TYPE_CHECKING:
+    from toastkit.experts.common_part import Kept
+    from toastkit.holdings.holdings import Holdings
 
 Step = Callable[[], mx.array]
 
@@ -55,6 +57,8 @@ def run_step(holdings: Holdings, run: Step, caches: Sequence[Any]) -> mx.array:
     """The logits, float32 (B, vocab), of a step of one token a row of these caches: optimistic
     where experts are in slots and that is due, else lazy. run(): the pass, (B, 1, vocab). Raises
     what it raises, and as ExpertSlots.settle."""
+    if not holdings.has_slots:
+        return run()[:, -1].astype(mx.float32)
     optimistic = holdings.slots.optimistic
 
     def first() -> mx.array:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 from toastkit.engine.lookahead import Lookahead
-from toastkit.session.directory import Session
-from toastkit.session.savepoints import Savepoint
+
+if TYPE_CHECKING:
+    from toastkit.session.directory import Session
+    from toastkit.session.savepoints import Savepoint
 
 
 class Caches(list):
@@ -79,9 +80,9 @@ class ModelState:
         """Lets the device begin with what was consumed."""
         mx.async_eval(self.logits)
 
-    def values(self) -> np.ndarray:
-        """The logits as float32 (vocab,) of the host; waits for them."""
-        return np.array(self.logits, copy=False)
+    def values(self) -> memoryview[float]:
+        """The logits, float32 (vocab,), where the host can read them; waits for them."""
+        return memoryview(self.logits)  # type: ignore[arg-type]
 
     def take_back(self) -> None:
         """Takes back a step that was only looked ahead to."""
@@ -106,7 +107,7 @@ class ModelState:
             return
         self.take_back()
         tokens = self.read_tokens()
-        logits = None if self.logits is None else np.array(self.logits, dtype=np.float32)
+        logits = None if self.logits is None else self.values()
         kept = [point for point in self.savepoints if point.count < len(tokens)]
         self.session.commit(tokens, self.cache, logits, kept)
 

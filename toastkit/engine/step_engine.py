@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from toastkit.holdings.policy import NO_WISH, Wish
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from toastkit.session.directory import Session
 
 
@@ -38,8 +36,8 @@ class State(Protocol):
     def submit(self) -> None:
         """Lets the device begin with what was consumed."""
 
-    def values(self) -> np.ndarray:
-        """The logits as float32 (vocab,) of the host; waits for them."""
+    def values(self) -> memoryview[float]:
+        """The logits, float32 (vocab,), where the host can read them; waits for them."""
 
     def commit(self) -> None:
         """Writes the state into its session, if it has one."""

@@ -107,6 +107,10 @@ class CommonPart:
         """A step has run: whether what was kept of it was of use, or would have been."""
         self._used += SMOOTHING * (used - self._used)
 
+    def nothing_kept(self) -> Kept:
+        """What is kept of a pass before it was recorded."""
+        return Kept()
+
     def recorded(self, kept: Kept) -> AbstractContextManager[None]:
         """Passes that are built meanwhile are kept, the last one of them; where that pays."""
         come_and_go = self._streams.layers and self._streams.layers[0] <= self._last

@@ -179,11 +179,11 @@ class GearPolicy:
 
 
 def gear_policy(
-    store: Store, options: GearOptions | None, notify: Callable[[str], None] | None
+    store: Store, options: GearOptions, notify: Callable[[str], None] | None
 ) -> GearPolicy | None:
     """The gears of a model, None where there are none to shift: a quantised checkpoint's are shown
     at best (section 12.2). Raises UsageError where it would have to shift nevertheless."""
-    if options is None or not options.on:
+    if not options.on:
         return None
     if store.quantization is None:
         return GearPolicy(options)

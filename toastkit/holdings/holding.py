@@ -6,7 +6,7 @@ read attributes off them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,8 @@ import mlx.nn as nn
 
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
 from toastkit.holdings.packed import Kind, PathCounts, dense_bytes, packed_class
-from toastkit.native.modules import NARROW, narrow_keys, native
+from toastkit.native.modules import NARROW, narrow_keys, native, read_elsewhere
+from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import EMBEDDING, EXPERTS, GEARS, OUTSIDE, layer_owner
 from toastkit.store.precision import Rows
 from toastkit.store.skeleton import is_matrix
@@ -210,6 +211,17 @@ def holdings_of(store: Store) -> list[Holding]:
     for holding, tensor in slots.values():
         holding.add(tensor, store.shape(tensor.name))
     return list(found.values())
+
+
+def kept_narrow(store: Store, holdings: Iterable[Holding], types: Loading) -> frozenset[str]:
+    """Has products meet 16-bit parameters as they are stored: their names. Not those that the
+    architecture itself reads, which would have to be widened again and again."""
+    wide = types.cast
+    elsewhere = read_elsewhere(store.model) if types.narrow else None
+    if elsewhere is None or wide is None:
+        return frozenset()
+    found = [h for h in holdings if h.path.rpartition(".")[2] not in elsewhere]
+    return frozenset(name for h in found for name in h.keep_narrow(store, wide))
 
 
 def _place_of(model: nn.Module, name: str) -> tuple[str, nn.Module, Tensor]:

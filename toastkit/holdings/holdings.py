@@ -13,25 +13,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 
 from toastkit.errors import UsageError
-from toastkit.holdings.expert_slots import ExpertSlots
 from toastkit.holdings.forms import ABSENT, MAPPED, ORIGINAL, Form
-from toastkit.holdings.holding import Holding, Parts, holdings_of
+from toastkit.holdings.holding import Holding, Parts, holdings_of, kept_narrow
 from toastkit.holdings.packed import PathCounts
 from toastkit.holdings.streams import Streams
 from toastkit.holdings.weights import Reading, Weights
 from toastkit.native.kv_caches import keep_in
 from toastkit.native.library import in_use
-from toastkit.native.modules import read_elsewhere, use_native
+from toastkit.native.modules import use_native
 from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import GEARS, READING, Ledger
 from toastkit.store.precision import row_bytes
 from toastkit.store.store import Store
+
+if TYPE_CHECKING:
+    from toastkit.holdings.expert_slots import ExpertSlots
 
 Key = tuple[Holding, Form]
 LITTLE_BYTES, FEW_TENSORS = 64 << 20, 512  # that MLX reads quicker
@@ -74,24 +77,14 @@ class Holdings:
         if types.native and (library := in_use()) is not None:
             use_native(store.model.modules())
             store.reader.make_memory = library.memory
-        self._weights = Weights(store, types.cast, self._keep_narrow(types), notify)
+        narrow = kept_narrow(store, self.modules.values(), types)
+        self._weights = Weights(store, types.cast, narrow, notify)
         self._kept: dict[Key, _Kept] = {}  # the longest unused first
         self._coming: dict[Key, Parts] = {}
         self._changes = 0
         ledger.measure(READING, lambda: store.reader.held_bytes)
         self._freed = False
         self.streams = Streams(self, self._weights)
-        self.slots = ExpertSlots(self, self._weights)
-
-    def _keep_narrow(self, types: Loading) -> frozenset[str]:
-        """Has products meet 16-bit parameters as they are stored: their names. Not those that the
-        architecture itself reads, which would have to be widened again and again."""
-        wide = types.cast
-        elsewhere = read_elsewhere(self.store.model) if types.narrow else None
-        if elsewhere is None or wide is None:
-            return frozenset()
-        found = [h for h in self.modules.values() if h.path.rpartition(".")[2] not in elsewhere]
-        return frozenset(name for h in found for name in h.keep_narrow(self.store, wide))
 
     def new_caches(self) -> list[Any]:
         """Empty caches, one a layer, of the classes that the architecture wants. Raises UsageError
@@ -106,7 +99,23 @@ class Holdings:
                 raise UsageError(f"--kv-bits {bits}: this model has a {min(unknown)} of its own")
         return caches
 
+    @cached_property
+    def slots(self) -> ExpertSlots:
+        """Those of experts: made for who asks, and few models have any."""
+        from toastkit.holdings.expert_slots import ExpertSlots
+
+        return ExpertSlots(self, self._weights)
+
     # --------------------------------------------------------------------------------- questions
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether somebody has asked for slots."""
+        return "slots" in vars(self)
+
+    def counted_experts(self) -> dict[str, int] | None:
+        """See ExpertSlots.counted."""
+        return self.slots.counted() if self.has_slots else None
 
     def loaded_dtype(self, name: str) -> mx.Dtype:
         """Of a parameter on the device."""
@@ -123,7 +132,7 @@ class Holdings:
     @property
     def reads_in_passes(self) -> bool:
         """Whether a pass of the model reads weights: layers are streamed, or experts fetched."""
-        return bool(self.streams.layers or self.slots.reads)
+        return bool(self.streams.layers or self.has_slots and self.slots.reads)
 
     def matrix_bytes(self, paths: Iterable[str]) -> int:
         """Bytes on the device of some modules' matrices, in all forms, in use or not."""
@@ -142,18 +151,16 @@ class Holdings:
 
     def module_bytes(self, path: str) -> int:
         """Bytes of all of a module's parameters as they are loaded, or of its slots."""
-        holding = self.modules[path]
-        if holding.slots:
-            experts = self.store.shape(holding.names[0])[0]
-            return self.stack_bytes(path) // experts * holding.slots
-        return self.stack_bytes(path)
+        holding, size = self.modules[path], self.stack_bytes(path)
+        slots = holding.slots
+        return size // self.store.shape(holding.names[0])[0] * slots if slots else size
 
     def stack_bytes(self, path: str) -> int:
         """Bytes of all of a module's parameters as they are loaded, of all experts."""
         return sum(map(self._loaded_bytes, self.modules[path].names))
 
     def _loaded_bytes(self, name: str) -> int:
-        return self.store.nbytes(name) // self.store.dtype(name).size * self._item(name)
+        return math.prod(self.store.shape(name)) * self.loaded_dtype(name).size
 
     @contextmanager
     def shapes_only(self) -> Iterator[None]:
@@ -176,12 +183,9 @@ class Holdings:
         """Bytes of a module's matrix in so many bits, with its scales."""
         holding = self.modules[path]
         assert holding.weight is not None  # whoever asks has seen it
-        item = self._item(holding.weight.name)
+        item = self.loaded_dtype(holding.weight.name).size
         rows = self.original_bytes(path) // (item * holding.columns)
         return rows * row_bytes(bits, holding.columns, item)
-
-    def _item(self, name: str) -> int:
-        return self.loaded_dtype(name).size
 
     # ----------------------------------------------------------------------------------- changes
 
@@ -196,14 +200,15 @@ class Holdings:
             moves = [(h, form) for p, form in wanted.items() if (h := self.modules[p]).form != form]
             if not moves:
                 return None
-            moves = self.slots.resize(moves, self._replace)
+            moves = self.slots.resize(moves, self._replace) if self.has_slots else moves
             ready = self._ready(moves)
             made = self._all_made([move for move in moves if move not in ready])
             self._changes += 1
             for key, parts in {**ready, **made}.items():
                 self._put(key, parts)
             self.streams.follow()
-            self.slots.follow()
+            if self.has_slots:
+                self.slots.follow()
             self._drop_coming()
             self._weights.forget_ahead()
             self._shrink()
@@ -329,18 +334,14 @@ class Holdings:
             for array in (*parts.matrix.values(), *parts.rest.values()):
                 library.settle(array)
 
-    def _enter(self, holding: Holding, parts: Parts) -> None:
-        self.ledger.add(parts.owner, parts.matrix_bytes)
-        self.ledger.add(holding.owner, parts.rest_bytes)
-
-    def _leave(self, holding: Holding, parts: Parts) -> None:
-        self.ledger.add(parts.owner, -parts.matrix_bytes)
-        self.ledger.add(holding.owner, -parts.rest_bytes)
+    def _enter(self, holding: Holding, parts: Parts, sign: int = 1) -> None:
+        self.ledger.add(parts.owner, sign * parts.matrix_bytes)
+        self.ledger.add(holding.owner, sign * parts.rest_bytes)
 
     def _let_go(self, holding: Holding, parts: Parts) -> None:
         """Leaves, and nothing of ours will use the memory again: MLX is to give it back."""
         self._freed = True
-        self._leave(holding, parts)
+        self._enter(holding, parts, -1)
 
     def _drop_coming(self, keep: Iterable[Key] = ()) -> None:
         """Lets go what was prepared, for nothing."""
@@ -365,7 +366,7 @@ class Holdings:
             for holding, form in forms:
                 away = Parts(form, {}, {}, holding.owner)
                 before = holding.hang(away, self.counts, self._grown)
-                self._leave(holding, before)  # and its memory is read into again
+                self._enter(holding, before, -1)  # and its memory is read into again
 
     # -------------------------------------------------------------------------------- the budget
 
@@ -394,5 +395,6 @@ class Holdings:
     def close(self) -> None:
         """Lets the checkpoint go; what is on the device stays usable."""
         self.streams.forget_ahead()
-        self.slots.forget_ahead()
+        if self.has_slots:
+            self.slots.forget_ahead()
         self._weights.close()

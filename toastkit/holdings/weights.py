@@ -29,6 +29,7 @@ from toastkit.store.request import Request
 from toastkit.store.store import Store
 from toastkit.store.waiting import AHEAD, NOW
 
+WIDENED_BYTES = 2 << 20  # from which on tensors are widened as they are read
 SAMPLED_MODULES = 3  # whose rows are looked at for an earlier quantisation
 Move = tuple[Holding, Form]
 GEAR_OF = {bits: gear for gear, bits in GEAR_BITS.items()}
@@ -113,6 +114,8 @@ class Weights:
             self._store.check_files()
         cast = self._cast(names, moves)
         widen = {name for name in cast if self.loaded_dtype(name) == mx.float32}
+        if sum(map(self._store.nbytes, widen)) < WIDENED_BYTES:
+            widen = set()  # MLX casts so little as quickly, and needs no numpy
         mapped = {t.name for h, form in moves if form.mapped for t in h.tensors}
         mapped = {name for name in mapped if self.loaded_dtype(name) == self._store.dtype(name)}
         request = self._store.request(names, priority, at_once, widen, mapped, lazy=True)

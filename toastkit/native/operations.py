@@ -13,7 +13,7 @@ import mlx.nn as nn
 from toastkit.native.functions import replaces, stands_for
 from toastkit.native.kv_caches import kept_of
 from toastkit.native.library import FLOATS, in_use
-from toastkit.sampling.host import GUARD
+from toastkit.sampling.draws import GUARD
 
 ROW = 256  # numbers that are added up by themselves
 

@@ -54,7 +54,7 @@ def start(options: NativeOptions, say: Callable[[str], None] | None = None) -> S
     from toastkit.native.building import PATIENCE, build, build_meanwhile, find
 
     found = find()
-    if options.native == "require":
+    if options.native == "require" and not found.path:
         found = found._replace(path=build(PATIENCE, say))
     elif found.pending:
         build_meanwhile()

@@ -9,46 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from ..errors import DataError
 from . import filters
+from .draws import GUARD, LARGEST, Draw, Key, nothing_left, position_key, xtc_acts
 from .sampling_options import SamplingOptions
-from .threefry import GUMBEL_MAX, Key, gumbel, position_key, uniform, uniform_at, uniform_scalar
+from .threefry import GUMBEL_MAX, gumbel, uniform, uniform_at
 
-LARGEST = np.finfo(np.float32).max
-GUARD = 1e4
-XTC_STREAM = 1
 # Below this many survivors a second pass to rule some out costs more than their noise.
 _PRUNE_ABOVE = 16384
 _PRUNE_HEAD = 32
-
-
-@dataclass(slots=True)
-class Draw:
-    """id: the token. logprob: natural logarithm, NaN when not asked for.
-    top: [[id, logprob], ...], most likely first, lower ids first among equals; None when not
-    asked for. Banned ids are never in it."""
-
-    id: int
-    logprob: float
-    top: list[list] | None = None
-
-
-def nothing_left() -> DataError:
-    """The error for logits in which every id is banned."""
-    return DataError("cannot draw a token: every id is banned")
-
-
-def xtc_acts(options: SamplingOptions, position: int) -> bool:
-    """Whether XTC acts at a position: a Bernoulli draw that depends on seed and position alone."""
-    if options.xtc_probability <= 0:
-        return False
-    return uniform_scalar(position_key(options.seed, position, XTC_STREAM)) <= (
-        options.xtc_probability
-    )
 
 
 class HostSampler:

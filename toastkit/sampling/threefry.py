@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import numpy as np
 
-Key = tuple[int, int]
+from .draws import BELOW_ONE, GROUPS, MASK, PARITY, ROTATIONS, Key
+
 Words = np.ndarray
 
-_MASK = 0xFFFFFFFF
-_PARITY = 0x1BD11BDA
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_GROUPS = 5
 # Shifts as 0-d arrays: an ufunc call takes them without converting a Python int each time.
 _SHIFTS = {
     turn: (np.array(turn, np.uint32), np.array(32 - turn, np.uint32))
-    for turns in _ROTATIONS
+    for turns in ROTATIONS
     for turn in turns
 }
 # Counter pairs worked on at once: three buffers of 64 KiB stay in a second-level cache, and the
@@ -33,15 +30,9 @@ _BLOCK = 16384
 # Pages repeat their cache sets; buffers that start a few lines apart do not evict one another.
 _SKEW = 48
 _SCALE = np.float32(2.0**-32)
-_BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 _GUMBEL_FLOOR = np.float32(1e-20)
 # No Gumbel number exceeds -log(-log(1 - 2^-24)) = 16.6355.
 GUMBEL_MAX = 16.65
-
-
-def position_key(seed: int, position: int, stream: int = 0) -> Key:
-    """The key for the draw at a position. seed: 64 bits. stream: 0 the noise, 1 XTC's draw."""
-    return threefry2x32((seed >> 32 & _MASK, seed & _MASK), position & _MASK, stream & _MASK)
 
 
 def uniform(key: Key, n: int) -> np.ndarray:
@@ -84,12 +75,6 @@ def uniform_at(key: Key, n: int, indices: np.ndarray) -> np.ndarray:
     return _to_unit(bits)
 
 
-def uniform_scalar(key: Key) -> float:
-    """The one number of uniform(key, 1), without arrays."""
-    bits, _ = threefry2x32(key, 0, 0)
-    return float(min(np.float32(bits) * _SCALE, _BELOW_ONE))
-
-
 def gumbel(u: np.ndarray) -> np.ndarray:
     """Standard Gumbel noise from uniform numbers, -log(-log(u + 1e-20)): paper 003 section 10.1.
 
@@ -102,29 +87,15 @@ def gumbel(u: np.ndarray) -> np.ndarray:
     return np.negative(u, out=u)
 
 
-def threefry2x32(key: Key, counter0: int, counter1: int) -> tuple[int, int]:
-    """Two 32-bit words from a key and a counter of two words each."""
-    schedule = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
-    x0 = counter0 + schedule[0] & _MASK
-    x1 = counter1 + schedule[1] & _MASK
-    for group in range(_GROUPS):
-        for turn in _ROTATIONS[group % 2]:
-            x0 = x0 + x1 & _MASK
-            x1 = (x1 << turn & _MASK | x1 >> 32 - turn) ^ x0
-        x0 = x0 + schedule[(group + 1) % 3] & _MASK
-        x1 = x1 + schedule[(group + 2) % 3] + group + 1 & _MASK
-    return x0, x1
-
-
 def _encrypt(key: Key, x0: Words, x1: Words, scratch: Words) -> None:
     """The vectorised generator, in place. x0, x1, scratch: uint32 of one shape."""
-    schedule = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
+    schedule = (key[0], key[1], key[0] ^ key[1] ^ PARITY)
     np.add(x0, np.uint32(schedule[0]), out=x0)
     np.add(x1, np.uint32(schedule[1]), out=x1)
     add, left, right = np.add, np.left_shift, np.right_shift
     either, differ = np.bitwise_or, np.bitwise_xor
-    for group in range(_GROUPS):
-        for turn in _ROTATIONS[group % 2]:
+    for group in range(GROUPS):
+        for turn in ROTATIONS[group % 2]:
             up, down = _SHIFTS[turn]
             add(x0, x1, x0)
             left(x1, up, scratch)
@@ -132,7 +103,7 @@ def _encrypt(key: Key, x0: Words, x1: Words, scratch: Words) -> None:
             either(x1, scratch, x1)
             differ(x1, x0, x1)
         add(x0, np.uint32(schedule[(group + 1) % 3]), x0)
-        add(x1, np.uint32(schedule[(group + 2) % 3] + group + 1 & _MASK), x1)
+        add(x1, np.uint32(schedule[(group + 2) % 3] + group + 1 & MASK), x1)
 
 
 def _buffers(size: int) -> tuple[Words, Words, Words]:
@@ -143,4 +114,4 @@ def _buffers(size: int) -> tuple[Words, Words, Words]:
 
 def _to_unit(bits: np.ndarray) -> np.ndarray:
     np.multiply(bits, _SCALE, out=bits)
-    return np.minimum(bits, _BELOW_ONE, out=bits)
+    return np.minimum(bits, BELOW_ONE, out=bits)

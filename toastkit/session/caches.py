@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from toastkit.errors import DataError
 from toastkit.native.kv_caches import SCALE_BYTES, as_kept, is_kept
@@ -32,6 +31,7 @@ from toastkit.session.layout import (
 from toastkit.session.mapped import read_in_place
 from toastkit.store.dtypes import bytes_of
 
+LARGE = 8 << 20  # bytes of keys, for which numpy, which is quicker there, is worth importing
 CACHE_MODULE = "mlx_lm.models.cache"
 DTYPES = {name: getattr(mx, "bool_" if name == "bool" else name) for name in ITEM_BYTES}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -126,6 +126,10 @@ def _source(name: str, array: mx.array, rows: int | None) -> TensorSource:
     def read(first: int, last: int) -> memoryview:
         if rows is None:
             return bytes_of(array)
+        if array.nbytes < LARGE:
+            return bytes_of(mx.moveaxis(array[:, :, first:last], 2, 0))
+        import numpy as np
+
         # numpy has no bfloat16. It copies at once what MLX has a thread of its own do.
         there = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
         part = np.array(there, copy=False)[:, :, first:last]

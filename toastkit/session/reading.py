@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from toastkit.errors import DataError, from_os_error
 from toastkit.frames import unpack_ids
@@ -19,9 +19,6 @@ from toastkit.session.layout import Damaged, Header, LogitsRecord, NewerSchema
 from toastkit.session.lock import WriterLock
 from toastkit.session.names import HEADER_FILE, display_name
 from toastkit.session.upkeep import CACHE_FILE, LOGITS_FILE, TOKENS_FILE, gone
-
-if TYPE_CHECKING:
-    import numpy as np
 
 Result = TypeVar("Result")
 
@@ -110,7 +107,7 @@ class LastCommit:
         """How messages call it."""
         return display_name(self.path)
 
-    def logits(self) -> np.ndarray | None:
+    def logits(self) -> memoryview[float] | None:
         """float32 (vocab,) after the last committed token, or None if there are none.
         Raises DataError if they are damaged."""
         wanted = self.tokens
@@ -122,11 +119,7 @@ class LastCommit:
             return None if record is None else read_logits(self._files, record)
 
         buffer = self._guarded(attempt)
-        if buffer is None:
-            return None
-        import numpy as np
-
-        return np.frombuffer(buffer, np.dtype("<f4"))
+        return None if buffer is None else memoryview(buffer).cast("f")
 
     def _unless_changed(self, n: int, rebuilt: Callable[[], Result]) -> Result:
         """Runs a reading action, twice if a writer comes between. What is stored by then must begin

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toastkit.engine.step_engine import StepEngine
 from toastkit.frames import Frame, Head
@@ -13,14 +13,15 @@ from toastkit.interrupts import Interrupt
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.decode import decode
 from toastkit.stages.detokenize import TextOptions, detokenize
-from toastkit.stages.follow import Follower, GearRules, GearSettings
-from toastkit.stages.gear import entropy_on_device, followed, gear, in_gear, measured
 from toastkit.stages.prefill import prefill
 from toastkit.stages.run.one_process import LocalRuns
 from toastkit.stages.run.settings import Outcome, ReadOptions, StepOptions
 from toastkit.stages.sample import DrawOptions, sample, sample_deferred
 from toastkit.stages.streams import Stage, compose
 from toastkit.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from toastkit.stages.follow import GearRules, GearSettings
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class AnswerOptions:
     step: StepOptions = StepOptions()
     draw: DrawOptions | None = None
     text: TextOptions = TextOptions()
-    rules: GearRules = GearRules()
+    rules: GearRules | None = None
     telemetry: bool = False
     follow: bool = False
     fixed: str | None = None
@@ -108,13 +109,19 @@ def _sampling(options: AnswerOptions, runs: LocalRuns) -> list[Stage]:
 
     shared: dict[str, Any] = {"sampler_for": sampler_for, "feed": runs.feed}
     drawing: Stage = partial(sample_deferred if runs.deferred else sample, **shared)
+    if not options.follow and not options.telemetry and options.fixed is None:
+        return [drawing]
+    from toastkit.stages import gear
+
     if options.follow:
+        assert options.rules is not None
         if not runs.deferred:
-            return [partial(gear, rules=options.rules), drawing]
-        follower = Follower(options.rules)
-        following = partial(followed, follower=follower)
-        return [entropy_on_device, following, partial(sample_deferred, **shared, follower=follower)]
+            return [partial(gear.gear, rules=options.rules), drawing]
+        follower = gear.Follower(options.rules)
+        following = partial(gear.followed, follower=follower)
+        drawing = partial(sample_deferred, **shared, follower=follower)
+        return [gear.entropy_on_device, following, drawing]
     stages = [drawing]
     if options.telemetry:
-        stages = [entropy_on_device if runs.deferred else measured, drawing]
-    return stages if options.fixed is None else [*stages, partial(in_gear, gear=options.fixed)]
+        stages = [gear.entropy_on_device if runs.deferred else gear.measured, drawing]
+    return stages if options.fixed is None else [*stages, partial(gear.in_gear, gear=options.fixed)]

@@ -26,11 +26,11 @@ def from_numpy(values: np.ndarray) -> Array:
     return Array("float32", values.shape, values.astype("<f4", copy=False).tobytes())
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
+def log_softmax(logits: np.ndarray | memoryview[float]) -> np.ndarray:
     """Natural logs of softmax(logits), float64 (vocab,). logits: float (vocab,). NaN counts as 0,
     infinity as 1e4."""
     with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
-        x = np.nan_to_num(logits.astype(np.float64), nan=0.0, posinf=1e4, neginf=-1e4)
+        x = np.nan_to_num(np.array(logits, np.float64), nan=0.0, posinf=1e4, neginf=-1e4)
     x -= x.max()
     x -= np.log(np.exp(x).sum())
     return x

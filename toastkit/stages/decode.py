@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from toastkit.engine.step_engine import State, StepEngine, Wish
 from toastkit.errors import DataError, NoInputError
-from toastkit.experts.pass_times import with_steps
 from toastkit.frames import End, Frame, Head, Prefilled, Tokens, unpack_ids
 from toastkit.interrupts import Interrupt
 from toastkit.stages.run.protocol import DecodeRun, DecodeRuns
@@ -85,6 +84,8 @@ def _run(
     end.extra.update(engine.run_report())
     if "experts" in end.extra:
         report = end.extra["experts"]  # of the steps that were shown:
+        from toastkit.experts.pass_times import with_steps
+
         end.extra["experts"] = with_steps(report, len(fallbacks), sum(fallbacks))
     yield end
 

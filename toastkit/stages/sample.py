@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toastkit.frames import End, Frame, Head, Logits, Token, Tokens, unpack_ids
 from toastkit.sampling.sampling_options import SamplingOptions
-from toastkit.stages.follow import Follower
 from toastkit.stages.run.protocol import Feed, Next
 from toastkit.stages.streams import ends_run, whole_runs, with_logits
+
+if TYPE_CHECKING:
+    from toastkit.stages.follow import Follower
 
 
 @dataclass(frozen=True)

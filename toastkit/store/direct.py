@@ -15,8 +15,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-import numpy as np
-
 PAGE = 4096  # no disk or system wants larger ones
 BETWEEN_BYTES = 4 << 20  # memory between, of a thread
 LARGE_PAGE = 2 << 20
@@ -43,29 +41,29 @@ class DirectReads:
             return None
         first = at = start // PAGE * PAGE  # the call is laid out from there to here
         between, used = self._between(), 0
-        buffers: list[np.ndarray] = []
-        copies: list[tuple[int, np.ndarray, int]] = []
+        buffers: list[memoryview] = []
+        copies: list[tuple[int, memoryview, int]] = []
         for position, memory, straight in _pieces(views, start):
             if straight:
                 buffers.append(memory)
-                at += memory.size
+                at += len(memory)
                 continue
-            more = min(-(-(position + memory.size) // PAGE) * PAGE - at, between.size - used)
+            more = min(-(-(position + len(memory)) // PAGE) * PAGE - at, len(between) - used)
             if more > 0:
                 buffers.append(between[used : used + more])
                 at, used = at + more, used + more
             copies.append((position, memory, used - (at - position)))
-            if at < position + memory.size:
+            if at < position + len(memory):
                 break  # the rest is for the next call
         try:
-            count = os.preadv(self._direct(fd), [memory.data for memory in buffers], first)
+            count = os.preadv(self._direct(fd), buffers, first)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT):
                 raise
             self.possible = False  # a file system that cannot, or none at /proc
             return None
         for position, memory, offset in copies:
-            count_here = max(0, min(memory.size, first + count - position))
+            count_here = max(0, min(len(memory), first + count - position))
             memory[:count_here] = between[offset : offset + count_here]
         return max(0, min(first + count - start, size))
 
@@ -76,14 +74,14 @@ class DirectReads:
                 self.opened[fd] = os.open(f"/proc/self/fd/{fd}", flags)
             return self.opened[fd]
 
-    def _between(self) -> np.ndarray:
-        """Memory of this thread, uint8 (BETWEEN_BYTES,), in large pages."""
+    def _between(self) -> memoryview:
+        """Memory of this thread, BETWEEN_BYTES, in large pages."""
         if not hasattr(self._own, "between"):
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             memory = mmap.mmap(-1, BETWEEN_BYTES + LARGE_PAGE, flags=flags)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
-            found = np.frombuffer(memory, np.uint8)
+            found = memoryview(memory)
             lead = -_address(found) % LARGE_PAGE
             self._own.between = found[lead : lead + BETWEEN_BYTES]
         return self._own.between
@@ -103,20 +101,19 @@ def _system() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-def _pieces(views: Sequence[memoryview], start: int) -> Iterator[tuple[int, np.ndarray, bool]]:
-    """Memory in the order of a file: first byte in the file, memory, uint8 (N,), and whether that
-    is whole pages in both."""
-    for view in filter(len, views):
-        memory = np.frombuffer(view, np.uint8)
+def _pieces(views: Sequence[memoryview], start: int) -> Iterator[tuple[int, memoryview, bool]]:
+    """Memory in the order of a file: first byte in the file, memory, and whether that is whole
+    pages in both."""
+    for memory in filter(len, views):
         lead = -start % PAGE
-        whole = (memory.size - lead) // PAGE * PAGE
+        whole = (len(memory) - lead) // PAGE * PAGE
         if whole < LEAST_STRAIGHT or (_address(memory) - start) % PAGE:
-            lead, whole = memory.size, 0
-        for first, stop in ((0, lead), (lead, lead + whole), (lead + whole, memory.size)):
+            lead, whole = len(memory), 0
+        for first, stop in ((0, lead), (lead, lead + whole), (lead + whole, len(memory))):
             if first < stop:
                 yield start + first, memory[first:stop], first == lead and whole > 0
-        start += memory.size
+        start += len(memory)
 
 
-def _address(memory: np.ndarray) -> int:
-    return memory.__array_interface__["data"][0]
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

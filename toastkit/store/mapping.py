@@ -55,17 +55,20 @@ class MappedFiles:
 
     def arrays(self, places: Mapping[Any, Place | None]) -> dict[Any, mx.array]:
         """Tensors, each of its stored shape, such as (rows, columns), and dtype, evaluated; nothing
-        is read. Not among them are those that lie nowhere as they are, or begin within a
-        number."""
+        is read. Not among them are those that it does not hold."""
         found = {}
         for key, place in places.items():
-            if place is None or place[1].inside is not None or not place[1].nbytes:
-                continue
-            (path, entry), dtype = place, DTYPES[place[1].dtype][1]
-            file = self._files[path]
-            if entry.start % dtype.size == 0 and entry.stop <= file.size:
+            if place is not None and self.holds(place):
+                file, entry = self._files[place[0]], place[1]
+                dtype = DTYPES[entry.dtype][1]
                 found[key] = file.region.array(file.lead + entry.start, dtype, entry.shape)
         return found
+
+    def holds(self, place: Place) -> bool:
+        """Whether a tensor lies in the files as it is, and an array can begin where it does."""
+        path, entry = place
+        whole = entry.inside is None and entry.nbytes > 0 and entry.stop <= self._files[path].size
+        return whole and entry.start % DTYPES[entry.dtype][1].size == 0
 
     def check(self) -> None:
         """Raises DataError where a file is no longer what was mapped. Costs a system call a

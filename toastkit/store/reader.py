@@ -10,23 +10,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from toastkit.store.jobs import Filling, Job, Piece, host_writes
 from toastkit.store.raw import RawTensors, Span
-from toastkit.store.request import Request, Result
+from toastkit.store.request import CancelledError, Request, Result
 from toastkit.store.waiting import NOW, Flight, Waiting, find_runs, in_order
 
 AHEAD_BYTES = 1 << 30
 THREADS = 3
 LITTLE_BYTES = 32 << 20
-MOST_ITEM_BYTES = 8
 WIDENED_BYTES = 1 << 20  # of the file at a time
 IDLE_SECONDS = 5.0  # after which a thread ends; the next request starts one
 
@@ -55,7 +52,7 @@ class Reader:
         self._running: set[threading.Thread] = set()
         self._idle = 0
         # Arrays begin as these: pages that nobody has written to, and so take no memory.
-        self._zeros = np.zeros(0, np.uint8)
+        self._zeros = memoryview(bytearray())
         self._own = threading.local()
         self._spare: list[mx.array] = []  # to read into once more, the longest unused first
         self._closed = False
@@ -209,35 +206,39 @@ class Reader:
             return [CancelledError("the files are closed, or nobody wants it") for _ in flights]
         for flight in flights:
             flight.read = flight.job.stored_bytes
-        return [mx.array(made) if isinstance(made, np.ndarray) else made for made in found]
+        return [_on_device(made) for made in found]
 
-    def _memory(self, job: Job, spare: mx.array | None) -> mx.array | np.ndarray:
-        """Memory of its size, uint8 (rows, columns): MLX's dimensions have 31 bits."""
+    def _memory(self, job: Job, spare: mx.array | None) -> mx.array | memoryview:
+        """Memory of its size, uint8 (rows, columns), (0,) of nothing: MLX's dimensions have
+        31 bits."""
         size = job.nbytes
-        columns = min(size & -size, 1 << 20) or MOST_ITEM_BYTES
+        if not size:
+            return mx.array([], mx.uint8)
+        columns = min(size & -size, 1 << 20)
         # Evaluated, and made without a stream: a stream belongs to the thread that made it.
         if not host_writes():
-            return np.empty((size // columns, columns), np.uint8)
-        if self.make_memory is not None and size:
+            return memoryview(bytearray(size)).cast("B", (size // columns, columns))
+        if self.make_memory is not None:
             return self.make_memory(size // columns, columns, job.spans[0].start, spare)
         if spare is not None:
             return spare
         zeros = self._zeros
         if zeros.nbytes < size:
-            self._zeros = zeros = np.zeros(size, np.uint8)
-        return mx.array(zeros[:size].reshape(-1, columns))
+            self._zeros = zeros = memoryview(bytearray(size))
+        whole: Any = zeros[:size].cast("B", (size // columns, columns))
+        return mx.array(whole)
 
-    def _scratch(self) -> np.ndarray:
-        """Memory of this thread, uint8 (WIDENED_BYTES,), that the system need not make anew."""
+    def _scratch(self) -> memoryview:
+        """Memory of this thread, WIDENED_BYTES, that the system need not make anew."""
         if not hasattr(self._own, "scratch"):
-            self._own.scratch = np.empty(WIDENED_BYTES, np.uint8)
+            self._own.scratch = memoryview(bytearray(WIDENED_BYTES))
         return self._own.scratch
 
     def _fill(self, pieces: Iterable[Piece], stopped: Callable[[], bool], short_calls: bool) -> int:
         """Reads into memory, in the order of the files, as RawTensors.fill. What is to be widened
         is read WIDENED_BYTES at a time, and widened while the processor has it at hand."""
         reads: list[tuple[Span, memoryview]] = []
-        narrow: list[tuple[np.ndarray, str, memoryview]] = []
+        narrow: list[tuple[memoryview, str, memoryview]] = []
         used = read = 0
         for span, view, dtype in sorted(_places(pieces), key=itemgetter(0)):
             if dtype is None:
@@ -248,7 +249,7 @@ class Reader:
                 read += self._fill_and_widen(reads, narrow, stopped, short_calls)
                 reads, narrow, used = [], [], 0
             floats = self._scratch()[used : used + size]
-            reads.append((span, floats.data))
+            reads.append((span, floats))
             narrow.append((floats, dtype, view))
             used += size
         return read + self._fill_and_widen(reads, narrow, stopped, short_calls)
@@ -256,19 +257,15 @@ class Reader:
     def _fill_and_widen(
         self,
         reads: Iterable[tuple[Span, memoryview]],
-        narrow: Iterable[tuple[np.ndarray, str, memoryview]],
+        narrow: Iterable[tuple[memoryview, str, memoryview]],
         stopped: Callable[[], bool],
         short_calls: bool,
     ) -> int:
-        """narrow: of what was read 16-bit floats, uint8 (N,), their dtype, and where they are to be
-        as float32, which represents all of them."""
+        """narrow: of what was read 16-bit floats, their dtype, and where they are to be as float32,
+        which represents all of them."""
         read = self._raw.fill(reads, stopped, short_calls)
-        for floats, dtype, view in () if stopped() else narrow:
-            into = np.frombuffer(view, np.float32)
-            if dtype == "BF16":
-                np.left_shift(floats.view("<u2"), 16, out=into.view(np.uint32), dtype=np.uint32)
-            else:
-                into[...] = floats.view("<f2")
+        if narrow and not stopped():
+            _widen(narrow)
         return read
 
     def _hold(self, count: int) -> None:
@@ -357,6 +354,24 @@ class Reader:
             self._done.notify_all()
         for thread in running:
             thread.join()
+
+
+def _on_device(made: Any) -> Any:
+    """What was read into memory of the host becomes an array."""
+    return mx.array(made) if isinstance(made, memoryview) else made
+
+
+def _widen(narrow: Iterable[tuple[memoryview, str, memoryview]]) -> None:
+    """16-bit floats, their dtype, and where they are to be as float32."""
+    import numpy as np
+
+    for floats, dtype, view in narrow:
+        into = np.frombuffer(view, np.float32)
+        if dtype == "BF16":
+            bits = np.frombuffer(floats, "<u2")
+            np.left_shift(bits, 16, out=into.view(np.uint32), dtype=np.uint32)
+        else:
+            into[...] = np.frombuffer(floats, "<f2")
 
 
 def _places(pieces: Iterable[Piece]) -> Iterator[tuple[Span, memoryview, str | None]]:

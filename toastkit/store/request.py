@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import mlx.core as mx
@@ -13,6 +12,10 @@ if TYPE_CHECKING:
     from toastkit.store.waiting import Flight
 
 Result = TypeVar("Result")
+
+
+class CancelledError(Exception):
+    """It was not read: nobody wanted it any more, or the files were closed."""
 
 
 class Request(Generic[Result]):

@@ -253,7 +253,8 @@ class Store:
 
     def can_map(self, name: str) -> bool:
         """Whether a tensor lies in the files as it is, and these are mapped."""
-        return self.mapping is not None and bool(self.mapping.arrays({name: self.source(name)}))
+        place = self.source(name)
+        return self.mapping is not None and place is not None and self.mapping.holds(place)
 
     def evaluate(self, arrays: Any) -> None:
         """Computes arrays, in whatever lists or dictionaries, that `load` and `read` have led to.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toastkit.engine.step_engine import State, StepEngine, Wish
 from toastkit.frames import Frame, Head, Logits
 from toastkit.interrupts import Interrupt
-from toastkit.session.directory import Session
-from toastkit.session.names import resolve
 from toastkit.stages.run.protocol import DecodeRun, Next, SessionRuns, experts_of
+
+if TYPE_CHECKING:
+    from toastkit.session.directory import Session
 
 
 class LocalFeed:
@@ -67,6 +68,9 @@ class LocalRuns(SessionRuns):
     def begin(self, head: Head) -> Head:
         if self._name is None:
             return head
+        from toastkit.session.directory import Session
+        from toastkit.session.names import resolve
+
         path = resolve(self._name)
         self._session = Session.open(path, head.fingerprint)
         return dataclasses.replace(head, session=str(path))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-import numpy as np
-
 from toastkit.errors import DataError, from_os_error
 from toastkit.frames import End, Frame, FrameReader, Head, Token, Tokens, starts_frames, unpack_ids
 from toastkit.stages.feed import bare_ids
@@ -20,8 +18,10 @@ class GreedyFeed:
         """Takes the next run."""
         self._eos = frozenset(head.eos)
 
-    def choose(self, logits: np.ndarray) -> Next | None:
+    def choose(self, logits: memoryview[float]) -> Next | None:
         """The next token after `logits` (vocab,) float32."""
+        import numpy as np
+
         token = int(np.argmax(np.nan_to_num(logits, nan=0.0, posinf=1e4, neginf=-1e4)))
         return Next(token, "eos" if token in self._eos else None)
 
@@ -46,7 +46,7 @@ class ForcedFeed:
         """Takes the next run."""
         self._waiting = deque(self._given or ())
 
-    def choose(self, logits: np.ndarray) -> Next | None:
+    def choose(self, logits: memoryview[float]) -> Next | None:
         """The next given token, None after the last. logits: float32 (vocab,), not looked at."""
         if not self._waiting and self._given is None:
             self._pull()

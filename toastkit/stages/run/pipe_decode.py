@@ -9,25 +9,24 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from toastkit.descriptors import GONE
 from toastkit.engine.step_engine import State, StepEngine, Wish
 from toastkit.errors import DataError, NoInputError, UnavailableError
-from toastkit.frames import Frame, Head, Logits, Token
-from toastkit.gears.monitor import EntropyMeter
+from toastkit.frames import Array, Frame, Head, Logits, Reference, Token
 from toastkit.interrupts import Interrupt
 from toastkit.session.directory import Session
 from toastkit.session.feed import FeedMessage, FeedReader
 from toastkit.session.handover import HandoverClient
 from toastkit.session.ring import RingWriter
 from toastkit.session.run import RunDirectory, feed_of, ring_of
-from toastkit.stages.arrays import from_numpy, log_softmax
-from toastkit.stages.follow import Follower
 from toastkit.stages.run.own_tokens import ForcedFeed, GreedyFeed
 from toastkit.stages.run.protocol import DecodeRun, Next, check_vocab, experts_of
+
+if TYPE_CHECKING:
+    from toastkit.gears.monitor import EntropyMeter
+    from toastkit.stages.follow import Follower
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +74,7 @@ class PipeRun:
         self._messages: deque[FeedMessage] = deque()
         self._chosen: Next | None = None
         self._meter: EntropyMeter | None = None
-        self._step: tuple[Logits, np.ndarray] | None = None
+        self._step: tuple[Logits, memoryview[float]] | None = None
 
     def open(self) -> None:
         """Joins the run that prefill began, or begins one; takes its FIFO."""
@@ -118,6 +117,8 @@ class PipeRun:
             assert self._directory is not None  # open
             self._ring = RingWriter(ring_of(self._directory.path), engine.vocab)
         if self._end.follower is not None:
+            from toastkit.gears.monitor import EntropyMeter
+
             self._meter = EntropyMeter(engine.vocab)
         self._engine = engine
         state, _ = engine.restore(session, ids)
@@ -142,8 +143,7 @@ class PipeRun:
         values = state.values()
         seconds = None if started is None else round(time.perf_counter() - started, 6)
         position, own = len(state.tokens), self._end.own
-        array = from_numpy(values) if self._ring is None else self._ring.write(values)
-        frame = Logits(position, array, seconds, experts_of(state))
+        frame = Logits(position, self._sent(values), seconds, experts_of(state))
         self._step = frame, values
         if own is not None:
             self._follow(frame, values)
@@ -153,16 +153,26 @@ class PipeRun:
         chosen = None if self._end.interrupt else own.choose(values)
         if chosen is not None and isinstance(chosen.token, int):
             token, logprob = chosen.token, None  # as it is for a token outside the logits
-            if 0 <= token < values.size:
+            if 0 <= token < len(values):
+                from toastkit.stages.arrays import log_softmax
+
                 logprob = round(float(log_softmax(values)[token]), 6)
             yield Token(position, token, logprob, gear=frame.gear, entropy=frame.entropy)
             chosen = chosen._replace(gear=frame.gear, expected=frame.expected)
         self._chosen = chosen
 
-    def _follow(self, frame: Logits, values: np.ndarray) -> None:
+    def _sent(self, values: memoryview[float]) -> Array | Reference:
+        """Logits, float32 (vocab,), as they are put into a frame."""
+        if self._ring is not None:
+            return self._ring.write(values)
+        return Array("float32", (len(values),), values.cast("B"))
+
+    def _follow(self, frame: Logits, values: memoryview[float]) -> None:
         """Chooses the gear of the pass after these logits."""
         if self._end.follower is not None and self._meter is not None:
-            self._end.follower.annotate(frame, self._meter.bits(values))
+            import numpy as np
+
+            self._end.follower.annotate(frame, self._meter.bits(np.asarray(values)))
 
     def consume(self, state: State, token: Any, wish: Wish) -> None:
         self._engine.consume(state, token, wish)

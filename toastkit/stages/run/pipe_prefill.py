@@ -6,8 +6,6 @@ import dataclasses
 from collections import deque
 from pathlib import Path
 
-import numpy as np
-
 from toastkit.descriptors import is_pipe, reader_gone, unread_bytes
 from toastkit.engine.step_engine import State
 from toastkit.frames import Array, Head
@@ -15,7 +13,6 @@ from toastkit.session.directory import Session
 from toastkit.session.handover import HandoverServer
 from toastkit.session.names import resolve
 from toastkit.session.run import RunDirectory
-from toastkit.stages.arrays import from_numpy
 from toastkit.stages.run.protocol import SessionRuns
 
 HANDOVER_SECONDS = 2.0  # how long prefill waits for a decode that has not shown up yet
@@ -66,7 +63,8 @@ class PrefillEnd(SessionRuns):
         return reader_gone()
 
     def announce(self, state: State) -> Array:
-        logits = from_numpy(np.array(state.values(), dtype=np.float32))
+        values = state.values()
+        logits = Array("float32", (len(values),), values.tobytes())
         state.session = None  # it stays open: it is to be handed over
         state.close()
         return logits

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from toastkit.engine.step_engine import State, StepEngine, Wish
 from toastkit.errors import DataError, NoInputError, UsageError
 from toastkit.frames import Array, Frame, Head
-from toastkit.session.directory import Session
-from toastkit.session.names import resolve
 from toastkit.stages.run.settings import ReadOptions
+
+if TYPE_CHECKING:
+    from toastkit.session.directory import Session
 
 
 class Next(NamedTuple):
@@ -171,6 +172,9 @@ class SessionRuns:
 
 def open_fork(name: str, head: Head) -> Session:
     """The session to start from, for reading. Raises NoInputError where there is none."""
+    from toastkit.session.directory import Session
+    from toastkit.session.names import resolve
+
     return Session.open(resolve(name), head.fingerprint, create=False, write=False)
 
 
