@@ -358,7 +358,7 @@ class Reader:
 
 def _on_device(made: Any) -> Any:
     """What was read into memory of the host becomes an array."""
-    return mx.array(made) if isinstance(made, memoryview) else made
+    return mx.array(made) if isinstance(made, memoryview) else made  # type: ignore[arg-type]
 
 
 def _widen(narrow: Iterable[tuple[memoryview, str, memoryview]]) -> None:
