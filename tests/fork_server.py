@@ -22,8 +22,8 @@ NOT_PRELOADED = {"huggingface_hub", "transformers"}  # they read the environment
 
 
 def preload() -> None:
-    """Imports what commands import sooner or later, and computes nothing: threads do not survive a
-    fork."""
+    """Imports what commands import sooner or later, and makes of Python code what each of them
+    would make again for the embedded model. It computes nothing: threads do not survive a fork."""
     import pkgutil
     from importlib import import_module
 
@@ -33,10 +33,19 @@ def preload() -> None:
     from toastkit.model.architecture import import_architecture
     from toastkit.model.config import load_config
     from toastkit.model.locate import locate
+    from toastkit.native.functions import methods_anew
+    from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer
 
     for module in pkgutil.walk_packages(toastkit.__path__, "toastkit."):
         import_module(module.name)
-    import_architecture(load_config(locate("crumb")))
+    crumb = locate("crumb")
+    config = load_config(crumb)
+    architecture = import_architecture(config)
+    for one in vars(architecture).values():
+        if isinstance(one, type) and issubclass(one, architecture.nn.Module):
+            methods_anew(one)
+    greeting = [{"role": "user", "content": "Hi!"}]
+    PromptTokenizer(crumb, config, PromptOptions()).render(Prompt(messages=greeting))
     assert not NOT_PRELOADED & set(sys.modules)
 
 

@@ -21,7 +21,7 @@ def cxx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def install(script: str) -> Path:
         path = tmp_path / "cxx"
-        path.write_text(f"#!{sys.executable}\nimport os, sys, time\n{script}")
+        path.write_text(f"#!{sys.executable} -IS\nimport os, sys, time\n{script}")
         path.chmod(0o755)
         monkeypatch.setenv("CXX", str(path))
         return path

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.native_library import KEPT, everywhere, native_cache, native_path
-from toastkit.native.compiling import compile_library, compiler, sources
+from toastkit.native.compiling import KERNELS, compile_library, compiler, sources
 from toastkit.native.ready import digest
 
 # As the compiler takes them: "address,undefined" or "thread" (make sanitize). Asked before the
@@ -26,6 +26,8 @@ SETS = (
     if platform.machine() == "aarch64"
     else ("avx512vbmi", "avx512vnni", "avx2", "portable")
 )
+# Those with code of their own for rows and for attention; the others have one of these sets'.
+OF_ROWS = [n for n in SETS if '"row_functions.h"' in (KERNELS / f"{n}.cpp").read_text("utf-8")]
 TYPES = {"f32": 0, "f16": 1, "bf16": 2}
 KEPT_TYPES = {**TYPES, "i8": 4}  # of keys and values
 # Half the distance between two numbers, as a share of their size.
@@ -234,13 +236,24 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     return Kernels(native_path(native_cache(tmp_path_factory)))
 
 
-@pytest.fixture(params=SETS)
-def instructions(request: pytest.FixtureRequest, kernels: Kernels) -> Iterator[str]:
-    """Each test runs with each instruction set, and three threads."""
+def chosen(name: str, kernels: Kernels) -> Iterator[str]:
+    """While a test runs: that instruction set, and three threads."""
     before = kernels.instructions  # others of this process may compute with the library
-    if not kernels.choose(request.param):
-        pytest.skip(f"no {request.param} here")
+    if not kernels.choose(name):
+        pytest.skip(f"no {name} here")
     kernels.library.toast_set_threads(3)
-    yield request.param
+    yield name
     kernels.library.toast_set_threads(1)
     kernels.choose(before)
+
+
+@pytest.fixture(params=SETS)
+def instructions(request: pytest.FixtureRequest, kernels: Kernels) -> Iterator[str]:
+    """Each test runs with each instruction set."""
+    yield from chosen(request.param, kernels)
+
+
+@pytest.fixture(params=OF_ROWS)
+def row_sets(request: pytest.FixtureRequest, kernels: Kernels) -> Iterator[str]:
+    """With each that has code of its own for rows and for attention."""
+    yield from chosen(request.param, kernels)

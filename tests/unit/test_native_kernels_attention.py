@@ -16,15 +16,15 @@ from tests.unit.native_kernels import (
     ROUNDING,
     TYPES,
     Kernels,
-    instructions,
     kernels,
     read,
+    row_sets,
     stored,
 )
 from tests.unit.native_rows import numbers, quantised_rows
 
-__all__ = ["instructions", "kernels"]
-pytestmark = [needed, pytest.mark.usefixtures("instructions")]
+__all__ = ["kernels", "row_sets"]
+pytestmark = [needed, pytest.mark.usefixtures("row_sets")]
 
 
 def cached(seed: int, shape: tuple[int, ...], type_: str, layout: str) -> np.ndarray:

@@ -9,19 +9,11 @@ from hypothesis import strategies as st
 
 from tests.conftest import examples
 from tests.native_library import needed
-from tests.unit.native_kernels import (
-    ROUNDING,
-    TYPES,
-    Kernels,
-    instructions,
-    kernels,
-    read,
-    stored,
-)
+from tests.unit.native_kernels import ROUNDING, TYPES, Kernels, kernels, read, row_sets, stored
 from tests.unit.native_rows import appended, numbers, room
 
-__all__ = ["instructions", "kernels"]
-pytestmark = [needed, pytest.mark.usefixtures("instructions")]
+__all__ = ["kernels", "row_sets"]
+pytestmark = [needed, pytest.mark.usefixtures("row_sets")]
 types = st.sampled_from(list(TYPES))
 LARGEST = 65504.0
 

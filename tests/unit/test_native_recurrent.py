@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from tests.conftest import examples
 from tests.native_library import needed
-from tests.unit.native_kernels import ROUNDING, TYPES, Kernels, instructions, kernels, read, stored
+from tests.unit.native_kernels import ROUNDING, TYPES, Kernels, kernels, read, row_sets, stored
 from tests.unit.native_recurrent import convolved, delta, layer, scanned
 from tests.unit.native_rows import gated, normed
 
-__all__ = ["instructions", "kernels"]
-pytestmark = [needed, pytest.mark.usefixtures("instructions")]
+__all__ = ["kernels", "row_sets"]
+pytestmark = [needed, pytest.mark.usefixtures("row_sets")]
 seeds = st.integers(0, 1 << 20)
 types = st.sampled_from(list(TYPES))
 

@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import examples
 from tests.native_library import needed
-from tests.unit.native_kernels import (
-    ROUNDING,
-    TYPES,
-    Kernels,
-    instructions,
-    kernels,
-    read,
-    stored,
-)
+from tests.unit.native_kernels import ROUNDING, TYPES, Kernels, kernels, read, row_sets, stored
 from tests.unit.native_rows import (
     ACTIVATIONS,
     blended,
@@ -41,8 +33,8 @@ from tests.unit.native_rows import (
     weighted_sums,
 )
 
-__all__ = ["instructions", "kernels"]
-pytestmark = [needed, pytest.mark.usefixtures("instructions")]
+__all__ = ["kernels", "row_sets"]
+pytestmark = [needed, pytest.mark.usefixtures("row_sets")]
 types = st.sampled_from(list(TYPES))
 seeds = st.integers(0, 1 << 20)
 # Numbers of a row: few, odd tails, several parts of a row (16,384).

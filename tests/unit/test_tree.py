@@ -217,7 +217,7 @@ def test_functions_over_arrays_say_shape_and_dtype() -> None:
     """In their docstring or their class's."""
     silent, held = [], 0
     for path in [path for path in SOURCES if relative(path).startswith(SHAPED)]:
-        for name, node, owner, visible in functions(ast.parse(path.read_text(encoding="utf-8"))):
+        for name, node, owner, visible in functions(tree_of(path)):
             hints = [a.annotation for a in (*node.args.args, *node.args.kwonlyargs)]
             text = " ".join(ast.unparse(hint) for hint in (*hints, node.returns) if hint)
             if visible and re.search(r"\b(np\.ndarray|mx\.array)\b", text):
