@@ -63,9 +63,12 @@ def private_homes(folder: Path, patch: pytest.MonkeyPatch) -> Path:
     return folder / "cache_home" / "toastkit" / "conversations"
 
 
-def published_engine(folder: Path, name: str, template: str | None = None, **config: Any):
+def published_engine(
+    folder: Path, name: str, template: str | None = None, native: str = "auto", **config: Any
+):
     """An Engine for a published checkpoint in a new directory. template: the chat template, where
-    it is to be another. config: fields of config.json that are to be others."""
+    it is to be another. native: "auto" for one that computes as a daemon's does, "off" for MLX's
+    own operations. config: fields of config.json that are to be others."""
     from toastkit.engine.opening import open_engine
 
     path = write_published(folder / name, name)
@@ -74,7 +77,7 @@ def published_engine(folder: Path, name: str, template: str | None = None, **con
     if config:
         fields = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({**fields, **config}))
-    return open_engine(locate(str(path)), dtype="float32")
+    return open_engine(locate(str(path)), dtype="float32", native=native)
 
 
 @lru_cache(maxsize=16)

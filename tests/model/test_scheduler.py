@@ -41,6 +41,12 @@ def llama(engines: Engines) -> tuple[Any, Plain]:
     return engines("llama", **LONG_CONTEXT)
 
 
+@pytest.fixture
+def slow_llama(engines: Engines) -> tuple[Any, Plain]:
+    """By MLX alone, which reads so slowly that a prompt takes several slices."""
+    return engines("llama", native="off", **LONG_CONTEXT)
+
+
 def same(asked: Asked, plain: Plain, what: Any, **options: Any) -> None:
     """The answer is the one that it would be alone."""
     assert asked.answer == plain.answer(what, **options)
@@ -170,10 +176,10 @@ def test_what_token_replies_say_in_a_batch(llama) -> None:
 # ------------------------------------------------------------------------------------- whose turn
 
 
-def test_a_long_prompt_does_not_hold_up_an_answer(llama) -> None:
+def test_a_long_prompt_does_not_hold_up_an_answer(slow_llama) -> None:
     """Between two passes over the prompt everybody who answers makes a step, and no pass is longer
     than was said."""
-    engine, plain = llama
+    engine, plain = slow_llama
     driver = Driver(engine)
     service, sizes = driver.service, []
     said = service.slice_size
@@ -200,9 +206,9 @@ def test_a_long_prompt_does_not_hold_up_an_answer(llama) -> None:
     assert done == sorted(done) and all(0 <= n < 1200 for n in done)
 
 
-def test_a_resumed_prompt_does_not_make_the_slices_long(llama) -> None:
+def test_a_resumed_prompt_does_not_make_the_slices_long(slow_llama) -> None:
     """What came from the cache was not read, and says nothing of how fast the device reads."""
-    engine, _ = llama
+    engine, _ = slow_llama
     driver = Driver(engine)
     prompt = [5 + n % 3000 for n in range(1500)]
     driver.ask(prompt, max_tokens=1)

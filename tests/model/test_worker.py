@@ -53,7 +53,7 @@ def model(tmp_path: Path, mlx_started: None) -> Path:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, mlx_started: None) -> Plain:
     """Its answers without a cache."""
-    return Plain(published_engine(tmp_path_factory.mktemp("plain"), "llama"))
+    return Plain(published_engine(tmp_path_factory.mktemp("plain"), "llama", native="off"))
 
 
 @pytest.fixture
