@@ -90,10 +90,12 @@ INLINE void fetch_numbers(const toast_matrix &m, int64_t row, int64_t g) {
 }
 
 // The results of one member and `count` rows, 16 at most, of numbers in blocks B. LANES_: of a
-// group (see Layout).
+// group (see Layout). ahead, row_ahead: the rows that come after these, fetched meanwhile, and
+// which of the stack they are.
 template <class B, int LANES_>
 static void digit_rows(const toast::Product &p, uint32_t place, const uint8_t *rows,
-                       int64_t stride, int64_t expert, int64_t first, int count) {
+                       int64_t stride, int64_t expert, int64_t first, int count,
+                       const uint8_t *ahead, int64_t row_ahead) {
   constexpr int PLANES = B::PLANES, BLOCKS = LANES_ > 16 ? LANES_ / 16 : 1;
   constexpr int GROUPS = LANES_ > 16 ? 1 : 16 / LANES_;  // of a step of so many blocks
   constexpr int NUMBERS = BLOCK * PLANES;
@@ -105,13 +107,12 @@ static void digit_rows(const toast::Product &p, uint32_t place, const uint8_t *r
   const uint8_t *at[16];
   for (int j = 0; j < 16; j++) at[j] = rows + (j < count ? j : count - 1) * stride;
   F32 y = {}, scales[16], biases[16];
-  const uint8_t *ahead = rows + 16 * stride;  // what comes after these rows is fetched meanwhile
   const int64_t row = expert * m.rows + first;
   const int64_t most = m.columns * B::BYTES / NUMBERS;
   int64_t g = 0;
   for (int64_t b = 0; b < layout.blocks; b += BLOCKS, g += GROUPS) {
     if (g % 16 == 0) {
-      fetch_numbers(m, row + 16, g);
+      fetch_numbers(m, row_ahead, g);
       numbers_by_group(m, row, count, g, scales, biases);
     }
     I32 v[PLANES * BLOCKS][2], fours[4], out[4];

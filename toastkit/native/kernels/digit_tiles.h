@@ -182,15 +182,18 @@ constexpr int64_t ROOM = toast::MOST_MEMBERS * TILE_ROWS * 64 + AT_ONCE * TILE_R
 
 template <class B>
 static void few_digits(const toast::Product &p, uint32_t place, const uint8_t *rows,
-                       int64_t stride, int64_t expert, int64_t first, int count) {
+                       int64_t stride, int64_t expert, int64_t first, int count,
+                       const uint8_t *ahead, int64_t row_ahead) {
   constexpr int LANES_ = 8 / B::PLANES;  // of the smallest group
   if constexpr (!std::is_same_v<B, Doubled>) {  // which has no other groups
     if (p.matrix->group_size == 64)
-      return digit_rows<B, LANES_ * 2>(p, place, rows, stride, expert, first, count);
+      return digit_rows<B, LANES_ * 2>(p, place, rows, stride, expert, first, count, ahead,
+                                       row_ahead);
     if (p.matrix->group_size == 128)
-      return digit_rows<B, LANES_ * 4>(p, place, rows, stride, expert, first, count);
+      return digit_rows<B, LANES_ * 4>(p, place, rows, stride, expert, first, count, ahead,
+                                       row_ahead);
   }
-  digit_rows<B, LANES_>(p, place, rows, stride, expert, first, count);
+  digit_rows<B, LANES_>(p, place, rows, stride, expert, first, count, ahead, row_ahead);
 }
 
 // Members that meet rows as they lie: of 4 bits, which are spread out fastest, eight.
@@ -221,8 +224,11 @@ static bool multiply_blocks(const toast::Product &p, const toast::Group &group, 
     if (room) {
       many_digits<B>(p, group, n, count, rows, stride, room);
     } else {
+      const bool last = n + most >= m.rows;
+      const int64_t next = last ? group.after : group.expert * m.rows + n + most;
+      const uint8_t *ahead = spread ? rows + most * stride : row_at(m, next);
       for (int64_t i = 0; i < group.members; i++)
-        few_digits<B>(p, group.places[i], rows, stride, group.expert, n, count);
+        few_digits<B>(p, group.places[i], rows, stride, group.expert, n, count, ahead, next);
     }
   }
   return true;

@@ -21,7 +21,7 @@ const Instructions *const ALL[] = {&neon_i8mm, &neon_dotprod, &neon};
 const Instructions *const ALL[] = {&portable};
 #endif
 
-constexpr int64_t MOST_BYTES = 4 << 20;    // of weights in a chunk, for one vector
+constexpr int64_t MOST_BYTES = 256 << 10;  // of weights in a chunk, for one vector
 constexpr int64_t LEAST_BYTES = 64 << 10;  // likewise
 constexpr int CHUNKS = 8;                  // for each thread, where they are between the two
 constexpr int64_t CHUNK_ROWS = 64;         // for many; less of little matrices
@@ -104,7 +104,8 @@ int multiply(Product &p, int64_t count, const uint32_t *expert) {
   for (int64_t e = 0; e < m.experts; e++)
     for (int64_t i = begin[e]; i < begin[e + 1]; i += MOST_MEMBERS) {
       const int64_t left = begin[e + 1] - i, members = left < MOST_MEMBERS ? left : MOST_MEMBERS;
-      groups[all++] = {e, members, places.get() + i};
+      if (all) groups[all - 1].after = e * m.rows;
+      groups[all++] = {e, members, places.get() + i, (e + 1) * m.rows};
       many |= members > 1;
     }
   int64_t rows = CHUNK_ROWS;

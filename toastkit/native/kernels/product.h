@@ -22,9 +22,11 @@ struct Product {
 constexpr int64_t MOST_MEMBERS = 64;
 
 // Some results that one expert gives: places[i] < count, for i < members, MOST_MEMBERS at most.
+// after: the row of the stack that comes after its last one, to be fetched ahead.
 struct Group {
   int64_t expert, members;
   const uint32_t *places;
+  int64_t after;
 };
 
 // One instruction set's code. prepared_bytes: of a vector, a multiple of 64. prepare: vector `row`.
