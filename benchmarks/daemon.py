@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from measure import BIN, in_turn, machine, ratio, spread
 from served import Answer, Daemon, stretched_crumb
 
@@ -150,7 +151,7 @@ def token_cost(engine: Any, state: Any, count: int = 32) -> float:
     """Seconds a token, as the daemon takes steps for one client."""
     start = time.perf_counter()
     for _ in range(count):
-        token = int(state.values().argmax())
+        token = int(np.argmax(state.values()))
         engine.consume(state, token)
         state.submit()
         engine.look_ahead(state)

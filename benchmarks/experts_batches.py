@@ -15,6 +15,7 @@ import argparse
 import time
 from functools import partial
 
+import numpy as np
 from experts_accuracy import Set
 from measure import in_turn, machine, ratio, spread
 
@@ -60,7 +61,7 @@ class Case:
 
     def _round(self, stepper: Stepper, states: list[ScheduledState]) -> None:
         for state in states:
-            state.waiting = int(state.values().argmax())
+            state.waiting = int(np.argmax(state.values()))
             state.tokens.append(state.waiting)
         assert not stepper.step(states)
         self.steps += len(states)

@@ -72,7 +72,7 @@ class Watched:
         self.policy = SlotPolicy(
             options or SlotOptions(), room_for_experts(self.residency, self.readings)
         )
-        gears = gear_policy(store, self.gears, None)
+        gears = gear_policy(store, self.gears, None) if self.gears else None
         others = [] if experts is None else [ExpertsPolicy(experts)]
         policies = [*([gears] if gears else []), *others, self.policy]
         if self.residency is not None:

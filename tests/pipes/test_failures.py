@@ -203,7 +203,7 @@ def test_a_full_disk_keeps_the_earlier_commit(toast, tmp_path: Path):
         assert process.returncode == 74
         assert errors.decode().count("\n") == 1 and b"too large" in errors
         after = stored(session)
-        assert before[0] == after[0] and (before[1] == after[1]).all()
+        assert before[0] == after[0] and before[1] == after[1]
     assert toast("decode", "--session", session, WHO).stdout == WHO_ANSWER
 
 
