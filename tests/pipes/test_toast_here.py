@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,5 +72,7 @@ def test_asking_a_daemon_loads_little(
         loaded(tmp_path, "toast", "hi")
         modules, out = loaded(tmp_path, "toast", *arguments)
     assert b"one" in out and len(daemon.requests) == 2
+    if sys.version_info < (3, 11):
+        modules.discard("subprocess")  # which uuid has, and that click
     assert sorted(modules & HEAVY) == []
     assert len(modules) <= MODULES
