@@ -9,9 +9,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.mlx_lm_version import NEW
 from tests.model.moe_checkpoints import write_moe
 from tests.model.published import NAMES, write_published
+from tests.model.reference import OLD_MLX_LM
 from tests.native_library import built, cache, library, needed
 from toastkit.engine.engine import Engine
 from toastkit.engine.last_token import LastToken
@@ -28,7 +28,7 @@ pytestmark = needed
 PROMPT = [(37 * n + 5) % 4096 for n in range(90)]
 WINDOW = 32  # of those fixtures that have one
 # Products, unpacking or a gate are MLX's there.
-STEPS = {"qwen3_moe_quantised", "deepseek_v3", *(() if NEW else ("gpt_oss",))}
+STEPS = {"qwen3_moe_quantised", "deepseek_v3", *(["gpt_oss"] if OLD_MLX_LM else [])}
 
 
 def opened(folder: Path, name: str, **rest) -> Engine:

@@ -28,7 +28,7 @@ from mlx_lm.models import (
 )
 
 from tests.conftest import examples
-from tests.mlx_lm_version import NEW
+from tests.model.reference import OLD_MLX_LM
 from tests.native_library import native_cache, native_path, needed
 from toastkit.native import modules, operations
 from toastkit.native.feed_forward import Form, form_of
@@ -248,7 +248,7 @@ def test_modules_of_experts(monkeypatch: pytest.MonkeyPatch, tokens: int) -> Non
         check(module, (x, chosen), calls, True)
     check(switch_layers.SwitchGLU(64, 96, 6, bias=True), (x, chosen), calls, True)
     forms = [(gemma4_text.GeGLU(), True)]
-    if NEW:
+    if not OLD_MLX_LM:
         forms += [(activations.SwigluOAI(), True), (activations.SwigluOAI(limit=3.0), False)]
     for activation, in_one in forms:
         other = switch_layers.SwitchGLU(64, 96, 6, activation=activation, bias=in_one)

@@ -23,7 +23,7 @@ from mlx_lm.models import (
 )
 
 from tests.conftest import examples
-from tests.mlx_lm_version import NEW, needs_new
+from tests.model.reference import OLD_MLX_LM, needs_new_mlx_lm
 from tests.native_library import native_cache, native_path, needed, operations_of
 from toastkit.engine.big_little import confidence, unsure_rows
 from toastkit.engine.perplexity import _judge
@@ -110,7 +110,7 @@ def test_gates(shape: tuple, size: int, dtype: mx.Dtype, first: str, second: str
     x, y = (numbers(n, (*shape, size), dtype, f) for n, f in ((4, first), (5, second)))
     assert alike(operations.swiglu(x, y), activations.swiglu(x, y))
     h = x.astype(mx.bfloat16)
-    if NEW:
+    if not OLD_MLX_LM:
         assert alike(operations.precise_swiglu(h, x, y), activations.precise_swiglu(h, x, y))
     assert alike(operations.silu(x), nn.silu(x))
     assert alike(operations.gelu_approx(x), nn.gelu_approx(x))
@@ -249,7 +249,7 @@ ROPES = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in ROPES if NEW or name != "dynamic"])
+@pytest.mark.parametrize("name", [name for name in ROPES if not (OLD_MLX_LM and name == "dynamic")])
 def test_modules_of_ropes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ROPES[name]()
     x = numbers(8, (2, 3, 5, 32), mx.float32, "turned")
@@ -263,7 +263,7 @@ def test_modules_of_ropes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert operations_of(module(x, offset=3)) == ["ToastRope"]
 
 
-@needs_new
+@needs_new_mlx_lm
 def test_a_yarn_rope_that_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = ROPES["yarn"](), numbers(8, (2, 3, 5, 40), mx.float32)
     turned = module(x, offset=7, scale=0.5)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from mlx_lm.models import gated_delta, qwen3_5, qwen3_next, ssm
 
 from tests.conftest import examples
-from tests.mlx_lm_version import NEW, needs_new
 from tests.model.published import write_published
+from tests.model.reference import OLD_MLX_LM, needs_new_mlx_lm
 from tests.model.test_native_operations import CLOSE, alike, dtypes, layouts, library, numbers
 from tests.native_library import built, cache, needed
 from toastkit.engine.engine import Engine
@@ -28,7 +28,7 @@ __all__ = ["built", "cache", "library"]
 pytestmark = [needed, pytest.mark.usefixtures("library")]
 
 
-@needs_new
+@needs_new_mlx_lm
 @settings(max_examples=examples(30))
 @given(st.integers(1, 2), st.integers(1, 5), st.integers(1, 3), st.integers(1, 40), dtypes,
        st.sampled_from(["none", "given"]), st.booleans(), st.booleans())  # fmt: skip
@@ -52,7 +52,7 @@ def test_gated_delta_rule(
     assert all(alike(x, y, 4 * CLOSE[dtype]) for x, y in zip(ours, theirs))
 
 
-@needs_new
+@needs_new_mlx_lm
 def test_gates_of_another_kind_are_left_to_mlx() -> None:
     q, v = numbers(19, (1, 2, 2, 8), mx.float32), numbers(20, (1, 2, 2, 8), mx.float32)
     one, many = v[0, 0, :, 0], v[0, 0, :, :1]
@@ -118,7 +118,7 @@ def test_scan(
     state = numbers(32, (batch, heads, *sizes), mx.float32) if begun else None
     # Of padding before a prompt: at least the last step counts.
     starts = mx.minimum(mx.arange(batch)[:, None], length - 1)
-    padded = padded and (NEW or not begun)  # where 0.31 decays what was there before
+    padded = padded and not (OLD_MLX_LM and begun)  # where 0.31 decays what was there before
     mask = mx.arange(length)[None] >= starts if padded else None
     arrays = (x, a_log, b, c, d, dt, bias, state, limits, mask)
     (ours, after), (theirs, wanted) = recurrent.ssm_update(*arrays), ssm.ssm_update(*arrays)
@@ -182,7 +182,7 @@ def is_delta(cls: type) -> bool:
     return issubclass(cls, layers._DeltaLayer)
 
 
-@needs_new
+@needs_new_mlx_lm
 def test_layers_that_are_known() -> None:
     """Those of the mlx_lm that is installed; and no other version's."""
     for cls in (
@@ -195,7 +195,7 @@ def test_layers_that_are_known() -> None:
         assert layers.layer_of(other) is None
 
 
-@needs_new
+@needs_new_mlx_lm
 @settings(max_examples=examples(20))
 @given(st.integers(0, 1 << 20), st.integers(1, 4), st.integers(1, 6), st.booleans())
 def test_mixtures(seed: int, length: int, k: int, normed: bool) -> None:
