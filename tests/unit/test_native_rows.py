@@ -62,8 +62,8 @@ def test_norms(
     weight = numbers(seed + 1, (size,), kinds[1]) if weighted else None
     wide = read(x, kinds[0])
     wanted = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5)
-    factors = 0 if weight is None else read(weight, kinds[1])
-    wanted = wanted * np.float64(np.float32(factors + plus))
+    factors = np.zeros(1) if weight is None else read(weight, kinds[1])
+    wanted = wanted * (factors + plus).astype(np.float32).astype(np.float64)
     out = normed(kernels, x, weight, kinds, plus)
     assert close(out, kinds[2], wanted, 4 + size / 256)
 
