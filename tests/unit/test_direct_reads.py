@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -113,3 +114,19 @@ def test_a_file_system_that_cannot(path: Path, monkeypatch, what: str) -> None:
             monkeypatch.undo()
             for descriptor in reads.opened.values():
                 os.close(descriptor)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_memory_that_nobody_has_written_to_takes_none() -> None:
+    """And reads as zeros; what is written stays."""
+
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    memory = direct.unwritten(64 << 20)
+    assert not any(memory[:: mmap.PAGESIZE])
+    assert resident() - before < 16 << 20
+    memory[5:8] = b"abc"
+    assert bytes(memory[4:9]) == b"\0abc\0"

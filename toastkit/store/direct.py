@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import cast
 
 PAGE = 4096  # no disk or system wants larger ones
 BETWEEN_BYTES = 4 << 20  # memory between, of a thread
@@ -77,11 +78,9 @@ class DirectReads:
     def _between(self) -> memoryview:
         """Memory of this thread, BETWEEN_BYTES, in large pages."""
         if not hasattr(self._own, "between"):
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            memory = mmap.mmap(-1, BETWEEN_BYTES + LARGE_PAGE, flags=flags)
+            found = unwritten(BETWEEN_BYTES + LARGE_PAGE)
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            found = memoryview(memory)
+                cast(mmap.mmap, found.obj).madvise(mmap.MADV_HUGEPAGE)
             lead = -_address(found) % LARGE_PAGE
             self._own.between = found[lead : lead + BETWEEN_BYTES]
         return self._own.between
@@ -113,6 +112,12 @@ def _pieces(views: Sequence[memoryview], start: int) -> Iterator[tuple[int, memo
             if first < stop:
                 yield start + first, memory[first:stop], first == lead and whole > 0
         start += len(memory)
+
+
+def unwritten(size: int) -> memoryview:
+    """So many bytes of memory, one or more, that read as zeros and take none before they are
+    written: a bytearray is written to, all of it, when it is made."""
+    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _address(memory: memoryview) -> int:

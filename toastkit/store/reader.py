@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from toastkit.store.direct import unwritten
 from toastkit.store.jobs import Filling, Job, Piece, host_writes
 from toastkit.store.raw import RawTensors, Span
 from toastkit.store.request import CancelledError, Request, Result
@@ -217,21 +218,21 @@ class Reader:
         columns = min(size & -size, 1 << 20)
         # Evaluated, and made without a stream: a stream belongs to the thread that made it.
         if not host_writes():
-            return memoryview(bytearray(size)).cast("B", (size // columns, columns))
+            return unwritten(size).cast("B", (size // columns, columns))
         if self.make_memory is not None:
             return self.make_memory(size // columns, columns, job.spans[0].start, spare)
         if spare is not None:
             return spare
         zeros = self._zeros
         if zeros.nbytes < size:
-            self._zeros = zeros = memoryview(bytearray(size))
+            self._zeros = zeros = unwritten(size)
         whole: Any = zeros[:size].cast("B", (size // columns, columns))
         return mx.array(whole)
 
     def _scratch(self) -> memoryview:
         """Memory of this thread, WIDENED_BYTES, that the system need not make anew."""
         if not hasattr(self._own, "scratch"):
-            self._own.scratch = memoryview(bytearray(WIDENED_BYTES))
+            self._own.scratch = unwritten(WIDENED_BYTES)
         return self._own.scratch
 
     def _fill(self, pieces: Iterable[Piece], stopped: Callable[[], bool], short_calls: bool) -> int:
