@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
-mx = pytest.importorskip("mlx.core")
-
-from mlx.utils import tree_flatten  # noqa: E402
-
-from tests.model.checkpoints import loaded_model  # noqa: E402
-from tests.model.published import NAMES, write_published  # noqa: E402
-from tests.model.reference import OLD_MLX_LM  # noqa: E402
-from toastkit.model.config import load_config  # noqa: E402
-from toastkit.model.files import ModelFiles  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.store.anatomy import PARTS, anatomy, part_of  # noqa: E402
-from toastkit.store.skeleton import new_model  # noqa: E402
-from toastkit.store.store import Store  # noqa: E402
+from tests.model.checkpoints import loaded_model
+from tests.model.published import NAMES, write_published
+from tests.model.reference import OLD_MLX_LM
+from toastkit.model.config import load_config
+from toastkit.model.files import ModelFiles
+from toastkit.model.locate import locate
+from toastkit.store.anatomy import PARTS, anatomy, part_of
+from toastkit.store.skeleton import new_model
+from toastkit.store.store import Store
 
 # An old mlx_lm's qwen3_moe is made without a dense layer.
 QWEN3_MOE = {"attention, MoE": 3} if OLD_MLX_LM else {"attention, MoE": 2, "attention, dense": 1}

@@ -6,22 +6,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
-mx = pytest.importorskip("mlx.core")
-
-from mlx.utils import tree_flatten  # noqa: E402
-
-from tests.model.published import NAMES, write_published  # noqa: E402
-from toastkit.engine.state import ModelState  # noqa: E402
-from toastkit.model.config import fingerprint, load_config  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.model.safetensors import read_header  # noqa: E402
-from toastkit.model.supported import TESTED  # noqa: E402
-from toastkit.session.directory import Session  # noqa: E402
-from toastkit.store.jobs import host_writes  # noqa: E402
-from toastkit.store.store import Store  # noqa: E402
+from tests.model.published import NAMES, write_published
+from toastkit.engine.state import ModelState
+from toastkit.model.config import fingerprint, load_config
+from toastkit.model.locate import locate
+from toastkit.model.safetensors import read_header
+from toastkit.model.supported import TESTED
+from toastkit.session.directory import Session
+from toastkit.store.jobs import host_writes
+from toastkit.store.store import Store
 
 PROMPT = [(37 * n + 5) % 4096 for n in range(70)]
 SAME, CHUNKED = 1e-4, 1e-3  # of the largest logit

@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
-mx = pytest.importorskip("mlx.core")
-
-from tests.model.published import NAMES, write_published  # noqa: E402
-from tests.model.reference import OLD_MLX_LM  # noqa: E402
-from toastkit.engine.batch import Batch, can_batch  # noqa: E402
-from toastkit.engine.state import ModelState  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.store.ledger import CACHE  # noqa: E402
+from tests.model.published import NAMES, write_published
+from tests.model.reference import OLD_MLX_LM
+from toastkit.engine.batch import Batch, can_batch
+from toastkit.engine.state import ModelState
+from toastkit.model.locate import locate
+from toastkit.store.ledger import CACHE
 
 CLOSE = 1e-3  # of the largest logit
 LENGTHS = (3, 20, 45)  # the window of those that have one is 32

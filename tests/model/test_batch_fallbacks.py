@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-mx = pytest.importorskip("mlx.core")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from tests.model.moe_checkpoints import NAMES  # noqa: E402
-from tests.model.moe_engines import (  # noqa: E402
+from tests.model.moe_checkpoints import NAMES
+from tests.model.moe_engines import (
     MIDDLE,
     Made,
     arrays,
@@ -24,18 +22,18 @@ from tests.model.moe_engines import (  # noqa: E402
     read,
     same,
 )
-from tests.model.reference import OLD_MLX_LM  # noqa: E402
-from tests.model.service_driver import Asked, Driver  # noqa: E402
-from toastkit.engine import batch as batch_module  # noqa: E402
-from toastkit.engine.batch import Batch, can_batch  # noqa: E402
-from toastkit.engine.engine import Engine  # noqa: E402
-from toastkit.engine.savepoints import copy_caches  # noqa: E402
-from toastkit.engine.state import Passed  # noqa: E402
-from toastkit.errors import IOFailure  # noqa: E402
-from toastkit.experts.slot_options import SlotOptions  # noqa: E402
-from toastkit.gears.gear_options import GearOptions  # noqa: E402
-from toastkit.holdings.policy import NO_WISH  # noqa: E402
-from toastkit.residency.residency_options import ResidencyOptions  # noqa: E402
+from tests.model.reference import OLD_MLX_LM
+from tests.model.service_driver import Asked, Driver
+from toastkit.engine import batch as batch_module
+from toastkit.engine.batch import Batch, can_batch
+from toastkit.engine.engine import Engine
+from toastkit.engine.savepoints import copy_caches
+from toastkit.engine.state import Passed
+from toastkit.errors import IOFailure
+from toastkit.experts.slot_options import SlotOptions
+from toastkit.gears.gear_options import GearOptions
+from toastkit.holdings.policy import NO_WISH
+from toastkit.residency.residency_options import ResidencyOptions
 
 pytestmark = pytest.mark.skipif(OLD_MLX_LM, reason="the old mlx_lm has other batched caches")
 

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-mx = pytest.importorskip("mlx.core")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from tests.model.moe_checkpoints import NAMES  # noqa: E402
-from tests.model.moe_engines import (  # noqa: E402
+from tests.model.moe_checkpoints import NAMES
+from tests.model.moe_engines import (
     MIDDLE,
     Made,
     arrays,
@@ -25,18 +23,18 @@ from tests.model.moe_engines import (  # noqa: E402
     read,
     same,
 )
-from toastkit.engine.big_little import confidence  # noqa: E402
-from toastkit.engine.engine import Engine  # noqa: E402
-from toastkit.engine.geared import score_in_gears, score_in_steps  # noqa: E402
-from toastkit.engine.opening import open_engine  # noqa: E402
-from toastkit.engine.perplexity import score  # noqa: E402
-from toastkit.engine.savepoints import copy_caches  # noqa: E402
-from toastkit.engine.state import ModelState, Passed  # noqa: E402
-from toastkit.errors import IOFailure  # noqa: E402
-from toastkit.experts.experts_options import LittleK  # noqa: E402
-from toastkit.gears.gear_options import GearOptions  # noqa: E402
-from toastkit.holdings.policy import Wish  # noqa: E402
-from toastkit.residency.residency_options import ResidencyOptions  # noqa: E402
+from toastkit.engine.big_little import confidence
+from toastkit.engine.engine import Engine
+from toastkit.engine.geared import score_in_gears, score_in_steps
+from toastkit.engine.opening import open_engine
+from toastkit.engine.perplexity import score
+from toastkit.engine.savepoints import copy_caches
+from toastkit.engine.state import ModelState, Passed
+from toastkit.errors import IOFailure
+from toastkit.experts.experts_options import LittleK
+from toastkit.gears.gear_options import GearOptions
+from toastkit.holdings.policy import Wish
+from toastkit.residency.residency_options import ResidencyOptions
 
 COUNT = 6  # tokens of an answer
 

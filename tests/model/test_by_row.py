@@ -5,17 +5,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
-mx = pytest.importorskip("mlx.core")
-
-from tests.model.published import NAMES, write_published  # noqa: E402
-from toastkit.model.config import load_config  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.model.safetensors import Entry  # noqa: E402
-from toastkit.store.by_row import OPERATIONS  # noqa: E402
-from toastkit.store.sanitizing import Made, Sanitizing  # noqa: E402
-from toastkit.store.store import Store  # noqa: E402
+from tests.model.published import NAMES, write_published
+from toastkit.model.config import load_config
+from toastkit.model.locate import locate
+from toastkit.model.safetensors import Entry
+from toastkit.store.by_row import OPERATIONS
+from toastkit.store.sanitizing import Made, Sanitizing
+from toastkit.store.store import Store
 
 EXPERTS = 4
 DTYPES = {"BF16": mx.bfloat16, "F32": mx.float32, "U8": mx.uint8, "F8_E4M3": mx.uint8}

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
-
-mx = pytest.importorskip("mlx.core")
-
-from mlx_lm.models import cache as mlx_caches  # noqa: E402
-from mlx_lm.models.cache import (  # noqa: E402
+from mlx_lm.models import cache as mlx_caches
+from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
     ChunkedKVCache,
@@ -20,11 +18,11 @@ from mlx_lm.models.cache import (  # noqa: E402
     RotatingKVCache,
 )
 
-from tests.model.reference import OLD_MLX_LM  # noqa: E402
-from toastkit.errors import DataError  # noqa: E402
-from toastkit.session import caches as codecs  # noqa: E402
-from toastkit.session.directory import Session  # noqa: E402
-from toastkit.session.layout import KINDS  # noqa: E402
+from tests.model.reference import OLD_MLX_LM
+from toastkit.errors import DataError
+from toastkit.session import caches as codecs
+from toastkit.session.directory import Session
+from toastkit.session.layout import KINDS
 
 MODEL = "ab" * 32
 HEADS, KEY, VALUE = 2, 64, 128

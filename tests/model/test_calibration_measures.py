@@ -5,27 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
-mx = pytest.importorskip("mlx.core")
-
-from tests.model.service_driver import Driver, user  # noqa: E402
-from toastkit.errors import DataError  # noqa: E402
-from toastkit.frames import Token  # noqa: E402
-from toastkit.gears import calibration  # noqa: E402
-from toastkit.gears.monitor import EntropyMeter  # noqa: E402
-from toastkit.gears.thresholds import path, save  # noqa: E402
-from toastkit.interrupts import Interrupt  # noqa: E402
-from toastkit.model.config import load_config  # noqa: E402
-from toastkit.sampling.sampling_options import SamplingOptions  # noqa: E402
-from toastkit.stages import calibrate as stage  # noqa: E402
-from toastkit.stages.answer import AnswerOptions, answer  # noqa: E402
-from toastkit.stages.calibrate import answer_entropies, prompt_entropies  # noqa: E402
-from toastkit.stages.run.one_process import LocalRuns  # noqa: E402
-from toastkit.stages.run.settings import Outcome  # noqa: E402
-from toastkit.stages.sample import DrawOptions  # noqa: E402
-from toastkit.stages.tokenize import (  # noqa: E402
+from tests.model.service_driver import Driver, user
+from toastkit.errors import DataError
+from toastkit.frames import Token
+from toastkit.gears import calibration
+from toastkit.gears.monitor import EntropyMeter
+from toastkit.gears.thresholds import path, save
+from toastkit.interrupts import Interrupt
+from toastkit.model.config import load_config
+from toastkit.sampling.sampling_options import SamplingOptions
+from toastkit.stages import calibrate as stage
+from toastkit.stages.answer import AnswerOptions, answer
+from toastkit.stages.calibrate import answer_entropies, prompt_entropies
+from toastkit.stages.run.one_process import LocalRuns
+from toastkit.stages.run.settings import Outcome
+from toastkit.stages.sample import DrawOptions
+from toastkit.stages.tokenize import (
     Prompt,
     PromptOptions,
     PromptTokenizer,

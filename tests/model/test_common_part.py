@@ -12,20 +12,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import ArraysCache, CacheList
 
-mx = pytest.importorskip("mlx.core")
-
-import mlx.nn as nn  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from mlx_lm.models.cache import ArraysCache, CacheList  # noqa: E402
-
-from tests.model import test_transformers as oracle  # noqa: E402
-from tests.model.checkpoints import SIZES, random_weights, write_checkpoint  # noqa: E402
-from tests.model.moe_checkpoints import NAMES  # noqa: E402
-from tests.model.moe_engines import (  # noqa: E402
+from tests.model import test_transformers as oracle
+from tests.model.checkpoints import SIZES, random_weights, write_checkpoint
+from tests.model.moe_checkpoints import NAMES
+from tests.model.moe_engines import (
     MIDDLE,
     Made,
     arrays,
@@ -34,22 +32,22 @@ from tests.model.moe_engines import (  # noqa: E402
     read,
     same,
 )
-from tests.model.reference import OLD_MLX_LM  # noqa: E402
-from tests.model.test_optimistic import hopeful, spoil  # noqa: E402
-from tests.model.test_routers import RECORDED, SHARED_SETTINGS  # noqa: E402
-from tests.model.test_streaming_failures import Disk, disk  # noqa: E402
-from toastkit.engine.batch import Batch  # noqa: E402
-from toastkit.engine.engine import Engine  # noqa: E402
-from toastkit.engine.opening import open_engine  # noqa: E402
-from toastkit.engine.savepoints import roll_back, take_savepoint, ways_forward  # noqa: E402
-from toastkit.errors import IOFailure  # noqa: E402
-from toastkit.experts.common_part import CommonPart, Kept  # noqa: E402
-from toastkit.experts.experts_options import ExpertsOptions  # noqa: E402
-from toastkit.experts.routers import CHOSEN, MoEBlock, Router  # noqa: E402
-from toastkit.experts.slot_options import SlotOptions  # noqa: E402
-from toastkit.holdings.derived import derived  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.residency.residency_options import ResidencyOptions  # noqa: E402
+from tests.model.reference import OLD_MLX_LM
+from tests.model.test_optimistic import hopeful, spoil
+from tests.model.test_routers import RECORDED, SHARED_SETTINGS
+from tests.model.test_streaming_failures import Disk, disk
+from toastkit.engine.batch import Batch
+from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
+from toastkit.engine.savepoints import roll_back, take_savepoint, ways_forward
+from toastkit.errors import IOFailure
+from toastkit.experts.common_part import CommonPart, Kept
+from toastkit.experts.experts_options import ExpertsOptions
+from toastkit.experts.routers import CHOSEN, MoEBlock, Router
+from toastkit.experts.slot_options import SlotOptions
+from toastkit.holdings.derived import derived
+from toastkit.model.locate import locate
+from toastkit.residency.residency_options import ResidencyOptions
 
 __all__ = ["disk"]  # a fixture
 TOKENS = (5, 9, 6)

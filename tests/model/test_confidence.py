@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import numpy as np
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-mx = pytest.importorskip("mlx.core")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from toastkit.engine.big_little import confidence  # noqa: E402
+from toastkit.engine.big_little import confidence
 
 
 @given(

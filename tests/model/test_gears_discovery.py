@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
-mx = pytest.importorskip("mlx.core")
-
-import mlx.nn as nn  # noqa: E402
-
-from tests.model.published import NAMES, write_published  # noqa: E402
-from toastkit.errors import UsageError  # noqa: E402
-from toastkit.gears.discovery import container, discover, layer_of  # noqa: E402
-from toastkit.model.config import load_config  # noqa: E402
-from toastkit.model.files import ModelFiles  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.store.quantising import leaf_modules  # noqa: E402
-from toastkit.store.store import Store  # noqa: E402
+from tests.model.published import NAMES, write_published
+from toastkit.errors import UsageError
+from toastkit.gears.discovery import container, discover, layer_of
+from toastkit.model.config import load_config
+from toastkit.model.files import ModelFiles
+from toastkit.model.locate import locate
+from toastkit.store.quantising import leaf_modules
+from toastkit.store.store import Store
 
 LAYERS = 12  # so that an order by words, 10 before 9, would show
 

@@ -5,31 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
-mx = pytest.importorskip("mlx.core")
-
-from mlx.utils import tree_flatten  # noqa: E402
-
-from tests.model.checkpoints import (  # noqa: E402
+from tests.model.checkpoints import (
     SIZES,
     loaded_model,
     random_weights,
     write_checkpoint,
 )
-from tests.model.published import write_published  # noqa: E402
-from toastkit.errors import UsageError  # noqa: E402
-from toastkit.gears.cost import whole_speedup  # noqa: E402
-from toastkit.gears.discovery import discover  # noqa: E402
-from toastkit.gears.plan import Plan, plan  # noqa: E402
-from toastkit.model.config import load_config  # noqa: E402
-from toastkit.model.files import ModelFiles  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.model.toast_format import GEAR_PREFIX  # noqa: E402
-from toastkit.store.bake import bake  # noqa: E402
-from toastkit.store.dtypes import Loading  # noqa: E402
-from toastkit.store.precision import quantise_rows  # noqa: E402
-from toastkit.store.store import Store  # noqa: E402
+from tests.model.published import write_published
+from toastkit.errors import UsageError
+from toastkit.gears.cost import whole_speedup
+from toastkit.gears.discovery import discover
+from toastkit.gears.plan import Plan, plan
+from toastkit.model.config import load_config
+from toastkit.model.files import ModelFiles
+from toastkit.model.locate import locate
+from toastkit.model.toast_format import GEAR_PREFIX
+from toastkit.store.bake import bake
+from toastkit.store.dtypes import Loading
+from toastkit.store.precision import quantise_rows
+from toastkit.store.store import Store
 
 SCOPES = ("attention", "all")
 # Experts over recurrent layers, tied; a dense layer among others; attention beside a recurrence.

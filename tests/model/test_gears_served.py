@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("mlx.core")
-
 from tests.model.checkpoints import open_crumb
 from tests.model.service_driver import Asked, Driver
 from toastkit.gears.gear_options import GearOptions

@@ -10,20 +10,18 @@ from typing import Any
 
 import pytest
 
-mx = pytest.importorskip("mlx.core")
-
-from tests.model.published import write_published  # noqa: E402
-from tests.model.service_driver import Driver, Engines, Plain  # noqa: E402
-from tests.model.test_scheduler import LONG_CONTEXT, PROMPTS, SEEDED, joined, same  # noqa: E402
-from tests.model.worker_driver import PROMPT, Running, done, until  # noqa: E402
-from toastkit.daemon import stepper as stepper_module  # noqa: E402
-from toastkit.daemon import worker  # noqa: E402
-from toastkit.daemon.prepare import Preparer  # noqa: E402
-from toastkit.daemon.service import Service  # noqa: E402
-from toastkit.daemon.spill import Spill  # noqa: E402
-from toastkit.engine.batch import Batch, can_batch  # noqa: E402
-from toastkit.engine.engine import Engine  # noqa: E402
-from toastkit.store.ledger import CACHE  # noqa: E402
+from tests.model.published import write_published
+from tests.model.service_driver import Driver, Engines, Plain
+from tests.model.test_scheduler import LONG_CONTEXT, PROMPTS, SEEDED, joined, same
+from tests.model.worker_driver import PROMPT, Running, done, until
+from toastkit.daemon import stepper as stepper_module
+from toastkit.daemon import worker
+from toastkit.daemon.prepare import Preparer
+from toastkit.daemon.service import Service
+from toastkit.daemon.spill import Spill
+from toastkit.engine.batch import Batch, can_batch
+from toastkit.engine.engine import Engine
+from toastkit.store.ledger import CACHE
 
 pytestmark = pytest.mark.usefixtures("homes")
 

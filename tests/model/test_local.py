@@ -6,16 +6,14 @@ import hashlib
 from functools import partial
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from checkpoints import tied_llama
 
-mx = pytest.importorskip("mlx.core")
-
-from checkpoints import tied_llama  # noqa: E402
-
-from toastkit.engine.device_sampler import DeviceSampler  # noqa: E402
-from toastkit.errors import DataError, NoInputError, UsageError  # noqa: E402
-from toastkit.frames import (  # noqa: E402
+from toastkit.engine.device_sampler import DeviceSampler
+from toastkit.errors import DataError, NoInputError, UsageError
+from toastkit.frames import (
     End,
     Head,
     Logits,
@@ -25,20 +23,20 @@ from toastkit.frames import (  # noqa: E402
     dumps,
     pack_ids,
 )
-from toastkit.interrupts import Interrupt  # noqa: E402
-from toastkit.model.config import fingerprint, load_config  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.sampling.sampling_options import SamplingOptions  # noqa: E402
-from toastkit.session.directory import Session  # noqa: E402
-from toastkit.stages.decode import decode  # noqa: E402
-from toastkit.stages.prefill import prefill  # noqa: E402
-from toastkit.stages.run.one_process import LocalRuns  # noqa: E402
-from toastkit.stages.run.own_tokens import ForcedFeed, GreedyFeed, forced_ids  # noqa: E402
-from toastkit.stages.run.protocol import Next  # noqa: E402
-from toastkit.stages.run.settings import ReadOptions, StepOptions  # noqa: E402
-from toastkit.stages.sample import DrawOptions, sample_deferred  # noqa: E402
-from toastkit.stages.streams import compose  # noqa: E402
-from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer  # noqa: E402
+from toastkit.interrupts import Interrupt
+from toastkit.model.config import fingerprint, load_config
+from toastkit.model.locate import locate
+from toastkit.sampling.sampling_options import SamplingOptions
+from toastkit.session.directory import Session
+from toastkit.stages.decode import decode
+from toastkit.stages.prefill import prefill
+from toastkit.stages.run.one_process import LocalRuns
+from toastkit.stages.run.own_tokens import ForcedFeed, GreedyFeed, forced_ids
+from toastkit.stages.run.protocol import Next
+from toastkit.stages.run.settings import ReadOptions, StepOptions
+from toastkit.stages.sample import DrawOptions, sample_deferred
+from toastkit.stages.streams import compose
+from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer
 
 # Of a chat with the embedded model: its own special tokens and a few words.
 PROMPT = [1, 316, 201, 1032, 445, 261, 552, 547, 261, 3072, 294, 261, 1536, 16, 2, 201, 1, 317, 201]

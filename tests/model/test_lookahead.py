@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
-
-mx = pytest.importorskip("mlx.core")
-
-from mlx_lm.models.cache import (  # noqa: E402
+from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
     ChunkedKVCache,
@@ -15,10 +13,10 @@ from mlx_lm.models.cache import (  # noqa: E402
     RotatingKVCache,
 )
 
-from tests.model.reference import PROMPTS  # noqa: E402
-from toastkit.engine.lookahead import Lookahead  # noqa: E402
-from toastkit.engine.savepoints import roll_back, take_savepoint  # noqa: E402
-from toastkit.store.jobs import host_writes  # noqa: E402
+from tests.model.reference import PROMPTS
+from toastkit.engine.lookahead import Lookahead
+from toastkit.engine.savepoints import roll_back, take_savepoint
+from toastkit.store.jobs import host_writes
 
 PROMPT = PROMPTS[2]
 

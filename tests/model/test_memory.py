@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 
-mx = pytest.importorskip("mlx.core")
-
-from tests.model.service_driver import (  # noqa: E402
+from tests.model.service_driver import (
     COUNTING,
     OFFERING,
     THINKING,
@@ -20,8 +19,8 @@ from tests.model.service_driver import (  # noqa: E402
     user,
     words,
 )
-from toastkit.daemon.scheduled_runs import LEAST_APART, MOST_SAVEPOINTS  # noqa: E402
-from toastkit.store.ledger import SESSIONS  # noqa: E402
+from toastkit.daemon.scheduled_runs import LEAST_APART, MOST_SAVEPOINTS
+from toastkit.store.ledger import SESSIONS
 
 pytestmark = pytest.mark.usefixtures("homes")
 SYSTEM = system(

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-mx = pytest.importorskip("mlx.core")
-
-from tests.model.service_driver import (  # noqa: E402
+from tests.model.service_driver import (
     THINKING,
     Asked,
     Driver,
@@ -20,10 +18,10 @@ from tests.model.service_driver import (  # noqa: E402
     user,
     words,
 )
-from toastkit.daemon.conversation import WORTH_KEEPING  # noqa: E402
-from toastkit.errors import IOFailure  # noqa: E402
-from toastkit.session.directory import Session  # noqa: E402
-from toastkit.store.ledger import CACHE, SESSIONS  # noqa: E402
+from toastkit.daemon.conversation import WORTH_KEEPING
+from toastkit.errors import IOFailure
+from toastkit.session.directory import Session
+from toastkit.store.ledger import CACHE, SESSIONS
 
 pytestmark = pytest.mark.usefixtures("homes")
 LONG = "The bear went to the river, and the owl sat in the old tree. " * 3 + "What then?"

@@ -20,10 +20,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-mx = pytest.importorskip("mlx.core")
-
-from tests.conftest import examples  # noqa: E402
-from tests.model.service_driver import (  # noqa: E402
+from tests.conftest import examples
+from tests.model.service_driver import (
     Asked,
     Driver,
     Engines,
@@ -33,7 +31,7 @@ from tests.model.service_driver import (  # noqa: E402
     system,
     user,
 )
-from toastkit.store.ledger import CACHE, SESSIONS  # noqa: E402
+from toastkit.store.ledger import CACHE, SESSIONS
 
 QUESTIONS = st.sampled_from(
     [

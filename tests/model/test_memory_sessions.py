@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-mx = pytest.importorskip("mlx.core")
-
-from tests.model.service_driver import (  # noqa: E402
+from tests.model.service_driver import (
     Asked,
     Driver,
     Engines,
@@ -18,15 +16,15 @@ from tests.model.service_driver import (  # noqa: E402
     user,
     words,
 )
-from toastkit.errors import IOFailure  # noqa: E402
-from toastkit.frames import Tokens, pack_ids  # noqa: E402
-from toastkit.interrupts import Interrupt  # noqa: E402
-from toastkit.sampling.sampling_options import SamplingOptions  # noqa: E402
-from toastkit.session.directory import Session  # noqa: E402
-from toastkit.stages.answer import AnswerOptions, answer  # noqa: E402
-from toastkit.stages.run.one_process import LocalRuns  # noqa: E402
-from toastkit.stages.run.settings import Outcome  # noqa: E402
-from toastkit.stages.sample import DrawOptions  # noqa: E402
+from toastkit.errors import IOFailure
+from toastkit.frames import Tokens, pack_ids
+from toastkit.interrupts import Interrupt
+from toastkit.sampling.sampling_options import SamplingOptions
+from toastkit.session.directory import Session
+from toastkit.stages.answer import AnswerOptions, answer
+from toastkit.stages.run.one_process import LocalRuns
+from toastkit.stages.run.settings import Outcome
+from toastkit.stages.sample import DrawOptions
 
 pytestmark = pytest.mark.usefixtures("homes")
 PROMPT = [1, 316, 201, *(300 + 7 * n % 900 for n in range(50)), 2, 201, 1, 317, 201]

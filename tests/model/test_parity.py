@@ -6,17 +6,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from checkpoints import MAKERS, tied_llama
+from reference import PROMPTS
 
-mx = pytest.importorskip("mlx.core")
-
-from checkpoints import MAKERS, tied_llama  # noqa: E402
-from reference import PROMPTS  # noqa: E402
-
-from tests.unpack import unpack  # noqa: E402
-from toastkit.frames import FrameReader, Head, Token, Tokens, unpack_ids  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
+from tests.unpack import unpack
+from toastkit.frames import FrameReader, Head, Token, Tokens, unpack_ids
+from toastkit.model.locate import locate
 
 TEXT = "The fox and the river"
 

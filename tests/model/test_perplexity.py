@@ -9,16 +9,14 @@ import os
 import re
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from checkpoints import tied_llama, write_checkpoint
 
-mx = pytest.importorskip("mlx.core")
-
-from checkpoints import tied_llama, write_checkpoint  # noqa: E402
-
-from toastkit.engine.engine import CHUNK  # noqa: E402
-from toastkit.engine.opening import open_engine  # noqa: E402
-from toastkit.engine.perplexity import (  # noqa: E402
+from toastkit.engine.engine import CHUNK
+from toastkit.engine.opening import open_engine
+from toastkit.engine.perplexity import (
     LOGITS_BYTES,
     Totals,
     default_chunk,
@@ -26,9 +24,9 @@ from toastkit.engine.perplexity import (  # noqa: E402
     timed,
     windows,
 )
-from toastkit.errors import DataError  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.text.tokenizer import Tokenizer  # noqa: E402
+from toastkit.errors import DataError
+from toastkit.model.locate import locate
+from toastkit.text.tokenizer import Tokenizer
 
 TEXTS = Path(__file__).parents[1] / "texts"
 # By transformers in float32, whole texts, windows of 1,024: tests/reference.json was made with it.

@@ -7,29 +7,27 @@ import math
 import os
 from collections import Counter
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
-mx = pytest.importorskip("mlx.core")
-
-from mlx.utils import tree_flatten  # noqa: E402
-
-from tests.model.checkpoints import open_crumb  # noqa: E402
-from tests.model.test_perplexity import WHOLE_TEXTS, Scripted, expected, ids_of  # noqa: E402
-from toastkit.engine import geared as geared_module  # noqa: E402
-from toastkit.engine.engine import Engine  # noqa: E402
-from toastkit.engine.geared import (  # noqa: E402
+from tests.model.checkpoints import open_crumb
+from tests.model.test_perplexity import WHOLE_TEXTS, Scripted, expected, ids_of
+from toastkit.engine import geared as geared_module
+from toastkit.engine.engine import Engine
+from toastkit.engine.geared import (
     BySelector,
     Schedule,
     score_in_gear,
     score_in_gears,
 )
-from toastkit.engine.perplexity import Scores, Totals, score, windows  # noqa: E402
-from toastkit.errors import DataError  # noqa: E402
-from toastkit.gears.gear_options import GearOptions  # noqa: E402
-from toastkit.gears.monitor import MonitorOptions  # noqa: E402
-from toastkit.gears.selector import GearSelector, SelectorOptions  # noqa: E402
-from toastkit.holdings.policy import Wish  # noqa: E402
+from toastkit.engine.perplexity import Scores, Totals, score, windows
+from toastkit.errors import DataError
+from toastkit.gears.gear_options import GearOptions
+from toastkit.gears.monitor import MonitorOptions
+from toastkit.gears.selector import GearSelector, SelectorOptions
+from toastkit.holdings.policy import Wish
 
 WINDOW, COUNT = 16, 40  # tokens of a window, and of the text
 # Perplexity of whole texts by bits: scale and numbers a row in every matrix of the layers, made and

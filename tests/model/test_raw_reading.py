@@ -8,17 +8,16 @@ import os
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
-mx = pytest.importorskip("mlx.core")
-
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.store import raw as raw_module  # noqa: E402
-from toastkit.store.jobs import Job  # noqa: E402
-from toastkit.store.raw import RawTensors, Span  # noqa: E402
-from toastkit.store.reader import WIDENED_BYTES, Reader  # noqa: E402
-from toastkit.store.waiting import NOW  # noqa: E402
+from toastkit.model.locate import locate
+from toastkit.store import raw as raw_module
+from toastkit.store.jobs import Job
+from toastkit.store.raw import RawTensors, Span
+from toastkit.store.reader import WIDENED_BYTES, Reader
+from toastkit.store.waiting import NOW
 
 PAGE = mmap.PAGESIZE
 

@@ -9,25 +9,24 @@ import threading
 import time
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
-mx = pytest.importorskip("mlx.core")
-
-from tests.model.published import write_published  # noqa: E402
-from toastkit.engine.opening import open_engine  # noqa: E402
-from toastkit.errors import DataError, IOFailure, NoInputError  # noqa: E402
-from toastkit.gears.gear_options import GearOptions  # noqa: E402
-from toastkit.holdings.policy import Wish  # noqa: E402
-from toastkit.model.config import load_config  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.store import reader  # noqa: E402
-from toastkit.store.jobs import Job  # noqa: E402
-from toastkit.store.ledger import READING  # noqa: E402
-from toastkit.store.raw import RawTensors  # noqa: E402
-from toastkit.store.reader import Reader  # noqa: E402
-from toastkit.store.request import CancelledError  # noqa: E402
-from toastkit.store.store import Store  # noqa: E402
-from toastkit.store.waiting import AHEAD, NOW  # noqa: E402
+from tests.model.published import write_published
+from toastkit.engine.opening import open_engine
+from toastkit.errors import DataError, IOFailure, NoInputError
+from toastkit.gears.gear_options import GearOptions
+from toastkit.holdings.policy import Wish
+from toastkit.model.config import load_config
+from toastkit.model.locate import locate
+from toastkit.store import reader
+from toastkit.store.jobs import Job
+from toastkit.store.ledger import READING
+from toastkit.store.raw import RawTensors
+from toastkit.store.reader import Reader
+from toastkit.store.request import CancelledError
+from toastkit.store.store import Store
+from toastkit.store.waiting import AHEAD, NOW
 
 SECONDS = 60  # for what would otherwise wait for ever
 

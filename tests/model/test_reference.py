@@ -5,22 +5,20 @@ from __future__ import annotations
 
 import math
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from reference import PROMPTS
 
-mx = pytest.importorskip("mlx.core")
-
-from reference import PROMPTS  # noqa: E402
-
-from toastkit.frames import End, Prefilled, Text, Token, Tokens, unpack_ids  # noqa: E402
-from toastkit.interrupts import Interrupt  # noqa: E402
-from toastkit.model.config import load_config  # noqa: E402
-from toastkit.sampling.sampling_options import SamplingOptions  # noqa: E402
-from toastkit.stages.answer import AnswerOptions, answer  # noqa: E402
-from toastkit.stages.run.one_process import LocalRuns  # noqa: E402
-from toastkit.stages.run.settings import Outcome, ReadOptions  # noqa: E402
-from toastkit.stages.sample import DrawOptions  # noqa: E402
-from toastkit.stages.tokenize import (  # noqa: E402
+from toastkit.frames import End, Prefilled, Text, Token, Tokens, unpack_ids
+from toastkit.interrupts import Interrupt
+from toastkit.model.config import load_config
+from toastkit.sampling.sampling_options import SamplingOptions
+from toastkit.stages.answer import AnswerOptions, answer
+from toastkit.stages.run.one_process import LocalRuns
+from toastkit.stages.run.settings import Outcome, ReadOptions
+from toastkit.stages.sample import DrawOptions
+from toastkit.stages.tokenize import (
     Prompt,
     PromptOptions,
     PromptTokenizer,

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("mlx.core")
-
 from tests.model.checkpoints import open_crumb
 from toastkit.engine import calibrating
 from toastkit.engine.calibrating import measure

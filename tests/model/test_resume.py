@@ -6,18 +6,16 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-mx = pytest.importorskip("mlx.core")
-
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache  # noqa: E402
-
-from tests.model.published import write_published  # noqa: E402
-from toastkit.errors import DataError  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.session.directory import Session  # noqa: E402
-from toastkit.session.savepoints import Savepoint  # noqa: E402
+from tests.model.published import write_published
+from toastkit.errors import DataError
+from toastkit.model.locate import locate
+from toastkit.session.directory import Session
+from toastkit.session.savepoints import Savepoint
 
 MODEL = "ab" * 32
 PROMPT = [(37 * n + 5) % 4096 for n in range(50)]

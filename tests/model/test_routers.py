@@ -9,27 +9,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models import switch_layers
 
-mx = pytest.importorskip("mlx.core")
-
-from mlx_lm.models import switch_layers  # noqa: E402
-
-from tests.model import test_transformers as oracle  # noqa: E402
-from tests.model.checkpoints import SIZES, random_weights, write_checkpoint  # noqa: E402
-from tests.model.moe_checkpoints import NAMES, K, write_moe  # noqa: E402
-from tests.model.published import write_published  # noqa: E402
-from tests.model.reference import OLD_MLX_LM  # noqa: E402
-from toastkit.engine.engine import Engine  # noqa: E402
-from toastkit.engine.opening import open_engine  # noqa: E402
-from toastkit.errors import UsageError  # noqa: E402
-from toastkit.experts.experts_options import ExpertsOptions, LittleK  # noqa: E402
-from toastkit.experts.routers import ROUTERS, Router  # noqa: E402
-from toastkit.holdings.policy import NO_WISH  # noqa: E402
-from toastkit.holdings.policy import PROMPT as PROMPT_WISH  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.model.supported import METAL_ONLY, UNSUPPORTED  # noqa: E402
+from tests.model import test_transformers as oracle
+from tests.model.checkpoints import SIZES, random_weights, write_checkpoint
+from tests.model.moe_checkpoints import NAMES, K, write_moe
+from tests.model.published import write_published
+from tests.model.reference import OLD_MLX_LM
+from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
+from toastkit.errors import UsageError
+from toastkit.experts.experts_options import ExpertsOptions, LittleK
+from toastkit.experts.routers import ROUTERS, Router
+from toastkit.holdings.policy import NO_WISH
+from toastkit.holdings.policy import PROMPT as PROMPT_WISH
+from toastkit.model.locate import locate
+from toastkit.model.supported import METAL_ONLY, UNSUPPORTED
 
 MODELS = Path(switch_layers.__file__).parent
 PROMPT = [(37 * n + 5) % 4096 for n in range(20)]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
-mx = pytest.importorskip("mlx.core")
-
-from tests.model.published import NAMES, write_published  # noqa: E402
-from toastkit.model.config import load_config  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.model.safetensors import Entry  # noqa: E402
-from toastkit.store.sanitizing import Made, Sanitizing, Stacked, Stored  # noqa: E402
-from toastkit.store.store import Store  # noqa: E402
+from tests.model.published import NAMES, write_published
+from toastkit.model.config import load_config
+from toastkit.model.locate import locate
+from toastkit.model.safetensors import Entry
+from toastkit.store.sanitizing import Made, Sanitizing, Stacked, Stored
+from toastkit.store.store import Store
 
 LAYERS = 12
 PER_LAYER = ("norm.weight", "conv.weight", "experts.0.up", "experts.1.up", "a.w", "b.w")

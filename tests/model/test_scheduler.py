@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-mx = pytest.importorskip("mlx.core")
-
-from tests.model.service_driver import (  # noqa: E402
+from tests.model.service_driver import (
     Asked,
     Driver,
     Engines,
@@ -16,10 +14,10 @@ from tests.model.service_driver import (  # noqa: E402
     Plain,
     user,
 )
-from toastkit.daemon import stepper as stepper_module  # noqa: E402
-from toastkit.daemon.memory import Memory  # noqa: E402
-from toastkit.engine.batch import can_batch  # noqa: E402
-from toastkit.store.ledger import CACHE  # noqa: E402
+from toastkit.daemon import stepper as stepper_module
+from toastkit.daemon.memory import Memory
+from toastkit.engine.batch import can_batch
+from toastkit.store.ledger import CACHE
 
 pytestmark = pytest.mark.usefixtures("homes")
 LONG_CONTEXT = {"max_position_embeddings": 8192}

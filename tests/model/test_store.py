@@ -7,20 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from checkpoints import MAKERS, tied_llama
+from mlx.utils import tree_flatten
 
-mx = pytest.importorskip("mlx.core")
-
-from checkpoints import MAKERS, tied_llama  # noqa: E402
-from mlx.utils import tree_flatten  # noqa: E402
-
-from tests.model.published import write_published  # noqa: E402
-from toastkit.errors import DataError, NoInputError  # noqa: E402
-from toastkit.model.config import load_config  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.store.ledger import Ledger, layer_owner  # noqa: E402
-from toastkit.store.store import Store  # noqa: E402
+from tests.model.published import write_published
+from toastkit.errors import DataError, NoInputError
+from toastkit.model.config import load_config
+from toastkit.model.locate import locate
+from toastkit.store.ledger import Ledger, layer_owner
+from toastkit.store.store import Store
 
 
 def open_store(name: object) -> Store:

@@ -10,13 +10,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
-mx = pytest.importorskip("mlx.core")
-
-from tests.model.reference import OLD_MLX_LM  # noqa: E402
-from tests.oracle.cases import (  # noqa: E402
+from tests.model.reference import OLD_MLX_LM
+from tests.oracle.cases import (
     CASES,
     LEFT_OUT,
     LENGTH,
@@ -25,11 +24,11 @@ from tests.oracle.cases import (  # noqa: E402
     VOCAB,
     WINDOW,
 )
-from tests.oracle.old_names import old_names  # noqa: E402
-from tests.oracle.weights import prompt, weight  # noqa: E402
-from toastkit.errors import DataError  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
-from toastkit.model.supported import TEXT_ONLY, supported  # noqa: E402
+from tests.oracle.old_names import old_names
+from tests.oracle.weights import prompt, weight
+from toastkit.errors import DataError
+from toastkit.model.locate import locate
+from toastkit.model.supported import TEXT_ONLY, supported
 
 if OLD_MLX_LM:
     pytest.skip("what is recorded holds for a newer mlx_lm", allow_module_level=True)

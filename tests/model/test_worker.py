@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
-mx = pytest.importorskip("mlx.core")
-
-from tests.model.published import write_published  # noqa: E402
-from tests.model.service_driver import (  # noqa: E402
+from tests.model.published import write_published
+from tests.model.service_driver import (
     THINKING,
     Plain,
     private_homes,
     published_engine,
 )
-from tests.model.worker_driver import (  # noqa: E402
+from tests.model.worker_driver import (
     DEADLINE,
     PROMPT,
     Running,
@@ -27,11 +26,11 @@ from tests.model.worker_driver import (  # noqa: E402
     done,
     until,
 )
-from toastkit.daemon.service import Service  # noqa: E402
-from toastkit.engine.opening import open_engine  # noqa: E402
-from toastkit.errors import BusyError, NoInputError, UnavailableError  # noqa: E402
-from toastkit.model.config import fingerprint  # noqa: E402
-from toastkit.model.locate import locate  # noqa: E402
+from toastkit.daemon.service import Service
+from toastkit.engine.opening import open_engine
+from toastkit.errors import BusyError, NoInputError, UnavailableError
+from toastkit.model.config import fingerprint
+from toastkit.model.locate import locate
 
 STATUS = {
     "model", "fingerprint", "loaded", "device", "dtype", "active", "attached", "waiting",
