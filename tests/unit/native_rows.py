@@ -181,13 +181,13 @@ def partition(kernels: Kernels, x: np.ndarray, type_: str, kth: int) -> np.ndarr
 
 
 def routed(
-    kernels: Kernels, x: np.ndarray, type_: str, k: int, normed: bool
+    kernels: Kernels, x: np.ndarray, type_: str, k: int, how: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """x: (count, n). Gives uint32 and float32 (count, k)."""
+    """x: (count, n). how: see kernels/rows.h. Gives uint32 and float32 (count, k)."""
     which, shares = np.full((len(x), k), 7, np.uint32), room((len(x), k), "f32")
     size = ctypes.c_int64(x.shape[-1])
     check(kernels.library.toast_route(
-        vectors(x, type_), size, ctypes.c_int64(k), normed, pointer(which), pointer(shares)
+        vectors(x, type_), size, ctypes.c_int64(k), how, pointer(which), pointer(shares)
     ))  # fmt: skip
     return which, shares
 

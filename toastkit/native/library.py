@@ -303,11 +303,11 @@ class Library:
         out = mx.array(0)
         return _made(out, self._weighted_sum(out, x, weights))
 
-    def route(self, logits: mx.array, k: int, normed: bool) -> tuple[mx.array, mx.array]:
+    def route(self, logits: mx.array, k: int, how: int) -> tuple[mx.array, mx.array]:
         """Of the softmax of logits (..., n) the k largest, uint32 (..., k), and their shares,
-        float32 (..., k); normed: which add up to 1. Lazy."""
+        float32 (..., k); how, 1: which add up to 1; and others, see kernels/rows.h. Lazy."""
         which, shares = mx.array(0), mx.array(0)
-        return _made(which, self._route(which, shares, logits, k, normed)), shares
+        return _made(which, self._route(which, shares, logits, k, how)), shares
 
     def blend(self, x: mx.array, weights: mx.array, more: mx.array, gates: mx.array) -> mx.array:
         """(x * weights[..., None]).sum(-2) + sigmoid(gates) * more, lazy, all float32. x: (..., k,

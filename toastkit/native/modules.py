@@ -3,9 +3,11 @@ do, and nothing else of them. Nothing of MLX is changed, and no module that is n
 
 from __future__ import annotations
 
+import ctypes
 import re
 import sys
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -17,7 +19,6 @@ import mlx.nn as nn
 from toastkit.native import operations
 from toastkit.native.feed_forward import Form, form_of
 from toastkit.native.functions import Native, methods_anew
-from toastkit.native.layers import layer_of
 from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, Operand, in_use
 from toastkit.native.recurrent import Convolution
 
@@ -28,6 +29,7 @@ GATES = {
     ("activations", "SwigluOAI"): "swiglu_oai",
 }  # fmt: skip
 OAI = (1.702, 7.0)
+GIVEN = ("weight", "scales", "biases", "bias")  # arrays of a part
 # Where an architecture reads a parameter of one of its modules, and does not call the module.
 READ_ELSEWHERE = re.compile(
     r"\bself\.(?:[\w\[\]]+\.)*(\w+)(?:\[\w+\])*(?:\.|\[[\"'])(?:weight|scales|biases)\b"
@@ -42,14 +44,15 @@ def native(cls: type) -> type:
     if mixin := MIXINS.get((cls.__module__, cls.__name__)):
         return _derived(mixin, cls)
     made = _anew(cls) if methods_anew(cls) else cls
+    from toastkit.native.blocks import Layer, block_of  # which are made of modules
+    from toastkit.native.layers import layer_of
+
     if layer := layer_of(cls):
         return _under_its_name(made, layer)
-    from toastkit.native.blocks import Layer, block_of  # which is made of modules
-
     if block := block_of(cls):
         return _under_its_name(made, Layer, _block=block)
     form = form_of(cls)
-    return made if form is None else _under_its_name(made, _FeedForward, _form=form)
+    return made if form is None else _under_its_name(made, FeedForward, _form=form)
 
 
 def use_native(modules: Iterable[nn.Module]) -> None:
@@ -226,7 +229,57 @@ class _Switch(_Product):
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
 
 
-class _FeedForward(Native):
+class Operands:
+    """What modules multiply float32 vectors with, as the library takes it: made once, and right for
+    as long as these are what they were. It holds no array, so that what leaves them is gone.
+
+    objects: weight, scales, biases and bias of each, where Python has them. packing: bits and group
+    size of each."""
+
+    def __init__(self, parts: Sequence[Any], own: Sequence[Operand], around: Sequence[Any]):
+        found = [(*operand[:3], part.get("bias")) for part, operand in zip(parts, own)]
+        places = [0 if a is None else id(a) for arrays in found for a in arrays]
+        self.objects = (ctypes.c_void_p * len(places))(*places)
+        packing = [number for operand in own for number in operand[3:]]
+        self.packing = (ctypes.c_int * len(packing))(*packing)
+        self.exact = parts[0]._exact
+        self._seen = [(part, type(part), len(part), ()) for part in around] + [
+            (part, type(part), len(part), tuple(
+                (key, weakref.ref(array)) for key, array in zip(GIVEN, arrays) if array is not None
+            )) for part, arrays in zip(parts, found)
+        ]  # fmt: skip
+        self._counted = [part for part in parts if type(part).was_used is not _Product.was_used]
+
+    @classmethod
+    def of(cls, parts: Sequence[Any], around: Sequence[Any] = ()) -> Operands | None:
+        """None where one is not to be multiplied so. around: modules that they are parts of."""
+        own = []
+        for part in parts:
+            if not isinstance(part, _Product) or (part._wide or mx.float32) != mx.float32:
+                return None
+            operand, bias = part.operand(), part.get("bias")  # type: ignore[attr-defined]
+            if operand is None or (bias is not None and bias.dtype != mx.float32):
+                return None
+            own.append(operand)
+        return cls(parts, own, around)
+
+    def hold(self) -> bool:
+        """Whether it is still so."""
+        for part, kind, count, arrays in self._seen:
+            if type(part) is not kind or len(part) != count:
+                return False
+            for key, reference in arrays:
+                if (array := reference()) is None or part.get(key) is not array:
+                    return False
+        return True
+
+    def were_used(self) -> None:
+        """They were multiplied with."""
+        for part in self._counted:
+            part.was_used()
+
+
+class FeedForward(Native):
     """One of a known form: in one operation, where its parts are computed natively."""
 
     _form: Form
@@ -236,16 +289,18 @@ class _FeedForward(Native):
         return super().__call__(x) if y is None else y  # type: ignore[misc]
 
 
-class _SwitchGLU(Native):
+class SwitchGLU(Native):
+    """A layer's experts."""
+
     def __call__(self: Any, x: mx.array, indices: mx.array) -> mx.array:
         y = None
-        if activation := _gate_of(self.activation):
+        if activation := gate_of(self.activation):
             parts = [self[name] for name in ("gate_proj", "up_proj", "down_proj")]
             y = _fed_forward(x, parts, activation, indices)
         return super().__call__(x, indices) if y is None else y  # type: ignore[misc]
 
 
-def _gate_of(activation: Any) -> str | None:
+def gate_of(activation: Any) -> str | None:
     """What the kernels call the activation of experts; None for one that they have not."""
     kind = type(activation)
     found = GATES.get((kind.__module__.removeprefix("mlx_lm.models."), kind.__name__))
@@ -338,7 +393,7 @@ MIXINS: dict[tuple[str, str], type] = {
     ("mlx_lm.models.rope_utils", "SuScaledRoPE"): _LongRope,
     ("mlx_lm.models.rope_utils", "YarnRoPE"): _YarnRope,
     ("mlx_lm.models.deepseek_v2", "DeepseekV2YarnRotaryEmbedding"): _DeepseekRope,
-    ("mlx_lm.models.switch_layers", "SwitchGLU"): _SwitchGLU,
+    ("mlx_lm.models.switch_layers", "SwitchGLU"): SwitchGLU,
     ("mlx_lm.models.switch_layers", "SwitchLinear"): _Switch,
     ("mlx_lm.models.switch_layers", "QuantizedSwitchLinear"): _Switch,
 }

@@ -17,7 +17,8 @@ void compute(const Network &network, const Arrays &arrays) {
   std::vector<uint32_t> vector(chosen ? count : 0);
   for (int64_t i = 0; chosen && i < count; i++) vector[i] = uint32_t(i / choice.shape(-1));
   const toast_vectors vectors = {rows.data(), int64_t(x.size()) / columns, columns, type_of(x)};
-  feed(network, arrays, 1, vectors, count, chosen ? vector.data() : nullptr, expert,
+  size_t at = 1;
+  feed(network, arrays, at, vectors, count, chosen ? vector.data() : nullptr, expert,
        out.data<char>(), type_of(out));
 }
 
@@ -51,6 +52,18 @@ mx::array feed_forward(const mx::array &x, const mx::array *const (*parts)[GIVEN
 
 }  // namespace
 
+Network network_of(void *const *objects, const int *packing, int count, bool stacks, int activation,
+                   bool exact, const mx::array *(*parts)[GIVEN]) {
+  check(count == 2 || count == PARTS, "other parts");
+  Network network = {count, {}, {}, activation, exact};
+  for (int i = 0; i < count; i++, objects += GIVEN, packing += 2) {
+    network.parts[i] = {packing[0], packing[1], stacks, objects[2]};
+    network.biased[i] = objects[GIVEN - 1];
+    for (int j = 0; j < GIVEN; j++) parts[i][j] = objects[j] ? &array_of(objects[j]) : nullptr;
+  }
+  return network;
+}
+
 bool add_network(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const Network &network,
                  int64_t columns) {
   const int last = network.count - 1;
@@ -66,7 +79,7 @@ bool add_network(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const N
   return wide;
 }
 
-void feed(const Network &network, const Arrays &arrays, size_t at, const toast_vectors &x,
+void feed(const Network &network, const Arrays &arrays, size_t &at, const toast_vectors &x,
           int64_t count, const uint32_t *which, const uint32_t *expert, void *out, int out_type) {
   const bool exact = network.exact, halves = network.count == 2;
   const Part gate(arrays, at, network.parts[0], network.biased[0]);
@@ -97,16 +110,9 @@ TOAST_API const char *toast_feed_forward_array(void *out, void *x, void **arrays
                                                int activation, int exact) {
   using toast::array_of;
   return toast::wrong([&] {
-    toast::check(count == 2 || count == toast::PARTS, "other parts");
     const mx::array *parts[toast::PARTS][toast::GIVEN];
-    toast::Network network = {count, {}, {}, activation, exact != 0};
-    for (int i = 0; i < count; i++) {
-      void **given = arrays + toast::GIVEN * i;
-      network.parts[i] = {packing[2 * i], packing[2 * i + 1], choice != nullptr, given[2]};
-      network.biased[i] = given[toast::GIVEN - 1];
-      for (int j = 0; j < toast::GIVEN; j++)
-        parts[i][j] = given[j] ? &array_of(given[j]) : nullptr;
-    }
+    const toast::Network network =
+        toast::network_of(arrays, packing, count, choice, activation, exact, parts);
     array_of(out) = toast::feed_forward(array_of(x), parts,
                                         choice ? &array_of(choice) : nullptr, network);
   });

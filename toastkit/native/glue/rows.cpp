@@ -199,9 +199,9 @@ mx::array weighed(const mx::array &x, const mx::array &weights) {
 }
 
 // The places of the k that are chosen of each row, and their shares.
-Arrays routed(const mx::array &x, int k, int normed) {
+Arrays routed(const mx::array &x, int k, int how) {
   check(x.ndim() >= 1 && k > 0 && k <= x.shape(-1), "no rows, or too few numbers in them");
-  type_of(x);
+  check(type_of(x) == TOAST_F32 || !(how & TOAST_CHOSEN), "numbers that are no float32");
   auto shape = x.shape();
   shape.back() = k;
   return made("ToastRoute", {shape, shape}, {mx::uint32, mx::float32}, {x},
@@ -209,7 +209,7 @@ Arrays routed(const mx::array &x, int k, int normed) {
     mx::array which = arrays[1], shares = arrays[2];
     InOrder data(arrays[0]);
     const toast_vectors rows = rows_of(arrays[0], data);
-    need(toast_route(&rows, rows.stride, k, normed, which.data<uint32_t>(), shares.data<float>()));
+    need(toast_route(&rows, rows.stride, k, how, which.data<uint32_t>(), shares.data<float>()));
   });
 }
 
@@ -343,10 +343,10 @@ TOAST_API const char *toast_dequantise_array(void *out, void *rows) {
   return toast::wrong([&] { array_of(out) = toast::dequantised(array_of(rows)); });
 }
 
-TOAST_API const char *toast_route_array(void *which, void *shares, void *x, int k, int normed) {
+TOAST_API const char *toast_route_array(void *which, void *shares, void *x, int k, int how) {
   using toast::array_of;
   return toast::wrong([&] {
-    auto made = toast::routed(array_of(x), k, normed);
+    auto made = toast::routed(array_of(x), k, how);
     array_of(which) = made[0];
     array_of(shares) = made[1];
   });

@@ -2,6 +2,7 @@
 #include "rows.h"
 
 #include <math.h>
+#include <string.h>
 
 #include <algorithm>
 
@@ -256,25 +257,38 @@ int toast_partition(const toast_vectors *x, int64_t columns, int64_t kth, uint32
   return toast::partition(*x, columns, kth, out);
 }
 
-int toast_route(const toast_vectors *x, int64_t columns, int64_t k, int32_t normed,
-                uint32_t *which, float *shares) {
+int toast_route(const toast_vectors *x, int64_t columns, int64_t k, int32_t how, uint32_t *which,
+                float *shares) {
+  const bool chosen = how & TOAST_CHOSEN, ahead = how & TOAST_AHEAD;
+  const bool normed = how & TOAST_NORMED && !chosen;
   if (!toast::is_type(x->type) || k <= 0 || k > columns || columns > UINT32_MAX) return 1;
+  if (chosen && x->type != TOAST_F32) return 1;
   auto all = toast::memory<float>(x->count * columns);
   auto order = toast::memory<uint32_t>(x->count * columns);
   if (!all || !order) return 2;
+  for (int64_t row = 0; chosen && row < x->count; row++)
+    memcpy(&all[row * columns], static_cast<const float *>(x->data) + row * x->stride,
+           columns * sizeof(float));
   const toast_vectors rows = {all.get(), x->count, columns, TOAST_F32};
-  if (int code = toast::softmax(*x, columns, all.get(), TOAST_F32)) return code;
-  if (int code = toast::partition(rows, columns, columns - k, order.get())) return code;
+  auto turn = [&] {
+    for (int64_t i = 0; ahead && i < x->count * columns; i++) all[i] = -all[i];
+  };
+  int code = chosen ? 0 : toast::softmax(*x, columns, all.get(), TOAST_F32);
+  turn();
+  if (!code) code = toast::partition(rows, columns, ahead ? k - 1 : columns - k, order.get());
+  turn();
+  if (code) return code;
   for (int64_t row = 0; row < x->count; row++) {
-    const uint32_t *last = &order[(row + 1) * columns - k];
-    float total = 0, *own = shares + row * k;
-    for (int64_t i = 0; i < k; i++) {
-      which[row * k + i] = last[i];
-      total += own[i] = all[row * columns + last[i]];
+    const uint32_t *own = &order[row * columns + (ahead ? 0 : columns - k)];
+    float total = 0;
+    for (int64_t i = row * k; i < (row + 1) * k; i++) {
+      which[i] = *own++;
+      total += shares[i] = all[row * columns + which[i]];
     }
-    for (int64_t i = 0; normed && i < k; i++) own[i] /= total;
+    for (int64_t i = row * k; normed && i < (row + 1) * k; i++) shares[i] /= total;
   }
-  return 0;
+  const toast_vectors found = {shares, x->count, k, TOAST_F32};
+  return chosen ? toast::softmax(found, k, shares, TOAST_F32) : 0;
 }
 
 int toast_quantise(const toast_vectors *x, int64_t columns, void *out) {

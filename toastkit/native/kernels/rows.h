@@ -84,9 +84,12 @@ TOAST_API int toast_quantise(const toast_vectors *x, int64_t columns, void *out)
 TOAST_API int toast_dequantise(const void *rows, int64_t count, int64_t columns, float *out);
 
 // The experts that a router's logits choose: of the softmax of each row the k largest numbers, as
-// toast_partition leaves them, and where they are, (count, k); normed: over their sum, which is
-// added up in that order.
-TOAST_API int toast_route(const toast_vectors *x, int64_t columns, int64_t k, int32_t normed,
+// toast_partition leaves them at its end, and where they are, (count, k). how: of these, or 0.
+// NORMED: the numbers over their sum, which is added up in that order. AHEAD: in the order in which
+// the same leaves them at its beginning, of the numbers times -1. CHOSEN: of the k largest logits,
+// float32, the softmax, which adds up to 1.
+enum { TOAST_NORMED = 1, TOAST_AHEAD = 2, TOAST_CHOSEN = 4 };
+TOAST_API int toast_route(const toast_vectors *x, int64_t columns, int64_t k, int32_t how,
                           uint32_t *which, float *shares);
 
 // Of groups of so many vectors each, their sums, each vector times its weight, in their order.

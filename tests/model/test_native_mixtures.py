@@ -1,0 +1,189 @@
+"""Mixtures of experts in one native operation: to the bit what their parts give one by one, which
+they do wherever somebody stands before one of them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_map
+from mlx_lm.models import mixtral, olmoe, qwen2_moe, qwen3_moe, qwen3_next
+
+from tests.conftest import examples
+from tests.model.moe_checkpoints import write_moe
+from tests.model.test_expert_slots import slots
+from tests.model.test_native_operations import alike, library, numbers
+from tests.model.test_recurrent_layers import read
+from tests.native_library import built, cache, needed
+from toastkit.engine.opening import open_engine
+from toastkit.model.locate import locate
+from toastkit.native import layers, modules
+from toastkit.native.library import Library
+
+__all__ = ["built", "cache", "library"]
+pytestmark = [needed, pytest.mark.usefixtures("library")]
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "num_experts": 6, "num_local_experts": 6, "moe_intermediate_size": 64,
+    "intermediate_size": 64, "shared_expert_intermediate_size": 96, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 50,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 16, "rope_theta": 1e4,
+    "tie_word_embeddings": True, "max_position_embeddings": 100, "partial_rotary_factor": 0.5,
+    "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+BLOCKS = [
+    (qwen3_next, "Qwen3NextSparseMoeBlock"), (qwen3_moe, "Qwen3MoeSparseMoeBlock"),
+    (olmoe, "OlmoeSparseMoeBlock"), (mixtral, "MixtralSparseMoeBlock"),
+    (qwen2_moe, "Qwen2MoeSparseMoeBlock"),
+]  # fmt: skip
+blocks = pytest.mark.parametrize("kind", BLOCKS, ids=[name for _, name in BLOCKS])
+
+
+def made(kind: tuple, seed: int, k: int = 2, normed: bool = True, bits: int = 0) -> tuple[Any, Any]:
+    """mlx_lm's and ours, with the same random weights."""
+    module, name = kind
+    sizes = {"num_experts_per_tok": k, "norm_topk_prob": normed, **SIZES}
+    args = module.ModelArgs.from_dict(sizes | {"model_type": module.__name__.rpartition(".")[2]})
+    mx.random.seed(seed)
+    theirs = getattr(module, name)(args)
+    theirs.update(tree_map(lambda a: mx.random.normal(a.shape) / 4, theirs.parameters()))
+    if bits:
+        nn.quantize(theirs, 32, bits, class_predicate=lambda _, m: hasattr(m, "to_quantized"))
+    ours = getattr(module, name)(args)
+    if bits:
+        nn.quantize(ours, 32, bits, class_predicate=lambda _, m: hasattr(m, "to_quantized"))
+    ours.update(theirs.parameters())
+    for part in ours.modules():
+        part.set_dtype(mx.float32)
+    modules.use_native(ours.modules())
+    assert isinstance(ours, layers.Mixture)
+    return theirs, ours
+
+
+def one_by_one(block: Any, x: mx.array) -> mx.array:
+    with patch.object(layers.Mixture, "parts", lambda _: None):
+        return block(x)
+
+
+@blocks
+@settings(max_examples=examples(12))
+@given(st.integers(0, 1 << 20), st.integers(1, 4), st.integers(1, 6), st.booleans(),
+       st.sampled_from([0, 4]))  # fmt: skip
+def test_one_node_is_its_parts(
+    kind: tuple, seed: int, length: int, k: int, normed: bool, bits: int
+) -> None:
+    theirs, ours = made(kind, seed, k, normed, bits)
+    x = numbers(seed, (2, length, 32), mx.float32)
+    with patch.object(layers, "_mixed", wraps=layers._mixed) as mixed:
+        y = ours(x)
+    assert mixed.call_count == 1 and mx.array_equal(y, one_by_one(ours, x))
+    assert alike(y, theirs(x), 3e-2 if bits else 1e-4)
+
+
+@blocks
+def test_who_stands_before_a_part_is_called(kind: tuple) -> None:
+    """And sees what the router chose."""
+    _, ours = made(kind, 5)
+    x, seen = numbers(1, (1, 3, 32), mx.float32), []
+
+    def watched(module: Any) -> None:
+        class Watched(type(module)):  # type: ignore[misc]
+            def __call__(self, *args: Any) -> mx.array:
+                seen.append(args)
+                return super().__call__(*args)
+
+        module.__class__ = Watched
+
+    whole = ours(x)
+    watched(ours.switch_mlp)
+    assert mx.array_equal(ours(x), whole) and seen[-1][1].shape == (1, 3, 2)
+    if "shared_expert" in ours:
+        _, ours = made(kind, 5)
+        ours(x)
+        watched(ours.shared_expert)
+        seen.clear()
+        assert mx.array_equal(ours(x), whole) and len(seen) == 1
+
+
+@blocks
+def test_what_changes_is_seen(kind: tuple) -> None:
+    """Weights that others take the place of, and what they are; and they are not kept."""
+    _, ours = made(kind, 6)
+    x, experts = numbers(2, (1, 3, 32), mx.float32), ours.switch_mlp
+    before = ours(x)
+    mx.eval(before)
+    gone = weakref.ref(experts.down_proj.weight)
+    experts.down_proj.weight = 2 * experts.down_proj.weight
+    mx.eval(experts.parameters())
+    gc.collect()
+    assert gone() is None
+    after = ours(x)
+    assert mx.array_equal(after, one_by_one(ours, x)) and not mx.array_equal(after, before)
+    experts.up_proj.bias = mx.ones((6, 64))
+    assert mx.array_equal(ours(x), one_by_one(ours, x)) and not mx.array_equal(ours(x), after)
+    experts.up_proj.bias = mx.ones((6, 64), mx.float16)
+    with patch.object(layers, "_mixed") as mixed:
+        ours(x)
+        ours.gate.weight = ours.gate.weight.astype(mx.float16)
+        ours(x.astype(mx.float16))
+    assert not mixed.called
+
+
+def test_how_many_experts_there_are_is_asked_each_time() -> None:
+    """A model sets it from pass to pass."""
+    _, ours = made(BLOCKS[0], 7, k=4)
+    x = numbers(3, (1, 3, 32), mx.float32)
+    found = []
+    for k in (4, 2, 4):
+        ours.top_k = k
+        found.append(ours(x))
+        assert mx.array_equal(found[-1], one_by_one(ours, x))
+    assert mx.array_equal(found[0], found[2]) and not mx.array_equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "olmoe", "qwen3_moe", "mixtral", "qwen3_next"])
+def test_models_use_it(tmp_path: Path, name: str) -> None:
+    """And give the bits of its parts; with slots the parts are called."""
+    write_moe(tmp_path / name, name)
+    path = locate(str(tmp_path / name))
+    engine = open_engine(path, native="require", dtype="float32")
+    with patch.object(layers, "_mixed", wraps=layers._mixed) as mixed:
+        whole = read(engine)
+        assert mixed.called
+        with patch.object(layers.Mixture, "parts", lambda _: None):
+            assert all(map(mx.array_equal, read(engine), whole))
+        some = open_engine(path, native="require", dtype="float32", expert_slots=slots(6))
+        mixed.reset_mock()
+        assert all(map(mx.array_equal, read(some), whole)) and not mixed.called
+
+
+def test_layers_that_are_known() -> None:
+    """Those of the mlx_lm that is installed; and no other version's."""
+    for module, name in BLOCKS:
+        cls = getattr(module, name)
+        mixin = layers.layer_of(cls)
+        assert mixin is not None and issubclass(modules.native(cls), mixin)
+        other = type(name, (cls,), {"__module__": cls.__module__, "__call__": read})
+        assert layers.layer_of(other) is None
+
+
+def test_what_does_not_fit_together(library: Library) -> None:
+    _, ours = made(BLOCKS[0], 8)
+    parts, x = ours.parts(), numbers(4, (1, 3, 32), mx.float32)
+    for y, k in ((x, 0), (x, 7), (x[..., :31], 2), (x.astype(mx.float16), 2)):
+        with pytest.raises(ValueError):
+            layers._mixed(library, y, parts, k, 0)
+    with pytest.raises(ValueError):
+        layers._mixed(library, x, parts._replace(shared=1), 2, 0)
+    ours.switch_mlp.up_proj.weight = mx.zeros((5, 64, 32))
+    with pytest.raises(ValueError):
+        ours(x)

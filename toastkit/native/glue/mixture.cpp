@@ -1,0 +1,122 @@
+// A mixture of experts as one MLX primitive: the router's product, its choice, the experts, their
+// weighted sum, and an expert that all vectors go through with a gate; to the bit what these give
+// as operations.
+#include "mixture.h"
+
+#include "../kernels/rows.h"
+
+namespace toast {
+namespace {
+
+// Of x (..., columns).
+mx::array mixed(const mx::array &x, const mx::array *const (*parts)[GIVEN],
+                const Mixture &mixture) {
+  check(x.ndim() >= 1 && x.dtype() == mx::float32, "vectors that are no float32");
+  Arrays inputs = {x};
+  add_mixture(inputs, parts, mixture, x.shape(-1));
+  return made("ToastMixture", x.shape(), mx::float32, std::move(inputs),
+              [mixture](const Arrays &arrays) {
+    mx::array out = arrays.back();
+    InOrder rows(arrays[0]);
+    const int64_t columns = out.shape(-1);
+    size_t at = 1;
+    mix(mixture, arrays, at, reinterpret_cast<const float *>(rows.data()),
+        int64_t(out.size()) / columns, columns, out.data<float>());
+  });
+}
+
+}  // namespace
+
+Mixture mixture_of(void *const *objects, const int *packing, int shared, int chosen, int how,
+                   const int (&activations)[2], bool exact, const mx::array *(*parts)[GIVEN]) {
+  Mixture m = {};
+  m.chosen = chosen, m.how = how, m.exact = exact;
+  auto one = [&](int i, Packing &own, bool &biased) {
+    void *const *given = objects + GIVEN * i;
+    own = {packing[2 * i], packing[2 * i + 1], false, given[2]};
+    biased = given[GIVEN - 1];
+    for (int j = 0; j < GIVEN; j++) parts[i][j] = given[j] ? &array_of(given[j]) : nullptr;
+  };
+  auto some = [&](int i, int count, bool stacks, int activation) {
+    return network_of(objects + GIVEN * i, packing + 2 * i, count, stacks, activation, exact,
+                      parts + i);
+  };
+  one(0, m.router, m.router_biased);
+  m.experts = some(1, PARTS, true, activations[0]);
+  if (shared) {
+    m.shared = some(1 + PARTS, shared, false, activations[1]);
+    one(1 + PARTS + shared, m.gate, m.gate_biased);
+  }
+  return m;
+}
+
+void add_mixture(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const Mixture &m,
+                 int64_t columns) {
+  auto gives = [&](int i, int64_t rows) {
+    check(parts[i][0]->shape(-2) == rows, "rows of another length");
+  };
+  add_part(inputs, parts[0], m.router, columns);
+  const int experts = parts[0][0]->shape(-2);
+  check(m.chosen > 0 && m.chosen <= experts, "too few experts");
+  add_network(inputs, parts + 1, m.experts, columns);
+  for (int i = 1; i <= PARTS; i++)
+    check(parts[i][0]->shape(0) == experts, "stacks of other sizes");
+  gives(PARTS, columns);
+  if (!m.shared.count) return;
+  const int gate = 1 + PARTS + m.shared.count;
+  add_network(inputs, parts + 1 + PARTS, m.shared, columns);
+  gives(gate - 1, columns);
+  add_part(inputs, parts[gate], m.gate, columns);
+  gives(gate, 1);
+}
+
+void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int64_t count,
+         int64_t columns, float *out) {
+  const toast_vectors vectors = {x, count, columns, TOAST_F32};
+  auto products = [&](const Packing &packing, bool biased) {
+    const Part part(arrays, at, packing, biased);
+    std::unique_ptr<float[]> made(new float[count * part.matrix->rows]);
+    part.multiply(vectors, count, nullptr, nullptr, m.exact, made.get(), TOAST_F32, 0,
+                  part.matrix->rows);
+    return made;
+  };
+  const int64_t experts = arrays[at].shape(-2), all = count * m.chosen;
+  const auto logits = products(m.router, m.router_biased);
+  std::unique_ptr<uint32_t[]> vector(new uint32_t[all]), which(new uint32_t[all]);
+  std::unique_ptr<float[]> shares(new float[all]), given(new float[all * columns]);
+  const toast_vectors scores = {logits.get(), count, experts, TOAST_F32};
+  need(toast_route(&scores, experts, m.chosen, m.how, which.get(), shares.get()));
+  for (int64_t i = 0; i < all; i++) vector[i] = uint32_t(i / m.chosen);
+  feed(m.experts, arrays, at, vectors, all, vector.get(), which.get(), given.get(), TOAST_F32);
+  const toast_vectors groups = {given.get(), all, columns, TOAST_F32};
+  if (!m.shared.count) {
+    need(toast_weighted_sums(&groups, columns, m.chosen, shares.get(), out, TOAST_F32));
+    return;
+  }
+  std::unique_ptr<float[]> more(new float[count * columns]);
+  feed(m.shared, arrays, at, vectors, count, nullptr, nullptr, more.get(), TOAST_F32);
+  const auto gates = products(m.gate, m.gate_biased);
+  need(toast_blend(&groups, columns, m.chosen, shares.get(), more.get(), gates.get(), out));
+}
+
+}  // namespace toast
+
+extern "C" {
+
+// Makes `out`, an array that nobody else has, what a mixture gives. Lazy. arrays: GIVEN of each
+// part, and packing, bits and group size: the router; gate, up and down of the experts; `shared`
+// parts of what all vectors go through, and its gate. activations: of both. Returns what is wrong;
+// NULL where nothing is.
+TOAST_API const char *toast_mixture_array(void *out, void *x, void **arrays, const int *packing,
+                                          int shared, int chosen, int how, int activation,
+                                          int shared_activation, int exact) {
+  using toast::array_of;
+  return toast::wrong([&] {
+    const mx::array *parts[toast::MIXED][toast::GIVEN];
+    const toast::Mixture mixture = toast::mixture_of(
+        arrays, packing, shared, chosen, how, {activation, shared_activation}, exact, parts);
+    array_of(out) = toast::mixed(array_of(x), parts, mixture);
+  });
+}
+
+}  // extern "C"
