@@ -23,7 +23,7 @@ from toastkit.errors import UsageError
 from toastkit.holdings.holdings import Holdings
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
-from toastkit.native import kv_caches
+from toastkit.native import blocks, kv_caches
 from toastkit.native.library import Library, use
 from toastkit.native.starting import Status
 from toastkit.residency.model_sizes import sizes_of
@@ -257,7 +257,9 @@ def test_models(tmp_path: Path, name: str, bits: int) -> None:
 def test_native_attention_reads_them_as_they_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int
 ) -> None:
-    """Also the latent keys of DeepSeek, where a token meets them without a product between."""
+    """Also the latent keys of DeepSeek, where a token meets them without a product between. Whole
+    layers attend by themselves (test_native_blocks.py)."""
+    monkeypatch.setattr(blocks, "FEW", 0)
     seen: list[tuple[int, mx.Dtype, mx.Dtype]] = []
     attend = Library.attend
 

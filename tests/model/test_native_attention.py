@@ -20,7 +20,7 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
 from toastkit.model.locate import locate
-from toastkit.native import operations
+from toastkit.native import blocks, operations
 from toastkit.native.library import Library, use
 
 __all__ = ["built", "cache", "library"]
@@ -201,7 +201,8 @@ def answer(engine: Engine, chunk: int = 16) -> list[mx.array]:
 def test_models_attend_as_with_mlx(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All else being native alike."""
+    """All else being native alike. Whole layers attend by themselves (test_native_blocks.py)."""
+    monkeypatch.setattr(blocks, "FEW", 0)
     engine = opened(tmp_path, name)
     ours = answer(engine)
     calls = []

@@ -1,13 +1,17 @@
-"""Layers of the common form in two operations beside attention: to the bit what they are in many,
-and found in architectures by their form."""
+"""Layers of the common form in one operation, or in two beside attention: to the bit what they are
+in many, and found in architectures by their form."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_map
 from mlx_lm.models import (
@@ -17,18 +21,20 @@ from mlx_lm.models import (
     granite,
     llama,
     mixtral,
+    olmoe,
     phi3,
     qwen2,
     qwen3,
     qwen3_moe,
     qwen3_next,
 )
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from tests.native_library import native_cache, native_path, needed
+from tests.native_library import native_cache, native_path, needed, operations_of
 from toastkit.native import blocks
 from toastkit.native.blocks import Block, block_of, heads_of
-from toastkit.native.library import Library, Operand, load, use
+from toastkit.native.kv_caches import keep_in
+from toastkit.native.library import Library, load, use
 from toastkit.native.modules import use_native
 
 pytestmark = needed
@@ -51,7 +57,11 @@ EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [],
     "moe_intermediate_size": 32, "norm_topk_prob": True, "num_local_experts": 4,
 }  # fmt: skip
-CASES = [(llama, {}), (qwen2, {}), (qwen3, {}), (mixtral, EXPERTS), (qwen3_moe, EXPERTS)]
+TURNED = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+CASES = [
+    (llama, {}), (llama, TURNED), (qwen2, {}), (qwen3, {}), (mixtral, EXPERTS),
+    (qwen3_moe, EXPERTS), (olmoe, EXPERTS),
+]  # fmt: skip
 
 
 def layers(architecture: Any, more: dict[str, Any], bits: int) -> list[Any]:
@@ -66,28 +76,110 @@ def layers(architecture: Any, more: dict[str, Any], bits: int) -> list[Any]:
     return model.layers
 
 
-def passes(own: list[Any], batch: int) -> list[mx.array]:
-    """What layers make of passes, (batch, length, 64) each."""
+def passes(own: list[Any], batch: int, kept: mx.Dtype = mx.float32) -> list[mx.array]:
+    """What layers make of passes, (batch, length, 64) each; and what their caches hold then."""
     caches, made = [KVCache() for _ in own], []
+    if kept != mx.float32:
+        keep_in(kept, caches)
     for n, length in enumerate(LENGTHS):
         x = mx.random.normal((batch, length, 64), key=mx.random.key(n))
         for layer, cache in zip(own, caches):
             x = layer(x, "causal" if length > 1 else None, cache)
         made.append(x)
-    return made
+    assert all(cache.offset == sum(LENGTHS) for cache in caches)
+    return made + [x for cache in caches for x in cache.keys_and_values()]
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """How often layers are one operation meanwhile, and how often two."""
+    with (
+        patch.object(blocks, "_in_one", wraps=blocks._in_one) as one,
+        patch.object(blocks, "_in_two", wraps=blocks._in_two) as two,
+    ):
+        counts: dict[str, int] = {}
+        yield counts
+        counts.update(one=one.call_count, two=two.call_count)
 
 
 @pytest.mark.parametrize("bits", [0, 4])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].__name__.rpartition(".")[2])
-def test_two_operations_are_many(case: tuple, batch: int, bits: int) -> None:
+def test_one_operation_or_two_are_many(case: tuple, batch: int, bits: int) -> None:
     own = layers(*case, bits)
-    with patch.object(blocks, "_closed", wraps=blocks._closed) as closed:
+    with counted() as counts:
         made = passes(own, batch)
-    assert closed.call_count == len(own) * len(LENGTHS)
-    with patch.object(blocks.Layer, "_in_two", lambda *_: None):
+    # The first pass finds no room, and the one of 33 positions is not for one.
+    assert counts == {"one": len(own) * 3, "two": len(own) * 2}
+    with patch.object(blocks.Layer, "_natively", lambda *_: None):
         wanted = passes(own, batch)
     assert all(map(mx.array_equal, made, wanted))
+
+
+@pytest.mark.parametrize("kept", [mx.float16, mx.int8])
+def test_caches_that_keep_fewer_bits(kept: mx.Dtype) -> None:
+    own = layers(qwen3, {}, 4)
+    with counted() as counts:
+        made = passes(own, 2, kept)
+    assert counts == {"one": len(own) * 3, "two": len(own) * 2}
+    with patch.object(blocks.Layer, "_natively", lambda *_: None):
+        wanted = passes(own, 2, kept)
+    assert all(map(mx.array_equal, made, wanted))
+
+
+def test_what_others_hold_of_a_cache_stays() -> None:
+    [layer, _], x = layers(llama, {}, 0), mx.ones((1, 2, 64))
+    cache = KVCache()
+    mx.eval(layer(x, "causal", cache))
+    held = [(array, mx.array(np.array(array))) for array in (cache.keys, cache.values)]
+    y = layer(x, "causal", cache)
+    assert operations_of(cache.keys) == ["ToastLayer"]
+    cache.trim(2)
+    again = layer(x, "causal", cache)
+    mx.eval(y, again, cache.keys, cache.values)
+    assert mx.array_equal(y, again)
+    for array, before in held:
+        assert mx.array_equal(array, before)
+    place, held, y, again, array = pointer(cache.keys), [], None, None, None
+    mx.eval(layer(x, "causal", cache), cache.keys)
+    assert pointer(cache.keys) == place  # nobody looks on: in its memory
+
+
+def pointer(array: mx.array) -> int:
+    """Where an array's numbers begin."""
+    return np.frombuffer(memoryview(array), np.float32).ctypes.data
+
+
+def test_other_weights_are_taken_as_they_come() -> None:
+    """Of a layer that was computed with others: in other numbers, bits and classes; with a bias."""
+    own, x = layers(llama, {}, 0), mx.random.normal((1, 1, 64))
+
+    def step(cache: KVCache) -> mx.array:
+        return own[0](x, None, cache)
+
+    def compared() -> None:
+        caches = [KVCache(), KVCache()]
+        first = [step(cache) for cache in caches]
+        with counted() as counts:
+            made = step(caches[0])
+        assert counts == {"one": 1, "two": 0}
+        with patch.object(blocks.Layer, "_natively", lambda *_: None):
+            assert mx.array_equal(made, step(caches[1])) and mx.array_equal(*first)
+
+    compared()
+    own[0].self_attn.q_proj.weight = mx.random.normal((128, 64))
+    compared()
+    own[0].mlp.up_proj.bias = mx.random.normal((96,))
+    compared()
+    own[0].update_modules({"mlp": {"gate_proj": own[1].mlp.gate_proj}})
+    compared()
+    nn.quantize(own[0].mlp, 32, 8)
+    use_native(own[0].modules())
+    compared()
+    up = own[0].mlp.up_proj
+    up.bits = 4
+    up.update(dict(zip(("weight", "scales", "biases"), mx.quantize(mx.ones((96, 64)), 32, 4))))
+    compared()
 
 
 def test_what_is_not_so_goes_its_own_way() -> None:
@@ -101,18 +193,23 @@ def test_what_is_not_so_goes_its_own_way() -> None:
             seen.append(args)
             return super().__call__(*args)
 
-    with patch.object(blocks, "_closed", wraps=blocks._closed) as closed:
+    own[0](x, None, KVCache())
+    with counted() as counts:
         attention.__class__ = Watched
         own[0](x, None, KVCache())
-        assert seen and not closed.called
+        assert seen
         own[1](x, None, None)
         own[1](x.astype(mx.float16), None, KVCache())
         own[1].self_attn.q_proj.bias = mx.zeros((128,), mx.float16)
         own[1](x, None, KVCache())
-        assert not closed.called
-        del own[1].self_attn.q_proj.bias
-        own[1](x, None, KVCache())
-        assert closed.called
+    assert counts == {"one": 0, "two": 0}
+    del own[1].self_attn.q_proj.bias
+    with counted() as counts:
+        cache = KVCache()
+        own[1](x, None, cache)
+        own[1](x, mx.ones((3, 6), mx.bool_), cache)
+        own[1](x, "causal", RotatingKVCache(99))
+    assert counts == {"one": 0, "two": 3}
 
 
 def test_forms() -> None:
@@ -120,6 +217,7 @@ def test_forms() -> None:
     for cls in (llama.TransformerBlock, qwen2.TransformerBlock, qwen3.TransformerBlock):
         assert block_of(cls) == usual
     assert block_of(mixtral.MixtralDecoderLayer) == usual._replace(network="block_sparse_moe")
+    assert block_of(olmoe.TransformerBlock) == usual
     assert block_of(bailing_moe.BailingMoeDecoderLayer) == usual._replace(attention="attention")
     for cls in (
         gemma2.TransformerBlock, cohere.TransformerBlock, granite.TransformerBlock, nn.Module,
@@ -135,18 +233,40 @@ def test_forms() -> None:
 
 
 def test_what_does_not_fit_together(library: Library) -> None:
-    norm, x = nn.RMSNorm(64), mx.zeros((1, 2, 64))
-    wide, narrow = (Operand(mx.zeros((96, 64))), None), (Operand(mx.zeros((96, 32))), None)
-    for y, part, heads in (
-        (x, narrow, 4), (x, wide, 5), (x, wide, 0), (x[0], wide, 4), (x[..., :32], wide, 4),
-        (x.astype(mx.float16), wide, 4), (x, (wide[0], mx.zeros(95)), 4),
-    ):  # fmt: skip
+    """The library says so."""
+    [layer, _], x = layers(llama, {}, 0), mx.zeros((1, 2, 64))
+    cache = KVCache()
+    layer(x, "causal", cache)
+    plan = layer._plan
+    kept, other = cache.keys, {"dims": 64, "heads": 5, "key_heads": 3, "network": 1}
+
+    def one(x: mx.array = x, plan: Any = plan, **more: Any) -> None:
         with pytest.raises(ValueError):
-            blocks._projected(library, y, norm, [part], [heads], False)
-    out, heads = (Operand(mx.zeros((64, 64))), None), mx.zeros((1, 4, 2, 16))
-    for y, attended, part in (
-        (x, heads, wide), (x, heads[:, :3], out), (x[:, :1], heads, out), (x, heads[0], out),
-        (x, heads.astype(mx.float16), out),
-    ):  # fmt: skip
+            own = {"keys": kept, "values": kept, "offset": 2} | more
+            blocks._in_one(library, plan, x, "causal", SimpleNamespace(**own))
+
+    for wrong in (x[0], x[..., :32], x.astype(mx.float16)):
+        one(wrong)
+    for keys in (kept[:, :1], kept[..., :31], kept[0], kept[:, :, :3], kept.astype(mx.int32)):
+        one(keys=keys)
+        one(values=keys)
+    for offset in (-1, 255):
+        one(offset=offset)
+    for name, value in other.items():
+        before = getattr(plan.shape, name)
+        setattr(plan.shape, name, value)
+        one()
+        setattr(plan.shape, name, before)
+    for place, key in plan.places:
+        array = place[key]
+        place[key] = array[:-1]
+        one()
+        place[key] = array.astype(mx.int32)
+        one()
+        place[key] = array
+    blocks._in_one(library, plan, x, "causal", cache)
+    for shape in ((1, 3, 2, 32), (1, 4, 1, 32), (4, 2, 32)):
+        attended = mx.zeros(shape)
+        own = plan._replace(heads=plan.heads._replace(attend=lambda *_, a=attended, **__: a))
         with pytest.raises(ValueError):
-            blocks._closed(library, y, attended, norm, [part], None, False)
+            blocks._in_two(library, own, x, "causal", KVCache())

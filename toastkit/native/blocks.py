@@ -1,24 +1,30 @@
-"""Layers of the common form in two operations beside attention and its cache: what lies before it
-and what lies behind. Found, as feed-forward networks are, by what their forwards are, instruction
-by instruction, whatever architecture they are of. What is not as it says here goes to the
+"""Layers of the common form: a few positions in one operation, with the cache that they go to;
+many, or with other caches, masks and rotations, in two beside attention, what lies before it and
+what lies behind. Found, as feed-forward networks are, by what their forwards are, instruction by
+instruction, whatever architecture they are of. What is not as it says here goes to the
 architecture's own forward."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from ctypes import byref
 from functools import lru_cache  # `cache` is a name below, and an imported one is called otherwise
+from operator import is_, itemgetter
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.native.feed_forward import Form, names_in
+from toastkit.native.feed_forward import names_in
 from toastkit.native.functions import Native, our_function
-from toastkit.native.library import ACTIVATIONS, NONE, Library, Operand, in_use
-from toastkit.native.modules import Linear, Norm
+from toastkit.native.kv_caches import has_room, set_appended
+from toastkit.native.library import ACTIVATIONS, FLOATS, Library, Operand, in_use
+from toastkit.native.modules import Linear, Norm, is_rotary
 
 BASE, ATTEND = "mlx_lm.models.base", "scaled_dot_product_attention"
+FEW = 16  # positions that are one operation
+KEYS = ("weight", "scales", "biases", "bias")  # of a part, as glue/matrices.h has them
 
 
 def _block(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
@@ -34,6 +40,12 @@ def _block_returned(self: Any, x: Any, mask: Any = None, cache: Any = None) -> A
     h = x + r
     r = self.network(self.second_norm(h))
     return h + r
+
+
+def _block_added(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    x = x + self.attention(self.first_norm(x), mask, cache)
+    x = x + self.network(self.second_norm(x))
+    return x
 
 
 scaled_dot_product_attention: Any = None
@@ -79,6 +91,28 @@ def _heads_normed(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any
     return self.out(output)
 
 
+def _heads_normed_together(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    B, L, D = x.shape
+    queries, keys, values = self.q(x), self.k(x), self.v(x)
+    queries = self.q_norm(queries)
+    keys = self.k_norm(keys)
+    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
+    keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    if cache is not None:
+        queries = self.turn(queries, offset=cache.offset)
+        keys = self.turn(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    else:
+        queries = self.turn(queries)
+        keys = self.turn(keys)
+    output = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=self.scale, mask=mask
+    )
+    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    return self.out(output)
+
+
 class Block(NamedTuple):
     """What a class of layers calls its parts."""
 
@@ -90,7 +124,7 @@ class Block(NamedTuple):
 
 class Heads(NamedTuple):
     """What a class of attentions calls its parts. attend: what it calls with queries, keys, values
-    and the rest."""
+    and the rest. q_norm, k_norm: of each head, or of all heads of a position together."""
 
     q: str
     k: str
@@ -105,17 +139,20 @@ class Heads(NamedTuple):
     attend: Callable[..., Any]
 
 
+HEADS = (_heads, _heads_normed, _heads_normed_together)
+
+
 @lru_cache(None)
 def block_of(cls: type) -> Block | None:
     """Of a class of an architecture; None for one of another form."""
-    names = _names_of(cls, (_block, _block_returned), Block._fields)
+    names = _names_of(cls, (_block, _block_returned, _block_added), Block._fields)
     return None if names is None else Block(**names)
 
 
 @lru_cache(None)
 def heads_of(cls: type) -> Heads | None:
     """Of a class of attentions; None for one of another form."""
-    names, ours = _names_of(cls, (_heads, _heads_normed), Heads._fields), our_function(BASE, ATTEND)
+    names, ours = _names_of(cls, HEADS, Heads._fields), our_function(BASE, ATTEND)
     if names is None or ours is None or _forward(cls).__globals__[ATTEND] is not ours:
         return None
     more: dict[str, Any] = {"q_norm": None, "k_norm": None, **names}
@@ -139,55 +176,189 @@ def _names_of(
     return None
 
 
+class _Shape(ctypes.Structure):
+    """What of a layer is the same at every step: toast_layer, see glue/blocks.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in (
+            "heads", "key_heads", "normed", "network", "activation", "exact", "before",
+        )),
+        ("parts", ctypes.c_int32 * 7), ("eps", ctypes.c_float * 4),
+        *((name, ctypes.c_int32) for name in ("dims", "traditional", "inverse")),
+        *((name, ctypes.c_float) for name in ("rotation_scale", "factor", "scale")),
+    ]  # fmt: skip
+
+
+class _Plan(NamedTuple):
+    """A layer as it was looked at. It holds for as long as its modules are these, of these classes,
+    with as many parameters. Their arrays are asked for at each step: they come and go.
+
+    of_attention, of_network: give the modules in these; modules: all, with the layer's own, of
+    `kinds` and `sizes`. places: of the arrays, as the library takes them. fixed: the frequencies,
+    which lie behind so many of these. own: the modules that have to be asked, and told. left: the
+    network, where it is left to itself."""
+
+    columns: int
+    of_attention: Callable[[Any], tuple]
+    of_network: Callable[[Any], tuple]
+    modules: list[Any]
+    kinds: list[type]
+    sizes: list[int]
+    places: list[tuple[Any, str]]
+    fixed: mx.array | None
+    own: list[Any]
+    left: Any
+    shape: _Shape
+    heads: Heads
+
+    def holds(self, modules: list[Any]) -> bool:
+        """Whether it still does for a layer with these modules."""
+        return (
+            all(map(is_, modules, self.modules))
+            and list(map(type, modules)) == self.kinds
+            and list(map(len, modules)) == self.sizes
+        )
+
+    def objects(self) -> Any:
+        """The arrays."""
+        arrays: list[Any] = [module[key] for module, key in self.places]
+        if self.fixed is not None:
+            arrays.insert(self.shape.before - 1, self.fixed)
+        return (ctypes.py_object * len(arrays))(*arrays)
+
+
 class Layer(Native):
-    """One of that form. _block: what its class calls its parts."""
+    """One of that form. _block: what its class calls its parts. _plan: of the last step."""
 
     _block: Block
+    _plan: _Plan | None = None
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        y = self._in_two(x, mask, cache)
+        y = self._natively(x, mask, cache)
         return super().__call__(x, mask, cache) if y is None else y  # type: ignore[misc]
 
-    def _in_two(self: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
+    def _natively(self: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
         """None where a part is not as it has to be."""
         library = in_use()
-        attention, first, network, second = (self[name] for name in self._block)
-        kind: Any = type(attention)
-        own = heads_of(kind)
-        if library is None or own is None or cache is None or x.dtype != mx.float32:
+        if library is None or cache is None or x.dtype != mx.float32 or x.ndim != 3:
             return None
-        if not _are_plain(first, second) or x.ndim != 3:
+        plan, (batch, length, columns) = self._plan, x.shape
+        if plan is None or plan.columns != columns or not plan.holds(self._modules(plan)):
+            plan = vars(self)["_plan"] = _planned(self, columns)
+        if plan is None or any(part.operand() is None for part in plan.own):
             return None
-        counts = [getattr(attention, name) for name in (own.heads, own.key_heads, own.key_heads)]
-        out, form = attention[own.out], vars(type(network)).get("_form")
-        before = [attention[name] for name in (own.q, own.k, own.v)]
-        if (parts := _given(before, x.shape[-1])) is None:
-            return None
-        joined = counts[0] * (parts[2][0].weight.shape[-2] // counts[2])
-        last, behind = _given([out], joined), [out]
-        if last is None:
-            return None
-        if form and (more := _network([network[name] for name in form.parts], x.shape[-1])):
-            last, behind = last + more, behind + [network[name] for name in form.parts]
-        else:  # it is left to itself
-            form = None
-        for part in (*before, *behind):
+        for part in plan.own:
             part.was_used()
-        queries, keys, values = _projected(library, x, first, parts, counts, out._exact)
-        if own.q_norm and own.k_norm:
-            queries, keys = attention[own.q_norm](queries), attention[own.k_norm](keys)
-        turn = attention[own.turn]
-        queries, keys = turn(queries, offset=cache.offset), turn(keys, offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-        scale = getattr(attention, own.scale)
-        attended = own.attend(queries, keys, values, cache=cache, scale=scale, mask=mask)
-        y, *normed = _closed(library, x, attended, second, last, form, out._exact)
-        return y + network(normed[0]) if normed else y
+        few = plan.fixed is not None and batch * length <= FEW
+        known = mask is None or (isinstance(mask, str) and mask == "causal")
+        one = few and known and has_room(cache, length)
+        y, *normed = (_in_one if one else _in_two)(library, plan, x, mask, cache)
+        return y + plan.left(*normed) if normed else y
+
+    def _modules(self: Any, plan: _Plan) -> list[Any]:
+        """Those that a plan was made of, as they are now."""
+        own = attention, _, network, _ = [self[name] for name in self._block]
+        return [*own, *plan.of_attention(attention), *plan.of_network(network)]
+
+
+def _in_one(library: Library, plan: _Plan, x: mx.array, mask: Any, cache: Any) -> list[mx.array]:
+    """What a layer gives, and the norm of it, where its network is left to itself; lazy, (B, L,
+    columns) each. For a cache that has room."""
+    outs = _copies(x, 1 if plan.left is None else 2)
+    keys, values = cache.keys, cache.values
+    caches = [*_copies(keys, 1), *_copies(values, 1)]
+    causal, call = mask is not None, _functions(library)[0]
+    made = (ctypes.py_object * (len(outs) + 2))(*outs, *caches)
+    _need(call(made, x, keys, values, cache.offset, causal, plan.objects(), byref(plan.shape)))
+    set_appended(cache, caches, x.shape[1])
+    return outs
+
+
+def _copies(x: Any, count: int) -> list[Any]:
+    """Arrays that nobody else has: less work than new ones."""
+    return [x.__copy__() for _ in range(count)]
+
+
+def _in_two(library: Library, plan: _Plan, x: mx.array, mask: Any, cache: Any) -> list[mx.array]:
+    """The same."""
+    _, projected, closed = _functions(library)
+    heads = _copies(x, 3)
+    objects, shape, own = plan.objects(), byref(plan.shape), plan.heads
+    _need(projected((ctypes.py_object * 3)(*heads), x, objects, shape))
+    turn = plan.modules[0][own.turn]
+    queries, keys = (turn(one, offset=cache.offset) for one in heads[:2])
+    keys, values = cache.update_and_fetch(keys, heads.pop())
+    del heads
+    scale = plan.shape.scale
+    attended = own.attend(queries, keys, values, cache=cache, scale=scale, mask=mask)
+    outs = _copies(x, 1 if plan.left is None else 2)
+    made = (ctypes.py_object * len(outs))(*outs)
+    _need(closed(made, x, attended, objects, shape))
+    return outs
+
+
+def _planned(layer: Any, columns: int) -> _Plan | None:
+    """None where a part is not as it has to be for x (..., columns)."""
+    attention, first, network, second = of_layer = [layer[name] for name in layer._block]
+    kind: Any = type(attention)
+    if (own := heads_of(kind)) is None:
+        return None
+    form = vars(type(network)).get("_form")
+    names = [own.q, own.k, own.v, own.out]
+    *before, out = parts = [attention[name] for name in names]
+    norms = [attention[name] for name in (own.q_norm, own.k_norm) if name is not None]
+    behind = [network[name] for name in form.parts] if form else []
+    if not _are_plain(first, second, *norms) or (found := _given(before, columns)) is None:
+        return None
+    heads, key_heads = getattr(attention, own.heads), getattr(attention, own.key_heads)
+    joined = heads * (found[2][0].weight.shape[-2] // key_heads)
+    if _given([out], joined) is None:
+        return None
+    more = _network(behind, columns) if form else None
+    used = parts + behind if more else parts
+    shape, turn = _Shape(), attention[own.turn]
+    shape.heads, shape.key_heads, shape.normed = heads, key_heads, bool(norms)
+    shape.scale, shape.exact = getattr(attention, own.scale), out._exact
+    shape.eps[:] = [norm.eps for norm in (first, second, *norms)] + [0.0] * (2 - len(norms))
+    if more:
+        shape.network, shape.activation = len(behind), ACTIVATIONS.index(form.activation)
+    shape.parts[: len(used)] = [
+        sum(1 << i for i, key in enumerate(KEYS[1:]) if key in part) for part in used
+    ]
+    places = [(norm, "weight") for norm in (first, *norms)]
+    places += [(part, key) for part in before for key in KEYS if key in part]
+    shape.before = len(places)
+    fixed = _rotated(shape, turn, found[0][0].weight.shape[-2] // heads)
+    places.append((second, "weight"))
+    places += [(part, key) for part in used[3:] for key in KEYS if key in part]
+    names += [own.turn, *(name for name in (own.q_norm, own.k_norm) if name is not None)]
+    of_attention: Any = itemgetter(*names)
+    of_network: Any = itemgetter(*form.parts) if form else lambda network: ()
+    modules = [*of_layer, *of_attention(attention), *of_network(network)]
+    asked = [part for part in used if type(part).was_used is not Linear.was_used]
+    return _Plan(
+        columns, of_attention, of_network, modules, [*map(type, modules)], [*map(len, modules)],
+        places, fixed, asked, None if more else network, shape, own,
+    )  # fmt: skip
+
+
+def _rotated(shape: _Shape, turn: Any, size: int) -> mx.array | None:
+    """Sets what a shape says of a rotation of heads; its frequencies, or None for one that is not
+    known."""
+    rotation = turn.rotation(size) if is_rotary(turn) else None
+    if rotation is None or not 0 < rotation.dims <= size or rotation.dims % 2:
+        return None
+    shape.dims, frequencies, shape.inverse, shape.rotation_scale, shape.factor, last = rotation
+    shape.traditional = last
+    shape.before += 1
+    return frequencies
 
 
 def _are_plain(*norms: Any) -> bool:
     """Whether they are RMS norms of ours and nothing else."""
-    return all(type(norm).__call__ is Norm.__call__ for norm in norms)
+    return all(
+        type(norm).__call__ is Norm.__call__ and norm["weight"].dtype in FLOATS for norm in norms
+    )
 
 
 def _given(parts: Sequence[Any], columns: int) -> list[tuple[Operand, mx.array | None]] | None:
@@ -214,57 +385,15 @@ def _network(parts: Sequence[Any], columns: int) -> list[tuple[Operand, mx.array
     return None if last is None else found + last
 
 
-def _objects(parts: Sequence[tuple[Operand, mx.array | None]]) -> Any:
-    some: list[Any] = [
-        NONE if array is None else array
-        for operand, bias in parts
-        for array in (*operand[:3], bias)
-    ]
-    return (ctypes.py_object * len(some))(*some)
-
-
 @lru_cache(None)
-def _functions(library: Library) -> tuple[Any, Any]:
-    array, whole, number, place = ctypes.py_object, ctypes.c_int, ctypes.c_float, ctypes.c_void_p
-    head = (place, array, array, number, place, place, whole, whole)
-    projected = library.function("projected", *head)
-    closed = library.function("closed", place, *[array] * 3, number, place, place, *[whole] * 3)
-    return projected, closed
+def _functions(library: Library) -> tuple[Any, Any, Any]:
+    array, whole, place = ctypes.py_object, ctypes.c_int, ctypes.c_void_p
+    one = library.function("whole", place, *[array] * 3, whole, whole, place, place)
+    projected = library.function("projected", place, array, place, place)
+    closed = library.function("closed", place, array, array, place, place)
+    return one, projected, closed
 
 
-def _made(count: int, call: Callable[[Any], bytes | None]) -> list[mx.array]:
-    outs: list[Any] = [mx.array(0) for _ in range(count)]
-    if (wrong := call((ctypes.py_object * count)(*outs))) is not None:
+def _need(wrong: bytes | None) -> None:
+    if wrong is not None:
         raise ValueError(wrong.decode())
-    return outs
-
-
-def _projected(
-    library: Library, x: mx.array, norm: Any, parts: Any, heads: Sequence[int], exact: bool
-) -> list[mx.array]:
-    """Products of the norm of x (B, L, columns) with each part, lazy: (B, heads, L, size)."""
-    packing = [n for (o, _), count in zip(parts, heads) for n in (o.bits, o.group_size, count)]
-    given, numbers = _objects(parts), (ctypes.c_int * len(packing))(*packing)
-    call = _functions(library)[0]
-    return _made(
-        len(parts),
-        lambda outs: call(outs, x, norm["weight"], norm.eps, given, numbers, len(parts), exact),
-    )
-
-
-def _closed(
-    library: Library, x: mx.array, attended: mx.array, norm: Any, parts: Any, form: Form | None,
-    exact: bool,
-) -> list[mx.array]:  # fmt: skip
-    """h = x + out(attended) and what a network makes of it, h + network(norm of h); or, where there
-    is none, h and its norm; lazy, (B, L, columns) each."""
-    packing = [n for operand, _ in parts for n in operand[3:]]
-    given, numbers = _objects(parts), (ctypes.c_int * len(packing))(*packing)
-    kind = ACTIVATIONS.index(form.activation) if form else 0
-    call = _functions(library)[1]
-    return _made(
-        1 if form else 2,
-        lambda outs: call(
-            outs, x, attended, norm["weight"], norm.eps, given, numbers, len(parts), kind, exact
-        ),
-    )

@@ -112,6 +112,34 @@ def kept_of(array: mx.array) -> mx.array:
     return array if found is None else found[1]
 
 
+def has_room(layer: Any, positions: int) -> bool:
+    """Whether keys and values of float32 activations, of so many positions more, have room in the
+    arrays of a cache, one of mlx_lm's usual class, and are kept there as they are to be."""
+    cls: Any = type(layer)
+    if (wanted := _usual(cls)) is None or (keys := layer.keys) is None:
+        return False
+    return layer.offset + positions <= keys.shape[2] and keys.dtype == wanted == layer.values.dtype
+
+
+def set_appended(layer: Any, arrays: Iterable[mx.array], positions: int) -> None:
+    """Gives such a cache its arrays (B, heads, M, size), of its dtype, with so many positions
+    more."""
+    layer.keys, layer.values = arrays
+    layer.offset += positions
+    if isinstance(layer, _Keeping) and layer.appended != "float32":
+        layer.appended = "float32"
+
+
+@cache
+def _usual(cls: type) -> mx.Dtype | None:
+    """The dtype in which mlx_lm's usual class keeps what float32 activations append; None for
+    another class."""
+    if (cls.__module__, cls.__qualname__) != (MODULE, "KVCache"):
+        return None
+    kept = getattr(cls, "kv_dtype", mx.float32)
+    return _kept_dtype(mx.float32, kept)
+
+
 def _widened(kept: mx.array, dtype: mx.Dtype) -> mx.array:
     """An array in a dtype of activations, lazy, that `kept_of` knows."""
     if kept.dtype == dtype:

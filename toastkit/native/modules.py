@@ -340,23 +340,51 @@ class Norm(Native):
         return operations.rms_norm(x, self["weight"], self.eps)
 
 
-class _Rope(Native):
+class _Rotary(Native):
+    """Turns queries and keys."""
+
+    def how(self, size: int) -> dict[str, Any]:
+        """Heads of so many numbers: what operations.rope is called with."""
+        raise NotImplementedError
+
+    def rotation(self, size: int) -> operations.Rotation:
+        """The same, for the library."""
+        return operations.rotation(**self.how(size))
+
     def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        return operations.rope(
-            x, self.dims, traditional=self.traditional, base=self.base, scale=self.scale,
-            offset=offset,
-        )  # fmt: skip
+        return operations.rope(x, offset=offset, **self.how(x.shape[-1]))
 
 
-class _LongRope(Native):
-    def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        return operations.rope(
-            x, self.dim, traditional=False, base=None, scale=1.0, offset=offset, freqs=self._freqs,
-            factor=self._scale,
-        )  # fmt: skip
+class _Rope(_Rotary):
+    def how(self: Any, size: int) -> dict[str, Any]:
+        return {
+            "dims": self.dims, "traditional": self.traditional, "base": self.base,
+            "scale": self.scale,
+        }  # fmt: skip
 
 
-class _YarnRope(Native):
+class _FreqsRope(_Rotary):
+    """Whose frequencies are its own."""
+
+    def how(self: Any, size: int) -> dict[str, Any]:
+        return {
+            "dims": self.dims, "traditional": self.traditional, "base": None, "scale": 1.0,
+            "freqs": self._freqs,
+        }  # fmt: skip
+
+
+class _LongRope(_Rotary):
+    def how(self: Any, size: int) -> dict[str, Any]:
+        return {
+            "dims": self.dim, "traditional": False, "base": None, "scale": 1.0,
+            "freqs": self._freqs, "factor": self._scale,
+        }  # fmt: skip
+
+
+class _YarnRope(_FreqsRope):
+    def how(self: Any, size: int) -> dict[str, Any]:
+        return super().how(size) | {"factor": self.mscale}
+
     def __call__(
         self: Any,
         x: mx.array,
@@ -364,21 +392,23 @@ class _YarnRope(Native):
         scale: float = 1.0,
         inverse: bool = False,
     ) -> mx.array:
-        factor, freqs = self.mscale, self._freqs
+        how = self.how(x.shape[-1]) | {"scale": scale}
         if inverse:
-            factor, freqs = 1 / factor, -freqs
-        return operations.rope(
-            x, self.dims, traditional=self.traditional, base=None, scale=scale, offset=offset,
-            freqs=freqs, factor=factor,
-        )  # fmt: skip
+            how |= {"factor": 1 / self.mscale, "freqs": -self._freqs}
+        return operations.rope(x, offset=offset, **how)
 
 
-class _DeepseekRope(Native):
-    def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        return operations.rope(
-            x, x.shape[-1], traditional=True, base=None, scale=1.0, offset=offset,
-            freqs=self._freqs, factor=self.mscale,
-        )  # fmt: skip
+class _DeepseekRope(_Rotary):
+    def how(self: Any, size: int) -> dict[str, Any]:
+        return {
+            "dims": size, "traditional": True, "base": None, "scale": 1.0, "freqs": self._freqs,
+            "factor": self.mscale,
+        }  # fmt: skip
+
+
+def is_rotary(module: Any) -> bool:
+    """Whether a module turns queries and keys as its `rotation` says, and does nothing else."""
+    return type(module).__call__ in (_Rotary.__call__, _YarnRope.__call__)
 
 
 # By name: those of mlx_lm are imported by the architectures that have them only.
@@ -392,6 +422,8 @@ MIXINS: dict[tuple[str, str], type] = {
     ("mlx.nn.layers.convolution", "Conv1d"): Convolution,
     ("mlx_lm.models.rope_utils", "SuScaledRoPE"): _LongRope,
     ("mlx_lm.models.rope_utils", "YarnRoPE"): _YarnRope,
+    ("mlx_lm.models.rope_utils", "Llama3RoPE"): _FreqsRope,
+    ("mlx_lm.models.rope_utils", "ProportionalRoPE"): _FreqsRope,
     ("mlx_lm.models.deepseek_v2", "DeepseekV2YarnRotaryEmbedding"): _DeepseekRope,
     ("mlx_lm.models.switch_layers", "SwitchGLU"): SwitchGLU,
     ("mlx_lm.models.switch_layers", "SwitchLinear"): _Switch,

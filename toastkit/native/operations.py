@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -50,6 +50,34 @@ def _frequencies(base: float, dims: int) -> mx.array:
     return made
 
 
+class Rotation(NamedTuple):
+    """How queries and keys are turned, as Library.rope has it. frequencies: float32 (dims / 2,)."""
+
+    dims: int
+    frequencies: mx.array
+    inverse: bool
+    scale: float
+    factor: float
+    traditional: bool
+
+
+def rotation(
+    dims: int,
+    *,
+    traditional: bool,
+    base: float | None,
+    scale: float,
+    freqs: mx.array | None = None,
+    factor: float = 1.0,
+) -> Rotation:
+    """What `rope` does with these. freqs: (dims / 2,), of any floating dtype."""
+    pairs = _frequencies(base, dims) if base is not None else freqs
+    assert pairs is not None
+    if pairs.dtype != mx.float32:
+        pairs = pairs.astype(mx.float32)
+    return Rotation(dims, pairs, base is None, scale, factor, traditional)
+
+
 @stands_for("mlx.core", "fast.rope")
 def rope(
     x: mx.array,
@@ -75,12 +103,12 @@ def rope(
         )  # fmt: skip
     if isinstance(offset, mx.array) and offset.dtype != mx.int32:
         offset = offset.astype(mx.int32)
-    pairs = _frequencies(base, dims) if freqs is None else freqs
-    if pairs.dtype != mx.float32:
-        pairs = pairs.astype(mx.float32)
+    how = rotation(
+        dims, traditional=traditional, base=base, scale=scale, freqs=freqs, factor=factor
+    )
     return library.rope(
-        x, dims, pairs, offset, inverse=freqs is not None, scale=scale, factor=factor,
-        traditional=traditional,
+        x, how.dims, how.frequencies, offset, inverse=how.inverse, scale=how.scale,
+        factor=how.factor, traditional=how.traditional,
     )  # fmt: skip
 
 

@@ -1,67 +1,157 @@
 // What lies in a layer before its attention and behind it, as MLX primitives: the kernels of norms,
 // products and gates one after another, to the bit what these give in float32 as operations.
+#include "blocks.h"
+
 #include <numeric>
 
 #include "../kernels/rows.h"
-#include "feed_forward.h"
 
 namespace toast {
 namespace {
 
-struct Norm {
-  float eps;
-  // Of x (count, columns), float32.
-  void compute(const mx::array &weight, const float *x, int64_t count, int64_t columns,
-               float *out) const {
-    InOrder weights(weight);
-    const toast_vectors rows = {x, count, columns, TOAST_F32};
-    need(toast_rms_norm(&rows, columns, weights.data(), type_of(weight), 0, eps, out, TOAST_F32));
-  }
-};
+// A part for vectors of so many columns. there: which arrays it has besides its weight.
+void take_part(Objects &objects, int there, const mx::array *(&part)[GIVEN]) {
+  for (int i = 0; i < GIVEN; i++) part[i] = !i || there >> (i - 1) & 1 ? &objects.take() : nullptr;
+}
 
-void check_rows(const mx::array &x, const mx::array &norm) {
+// What its arrays say of a part for vectors of so many columns.
+Packing packing_of(const mx::array *const (&part)[GIVEN], int64_t columns) {
+  const mx::array *scales = part[1];
+  if (!scales) return {0, 0, false, nullptr};
+  const int64_t groups = scales->ndim() ? scales->shape(-1) : 0;
+  check(part[0]->ndim() == 2 && groups > 0 && columns > 0, "a matrix of another shape");
+  const int64_t bits = part[0]->shape(-1) * int64_t(32) / columns, size = columns / groups;
+  check((bits == 2 || bits == 3 || bits == 4 || bits == 6 || bits == 8) &&
+            (size == 32 || size == 64 || size == 128),
+        "a packing that the kernels have not");
+  return {int(bits), int(size), false, part[2]};
+}
+
+void add_norm(Arrays &inputs, const mx::array &weight, int64_t length) {
+  check(weight.shape() == mx::Shape{int(length)}, "a weight of another length");
+  type_of(weight);
+  inputs.push_back(weight);
+}
+
+// One of the parts before attention and the one behind it; its rows.
+int add_one(Arrays &inputs, Layer &layer, int i, Objects &objects, int64_t columns) {
+  const mx::array *part[GIVEN];
+  take_part(objects, layer.is.parts[i], part);
+  layer.packing[i] = packing_of(part, columns);
+  layer.biased[i] = part[GIVEN - 1];
+  add_part(inputs, part, layer.packing[i], columns);
+  return part[0]->shape(-2);
+}
+
+// Of x (count, columns), float32; may be in place.
+void norm(const mx::array &weight, float eps, const float *x, int64_t count, int64_t columns,
+          float *out) {
+  InOrder weights(weight);
+  const toast_vectors rows = {x, count, columns, TOAST_F32};
+  need(toast_rms_norm(&rows, columns, weights.data(), type_of(weight), 0, eps, out, TOAST_F32));
+}
+
+}  // namespace
+
+void check_rows(const mx::array &x) {
   check(x.ndim() == 3 && x.dtype() == mx::float32, "positions of another shape");
-  check(norm.shape() == mx::Shape{x.shape(-1)}, "a weight of another length");
-  type_of(norm);
 }
 
-// A part as Python gives it: its arrays, NULL for those that it has not. packing: bits, group size.
-Packing given(void *const *objects, const int *packing, const mx::array *(&part)[GIVEN]) {
-  for (int i = 0; i < GIVEN; i++) part[i] = objects[i] ? &array_of(objects[i]) : nullptr;
-  return {packing[0], packing[1], false, objects[2]};
-}
-
-// Products of the norm of x (B, L, columns) with each part, as so many heads: (B, heads, L, size).
-Arrays projected(const mx::array &x, const mx::array &weight, Norm norm,
-                 const mx::array *const (*parts)[GIVEN], const std::vector<Packing> &packing,
-                 const std::vector<int> &heads, bool exact) {
-  check_rows(x, weight);
-  Arrays inputs = {x, weight};
-  std::vector<mx::Shape> shapes;
-  std::vector<bool> biased;
-  for (size_t i = 0; i < packing.size(); i++) {
-    add_part(inputs, parts[i], packing[i], x.shape(-1));
-    biased.push_back(parts[i][GIVEN - 1]);
-    const int rows = parts[i][0]->shape(-2);
-    check(heads[i] > 0 && rows % heads[i] == 0, "heads of other sizes");
-    shapes.push_back({x.shape(0), heads[i], x.shape(1), rows / heads[i]});
+void add_before(Arrays &inputs, Layer &layer, Objects &objects) {
+  const int64_t columns = inputs[0].shape(-1);
+  const int heads[HEADS] = {layer.is.heads, layer.is.key_heads, layer.is.key_heads};
+  add_norm(inputs, objects.take(), columns);
+  const mx::array *norms[2];
+  for (int i = 0; layer.is.normed && i < 2; i++) inputs.push_back(*(norms[i] = &objects.take()));
+  for (int i = 0; i < HEADS; i++) {
+    const int rows = add_one(inputs, layer, i, objects, columns);
+    check(heads[i] > 0 && rows > 0 && rows % heads[i] == 0, "heads of other sizes");
+    layer.size[i] = rows / heads[i];
+    if (!layer.is.normed || i == 2) continue;
+    const mx::array &norm = *norms[i];  // of each head, or of all together
+    check(norm.ndim() == 1 && (norm.shape(0) == rows || norm.shape(0) == layer.size[i]),
+          "a weight of another length");
+    type_of(norm);
   }
-  const std::vector<mx::Dtype> dtypes(packing.size(), mx::float32);
-  return made("ToastProjected", std::move(shapes), dtypes, std::move(inputs),
-              [=](const Arrays &arrays) {
-    const int64_t columns = arrays[0].shape(-1), count = int64_t(arrays[0].size()) / columns;
+}
+
+void add_behind(Arrays &inputs, Layer &layer, Objects &objects, int64_t attended) {
+  const int columns = inputs[0].shape(-1), count = layer.is.network;
+  check(count == 0 || count == 2 || count == PARTS, "other parts");
+  add_norm(inputs, objects.take(), columns);
+  check(add_one(inputs, layer, HEADS, objects, attended) == columns, "rows of another length");
+  layer.network = {count, {}, {}, layer.is.activation, layer.is.exact != 0};
+  if (!count) return;
+  const mx::array *parts[PARTS][GIVEN];
+  int64_t hidden = 0;
+  for (int i = 0; i < count; i++) {
+    take_part(objects, layer.is.parts[HEADS + 1 + i], parts[i]);
+    layer.network.parts[i] = packing_of(parts[i], i + 1 < count ? columns : hidden);
+    layer.network.biased[i] = parts[i][GIVEN - 1];
+    if (!i) hidden = parts[0][0]->shape(-2) / (PARTS + 1 - count);
+  }
+  add_network(inputs, parts, layer.network, columns);
+  check(parts[count - 1][0]->shape(-2) == columns, "rows of another length");
+}
+
+void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x, int64_t count,
+            float *const (&outs)[HEADS]) {
+  const toast_layer &is = layer.is;
+  const int64_t columns = arrays[0].shape(-1);
+  std::unique_ptr<float[]> normed(new float[count * columns]);
+  norm(arrays[at++], is.eps[0], x, count, columns, normed.get());
+  const size_t norms = at;
+  at += is.normed ? 2 : 0;
+  const toast_vectors vectors = {normed.get(), count, columns, TOAST_F32};
+  for (int i = 0; i < HEADS; i++) {
+    const Part part(arrays, at, layer.packing[i], layer.biased[i]);
+    const int64_t rows = part.matrix->rows;
+    part.multiply(vectors, count, nullptr, nullptr, is.exact, outs[i], TOAST_F32, 0, rows);
+    if (!is.normed || i == 2) continue;
+    const int64_t length = arrays[norms + i].shape(0);
+    norm(arrays[norms + i], is.eps[2 + i], outs[i], count * rows / length, length, outs[i]);
+  }
+}
+
+void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x,
+            const float *attended, int64_t count, float *sum, float *out) {
+  const int64_t columns = arrays[0].shape(-1);
+  const mx::array &weight = arrays[at++];
+  const Part part(arrays, at, layer.packing[HEADS], layer.biased[HEADS]);
+  const toast_vectors vectors = {attended, count, part.matrix->columns, TOAST_F32};
+  part.multiply(vectors, count, nullptr, nullptr, layer.is.exact, sum, TOAST_F32, 0, columns);
+  std::vector<uint32_t> each(count);
+  std::iota(each.begin(), each.end(), 0);
+  need(toast_add_rows(sum, count, columns, x, count, each.data()));
+  norm(weight, layer.is.eps[1], sum, count, columns, out);
+  if (!layer.network.count) return;
+  const toast_vectors inner = {out, count, columns, TOAST_F32};
+  feed(layer.network, arrays, at, inner, count, nullptr, nullptr, out, TOAST_F32);
+  need(toast_add_rows(out, count, columns, sum, count, each.data()));
+}
+
+namespace {
+
+// Queries, keys and values of x (B, L, columns): (B, heads, L, size).
+Arrays projected(const mx::array &x, Layer layer, Objects objects) {
+  check_rows(x);
+  Arrays inputs = {x};
+  add_before(inputs, layer, objects);
+  std::vector<mx::Shape> shapes;
+  for (int i = 0; i < HEADS; i++)
+    shapes.push_back({x.shape(0), i ? layer.is.key_heads : layer.is.heads, x.shape(1),
+                      layer.size[i]});
+  return made("ToastProjected", std::move(shapes), std::vector<mx::Dtype>(HEADS, mx::float32),
+              std::move(inputs), [layer](const Arrays &arrays) {
     InOrder rows(arrays[0]);
-    std::unique_ptr<float[]> normed(new float[count * columns]);
-    norm.compute(arrays[1], reinterpret_cast<const float *>(rows.data()), count, columns,
-                 normed.get());
-    const toast_vectors vectors = {normed.get(), count, columns, TOAST_F32};
-    size_t at = 2;
-    for (size_t i = 0; i < packing.size(); i++) {
-      const Part part(arrays, at, packing[i], biased[i]);
-      mx::array out = arrays[arrays.size() - packing.size() + i];
-      part.multiply(vectors, count, nullptr, nullptr, exact, out.data<char>(), TOAST_F32, 0,
-                    part.matrix->rows);
+    float *outs[HEADS];
+    for (int i = 0; i < HEADS; i++) {
+      mx::array out = arrays[arrays.size() - HEADS + i];
+      outs[i] = out.data<float>();
     }
+    size_t at = 1;
+    before(layer, arrays, at, reinterpret_cast<const float *>(rows.data()),
+           int64_t(arrays[0].size()) / arrays[0].shape(-1), outs);
   }, lie_by_position);
 }
 
@@ -93,48 +183,27 @@ class Joined {
 };
 
 // What a layer makes of x (B, L, columns) and of what its attention gave, (B, heads, L, size):
-// h = x + out(attended), and with a network (count > 0) h + network(norm(h)); else h, norm(h).
-Arrays closed(const mx::array &x, const mx::array &attended, const mx::array &weight, Norm norm,
-              const mx::array *const (*parts)[GIVEN], const Packing &packing,
-              const Network &network) {
-  const bool biased = parts[0][GIVEN - 1];
-  check_rows(x, weight);
+// x + out(attended) + what its network makes of that; or without a network that sum, and its norm.
+Arrays closed(const mx::array &x, const mx::array &attended, Layer layer, Objects objects) {
+  check_rows(x);
   check(attended.ndim() == 4 && attended.dtype() == mx::float32 &&
             attended.shape(0) == x.shape(0) && attended.shape(2) == x.shape(1),
         "heads of another shape");
-  Arrays inputs = {x, attended, weight};
-  add_part(inputs, parts[0], packing, int64_t(attended.shape(1)) * attended.shape(3));
-  check(parts[0][0]->shape(-2) == x.shape(-1), "rows of another length");
-  if (network.count) {
-    add_network(inputs, parts + 1, network, x.shape(-1));
-    check(parts[network.count][0]->shape(-2) == x.shape(-1), "rows of another length");
-  }
-  const size_t outputs = network.count ? 1 : 2;
+  Arrays inputs = {x};
+  add_behind(inputs, layer, objects, int64_t(attended.shape(1)) * attended.shape(3));
+  inputs.push_back(attended);
+  const size_t outputs = layer.is.network ? 1 : 2;
   return made("ToastClosed", std::vector<mx::Shape>(outputs, x.shape()),
               std::vector<mx::Dtype>(outputs, mx::float32), std::move(inputs),
-              [=](const Arrays &arrays) {
+              [layer, outputs](const Arrays &arrays) {
     const int64_t columns = arrays[0].shape(-1), count = int64_t(arrays[0].size()) / columns;
     InOrder rows(arrays[0]);
-    const Joined heads(arrays[1]);
-    size_t at = 3;
-    const Part part(arrays, at, packing, biased);
+    const Joined heads(arrays[arrays.size() - outputs - 1]);
     mx::array out = arrays.back(), first = arrays[arrays.size() - outputs];
-    std::unique_ptr<float[]> own(new float[count * columns]);
-    float *sum = network.count ? own.get() : first.data<float>();
-    const toast_vectors vectors = {heads.data(), count, part.matrix->columns, TOAST_F32};
-    part.multiply(vectors, count, nullptr, nullptr, network.exact, sum, TOAST_F32, 0, columns);
-    std::vector<uint32_t> each(count);
-    std::iota(each.begin(), each.end(), 0);
-    auto add = [&](float *to, const void *more) {
-      need(toast_add_rows(to, count, columns, static_cast<const float *>(more), count,
-                          each.data()));
-    };
-    add(sum, rows.data());
-    norm.compute(arrays[2], sum, count, columns, out.data<float>());
-    if (!network.count) return;
-    const toast_vectors inner = {out.data<float>(), count, columns, TOAST_F32};
-    feed(network, arrays, at, inner, count, nullptr, nullptr, out.data<float>(), TOAST_F32);
-    add(out.data<float>(), sum);
+    std::unique_ptr<float[]> own(outputs == 1 ? new float[count * columns] : nullptr);
+    size_t at = 1;
+    behind(layer, arrays, at, reinterpret_cast<const float *>(rows.data()), heads.data(), count,
+           own ? own.get() : first.data<float>(), out.data<float>());
   });
 }
 
@@ -143,45 +212,26 @@ Arrays closed(const mx::array &x, const mx::array &attended, const mx::array &we
 
 extern "C" {
 
-// Make `outs`, arrays that nobody else has, what lies before attention, one for each part, or what
-// lies behind it. Lazy. arrays: GIVEN of each of `count` parts. packing: bits and group size of
-// each, before attention also its heads. behind: the first part is attention's last product, the
-// others a network's; where there are none, outs are two. Return what is wrong; NULL where nothing
-// is.
-TOAST_API const char *toast_projected_array(void **outs, void *x, void *norm, float eps,
-                                            void **arrays, const int *packing, int count,
-                                            int exact) {
+// Make `outs`, arrays that nobody else has, what lies before attention: queries, keys, values; or
+// what lies behind it: one, or two where there is no network. Lazy. objects: of the layer's arrays,
+// the weights of its norm, and of the norms of queries and keys, and the parts; and behind, again
+// from `layer->before` on, the weight of its norm, and the parts. Return what is wrong; NULL where
+// nothing is.
+TOAST_API const char *toast_projected_array(void **outs, void *x, void **objects,
+                                            const toast_layer *layer) {
   using toast::array_of;
   return toast::wrong([&] {
-    toast::check(count > 0 && count <= toast::PARTS, "other parts");
-    const mx::array *parts[toast::PARTS][toast::GIVEN];
-    std::vector<toast::Packing> all;
-    std::vector<int> heads;
-    for (int i = 0; i < count; i++) {
-      all.push_back(toast::given(arrays + toast::GIVEN * i, packing + 3 * i, parts[i]));
-      heads.push_back(packing[3 * i + 2]);
-    }
-    auto made = toast::projected(array_of(x), array_of(norm), {eps}, parts, all, heads, exact != 0);
-    for (int i = 0; i < count; i++) array_of(outs[i]) = made[i];
+    auto made = toast::projected(array_of(x), {*layer}, toast::Objects(objects));
+    for (int i = 0; i < toast::HEADS; i++) array_of(outs[i]) = made[i];
   });
 }
 
-TOAST_API const char *toast_closed_array(void **outs, void *x, void *attended, void *norm,
-                                         float eps, void **arrays, const int *packing, int count,
-                                         int activation, int exact) {
+TOAST_API const char *toast_closed_array(void **outs, void *x, void *attended, void **objects,
+                                         const toast_layer *layer) {
   using toast::array_of;
   return toast::wrong([&] {
-    toast::check(count == 1 || count == 3 || count == 4, "other parts");
-    const mx::array *parts[1 + toast::PARTS][toast::GIVEN];
-    toast::Network network = {count - 1, {}, {}, activation, exact != 0};
-    toast::Packing first;
-    for (int i = 0; i < count; i++) {
-      auto own = toast::given(arrays + toast::GIVEN * i, packing + 2 * i, parts[i]);
-      (i ? network.parts[i - 1] : first) = own;
-      if (i) network.biased[i - 1] = parts[i][toast::GIVEN - 1];
-    }
-    auto made = toast::closed(array_of(x), array_of(attended), array_of(norm), {eps}, parts, first,
-                              network);
+    auto made = toast::closed(array_of(x), array_of(attended), {*layer},
+                              toast::Objects(objects + layer->before));
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
 }

@@ -1,8 +1,7 @@
 // Keys and values of new positions, into a cache, as an MLX primitive.
-#include <string.h>
+#include "caches.h"
 
-#include "../kernels/rows.h"
-#include "arrays.h"
+#include <string.h>
 
 namespace toast {
 namespace {
@@ -13,19 +12,6 @@ bool is_by_position(const mx::array &cache) {
   const int64_t size = cache.shape(3), heads = cache.shape(1);
   return !cache.flags().row_contiguous && cache.strides(3) == 1 && cache.strides(1) == size &&
          cache.strides(0) == heads * size && cache.strides(2) == cache.shape(0) * heads * size;
-}
-
-// In the memory of the cache before, if nobody else has that; else in its own, in the same order.
-void lie_as_before(const mx::array &before, mx::array &cache) {
-  const bool dense = before.flags().row_contiguous || is_by_position(before);
-  if (dense && (before.is_donatable() || (is_sole(before) && is_in_region(before)))) {
-    cache.copy_shared_buffer(before);
-  } else if (!is_by_position(before)) {
-    cache.set_data(mx::allocator::malloc(cache.nbytes()));
-  } else {
-    cache.set_data(mx::allocator::malloc(cache.nbytes()), cache.size(), before.strides(),
-                   {true, false, false});
-  }
 }
 
 // What a cache holds up to a position, where it lies.
@@ -46,7 +32,7 @@ void lay_out_part(const mx::array &cache, mx::array &part) {
 void append(const Arrays &arrays, int64_t first) {
   for (int i = 0; i < 2; i++) {
     const mx::array &x = arrays[2 + i];
-    mx::array before = arrays[i], cache = arrays[4 + i];
+    mx::array cache = arrays[4 + i];
     std::unique_ptr<InOrder> copy;
     toast_heads heads = {x.data<char>(), x.shape(0), x.shape(1), x.shape(2), x.shape(3),
                          {x.strides(0), x.strides(1), x.strides(2)}, type_of(x)};
@@ -56,14 +42,7 @@ void append(const Arrays &arrays, int64_t first) {
       heads.data = copy->data();
       heads.strides[0] = heads.heads * head, heads.strides[1] = head, heads.strides[2] = row;
     }
-    if (before.data<char>() != cache.data<char>()) {
-      const bool same = before.strides() == cache.strides();
-      memcpy(cache.data<char>(), same ? before.data<char>() : InOrder(before).data(),
-             cache.nbytes());
-    }
-    const int64_t strides[3] = {cache.strides(0), cache.strides(1), cache.strides(2)};
-    need(toast_append(&heads, cache.shape(2), first, cache.data<char>(), strides,
-                      kept_type(cache)));
+    write_heads(arrays[i], cache, heads, first);
   }
 }
 
@@ -72,12 +51,9 @@ Arrays appended(const Arrays &inputs, int first) {
   std::vector<mx::Dtype> dtypes;
   for (int i = 0; i < 2; i++) {
     const mx::array &cache = inputs[i], &x = inputs[2 + i];
-    check(cache.ndim() == 4 && x.ndim() == 4 && cache.shape(0) == x.shape(0) &&
-              cache.shape(1) == x.shape(1) && row_size(cache) == x.shape(3),
-          "a cache of another shape");
-    check(first >= 0 && x.shape(2) <= cache.shape(2) - first, "a cache that is full");
+    check_cache(cache, x.shape(), first);
     check(x.shape(2) == inputs[2].shape(2), "not as many values as keys");
-    kept_type(cache), type_of(x);
+    type_of(x);
     shapes.push_back(cache.shape());
     dtypes.push_back(cache.dtype());
   }
@@ -98,6 +74,39 @@ Arrays appended(const Arrays &inputs, int first) {
 }
 
 }  // namespace
+
+void check_cache(const mx::array &cache, const mx::Shape &heads, int first) {
+  check(cache.ndim() == 4 && heads.size() == 4 && cache.shape(0) == heads[0] &&
+            cache.shape(1) == heads[1] && row_size(cache) == heads[3],
+        "a cache of another shape");
+  check(first >= 0 && heads[2] <= cache.shape(2) - first, "a cache that is full");
+  kept_type(cache);
+}
+
+void lie_as_before(const mx::array &before, mx::array &cache) {
+  const bool dense = before.flags().row_contiguous || is_by_position(before);
+  if (dense && (before.is_donatable() || (is_sole(before) && is_in_region(before)))) {
+    cache.copy_shared_buffer(before);
+  } else if (!is_by_position(before)) {
+    cache.set_data(mx::allocator::malloc(cache.nbytes()));
+  } else {
+    cache.set_data(mx::allocator::malloc(cache.nbytes()), cache.size(), before.strides(),
+                   {true, false, false});
+  }
+}
+
+void write_heads(const mx::array &before, mx::array &cache, const toast_heads &heads,
+                 int64_t first) {
+  if (before.data<char>() != cache.data<char>()) {
+    const bool same = before.strides() == cache.strides();
+    memcpy(cache.data<char>(), same ? before.data<char>() : InOrder(before).data(),
+           cache.nbytes());
+  }
+  const int64_t strides[3] = {cache.strides(0), cache.strides(1), cache.strides(2)};
+  need(toast_append(&heads, cache.shape(2), first, cache.data<char>(), strides,
+                    kept_type(cache)));
+}
+
 }  // namespace toast
 
 extern "C" {

@@ -1,0 +1,67 @@
+// Layers of the common form, wherever they are a part of a primitive: what lies before attention,
+// and what behind.
+#pragma once
+
+#include "feed_forward.h"
+
+extern "C" {
+
+// What is the same whatever a layer is given. heads: of queries; of keys and values. normed:
+// whether queries and keys have norms, of each head or of all heads of a position, as these are
+// long. parts: which arrays each has besides its weight: 1 scales, 2 biases of groups, 4 a bias;
+// queries, keys, values, out, and the network's. eps: of the norms before attention, behind it, of
+// queries, of keys. before: objects that are given of what lies before attention. dims ... factor:
+// of the rotation, as toast_rotation has them; scale: of attention.
+typedef struct {
+  int32_t heads, key_heads, normed, network, activation, exact, before;
+  int32_t parts[7];
+  float eps[4];
+  int32_t dims, traditional, inverse;
+  float rotation_scale, factor, scale;
+} toast_layer;
+
+}  // extern "C"
+
+namespace toast {
+
+constexpr int HEADS = 3;  // parts that give queries, keys and values
+
+// Arrays as Python gives them, one after another.
+class Objects {
+ public:
+  explicit Objects(void *const *objects) : next_(objects) {}
+  const mx::array &take() { return array_of(*next_++); }
+
+ private:
+  void *const *next_;
+};
+
+// size: of a head of queries, of keys, of values.
+struct Layer {
+  toast_layer is;
+  Packing packing[HEADS + 1] = {};  // of queries, keys, values; out
+  bool biased[HEADS + 1] = {};
+  Network network = {};
+  int size[HEADS] = {};
+};
+
+// Raises std::invalid_argument unless x is (B, L, columns) float32.
+void check_rows(const mx::array &x);
+
+// The arrays of what lies before attention, or behind it, added to `inputs`, of which the first is
+// x (B, L, columns): the weights of norms before those of parts. attended: numbers of a position.
+// Raise as add_matrix.
+void add_before(Arrays &inputs, Layer &layer, Objects &objects);
+void add_behind(Arrays &inputs, Layer &layer, Objects &objects, int64_t attended);
+
+// Queries, keys and values of x (count, columns), (count, heads, size) each. at: where the arrays
+// begin, and then where they end.
+void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x, int64_t count,
+            float *const (&outs)[HEADS]);
+
+// sum = x + out(attended), and network(norm(sum)) + sum; or norm(sum), where there is no network.
+// All (count, columns) but attended; out may lie where x does.
+void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x,
+            const float *attended, int64_t count, float *sum, float *out);
+
+}  // namespace toast

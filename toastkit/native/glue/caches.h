@@ -1,0 +1,22 @@
+// Caches of keys and values, wherever they are a part of a primitive.
+#pragma once
+
+#include "../kernels/rows.h"
+#include "arrays.h"
+
+namespace toast {
+
+// Raises std::invalid_argument unless heads (batch, heads, positions, size) can be written to a
+// cache from position `first` on.
+void check_cache(const mx::array &cache, const mx::Shape &heads, int first);
+
+// Gives a cache memory: that of the one before, if nobody else has that; else its own, in the same
+// order.
+void lie_as_before(const mx::array &before, mx::array &cache);
+
+// Writes new heads from `first` on into a cache that lies so, and what was there before unless it
+// is there.
+void write_heads(const mx::array &before, mx::array &cache, const toast_heads &heads,
+                 int64_t first);
+
+}  // namespace toast

@@ -1,0 +1,124 @@
+// A layer of the common form as one MLX primitive, with the caches that it appends to.
+#include "../kernels/rows.h"
+#include "blocks.h"
+#include "caches.h"
+
+namespace toast {
+namespace {
+
+// Heads (batch, heads, length, size), which lie head by head; or position by position.
+toast_heads heads_of(const float *data, int64_t batch, int64_t heads, int64_t length, int64_t size,
+                     bool by_position) {
+  const int64_t all = heads * length * size;
+  if (by_position) return {data, batch, heads, length, size, {all, size, heads * size}, TOAST_F32};
+  return {data, batch, heads, length, size, {all, length * size, size}, TOAST_F32};
+}
+
+toast_rows rows_of(const mx::array &cache) {
+  return {cache.data<char>(), {cache.strides(0), cache.strides(1), cache.strides(2)},
+          kept_type(cache)};
+}
+
+// arrays: x, those of what lies before, frequencies, those of what lies behind, both caches; and
+// what comes out of it, one or two, and both caches again.
+void compute(const Layer &layer, const Arrays &arrays, int first, bool causal) {
+  const toast_layer &is = layer.is;
+  const mx::array &x = arrays[0];
+  const int64_t batch = x.shape(0), length = x.shape(1), columns = x.shape(2);
+  const int64_t count = batch * length, query = layer.size[0], value = layer.size[2];
+  const size_t all = arrays.size(), caches = all - (is.network ? 5 : 6);
+  mx::array keys = arrays[all - 2], values = arrays[all - 1], out = arrays[all - 3];
+  mx::array sum = arrays[all - 4];  // where there is no network
+  InOrder in_order(x);
+  const float *rows = reinterpret_cast<const float *>(in_order.data());
+
+  const int64_t wide = count * is.heads * query, narrow = count * is.key_heads * query;
+  const int64_t kept = count * is.key_heads * value, joined = count * is.heads * value;
+  const int64_t sums = is.network ? count * columns : 0;
+  std::unique_ptr<float[]> memory(new float[2 * (wide + narrow) + kept + joined + sums]);
+  float *const q = memory.get(), *const k = q + wide, *const v = k + narrow;
+  float *const turned_q = v + kept, *const turned_k = turned_q + wide;
+  float *const attended = turned_k + narrow;
+  size_t at = 1;
+  before(layer, arrays, at, rows, count, {q, k, v});
+
+  InOrder frequencies(arrays[at++]);
+  const int32_t offset = first;
+  const toast_rotation rotation = {
+      is.dims, reinterpret_cast<const float *>(frequencies.data()), is.inverse, &offset, 1,
+      is.rotation_scale, is.factor, is.traditional,
+  };
+  const auto queries = heads_of(q, batch, is.heads, length, query, true);
+  const auto new_keys = heads_of(k, batch, is.key_heads, length, query, true);
+  need(toast_rotate(&queries, &rotation, turned_q));
+  need(toast_rotate(&new_keys, &rotation, turned_k));
+  const auto turned_keys = heads_of(turned_k, batch, is.key_heads, length, query, false);
+  const auto new_values = heads_of(v, batch, is.key_heads, length, value, true);
+  write_heads(arrays[caches], keys, turned_keys, first);
+  write_heads(arrays[caches + 1], values, new_values, first);
+
+  const toast_attention call = {
+      {turned_q, {is.heads * length * query, length * query, query}, TOAST_F32},
+      rows_of(keys), rows_of(values), batch, is.heads, is.key_heads, length, first + length, query,
+      value, is.scale, causal ? TOAST_CAUSAL : TOAST_ALL, nullptr, {}, 0, nullptr,
+  };
+  const int64_t strides[3] = {length * is.heads * value, value, is.heads * value};
+  need(toast_attend(&call, attended, strides, TOAST_F32));
+  behind(layer, arrays, at, rows, attended, count,
+         is.network ? attended + joined : sum.data<float>(), out.data<float>());
+}
+
+// What comes out of it, one or two, and both caches with the new positions.
+Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &values, int first,
+             bool causal, Layer layer, Objects objects) {
+  check_rows(x);
+  const toast_layer &is = layer.is;
+  Arrays inputs = {x};
+  add_before(inputs, layer, objects);
+  const int size = layer.size[0];
+  check(size == layer.size[1] && is.heads % is.key_heads == 0, "heads of other sizes");
+  const mx::array frequencies = objects.take();
+  check(is.dims > 0 && is.dims % 2 == 0 && is.dims <= size, "so many numbers of a head");
+  check(frequencies.dtype() == mx::float32 && frequencies.shape() == mx::Shape{is.dims / 2},
+        "frequencies of another shape");
+  inputs.push_back(frequencies);
+  add_behind(inputs, layer, objects, int64_t(is.heads) * layer.size[2]);
+  mx::Shape shape = {x.shape(0), is.key_heads, x.shape(1), size};
+  check_cache(keys, shape, first);
+  shape[3] = layer.size[2];
+  check_cache(values, shape, first);
+  inputs.push_back(keys), inputs.push_back(values);
+  std::vector<mx::Shape> shapes(is.network ? 1 : 2, x.shape());
+  std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
+  for (auto cache : {&keys, &values})
+    shapes.push_back(cache->shape()), dtypes.push_back(cache->dtype());
+  return made("ToastLayer", std::move(shapes), dtypes, std::move(inputs),
+              [=](const Arrays &arrays) { compute(layer, arrays, first, causal); },
+              [](const Arrays &inputs, Arrays &outputs) {
+    const size_t given = inputs.size(), rest = outputs.size() - 2;
+    lie_in_place(inputs[0], outputs[rest - 1]);
+    if (rest > 1) outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
+    for (size_t i = 0; i < 2; i++) lie_as_before(inputs[given - 2 + i], outputs[rest + i]);
+  });
+}
+
+}  // namespace
+}  // namespace toast
+
+extern "C" {
+
+// Makes `outs`, arrays that nobody else has, what a layer gives of x, one, or two where there is no
+// network, and its caches of keys and values with the new positions from `first` on. Lazy. objects:
+// as toast_projected_array and toast_closed_array have them, with the frequencies between. Returns
+// what is wrong; NULL where nothing is.
+TOAST_API const char *toast_whole_array(void **outs, void *x, void *keys, void *values, int first,
+                                        int causal, void **objects, const toast_layer *layer) {
+  using toast::array_of;
+  return toast::wrong([&] {
+    auto made = toast::layer_of(array_of(x), array_of(keys), array_of(values), first, causal != 0,
+                             {*layer}, toast::Objects(objects));
+    for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
+  });
+}
+
+}  // extern "C"
