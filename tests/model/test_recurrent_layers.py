@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import gated_delta, qwen3_5, qwen3_next, ssm
+from mlx_lm.models.cache import ArraysCache
 
 from tests.conftest import examples
 from tests.model.published import write_published
@@ -177,6 +179,91 @@ def test_whole_layers_give_the_bits_of_their_parts(
         layers.layer_of.cache_clear()
 
 
+@needs_new_mlx_lm
+@pytest.mark.parametrize("name", ["crumb", "qwen3_next", "qwen3_5"])
+def test_a_decoder_layer_is_one_node(tmp_path: Path, name: str) -> None:
+    """With its network, a mixture or not: to the bit what its parts give."""
+    engine = opened(tmp_path, name)
+    recurrent = sum(layer.is_linear for layer in engine.model.layers)
+    with patch.object(layers, "_decoded", wraps=layers._decoded) as decoded:
+        whole = read(engine)
+    assert decoded.call_count == 4 * recurrent > 0
+    with patch.object(layers.Decoder, "_in_one", lambda *_: None):
+        assert all(map(mx.array_equal, read(engine), whole))
+
+
+def steps(layer: Any, seed: int) -> list[mx.array]:
+    """What a recurrent layer makes of a pass over three positions of two rows, and of one more; and
+    its state."""
+    x = mx.random.normal((2, 4, layer.input_layernorm.weight.size), key=mx.random.key(seed))
+    kept = ArraysCache(2)
+    found = [layer(x[:, :3], None, kept), layer(x[:, 3:], None, kept)]
+    return [*found, kept[0], kept[1]]
+
+
+def compared(layer: Any, one: bool = True) -> list[mx.array]:
+    """Both ways; one: whether it is one node."""
+    with patch.object(layers, "_decoded", wraps=layers._decoded) as decoded:
+        found = steps(layer, 1)
+    assert decoded.call_count == 2 * one
+    with patch.object(layers.Decoder, "_in_one", lambda *_: None):
+        assert all(map(mx.array_equal, steps(layer, 1), found))
+    return found
+
+
+@needs_new_mlx_lm
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_what_changes_in_a_layer_is_seen(tmp_path: Path, name: str) -> None:
+    layer = next(one for one in opened(tmp_path, name).model.layers if one.is_linear)
+    rule, before = layer.linear_attn, compared(layer)
+    rule.out_proj.weight = 2 * rule.out_proj.weight
+    after = compared(layer)
+    assert not mx.array_equal(after[0], before[0]) and mx.array_equal(after[3], before[3])
+    rule.A_log = rule.A_log + 1
+    assert not mx.array_equal(compared(layer)[3], before[3])
+    rule.out_proj.bias = mx.ones(layer.input_layernorm.weight.shape)
+    compared(layer)
+    rule.A_log = rule.A_log.astype(mx.float16)
+    compared(layer, one=False)
+
+
+@needs_new_mlx_lm
+@pytest.mark.parametrize("part", ["linear_attn", "input_layernorm", "mlp", "mlp.switch_mlp"])
+def test_who_stands_before_a_part_of_a_layer_is_called(tmp_path: Path, part: str) -> None:
+    layer = next(one for one in opened(tmp_path, "qwen3_next").model.layers if one.is_linear)
+    before, seen, module = compared(layer), [], layer
+    for word in part.split("."):
+        module = module[word]
+
+    class Watched(type(module)):  # type: ignore[misc]
+        def __call__(self, *args: Any) -> mx.array:
+            seen.append(args)
+            return super().__call__(*args)
+
+    module.__class__ = Watched
+    assert all(map(mx.array_equal, compared(layer, one=False), before)) and len(seen) == 4
+
+
+@needs_new_mlx_lm
+def test_what_a_layer_leaves_to_its_parts(tmp_path: Path) -> None:
+    """Masks, rows of other lengths, no cache, other dtypes."""
+    layer = next(one for one in opened(tmp_path, "qwen3_next").model.layers if one.is_linear)
+    x = mx.ones((1, 2, layer.input_layernorm.weight.size))
+    lengths = ArraysCache(2)
+    lengths.lengths = mx.array([2])
+    with patch.object(layers, "_decoded") as decoded:
+        for given in (
+            (x, mx.ones((1, 2), mx.bool_), ArraysCache(2)), (x, None, lengths), (x, None, None),
+            (x.astype(mx.float16), None, ArraysCache(2)),
+        ):  # fmt: skip
+            assert layer(*given).shape == x.shape
+    assert not decoded.called
+    odd = ArraysCache(2)
+    odd[1] = mx.zeros((1, 1, 1, 1))
+    with pytest.raises(ValueError):
+        layer(x, None, odd)
+
+
 def is_delta(cls: type) -> bool:
     return issubclass(cls, layers._DeltaLayer)
 
@@ -184,7 +271,10 @@ def is_delta(cls: type) -> bool:
 @needs_new_mlx_lm
 def test_layers_that_are_known() -> None:
     """Those of the mlx_lm that is installed; and no other version's."""
-    for cls in (qwen3_next.Qwen3NextGatedDeltaNet, qwen3_5.GatedDeltaNet):
+    for cls in (
+        qwen3_next.Qwen3NextGatedDeltaNet, qwen3_5.GatedDeltaNet, qwen3_next.Qwen3NextDecoderLayer,
+        qwen3_5.DecoderLayer,
+    ):  # fmt: skip
         mixin = layers.layer_of(cls)
         assert mixin is not None and issubclass(modules.native(cls), mixin)
         other = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__call__": read})

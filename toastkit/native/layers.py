@@ -7,6 +7,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import inspect
+import weakref
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,8 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from toastkit.native.functions import Native, definition_of
-from toastkit.native.library import ACTIVATIONS, Library, in_use
-from toastkit.native.modules import FeedForward, Linear, Operands, SwitchGLU, gate_of
+from toastkit.native.library import ACTIVATIONS, NONE, Library, Operand, in_use
+from toastkit.native.modules import FeedForward, Linear, Norm, Switch, SwitchGLU, gate_of
 from toastkit.native.operations import weighted_sum
 from toastkit.native.recurrent import MOST_KERNEL
 
@@ -64,6 +66,58 @@ def _is_plain(layer: Any, inputs: mx.array, cache: Any) -> bool:
     return plain and alone and all(array.dtype == mx.float32 for array in arrays)
 
 
+class Operands:
+    """What modules multiply float32 vectors with, as the library takes it: made once, and right for
+    as long as these are what they were. It holds no array, so that what leaves them is gone.
+
+    objects: weight, scales, biases and bias of each, where Python has them. packing: bits and group
+    size of each."""
+
+    def __init__(self, parts: Sequence[Any], own: Sequence[Operand], around: Sequence[Any]):
+        found = [(*operand[:3], part.get("bias")) for part, operand in zip(parts, own)]
+        places = [None if array is None else id(array) for arrays in found for array in arrays]
+        self.objects = (ctypes.c_void_p * len(places))(*places)
+        packing = [number for operand in own for number in operand[3:]]
+        self.packing = (ctypes.c_int * len(packing))(*packing)
+        self.exact = bool(parts[0]._exact)
+        self._around = [(module, type(module), len(module)) for module in (*parts, *around)]
+        self._arrays = [
+            (part, key, weakref.ref(array))
+            for part, arrays in zip(parts, found)
+            for key, array in zip(("weight", "scales", "biases", "bias"), arrays)
+            if array is not None
+        ]
+        self._counted = [part for part in parts if type(part).was_used is not Linear.was_used]
+
+    @classmethod
+    def of(cls, parts: Sequence[Any], around: Sequence[Any] = ()) -> Operands | None:
+        """None where one is not to be multiplied so. around: modules that they are parts of."""
+        own = []
+        for part in parts:
+            if not isinstance(part, (Linear, Switch)) or (part._wide or mx.float32) != mx.float32:
+                return None
+            operand, bias = part.operand(), part.get("bias")
+            if operand is None or (bias is not None and bias.dtype != mx.float32):
+                return None
+            own.append(operand)
+        return cls(parts, own, around)
+
+    def hold(self) -> bool:
+        """Whether it is still so."""
+        for module, kind, count in self._around:
+            if type(module) is not kind or len(module) != count:
+                return False
+        for part, key, reference in self._arrays:
+            if (array := reference()) is None or part.get(key) is not array:
+                return False
+        return True
+
+    def were_used(self) -> None:
+        """They were multiplied with."""
+        for part in self._counted:
+            part.was_used()
+
+
 class Mixture(Native):
     """Experts, and perhaps one that all tokens go through, which has a gate: one node, unless
     somebody stands before its parts (slots, who asks for a choice), who is called as ever.
@@ -77,7 +131,7 @@ class Mixture(Native):
         library, alone = in_use(), vars(self).get("sharding_group") is None
         if library is None or not alone or x.dtype != mx.float32:
             return super().__call__(x)  # type: ignore[misc]
-        k, how = getattr(self, self._k), self._how | bool(vars(self).get(self._normed))
+        k, how = self.choice()
         if (parts := self.parts()) is not None:
             return _mixed(library, x, parts, k, how)
         logits = self["gate"](x)
@@ -92,6 +146,11 @@ class Mixture(Native):
             return (y * shares[..., None]).sum(axis=-2) + mx.sigmoid(gate) * more
         return library.blend(y, shares, more, gate)
 
+    def choice(self: Any) -> tuple[int, int]:
+        """Experts of a vector, and how they are chosen, at this moment."""
+        own = vars(self)
+        return own[self._k], self._how | bool(own.get(self._normed))
+
     def parts(self: Any) -> MixtureParts | None:
         """As the library takes them; None where they are to be called one by one."""
         kept = vars(self).get("_kept")
@@ -101,7 +160,8 @@ class Mixture(Native):
 
     def _found(self: Any) -> MixtureParts | None:
         switch, shared = self["switch_mlp"], self.get("shared_expert")
-        if type(switch).__call__ is not SwitchGLU.__call__:
+        alone = vars(self).get("sharding_group") is None
+        if not alone or type(switch).__call__ is not SwitchGLU.__call__:
             return None
         own = [self["gate"], *(switch[name] for name in ("gate_proj", "up_proj", "down_proj"))]
         kinds, around, names = [gate_of(switch.activation)], [self, switch], ()
@@ -132,19 +192,132 @@ class MixtureParts(NamedTuple):
 def _mixed(library: Library, x: mx.array, parts: MixtureParts, k: int, how: int) -> mx.array:
     own, shared, *activations = parts
     own.were_used()
-    out = mx.array(0)
-    wrong = _function(library)(
-        out, x, own.objects, own.packing, shared, k, how, *activations, own.exact
-    )
-    if wrong is not None:
-        raise ValueError(wrong.decode())
+    out, function = x.__copy__(), _functions(library)[0]
+    _need(function(out, x, own.objects, own.packing, shared, k, how, *activations, own.exact))
     return out
 
 
+def _need(wrong: bytes | None) -> None:
+    if wrong is not None:
+        raise ValueError(wrong.decode())
+
+
 @cache
-def _function(library: Library) -> Any:
+def _functions(library: Library) -> tuple[Any, Any]:
     array, place, whole = ctypes.py_object, ctypes.c_void_p, ctypes.c_int
-    return library.function("mixture", array, array, place, place, *[whole] * 6)
+    mixture = library.function("mixture", array, array, place, place, *[whole] * 6)
+    return mixture, library.function("decoder", *[array] * 4, *[place] * 6)
+
+
+class _Shape(ctypes.Structure):
+    """As toast_decoder has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in (
+            "key_heads", "value_heads", "key_size", "value_size", "projections", "exact",
+            "network", "shared", "chosen", "how",
+        )),
+        ("activations", ctypes.c_int * 2), ("eps", ctypes.c_float * 3),
+    )  # fmt: skip
+
+
+class _DecoderParts(NamedTuple):
+    """A layer's own products, and its network's: None for a mixture, which has its own."""
+
+    operands: Operands
+    network: Operands | None
+    shape: _Shape
+
+    def hold(self) -> bool:
+        """Whether they are still so."""
+        return self.operands.hold() and (self.network is None or self.network.hold())
+
+
+class Decoder(Native):
+    """A decoder layer of gated delta rules and a network: one node, unless somebody stands before a
+    part of it. Those with attention are made of their parts."""
+
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        y = self._in_one(x, cache) if self.is_linear and mask is None else None
+        return super().__call__(x, mask, cache) if y is None else y  # type: ignore[misc]
+
+    def _in_one(self: Any, x: mx.array, cache: Any) -> mx.array | None:
+        library = in_use()
+        if library is None or cache is None or cache.lengths is not None or x.ndim != 3:
+            return None
+        kept = vars(self).get("_kept")
+        if kept is None or not kept.hold():
+            kept = vars(self)["_kept"] = self._found()
+        if kept is None:
+            return None
+        rule, network, before, state = self["linear_attn"], kept.network, cache[0], cache[1]
+        arrays = (
+            self["input_layernorm"]["weight"], self["post_attention_layernorm"]["weight"],
+            rule["conv1d"]["weight"], before, rule["A_log"], rule["dt_bias"],
+            rule["norm"]["weight"], state,
+        )  # fmt: skip
+        if any(one is not None and one.dtype != mx.float32 for one in (x, *arrays)):
+            return None
+        if network is None:
+            if (mixture := self["mlp"].parts()) is None:
+                return None
+            network, kept.shape.shared, *activations = mixture
+            kept.shape.activations[:] = activations
+            kept.shape.chosen, kept.shape.how = self["mlp"].choice()
+        return _decoded(library, x, arrays, kept, network, cache)
+
+    def _found(self: Any) -> _DecoderParts | None:
+        rule, network = self["linear_attn"], self["mlp"]
+        norms = self["input_layernorm"], self["post_attention_layernorm"]
+        conv, calls = rule["conv1d"], type(network).__call__
+        alone = vars(rule).get("sharding_group") is None
+        known = type(rule).__call__ is _DeltaLayer.__call__
+        plain = all(type(norm).__call__ is Norm.__call__ for norm in norms)
+        if not (alone and known and plain) or "bias" in conv:
+            return None
+        if conv["weight"].shape[1] > MOST_KERNEL:
+            return None
+        form: Any = getattr(type(network), "_form", None)
+        more = None
+        if calls is FeedForward.__call__:
+            more = Operands.of([network[name] for name in form.parts], [network])
+        if more is None and calls is not Mixture.__call__:
+            return None
+        own = [*(rule[part] for part in rule._parts), rule["out_proj"]]
+        around = [self, rule, conv, rule["norm"], *norms, network]
+        if not all(isinstance(part, Linear) for part in own):
+            return None
+        if (operands := Operands.of(own, around)) is None:
+            return None
+        shape = _Shape(
+            rule.num_k_heads, rule.num_v_heads, rule.head_k_dim, rule.head_v_dim, len(rule._parts),
+            operands.exact,
+        )  # fmt: skip
+        shape.eps[:] = *(norm.eps for norm in norms), rule["norm"].eps
+        if more is not None:
+            shape.network = len(form.parts)
+            shape.activations[0] = ACTIVATIONS.index(form.activation)
+        return _DecoderParts(operands, more, shape)
+
+
+def _decoded(
+    library: Library, x: mx.array, arrays: tuple, parts: _DecoderParts, network: Operands,
+    cache: Any,
+) -> mx.array:  # fmt: skip
+    own = parts.operands
+    own.were_used()
+    network.were_used()
+    y, last, after = (x.__copy__() for _ in range(3))
+    rest = (ctypes.py_object * 8)(*(NONE if one is None else one for one in arrays))
+    _need(
+        _functions(library)[1](
+            y, last, after, x, own.objects, own.packing, rest, network.objects, network.packing,
+            ctypes.byref(parts.shape),
+        )
+    )  # fmt: skip
+    cache[0], cache[1] = last, after
+    cache.advance(x.shape[1])
+    return y
 
 
 class _Ahead(Mixture):
@@ -159,6 +332,12 @@ class _Chosen(Mixture):
 LAYERS: dict[tuple[str, str], tuple[type, frozenset[str]]] = {
     ("mlx_lm.models.qwen3_next", "Qwen3NextGatedDeltaNet"): (_TwoProjections, frozenset({
         "2a2aee87b09300db",  # 0.32
+    })),
+    ("mlx_lm.models.qwen3_next", "Qwen3NextDecoderLayer"): (Decoder, frozenset({
+        "f10022c1d06a8172",
+    })),
+    ("mlx_lm.models.qwen3_5", "DecoderLayer"): (Decoder, frozenset({
+        "f10022c1d06a8172",
     })),
     ("mlx_lm.models.qwen3_next", "Qwen3NextSparseMoeBlock"): (Mixture, frozenset({
         "9bc3562e7dd962b2",  # 0.31

@@ -3,11 +3,9 @@ do, and nothing else of them. Nothing of MLX is changed, and no module that is n
 
 from __future__ import annotations
 
-import ctypes
 import re
 import sys
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -29,7 +27,6 @@ GATES = {
     ("activations", "SwigluOAI"): "swiglu_oai",
 }  # fmt: skip
 OAI = (1.702, 7.0)
-GIVEN = ("weight", "scales", "biases", "bias")  # arrays of a part
 # Where an architecture reads a parameter of one of its modules, and does not call the module.
 READ_ELSEWHERE = re.compile(
     r"\bself\.(?:[\w\[\]]+\.)*(\w+)(?:\[\w+\])*(?:\.|\[[\"'])(?:weight|scales|biases)\b"
@@ -219,7 +216,9 @@ class _Embedding(_Product):
         return super().as_linear(x) if y is None else y  # type: ignore[misc]
 
 
-class _Switch(_Product):
+class Switch(_Product):
+    """A stack of matrices, of which each vector is multiplied with those that are chosen."""
+
     def __call__(
         self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False
     ) -> mx.array:
@@ -227,56 +226,6 @@ class _Switch(_Product):
         if y is None:
             return super().__call__(x, indices, sorted_indices)  # type: ignore[misc]
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
-
-
-class Operands:
-    """What modules multiply float32 vectors with, as the library takes it: made once, and right for
-    as long as these are what they were. It holds no array, so that what leaves them is gone.
-
-    objects: weight, scales, biases and bias of each, where Python has them. packing: bits and group
-    size of each."""
-
-    def __init__(self, parts: Sequence[Any], own: Sequence[Operand], around: Sequence[Any]):
-        found = [(*operand[:3], part.get("bias")) for part, operand in zip(parts, own)]
-        places = [0 if a is None else id(a) for arrays in found for a in arrays]
-        self.objects = (ctypes.c_void_p * len(places))(*places)
-        packing = [number for operand in own for number in operand[3:]]
-        self.packing = (ctypes.c_int * len(packing))(*packing)
-        self.exact = parts[0]._exact
-        self._seen = [(part, type(part), len(part), ()) for part in around] + [
-            (part, type(part), len(part), tuple(
-                (key, weakref.ref(array)) for key, array in zip(GIVEN, arrays) if array is not None
-            )) for part, arrays in zip(parts, found)
-        ]  # fmt: skip
-        self._counted = [part for part in parts if type(part).was_used is not _Product.was_used]
-
-    @classmethod
-    def of(cls, parts: Sequence[Any], around: Sequence[Any] = ()) -> Operands | None:
-        """None where one is not to be multiplied so. around: modules that they are parts of."""
-        own = []
-        for part in parts:
-            if not isinstance(part, _Product) or (part._wide or mx.float32) != mx.float32:
-                return None
-            operand, bias = part.operand(), part.get("bias")  # type: ignore[attr-defined]
-            if operand is None or (bias is not None and bias.dtype != mx.float32):
-                return None
-            own.append(operand)
-        return cls(parts, own, around)
-
-    def hold(self) -> bool:
-        """Whether it is still so."""
-        for part, kind, count, arrays in self._seen:
-            if type(part) is not kind or len(part) != count:
-                return False
-            for key, reference in arrays:
-                if (array := reference()) is None or part.get(key) is not array:
-                    return False
-        return True
-
-    def were_used(self) -> None:
-        """They were multiplied with."""
-        for part in self._counted:
-            part.was_used()
 
 
 class FeedForward(Native):
@@ -426,6 +375,6 @@ MIXINS: dict[tuple[str, str], type] = {
     ("mlx_lm.models.rope_utils", "ProportionalRoPE"): _FreqsRope,
     ("mlx_lm.models.deepseek_v2", "DeepseekV2YarnRotaryEmbedding"): _DeepseekRope,
     ("mlx_lm.models.switch_layers", "SwitchGLU"): SwitchGLU,
-    ("mlx_lm.models.switch_layers", "SwitchLinear"): _Switch,
-    ("mlx_lm.models.switch_layers", "QuantizedSwitchLinear"): _Switch,
+    ("mlx_lm.models.switch_layers", "SwitchLinear"): Switch,
+    ("mlx_lm.models.switch_layers", "QuantizedSwitchLinear"): Switch,
 }

@@ -56,11 +56,8 @@ Network network_of(void *const *objects, const int *packing, int count, bool sta
                    bool exact, const mx::array *(*parts)[GIVEN]) {
   check(count == 2 || count == PARTS, "other parts");
   Network network = {count, {}, {}, activation, exact};
-  for (int i = 0; i < count; i++, objects += GIVEN, packing += 2) {
-    network.parts[i] = {packing[0], packing[1], stacks, objects[2]};
-    network.biased[i] = objects[GIVEN - 1];
-    for (int j = 0; j < GIVEN; j++) parts[i][j] = objects[j] ? &array_of(objects[j]) : nullptr;
-  }
+  for (int i = 0; i < count; i++)
+    network.parts[i] = part_of(objects, packing, i, network.biased[i], parts[i], stacks);
   return network;
 }
 

@@ -69,6 +69,14 @@ mx::Dtype add_part(Arrays &inputs, const mx::array *const (&part)[GIVEN], const 
   return numbers;
 }
 
+Packing part_of(void *const *objects, const int *packing, int i, bool &biased,
+                const mx::array *(&part)[GIVEN], bool stack) {
+  objects += GIVEN * i;
+  for (int j = 0; j < GIVEN; j++) part[j] = objects[j] ? &array_of(objects[j]) : nullptr;
+  biased = objects[GIVEN - 1];
+  return {packing[2 * i], packing[2 * i + 1], stack, objects[2]};
+}
+
 Part::Part(const Arrays &arrays, size_t &at, const Packing &packing, bool biased)
     : matrix(arrays, at, packing) {
   at += Matrix::count(packing);

@@ -42,6 +42,11 @@ constexpr int GIVEN = 4;  // arrays of a part: weight, scales, biases of groups,
 mx::Dtype add_part(Arrays &inputs, const mx::array *const (&part)[GIVEN], const Packing &packing,
                    int64_t columns);
 
+// Part i of those that Python gives: GIVEN objects each, NULL for what is not there, which become
+// `part`, and bits and group size of each.
+Packing part_of(void *const *objects, const int *packing, int i, bool &biased,
+                const mx::array *(&part)[GIVEN], bool stack = false);
+
 // A matrix with what is added to its products. at: where its arrays begin, and then where they end.
 struct Part {
   Part(const Arrays &arrays, size_t &at, const Packing &packing, bool biased);

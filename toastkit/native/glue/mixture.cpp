@@ -31,21 +31,16 @@ Mixture mixture_of(void *const *objects, const int *packing, int shared, int cho
                    const int (&activations)[2], bool exact, const mx::array *(*parts)[GIVEN]) {
   Mixture m = {};
   m.chosen = chosen, m.how = how, m.exact = exact;
-  auto one = [&](int i, Packing &own, bool &biased) {
-    void *const *given = objects + GIVEN * i;
-    own = {packing[2 * i], packing[2 * i + 1], false, given[2]};
-    biased = given[GIVEN - 1];
-    for (int j = 0; j < GIVEN; j++) parts[i][j] = given[j] ? &array_of(given[j]) : nullptr;
-  };
   auto some = [&](int i, int count, bool stacks, int activation) {
     return network_of(objects + GIVEN * i, packing + 2 * i, count, stacks, activation, exact,
                       parts + i);
   };
-  one(0, m.router, m.router_biased);
+  m.router = part_of(objects, packing, 0, m.router_biased, parts[0]);
   m.experts = some(1, PARTS, true, activations[0]);
   if (shared) {
     m.shared = some(1 + PARTS, shared, false, activations[1]);
-    one(1 + PARTS + shared, m.gate, m.gate_biased);
+    const int gate = 1 + PARTS + shared;
+    m.gate = part_of(objects, packing, gate, m.gate_biased, parts[gate]);
   }
   return m;
 }

@@ -1,8 +1,10 @@
 // The recurrent layers of kernels/recurrent.h as MLX primitives.
 #include "../kernels/recurrent.h"
 
+#include <numeric>
+
 #include "../kernels/rows.h"
-#include "arrays.h"
+#include "mixture.h"
 
 namespace toast {
 namespace {
@@ -113,65 +115,189 @@ Arrays scanned(void **objects, float least, float most) {
 
 struct Sizes {
   int key_heads, value_heads, key_size, value_size;
+  int keys() const { return key_heads * key_size; }
+  int values() const { return value_heads * value_size; }
+  int channels() const { return 2 * keys() + values(); }
 };
+
+// Arrays of a layer. REST: the weight, what came before, a_log, bias, the norm, the state.
+constexpr int PROJECTIONS = 4, REST = 6;
 
 // The projections of a layer as they lie: queries, keys, values, z of each key head in one array,
 // and b and a of each in another; or queries, keys and values, z, b, a in arrays of their own.
-void lay_out(toast_delta_layer &l, const Floats &at) {
+void lay_out(toast_delta_layer &l, const float *const (&at)[PROJECTIONS]) {
   const int64_t each = l.value_heads / l.key_heads, keys = l.key_size, values = each * l.value_size;
   const int64_t heads = l.key_heads;
-  if (at(2)) {
+  if (at[2]) {
     const int64_t step = heads * (2 * keys + values), gates = heads * each;
-    l.q = {at(0), step, keys}, l.k = {at(0) + heads * keys, step, keys};
-    l.v = {at(0) + 2 * heads * keys, step, values}, l.z = {at(1), heads * values, values};
-    l.b = {at(2), gates, each}, l.a = {at(3), gates, each};
+    l.q = {at[0], step, keys}, l.k = {at[0] + heads * keys, step, keys};
+    l.v = {at[0] + 2 * heads * keys, step, values}, l.z = {at[1], heads * values, values};
+    l.b = {at[2], gates, each}, l.a = {at[3], gates, each};
   } else {
     const int64_t head = 2 * (keys + values), step = heads * head, gates = heads * 2 * each;
-    l.q = {at(0), step, head}, l.k = {at(0) + keys, step, head};
-    l.v = {at(0) + 2 * keys, step, head}, l.z = {at(0) + 2 * keys + values, step, head};
-    l.b = {at(1), gates, 2 * each}, l.a = {at(1) + each, gates, 2 * each};
+    l.q = {at[0], step, head}, l.k = {at[0] + keys, step, head};
+    l.v = {at[0] + 2 * keys, step, head}, l.z = {at[0] + 2 * keys + values, step, head};
+    l.b = {at[1], gates, 2 * each}, l.a = {at[1] + each, gates, 2 * each};
   }
+}
+
+// Numbers of a step that each projection has, of so many projections.
+std::vector<int> widths(const Sizes &of, int count) {
+  if (count == 2) return {of.channels() + of.values(), 2 * of.value_heads};
+  return {of.channels(), of.values(), of.value_heads, of.value_heads};
+}
+
+// Raises std::invalid_argument unless what else a layer has, NULL for what is not given, fits.
+void check_rest(const mx::array *const (&rest)[REST], const Sizes &of, int batch) {
+  check(of.key_heads > 0 && of.value_heads % of.key_heads == 0 && of.key_size > 0, "such heads");
+  for (auto one : rest)
+    check(!one || one->dtype() == mx::float32, "numbers that are no float32");
+  auto is = [&](int i, const mx::Shape &shape) { return !rest[i] || rest[i]->shape() == shape; };
+  const mx::array &weight = *rest[0];
+  check(weight.ndim() == 3 && weight.shape(1) > 0 && weight.shape(1) <= MOST_KERNEL &&
+            is(0, {of.channels(), weight.shape(1), 1}) &&
+            is(1, {batch, weight.shape(1) - 1, of.channels()}),
+        "a convolution of another shape");
+  check(is(2, {of.value_heads}) && is(3, {of.value_heads}) && is(4, {of.value_size}) &&
+            is(5, {batch, of.value_heads, of.value_size, of.key_size}),
+        "parameters or a state of another shape");
+}
+
+// Its steps, of its projections and of what else it has, NULL for what is not given. kernel:
+// positions of the convolution.
+void step(const Sizes &of, const float *const (&projected)[PROJECTIONS],
+          const float *const (&rest)[REST], int64_t batch, int64_t length, int64_t kernel,
+          float eps, float *y, mx::array last, mx::array after) {
+  toast_delta_layer l = {batch, length, of.key_heads, of.value_heads, of.key_size, of.value_size};
+  lay_out(l, projected);
+  l.kernel = kernel, l.weight = rest[0], l.before = rest[1], l.a_log = rest[2], l.bias = rest[3];
+  l.norm = rest[4], l.eps = eps, l.state = rest[5];
+  need(toast_delta_layer_steps(&l, y, last.data<float>(), after.data<float>()));
+}
+
+// Of what it gives, the last rows that were convolved, and the state.
+std::vector<mx::Shape> shapes_of(const Sizes &of, const mx::Shape &y, int kernel) {
+  return {y, {y[0], kernel - 1, of.channels()},
+          {y[0], of.value_heads, of.value_size, of.key_size}};
 }
 
 // Of the projections, two or four; the weight, what came before, a_log, bias, the norm, the state.
 Arrays delta_layer(void **objects, Sizes of, float eps) {
   Arrays inputs;
-  const auto given = taken(objects, 10, inputs);
+  const auto given = taken(objects, PROJECTIONS + REST, inputs);
   check_floats(inputs);
   const int batch = inputs[0].shape(0), length = inputs[0].ndim() == 3 ? inputs[0].shape(1) : 0;
-  check(of.key_heads > 0 && of.value_heads % of.key_heads == 0 && of.key_size > 0, "such heads");
-  const int keys = of.key_heads * of.key_size, values = of.value_heads * of.value_size;
-  const int channels = 2 * keys + values;
-  auto is = [&](int i, const mx::Shape &shape) {
-    return !given[i] || inputs[place_of(given, i)].shape() == shape;
-  };
-  auto steps = [&](int i, int size) { return is(i, {batch, length, size}); };
-  check(given[2] ? steps(0, channels) && steps(1, values) && steps(2, of.value_heads) &&
-                       steps(3, of.value_heads)
-                 : steps(0, channels + values) && steps(1, 2 * of.value_heads),
-        "projections of another shape");
-  const mx::array &weight = inputs[place_of(given, 4)];
-  check(weight.ndim() == 3 && weight.shape(1) > 0 && weight.shape(1) <= MOST_KERNEL &&
-            is(4, {channels, weight.shape(1), 1}) &&
-            is(5, {batch, weight.shape(1) - 1, channels}),
-        "a convolution of another shape");
-  const mx::Shape state = {batch, of.value_heads, of.value_size, of.key_size};
-  check(is(6, {of.value_heads}) && is(7, {of.value_heads}) && is(8, {of.value_size}) &&
-            is(9, state),
-        "parameters or a state of another shape");
-  const int kernel = weight.shape(1);
-  const std::vector<mx::Shape> shapes = {{batch, length, values}, {batch, kernel - 1, channels},
-                                         state};
-  return made("ToastDeltaLayer", shapes, {mx::float32, mx::float32, mx::float32},
-              std::move(inputs), [=](const Arrays &arrays) {
-    mx::array y = arrays.end()[-3], last = arrays.end()[-2], after = arrays.back();
+  const mx::array *rest[REST];
+  for (int i = 0; i < REST; i++)
+    rest[i] = given[PROJECTIONS + i] ? &array_of(objects[PROJECTIONS + i]) : nullptr;
+  check_rest(rest, of, batch);
+  const auto wide = widths(of, given[2] ? 4 : 2);
+  for (size_t i = 0; i < wide.size(); i++)
+    check(inputs[i].shape() == mx::Shape{batch, length, wide[i]}, "projections of another shape");
+  const int kernel = rest[0]->shape(1);
+  return made("ToastDeltaLayer", shapes_of(of, {batch, length, of.values()}, kernel),
+              {mx::float32, mx::float32, mx::float32}, std::move(inputs),
+              [=](const Arrays &arrays) {
+    mx::array y = arrays.end()[-3];
     const Floats at(arrays, given);
-    toast_delta_layer l = {batch, length, of.key_heads, of.value_heads, of.key_size, of.value_size};
-    lay_out(l, at);
-    l.kernel = kernel, l.weight = at(4), l.before = at(5), l.a_log = at(6), l.bias = at(7);
-    l.norm = at(8), l.eps = eps, l.state = at(9);
-    need(toast_delta_layer_steps(&l, y.data<float>(), last.data<float>(), after.data<float>()));
-  }, place_of(given, 9));
+    step(of, {at(0), at(1), at(2), at(3)}, {at(4), at(5), at(6), at(7), at(8), at(9)}, batch,
+         length, kernel, eps, y.data<float>(), arrays.end()[-2], arrays.back());
+  }, place_of(given, PROJECTIONS + REST - 1));
+}
+
+// A decoder layer: what is the same whatever it is given. network: of no parts where a mixture is.
+struct Decoder {
+  Sizes of;
+  float eps[3];  // of the norms before the rule, behind it, and in it
+  int projections;
+  Packing packing[PROJECTIONS + 1];  // and of the last product
+  bool biased[PROJECTIONS + 1];
+  Network network;
+  Mixture mixture;
+  bool exact;
+};
+constexpr size_t FIRST = 3;  // arrays before its REST: x, the weights of both norms
+
+// x + out(rule(norm(x))), and that + network(norm of that): x (B, L, columns) float32.
+void decode(const Decoder &d, const std::vector<bool> &given, const Arrays &arrays) {
+  const int64_t batch = arrays[0].shape(0), length = arrays[0].shape(1);
+  const int64_t columns = arrays[0].shape(2), count = batch * length;
+  const Floats at(arrays, given);
+  mx::array y = arrays.end()[-3];
+  float *out = y.data<float>();
+  auto norm = [&](int i, const float *x) {
+    const toast_vectors rows = {x, count, columns, TOAST_F32};
+    need(toast_rms_norm(&rows, columns, at(1 + i), TOAST_F32, 0, d.eps[i], out, TOAST_F32));
+  };
+  std::vector<uint32_t> each(count);
+  std::iota(each.begin(), each.end(), 0);
+  auto add = [&](float *to, const float *more) {
+    need(toast_add_rows(to, count, columns, more, count, each.data()));
+  };
+  size_t next = FIRST;
+  for (size_t i = FIRST; i < given.size(); i++) next += given[i];
+  auto multiply = [&](int i, const toast_vectors &x) {
+    const Part part(arrays, next, d.packing[i], d.biased[i]);
+    std::unique_ptr<float[]> products(new float[count * part.matrix->rows]);
+    part.multiply(x, count, nullptr, nullptr, d.exact, products.get(), TOAST_F32, 0,
+                  part.matrix->rows);
+    return products;
+  };
+  norm(0, at(0));
+  std::unique_ptr<float[]> projected[PROJECTIONS], ruled(new float[count * d.of.values()]);
+  for (int i = 0; i < d.projections; i++)
+    projected[i] = multiply(i, {out, count, columns, TOAST_F32});
+  step(d.of, {projected[0].get(), projected[1].get(), projected[2].get(), projected[3].get()},
+       {at(3), at(4), at(5), at(6), at(7), at(8)}, batch, length, arrays[FIRST].shape(1), d.eps[2],
+       ruled.get(), arrays.end()[-2], arrays.back());
+  const auto sum = multiply(d.projections, {ruled.get(), count, d.of.values(), TOAST_F32});
+  add(sum.get(), at(0));
+  norm(1, sum.get());
+  if (d.network.count) {
+    const toast_vectors inner = {out, count, columns, TOAST_F32};
+    feed(d.network, arrays, next, inner, count, nullptr, nullptr, out, TOAST_F32);
+  } else {
+    mix(d.mixture, arrays, next, out, count, columns, out);
+  }
+  add(out, sum.get());
+}
+
+// objects: both norms' weights and the layer's REST, NULL for what is not given.
+Arrays decoded(const mx::array &x, void *const *objects, const Decoder &d,
+               const mx::array *const (*parts)[GIVEN], const mx::array *const (*network)[GIVEN]) {
+  check(x.ndim() == 3 && x.dtype() == mx::float32, "positions of another shape");
+  Arrays inputs = {x};
+  std::vector<bool> given = {true};
+  const mx::array *rest[REST];
+  const int columns = x.shape(2);
+  for (int i = 0; i < 2 + REST; i++) {
+    const mx::array *one = objects[i] ? &array_of(objects[i]) : nullptr;
+    given.push_back(one);
+    if (one) inputs.push_back(*one);
+    if (i >= 2) {
+      rest[i - 2] = one;
+    } else {
+      check(one->shape() == mx::Shape{columns} && one->dtype() == mx::float32,
+            "a weight of another length");
+    }
+  }
+  check_rest(rest, d.of, x.shape(0));
+  const auto wide = widths(d.of, d.projections);
+  for (int i = 0; i <= d.projections; i++) {
+    const bool last = i == d.projections;
+    add_part(inputs, parts[i], d.packing[i], last ? d.of.values() : columns);
+    check(parts[i][0]->shape(-2) == (last ? columns : wide[i]), "projections of another shape");
+  }
+  if (d.network.count) {
+    add_network(inputs, network, d.network, columns);
+    check(network[d.network.count - 1][0]->shape(-2) == columns, "rows of another length");
+  } else {
+    add_mixture(inputs, network, d.mixture, columns);
+  }
+  return made("ToastDecoder", shapes_of(d.of, x.shape(), rest[0]->shape(1)),
+              {mx::float32, mx::float32, mx::float32}, std::move(inputs),
+              [=](const Arrays &arrays) { decode(d, given, arrays); },
+              place_of(given, FIRST + REST - 1));
 }
 
 }  // namespace
@@ -206,6 +332,45 @@ TOAST_API const char *toast_delta_layer_array(void *y, void *last, void *after, 
     toast::array_of(y) = made[0];
     toast::array_of(last) = made[1];
     toast::array_of(after) = made[2];
+  });
+}
+
+// What of a decoder layer is the same whatever it is given. projections: 2 or 4. eps: of the norms
+// before the rule, behind it, and in it. network: parts of a network, 0 for a mixture; shared,
+// chosen, how: of that. activations: of the network, or of the mixture.
+typedef struct {
+  int32_t key_heads, value_heads, key_size, value_size, projections, exact;
+  int32_t network, shared, chosen, how, activations[2];
+  float eps[3];
+} toast_decoder;
+
+// parts: GIVEN of each projection and of the last product; packing: bits and group size of each.
+// rest: weights of both norms, and what toast_delta_layer_array has beside projections. network and
+// its packing: of the network, or of the mixture.
+TOAST_API const char *toast_decoder_array(void *y, void *last, void *after, void *x, void **parts,
+                                          const int *packing, void **rest, void **network,
+                                          const int *network_packing, const toast_decoder *is) {
+  using toast::array_of;
+  return toast::wrong([&] {
+    toast::check(is->projections == 2 || is->projections == 4, "other projections");
+    toast::Decoder d = {{is->key_heads, is->value_heads, is->key_size, is->value_size},
+                        {is->eps[0], is->eps[1], is->eps[2]}, is->projections, {}, {}, {}, {},
+                        is->exact != 0};
+    const mx::array *own[toast::PROJECTIONS + 1][toast::GIVEN];
+    for (int i = 0; i <= is->projections; i++)
+      d.packing[i] = toast::part_of(parts, packing, i, d.biased[i], own[i]);
+    const mx::array *more[toast::MIXED][toast::GIVEN];
+    if (is->network) {
+      d.network = toast::network_of(network, network_packing, is->network, false,
+                                    is->activations[0], d.exact, more);
+    } else {
+      d.mixture = toast::mixture_of(network, network_packing, is->shared, is->chosen, is->how,
+                                    is->activations, d.exact, more);
+    }
+    auto made = toast::decoded(array_of(x), rest, d, own, more);
+    array_of(y) = made[0];
+    array_of(last) = made[1];
+    array_of(after) = made[2];
   });
 }
 
