@@ -17,6 +17,7 @@ from tests.model.service_driver import (
     Plain,
     private_homes,
     published_engine,
+    user,
 )
 from tests.model.worker_driver import (
     DEADLINE,
@@ -26,11 +27,18 @@ from tests.model.worker_driver import (
     done,
     until,
 )
+from toastkit.daemon.prepare import Preparer
+from toastkit.daemon.requests import Request
 from toastkit.daemon.service import Service
+from toastkit.daemon.spill import FINGERPRINT_DIGITS, conversations_root
 from toastkit.engine.opening import open_engine
 from toastkit.errors import BusyError, NoInputError, UnavailableError
-from toastkit.model.config import fingerprint
+from toastkit.model.config import fingerprint, load_config
 from toastkit.model.locate import locate
+from toastkit.private_files import make_private_directories
+from toastkit.session.directory import Session
+from toastkit.text.tokenizer import Tokenizer
+from toastkit.text.turns import LEAST
 
 STATUS = {
     "model", "fingerprint", "loaded", "device", "dtype", "active", "attached", "waiting",
@@ -360,3 +368,25 @@ def test_a_thread_that_dies_says_so(start, monkeypatch) -> None:
     assert told.wait(DEADLINE)
     assert isinstance(running.worker.failure, RuntimeError)
     assert running.worker.status()["active"] == 1  # the front tells its clients
+
+
+def test_what_goes_on_is_tokenised_before_anybody_asks(monkeypatch) -> None:
+    """After a start the conversations on disk are, so that their next turn is not all new."""
+    asked = [user("a fox " * 1000)]
+    more = [*asked, {"role": "assistant", "content": "Yes."}, user("thanks")]
+    before, after = (Preparer(locate("crumb"), load_config(locate("crumb"))) for _ in range(2))
+    ids = before.prepare(Request(messages=asked)).ids
+    path = conversations_root() / f"{before.fingerprint[:FINGERPRINT_DIGITS]}-own" / "0"
+    make_private_directories(path.parent)
+    with Session.open(path, before.fingerprint) as session:
+        session.commit(ids, [], None)
+    (path.parent / "broken").mkdir()
+    after.recall()
+    seen: list[str] = []
+    real = Tokenizer._encode
+    monkeypatch.setattr(
+        Tokenizer, "_encode", lambda self, text, *rest: seen.append(text) or real(self, text, *rest)
+    )
+    found = after.prepare(Request(messages=more)).ids
+    assert seen and all(len(text) < LEAST for text in seen)
+    assert found == before.prepare(Request(messages=more)).ids

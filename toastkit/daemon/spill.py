@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +83,7 @@ class Spill:
         """What is there, the longest unused first. Damaged ones are removed, and what another
         process began to make and never finished."""
         found = []
-        for path in self._by_age():
+        for path in _by_age(self.root):
             try:
                 found.append(self._stored(path))
             except NoInputError:
@@ -94,15 +94,6 @@ class Spill:
             except OSError:
                 continue  # not to be read now
         return found
-
-    def _by_age(self) -> list[Path]:
-        try:
-            with os.scandir(self.root) as entries:
-                ours = (e for e in entries if e.is_dir(follow_symlinks=False))
-                folders = [(e.stat().st_mtime, Path(e.path)) for e in ours]
-        except OSError:
-            return []
-        return [path for _, path in sorted(folders)]
 
     def _stored(self, path: Path) -> Kept:
         with Session.open(path, self.fingerprint, create=False, write=False) as session:
@@ -149,7 +140,7 @@ class Spill:
         """Removes the longest unused until the budget holds; which ones. keep: not this one, unless
         it alone is over the budget."""
         removed: list[Path] = []
-        sizes = {path: _size(path) for path in self._by_age()}
+        sizes = {path: _size(path) for path in _by_age(self.root)}
         total = sum(sizes.values())
         hopeless = [path for path, size in sizes.items() if size > self.budget]
         for path in dict.fromkeys([*hopeless, *sizes]):
@@ -166,6 +157,29 @@ class Spill:
         """Removes one conversation, if it is one of these."""
         if path.parent == self.root:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def last_used(fingerprint: str) -> Iterator[list[int]]:
+    """Token ids of a model's conversations, whatever its states depend on besides, those last used
+    first. What cannot be read is left out."""
+    roots = conversations_root().glob(f"{fingerprint[:FINGERPRINT_DIGITS]}-*")
+    paths = [path for root in roots for path in _by_age(root)]
+    for path in sorted(paths, key=_age):
+        with suppress(ToastError, ValueError, OSError):
+            with Session.open(path, fingerprint, create=False, write=False) as session:
+                ids = session.tokens
+            yield ids
+
+
+def _by_age(root: Path) -> list[Path]:
+    """The directories in a folder, the longest unused first."""
+    try:
+        with os.scandir(root) as entries:
+            ours = (e for e in entries if e.is_dir(follow_symlinks=False))
+            folders = [(e.stat().st_mtime, Path(e.path)) for e in ours]
+    except OSError:
+        return []
+    return [path for _, path in sorted(folders)]
 
 
 def _age(path: Path) -> float:

@@ -70,6 +70,8 @@ class Worker:
         """The model's, which gets ready for its first request while weights are read."""
         policies = self.settings.policies
         preparer = find_model(self.settings.model, policies.resident, policies.chosen_experts)
+        if self.settings.spill_bytes:
+            self._readers.submit(preparer.recall)
         self._readers.submit(preparer.warm_up)
         return preparer
 
