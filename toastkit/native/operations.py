@@ -51,7 +51,7 @@ def _frequencies(base: float, dims: int) -> mx.array:
 
 
 class Rotation(NamedTuple):
-    """How queries and keys are turned, as Library.rope has it. frequencies: float32 (dims / 2,)."""
+    """How queries and keys are turned, as Library.rope has it. frequencies: float32 (pairs,)."""
 
     dims: int
     frequencies: mx.array
@@ -70,7 +70,7 @@ def rotation(
     freqs: mx.array | None = None,
     factor: float = 1.0,
 ) -> Rotation:
-    """What `rope` does with these. freqs: (dims / 2,), of any floating dtype."""
+    """What `rope` does with these. freqs: (pairs,), of any floating dtype."""
     pairs = _frequencies(base, dims) if base is not None else freqs
     assert pairs is not None
     if pairs.dtype != mx.float32:
