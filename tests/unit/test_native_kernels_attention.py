@@ -173,7 +173,7 @@ def test_heads_that_lie_side_by_side(kernels: Kernels, repeats: int, type_: str)
     """As a session's file has them, and taken together: to the bit what they give one by one."""
     queries = cached(1, (1, 7 * repeats, 1, 40), "f32", "cache")
     keys, values = (
-        cached(i, (1, 7, 5000, size), type_, "turned") for i, size in ((2, 40), (3, 56))
+        cached(i, (1, 7, 8000, size), type_, "turned") for i, size in ((2, 40), (3, 56))
     )
     asked = Asked(
         queries, keys, values, ("f32", type_, type_), 0.2, sinks=queries[0, :, 0, 0].copy()

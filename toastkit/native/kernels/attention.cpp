@@ -10,14 +10,14 @@
 #include <new>
 #include <vector>
 
-#include "pool.h"
 #include "product.h"
+#include "sharing.h"
 
 namespace toast {
 namespace {
 
-constexpr int64_t FEW_TILES = 64;   // whose spans are work of their own
-constexpr int64_t LITTLE = 1 << 17; // products of numbers that are not worth a second thread
+constexpr int64_t FEW_TILES = 64;          // whose spans are work of their own
+constexpr int64_t FEW_PRODUCTS = 1 << 17;  // that are not worth a second thread
 
 bool is_float(const toast_rows &rows) {
   return rows.type >= TOAST_F32 && rows.type <= TOAST_BF16;
@@ -68,7 +68,7 @@ Range range_of(const toast_attention &a, int64_t batch, int64_t head, int64_t po
 
 template <class Work>
 void share(bool little, int64_t count, const Work &work) {
-  if (!little) return run(count, work);
+  if (!little) return run_apart(count, work);
   for (int64_t i = 0; i < count; i++) work(i);
 }
 
@@ -221,7 +221,7 @@ extern "C" int toast_attend(const toast_attention *call, void *out, const int64_
     const AttentionCode &code = *instructions().attention;
     const double products = double(call->batch) * call->heads * call->positions *
                             call->key_positions * (call->key_size + call->value_size);
-    const bool little = products < LITTLE;
+    const bool little = products < FEW_PRODUCTS;
     const Seen seen(*call, little);
     const Attention a = {
         call, out, out_type, out_strides, repeats, rows, code.row_floats(call->value_size),

@@ -21,47 +21,9 @@ namespace {
 #if defined(__AVX512VNNI__)
 INLINE bool in_bytes(const toast_rows &rows) { return rows.type == TOAST_I8; }
 
-constexpr int64_t REGISTER = 4 * LANES;            // bytes of one
 constexpr float MOST_QUERY = 127 * 256 + 127;      // digits from -127 to 127 and from -128 to 127
 constexpr float MOST_WEIGHT = 255 * 256 + 255;     // both from 0 to 255
 constexpr float LEAST_NUMBER = 0x1p-100f;          // a row without anything larger is zeros
-constexpr int64_t FOURS = toast::SPAN / 4;         // words of a span's weights
-
-// A thread's memory for a span. queries: (WIDE, stride) bytes, upper digits and then lower ones,
-// with zeros behind a row; where they are many, also crosswise, (stride / 4, lanes) words. offsets:
-// 128 times the sums of a query's digits. weights: words of four keys, upper and then lower.
-struct Digits {
-  int64_t stride;
-  int8_t *queries[2];
-  int32_t *columns[2], *offsets[2], *sums[2], *weights[2];
-  uint8_t *keys;  // (TILE_M, stride), plus 128
-  float *query_steps, *weight_steps, *scales;
-};
-
-INLINE bool make_digits(const toast::Attention &a, Digits *digits) {
-  const int64_t stride = (a.call->key_size + REGISTER - 1) / REGISTER * REGISTER;
-  const int64_t each = WIDE * (2 * stride + 4 * (1 + TILE_M + FOURS));
-  const int64_t bytes = 2 * each + TILE_M * stride + 4 * (2 * WIDE + toast::SPAN);
-  auto memory = static_cast<char *>(toast::scratch(toast::BYTES, bytes));
-  if (!memory) return false;
-  auto next = [&](auto *&place, int64_t numbers) {
-    place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(memory);
-    memory += numbers * sizeof *place;
-  };
-  digits->stride = stride;
-  for (int part = 0; part < 2; part++) {
-    next(digits->queries[part], WIDE * stride);
-    next(digits->columns[part], WIDE * stride / 4);
-    next(digits->offsets[part], WIDE);
-    next(digits->sums[part], WIDE * TILE_M);
-    next(digits->weights[part], WIDE * FOURS);
-  }
-  next(digits->keys, TILE_M * stride);
-  next(digits->query_steps, WIDE);
-  next(digits->weight_steps, WIDE);
-  next(digits->scales, toast::SPAN);
-  return true;
-}
 
 // Adds up products of unsigned bytes and signed ones, four at a time.
 INLINE I32 plus_fours(I32 sum, I32 bytes, I32 signed_bytes) {
@@ -116,73 +78,98 @@ static void put_query(const Digits &to, int64_t r, const float *x, int64_t size)
   to.offsets[1][r] = 128 * _mm512_reduce_add_epi32((__m512i)lowers);
 }
 
-// out[n][lane] = the score of query first + n with the key of a lane. keys: LANES rows.
-template <int N>
-static void cross_key_bytes(const char *const *keys, Ahead ahead, Ahead values,
-                            const Digits &queries, int64_t first, int64_t size, float *out) {
-  const int64_t before = first * queries.stride;
-  I32 sums[2][N];
-#pragma GCC unroll 16
-  for (int n = 0; n < N; n++) {
-    sums[0][n] = I32{} - queries.offsets[0][first + n];
-    sums[1][n] = I32{} - queries.offsets[1][first + n];
-  }
-  F32 scales, r[LANES];
-  for (int i = 0; i < LANES; i++) scales[i] = scale_of(keys[i], size);
-  for (int64_t d = 0; d < size; d += REGISTER) {
-    const __mmask64 some = some_bytes(size - d);
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) r[i] = (F32)_mm512_maskz_loadu_epi8(some, keys[i] + d);
-    ahead.fetch(), values.fetch();
-    transpose(r);
-    const int8_t *upper = queries.queries[0] + before + d, *lower = queries.queries[1] + before + d;
-#pragma GCC unroll 16
+// KEYS_TURNED keys, the last one of `left` again after it, to columns of four bytes plus 128,
+// (stride / 4, KEYS_TURNED) words; and their scales.
+static void turn_keys(const char *keys, int64_t stride, int64_t left, int64_t size,
+                      const Digits &to) {
+  for (int first = 0; first < KEYS_TURNED; first += LANES) {
+    const char *row[LANES];
+    float *scales = to.scales + first;
     for (int i = 0; i < LANES; i++) {
-      const I32 bytes = plus_128((I32)r[i]);
+      row[i] = keys, scales[i] = scale_of(keys, size);
+      keys += first + i + 1 < left ? stride : 0;
+    }
+    uint8_t *columns = to.keys + 4 * first;
+    for (int64_t d = 0; d < size; d += REGISTER, columns += REGISTER * KEYS_TURNED) {
+      const __mmask64 some = some_bytes(size - d);
+      F32 r[LANES];
 #pragma GCC unroll 16
-      for (int n = 0; n < N; n++) {
-        const int64_t at = n * queries.stride + 4 * i;
-        sums[0][n] = plus_fours(sums[0][n], bytes, word(upper + at));
-        sums[1][n] = plus_fours(sums[1][n], bytes, word(lower + at));
-      }
+      for (int i = 0; i < LANES; i++) r[i] = (F32)_mm512_maskz_loadu_epi8(some, row[i] + d);
+      transpose(r);
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; i++) store(columns + 4 * i * KEYS_TURNED, plus_128((I32)r[i]));
     }
   }
-#pragma GCC unroll 16
+}
+
+// out[n][key] = the score of query first + n with a key that is turned, of so many words.
+template <int N>
+static void cross_key_bytes(const Digits &digits, int64_t first, int64_t words, Later *later,
+                            float *out) {
+  constexpr int V = KEYS_TURNED / LANES;
+  Later fetched = *later;
+  I32 sums[N][2][V];
+#pragma GCC unroll 4
   for (int n = 0; n < N; n++)
-    store(out + n * SCORES_STRIDE,
-          of_digits(sums[0][n], sums[1][n]) * (all(queries.query_steps[first + n]) * scales));
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; part++)
+#pragma GCC unroll 2
+      for (int v = 0; v < V; v++) sums[n][part][v] = I32{} - digits.offsets[part][first + n];
+  const int32_t *queries = digits.columns[0] + first * digits.stride / 2;
+  const uint8_t *columns = digits.keys;
+  for (int64_t k = 0; k < words; k++, queries += 2 * N, columns += 4 * KEYS_TURNED) {
+    I32 keys[V];
+    fetched.fetch();
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) keys[v] = load<I32>(columns + 4 * v * LANES);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
+      for (int part = 0; part < 2; part++) {
+        const I32 query = word(queries + 2 * n + part);
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++)
+          sums[n][part][v] = plus_fours(sums[n][part][v], keys[v], query);
+      }
+  }
+  *later = fetched;
+#pragma GCC unroll 2
+  for (int v = 0; v < V; v++)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) {
+      const F32 steps = all(digits.query_steps[first + n]) *
+                        load<F32>(digits.scales + v * LANES);
+      store(out + n * SCORES_STRIDE + v * LANES,
+            of_digits(sums[n][0][v], sums[n][1][v]) * steps);
+    }
 }
 
 // N: queries of a head, of which those after the tile's are zeros. The values of the span are
-// fetched too.
+// fetched meanwhile.
 template <int N>
 static void scores_of_few_bytes(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                                 int64_t end, const Room &room, const Digits &digits) {
+  constexpr int M = N < 4 ? N : 4;  // that meet turned keys at a time
   const toast_attention &call = *a.call;
-  const int64_t size = call.key_size, stride = call.keys.strides[2];
-  const int64_t steps = digits.stride / REGISTER;
+  const int64_t size = call.key_size, stride = call.keys.strides[2], words = (size + 3) / 4;
   for (int64_t r = 0; r < tile.heads * N; r++) {
     widen_query(a, tile.of_head(r / N), r % N, room.queries);
     put_query(digits, r, room.queries, size);
+    // Word by word of M queries, upper and lower digits of each in turn.
+    int32_t *to = digits.columns[0] + r / M * M * digits.stride / 2 + r % M * 2;
+    for (int64_t k = 0; k < words; k++)
+      for (int part = 0; part < 2; part++)
+        to[k * 2 * M + part] = load<int32_t>(digits.queries[part] + r * digits.stride + 4 * k);
   }
   const char *keys = row_of(call.keys, tile.batch, tile.head, begin);
-  const char *values = row_of(call.values, tile.batch, tile.head, begin);
-  const int64_t value_stride = call.values.strides[2];
-  const int64_t row = row_bytes<TOAST_I8>(size), value_row = row_bytes<TOAST_I8>(call.value_size);
-  const int64_t fetched = call.values.type == TOAST_I8 ? LANES * value_row / steps : 0;
-  const int64_t heads = tile.heads;
-  for (int64_t j = 0; j < end - begin; j += LANES)
-    for (int64_t h = 0; h < heads; h++) {
-      const char *rows[LANES];  // the last one again after it
-      for (int i = 0; i < LANES; i++)
-        rows[i] = keys + (j + i < end - begin ? j + i : end - begin - 1) * stride + h * row;
-      cross_key_bytes<N>(
-          rows,
-          Ahead::of(keys + (j + keys_ahead(heads)) * stride, h * LANES * row, LANES * row / steps,
-                    heads * row, stride),
-          Ahead::of(values + j * value_stride, h * LANES * value_row, fetched, heads * value_row,
-                    value_stride),
-          digits, h * N, size, room.scores + h * N * SCORES_STRIDE + j);
+  const int64_t row = row_bytes<TOAST_I8>(size), count = end - begin;
+  const int64_t blocks = (count + KEYS_TURNED - 1) / KEYS_TURNED;
+  Later later = later_of(a, call.values, tile, begin, end, blocks * tile.heads * (N / M) * words);
+  for (int64_t j = 0; j < count; j += KEYS_TURNED)
+    for (int64_t h = 0; h < tile.heads; h++) {
+      turn_keys(keys + j * stride + h * row, stride, count - j, size, digits);
+      for (int64_t n = h * N; n < (h + 1) * N; n += M)
+        cross_key_bytes<M>(digits, n, words, &later, room.scores + n * SCORES_STRIDE + j);
     }
 }
 
@@ -263,22 +250,24 @@ static void scores_of_many_bytes(const toast::Attention &a, const toast::Tile &t
   }
 }
 
-// Weights of row r, (keys), to digits, (SPAN) bytes: zeros after the last one.
+// Weights of row r, (keys), to digits, bytes; which are zeros up to a multiple of LANES, as weights
+// and scales are. A number that is none becomes 0.
 static void put_weights_of_row(const Digits &to, int64_t r, float *weights, int64_t keys) {
+  const float *scales = to.scales;
   F32 most = {}, nothing = {};
   for (int64_t j = 0; j < keys; j += LANES) {
-    const int n = int(keys - j < LANES ? keys - j : LANES);
-    const F32 v = load<F32>(weights + j) * load_some<F32>(to.scales + j, n);
+    const F32 v = load<F32>(weights + j) * load<F32>(scales + j);
     store(weights + j, v);
     most = v > most ? v : most;
     nothing += v - v;
   }
   const Step step = Step::of(_mm512_reduce_max_ps((__m512)most), sum(nothing), MOST_WEIGHT);
-  for (int64_t j = 0; j < toast::SPAN; j += LANES) {
-    const I32 v = j < keys && step.per_step ? whole(load<F32>(weights + j) * step.per_step) : I32{};
-    for (int part = 0; part < 2; part++)
-      store(reinterpret_cast<uint8_t *>(to.weights[part] + r * FOURS) + j,
-            __builtin_convertvector(part ? v & 255 : v >> 8, U8));
+  auto upper = reinterpret_cast<uint8_t *>(to.weights[0] + r * FOURS);
+  auto lower = reinterpret_cast<uint8_t *>(to.weights[1] + r * FOURS);
+  for (int64_t j = 0; j < keys; j += LANES) {
+    const I32 v = whole(load<F32>(weights + j) * step.per_step);
+    store(upper + j, __builtin_convertvector(v >> 8, U8));
+    store(lower + j, __builtin_convertvector(v, U8));
   }
   to.weight_steps[r] = step.step;
 }
@@ -312,10 +301,11 @@ static void put_weights_of_lanes(const Digits &to, int64_t r, float *weights, in
 // REGISTER numbers, from the first or, if LATTER, from the second. values: at the first of all;
 // left: of a row, from there on. Words of weights: row_words from row to row, key_words from four
 // keys to the next.
-template <int M, bool LATTER>
+template <int M, bool LATTER, bool FETCHES>
 static void weigh_bytes(const Digits &digits, int64_t r, int64_t row_words, int64_t key_words,
                         const char *values, int64_t stride, int64_t left, int64_t keys, float *out,
-                        int64_t out_stride) {
+                        int64_t out_stride, Later *later) {
+  Later fetched = *later;
   I32 sums[2][M][2] = {};
   const __mmask64 some = some_bytes(left);
   const int32_t *weights[2] = {digits.weights[0] + r * row_words,
@@ -329,6 +319,7 @@ static void weigh_bytes(const Digits &digits, int64_t r, int64_t row_words, int6
     for (int i = 0; i < 2; i++)
       pairs[i] = LATTER ? _mm512_unpackhi_epi8(row[2 * i], row[2 * i + 1])
                         : _mm512_unpacklo_epi8(row[2 * i], row[2 * i + 1]);
+    if (FETCHES) fetched.fetch();
     const I32 fours[2] = {(I32)_mm512_unpacklo_epi16(pairs[0], pairs[1]),
                           (I32)_mm512_unpackhi_epi16(pairs[0], pairs[1])};
     const int64_t at = j / 4 * key_words;
@@ -341,6 +332,7 @@ static void weigh_bytes(const Digits &digits, int64_t r, int64_t row_words, int6
         sums[part][m][1] = plus_fours(sums[part][m][1], weight, fours[1]);
       }
   }
+  *later = fetched;
   // Four numbers of each sixteen lie side by side.
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++)
@@ -355,28 +347,34 @@ static void weigh_bytes(const Digits &digits, int64_t r, int64_t row_words, int6
     }
 }
 
-// The values of a span, weighted; which are not yet where out is. weights: as of `weigh_values`.
+// The values of a span, weighted, of all heads of a tile; which are not yet where out is. weights:
+// as of `weigh_values`. FEW queries wait for memory: the next span's keys are fetched meanwhile.
+template <bool FEW>
 static void weigh_values_in_bytes(const toast::Attention &a, const toast::Tile &tile,
                                   int64_t begin, int64_t keys, float *weights, int64_t lanes,
-                                  const Digits &digits, float *out) {
+                                  int64_t head_weights, const Digits &digits, float *out) {
   const toast_rows &values = a.call->values;
   const int64_t size = a.call->value_size, stride = values.strides[2];
-  const char *from = row_of(values, tile.batch, tile.head, begin);
-  for (int64_t j = 0; j < keys; j++) digits.scales[j] = scale_of(from + j * stride, size);
-  if (lanes) {
-    for (int64_t r = 0; r < tile.rows; r += LANES)
+  const int64_t row_words = FEW ? FOURS : 1, key_words = FEW ? 1 : lanes;
+  int64_t goes = 0;
+  in_tiles(tile.rows, [&]<int M>(int64_t) { goes += 2 * ((size + REGISTER - 1) / REGISTER); });
+  Later later = keys_after(a, tile, begin + keys, tile.heads * goes * ((keys + 3) / 4));
+  for (int64_t h = 0; h < tile.heads; h++) {
+    const char *from = row_of(values, tile.batch, tile.head + h, begin);
+    for (int64_t j = 0; j < keys; j++) digits.scales[j] = scale_of(from + j * stride, size);
+    for (int64_t j = keys; j % LANES; j++) digits.scales[j] = 0;
+    for (int64_t r = 0; !FEW && r < tile.rows; r += LANES)
       put_weights_of_lanes(digits, r, weights + r, lanes, keys);
-  } else {
-    for (int64_t r = 0; r < tile.rows; r++)
+    for (int64_t r = 0; FEW && r < tile.rows; r++)
       put_weights_of_row(digits, r, weights + r * SCORES_STRIDE, keys);
+    for (int64_t d = 0; d < size; d += REGISTER)
+      in_tiles(tile.rows, [&]<int M>(int64_t r) {
+        for (auto weigh : {weigh_bytes<M, false, FEW>, weigh_bytes<M, true, FEW>})
+          weigh(digits, r, row_words, key_words, from + d, stride, size - d, keys,
+                out + r * a.row_floats + d, a.row_floats, &later);
+      });
+    weights += head_weights, out += tile.rows * a.row_floats;
   }
-  const int64_t row_words = lanes ? 1 : FOURS, key_words = lanes ? lanes : 1;
-  for (int64_t d = 0; d < size; d += REGISTER)
-    in_tiles(tile.rows, [&]<int M>(int64_t r) {
-      for (auto weigh : {weigh_bytes<M, false>, weigh_bytes<M, true>})
-        weigh(digits, r, row_words, key_words, from + d, stride, size - d, keys,
-              out + r * a.row_floats + d, a.row_floats);
-    });
 }
 
 // vectors: 0 where queries are few.
@@ -393,7 +391,7 @@ INLINE bool in_bytes(const toast_rows &) { return false; }
 INLINE bool make_digits(const toast::Attention &, Digits *) { return false; }
 template <class... Rest>
 INLINE void scores_in_bytes(const Rest &...) {}
-template <class... Rest>
+template <bool FEW, class... Rest>
 INLINE void weigh_values_in_bytes(const Rest &...) {}
 #endif
 

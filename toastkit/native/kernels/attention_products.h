@@ -45,6 +45,27 @@ struct Ahead {
   }
 };
 
+// Bytes that are needed next, fetched while something else is computed with: evenly, so that memory
+// has never more to do than it can, nor nothing. A line is asked for again until the next is due.
+struct Later {
+  const char *next, *due;
+  int64_t bytes;  // at a time
+
+  // times: that `fetch` is called.
+  static Later over(const char *from, int64_t bytes, int64_t times) {
+    return {from, from, (bytes + times - 1) / times};
+  }
+
+  void fetch() {  // so many lines for four keys, in the shortest of loops
+    due += bytes;
+#pragma GCC unroll 3
+    for (int i = 0; i < 3; i++) {
+      __builtin_prefetch(next, 0, 2);
+      next += next < due ? LINE : 0;
+    }
+  }
+};
+
 // Rows become columns.
 INLINE void transpose(F32 *r) {
 #if defined(__AVX512F__)

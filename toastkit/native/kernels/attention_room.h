@@ -1,6 +1,8 @@
 // Where attention's code finds rows, and the memory that a thread has for a span.
 #pragma once
 
+#include <type_traits>
+
 #include "attention.h"
 #include "attention_products.h"
 #include "product.h"
@@ -69,9 +71,76 @@ INLINE bool make_room(const toast::Attention &a, Room *room) {
   return true;
 }
 
+#if defined(__AVX512VNNI__)
+constexpr int64_t REGISTER = 4 * LANES;     // bytes of one
+constexpr int64_t FOURS = toast::SPAN / 4;  // words of a span's weights
+constexpr int KEYS_TURNED = 2 * LANES;      // that few queries meet at a time
+
+// A thread's memory for a span in bytes. queries: (WIDE, stride) bytes, upper digits and then lower
+// ones, with zeros behind a row. columns: the same crosswise where queries are many, (stride / 4,
+// lanes) words; where they are few, word by word in the first. offsets: 128 times the sums of a
+// query's digits. weights: words of four keys, upper and then lower. keys: plus 128, (TILE_M,
+// stride) or, crosswise, (stride / 4, KEYS_TURNED) words.
+struct Digits {
+  int64_t stride;
+  int8_t *queries[2];
+  int32_t *columns[2], *offsets[2], *sums[2], *weights[2];
+  uint8_t *keys;
+  float *query_steps, *weight_steps, *scales;
+};
+
+INLINE bool make_digits(const toast::Attention &a, Digits *digits) {
+  constexpr int KEYS = KEYS_TURNED > TILE_M ? KEYS_TURNED : TILE_M;
+  const int64_t stride = (a.call->key_size + REGISTER - 1) / REGISTER * REGISTER;
+  const int64_t each = WIDE * (2 * stride + 4 * (1 + TILE_M + FOURS));
+  const int64_t bytes = 2 * each + KEYS * stride + 4 * (2 * WIDE + toast::SPAN);
+  auto memory = static_cast<char *>(toast::scratch(toast::BYTES, bytes));
+  if (!memory) return false;
+  auto next = [&](auto *&place, int64_t numbers) {
+    place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(memory);
+    memory += numbers * sizeof *place;
+  };
+  digits->stride = stride;
+  for (int part = 0; part < 2; part++) next(digits->columns[part], WIDE * stride / 4);
+  for (int part = 0; part < 2; part++) {
+    next(digits->queries[part], WIDE * stride);
+    next(digits->offsets[part], WIDE);
+    next(digits->sums[part], WIDE * TILE_M);
+    next(digits->weights[part], WIDE * FOURS);
+  }
+  next(digits->keys, KEYS * stride);
+  next(digits->query_steps, WIDE);
+  next(digits->weight_steps, WIDE);
+  next(digits->scales, toast::SPAN);
+  return true;
+}
+#endif
+
 INLINE const char *query_of(const toast::Attention &a, const toast::Tile &tile, int64_t r) {
   const int64_t row = tile.first + r, head = tile.head * a.repeats + row % a.repeats;
   return row_of(a.call->queries, tile.batch, head, row / a.repeats);
+}
+
+// A tile's rows of keys or values from `first` up to `end`. Of heads that lie side by side it is a
+// part of the memory of all, which neighbouring tiles come to.
+INLINE Later later_of(const toast::Attention &a, const toast_rows &rows, const toast::Tile &tile,
+                      int64_t first, int64_t end, int64_t times) {
+  const int64_t bytes = (end - first) * rows.strides[2] * number_bytes(rows.type);
+  if (rows.strides[2] <= rows.strides[1])
+    return Later::over(row_of(rows, tile.batch, tile.head, first), bytes, times);
+  return Later::over(row_of(rows, tile.batch, 0, first) + bytes * tile.head / a.call->key_heads,
+                     bytes * tile.heads / a.call->key_heads, times);
+}
+
+// Those keys that the thread probably comes to next: of the next span, or of the next heads.
+INLINE Later keys_after(const toast::Attention &a, const toast::Tile &tile, int64_t first,
+                        int64_t times) {
+  const toast_attention &call = *a.call;
+  toast::Tile next = tile;
+  if (first == call.key_positions) first = 0, next.head += tile.heads;
+  const int64_t end = first + toast::SPAN < call.key_positions ? first + toast::SPAN
+                                                               : call.key_positions;
+  return later_of(a, call.keys, next, first, next.head < call.key_heads ? end : first, times);
 }
 
 // Query r of a tile, scaled, as floats with zeros up to a multiple of LANES; zeros after the last.

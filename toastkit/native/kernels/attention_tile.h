@@ -63,18 +63,20 @@ static void weights_of_row(float *scores, int64_t keys, float *most, float *tota
     F32 score = load<F32>(scores + j);
     peaks = score > peaks ? score : peaks;
   }
-  float peak = peaks[0];
-  for (int i = 1; i < LANES; i++) peak = peaks[i] > peak ? peaks[i] : peak;
+  const float peak = largest(peaks);
   constexpr int PARTS = SUMMED / LANES;
   F32 sums[PARTS];
+#pragma GCC unroll 4
   for (int i = 0; i < PARTS; i++) sums[i] = F32{};
   for (int64_t j = 0; j < padded; j += SUMMED)
+#pragma GCC unroll 4
     for (int i = 0; i < PARTS; i++) {
       F32 weight = exponential(load<F32>(scores + j + i * LANES) - all(peak));
       store(scores + j + i * LANES, weight);
       sums[i] += weight;
     }
   float all_sums[SUMMED];
+#pragma GCC unroll 4
   for (int i = 0; i < PARTS; i++) store(all_sums + i * LANES, sums[i]);
   *most = peak;
   *total = in_order(all_sums);
@@ -214,11 +216,14 @@ static bool attend_span(const toast::Attention &a, const toast::Tile &tile, int6
   for (int64_t r = 0; !few && r < tile.rows; r += LANES)
     weights_of_lanes(room.scores + r, keys, stride, out.most + r, totals + r * a.row_floats,
                      a.row_floats, int(tile.rows - r < LANES ? tile.rows - r : LANES));
-  for (int64_t h = 0; values_in_bytes && h < tile.heads; h++)
-    weigh_values_in_bytes(a, tile.of_head(h), begin, keys, room.scores + h * head_stride,
-                          few ? 0 : stride, digits, out.sums + h * sums);
-  if (!values_in_bytes)
+  if (values_in_bytes && few) {
+    weigh_values_in_bytes<true>(a, tile, begin, keys, room.scores, 0, head_stride, digits,
+                                out.sums);
+  } else if (values_in_bytes) {
+    weigh_values_in_bytes<false>(a, tile, begin, keys, room.scores, stride, 0, digits, out.sums);
+  } else {
     weigh_values(a, tile, begin, keys, room.scores, row_stride, stride, head_stride, out.sums);
+  }
   return true;
 }
 
