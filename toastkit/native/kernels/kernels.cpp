@@ -26,7 +26,7 @@ constexpr int64_t LEAST_BYTES = 64 << 10;  // likewise
 constexpr int CHUNKS = 8;                  // for each thread, where they are between the two
 constexpr int64_t CHUNK_ROWS = 64;         // for many; less of little matrices
 constexpr int64_t LEAST_ROWS = 16;         // a multiple of all tiles
-constexpr int64_t LITTLE = 1 << 16;        // products of numbers that are not worth a second thread
+constexpr int64_t LITTLE = 1 << 18;        // products of numbers that are not worth a second thread
 
 std::atomic<const Instructions *> chosen{nullptr};
 

@@ -10,7 +10,7 @@
 namespace toast {
 
 constexpr int64_t CHUNK = 1 << 14;   // numbers that a thread takes at a time
-constexpr int64_t LITTLE = 1 << 15;  // that are not worth a second thread
+constexpr int64_t LITTLE = 1 << 17;  // that are not worth a second thread
 
 // work(first, end) over all rows, some at a time. size: numbers of a row.
 template <class Work>
