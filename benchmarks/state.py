@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -114,7 +115,23 @@ def measured(engine: Any, folder: Path, options: argparse.Namespace) -> dict[str
                 raise SystemExit(f"{name}: other tokens: {said}, not {wanted}")
             for what, seconds in times.items():
                 results.setdefault(f"{name}: {what}", []).append(seconds)
+        for name in ("copied by the system", "written"):
+            for what, seconds in forked(engine, path, ids, name != "written").items():
+                results.setdefault(f"a fork, {name}: {what}", []).append(seconds)
     return results
+
+
+def forked(engine: Any, path: Path, ids: list[int], copies: bool) -> dict[str, float]:
+    """Resumes a session in another one, and commits it there; seconds."""
+    times, fork = {}, path.parent / "fork"
+    with Session.open(fork, MODEL, durable=False) as session:
+        with Session.open(path, MODEL, write=False) as source:
+            times["resumed"], caches = timed(partial(source.restore, len(ids), engine.new_cache))
+            if copies:
+                times["copied"], _ = timed(partial(session.copy_ahead, source, len(ids), len(ids)))
+        times["first commit"], _ = timed(partial(session.commit, ids, caches, LOGITS))
+    shutil.rmtree(fork)
+    return times
 
 
 def saved(session: Session, ids: list[int], caches: list, ahead: bool) -> dict[str, float]:

@@ -89,6 +89,18 @@ def pwrite_all(fd: int, data: bytes | memoryview, offset: int) -> None:
         offset += written
 
 
+def copy_range(source: int, first: int, fd: int, offset: int, count: int) -> None:
+    """Copies bytes from one file to another without reading them here; where a file system can
+    (btrfs, xfs), both have them from then on. Raises OSError, also where the system cannot."""
+    if not hasattr(os, "copy_file_range"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    while count:
+        copied = os.copy_file_range(source, fd, count, first, offset)
+        if not copied:
+            raise OSError(errno.EIO, "the file ends before that")
+        first, offset, count = first + copied, offset + copied, count - copied
+
+
 def pread_into(fd: int, buffer: memoryview, offset: int) -> bool:
     """Fills the buffer from a byte offset. Returns False if the file ends before that."""
     while buffer.nbytes:

@@ -109,6 +109,66 @@ def test_another_state_takes_over_what_is_the_same(tmp_path: Path) -> None:
         assert rows_of(session, 800) == [*[expected_rows(other)] * 2, state_bytes(other)]
 
 
+@pytest.mark.parametrize(
+    ("count", "copied"), [(700, 700), (650, 512), (512, 512), (200, 0)], ids=str
+)
+def test_a_fork_has_rows_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, copied: int
+) -> None:
+    """By the system: the first commit writes what has come since, and rows of the last block if the
+    state was cut back there."""
+    counts = rows_read(monkeypatch)
+    with Session.open(tmp_path / "a", MODEL) as session:
+        commit(session, TOKENS[:700])
+    with Session.open(tmp_path / "b", MODEL) as fork:
+        with Session.open(tmp_path / "a", MODEL, write=False) as source:
+            fork.copy_ahead(source, count, len(TOKENS))
+        counts.clear()
+        fork.write_layers_ahead(TOKENS[:900], lambda: [growing(TOKENS[:900])], len(TOKENS))
+        commit(fork, TOKENS)
+        assert counts == [900 - copied] * 2 + [100] * 2
+        for tensor in fork.header.layers[0].tensors:
+            places = [r.offset for r in tensor.ranges]
+            assert places == [places[0] + i * 256 * ROW_BYTES for i in range(len(places))]
+        assert rows_of(fork, len(TOKENS)) == [expected_rows(TOKENS)] * 2
+    with Session.open(tmp_path / "a", MODEL, write=False) as source:
+        assert rows_of(source, 700) == [expected_rows(TOKENS[:700])] * 2
+
+
+@pytest.mark.parametrize("problem", ["changed", "refused", "committed", "missing"])
+def test_a_fork_that_cannot_be_copied_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    """Where the source is not known to be as it was committed, where the system has no such call or
+    refuses it, or where somebody has committed to the source meanwhile."""
+    counts = rows_read(monkeypatch)
+    with Session.open(tmp_path / "a", MODEL) as session:
+        commit(session, TOKENS[:700], *hybrid(TOKENS[:700]))
+    if problem == "changed":
+        os.utime(tmp_path / "a" / "cache.bin")
+    real = os.copy_file_range
+
+    def copy(*args: int) -> int:
+        if problem == "refused":
+            raise OSError(errno.EXDEV, "")
+        if problem == "committed":
+            with Session.open(tmp_path / "a", MODEL) as session:
+                commit(session, TOKENS[:800], *hybrid(TOKENS[:800]))
+        return real(*args)
+
+    if problem == "missing":
+        monkeypatch.delattr(os, "copy_file_range")
+    else:
+        monkeypatch.setattr(os, "copy_file_range", copy)
+    with Session.open(tmp_path / "b", MODEL) as fork:
+        with Session.open(tmp_path / "a", MODEL, write=False) as source:
+            fork.copy_ahead(source, 700, len(TOKENS))
+        counts.clear()
+        commit(fork, TOKENS, *hybrid(TOKENS))
+        assert counts == [len(TOKENS)] * 2
+    check(tmp_path / "b", len(TOKENS))
+
+
 def test_rows_of_the_last_commit_stay(tmp_path: Path) -> None:
     """Also those behind a place that history goes on from otherwise."""
     other = [*TOKENS[:100], *[7] * 300]

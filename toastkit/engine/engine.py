@@ -237,10 +237,10 @@ class Engine:
         if count in read.savepoints:
             points.append(take_savepoint(cache, count))  # or the next commit would drop it
         state = ModelState(cache, list(ids[:count]), session=session, savepoints=points)
+        if source is not None and session is not None:
+            session.copy_ahead(source, count, len(ids))
         if count == len(ids):
-            stored = read.logits()
-            assert stored is not None  # or reusable would have left a token to run
-            state.logits = mx.array(stored)  # type: ignore[arg-type]
+            state.logits = mx.array(read.logits())  # type: ignore[arg-type]  # there: reusable
         return state, count
 
     def reading(

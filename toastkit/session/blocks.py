@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from toastkit.private_files import pread_into, pwrite_all
+from toastkit.private_files import copy_range, pread_into, pwrite_all
 from toastkit.session.extents import Space
 from toastkit.session.layout import Damaged, Layer, Range, Tensor
 
@@ -108,16 +108,48 @@ def _fill_last_block(fd: int, tensor: Tensor, first: int, data: memoryview) -> m
 
 def _write_blocks(fd: int, space: Space, tensor: Tensor, data: memoryview) -> None:
     """Writes what is left to fresh extents."""
-    size, block = tensor.block_rows * tensor.row_bytes, tensor.block_bytes
-    last = -(-space.rows // tensor.block_rows) if tensor.axis is not None else 0
+    size = tensor.block_rows * tensor.row_bytes
     while data.nbytes:
         piece = data[:size]
-        before = tensor.ranges[-1].offset + block if tensor.ranges else None
-        following = max(last - len(tensor.ranges) - 1, 0) * block
-        offset = space.beside(before, block, following)
+        offset = _next_extent(space, tensor)
         pwrite_all(fd, piece, offset)
         tensor.ranges.append(Range(offset, piece.nbytes, zlib.crc32(piece)))
         data = data[size:]
+
+
+def _next_extent(space: Space, tensor: Tensor) -> int:
+    """The offset of a fresh one for the next block, with room behind it for those to come."""
+    block = tensor.block_bytes
+    last = -(-space.rows // tensor.block_rows) if tensor.axis is not None else 0
+    before = tensor.ranges[-1].offset + block if tensor.ranges else None
+    return space.beside(before, block, max(last - len(tensor.ranges) - 1, 0) * block)
+
+
+def copy_layer(fd: int, space: Space, layer: Layer, source: int) -> Layer:
+    """What grows of a layer in another file, `source`, copied to this one: its blocks, but for a
+    last one that the layer has been cut back within. Raises OSError."""
+    copy = Layer(layer.kind, dict(layer.settings))
+    for tensor in layer.tensors:
+        if tensor.axis is not None:
+            copy.tensors.append(_copy_blocks(fd, space, tensor, source))
+    copy.parts = [copy_layer(fd, space, part, source) for part in layer.parts]
+    return copy
+
+
+def _copy_blocks(fd: int, space: Space, tensor: Tensor, source: int) -> Tensor:
+    assert tensor.axis is not None
+    rows, step, row = tensor.rows, tensor.block_rows, tensor.row_bytes
+    new = Tensor(tensor.name, tensor.dtype, tensor.shape, tensor.axis, [])
+    while row and rows > (done := len(new.ranges) * step):
+        offset, length, crc = tensor.ranges[len(new.ranges)]
+        if length != min(step, rows - done) * row:
+            rows = done
+            break
+        to = _next_extent(space, new)
+        copy_range(source, offset, fd, to, length)
+        new.ranges.append(Range(to, length, crc))
+    new.shape = (*tensor.shape[: tensor.axis], rows, *tensor.shape[tensor.axis + 1 :])
+    return new
 
 
 def store_layer(

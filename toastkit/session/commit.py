@@ -20,7 +20,7 @@ from typing import NamedTuple
 from toastkit.frames import pack_ids
 from toastkit.prefix import common_prefix
 from toastkit.private_files import DataFiles, held_until, pwrite_all
-from toastkit.session.blocks import LayerSource, store_layer
+from toastkit.session.blocks import LayerSource, copy_layer, store_layer
 from toastkit.session.extents import Space, align
 from toastkit.session.layout import (
     Header,
@@ -109,6 +109,15 @@ def write_ahead(fd: int, ahead: Ahead, tokens: list[int], sources: Sequence[Laye
         return ahead  # cut off here, it would grow over rows that the last commit may own
     layers = write_layers(fd, ahead, [_growing(source) for source in sources], tokens)
     return Ahead(tokens, layers, len(tokens), ahead.space)
+
+
+def copy_ahead(
+    fd: int, ahead: Ahead, tokens: list[int], layers: Sequence[Layer], source: int
+) -> Ahead:
+    """Copies what grows of a state that has read these tokens out of another file of caches,
+    `source`, which has these layers. Raises OSError."""
+    copies = [copy_layer(fd, ahead.space, layer, source) for layer in layers]
+    return Ahead(tokens, copies, len(tokens), ahead.space)
 
 
 def _shared(ahead: Ahead, tokens: Sequence[int]) -> int:

@@ -271,6 +271,24 @@ class Session(LastCommit):
         except (Damaged, DataError, OSError):
             self._ahead, self._writes_ahead = None, False
 
+    def copy_ahead(self, source: Session, n: int, room: int) -> None:
+        """Has the system copy the rows of a state's first n tokens, which was just restored from
+        another session, for the first commit of this one to find them as if written ahead: fewer
+        steps than to write them, and on some file systems none. What cannot be copied, or is not
+        known to be as it was committed, is left to the commit. room: as of `write_ahead`."""
+        layers = layers_at(source.header, n)
+        lent = source._stored(in_place=True)
+        if self.generation or not (self.lock and self.lock.held and layers and lent.reopen):
+            return
+        try:
+            fd = self._files.fd(CACHE_FILE)
+            ahead = writing.as_committed(fd, self.header, self.tokens, 0, room)
+            ahead = writing.copy_ahead(fd, ahead, source.tokens[:n], layers, lent.fd)
+            source._check_last()  # or a writer may have used again what was copied
+            self._ahead = ahead
+        except (Damaged, DataError, OSError):
+            pass
+
     def commit(
         self,
         tokens: Sequence[int],
