@@ -121,6 +121,15 @@ def test_more_than_is_computed_at_once(kernels: Kernels, bits: int | str, group_
         assert np.array_equal(kernels.multiply(matrix, x[i : i + 1])[0], out[i])
 
 
+def test_many_vectors_and_rows_are_one_by_one(kernels: Kernels) -> None:
+    """So many rows that more vectors than elsewhere belong to a piece of work."""
+    matrix = random_matrix(16, (1, 2500, 96), 4, 32, "f32")
+    x = vectors(17, 300, 96, "f32", 0)
+    out = kernels.multiply(matrix, x)
+    for i in (0, 2, 63, 64, 127, 128, 255, 256, 299):
+        assert np.array_equal(kernels.multiply(matrix, x[i : i + 1])[0], out[i])
+
+
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_no_number_stays_none(kernels: Kernels, bits: int | str, bad: float) -> None:

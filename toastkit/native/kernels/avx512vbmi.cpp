@@ -9,6 +9,7 @@ namespace toast {
 static bool there() { return avx512vnni.there() && __builtin_cpu_supports("avx512vbmi"); }
 
 const Instructions avx512vbmi = {
-    "avx512vbmi", there, prepared_bytes, prepare, multiply, &avx512_rows, &avx512_attention};
+    "avx512vbmi",      there,        prepared_bytes,    prepare,
+    multiply, &avx512_rows, &avx512_attention, MOST_MEMBERS};
 
 }  // namespace toast

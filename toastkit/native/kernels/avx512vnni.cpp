@@ -16,6 +16,7 @@ static bool there() {
 const RowInstructions avx512_rows = row_functions;
 const AttentionCode avx512_attention = attention;
 const Instructions avx512vnni = {
-    "avx512vnni", there, prepared_bytes, prepare, multiply, &avx512_rows, &avx512_attention};
+    "avx512vnni",      there,        prepared_bytes,    prepare,
+    multiply, &avx512_rows, &avx512_attention, MOST_MEMBERS};
 
 }  // namespace toast

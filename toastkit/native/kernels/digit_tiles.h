@@ -10,7 +10,7 @@
 namespace {
 
 constexpr int TILE_ROWS = 4;       // of 16 rows each
-constexpr int64_t AT_ONCE = 4096;  // columns that are brought crosswise at a time
+constexpr int64_t AT_ONCE = 1024;  // columns that are brought crosswise at a time
 
 // A group of numbers of 16 * N rows, and the vectors that meet it.
 struct Crosswise {
@@ -63,38 +63,63 @@ static __attribute__((noinline)) void digit_tile(const Crosswise &c, const char 
   }
 }
 
+// All members, in as few goes as can be, of which none is much smaller than another.
 template <int N>
-INLINE void digit_tiles(const Crosswise &c, const char *const *vectors, int members, float *y,
-                        int64_t y_stride) {
-  int i = 0;
-  for (; i + 3 <= members; i += 3) digit_tile<3, N>(c, vectors + i, y + i * y_stride, y_stride);
-  if (i + 2 == members) digit_tile<2, N>(c, vectors + i, y + i * y_stride, y_stride);
-  if (i + 1 == members) digit_tile<1, N>(c, vectors + i, y + i * y_stride, y_stride);
+INLINE void digit_tiles(const Crosswise &c, const char *const *vectors, int members, float *y) {
+  for (int goes = (members + 2) / 3; goes; goes--) {
+    const int some = (members + goes - 1) / goes;
+    if (some == 3) digit_tile<3, N>(c, vectors, y, N * 16);
+    if (some == 2) digit_tile<2, N>(c, vectors, y, N * 16);
+    if (some == 1) digit_tile<1, N>(c, vectors, y, N * 16);
+    vectors += some, members -= some, y += some * N * 16;
+  }
 }
 
-// Brings columns crosswise, of 16 rows that are the j-th of N such: blocks from `block` on.
-template <class B>
-static void bring_crosswise(const toast_matrix &m, const uint8_t *rows, int64_t stride, int count,
-                            int64_t block, int64_t blocks, int lanes, int j, int n,
-                            char *out) {
-  const int64_t most = m.columns * B::BYTES / (BLOCK * B::PLANES);
-  for (int64_t b = block; b < block + blocks; b++) {
-    I32 planes[2][16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) {
-      I32 q[2];
-      const uint8_t *at = rows + (i < count ? i : count - 1) * stride + b * B::BYTES;
-      B::spread(B::load(at, most - b * B::BYTES), q);
-      planes[0][i] = q[0];
-      if (B::PLANES == 2) planes[1][i] = q[1];
+// Where numbers that are brought crosswise go, and digits are looked up, by group.
+struct Places {
+  int32_t digits[32];   // (planes, lanes) of a group, from its first upper digit
+  int32_t numbers[32];  // (planes, 16 lanes) of a block
+  INLINE Places of(const Layout &layout, int n) {
+    Places places;
+    for (int i = 0; i < layout.lanes * layout.planes; i++) {
+      const int lane = i % layout.lanes, plane = i / layout.lanes;
+      places.digits[i] = int32_t(lane / 16 * layout.numbers * 2 + lane % 16 * 4 + plane * BLOCK);
     }
-    for (int k = 0; k < B::PLANES; k++) {
-      transpose(planes[k]);
+    const int lanes = std::min(layout.lanes, 16);
+    for (int i = 0; i < 16 * layout.planes; i++) {
+      const int lane = i % 16, plane = i / 16, group = lane / lanes * layout.planes + plane;
+      places.numbers[i] = (group * lanes + lane % lanes) * n * 64;
+    }
+    return places;
+  }
+};
+
+// Brings blocks of 16 * N rows crosswise. left: bytes of a row from the first on. What lies two in
+// a byte is spread out when it is crosswise: half the work.
+template <class B, int N>
+static __attribute__((noinline)) void bring_crosswise(const uint8_t *const *rows, int64_t block,
+                                                      int64_t blocks, int64_t left,
+                                                      const Places &places, char *out) {
+  for (int64_t b = 0; b < blocks; b++, out += B::PLANES * 16 * N * 64) {
+    for (int j = 0; j < N; j++) {
+      I32 fours[16];
 #pragma GCC unroll 16
       for (int i = 0; i < 16; i++) {
-        const int64_t lane = (b - block) * 16 + i, g = lane / lanes;
-        const int64_t at = (g * B::PLANES + k) * lanes + lane % lanes;
-        store(out + (at * n + j) * 64, planes[k][i]);
+        const uint8_t *at = rows[j * 16 + i] + (block + b) * B::BYTES;
+        const __m512i stored = B::load(at, left - b * B::BYTES);
+        if constexpr (B::PLANES == 1) {
+          B::spread(stored, &fours[i]);
+        } else {
+          fours[i] = (I32)stored;
+        }
+      }
+      transpose(fours);
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) {
+        I32 q[2] = {fours[i]};
+        if constexpr (B::PLANES == 2) B::spread((__m512i)fours[i], q);
+#pragma GCC unroll 2
+        for (int k = 0; k < B::PLANES; k++) store(out + places.numbers[k * 16 + i] + j * 64, q[k]);
       }
     }
   }
@@ -106,79 +131,71 @@ struct Next {
   int64_t stride, count, bytes;
 };
 
-// The i-th of `all` parts of them.
+// The i-th of `all` parts of them: whole rows, so that lines are asked for as they lie.
 INLINE void fetch(const Next &next, int64_t i, int64_t all) {
-  const int64_t from = (next.bytes * i / all + 63) & ~63, end = next.bytes * (i + 1) / all;
-  for (int64_t j = 0; from < end && j < next.count; j++)
-    for (int64_t at = from; at < end; at += 64)
+  for (int64_t j = next.count * i / all; j < next.count * (i + 1) / all; j++)
+    for (int64_t at = 0; at < next.bytes; at += 64)
       _mm_prefetch(reinterpret_cast<const char *>(next.rows + j * next.stride + at),
                    _MM_HINT_T1);
 }
 
-// The results of up to 64 members and 16 * n rows.
-template <class B>
+// The results of a group's members and up to 16 * N rows.
+template <class B, int N>
 static void many_digits(const toast::Product &p, const toast::Group &group, int64_t first,
                         int count, const uint8_t *rows, int64_t stride, char *room) {
   const toast_matrix &m = *p.matrix;
   const auto layout = Layout::of(m);
-  const int n = count > 16 ? TILE_ROWS : 1, bits = B::BYTES * 8 / (BLOCK * B::PLANES);
+  const auto places = Places::of(layout, N);
   const char *vectors[toast::MOST_MEMBERS];
+  const uint8_t *lying[16 * N];  // what is not there: the last one again
   for (int i = 0; i < group.members; i++) vectors[i] = digits_of(p, group.places[i]);
-  int32_t offsets[32];
-  for (int i = 0; i < layout.lanes * layout.planes; i++) {
-    const int lane = i % layout.lanes, plane = i / layout.lanes;
-    offsets[i] = int32_t(lane / 16 * layout.numbers * 2 + lane % 16 * 4 + plane * BLOCK);
-  }
-  float *y = reinterpret_cast<float *>(room);
-  memset(y, 0, group.members * n * 64);
-  char *numbers = room + toast::MOST_MEMBERS * TILE_ROWS * 64;
-  auto scales = reinterpret_cast<float *>(numbers + AT_ONCE * TILE_ROWS * 16);
-  float *biases = scales + AT_ONCE / 32 * TILE_ROWS * 16;
-  for (int64_t k = 0; k < m.columns; k += AT_ONCE) {
-    const int64_t g = k / m.group_size, after = k + AT_ONCE < m.columns ? k + AT_ONCE : m.columns;
-    const int64_t groups = after / m.group_size - g, block = k / layout.numbers;
-    const int64_t blocks = (after + layout.numbers - 1) / layout.numbers - block;
-    for (int j = 0; j < n; j++) {
-      const int here = count - j * 16 > 16 ? 16 : count - j * 16 > 0 ? count - j * 16 : 1;
-      const int64_t skip = count - j * 16 > 0 ? j * 16 : 0;  // rows that are not there: any
-      bring_crosswise<B>(m, rows + skip * stride, stride, here, block, blocks,
-                            layout.lanes, j, n, numbers);
-      for (int64_t i = 0; i < groups; i += 16) {
-        F32 r[2][16];
-        const int64_t row = group.expert * m.rows + first + skip;
-        fetch_numbers(m, row + 16 * n, g + i);
-        numbers_by_group(m, row, here, g + i, r[0], r[1]);
-        for (int64_t l = 0; l < 16 && i + l < groups; l++) {
-          store(scales + ((i + l) * n + j) * 16, r[0][l]);
-          store(biases + ((i + l) * n + j) * 16, r[1][l]);
-        }
+  for (int i = 0; i < 16 * N; i++) lying[i] = rows + std::min(i, count - 1) * stride;
+  float *y = reinterpret_cast<float *>(room), *scales = y + toast::MOST_MEMBERS * N * 16;
+  float *biases = scales + 16 * N * 16;
+  char *numbers = reinterpret_cast<char *>(biases + 16 * N * 16);
+  memset(y, 0, group.members * N * 64);
+  const int64_t fours = layout.lanes * layout.planes, size = sizeof(float);
+  const int64_t some = std::min<int64_t>(AT_ONCE / m.group_size, 16);
+  const int64_t bytes = m.group_size * B::BYTES / layout.numbers;  // of a row's group
+  for (int64_t g = 0; g < layout.groups; g += some) {
+    const int64_t end = std::min(layout.groups, g + some);
+    const int64_t block = g * m.group_size / layout.numbers;
+    const int64_t blocks = (end * m.group_size + layout.numbers - 1) / layout.numbers - block;
+    bring_crosswise<B, N>(lying, block, blocks, (layout.groups - g) * bytes, places, numbers);
+    for (int j = 0; j < N && g % 16 == 0; j++) {
+      const int64_t row = group.expert * m.rows + first + std::min(j * 16, count - 1);
+      F32 r[2][16];
+      fetch_numbers(m, row + 16 * N, g);
+      numbers_by_group(m, row, std::clamp(count - j * 16, 1, 16), g, r[0], r[1]);
+      for (int64_t l = 0; l < 16; l++) {
+        store(scales + (l * N + j) * 16, r[0][l]);
+        store(biases + (l * N + j) * 16, r[1][l]);
       }
     }
-    const int64_t fours = layout.lanes * layout.planes, left = m.columns - after;
-    const Next next = {left ? rows + after * bits / 8 : rows + 16 * n * stride, stride, 16 * n,
-                       std::min(left ? left : m.columns, AT_ONCE) * bits / 8};
-    for (int64_t i = 0; i < groups; i++) {
-      fetch(next, i, groups);
-      const int64_t lane = (g + i) * layout.lanes, at = g + i;
-      const Crosswise c = {
-          numbers + i * fours * n * 64, scales + i * n * 16, biases + i * n * 16, offsets, fours,
-          layout.numbers, lane / 16 * layout.numbers * 2 + lane % 16 * 4,
-          layout.steps + at * int64_t(sizeof(float)), layout.sums + at * int64_t(sizeof(float))};
-      if (n == 1) {
-        digit_tiles<1>(c, vectors, int(group.members), y, 16);
-      } else {
-        digit_tiles<TILE_ROWS>(c, vectors, int(group.members), y, TILE_ROWS * 16);
+    const int64_t left = std::min(layout.groups - end, some);
+    const Next next = {left ? rows + end * bytes : rows + 16 * N * stride, stride, 16 * N,
+                       (left ? left : std::min(layout.groups, some)) * bytes};
+    for (int64_t from = 0; from < group.members; from += toast::MEMBERS) {
+      const int members = int(std::min(group.members - from, toast::MEMBERS));
+      for (int64_t at = g; at < end; at++) {
+        if (!from) fetch(next, at - g, end - g);
+        const int64_t lane = at * layout.lanes;
+        const Crosswise c = {
+            numbers + (at - g) * fours * N * 64, scales + at % 16 * N * 16,
+            biases + at % 16 * N * 16, places.digits, fours, layout.numbers,
+            lane / 16 * layout.numbers * 2 + lane % 16 * 4, layout.steps + at * size,
+            layout.sums + at * size};
+        digit_tiles<N>(c, vectors + from, members, y + from * N * 16);
       }
     }
   }
   for (int i = 0; i < group.members; i++)
     for (int j = 0; j * 16 < count; j++)
-      put_sixteen(p, group.places[i], first + j * 16, count - j * 16 > 16 ? 16 : count - j * 16,
-                  load<F32>(y + (i * n + j) * 16));
+      put_sixteen(p, group.places[i], first + j * 16, std::min(count - j * 16, 16),
+                  load<F32>(y + (i * N + j) * 16));
 }
 
-constexpr int64_t ROOM = toast::MOST_MEMBERS * TILE_ROWS * 64 + AT_ONCE * TILE_ROWS * 16 +
-                         2 * AT_ONCE / 32 * TILE_ROWS * 64;
+constexpr int64_t ROOM = (toast::MOST_MEMBERS * 64 + 2 * 16 * 64 + AT_ONCE * 16) * TILE_ROWS;
 
 template <class B>
 static void few_digits(const toast::Product &p, uint32_t place, const uint8_t *rows,
@@ -222,7 +239,8 @@ static bool multiply_blocks(const toast::Product &p, const toast::Group &group, 
       rows = bytes, stride = m.columns;
     }
     if (room) {
-      many_digits<B>(p, group, n, count, rows, stride, room);
+      auto many = count > 16 ? many_digits<B, TILE_ROWS> : many_digits<B, 1>;
+      many(p, group, n, count, rows, stride, room);
     } else {
       const bool last = n + most >= m.rows;
       const int64_t next = last ? group.after : group.expert * m.rows + n + most;

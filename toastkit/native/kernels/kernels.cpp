@@ -25,6 +25,7 @@ constexpr int64_t MOST_BYTES = 256 << 10;  // of weights in a chunk, for one vec
 constexpr int64_t LEAST_BYTES = 64 << 10;  // likewise
 constexpr int CHUNKS = 8;                  // for each thread, where they are between the two
 constexpr int64_t CHUNK_ROWS = 64;         // for many; less of little matrices
+constexpr int64_t MANY_CHUNKS = 32;        // of these for each thread, where there can be
 constexpr int64_t LEAST_ROWS = 16;         // a multiple of all tiles
 constexpr int64_t LITTLE = 1 << 18;        // products of numbers that are not worth a second thread
 
@@ -95,15 +96,19 @@ int multiply(Product &p, int64_t count, const uint32_t *expert) {
   } else {
     share(p.x->count, prepare);
   }
-  // A chunk is some rows with some of the results that an expert gives.
-  const int64_t most_groups = m.experts + count / MOST_MEMBERS;
+  // A chunk is some rows with some of the results that an expert gives: of few rows with fewer, so
+  // that there are chunks enough.
+  const int64_t parts = MANY_CHUNKS * threads() * CHUNK_ROWS / (m.rows + 1) + 1;
+  const int64_t members = m.bits && !p.exact ? code.members : MEMBERS;
+  const int64_t most = std::clamp((count + parts - 1) / parts, MEMBERS, members);
+  const int64_t most_groups = m.experts + count / most;
   auto groups = memory<Group>(most_groups < count ? most_groups : count);
   if (!groups) return 2;
   int64_t all = 0;
   bool many = false;
   for (int64_t e = 0; e < m.experts; e++)
-    for (int64_t i = begin[e]; i < begin[e + 1]; i += MOST_MEMBERS) {
-      const int64_t left = begin[e + 1] - i, members = left < MOST_MEMBERS ? left : MOST_MEMBERS;
+    for (int64_t i = begin[e]; i < begin[e + 1]; i += most) {
+      const int64_t left = begin[e + 1] - i, members = left < most ? left : most;
       if (all) groups[all - 1].after = e * m.rows;
       groups[all++] = {e, members, places.get() + i, (e + 1) * m.rows};
       many |= members > 1;

@@ -19,7 +19,8 @@ struct Product {
   int64_t prepared_stride;  // bytes of one vector in it
 };
 
-constexpr int64_t MOST_MEMBERS = 64;
+constexpr int64_t MEMBERS = 64;        // of a group, but where Instructions say more:
+constexpr int64_t MOST_MEMBERS = 128;
 
 // Some results that one expert gives: places[i] < count, for i < members, MOST_MEMBERS at most.
 // after: the row of the stack that comes after its last one, to be fetched ahead.
@@ -40,6 +41,7 @@ struct Instructions {
   bool (*multiply)(const Product &, const Group &, int64_t first, int64_t end);
   const RowInstructions *rows;
   const AttentionCode *attention;
+  int64_t members = MEMBERS;  // of a group, at most, where packed numbers meet digits
 };
 
 // The set in use.
