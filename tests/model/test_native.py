@@ -4,6 +4,7 @@ the models that compute with them."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,13 +22,14 @@ from tests.model.reference import PROMPTS
 from tests.model.test_expert_slots import SlotOptions
 from tests.model.test_reference import check_top20
 from tests.model.test_streaming import alike, answer
-from tests.native_library import built, cache, library, needed
+from tests.native_library import built, cache, library, needed, operations_of
 from toastkit.engine.opening import open_engine
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.policy import Wish
 from toastkit.model.locate import locate
 from toastkit.native import modules, starting
-from toastkit.native.library import BITS, GROUP_SIZES, Library, use
+from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, Library, use
+from toastkit.native.modules import use_native
 from toastkit.residency.residency_options import ResidencyOptions
 
 __all__ = ["built", "cache", "library"]
@@ -252,6 +254,31 @@ def test_only_the_classes_of_mlx_are_replaced(library: Library) -> None:
         assert modules.native(made) is made and modules.is_native(made)
     assert modules.native(Linear) is Linear and not modules.is_native(nn.Linear)
     assert dict(vars(nn.Linear)) == before
+
+
+@pytest.mark.parametrize("bits", [0, *BITS])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_embeddings_are_one_operation(library: Library, bits: int, dtype: mx.Dtype) -> None:
+    """Where they become float32: to the bit what MLX makes of it, in any shape."""
+    use(library)
+    weight = mx.random.normal((40, 64), key=mx.random.key(bits)) / 3
+    made: Any = nn.Embedding(40, 64)
+    made.weight = weight.astype(dtype)
+    if bits:
+        made = made.to_quantized(32, bits)
+        made.scales, made.biases = (a.astype(dtype) for a in (made.scales, made.biases))
+    use_native([made])
+    if dtype != mx.float32:
+        vars(made)["_wide"] = mx.float32
+    for shape in ((1,), (2, 3)):
+        x = mx.random.randint(0, 40, shape).astype(mx.uint32)
+        mx.eval(x, made.parameters())
+        found, theirs = made(x), made(x.astype(mx.int32))
+        assert (operations_of(found) == ["ToastRows"]) is bool(bits or dtype != mx.float32)
+        assert "ToastRows" not in operations_of(theirs)
+        assert found.dtype == mx.float32 and mx.array_equal(found, theirs)
+    if bits:
+        assert mx.isnan(made(mx.array([3, 40], mx.uint32))).tolist() == [[False] * 64, [True] * 64]
 
 
 def test_modules_compute_what_they_are(library: Library) -> None:

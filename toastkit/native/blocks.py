@@ -19,8 +19,10 @@ import mlx.core as mx
 from toastkit.native.feed_forward import names_in
 from toastkit.native.functions import Native, our_function
 from toastkit.native.kv_caches import has_room, set_appended
+from toastkit.native.layers import Mixture
 from toastkit.native.library import ACTIVATIONS, FLOATS, Library, Operand, in_use
-from toastkit.native.modules import Linear, Norm, is_rotary
+from toastkit.native.modules import Linear, Norm
+from toastkit.native.rotary import is_rotary
 
 BASE, ATTEND = "mlx_lm.models.base", "scaled_dot_product_attention"
 FEW = 16  # positions that are one operation
@@ -196,7 +198,7 @@ class _Plan(NamedTuple):
     of_attention, of_network: give the modules in these; modules: all, with the layer's own, of
     `kinds` and `sizes`. places: of the arrays, as the library takes them. fixed: the frequencies,
     which lie behind so many of these. own: the modules that have to be asked, and told. left: the
-    network, where it is left to itself."""
+    network, where it is left to itself, unless it is a mixture (mixes) that can be taken whole."""
 
     columns: int
     of_attention: Callable[[Any], tuple]
@@ -208,16 +210,16 @@ class _Plan(NamedTuple):
     fixed: mx.array | None
     own: list[Any]
     left: Any
+    mixes: bool
     shape: _Shape
     heads: Heads
 
-    def holds(self, modules: list[Any]) -> bool:
-        """Whether it still does for a layer with these modules."""
-        return (
-            all(map(is_, modules, self.modules))
-            and list(map(type, modules)) == self.kinds
-            and list(map(len, modules)) == self.sizes
-        )
+    def holds(self, layer: Any) -> bool:
+        """Whether it still does for a layer."""
+        own = attention, _, network, _ = [layer[name] for name in layer._block]
+        modules = [*own, *self.of_attention(attention), *self.of_network(network)]
+        same = all(map(is_, modules, self.modules)) and [*map(type, modules)] == self.kinds
+        return same and [*map(len, modules)] == self.sizes
 
     def objects(self) -> Any:
         """The arrays."""
@@ -243,7 +245,7 @@ class Layer(Native):
         if library is None or cache is None or x.dtype != mx.float32 or x.ndim != 3:
             return None
         plan, (batch, length, columns) = self._plan, x.shape
-        if plan is None or plan.columns != columns or not plan.holds(self._modules(plan)):
+        if plan is None or plan.columns != columns or not plan.holds(self):
             plan = vars(self)["_plan"] = _planned(self, columns)
         if plan is None or any(part.operand() is None for part in plan.own):
             return None
@@ -255,21 +257,19 @@ class Layer(Native):
         y, *normed = (_in_one if one else _in_two)(library, plan, x, mask, cache)
         return y + plan.left(*normed) if normed else y
 
-    def _modules(self: Any, plan: _Plan) -> list[Any]:
-        """Those that a plan was made of, as they are now."""
-        own = attention, _, network, _ = [self[name] for name in self._block]
-        return [*own, *plan.of_attention(attention), *plan.of_network(network)]
-
 
 def _in_one(library: Library, plan: _Plan, x: mx.array, mask: Any, cache: Any) -> list[mx.array]:
     """What a layer gives, and the norm of it, where its network is left to itself; lazy, (B, L,
     columns) each. For a cache that has room."""
-    outs = _copies(x, 1 if plan.left is None else 2)
+    mixture = plan.left.whole() if plan.mixes else None
+    outs = _copies(x, 1 if plan.left is None or mixture else 2)
     keys, values = cache.keys, cache.values
     caches = [*_copies(keys, 1), *_copies(values, 1)]
     causal, call = mask is not None, _functions(library)[0]
     made = (ctypes.py_object * (len(outs) + 2))(*outs, *caches)
-    _need(call(made, x, keys, values, cache.offset, causal, plan.objects(), byref(plan.shape)))
+    objects, more = plan.objects(), byref(mixture) if mixture else None
+    shape = byref(plan.shape)
+    _need(call(made, x, keys, values, cache.offset, causal, objects, shape, more))
     set_appended(cache, caches, x.shape[1])
     return outs
 
@@ -338,7 +338,8 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     asked = [part for part in used if type(part).was_used is not Linear.was_used]
     return _Plan(
         columns, of_attention, of_network, modules, [*map(type, modules)], [*map(len, modules)],
-        places, fixed, asked, None if more else network, shape, own,
+        places, fixed, asked, None if more else network,
+        type(network).__call__ is Mixture.__call__, shape, own,
     )  # fmt: skip
 
 
@@ -388,7 +389,7 @@ def _network(parts: Sequence[Any], columns: int) -> list[tuple[Operand, mx.array
 @lru_cache(None)
 def _functions(library: Library) -> tuple[Any, Any, Any]:
     array, whole, place = ctypes.py_object, ctypes.c_int, ctypes.c_void_p
-    one = library.function("whole", place, *[array] * 3, whole, whole, place, place)
+    one = library.function("whole", place, *[array] * 3, whole, whole, *[place] * 3)
     projected = library.function("projected", place, array, place, place)
     closed = library.function("closed", place, array, array, place, place)
     return one, projected, closed

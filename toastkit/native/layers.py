@@ -151,6 +151,16 @@ class Mixture(Native):
         own = vars(self)
         return own[self._k], self._how | bool(own.get(self._normed))
 
+    def whole(self: Any) -> MixtureShape | None:
+        """What the library takes it as, where it is a part of a primitive that is made now: its
+        parts count as used. None where it is to be called."""
+        if vars(self).get("sharding_group") is not None or (parts := self.parts()) is None:
+            return None
+        own, *rest = parts
+        own.were_used()
+        places = [ctypes.addressof(array) for array in (own.objects, own.packing)]
+        return MixtureShape(*places, (*self.choice(), own.exact, *rest))
+
     def parts(self: Any) -> MixtureParts | None:
         """As the library takes them; None where they are to be called one by one."""
         kept = vars(self).get("_kept")
@@ -177,6 +187,14 @@ class Mixture(Native):
         if (operands := Operands.of(own, around)) is None:
             return None
         return MixtureParts(operands, len(names), *[*map(ACTIVATIONS.index, kinds), 0][:2])
+
+
+class MixtureShape(ctypes.Structure):
+    """toast_mixture, see glue/mixture.h."""
+
+    _fields_ = (
+        ("objects", ctypes.c_void_p), ("packing", ctypes.c_void_p), ("rest", ctypes.c_int32 * 6),
+    )  # fmt: skip
 
 
 class MixtureParts(NamedTuple):

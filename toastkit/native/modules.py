@@ -3,6 +3,7 @@ do, and nothing else of them. Nothing of MLX is changed, and no module that is n
 
 from __future__ import annotations
 
+import ctypes
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,8 +18,9 @@ import mlx.nn as nn
 from toastkit.native import operations
 from toastkit.native.feed_forward import Form, form_of
 from toastkit.native.functions import Native, methods_anew
-from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, Operand, in_use
+from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, NONE, Library, Operand, in_use
 from toastkit.native.recurrent import Convolution
+from toastkit.native.rotary import DeepseekRope, FreqsRope, LongRope, Rope, YarnRope
 
 NARROW = (mx.float16, mx.bfloat16)
 # Activations of experts by module and name, and what that of gpt-oss is called with in the kernels.
@@ -201,8 +203,16 @@ class Linear(_Product):
         return y + self["bias"] if "bias" in self else y
 
 
+@cache
+def _rows(library: Library) -> Any:
+    array, whole = ctypes.py_object, ctypes.c_int
+    return library.function("rows", *[array] * 5, whole, whole)
+
+
 class _Embedding(_Product):
     def __call__(self: Any, x: mx.array) -> mx.array:
+        if (y := self._float_rows(x)) is not None:
+            return y
         if self._wide is None:
             return super().__call__(x)  # type: ignore[misc]
         rows = self["weight"][x]
@@ -210,6 +220,21 @@ class _Embedding(_Product):
             return rows.astype(self._wide)
         scales, biases = (self[key][x].astype(self._wide) for key in ("scales", "biases"))
         return mx.dequantize(rows, scales, biases, self.group_size, self.bits, self.mode)
+
+    def _float_rows(self: Any, x: mx.array) -> mx.array | None:
+        """In one operation, to the bit as below, where they become float32 from something else."""
+        library, own = in_use(), self.operand()
+        if library is None or own is None or x.dtype != mx.uint32:
+            return None
+        weight, scales, biases, bits, group_size = own
+        wide = self._wide or (None if scales is None else scales.dtype)
+        if wide is None or wide != mx.float32 or (scales is None) is not (biases is None):
+            return None
+        out, more = mx.array(0), [NONE if array is None else array for array in (scales, biases)]
+        wrong = _rows(library)(out, x, weight, *more, bits, group_size)
+        if wrong is not None:
+            raise ValueError(wrong.decode())
+        return out
 
     def as_linear(self: Any, x: mx.array) -> mx.array:
         y = self._multiply(x)
@@ -289,77 +314,6 @@ class Norm(Native):
         return operations.rms_norm(x, self["weight"], self.eps)
 
 
-class _Rotary(Native):
-    """Turns queries and keys."""
-
-    def how(self, size: int) -> dict[str, Any]:
-        """Heads of so many numbers: what operations.rope is called with."""
-        raise NotImplementedError
-
-    def rotation(self, size: int) -> operations.Rotation:
-        """The same, for the library."""
-        return operations.rotation(**self.how(size))
-
-    def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        return operations.rope(x, offset=offset, **self.how(x.shape[-1]))
-
-
-class _Rope(_Rotary):
-    def how(self: Any, size: int) -> dict[str, Any]:
-        return {
-            "dims": self.dims, "traditional": self.traditional, "base": self.base,
-            "scale": self.scale,
-        }  # fmt: skip
-
-
-class _FreqsRope(_Rotary):
-    """Whose frequencies are its own."""
-
-    def how(self: Any, size: int) -> dict[str, Any]:
-        return {
-            "dims": self.dims, "traditional": self.traditional, "base": None, "scale": 1.0,
-            "freqs": self._freqs,
-        }  # fmt: skip
-
-
-class _LongRope(_Rotary):
-    def how(self: Any, size: int) -> dict[str, Any]:
-        return {
-            "dims": self.dim, "traditional": False, "base": None, "scale": 1.0,
-            "freqs": self._freqs, "factor": self._scale,
-        }  # fmt: skip
-
-
-class _YarnRope(_FreqsRope):
-    def how(self: Any, size: int) -> dict[str, Any]:
-        return super().how(size) | {"factor": self.mscale}
-
-    def __call__(
-        self: Any,
-        x: mx.array,
-        offset: int | mx.array = 0,
-        scale: float = 1.0,
-        inverse: bool = False,
-    ) -> mx.array:
-        how = self.how(x.shape[-1]) | {"scale": scale}
-        if inverse:
-            how |= {"factor": 1 / self.mscale, "freqs": -self._freqs}
-        return operations.rope(x, offset=offset, **how)
-
-
-class _DeepseekRope(_Rotary):
-    def how(self: Any, size: int) -> dict[str, Any]:
-        return {
-            "dims": size, "traditional": True, "base": None, "scale": 1.0, "freqs": self._freqs,
-            "factor": self.mscale,
-        }  # fmt: skip
-
-
-def is_rotary(module: Any) -> bool:
-    """Whether a module turns queries and keys as its `rotation` says, and does nothing else."""
-    return type(module).__call__ in (_Rotary.__call__, _YarnRope.__call__)
-
-
 # By name: those of mlx_lm are imported by the architectures that have them only.
 MIXINS: dict[tuple[str, str], type] = {
     ("mlx.nn.layers.linear", "Linear"): Linear,
@@ -367,13 +321,13 @@ MIXINS: dict[tuple[str, str], type] = {
     ("mlx.nn.layers.embedding", "Embedding"): _Embedding,
     ("mlx.nn.layers.quantized", "QuantizedEmbedding"): _Embedding,
     ("mlx.nn.layers.normalization", "RMSNorm"): Norm,
-    ("mlx.nn.layers.positional_encoding", "RoPE"): _Rope,
+    ("mlx.nn.layers.positional_encoding", "RoPE"): Rope,
     ("mlx.nn.layers.convolution", "Conv1d"): Convolution,
-    ("mlx_lm.models.rope_utils", "SuScaledRoPE"): _LongRope,
-    ("mlx_lm.models.rope_utils", "YarnRoPE"): _YarnRope,
-    ("mlx_lm.models.rope_utils", "Llama3RoPE"): _FreqsRope,
-    ("mlx_lm.models.rope_utils", "ProportionalRoPE"): _FreqsRope,
-    ("mlx_lm.models.deepseek_v2", "DeepseekV2YarnRotaryEmbedding"): _DeepseekRope,
+    ("mlx_lm.models.rope_utils", "SuScaledRoPE"): LongRope,
+    ("mlx_lm.models.rope_utils", "YarnRoPE"): YarnRope,
+    ("mlx_lm.models.rope_utils", "Llama3RoPE"): FreqsRope,
+    ("mlx_lm.models.rope_utils", "ProportionalRoPE"): FreqsRope,
+    ("mlx_lm.models.deepseek_v2", "DeepseekV2YarnRotaryEmbedding"): DeepseekRope,
     ("mlx_lm.models.switch_layers", "SwitchGLU"): SwitchGLU,
     ("mlx_lm.models.switch_layers", "SwitchLinear"): Switch,
     ("mlx_lm.models.switch_layers", "QuantizedSwitchLinear"): Switch,

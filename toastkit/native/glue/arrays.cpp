@@ -106,10 +106,13 @@ void need(int code) {
 }
 
 // An array is a shared pointer to its description and nothing else, which it hands to nobody.
-bool is_sole(const mx::array &a) {
+bool is_held_once(const mx::array &a) {
   static_assert(sizeof(mx::array) == sizeof(std::shared_ptr<void>));
-  return reinterpret_cast<const std::shared_ptr<void> &>(a).use_count() == 1 &&
-         a.data_shared_ptr().use_count() == 1;
+  return reinterpret_cast<const std::shared_ptr<void> &>(a).use_count() == 1;
+}
+
+bool is_sole(const mx::array &a) {
+  return is_held_once(a) && a.data_shared_ptr().use_count() == 1;
 }
 
 bool lie_in_place(const mx::array &input, mx::array &output) {

@@ -54,6 +54,9 @@ using LayOut = std::function<void(const Arrays &inputs, Arrays &outputs)>;
 // to write to; it must own that memory too, which it does not where that is a region's.
 bool is_sole(const mx::array &a);
 
+// Whether nobody else has an array; its memory somebody may have.
+bool is_held_once(const mx::array &a);
+
 // Whether an array's memory is a region's: see regions.cpp.
 bool is_in_region(const mx::array &a);
 

@@ -113,6 +113,12 @@ void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
   }
 }
 
+void add_vectors(float *x, const float *y, int64_t count, int64_t columns) {
+  std::vector<uint32_t> each(count);
+  std::iota(each.begin(), each.end(), 0);
+  need(toast_add_rows(x, count, columns, y, count, each.data()));
+}
+
 void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x,
             const float *attended, int64_t count, float *sum, float *out) {
   const int64_t columns = arrays[0].shape(-1);
@@ -120,14 +126,12 @@ void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
   const Part part(arrays, at, layer.packing[HEADS], layer.biased[HEADS]);
   const toast_vectors vectors = {attended, count, part.matrix->columns, TOAST_F32};
   part.multiply(vectors, count, nullptr, nullptr, layer.is.exact, sum, TOAST_F32, 0, columns);
-  std::vector<uint32_t> each(count);
-  std::iota(each.begin(), each.end(), 0);
-  need(toast_add_rows(sum, count, columns, x, count, each.data()));
+  add_vectors(sum, x, count, columns);
   norm(weight, layer.is.eps[1], sum, count, columns, out);
   if (!layer.network.count) return;
   const toast_vectors inner = {out, count, columns, TOAST_F32};
   feed(layer.network, arrays, at, inner, count, nullptr, nullptr, out, TOAST_F32);
-  need(toast_add_rows(out, count, columns, sum, count, each.data()));
+  add_vectors(out, sum, count, columns);
 }
 
 namespace {

@@ -59,6 +59,9 @@ void add_behind(Arrays &inputs, Layer &layer, Objects &objects, int64_t attended
 void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x, int64_t count,
             float *const (&outs)[HEADS]);
 
+// x += y, (count, columns) each, float32.
+void add_vectors(float *x, const float *y, int64_t count, int64_t columns);
+
 // sum = x + out(attended), and network(norm(sum)) + sum; or norm(sum), where there is no network.
 // All (count, columns) but attended; out may lie where x does.
 void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x,

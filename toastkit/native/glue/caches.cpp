@@ -1,7 +1,13 @@
 // Keys and values of new positions, into a cache, as an MLX primitive.
 #include "caches.h"
 
+#include <sched.h>
 #include <string.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <unordered_map>
 
 namespace toast {
 namespace {
@@ -12,6 +18,40 @@ bool is_by_position(const mx::array &cache) {
   const int64_t size = cache.shape(3), heads = cache.shape(1);
   return !cache.flags().row_contiguous && cache.strides(3) == 1 && cache.strides(1) == size &&
          cache.strides(0) == heads * size && cache.strides(2) == cache.shape(0) * heads * size;
+}
+
+// Who is in line to write to which memory. Never destroyed: MLX's threads may outlive main.
+struct Line {
+  std::mutex mutex;
+  std::condition_variable moved;
+  std::unordered_map<const void *, int> writers;
+};
+Line &line = *new Line;
+
+constexpr int PATIENCE = 1000;  // looks at memory that MLX is about to let go of
+constexpr auto LONGEST = std::chrono::seconds(10);  // for who may have failed before he was in line
+
+template <class A>
+bool is_owned(const A &a) {
+  if constexpr (requires { a.data_shared_ptr()->is_owned(); }) {
+    return a.data_shared_ptr()->is_owned();
+  } else {
+    return true;
+  }
+}
+
+// Whether a cache's memory may be written to: see lie_as_before.
+bool is_free(const mx::array &cache) {
+  if (!cache.size() || !is_held_once(cache)) return false;
+  if (!is_owned(cache) && !is_in_region(cache)) return false;
+  if (is_sole(cache)) return true;
+  std::unique_lock<std::mutex> lock(line.mutex);
+  const void *memory = cache.data<char>();
+  if (!line.writers.count(memory)) return false;
+  if (!line.moved.wait_for(lock, LONGEST, [&] { return !line.writers.count(memory); }))
+    line.writers.erase(memory);
+  for (int looks = 0; looks < PATIENCE && !is_sole(cache); looks++) sched_yield();
+  return is_sole(cache);
 }
 
 // What a cache holds up to a position, where it lies.
@@ -33,6 +73,7 @@ void append(const Arrays &arrays, int64_t first) {
   for (int i = 0; i < 2; i++) {
     const mx::array &x = arrays[2 + i];
     mx::array cache = arrays[4 + i];
+    const Written written(arrays[4 + i]);
     std::unique_ptr<InOrder> copy;
     toast_heads heads = {x.data<char>(), x.shape(0), x.shape(1), x.shape(2), x.shape(3),
                          {x.strides(0), x.strides(1), x.strides(2)}, type_of(x)};
@@ -85,7 +126,7 @@ void check_cache(const mx::array &cache, const mx::Shape &heads, int first) {
 
 void lie_as_before(const mx::array &before, mx::array &cache) {
   const bool dense = before.flags().row_contiguous || is_by_position(before);
-  if (dense && (before.is_donatable() || (is_sole(before) && is_in_region(before)))) {
+  if (dense && is_free(before)) {
     cache.copy_shared_buffer(before);
   } else if (!is_by_position(before)) {
     cache.set_data(mx::allocator::malloc(cache.nbytes()));
@@ -93,6 +134,17 @@ void lie_as_before(const mx::array &before, mx::array &cache) {
     cache.set_data(mx::allocator::malloc(cache.nbytes()), cache.size(), before.strides(),
                    {true, false, false});
   }
+  if (!cache.size()) return;
+  const std::lock_guard<std::mutex> lock(line.mutex);
+  line.writers[cache.data<char>()]++;
+}
+
+Written::~Written() {
+  if (!cache_.size()) return;
+  const std::lock_guard<std::mutex> lock(line.mutex);
+  const auto own = line.writers.find(cache_.data<char>());
+  if (own != line.writers.end() && !--own->second) line.writers.erase(own);
+  line.moved.notify_all();
 }
 
 void write_heads(const mx::array &before, mx::array &cache, const toast_heads &heads,

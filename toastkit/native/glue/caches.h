@@ -11,8 +11,20 @@ namespace toast {
 void check_cache(const mx::array &cache, const mx::Shape &heads, int first);
 
 // Gives a cache memory: that of the one before, if nobody else has that; else its own, in the same
-// order.
+// order. What is in line to write there counts as nobody, and is waited for: MLX holds its memory
+// until it has run, and who builds one step while another is computed would copy all caches.
+// Whoever computes it begins with a Written of it.
 void lie_as_before(const mx::array &before, mx::array &cache);
+
+// While it is there, a cache is being written to; then it is not in line any more.
+class Written {
+ public:
+  explicit Written(const mx::array &cache) : cache_(cache) {}
+  ~Written();
+
+ private:
+  const mx::array &cache_;
+};
 
 // Writes new heads from `first` on into a cache that lies so, and what was there before unless it
 // is there.

@@ -2,6 +2,7 @@
 #include "../kernels/rows.h"
 #include "blocks.h"
 #include "caches.h"
+#include "mixture.h"
 
 namespace toast {
 namespace {
@@ -19,22 +20,32 @@ toast_rows rows_of(const mx::array &cache) {
           kept_type(cache)};
 }
 
-// arrays: x, those of what lies before, frequencies, those of what lies behind, both caches; and
-// what comes out of it, one or two, and both caches again.
-void compute(const Layer &layer, const Arrays &arrays, int first, bool causal) {
+// A layer, and the mixture that is its network, unless that has no experts. outputs: one, or, where
+// it has neither network nor mixture, the sum and its norm.
+struct Whole {
+  Layer layer;
+  Mixture mixture;
+  size_t outputs;
+};
+
+// arrays: x, those of what lies before, frequencies, those of what lies behind, those of a mixture,
+// both caches; and what comes out of it, and both caches again.
+void compute(const Whole &whole, const Arrays &arrays, int first, bool causal) {
+  const Layer &layer = whole.layer;
   const toast_layer &is = layer.is;
   const mx::array &x = arrays[0];
   const int64_t batch = x.shape(0), length = x.shape(1), columns = x.shape(2);
   const int64_t count = batch * length, query = layer.size[0], value = layer.size[2];
-  const size_t all = arrays.size(), caches = all - (is.network ? 5 : 6);
+  const size_t all = arrays.size(), caches = all - whole.outputs - 4;
+  const Written keys_written(arrays[all - 2]), values_written(arrays[all - 1]);
   mx::array keys = arrays[all - 2], values = arrays[all - 1], out = arrays[all - 3];
-  mx::array sum = arrays[all - 4];  // where there is no network
+  mx::array first_out = arrays[all - whole.outputs - 2];
   InOrder in_order(x);
   const float *rows = reinterpret_cast<const float *>(in_order.data());
 
   const int64_t wide = count * is.heads * query, narrow = count * is.key_heads * query;
   const int64_t kept = count * is.key_heads * value, joined = count * is.heads * value;
-  const int64_t sums = is.network ? count * columns : 0;
+  const int64_t sums = count * columns;
   std::unique_ptr<float[]> memory(new float[2 * (wide + narrow) + kept + joined + sums]);
   float *const q = memory.get(), *const k = q + wide, *const v = k + narrow;
   float *const turned_q = v + kept, *const turned_k = turned_q + wide;
@@ -64,15 +75,20 @@ void compute(const Layer &layer, const Arrays &arrays, int first, bool causal) {
   };
   const int64_t strides[3] = {length * is.heads * value, value, is.heads * value};
   need(toast_attend(&call, attended, strides, TOAST_F32));
-  behind(layer, arrays, at, rows, attended, count,
-         is.network ? attended + joined : sum.data<float>(), out.data<float>());
+  float *const to = out.data<float>();
+  float *const sum = whole.outputs == 1 ? attended + joined : first_out.data<float>();
+  behind(layer, arrays, at, rows, attended, count, sum, to);
+  if (!whole.mixture.chosen) return;
+  mix(whole.mixture, arrays, at, to, count, columns, to);
+  add_vectors(to, sum, count, columns);
 }
 
 // What comes out of it, one or two, and both caches with the new positions.
 Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &values, int first,
-             bool causal, Layer layer, Objects objects) {
+             bool causal, const toast_layer &is, Objects objects, const toast_mixture *mixture) {
   check_rows(x);
-  const toast_layer &is = layer.is;
+  Whole whole = {{is}, {}, 1};
+  Layer &layer = whole.layer;
   Arrays inputs = {x};
   add_before(inputs, layer, objects);
   const int size = layer.size[0];
@@ -83,17 +99,26 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
         "frequencies of another shape");
   inputs.push_back(frequencies);
   add_behind(inputs, layer, objects, int64_t(is.heads) * layer.size[2]);
+  if (mixture) {
+    check(!is.network && mixture->chosen > 0, "two networks, or no experts");
+    const mx::array *parts[MIXED][GIVEN];
+    whole.mixture = mixture_of(mixture->objects, mixture->packing, mixture->shared, mixture->chosen,
+                               mixture->how, mixture->activations, mixture->exact, parts);
+    add_mixture(inputs, parts, whole.mixture, x.shape(-1));
+  } else if (!is.network) {
+    whole.outputs = 2;
+  }
   mx::Shape shape = {x.shape(0), is.key_heads, x.shape(1), size};
   check_cache(keys, shape, first);
   shape[3] = layer.size[2];
   check_cache(values, shape, first);
   inputs.push_back(keys), inputs.push_back(values);
-  std::vector<mx::Shape> shapes(is.network ? 1 : 2, x.shape());
+  std::vector<mx::Shape> shapes(whole.outputs, x.shape());
   std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
   for (auto cache : {&keys, &values})
     shapes.push_back(cache->shape()), dtypes.push_back(cache->dtype());
   return made("ToastLayer", std::move(shapes), dtypes, std::move(inputs),
-              [=](const Arrays &arrays) { compute(layer, arrays, first, causal); },
+              [=](const Arrays &arrays) { compute(whole, arrays, first, causal); },
               [](const Arrays &inputs, Arrays &outputs) {
     const size_t given = inputs.size(), rest = outputs.size() - 2;
     lie_in_place(inputs[0], outputs[rest - 1]);
@@ -109,14 +134,15 @@ extern "C" {
 
 // Makes `outs`, arrays that nobody else has, what a layer gives of x, one, or two where there is no
 // network, and its caches of keys and values with the new positions from `first` on. Lazy. objects:
-// as toast_projected_array and toast_closed_array have them, with the frequencies between. Returns
-// what is wrong; NULL where nothing is.
+// as toast_projected_array and toast_closed_array have them, with the frequencies between. mixture:
+// which is its network; NULL for none. Returns what is wrong; NULL where nothing is.
 TOAST_API const char *toast_whole_array(void **outs, void *x, void *keys, void *values, int first,
-                                        int causal, void **objects, const toast_layer *layer) {
+                                        int causal, void **objects, const toast_layer *layer,
+                                        const toast_mixture *mixture) {
   using toast::array_of;
   return toast::wrong([&] {
     auto made = toast::layer_of(array_of(x), array_of(keys), array_of(values), first, causal != 0,
-                             {*layer}, toast::Objects(objects));
+                                *layer, toast::Objects(objects), mixture);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
 }

@@ -3,6 +3,17 @@
 
 #include "feed_forward.h"
 
+extern "C" {
+
+// One as Python gives it where it is a part of a primitive: see mixture_of.
+typedef struct {
+  void *const *objects;
+  const int *packing;
+  int32_t chosen, how, exact, shared, activations[2];
+} toast_mixture;
+
+}  // extern "C"
+
 namespace toast {
 
 constexpr int MIXED = 2 * PARTS + 2;  // parts: the router; experts; what all vectors go through,

@@ -1,5 +1,7 @@
-// Products of kernels/ as an MLX primitive: lazy, on MLX's own stream, in its own arrays.
+// Products of kernels/ as an MLX primitive: lazy, on MLX's own stream, in its own arrays; and rows
+// of their matrices.
 #include <algorithm>
+#include <limits>
 
 #include "matrices.h"
 
@@ -94,6 +96,63 @@ mx::array product(const mx::array &x, const mx::array &weight, const mx::array *
   });
 }
 
+float number_at(const toast_matrix &m, const void *numbers, int64_t i) {
+  if (m.type == TOAST_F32) return static_cast<const float *>(numbers)[i];
+  const uint16_t bits = static_cast<const uint16_t *>(numbers)[i];
+  if (m.type == TOAST_F16) return float(reinterpret_cast<const mx::float16_t &>(bits));
+  return float(reinterpret_cast<const mx::bfloat16_t &>(bits));
+}
+
+// A row of a matrix as it stands for: rounded as MLX does, after the factor and after the sum.
+void widen(const toast_matrix &m, int64_t row, float *out) {
+  const int64_t first = row * m.columns;
+  if (!m.bits) {
+    for (int64_t k = 0; k < m.columns; k++) out[k] = number_at(m, m.weight, first + k);
+    return;
+  }
+  const uint8_t *packed = static_cast<const uint8_t *>(m.weight) + first * m.bits / 8;
+  const int64_t bytes = m.columns * m.bits / 8;
+  float scale = 0, bias = 0;
+  for (int64_t k = 0; k < m.columns; k++) {
+    if (k % m.group_size == 0) {
+      scale = number_at(m, m.scales, (first + k) / m.group_size);
+      bias = number_at(m, m.biases, (first + k) / m.group_size);
+    }
+    const int64_t at = k * m.bits / 8;
+    const uint32_t two = packed[at] | (at + 1 < bytes ? packed[at + 1] << 8 : 0);
+    const uint32_t number = two >> (k * m.bits % 8) & ((1u << m.bits) - 1);
+    out[k] = float(double(scale) * number) + bias;  // exact, then rounded: nothing to contract
+  }
+}
+
+// Rows (..., columns) of a matrix, float32; what is not there is NaN.
+mx::array rows_at(const mx::array &places, const mx::array &weight, const mx::array *scales,
+                  const mx::array *biases, int bits, int group_size) {
+  check(places.dtype() == mx::uint32, "places that are no uint32");
+  check(weight.ndim() == 2 && (!bits || biases), "a matrix of another shape");
+  const int64_t columns = bits ? weight.shape(-1) * int64_t(32) / bits : weight.shape(-1);
+  const Packing packing(bits, group_size, false, biases);
+  Arrays inputs = {places};
+  add_matrix(inputs, weight, scales, biases, packing, columns);
+  auto shape = places.shape();
+  shape.push_back(int(columns));
+  return made("ToastRows", std::move(shape), mx::float32, std::move(inputs),
+              [packing](const Arrays &arrays) {
+    const Matrix matrix(arrays, 1, packing);
+    InOrder places(arrays[0]);
+    auto rows = reinterpret_cast<const uint32_t *>(places.data());
+    mx::array out = arrays.back();
+    float *to = out.data<float>();
+    for (size_t i = 0; i < arrays[0].size(); i++, to += matrix->columns) {
+      if (rows[i] < matrix->rows) {
+        widen(*matrix.get(), rows[i], to);
+      } else {
+        std::fill_n(to, matrix->columns, std::numeric_limits<float>::quiet_NaN());
+      }
+    }
+  });
+}
+
 }  // namespace
 }  // namespace toast
 
@@ -111,6 +170,18 @@ TOAST_API const char *toast_product_array(void *out, void *x, void *weight, void
                                    biases ? &array_of(biases) : nullptr,
                                    choice ? &array_of(choice) : nullptr, bits, group_size,
                                    exact != 0);
+  });
+}
+
+// Makes `out`, an array that nobody else has, rows of a matrix, float32. Lazy. scales, biases: NULL
+// for one that is not packed. Returns as above.
+TOAST_API const char *toast_rows_array(void *out, void *places, void *weight, void *scales,
+                                       void *biases, int bits, int group_size) {
+  using toast::array_of;
+  return toast::wrong([&] {
+    array_of(out) = toast::rows_at(array_of(places), array_of(weight),
+                                   scales ? &array_of(scales) : nullptr,
+                                   biases ? &array_of(biases) : nullptr, bits, group_size);
   });
 }
 

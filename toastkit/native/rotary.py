@@ -1,0 +1,89 @@
+"""Rotary positions: modules that turn queries and keys, and say how they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from toastkit.native import operations
+from toastkit.native.functions import Native
+
+
+class Rotary(Native):
+    """Turns queries and keys."""
+
+    def how(self, size: int) -> dict[str, Any]:
+        """Heads of so many numbers: what operations.rope is called with."""
+        raise NotImplementedError
+
+    def rotation(self, size: int) -> operations.Rotation:
+        """The same, for the library."""
+        return operations.rotation(**self.how(size))
+
+    def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        return operations.rope(x, offset=offset, **self.how(x.shape[-1]))
+
+
+class Rope(Rotary):
+    """MLX's."""
+
+    def how(self: Any, size: int) -> dict[str, Any]:
+        return {
+            "dims": self.dims, "traditional": self.traditional, "base": self.base,
+            "scale": self.scale,
+        }  # fmt: skip
+
+
+class FreqsRope(Rotary):
+    """Whose frequencies are its own."""
+
+    def how(self: Any, size: int) -> dict[str, Any]:
+        return {
+            "dims": self.dims, "traditional": self.traditional, "base": None, "scale": 1.0,
+            "freqs": self._freqs,
+        }  # fmt: skip
+
+
+class LongRope(Rotary):
+    """With frequencies and a factor."""
+
+    def how(self: Any, size: int) -> dict[str, Any]:
+        return {
+            "dims": self.dim, "traditional": False, "base": None, "scale": 1.0,
+            "freqs": self._freqs, "factor": self._scale,
+        }  # fmt: skip
+
+
+class YarnRope(FreqsRope):
+    """Likewise, and back again."""
+
+    def how(self: Any, size: int) -> dict[str, Any]:
+        return super().how(size) | {"factor": self.mscale}
+
+    def __call__(
+        self: Any,
+        x: mx.array,
+        offset: int | mx.array = 0,
+        scale: float = 1.0,
+        inverse: bool = False,
+    ) -> mx.array:
+        how = self.how(x.shape[-1]) | {"scale": scale}
+        if inverse:
+            how |= {"factor": 1 / self.mscale, "freqs": -self._freqs}
+        return operations.rope(x, offset=offset, **how)
+
+
+class DeepseekRope(Rotary):
+    """Of whole heads."""
+
+    def how(self: Any, size: int) -> dict[str, Any]:
+        return {
+            "dims": size, "traditional": True, "base": None, "scale": 1.0, "freqs": self._freqs,
+            "factor": self.mscale,
+        }  # fmt: skip
+
+
+def is_rotary(module: Any) -> bool:
+    """Whether a module turns queries and keys as its `rotation` says, and does nothing else."""
+    return type(module).__call__ in (Rotary.__call__, YarnRope.__call__)
