@@ -128,7 +128,7 @@ def forked(engine: Any, path: Path, ids: list[int], copies: bool) -> dict[str, f
         with Session.open(path, MODEL, write=False) as source:
             times["resumed"], caches = timed(partial(source.restore, len(ids), engine.new_cache))
             if copies:
-                times["copied"], _ = timed(partial(session.copy_ahead, source, len(ids), len(ids)))
+                session.goes_on_from(source, len(ids), len(ids))
         times["first commit"], _ = timed(partial(session.commit, ids, caches, LOGITS))
     shutil.rmtree(fork)
     return times

@@ -122,7 +122,7 @@ def test_a_fork_has_rows_copied(
         commit(session, TOKENS[:700])
     with Session.open(tmp_path / "b", MODEL) as fork:
         with Session.open(tmp_path / "a", MODEL, write=False) as source:
-            fork.copy_ahead(source, count, len(TOKENS))
+            fork.goes_on_from(source, count, len(TOKENS))
         counts.clear()
         fork.write_layers_ahead(TOKENS[:900], lambda: [growing(TOKENS[:900])], len(TOKENS))
         commit(fork, TOKENS)
@@ -162,10 +162,10 @@ def test_a_fork_that_cannot_be_copied_is_written(
         monkeypatch.setattr(os, "copy_file_range", copy)
     with Session.open(tmp_path / "b", MODEL) as fork:
         with Session.open(tmp_path / "a", MODEL, write=False) as source:
-            fork.copy_ahead(source, 700, len(TOKENS))
+            fork.goes_on_from(source, 700, len(TOKENS))
         counts.clear()
         commit(fork, TOKENS, *hybrid(TOKENS))
-        assert counts == [len(TOKENS)] * 2
+        assert counts[-2:] == [len(TOKENS)] * 2
     check(tmp_path / "b", len(TOKENS))
 
 

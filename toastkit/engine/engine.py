@@ -238,7 +238,7 @@ class Engine:
             points.append(take_savepoint(cache, count))  # or the next commit would drop it
         state = ModelState(cache, list(ids[:count]), session=session, savepoints=points)
         if source is not None and session is not None:
-            session.copy_ahead(source, count, len(ids))
+            session.goes_on_from(source, count, len(ids))
         if count == len(ids):
             state.logits = mx.array(read.logits())  # type: ignore[arg-type]  # there: reusable
         return state, count

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toastkit.errors import DataError, from_os_error
+from toastkit.errors import DataError, ToastError, from_os_error
 from toastkit.prefix import common_prefix
 from toastkit.session import commit as writing
 from toastkit.session import reading
@@ -235,6 +235,7 @@ class Session(LastCommit):
         What was written ahead was of others."""
         self._shared = n
         self._ahead: writing.Ahead | None = None
+        self._origin: tuple[Path, int, int, int] | None = None
         self._writes_ahead = True
 
     def _load(self) -> None:
@@ -261,6 +262,7 @@ class Session(LastCommit):
         try:
             if self._stale:
                 self._load()
+            self._copy_ahead()
             fd = self._files.fd(CACHE_FILE)
             ahead = self._ahead or writing.as_committed(
                 fd, self.header, self.tokens, self._shared, room
@@ -271,22 +273,29 @@ class Session(LastCommit):
         except (Damaged, DataError, OSError):
             self._ahead, self._writes_ahead = None, False
 
-    def copy_ahead(self, source: Session, n: int, room: int) -> None:
-        """Has the system copy the rows of a state's first n tokens, which was just restored from
-        another session, for the first commit of this one to find them as if written ahead: fewer
-        steps than to write them, and on some file systems none. What cannot be copied, or is not
-        known to be as it was committed, is left to the commit. room: as of `write_ahead`."""
-        layers = layers_at(source.header, n)
-        lent = source._stored(in_place=True)
-        if self.generation or not (self.lock and self.lock.held and layers and lent.reopen):
+    def goes_on_from(self, source: Session, n: int, room: int) -> None:
+        """Notes that the state has the first n tokens of another session's, restored from it just
+        now: before the first rows are written, the system copies those to where `write_ahead`
+        would have written them. room: as of that."""
+        self._origin = source.path, source.generation, n, room
+
+    def _copy_ahead(self) -> None:
+        """Does that: fewer steps than to write rows, and on some file systems none. What cannot be
+        copied, or is not known to be as it was committed, is left to the commit."""
+        if self._origin is None or self.generation or self._ahead is not None:
             return
+        (path, generation, n, room), self._origin = self._origin, None
         try:
-            fd = self._files.fd(CACHE_FILE)
-            ahead = writing.as_committed(fd, self.header, self.tokens, 0, room)
-            ahead = writing.copy_ahead(fd, ahead, source.tokens[:n], layers, lent.fd)
-            source._check_last()  # or a writer may have used again what was copied
-            self._ahead = ahead
-        except (Damaged, DataError, OSError):
+            with Session.open(path, self._expected, create=False, write=False) as source:
+                layers, lent = layers_at(source.header, n), source._stored(in_place=True)
+                if source.generation != generation or not layers or not lent.reopen:
+                    return
+                fd = self._files.fd(CACHE_FILE)
+                ahead = writing.as_committed(fd, self.header, self.tokens, 0, room)
+                ahead = writing.copy_ahead(fd, ahead, source.tokens[:n], layers, lent.fd)
+                source._check_last()  # or a writer may have used again what was copied
+                self._ahead = ahead
+        except (ToastError, Damaged, OSError):
             pass
 
     def commit(
@@ -336,6 +345,8 @@ class Session(LastCommit):
         try:
             if self._stale:
                 self._load()
+            if sources is not None:
+                self._copy_ahead()
             header = writing.write_data(
                 self._files, self.header, self.tokens, state, self._shared, self._ahead
             )
