@@ -21,6 +21,7 @@ from tests.conftest import examples
 from tests.model.test_kv_bits import answer, keys_of, opened, read
 from tests.model.test_kv_bits import ids as prompt
 from tests.native_library import built, cache, library, native_path, needed
+from toastkit.engine.savepoints import take_savepoint
 from toastkit.errors import DataError
 from toastkit.native.kv_caches import keep_in
 from toastkit.native.library import Library
@@ -169,6 +170,35 @@ def test_an_engine_goes_on_in_place(tmp_path: Path, name: str, kv_bits: int) -> 
     for _ in range(2):
         answers = answer(engine, other)
     assert np.array_equal(again, answers)
+
+
+def test_recurrent_states_are_read_in_place(tmp_path: Path) -> None:
+    """Those of savepoints too; what goes on from any of them is what it would have been."""
+    engine = opened(tmp_path, "qwen3_next", 32)
+    with Session.open(tmp_path / "s", MODEL) as session:
+        state, _ = engine.restore(session, prompt(30))
+        for done in engine.reading(state, prompt(30), lambda: 16):
+            if done == 16:
+                state.savepoints.append(take_savepoint(state.cache, done))
+        state.commit()
+    for count, held in ((61, 30), (20, 16)):
+        with Session.open(tmp_path / "s", MODEL, write=False) as session:
+            state, found = engine.restore(session, prompt(count))
+        kept = [state.cache, *(point.layers for point in state.savepoints)]
+        states = [a for caches in kept for a in recurrent(caches)]
+        assert found == held and all(map(is_mapped, states)) and len(kept) == 2
+        before = [np.array(array) for array in states]
+        for _ in engine.reading(state, prompt(count)):
+            pass
+        assert np.array_equal(answer(engine, state), answer(engine, read(engine, count)))
+        for array, was in zip(states, before):
+            assert np.array_equal(np.array(array), was)
+
+
+def recurrent(caches: list) -> list[mx.array]:
+    """The states of layers that do not keep keys and values."""
+    layers = [layer for layer in caches if isinstance(layer, mlx_caches.ArraysCache)]
+    return [array for layer in layers for array in layer.cache]
 
 
 def test_copies_of_a_state_part_ways(tmp_path: Path) -> None:

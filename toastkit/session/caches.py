@@ -165,10 +165,13 @@ def fill(caches: Sequence[Any], layers: Sequence[Layer | None], load: Stored) ->
 
 
 def _kept_as_stored(cache: Any, layer: Layer) -> Iterator[Tensor]:
-    """Keys and values that a cache keeps in the dtype that they are stored in."""
+    """Of a cache what it keeps in the dtype that it is stored in: keys and values, or recurrent
+    states."""
     for pair in zip(getattr(cache, "caches", ()), layer.parts):
         yield from _kept_as_stored(*pair)
     dtype = getattr(cache, "kv_dtype", None)
+    if layer.kind == "ArraysCache":
+        yield from layer.tensors
     if layer.kind == "KVCache" and dtype is not None:
         yield from (tensor for tensor in layer.tensors if is_kept(DTYPES[tensor.dtype], dtype))
 

@@ -194,8 +194,7 @@ class Session(LastCommit):
                 raise Damaged("it was changed while it was being read")
             stored = self._stored(in_place=True)
             result = rebuild(layers, stored)
-            if stored.held and self.lock is None:
-                self._check_last()  # from now on what is held stays
+            self._check_held(stored)
             return result
 
         result = self._unless_changed(n, rebuilt)
@@ -211,12 +210,20 @@ class Session(LastCommit):
         from toastkit.session import caches
 
         def rebuilt() -> list[Savepoint]:
-            return [
-                Savepoint(count, caches.fill(make_cache(), layers, self._stored()))
+            stored = self._stored(in_place=True)
+            found = [
+                Savepoint(count, caches.fill(make_cache(), layers, stored))
                 for count, layers in stored_layers(self.header, n)
             ]
+            self._check_held(stored)
+            return found
 
         return self._unless_changed(n, rebuilt)
+
+    def _check_held(self, stored: Stored) -> None:
+        """Raises Damaged where a writer may have used again what is read in place."""
+        if stored.held and self.lock is None:
+            self._check_last()  # from now on what is held stays
 
     # -------------------------------------------------------------------------------------- writing
 

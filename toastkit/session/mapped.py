@@ -1,9 +1,10 @@
-"""Keys and values read where they lie in cache.bin: mapped, and not copied.
+"""Caches read where they lie in cache.bin: mapped, and not copied.
 
 The rows of a tensor that grows are in extents of 256 positions, position by position. Mapped side
 by side they are one array, with room for more behind them, which attention reads as it reads any;
 what is appended is written to the room, or to copies of the pages, never to the file. So a state is
-there when the maps are, whatever its size, and its bytes are read when attention wants them.
+there when the maps are, whatever its size, and its bytes are read when attention wants them. A
+recurrent state, which does not grow, is one extent and one array.
 
 A map goes on to show the file, and the file goes on to be written. The rows that are mapped are
 therefore held, by a lock on these bytes (private_files.hold_bytes): no commit of any process writes
@@ -35,9 +36,9 @@ MOST_PIECES = 1 << 12  # maps: a process has 65,530 by default
 def read_in_place(
     stored: Stored, tensors: Sequence[Tensor], dtypes: Mapping[str, mx.Dtype]
 ) -> dict[int, mx.array]:
-    """Arrays (B, heads, positions, size), of the dtype that is stored, over stored tensors, of
-    axis 2, by their id. positions: whole blocks of 256, some of them room; what is behind the rows
-    is unspecified. dtypes: of MLX, by name.
+    """Arrays of the dtype that is stored over stored tensors, by their id: of those of axis 2
+    (B, heads, positions, size), of which positions are whole blocks of 256, some of them room, and
+    what is behind the rows is unspecified; of others in their shape. dtypes: of MLX, by name.
     What cannot be read in place is left out: the caller reads it as ever."""
     library = in_use()
     fit = [tensor for tensor in tensors if _fits(tensor)]
@@ -52,8 +53,15 @@ def read_in_place(
 
 
 def _fits(tensor: Tensor) -> bool:
-    used = tensor.rows * tensor.row_bytes
-    return tensor.axis == 2 and used >= LEAST and BLOCK_ROWS * tensor.row_bytes % PAGE == 0
+    if tensor.rows * tensor.row_bytes < LEAST:
+        return False
+    return tensor.axis is None or (tensor.axis == 2 and BLOCK_ROWS * tensor.row_bytes % PAGE == 0)
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes of whole pages."""
+    rows = 1 if tensor.axis is None else _positions(tensor)
+    return -(-rows * tensor.row_bytes // PAGE) * PAGE
 
 
 def _positions(tensor: Tensor) -> int:
@@ -82,7 +90,7 @@ def _mapped(
 ) -> dict[int, mx.array]:
     """Raises OSError where the system will not."""
     assert stored.reopen is not None
-    sizes = [_positions(tensor) * tensor.row_bytes for tensor in tensors]
+    sizes = [_size(tensor) for tensor in tensors]
     region = Region(library, sum(sizes))
     fd = stored.reopen()
     region.keep(fd)  # and what it holds, until nobody has any of the arrays
@@ -92,8 +100,9 @@ def _mapped(
         for at, offset, count in _pieces(tensor):
             hold_bytes(fd, offset, count)
             region.map_file(start + at, fd, offset, count)
-        rows = region.array(start, dtypes[tensor.dtype], _by_position(tensor))
-        arrays[id(tensor)] = mx.moveaxis(rows, 0, 2)
+        shape = tensor.shape if tensor.axis is None else _by_position(tensor)
+        array = region.array(start, dtypes[tensor.dtype], shape)
+        arrays[id(tensor)] = array if tensor.axis is None else mx.moveaxis(array, 0, 2)
         start += size
     mx.eval(list(arrays.values()))
     stored.held = True
