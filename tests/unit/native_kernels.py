@@ -51,6 +51,14 @@ class _Vectors(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _Product(ctypes.Structure):
+    _fields_ = [
+        ("matrix", ctypes.POINTER(_Matrix)), ("x", ctypes.POINTER(_Vectors)),
+        ("count", ctypes.c_int64), ("vector", ctypes.c_void_p), ("expert", ctypes.c_void_p),
+        ("exact", ctypes.c_int32), ("out", ctypes.c_void_p), ("out_type", ctypes.c_int32),
+    ]  # fmt: skip
+
+
 def stored(values: np.ndarray, type_: str) -> np.ndarray:
     """float32 of any shape as it is stored: float32, float16, bfloat16 in uint16, or int8 with the
     scale of a row in four more."""
@@ -163,6 +171,20 @@ def sanitized() -> Path:
     return library
 
 
+def _described(matrix: Matrix) -> _Matrix:
+    experts, rows, columns = matrix.exact.shape
+    arrays = (matrix.weight, matrix.scales, matrix.biases)
+    return _Matrix(
+        *(None if one is None else one.ctypes.data for one in arrays),
+        experts, rows, columns, matrix.bits, matrix.group_size,
+        {**TYPES, "e8m0": 3}[matrix.type_],
+    )  # fmt: skip
+
+
+def _vectors(x: np.ndarray, x_type: str) -> _Vectors:
+    return _Vectors(x.ctypes.data, len(x), x.strides[0] // x.itemsize, TYPES[x_type])
+
+
 class Kernels:
     """A library of them."""
 
@@ -191,26 +213,36 @@ class Kernels:
     ) -> np.ndarray:
         """Products, of out_type, (count, rows). x: (vectors, columns) of x_type, whose rows may lie
         apart. vector, expert: uint32 (count,). Raises ValueError where the kernels refuse."""
-        experts, rows, columns = matrix.exact.shape
         count = len(x) if vector is None else len(vector)
-        arrays = (matrix.weight, matrix.scales, matrix.biases)
-        described = _Matrix(
-            *(None if one is None else one.ctypes.data for one in arrays),
-            experts, rows, columns, matrix.bits, matrix.group_size,
-            {**TYPES, "e8m0": 3}[matrix.type_],
-        )  # fmt: skip
-        vectors = _Vectors(x.ctypes.data, len(x), x.strides[0] // x.itemsize, TYPES[x_type])
+        rows = matrix.exact.shape[1]
         out = stored(np.full((count, rows), 7.0, np.float32), out_type)
         places = [
             None if some is None else ctypes.c_void_p(some.ctypes.data) for some in (vector, expert)
         ]
         code = self.library.toast_multiply(
-            ctypes.byref(described), ctypes.byref(vectors), ctypes.c_int64(count), *places,
-            int(exact), ctypes.c_void_p(out.ctypes.data), TYPES[out_type],
+            ctypes.byref(_described(matrix)), ctypes.byref(_vectors(x, x_type)),
+            ctypes.c_int64(count), *places, int(exact), ctypes.c_void_p(out.ctypes.data),
+            TYPES[out_type],
         )  # fmt: skip
         if code:
             raise ValueError(code)
         return out
+
+    def multiply_all(
+        self, matrices: list[Matrix], x: np.ndarray, exact: bool = False
+    ) -> list[np.ndarray]:
+        """Products of float32 x (vectors, columns) with the first of each stack, float32 (vectors,
+        rows) each. Raises ValueError where the kernels refuse."""
+        given, described = _vectors(x, "f32"), [_described(matrix) for matrix in matrices]
+        outs = [np.full((len(x), m.exact.shape[1]), 7.0, np.float32) for m in matrices]
+        products = (_Product * len(matrices))(*(
+            _Product(ctypes.pointer(one), ctypes.pointer(given), len(x), None, None, int(exact),
+                     out.ctypes.data, TYPES["f32"])
+            for one, out in zip(described, outs)
+        ))  # fmt: skip
+        if code := self.library.toast_multiply_all(products, len(matrices)):
+            raise ValueError(code)
+        return outs
 
     def most_error(
         self, matrix: Matrix, x: np.ndarray, expert: np.ndarray, exact: bool, out_type: str

@@ -95,6 +95,29 @@ def test_a_batch_gives_what_its_vectors_give(
     assert np.array_equal(together, np.array(alone).reshape(together.shape))
 
 
+@settings(max_examples=examples(40))
+@given(
+    kinds=st.lists(st.tuples(st.sampled_from(BITS), st.sampled_from((32, 64))), max_size=4),
+    count=st.integers(1, 12), exact=st.booleans(), seed=st.integers(0, 1 << 30), data=st.data(),
+)  # fmt: skip
+def test_several_give_what_each_gives(
+    kernels: Kernels, kinds: list, count: int, exact: bool, seed: int, data
+) -> None:
+    """To the bit: little ones and such as are shared out, for which vectors are prepared alike or
+    otherwise."""
+    rows = data.draw(st.lists(st.sampled_from((0, 7, 33, 600)), min_size=4, max_size=4))
+    x = vectors(seed, count, 256, "f32", 0)
+    matrices = [
+        random_matrix(seed + i, (1, rows[i], 256), bits, size, "f16")
+        for i, (bits, size) in enumerate(kinds)
+    ]
+    together = kernels.multiply_all(matrices, x, exact)
+    for matrix, found in zip(matrices, together, strict=True):
+        assert np.array_equal(found, kernels.multiply(matrix, x, exact=exact))
+    with pytest.raises(ValueError):
+        kernels.multiply_all([random_matrix(0, (1, 1, 32), 0, 0, "f32")] * 5, x[:, :32])
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_large_ones_are_shared_out(kernels: Kernels, bits: int | str) -> None:
     matrix = random_matrix(1, (1, 301, 2048), bits, 64, "f32")

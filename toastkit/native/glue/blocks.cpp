@@ -103,12 +103,12 @@ void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
   const size_t norms = at;
   at += is.normed ? 2 : 0;
   const toast_vectors vectors = {normed.get(), count, columns, TOAST_F32};
-  for (int i = 0; i < HEADS; i++) {
-    const Part part(arrays, at, layer.packing[i], layer.biased[i]);
-    const int64_t rows = part.matrix->rows;
-    part.multiply(vectors, count, nullptr, nullptr, is.exact, outs[i], TOAST_F32, 0, rows);
-    if (!is.normed || i == 2) continue;
-    const int64_t length = arrays[norms + i].shape(0);
+  auto next = [&](int i) { return Part(arrays, at, layer.packing[i], layer.biased[i]); };
+  const Part queries = next(0), keys = next(1), values = next(2);
+  multiply(vectors, count, nullptr, nullptr, is.exact,
+           {{queries, outs[0]}, {keys, outs[1]}, {values, outs[2]}});
+  for (int i = 0; is.normed && i < 2; i++) {
+    const int64_t rows = (i ? keys : queries).matrix->rows, length = arrays[norms + i].shape(0);
     norm(arrays[norms + i], is.eps[2 + i], outs[i], count * rows / length, length, outs[i]);
   }
 }
@@ -125,7 +125,7 @@ void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
   const mx::array &weight = arrays[at++];
   const Part part(arrays, at, layer.packing[HEADS], layer.biased[HEADS]);
   const toast_vectors vectors = {attended, count, part.matrix->columns, TOAST_F32};
-  part.multiply(vectors, count, nullptr, nullptr, layer.is.exact, sum, TOAST_F32, 0, columns);
+  multiply(vectors, count, nullptr, nullptr, layer.is.exact, {{part, sum}});
   add_vectors(sum, x, count, columns);
   norm(weight, layer.is.eps[1], sum, count, columns, out);
   if (!layer.network.count) return;

@@ -85,14 +85,15 @@ void feed(const Network &network, const Arrays &arrays, size_t &at, const toast_
   const Part &up = halves ? gate : *own;
   const int last = network.count - 1;
   const Part down(arrays, at, network.parts[last], network.biased[last]);
-  const int64_t hidden = gate.matrix->rows / (halves ? 2 : 1), outer = down.matrix->rows;
+  const int64_t hidden = gate.matrix->rows / (halves ? 2 : 1);
   std::unique_ptr<float[]> gates(new float[count * hidden]), ups(new float[count * hidden]);
-  gate.multiply(x, count, which, expert, exact, gates.get(), TOAST_F32, 0, hidden);
-  up.multiply(x, count, which, expert, exact, ups.get(), TOAST_F32, halves ? hidden : 0, hidden);
+  multiply(x, count, which, expert, exact, {{gate, gates.get(), TOAST_F32, 0, hidden}});
+  multiply(x, count, which, expert, exact,
+           {{up, ups.get(), TOAST_F32, halves ? hidden : 0, hidden}});
   need(toast_gate(gates.get(), ups.get(), count * hidden, TOAST_F32, network.activation,
                   gates.get()));
   const toast_vectors inner = {gates.get(), count, hidden, TOAST_F32};
-  down.multiply(inner, count, nullptr, expert, exact, out, out_type, 0, outer);
+  multiply(inner, count, nullptr, expert, exact, {{down, out, out_type}});
 }
 
 }  // namespace toast

@@ -83,23 +83,34 @@ Part::Part(const Arrays &arrays, size_t &at, const Packing &packing, bool biased
   if (biased) bias_ = std::make_unique<InOrder>(arrays[at++]);
 }
 
-void Part::multiply(const toast_vectors &x, int64_t count, const uint32_t *vector,
-                    const uint32_t *expert, bool exact, void *out, int out_type, int64_t first,
-                    int64_t rows) const {
+toast_matrix Part::from(int64_t first, int64_t rows) const {
   toast_matrix some = *matrix.get();
   const int64_t packed = some.bits ? some.columns * some.bits / 8 : 0;
   const int64_t size = some.type == TOAST_F32 ? 4 : some.type == TOAST_E8M0 ? 1 : 2;
-  auto from = [&](const void *p, int64_t row) {
+  auto at = [&](const void *p, int64_t row) {
     return static_cast<const void *>(static_cast<const char *>(p) + first * row);
   };
-  some.weight = from(some.weight, packed ? packed : some.columns * size);
-  if (packed) some.scales = from(some.scales, some.columns / some.group_size * size);
-  if (some.biases) some.biases = from(some.biases, some.columns / some.group_size * size);
+  some.weight = at(some.weight, packed ? packed : some.columns * size);
+  if (packed) some.scales = at(some.scales, some.columns / some.group_size * size);
+  if (some.biases) some.biases = at(some.biases, some.columns / some.group_size * size);
   some.rows = rows;
-  need(toast_multiply(&some, &x, count, vector, expert, exact, out, out_type));
-  if (!bias_) return;
-  const float *added = reinterpret_cast<const float *>(bias_->data()) + first;
-  need(toast_add_rows(static_cast<float *>(out), count, rows, added, some.experts, expert));
+  return some;
+}
+
+void multiply(const toast_vectors &x, int64_t count, const uint32_t *vector,
+              const uint32_t *expert, bool exact, const std::vector<Result> &results) {
+  std::vector<toast_matrix> matrices;
+  std::vector<toast_product> products;
+  matrices.reserve(results.size()), products.reserve(results.size());
+  for (const Result &r : results) {
+    matrices.push_back(r.part.from(r.first, r.rows ? r.rows : r.part.matrix->rows));
+    products.push_back({&matrices.back(), &x, count, vector, expert, exact, r.out, r.out_type});
+  }
+  need(toast_multiply_all(products.data(), int32_t(products.size())));
+  for (const Result &r : results)
+    if (const float *bias = r.part.bias())
+      need(toast_add_rows(static_cast<float *>(r.out), count, r.rows ? r.rows : r.part.matrix->rows,
+                          bias + r.first, r.part.matrix->experts, expert));
 }
 
 }  // namespace toast

@@ -50,14 +50,29 @@ Packing part_of(void *const *objects, const int *packing, int i, bool &biased,
 // A matrix with what is added to its products. at: where its arrays begin, and then where they end.
 struct Part {
   Part(const Arrays &arrays, size_t &at, const Packing &packing, bool biased);
-  // Products with vectors, from row `first` on; all its rows are `count` where there is a bias.
-  void multiply(const toast_vectors &x, int64_t count, const uint32_t *vector,
-                const uint32_t *expert, bool exact, void *out, int out_type, int64_t first,
-                int64_t rows) const;
+  // So many of its rows, from `first` on.
+  toast_matrix from(int64_t first, int64_t rows) const;
+  // What is added; NULL for nothing.
+  const float *bias() const {
+    return bias_ ? reinterpret_cast<const float *>(bias_->data()) : nullptr;
+  }
   Matrix matrix;
 
  private:
   std::unique_ptr<InOrder> bias_;
 };
+
+// Products with some of a part's rows, from `first` on; with all of them. out: (count, rows),
+// float32 where there is a bias, of which all rows are then `rows`.
+struct Result {
+  const Part &part;
+  void *out;
+  int out_type = TOAST_F32;
+  int64_t first = 0, rows = 0;
+};
+
+// Of vectors with parts that wait for nothing of each other, as toast_multiply_all.
+void multiply(const toast_vectors &x, int64_t count, const uint32_t *vector,
+              const uint32_t *expert, bool exact, const std::vector<Result> &results);
 
 }  // namespace toast

@@ -71,8 +71,7 @@ void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int
   auto products = [&](const Packing &packing, bool biased) {
     const Part part(arrays, at, packing, biased);
     std::unique_ptr<float[]> made(new float[count * part.matrix->rows]);
-    part.multiply(vectors, count, nullptr, nullptr, m.exact, made.get(), TOAST_F32, 0,
-                  part.matrix->rows);
+    multiply(vectors, count, nullptr, nullptr, m.exact, {{part, made.get()}});
     return made;
   };
   const int64_t experts = arrays[at].shape(-2), all = count * m.chosen;

@@ -9,6 +9,8 @@
 namespace toast {
 namespace {
 
+using Products = std::unique_ptr<float[]>;
+
 // Float32 in their order; NULL for what is not given. given: which of them are.
 class Floats {
  public:
@@ -236,21 +238,26 @@ void decode(const Decoder &d, const std::vector<bool> &given, const Arrays &arra
   };
   size_t next = FIRST;
   for (size_t i = FIRST; i < given.size(); i++) next += given[i];
-  auto multiply = [&](int i, const toast_vectors &x) {
-    const Part part(arrays, next, d.packing[i], d.biased[i]);
-    std::unique_ptr<float[]> products(new float[count * part.matrix->rows]);
-    part.multiply(x, count, nullptr, nullptr, d.exact, products.get(), TOAST_F32, 0,
-                  part.matrix->rows);
-    return products;
+  // With some of its own products, which follow each other.
+  auto multiplied = [&](int first, int some, const toast_vectors &x, Products *made) {
+    std::vector<Part> parts;
+    std::vector<Result> results;
+    parts.reserve(some);
+    for (int i = 0; i < some; i++) {
+      const Part &part =
+          parts.emplace_back(arrays, next, d.packing[first + i], d.biased[first + i]);
+      made[i].reset(new float[count * part.matrix->rows]);
+      results.push_back({part, made[i].get()});
+    }
+    multiply(x, count, nullptr, nullptr, d.exact, results);
   };
   norm(0, at(0));
-  std::unique_ptr<float[]> projected[PROJECTIONS], ruled(new float[count * d.of.values()]);
-  for (int i = 0; i < d.projections; i++)
-    projected[i] = multiply(i, {out, count, columns, TOAST_F32});
+  Products projected[PROJECTIONS], sum, ruled(new float[count * d.of.values()]);
+  multiplied(0, d.projections, {out, count, columns, TOAST_F32}, projected);
   step(d.of, {projected[0].get(), projected[1].get(), projected[2].get(), projected[3].get()},
        {at(3), at(4), at(5), at(6), at(7), at(8)}, batch, length, arrays[FIRST].shape(1), d.eps[2],
        ruled.get(), arrays.end()[-2], arrays.back());
-  const auto sum = multiply(d.projections, {ruled.get(), count, d.of.values(), TOAST_F32});
+  multiplied(d.projections, 1, {ruled.get(), count, d.of.values(), TOAST_F32}, &sum);
   add(sum.get(), at(0));
   norm(1, sum.get());
   if (d.network.count) {

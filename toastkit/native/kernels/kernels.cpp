@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "memory.h"
 #include "product.h"
 #include "sharing.h"
 
@@ -28,6 +29,8 @@ constexpr int64_t CHUNK_ROWS = 64;         // for many; less of little matrices
 constexpr int64_t MANY_CHUNKS = 32;        // of these for each thread, where there can be
 constexpr int64_t LEAST_ROWS = 16;         // a multiple of all tiles
 constexpr int64_t LITTLE = 1 << 18;        // products of numbers that are not worth a second thread
+
+constexpr int MOST_PRODUCTS = 4;           // at a time
 
 std::atomic<const Instructions *> chosen{nullptr};
 
@@ -73,58 +76,113 @@ void sort_places(const Product &p, int64_t count, const uint32_t *expert, int64_
   begin[0] = 0;
 }
 
-// All of it. Returns as toast_multiply.
-int multiply(Product &p, int64_t count, const uint32_t *expert) {
-  const toast_matrix &m = *p.matrix;
-  const Instructions &code = instructions();
-  auto begin = memory<int64_t>(m.experts + 1);
-  auto places = memory<uint32_t>(count);
-  p.prepared_stride = code.prepared_bytes(p);
-  auto prepared = memory<char>(p.x->count * p.prepared_stride);
-  if (!begin || !places || !prepared) return 2;
-  p.prepared = prepared.get();
-  memset(begin.get(), 0, (m.experts + 1) * sizeof(int64_t));
-  sort_places(p, count, expert, begin.get(), places.get());
-  const bool little = double(count) * m.rows * m.columns < LITTLE;
-  auto share = [&](int64_t n, auto &&work) {
-    if (!little) return run_apart(n, work);
-    for (int64_t i = 0; i < n; i++) work(i);
-  };
-  auto prepare = [&](int64_t row) { code.prepare(p, row); };
-  if (p.x->count < 8) {
-    for (int64_t row = 0; row < p.x->count; row++) prepare(row);
-  } else {
-    share(p.x->count, prepare);
+// A product, and how it is shared out.
+struct Task {
+  const toast_product *asked;
+  Product p;
+  Memory<int64_t> begin;
+  Memory<uint32_t> places;
+  Memory<char> prepared;
+  Memory<Group> groups;
+  int64_t all, rows, chunks;  // groups; rows of a chunk; chunks of a group
+};
+
+// As run_apart does; or one after another, what is little.
+template <class Work>
+void share(bool little, int64_t count, const Work &work) {
+  if (!little) return run_apart(count, work);
+  for (int64_t i = 0; i < count; i++) work(i);
+}
+
+// Whether vectors are prepared for one as for the other.
+bool is_prepared_as(const toast_product &a, const toast_product &b) {
+  const toast_matrix &m = *a.matrix, &n = *b.matrix;
+  return a.x == b.x && a.exact == b.exact && m.type == n.type && m.columns == n.columns &&
+         m.bits == n.bits && m.group_size == n.group_size;
+}
+
+// Prepares its vectors, unless the task before has done that. Whether there was memory.
+bool prepare(Task &task, const Task *before, bool little) {
+  Product &p = task.p;
+  if (before && is_prepared_as(*task.asked, *before->asked)) {
+    p.prepared = before->p.prepared, p.prepared_stride = before->p.prepared_stride;
+    return true;
   }
+  const Instructions &code = instructions();
+  p.prepared_stride = code.prepared_bytes(p);
+  task.prepared = memory<char>(p.x->count * p.prepared_stride);
+  if (!(p.prepared = task.prepared.get())) return false;
+  share(little || p.x->count < 8, p.x->count, [&](int64_t row) { code.prepare(p, row); });
+  return true;
+}
+
+// Cuts it into chunks. Whether there was memory.
+bool cut(Task &task) {
+  const toast_product &asked = *task.asked;
+  const Product &p = task.p;
+  const toast_matrix &m = *p.matrix;
+  const int64_t count = asked.count;
+  task.begin = memory<int64_t>(m.experts + 1), task.places = memory<uint32_t>(count);
+  if (!task.begin || !task.places) return false;
+  int64_t *begin = task.begin.get();
+  memset(begin, 0, (m.experts + 1) * sizeof(int64_t));
+  sort_places(p, count, asked.expert, begin, task.places.get());
   // A chunk is some rows with some of the results that an expert gives: of few rows with fewer, so
   // that there are chunks enough.
   const int64_t parts = MANY_CHUNKS * threads() * CHUNK_ROWS / (m.rows + 1) + 1;
-  const int64_t members = m.bits && !p.exact ? code.members : MEMBERS;
+  const int64_t members = m.bits && !p.exact ? instructions().members : MEMBERS;
   const int64_t most = std::clamp((count + parts - 1) / parts, MEMBERS, members);
   const int64_t most_groups = m.experts + count / most;
-  auto groups = memory<Group>(most_groups < count ? most_groups : count);
-  if (!groups) return 2;
-  int64_t all = 0;
+  task.groups = memory<Group>(most_groups < count ? most_groups : count);
+  Group *groups = task.groups.get();
+  if (!groups) return false;
+  int64_t &all = task.all, &rows = task.rows;
   bool many = false;
   for (int64_t e = 0; e < m.experts; e++)
     for (int64_t i = begin[e]; i < begin[e + 1]; i += most) {
-      const int64_t left = begin[e + 1] - i, members = left < most ? left : most;
+      const int64_t left = begin[e + 1] - i, some = left < most ? left : most;
       if (all) groups[all - 1].after = e * m.rows;
-      groups[all++] = {e, members, places.get() + i, (e + 1) * m.rows};
-      many |= members > 1;
+      groups[all++] = {e, some, task.places.get() + i, (e + 1) * m.rows};
+      many |= some > 1;
     }
-  int64_t rows = CHUNK_ROWS;
+  rows = CHUNK_ROWS;
   if (!many) {
     const int64_t row = m.columns * (m.bits ? m.bits : m.type == TOAST_F32 ? 32 : 16) / 8 + 1;
     const int64_t share_bytes = all * m.rows * row / (CHUNKS * threads());
     rows = std::clamp(share_bytes, LEAST_BYTES, MOST_BYTES) / row / LEAST_ROWS * LEAST_ROWS;
     if (rows < LEAST_ROWS) rows = LEAST_ROWS;
   }
-  const int64_t chunks = (m.rows + rows - 1) / rows;
+  task.chunks = (m.rows + rows - 1) / rows;
+  return true;
+}
+
+// All of them. Returns as toast_multiply.
+int multiply(const toast_product *products, int32_t n) {
+  Task tasks[MOST_PRODUCTS] = {};
+  int64_t ends[MOST_PRODUCTS], all = 0;
+  double numbers = 0;
+  for (int32_t i = 0; i < n; i++)
+    numbers += double(products[i].count) * products[i].matrix->rows * products[i].matrix->columns;
+  const bool little = numbers < LITTLE;
+  for (int32_t i = 0; i < n; i++) {
+    const toast_product &asked = products[i];
+    Task &task = tasks[i];
+    task.asked = &asked;
+    task.p = {asked.matrix,   asked.x,   asked.vector, asked.exact != 0,
+              asked.out, asked.out_type, nullptr,      0};
+    if (!prepare(task, i ? &tasks[i - 1] : nullptr, little) || !cut(task)) return 2;
+    ends[i] = all += task.all * task.chunks;
+  }
   std::atomic<bool> failed{false};
-  share(all * chunks, [&](int64_t i) {
-    const int64_t first = i % chunks * rows, end = first + rows < m.rows ? first + rows : m.rows;
-    if (!code.multiply(p, groups[i / chunks], first, end))
+  const Instructions &code = instructions();
+  share(little, all, [&](int64_t i) {
+    int32_t which = 0;
+    while (i >= ends[which]) which++;
+    const Task &task = tasks[which];
+    if (which) i -= ends[which - 1];
+    const int64_t first = i % task.chunks * task.rows, rows = task.p.matrix->rows;
+    const int64_t end = first + task.rows < rows ? first + task.rows : rows;
+    if (!code.multiply(task.p, task.groups[i / task.chunks], first, end))
       failed.store(true, std::memory_order_relaxed);
   });
   return failed.load(std::memory_order_relaxed) ? 2 : 0;
@@ -164,11 +222,19 @@ extern "C" {
 int toast_multiply(const toast_matrix *matrix, const toast_vectors *x, int64_t count,
                    const uint32_t *vector, const uint32_t *expert, int32_t exact, void *out,
                    int32_t out_type) {
-  if (!toast::is_known(*matrix) || x->type < TOAST_F32 || x->type > TOAST_BF16 ||
-      out_type < TOAST_F32 || out_type > TOAST_BF16 || count >= UINT32_MAX)
-    return 1;
-  toast::Product p = {matrix, x, vector, exact != 0, out, out_type, nullptr, 0};
-  return toast::multiply(p, count, expert);
+  const toast_product one = {matrix, x, count, vector, expert, exact, out, out_type};
+  return toast_multiply_all(&one, 1);
+}
+
+int toast_multiply_all(const toast_product *products, int32_t n) {
+  if (n < 0 || n > toast::MOST_PRODUCTS) return 1;
+  for (int32_t i = 0; i < n; i++) {
+    const toast_product &p = products[i];
+    if (!toast::is_known(*p.matrix) || p.x->type < TOAST_F32 || p.x->type > TOAST_BF16 ||
+        p.out_type < TOAST_F32 || p.out_type > TOAST_BF16 || p.count >= UINT32_MAX)
+      return 1;
+  }
+  return toast::multiply(products, n);
 }
 
 const char *toast_instructions(void) { return toast::instructions().name; }

@@ -51,6 +51,19 @@ TOAST_API int toast_multiply(const toast_matrix *matrix, const toast_vectors *x,
                    const uint32_t *vector, const uint32_t *expert, int32_t exact, void *out,
                    int32_t out_type);
 
+// Such products, up to four, none of which waits for another, shared out together. What several do
+// with the same x, one after another, is done once. To the bit what each gives by itself.
+typedef struct {
+  const toast_matrix *matrix;
+  const toast_vectors *x;
+  int64_t count;
+  const uint32_t *vector, *expert;
+  int32_t exact;
+  void *out;
+  int32_t out_type;
+} toast_product;
+TOAST_API int toast_multiply_all(const toast_product *products, int32_t n);
+
 // Rows of numbers (batch, heads, positions, size), those of one row side by side.
 typedef struct {
   const void *data;
