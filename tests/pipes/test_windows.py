@@ -29,7 +29,7 @@ def test_a_window_that_is_not_kept_to(toast: Toast, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(text)
     long = [
         toast("decode", "-m", path, "-n", "2", "--raw", text),
-        toast("decode", "-m", path, "-n", "30", "--raw", "--temp", "2", "one"),
+        toast("decode", "-m", path, "-n", "30", "--raw", "--temp", "2", "--seed", "1", "one"),
         toast("perplexity", "-m", path, tmp_path / "text"),
     ]
     for done in long:
