@@ -20,13 +20,12 @@ from toastkit.native.feed_forward import names_in
 from toastkit.native.functions import Native, our_function
 from toastkit.native.kv_caches import has_room, set_appended
 from toastkit.native.layers import Mixture
-from toastkit.native.library import ACTIVATIONS, FLOATS, Library, Operand, in_use
-from toastkit.native.modules import Linear, Norm
+from toastkit.native.library import ACTIVATIONS, FLOATS, Library, Operand, in_use, need
+from toastkit.native.modules import KEYS, Linear, Norm
 from toastkit.native.rotary import is_rotary
 
 BASE, ATTEND = "mlx_lm.models.base", "scaled_dot_product_attention"
 FEW = 16  # positions that are one operation
-KEYS = ("weight", "scales", "biases", "bias")  # of a part, as glue/matrices.h has them
 
 
 def _block(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
@@ -269,7 +268,7 @@ def _in_one(library: Library, plan: _Plan, x: mx.array, mask: Any, cache: Any) -
     made = (ctypes.py_object * (len(outs) + 2))(*outs, *caches)
     objects, more = plan.objects(), byref(mixture) if mixture else None
     shape = byref(plan.shape)
-    _need(call(made, x, keys, values, cache.offset, causal, objects, shape, more))
+    need(call(made, x, keys, values, cache.offset, causal, objects, shape, more))
     set_appended(cache, caches, x.shape[1])
     return outs
 
@@ -284,7 +283,7 @@ def _in_two(library: Library, plan: _Plan, x: mx.array, mask: Any, cache: Any) -
     _, projected, closed = _functions(library)
     heads = _copies(x, 3)
     objects, shape, own = plan.objects(), byref(plan.shape), plan.heads
-    _need(projected((ctypes.py_object * 3)(*heads), x, objects, shape))
+    need(projected((ctypes.py_object * 3)(*heads), x, objects, shape))
     turn = plan.modules[0][own.turn]
     queries, keys = (turn(one, offset=cache.offset) for one in heads[:2])
     keys, values = cache.update_and_fetch(keys, heads.pop())
@@ -293,7 +292,7 @@ def _in_two(library: Library, plan: _Plan, x: mx.array, mask: Any, cache: Any) -
     attended = own.attend(queries, keys, values, cache=cache, scale=scale, mask=mask)
     outs = _copies(x, 1 if plan.left is None else 2)
     made = (ctypes.py_object * len(outs))(*outs)
-    _need(closed(made, x, attended, objects, shape))
+    need(closed(made, x, attended, objects, shape))
     return outs
 
 
@@ -393,8 +392,3 @@ def _functions(library: Library) -> tuple[Any, Any, Any]:
     projected = library.function("projected", place, array, place, place)
     closed = library.function("closed", place, array, array, place, place)
     return one, projected, closed
-
-
-def _need(wrong: bytes | None) -> None:
-    if wrong is not None:
-        raise ValueError(wrong.decode())

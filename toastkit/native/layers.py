@@ -16,8 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from toastkit.native.functions import Native, definition_of
-from toastkit.native.library import ACTIVATIONS, NONE, Library, Operand, in_use
-from toastkit.native.modules import FeedForward, Linear, Norm, Switch, SwitchGLU, gate_of
+from toastkit.native.library import ACTIVATIONS, NONE, Library, Operand, in_use, need
+from toastkit.native.modules import KEYS, FeedForward, Linear, Norm, Switch, SwitchGLU, gate_of
 from toastkit.native.operations import weighted_sum
 from toastkit.native.recurrent import MOST_KERNEL
 
@@ -84,7 +84,7 @@ class Operands:
         self._arrays = [
             (part, key, weakref.ref(array))
             for part, arrays in zip(parts, found)
-            for key, array in zip(("weight", "scales", "biases", "bias"), arrays)
+            for key, array in zip(KEYS, arrays)
             if array is not None
         ]
         self._counted = [part for part in parts if type(part).was_used is not Linear.was_used]
@@ -211,13 +211,8 @@ def _mixed(library: Library, x: mx.array, parts: MixtureParts, k: int, how: int)
     own, shared, *activations = parts
     own.were_used()
     out, function = x.__copy__(), _functions(library)[0]
-    _need(function(out, x, own.objects, own.packing, shared, k, how, *activations, own.exact))
+    need(function(out, x, own.objects, own.packing, shared, k, how, *activations, own.exact))
     return out
-
-
-def _need(wrong: bytes | None) -> None:
-    if wrong is not None:
-        raise ValueError(wrong.decode())
 
 
 @cache
@@ -327,7 +322,7 @@ def _decoded(
     network.were_used()
     y, last, after = (x.__copy__() for _ in range(3))
     rest = (ctypes.py_object * 8)(*(NONE if one is None else one for one in arrays))
-    _need(
+    need(
         _functions(library)[1](
             y, last, after, x, own.objects, own.packing, rest, network.objects, network.packing,
             ctypes.byref(parts.shape),

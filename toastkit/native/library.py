@@ -370,10 +370,14 @@ def _given(array: mx.array | None) -> Any:
 
 
 def _made(out: mx.array, wrong: bytes | None) -> mx.array:
-    """What the library made of an array, unless it says what is wrong."""
+    need(wrong)
+    return out
+
+
+def need(wrong: bytes | None) -> None:
+    """Raises ValueError with what a function of the library says is wrong; None: nothing is."""
     if wrong is not None:
         raise ValueError(wrong.decode())
-    return out
 
 
 _in_use: Library | None = None

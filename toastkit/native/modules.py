@@ -18,11 +18,12 @@ import mlx.nn as nn
 from toastkit.native import operations
 from toastkit.native.feed_forward import Form, form_of
 from toastkit.native.functions import Native, methods_anew
-from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, NONE, Library, Operand, in_use
+from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, NONE, Library, Operand, in_use, need
 from toastkit.native.recurrent import Convolution
 from toastkit.native.rotary import DeepseekRope, FreqsRope, LongRope, Rope, YarnRope
 
 NARROW = (mx.float16, mx.bfloat16)
+KEYS = ("weight", "scales", "biases", "bias")  # of a part, as glue/matrices.h has them
 # Activations of experts by module and name, and what that of gpt-oss is called with in the kernels.
 GATES = {
     ("switch_layers", "SwiGLU"): "silu", ("gemma4_text", "GeGLU"): "gelu",
@@ -231,9 +232,7 @@ class _Embedding(_Product):
         if wide is None or wide != mx.float32 or (scales is None) is not (biases is None):
             return None
         out, more = mx.array(0), [NONE if array is None else array for array in (scales, biases)]
-        wrong = _rows(library)(out, x, weight, *more, bits, group_size)
-        if wrong is not None:
-            raise ValueError(wrong.decode())
+        need(_rows(library)(out, x, weight, *more, bits, group_size))
         return out
 
     def as_linear(self: Any, x: mx.array) -> mx.array:

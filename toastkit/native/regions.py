@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from toastkit.errors import IOFailure
-from toastkit.native.library import Library
+from toastkit.native.library import Library, need
 
 LOST = (
     "toastkit: a file of the model, or of a session, became shorter while it was in use, "
@@ -87,9 +87,7 @@ class Region:
         of a number's bytes; evaluated. All of it must be mapped. Raises ValueError for one beyond
         the region."""
         out, sizes = mx.array(0), (ctypes.c_int32 * len(shape))(*shape)
-        wrong = self._array(out, self._handle, at, mx.zeros((), dtype), sizes, len(shape))
-        if wrong is not None:
-            raise ValueError(wrong.decode())
+        need(self._array(out, self._handle, at, mx.zeros((), dtype), sizes, len(shape)))
         return out
 
     def _need(self, code: int) -> None:

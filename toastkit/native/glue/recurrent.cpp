@@ -1,9 +1,8 @@
 // The recurrent layers of kernels/recurrent.h as MLX primitives.
 #include "../kernels/recurrent.h"
 
-#include <numeric>
-
 #include "../kernels/rows.h"
+#include "blocks.h"
 #include "mixture.h"
 
 namespace toast {
@@ -231,11 +230,6 @@ void decode(const Decoder &d, const std::vector<bool> &given, const Arrays &arra
     const toast_vectors rows = {x, count, columns, TOAST_F32};
     need(toast_rms_norm(&rows, columns, at(1 + i), TOAST_F32, 0, d.eps[i], out, TOAST_F32));
   };
-  std::vector<uint32_t> each(count);
-  std::iota(each.begin(), each.end(), 0);
-  auto add = [&](float *to, const float *more) {
-    need(toast_add_rows(to, count, columns, more, count, each.data()));
-  };
   size_t next = FIRST;
   for (size_t i = FIRST; i < given.size(); i++) next += given[i];
   // With some of its own products, which follow each other.
@@ -258,7 +252,7 @@ void decode(const Decoder &d, const std::vector<bool> &given, const Arrays &arra
        {at(3), at(4), at(5), at(6), at(7), at(8)}, batch, length, arrays[FIRST].shape(1), d.eps[2],
        ruled.get(), arrays.end()[-2], arrays.back());
   multiplied(d.projections, 1, {ruled.get(), count, d.of.values(), TOAST_F32}, &sum);
-  add(sum.get(), at(0));
+  add_vectors(sum.get(), at(0), count, columns);
   norm(1, sum.get());
   if (d.network.count) {
     const toast_vectors inner = {out, count, columns, TOAST_F32};
@@ -266,7 +260,7 @@ void decode(const Decoder &d, const std::vector<bool> &given, const Arrays &arra
   } else {
     mix(d.mixture, arrays, next, out, count, columns, out);
   }
-  add(out, sum.get());
+  add_vectors(out, sum.get(), count, columns);
 }
 
 // objects: both norms' weights and the layer's REST, NULL for what is not given.
