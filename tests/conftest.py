@@ -118,24 +118,29 @@ class Piped(NamedTuple):
 @pytest.fixture(scope="session")
 def pipeline(private_home: Path) -> Callable[..., Piped]:
     """pipeline([name, *arguments], ..., stdin=b"", env={}): commands joined by pipes. stdin is a
-    file; None is /dev/null. Further settings are those of start."""
+    file; None is /dev/null. So is what a prefill at the end writes: in a pipe it would wait for a
+    decode. Further settings are those of start."""
 
     def run(*stages: list[str], stdin: bytes | None = None, **settings) -> Piped:
         errors = [tempfile.TemporaryFile() for _ in stages]
+        last = tempfile.TemporaryFile() if stages[-1][0] == "prefill" else None
         with tempfile.TemporaryFile() as first:
             first.write(stdin or b"")
             first.seek(0)
             source = subprocess.DEVNULL if stdin is None else first
             running = []
             for command, err in zip(stages, errors):
-                running.append(
-                    start(*command, stdin=source, stdout=subprocess.PIPE, stderr=err, **settings)
-                )
+                out = last if last and command is stages[-1] else subprocess.PIPE
+                running.append(start(*command, stdin=source, stdout=out, stderr=err, **settings))
                 if len(running) > 1:
                     running[-2].stdout.close()
                 source = running[-1].stdout
         try:
             out, _ = running[-1].communicate(timeout=60)
+            if last:
+                with last:
+                    last.seek(0)
+                    out = last.read()
             codes = [process.wait(timeout=10) for process in running]
         finally:
             for process in running:

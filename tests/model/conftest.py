@@ -20,8 +20,10 @@ def mlx_started(private_home: Path) -> None:
     """MLX as commands start it, before any test here computes: on the CPU it compiles nothing. Who
     turned that on again would have a compiler run for every shape in all tests that follow."""
     from toastkit.engine import device
+    from toastkit.store import reader
 
     device.start()
+    reader.IDLE_SECONDS = 0.5  # some tests wait for the threads of those before them
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ class FakeHub(ThreadingHTTPServer):
 def serving(files: dict[str, bytes]) -> Iterator[FakeHub]:
     """A hub that answers until the block ends."""
     with FakeHub(files) as hub:
-        thread = threading.Thread(target=hub.serve_forever)
+        thread = threading.Thread(target=hub.serve_forever, args=[0.01])
         thread.start()
         try:
             yield hub

@@ -55,17 +55,17 @@ import_module(module).main()
 
 
 def loaded(tmp_path: Path, name: str, *arguments: str, stdin: bytes = b"") -> tuple[set, bytes]:
-    """The modules that a command has imported when it ends, and what it wrote."""
+    """The modules that a command has imported when it ends, and what it wrote, into a file."""
     module = f"toastkit.commands.{name.replace('-', '_')}"
-    report = tmp_path / "modules.json"
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, module, str(report), program_name(name), *arguments],
-        input=stdin,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    report, written = tmp_path / "modules.json", tmp_path / "written"
+    with open(written, "wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, module, str(report), program_name(name), *arguments],
+            input=stdin, stdout=out, stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr.decode()
-    return set(json.loads(report.read_text())), done.stdout
+    return set(json.loads(report.read_text())), written.read_bytes()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -106,7 +106,8 @@ def test_a_compiler_that_hangs(cache: Path, cxx, tmp_path: Path, monkeypatch) ->
     """It is ended, with what it has started."""
     cxx(f"pid = os.fork() or time.sleep(60)\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(pid))\n"
         "time.sleep(60)")  # fmt: skip
-    monkeypatch.setattr(compiling, "SECONDS", 1.0)
+    monkeypatch.setattr(compiling, "SECONDS", 0.6)
+    monkeypatch.setattr(compiling, "LINGERS", 0.1)
     with pytest.raises(UnavailableError, match="did not end in 1 s"):
         building.build()
     child = int((tmp_path / "pid").read_text())
@@ -122,8 +123,9 @@ def test_a_compiler_that_hangs(cache: Path, cxx, tmp_path: Path, monkeypatch) ->
         raise AssertionError("it still runs")
 
 
-def test_a_compiler_that_ends_and_leaves_somebody_behind(cache: Path, cxx) -> None:
+def test_a_compiler_that_ends_and_leaves_somebody_behind(cache: Path, cxx, monkeypatch) -> None:
     """Who has its stderr, and would be waited for."""
+    monkeypatch.setattr(compiling, "LINGERS", 0.1)
     cxx("if os.fork(): sys.exit(1)\ntime.sleep(60)")
     start = time.monotonic()
     with pytest.raises(UnavailableError, match="no reason given"):

@@ -45,6 +45,7 @@ FLAGS = (
     "-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
 )  # fmt: skip
 SECONDS = 300.0  # that one source may take
+LINGERS = 1.0  # seconds that what it has said is waited for once it has ended
 MOST_OUTPUT = 1 << 18  # bytes that are read of what a compiler says
 MOST_BYTES = 256 << 20  # of a file that it writes
 
@@ -133,7 +134,7 @@ def _run(command: list[str], temporary: str) -> None:
             raise ToastError(f"{command[0]} did not end in {SECONDS:.0f} s") from error
         raise
     finally:
-        said.join(1.0)
+        said.join(LINGERS)
         if said.is_alive():  # what it has left behind has its stderr
             os.killpg(process.pid, signal.SIGKILL)
             said.join()
