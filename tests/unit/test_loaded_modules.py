@@ -42,6 +42,8 @@ STEP_FREE = (PROMPT_FREE - ENGINES) | {
     "asyncio", "toastkit.session.directory", "toastkit.stages.gear", "toastkit.gears.selector",
     "toastkit.holdings.expert_slots", "toastkit.experts.common_part", "toastkit.store.bake",
 }  # fmt: skip
+# What an answer without a session does not need either.
+ANSWER_FREE = STEP_FREE | {"shutil", "toastkit.session.layout", "toastkit.gears.monitor"}
 GREEDY = ("-n", "2", "--temp", "0")
 HELP_MODULES = 200  # bare Python has about 30, click makes it 120
 
@@ -101,8 +103,8 @@ JOBS = [
     ("entropy-gear", [], True, ENGINES),
     ("sample", ["--temp", "0.8", "--top-p", "0.9", "--xtc-probability", "1"], True, ENGINES),
     ("feed", ["--ignore-eos"], False, PROMPT_FREE),
-    ("decode", [*GREEDY, "--raw", "Hello"], None, STEP_FREE),
-    ("decode", [*GREEDY, "Hello"], None, STEP_FREE - {"jinja2"}),
+    ("decode", [*GREEDY, "--raw", "Hello"], None, ANSWER_FREE),
+    ("decode", [*GREEDY, "Hello"], None, ANSWER_FREE - {"jinja2", "shutil"}),
 ]
 
 

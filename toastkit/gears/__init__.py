@@ -1,0 +1,3 @@
+"""Policy 3: in which precision modules are, and what asks for it."""
+
+GEARS = ("low", "mid", "high")

@@ -23,7 +23,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from toastkit.gears.monitor import GEARS
+from toastkit.gears import GEARS
 
 HIGH_SCORE = 4.0
 MID_SCORE = 1.5

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toastkit.errors import UsageError
+from toastkit.gears import GEARS
 from toastkit.gears.discovery import discover
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.forms import ORIGINAL, Form, packed
@@ -20,8 +21,6 @@ from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.packed import PathCounts
 from toastkit.holdings.policy import Wish
 from toastkit.store.store import Store
-
-GEARS = ("low", "mid", "high")
 
 
 @dataclass

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, UsageError
+from . import GEARS
 
 if TYPE_CHECKING:
     import numpy as np
 
-GEARS = ("low", "mid", "high")
 # The two last entropies over this share of the greatest possible one mean that something broke.
 CATASTROPHIC = 0.9
 GUARD = 1e4

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from toastkit.errors import DataError, UsageError
+from toastkit.gears import GEARS
 from toastkit.gears.classifier import Difficulty, short
-from toastkit.gears.monitor import GEARS, EntropyMonitor, MonitorOptions, Reading, check_whole
+from toastkit.gears.monitor import EntropyMonitor, MonitorOptions, Reading, check_whole
 
 LONGEST_DURATION = 1 << 20
 

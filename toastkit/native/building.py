@@ -13,7 +13,6 @@ it has found it right. A file of that name with other bytes is none.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -181,7 +180,9 @@ def _make(made: Path, cxx: str | None, mlx: Path, say: Callable[[str], None] | N
     """Of what came with toastkit as much as is of use, and can be trusted. Raises ToastError,
     OSError."""
     if came := ready.library(mlx):
-        shutil.copyfile(came, made)
+        from shutil import copyfile
+
+        copyfile(came, made)
         if is_trustworthy(made):
             return
     if cxx is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import platform
-import shutil
 import sys
 import threading
 from collections.abc import Sequence
@@ -60,7 +59,14 @@ def unsupported() -> str | None:
 def compiler() -> str | None:
     """The C++ compiler: of the variable CXX, or the system's; None where there is none."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    return next((path for name in names if (path := shutil.which(name))), None)
+    return next(filter(None, map(_which, names)), None)
+
+
+def _which(name: str) -> str | None:
+    """As shutil.which, whose import would take a start longer than all of this."""
+    folders = [""] if os.path.dirname(name) else os.get_exec_path()
+    paths = (os.path.join(folder, name) for folder in folders)
+    return next((p for p in paths if os.path.isfile(p) and os.access(p, os.X_OK)), None)
 
 
 def sources() -> str:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from toastkit.session.layout import Header, Layer, Part, SavepointRecord, Tensor
+if TYPE_CHECKING:  # a state that is in no session needs none of it
+    from toastkit.session.layout import Header, Layer, Part, SavepointRecord, Tensor
 
 # Classes that can be cut back whatever they read from now on.
 ALWAYS_CUT = ("KVCache", "ConcatenateKVCache", "QuantizedKVCache")
@@ -60,6 +61,8 @@ def can_cut(layer: Layer, count: int, n: int) -> bool:
 def cut(layer: Layer, count: int, n: int) -> Layer:
     """A layer of a state that has read `count` tokens, as it was after the first n of them: the
     same ranges, of which fewer rows are used. Only where can_cut says so."""
+    from toastkit.session.layout import Layer
+
     if n == count:
         return layer
     settings, tensors = dict(layer.settings), layer.tensors
@@ -81,6 +84,8 @@ def _cut_rows(tensor: Tensor, rows: int) -> Tensor:
 def layers_at(header: Header, n: int) -> list[Layer] | None:
     """The stored layers as they were after the first n tokens, or None if there is no way to them:
     those at the end cut back, otherwise those of the nearest savepoint, at n or past it."""
+    from toastkit.session.layout import SavepointRecord
+
     end = SavepointRecord(header.count, [None] * len(header.layers or ()))
     for point in (end, *header.savepoints):
         layers = _layers_from(header, point, n) if point.count >= n else None

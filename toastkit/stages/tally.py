@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from toastkit.frames import End, Frame, Head, Logits
-from toastkit.gears.monitor import GEARS
+from toastkit.gears import GEARS
 
 
 def tallied(frames: Iterable[Frame], say: Callable[[str], None]) -> Iterator[Frame]:
