@@ -20,11 +20,12 @@ from toastkit.native.ready import digest
 # As the compiler takes them: "address,undefined" or "thread" (make sanitize). Asked before the
 # tests' own surroundings are set up.
 SANITIZERS = os.environ.get("TOAST_TEST_SANITIZERS")
+AMX = Path(__file__).parents[1] / "amx_emulated.h"
 IN_FLOATS = ("avx2", "portable", "neon")  # instruction sets in which activations stay float32
 SETS = (
     ("neon_i8mm", "neon_dotprod", "neon")
     if platform.machine() == "aarch64"
-    else ("avx512vbmi", "avx512vnni", "avx2", "portable")
+    else ("amx_int8", "avx512vbmi", "avx512vnni", "avx2", "portable")
 )
 # Those with code of their own for rows and for attention; the others have one of these sets'.
 OF_ROWS = [n for n in SETS if '"row_functions.h"' in (KERNELS / f"{n}.cpp").read_text("utf-8")]
@@ -156,13 +157,18 @@ def products(x: np.ndarray, matrices: np.ndarray, expert: np.ndarray) -> np.ndar
     return out
 
 
-def sanitized() -> Path:
-    """The kernels alone, compiled for the sanitizers, once for all runs with the same sources."""
+def compiled_apart() -> Path:
+    """The kernels alone, with instructions emulated that this processor may not have, and for the
+    sanitizers where these are asked for; once for all runs with the same sources."""
     cxx = compiler()
     assert cxx is not None
-    # More optimising, and looking at every pointer for NULL, take the compiler many minutes.
-    extra = [f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover", "-fno-sanitize=null", "-O1", "-g"]
-    library = KEPT.with_name("sanitized") / f"{digest((sources() + str(extra)).encode())}.so"
+    extra = [f'-DTOAST_AMX_EMULATED="{AMX}"']
+    if SANITIZERS:
+        # More optimising, and looking at every pointer for NULL, take the compiler many minutes.
+        extra += [f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover", "-fno-sanitize=null"]
+        extra += ["-O1", "-g"]
+    made_from = sources() + str(extra) + AMX.read_text("utf-8")
+    library = KEPT.with_name("apart") / f"{digest(made_from.encode())}.so"
     library.parent.mkdir(parents=True, exist_ok=True)
     with open(library.with_name("building"), "w") as lock, everywhere():
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -189,6 +195,10 @@ class Kernels:
     """A library of them."""
 
     def __init__(self, path: Path):
+        self.load(path)
+
+    def load(self, path: Path) -> None:
+        """Takes this library in place of the one before."""
         self.library = ctypes.CDLL(str(path))
         self.library.toast_instructions.restype = ctypes.c_char_p
 
@@ -264,19 +274,24 @@ class Kernels:
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     if SANITIZERS:
-        return Kernels(sanitized())
+        return Kernels(compiled_apart())
     return Kernels(native_path(native_cache(tmp_path_factory)))
 
 
 def chosen(name: str, kernels: Kernels) -> Iterator[str]:
     """While a test runs: that instruction set, and three threads."""
+    library = kernels.library
+    if name == "amx_int8" and not kernels.choose(name):
+        kernels.load(compiled_apart())
     before = kernels.instructions  # others of this process may compute with the library
     if not kernels.choose(name):
+        kernels.library = library
         pytest.skip(f"no {name} here")
     kernels.library.toast_set_threads(3)
     yield name
     kernels.library.toast_set_threads(1)
     kernels.choose(before)
+    kernels.library = library
 
 
 @pytest.fixture(params=SETS)

@@ -102,6 +102,15 @@ def test_a_compiler_that_fails(cache: Path, cxx) -> None:
         building.build()
 
 
+def test_a_compiler_that_does_not_know_all(cache: Path, cxx, monkeypatch) -> None:
+    """Nor the newest instructions: their code is left out."""
+    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
+    path = cxx("if '-mamx-tile' in sys.argv: sys.exit('error: -mamx-tile')\n" + COMPILES)
+    assert building.build() == building.find().path
+    known = [name for name in compiling.SOURCES if "-mamx-tile" not in compiling.SOURCES[name]]
+    assert runs(path) == len(compiling.SOURCES) + 2 and len(known) >= len(compiling.SOURCES) - 1
+
+
 def test_a_compiler_that_hangs(cache: Path, cxx, tmp_path: Path, monkeypatch) -> None:
     """It is ended, with what it has started."""
     cxx(f"pid = os.fork() or time.sleep(60)\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(pid))\n"

@@ -17,6 +17,7 @@ from tests.conftest import examples
 from tests.native_library import needed
 from tests.unit.native_kernels import (
     E2M1,
+    IN_FLOATS,
     SANITIZERS,
     TYPES,
     Kernels,
@@ -93,6 +94,24 @@ def test_a_batch_gives_what_its_vectors_give(
         for i in range(count)
     ]  # fmt: skip
     assert np.array_equal(together, np.array(alone).reshape(together.shape))
+
+
+@settings(max_examples=examples(40))
+@given(matrix=matrices, count=st.integers(1, 150), gathered=st.booleans())
+def test_one_set_gives_what_another_gives(
+    kernels: Kernels, matrix: Matrix, count: int, gathered: bool
+) -> None:
+    """To the bit, where they multiply the same whole numbers: a home on two machines."""
+    if (instructions := kernels.instructions) in IN_FLOATS:
+        pytest.skip("float32")
+    x = vectors(count, count, matrix.exact.shape[2], "f32", 1)
+    vector = np.random.default_rng(count).permutation(count).astype(np.uint32) if gathered else None
+    found = kernels.multiply(matrix, x, vector=vector)
+    try:
+        assert kernels.choose("neon_dotprod" if "neon" in instructions else "avx512vnni")
+        assert np.array_equal(found, kernels.multiply(matrix, x, vector=vector), equal_nan=True)
+    finally:
+        kernels.choose(instructions)
 
 
 @settings(max_examples=examples(40))

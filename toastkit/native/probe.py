@@ -34,7 +34,7 @@ def trustworthy(library: Library) -> bool:
     if (region.array(1 << 12, mx.bfloat16, (2, 3)) + 1).sum().item() != 6:
         return False
     mx.random.seed(1)
-    weight, x = mx.random.normal((96, 256)), mx.random.normal((2, 3, 256))
+    weight, x = mx.random.normal((96, 256)), mx.random.normal((3, 7, 256))  # enough for tiles
     pairs = [(library.multiply(x, weight), x @ weight.T)]
     for bits in BITS:
         rows = mx.quantize(weight, group_size=64, bits=bits)

@@ -121,6 +121,14 @@ static void digit_rows(const toast::Product &p, uint32_t place, const uint8_t *r
       const char *from = digits + (b + i / PLANES) * 2 * NUMBERS + i % PLANES * BLOCK;
       v[i][0] = load<I32>(from), v[i][1] = load<I32>(from + NUMBERS);
     }
+    if constexpr (PLANES == 2 && LANES_ < 16) {  // halves of groups, of one plane after another
+      constexpr int EVEN = LANES_ == 8 ? 0x44 : 0x88, ODD = LANES_ == 8 ? 0xee : 0xdd;
+#pragma GCC unroll 2
+      for (int part = 0; part < 2; part++) {
+        const I32 first = v[0][part], second = v[1][part];
+        v[0][part] = quarters<EVEN>(first, second), v[1][part] = quarters<ODD>(first, second);
+      }
+    }
 #pragma GCC unroll 4
     for (int four = 0; four < 4; four++) {
       I32 s[4];

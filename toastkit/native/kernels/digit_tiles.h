@@ -21,6 +21,16 @@ struct Crosswise {
   int64_t digits, step, total;   // from a vector's beginning
 };
 
+}  // namespace
+
+#if defined(__AMX_INT8__)
+#include "amx_tiles.h"
+#endif
+
+namespace {
+
+#if !defined(__AMX_INT8__)
+
 // What a group gives, added to y[i][j] of M members and 16 * N rows.
 template <int M, int N>
 static __attribute__((noinline)) void digit_tile(const Crosswise &c, const char *const *vectors,
@@ -63,17 +73,26 @@ static __attribute__((noinline)) void digit_tile(const Crosswise &c, const char 
   }
 }
 
-// All members, in as few goes as can be, of which none is much smaller than another.
-template <int N>
-INLINE void digit_tiles(const Crosswise &c, const char *const *vectors, int members, float *y) {
-  for (int goes = (members + 2) / 3; goes; goes--) {
-    const int some = (members + goes - 1) / goes;
-    if (some == 3) digit_tile<3, N>(c, vectors, y, N * 16);
-    if (some == 2) digit_tile<2, N>(c, vectors, y, N * 16);
-    if (some == 1) digit_tile<1, N>(c, vectors, y, N * 16);
-    vectors += some, members -= some, y += some * N * 16;
+struct Tiles {
+  const char *const *vectors;
+  Tiles(const char *const *vectors, int64_t, int) : vectors(vectors) {}
+
+  // Members first up to end, in as few goes as can be, of which none is much smaller than another.
+  template <int N>
+  void add(const Crosswise &c, int64_t first, int64_t end, float *y) const {
+    for (int goes = int(end - first + 2) / 3; goes; goes--) {
+      const int some = (int(end - first) + goes - 1) / goes;
+      const auto members = vectors + first;
+      float *out = y + first * N * 16;
+      if (some == 3) digit_tile<3, N>(c, members, out, N * 16);
+      if (some == 2) digit_tile<2, N>(c, members, out, N * 16);
+      if (some == 1) digit_tile<1, N>(c, members, out, N * 16);
+      first += some;
+    }
   }
-}
+};
+
+#endif
 
 // Where numbers that are brought crosswise go, and digits are looked up, by group.
 struct Places {
@@ -81,10 +100,8 @@ struct Places {
   int32_t numbers[32];  // (planes, 16 lanes) of a block
   INLINE Places of(const Layout &layout, int n) {
     Places places;
-    for (int i = 0; i < layout.lanes * layout.planes; i++) {
-      const int lane = i % layout.lanes, plane = i / layout.lanes;
-      places.digits[i] = int32_t(lane / 16 * layout.numbers * 2 + lane % 16 * 4 + plane * BLOCK);
-    }
+    for (int i = 0; i < layout.lanes * layout.planes; i++)
+      places.digits[i] = int32_t(layout.place(i * 4));
     const int lanes = std::min(layout.lanes, 16);
     for (int i = 0; i < 16 * layout.planes; i++) {
       const int lane = i % 16, plane = i / 16, group = lane / lanes * layout.planes + plane;
@@ -154,6 +171,7 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
   float *biases = scales + 16 * N * 16;
   char *numbers = reinterpret_cast<char *>(biases + 16 * N * 16);
   memset(y, 0, group.members * N * 64);
+  Tiles tiles(vectors, group.members, m.group_size);
   const int64_t fours = layout.lanes * layout.planes, size = sizeof(float);
   const int64_t some = std::min<int64_t>(AT_ONCE / m.group_size, 16);
   const int64_t bytes = m.group_size * B::BYTES / layout.numbers;  // of a row's group
@@ -179,13 +197,11 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
       const int members = int(std::min(group.members - from, toast::MEMBERS));
       for (int64_t at = g; at < end; at++) {
         if (!from) fetch(next, at - g, end - g);
-        const int64_t lane = at * layout.lanes;
         const Crosswise c = {
             numbers + (at - g) * fours * N * 64, scales + at % 16 * N * 16,
             biases + at % 16 * N * 16, places.digits, fours, layout.numbers,
-            lane / 16 * layout.numbers * 2 + lane % 16 * 4, layout.steps + at * size,
-            layout.sums + at * size};
-        digit_tiles<N>(c, vectors + from, members, y + from * N * 16);
+            layout.place(at * m.group_size), layout.steps + at * size, layout.sums + at * size};
+        tiles.add<N>(c, from, from + members, y);
       }
     }
   }

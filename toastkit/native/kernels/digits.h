@@ -22,7 +22,7 @@ constexpr float LEAST = 0x1p-100f;  // a group without anything larger is zeros
 
 // What a vector is prepared as: of each block of numbers, its upper digits and then its lower ones;
 // then d of each group; then d times the sum of v. Of numbers that lie two in a byte (two planes),
-// digits are first those of the lower halves and then those of the upper ones.
+// a group's digits are first those of the lower halves and then those of the upper ones.
 struct Layout {
   int planes, lanes;  // lanes: 32 bits of a block, or of more than one, that belong to a group
   int64_t numbers, blocks, groups, steps, sums, bytes;
@@ -40,6 +40,8 @@ struct Layout {
     l.bytes = l.sums + some + 64;
     return l;
   }
+  // Where the n-th upper digit lies, as they lie; n: a multiple of four.
+  int64_t place(int64_t n) const { return n / numbers * numbers * 2 + n % numbers; }
 };
 
 // Sixteen v into their places.
@@ -47,7 +49,8 @@ INLINE void put_digits(const Layout &layout, char *digits, int64_t number, __m51
   __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(v, _mm512_set1_epi32(128)), 8);
   __m128i parts[2] = {_mm512_cvtepi32_epi8(upper), _mm512_cvtepi32_epi8(v)};  // v - upper * 256
   char *block = digits + number / layout.numbers * layout.numbers * 2;
-  int64_t place = number % layout.numbers;
+  const int64_t place = number % layout.numbers, half = layout.lanes * 4;  // a power of two
+  const int64_t in_group = place & (half * 2 - 1), lower = place - in_group + in_group / 2;
   for (int part = 0; part < 2; part++, block += layout.numbers) {
     if (layout.planes == 1) {
       _mm_storeu_si128(reinterpret_cast<__m128i *>(block + place), parts[part]);
@@ -55,8 +58,8 @@ INLINE void put_digits(const Layout &layout, char *digits, int64_t number, __m51
     }
     const __m128i apart = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
     __m128i both = _mm_shuffle_epi8(parts[part], apart);
-    _mm_storel_epi64(reinterpret_cast<__m128i *>(block + place / 2), both);
-    _mm_storel_epi64(reinterpret_cast<__m128i *>(block + BLOCK + place / 2),
+    _mm_storel_epi64(reinterpret_cast<__m128i *>(block + lower), both);
+    _mm_storel_epi64(reinterpret_cast<__m128i *>(block + lower + half),
                      _mm_unpackhi_epi64(both, both));
   }
 }

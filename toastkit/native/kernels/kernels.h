@@ -98,9 +98,9 @@ typedef struct {
 TOAST_API int toast_attend(const toast_attention *call, void *out, const int64_t *out_strides,
                            int32_t out_type);
 
-// The instruction sets in use: "avx512vbmi", "avx512vnni", "avx2", "portable"; on 64-bit ARM
-// "neon_i8mm", "neon_dotprod", "neon". Choosing one that the processor has not returns 1, and
-// changes nothing. Not while anybody computes.
+// The instruction sets in use: "amx_int8", "avx512vbmi", "avx512vnni", "avx2", "portable"; on
+// 64-bit ARM "neon_i8mm", "neon_dotprod", "neon". Choosing one that the processor has not, or the
+// system does not grant, returns 1, and changes nothing. Not while anybody computes.
 TOAST_API const char *toast_instructions(void);
 TOAST_API int toast_choose_instructions(const char *name);
 

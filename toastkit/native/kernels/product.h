@@ -49,7 +49,7 @@ const Instructions &instructions();
 
 // Those of x86-64, of 64-bit ARM, and of all others. Each has a source of its own. Who adds to
 // Instructions adds to each of these: code in lanes.h's vectors (the compiler's) compiles for all.
-extern const Instructions avx512vbmi, avx512vnni, avx2;
+extern const Instructions amx_int8, avx512vbmi, avx512vnni, avx2;
 extern const Instructions neon_i8mm, neon_dotprod, neon;
 extern const Instructions portable;
 

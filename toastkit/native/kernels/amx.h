@@ -1,0 +1,61 @@
+// Tiles of bytes (AMX), eight a thread: the instructions, and whether they may be used.
+#pragma once
+
+#include <cpuid.h>
+#include <stdint.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+// What LDTILECFG reads: of each tile how many rows it has, and bytes in a row.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, first_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// By hand: the compilers' own functions do not say what memory they read.
+static inline void shape_tiles(const TileShapes &shapes) {
+  asm volatile("ldtilecfg %0" ::"m"(shapes));
+}
+
+// There is nothing in them after this that a change of threads would have to save.
+static inline void release_tiles() { asm volatile("tilerelease"); }
+
+template <int TILE>
+static inline void clear_tile() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(TILE));
+}
+
+// stride: bytes from one row to the next.
+template <int TILE>
+static inline void load_tile(const void *from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(TILE) : "memory");
+}
+
+template <int TILE>
+static inline void store_tile(void *to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(TILE) : "memory");
+}
+
+// SUMS, of 32 bits, (rows, 16) += SIGNED bytes (rows, 4 k) times UNSIGNED ones (k, 16, 4), added up
+// over k and fours.
+template <int SUMS, int SIGNED, int UNSIGNED>
+static inline void multiply_tiles() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(SIGNED), "i"(UNSIGNED));
+}
+
+// Whether the processor has them, the system saves them, and, asked for this process once, allows
+// them: what a thread's registers take on its stack for a signal becomes 8 KB more.
+static bool tiles_are_granted() {
+  constexpr unsigned TILES = 1u << 24, INT8 = 1u << 25;  // of leaf 7
+  constexpr unsigned SAVED = 3u << 17;                   // of XCR0: shapes and data
+  constexpr int ASK = 0x1023, DATA = 18;                 // ARCH_REQ_XCOMP_PERM
+  unsigned a, b, c, d, state, upper;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || ~d & (TILES | INT8)) return false;
+  asm volatile("xgetbv" : "=a"(state), "=d"(upper) : "c"(0));
+  return !(~state & SAVED) && syscall(SYS_arch_prctl, ASK, DATA) == 0;
+}
+
+}  // namespace

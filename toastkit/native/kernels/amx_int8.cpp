@@ -1,0 +1,37 @@
+// The code for processors with AMX for bytes too: many vectors meet packed numbers in tiles.
+#include "product.h"
+
+#if defined(__AMX_INT8__)
+
+#if defined(TOAST_AMX_EMULATED)  // a header of tests that stands for the instructions
+#include TOAST_AMX_EMULATED
+#else
+#include "amx.h"
+#endif
+#define TILE_M 6
+#define TILE_N 4
+#include "digit_tiles.h"
+
+namespace toast {
+
+static bool there() {
+  static const bool granted = avx512vbmi.there() && tiles_are_granted();
+  return granted;
+}
+
+const Instructions amx_int8 = {
+    "amx_int8", there,        prepared_bytes,    prepare,
+    multiply,   &avx512_rows, &avx512_attention, MOST_MEMBERS};
+
+}  // namespace toast
+
+#else  // a compiler that does not know them
+
+namespace toast {
+
+const Instructions amx_int8 = {"amx_int8", [] { return false; }, nullptr, nullptr,
+                               nullptr,    nullptr,             nullptr};
+
+}  // namespace toast
+
+#endif
