@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import click
@@ -131,7 +132,7 @@ def _answer(
     if not flags["each_line"]:
         wanted = iter(list(wanted))  # read before the model is loaded: a bad prompt costs nothing
     signals = Signals()
-    tokenizer = prompt_tokenizer(flags)
+    tokenizer = prompt_tokenizer(flags, later=True)
     outcome = Outcome()
     put = JsonWriter() if flags["as_json"] else TextWriter(not flags["no_newline"])
     stage = _stages(wanted, tokenizer, flags, signals, outcome, insisted)
@@ -150,25 +151,42 @@ def _answer(
 
 
 def _stages(wanted, tokenizer, flags, signals, outcome, insisted):
-    """The generator of all stages, as the flags ask for them."""
-    from toastkit.commands.engines import attach, load, start_device
-    from toastkit.commands.progress import read_options
-    from toastkit.descriptors import reader_gone
+    """The generator of all stages, as the flags ask for them. The model is opened first: another
+    thread brings its pages while tokenizer and stages are made ready."""
+    from toastkit.commands.engines import attach, open_unloaded
     from toastkit.model.config import sampling_defaults
-    from toastkit.stages.detokenize import TextOptions
 
     chain = options.sampling_options(flags, sampling_defaults(tokenizer.files), None)
-    first = tokenizer.head(None)
-    chain.validate(first.vocab)
+    chain.validate(tokenizer.vocab)
+    policies = policy_flags.policy_options(flags)
+    if policies.gives_up:
+        signals.on_memory_warning()
+    engine: Any = None
+    if not policies.changes_results:
+        engine = attach(flags, tokenizer.fingerprint, insisted)
+    here = engine is None
+    if here:
+        engine = open_unloaded(tokenizer.files, flags, policies, signals)
+    try:
+        stage = _answering(wanted, tokenizer, flags, chain, engine, here, signals, outcome)
+    except BaseException:
+        engine.close()
+        raise
+    return _closing(engine, run_reports.told(stage) if flags["verbose"] else stage)
+
+
+def _answering(wanted, tokenizer, flags, chain, engine, here, signals, outcome):
+    """The stages over an engine. here: it is this process's own, and not loaded yet."""
+    from toastkit.commands.engines import finish_loading, start_device
+    from toastkit.commands.progress import read_options
+    from toastkit.descriptors import reader_gone
     from toastkit.stages.answer import AnswerOptions, answer, gear_answer_options, xtc_special_ids
+    from toastkit.stages.detokenize import TextOptions
     from toastkit.stages.run.one_process import LocalRuns
     from toastkit.stages.sample import DrawOptions
     from toastkit.stages.tokenize import tokenize
 
-    policies = policy_flags.policy_options(flags)
-    if policies.gives_up:
-        signals.on_memory_warning()
-    experts = policies.experts
+    experts = policy_flags.policy_options(flags).experts
     settings = AnswerOptions(
         read=read_options(flags),
         draw=DrawOptions(
@@ -179,36 +197,27 @@ def _stages(wanted, tokenizer, flags, signals, outcome, insisted):
         **gear_answer_options(gear_flags.gear_settings(flags)),
         xtc_special_ids=xtc_special_ids(chain, tokenizer.tokenizer),
     )
-    attached = None if policies.changes_results else attach(flags, first.fingerprint, insisted)
     # A GPU computes while the host goes on. A CPU does not, and numpy draws faster on it, and takes
     # the entropy faster; logits of a daemon are on the host anyway.
     waits = experts is not None and experts.threshold is not None
     plain = chain.temperature == 0 and not (settings.telemetry or settings.follow or waits)
-    deferred = attached is None and (start_device(flags) == "gpu" or plain)
+    deferred = here and (start_device(flags) == "gpu" or plain)
     runs = LocalRuns(flags["session"], signals, reader_gone, deferred)
-
-    opened = [] if attached is None else [attached]
+    unloaded = [engine] if here else []
 
     def engine_for(head: Any) -> Any:
-        if not opened:
-            opened.append(load(tokenizer.files, flags, policies, signals))
-        return opened[0]
+        while unloaded:
+            finish_loading(unloaded.pop(), flags)
+        return engine
 
     frames = tokenize(wanted, tokenizer)
-    text = tokenizer.tokenizer
-    stage = answer(frames, text, engine_for, runs, settings, signals, outcome)
-    if flags["verbose"]:
-        stage = run_reports.told(stage)
-    return _closing(opened, stage)
+    return answer(frames, tokenizer.tokenizer, engine_for, runs, settings, signals, outcome)
 
 
-def _closing(engines: list[Any], frames: Iterator[Frame]) -> Iterator[Frame]:
-    """The frames; an engine that was opened for them is closed after them, however they end."""
-    try:
+def _closing(engine: Any, frames: Iterator[Frame]) -> Iterator[Frame]:
+    """The frames; the engine is closed after them, however they end."""
+    with closing(engine):
         yield from frames
-    finally:
-        for engine in engines:
-            engine.close()
 
 
 class JsonWriter:

@@ -124,33 +124,51 @@ def load(
     policies: PolicyOptions | None = None,
     signals: Signals | None = None,
 ) -> Engine:
-    """An Engine for a checkpoint, on the device and in the dtypes of the flags. signals: whose
-    memory warning goes to it."""
-    import time
+    """What `open_unloaded` gives, loaded."""
+    engine = open_unloaded(files, flags, policies, signals)
+    finish_loading(engine, flags)
+    return engine
 
-    start = time.perf_counter()
-    with waiting(f"loading {last_part(files.name)}", flags):
-        from toastkit.engine.opening import open_engine
 
-        engine = open_engine(
-            files,
-            device_name=flags["device"],
-            dtype=flags["dtype"],
-            kv_bits=flags["kv_bits"],
-            notify=None if flags["quiet"] else say,
-            **native_options(flags)._asdict(),
-            **({} if policies is None else policies._asdict()),
-        )
+def open_unloaded(
+    files,
+    flags: dict[str, Any],
+    policies: PolicyOptions | None = None,
+    signals: Signals | None = None,
+) -> Engine:
+    """An Engine for a checkpoint, on the device and in the dtypes of the flags. Where it is mapped
+    its pages are being brought when this returns. signals: whose memory warning goes to it."""
+    from toastkit.engine.opening import open_engine
+
+    engine = open_engine(
+        files,
+        device_name=flags["device"],
+        dtype=flags["dtype"],
+        kv_bits=flags["kv_bits"],
+        notify=None if flags["quiet"] else say,
+        **native_options(flags)._asdict(),
+        **({} if policies is None else policies._asdict()),
+        load=False,
+    )
     if signals is not None and policies is not None and policies.gives_up:
         from toastkit.holdings.policy import warn_of_memory
 
         signals.on_memory_warning(lambda: warn_of_memory(engine.policies))
+    return engine
+
+
+def finish_loading(engine: Engine, flags: dict[str, Any]) -> None:
+    """Has an engine load what it begins with, and says so."""
+    import time
+
+    start, name = time.perf_counter(), engine.files.name
+    with waiting(f"loading {last_part(name)}", flags):
+        engine.load()
     if flags["verbose"]:
-        say(f"loaded {files.name} on the {engine.device} in {time.perf_counter() - start:.2f} s")
+        say(f"loaded {name} on the {engine.device} in {time.perf_counter() - start:.2f} s")
         say(f"native products: {engine.native}")
         from toastkit.model.info import human
         from toastkit.residency.mapping import mapped_bytes
 
         if size := mapped_bytes(engine.holdings):
             say(f"weights: {human(size)} mapped")
-    return engine

@@ -20,8 +20,9 @@ from toastkit.errors import DataError, UsageError
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer
 
 
-def prompt_tokenizer(flags: dict[str, Any]) -> PromptTokenizer:
-    """The tokenizer of the checkpoint that -m names, with the flags' settings."""
+def prompt_tokenizer(flags: dict[str, Any], later: bool = False) -> PromptTokenizer:
+    """The tokenizer of the checkpoint that -m names, with the flags' settings. later: it is read
+    when it is needed."""
     from toastkit.model.config import load_config
     from toastkit.model.locate import locate
 
@@ -37,7 +38,10 @@ def prompt_tokenizer(flags: dict[str, Any]) -> PromptTokenizer:
         max_tokens=flags.get("max_tokens"),
         note=None if flags["quiet"] else say,
     )
-    return PromptTokenizer(files, load_config(files), options)
+    made = PromptTokenizer(files, load_config(files), options)
+    if not later:
+        made.tokenizer  # noqa: B018
+    return made
 
 
 def prompts(words: tuple[str, ...], flags: dict[str, Any], first: bytes = b"") -> Iterator[Prompt]:

@@ -36,8 +36,9 @@ def open_engine(
     native: str = "off",
     threads: int | None = None,
     native_exact: bool = False,
+    load: bool = True,
 ) -> Engine:
-    """The engine of a checkpoint, with its first weights loaded.
+    """The engine of a checkpoint. load: has it load its first weights at once.
 
     device_name, dtype, kv_bits, notify: see Engine. gear_options: None leaves gears out altogether.
     residency: None has all layers stay. experts: None leaves K as it is, and counts nothing.
@@ -61,12 +62,8 @@ def open_engine(
         from toastkit.residency.residency_policy import ResidencyPolicy
 
         policies.append(ResidencyPolicy(residency, notify=notify))
-        shifts = gears is not None and gears.options.fixed != "high"
-        if shifts and notify is not None and not store.has_baked_gears:
-            notify(
-                f"warning: {files.name} has no baked gears: layers that do not stay are quantised "
-                "whenever they run in one (toast-model bake --gears makes a file that has them)"
-            )
+        if gears is not None and notify is not None:
+            _warn_of_shifts(store, gears, notify)
     if native != "off" and expert_slots is None and not (residency is not None and residency.on):
         policies.append(MappingPolicy())
     engine = Engine(
@@ -79,8 +76,19 @@ def open_engine(
         notify=notify,
         native=NativeOptions(native, threads, native_exact),
     )
-    engine.load()
+    if load:
+        engine.load()
     return engine
+
+
+def _warn_of_shifts(store: Store, gears: GearPolicy, notify: Callable[[str], None]) -> None:
+    """Says so where layers that are streamed have to be quantised again and again."""
+    if gears.options.fixed != "high" and not store.has_baked_gears:
+        notify(
+            f"warning: {store.files.name} has no baked gears: layers that do not stay are "
+            "quantised whenever they run in one (toast-model bake --gears makes a file that has "
+            "them)"
+        )
 
 
 def _gears(

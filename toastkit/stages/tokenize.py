@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from toastkit.errors import DataError
@@ -58,7 +59,7 @@ def difficulty(prompt: Prompt) -> dict[str, Any]:
 class PromptTokenizer:
     """Renders and tokenises prompts for one checkpoint.
 
-    tokenizer: the checkpoint's, where it has been read already.
+    tokenizer: the checkpoint's, where it has been read already; else it is read when it is needed.
     """
 
     def __init__(
@@ -69,11 +70,25 @@ class PromptTokenizer:
         tokenizer: Tokenizer | None = None,
     ):
         self.files = files
-        self.tokenizer = tokenizer or Tokenizer(files)
-        self.tokenizer.check_fits(config.vocab)
+        self.vocab = config.vocab
         self._config = config
         self._options = options
         self._noted: set[str] = set()
+        if tokenizer is not None:
+            tokenizer.check_fits(config.vocab)
+            self.tokenizer = tokenizer
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's. Raises as Tokenizer, DataError for one that is another model's."""
+        tokenizer = Tokenizer(self.files)
+        tokenizer.check_fits(self.vocab)
+        return tokenizer
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The checkpoint's, for which its tokenizer is not needed."""
+        return fingerprint(self.files)
 
     def render(self, prompt: Prompt) -> str:
         """The text that is tokenised. Without a template, messages are joined by blank lines."""
@@ -244,8 +259,8 @@ class PromptTokenizer:
         """The frame that begins a run of this model."""
         return Head(
             model=self.files.name,
-            fingerprint=fingerprint(self.files),
-            vocab=self._config.vocab,
+            fingerprint=self.fingerprint,
+            vocab=self.vocab,
             eos=self.tokenizer.eos_ids,
             session=session,
         )
