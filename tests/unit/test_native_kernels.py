@@ -305,7 +305,7 @@ def test_forks_while_others_compute(kernels: Kernels) -> None:
     others = threading.Thread(target=compute)
     others.start()
     try:
-        for _ in range(20):
+        for _ in range(10):
             child = os.fork()
             if not child:
                 os._exit(not computes_in_three(kernels, matrix, x, wanted))
