@@ -109,10 +109,8 @@ def module_name(model_type: str, architectures: object = None) -> str:
 def _synonyms(source: str) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
     """The tables of mlx_lm/utils.py, read as literals: by model type, and by model type and
     architecture."""
-    tables: dict[str, dict] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in TABLES:
-            tables[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
+    found = re.findall(r"^(\w+) = (\{.*?^\})$", source, re.MULTILINE | re.DOTALL)
+    tables = {name: ast.literal_eval(table) for name, table in found if name in TABLES}
     return tables.get(TABLES[0], {}), tables.get(TABLES[1], {})
 
 
