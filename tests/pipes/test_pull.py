@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from tests.forked import start
+from tests.forked import Process, start
 from tests.pipes.conftest import Model
-from tests.pipes.fake_hub import serving
+from tests.pipes.fake_hub import FakeHub, serving
 from tests.pipes.test_toast_model import ok, refused
 from toastkit.frames import Head, Tokens, dumps, pack_ids
 from toastkit.model.locate import locate
@@ -27,6 +30,34 @@ def weights() -> bytes:
     """A file of many pieces of a download."""
     header = json.dumps({"w": {"dtype": "U8", "shape": [12 << 20], "data_offsets": [0, 12 << 20]}})
     return len(header).to_bytes(8, "little") + header.encode() + bytes(12 << 20)
+
+
+class Stalled(NamedTuple):
+    """A pull that stands still. env: its environment, with folders of its own in `folder`."""
+
+    hub: FakeHub
+    env: dict[str, str]
+    process: subprocess.Popen | Process
+    folder: Path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stalled(
+    weights: bytes, library_at_home: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stalled]:
+    """Begun before the tests here, the last of which waits for its end."""
+    folder = tmp_path_factory.mktemp("stalled")
+    with serving({**FILES, "model.safetensors": weights}) as hub:
+        hub.missing = 1000
+        env = {
+            "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HUB_DOWNLOAD_TIMEOUT": "1",
+            "XDG_DATA_HOME": str(folder / "data"), "HF_HOME": str(folder / "hf"),
+        }  # fmt: skip
+        pipe = subprocess.PIPE
+        process = start("model", "pull", "org/name", env=env, stdout=pipe, stderr=pipe)
+        yield Stalled(hub, env, process, folder)
+        process.kill()
+        process.wait()
 
 
 def test_pull(model: Model, weights: bytes, tmp_path: Path) -> None:
@@ -50,9 +81,9 @@ def test_pull(model: Model, weights: bytes, tmp_path: Path) -> None:
     assert "org/name" in ok(model("list"))
 
 
-def blobs(tmp_path: Path) -> list[str]:
+def blobs(folder: Path) -> list[str]:
     """What the cache holds of org/name, whole or not."""
-    return sorted(os.listdir(tmp_path / "hf" / "hub" / "models--org--name" / "blobs"))
+    return sorted(os.listdir(folder / "hf" / "hub" / "models--org--name" / "blobs"))
 
 
 def test_a_pull_that_comes_damaged(model: Model, weights: bytes, tmp_path: Path) -> None:
@@ -81,25 +112,6 @@ def test_a_pull_of_weights_that_are_wrong_on_the_hub(model: Model, tmp_path: Pat
     assert ok(model("list", "--json")).count("\n") == 1  # crumb alone
 
 
-def test_a_pull_that_stalls(model: Model, weights: bytes, tmp_path: Path) -> None:
-    """Six times the library's timeout, which is a second at least; then it can be interrupted."""
-    with serving({**FILES, "model.safetensors": weights}) as hub:
-        hub.missing = 1000
-        env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HUB_DOWNLOAD_TIMEOUT": "1"}
-        done = model("pull", "org/name", env=env)
-        hint = refused(done, 69, "cannot fetch org/name: nothing new has come for 6 s")
-        assert "HF_HUB_DOWNLOAD_TIMEOUT" in hint
-        left = blobs(tmp_path)
-        assert not any("incomplete" in name for name in left)
-        hub.sent.clear()
-        own = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DOWNLOAD_TIMEOUT": "600"}
-        process = start("model", "pull", "org/name", env={**env, **own})
-        while not hub.sent and process.poll() is None:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130 and blobs(tmp_path) == left
-
-
 @pytest.mark.parametrize("name", ["prefill", "detokenize"])
 def test_a_stream_fetches_nothing(toast, weights: bytes, name: str) -> None:
     stream = b"".join(map(dumps, [Head("org/name", "ab" * 16, 4096, [2]), Tokens(pack_ids([1]))]))
@@ -118,3 +130,20 @@ def test_pull_offline(model: Model) -> None:
         "pull", "org/name", env={"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
     )
     refused(done, 69, "cannot fetch org/name: the hub cannot be reached")
+
+
+def test_a_pull_that_stalls(stalled: Stalled) -> None:
+    """Six times the library's timeout, which is a second at least; then it can be interrupted."""
+    hub, env, process, folder = stalled
+    out, said = process.communicate(timeout=60)
+    done = subprocess.CompletedProcess([], process.wait(), out.decode(), said.decode())
+    hint = refused(done, 69, "cannot fetch org/name: nothing new has come for 6 s")
+    assert "HF_HUB_DOWNLOAD_TIMEOUT" in hint
+    left = blobs(folder)
+    assert not any("incomplete" in name for name in left)
+    hub.sent.clear()
+    process = start("model", "pull", "org/name", env={**env, "HF_HUB_DOWNLOAD_TIMEOUT": "600"})
+    while not hub.sent and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130 and blobs(folder) == left
