@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.model.moe_checkpoints import NAMES
 from tests.model.moe_engines import (
     MIDDLE,
     Made,
@@ -88,7 +87,8 @@ def alike(found: Run, expected: Run) -> bool:
 # ------------------------------------------------------------------------- what a row comes out as
 
 
-@pytest.mark.parametrize("name", NAMES)
+# One for each kind of cache that a batch has.
+@pytest.mark.parametrize("name", ["qwen3_moe_quantised", "qwen3_next", "gpt_oss", "deepseek_v3"])
 def test_gamma_one_is_a_big_batch_and_gamma_zero_a_little_one(made: Made, name: str) -> None:
     """Logits and states, to the bit."""
     for gamma, mode, passed in ((1.0, "big", Passed(4, True)), (0.0, "little", Passed(2, False))):

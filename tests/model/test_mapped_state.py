@@ -104,8 +104,11 @@ def is_mapped(array: mx.array) -> bool:
     return False
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16, mx.int8])
-@pytest.mark.parametrize("count", [1, 256, 700])
+@pytest.mark.parametrize(
+    ("dtype", "count"),
+    [(mx.float32, 1), (mx.float32, 256), (mx.float32, 700), (mx.float16, 700), (mx.bfloat16, 256),
+     (mx.int8, 1), (mx.int8, 700)],
+)  # fmt: skip
 def test_a_state_is_read_in_place_and_goes_on(tmp_path: Path, dtype: mx.Dtype, count: int) -> None:
     """In place as long as there is room, to the bit as one that was never saved, and nothing of it
     is written to the file."""
