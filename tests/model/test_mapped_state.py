@@ -54,8 +54,9 @@ def make(dtype: mx.Dtype = mx.float32, layers: int = 2) -> list:
 
 def numbers(ids: list[int], first: int, layer: int) -> mx.array:
     """Keys of tokens from a position on, which follow from them: (1, HEADS, N, SIZE)."""
-    rows = np.array([[t % 97, n, layer] * HEADS * SIZE for n, t in enumerate(ids)], np.float32)
-    rows = np.sin(rows[first:, : HEADS * SIZE] * (1 + np.arange(HEADS * SIZE)))
+    of_token = [[t % 97, n, layer] for n, t in enumerate(ids[first:], first)]
+    rows = np.tile(np.array(of_token, np.float32), HEADS * SIZE)[:, : HEADS * SIZE]
+    rows = np.sin(rows * (1 + np.arange(HEADS * SIZE)))
     return mx.array(rows.reshape(1, -1, HEADS, SIZE)).swapaxes(1, 2)
 
 

@@ -114,8 +114,8 @@ def test_templates_that_run_for_long_are_stopped(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask("x")  # starts a child: that is not what is timed
-    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
-    with pytest.raises(DataError, match=r"^chat template: stopped, it runs for over 0\.2 seconds$"):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.1)
+    with pytest.raises(DataError, match=r"^chat template: stopped, it runs for over 0\.1 seconds$"):
         ask(LONG[name])
     monkeypatch.undo()
     assert ask("{{ messages[0].content }}") == "hi"

@@ -285,8 +285,12 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_more_tensors_than_a_header_holds(tmp_path: Path) -> None:
-    plan = [Planned(f"{i}" + "n" * (9 << 20), "U8", (1,), "outside") for i in range(6)]
+def test_more_tensors_than_a_header_holds(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(writer_module, "MAX_HEADER_BYTES", 4 * PAGE)
+    plan = [Planned(f"{i}" + "n" * (5 << 10), "U8", (1,), "outside") for i in range(6)]
+    with TensorWriter(tmp_path / "x", plan, {}):
+        pass
+    plan.append(Planned("n" * (5 << 10), "U8", (1,), "outside"))
     with pytest.raises(DataError, match="too many tensors"):
         TensorWriter(tmp_path / "x", plan, {})
     assert os.listdir(tmp_path) == []
