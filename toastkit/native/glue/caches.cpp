@@ -20,15 +20,22 @@ bool is_by_position(const mx::array &cache) {
          cache.strides(0) == heads * size && cache.strides(2) == cache.shape(0) * heads * size;
 }
 
-// Who is in line to write to which memory. Never destroyed: MLX's threads may outlive main.
+// How many are in line to write to which memory. Who was the last leaves a 0, since MLX holds the
+// memory for a moment longer. Never destroyed: MLX's threads may outlive main.
 struct Line {
   std::mutex mutex;
   std::condition_variable moved;
   std::unordered_map<const void *, int> writers;
+
+  bool is_empty(const void *memory) const {
+    const auto some = writers.find(memory);
+    return some == writers.end() || !some->second;
+  }
 };
 Line &line = *new Line;
 
 constexpr int PATIENCE = 1000;  // looks at memory that MLX is about to let go of
+constexpr size_t MOST = 1 << 12;  // memories that are remembered when nobody is in line any more
 constexpr auto LONGEST = std::chrono::seconds(10);  // for who may have failed before he was in line
 
 template <class A>
@@ -48,8 +55,8 @@ bool is_free(const mx::array &cache) {
   std::unique_lock<std::mutex> lock(line.mutex);
   const void *memory = cache.data<char>();
   if (!line.writers.count(memory)) return false;
-  if (!line.moved.wait_for(lock, LONGEST, [&] { return !line.writers.count(memory); }))
-    line.writers.erase(memory);
+  line.moved.wait_for(lock, LONGEST, [&] { return line.is_empty(memory); });
+  line.writers.erase(memory);
   for (int looks = 0; looks < PATIENCE && !is_sole(cache); looks++) sched_yield();
   return is_sole(cache);
 }
@@ -136,6 +143,8 @@ void lie_as_before(const mx::array &before, mx::array &cache) {
   }
   if (!cache.size()) return;
   const std::lock_guard<std::mutex> lock(line.mutex);
+  if (line.writers.size() > MOST)
+    std::erase_if(line.writers, [](const auto &one) { return !one.second; });
   line.writers[cache.data<char>()]++;
 }
 
@@ -143,7 +152,7 @@ Written::~Written() {
   if (!cache_.size()) return;
   const std::lock_guard<std::mutex> lock(line.mutex);
   const auto own = line.writers.find(cache_.data<char>());
-  if (own != line.writers.end() && !--own->second) line.writers.erase(own);
+  if (own != line.writers.end() && own->second) own->second--;
   line.moved.notify_all();
 }
 
