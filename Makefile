@@ -54,12 +54,13 @@ KERNELS := $(wildcard tests/unit/test_native_kernels*.py) tests/unit/test_native
 
 # Python itself is not compiled for them, so that the compiler's library comes in first. Races are
 # in how work is shared out, for which few examples do; numpy's threads would be taken for some.
-sanitize: $(VENV)/stamp        ## the tests of the C++ kernels, with the compiler's sanitizers
+sanitize: $(VENV)/stamp        ## tests of the C++ kernels with sanitizers: EXAMPLES=0.1, a tenth
 	TOAST_TEST_SANITIZERS=address,undefined ASAN_OPTIONS=detect_leaks=0 \
+	TOAST_TEST_EXAMPLES=$(or $(EXAMPLES),1) \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so)" \
 		$(BIN)/python -m pytest -n 2 --dist worksteal -p no:faulthandler $(KERNELS)
 	TOAST_TEST_SANITIZERS=thread TSAN_OPTIONS="die_after_fork=0 halt_on_error=1" \
-	OPENBLAS_NUM_THREADS=1 TOAST_TEST_EXAMPLES=0.05 \
+	OPENBLAS_NUM_THREADS=1 TOAST_TEST_EXAMPLES=$(or $(EXAMPLES),0.05) \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" \
 		$(BIN)/python -m pytest -n 2 --dist worksteal -p no:faulthandler --capture=sys $(KERNELS)
 
