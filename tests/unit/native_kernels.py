@@ -6,7 +6,9 @@ import ctypes
 import fcntl
 import os
 import platform
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +16,15 @@ import numpy as np
 import pytest
 
 from tests.native_library import KEPT, everywhere, native_cache, native_path
-from toastkit.native.compiling import KERNELS, compile_library, compiler, sources
+from toastkit.native.compiling import (
+    FLAGS,
+    FOR_ALL,
+    KERNELS,
+    SOURCES,
+    compile_library,
+    compiler,
+    sources,
+)
 from toastkit.native.ready import digest
 
 # As the compiler takes them: "address,undefined" or "thread" (make sanitize). Asked before the
@@ -157,9 +167,10 @@ def products(x: np.ndarray, matrices: np.ndarray, expert: np.ndarray) -> np.ndar
     return out
 
 
-def compiled_apart() -> Path:
-    """The kernels alone, with instructions emulated that this processor may not have, and for the
-    sanitizers where these are asked for; once for all runs with the same sources."""
+def compiled_apart(alone: str | None = None) -> Path:
+    """The kernels alone, with AMX emulated, for the sanitizers where these are asked for; once for
+    all runs with the same sources. alone: the one source with an instruction set, in place of
+    all."""
     cxx = compiler()
     assert cxx is not None
     extra = [f'-DTOAST_AMX_EMULATED="{AMX}"']
@@ -167,12 +178,19 @@ def compiled_apart() -> Path:
         # More optimising, and looking at every pointer for NULL, take the compiler many minutes.
         extra += [f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover", "-fno-sanitize=null"]
         extra += ["-O1", "-g"]
-    made_from = sources() + str(extra) + AMX.read_text("utf-8")
+    if alone:
+        extra += [*SOURCES[alone], "-shared", *(str(KERNELS / name) for name in (alone, *FOR_ALL))]
+        extra += [str(AMX.with_name("amx_alone.cpp")), f"-I{KERNELS}"]
+    ours = [path.read_text("utf-8") for path in sorted(AMX.parent.glob("amx_*"))]
+    made_from = "".join([sources(), str(extra), *ours])
     library = KEPT.with_name("apart") / f"{digest(made_from.encode())}.so"
     library.parent.mkdir(parents=True, exist_ok=True)
     with open(library.with_name("building"), "w") as lock, everywhere():
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
+        if not library.exists() and alone:
+            subprocess.run([cxx, *FLAGS, *extra, "-o", library.with_suffix(".new")], check=True)
+            library.with_suffix(".new").rename(library)
+        elif not library.exists():
             compile_library(library, cxx, extra)
     return library
 
@@ -196,6 +214,7 @@ class Kernels:
 
     def __init__(self, path: Path):
         self.load(path)
+        self.whole = self.library
 
     def load(self, path: Path) -> None:
         """Takes this library in place of the one before."""
@@ -278,11 +297,24 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     return Kernels(native_path(native_cache(tmp_path_factory)))
 
 
+@contextmanager
+def computed_by(name: str, kernels: Kernels) -> Iterator[None]:
+    """While it lasts, with that set of the library that has all."""
+    library, kernels.library = kernels.library, kernels.whole
+    before = kernels.instructions
+    try:
+        assert kernels.choose(name)
+        yield
+    finally:
+        kernels.choose(before)
+        kernels.library = library
+
+
 def chosen(name: str, kernels: Kernels) -> Iterator[str]:
     """While a test runs: that instruction set, and three threads."""
     library = kernels.library
     if name == "amx_int8" and not kernels.choose(name):
-        kernels.load(compiled_apart())
+        kernels.load(compiled_apart("amx_int8.cpp"))
     before = kernels.instructions  # others of this process may compute with the library
     if not kernels.choose(name):
         kernels.library = library

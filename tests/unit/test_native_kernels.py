@@ -22,6 +22,7 @@ from tests.unit.native_kernels import (
     TYPES,
     Kernels,
     Matrix,
+    computed_by,
     instructions,
     kernels,
     mxfp4_matrix,
@@ -107,11 +108,9 @@ def test_one_set_gives_what_another_gives(
     x = vectors(count, count, matrix.exact.shape[2], "f32", 1)
     vector = np.random.default_rng(count).permutation(count).astype(np.uint32) if gathered else None
     found = kernels.multiply(matrix, x, vector=vector)
-    try:
-        assert kernels.choose("neon_dotprod" if "neon" in instructions else "avx512vnni")
-        assert np.array_equal(found, kernels.multiply(matrix, x, vector=vector), equal_nan=True)
-    finally:
-        kernels.choose(instructions)
+    with computed_by("neon_dotprod" if "neon" in instructions else "avx512vnni", kernels):
+        wanted = kernels.multiply(matrix, x, vector=vector)
+    assert np.array_equal(found, wanted, equal_nan=True)
 
 
 @settings(max_examples=examples(40))
