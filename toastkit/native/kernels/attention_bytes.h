@@ -11,7 +11,6 @@
 #include <float.h>
 #include <math.h>
 
-#include <initializer_list>
 #include <type_traits>
 
 #include "attention_room.h"
@@ -250,133 +249,6 @@ static void scores_of_many_bytes(const toast::Attention &a, const toast::Tile &t
   }
 }
 
-// Weights of row r, (keys), to digits, bytes; which are zeros up to a multiple of LANES, as weights
-// and scales are. A number that is none becomes 0.
-static void put_weights_of_row(const Digits &to, int64_t r, float *weights, int64_t keys) {
-  const float *scales = to.scales;
-  F32 most = {}, nothing = {};
-  for (int64_t j = 0; j < keys; j += LANES) {
-    const F32 v = load<F32>(weights + j) * load<F32>(scales + j);
-    store(weights + j, v);
-    most = v > most ? v : most;
-    nothing += v - v;
-  }
-  const Step step = Step::of(_mm512_reduce_max_ps((__m512)most), sum(nothing), MOST_WEIGHT);
-  auto upper = reinterpret_cast<uint8_t *>(to.weights[0] + r * FOURS);
-  auto lower = reinterpret_cast<uint8_t *>(to.weights[1] + r * FOURS);
-  for (int64_t j = 0; j < keys; j += LANES) {
-    const I32 v = whole(load<F32>(weights + j) * step.per_step);
-    store(upper + j, __builtin_convertvector(v >> 8, U8));
-    store(lower + j, __builtin_convertvector(v, U8));
-  }
-  to.weight_steps[r] = step.step;
-}
-
-// The same of LANES rows from r on, (keys, lanes), to words of four keys, (FOURS, lanes).
-static void put_weights_of_lanes(const Digits &to, int64_t r, float *weights, int64_t lanes,
-                                 int64_t keys) {
-  F32 most = {}, nothing = {}, per_step;
-  for (int64_t j = 0; j < keys; j++) {
-    const F32 v = load<F32>(weights + j * lanes) * to.scales[j];
-    store(weights + j * lanes, v);
-    most = v > most ? v : most;
-    nothing += v - v;
-  }
-  for (int i = 0; i < LANES; i++) {
-    const Step step = Step::of(most[i], nothing[i], MOST_WEIGHT);
-    to.weight_steps[r + i] = step.step, per_step[i] = step.per_step;
-  }
-  for (int64_t j = 0; j < keys; j += 4) {
-    I32 words[2] = {};
-    for (int i = 0; i < 4 && j + i < keys; i++) {
-      const F32 weight = load<F32>(weights + (j + i) * lanes);
-      const I32 v = whole(per_step > 0 ? weight * per_step : F32{});
-      words[0] |= v >> 8 << 8 * i, words[1] |= (v & 255) << 8 * i;
-    }
-    for (int part = 0; part < 2; part++) store(to.weights[part] + j / 4 * lanes + r, words[part]);
-  }
-}
-
-// out[m][d] = step[m] * sum of weights * values, of M rows from r on, and of every second eight of
-// REGISTER numbers, from the first or, if LATTER, from the second. values: at the first of all;
-// left: of a row, from there on. Words of weights: row_words from row to row, key_words from four
-// keys to the next.
-template <int M, bool LATTER, bool FETCHES>
-static void weigh_bytes(const Digits &digits, int64_t r, int64_t row_words, int64_t key_words,
-                        const char *values, int64_t stride, int64_t left, int64_t keys, float *out,
-                        int64_t out_stride, Later *later) {
-  Later fetched = *later;
-  I32 sums[2][M][2] = {};
-  const __mmask64 some = some_bytes(left);
-  const int32_t *weights[2] = {digits.weights[0] + r * row_words,
-                               digits.weights[1] + r * row_words};
-  for (int64_t j = 0; j < keys; j += 4) {
-    __m512i row[4], pairs[2];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)  // the last one again after it: its weight is 0 there
-      row[i] = _mm512_maskz_loadu_epi8(some, values + (j + i < keys ? j + i : keys - 1) * stride);
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++)
-      pairs[i] = LATTER ? _mm512_unpackhi_epi8(row[2 * i], row[2 * i + 1])
-                        : _mm512_unpacklo_epi8(row[2 * i], row[2 * i + 1]);
-    if (FETCHES) fetched.fetch();
-    const I32 fours[2] = {(I32)_mm512_unpacklo_epi16(pairs[0], pairs[1]),
-                          (I32)_mm512_unpackhi_epi16(pairs[0], pairs[1])};
-    const int64_t at = j / 4 * key_words;
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 2
-      for (int part = 0; part < 2; part++) {
-        const I32 weight = word(weights[part] + m * row_words + at);
-        sums[part][m][0] = plus_fours(sums[part][m][0], weight, fours[0]);
-        sums[part][m][1] = plus_fours(sums[part][m][1], weight, fours[1]);
-      }
-  }
-  *later = fetched;
-  // Four numbers of each sixteen lie side by side.
-#pragma GCC unroll 8
-  for (int m = 0; m < M; m++)
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-      float four[LANES];
-      store(four, of_digits(sums[0][m][i], sums[1][m][i]) * digits.weight_steps[r + m]);
-      for (int quarter = 0; quarter < 4; quarter++) {
-        const int64_t d = 16 * quarter + 8 * LATTER + 4 * i;
-        if (d < left) memcpy(out + m * out_stride + d, four + 4 * quarter, 4 * sizeof(float));
-      }
-    }
-}
-
-// The values of a span, weighted, of all heads of a tile; which are not yet where out is. weights:
-// as of `weigh_values`. FEW queries wait for memory: the next span's keys are fetched meanwhile.
-template <bool FEW>
-static void weigh_values_in_bytes(const toast::Attention &a, const toast::Tile &tile,
-                                  int64_t begin, int64_t keys, float *weights, int64_t lanes,
-                                  int64_t head_weights, const Digits &digits, float *out) {
-  const toast_rows &values = a.call->values;
-  const int64_t size = a.call->value_size, stride = values.strides[2];
-  const int64_t row_words = FEW ? FOURS : 1, key_words = FEW ? 1 : lanes;
-  int64_t goes = 0;
-  in_tiles(tile.rows, [&]<int M>(int64_t) { goes += 2 * ((size + REGISTER - 1) / REGISTER); });
-  Later later = keys_after(a, tile, begin + keys, tile.heads * goes * ((keys + 3) / 4));
-  for (int64_t h = 0; h < tile.heads; h++) {
-    const char *from = row_of(values, tile.batch, tile.head + h, begin);
-    for (int64_t j = 0; j < keys; j++) digits.scales[j] = scale_of(from + j * stride, size);
-    for (int64_t j = keys; j % LANES; j++) digits.scales[j] = 0;
-    for (int64_t r = 0; !FEW && r < tile.rows; r += LANES)
-      put_weights_of_lanes(digits, r, weights + r, lanes, keys);
-    for (int64_t r = 0; FEW && r < tile.rows; r++)
-      put_weights_of_row(digits, r, weights + r * SCORES_STRIDE, keys);
-    for (int64_t d = 0; d < size; d += REGISTER)
-      in_tiles(tile.rows, [&]<int M>(int64_t r) {
-        for (auto weigh : {weigh_bytes<M, false, FEW>, weigh_bytes<M, true, FEW>})
-          weigh(digits, r, row_words, key_words, from + d, stride, size - d, keys,
-                out + r * a.row_floats + d, a.row_floats, &later);
-      });
-    weights += head_weights, out += tile.rows * a.row_floats;
-  }
-}
-
 // vectors: 0 where queries are few.
 static void scores_in_bytes(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                             int64_t end, int vectors, const Room &room, const Digits &digits) {
@@ -391,8 +263,6 @@ INLINE bool in_bytes(const toast_rows &) { return false; }
 INLINE bool make_digits(const toast::Attention &, Digits *) { return false; }
 template <class... Rest>
 INLINE void scores_in_bytes(const Rest &...) {}
-template <bool FEW, class... Rest>
-INLINE void weigh_values_in_bytes(const Rest &...) {}
 #endif
 
 }  // namespace

@@ -46,7 +46,8 @@ struct Ahead {
 };
 
 // Bytes that are needed next, fetched while something else is computed with: evenly, so that memory
-// has never more to do than it can, nor nothing. A line is asked for again until the next is due.
+// has never more to do than it can, nor nothing. None is asked for twice: to be found in the second
+// cache takes of the first one's requests too.
 struct Later {
   const char *next, *due;
   int64_t bytes;  // at a time
@@ -56,13 +57,9 @@ struct Later {
     return {from, from, (bytes + times - 1) / times};
   }
 
-  void fetch() {  // so many lines for four keys, in the shortest of loops
+  void fetch() {  // so many lines at most
     due += bytes;
-#pragma GCC unroll 3
-    for (int i = 0; i < 3; i++) {
-      __builtin_prefetch(next, 0, 2);
-      next += next < due ? LINE : 0;
-    }
+    for (int i = 0; i < 3 && next < due; i++, next += LINE) __builtin_prefetch(next, 0, 2);
   }
 };
 

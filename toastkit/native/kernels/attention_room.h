@@ -80,12 +80,13 @@ constexpr int KEYS_TURNED = 2 * LANES;      // that few queries meet at a time
 // ones, with zeros behind a row. columns: the same crosswise where queries are many, (stride / 4,
 // lanes) words; where they are few, word by word in the first. offsets: 128 times the sums of a
 // query's digits. weights: words of four keys, upper and then lower. keys: plus 128, (TILE_M,
-// stride) or, crosswise, (stride / 4, KEYS_TURNED) words.
+// stride) or, crosswise, (stride / 4, KEYS_TURNED) words. values: two registers of fours, of every
+// four keys.
 struct Digits {
   int64_t stride;
   int8_t *queries[2];
   int32_t *columns[2], *offsets[2], *sums[2], *weights[2];
-  uint8_t *keys;
+  uint8_t *keys, *values;
   float *query_steps, *weight_steps, *scales;
 };
 
@@ -93,7 +94,8 @@ INLINE bool make_digits(const toast::Attention &a, Digits *digits) {
   constexpr int KEYS = KEYS_TURNED > TILE_M ? KEYS_TURNED : TILE_M;
   const int64_t stride = (a.call->key_size + REGISTER - 1) / REGISTER * REGISTER;
   const int64_t each = WIDE * (2 * stride + 4 * (1 + TILE_M + FOURS));
-  const int64_t bytes = 2 * each + KEYS * stride + 4 * (2 * WIDE + toast::SPAN);
+  const int64_t values = toast::SPAN / 4 * 2 * REGISTER;
+  const int64_t bytes = 2 * each + KEYS * stride + values + 4 * (2 * WIDE + toast::SPAN);
   auto memory = static_cast<char *>(toast::scratch(toast::BYTES, bytes));
   if (!memory) return false;
   auto next = [&](auto *&place, int64_t numbers) {
@@ -109,6 +111,7 @@ INLINE bool make_digits(const toast::Attention &a, Digits *digits) {
     next(digits->weights[part], WIDE * FOURS);
   }
   next(digits->keys, KEYS * stride);
+  next(digits->values, values);
   next(digits->query_steps, WIDE);
   next(digits->weight_steps, WIDE);
   next(digits->scales, toast::SPAN);

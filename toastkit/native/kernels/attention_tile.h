@@ -6,7 +6,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "attention_bytes.h"
+#include "attention_values.h"
 #include "functions.h"
 
 namespace {
