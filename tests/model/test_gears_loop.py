@@ -25,6 +25,7 @@ from toastkit.interrupts import Interrupt
 from toastkit.model.config import fingerprint
 from toastkit.sampling.host import HostSampler
 from toastkit.sampling.sampling_options import SamplingOptions
+from toastkit.stages.arrays import LogitsReader
 from toastkit.stages.decode import decode
 from toastkit.stages.follow import Follower, GearRules
 from toastkit.stages.gear import entropy_on_device, followed, gear
@@ -197,6 +198,7 @@ def test_off_is_the_plain_path(crumb, plain: Answer, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(monitor.EntropyMeter, "bits", fail)
     monkeypatch.setattr(entropy_graph, "entropy_bits", fail)
+    monkeypatch.setattr(entropy_graph.NativeEntropy, "__init__", fail)
     for deferred in (False, True):
         head = Head("m", fingerprint(off.files), off.vocab, [])
         options = AnswerOptions(draw=DrawOptions(SamplingOptions(), 0, 16))
@@ -237,7 +239,7 @@ def test_catastrophe_goes_up_at_once(auto: Engine, monkeypatch: pytest.MonkeyPat
     """The meter is told to see one: no text of the embedded model's is."""
     limit = 12.0  # log2 of the vocabulary
     values = iter([0.1] * 6 + [limit, limit] + [0.1] * 100)
-    monkeypatch.setattr(monitor.EntropyMeter, "bits", lambda self, logits: next(values))
+    monkeypatch.setattr(LogitsReader, "entropy", lambda self, logits: next(values))
     found = Answer(auto, count=9, rules=rules(DEFAULTS, 5))
     assert found.asked[:8] == ["low"] * 6 + ["mid", "high"]  # mid is held for one token of five
     assert found.steps[7].reason == "catastrophic"

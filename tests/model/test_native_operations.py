@@ -3,6 +3,7 @@ whatever name architectures call them."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,15 @@ from tests.model.reference import OLD_MLX_LM, needs_new_mlx_lm
 from tests.native_library import native_cache, native_path, needed, operations_of
 from toastkit.engine.big_little import confidence, unsure_rows
 from toastkit.engine.perplexity import _judge
-from toastkit.gears.entropy_graph import entropy_bits
+from toastkit.gears.entropy_graph import NativeEntropy, entropy_bits
+from toastkit.gears.monitor import EntropyMeter
 from toastkit.native import modules, operations
 from toastkit.native.library import Library, load, use
 
 pytestmark = [needed, pytest.mark.usefixtures("library")]
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 CLOSE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
+ODD = (math.nan, math.inf, -math.inf, 3e38, -3e38, 1e4)
 dtypes = st.sampled_from(DTYPES)
 layouts = st.sampled_from(("rows", "turned", "sliced", "gaps", "broadcast"))
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 5))
@@ -143,6 +146,23 @@ def test_distributions(
         patch.setattr("toastkit.native.library._in_use", None)
         theirs = operations.distribution(x)
     assert all(alike(a, b, 2e-6) for a, b in zip(ours, theirs))
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    seed=st.integers(0, 99), size=st.sampled_from([2, 31, 4096, 20_000]),
+    odd=st.lists(st.tuples(st.integers(0, 19_999), st.sampled_from(ODD)), max_size=3),
+)  # fmt: skip
+def test_entropies_of_steps(seed: int, size: int, odd: list[tuple[int, float]]) -> None:
+    """What a step's own graph finds is what numpy finds, or nothing where logits are not finite."""
+    row = np.array(numbers(seed, (size,), mx.float32)) * 5
+    for place, value in odd:
+        row[place % size] = value
+    found, limit = NativeEntropy(mx.array(row)).bits(), math.log2(size)
+    if np.isnan(row).any() or row.max() == np.inf or row.max() == -np.inf:
+        assert found is None
+    else:
+        assert found == pytest.approx(EntropyMeter(size).bits(row), abs=2e-5) and found <= limit
 
 
 def test_measures_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,13 +85,16 @@ def test_ring_keeps_the_last_steps(tmp_path: Path, vocab: int, slots: int, steps
     written = []
     for step in range(steps):
         logits = np.random.default_rng(step).normal(size=vocab).astype(np.float32)
-        written.append((writer.write(logits), logits))
-    for step, (reference, logits) in enumerate(written):
+        entropy = step / 3 if step % 2 else None
+        written.append((writer.write(logits, lambda known=entropy: known), logits, entropy))
+    for step, (reference, logits, entropy) in enumerate(written):
         if step >= steps - slots:
             assert np.array_equal(reader.read(reference), logits)
+            assert reader.entropy(reference) == entropy
         else:
-            with pytest.raises(DataError, match=f"logits of step {step + 1} are gone"):
-                reader.read(reference)
+            for read in (reader.read, reader.entropy):
+                with pytest.raises(DataError, match=f"logits of step {step + 1} are gone"):
+                    read(reference)
     writer.close()
     reader.close()
 
@@ -111,9 +114,10 @@ def test_ring_refuses_what_does_not_fit(tmp_path: Path):
         Reference(0, 2, "float32", (10,)),
         Reference(1, 1, "float32", (10,)),
     ):
-        with pytest.raises(DataError) as caught:
-            reader.read(bad)
-        assert caught.value.hint == "use --inline to save a stream"
+        for read in (reader.read, reader.entropy):
+            with pytest.raises(DataError) as caught:
+                read(bad)
+            assert caught.value.hint == "use --inline to save a stream"
     for logits in (array("f", range(9)), array("d", range(5)), np.zeros(20, np.float16)):
         with pytest.raises(ValueError):
             writer.write(logits)
@@ -136,7 +140,7 @@ from toastkit.session.ring import RingWriter
 writer = RingWriter(sys.argv[1], 50_000, slots=1)
 print("ready", flush=True)
 for step in range(1, 10**6):
-    writer.write(array("f", [step % 1000]) * 50_000)
+    writer.write(array("f", [step % 1000]) * 50_000, lambda: float(step))
 """
 
 
@@ -150,8 +154,11 @@ def test_ring_while_it_is_written(tmp_path: Path):
         whole = stale = 0
         while (whole < 50 or stale < 50) and child.poll() is None:
             number = int.from_bytes(path.read_bytes()[64:72], "little") or 1
+            reference = Reference(0, number, "float32", (50_000,))
             try:
-                logits = reader.read(Reference(0, number, "float32", (50_000,)))
+                if number % 2:
+                    assert reader.entropy(reference) == number
+                logits = reader.read(reference)
             except DataError:
                 stale += 1
                 continue

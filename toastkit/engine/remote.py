@@ -250,8 +250,11 @@ class RemoteState:
         self._daemon.send("step", {"token": token})
         self.tokens.append(token)
 
-    def submit(self) -> None:
+    def submit(self, measured: bool = False) -> None:
         """Nothing: the daemon has begun."""
+
+    def entropy(self) -> None:
+        """It is not sent along."""
 
     def values(self) -> memoryview[float]:
         """The logits (vocab,) float32 after the last token; waits for them."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 
 from toastkit.engine.lookahead import Lookahead
+from toastkit.gears.entropy_graph import NativeEntropy
 
 if TYPE_CHECKING:
     from toastkit.session.directory import Session
@@ -59,6 +60,7 @@ class ModelState:
     ahead: Lookahead | None = field(default=None, repr=False)
     passed: Passed | None = None
     experts: dict[str, Any] | None = None
+    _entropy: NativeEntropy | None = field(default=None, repr=False)
 
     def next_logits(
         self, step: Callable[[int | mx.array, list], mx.array], token: int | mx.array
@@ -76,9 +78,15 @@ class ModelState:
         """Adds to what a logits frame says of the experts."""
         self.experts = {**(self.experts or {}), **fields}
 
-    def submit(self) -> None:
-        """Lets the device begin with what was consumed."""
+    def submit(self, measured: bool = False) -> None:
+        """Lets the device begin with what was consumed. measured: and then with the entropy."""
         mx.async_eval(self.logits)
+        self._entropy = NativeEntropy(self.logits) if measured else None  # type: ignore[arg-type]
+
+    def entropy(self) -> float | None:
+        """In bits, of the logits that were submitted to be measured; waits for it. None where it
+        was not computed: see NativeEntropy."""
+        return None if self._entropy is None else self._entropy.bits()
 
     def values(self) -> memoryview[float]:
         """The logits, float32 (vocab,), where the host can read them; waits for them."""

@@ -33,8 +33,13 @@ class State(Protocol):
     def logits(self) -> Any:
         """float32 (vocab,) after the last token, None while the prompt is read."""
 
-    def submit(self) -> None:
-        """Lets the device begin with what was consumed."""
+    def submit(self, measured: bool = False) -> None:
+        """Lets the device begin with what was consumed. measured: and then with the entropy of the
+        logits, where it does that sooner than the host."""
+
+    def entropy(self) -> float | None:
+        """In bits, of logits that were submitted to be measured; waits for it. None where it was
+        not computed, or cannot be before they are made finite."""
 
     def values(self) -> memoryview[float]:
         """The logits, float32 (vocab,), where the host can read them; waits for them."""

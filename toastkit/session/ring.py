@@ -3,18 +3,21 @@ laid out as toast-frames(5) says.
 
 Steps are numbered from 1; step n is in slot (n - 1) % slots. A slot is a seqlock: the writer sets
 its number to 0, writes the logits, sets the number; a reader looks at the number before and after
-its copy. A reference to a step that the ring has passed is an error, never other numbers. The file
-is filled when it is made: a full disk is an error then, not a SIGBUS in the middle of a run. The
-writer maps it, and looks at its size before each step; readers, who get it from others, use pread.
+its copy. Beside them lies their entropy, where the writer knows it: it cannot be that of others.
+A reference to a step that the ring has passed is an error, never other numbers. The file is filled
+when it is made: a full disk is an error then, not a SIGBUS in the middle of a run. The writer maps
+it, and looks at its size before each step; readers, who get it from others, use pread.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +29,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAGIC = b"toastrng"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<8sIIII")
 NUMBER = struct.Struct("<Q")
+LINE = struct.Struct("<Qd")  # of a slot: number, entropy in bits or NaN
 LINE_BYTES = 64
 STALE_HINT = "use --inline to save a stream"
 
@@ -65,9 +69,10 @@ class RingWriter:
                 error, f"cannot make the logits ring {path}", creating=True
             ) from error
 
-    def write(self, logits: Any) -> Reference:
+    def write(self, logits: Any, entropy: Callable[[], float | None] | None = None) -> Reference:
         """Copies one step's logits, any contiguous buffer of float32 (vocab,), into the next slot.
-        Returns what a frame says in their place; it is good for `slots` steps.
+        Returns what a frame says in their place; it is good for `slots` steps. entropy(): of them,
+        in bits, None where it is not known; asked when they have been copied.
         Raises ValueError for another dtype or size, IOFailure where the file was cut short."""
         data = memoryview(logits)
         if data.format != "f" or data.nbytes != 4 * self.vocab:
@@ -80,6 +85,8 @@ class RingWriter:
         NUMBER.pack_into(self._map, start, 0)
         _fence()
         self._map[start + LINE_BYTES : start + LINE_BYTES + data.nbytes] = data.cast("B")
+        known = None if entropy is None else entropy()
+        LINE.pack_into(self._map, start, 0, math.nan if known is None else known)
         _fence()
         NUMBER.pack_into(self._map, start, self._number)
         return Reference(slot, self._number, "float32", (self.vocab,))
@@ -131,14 +138,9 @@ class RingReader(Descriptor):
         except BaseException:
             self.close()
             raise
-        import numpy as np
-
-        # A slot as it lies, number and logits, is read at once into memory that is made once; then
-        # the number again: where it is still the same, the logits were whole all the time.
         self._stride = _stride(self.vocab)
-        slot = np.empty(self._stride, np.uint8)
-        self._copy, self._after = slot.data, memoryview(bytearray(NUMBER.size))
-        self._values = slot[LINE_BYTES : LINE_BYTES + 4 * self.vocab].view("<f4")
+        self._line, self._after = memoryview(bytearray(LINE.size)), memoryview(bytearray(8))
+        self._copy: tuple[memoryview, np.ndarray] | None = None
 
     def _shape(self, path: Path | str) -> tuple[int, int]:
         header = bytearray(HEADER.size)
@@ -159,13 +161,32 @@ class RingReader(Descriptor):
     def read(self, reference: Reference) -> np.ndarray:
         """The logits that a reference points to, float32 (vocab,): a copy, until the next read.
         Raises DataError if the ring has gone past them or cannot hold such an array."""
+        if self._copy is None:
+            import numpy as np  # which is not there for who only asks for entropies
+
+            slot = np.empty(self._stride, np.uint8)
+            values = slot[LINE_BYTES : LINE_BYTES + 4 * self.vocab].view("<f4")
+            self._copy = slot.data, values
+        self._take(reference, self._copy[0])
+        return self._copy[1]
+
+    def entropy(self, reference: Reference) -> float | None:
+        """The entropy in bits of the logits that a reference points to, None where their writer has
+        not said it. Raises as `read`."""
+        self._take(reference, self._line)
+        entropy = LINE.unpack(self._line)[1]
+        return None if math.isnan(entropy) else entropy
+
+    def _take(self, reference: Reference, into: memoryview) -> None:
+        """Fills a buffer with the beginning of a slot as it lies; then reads the number again:
+        where it is still the same, all was whole all the time. Raises as `read`."""
         slot, number = reference.slot, reference.seq
         fits = reference.dtype == "float32" and tuple(reference.shape) == (self.vocab,)
         if not (fits and 0 <= slot < self.slots and number > 0):
             raise DataError("a reference to logits does not fit the run's ring", STALE_HINT)
         start = LINE_BYTES + slot * self._stride
-        if self._fill(self._copy, start) and NUMBER.unpack_from(self._copy)[0] == number:
+        if self._fill(into, start) and NUMBER.unpack_from(into)[0] == number:
             _fence()
             if self._fill(self._after, start) and NUMBER.unpack(self._after)[0] == number:
-                return self._values
+                return
         raise DataError(f"logits of step {number} are gone: the reference is stale", STALE_HINT)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from toastkit.errors import DataError
 from toastkit.frames import Array, Head, Reference
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from toastkit.gears.monitor import EntropyMeter
+    from toastkit.session.ring import RingReader
 
 _DTYPES = {"float32": "<f4", "float16": "<f2", "uint32": "<u4", "int32": "<i4", "uint8": "u1"}
 
@@ -15,6 +19,8 @@ _DTYPES = {"float32": "<f4", "float16": "<f2", "uint32": "<u4", "int32": "<i4", 
 def to_numpy(array: Array) -> np.ndarray:
     """An inline array as numpy, read-only: (...) of its shape and dtype, but float32 for
     bfloat16."""
+    import numpy as np
+
     if array.dtype == "bfloat16":
         bits = np.frombuffer(array.data, "<u2").astype(np.uint32) << 16
         return bits.view(np.float32).reshape(array.shape)
@@ -29,6 +35,8 @@ def from_numpy(values: np.ndarray) -> Array:
 def log_softmax(logits: np.ndarray | memoryview[float]) -> np.ndarray:
     """Natural logs of softmax(logits), float64 (vocab,). logits: float (vocab,). NaN counts as 0,
     infinity as 1e4."""
+    import numpy as np
+
     with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
         x = np.nan_to_num(np.array(logits, np.float64), nan=0.0, posinf=1e4, neginf=-1e4)
     x -= x.max()
@@ -42,19 +50,21 @@ class LogitsReader:
     def __init__(self) -> None:
         self._vocab = 0
         self._run: str | list[str] | None = None
-        self._ring: Any = None
+        self._ring: RingReader | None = None
+        self._meter: EntropyMeter | None = None
 
     def begin(self, head: Head) -> None:
         """Takes the next run. The ring is opened when the first reference comes."""
         self.close()
-        self._vocab = head.vocab
-        self._run = head.run
+        self._vocab, self._run, self._meter = head.vocab, head.run, None
 
     def read(self, logits: Any) -> np.ndarray:
         """The logits of a frame, inline, by reference or a device array: float32 (vocab,), until
         the next are read. Raises DataError where they are missing, stale or misshapen."""
+        import numpy as np
+
         if isinstance(logits, Reference):
-            values = self._from_ring(logits)
+            values = self._opened().read(logits)
         elif isinstance(logits, Array):
             values = to_numpy(logits)
         elif logits is None:
@@ -68,7 +78,28 @@ class LogitsReader:
         with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
             return values.astype(np.float32)
 
-    def _from_ring(self, reference: Reference) -> np.ndarray:
+    def entropy(self, logits: Any) -> float:
+        """In bits, of logits as `read` takes them: what decode has written beside them, or what the
+        device computes of an array of its own; where there is neither, an EntropyMeter's. Raises as
+        that and `read`."""
+        known: float | None = None
+        fits = tuple(getattr(logits, "shape", ())) == (self._vocab,)
+        if fits and isinstance(logits, Reference):
+            known = self._opened().entropy(logits)
+        elif fits and not isinstance(logits, (Array, memoryview)):
+            from toastkit.gears.entropy_graph import NativeEntropy
+
+            known = NativeEntropy(logits).bits()
+        if known is not None:
+            return known
+        from toastkit.gears.monitor import EntropyMeter
+
+        values = self.read(logits)
+        self._meter = self._meter or EntropyMeter(len(values))
+        return self._meter.bits(values)
+
+    def _opened(self) -> RingReader:
+        """The run's ring."""
         if self._ring is None:
             from toastkit.session.ring import RingReader
             from toastkit.session.run import ring_of
@@ -79,7 +110,7 @@ class LogitsReader:
                     hint="save and mix streams with toast-decode --inline",
                 )
             self._ring = RingReader(ring_of(self._run))
-        return self._ring.read(reference)
+        return self._ring
 
     def close(self) -> None:
         """Lets the ring go."""

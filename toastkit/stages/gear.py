@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from toastkit.frames import End, Frame, Head, Logits, Prefilled, Token
-from toastkit.gears.monitor import EntropyMeter
 from toastkit.stages.follow import Follower, GearRules
 from toastkit.stages.streams import ends_run, whole_runs, with_logits
 
@@ -50,15 +49,11 @@ def measured(frames: Iterable[Frame]) -> Iterator[Frame]:
     from toastkit.stages.arrays import LogitsReader
 
     reader = LogitsReader()
-    meter: EntropyMeter | None = None
     for frame in frames:
         if isinstance(frame, Head):
             reader.begin(frame)
-            meter = None
         elif isinstance(frame, Logits):
-            logits = reader.read(frame.logits)
-            meter = meter or EntropyMeter(len(logits))
-            frame.entropy = round(meter.bits(logits), 6)
+            frame.entropy = round(reader.entropy(frame.logits), 6)
         yield frame
 
 

@@ -74,7 +74,7 @@ class PipeRun:
         self._messages: deque[FeedMessage] = deque()
         self._chosen: Next | None = None
         self._meter: EntropyMeter | None = None
-        self._step: tuple[Logits, memoryview[float]] | None = None
+        self._step: tuple[Logits, State] | None = None
 
     def open(self) -> None:
         """Joins the run that prefill began, or begins one; takes its FIFO."""
@@ -116,10 +116,6 @@ class PipeRun:
         if not self._end.inline:
             assert self._directory is not None  # open
             self._ring = RingWriter(ring_of(self._directory.path), engine.vocab)
-        if self._end.follower is not None:
-            from toastkit.gears.monitor import EntropyMeter
-
-            self._meter = EntropyMeter(engine.vocab)
         self._engine = engine
         state, _ = engine.restore(session, ids)
         for _ in engine.reading(state, ids):
@@ -138,15 +134,16 @@ class PipeRun:
         return Session.open(self._session_path, self.head.fingerprint, create=False)
 
     def emit(self, state: State, started: float | None) -> Iterator[Frame]:
-        state.submit()
+        follows = self._end.follower is not None
+        state.submit(measured=follows or self._ring is not None)
         self._engine.look_ahead(state)  # while the rest of this step is computed
         values = state.values()
         seconds = None if started is None else round(time.perf_counter() - started, 6)
         position, own = len(state.tokens), self._end.own
-        frame = Logits(position, self._sent(values), seconds, experts_of(state))
-        self._step = frame, values
+        frame = Logits(position, self._sent(state, values), seconds, experts_of(state))
+        self._step = frame, state
         if own is not None:
-            self._follow(frame, values)
+            self._follow(frame, state)
         yield frame
         if own is None:
             return
@@ -161,18 +158,25 @@ class PipeRun:
             chosen = chosen._replace(gear=frame.gear, expected=frame.expected)
         self._chosen = chosen
 
-    def _sent(self, values: memoryview[float]) -> Array | Reference:
-        """Logits, float32 (vocab,), as they are put into a frame."""
+    def _sent(self, state: State, values: memoryview[float]) -> Array | Reference:
+        """A state's logits, float32 (vocab,), as they are put into a frame."""
         if self._ring is not None:
-            return self._ring.write(values)
+            return self._ring.write(values, state.entropy)
         return Array("float32", (len(values),), values.cast("B"))
 
-    def _follow(self, frame: Logits, values: memoryview[float]) -> None:
-        """Chooses the gear of the pass after these logits."""
-        if self._end.follower is not None and self._meter is not None:
+    def _follow(self, frame: Logits, state: State) -> None:
+        """Chooses the gear of the pass after a state's logits."""
+        if self._end.follower is None:
+            return
+        entropy = state.entropy()
+        if entropy is None:
             import numpy as np
 
-            self._end.follower.annotate(frame, self._meter.bits(np.asarray(values)))
+            from toastkit.gears.monitor import EntropyMeter
+
+            self._meter = self._meter or EntropyMeter(self._engine.vocab)
+            entropy = self._meter.bits(np.asarray(state.values()))
+        self._end.follower.annotate(frame, entropy)
 
     def consume(self, state: State, token: Any, wish: Wish) -> None:
         self._engine.consume(state, token, wish)
@@ -191,7 +195,7 @@ class PipeRun:
     def _following(self, message: FeedMessage) -> Next:
         """What a message says. Raises DataError where it is about another step than this one."""
         assert self._step is not None  # emit comes before next
-        frame, values = self._step
+        frame, state = self._step
         if message.id is None:
             return Next(None, "stop")
         if message.pos is not None and message.pos != frame.pos:
@@ -201,7 +205,7 @@ class PipeRun:
             )
         gear, expected = message.gear, message.expected
         if gear is None:  # no entropy-gear stands in the pipe
-            self._follow(frame, values)
+            self._follow(frame, state)
             gear, expected = frame.gear, frame.expected
         # A token that was drawn already has been shown: it belongs to what is committed.
         end = "interrupt" if self._end.interrupt else None
