@@ -59,7 +59,8 @@ struct Tiles {
 
   // What a group gives, added to y[i][j] of members first up to end and 16 * N rows.
   template <int N>
-  __attribute__((noinline)) void add(const Crosswise &c, int64_t first, int64_t end, float *y) {
+  __attribute__((noinline)) void add(const Crosswise &c, int64_t first, int64_t end, float *y,
+                                     Coming &ahead) {
     struct {
       const int32_t (*sums)[16];
       int64_t first, end;
@@ -86,6 +87,7 @@ struct Tiles {
         load_digits<LOWER + 2>(at, c.digits + c.offsets[16] + c.lower);
       }
       for (int j = 0; j < N; j++, turn ^= 1) {
+        if (i == first) ahead.fetch(c.fours * goes_of(end - first) / N);
         multiply<N>(c, j, sums[turn]);
         scale();
         done = {sums[turn] + (i - at), i, std::min(end, i + 16), j};

@@ -78,24 +78,37 @@ INLINE void by_group(const I32 *r, I32 *out) {
   }
 }
 
-// Scales and biases of 16 rows, as many as 16 groups have: those of all groups, when g has passed
-// through them.
-INLINE void fetch_numbers(const toast_matrix &m, int64_t row, int64_t g) {
+// What comes after the rows that are multiplied, fetched meanwhile, some bytes a step: requests
+// that come all at once would hold up what is at work.
+struct Coming {
+  const uint8_t *at;
+  int64_t pace;
+  // That of so many steps.
+  inline __attribute__((always_inline)) void fetch(int64_t steps) {
+    const uint8_t *end = at + steps * pace;
+    for (; at < end; at += 64) _mm_prefetch(reinterpret_cast<const char *>(at), _MM_HINT_T1);
+    at = end;
+  }
+};
+
+// Scales and biases of so many rows, as many as one group has: those of all groups, when g has
+// passed through them.
+INLINE void fetch_numbers(const toast_matrix &m, int64_t row, int64_t rows, int64_t g) {
   const int64_t size = m.type == TOAST_F32 ? 4 : m.type == TOAST_E8M0 ? 1 : 2;
-  const int64_t from = (row * (m.columns / m.group_size) + g * 16) * size;
-  for (int64_t at = from; at < from + 256 * size; at += 64) {
+  const int64_t from = (row * (m.columns / m.group_size) + g * rows) * size;
+  for (int64_t at = from; at < from + rows * size; at += 64) {
     _mm_prefetch(static_cast<const char *>(m.scales) + at, _MM_HINT_T1);
     if (m.biases) _mm_prefetch(static_cast<const char *>(m.biases) + at, _MM_HINT_T1);
   }
 }
 
 // The results of one member and `count` rows, 16 at most, of numbers in blocks B. LANES_: of a
-// group (see Layout). ahead, row_ahead: the rows that come after these, fetched meanwhile, and
-// which of the stack they are.
+// group (see Layout). ahead: of the rows that come after these, what is fetched meanwhile;
+// row_ahead: which of the stack they are.
 template <class B, int LANES_>
 static void digit_rows(const toast::Product &p, uint32_t place, const uint8_t *rows,
                        int64_t stride, int64_t expert, int64_t first, int count,
-                       const uint8_t *ahead, int64_t row_ahead) {
+                       Coming ahead, int64_t row_ahead) {
   constexpr int PLANES = B::PLANES, BLOCKS = LANES_ > 16 ? LANES_ / 16 : 1;
   constexpr int GROUPS = LANES_ > 16 ? 1 : 16 / LANES_;  // of a step of so many blocks
   constexpr int NUMBERS = BLOCK * PLANES;
@@ -111,10 +124,8 @@ static void digit_rows(const toast::Product &p, uint32_t place, const uint8_t *r
   const int64_t most = m.columns * B::BYTES / NUMBERS;
   int64_t g = 0;
   for (int64_t b = 0; b < layout.blocks; b += BLOCKS, g += GROUPS) {
-    if (g % 16 == 0) {
-      fetch_numbers(m, row_ahead, g);
-      numbers_by_group(m, row, count, g, scales, biases);
-    }
+    if (g % 16 == 0) numbers_by_group(m, row, count, g, scales, biases);
+    fetch_numbers(m, row_ahead, 16 * GROUPS, g / GROUPS);
     I32 v[PLANES * BLOCKS][2], fours[4], out[4];
 #pragma GCC unroll 8
     for (int i = 0; i < PLANES * BLOCKS; i++) {
@@ -140,8 +151,7 @@ static void digit_rows(const toast::Product &p, uint32_t place, const uint8_t *r
         for (int i = 0; i < BLOCKS; i++) {
           const int64_t here = (b + i) * B::BYTES;
           B::spread(B::load(at[four * 4 + j] + here, most - here), q[i]);
-          _mm_prefetch(reinterpret_cast<const char *>(ahead), _MM_HINT_T1);
-          ahead += B::BYTES;
+          ahead.fetch(1);
 #pragma GCC unroll 2
           for (int k = 0; k < PLANES; k++)
             add_fours(s[j], q[i][k], v[i * PLANES + k][0]);

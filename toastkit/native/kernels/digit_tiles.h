@@ -9,8 +9,10 @@
 
 namespace {
 
-constexpr int TILE_ROWS = 4;       // of 16 rows each
-constexpr int64_t AT_ONCE = 1024;  // columns that are brought crosswise at a time
+constexpr int TILE_ROWS = 4;          // of 16 rows each
+constexpr int FEW = 2;                // members that meet rows as they lie
+constexpr int64_t AT_ONCE = 256;      // columns brought crosswise, which stay in the first cache
+constexpr int64_t MOST_AT_ONCE = 1024;  // for more members than stay there beside them
 
 // A group of numbers of 16 * N rows, and the vectors that meet it.
 struct Crosswise {
@@ -20,6 +22,9 @@ struct Crosswise {
   int64_t fours, lower;          // planes * lanes; from upper digits to lower ones
   int64_t digits, step, total;   // from a vector's beginning
 };
+
+// In which members meet rows at most three at a time.
+INLINE int goes_of(int64_t members) { return int(members + 2) / 3; }
 
 }  // namespace
 
@@ -34,7 +39,7 @@ namespace {
 // What a group gives, added to y[i][j] of M members and 16 * N rows.
 template <int M, int N>
 static __attribute__((noinline)) void digit_tile(const Crosswise &c, const char *const *vectors,
-                                                 float *y, int64_t y_stride) {
+                                                 float *y, int64_t y_stride, Coming &ahead) {
   I32 upper[M][N], lower[M][N];
 #pragma GCC unroll 8
   for (int i = 0; i < M; i++)
@@ -43,8 +48,11 @@ static __attribute__((noinline)) void digit_tile(const Crosswise &c, const char 
   const char *digits[M], *numbers = c.numbers;
   for (int i = 0; i < M; i++) digits[i] = vectors[i] + c.digits;
   const int64_t to_lower = c.lower;
+  Coming next = ahead;
+  const bool each = next.pace >= 64;  // lines at every step; else a few behind them all
   for (const int32_t *at = c.offsets, *end = at + c.fours; at < end; at++, numbers += 64 * N) {
     I32 rows[N];
+    if (each) next.fetch(1);
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++) rows[j] = load<I32>(numbers + j * 64);
 #pragma GCC unroll 8
@@ -59,6 +67,8 @@ static __attribute__((noinline)) void digit_tile(const Crosswise &c, const char 
       for (int j = 0; j < N; j++) add_fours(lower[i][j], rows[j], low);
     }
   }
+  if (!each) next.fetch(c.fours);
+  ahead = next;
 #pragma GCC unroll 8
   for (int i = 0; i < M; i++) {
     auto step = reinterpret_cast<const float *>(vectors[i] + c.step);
@@ -79,14 +89,14 @@ struct Tiles {
 
   // Members first up to end, in as few goes as can be, of which none is much smaller than another.
   template <int N>
-  void add(const Crosswise &c, int64_t first, int64_t end, float *y) const {
-    for (int goes = int(end - first + 2) / 3; goes; goes--) {
+  void add(const Crosswise &c, int64_t first, int64_t end, float *y, Coming &ahead) const {
+    for (int goes = goes_of(end - first); goes; goes--) {
       const int some = (int(end - first) + goes - 1) / goes;
       const auto members = vectors + first;
       float *out = y + first * N * 16;
-      if (some == 3) digit_tile<3, N>(c, members, out, N * 16);
-      if (some == 2) digit_tile<2, N>(c, members, out, N * 16);
-      if (some == 1) digit_tile<1, N>(c, members, out, N * 16);
+      if (some == 3) digit_tile<3, N>(c, members, out, N * 16, ahead);
+      if (some == 2) digit_tile<2, N>(c, members, out, N * 16, ahead);
+      if (some == 1) digit_tile<1, N>(c, members, out, N * 16, ahead);
       first += some;
     }
   }
@@ -142,24 +152,11 @@ static __attribute__((noinline)) void bring_crosswise(const uint8_t *const *rows
   }
 }
 
-// Columns that are brought crosswise next, of some rows: where, and how many bytes of each.
-struct Next {
-  const uint8_t *rows;
-  int64_t stride, count, bytes;
-};
-
-// The i-th of `all` parts of them: whole rows, so that lines are asked for as they lie.
-INLINE void fetch(const Next &next, int64_t i, int64_t all) {
-  for (int64_t j = next.count * i / all; j < next.count * (i + 1) / all; j++)
-    for (int64_t at = 0; at < next.bytes; at += 64)
-      _mm_prefetch(reinterpret_cast<const char *>(next.rows + j * next.stride + at),
-                   _MM_HINT_T1);
-}
-
-// The results of a group's members and up to 16 * N rows.
+// The results of a group's members and up to 16 * N rows. ahead, row_ahead: as of digit_rows.
 template <class B, int N>
 static void many_digits(const toast::Product &p, const toast::Group &group, int64_t first,
-                        int count, const uint8_t *rows, int64_t stride, char *room) {
+                        int count, const uint8_t *rows, int64_t stride, const uint8_t *ahead,
+                        int64_t row_ahead, char *room) {
   const toast_matrix &m = *p.matrix;
   const auto layout = Layout::of(m);
   const auto places = Places::of(layout, N);
@@ -173,8 +170,13 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
   memset(y, 0, group.members * N * 64);
   Tiles tiles(vectors, group.members, m.group_size);
   const int64_t fours = layout.lanes * layout.planes, size = sizeof(float);
-  const int64_t some = std::min<int64_t>(AT_ONCE / m.group_size, 16);
+  const int64_t some = std::min<int64_t>(
+      (group.members > toast::MEMBERS ? MOST_AT_ONCE : AT_ONCE) / m.group_size, 16);
   const int64_t bytes = m.group_size * B::BYTES / layout.numbers;  // of a row's group
+  int64_t goes = 0;
+  for (int64_t from = 0; from < group.members; from += toast::MEMBERS)
+    goes += goes_of(std::min(group.members - from, toast::MEMBERS));
+  Coming next = {ahead, 16 * N * bytes / (fours * goes) + 1};
   for (int64_t g = 0; g < layout.groups; g += some) {
     const int64_t end = std::min(layout.groups, g + some);
     const int64_t block = g * m.group_size / layout.numbers;
@@ -183,25 +185,21 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
     for (int j = 0; j < N && g % 16 == 0; j++) {
       const int64_t row = group.expert * m.rows + first + std::min(j * 16, count - 1);
       F32 r[2][16];
-      fetch_numbers(m, row + 16 * N, g);
       numbers_by_group(m, row, std::clamp(count - j * 16, 1, 16), g, r[0], r[1]);
       for (int64_t l = 0; l < 16; l++) {
         store(scales + (l * N + j) * 16, r[0][l]);
         store(biases + (l * N + j) * 16, r[1][l]);
       }
     }
-    const int64_t left = std::min(layout.groups - end, some);
-    const Next next = {left ? rows + end * bytes : rows + 16 * N * stride, stride, 16 * N,
-                       (left ? left : std::min(layout.groups, some)) * bytes};
     for (int64_t from = 0; from < group.members; from += toast::MEMBERS) {
       const int members = int(std::min(group.members - from, toast::MEMBERS));
       for (int64_t at = g; at < end; at++) {
-        if (!from) fetch(next, at - g, end - g);
+        if (!from) fetch_numbers(m, row_ahead, 16 * N, at);
         const Crosswise c = {
             numbers + (at - g) * fours * N * 64, scales + at % 16 * N * 16,
             biases + at % 16 * N * 16, places.digits, fours, layout.numbers,
             layout.place(at * m.group_size), layout.steps + at * size, layout.sums + at * size};
-        tiles.add<N>(c, from, from + members, y);
+        tiles.add<N>(c, from, from + members, y, next);
       }
     }
   }
@@ -211,12 +209,12 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
                   load<F32>(y + (i * N + j) * 16));
 }
 
-constexpr int64_t ROOM = (toast::MOST_MEMBERS * 64 + 2 * 16 * 64 + AT_ONCE * 16) * TILE_ROWS;
+constexpr int64_t ROOM = (toast::MOST_MEMBERS * 64 + 2 * 16 * 64 + MOST_AT_ONCE * 16) * TILE_ROWS;
 
 template <class B>
 static void few_digits(const toast::Product &p, uint32_t place, const uint8_t *rows,
-                       int64_t stride, int64_t expert, int64_t first, int count,
-                       const uint8_t *ahead, int64_t row_ahead) {
+                       int64_t stride, int64_t expert, int64_t first, int count, Coming ahead,
+                       int64_t row_ahead) {
   constexpr int LANES_ = 8 / B::PLANES;  // of the smallest group
   if constexpr (!std::is_same_v<B, Doubled>) {  // which has no other groups
     if (p.matrix->group_size == 64)
@@ -229,18 +227,14 @@ static void few_digits(const toast::Product &p, uint32_t place, const uint8_t *r
   digit_rows<B, LANES_>(p, place, rows, stride, expert, first, count, ahead, row_ahead);
 }
 
-// Members that meet rows as they lie: of 4 bits, which are spread out fastest, eight.
-template <class B>
-constexpr int FEW = B::PLANES == 2 ? 8 : 3;
-
 template <class B>
 static bool multiply_blocks(const toast::Product &p, const toast::Group &group, int64_t first,
                             int64_t end, bool spread) {
   const toast_matrix &m = *p.matrix;
-  const int most = group.members > FEW<B> ? TILE_ROWS * 16 : 16;
+  const int most = group.members > FEW ? TILE_ROWS * 16 : 16;
   char *room = nullptr;
   uint8_t *bytes = nullptr;
-  if (group.members > FEW<B>)
+  if (group.members > FEW)
     if (!(room = static_cast<char *>(toast::scratch(toast::ROWS, ROOM)))) return false;
   if (spread) {
     bytes = static_cast<uint8_t *>(toast::scratch(toast::BYTES, most * m.columns));
@@ -254,15 +248,16 @@ static bool multiply_blocks(const toast::Product &p, const toast::Group &group, 
       for (int j = 0; j < count; j++) unpack_bytes(m, rows + j * stride, bytes + j * m.columns);
       rows = bytes, stride = m.columns;
     }
+    const int64_t next = n + most >= m.rows ? group.after : group.expert * m.rows + n + most;
+    const uint8_t *ahead = spread ? rows + most * stride : row_at(m, next);
     if (room) {
       auto many = count > 16 ? many_digits<B, TILE_ROWS> : many_digits<B, 1>;
-      many(p, group, n, count, rows, stride, room);
+      many(p, group, n, count, rows, stride, ahead, next, room);
     } else {
-      const bool last = n + most >= m.rows;
-      const int64_t next = last ? group.after : group.expert * m.rows + n + most;
-      const uint8_t *ahead = spread ? rows + most * stride : row_at(m, next);
+      const int64_t part = 16 * row_bytes(m) / group.members;
       for (int64_t i = 0; i < group.members; i++)
-        few_digits<B>(p, group.places[i], rows, stride, group.expert, n, count, ahead, next);
+        few_digits<B>(p, group.places[i], rows, stride, group.expert, n, count,
+                      {ahead + i * part, B::BYTES / group.members}, next);
     }
   }
   return true;
