@@ -1,19 +1,26 @@
 """A session's state on disk: saved, resumed in place and by copying, and what the next tokens take.
 
     python benchmarks/state.py [--positions 21000] [--model small] [--rounds 5] [--synced]
-        [--keep DIR]
+        [--keep DIR] [--pipeline]
 
 Keys and values are random and not computed: a token takes as long with them. In place: cache.bin is
 mapped. Copied: it is read and checked, as where it cannot be mapped. Both in one process, in turn,
 with the file in the system's cache; both have to give the tokens of a state that was never saved.
 Written ahead: as a prompt's passes leave it, but that nothing is computed between them.
+--pipeline: instead, `toast-prefill --session | toast-decode` as a user runs them, with a prompt of
+which the session holds all but four tokens, beside one of a few hundred tokens in turn; until the
+first logits have come, and until the first that decode has computed. The state goes from disk to
+prefill and from there to decode; what both lengths cost, starting above all, is in neither
+difference.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,10 +32,11 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
-from measure import machine, spread
+from measure import BIN, in_turn, machine, spread
 from native_models import checkpoint
 
 from toastkit.engine.opening import open_engine
+from toastkit.frames import FrameReader, Head, Logits, Tokens, dumps, pack_ids
 from toastkit.model.locate import locate
 from toastkit.session.directory import Session
 
@@ -36,6 +44,64 @@ MODEL = "ab" * 32
 TOKENS = 8
 LOGITS = np.zeros(4096, np.float32)
 BLOCK = 256  # positions, of a pass too
+
+
+def piped(engine: Any, folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each round until the logits of a pipeline have come, by the state's size; and MB,
+    of the larger one."""
+    model = stretched((options.keep or folder) / options.model, folder, 2 * options.positions)
+    tokenize = [BIN / "toast-tokenize", "-m", model, "--raw", "a"]
+    with subprocess.Popen(tokenize, stdout=subprocess.PIPE) as process:
+        head = next(frame for frame in FrameReader(process.stdout) if isinstance(frame, Head))
+    cases, results = {}, {}
+    for name, count in (("a few positions", BLOCK), ("all", options.positions)):
+        path = folder / name.replace(" ", "-")
+        ids = [5] * count
+        with Session.open(path, head.fingerprint, durable=False) as session:
+            session.commit(ids, filled(engine, count), np.zeros(head.vocab, np.float32))
+        results["MB"] = [(path / "cache.bin").stat().st_size / 1e6]
+        cases[name] = partial(turn, head, ids, path, options)
+    times: dict[str, list[float]] = {}
+    for name, rounds in in_turn(cases, options.rounds).items():
+        for which, column in zip(("prefill's logits", "decode's first"), zip(*rounds)):
+            times[f"{name}: {which}"] = list(column)
+    return results | times
+
+
+def stretched(model: Path, folder: Path, context: int) -> Path:
+    """The same checkpoint with a context of so many tokens."""
+    made = folder / "stretched"
+    made.mkdir()
+    for file in model.iterdir():
+        (made / file.name).symlink_to(file)
+    config = json.loads((model / "config.json").read_text())
+    (made / "config.json").unlink()
+    (made / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
+    return made
+
+
+def turn(head: Head, ids: list[int], path: Path, options: argparse.Namespace) -> tuple[float, ...]:
+    """Seconds from the start of a pipeline that reads four tokens more of a session until each of
+    the first two logits have come; appends the four to `ids`."""
+    ids += [6, 7, 8, 9]
+    flags = ["--native", "require"]
+    flags += ["--kv-bits", str(options.kv_bits)] if options.kv_bits else []
+    start, pipe = time.perf_counter(), subprocess.PIPE
+    prefill = [BIN / "toast-prefill", "--session", path, *flags]
+    decode = [BIN / "toast-decode", "--greedy", *flags]
+    with (
+        subprocess.Popen(prefill, stdin=pipe, stdout=pipe) as first,
+        subprocess.Popen(decode, stdin=first.stdout, stdout=pipe) as second,
+    ):
+        first.stdout.close()  # decode's alone
+        first.stdin.write(dumps(head) + dumps(Tokens(pack_ids(ids))))
+        first.stdin.close()
+        frames = (frame for frame in FrameReader(second.stdout) if isinstance(frame, Logits))
+        times = [time.perf_counter() - start for _ in zip(range(2), frames)]
+        second.stdout.close()  # which ends both, their session committed
+    if len(times) < 2:
+        raise SystemExit("no logits have come")
+    return tuple(times)
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -78,6 +144,7 @@ def main() -> None:
     parser.add_argument("--kv-bits", type=int)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--synced", action="store_true", help="commits are to outlive a power cut")
+    parser.add_argument("--pipeline", action="store_true", help="through prefill and decode")
     parser.add_argument("--keep", type=Path, help="make the model here, use it again")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.keep) as temporary:
@@ -85,7 +152,8 @@ def main() -> None:
         engine = open_engine(
             locate(str(path)), device_name="cpu", native="require", kv_bits=options.kv_bits
         )
-        results = measured(engine, Path(temporary), options)
+        run = piped if options.pipeline else measured
+        results = run(engine, Path(temporary), options)
     print(
         f"{machine()}; {options.model}, {options.positions:,} positions, "
         f"{results.pop('MB')[0]:,.0f} MB; {options.rounds} rounds; ms, median (min .. max)"

@@ -31,7 +31,7 @@ from toastkit.session.layout import (
 from toastkit.session.mapped import read_in_place
 from toastkit.store.dtypes import bytes_of
 
-LARGE = 8 << 20  # bytes of keys, for which numpy, which is quicker there, is worth importing
+LARGE = 8 << 20  # bytes to be saved, for which numpy, which is quicker there, is worth importing
 CACHE_MODULE = "mlx_lm.models.cache"
 DTYPES = {name: getattr(mx, "bool_" if name == "bool" else name) for name in ITEM_BYTES}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -126,7 +126,7 @@ def _source(name: str, array: mx.array, rows: int | None) -> TensorSource:
     def read(first: int, last: int) -> memoryview:
         if rows is None:
             return bytes_of(array)
-        if array.nbytes < LARGE:
+        if array.nbytes // array.shape[2] * (last - first) < LARGE:
             return bytes_of(mx.moveaxis(array[:, :, first:last], 2, 0))
         import numpy as np
 
