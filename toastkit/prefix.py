@@ -6,15 +6,14 @@ from typing import Any
 
 
 def common_prefix(a: Any, b: Any) -> int:
-    """Length of the longest common beginning of two sequences: str, list, numpy array (N,). By
-    halves, because slices compare fast."""
+    """Length of the longest common beginning of two sequences: str, list, array. By halves,
+    because slices compare fast."""
     if type(a) is not type(b):
         a, b = list(a), list(b)
     low, high = 0, min(len(a), len(b))
     middle = high  # often one is the beginning of the other
     while low < high:
-        same = a[low:middle] == b[low:middle]
-        if same if isinstance(same, bool) else same.all():
+        if a[low:middle] == b[low:middle]:
             low = middle
         else:
             high = middle - 1

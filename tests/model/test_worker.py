@@ -383,10 +383,13 @@ def test_what_goes_on_is_tokenised_before_anybody_asks(monkeypatch) -> None:
     (path.parent / "broken").mkdir()
     after.recall()
     seen: list[str] = []
-    real = Tokenizer._encode
-    monkeypatch.setattr(
-        Tokenizer, "_encode", lambda self, text, *rest: seen.append(text) or real(self, text, *rest)
-    )
+    real = Tokenizer._encode_all
+
+    def encode(self: Tokenizer, texts: list[str], *rest) -> list[list[int]]:
+        seen.extend(texts)
+        return real(self, texts, *rest)
+
+    monkeypatch.setattr(Tokenizer, "_encode_all", encode)
     found = after.prepare(Request(messages=more)).ids
     assert seen and all(len(text) < LEAST for text in seen)
     assert found == before.prepare(Request(messages=more)).ids

@@ -58,13 +58,18 @@ def files(request: pytest.FixtureRequest):
     return locate("crumb") if request.param == "crumb" else Files(made(request.param))
 
 
-@given(texts=st.lists(st.lists(st.sampled_from(PIECES)).map("".join), min_size=1, max_size=4))
-def test_the_ids_are_those_of_the_whole_text(files, texts: list[str]) -> None:
-    """Each text goes on where the last one ended, or is told again from an earlier place."""
+@given(
+    texts=st.lists(st.lists(st.sampled_from(PIECES)).map("".join), min_size=1, max_size=4),
+    together=st.sampled_from([1, 30, 1 << 18]),
+)
+def test_the_ids_are_those_of_the_whole_text(files, texts: list[str], together: int) -> None:
+    """Each text goes on where the last one ended, or is told again from an earlier place. together:
+    characters of turns that are tokenised in one call."""
     plain, by_turn, so_far = Tokenizer(files), TurnTokenizer(files), ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(turns, "LEAST", 1)
         patch.setattr(turns, "MOST", 40)
+        patch.setattr(turns, "PIECE", together)
         for text in texts:
             so_far += text
             for asked in (so_far, text, so_far):
@@ -74,13 +79,13 @@ def test_the_ids_are_those_of_the_whole_text(files, texts: list[str]) -> None:
 
 def test_a_turn_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the library gets of a chat's next prompt is what is new in it."""
-    tokenizer, seen, real = TurnTokenizer(locate("crumb")), [], Tokenizer._encode
+    tokenizer, seen, real = TurnTokenizer(locate("crumb")), [], Tokenizer._encode_all
 
-    def encode(self: Tokenizer, text: str, *rest) -> list[int]:
-        seen.append(text)
-        return real(self, text, *rest)
+    def encode(self: Tokenizer, texts: list[str], *rest) -> list[list[int]]:
+        seen.extend(texts)
+        return real(self, texts, *rest)
 
-    monkeypatch.setattr(Tokenizer, "_encode", encode)
+    monkeypatch.setattr(Tokenizer, "_encode_all", encode)
     asked = "<|im_start|>user\n" + "a fox " * 1000
     opened = "<|im_end|>\n<|im_start|>assistant\n"
     whole = tokenizer.encode(asked + opened, False)
@@ -91,6 +96,21 @@ def test_a_turn_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [more]
     assert ids[: len(whole)] == whole
     assert ids == Tokenizer(locate("crumb")).encode(asked + more, False)
+
+
+def test_new_turns_are_tokenised_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call waits for a thread; a history of hundreds of turns is not to wait hundreds."""
+    tokenizer, calls, real = TurnTokenizer(locate("crumb")), [], Tokenizer._encode_all
+
+    def encode(self: Tokenizer, texts: list[str], *rest) -> list[list[int]]:
+        calls.append(len(texts))
+        return real(self, texts, *rest)
+
+    monkeypatch.setattr(Tokenizer, "_encode_all", encode)
+    told = [f"<|im_start|>user\n{turn} " + "a fox " * 300 + "<|im_end|>\n" for turn in range(20)]
+    tokenizer.encode("".join(told[:3]), False)
+    tokenizer.encode("".join(told), False)
+    assert calls == [3, 1, 17, 1]  # and what comes last, which goes on
 
 
 def test_it_reads_no_further_than_is_of_use() -> None:

@@ -11,13 +11,12 @@ there (spill.py).
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from toastkit.daemon.spill import Kept, Spill
 from toastkit.engine.savepoints import copy_caches, resumable, resume_at
@@ -72,7 +71,7 @@ class Memory:
         least one of them is left to read, because logits come from running it. path: of the named
         session that the request is about, whose own state is preferred among equals.
         """
-        wanted = np.array(ids, np.uint32)
+        wanted = array("I", ids)
         best, best_rank = Match(None, 0, self._nothing()), (0, False, 0)
         for kept, common in self._candidates(key, wanted):
             most = min(common, len(ids) - 1)
@@ -89,7 +88,7 @@ class Memory:
                 best = match
         return best
 
-    def _candidates(self, key: int, wanted: np.ndarray) -> Iterator[tuple[Kept, int]]:
+    def _candidates(self, key: int, wanted: array) -> Iterator[tuple[Kept, int]]:
         """The kept states, each with the tokens that it has in common with a prompt: those of the
         hash, then the others, the most in common first."""
         yield from ((k, common_prefix(k.tokens, wanted)) for k in self.kept if k.key == key)
@@ -159,7 +158,7 @@ class Memory:
         back tokenised anew, or without their thoughts). session: the user's, where its last commit
         is this state. The caches are the memory's from now on.
         """
-        ids = np.array(tokens, np.uint32)
+        ids = array("I", tokens)
         points = [Savepoint(p.count, list(p.layers)) for p in savepoints if p.count < len(ids)]
         new = Kept(key, ids, list(cache), points, used=next(self._clock))
         if session is not None:
@@ -243,7 +242,7 @@ class Memory:
         }
 
 
-def _begins(a: np.ndarray, b: np.ndarray) -> bool:
+def _begins(a: array, b: array) -> bool:
     """Whether b begins with all of a."""
     return len(a) <= len(b) and common_prefix(a, b) == len(a)
 

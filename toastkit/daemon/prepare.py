@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from toastkit.daemon.history import conversation_hash
@@ -122,6 +123,7 @@ class Preparer:
         compiled and started then, the process that renders templates too."""
         with suppress(ToastError):  # a template may refuse it
             self.prepare(Request(prompt="Hello"))
+        import_module("toastkit.sampling.host")  # and numpy, for the first answer that is drawn
 
     def recall(self) -> None:
         """Tokenises the conversations on disk that were used last: as a rule one of them goes

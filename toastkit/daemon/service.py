@@ -25,7 +25,7 @@ from toastkit.engine.opening import open_engine
 from toastkit.engine.savepoints import always_cut
 from toastkit.engine.state import ModelState
 from toastkit.errors import as_toast_error
-from toastkit.holdings.policy import warn_of_memory
+from toastkit.holdings.policy import NO_WISH, warn_of_memory
 
 if TYPE_CHECKING:
     from toastkit.daemon.attached import Attached
@@ -194,6 +194,11 @@ class Service:
     def memory_warning(self) -> None:
         """Has what may leave the device do so before the next pass. For a signal handler, too."""
         warn_of_memory(self.engine.policies)
+
+    def make_room(self) -> None:
+        """The same, at once."""
+        self.memory_warning()
+        self.engine.decide(NO_WISH)
 
     def probe(self) -> None:
         """Runs one step of the model, to see that it still does."""

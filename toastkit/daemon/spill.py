@@ -12,12 +12,11 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
 
 from toastkit.base_directories import own_directory
 from toastkit.errors import NoInputError, ToastError
@@ -39,7 +38,7 @@ class Kept:
     path is a session that a user named, not one of ours. refused: the disk did not take it."""
 
     key: int
-    tokens: np.ndarray
+    tokens: array
     cache: list | None
     savepoints: list[Savepoint] = field(default_factory=list)
     path: Path | None = None
@@ -98,7 +97,7 @@ class Spill:
     def _stored(self, path: Path) -> Kept:
         with Session.open(path, self.fingerprint, create=False, write=False) as session:
             return Kept(
-                int(path.name.partition("-")[0], 16), np.array(session.tokens, np.uint32), None,
+                int(path.name.partition("-")[0], 16), array("I", session.tokens), None,
                 path=path, generation=session.generation, points=session.savepoints,
                 cuts=session.can_cut, saved=True,
             )  # fmt: skip

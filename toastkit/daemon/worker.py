@@ -17,17 +17,18 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toastkit.daemon.channel import error_reply
 from toastkit.daemon.connection import close_all
-from toastkit.daemon.conversation import Channel, Conversation
 from toastkit.daemon.prepare import Prepared, Preparer, find_model, messages_of
 from toastkit.daemon.requests import ATTACH_OPS, Request
-from toastkit.daemon.service import Service, last_replies, open_service
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.errors import BusyError, ToastError, UnavailableError, as_toast_error
-from toastkit.holdings.policy import NO_WISH
+
+if TYPE_CHECKING:
+    from toastkit.daemon.conversation import Channel, Conversation
+    from toastkit.daemon.service import Service
 
 PREPARERS = 2  # threads: a long prompt does not hold up a short one
 END_SECONDS = 1.0  # for the system's thread to follow Python's
@@ -218,6 +219,8 @@ class Worker:
         self.notify()
 
     def _load(self) -> Service:
+        from toastkit.daemon.service import open_service  # and MLX: prompts are prepared meanwhile
+
         settings = self.settings
         self._service = open_service(self._preparer, settings, settings.say, self._finished)
         self._last_used = time.monotonic()
@@ -292,6 +295,8 @@ class Worker:
 
     def _finished(self, conversation: Conversation) -> None:
         """The last replies of a request, its record, and the numbers of the status."""
+        from toastkit.daemon.service import last_replies
+
         channel, request = conversation.channel, conversation.prepared.request
         model = self._preparer.files.name
         try:
@@ -339,8 +344,7 @@ class Worker:
 
     def _make_room(self) -> None:
         if self._service is not None:
-            self._service.memory_warning()
-            self._service.engine.decide(NO_WISH)
+            self._service.make_room()
 
     def _reload(self) -> None:
         """The model's files may have changed: another checkpoint is loaded in the old one's place.

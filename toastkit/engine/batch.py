@@ -20,7 +20,6 @@ from toastkit.engine.big_little import unsure_rows
 from toastkit.engine.engine import Engine
 from toastkit.engine.savepoints import copy_caches, leaves, put_back, ways_forward
 from toastkit.engine.state import ModelState, Passed
-from toastkit.experts.common_part import Kept
 from toastkit.holdings.policy import NO_WISH
 from toastkit.holdings.streams import arrays_in
 
@@ -85,6 +84,8 @@ class Batch:
         if experts is None or experts.options.threshold is None:
             logits = list(engine.step_rows(ids, self.caches))
         else:
+            from toastkit.experts.common_part import Kept  # and numpy
+
             experts.times.leave_out()  # equation 1 is of steps that are taken alone
             before, kept = self.before_a_step(), Kept()
             with experts.common.recorded(kept):

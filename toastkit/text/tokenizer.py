@@ -84,10 +84,7 @@ class Tokenizer:
         fails at or takes too long for.
         """
         if len(text) <= pieces.PIECE:
-            found = self._encode(text, add_special, library.SECONDS)
-            if len(text) > pieces.MOST // 16:
-                pieces.give_back()
-            return found
+            return self._encode(text, add_special, library.SECONDS)
         ids: list[int] = []
         numbers = list(range(self.vocab_size))  # one object for each id, however many there are
         ends = time.monotonic() + library.SECONDS
@@ -97,7 +94,6 @@ class Tokenizer:
 
         for piece in pieces.encode_pieces(encode, text, pieces.PIECE):
             ids += map(numbers.__getitem__, piece)
-            pieces.give_back()
             if most is not None and len(ids) > most:
                 break
             ends = time.monotonic() + library.SECONDS
@@ -105,15 +101,23 @@ class Tokenizer:
         return [*before, *ids, *after] if before or after else ids
 
     def _encode(self, text: str, add_special: bool, seconds: float) -> list[int]:
-        def encode() -> list[int]:
+        return self._encode_all([text], add_special, seconds)[0]
+
+    def _encode_all(self, texts: list[str], add_special: bool, seconds: float) -> list[list[int]]:
+        """The ids of each text, in one call: a call waits for a thread and for Python's lock."""
+
+        def encode() -> list[list[int]]:
             # Not `encode`: that keeps Python's lock, and counts characters that nobody asks for.
-            found = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
-            return found[0].ids
+            found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special)
+            return [one.ids for one in found]
 
         try:
-            return library.call(f"cannot tokenize the prompt for {self.name}", encode, seconds)
+            ids = library.call(f"cannot tokenize the prompt for {self.name}", encode, seconds)
+            if sum(map(len, texts)) > pieces.MOST // 16:
+                pieces.give_back()
+            return ids
         except DataError as error:
-            if any(0xD800 <= ord(character) < 0xE000 for character in text):
+            if any(0xD800 <= ord(character) < 0xE000 for text in texts for character in text):
                 raise DataError("prompt: a lone surrogate is not text") from error
             raise
 

@@ -10,9 +10,11 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
+from toastkit.text import library
+from toastkit.text.pieces import PIECE
 from toastkit.text.tokenizer import SmallFiles, Tokenizer
 
 LEAST = 1 << 10  # characters of a part: to tokenise fewer takes no longer than to look them up
@@ -31,14 +33,15 @@ class TurnTokenizer(Tokenizer):
 
     def encode(self, text: str, add_special: bool, most: int | None = None) -> list[int]:
         """As Tokenizer.encode."""
-        start = 0
-        ids: list[int] = []
         # What is put around a text is not of any part of it.
-        for end in () if add_special else self._cuts(text):
-            part, start = text[start:end], end
-            ids += self._lookup(part) or self._remembered(part)
-            if most is not None and len(ids) > most:
-                return ids
+        starts = [0, *(() if add_special else self._cuts(text))]
+        start = starts[-1]
+        ids: list[int] = []
+        for group in _grouped(text[a:b] for a, b in zip(starts, starts[1:])):
+            for found in self._ids(group):
+                ids += found
+                if most is not None and len(ids) > most:
+                    return ids
         left = None if most is None else most - len(ids)
         rest = super().encode(text[start:] if start else text, add_special, left)
         return ids + rest if ids else rest
@@ -68,20 +71,42 @@ class TurnTokenizer(Tokenizer):
         texts = sorted((token.content for token in first), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)))
 
-    def _lookup(self, part: str) -> list[int]:
+    def _ids(self, parts: list[str]) -> Iterator[array]:
+        """The ids of each part; those that are not known yet are tokenised at once."""
         with self._lock:
-            if part not in self._known:
-                return []
-            self._known.move_to_end(part)
-            return self._known[part].tolist()
+            there = {part: self._known[part] for part in parts if part in self._known}
+        new = [part for part in dict.fromkeys(parts) if part not in there]
+        if len(new) == 1:
+            there[new[0]] = array("I", super().encode(new[0], False))
+        elif new:
+            found = self._encode_all(new, False, library.SECONDS)
+            there.update(zip(new, (array("I", ids) for ids in found)))
+        with self._lock:
+            for part in parts:
+                self._remember(part, there[part])
+        return map(there.__getitem__, parts)
 
-    def _remembered(self, part: str) -> list[int]:
-        """The ids of a part that is not known yet. The longest unused are forgotten for it."""
-        ids = super().encode(part, False)
-        with self._lock:
-            if part not in self._known and len(part) <= MOST:
-                self._known[part] = array("I", ids)
-                self._characters += len(part)
-            while self._characters > MOST:
-                self._characters -= len(self._known.popitem(last=False)[0])
-        return ids
+    def _remember(self, part: str, ids: array) -> None:
+        """Notes a part as the last that was used. The longest unused are forgotten for it."""
+        if part not in self._known and len(part) <= MOST:
+            self._known[part] = ids
+            self._characters += len(part)
+        elif part in self._known:
+            self._known.move_to_end(part)
+        while self._characters > MOST:
+            self._characters -= len(self._known.popitem(last=False)[0])
+
+
+def _grouped(parts: Iterable[str]) -> Iterator[list[str]]:
+    """Parts in their order, together no longer than the library is given at a time. One that is
+    longer is alone."""
+    group: list[str] = []
+    size = 0
+    for part in parts:
+        if group and size + len(part) > PIECE:
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += len(part)
+    if group:
+        yield group
