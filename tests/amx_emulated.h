@@ -1,18 +1,11 @@
-// What toastkit/native/kernels/amx.h has, in plain C++, for processors without AMX: strict as they
-// are, so that what a processor would refuse ends the program.
+// What stands for the instructions of toastkit/native/kernels/amx.h where a processor has no AMX, in
+// plain C++: strict as they are, so that what a processor would refuse ends the program.
 #pragma once
 
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 namespace {
-
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, first_row = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t rows[16] = {};
-};
 
 struct Emulated {
   bool on;

@@ -23,7 +23,7 @@ import numpy as np
 from tests.conftest import SCRIPTS
 from tests.fuzz import CODES, check_error, harm
 from tests.hostile import run_hostile
-from toastkit.commands.engines import load
+from toastkit.commands.engines import load, open_unloaded
 from toastkit.commands.frames import ArrayReader
 from toastkit.errors import ToastError, from_os_error
 from toastkit.frames import (
@@ -102,7 +102,7 @@ class Frames:
         files = locate("crumb")
         self.text = Tokenizer(files)
         self.prompts = PromptTokenizer(files, load_config(files), PromptOptions(), self.text)
-        self.engine = load(files, FLAGS)
+        self.engine = load(open_unloaded(files, FLAGS), FLAGS)
         self.open = contextlib.ExitStack()
         soon = patch.object(FeedWriter.__init__, "__defaults__", (0.01,))  # no decode will come
         self.open.enter_context(soon)

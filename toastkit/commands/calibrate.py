@@ -23,7 +23,7 @@ def calibrate(strategy: str, flags: dict[str, Any]) -> int:
 
     strategy: one of WORDS, or the name of a file of prompts. Interrupted, it stores nothing.
     """
-    from toastkit.commands.engines import load
+    from toastkit.commands.engines import load, open_unloaded
     from toastkit.commands.prompt import prompt_tokenizer
     from toastkit.gears.thresholds import save
     from toastkit.interrupts import Signals
@@ -36,7 +36,7 @@ def calibrate(strategy: str, flags: dict[str, Any]) -> int:
     tokenizer = prompt_tokenizer(settings)
     files = tokenizer.files
     measure = _measure(strategy, tokenizer, settings)
-    found = measure(load(files, flags))
+    found = measure(load(open_unloaded(files, flags), flags))
     stored = save(fingerprint(files), found.thresholds)
     if flags["explain"]:
         _explain(found, stored)

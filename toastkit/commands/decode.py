@@ -177,7 +177,7 @@ def _stages(wanted, tokenizer, flags, signals, outcome, insisted):
 
 def _answering(wanted, tokenizer, flags, chain, engine, here, signals, outcome):
     """The stages over an engine. here: it is this process's own, and not loaded yet."""
-    from toastkit.commands.engines import finish_loading, start_device
+    from toastkit.commands.engines import load, start_device
     from toastkit.commands.progress import read_options
     from toastkit.descriptors import reader_gone
     from toastkit.stages.answer import AnswerOptions, answer, gear_answer_options, xtc_special_ids
@@ -207,7 +207,7 @@ def _answering(wanted, tokenizer, flags, chain, engine, here, signals, outcome):
 
     def engine_for(head: Any) -> Any:
         while unloaded:
-            finish_loading(unloaded.pop(), flags)
+            load(unloaded.pop(), flags)
         return engine
 
     frames = tokenize(wanted, tokenizer)

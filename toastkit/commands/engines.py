@@ -64,7 +64,8 @@ class Engines:
             engine = attach(self._flags, head.fingerprint, self._insisted)
         if engine is None:
             files = files or self._located(head)
-            engine = load(files, self._flags, self._policies, self._signals)
+            engine = open_unloaded(files, self._flags, self._policies, self._signals)
+            load(engine, self._flags)
         self.engine, self._model = engine, model
         return engine
 
@@ -118,18 +119,6 @@ def start_device(flags: dict[str, Any]) -> str:
     return device.start(flags["device"])
 
 
-def load(
-    files,
-    flags: dict[str, Any],
-    policies: PolicyOptions | None = None,
-    signals: Signals | None = None,
-) -> Engine:
-    """What `open_unloaded` gives, loaded."""
-    engine = open_unloaded(files, flags, policies, signals)
-    finish_loading(engine, flags)
-    return engine
-
-
 def open_unloaded(
     files,
     flags: dict[str, Any],
@@ -157,8 +146,8 @@ def open_unloaded(
     return engine
 
 
-def finish_loading(engine: Engine, flags: dict[str, Any]) -> None:
-    """Has an engine load what it begins with, and says so."""
+def load(engine: Engine, flags: dict[str, Any]) -> Engine:
+    """Has an engine load what it begins with, and says so; the engine again."""
     import time
 
     start, name = time.perf_counter(), engine.files.name
@@ -172,3 +161,4 @@ def finish_loading(engine: Engine, flags: dict[str, Any]) -> None:
 
         if size := mapped_bytes(engine.holdings):
             say(f"weights: {human(size)} mapped")
+    return engine

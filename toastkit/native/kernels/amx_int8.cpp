@@ -3,11 +3,7 @@
 
 #if defined(__AMX_INT8__)
 
-#if defined(TOAST_AMX_EMULATED)  // a header of tests that stands for the instructions
-#include TOAST_AMX_EMULATED
-#else
 #include "amx.h"
-#endif
 #define TILE_M 6
 #define TILE_N 4
 #include "digit_tiles.h"
