@@ -18,9 +18,9 @@ from toastkit.base_directories import own_directory
 from toastkit.native import building
 from toastkit.native.compiling import compiler, unsupported
 
-needed = pytest.mark.skipif(
-    bool(unsupported()) or compiler() is None, reason="no compiler, or no kernels for this machine"
-)
+CAN_BE = not unsupported() and compiler() is not None
+NATIVE = "require" if CAN_BE else "off"
+needed = pytest.mark.skipif(not CAN_BE, reason="no compiler, or no kernels for this machine")
 
 KEPT = Path(__file__).parents[1] / ".pytest_cache/native"  # a cache in which only that lies
 
@@ -47,7 +47,7 @@ def native_cache(factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def library_at_home(private_home: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """It lies where commands look for it, where there can be one."""
-    if not unsupported() and compiler() is not None:
+    if CAN_BE:
         lies = native_cache(tmp_path_factory) / "toastkit/native"
         shutil.copytree(lies, Path(os.environ["XDG_CACHE_HOME"], "toastkit/native"))
 

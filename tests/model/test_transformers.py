@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.model.reference import OLD_MLX_LM
+from tests.native_library import NATIVE
 from tests.oracle.cases import (
     CASES,
     LEFT_OUT,
@@ -98,13 +99,15 @@ def split_experts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return made
 
 
-def score(path: Path, config: dict[str, Any]) -> tuple[np.ndarray, list[str]]:
+def score(path: Path, config: dict[str, Any], native: str) -> tuple[np.ndarray, list[str]]:
     """Log-probabilities (LENGTH, VOCAB), and what was said."""
     from toastkit.engine.opening import open_engine
 
     (path / "config.json").write_text(json.dumps(config))
     said: list[str] = []
-    engine = open_engine(locate(str(path)), dtype="float32", device_name="cpu", notify=said.append)
+    engine = open_engine(
+        locate(str(path)), dtype="float32", device_name="cpu", notify=said.append, native=native
+    )
     logits = np.array(engine.score(prompt(LENGTH, VOCAB), engine.new_cache()), np.float64)
     return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True), said
 
@@ -124,12 +127,13 @@ def test_it_is_as_transformers(name: str, tmp_path: Path) -> None:
     assert made["old_agrees"]  # what is called the old names are what transformers takes for them
     path = write(tmp_path / name, made)
     expected = np.array(made["log_probabilities"])
-    for config in (made["config"], old_names(made["config"])):
+    # By MLX's operations, and by our own where there are some.
+    for config, native in ((made["config"], "off"), (old_names(made["config"]), NATIVE)):
         if name in REFUSED:
             with pytest.raises(DataError, match=REFUSED[name]):
-                score(path, config)
+                score(path, config, native)
             continue
-        found, said = score(path, config)
+        found, said = score(path, config, native)
         assert found.max() > found.min() + 1  # a model that looks at its input
         caution, tolerance = CAUTIONED.get(name, ("", TOLERANCE))
         rows = [n for n, at in enumerate(POSITIONS) if name not in WINDOWED or at < WINDOW]
@@ -146,4 +150,4 @@ def test_a_config_that_an_architecture_cannot_run(tmp_path: Path) -> None:
     made = recorded("gemma3_text")
     config = {k: v for k, v in made["config"].items() if k != "layer_types"}
     with pytest.raises(DataError, match="cannot run a model with this config.json"):
-        score(write(tmp_path / "m", made), {**config, "sliding_window_pattern": 6})
+        score(write(tmp_path / "m", made), {**config, "sliding_window_pattern": 6}, NATIVE)
