@@ -28,7 +28,7 @@ from toastkit.engine import device
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import blocks, feed_forward, functions, layers, modules
+from toastkit.native import forms, functions, layers, modules
 
 WAYS = ("MLX", "products", "all")
 
@@ -41,9 +41,9 @@ def alone() -> Iterator[None]:
         patch.dict(modules.MIXINS, products, clear=True),
         patch.dict(functions._OURS, clear=True),
         patch.dict(functions._EXPRESSIONS, clear=True),
-        patch.object(feed_forward, "FORWARDS", []),
+        patch.object(forms, "FORWARDS", []),
         patch.dict(layers.LAYERS, clear=True),
-        patch.object(blocks, "block_of", lambda cls: None),
+        patch.object(modules, "block_of", lambda cls: None),
     ):
         _forget()
         yield
@@ -52,7 +52,7 @@ def alone() -> Iterator[None]:
 
 def _forget() -> None:
     functions._forget()
-    feed_forward.form_of.cache_clear()
+    forms.form_of.cache_clear()
     layers.layer_of.cache_clear()
     modules._anew.cache_clear()
 

@@ -1,4 +1,4 @@
-// What stands for the instructions of toastkit/native/kernels/amx.h where a processor has no AMX, in
+// Stands for the instructions of toastkit/native/kernels/amx.h where a processor has no AMX, in
 // plain C++: strict as they are, so that what a processor would refuse ends the program.
 #pragma once
 

@@ -34,7 +34,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from tests.model.reference import OLD_MLX_LM
 from tests.native_library import native_cache, native_path, needed, operations_of
 from toastkit.native import blocks
-from toastkit.native.blocks import Block, block_of, heads_of
+from toastkit.native.forms import Block, block_of, heads_of
 from toastkit.native.kv_caches import keep_in
 from toastkit.native.library import Library, load, use
 from toastkit.native.modules import use_native

@@ -31,7 +31,7 @@ from tests.conftest import examples
 from tests.model.reference import OLD_MLX_LM
 from tests.native_library import native_cache, native_path, needed
 from toastkit.native import modules, operations
-from toastkit.native.feed_forward import Form, form_of
+from toastkit.native.forms import Form, form_of
 from toastkit.native.library import ACTIVATIONS, BITS, Library, Operand, load, use
 
 pytestmark = needed

@@ -70,7 +70,7 @@ def made(kind: tuple, seed: int, k: int = 2, normed: bool = True, bits: int = 0)
 
 
 def one_by_one(block: Any, x: mx.array) -> mx.array:
-    with patch.object(layers.Mixture, "parts", lambda _: None):
+    with patch.object(layers.Mixture, "whole", lambda _: None):
         return block(x)
 
 
@@ -159,7 +159,7 @@ def test_models_use_it(tmp_path: Path, name: str) -> None:
     with patch.object(layers, "_mixed", wraps=layers._mixed) as mixed:
         whole = read(engine)
         assert mixed.called
-        with patch.object(layers.Mixture, "parts", lambda _: None):
+        with patch.object(layers.Mixture, "whole", lambda _: None):
             assert all(map(mx.array_equal, read(engine), whole))
         some = open_engine(path, native="require", dtype="float32", expert_slots=slots(6))
         mixed.reset_mock()
@@ -178,12 +178,13 @@ def test_layers_that_are_known() -> None:
 
 def test_what_does_not_fit_together(library: Library) -> None:
     _, ours = made(BLOCKS[0], 8)
-    parts, x = ours.parts(), numbers(4, (1, 3, 32), mx.float32)
-    for y, k in ((x, 0), (x, 7), (x[..., :31], 2), (x.astype(mx.float16), 2)):
+    mixture, x = ours.whole(), numbers(4, (1, 3, 32), mx.float32)
+    for y, mixture.chosen in ((x, 0), (x, 7), (x[..., :31], 2), (x.astype(mx.float16), 2)):
         with pytest.raises(ValueError):
-            layers._mixed(library, y, parts, k, 0)
+            layers._mixed(library, y, mixture)
+    mixture.shared = 1
     with pytest.raises(ValueError):
-        layers._mixed(library, x, parts._replace(shared=1), 2, 0)
+        layers._mixed(library, x, mixture)
     ours.switch_mlp.up_proj.weight = mx.zeros((5, 64, 32))
     with pytest.raises(ValueError):
         ours(x)

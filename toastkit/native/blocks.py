@@ -1,180 +1,27 @@
-"""Layers of the common form: a few positions in one operation, with the cache that they go to;
-many, or with other caches, masks and rotations, in two beside attention, what lies before it and
-what lies behind. Found, as feed-forward networks are, by what their forwards are, instruction by
-instruction, whatever architecture they are of. What is not as it says here goes to the
-architecture's own forward."""
+"""Layers of the common form (forms.py): a few positions in one operation, with the cache that they
+go to; many, or with other caches, masks and rotations, in two beside attention, what lies before it
+and what lies behind. What is not as it says here goes to the architecture's own forward."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import byref
-from functools import lru_cache  # `cache` is a name below, and an imported one is called otherwise
+from functools import cache
 from operator import is_, itemgetter
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.native.feed_forward import names_in
-from toastkit.native.functions import Native, our_function
+from toastkit.native.forms import Block, Heads, heads_of
+from toastkit.native.functions import Native
 from toastkit.native.kv_caches import has_room, set_appended
-from toastkit.native.layers import Mixture
+from toastkit.native.layers import Mixture, operands_of, to_be_told
 from toastkit.native.library import ACTIVATIONS, FLOATS, Library, Operand, in_use, need
 from toastkit.native.modules import KEYS, Linear, Norm
 from toastkit.native.rotary import is_rotary
 
-BASE, ATTEND = "mlx_lm.models.base", "scaled_dot_product_attention"
 FEW = 16  # positions that are one operation
-
-
-def _block(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    r = self.attention(self.first_norm(x), mask, cache)
-    h = x + r
-    r = self.network(self.second_norm(h))
-    out = h + r
-    return out
-
-
-def _block_returned(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    r = self.attention(self.first_norm(x), mask, cache)
-    h = x + r
-    r = self.network(self.second_norm(h))
-    return h + r
-
-
-def _block_added(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    x = x + self.attention(self.first_norm(x), mask, cache)
-    x = x + self.network(self.second_norm(x))
-    return x
-
-
-scaled_dot_product_attention: Any = None
-
-
-def _heads(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    B, L, D = x.shape
-    queries, keys, values = self.q(x), self.k(x), self.v(x)
-    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
-    keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-    else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
-    output = scaled_dot_product_attention(
-        queries, keys, values, cache=cache, scale=self.scale, mask=mask
-    )
-    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
-    return self.out(output)
-
-
-def _heads_normed(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    B, L, D = x.shape
-    queries, keys, values = self.q(x), self.k(x), self.v(x)
-    queries = self.q_norm(queries.reshape(B, L, self.heads, -1)).transpose(0, 2, 1, 3)
-    keys = self.k_norm(keys.reshape(B, L, self.key_heads, -1)).transpose(0, 2, 1, 3)
-    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-    else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
-    output = scaled_dot_product_attention(
-        queries, keys, values, cache=cache, scale=self.scale, mask=mask
-    )
-    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
-    return self.out(output)
-
-
-def _heads_normed_together(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    B, L, D = x.shape
-    queries, keys, values = self.q(x), self.k(x), self.v(x)
-    queries = self.q_norm(queries)
-    keys = self.k_norm(keys)
-    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
-    keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-    else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
-    output = scaled_dot_product_attention(
-        queries, keys, values, cache=cache, scale=self.scale, mask=mask
-    )
-    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
-    return self.out(output)
-
-
-class Block(NamedTuple):
-    """What a class of layers calls its parts."""
-
-    attention: str
-    first_norm: str
-    network: str
-    second_norm: str
-
-
-class Heads(NamedTuple):
-    """What a class of attentions calls its parts. attend: what it calls with queries, keys, values
-    and the rest. q_norm, k_norm: of each head, or of all heads of a position together."""
-
-    q: str
-    k: str
-    v: str
-    out: str
-    heads: str
-    key_heads: str
-    turn: str
-    scale: str
-    q_norm: str | None
-    k_norm: str | None
-    attend: Callable[..., Any]
-
-
-HEADS = (_heads, _heads_normed, _heads_normed_together)
-
-
-@lru_cache(None)
-def block_of(cls: type) -> Block | None:
-    """Of a class of an architecture; None for one of another form."""
-    names = _names_of(cls, (_block, _block_returned, _block_added), Block._fields)
-    return None if names is None else Block(**names)
-
-
-@lru_cache(None)
-def heads_of(cls: type) -> Heads | None:
-    """Of a class of attentions; None for one of another form."""
-    names, ours = _names_of(cls, HEADS, Heads._fields), our_function(BASE, ATTEND)
-    if names is None or ours is None or _forward(cls).__globals__[ATTEND] is not ours:
-        return None
-    more: dict[str, Any] = {"q_norm": None, "k_norm": None, **names}
-    return Heads(**more, attend=ours)
-
-
-def _forward(cls: type) -> Any:
-    return next((vars(base)["__call__"] for base in cls.__mro__ if "__call__" in vars(base)), None)
-
-
-def _names_of(
-    cls: type, forwards: Sequence[Callable], free: Sequence[str]
-) -> dict[str, str] | None:
-    """What a class calls what is free in one of the forwards, whichever its own is."""
-    if not isinstance(forward := _forward(cls), FunctionType):
-        return None
-    for known in forwards:
-        names = names_in(forward, known)
-        if names is not None and all(k in free or k == name for k, name in names.items()):
-            return {k: name for k, name in names.items() if k in free}
-    return None
 
 
 class _Shape(ctypes.Structure):
@@ -310,10 +157,10 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     if not _are_plain(first, second, *norms) or (found := _given(before, columns)) is None:
         return None
     heads, key_heads = getattr(attention, own.heads), getattr(attention, own.key_heads)
-    joined = heads * (found[2][0].weight.shape[-2] // key_heads)
+    joined = heads * (found[2].weight.shape[-2] // key_heads)
     if _given([out], joined) is None:
         return None
-    more = _network(behind, columns) if form else None
+    more = form and _is_multiplied(behind, columns)
     used = parts + behind if more else parts
     shape, turn = _Shape(), attention[own.turn]
     shape.heads, shape.key_heads, shape.normed = heads, key_heads, bool(norms)
@@ -327,17 +174,16 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     places = [(norm, "weight") for norm in (first, *norms)]
     places += [(part, key) for part in before for key in KEYS if key in part]
     shape.before = len(places)
-    fixed = _rotated(shape, turn, found[0][0].weight.shape[-2] // heads)
+    fixed = _rotated(shape, turn, found[0].weight.shape[-2] // heads)
     places.append((second, "weight"))
     places += [(part, key) for part in used[3:] for key in KEYS if key in part]
     names += [own.turn, *(name for name in (own.q_norm, own.k_norm) if name is not None)]
     of_attention: Any = itemgetter(*names)
     of_network: Any = itemgetter(*form.parts) if form else lambda network: ()
     modules = [*of_layer, *of_attention(attention), *of_network(network)]
-    asked = [part for part in used if type(part).was_used is not Linear.was_used]
     return _Plan(
         columns, of_attention, of_network, modules, [*map(type, modules)], [*map(len, modules)],
-        places, fixed, asked, None if more else network,
+        places, fixed, to_be_told(used), None if more else network,
         type(network).__call__ is Mixture.__call__, shape, own,
     )  # fmt: skip
 
@@ -361,31 +207,22 @@ def _are_plain(*norms: Any) -> bool:
     )
 
 
-def _given(parts: Sequence[Any], columns: int) -> list[tuple[Operand, mx.array | None]] | None:
-    """What parts multiply vectors (..., columns) with, and what they add; None where one is not to
-    be multiplied so."""
-    found = []
-    for part in parts:
-        if not isinstance(part, Linear) or (part._wide or mx.float32) != mx.float32:
-            return None
-        own, bias = part.operand(), part.get("bias")  # type: ignore[attr-defined]
-        plain = bias is None or bias.dtype == mx.float32
-        if own is None or own.columns != columns or not plain:
-            return None
-        found.append((own, bias))
-    return found
+def _given(parts: Sequence[Any], columns: int) -> list[Operand] | None:
+    """What parts multiply vectors (..., columns) with; None where one is not to be multiplied
+    so."""
+    found = operands_of(parts) if all(isinstance(part, Linear) for part in parts) else None
+    return found if found and all(own.columns == columns for own in found) else None
 
 
-def _network(parts: Sequence[Any], columns: int) -> list[tuple[Operand, mx.array | None]] | None:
-    """Likewise of a network's."""
-    *first, down = parts
+def _is_multiplied(network: Sequence[Any], columns: int) -> bool:
+    """Whether all parts of a network are."""
+    *first, down = network
     if (found := _given(first, columns)) is None:
-        return None
-    last = _given([down], found[0][0].weight.shape[-2] // (3 - len(first)))
-    return None if last is None else found + last
+        return False
+    return _given([down], found[0].weight.shape[-2] // (3 - len(first))) is not None
 
 
-@lru_cache(None)
+@cache
 def _functions(library: Library) -> tuple[Any, Any, Any]:
     array, whole, place = ctypes.py_object, ctypes.c_int, ctypes.c_void_p
     one = library.function("whole", place, *[array] * 3, whole, whole, *[place] * 3)

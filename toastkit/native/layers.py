@@ -66,6 +66,24 @@ def _is_plain(layer: Any, inputs: mx.array, cache: Any) -> bool:
     return plain and alone and all(array.dtype == mx.float32 for array in arrays)
 
 
+def operands_of(parts: Sequence[Any]) -> list[Operand] | None:
+    """What parts multiply float32 vectors with; None where one is not to be multiplied so."""
+    found = []
+    for part in parts:
+        if not isinstance(part, (Linear, Switch)) or (part._wide or mx.float32) != mx.float32:
+            return None
+        operand, bias = part.operand(), part.get("bias")
+        if operand is None or (bias is not None and bias.dtype != mx.float32):
+            return None
+        found.append(operand)
+    return found
+
+
+def to_be_told(parts: Sequence[Any]) -> list[Any]:
+    """Those that have to hear when they were multiplied with."""
+    return [part for part in parts if type(part).was_used is not Linear.was_used]
+
+
 class Operands:
     """What modules multiply float32 vectors with, as the library takes it: made once, and right for
     as long as these are what they were. It holds no array, so that what leaves them is gone.
@@ -87,20 +105,13 @@ class Operands:
             for key, array in zip(KEYS, arrays)
             if array is not None
         ]
-        self._counted = [part for part in parts if type(part).was_used is not Linear.was_used]
+        self._told = to_be_told(parts)
 
     @classmethod
     def of(cls, parts: Sequence[Any], around: Sequence[Any] = ()) -> Operands | None:
         """None where one is not to be multiplied so. around: modules that they are parts of."""
-        own = []
-        for part in parts:
-            if not isinstance(part, (Linear, Switch)) or (part._wide or mx.float32) != mx.float32:
-                return None
-            operand, bias = part.operand(), part.get("bias")
-            if operand is None or (bias is not None and bias.dtype != mx.float32):
-                return None
-            own.append(operand)
-        return cls(parts, own, around)
+        own = operands_of(parts)
+        return None if own is None else cls(parts, own, around)
 
     def hold(self) -> bool:
         """Whether it is still so."""
@@ -114,7 +125,7 @@ class Operands:
 
     def were_used(self) -> None:
         """They were multiplied with."""
-        for part in self._counted:
+        for part in self._told:
             part.was_used()
 
 
@@ -131,13 +142,12 @@ class Mixture(Native):
         library, alone = in_use(), vars(self).get("sharding_group") is None
         if library is None or not alone or x.dtype != mx.float32:
             return super().__call__(x)  # type: ignore[misc]
-        k, how = self.choice()
-        if (parts := self.parts()) is not None:
-            return _mixed(library, x, parts, k, how)
+        if (whole := self.whole()) is not None:
+            return _mixed(library, x, whole)
         logits = self["gate"](x)
         if logits.dtype != mx.float32:
             return super().__call__(x)  # type: ignore[misc]
-        which, shares = library.route(logits, k, how)
+        which, shares = library.route(logits, *self.choice())
         y = self["switch_mlp"](x, which)
         if "shared_expert" not in self:
             return weighted_sum(y, shares)
@@ -152,26 +162,21 @@ class Mixture(Native):
         return own[self._k], self._how | bool(own.get(self._normed))
 
     def whole(self: Any) -> MixtureShape | None:
-        """What the library takes it as, where it is a part of a primitive that is made now: its
-        parts count as used. None where it is to be called."""
-        if vars(self).get("sharding_group") is not None or (parts := self.parts()) is None:
-            return None
-        own, *rest = parts
-        own.were_used()
-        places = [ctypes.addressof(array) for array in (own.objects, own.packing)]
-        return MixtureShape(*places, (*self.choice(), own.exact, *rest))
-
-    def parts(self: Any) -> MixtureParts | None:
-        """As the library takes them; None where they are to be called one by one."""
-        kept = vars(self).get("_kept")
-        if kept is None or not kept.operands.hold():
+        """What the library takes it as, for a primitive that is made now: its parts count as used.
+        None where it is to be called, or they are one by one."""
+        kept, alone = vars(self).get("_kept"), vars(self).get("sharding_group") is None
+        if alone and (kept is None or not kept[0].hold()):
             kept = vars(self)["_kept"] = self._found()
-        return kept
+        if not alone or kept is None:
+            return None
+        operands, shape = kept
+        operands.were_used()
+        shape.chosen, shape.how = self.choice()
+        return shape
 
-    def _found(self: Any) -> MixtureParts | None:
+    def _found(self: Any) -> tuple[Operands, MixtureShape] | None:
         switch, shared = self["switch_mlp"], self.get("shared_expert")
-        alone = vars(self).get("sharding_group") is None
-        if not alone or type(switch).__call__ is not SwitchGLU.__call__:
+        if type(switch).__call__ is not SwitchGLU.__call__:
             return None
         own = [self["gate"], *(switch[name] for name in ("gate_proj", "up_proj", "down_proj"))]
         kinds, around, names = [gate_of(switch.activation)], [self, switch], ()
@@ -186,51 +191,44 @@ class Mixture(Native):
             return None
         if (operands := Operands.of(own, around)) is None:
             return None
-        return MixtureParts(operands, len(names), *[*map(ACTIVATIONS.index, kinds), 0][:2])
+        places = [ctypes.addressof(array) for array in (operands.objects, operands.packing)]
+        shape = MixtureShape(*places, exact=operands.exact, shared=len(names))
+        shape.activations[: len(kinds)] = [ACTIVATIONS.index(kind) for kind in kinds]
+        return operands, shape
 
 
 class MixtureShape(ctypes.Structure):
     """toast_mixture, see glue/mixture.h."""
 
     _fields_ = (
-        ("objects", ctypes.c_void_p), ("packing", ctypes.c_void_p), ("rest", ctypes.c_int32 * 6),
+        ("objects", ctypes.c_void_p), ("packing", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("chosen", "how", "exact", "shared")),
+        ("activations", ctypes.c_int32 * 2),
     )  # fmt: skip
 
 
-class MixtureParts(NamedTuple):
-    """operands: of the router, the experts, and the one that all tokens go through with its gate,
-    which has so many parts (shared). Its activation, and that of the others."""
-
-    operands: Operands
-    shared: int
-    activation: int
-    shared_activation: int
-
-
-def _mixed(library: Library, x: mx.array, parts: MixtureParts, k: int, how: int) -> mx.array:
-    own, shared, *activations = parts
-    own.were_used()
-    out, function = x.__copy__(), _functions(library)[0]
-    need(function(out, x, own.objects, own.packing, shared, k, how, *activations, own.exact))
+def _mixed(library: Library, x: mx.array, mixture: MixtureShape) -> mx.array:
+    out = x.__copy__()
+    need(_functions(library)[0](out, x, ctypes.byref(mixture)))
     return out
 
 
 @cache
 def _functions(library: Library) -> tuple[Any, Any]:
-    array, place, whole = ctypes.py_object, ctypes.c_void_p, ctypes.c_int
-    mixture = library.function("mixture", array, array, place, place, *[whole] * 6)
-    return mixture, library.function("decoder", *[array] * 4, *[place] * 6)
+    array, place = ctypes.py_object, ctypes.c_void_p
+    mixture = library.function("mixture", array, array, place)
+    return mixture, library.function("decoder", *[array] * 4, *[place] * 7)
 
 
 class _Shape(ctypes.Structure):
-    """As toast_decoder has it."""
+    """toast_decoder, see glue/recurrent.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_int) for name in (
+        *((name, ctypes.c_int32) for name in (
             "key_heads", "value_heads", "key_size", "value_size", "projections", "exact",
-            "network", "shared", "chosen", "how",
+            "network", "activation",
         )),
-        ("activations", ctypes.c_int * 2), ("eps", ctypes.c_float * 3),
+        ("eps", ctypes.c_float * 3),
     )  # fmt: skip
 
 
@@ -263,7 +261,7 @@ class Decoder(Native):
             kept = vars(self)["_kept"] = self._found()
         if kept is None:
             return None
-        rule, network, before, state = self["linear_attn"], kept.network, cache[0], cache[1]
+        rule, before, state = self["linear_attn"], cache[0], cache[1]
         arrays = (
             self["input_layernorm"]["weight"], self["post_attention_layernorm"]["weight"],
             rule["conv1d"]["weight"], before, rule["A_log"], rule["dt_bias"],
@@ -271,13 +269,10 @@ class Decoder(Native):
         )  # fmt: skip
         if any(one is not None and one.dtype != mx.float32 for one in (x, *arrays)):
             return None
-        if network is None:
-            if (mixture := self["mlp"].parts()) is None:
-                return None
-            network, kept.shape.shared, *activations = mixture
-            kept.shape.activations[:] = activations
-            kept.shape.chosen, kept.shape.how = self["mlp"].choice()
-        return _decoded(library, x, arrays, kept, network, cache)
+        mixture = self["mlp"].whole() if kept.network is None else None
+        if kept.network is None and mixture is None:
+            return None
+        return _decoded(library, x, arrays, kept, mixture, cache)
 
     def _found(self: Any) -> _DecoderParts | None:
         rule, network = self["linear_attn"], self["mlp"]
@@ -309,23 +304,25 @@ class Decoder(Native):
         shape.eps[:] = *(norm.eps for norm in norms), rule["norm"].eps
         if more is not None:
             shape.network = len(form.parts)
-            shape.activations[0] = ACTIVATIONS.index(form.activation)
+            shape.activation = ACTIVATIONS.index(form.activation)
         return _DecoderParts(operands, more, shape)
 
 
 def _decoded(
-    library: Library, x: mx.array, arrays: tuple, parts: _DecoderParts, network: Operands,
-    cache: Any,
+    library: Library, x: mx.array, arrays: tuple, parts: _DecoderParts,
+    mixture: MixtureShape | None, cache: Any,
 ) -> mx.array:  # fmt: skip
-    own = parts.operands
+    own, network = parts.operands, parts.network
     own.were_used()
-    network.were_used()
+    if network is not None:
+        network.were_used()
     y, last, after = (x.__copy__() for _ in range(3))
     rest = (ctypes.py_object * 8)(*(NONE if one is None else one for one in arrays))
     need(
         _functions(library)[1](
-            y, last, after, x, own.objects, own.packing, rest, network.objects, network.packing,
-            ctypes.byref(parts.shape),
+            y, last, after, x, own.objects, own.packing, rest,
+            network and network.objects, network and network.packing,
+            mixture and ctypes.byref(mixture), ctypes.byref(parts.shape),
         )
     )  # fmt: skip
     cache[0], cache[1] = last, after

@@ -107,8 +107,7 @@ class Library:
         """Memory of its own to read weights into, on large pages where the system has them: uint8
         (rows, columns), evaluated; nobody has written anything there. It begins where a page of a
         file has byte `at`. old: such an array of that size, whose memory is to be used again."""
-        out = mx.array(0)
-        return _made(out, self._memory(out, rows, columns, at, _given(old)))
+        return _made(self._memory, rows, columns, at, _given(old))
 
     def settle(self, array: mx.array) -> None:
         """Has an array (...) of any dtype, evaluated and of a MiB at least, lie on large pages from
@@ -135,9 +134,8 @@ class Library:
         uint32 (...), broadcast; gives (..., m, rows). exact: see kernels.h.
         Raises ValueError for arrays that do not fit together.
         """
-        out = mx.array(0)
         some = [_given(array) for array in (scales, biases, experts)]
-        return _made(out, self._product(out, x, weight, *some, bits, group_size, exact))
+        return _made(self._product, x, weight, *some, bits, group_size, exact)
 
     def feed_forward(
         self,
@@ -153,17 +151,16 @@ class Library:
         rows of gate and then of up in one matrix, and down. experts: of stacks, the ones for each
         vector, uint32 (..., k); gives (..., k, rows). biases: of the parts, float32 (rows,), of
         stacks (experts, rows). Raises ValueError, see `multiply`."""
-        out, count = mx.array(0), len(parts)
+        count = len(parts)
         arrays: list[Any] = [
             _given(array) for part, bias in zip(parts, biases) for array in (*part[:3], bias)
         ]
         packing = [number for part in parts for number in part[3:]]
-        wrong = self._feed_forward(
-            out, x, (ctypes.py_object * (4 * count))(*arrays),
+        return _made(
+            self._feed_forward, x, (ctypes.py_object * (4 * count))(*arrays),
             (ctypes.c_int * (2 * count))(*packing), count, _given(experts),
             ACTIVATIONS.index(activation), exact,
         )  # fmt: skip
-        return _made(out, wrong)
 
     def rms_norm(
         self, x: mx.array, weight: mx.array | None, eps: float, plus: float = 0.0
@@ -171,8 +168,7 @@ class Library:
         """x / sqrt(mean(x^2) + eps) * (weight + plus) over the last axis, computed in float32, of
         the dtype that x and the weight have in common; lazy. x: (..., n). weight: (n,), None for
         zeros. Raises ValueError for other shapes and dtypes, as all that follows."""
-        out = mx.array(0)
-        return _made(out, self._norm(out, x, _given(weight), plus, eps))
+        return _made(self._norm, x, _given(weight), plus, eps)
 
     def rope(
         self,
@@ -189,19 +185,17 @@ class Library:
         """As mx.fast.rope, lazy. x: (batch, heads, length, n) or (batch, length, n). frequencies:
         float32 (dims / 2,), in radians a position; inverse: 1 over them. offset: a number, or int32
         () or (batch,). factor: that the rotated numbers are multiplied by."""
-        out, given = mx.array(0), isinstance(offset, mx.array)
-        wrong = self._rotate(
-            out, x, frequencies, offset if given else NONE, 0 if given else offset, dims,
+        given = isinstance(offset, mx.array)
+        return _made(
+            self._rotate, x, frequencies, offset if given else NONE, 0 if given else offset, dims,
             traditional, inverse, scale, factor,
         )  # fmt: skip
-        return _made(out, wrong)
 
     def gate(self, gate: mx.array, x: mx.array | None, activation: str) -> mx.array:
         """activation(gate) * x, lazy. Both (..., n) of one dtype; x: None for ones. activation: of
         ACTIVATIONS, see kernels/rows.h; "gelu" is the one by tanh, "swiglu_oai" that of gpt-oss.
         Raises ValueError where they differ."""
-        out, kind = mx.array(0), ACTIVATIONS.index(activation)
-        return _made(out, self._gate(out, gate, _given(x), kind))
+        return _made(self._gate, gate, _given(x), ACTIVATIONS.index(activation))
 
     def gated_delta(
         self,
@@ -217,8 +211,8 @@ class Library:
         value size, key size), None for zeros. mask: bool (B, T). See kernels/recurrent.h."""
         y, after = mx.array(0), mx.array(0)
         given: list[Any] = [_given(one) for one in (*arrays, state, mask)]
-        wrong = self._gated_delta(y, after, (ctypes.py_object * 9)(*given), rate_factor)
-        return _made(y, wrong), after
+        need(self._gated_delta(y, after, (ctypes.py_object * 9)(*given), rate_factor))
+        return y, after
 
     def scan(
         self,
@@ -234,8 +228,8 @@ class Library:
         mask: bool (B, T). limits: of dt. See kernels/recurrent.h."""
         y, after = mx.array(0), mx.array(0)
         given: list[Any] = [_given(one) for one in (*arrays, state, mask)]
-        wrong = self._scan(y, after, (ctypes.py_object * 9)(*given), *limits)
-        return _made(y, wrong), after
+        need(self._scan(y, after, (ctypes.py_object * 9)(*given), *limits))
+        return y, after
 
     def delta_layer(
         self,
@@ -258,62 +252,55 @@ class Library:
         weight, *rest = parameters
         parts = [*projections, *[NONE] * (4 - len(projections))]
         given = [*parts, weight, _given(before), *rest, _given(state)]
-        wrong = self._delta_layer(y, last, after, (ctypes.py_object * 10)(*given), *heads, eps)
-        return _made(y, wrong), last, after
+        need(self._delta_layer(y, last, after, (ctypes.py_object * 10)(*given), *heads, eps))
+        return y, last, after
 
     def convolve(
         self, x: mx.array, weight: mx.array, bias: mx.array | None = None, silu: bool = False
     ) -> mx.array:
         """As mx.conv1d with as many groups as channels, and SiLU after it; lazy, of the dtype of x.
         x: (B, T, channels). weight: (channels, kernel, 1), bias: (channels,), of one dtype."""
-        out = mx.array(0)
-        return _made(out, self._convolve(out, x, weight, _given(bias), silu))
+        return _made(self._convolve, x, weight, _given(bias), silu)
 
     def softmax(self, x: mx.array) -> mx.array:
         """Of x (..., n) over the last axis, computed in float32, of the dtype of x; lazy."""
-        out = mx.array(0)
-        return _made(out, self._softmax(out, x))
+        return _made(self._softmax, x)
 
     def log_sum_exp(self, x: mx.array) -> mx.array:
         """Of x (..., n) over the last axis: float32 (..., 1), lazy."""
-        out = mx.array(0)
-        return _made(out, self._log_sum_exp(out, x))
+        return _made(self._log_sum_exp, x)
 
     def distribution(self, x: mx.array) -> mx.array:
         """Of the softmax of x (..., n) over the last axis, float32 (..., 3), lazy: the largest
         number, the logarithm of the sum of exp(x - the largest), the entropy in nats."""
-        out = mx.array(0)
-        return _made(out, self._distribution(out, x))
+        return _made(self._distribution, x)
 
     def largest(self, x: mx.array) -> mx.array:
         """The first place of the largest of x (..., n) over the last axis, uint32 (...), lazy. NaN
         counts for nothing; of nothing else the place is 0."""
-        out = mx.array(0)
-        return _made(out, self._largest(out, x))
+        return _made(self._largest, x)
 
     def partition(self, x: mx.array, kth: int) -> mx.array:
         """As mx.argpartition of x (..., n) over the last axis, kth from 0 on, lazy: uint32 (...,
         n). Of equal numbers the first is the smaller, NaN is larger than all."""
-        out = mx.array(0)
-        return _made(out, self._partition(out, x, kth))
+        return _made(self._partition, x, kth)
 
     def weighted_sum(self, x: mx.array, weights: mx.array) -> mx.array:
         """(x * weights[..., None]).sum(-2), in float32, lazy. x: (..., k, n). weights: float32
         (..., k)."""
-        out = mx.array(0)
-        return _made(out, self._weighted_sum(out, x, weights))
+        return _made(self._weighted_sum, x, weights)
 
     def route(self, logits: mx.array, k: int, how: int) -> tuple[mx.array, mx.array]:
         """Of the softmax of logits (..., n) the k largest, uint32 (..., k), and their shares,
         float32 (..., k); how, 1: which add up to 1; and others, see kernels/rows.h. Lazy."""
         which, shares = mx.array(0), mx.array(0)
-        return _made(which, self._route(which, shares, logits, k, how)), shares
+        need(self._route(which, shares, logits, k, how))
+        return which, shares
 
     def blend(self, x: mx.array, weights: mx.array, more: mx.array, gates: mx.array) -> mx.array:
         """(x * weights[..., None]).sum(-2) + sigmoid(gates) * more, lazy, all float32. x: (..., k,
         n). weights: (..., k). more: (..., n). gates: (..., 1)."""
-        out = mx.array(0)
-        return _made(out, self._blend(out, x, weights, more, gates))
+        return _made(self._blend, x, weights, more, gates)
 
     def append(
         self, caches: tuple[mx.array, mx.array], new: tuple[mx.array, mx.array], first: int
@@ -327,7 +314,7 @@ class Library:
         made: list[Any] = [mx.array(0) for _ in range(4)]
         given: list[Any] = [*caches, *new]
         arrays = ctypes.py_object * 4
-        _made(made[0], self._append(arrays(*made), arrays(*given), first))
+        need(self._append(arrays(*made), arrays(*given), first))
         return tuple(made)
 
     def attend(
@@ -347,30 +334,28 @@ class Library:
         "causal", bool or added, such a dtype too, broadcast to (B, heads, N, M). sinks: float32
         (heads,). Raises ValueError for what does not fit together.
         """
-        out = mx.array(0)
         given, causal = (mask, False) if isinstance(mask, mx.array) else (NONE, mask == "causal")
         some = _given(sinks)
-        return _made(out, self._attend(out, queries, keys, values, given, some, scale, causal))
+        return _made(self._attend, queries, keys, values, given, some, scale, causal)
 
     def quantise(self, x: mx.array) -> mx.array:
         """Rows x (..., n) in 8 bits, lazy: int8 (..., n + 4), the numbers and then, in four bytes,
         the float32 that they are multiplied by, the row's largest over 127. What is beyond 3e38
         counts as that; a row with NaN is NaN."""
-        out = mx.array(0)
-        return _made(out, self._quantise(out, x))
+        return _made(self._quantise, x)
 
     def dequantise(self, rows: mx.array) -> mx.array:
         """What such rows (..., n + 4) stand for, float32 (..., n), lazy."""
-        out = mx.array(0)
-        return _made(out, self._dequantise(out, rows))
+        return _made(self._dequantise, rows)
 
 
 def _given(array: mx.array | None) -> Any:
     return NONE if array is None else array
 
 
-def _made(out: mx.array, wrong: bytes | None) -> mx.array:
-    need(wrong)
+def _made(function: Callable, *arguments: Any) -> mx.array:
+    out = mx.array(0)
+    need(function(out, *arguments))
     return out
 
 

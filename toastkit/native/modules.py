@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from toastkit.native import operations
-from toastkit.native.feed_forward import Form, form_of
+from toastkit.native.forms import Form, block_of, form_of
 from toastkit.native.functions import Native, methods_anew
 from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, NONE, Library, Operand, in_use, need
 from toastkit.native.recurrent import Convolution
@@ -44,7 +44,7 @@ def native(cls: type) -> type:
     if mixin := MIXINS.get((cls.__module__, cls.__name__)):
         return _derived(mixin, cls)
     made = _anew(cls) if methods_anew(cls) else cls
-    from toastkit.native.blocks import Layer, block_of  # which are made of modules
+    from toastkit.native.blocks import Layer  # which are made of modules
     from toastkit.native.layers import layer_of
 
     if layer := layer_of(cls):

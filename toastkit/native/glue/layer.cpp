@@ -102,8 +102,7 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
   if (mixture) {
     check(!is.network && mixture->chosen > 0, "two networks, or no experts");
     const mx::array *parts[MIXED][GIVEN];
-    whole.mixture = mixture_of(mixture->objects, mixture->packing, mixture->shared, mixture->chosen,
-                               mixture->how, mixture->activations, mixture->exact, parts);
+    whole.mixture = mixture_of(*mixture, parts);
     add_mixture(inputs, parts, whole.mixture, x.shape(-1));
   } else if (!is.network) {
     whole.outputs = 2;

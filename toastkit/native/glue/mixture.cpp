@@ -27,20 +27,19 @@ mx::array mixed(const mx::array &x, const mx::array *const (*parts)[GIVEN],
 
 }  // namespace
 
-Mixture mixture_of(void *const *objects, const int *packing, int shared, int chosen, int how,
-                   const int (&activations)[2], bool exact, const mx::array *(*parts)[GIVEN]) {
+Mixture mixture_of(const toast_mixture &is, const mx::array *(*parts)[GIVEN]) {
   Mixture m = {};
-  m.chosen = chosen, m.how = how, m.exact = exact;
+  m.chosen = is.chosen, m.how = is.how, m.exact = is.exact;
   auto some = [&](int i, int count, bool stacks, int activation) {
-    return network_of(objects + GIVEN * i, packing + 2 * i, count, stacks, activation, exact,
-                      parts + i);
+    return network_of(is.objects + GIVEN * i, is.packing + 2 * i, count, stacks, activation,
+                      m.exact, parts + i);
   };
-  m.router = part_of(objects, packing, 0, m.router_biased, parts[0]);
-  m.experts = some(1, PARTS, true, activations[0]);
-  if (shared) {
-    m.shared = some(1 + PARTS, shared, false, activations[1]);
-    const int gate = 1 + PARTS + shared;
-    m.gate = part_of(objects, packing, gate, m.gate_biased, parts[gate]);
+  m.router = part_of(is.objects, is.packing, 0, m.router_biased, parts[0]);
+  m.experts = some(1, PARTS, true, is.activations[0]);
+  if (is.shared) {
+    m.shared = some(1 + PARTS, is.shared, false, is.activations[1]);
+    const int gate = 1 + PARTS + is.shared;
+    m.gate = part_of(is.objects, is.packing, gate, m.gate_biased, parts[gate]);
   }
   return m;
 }
@@ -97,18 +96,13 @@ void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int
 
 extern "C" {
 
-// Makes `out`, an array that nobody else has, what a mixture gives. Lazy. arrays: GIVEN of each
-// part, and packing, bits and group size: the router; gate, up and down of the experts; `shared`
-// parts of what all vectors go through, and its gate. activations: of both. Returns what is wrong;
+// Makes `out`, an array that nobody else has, what a mixture gives. Lazy. Returns what is wrong;
 // NULL where nothing is.
-TOAST_API const char *toast_mixture_array(void *out, void *x, void **arrays, const int *packing,
-                                          int shared, int chosen, int how, int activation,
-                                          int shared_activation, int exact) {
+TOAST_API const char *toast_mixture_array(void *out, void *x, const toast_mixture *is) {
   using toast::array_of;
   return toast::wrong([&] {
     const mx::array *parts[toast::MIXED][toast::GIVEN];
-    const toast::Mixture mixture = toast::mixture_of(
-        arrays, packing, shared, chosen, how, {activation, shared_activation}, exact, parts);
+    const toast::Mixture mixture = toast::mixture_of(*is, parts);
     array_of(out) = toast::mixed(array_of(x), parts, mixture);
   });
 }

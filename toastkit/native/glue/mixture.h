@@ -5,7 +5,10 @@
 
 extern "C" {
 
-// One as Python gives it where it is a part of a primitive: see mixture_of.
+// One as Python gives it. objects: GIVEN arrays of each part, NULL for what it has not; packing:
+// bits and group size of each: the router; gate, up and down of the experts; `shared` parts of what
+// all vectors go through, and its gate, or neither. chosen: experts of a vector; how: as
+// toast_route has it. activations: of the experts, and of what all vectors go through.
 typedef struct {
   void *const *objects;
   const int *packing;
@@ -22,14 +25,12 @@ struct Mixture {
   Packing router, gate;
   bool router_biased, gate_biased;
   Network experts, shared;  // shared: of no parts where there is none
-  int chosen, how;          // experts of a vector; as toast_route has it
+  int chosen, how;
   bool exact;
 };
 
-// One as Python gives it: GIVEN arrays of each part, which become `parts`, and bits and group size
-// of each. shared: its parts, 0 for none, which has no gate either.
-Mixture mixture_of(void *const *objects, const int *packing, int shared, int chosen, int how,
-                   const int (&activations)[2], bool exact, const mx::array *(*parts)[GIVEN]);
+// One as Python gives it, whose arrays become `parts`.
+Mixture mixture_of(const toast_mixture &is, const mx::array *(*parts)[GIVEN]);
 
 // The arrays of its parts, for float32 vectors of so many columns, which are the first of inputs,
 // added to these. It gives vectors of as many. Raises as add_matrix.

@@ -337,20 +337,20 @@ TOAST_API const char *toast_delta_layer_array(void *y, void *last, void *after, 
 }
 
 // What of a decoder layer is the same whatever it is given. projections: 2 or 4. eps: of the norms
-// before the rule, behind it, and in it. network: parts of a network, 0 for a mixture; shared,
-// chosen, how: of that. activations: of the network, or of the mixture.
+// before the rule, behind it, and in it. network: parts of a network, of that activation; of none
+// where a mixture is.
 typedef struct {
-  int32_t key_heads, value_heads, key_size, value_size, projections, exact;
-  int32_t network, shared, chosen, how, activations[2];
+  int32_t key_heads, value_heads, key_size, value_size, projections, exact, network, activation;
   float eps[3];
 } toast_decoder;
 
 // parts: GIVEN of each projection and of the last product; packing: bits and group size of each.
 // rest: weights of both norms, and what toast_delta_layer_array has beside projections. network and
-// its packing: of the network, or of the mixture.
+// its packing: of the network; or mixture.
 TOAST_API const char *toast_decoder_array(void *y, void *last, void *after, void *x, void **parts,
                                           const int *packing, void **rest, void **network,
-                                          const int *network_packing, const toast_decoder *is) {
+                                          const int *network_packing,
+                                          const toast_mixture *mixture, const toast_decoder *is) {
   using toast::array_of;
   return toast::wrong([&] {
     toast::check(is->projections == 2 || is->projections == 4, "other projections");
@@ -361,12 +361,11 @@ TOAST_API const char *toast_decoder_array(void *y, void *last, void *after, void
     for (int i = 0; i <= is->projections; i++)
       d.packing[i] = toast::part_of(parts, packing, i, d.biased[i], own[i]);
     const mx::array *more[toast::MIXED][toast::GIVEN];
-    if (is->network) {
-      d.network = toast::network_of(network, network_packing, is->network, false,
-                                    is->activations[0], d.exact, more);
+    if (mixture) {
+      d.mixture = toast::mixture_of(*mixture, more);
     } else {
-      d.mixture = toast::mixture_of(network, network_packing, is->shared, is->chosen, is->how,
-                                    is->activations, d.exact, more);
+      d.network = toast::network_of(network, network_packing, is->network, false, is->activation,
+                                    d.exact, more);
     }
     auto made = toast::decoded(array_of(x), rest, d, own, more);
     array_of(y) = made[0];

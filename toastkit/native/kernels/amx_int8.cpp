@@ -25,8 +25,7 @@ const Instructions amx_int8 = {
 
 namespace toast {
 
-const Instructions amx_int8 = {"amx_int8", [] { return false; }, nullptr, nullptr,
-                               nullptr,    nullptr,             nullptr};
+const Instructions amx_int8 = {"amx_int8", [] { return false; }};
 
 }  // namespace toast
 

@@ -30,17 +30,17 @@ struct Group {
   int64_t after;
 };
 
-// One instruction set's code. prepared_bytes: of a vector, a multiple of 64. prepare: vector `row`.
-// multiply: rows first up to `end` of an expert with all members of a group; false for no memory.
-// rows: see rows.h.
+// One instruction set's code, which one that is not there has not. prepared_bytes: of a vector, a
+// multiple of 64. prepare: vector `row`. multiply: rows first up to `end` of an expert with all
+// members of a group; false for no memory. rows: see rows.h.
 struct Instructions {
   const char *name;
   bool (*there)();
-  int64_t (*prepared_bytes)(const Product &);
-  void (*prepare)(const Product &, int64_t row);
-  bool (*multiply)(const Product &, const Group &, int64_t first, int64_t end);
-  const RowInstructions *rows;
-  const AttentionCode *attention;
+  int64_t (*prepared_bytes)(const Product &) = nullptr;
+  void (*prepare)(const Product &, int64_t row) = nullptr;
+  bool (*multiply)(const Product &, const Group &, int64_t first, int64_t end) = nullptr;
+  const RowInstructions *rows = nullptr;
+  const AttentionCode *attention = nullptr;
   int64_t members = MEMBERS;  // of a group, at most, where packed numbers meet digits
 };
 
