@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,20 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Conversations of this test alone; their directory."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     return tmp_path / "toastkit" / "chats"
+
+
+@pytest.fixture
+def refuses(toast) -> Callable[[str, Sequence[tuple[list[str], str]]], None]:
+    """refuses(name, [(flags, message), ...]): in one line and a hint at most; nothing is read and
+    nothing loaded before. All commands have an option from one place: the last two show it."""
+
+    def check(name: str, refused: Sequence[tuple[list[str], str]]) -> None:
+        for flags, message in refused if name == "decode" else refused[-2:]:
+            done = toast(name, *flags, stdin=b"")
+            assert done.returncode == 64 and message in done.stderr.decode(), done.stderr
+            assert len(done.stderr.splitlines()) <= 2
+
+    return check
 
 
 @pytest.fixture

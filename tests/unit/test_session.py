@@ -38,24 +38,17 @@ from toastkit.session.layout import Layer
 from toastkit.session.lock import WriterLock
 from toastkit.session.savepoints import can_cut
 
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state" / "toastkit" / "sessions"
-
-
 # ---------------------------------------------------------------------------------------- names
 
 
-def test_names_and_directories(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert names.sessions_root() == root
-    assert names.resolve("chat one") == root / "chat one"
+def test_names_and_directories(state_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert names.sessions_root() == state_home
+    assert names.resolve("chat one") == state_home / "chat one"
     assert names.resolve("./chat") == Path("./chat").absolute()
     assert names.resolve("..") == Path("..").absolute()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    assert names.resolve("here") == root / "here"
+    assert names.resolve("here") == state_home / "here"
     (tmp_path / "here" / "session.msgpack").touch()
     assert names.resolve("here") == tmp_path / "here"
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
@@ -72,7 +65,7 @@ def test_bad_names(name: str):
 # ----------------------------------------------------------------------------- commit and reuse
 
 
-def test_commit_and_reopen(root: Path):
+def test_commit_and_reopen(state_home: Path):
     path = names.resolve("one")
     tokens = list(range(700))
     with Session.open(path, MODEL) as session:
@@ -88,7 +81,7 @@ def test_commit_and_reopen(root: Path):
     assert set(modes.values()) == {0o600} and path.stat().st_mode & 0o777 == 0o700
 
 
-def test_reusable(root: Path):
+def test_reusable(state_home: Path):
     with Session.open(names.resolve("one"), MODEL) as session:
         commit(session, [1, 2, 3, 4])
         assert session.reusable([1, 2, 3, 4, 5]) == 4
@@ -139,7 +132,9 @@ def written_bytes(monkeypatch: pytest.MonkeyPatch, action) -> int:
     return total
 
 
-def test_one_more_token_writes_no_more_than_a_block(root: Path, monkeypatch: pytest.MonkeyPatch):
+def test_one_more_token_writes_no_more_than_a_block(
+    state_home: Path, monkeypatch: pytest.MonkeyPatch
+):
     tokens = list(range(2000))
     with Session.open(names.resolve("one"), MODEL) as session:
         first = written_bytes(monkeypatch, lambda: commit(session, tokens))
@@ -157,7 +152,7 @@ def test_one_more_token_writes_no_more_than_a_block(root: Path, monkeypatch: pyt
         assert fourth > 2 * 2000 * ROW_BYTES
 
 
-def test_committed_bytes_are_never_overwritten(root: Path):
+def test_committed_bytes_are_never_overwritten(state_home: Path):
     """Whatever a commit writes, the one before it is whole until the header is replaced."""
     path = names.resolve("one")
     rng = random.Random(1)
@@ -182,7 +177,7 @@ def test_committed_bytes_are_never_overwritten(root: Path):
     assert (path / "cache.bin").stat().st_size <= 4 * used + (1 << 20)
 
 
-def test_history_in_many_slices(root: Path):
+def test_history_in_many_slices(state_home: Path):
     with Session.open(names.resolve("one"), MODEL) as session:
         for i in range(3 * MAX_SLICES):
             tokens = [*range(i), 10**6]
@@ -233,7 +228,7 @@ def test_a_lock_file_that_was_removed_is_no_lock(tmp_path: Path, monkeypatch: py
     lock.release()
 
 
-def test_another_models_session_is_refused(root: Path):
+def test_another_models_session_is_refused(state_home: Path):
     path = names.resolve("one")
     with Session.open(path, MODEL) as session:
         commit(session, [1])
@@ -244,11 +239,11 @@ def test_another_models_session_is_refused(root: Path):
     Session.open(path, MODEL).close()  # the lock was released
 
 
-def test_no_such_session(root: Path, tmp_path: Path):
+def test_no_such_session(state_home: Path, tmp_path: Path):
     for write in (True, False):
         with pytest.raises(NoInputError, match="no such session: one"):
             Session.open(names.resolve("one"), MODEL, create=False, write=write)
-    assert not root.exists()
+    assert not state_home.exists()
     vanished = Session.create_ephemeral(MODEL)
     vanished.close()
     with pytest.raises(NoInputError, match="was for that pipeline only") as caught:
@@ -263,7 +258,7 @@ def test_no_such_session(root: Path, tmp_path: Path):
     assert [p.name for p in (tmp_path / "papers").iterdir()] == ["thesis.tex"]
 
 
-def test_two_writers(root: Path):
+def test_two_writers(state_home: Path):
     path = names.resolve("one")
     with Session.open(path, MODEL) as session:
         commit(session, [1, 2])
@@ -279,23 +274,23 @@ def test_two_writers(root: Path):
     Session.open(path, MODEL).close()
 
 
-def test_ephemeral_sessions_vanish(root: Path):
+def test_ephemeral_sessions_vanish(state_home: Path):
     with Session.create_ephemeral(MODEL) as session:
         commit(session, [1, 2])
-        assert session.ephemeral and session.path.parent == root
-    assert list(root.iterdir()) == []
+        assert session.ephemeral and session.path.parent == state_home
+    assert list(state_home.iterdir()) == []
     killed = Session.create_ephemeral(MODEL)
     killed.lock.release()
     held = Session.create_ephemeral(MODEL)
     for path in (killed.path, held.path):
         os.utime(path, (0, 0))
     with Session.create_ephemeral(MODEL) as session:
-        assert {p.name for p in root.iterdir()} == {session.path.name, held.path.name}
+        assert {p.name for p in state_home.iterdir()} == {session.path.name, held.path.name}
     held.close()
     held.close()
 
 
-def test_reader_beside_a_writer(root: Path):
+def test_reader_beside_a_writer(state_home: Path):
     """A reader sees whole commits only, while the extents under it are used again."""
     path = names.resolve("one")
     histories = [[version] * 600 for version in range(2)]
@@ -332,7 +327,7 @@ def test_reader_beside_a_writer(root: Path):
     assert whole > 0 and whole + changed == 60
 
 
-def test_reader_follows_a_longer_history(root: Path):
+def test_reader_follows_a_longer_history(state_home: Path):
     path = names.resolve("one")
     with Session.open(path, MODEL) as session:
         commit(session, [1] * 300)

@@ -42,13 +42,6 @@ from toastkit.session import names
 from toastkit.session.blocks import LayerSource
 from toastkit.session.directory import Session
 
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state" / "toastkit" / "sessions"
-
-
 # ----------------------------------------------------------------------------------------- damage
 
 
@@ -132,7 +125,7 @@ def test_header_with_another_value(saved: Path, target: int, by):
         header.write_bytes(good)
 
 
-def test_ranges_that_overlap(root: Path):
+def test_ranges_that_overlap(state_home: Path):
     """They would be overwritten in place by a later commit."""
     path = names.resolve("one")
     with Session.open(path, MODEL) as session:
@@ -148,7 +141,7 @@ def test_ranges_that_overlap(root: Path):
         Session.open(path, MODEL)
 
 
-def test_newer_schema_and_garbage(root: Path):
+def test_newer_schema_and_garbage(state_home: Path):
     path = names.resolve("one")
     with Session.open(path, MODEL) as session:
         commit(session, [1])
@@ -165,7 +158,7 @@ def test_newer_schema_and_garbage(root: Path):
 
 @pytest.mark.parametrize("name", ["tokens.u32", "cache.bin", "logits.f32"])
 @pytest.mark.parametrize("how", ["flip", "shorten", "remove"])
-def test_damaged_data_files(root: Path, name: str, how: str):
+def test_damaged_data_files(state_home: Path, name: str, how: str):
     path = names.resolve("one")
     with Session.open(path, MODEL) as session:
         commit(session, [1] * 300)
@@ -189,7 +182,7 @@ def expected(tokens: list[int]) -> list[bytes]:
     return [*[expected_rows(tokens)] * 2, state_bytes(tokens)]
 
 
-def test_full_disk_leaves_the_earlier_commit(root: Path):
+def test_full_disk_leaves_the_earlier_commit(state_home: Path):
     path = names.resolve("one")
     tokens = list(range(300))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -222,7 +215,7 @@ def test_full_disk_leaves_the_earlier_commit(root: Path):
     assert not (path / "session.msgpack.tmp").exists()
 
 
-def test_interrupted_between_rename_and_return(root: Path, monkeypatch: pytest.MonkeyPatch):
+def test_interrupted_between_rename_and_return(state_home: Path, monkeypatch: pytest.MonkeyPatch):
     """A commit that happened but was not told of: the next one must not overwrite it."""
     path = names.resolve("one")
     real = os.replace
@@ -324,7 +317,7 @@ def test_kill_at_any_instant(tmp_path: Path):
     assert len(set(reached)) > 4
 
 
-def test_an_error_is_a_toast_error_when_the_directory_goes(root: Path):
+def test_an_error_is_a_toast_error_when_the_directory_goes(state_home: Path):
     with Session.open(names.resolve("one"), MODEL) as session:
         commit(session, [1])
         for file in session.path.iterdir():
