@@ -14,6 +14,7 @@ import pytest
 from tests.conftest import Toast
 from tests.model.published import write_published
 from tests.pipes.conftest import MEASURED
+from toastkit.commands import plan_residency
 from toastkit.commands.model import model
 from toastkit.engine import calibrating
 from toastkit.residency.calibration import SCHEMA_VERSION
@@ -154,6 +155,14 @@ def test_times_are_told(monkeypatch, capsys) -> None:
     model.main(["plan", "--mem", "80M"], standalone_mode=False)
     *_, decode, prefill = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"decode +[0-9.]+ tokens a second", decode)
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(0.4351, "0.435"), (12.34, "12.3"), (4462.0, "4,460"), (1.5e6, "1,500,000")],
+)
+def test_speeds_have_three_digits(number: float, told: str) -> None:
+    assert plan_residency._three_digits(number) == told
 
 
 def test_they_are_measured_anew(monkeypatch, capsys) -> None:

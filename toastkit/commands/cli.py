@@ -243,9 +243,7 @@ def _outcome(entry: click.Command, name: str, closed: set[int]) -> int:
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as error:
-        context = getattr(error, "ctx", None)
-        hint = f"{context.command_path if context is not None else name} --help"
-        return _report(name, UsageError(_one_line(error), hint=hint), debug, True)
+        return _report(name, _misuse(error, name), debug, True)
     except ToastError as error:
         return _report(name, error, debug, True)
     except (KeyboardInterrupt, click.Abort):
@@ -308,9 +306,13 @@ def _stdin_is_live() -> bool:
     return is_pipe(0)
 
 
-def _one_line(error: click.ClickException) -> str:
-    text = " ".join(error.format_message().split()).rstrip(".")
-    return text[:1].lower() + text[1:] if text[1:2].islower() else text
+def _misuse(error: click.ClickException, name: str) -> UsageError:
+    """What click says, in one line, and what was perhaps meant in another."""
+    context, near = getattr(error, "ctx", None), getattr(error, "possibilities", None)
+    text = " ".join((error.message if near else error.format_message()).split()).rstrip(".")
+    text = text[:1].lower() + text[1:] if text[1:2].islower() else text
+    asked = f"{context.command_path if context is not None else name} --help"
+    return UsageError(text, hint=f"did you mean {near[0]}?" if near else asked)
 
 
 def die_by_sigpipe() -> NoReturn:

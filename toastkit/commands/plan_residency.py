@@ -333,8 +333,8 @@ def _times(told: dict[str, Any] | None, streams: bool, cached: bool) -> list[tup
     missed = told["missed"]
 
     def speed(key: str) -> str:
-        least = "" if missed is None else f"{missed[key]:.3g} to "
-        return f"{least}{told[key]:.3g} tokens a second"
+        rates = [each[key] for each in (missed, told) if each is not None]
+        return f"{' to '.join(map(_three_digits, rates))} tokens a second"
 
     decode, prefill = speed("tokens_per_second"), speed("prompt_tokens_per_second")
     where = "cached files" if cached else "the disk"
@@ -346,3 +346,8 @@ def _times(told: dict[str, Any] | None, streams: bool, cached: bool) -> list[tup
             f"{where}, {told['computing_seconds']:.3g} s of computing for each"
         )
     return [("decode", decode), ("prefill", f"{prefill}, a prompt of {told['prompt_tokens']:,}")]
+
+
+def _three_digits(number: float) -> str:
+    """As .3g has it, but large numbers in full: 4,460."""
+    return f"{float(f'{number:.3g}'):,.15g}"
