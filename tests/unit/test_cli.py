@@ -72,7 +72,8 @@ MISSPELT = [
 @pytest.mark.parametrize(("name", "option", "nearest"), MISSPELT)
 def test_the_nearest_option(toast, name: str, option: str, nearest: str) -> None:
     said = lines_of(toast(name, option, "1"), name, 64)
-    assert said == (f"no such option '{option}'", f"did you mean {nearest}?")
+    hint = f"did you mean {nearest}? or see {program_name(name)} --help"
+    assert said == (f"no such option '{option}'", hint)
 
 
 USAGE = [

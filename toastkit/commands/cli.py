@@ -312,7 +312,7 @@ def _misuse(error: click.ClickException, name: str) -> UsageError:
     text = " ".join((error.message if near else error.format_message()).split()).rstrip(".")
     text = text[:1].lower() + text[1:] if text[1:2].islower() else text
     asked = f"{context.command_path if context is not None else name} --help"
-    return UsageError(text, hint=f"did you mean {near[0]}?" if near else asked)
+    return UsageError(text, hint=f"did you mean {near[0]}? or see {asked}" if near else asked)
 
 
 def die_by_sigpipe() -> NoReturn:
