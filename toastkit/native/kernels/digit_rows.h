@@ -91,87 +91,104 @@ struct Coming {
   }
 };
 
-// Scales and biases of so many rows, as many as one group has: those of all groups, when g has
-// passed through them.
-INLINE void fetch_numbers(const toast_matrix &m, int64_t row, int64_t rows, int64_t g) {
-  const int64_t size = m.type == TOAST_F32 ? 4 : m.type == TOAST_E8M0 ? 1 : 2;
-  const int64_t from = (row * (m.columns / m.group_size) + g * rows) * size;
-  for (int64_t at = from; at < from + rows * size; at += 64) {
-    _mm_prefetch(static_cast<const char *>(m.scales) + at, _MM_HINT_T1);
-    if (m.biases) _mm_prefetch(static_cast<const char *>(m.biases) + at, _MM_HINT_T1);
+// Scales and biases from a row on, those of so many groups a step.
+struct ComingNumbers {
+  Coming scales, biases;
+  INLINE ComingNumbers of(const toast_matrix &m, int64_t row, int64_t pace) {
+    const int64_t size = m.type == TOAST_F32 ? 4 : m.type == TOAST_E8M0 ? 1 : 2;
+    const int64_t from = row * (m.columns / m.group_size) * size;
+    return {{static_cast<const uint8_t *>(m.scales) + from, pace * size},
+            {m.biases ? static_cast<const uint8_t *>(m.biases) + from : nullptr,
+             m.biases ? pace * size : 0}};
   }
-}
+  inline __attribute__((always_inline)) void fetch() { scales.fetch(1), biases.fetch(1); }
+};
 
-// The results of one member and `count` rows, 16 at most, of numbers in blocks B. LANES_: of a
-// group (see Layout). ahead: of the rows that come after these, what is fetched meanwhile;
+// The results of M members and `count` rows, 16 at most, of numbers in blocks B. LANES_: of a
+// group (see Layout). next: of the rows that come after these, what is fetched meanwhile;
 // row_ahead: which of the stack they are.
-template <class B, int LANES_>
-static void digit_rows(const toast::Product &p, uint32_t place, const uint8_t *rows,
+template <class B, int LANES_, int M>
+static void digit_rows(const toast::Product &p, const uint32_t *places, const uint8_t *rows,
                        int64_t stride, int64_t expert, int64_t first, int count,
-                       Coming ahead, int64_t row_ahead) {
+                       const uint8_t *next, int64_t row_ahead) {
   constexpr int PLANES = B::PLANES, BLOCKS = LANES_ > 16 ? LANES_ / 16 : 1;
   constexpr int GROUPS = LANES_ > 16 ? 1 : 16 / LANES_;  // of a step of so many blocks
   constexpr int NUMBERS = BLOCK * PLANES;
   const toast_matrix &m = *p.matrix;
   const auto layout = Layout::of(m);
-  const char *digits = digits_of(p, place);
-  auto steps = reinterpret_cast<const float *>(digits + layout.steps);
-  auto sums = reinterpret_cast<const float *>(digits + layout.sums);
+  const char *digits[M];
+  for (int i = 0; i < M; i++) digits[i] = digits_of(p, places[i]);
   const uint8_t *at[16];
   for (int j = 0; j < 16; j++) at[j] = rows + (j < count ? j : count - 1) * stride;
-  F32 y = {}, scales[16], biases[16];
+  asm("" : "+m"(at));  // they stay in memory: in vectors' registers they cost more than a load
+  F32 y[M] = {}, scales[16], biases[16];
   const int64_t row = expert * m.rows + first;
   const int64_t most = m.columns * B::BYTES / NUMBERS;
+  constexpr int ROWS = B::BYTES > 32 ? 1 : B::BYTES > 16 ? 2 : 4;  // that have a line
+  Coming ahead = {next, B::BYTES * BLOCKS};
+  asm("" : "+r"(ahead.pace));  // a compiler that knew it would ask for all lines at once
+  auto numbers_ahead = ComingNumbers::of(m, row_ahead, 16 * GROUPS);
   int64_t g = 0;
   for (int64_t b = 0; b < layout.blocks; b += BLOCKS, g += GROUPS) {
     if (g % 16 == 0) numbers_by_group(m, row, count, g, scales, biases);
-    fetch_numbers(m, row_ahead, 16 * GROUPS, g / GROUPS);
-    I32 v[PLANES * BLOCKS][2], fours[4], out[4];
+    numbers_ahead.fetch();
+    I32 v[M][PLANES * BLOCKS][2], fours[M][4], out[4];
+#pragma GCC unroll 4
+    for (int n = 0; n < M; n++) {
 #pragma GCC unroll 8
-    for (int i = 0; i < PLANES * BLOCKS; i++) {
-      const char *from = digits + (b + i / PLANES) * 2 * NUMBERS + i % PLANES * BLOCK;
-      v[i][0] = load<I32>(from), v[i][1] = load<I32>(from + NUMBERS);
-    }
-    if constexpr (PLANES == 2 && LANES_ < 16) {  // halves of groups, of one plane after another
-      constexpr int EVEN = LANES_ == 8 ? 0x44 : 0x88, ODD = LANES_ == 8 ? 0xee : 0xdd;
+      for (int i = 0; i < PLANES * BLOCKS; i++) {
+        const char *from = digits[n] + (b + i / PLANES) * 2 * NUMBERS + i % PLANES * BLOCK;
+        v[n][i][0] = load<I32>(from), v[n][i][1] = load<I32>(from + NUMBERS);
+      }
+      if constexpr (PLANES == 2 && LANES_ < 16) {  // halves of groups, of one plane after another
+        constexpr int EVEN = LANES_ == 8 ? 0x44 : 0x88, ODD = LANES_ == 8 ? 0xee : 0xdd;
 #pragma GCC unroll 2
-      for (int part = 0; part < 2; part++) {
-        const I32 first = v[0][part], second = v[1][part];
-        v[0][part] = quarters<EVEN>(first, second), v[1][part] = quarters<ODD>(first, second);
+        for (int part = 0; part < 2; part++) {
+          const I32 first = v[n][0][part], second = v[n][1][part];
+          v[n][0][part] = quarters<EVEN>(first, second);
+          v[n][1][part] = quarters<ODD>(first, second);
+        }
       }
     }
 #pragma GCC unroll 4
     for (int four = 0; four < 4; four++) {
-      I32 s[4];
+      I32 s[M][4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) {
         I32 q[BLOCKS][PLANES];
-        s[j] = I32{};
 #pragma GCC unroll 2
         for (int i = 0; i < BLOCKS; i++) {
           const int64_t here = (b + i) * B::BYTES;
           B::spread(B::load(at[four * 4 + j] + here, most - here), q[i]);
-          ahead.fetch(1);
-#pragma GCC unroll 2
-          for (int k = 0; k < PLANES; k++)
-            add_fours(s[j], q[i][k], v[i * PLANES + k][0]);
         }
-        s[j] *= 256;
-#pragma GCC unroll 2
-        for (int i = 0; i < BLOCKS; i++)
-#pragma GCC unroll 2
-          for (int k = 0; k < PLANES; k++)
-            add_fours(s[j], q[i][k], v[i * PLANES + k][1]);
-      }
-      fours[four] = four_rows(s[0], s[1], s[2], s[3]);
-    }
-    by_group<(LANES_ > 16 ? 16 : LANES_) / 4>(fours, out);
+        if (j % ROWS == 0) ahead.fetch(ROWS);
 #pragma GCC unroll 4
-    for (int i = 0; i < GROUPS; i++)
-      y = add_group(y, out[i], scales[g % 16 + i], biases[g % 16 + i], steps + g + i,
-                    sums + g + i);  // of groups that are not there: zeros
+        for (int n = 0; n < M; n++) {
+          I32 sum = {};
+#pragma GCC unroll 2
+          for (int part = 0; part < 2; part++) {
+            if (part) sum *= 256;
+#pragma GCC unroll 4
+            for (int k = 0; k < PLANES * BLOCKS; k++)
+              add_fours(sum, q[k / PLANES][k % PLANES], v[n][k][part]);
+          }
+          s[n][j] = sum;
+        }
+      }
+#pragma GCC unroll 4
+      for (int n = 0; n < M; n++) fours[n][four] = four_rows(s[n][0], s[n][1], s[n][2], s[n][3]);
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < M; n++) {
+      auto steps = reinterpret_cast<const float *>(digits[n] + layout.steps) + g;
+      auto sums = reinterpret_cast<const float *>(digits[n] + layout.sums) + g;
+      by_group<(LANES_ > 16 ? 16 : LANES_) / 4>(fours[n], out);
+#pragma GCC unroll 4
+      for (int i = 0; i < GROUPS; i++)  // of groups that are not there: zeros
+        y[n] = add_group(y[n], out[i], scales[g % 16 + i], biases[g % 16 + i], steps + i, sums + i);
+    }
   }
-  put_sixteen(p, place, first, count, y);
+  for (int n = 0; n < M; n++) put_sixteen(p, places[n], first, count, y[n]);
 }
 
 }  // namespace

@@ -10,7 +10,6 @@
 namespace {
 
 constexpr int TILE_ROWS = 4;          // of 16 rows each
-constexpr int FEW = 2;                // members that meet rows as they lie
 constexpr int64_t AT_ONCE = 256;      // columns brought crosswise, which stay in the first cache
 constexpr int64_t MOST_AT_ONCE = 1024;  // for more members than stay there beside them
 
@@ -177,6 +176,7 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
   for (int64_t from = 0; from < group.members; from += toast::MEMBERS)
     goes += goes_of(std::min(group.members - from, toast::MEMBERS));
   Coming next = {ahead, 16 * N * bytes / (fours * goes) + 1};
+  auto numbers_ahead = ComingNumbers::of(m, row_ahead, 16 * N);
   for (int64_t g = 0; g < layout.groups; g += some) {
     const int64_t end = std::min(layout.groups, g + some);
     const int64_t block = g * m.group_size / layout.numbers;
@@ -194,7 +194,7 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
     for (int64_t from = 0; from < group.members; from += toast::MEMBERS) {
       const int members = int(std::min(group.members - from, toast::MEMBERS));
       for (int64_t at = g; at < end; at++) {
-        if (!from) fetch_numbers(m, row_ahead, 16 * N, at);
+        if (!from) numbers_ahead.fetch();
         const Crosswise c = {
             numbers + (at - g) * fours * N * 64, scales + at % 16 * N * 16,
             biases + at % 16 * N * 16, places.digits, fours, layout.numbers,
@@ -211,31 +211,37 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
 
 constexpr int64_t ROOM = (toast::MOST_MEMBERS * 64 + 2 * 16 * 64 + MOST_AT_ONCE * 16) * TILE_ROWS;
 
+// Members that meet rows as they lie: of numbers that are dear to spread out, fewer.
 template <class B>
-static void few_digits(const toast::Product &p, uint32_t place, const uint8_t *rows,
-                       int64_t stride, int64_t expert, int64_t first, int count, Coming ahead,
+constexpr int FEW = B::BYTES == BLOCK ? 3 : 2;
+
+// The results of a group's members, M at most, and up to 16 rows. ahead, row_ahead: as of
+// digit_rows.
+template <class B, int M>
+static void few_digits(const toast::Product &p, const toast::Group &group, int64_t first,
+                       int count, const uint8_t *rows, int64_t stride, const uint8_t *ahead,
                        int64_t row_ahead) {
+  if constexpr (M > 1)
+    if (group.members < M)
+      return few_digits<B, M - 1>(p, group, first, count, rows, stride, ahead, row_ahead);
   constexpr int LANES_ = 8 / B::PLANES;  // of the smallest group
+  auto few = digit_rows<B, LANES_, M>;
   if constexpr (!std::is_same_v<B, Doubled>) {  // which has no other groups
-    if (p.matrix->group_size == 64)
-      return digit_rows<B, LANES_ * 2>(p, place, rows, stride, expert, first, count, ahead,
-                                       row_ahead);
-    if (p.matrix->group_size == 128)
-      return digit_rows<B, LANES_ * 4>(p, place, rows, stride, expert, first, count, ahead,
-                                       row_ahead);
+    if (p.matrix->group_size == 64) few = digit_rows<B, LANES_ * 2, M>;
+    if (p.matrix->group_size == 128) few = digit_rows<B, LANES_ * 4, M>;
   }
-  digit_rows<B, LANES_>(p, place, rows, stride, expert, first, count, ahead, row_ahead);
+  few(p, group.places, rows, stride, group.expert, first, count, ahead, row_ahead);
 }
 
 template <class B>
 static bool multiply_blocks(const toast::Product &p, const toast::Group &group, int64_t first,
                             int64_t end, bool spread) {
   const toast_matrix &m = *p.matrix;
-  const int most = group.members > FEW ? TILE_ROWS * 16 : 16;
+  const bool few = group.members <= FEW<B>;
+  const int most = few ? 16 : TILE_ROWS * 16;
   char *room = nullptr;
   uint8_t *bytes = nullptr;
-  if (group.members > FEW)
-    if (!(room = static_cast<char *>(toast::scratch(toast::ROWS, ROOM)))) return false;
+  if (!few && !(room = static_cast<char *>(toast::scratch(toast::ROWS, ROOM)))) return false;
   if (spread) {
     bytes = static_cast<uint8_t *>(toast::scratch(toast::BYTES, most * m.columns));
     if (!bytes) return false;
@@ -254,10 +260,7 @@ static bool multiply_blocks(const toast::Product &p, const toast::Group &group, 
       auto many = count > 16 ? many_digits<B, TILE_ROWS> : many_digits<B, 1>;
       many(p, group, n, count, rows, stride, ahead, next, room);
     } else {
-      const int64_t part = 16 * row_bytes(m) / group.members;
-      for (int64_t i = 0; i < group.members; i++)
-        few_digits<B>(p, group.places[i], rows, stride, group.expert, n, count,
-                      {ahead + i * part, B::BYTES / group.members}, next);
+      few_digits<B, FEW<B>>(p, group, n, count, rows, stride, ahead, next);
     }
   }
   return true;
