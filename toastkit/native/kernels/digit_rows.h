@@ -6,20 +6,21 @@
 namespace {
 
 // The numbers of a block, a byte each: of its planes, which are `PLANES`.
-template <int BITS>
+template <int BITS, int PLANES_ = 1>
 struct Block {
-  static constexpr int PLANES = BITS == 4 ? 2 : 1;
-  static constexpr int BYTES = BITS == 4 ? BLOCK : BLOCK / 8 * BITS;  // as they are stored
+  static constexpr int PLANES = PLANES_;
+  static constexpr int BYTES = BLOCK / 8 * BITS * PLANES;  // as they are stored
   // bytes: what is left of the row.
   INLINE __m512i load(const uint8_t *at, int64_t bytes) {
     const int64_t here = bytes < BYTES ? bytes : BYTES;
     return _mm512_maskz_loadu_epi8(here >= 64 ? ~0ull : (1ull << here) - 1, at);
   }
   INLINE void spread(__m512i stored, I32 *planes) {
-    const __m512i low = _mm512_set1_epi8(15);
-    if constexpr (BITS == 4) {
-      planes[0] = (I32)_mm512_and_si512(stored, low);
-      planes[1] = (I32)_mm512_and_si512(_mm512_srli_epi16(stored, 4), low);
+    if constexpr (PLANES > 1) {
+#pragma GCC unroll 4
+      for (int i = 0; i < PLANES; i++)
+        planes[i] = (I32)_mm512_and_si512(_mm512_srli_epi16(stored, BITS * i),
+                                          _mm512_set1_epi8((1 << BITS) - 1));
     } else if constexpr (BITS == 8) {
       planes[0] = (I32)stored;
     } else {
@@ -43,11 +44,11 @@ struct Block {
 };
 
 // Numbers of E2M1, as unpack.h has them.
-struct Doubled : Block<4> {
+struct Doubled : Block<4, 2> {
   INLINE void spread(__m512i stored, I32 *planes) {
     const auto table = reinterpret_cast<const __m128i *>(DOUBLED);
     const __m512i doubled = _mm512_broadcast_i32x4(_mm_load_si128(table));
-    Block<4>::spread(stored, planes);
+    Block<4, 2>::spread(stored, planes);
 #pragma GCC unroll 2
     for (int i = 0; i < PLANES; i++)
       planes[i] = (I32)_mm512_shuffle_epi8(doubled, (__m512i)planes[i]);
@@ -104,6 +105,37 @@ struct ComingNumbers {
   inline __attribute__((always_inline)) void fetch() { scales.fetch(1), biases.fetch(1); }
 };
 
+// The digits of block b and of those behind it that belong to its group, upper and lower, as planes
+// meet them.
+template <class B, int LANES_>
+INLINE void load_digits(const char *digits, int64_t b, I32 (*v)[2]) {
+  constexpr int COUNT = B::PLANES * (LANES_ > 16 ? LANES_ / 16 : 1), NUMBERS = BLOCK * B::PLANES;
+#pragma GCC unroll 2
+  for (int part = 0; part < 2; part++) {
+    I32 r[COUNT];
+#pragma GCC unroll 8
+    for (int i = 0; i < COUNT; i++)
+      r[i] = load<I32>(digits + ((b + i / B::PLANES) * 2 + part) * NUMBERS + i % B::PLANES * BLOCK);
+    if constexpr (B::PLANES == 4 && LANES_ == 4) {  // planes of a group, of one after another
+      I32 planes[4];
+      by_group<1>(r, planes);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) r[i] = planes[i];
+    } else if constexpr (B::PLANES > 1 && LANES_ < 16) {
+      constexpr int FIRST = LANES_ == 8 ? 0x44 : 0x88, SECOND = LANES_ == 8 ? 0xee : 0xdd;
+      constexpr int HALF = COUNT / 2;
+#pragma GCC unroll 2
+      for (int i = 0; i < HALF; i++) {
+        v[2 * i][part] = quarters<FIRST>(r[i], r[i + HALF]);
+        v[2 * i + 1][part] = quarters<SECOND>(r[i], r[i + HALF]);
+      }
+      continue;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < COUNT; i++) v[i][part] = r[i];
+  }
+}
+
 // The results of M members and `count` rows, 16 at most, of numbers in blocks B. LANES_: of a
 // group (see Layout). next: of the rows that come after these, what is fetched meanwhile;
 // row_ahead: which of the stack they are.
@@ -134,22 +166,7 @@ static void digit_rows(const toast::Product &p, const uint32_t *places, const ui
     numbers_ahead.fetch();
     I32 v[M][PLANES * BLOCKS][2], fours[M][4], out[4];
 #pragma GCC unroll 4
-    for (int n = 0; n < M; n++) {
-#pragma GCC unroll 8
-      for (int i = 0; i < PLANES * BLOCKS; i++) {
-        const char *from = digits[n] + (b + i / PLANES) * 2 * NUMBERS + i % PLANES * BLOCK;
-        v[n][i][0] = load<I32>(from), v[n][i][1] = load<I32>(from + NUMBERS);
-      }
-      if constexpr (PLANES == 2 && LANES_ < 16) {  // halves of groups, of one plane after another
-        constexpr int EVEN = LANES_ == 8 ? 0x44 : 0x88, ODD = LANES_ == 8 ? 0xee : 0xdd;
-#pragma GCC unroll 2
-        for (int part = 0; part < 2; part++) {
-          const I32 first = v[n][0][part], second = v[n][1][part];
-          v[n][0][part] = quarters<EVEN>(first, second);
-          v[n][1][part] = quarters<ODD>(first, second);
-        }
-      }
-    }
+    for (int n = 0; n < M; n++) load_digits<B, LANES_>(digits[n], b, v[n]);
 #pragma GCC unroll 4
     for (int four = 0; four < 4; four++) {
       I32 s[M][4];

@@ -106,7 +106,7 @@ struct Tiles {
 // Where numbers that are brought crosswise go, and digits are looked up, by group.
 struct Places {
   int32_t digits[32];   // (planes, lanes) of a group, from its first upper digit
-  int32_t numbers[32];  // (planes, 16 lanes) of a block
+  int32_t numbers[64];  // (planes, 16 lanes) of a block
   INLINE Places of(const Layout &layout, int n) {
     Places places;
     for (int i = 0; i < layout.lanes * layout.planes; i++)
@@ -120,8 +120,8 @@ struct Places {
   }
 };
 
-// Brings blocks of 16 * N rows crosswise. left: bytes of a row from the first on. What lies two in
-// a byte is spread out when it is crosswise: half the work.
+// Brings blocks of 16 * N rows crosswise. left: bytes of a row from the first on. What lies two or
+// four in a byte is spread out when it is crosswise: half the work, or a quarter.
 template <class B, int N>
 static __attribute__((noinline)) void bring_crosswise(const uint8_t *const *rows, int64_t block,
                                                       int64_t blocks, int64_t left,
@@ -142,9 +142,9 @@ static __attribute__((noinline)) void bring_crosswise(const uint8_t *const *rows
       transpose(fours);
 #pragma GCC unroll 16
       for (int i = 0; i < 16; i++) {
-        I32 q[2] = {fours[i]};
-        if constexpr (B::PLANES == 2) B::spread((__m512i)fours[i], q);
-#pragma GCC unroll 2
+        I32 q[B::PLANES] = {fours[i]};
+        if constexpr (B::PLANES > 1) B::spread((__m512i)fours[i], q);
+#pragma GCC unroll 4
         for (int k = 0; k < B::PLANES; k++) store(out + places.numbers[k * 16 + i] + j * 64, q[k]);
       }
     }
@@ -224,11 +224,13 @@ static void few_digits(const toast::Product &p, const toast::Group &group, int64
   if constexpr (M > 1)
     if (group.members < M)
       return few_digits<B, M - 1>(p, group, first, count, rows, stride, ahead, row_ahead);
-  constexpr int LANES_ = 8 / B::PLANES;  // of the smallest group
+  constexpr int LANES_ = B::PLANES == 4 ? 4 : 8 / B::PLANES;  // of the smallest group
+  const int64_t size = p.matrix->group_size / (LANES_ * B::PLANES * 4);  // times that
   auto few = digit_rows<B, LANES_, M>;
   if constexpr (!std::is_same_v<B, Doubled>) {  // which has no other groups
-    if (p.matrix->group_size == 64) few = digit_rows<B, LANES_ * 2, M>;
-    if (p.matrix->group_size == 128) few = digit_rows<B, LANES_ * 4, M>;
+    if (size == 2) few = digit_rows<B, LANES_ * 2, M>;
+    if constexpr (B::PLANES < 4)
+      if (size == 4) few = digit_rows<B, LANES_ * 4, M>;
   }
   few(p, group.places, rows, stride, group.expert, first, count, ahead, row_ahead);
 }
@@ -272,13 +274,17 @@ static bool multiply_digits(const toast::Product &p, const toast::Group &group, 
     case 4:
       if (p.matrix->type == TOAST_E8M0)
         return multiply_blocks<Doubled>(p, group, first, end, false);
-      return multiply_blocks<Block<4>>(p, group, first, end, false);
+      return multiply_blocks<Block<4, 2>>(p, group, first, end, false);
     case 8: return multiply_blocks<Block<8>>(p, group, first, end, false);
+    case 2:
+      if (p.matrix->group_size > 32)
+        return multiply_blocks<Block<2, 4>>(p, group, first, end, false);
 #if defined(__AVX512VBMI__)
-    case 2: return multiply_blocks<Block<2>>(p, group, first, end, false);
+      return multiply_blocks<Block<2>>(p, group, first, end, false);
     case 3: return multiply_blocks<Block<3>>(p, group, first, end, false);
     case 6: return multiply_blocks<Block<6>>(p, group, first, end, false);
 #endif
+      [[fallthrough]];
     default: return multiply_blocks<Block<8>>(p, group, first, end, true);
   }
 }

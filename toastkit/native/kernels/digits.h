@@ -21,14 +21,15 @@ constexpr float LARGEST = 127 * 256 + 127;
 constexpr float LEAST = 0x1p-100f;  // a group without anything larger is zeros
 
 // What a vector is prepared as: of each block of numbers, its upper digits and then its lower ones;
-// then d of each group; then d times the sum of v. Of numbers that lie two in a byte (two planes),
-// a group's digits are first those of the lower halves and then those of the upper ones.
+// then d of each group; then d times the sum of v. Of numbers that lie two or four in a byte (so
+// many planes), a group's digits are first those of the lowest bits and at last those of the
+// highest; 2 bits in groups of 32 are one plane.
 struct Layout {
   int planes, lanes;  // lanes: 32 bits of a block, or of more than one, that belong to a group
   int64_t numbers, blocks, groups, steps, sums, bytes;
   INLINE Layout of(const toast_matrix &m) {
     Layout l;
-    l.planes = m.bits == 4 ? 2 : 1;
+    l.planes = m.bits == 4 ? 2 : m.bits == 2 && m.group_size > 32 ? 4 : 1;
     l.lanes = m.group_size / 4 / l.planes;
     l.numbers = BLOCK * l.planes;
     l.blocks = (m.columns + l.numbers - 1) / l.numbers;
@@ -49,18 +50,24 @@ INLINE void put_digits(const Layout &layout, char *digits, int64_t number, __m51
   __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(v, _mm512_set1_epi32(128)), 8);
   __m128i parts[2] = {_mm512_cvtepi32_epi8(upper), _mm512_cvtepi32_epi8(v)};  // v - upper * 256
   char *block = digits + number / layout.numbers * layout.numbers * 2;
-  const int64_t place = number % layout.numbers, half = layout.lanes * 4;  // a power of two
-  const int64_t in_group = place & (half * 2 - 1), lower = place - in_group + in_group / 2;
+  const int64_t place = number % layout.numbers, plane = layout.lanes * 4;  // a power of two
+  const int64_t in_group = place & (plane * layout.planes - 1);
+  const int64_t first = place - in_group + in_group / layout.planes;
   for (int part = 0; part < 2; part++, block += layout.numbers) {
     if (layout.planes == 1) {
       _mm_storeu_si128(reinterpret_cast<__m128i *>(block + place), parts[part]);
-      continue;
+    } else if (layout.planes == 2) {
+      const __m128i apart = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+      __m128i both = _mm_shuffle_epi8(parts[part], apart);
+      _mm_storel_epi64(reinterpret_cast<__m128i *>(block + first), both);
+      _mm_storel_epi64(reinterpret_cast<__m128i *>(block + first + plane),
+                       _mm_unpackhi_epi64(both, both));
+    } else {
+      const __m128i apart = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+      alignas(16) int32_t fours[4];
+      _mm_store_si128(reinterpret_cast<__m128i *>(fours), _mm_shuffle_epi8(parts[part], apart));
+      for (int i = 0; i < 4; i++) memcpy(block + first + i * plane, fours + i, 4);
     }
-    const __m128i apart = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-    __m128i both = _mm_shuffle_epi8(parts[part], apart);
-    _mm_storel_epi64(reinterpret_cast<__m128i *>(block + lower), both);
-    _mm_storel_epi64(reinterpret_cast<__m128i *>(block + lower + half),
-                     _mm_unpackhi_epi64(both, both));
   }
 }
 
