@@ -249,7 +249,7 @@ def test_streamed_layers_keep_their_slots(models, expected) -> None:
     policy = engine.residency
     assert policy is not None
     assert sum(policy.sizes.layers) + policy.sizes.outside == sum(
-        engine.holdings.module_bytes(path) for path in engine.holdings.modules
+        engine.holdings.loaded.module_bytes(path) for path in engine.holdings.modules
     )
 
 

@@ -173,7 +173,7 @@ def _geared(
 
     from toastkit.gears.discovery import discover
 
-    holdings = model.holdings
+    holdings, loaded = model.holdings, model.holdings.loaded
     managed = discover(model.store.model, flags["gear_scope"])
     stacks = any(holdings.modules[one.path].slots for one in managed)
     low, mid = flags["gear_bits"]
@@ -181,7 +181,7 @@ def _geared(
     for gear, bits in (("mid", mid), ("low", low)) if managed else ():
         layers = list(found.sizes.layers)
         for one in managed:
-            saved = holdings.original_bytes(one.path) - holdings.packed_bytes(one.path, bits)
+            saved = loaded.matrix_bytes(one.path) - loaded.packed_bytes(one.path, bits)
             if one.layer is not None and not holdings.modules[one.path].slots:
                 layers[one.layer] -= saved
         smaller = replace(found.sizes, layers=tuple(layers))

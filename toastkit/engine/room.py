@@ -40,7 +40,7 @@ def room_for_experts(
         context = options.context or holdings.store.config.context or USUAL_CONTEXT
         reserve = cache_reserve(sizes, options.priority, context)
         stacks = (stack for switch in holdings.slots.switches for stack in switch.stacks)
-        experts = sum(holdings.stack_bytes(stack.path) for stack in stacks)
+        experts = sum(holdings.loaded.stack_bytes(stack.path) for stack in stacks)
         others = sizes.outside + sum(sizes.layers) - experts
 
         def size() -> int:

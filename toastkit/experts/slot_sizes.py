@@ -46,9 +46,10 @@ class SlotSizes:
         return sum(self._stack_bytes(path, bits) // s.experts for path, s in self.of.items())
 
     def _stack_bytes(self, path: str, bits: int) -> int:
-        size = self._holdings.stack_bytes(path)
+        loaded = self._holdings.loaded
+        size = loaded.stack_bytes(path)
         if bits and self._holdings.modules[path].weight is not None:
-            size += self._holdings.packed_bytes(path, bits) - self._holdings.original_bytes(path)
+            size += loaded.packed_bytes(path, bits) - loaded.matrix_bytes(path)
         return size
 
     def within(self, size: int, bits: int = 0) -> int:

@@ -150,7 +150,7 @@ class GearPolicy:
         return {"low": low, "mid": mid, "high": 8 * mean}
 
     def _originals(self, path: str) -> int:
-        return self._holdings.original_bytes(path)
+        return self._holdings.loaded.matrix_bytes(path)
 
     @property
     def originals_bytes(self) -> int:
@@ -166,7 +166,7 @@ class GearPolicy:
         """What the managed matrices take in a packed gear, with scales, in bytes."""
         bits = self.options.bits_of(gear)
         assert bits is not None  # high has no packed modules
-        return sum(self._holdings.packed_bytes(path, bits) for path in self.paths)
+        return sum(self._holdings.loaded.packed_bytes(path, bits) for path in self.paths)
 
     @property
     def kept(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ read attributes off them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from toastkit.holdings.packed import Kind, PathCounts, dense_bytes, packed_class
 from toastkit.native.modules import NARROW, narrow_keys, native, read_elsewhere
 from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import EMBEDDING, EXPERTS, GEARS, OUTSIDE, layer_owner
-from toastkit.store.precision import Rows
+from toastkit.store.precision import Rows, row_bytes
 from toastkit.store.skeleton import is_matrix
 from toastkit.store.store import Store
 
@@ -222,6 +223,43 @@ def kept_narrow(store: Store, holdings: Iterable[Holding], types: Loading) -> fr
         return frozenset()
     found = [h for h in holdings if h.path.rpartition(".")[2] not in elsewhere]
     return frozenset(name for h in found for name in h.keep_narrow(store, wide))
+
+
+class LoadedSizes:
+    """Bytes of modules, by path, as they are loaded. dtype_of: of a parameter on the device."""
+
+    def __init__(
+        self, store: Store, modules: Mapping[str, Holding], dtype_of: Callable[[str], mx.Dtype]
+    ):
+        self._store = store
+        self._modules = modules
+        self._dtype_of = dtype_of
+
+    def matrix_bytes(self, path: str) -> int:
+        """Of a module's matrix; 0 where it has none."""
+        weight = self._modules[path].weight
+        return 0 if weight is None else self._bytes(weight.name)
+
+    def packed_bytes(self, path: str, bits: int) -> int:
+        """Of a module's matrix in so many bits, with its scales."""
+        holding = self._modules[path]
+        assert holding.weight is not None  # whoever asks has seen it
+        item = self._dtype_of(holding.weight.name).size
+        rows = self.matrix_bytes(path) // (item * holding.columns)
+        return rows * row_bytes(bits, holding.columns, item)
+
+    def module_bytes(self, path: str) -> int:
+        """Of all of a module's parameters, or of its slots."""
+        holding, size = self._modules[path], self.stack_bytes(path)
+        slots = holding.slots
+        return size // self._store.shape(holding.names[0])[0] * slots if slots else size
+
+    def stack_bytes(self, path: str) -> int:
+        """Of all of a module's parameters, of all experts."""
+        return sum(map(self._bytes, self._modules[path].names))
+
+    def _bytes(self, name: str) -> int:
+        return math.prod(self._store.shape(name)) * self._dtype_of(name).size
 
 
 def _place_of(model: nn.Module, name: str) -> tuple[str, nn.Module, Tensor]:

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from toastkit.errors import UsageError
 from toastkit.holdings.forms import ABSENT, MAPPED, ORIGINAL, Form
-from toastkit.holdings.holding import Holding, Parts, holdings_of, kept_narrow
+from toastkit.holdings.holding import Holding, LoadedSizes, Parts, holdings_of, kept_narrow
 from toastkit.holdings.packed import PathCounts
 from toastkit.holdings.streams import Streams
 from toastkit.holdings.weights import Reading, Weights
@@ -30,7 +30,6 @@ from toastkit.native.library import in_use
 from toastkit.native.modules import use_native
 from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import GEARS, READING, Ledger
-from toastkit.store.precision import row_bytes
 from toastkit.store.store import Store
 
 if TYPE_CHECKING:
@@ -56,6 +55,7 @@ class Holdings:
     originals. notify: is told a line when weights seem to have been quantised before.
 
     modules: by path, by layer. counts: products of packed modules by the way they are computed.
+    loaded: what modules take.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Holdings:
             store.reader.make_memory = library.memory
         narrow = kept_narrow(store, self.modules.values(), types)
         self._weights = Weights(store, types.cast, narrow, notify)
+        self.loaded = LoadedSizes(store, self.modules, self._weights.loaded_dtype)
         self._kept: dict[Key, _Kept] = {}  # the longest unused first
         self._coming: dict[Key, Parts] = {}
         self._changes = 0
@@ -144,24 +145,6 @@ class Holdings:
             parts.matrix_bytes for holding, parts in others if holding in wanted
         )
 
-    def original_bytes(self, path: str) -> int:
-        """Bytes of a module's matrix as it is loaded; 0 where it has none."""
-        weight = self.modules[path].weight
-        return 0 if weight is None else self._loaded_bytes(weight.name)
-
-    def module_bytes(self, path: str) -> int:
-        """Bytes of all of a module's parameters as they are loaded, or of its slots."""
-        holding, size = self.modules[path], self.stack_bytes(path)
-        slots = holding.slots
-        return size // self.store.shape(holding.names[0])[0] * slots if slots else size
-
-    def stack_bytes(self, path: str) -> int:
-        """Bytes of all of a module's parameters as they are loaded, of all experts."""
-        return sum(map(self._loaded_bytes, self.modules[path].names))
-
-    def _loaded_bytes(self, name: str) -> int:
-        return math.prod(self.store.shape(name)) * self.loaded_dtype(name).size
-
     @contextmanager
     def shapes_only(self) -> Iterator[None]:
         """While all modules hold arrays of the right shapes and dtypes that nobody has computed, so
@@ -178,14 +161,6 @@ class Holdings:
             for holding in self.modules.values():
                 nothing = Parts(ABSENT, {}, {}, holding.owner)
                 holding.hang(nothing, self.counts, self._grown)
-
-    def packed_bytes(self, path: str, bits: int) -> int:
-        """Bytes of a module's matrix in so many bits, with its scales."""
-        holding = self.modules[path]
-        assert holding.weight is not None  # whoever asks has seen it
-        item = self.loaded_dtype(holding.weight.name).size
-        rows = self.original_bytes(path) // (item * holding.columns)
-        return rows * row_bytes(bits, holding.columns, item)
 
     # ----------------------------------------------------------------------------------- changes
 
@@ -233,7 +208,9 @@ class Holdings:
             self._drop_coming(keep=moves)
             self._weights.read_ahead([h for h, form in moves if form == ORIGINAL])
             missing = [m for m in moves if m[1].kind == "packed" and m not in self._coming]
-            size = sum(self.packed_bytes(h.path, f.bits) for h, f in moves if f.kind == "packed")
+            size = sum(
+                self.loaded.packed_bytes(h.path, f.bits) for h, f in moves if f.kind == "packed"
+            )
             if missing and (self.budget is None or size <= self.budget - self.kept_bytes):
                 self._coming.update(self._all_made(missing[: math.ceil(len(moves) * share)]))
 
@@ -274,7 +251,9 @@ class Holdings:
         return few and self._is_little(moves)
 
     def _is_little(self, moves: Iterable[Key]) -> bool:
-        return sum(self.original_bytes(h.path) for h, f in moves if not f.mapped) <= LITTLE_BYTES
+        return (
+            sum(self.loaded.matrix_bytes(h.path) for h, f in moves if not f.mapped) <= LITTLE_BYTES
+        )
 
     def _requested(self, moves: list[Key]) -> Iterator[Reading]:
         """What is being read for moves, by layer: each begun before the one before it is taken.

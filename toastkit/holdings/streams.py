@@ -83,7 +83,8 @@ class Streams:
         self._parts, self.layers = parts, sorted(parts)
         for index in [i for i, r in self._readings.items() if r.moves != self._moves(i)]:
             self._readings.pop(index).cancel()
-        sizes = [sum(self._holdings.module_bytes(h.path) for h in some) for some in parts.values()]
+        loaded = self._holdings.loaded
+        sizes = [sum(loaded.module_bytes(h.path) for h in some) for some in parts.values()]
         self._largest = max(sizes, default=0)
         if not parts:
             self._holdings.store.reader.ahead_bytes = AHEAD_BYTES

@@ -105,7 +105,7 @@ class MappingPolicy:
 def mapped_bytes(holdings: Holdings) -> int:
     """Bytes of the modules that lie in their files now."""
     mapped = [path for path, holding in holdings.modules.items() if holding.form.mapped]
-    return sum(map(holdings.module_bytes, mapped))
+    return sum(map(holdings.loaded.module_bytes, mapped))
 
 
 def _read_whole(fitting: Iterable[Holding]) -> Iterator[Holding]:

@@ -33,7 +33,7 @@ def sizes_of(holdings: Holdings) -> Sizes:
     layer_of = movable(holdings)
     layers, outside = [0] * holdings.store.layer_count, 0
     for path in holdings.modules:
-        size = holdings.module_bytes(path)
+        size = holdings.loaded.module_bytes(path)
         if path in layer_of:
             layers[layer_of[path]] += size
         else:
