@@ -92,10 +92,12 @@ def compile_library(
     import tempfile
     from concurrent.futures import ThreadPoolExecutor
 
-    flags_of = {} if kernels else {KERNELS / name: flags for name, flags in SOURCES.items()}
+    flags_of = {}  # what takes longest first
     if glue is not None:  # as one source: MLX's headers are what takes time
         *others, last = sorted(GLUE.glob("*.cpp"))
         flags_of[last] = (*glue, *(word for path in others for word in ("-include", str(path))))
+    if kernels is None:
+        flags_of |= {KERNELS / name: flags for name, flags in reversed(SOURCES.items())}
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
 
         def made_of(source: Path) -> str:
