@@ -17,6 +17,7 @@ from toastkit.errors import DataError, RemoteError
 from toastkit.frames import (
     End,
     Error,
+    Frame,
     Head,
     Logits,
     Prefilled,
@@ -87,6 +88,24 @@ def test_whole_runs_pass_unchanged() -> None:
 def test_a_stream_that_is_not_whole_runs(stream: list, message: str) -> None:
     with pytest.raises(DataError, match=message):
         list(whole_runs(stream, ends_run))
+
+
+@pytest.mark.parametrize(
+    ("last", "hint"),
+    [
+        (Tokens(b""), "are toast-prefill and toast-decode missing?"),
+        (Tokens(b"", final=False), None),
+        (Prefilled(1, 1, 0, 0.0), "is toast-decode missing?"),
+        (Token(0, 1), None),
+    ],
+)
+def test_who_is_missing_in_a_pipe(last: Frame, hint: str | None) -> None:
+    with pytest.raises(DataError) as caught:
+        list(whole_runs([head(), last], ends_run))
+    assert caught.value.hint == hint
+    with pytest.raises(DataError) as caught:
+        list(whole_runs([head(), last], lambda frame: False))
+    assert caught.value.hint is None
 
 
 def test_a_cut_stream_gives_what_it_has_first() -> None:

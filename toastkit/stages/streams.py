@@ -40,11 +40,20 @@ def whole_runs(frames: Iterable[Frame], closes: Callable[[Frame], bool]) -> Iter
         failed = failed or _failed(frame)
         yield frame
     if inside:
-        raise DataError("input ended in the middle of a run")
+        hint = _missing(frame) if closes is ends_run else None
+        raise DataError("input ended in the middle of a run", hint)
     if not seen:
         raise DataError("no frames on input", hint=BEGIN)
     if failed:
         raise DataError("a run ended in an error, and no error frame says in which")
+
+
+def _missing(last: Frame) -> str | None:
+    """A hint at who should have gone on behind the last frame of a stream."""
+    if isinstance(last, Prefilled):
+        return "is toast-decode missing?"
+    written = isinstance(last, Tokens) and last.final
+    return "are toast-prefill and toast-decode missing?" if written else None
 
 
 def _failed(frame: Frame) -> bool:
