@@ -155,6 +155,28 @@ def test_what_others_hold_of_a_cache_stays() -> None:
     assert any(map(eq, places, places[1:]))  # while the step before is computed, too
 
 
+@pytest.mark.parametrize("kept", [mx.float32, mx.float16, mx.int8])
+@pytest.mark.parametrize("length", [1, 256, 257])
+def test_first_positions_are_written_by_one_operation(length: int, kept: mx.Dtype) -> None:
+    """And the room behind them, which nobody has written, is never seen."""
+    [layer, _], caches = layers(llama, {}, 0), [KVCache(), KVCache()]
+    if kept != mx.float32:
+        keep_in(kept, caches)
+    x = mx.random.normal((2, length, 64), key=mx.random.key(1))
+    mx.eval([mx.full((1 << 16,), mx.nan) + i for i in range(8)])  # what the room may hold
+    made = [layer(x, "causal", caches[0])]
+    for array in (caches[0].keys, caches[0].values):
+        done = operations_of(array)
+        assert "ToastAppend" in done and "SliceUpdate" not in done
+    assert (caches[0].offset, caches[0].keys.shape[2]) == (length, -(-length // 256) * 256)
+    more = [layer(x, "causal", caches[0]), caches[0].trim(length), layer(x, None, caches[0])]
+    with patch.object(blocks.Layer, "_natively", lambda *_: None):
+        wanted = [layer(x, "causal", caches[1]), layer(x, "causal", caches[1])]
+        caches[1].trim(length)
+        wanted.append(layer(x, None, caches[1]))
+    assert all(map(mx.array_equal, [made[0], more[0], more[2]], wanted))
+
+
 def pointer(array: mx.array) -> int:
     """Where an array's numbers begin."""
     return np.frombuffer(memoryview(array), np.float32).ctypes.data

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from toastkit.native.forms import Block, Heads, heads_of
 from toastkit.native.functions import Native
-from toastkit.native.kv_caches import has_room, set_appended
+from toastkit.native.kv_caches import appended_first, has_room, set_appended
 from toastkit.native.layers import Mixture, operands_of, to_be_told
 from toastkit.native.library import ACTIVATIONS, FLOATS, Library, Operand, in_use, need
 from toastkit.native.modules import KEYS, Linear, Norm
@@ -133,8 +133,10 @@ def _in_two(library: Library, plan: _Plan, x: mx.array, mask: Any, cache: Any) -
     need(projected((ctypes.py_object * 3)(*heads), x, objects, shape))
     turn = plan.modules[0][own.turn]
     queries, keys = (turn(one, offset=cache.offset) for one in heads[:2])
-    keys, values = cache.update_and_fetch(keys, heads.pop())
+    new = keys, heads.pop()
     del heads
+    keys, values = appended_first(cache, *new) or cache.update_and_fetch(*new)
+    del new
     scale = plan.shape.scale
     attended = own.attend(queries, keys, values, cache=cache, scale=scale, mask=mask)
     outs = _copies(x, 1 if plan.left is None else 2)

@@ -121,6 +121,29 @@ def has_room(layer: Any, positions: int) -> bool:
     return layer.offset + positions <= keys.shape[2] and keys.dtype == wanted == layer.values.dtype
 
 
+def appended_first(layer: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, ...] | None:
+    """What update_and_fetch gives of float32 (B, heads, positions, size) for a cache of mlx_lm's
+    usual class that holds nothing yet, in one operation, which leaves the room that is not used as
+    it finds it; None for another."""
+    cls: Any = type(layer)
+    wanted, library = _usual(cls), in_use()
+    if library is None or wanted is None or layer.keys is not None or layer.offset:
+        return None
+    room = -(-keys.shape[2] // layer.step) * layer.step
+    given = [
+        mx.broadcast_to(mx.array(0, wanted), (*new.shape[:2], room, _width(new.shape[3], wanted)))
+        for new in (keys, values)
+    ]
+    *caches, kept_keys, kept_values = library.append(given, (keys, values), 0)
+    set_appended(layer, caches, keys.shape[2])
+    return _widened(kept_keys, mx.float32), _widened(kept_values, mx.float32)
+
+
+def _width(size: int, dtype: mx.Dtype) -> int:
+    """Of a row, as it is kept."""
+    return size + SCALE_BYTES if dtype == mx.int8 else size
+
+
 def set_appended(layer: Any, arrays: Iterable[mx.array], positions: int) -> None:
     """Gives such a cache its arrays (B, heads, M, size), of its dtype, with so many positions
     more."""

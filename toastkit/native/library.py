@@ -303,14 +303,14 @@ class Library:
         return _made(self._blend, x, weights, more, gates)
 
     def append(
-        self, caches: tuple[mx.array, mx.array], new: tuple[mx.array, mx.array], first: int
+        self, caches: Sequence[mx.array], new: Sequence[mx.array], first: int
     ) -> tuple[mx.array, ...]:
         """Keys and values of new positions, from `first` on, into caches, lazy: both caches, in
         their memory if nobody else has them, and both up to the last of these positions.
 
-        caches: (B, heads, M, size), float32, float16, bfloat16 or as of `quantise` each. new: (B,
-        heads, N, size), such floats, rounded to the dtype of the cache, what float16 cannot hold to
-        its largest. Raises ValueError where they do not fit together."""
+        caches: (B, heads, M, size), floats or as of `quantise`; one number, broadcast, holds
+        nothing, and leaves anything around what is new: (B, heads, N, size), floats, rounded to
+        that dtype, beyond float16 to its largest. Raises ValueError where they do not fit."""
         made: list[Any] = [mx.array(0) for _ in range(4)]
         given: list[Any] = [*caches, *new]
         arrays = ctypes.py_object * 4

@@ -158,7 +158,8 @@ Written::~Written() {
 
 void write_heads(const mx::array &before, mx::array &cache, const toast_heads &heads,
                  int64_t first) {
-  if (before.data<char>() != cache.data<char>()) {
+  const bool holds = before.data_size() > 1 || before.size() == 1;
+  if (holds && before.data<char>() != cache.data<char>()) {
     const bool same = before.strides() == cache.strides();
     memcpy(cache.data<char>(), same ? before.data<char>() : InOrder(before).data(),
            cache.nbytes());

@@ -27,7 +27,7 @@ class Written {
 };
 
 // Writes new heads from `first` on into a cache that lies so, and what was there before unless it
-// is there.
+// is there; one number for all places stands for nothing.
 void write_heads(const mx::array &before, mx::array &cache, const toast_heads &heads,
                  int64_t first);
 
