@@ -148,13 +148,11 @@ def _answer(
     deferred: bool,
 ) -> float:
     """Seconds a token of an answer, but for its first tokens: the case before was another model."""
-    from dataclasses import replace
-
     draw = DrawOptions(SamplingOptions(), 0, StepOptions(max_tokens=count), ignore_eos=True)
     head = Head(engine.files.name, fingerprint(engine.files), engine.vocab, [])
     frames = answer(
         [head, Tokens(pack_ids(ids))], tokenizer, lambda _: engine,
-        LocalRuns(None, Interrupt(), deferred=deferred), replace(options, draw=draw),
+        LocalRuns(None, Interrupt(), deferred=deferred), options._replace(draw=draw),
         Interrupt(), Outcome(),
     )  # fmt: skip
     marks = [time.perf_counter() for frame in frames if isinstance(frame, Token)]

@@ -17,6 +17,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from types import UnionType
 from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
@@ -171,18 +172,18 @@ def _types(hint: Any) -> tuple[type, ...]:
     return (int, float) if hint is float else (get_origin(hint) or hint,)
 
 
-_TYPES = {
-    kind: {n: _types(t) for n, t in get_type_hints(cls).items() if n != "extra"}
-    for kind, cls in KINDS.items()
-}
-_REQUIRED = {
-    kind: frozenset(
+@cache
+def _fields(kind: str) -> tuple[dict[str, tuple[type, ...]], frozenset[str]]:
+    """The types of each field of a kind, and the names of those that a frame cannot do without;
+    found when the first of its kind is met, for no process meets all."""
+    cls: Any = KINDS[kind]
+    types = {n: _types(t) for n, t in get_type_hints(cls).items() if n != "extra"}
+    needed = frozenset(
         f.name
         for f in dataclasses.fields(cls)
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     )
-    for kind, cls in KINDS.items()
-}
+    return types, needed
 
 
 def from_map(fields: dict) -> Frame:
@@ -193,7 +194,7 @@ def from_map(fields: dict) -> Frame:
     cls = KINDS.get(kind)
     if cls is None:
         return Unknown(kind, fields)
-    types = _TYPES[kind]
+    types, needed = _fields(kind)
     known: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     for name, value in fields.items():
@@ -203,8 +204,8 @@ def from_map(fields: dict) -> Frame:
             known[name] = value
         else:
             raise Invalid(f"{kind}.{name} cannot be {_describe(value)}")
-    if not _REQUIRED[kind] <= known.keys():
-        missing = _REQUIRED[kind].difference(known)
+    if not needed <= known.keys():
+        missing = needed.difference(known)
         raise Invalid(f"{kind} frame without {', '.join(sorted(missing))}")
     frame = cls(**known, extra=extra)
     _check_values(kind, frame)
@@ -217,7 +218,7 @@ def to_map(frame: Frame) -> dict:
         return {"k": frame.k, **frame.extra}
     kind = NAMES[type(frame)]
     out: dict[str, Any] = {"k": kind}
-    for name in _TYPES[kind]:
+    for name in _fields(kind)[0]:
         value = getattr(frame, name)
         if value is not None:
             out[name] = value

@@ -64,8 +64,7 @@ def test_every_field_arrives(state_home: Path) -> None:
 
 
 def test_every_option_arrives() -> None:
-    chain = {name: field.default for name, field in SamplingOptions.__dataclass_fields__.items()}
-    chain = {name: chain[name] for name in SAMPLING_NAMES}
+    chain = {name: SamplingOptions._field_defaults[name] for name in SAMPLING_NAMES}
     assert options(**chain).sampling == chain
     others = options(
         seed=2**64 - 1, stop="END", ignore_eos=True, logit_bias={"5": -1.5, "6": 2}, ban=[7],

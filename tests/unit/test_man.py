@@ -182,13 +182,13 @@ def test_options_take_what_the_page_says(page: Page) -> None:
 
 
 SETTLED_ELSEWHERE = {
-    field.name for kind in (SamplingOptions, MonitorOptions) for field in dataclasses.fields(kind)
-} - {"seed"}
+    *SamplingOptions._fields, *(field.name for field in dataclasses.fields(MonitorOptions)),
+} - {"seed"}  # fmt: skip
 
 
 def default_of(option: click.Option) -> Any:
     """What the page has to give as the default; None for an option that is off without a value."""
-    sampling = {f.name: f.default for f in dataclasses.fields(SamplingOptions)}
+    sampling = SamplingOptions._field_defaults
     monitor = {f.name: f.default for f in dataclasses.fields(MonitorOptions)}
     if option.multiple or option.is_flag:
         return None

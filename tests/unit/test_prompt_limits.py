@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -47,7 +46,7 @@ def test_truncation_looks_at_the_ends_only(before: str, seed: int, raw: bool) ->
     words = ["bear", "\n", "🙂", "é", "river...", "(x)", "  ", "中文", "1234"]
     texts = [before + " ".join(chance.choices(words, k=n)) for n in (3, 900, 20, 600)]
     long = Prompt(texts[1]) if raw else Prompt(messages=[user(text) for text in texts])
-    config, options = replace(load_config(files), context=48), PromptOptions(raw, truncate=True)
+    config, options = load_config(files)._replace(context=48), PromptOptions(raw, truncate=True)
     stage = PromptTokenizer(files, config, options, tokenizer)
     found = stage.encode(long)
     assert stage.shortened(long, 48) is not long
@@ -57,7 +56,7 @@ def test_truncation_looks_at_the_ends_only(before: str, seed: int, raw: bool) ->
 
 def test_truncation_goes_through_many_messages_once(monkeypatch: pytest.MonkeyPatch) -> None:
     files, tokenizer = locate("crumb"), crumb()
-    config = replace(load_config(files), context=200)
+    config = load_config(files)._replace(context=200)
     stage = PromptTokenizer(files, config, PromptOptions(truncate=True), tokenizer)
     rendered: list[Prompt] = []
     monkeypatch.setattr(
@@ -81,7 +80,7 @@ def test_what_does_not_fit_is_read_no_further(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tokenizer, "reach", None)
     for context, said in ((64, "the model's context is 64"), (None, "400 is the limit")):
         monkeypatch.setattr(tokenize_stage, "MOST_TOKENS", 400)
-        config = replace(load_config(files), context=context)
+        config = load_config(files)._replace(context=context)
         stage = PromptTokenizer(files, config, PromptOptions(raw=True), tokenizer)
         with pytest.raises(DataError, match=f"the prompt has at least [0-9]{{3}} tokens.*{said}"):
             stage.encode(Prompt("a bear " * 10_000))

@@ -70,7 +70,7 @@ def naive_draw(logits: np.ndarray, options: SamplingOptions, position: int) -> i
 
 probabilities = st.sampled_from([0.0, 0.05, 0.3, 0.9, 0.999, 1.0]) | st.floats(0, 1)
 sampling_options = st.builds(
-    SamplingOptions,
+    lambda **given: SamplingOptions(**given),  # else Hypothesis fills in what is not given here
     temperature=st.sampled_from([0.01, 0.5, 0.8, 1.0, 2.0, 50.0]),
     top_k=st.sampled_from([0, 0, 1, 2, 40, 100_000]),
     top_p=probabilities,

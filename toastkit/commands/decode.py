@@ -210,7 +210,7 @@ def _answering(wanted, tokenizer, flags, chain, engine, here, signals, outcome):
             load(unloaded.pop(), flags)
         return engine
 
-    frames = tokenize(wanted, tokenizer)
+    frames = tokenize(wanted, tokenizer, rated=settings.follow)
     return answer(frames, tokenizer.tokenizer, engine_for, runs, settings, signals, outcome)
 
 

@@ -20,8 +20,7 @@ The paper leaves open what counts. Here:
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from toastkit.gears import GEARS
 
@@ -71,8 +70,7 @@ _ALONE = bytes(c if chr(c).isalnum() or c == 95 else 32 for c in range(128)).lju
 _KEYWORDS = frozenset(word.encode("ascii") for word in KEYWORDS)
 
 
-@dataclass(frozen=True)
-class Difficulty:
+class Difficulty(NamedTuple):
     """What a prompt scores, and the gear to begin in. math, code: symbols and keywords in it.
     words: their number. mean_length: characters a word; 0 where there is none."""
 
@@ -85,7 +83,7 @@ class Difficulty:
 
     def as_map(self) -> dict[str, Any]:
         """The fields as plain data, for a frame."""
-        return asdict(self)
+        return self._asdict()
 
     @classmethod
     def from_map(cls, fields: Any) -> Difficulty | None:

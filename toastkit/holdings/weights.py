@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -35,8 +35,7 @@ Move = tuple[Holding, Form]
 GEAR_OF = {bits: gear for gear, bits in GEAR_BITS.items()}
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """Moves whose arrays are being read. names: of what. there: originals on the device. request:
     None where nothing has to be read."""
 

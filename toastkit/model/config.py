@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from toastkit.errors import DataError, from_os_error
 from toastkit.model.files import ModelFiles
@@ -19,15 +19,14 @@ CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "model_max_length", "
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
-@dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(NamedTuple):
     """model_type: names the architecture. vocab: entries in the logits. context: most tokens the
     positions allow, None where the checkpoint sets no limit. raw: config.json whole."""
 
     model_type: str
     vocab: int
     context: int | None
-    raw: dict = field(repr=False)
+    raw: dict
 
     @property
     def levels(self) -> tuple[dict, dict]:
@@ -54,7 +53,7 @@ def load_config(files: ModelFiles) -> ModelConfig:
     name, context = next((pair for pair in said if pair[1] is not None), ("", None))
     if context is not None and (type(context) is not int or not 1 <= context <= MOST):
         raise DataError(f"{files.name}: config.json has no usable {name}")
-    return replace(config, vocab=vocab, context=context)
+    return config._replace(vocab=vocab, context=context)
 
 
 def digits(number: int) -> str:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from toastkit.errors import DataError
 from toastkit.model import rotation
@@ -83,8 +82,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Fitted:
+class Fitted(NamedTuple):
     """config: for ModelArgs.from_dict. yarn: a scaling to be given to the rotations afterwards, see
     rotation.unrounded_yarn. cautions: in what the architecture differs from what the configuration
     asks for, each the rest of a sentence that begins with the architecture. window: tokens past

@@ -13,8 +13,8 @@ import math
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from toastkit.errors import DataError, NoInputError, from_os_error
 from toastkit.private_files import pread_into
@@ -36,8 +36,7 @@ METADATA = "__metadata__"
 CHUNK_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor in a file. dtype: as safetensors names it. start, stop: bytes from the beginning
     of the file. inside: the tensor, U8 (rows, bytes), each row of which holds a row of this one;
     None for a tensor whose rows lie side by side."""
@@ -60,8 +59,7 @@ class Entry:
         return 0 if self.inside is None else self.inside.shape[1]
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """entries: the tensors in the order of the file. data_start, size: bytes."""
 
     path: Path

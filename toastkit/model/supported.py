@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import NamedTuple
 
 from toastkit.errors import DataError, UnavailableError
 
@@ -58,8 +58,7 @@ NAME = re.compile(r"[\w-]{1,100}")
 TABLES = ("MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPPING")
 
 
-@dataclass(frozen=True)
-class Support:
+class Support(NamedTuple):
     """A model type, as config.json names it. module: the file in mlx_lm/models that has it.
     status: "tested", "expected" (nothing is known against it) or "unsupported". note: why that is
     so, or what else to know; may be empty."""

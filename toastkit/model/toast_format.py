@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 from toastkit.model.safetensors import (
@@ -106,7 +105,7 @@ def with_experts(header: Header) -> Header:
             if part.name in entries or part.name in header.entries:
                 raise ValueError(f"tensor {part.name[:100]!r} is there twice")
             entries[part.name] = part
-    return replace(header, entries=entries)
+    return header._replace(entries=entries)
 
 
 def _parsed(text: str) -> dict[str, object]:

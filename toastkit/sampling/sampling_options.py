@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import UsageError
 
@@ -29,8 +29,7 @@ LOWEST_TEMPERATURE = 1e-6
 BIAS_LIMIT = 1e6
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
+class SamplingOptions(NamedTuple):
     """What to do with the logits. The defaults switch every step off: plain argmax.
 
     temperature: 0 is argmax, otherwise at least 1e-6.

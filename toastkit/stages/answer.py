@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toastkit.engine.step_engine import StepEngine
 from toastkit.frames import Frame, Head
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     from toastkit.stages.follow import GearRules, GearSettings
 
 
-@dataclass(frozen=True)
-class AnswerOptions:
+class AnswerOptions(NamedTuple):
     """Settings of each stage. telemetry: the entropy is wanted in the token frames. follow: the
     model shifts as the entropy says, by `rules`. fixed: the gear that it runs in instead, None for
     none. xtc_special_ids: tokens that XTC never removes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from toastkit.frames import End, Frame, Head, Text, Token, Tokens, unpack_ids
 from toastkit.stages.run.protocol import Feed
@@ -14,8 +14,7 @@ from toastkit.text.stops import StopStrings
 from toastkit.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class TextOptions:
+class TextOptions(NamedTuple):
     """stops: strings that end the answer and are not printed. keep_special: special tokens are
     printed as they are written. echo: the prompt comes first."""
 

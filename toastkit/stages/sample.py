@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toastkit.frames import End, Frame, Head, Logits, Token, Tokens, unpack_ids
 from toastkit.sampling.sampling_options import SamplingOptions
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from toastkit.stages.follow import Follower
 
 
-@dataclass(frozen=True)
-class DrawOptions:
+class DrawOptions(NamedTuple):
     """sampling: the chain. top: how many alternatives a token frame lists. max_tokens: that are
     drawn, None for no limit. ignore_eos: end-of-turn tokens do not end the answer. want_logprob:
     whether anybody reads them."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from toastkit.errors import DataError
 from toastkit.frames import Frame, Head, Tokens, pack_ids
@@ -23,8 +24,7 @@ MOST_CLASSIFIED = 1 << 17  # characters that a guess at the difficulty looks at
 KEPT_HEAD = 1 << 10  # characters of a text that --truncate leaves before what it may keep
 
 
-@dataclass(frozen=True)
-class PromptOptions:
+class PromptOptions(NamedTuple):
     """raw: no chat template. generation_prompt: the template opens the assistant's turn.
     template_arguments: variables for the template. tools: JSON schemas for it. truncate: shorten a
     prompt that is too long, leaving room for max_tokens. note: is told one line when that happens,
@@ -32,15 +32,14 @@ class PromptOptions:
 
     raw: bool = False
     generation_prompt: bool = True
-    template_arguments: dict = field(default_factory=dict)
+    template_arguments: Mapping[str, Any] = MappingProxyType({})
     tools: list[dict] | None = None
     truncate: bool = False
     max_tokens: int | None = None
     note: Callable[[str], None] | None = None
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A prompt: raw text, or messages for the chat template."""
 
     text: str | None = None
@@ -267,13 +266,17 @@ class PromptTokenizer:
 
 
 def tokenize(
-    prompts: Iterable[Prompt], tokenizer: PromptTokenizer, session: str | None = None
+    prompts: Iterable[Prompt],
+    tokenizer: PromptTokenizer,
+    session: str | None = None,
+    rated: bool = True,
 ) -> Iterator[Frame]:
-    """A run for each prompt: its head, which says how hard the prompt looks, and its tokens."""
+    """A run for each prompt: its head and its tokens. rated: the head says how hard the prompt
+    looks."""
     head: Head | None = None
     for prompt in prompts:
         ids = tokenizer.encode(prompt)
         head = head or tokenizer.head(session)
-        yield replace(head, extra={"difficulty": difficulty(prompt)})
+        yield replace(head, extra={"difficulty": difficulty(prompt)} if rated else {})
         role = prompt.messages[-1]["role"] if prompt.messages else "user"
         yield Tokens(pack_ids(ids), role)

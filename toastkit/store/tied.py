@@ -4,7 +4,6 @@ leaves out. An architecture that believes it tied drops a matrix of its own with
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from toastkit.model.config import ModelConfig
@@ -30,7 +29,7 @@ def untied(config: ModelConfig) -> ModelConfig:
     raw = {**config.raw, FIELD: False}
     if isinstance(raw.get("text_config"), dict):
         raw["text_config"] = {**raw["text_config"], FIELD: False}
-    return replace(config, raw=raw)
+    return config._replace(raw=raw)
 
 
 def _named(files: ModelFiles, words: tuple[str, ...]) -> Iterator[tuple[Path, Entry]]:

@@ -7,7 +7,7 @@ own (toastkit.text.template_child); the embedded model's, known by its hash, in 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from toastkit.errors import DataError, did_you_mean
@@ -26,7 +26,7 @@ def render(
     *,
     add_generation_prompt: bool = True,
     special_tokens: dict[str, str],
-    arguments: dict | None = None,
+    arguments: Mapping[str, Any] | None = None,
     tools: list | None = None,
     note: Callable[[str], None] | None = None,
 ) -> str:
@@ -77,7 +77,7 @@ def render(
     return reply["text"]
 
 
-def _check_arguments(arguments: dict, tools: list | None) -> None:
+def _check_arguments(arguments: Mapping[str, Any], tools: list | None) -> None:
     if "messages" in arguments:
         raise DataError("template argument 'messages' would replace the prompt")
     if "tools" in arguments and tools is not None:

@@ -9,7 +9,6 @@ a ring.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from toastkit.engine.step_engine import State, StepEngine, Wish
@@ -128,8 +127,7 @@ def experts_of(state: State) -> dict[str, Any] | None:
     return {**passed, **(state.experts or {})} or None
 
 
-@dataclass(frozen=True)
-class Pause:
+class Pause(NamedTuple):
     """Not a frame of any stream: the stages yield it to a scheduler that runs several of them, to
     let others at the device. want: "read" after a pass over the prompt; "step" before the step
     that the scheduler is to take for this run."""

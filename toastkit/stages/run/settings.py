@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class ReadOptions:
+class ReadOptions(NamedTuple):
     """How a prompt is read into a session.
 
     chunk: tokens per pass, None for the device's default. require_hit: fail unless all that the
@@ -22,8 +22,7 @@ class ReadOptions:
     report: Callable[[int, int], None] | None = None
 
 
-@dataclass(frozen=True)
-class StepOptions:
+class StepOptions(NamedTuple):
     """How far a decode goes. max_tokens: tokens drawn, None for as many as the context holds.
     steps: logits frames, None for no limit. inline: logits travel in the stream itself."""
 
