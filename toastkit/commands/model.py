@@ -113,7 +113,7 @@ def _supported(flags: dict[str, Any]) -> int:
     rows = list(supported())
     if flags["as_json"]:
         for row in rows:
-            print(json.dumps(vars(row)))
+            print(json.dumps(row._asdict()))
         return 0
     found = [(row.model_type, row.module, row.status, row.note or "") for row in rows]
     table(("TYPE", "MODULE", "STATUS", "NOTE"), found)
