@@ -240,7 +240,8 @@ def _check_values(kind: str, frame: Any) -> None:
             raise Invalid("head.vocab or head.v out of range")
         if not all(_is_id(i) for i in frame.eos):
             raise Invalid("head.eos holds something that is not a token id")
-        if isinstance(frame.run, list) and not all(type(r) is str for r in frame.run):
+        runs = frame.run if isinstance(frame.run, list) else [frame.run or ""]
+        if not all(type(r) is str and "\0" not in r for r in runs):
             raise Invalid("head.run holds something that is not a path")
     elif kind == "tokens":
         if len(frame.ids) % 4:

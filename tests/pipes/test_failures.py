@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -69,6 +70,36 @@ def test_prefill_keeps_the_next_prompt_for_as_long_as_an_answer_lasts():
         result = pipeline.finish()
         assert result.statuses == [0] * 6, result.errors
         assert begun + result.out == 2 * WHO_ANSWER
+
+
+PATIENT = """
+from toastkit.commands.prefill import main
+from toastkit.stages.run import pipe_prefill
+pipe_prefill.HANDOVER_SECONDS = 3600.0
+main()
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--stat"], ["--kinds", "prefilled"]])
+def test_prefill_does_not_wait_where_frames_are_only_looked_at(
+    arguments: list[str], toast, tmp_path: Path
+):
+    """Such a toast-frames is the last that reads the stream, and says so."""
+    prompts, seen = tmp_path / "prompts", tmp_path / "seen"
+    # More of them than may wait for a decode.
+    prompts.write_bytes(toast("tokenize", "--each-line", stdin=b"a\nb\nc\n").stdout)
+    with prompts.open("rb") as source, seen.open("wb") as out:
+        prefill = subprocess.Popen(
+            [sys.executable, "-c", PATIENT], stdin=source, stdout=subprocess.PIPE
+        )
+        frames = start("frames", *arguments, stdin=prefill.stdout, stdout=out)
+    prefill.stdout.close()
+    try:
+        assert [process.wait(TIMEOUT) for process in (prefill, frames)] == [0, 0]
+    finally:
+        prefill.kill()
+    found = seen.read_bytes()
+    assert b"prefilled 3" in found if "--stat" in arguments else found.count(b"prefilled") == 3
 
 
 def test_tokenize_and_prefill_are_killed(tmp_path: Path):

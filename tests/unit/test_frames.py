@@ -340,6 +340,7 @@ WRONG = {
     "no vocabulary": {**HEAD, "vocab": 0},
     "end-of-turn ids": {**HEAD, "eos": [-1]},
     "runs": {**HEAD, "run": ["a", 1]},
+    "a run that no path is": {**HEAD, "run": "a\0b"},
     "true for a number": {**HEAD, "vocab": True},
     "missing fields": {"k": "head", "model": "m"},
     "ids": {"k": "tokens", "ids": b"abc"},

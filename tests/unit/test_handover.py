@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -121,6 +122,38 @@ def test_a_client_that_dies_leaves_the_lock_here(tmp_path: Path):
     for client in (first, second):
         client.stdin.close()
         client.stdout.close()
+
+
+def decline_from(stdin: int, run: RunDirectory) -> None:
+    """Another process, which reads a descriptor, says that no client will come."""
+    code = "import sys; from toastkit.session.handover import decline; decline(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, run.path], stdin=stdin, check=True)
+
+
+def test_an_offer_ends_when_the_reader_of_stdout_wants_nothing(tmp_path: Path):
+    session = Session.open(tmp_path / "session", MODEL)
+    session.commit([1], None, None)
+    run = RunDirectory.create(session.path)
+    server = HandoverServer(run.path, session.lock)
+    (reading, writing), (other, tee) = os.pipe(), os.pipe()
+    decline_from(other, run)  # as one of several that read what tee writes
+    assert server.offer(0.05, watch_fd=writing) is False and not server.unwanted
+    client = start_client(run, session.path)
+    tell(client)
+    assert server.offer(30, watch_fd=writing) is True
+    client.communicate()
+    server.close()
+    session.close()
+
+    with Session.open(session.path, MODEL) as again:
+        later = RunDirectory.create(again.path)
+        server = HandoverServer(later.path, again.lock)
+        decline_from(reading, later)
+        assert server.offer(30, watch_fd=writing) is False and server.unwanted and again.lock.held
+        server.close()
+        decline_from(reading, later)  # nobody listens: nothing happens
+    for fd in (reading, writing, other, tee):
+        os.close(fd)
 
 
 def test_an_offer_ends_when_the_reader_of_stdout_goes(tmp_path: Path):

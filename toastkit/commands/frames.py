@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from toastkit.commands import cli, options
+from toastkit.descriptors import is_pipe
 from toastkit.errors import FrameError, UsageError, did_you_mean
 from toastkit.frames import KINDS, End, Frame, Head
 from toastkit.text.terminal import shown
@@ -91,7 +92,9 @@ def _copy(flags: dict[str, Any], chosen: Callable, reader: ArrayReader) -> int:
     write = _json_writer(flags, reader) if flags["as_json"] else None
 
     def build(source, signals):
-        return chosen(json_frames(WatchedInput()) if flags["from_json"] else source)
+        if flags["from_json"]:
+            return chosen(json_frames(WatchedInput()))
+        return chosen(source if is_pipe(1) else _declining(source))
 
     return run_filter(build, "frames", write=write)
 
@@ -169,7 +172,18 @@ def _input(flags: dict[str, Any]) -> Iterable[Frame]:
     from toastkit.commands.pipes import frames_in
     from toastkit.stages.jsonl import json_frames
 
-    return json_frames(sys.stdin.buffer) if flags["from_json"] else frames_in()
+    return json_frames(sys.stdin.buffer) if flags["from_json"] else _declining(frames_in())
+
+
+def _declining(source: Iterable[Frame]) -> Iterator[Frame]:
+    """The frames, where nobody behind this process reads them: a prefill that writes them is told
+    not to wait for a decode."""
+    from toastkit.session.handover import decline
+
+    for frame in source:
+        if isinstance(frame, Head) and isinstance(frame.run, str):
+            decline(frame.run)
+        yield frame
 
 
 def main() -> None:

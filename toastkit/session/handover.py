@@ -1,5 +1,6 @@
 """The writer's lock, passed from prefill to decode without a gap, over the socket `handover` of a
-run; toast-session(5) has the protocol, "?", "L" with the descriptor of the lock, "!".
+run; toast-session(5) has the protocol, "?", "L" with the descriptor of the lock, "!"; and ".", by
+which a reader of prefill's stdout that is no decode, and has none behind it, says so.
 
 flock belongs to the open file description, so there is no moment at which it is free. Until the
 server has seen "!" it keeps its copy, and a client that dies or gives up before closes its own with
@@ -15,17 +16,19 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from toastkit.errors import UnavailableError, from_os_error
+from toastkit.errors import ToastError, UnavailableError, from_os_error
+from toastkit.private_files import open_directory
 from toastkit.session.lock import WriterLock
 from toastkit.session.run import HANDOVER_FILE
 
 MAX_ADDRESS_BYTES = 100  # sun_path has 108 bytes on Linux and 104 on macOS
 CONNECT_SECONDS = 5.0
 RETRY_SECONDS = 0.005
-ASK, LOCK, DONE = b"?", b"L", b"!"
+ASK, LOCK, DONE, LAST = b"?", b"L", b"!", b"."
+WORD_BYTES = 64  # the longest is LAST with a file's numbers
 
 
 @contextmanager
@@ -47,13 +50,14 @@ def _address(run_path: Path, name: str) -> Iterator[str]:
 class HandoverServer:
     """Listens from the start, so make one before the run's head frame goes out.
 
-    run_path: the run's directory. lock: held by this process until a client has it.
-    Raises CannotCreateError, IOFailure.
+    run_path: the run's directory. lock: held by this process until a client has it. unwanted: the
+    reader of stdout has said that nobody will come for it. Raises CannotCreateError, IOFailure.
     """
 
     def __init__(self, run_path: Path | str, lock: WriterLock):
         self._path = Path(run_path)
         self._lock = lock
+        self.unwanted = False
         self._client: socket.socket | None = None
         self._waiting: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -81,8 +85,8 @@ class HandoverServer:
         """Waits for a client that asks and gives it the lock; this process's copy is then released.
 
         Returns False when the time is over (None: no limit) or the reader of watch_fd, a pipe such
-        as stdout, has gone; the lock is then still held here. until_asked: there is no limit for a
-        client that has connected: it may be loading a large model before it asks.
+        as stdout, has gone or wants nothing; the lock is then still held here. until_asked: there
+        is no limit for a client that has connected: it may be loading a large model before it asks.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
@@ -94,11 +98,13 @@ class HandoverServer:
                 self._accept()
             for client in [c for c in self._waiting if c.fileno() in ready]:
                 self._waiting.remove(client)
-                if self._give(client):
+                if self._give(client, watch_fd):
                     self._lock.release()
                     self._client = client
                     return True
                 client.close()
+                if self.unwanted:
+                    return False
 
     def _accept(self) -> None:
         try:
@@ -111,11 +117,16 @@ class HandoverServer:
         else:
             client.close()
 
-    def _give(self, client: socket.socket) -> bool:
+    def _give(self, client: socket.socket, watch_fd: int | None) -> bool:
         """Whether this client asked, was sent the lock and has confirmed it. The wait for the
-        confirmation has no limit: a client that asked is receiving, or dies, or gives up."""
+        confirmation has no limit: a client that asked is receiving, or dies, or gives up. One that
+        wants nothing is believed where its stdin is the other end of watch_fd: of a tee, say,
+        another reader may be a decode."""
         try:
-            if client.recv(1) != ASK:
+            word = client.recv(WORD_BYTES)
+            if word[:1] == LAST and watch_fd is not None:
+                self.unwanted = word[1:] == _identity(watch_fd)
+            if word != ASK:
                 return False
             socket.send_fds(client, [LOCK], [self._lock.fileno()])
             return client.recv(1) == DONE
@@ -164,6 +175,23 @@ def _same_user(connection: socket.socket) -> bool:
     credentials = struct.Struct("3i")
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     return credentials.unpack(data)[1] == os.geteuid()
+
+
+def _identity(fd: int) -> bytes:
+    """Which file a descriptor is of: both ends of a pipe are of one. Raises OSError."""
+    status = os.fstat(fd)
+    return f"{status.st_dev}:{status.st_ino}".encode()
+
+
+def decline(run_path: Path | str) -> None:
+    """Tells the prefill of a run, where one is there, that this process reads what comes on its
+    stdin to the end, and that nobody behind it will ask for the session."""
+    with suppress(OSError, ToastError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as to:
+        os.close(open_directory(run_path))  # this user's
+        to.setblocking(False)
+        with _address(Path(run_path), HANDOVER_FILE) as address:
+            to.connect(address)
+        to.sendall(LAST + _identity(0))
 
 
 class HandoverClient:

@@ -82,10 +82,10 @@ class PrefillEnd(SessionRuns):
     def _offer(self, server: HandoverServer) -> bool:
         """Gives the state to decode, which may be at work on an earlier run for as long as that
         lasts, or not have read of this one yet. A reader that has read it all and does not come
-        for the state is no decode."""
+        for the state, or says that it will not, is no decode."""
         while not server.offer(HANDOVER_SECONDS, 1, until_asked=True):
             busy = any(not earlier.wait_done(0) for _, earlier in self._handed)
-            if reader_gone() or not (busy or unread_bytes()):
+            if server.unwanted or reader_gone() or not (busy or unread_bytes()):
                 return False
         return True
 
