@@ -14,7 +14,7 @@ prompt is. llama.cpp runs as it is installed, and with OMP_WAIT_POLICY=active; t
 counts. It is left out where --llama PYTHON, an interpreter, has none; native_llama.py says how to
 install it. What memory gives is an array of 512 MB, added up by all threads, before and after each
 decode of ours. After a minute in which others were measured the first short prompt takes up to a
-quarter longer; so it is read twice, but by mlx_lm, and the second time counts.
+quarter longer; so the others read it, or 256 tokens of it, once more before it counts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ TOGETHER = "x"
 CONTEXT = 16  # tokens before those that are decoded
 # Of mlx_lm: decoded, of a prompt.
 FEW = {"small": (8, 12), "large": (2, 4), "olmoe": (4, 8), "next": (2, 4)}
-LONG = 1000  # tokens of a prompt that nothing is warmed up with
+LONG = 1000  # tokens of a prompt that is not in the round that warms up
+WARM = 256  # tokens of a prompt that are read, at most, before it counts
 DECODED = {"small": 96, "large": 24, "olmoe": 48, "next": 48}
 
 
@@ -96,8 +97,7 @@ def asked(engine: Worker, model: str, case: str) -> float:
         return engine.ask("decode", *((2, FEW[model][0]) if few else (CONTEXT, DECODED[model])))
     if case.startswith(TOGETHER):
         return engine.ask("together", int(case[1:]), DECODED[model])
-    if int(case) < LONG:
-        engine.ask("prefill", int(case))
+    engine.ask("prefill", min(int(case), WARM))
     return engine.ask("prefill", int(case))
 
 
