@@ -365,12 +365,10 @@ class FrameWriter:
         self._pack = msgpack.Packer(default=pack_extension, use_bin_type=True).pack
 
     def write(self, frame: Frame) -> None:
-        self._sink.write(self._pack(to_map(frame)))
+        data = self._pack(to_map(frame))
+        while data:  # an unbuffered sink may take a part of it
+            data = data[self._sink.write(data) :]
         self._sink.flush()
-
-    def write_all(self, frames: Iterable[Frame]) -> None:
-        for frame in frames:
-            self.write(frame)
 
 
 def dumps(frame: Frame) -> bytes:

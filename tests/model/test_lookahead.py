@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import (
@@ -14,8 +17,11 @@ from mlx_lm.models.cache import (
 )
 
 from tests.model.reference import PROMPTS
+from tests.native_library import native_cache, native_path, needed
 from toastkit.engine.lookahead import Lookahead
 from toastkit.engine.savepoints import roll_back, take_savepoint
+from toastkit.gears.entropy_graph import entropy_bits
+from toastkit.native.library import load
 from toastkit.store.jobs import host_writes
 
 PROMPT = PROMPTS[2]
@@ -40,6 +46,59 @@ def test_a_discarded_step_leaves_no_trace(crumb):
     for token in PROMPT["greedy"][:3]:
         Lookahead(crumb.step, two).discard()
         assert mx.array_equal(crumb.step(token, one), crumb.step(token, two))
+
+
+@pytest.fixture
+def library(tmp_path_factory, monkeypatch) -> str:
+    """Native operations are in use. Where the library is."""
+    path = str(native_path(native_cache(tmp_path_factory)))
+    monkeypatch.setattr("toastkit.native.library._in_use", load(path))
+    return path
+
+
+@needed
+def test_a_step_that_waits_for_its_token_is_the_step(crumb, library):
+    one, two = crumb.new_cache(), crumb.new_cache()
+    crumb.prefill(PROMPT["token_ids"], one)
+    crumb.prefill(PROMPT["token_ids"], two)
+    for token in PROMPT["greedy"][:3]:
+        taken_back = Lookahead(crumb.step, two, sure=True)
+        taken_back.hand_over(measured=True)
+        taken_back.discard()
+        ahead = Lookahead(crumb.step, two, sure=True)
+        ahead.hand_over(measured=True)
+        logits = crumb.step(token, one)
+        assert mx.array_equal(ahead.run(token), logits)
+        assert ahead.entropy.bits() == pytest.approx(entropy_bits(logits).item(), abs=1e-4)
+
+
+@needed
+@pytest.mark.parametrize("steps", [2, 9])
+def test_every_kind_of_cache_comes_back_from_a_step_that_waits(steps: int, library):
+    plain, tried = _caches(), _caches()
+    for _ in range(steps):
+        _step(mx.array(0), plain)
+        _step(mx.array(0), tried)
+        ahead = Lookahead(_step, tried, sure=True)
+        ahead.hand_over()
+        ahead.discard()
+        assert [_contents(c) for c in plain] == [_contents(c) for c in tried]
+
+
+@needed
+def test_nobody_waits_for_a_token_that_is_never_named(library):
+    """Neither who lets the step go, of more operations than MLX lets be unfinished; nor a process
+    that ends."""
+    Lookahead(lambda token, cache: sum([token] * 2000), [], sure=True).hand_over()
+    assert (mx.array(2) + 2).item() == 4
+    code = (
+        "import sys, mlx.core as mx\nfrom toastkit.engine.lookahead import Lookahead\n"
+        "from toastkit.native import library\nlibrary.use(library.load(sys.argv[1]))\n"
+        "mx.set_default_device(mx.cpu)\n"
+        "mx.never = Lookahead(lambda token, cache: token + 1.0, [], sure=True)\n"
+        "mx.never.hand_over()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, library], timeout=60).returncode == 0
 
 
 def _step(token, cache):

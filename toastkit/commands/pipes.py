@@ -61,7 +61,8 @@ def frame_writer() -> FrameWriter:
             "frames are not for a terminal",
             hint="pipe them into the next stage, or into toast-frames --json",
         )
-    return FrameWriter(sys.stdout.buffer)
+    out = sys.stdout.buffer
+    return FrameWriter(getattr(out, "raw", out))
 
 
 def frames_in(first: bytes = b"") -> Iterator[Frame]:

@@ -53,7 +53,8 @@ def _frames(prompt: tuple[str, ...], flags: dict[str, Any]) -> int:
     session = flags["session"]
     path = None if session is None else str(resolve(session))
     frames = stage(prompts(prompt, flags), prompt_tokenizer(flags), path)
-    writer.write_all(frames)
+    for frame in frames:
+        writer.write(frame)
     return 0
 
 

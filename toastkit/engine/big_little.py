@@ -44,12 +44,14 @@ def unsure_rows(logits: mx.array, gamma: float) -> list[int]:
     return [row for row, sure in enumerate(kept) if not sure]
 
 
-def look_ahead(experts: ExpertsPolicy | None, step: Step, state: ModelState) -> Lookahead:
+def look_ahead(
+    experts: ExpertsPolicy | None, step: Step, state: ModelState, sure: bool = False
+) -> Lookahead:
     """The next step of a state, built already: by the model that a step begins with, and with what
-    it takes to come back from it. step(token, cache): builds the graph of logits (vocab,)
-    float32."""
+    it takes to come back from it. step(token, cache): builds the graph of logits (vocab,) float32.
+    sure: it is taken back at the end of a run only."""
     if experts is None:
-        return Lookahead(step, state.cache)
+        return Lookahead(step, state.cache, sure=sure)
     experts.decide(NO_WISH)  # what ran last may have been a prompt
     point, kept = _point(experts, state), experts.common.nothing_kept()
     if point is None:

@@ -284,11 +284,11 @@ class Engine:
             policy.count_step()
 
     def look_ahead(self, state: ModelState) -> None:
-        """Builds the graph of a state's next step already, whatever its token will be, where that
-        is possible: streamed layers, and slots of experts, run while the graph is built."""
+        """Builds a state's next step already, whatever its token: where no layer runs meanwhile."""
         waits = self.reads_on_host or self.holdings.reads_in_passes
         if state.ahead is None and host_writes() and not waits:
-            state.ahead = look_ahead(self.experts, self.step, state)
+            sure = not any(policy.tells_steps for policy in self.policies)
+            state.ahead = look_ahead(self.experts, self.step, state, sure)
             self._ahead.add(state)
 
     # ------------------------------------------------------------------------------------ passes

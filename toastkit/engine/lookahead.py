@@ -2,8 +2,9 @@
 
 Building a step's graph in Python takes as long as running a small model. In one process it hides
 behind the device's work, because the next token is an array that need not be known yet. Between
-processes the token comes back as a number, so the graph is built on a placeholder: an array whose
-memory is written once the token is known, before anything of the graph is evaluated.
+processes the token comes back as a number, so the graph is built on a token that is not known yet.
+With native operations the step can be handed to the device as it is, which begins when the token is
+named; else the token is an array whose memory is written before anything is evaluated.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.engine.savepoints import copy_caches, put_back
+from toastkit.engine.savepoints import Savepoint, copy_caches, put_back, roll_back, take_savepoint
+from toastkit.gears.entropy_graph import NativeEntropy
+from toastkit.native.awaited import Awaited
+from toastkit.native.library import in_use
 
 
 class Lookahead:
     """One step after `cache`, of a token to be named later. step(token, cache): builds its graph.
     Only for a device that computes on memory that the host can write: store.jobs.host_writes.
     point: a savepoint of the caches as they are, for who may want to come back from the step; kept:
-    what is kept of it then. seconds: that building it took.
+    what is kept of it then. sure: nobody does, but at the end of a run. seconds: that building it
+    took. entropy: of its logits, where that was handed over with it.
 
     The caches count the step from now on; either `run` or `discard` has to follow.
     """
@@ -32,24 +37,53 @@ class Lookahead:
         cache: list,
         point: Any = None,
         kept: Any = None,
+        sure: bool = False,
     ):
         start = time.perf_counter()
         self.point, self.kept = point, kept
+        self.entropy: NativeEntropy | None = None
+        self._back: Savepoint | None = None  # of one that was handed over
+        self._sure = sure
         # Copies hold the arrays as they were. They are let go before the step is evaluated, or
         # MLX would copy what it can write in place.
         self._cache, self._before = cache, copy_caches(cache)
-        token = mx.array(0, mx.uint32)
-        mx.eval(token)
-        self._token = memoryview(token)  # type: ignore[arg-type]
+        library = in_use()
+        self._awaited = None if library is None else Awaited(library)
+        if self._awaited is None:
+            token = mx.array(0, mx.uint32)
+            mx.eval(token)
+            self._token: Any = memoryview(token)  # type: ignore[arg-type]
+        else:
+            token = self._awaited.array
         self._logits = step(token, cache)
         self.seconds = time.perf_counter() - start
 
     def run(self, token: int) -> mx.array:
         """Names the token; the logits (vocab,) float32 after it, lazy."""
-        self._before = []
-        self._token[()] = token
+        self._before, self._back = [], None
+        if self._awaited is None:
+            self._token[()] = token
+        else:
+            self._awaited.name(token)
         return self._logits
 
+    def hand_over(self, measured: bool = False) -> None:
+        """Hands the step to the device, which begins when the token is named; until then it does
+        nothing that is handed over later. measured: and then the entropy of its logits. Nothing
+        where there are no native operations, or policies may have the step taken back."""
+        if self._awaited is None or self._back is not None or not self._sure:
+            return
+        self._back = take_savepoint(self._before, 0, one_step=True)
+        self._before = []
+        with self._awaited.handing_over(self._logits):
+            mx.async_eval(self._logits)
+            self.entropy = NativeEntropy(self._logits) if measured else None
+
     def discard(self) -> None:
-        """Puts the caches back to where they were."""
-        put_back(self._cache, self._before)
+        """Puts the caches back to where they were. One that was handed over takes place, with any
+        token, and is taken back."""
+        if self._back is None:
+            return put_back(self._cache, self._before)
+        assert self._awaited is not None  # or it was not handed over
+        self._awaited.name(0)
+        roll_back(self._cache, 1, self._back)

@@ -253,6 +253,9 @@ class RemoteState:
     def submit(self, measured: bool = False) -> None:
         """Nothing: the daemon has begun."""
 
+    def hand_over_ahead(self, measured: bool = False) -> None:
+        """Nothing: it knows best what else it has to do."""
+
     def entropy(self) -> None:
         """It is not sent along."""
 

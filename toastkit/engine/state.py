@@ -69,9 +69,10 @@ class ModelState:
         step(token, cache): the pass, where it was not looked ahead to."""
         ahead = self.ahead
         if ahead is not None and isinstance(token, int):
-            self.ahead = None
+            self.ahead, self._entropy = None, ahead.entropy
             return ahead.run(token)
         self.take_back()
+        self._entropy = None
         return step(token, self.cache)
 
     def tell_experts(self, **fields: Any) -> None:
@@ -81,7 +82,14 @@ class ModelState:
     def submit(self, measured: bool = False) -> None:
         """Lets the device begin with what was consumed. measured: and then with the entropy."""
         mx.async_eval(self.logits)
-        self._entropy = NativeEntropy(self.logits) if measured else None  # type: ignore[arg-type]
+        if measured and self._entropy is None:
+            self._entropy = NativeEntropy(self.logits)  # type: ignore[arg-type]
+
+    def hand_over_ahead(self, measured: bool = False) -> None:
+        """Hands the step that was looked ahead to to the device, which waits for its token; until
+        that is consumed, or the step is taken back, nothing else may be asked of it."""
+        if self.ahead is not None:
+            self.ahead.hand_over(measured)
 
     def entropy(self) -> float | None:
         """In bits, of the logits that were submitted to be measured; waits for it. None where it
@@ -121,6 +129,7 @@ class ModelState:
 
     def close(self) -> None:
         """Lets the session go; an ephemeral one vanishes."""
+        self.take_back()
         if self.session is not None:
             self.session.close()
             self.session = None

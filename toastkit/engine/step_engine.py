@@ -37,6 +37,10 @@ class State(Protocol):
         """Lets the device begin with what was consumed. measured: and then with the entropy of the
         logits, where it does that sooner than the host."""
 
+    def hand_over_ahead(self, measured: bool = False) -> None:
+        """Where the engine has looked ahead to a step, and the device can wait for its token: hands
+        it over, as of `submit`. Nothing else may be asked of the device until that is consumed."""
+
     def entropy(self) -> float | None:
         """In bits, of logits that were submitted to be measured; waits for it. None where it was
         not computed, or cannot be before they are made finite."""

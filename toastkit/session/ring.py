@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from toastkit.errors import DataError, IOFailure, from_os_error
 from toastkit.frames import MAX_VOCAB, Reference
-from toastkit.private_files import Descriptor, open_private, pread_into, pwrite_all
+from toastkit.private_files import Descriptor, open_private, pwrite_all
 
 if TYPE_CHECKING:
     import numpy as np
@@ -139,24 +139,17 @@ class RingReader(Descriptor):
             self.close()
             raise
         self._stride = _stride(self.vocab)
-        self._line, self._after = memoryview(bytearray(LINE.size)), memoryview(bytearray(8))
+        self._line = memoryview(bytearray(LINE.size))
         self._copy: tuple[memoryview, np.ndarray] | None = None
 
     def _shape(self, path: Path | str) -> tuple[int, int]:
-        header = bytearray(HEADER.size)
-        if self._fill(memoryview(header), 0):
+        header = os.pread(self._fd, HEADER.size, 0)
+        if len(header) == HEADER.size:
             magic, version, vocab, slots, _ = HEADER.unpack(header)
             whole = os.fstat(self._fd).st_size == LINE_BYTES + slots * _stride(vocab)
             if magic == MAGIC and version == VERSION and 0 < vocab < MAX_VOCAB and slots and whole:
                 return vocab, slots
         raise DataError(f"not a logits ring: {path}")
-
-    def _fill(self, buffer: Any, offset: int) -> bool:
-        """Reads a part of the file; False where it ends before."""
-        try:
-            return pread_into(self._fd, buffer, offset)
-        except OSError as error:
-            raise from_os_error(error, "cannot read the logits ring") from error
 
     def read(self, reference: Reference) -> np.ndarray:
         """The logits that a reference points to, float32 (vocab,): a copy, until the next read.
@@ -184,9 +177,12 @@ class RingReader(Descriptor):
         fits = reference.dtype == "float32" and tuple(reference.shape) == (self.vocab,)
         if not (fits and 0 <= slot < self.slots and number > 0):
             raise DataError("a reference to logits does not fit the run's ring", STALE_HINT)
-        start = LINE_BYTES + slot * self._stride
-        if self._fill(into, start) and NUMBER.unpack_from(into)[0] == number:
-            _fence()
-            if self._fill(self._after, start) and NUMBER.unpack(self._after)[0] == number:
-                return
+        start, mark = LINE_BYTES + slot * self._stride, NUMBER.pack(number)
+        try:
+            if os.preadv(self._fd, [into], start) == into.nbytes and into[: len(mark)] == mark:
+                _fence()
+                if os.pread(self._fd, len(mark), start) == mark:
+                    return
+        except OSError as error:
+            raise from_os_error(error, "cannot read the logits ring") from error
         raise DataError(f"logits of step {number} are gone: the reference is stale", STALE_HINT)

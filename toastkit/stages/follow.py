@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toastkit.errors import ToastError
-from toastkit.frames import Head, Logits, Prefilled, Token
+from toastkit.frames import End, Frame, Head, Logits, Prefilled, Token
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.selector import GearSelector, SelectorOptions
 from toastkit.session import gear_state
@@ -68,6 +68,15 @@ class Follower:
         self._session: Path | None = None
         self._selector: GearSelector | None = None
         self._position = -1
+
+    def learn(self, frame: Frame) -> None:
+        """Learns from a frame where runs begin and end, and what of a prompt was new."""
+        if isinstance(frame, Head):
+            self.begin(frame)
+        elif isinstance(frame, Prefilled):
+            self.prefilled(frame)
+        elif isinstance(frame, End):
+            self.end()
 
     def begin(self, head: Head) -> None:
         """Takes the next run."""

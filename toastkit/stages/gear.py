@@ -7,30 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from toastkit.frames import End, Frame, Head, Logits, Prefilled, Token
+from toastkit.frames import Frame, Head, Logits, Token
 from toastkit.stages.follow import Follower, GearRules
 from toastkit.stages.streams import ends_run, whole_runs, with_logits
 
 
 def gear(frames: Iterable[Frame], rules: GearRules) -> Iterator[Frame]:
     """Fills entropy, mean, slope, gear, shifted, reason and expected of every logits frame."""
-    follower = Follower(rules)
-    whole = with_logits(whole_runs(frames, ends_run), "toast-entropy-gear goes before toast-sample")
-    for frame in measured(followed(whole, follower)):
+    from toastkit.stages.arrays import LogitsReader
+
+    follower, reader = Follower(rules), LogitsReader()
+    hint = "toast-entropy-gear goes before toast-sample"
+    for frame in with_logits(whole_runs(frames, ends_run), hint):
         if isinstance(frame, Logits):
-            follower.annotate(frame, frame.entropy)
+            follower.annotate(frame, reader.entropy(frame.logits))
+        else:
+            follower.learn(frame)
+            if isinstance(frame, Head):
+                reader.begin(frame)
         yield frame
 
 
 def followed(frames: Iterable[Frame], follower: Follower) -> Iterator[Frame]:
     """The frames; the follower learns where runs begin and end."""
     for frame in frames:
-        if isinstance(frame, Head):
-            follower.begin(frame)
-        elif isinstance(frame, Prefilled):
-            follower.prefilled(frame)
-        elif isinstance(frame, End):
-            follower.end()
+        follower.learn(frame)
         yield frame
 
 

@@ -8,6 +8,7 @@ from toastkit.errors import DataError, RemoteError
 from toastkit.frames import End, Error, Frame, Head, Logits, Prefilled, Text, Token, Tokens
 
 BEGIN = "begin the pipeline with toast-tokenize"  # a hint
+OF_A_STEP = (Logits, Token, Text)
 OF_A_RUN = (Tokens, Prefilled, Logits, Token, Text, End)
 Stage = Callable[[Iterable[Frame]], Iterator[Frame]]
 
@@ -23,6 +24,9 @@ def whole_runs(frames: Iterable[Frame], closes: Callable[[Frame], bool]) -> Iter
     """
     seen = inside = failed = False
     for frame in frames:
+        if inside and isinstance(frame, OF_A_STEP):
+            yield frame
+            continue
         if isinstance(frame, Error):
             raise RemoteError(frame.code, frame.stage, frame.message, frame.hint)
         if isinstance(frame, Head):
@@ -64,10 +68,10 @@ def with_logits(frames: Iterable[Frame], hint: str) -> Iterator[Frame]:
     """Whole runs for a stage that reads logits. Raises DataError where tokens come without any."""
     seen = False
     for frame in frames:
-        if isinstance(frame, Head):
-            seen = False
-        elif isinstance(frame, Logits):
+        if isinstance(frame, Logits):
             seen = True
+        elif isinstance(frame, Head):
+            seen = False
         elif isinstance(frame, Token) and not seen:
             raise DataError("tokens come, but no logits", hint)
         yield frame

@@ -71,6 +71,7 @@ class PipeRun:
         self._client: HandoverClient | None = None
         self._ring: RingWriter | None = None
         self._feed: FeedReader | None = None
+        self._poll: select.poll | None = None
         self._messages: deque[FeedMessage] = deque()
         self._chosen: Next | None = None
         self._meter: EntropyMeter | None = None
@@ -134,8 +135,7 @@ class PipeRun:
         return Session.open(self._session_path, self.head.fingerprint, create=False)
 
     def emit(self, state: State, started: float | None) -> Iterator[Frame]:
-        follows = self._end.follower is not None
-        state.submit(measured=follows or self._ring is not None)
+        state.submit(measured=self._measured)
         self._engine.look_ahead(state)  # while the rest of this step is computed
         values = state.values()
         seconds = None if started is None else round(time.perf_counter() - started, 6)
@@ -157,6 +157,11 @@ class PipeRun:
             yield Token(position, token, logprob, gear=frame.gear, entropy=frame.entropy)
             chosen = chosen._replace(gear=frame.gear, expected=frame.expected)
         self._chosen = chosen
+
+    @property
+    def _measured(self) -> bool:
+        """Whether somebody asks for the entropy of each step."""
+        return self._ring is not None or self._end.follower is not None
 
     def _sent(self, state: State, values: memoryview[float]) -> Array | Reference:
         """A state's logits, float32 (vocab,), as they are put into a frame."""
@@ -187,6 +192,8 @@ class PipeRun:
             return Next(None, "interrupt") if interrupt else self._chosen or Next(None, "stop")
         if interrupt:
             self._messages += self._feed.read_available()
+        if not self._messages and not interrupt and self._step is not None:
+            self._step[1].hand_over_ahead(self._measured)  # while the sampler is at work
         while not self._messages:
             if interrupt or self._wait(self._feed):
                 return Next(None, "interrupt")
@@ -217,12 +224,13 @@ class PipeRun:
         """Waits for the feed; True when a signal came instead. Raises BrokenPipeError when the
         reader of stdout goes away: no token can come any more."""
         interrupt = self._end.interrupt
-        poll = select.poll()
-        poll.register(feed.fileno(), select.POLLIN)
-        poll.register(1, 0)
-        if interrupt.fileno() >= 0:
-            poll.register(interrupt.fileno(), select.POLLIN)
-        ready = dict(poll.poll())
+        if self._poll is None:
+            self._poll = poll = select.poll()
+            poll.register(feed.fileno(), select.POLLIN)
+            poll.register(1, 0)
+            if interrupt.fileno() >= 0:
+                poll.register(interrupt.fileno(), select.POLLIN)
+        ready = dict(self._poll.poll())
         if feed.fileno() in ready:
             self._messages += feed.read_available()
             return False
