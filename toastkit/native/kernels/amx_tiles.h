@@ -57,7 +57,13 @@ struct Tiles {
     store_tile<LOWER_SUMS>(out + 16, 64);
   }
 
-  // What a group gives, added to y[i][j] of members first up to end and 16 * N rows.
+  // What some groups give, added to y[i][j] of members first up to end and 16 * N rows.
+  template <int N>
+  void add(const Crosswise *groups, int64_t count, int64_t first, int64_t end, float *y,
+           Coming &ahead) {
+    for (; count; groups++, count--) add<N>(*groups, first, end, y, ahead);
+  }
+
   template <int N>
   __attribute__((noinline)) void add(const Crosswise &c, int64_t first, int64_t end, float *y,
                                      Coming &ahead) {

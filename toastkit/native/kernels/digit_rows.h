@@ -10,6 +10,7 @@ template <int BITS, int PLANES_ = 1>
 struct Block {
   static constexpr int PLANES = PLANES_;
   static constexpr int BYTES = BLOCK / 8 * BITS * PLANES;  // as they are stored
+  static constexpr int LARGEST = (1 << BITS) - 1;
   // bytes: what is left of the row.
   INLINE __m512i load(const uint8_t *at, int64_t bytes) {
     const int64_t here = bytes < BYTES ? bytes : BYTES;
@@ -45,6 +46,7 @@ struct Block {
 
 // Numbers of E2M1, as unpack.h has them.
 struct Doubled : Block<4, 2> {
+  static constexpr int LARGEST = 24;
   INLINE void spread(__m512i stored, I32 *planes) {
     const auto table = reinterpret_cast<const __m128i *>(DOUBLED);
     const __m512i doubled = _mm512_broadcast_i32x4(_mm_load_si128(table));
@@ -62,6 +64,24 @@ INLINE I32 four_rows(I32 a, I32 b, I32 c, I32 d) {
   const __m512i x = (__m512i)(low(a, b) + high(a, b)), y = (__m512i)(low(c, d) + high(c, d));
   return (I32)_mm512_unpacklo_epi64(x, y) + (I32)_mm512_unpackhi_epi64(x, y);
 }
+
+// What products of upper digits and of lower ones add up to, of two rows: each quarter holds two
+// sums of lanes side by side of row a, and then two of row b. All fit into 16 bits.
+INLINE I32 two_rows(I32 upper_a, I32 lower_a, I32 upper_b, I32 lower_b) {
+  auto words = [](I32 a, I32 b) { return _mm512_packs_epi32((__m512i)a, (__m512i)b); };
+  const __m512i lower = words(lower_a, lower_b), one = _mm512_set1_epi16(1);
+  const __m512i sums = _mm512_dpwssd_epi32(_mm512_setzero_si512(), lower, one);
+  return (I32)_mm512_dpwssd_epi32(sums, words(upper_a, upper_b), _mm512_set1_epi16(256));
+}
+
+// Of each quarter two numbers of a and two of b: those that the constant names.
+template <int WHICH>
+INLINE I32 picked(I32 a, I32 b) {
+  return (I32)_mm512_shuffle_ps((__m512)a, (__m512)b, WHICH);
+}
+
+// As above, of what two_rows gives.
+INLINE I32 four_rows(I32 ab, I32 cd) { return picked<0x88>(ab, cd) + picked<0xdd>(ab, cd); }
 
 // r: of four rows each; out[g]: what the lanes of group g add up to in 16 rows.
 template <int QUARTERS>  // of a group: 1, 2 or 4
@@ -89,6 +109,12 @@ struct Coming {
     const uint8_t *end = at + steps * pace;
     for (; at < end; at += 64) _mm_prefetch(reinterpret_cast<const char *>(at), _MM_HINT_T1);
     at = end;
+  }
+  // One line, when what was loaded is used for the first time: a compiler would ask for all of them
+  // at once, and load twice.
+  inline __attribute__((always_inline)) void fetch_line(__m512i &loaded) {
+    asm volatile("prefetcht1 %1" : "+v"(loaded) : "m"(*at));
+    at += 64;
   }
 };
 
@@ -136,6 +162,15 @@ INLINE void load_digits(const char *digits, int64_t b, I32 (*v)[2]) {
   }
 }
 
+// BYTES of each row, of which so many are left, side by side, with zeros after them.
+template <int BYTES>
+static __attribute__((noinline)) void copy_rows(const uint8_t *rows, int64_t stride, int count,
+                                                int64_t left, uint8_t *out) {
+  memset(out, 0, 16 * BYTES);
+  for (int j = 0; j < count; j++)
+    memcpy(out + j * BYTES, rows + j * stride, left < BYTES ? left : BYTES);
+}
+
 // The results of M members and `count` rows, 16 at most, of numbers in blocks B. LANES_: of a
 // group (see Layout). next: of the rows that come after these, what is fetched meanwhile;
 // row_ahead: which of the stack they are.
@@ -145,19 +180,19 @@ static void digit_rows(const toast::Product &p, const uint32_t *places, const ui
                        const uint8_t *next, int64_t row_ahead) {
   constexpr int PLANES = B::PLANES, BLOCKS = LANES_ > 16 ? LANES_ / 16 : 1;
   constexpr int GROUPS = LANES_ > 16 ? 1 : 16 / LANES_;  // of a step of so many blocks
-  constexpr int NUMBERS = BLOCK * PLANES;
+  constexpr int NUMBERS = BLOCK * PLANES, BYTES = B::BYTES * BLOCKS;
+  // Whether sums of so many bytes' products fit into 16 bits, and there are registers for them.
+  constexpr bool SHORT = M == 1 && 4 * PLANES * BLOCKS * B::LARGEST * 128 <= 0x7fff;
   const toast_matrix &m = *p.matrix;
   const auto layout = Layout::of(m);
   const char *digits[M];
   for (int i = 0; i < M; i++) digits[i] = digits_of(p, places[i]);
-  const uint8_t *at[16];
-  for (int j = 0; j < 16; j++) at[j] = rows + (j < count ? j : count - 1) * stride;
-  asm("" : "+m"(at));  // they stay in memory: in vectors' registers they cost more than a load
   F32 y[M] = {}, scales[16], biases[16];
   const int64_t row = expert * m.rows + first;
   const int64_t most = m.columns * B::BYTES / NUMBERS;
   constexpr int ROWS = B::BYTES > 32 ? 1 : B::BYTES > 16 ? 2 : 4;  // that have a line
-  Coming ahead = {next, B::BYTES * BLOCKS};
+  alignas(64) uint8_t copy[16 * BYTES + 64];
+  Coming ahead = {next, BYTES};
   asm("" : "+r"(ahead.pace));  // a compiler that knew it would ask for all lines at once
   auto numbers_ahead = ComingNumbers::of(m, row_ahead, 16 * GROUPS);
   int64_t g = 0;
@@ -167,33 +202,48 @@ static void digit_rows(const toast::Product &p, const uint32_t *places, const ui
     I32 v[M][PLANES * BLOCKS][2], fours[M][4], out[4];
 #pragma GCC unroll 4
     for (int n = 0; n < M; n++) load_digits<B, LANES_>(digits[n], b, v[n]);
+    const uint8_t *from = rows + b * B::BYTES;
+    int64_t pitch = stride;
+    if (count < 16 || most - b * B::BYTES < BYTES - B::BYTES + 64) {
+      copy_rows<BYTES>(from, stride, count, most - b * B::BYTES, copy);
+      from = copy, pitch = BYTES;
+    }
 #pragma GCC unroll 4
-    for (int four = 0; four < 4; four++) {
-      I32 s[M][4];
+    for (int four = 0; four < 4; four++, from += 4 * pitch) {
+      I32 sums[M][2][4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) {
         I32 q[BLOCKS][PLANES];
 #pragma GCC unroll 2
         for (int i = 0; i < BLOCKS; i++) {
-          const int64_t here = (b + i) * B::BYTES;
-          B::spread(B::load(at[four * 4 + j] + here, most - here), q[i]);
+          __m512i stored = load<__m512i>(from + j * pitch + i * B::BYTES);
+          if constexpr (B::BYTES == 64) ahead.fetch_line(stored);
+          B::spread(stored, q[i]);
         }
-        if (j % ROWS == 0) ahead.fetch(ROWS);
+        if (B::BYTES < 64 && j % ROWS == 0) ahead.fetch(ROWS);
 #pragma GCC unroll 4
         for (int n = 0; n < M; n++) {
           I32 sum = {};
 #pragma GCC unroll 2
           for (int part = 0; part < 2; part++) {
-            if (part) sum *= 256;
+            if (part) sum = SHORT ? I32{} : sum * 256;
 #pragma GCC unroll 4
             for (int k = 0; k < PLANES * BLOCKS; k++)
               add_fours(sum, q[k / PLANES][k % PLANES], v[n][k][part]);
+            sums[n][part][j] = sum;
           }
-          s[n][j] = sum;
         }
       }
 #pragma GCC unroll 4
-      for (int n = 0; n < M; n++) fours[n][four] = four_rows(s[n][0], s[n][1], s[n][2], s[n][3]);
+      for (int n = 0; n < M; n++) {
+        const I32 *upper = sums[n][0], *all = sums[n][1];
+        if constexpr (SHORT) {
+          fours[n][four] = four_rows(two_rows(upper[0], all[0], upper[1], all[1]),
+                                     two_rows(upper[2], all[2], upper[3], all[3]));
+        } else {
+          fours[n][four] = four_rows(all[0], all[1], all[2], all[3]);
+        }
+      }
     }
 #pragma GCC unroll 4
     for (int n = 0; n < M; n++) {

@@ -22,8 +22,8 @@ struct Crosswise {
   int64_t digits, step, total;   // from a vector's beginning
 };
 
-// In which members meet rows at most three at a time.
-INLINE int goes_of(int64_t members) { return int(members + 2) / 3; }
+// In which members meet rows, at most two at a time.
+INLINE int goes_of(int64_t members) { return int(members + 1) / 2; }
 
 }  // namespace
 
@@ -35,69 +35,70 @@ namespace {
 
 #if !defined(__AMX_INT8__)
 
-// What a group gives, added to y[i][j] of M members and 16 * N rows.
+// What some groups give, added to y[i][j] of M members and 16 * N rows. Two members and 64 rows are
+// sixteen sums and eight results, which all stay in registers: while a group's sums are scaled, the
+// next one's are begun.
 template <int M, int N>
-static __attribute__((noinline)) void digit_tile(const Crosswise &c, const char *const *vectors,
-                                                 float *y, int64_t y_stride, Coming &ahead) {
-  I32 upper[M][N], lower[M][N];
+static __attribute__((noinline)) void digit_tile(const Crosswise *groups, int64_t count,
+                                                 const char *const *vectors, float *y,
+                                                 Coming &ahead) {
+  F32 results[M][N];
 #pragma GCC unroll 8
-  for (int i = 0; i < M; i++)
-#pragma GCC unroll 8
-    for (int j = 0; j < N; j++) upper[i][j] = lower[i][j] = I32{};
-  const char *digits[M], *numbers = c.numbers;
-  for (int i = 0; i < M; i++) digits[i] = vectors[i] + c.digits;
-  const int64_t to_lower = c.lower;
+  for (int i = 0; i < M * N; i++) results[i / N][i % N] = load<F32>(y + i * 16);
   Coming next = ahead;
   const bool each = next.pace >= 64;  // lines at every step; else a few behind them all
-  for (const int32_t *at = c.offsets, *end = at + c.fours; at < end; at++, numbers += 64 * N) {
-    I32 rows[N];
-    if (each) next.fetch(1);
+  for (const Crosswise *c = groups; c < groups + count; c++) {
+    I32 upper[M][N], lower[M][N];
 #pragma GCC unroll 8
-    for (int j = 0; j < N; j++) rows[j] = load<I32>(numbers + j * 64);
+    for (int i = 0; i < M * N; i++) upper[i / N][i % N] = lower[i / N][i % N] = I32{};
+    const char *digits[M], *numbers = c->numbers;
+    for (int i = 0; i < M; i++) digits[i] = vectors[i] + c->digits;
+    const int64_t to_lower = c->lower;
+    for (const int32_t *at = c->offsets, *end = at + c->fours; at < end; at++, numbers += 64 * N) {
+      I32 rows[N];
+      if (each) next.fetch(1);
+#pragma GCC unroll 8
+      for (int j = 0; j < N; j++) rows[j] = load<I32>(numbers + j * 64);
+#pragma GCC unroll 8
+      for (int i = 0; i < M; i++) {
+        int32_t four[2];
+        memcpy(four, digits[i] + *at, 4);
+        memcpy(four + 1, digits[i] + *at + to_lower, 4);
+        const I32 up = I32{} + four[0], low = I32{} + four[1];
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) add_fours(upper[i][j], rows[j], up);
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) add_fours(lower[i][j], rows[j], low);
+      }
+    }
+    if (!each) next.fetch(c->fours);
 #pragma GCC unroll 8
     for (int i = 0; i < M; i++) {
-      int32_t four[2];
-      memcpy(four, digits[i] + *at, 4);
-      memcpy(four + 1, digits[i] + *at + to_lower, 4);
-      const I32 up = I32{} + four[0], low = I32{} + four[1];
+      auto step = reinterpret_cast<const float *>(vectors[i] + c->step);
+      auto total = reinterpret_cast<const float *>(vectors[i] + c->total);
 #pragma GCC unroll 8
-      for (int j = 0; j < N; j++) add_fours(upper[i][j], rows[j], up);
-#pragma GCC unroll 8
-      for (int j = 0; j < N; j++) add_fours(lower[i][j], rows[j], low);
+      for (int j = 0; j < N; j++)
+        results[i][j] =
+            add_group(results[i][j], upper[i][j] * 256 + lower[i][j],
+                      load<F32>(c->scales + j * 16), load<F32>(c->biases + j * 16), step, total);
     }
   }
-  if (!each) next.fetch(c.fours);
   ahead = next;
 #pragma GCC unroll 8
-  for (int i = 0; i < M; i++) {
-    auto step = reinterpret_cast<const float *>(vectors[i] + c.step);
-    auto total = reinterpret_cast<const float *>(vectors[i] + c.total);
-#pragma GCC unroll 8
-    for (int j = 0; j < N; j++) {
-      float *out = y + i * y_stride + j * 16;
-      store(out, add_group(load<F32>(out), upper[i][j] * 256 + lower[i][j],
-                           load<F32>(c.scales + j * 16), load<F32>(c.biases + j * 16), step,
-                           total));
-    }
-  }
+  for (int i = 0; i < M * N; i++) store(y + i * 16, results[i / N][i % N]);
 }
 
 struct Tiles {
   const char *const *vectors;
   Tiles(const char *const *vectors, int64_t, int) : vectors(vectors) {}
 
-  // Members first up to end, in as few goes as can be, of which none is much smaller than another.
+  // What some groups give, added to y[i][j] of members first up to end and 16 * N rows.
   template <int N>
-  void add(const Crosswise &c, int64_t first, int64_t end, float *y, Coming &ahead) const {
-    for (int goes = goes_of(end - first); goes; goes--) {
-      const int some = (int(end - first) + goes - 1) / goes;
-      const auto members = vectors + first;
-      float *out = y + first * N * 16;
-      if (some == 3) digit_tile<3, N>(c, members, out, N * 16, ahead);
-      if (some == 2) digit_tile<2, N>(c, members, out, N * 16, ahead);
-      if (some == 1) digit_tile<1, N>(c, members, out, N * 16, ahead);
-      first += some;
-    }
+  void add(const Crosswise *groups, int64_t count, int64_t first, int64_t end, float *y,
+           Coming &ahead) const {
+    for (; end - first > 1; first += 2)
+      digit_tile<2, N>(groups, count, vectors + first, y + first * N * 16, ahead);
+    if (first < end) digit_tile<1, N>(groups, count, vectors + first, y + first * N * 16, ahead);
   }
 };
 
@@ -191,17 +192,16 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
         store(biases + (l * N + j) * 16, r[1][l]);
       }
     }
-    for (int64_t from = 0; from < group.members; from += toast::MEMBERS) {
-      const int members = int(std::min(group.members - from, toast::MEMBERS));
-      for (int64_t at = g; at < end; at++) {
-        if (!from) numbers_ahead.fetch();
-        const Crosswise c = {
-            numbers + (at - g) * fours * N * 64, scales + at % 16 * N * 16,
-            biases + at % 16 * N * 16, places.digits, fours, layout.numbers,
-            layout.place(at * m.group_size), layout.steps + at * size, layout.sums + at * size};
-        tiles.add<N>(c, from, from + members, y, next);
-      }
+    Crosswise groups[16];
+    for (int64_t at = g; at < end; at++) {
+      numbers_ahead.fetch();
+      groups[at - g] = {
+          numbers + (at - g) * fours * N * 64, scales + at % 16 * N * 16,
+          biases + at % 16 * N * 16, places.digits, fours, layout.numbers,
+          layout.place(at * m.group_size), layout.steps + at * size, layout.sums + at * size};
     }
+    for (int64_t from = 0; from < group.members; from += toast::MEMBERS)
+      tiles.add<N>(groups, end - g, from, std::min(group.members, from + toast::MEMBERS), y, next);
   }
   for (int i = 0; i < group.members; i++)
     for (int j = 0; j * 16 < count; j++)
