@@ -57,16 +57,14 @@ struct Tiles {
     store_tile<LOWER_SUMS>(out + 16, 64);
   }
 
-  // What some groups give, added to y[i][j] of members first up to end and 16 * N rows.
+  // What some groups give, added to y[i][j] of all members and 16 * N rows.
   template <int N>
-  void add(const Crosswise *groups, int64_t count, int64_t first, int64_t end, float *y,
-           Coming &ahead) {
-    for (; count; groups++, count--) add<N>(*groups, first, end, y, ahead);
+  void add(const Crosswise *groups, int64_t count, float *y, Coming &ahead) {
+    for (; count; groups++, count--) add<N>(*groups, y, ahead);
   }
 
   template <int N>
-  __attribute__((noinline)) void add(const Crosswise &c, int64_t first, int64_t end, float *y,
-                                     Coming &ahead) {
+  __attribute__((noinline)) void add(const Crosswise &c, float *y, Coming &ahead) {
     struct {
       const int32_t (*sums)[16];
       int64_t first, end;
@@ -84,7 +82,7 @@ struct Tiles {
       }
     };
     int turn = 0;
-    for (int64_t i = first; i < end; i += 16) {
+    for (int64_t i = 0; i < members; i += 16) {
       const int64_t at = std::min(i, members - rows);  // with some that have been added before
       load_digits<UPPER>(at, c.digits);
       load_digits<LOWER>(at, c.digits + c.lower);
@@ -93,10 +91,10 @@ struct Tiles {
         load_digits<LOWER + 2>(at, c.digits + c.offsets[16] + c.lower);
       }
       for (int j = 0; j < N; j++, turn ^= 1) {
-        if (i == first) ahead.fetch(c.fours * goes_of(end - first) / N);
+        if (!i) ahead.fetch(c.fours * goes_of(members) / N);
         multiply<N>(c, j, sums[turn]);
         scale();
-        done = {sums[turn] + (i - at), i, std::min(end, i + 16), j};
+        done = {sums[turn] + (i - at), i, std::min(members, i + 16), j};
       }
     }
     scale();

@@ -9,9 +9,8 @@
 
 namespace {
 
-constexpr int TILE_ROWS = 4;          // of 16 rows each
-constexpr int64_t AT_ONCE = 256;      // columns brought crosswise, which stay in the first cache
-constexpr int64_t MOST_AT_ONCE = 1024;  // for more members than stay there beside them
+constexpr int TILE_ROWS = 4;      // of 16 rows each
+constexpr int64_t AT_ONCE = 256;  // columns brought crosswise, which stay in the first cache
 
 // A group of numbers of 16 * N rows, and the vectors that meet it.
 struct Crosswise {
@@ -90,15 +89,16 @@ static __attribute__((noinline)) void digit_tile(const Crosswise *groups, int64_
 
 struct Tiles {
   const char *const *vectors;
-  Tiles(const char *const *vectors, int64_t, int) : vectors(vectors) {}
+  int64_t members;
+  Tiles(const char *const *vectors, int64_t members, int) : vectors(vectors), members(members) {}
 
-  // What some groups give, added to y[i][j] of members first up to end and 16 * N rows.
+  // What some groups give, added to y[i][j] of all members and 16 * N rows.
   template <int N>
-  void add(const Crosswise *groups, int64_t count, int64_t first, int64_t end, float *y,
-           Coming &ahead) const {
-    for (; end - first > 1; first += 2)
-      digit_tile<2, N>(groups, count, vectors + first, y + first * N * 16, ahead);
-    if (first < end) digit_tile<1, N>(groups, count, vectors + first, y + first * N * 16, ahead);
+  void add(const Crosswise *groups, int64_t count, float *y, Coming &ahead) const {
+    int64_t i = 0;
+    for (; members - i > 1; i += 2)
+      digit_tile<2, N>(groups, count, vectors + i, y + i * N * 16, ahead);
+    if (i < members) digit_tile<1, N>(groups, count, vectors + i, y + i * N * 16, ahead);
   }
 };
 
@@ -170,13 +170,9 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
   memset(y, 0, group.members * N * 64);
   Tiles tiles(vectors, group.members, m.group_size);
   const int64_t fours = layout.lanes * layout.planes, size = sizeof(float);
-  const int64_t some = std::min<int64_t>(
-      (group.members > toast::MEMBERS ? MOST_AT_ONCE : AT_ONCE) / m.group_size, 16);
+  const int64_t some = AT_ONCE / m.group_size;
   const int64_t bytes = m.group_size * B::BYTES / layout.numbers;  // of a row's group
-  int64_t goes = 0;
-  for (int64_t from = 0; from < group.members; from += toast::MEMBERS)
-    goes += goes_of(std::min(group.members - from, toast::MEMBERS));
-  Coming next = {ahead, 16 * N * bytes / (fours * goes) + 1};
+  Coming next = {ahead, 16 * N * bytes / (fours * goes_of(group.members)) + 1};
   auto numbers_ahead = ComingNumbers::of(m, row_ahead, 16 * N);
   for (int64_t g = 0; g < layout.groups; g += some) {
     const int64_t end = std::min(layout.groups, g + some);
@@ -192,7 +188,7 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
         store(biases + (l * N + j) * 16, r[1][l]);
       }
     }
-    Crosswise groups[16];
+    Crosswise groups[AT_ONCE / 32];
     for (int64_t at = g; at < end; at++) {
       numbers_ahead.fetch();
       groups[at - g] = {
@@ -200,8 +196,7 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
           biases + at % 16 * N * 16, places.digits, fours, layout.numbers,
           layout.place(at * m.group_size), layout.steps + at * size, layout.sums + at * size};
     }
-    for (int64_t from = 0; from < group.members; from += toast::MEMBERS)
-      tiles.add<N>(groups, end - g, from, std::min(group.members, from + toast::MEMBERS), y, next);
+    tiles.add<N>(groups, end - g, y, next);
   }
   for (int i = 0; i < group.members; i++)
     for (int j = 0; j * 16 < count; j++)
@@ -209,7 +204,7 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
                   load<F32>(y + (i * N + j) * 16));
 }
 
-constexpr int64_t ROOM = (toast::MOST_MEMBERS * 64 + 2 * 16 * 64 + MOST_AT_ONCE * 16) * TILE_ROWS;
+constexpr int64_t ROOM = (toast::MOST_MEMBERS * 64 + 2 * 16 * 64 + AT_ONCE * 16) * TILE_ROWS;
 
 // Members that meet rows as they lie: of numbers that are dear to spread out, fewer.
 template <class B>
