@@ -112,14 +112,27 @@ static void scores_of_rows(const toast::Attention &a, const toast::Tile &tile, i
     widen_query(a, tile.of_head(r / N), r % N, room.queries + r * row);
   const int64_t stride = call.keys.strides[2] * Numbers<TYPE>::SIZE, bytes = row_bytes<TYPE>(size);
   const char *keys = row_of(call.keys, tile.batch, tile.head, begin);
+  const char *values = row_of(call.values, tile.batch, tile.head, begin);
+  const int64_t soon = keys_ahead(tile.heads), count = end - begin;
+  // Behind the last keys of all come the span's values.
+  const int64_t before = end == call.key_positions ? count - soon : count;
+  const int64_t tail = before > 0 ? (before + LANES - 1) / LANES * LANES : 0;
+  const int64_t value_size = number_bytes(call.values.type);
+  const int64_t value_bytes = call.value_size * value_size;
+  const int64_t value_stride = call.values.strides[2] * value_size;
+  if (begin == a.origin[tile.batch])  // of later spans, who came before has asked for them
+    Ahead::of(keys, 0, (count < soon ? count : soon) * tile.heads * bytes, tile.heads * bytes,
+              stride).fetch();
   for (int64_t j = 0; j < end - begin; j += LANES)
     for (int64_t h = 0; h < tile.heads; h++) {
       const char *rows[LANES];  // the last one again after it
       for (int i = 0; i < LANES; i++)
         rows[i] = keys + (j + i < end - begin ? j + i : end - begin - 1) * stride + h * bytes;
       const Ahead ahead =
-          Ahead::of(keys + (j + keys_ahead(tile.heads)) * stride, h * LANES * bytes,
-                    LANES * 4 * LANES, tile.heads * bytes, stride);
+          j < tail ? Ahead::of(keys + (j + soon) * stride, h * LANES * bytes, LANES * 4 * LANES,
+                               tile.heads * bytes, stride)
+                   : Ahead::of(values + (j - tail) * value_stride, h * LANES * value_bytes,
+                               LANES * 4 * LANES, tile.heads * value_bytes, value_stride);
       cross_keys<TYPE, N>(rows, ahead, room.queries + h * N * row, row, size,
                           room.scores + h * N * SCORES_STRIDE + j, SCORES_STRIDE);
     }
@@ -256,8 +269,9 @@ static void finish_rows(const toast::Attention &a, const toast::Tile &tile, toas
     }
     const int64_t at = tile.batch * a.out_strides[0] + head * a.out_strides[1] +
                        row / a.repeats * a.out_strides[2];
-    for (int64_t d = 0; d < call.value_size; d++)
-      put(a.out_type, a.out, at + d, of[d] * factor / weight);
+    for (int64_t d = 0; d < call.value_size; d += LANES)
+      put_some(a.out_type, a.out, at + d, load<F32>(of + d) * factor / weight,
+               int(call.value_size - d < LANES ? call.value_size - d : LANES));
   }
 }
 
