@@ -142,7 +142,7 @@ def test_what_others_hold_of_a_cache_stays() -> None:
     mx.eval(y, again, cache.keys, cache.values)
     assert mx.array_equal(y, again)
     for array, before in held:
-        assert mx.array_equal(array, before)
+        assert mx.array_equal(array, before, equal_nan=True)  # what nobody wrote may be NaN
     place, held, y, again, array = pointer(cache.keys), [], None, None, None
     mx.eval(layer(x, "causal", cache), cache.keys)
     assert pointer(cache.keys) == place  # nobody looks on: in its memory
