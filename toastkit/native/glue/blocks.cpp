@@ -102,11 +102,11 @@ void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
   norm(arrays[at++], is.eps[0], x, count, columns, normed.get());
   const size_t norms = at;
   at += is.normed ? 2 : 0;
-  const toast_vectors vectors = {normed.get(), count, columns, TOAST_F32};
+  const Vectors vectors = {{normed.get(), count, columns, TOAST_F32}, count};
   auto next = [&](int i) { return Part(arrays, at, layer.packing[i], layer.biased[i]); };
   const Part queries = next(0), keys = next(1), values = next(2);
-  multiply(vectors, count, nullptr, nullptr, is.exact,
-           {{queries, outs[0]}, {keys, outs[1]}, {values, outs[2]}});
+  multiply(is.exact, {{vectors, queries, outs[0]}, {vectors, keys, outs[1]},
+                      {vectors, values, outs[2]}});
   for (int i = 0; is.normed && i < 2; i++) {
     const int64_t rows = (i ? keys : queries).matrix->rows, length = arrays[norms + i].shape(0);
     norm(arrays[norms + i], is.eps[2 + i], outs[i], count * rows / length, length, outs[i]);
@@ -124,13 +124,13 @@ void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
   const int64_t columns = arrays[0].shape(-1);
   const mx::array &weight = arrays[at++];
   const Part part(arrays, at, layer.packing[HEADS], layer.biased[HEADS]);
-  const toast_vectors vectors = {attended, count, part.matrix->columns, TOAST_F32};
-  multiply(vectors, count, nullptr, nullptr, layer.is.exact, {{part, sum}});
+  const Vectors vectors = {{attended, count, part.matrix->columns, TOAST_F32}, count};
+  multiply(layer.is.exact, {{vectors, part, sum}});
   add_vectors(sum, x, count, columns);
   norm(weight, layer.is.eps[1], sum, count, columns, out);
   if (!layer.network.count) return;
-  const toast_vectors inner = {out, count, columns, TOAST_F32};
-  feed(layer.network, arrays, at, inner, count, nullptr, nullptr, out, TOAST_F32);
+  const Vectors inner = {{out, count, columns, TOAST_F32}, count};
+  feed(layer.network, arrays, at, inner, out, TOAST_F32);
   add_vectors(out, sum, count, columns);
 }
 

@@ -16,10 +16,10 @@ void compute(const Network &network, const Arrays &arrays) {
   const uint32_t *expert = chosen ? reinterpret_cast<const uint32_t *>(experts.data()) : nullptr;
   std::vector<uint32_t> vector(chosen ? count : 0);
   for (int64_t i = 0; chosen && i < count; i++) vector[i] = uint32_t(i / choice.shape(-1));
-  const toast_vectors vectors = {rows.data(), int64_t(x.size()) / columns, columns, type_of(x)};
+  const Vectors vectors = {{rows.data(), int64_t(x.size()) / columns, columns, type_of(x)}, count,
+                           chosen ? vector.data() : nullptr, expert};
   size_t at = 1;
-  feed(network, arrays, at, vectors, count, chosen ? vector.data() : nullptr, expert,
-       out.data<char>(), type_of(out));
+  feed(network, arrays, at, vectors, out.data<char>(), type_of(out));
 }
 
 // parts: the arrays of each; NULL for scales and biases where there are none, and for no bias.
@@ -76,24 +76,39 @@ bool add_network(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const N
   return wide;
 }
 
-void feed(const Network &network, const Arrays &arrays, size_t &at, const toast_vectors &x,
-          int64_t count, const uint32_t *which, const uint32_t *expert, void *out, int out_type) {
-  const bool exact = network.exact, halves = network.count == 2;
-  const Part gate(arrays, at, network.parts[0], network.biased[0]);
-  std::unique_ptr<Part> own;
-  if (!halves) own = std::make_unique<Part>(arrays, at, network.parts[1], network.biased[1]);
-  const Part &up = halves ? gate : *own;
-  const int last = network.count - 1;
-  const Part down(arrays, at, network.parts[last], network.biased[last]);
-  const int64_t hidden = gate.matrix->rows / (halves ? 2 : 1);
-  std::unique_ptr<float[]> gates(new float[count * hidden]), ups(new float[count * hidden]);
-  multiply(x, count, which, expert, exact, {{gate, gates.get(), TOAST_F32, 0, hidden}});
-  multiply(x, count, which, expert, exact,
-           {{up, ups.get(), TOAST_F32, halves ? hidden : 0, hidden}});
-  need(toast_gate(gates.get(), ups.get(), count * hidden, TOAST_F32, network.activation,
-                  gates.get()));
-  const toast_vectors inner = {gates.get(), count, hidden, TOAST_F32};
-  multiply(inner, count, nullptr, expert, exact, {{down, out, out_type}});
+Feeding::Feeding(const Network &network, const Arrays &arrays, size_t &at, const Vectors &vectors)
+    : network_(network),
+      vectors_(vectors),
+      gate_(arrays, at, network.parts[0], network.biased[0]),
+      up_(network.count == 2
+              ? nullptr
+              : std::make_unique<Part>(arrays, at, network.parts[1], network.biased[1])),
+      down_(arrays, at, network.parts[network.count - 1], network.biased[network.count - 1]),
+      hidden_(gate_.matrix->rows / (up_ ? 1 : 2)),
+      gates_(new float[vectors.count * hidden_]),
+      ups_(new float[vectors.count * hidden_]),
+      inner_{{gates_.get(), vectors.count, hidden_, TOAST_F32}, vectors.count, nullptr,
+             vectors.expert} {}
+
+void Feeding::opens(std::vector<Result> &results) const {
+  results.push_back({vectors_, gate_, gates_.get(), TOAST_F32, 0, hidden_});
+  results.push_back(
+      {vectors_, up_ ? *up_ : gate_, ups_.get(), TOAST_F32, up_ ? 0 : hidden_, hidden_});
+}
+
+Result Feeding::closes(void *out, int out_type) {
+  need(toast_gate(gates_.get(), ups_.get(), vectors_.count * hidden_, TOAST_F32,
+                  network_.activation, gates_.get()));
+  return {inner_, down_, out, out_type};
+}
+
+void feed(const Network &network, const Arrays &arrays, size_t &at, const Vectors &vectors,
+          void *out, int out_type) {
+  Feeding feeding(network, arrays, at, vectors);
+  std::vector<Result> results;
+  feeding.opens(results);
+  multiply(network.exact, results);
+  multiply(network.exact, {feeding.closes(out, out_type)});
 }
 
 }  // namespace toast

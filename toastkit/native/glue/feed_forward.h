@@ -25,10 +25,30 @@ Network network_of(void *const *objects, const int *packing, int count, bool sta
 bool add_network(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const Network &network,
                  int64_t columns);
 
-// What it gives, (count, rows of down), with the arrays of its parts from `at` on, which becomes
-// where they end. which, expert: of stacks, the vectors and their experts, `count` each; else NULL,
-// and all vectors.
-void feed(const Network &network, const Arrays &arrays, size_t &at, const toast_vectors &x,
-          int64_t count, const uint32_t *which, const uint32_t *expert, void *out, int out_type);
+// One at work, in two runs of products that may go together with others: those that `opens` names,
+// and then what `closes` does. The arrays of its parts are those from `at` on, which becomes where
+// they end.
+class Feeding {
+ public:
+  Feeding(const Network &network, const Arrays &arrays, size_t &at, const Vectors &vectors);
+  // gate(x) and up(x).
+  void opens(std::vector<Result> &results) const;
+  // down(activation(gate(x)) * up(x)): out is (count, rows of down).
+  Result closes(void *out, int out_type);
+
+ private:
+  const Network &network_;
+  const Vectors &vectors_;
+  Part gate_;
+  std::unique_ptr<Part> up_;  // NULL where the gate has both
+  Part down_;
+  int64_t hidden_;
+  std::unique_ptr<float[]> gates_, ups_;
+  Vectors inner_;
+};
+
+// What a network gives, both runs.
+void feed(const Network &network, const Arrays &arrays, size_t &at, const Vectors &vectors,
+          void *out, int out_type);
 
 }  // namespace toast

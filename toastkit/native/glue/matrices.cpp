@@ -97,20 +97,21 @@ toast_matrix Part::from(int64_t first, int64_t rows) const {
   return some;
 }
 
-void multiply(const toast_vectors &x, int64_t count, const uint32_t *vector,
-              const uint32_t *expert, bool exact, const std::vector<Result> &results) {
+void multiply(bool exact, const std::vector<Result> &results) {
   std::vector<toast_matrix> matrices;
   std::vector<toast_product> products;
   matrices.reserve(results.size()), products.reserve(results.size());
   for (const Result &r : results) {
+    const auto &[x, count, which, expert] = r.vectors;
     matrices.push_back(r.part.from(r.first, r.rows ? r.rows : r.part.matrix->rows));
-    products.push_back({&matrices.back(), &x, count, vector, expert, exact, r.out, r.out_type});
+    products.push_back({&matrices.back(), &x, count, which, expert, exact, r.out, r.out_type});
   }
   need(toast_multiply_all(products.data(), int32_t(products.size())));
   for (const Result &r : results)
     if (const float *bias = r.part.bias())
-      need(toast_add_rows(static_cast<float *>(r.out), count, r.rows ? r.rows : r.part.matrix->rows,
-                          bias + r.first, r.part.matrix->experts, expert));
+      need(toast_add_rows(static_cast<float *>(r.out), r.vectors.count,
+                          r.rows ? r.rows : r.part.matrix->rows, bias + r.first,
+                          r.part.matrix->experts, r.vectors.expert));
 }
 
 }  // namespace toast

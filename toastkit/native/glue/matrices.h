@@ -62,17 +62,25 @@ struct Part {
   std::unique_ptr<InOrder> bias_;
 };
 
+// So many of `x` as products take them: those that `which` names, with what `expert` names of
+// stacks, `count` each; NULL for all, and for no stacks.
+struct Vectors {
+  toast_vectors x;
+  int64_t count;
+  const uint32_t *which = nullptr, *expert = nullptr;
+};
+
 // Products with some of a part's rows, from `first` on; with all of them. out: (count, rows),
 // float32 where there is a bias, of which all rows are then `rows`.
 struct Result {
+  const Vectors &vectors;
   const Part &part;
   void *out;
   int out_type = TOAST_F32;
   int64_t first = 0, rows = 0;
 };
 
-// Of vectors with parts that wait for nothing of each other, as toast_multiply_all.
-void multiply(const toast_vectors &x, int64_t count, const uint32_t *vector,
-              const uint32_t *expert, bool exact, const std::vector<Result> &results);
+// Those that wait for nothing of each other, as toast_multiply_all.
+void multiply(bool exact, const std::vector<Result> &results);
 
 }  // namespace toast

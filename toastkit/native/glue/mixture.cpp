@@ -64,32 +64,47 @@ void add_mixture(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const M
   gives(gate, 1);
 }
 
+// In three runs of products: what x alone meets; what the router has chosen; both networks' last.
 void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int64_t count,
          int64_t columns, float *out) {
-  const toast_vectors vectors = {x, count, columns, TOAST_F32};
-  auto products = [&](const Packing &packing, bool biased) {
-    const Part part(arrays, at, packing, biased);
-    std::unique_ptr<float[]> made(new float[count * part.matrix->rows]);
-    multiply(vectors, count, nullptr, nullptr, m.exact, {{part, made.get()}});
-    return made;
-  };
   const int64_t experts = arrays[at].shape(-2), all = count * m.chosen;
-  const auto logits = products(m.router, m.router_biased);
-  std::unique_ptr<uint32_t[]> vector(new uint32_t[all]), which(new uint32_t[all]);
-  std::unique_ptr<float[]> shares(new float[all]), given(new float[all * columns]);
-  const toast_vectors scores = {logits.get(), count, experts, TOAST_F32};
-  need(toast_route(&scores, experts, m.chosen, m.how, which.get(), shares.get()));
-  for (int64_t i = 0; i < all; i++) vector[i] = uint32_t(i / m.chosen);
-  feed(m.experts, arrays, at, vectors, all, vector.get(), which.get(), given.get(), TOAST_F32);
-  const toast_vectors groups = {given.get(), all, columns, TOAST_F32};
-  if (!m.shared.count) {
-    need(toast_weighted_sums(&groups, columns, m.chosen, shares.get(), out, TOAST_F32));
-    return;
+  auto some = [](int64_t numbers) { return std::unique_ptr<float[]>(new float[numbers]); };
+  const auto logits = some(count * experts), gates = some(count), shares = some(all);
+  const auto given = some(all * columns), more = some(m.shared.count ? count * columns : 0);
+  std::unique_ptr<uint32_t[]> which(new uint32_t[all]), expert(new uint32_t[all]);
+  for (int64_t i = 0; i < all; i++) which[i] = uint32_t(i / m.chosen);
+  const toast_vectors rows = {x, count, columns, TOAST_F32};
+  const Vectors each = {rows, count}, chosen = {rows, all, which.get(), expert.get()};
+
+  const Part router(arrays, at, m.router, m.router_biased);
+  Feeding few(m.experts, arrays, at, chosen);
+  std::unique_ptr<Feeding> shared;
+  std::unique_ptr<Part> gate;
+  std::vector<Result> results = {{each, router, logits.get()}};
+  if (m.shared.count) {
+    shared = std::make_unique<Feeding>(m.shared, arrays, at, each);
+    gate = std::make_unique<Part>(arrays, at, m.gate, m.gate_biased);
+    results.push_back({each, *gate, gates.get()});
+    shared->opens(results);
   }
-  std::unique_ptr<float[]> more(new float[count * columns]);
-  feed(m.shared, arrays, at, vectors, count, nullptr, nullptr, more.get(), TOAST_F32);
-  const auto gates = products(m.gate, m.gate_biased);
-  need(toast_blend(&groups, columns, m.chosen, shares.get(), more.get(), gates.get(), out));
+  multiply(m.exact, results);
+
+  const toast_vectors scores = {logits.get(), count, experts, TOAST_F32};
+  need(toast_route(&scores, experts, m.chosen, m.how, expert.get(), shares.get()));
+  results.clear();
+  few.opens(results);
+  multiply(m.exact, results);
+
+  results.clear();
+  results.push_back(few.closes(given.get(), TOAST_F32));
+  if (shared) results.push_back(shared->closes(more.get(), TOAST_F32));
+  multiply(m.exact, results);
+  const toast_vectors groups = {given.get(), all, columns, TOAST_F32};
+  if (shared) {
+    need(toast_blend(&groups, columns, m.chosen, shares.get(), more.get(), gates.get(), out));
+  } else {
+    need(toast_weighted_sums(&groups, columns, m.chosen, shares.get(), out, TOAST_F32));
+  }
 }
 
 }  // namespace toast

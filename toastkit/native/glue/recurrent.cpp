@@ -233,7 +233,8 @@ void decode(const Decoder &d, const std::vector<bool> &given, const Arrays &arra
   size_t next = FIRST;
   for (size_t i = FIRST; i < given.size(); i++) next += given[i];
   // With some of its own products, which follow each other.
-  auto multiplied = [&](int first, int some, const toast_vectors &x, Products *made) {
+  auto multiplied = [&](int first, int some, const float *x, int64_t numbers, Products *made) {
+    const Vectors vectors = {{x, count, numbers, TOAST_F32}, count};
     std::vector<Part> parts;
     std::vector<Result> results;
     parts.reserve(some);
@@ -241,22 +242,22 @@ void decode(const Decoder &d, const std::vector<bool> &given, const Arrays &arra
       const Part &part =
           parts.emplace_back(arrays, next, d.packing[first + i], d.biased[first + i]);
       made[i].reset(new float[count * part.matrix->rows]);
-      results.push_back({part, made[i].get()});
+      results.push_back({vectors, part, made[i].get()});
     }
-    multiply(x, count, nullptr, nullptr, d.exact, results);
+    multiply(d.exact, results);
   };
   norm(0, at(0));
   Products projected[PROJECTIONS], sum, ruled(new float[count * d.of.values()]);
-  multiplied(0, d.projections, {out, count, columns, TOAST_F32}, projected);
+  multiplied(0, d.projections, out, columns, projected);
   step(d.of, {projected[0].get(), projected[1].get(), projected[2].get(), projected[3].get()},
        {at(3), at(4), at(5), at(6), at(7), at(8)}, batch, length, arrays[FIRST].shape(1), d.eps[2],
        ruled.get(), arrays.end()[-2], arrays.back());
-  multiplied(d.projections, 1, {ruled.get(), count, d.of.values(), TOAST_F32}, &sum);
+  multiplied(d.projections, 1, ruled.get(), d.of.values(), &sum);
   add_vectors(sum.get(), at(0), count, columns);
   norm(1, sum.get());
   if (d.network.count) {
-    const toast_vectors inner = {out, count, columns, TOAST_F32};
-    feed(d.network, arrays, next, inner, count, nullptr, nullptr, out, TOAST_F32);
+    const Vectors inner = {{out, count, columns, TOAST_F32}, count};
+    feed(d.network, arrays, next, inner, out, TOAST_F32);
   } else {
     mix(d.mixture, arrays, next, out, count, columns, out);
   }
