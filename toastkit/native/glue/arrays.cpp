@@ -9,6 +9,8 @@
 
 #include <string.h>
 
+#include <algorithm>
+#include <iterator>
 #include <string>
 
 #include "mlx/backend/cpu/encoder.h"
@@ -25,15 +27,33 @@ thread_local std::string said;
 
 class Operation : public mx::Primitive {
  public:
-  Operation(const char *name, Work work, LayOut lay_out)
+  // Takes the weights from `inputs` where they are there.
+  Operation(const char *name, Arrays &inputs, Weights weights, Work work, LayOut lay_out)
       : mx::Primitive(mx::default_stream(mx::Device::cpu)),
         name_(name),
+        first_(weights.first),
         work_(std::move(work)),
-        lay_out_(std::move(lay_out)) {}
+        lay_out_(std::move(lay_out)) {
+    const auto from = inputs.begin() + weights.first, to = inputs.begin() + weights.end;
+    if (!std::all_of(from, to, [](auto &one) { return one.is_available(); })) return;
+    weights_.assign(std::move_iterator(from), std::move_iterator(to));
+    inputs.erase(from, to);
+  }
 
   void eval_cpu(const Arrays &inputs, Arrays &outputs) override {
-    Arrays arrays;  // whose memory MLX keeps until this has run
-    for (auto &one : inputs) arrays.push_back(mx::array::unsafe_weak_copy(one));
+    const bool again = outputs[0].is_tracer();  // it may be asked once more
+    Arrays arrays;  // whose memory MLX keeps until this has run, but for that of weights
+    arrays.reserve(inputs.size() + weights_.size() + outputs.size());
+    auto add = [&](size_t from, size_t to) {
+      for (; from < to; from++) arrays.push_back(mx::array::unsafe_weak_copy(inputs[from]));
+    };
+    add(0, first_);
+    if (again) {
+      arrays.insert(arrays.end(), weights_.begin(), weights_.end());
+    } else {
+      std::move(weights_.begin(), weights_.end(), std::back_inserter(arrays));
+    }
+    add(first_, inputs.size());
     // Each output holds the inputs until all are there. That is one holder too many for an input in
     // whose memory an output could lie.
     for (auto &one : outputs)
@@ -49,7 +69,7 @@ class Operation : public mx::Primitive {
       numbers += one.size();
     }
     mx::cpu::get_command_encoder(stream()).dispatch(
-        [arrays = std::move(arrays), work = work_, numbers] {
+        [arrays = std::move(arrays), work = again ? work_ : std::move(work_), numbers] {
           if (numbers) work(arrays);
         });
   }
@@ -62,6 +82,8 @@ class Operation : public mx::Primitive {
 
  private:
   const char *name_;
+  size_t first_;  // of weights among the inputs
+  Arrays weights_;
   Work work_;
   LayOut lay_out_;
 };
@@ -136,13 +158,14 @@ void lie_by_position(const Arrays &, Arrays &outputs) {
 }
 
 Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
-            Arrays inputs, Work work, LayOut lay_out) {
-  auto operation = std::make_shared<Operation>(name, std::move(work), std::move(lay_out));
+            Arrays inputs, Work work, LayOut lay_out, Weights weights) {
+  auto operation = std::make_shared<Operation>(name, inputs, weights, std::move(work),
+                                               std::move(lay_out));
   return mx::array::make_arrays(std::move(shapes), dtypes, operation, std::move(inputs));
 }
 
 Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
-            Arrays inputs, Work work, int in_place) {
+            Arrays inputs, Work work, int in_place, Weights weights) {
   LayOut lay_out;
   if (in_place >= 0)
     lay_out = [in_place](const Arrays &inputs, Arrays &outputs) {
@@ -151,14 +174,14 @@ Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<m
       lie_in_place(inputs[in_place], outputs.back());
     };
   return made(name, std::move(shapes), dtypes, std::move(inputs), std::move(work),
-              std::move(lay_out));
+              std::move(lay_out), weights);
 }
 
 mx::array made(const char *name, mx::Shape shape, mx::Dtype dtype, Arrays inputs, Work work,
-               LayOut lay_out) {
-  return mx::array(std::move(shape), dtype,
-                   std::make_shared<Operation>(name, std::move(work), std::move(lay_out)),
-                   std::move(inputs));
+               LayOut lay_out, Weights weights) {
+  auto operation = std::make_shared<Operation>(name, inputs, weights, std::move(work),
+                                               std::move(lay_out));
+  return mx::array(std::move(shape), dtype, std::move(operation), std::move(inputs));
 }
 
 InOrder::InOrder(const mx::array &a) {

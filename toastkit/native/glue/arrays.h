@@ -47,7 +47,7 @@ class InOrder {
 using Arrays = std::vector<mx::array>;
 // Computes: arrays are the inputs, and then the outputs.
 using Work = std::function<void(const Arrays &)>;
-// Gives outputs memory, as they are to lie there.
+// Gives outputs memory, as they are to lie there. inputs: without weights that are there.
 using LayOut = std::function<void(const Arrays &inputs, Arrays &outputs)>;
 
 // Whether nobody else has an array, or its memory. That is what MLX asks of one whose memory it is
@@ -68,16 +68,22 @@ bool lie_in_place(const mx::array &input, mx::array &output);
 // and take them.
 void lie_by_position(const Arrays &inputs, Arrays &outputs);
 
+// Inputs side by side in whose memory nothing ever lies. Where all are there, the operation holds
+// them itself: MLX looks at each input of a graph, at each step, and keeps account of it.
+struct Weights {
+  size_t first = 0, end = 0;
+};
+
 // What an operation of the CPU gives, lazy. `work` runs on MLX's stream, when the inputs are there,
 // with memory for the outputs, in rows where no `lay_out` is given; not for outputs of no numbers.
-// in_place: an input, of the last output's size, in whose memory that may lie if nobody else has
-// it; -1 for none.
+// in_place: an input before the weights, of the last output's size, in whose memory that may lie if
+// nobody else has it; -1 for none.
 Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
-            Arrays inputs, Work work, LayOut lay_out);
+            Arrays inputs, Work work, LayOut lay_out, Weights weights = {});
 Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
-            Arrays inputs, Work work, int in_place = -1);
+            Arrays inputs, Work work, int in_place = -1, Weights weights = {});
 mx::array made(const char *name, mx::Shape shape, mx::Dtype dtype, Arrays inputs, Work work,
-               LayOut lay_out = nullptr);
+               LayOut lay_out = nullptr, Weights weights = {});
 
 // Of what a kernel returns. Raises std::runtime_error where it had no memory.
 void need(int code);

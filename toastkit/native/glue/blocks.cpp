@@ -145,6 +145,7 @@ Arrays projected(const mx::array &x, Layer layer, Objects objects) {
   for (int i = 0; i < HEADS; i++)
     shapes.push_back({x.shape(0), i ? layer.is.key_heads : layer.is.heads, x.shape(1),
                       layer.size[i]});
+  const Weights weights = {1, inputs.size()};
   return made("ToastProjected", std::move(shapes), std::vector<mx::Dtype>(HEADS, mx::float32),
               std::move(inputs), [layer](const Arrays &arrays) {
     InOrder rows(arrays[0]);
@@ -156,7 +157,7 @@ Arrays projected(const mx::array &x, Layer layer, Objects objects) {
     size_t at = 1;
     before(layer, arrays, at, reinterpret_cast<const float *>(rows.data()),
            int64_t(arrays[0].size()) / arrays[0].shape(-1), outs);
-  }, lie_by_position);
+  }, lie_by_position, weights);
 }
 
 // Heads (B, heads, L, size) as vectors (B * L, heads * size): where they lie so, or else a copy.
@@ -195,6 +196,7 @@ Arrays closed(const mx::array &x, const mx::array &attended, Layer layer, Object
         "heads of another shape");
   Arrays inputs = {x};
   add_behind(inputs, layer, objects, int64_t(attended.shape(1)) * attended.shape(3));
+  const Weights weights = {1, inputs.size()};
   inputs.push_back(attended);
   const size_t outputs = layer.is.network ? 1 : 2;
   return made("ToastClosed", std::vector<mx::Shape>(outputs, x.shape()),
@@ -208,7 +210,7 @@ Arrays closed(const mx::array &x, const mx::array &attended, Layer layer, Object
     size_t at = 1;
     behind(layer, arrays, at, reinterpret_cast<const float *>(rows.data()), heads.data(), count,
            own ? own.get() : first.data<float>(), out.data<float>());
-  });
+  }, -1, weights);
 }
 
 }  // namespace

@@ -36,6 +36,7 @@ mx::array feed_forward(const mx::array &x, const mx::array *const (*parts)[GIVEN
   check(!choice || (gate.shape(0) == parts[1][0]->shape(0) && gate.shape(0) == down.shape(0)),
         "stacks of other sizes");
   check(!network.biased[last] || dtype == mx::float32, "a bias in 16 bits");
+  const Weights weights = {1, inputs.size()};
   auto shape = x.shape();
   if (choice) {
     auto each = choice->shape();
@@ -47,7 +48,7 @@ mx::array feed_forward(const mx::array &x, const mx::array *const (*parts)[GIVEN
   }
   shape.back() = down.shape(-2);
   return made("ToastFeedForward", std::move(shape), dtype, std::move(inputs),
-              [network](const Arrays &arrays) { compute(network, arrays); });
+              [network](const Arrays &arrays) { compute(network, arrays); }, nullptr, weights);
 }
 
 }  // namespace

@@ -111,6 +111,7 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
   check_cache(keys, shape, first);
   shape[3] = layer.size[2];
   check_cache(values, shape, first);
+  const Weights weights = {1, inputs.size()};
   inputs.push_back(keys), inputs.push_back(values);
   std::vector<mx::Shape> shapes(whole.outputs, x.shape());
   std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
@@ -123,7 +124,7 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
     lie_in_place(inputs[0], outputs[rest - 1]);
     if (rest > 1) outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
     for (size_t i = 0; i < 2; i++) lie_as_before(inputs[given - 2 + i], outputs[rest + i]);
-  });
+  }, weights);
 }
 
 }  // namespace

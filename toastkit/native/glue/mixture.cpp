@@ -14,6 +14,7 @@ mx::array mixed(const mx::array &x, const mx::array *const (*parts)[GIVEN],
   check(x.ndim() >= 1 && x.dtype() == mx::float32, "vectors that are no float32");
   Arrays inputs = {x};
   add_mixture(inputs, parts, mixture, x.shape(-1));
+  const Weights weights = {1, inputs.size()};
   return made("ToastMixture", x.shape(), mx::float32, std::move(inputs),
               [mixture](const Arrays &arrays) {
     mx::array out = arrays.back();
@@ -22,7 +23,7 @@ mx::array mixed(const mx::array &x, const mx::array *const (*parts)[GIVEN],
     size_t at = 1;
     mix(mixture, arrays, at, reinterpret_cast<const float *>(rows.data()),
         int64_t(out.size()) / columns, columns, out.data<float>());
-  });
+  }, nullptr, weights);
 }
 
 }  // namespace

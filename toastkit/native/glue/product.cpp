@@ -77,6 +77,7 @@ mx::array product(const mx::array &x, const mx::array &weight, const mx::array *
   Arrays inputs = {x};
   type_of(x);
   const auto numbers = add_matrix(inputs, weight, scales, biases, packing, x.shape(-1));
+  const Weights weights = {1, inputs.size()};
   auto shape = x.shape();
   std::vector<int> batch;
   if (choice) {
@@ -93,7 +94,7 @@ mx::array product(const mx::array &x, const mx::array &weight, const mx::array *
   return made("ToastProduct", std::move(shape), dtype, std::move(inputs),
               [packing, exact, batch = std::move(batch)](const Arrays &arrays) {
     multiply(arrays, packing, exact, batch);
-  });
+  }, nullptr, weights);
 }
 
 float number_at(const toast_matrix &m, const void *numbers, int64_t i) {

@@ -284,6 +284,7 @@ Arrays decoded(const mx::array &x, void *const *objects, const Decoder &d,
     }
   }
   check_rest(rest, d.of, x.shape(0));
+  const size_t first = inputs.size();
   const auto wide = widths(d.of, d.projections);
   for (int i = 0; i <= d.projections; i++) {
     const bool last = i == d.projections;
@@ -296,10 +297,11 @@ Arrays decoded(const mx::array &x, void *const *objects, const Decoder &d,
   } else {
     add_mixture(inputs, network, d.mixture, columns);
   }
+  const Weights weights = {first, inputs.size()};
   return made("ToastDecoder", shapes_of(d.of, x.shape(), rest[0]->shape(1)),
               {mx::float32, mx::float32, mx::float32}, std::move(inputs),
               [=](const Arrays &arrays) { decode(d, given, arrays); },
-              place_of(given, FIRST + REST - 1));
+              place_of(given, FIRST + REST - 1), weights);
 }
 
 }  // namespace
