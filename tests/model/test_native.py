@@ -36,6 +36,7 @@ __all__ = ["built", "cache", "library"]
 pytestmark = needed
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 CLOSE = {mx.float32: 2e-4, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
+PAIR_CLOSE = 3e-4  # of the largest activation of a group, where weights have 4 bits
 
 
 def exact(array: mx.array) -> np.ndarray:
@@ -79,8 +80,11 @@ def test_products(
         y = library.multiply(x, laid_out(weight, kinds[1]))
     wanted = exact(x) @ exact(wide).T
     assert y.dtype == (dtypes[0] if dtypes[0] == dtypes[1] else mx.float32)
-    size = abs(exact(x)) @ abs(exact(wide)).T
-    assert (abs(exact(y) - wanted) <= CLOSE[y.dtype] * size + 1e-6).all()
+    error = CLOSE[y.dtype] * (abs(exact(x)) @ abs(exact(wide)).T) + 1e-6
+    if bits == 4:
+        most = abs(exact(x)).max(-1, keepdims=True)
+        error += PAIR_CLOSE * most * abs(exact(wide)).sum(-1)
+    assert (abs(exact(y) - wanted) <= error).all()
 
 
 @settings(max_examples=examples(30))
@@ -156,7 +160,8 @@ def test_products_with_chosen_experts(
     more = {"bits": 4, "group_size": 32} if packed else {}
     y = library.multiply(laid_out(x, layout), *parts, experts=laid_out(chosen, layout), **more)
     wanted = mx.gather_mm(x, wide.swapaxes(-1, -2), rhs_indices=chosen)
-    assert y.shape == wanted.shape and mx.allclose(y, wanted, rtol=1e-3, atol=2e-3).item()
+    atol = PAIR_CLOSE * (abs(x).max() * abs(wide).sum(-1).max()).item() if packed else 2e-3
+    assert y.shape == wanted.shape and mx.allclose(y, wanted, rtol=1e-3, atol=atol).item()
 
 
 def test_what_does_not_fit_together(library: Library) -> None:
@@ -348,8 +353,9 @@ def test_models_are_those_of_mlx(tmp_path: Path, name: str) -> None:
     make = MAKERS.get(name) or (lambda path: write_published(path, name))
     files = locate(str(make(tmp_path / name)))
     plain, native = (answer(open_engine(files, native=n)) for n in ("off", "require"))
+    close = 5e-3 if "quantis" in make.__name__ or "quantis" in name else 1e-3
     for a, b in zip(plain, native):
-        assert mx.abs(a - b).max().item() < 1e-3 * mx.abs(a).max().item()
+        assert mx.abs(a - b).max().item() < close * mx.abs(a).max().item()
 
 
 @pytest.mark.parametrize("name", ["crumb", "qwen3", "qwen3_moe_quantised", "gpt_oss"])

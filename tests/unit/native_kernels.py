@@ -46,6 +46,8 @@ KEPT_TYPES = {**TYPES, "i8": 4}  # of keys and values
 ROUNDING = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 DIGITS = 127 * 256 + 127  # the largest whole number that an activation becomes
+IN_PAIRS = ("amx_int8", "avx512vbmi", "avx512vnni")  # two that meet 4 bits have a digit together,
+PAIR_DIGITS, PAIR_OFF = 119 * 256, 8.5  # and this is the largest, and how far off it may be
 
 
 class _Matrix(ctypes.Structure):
@@ -287,8 +289,10 @@ class Kernels:
         error = terms * 2.0**-23 * (columns / 4 + 16)
         if matrix.bits and not exact and self.instructions not in IN_FLOATS:
             groups = abs(x).reshape(len(x), columns // matrix.group_size, matrix.group_size)
-            half = np.repeat(groups.max(-1, initial=0), matrix.group_size, -1) / DIGITS / 2
-            error += products(half * 1.01, abs(matrix.exact), expert)
+            pairs = matrix.bits == 4 and matrix.type_ != "e8m0" and self.instructions in IN_PAIRS
+            off = PAIR_OFF / PAIR_DIGITS if pairs else 0.5 / DIGITS
+            most = np.repeat(groups.max(-1, initial=0), matrix.group_size, -1)
+            error += products(most * off * 1.01, abs(matrix.exact), expert)
         product = products(x, matrix.exact, expert)
         return error + abs(product) * ROUNDING[out_type] * 1.01 + 2.0**-25
 

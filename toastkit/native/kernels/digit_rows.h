@@ -11,6 +11,8 @@ struct Block {
   static constexpr int PLANES = PLANES_;
   static constexpr int BYTES = BLOCK / 8 * BITS * PLANES;  // as they are stored
   static constexpr int LARGEST = (1 << BITS) - 1;
+  static constexpr bool PAIRED = BITS == 4;  // see digits.h
+  static constexpr int DIGITS = BLOCK * PLANES + (PAIRED ? BLOCK : BLOCK * PLANES);
   // bytes: what is left of the row.
   INLINE __m512i load(const uint8_t *at, int64_t bytes) {
     const int64_t here = bytes < BYTES ? bytes : BYTES;
@@ -46,7 +48,8 @@ struct Block {
 
 // Numbers of E2M1, as unpack.h has them.
 struct Doubled : Block<4, 2> {
-  static constexpr int LARGEST = 24;
+  static constexpr int LARGEST = 24, DIGITS = 4 * BLOCK;
+  static constexpr bool PAIRED = false;
   INLINE void spread(__m512i stored, I32 *planes) {
     const auto table = reinterpret_cast<const __m128i *>(DOUBLED);
     const __m512i doubled = _mm512_broadcast_i32x4(_mm_load_si128(table));
@@ -132,16 +135,18 @@ struct ComingNumbers {
 };
 
 // The digits of block b and of those behind it that belong to its group, upper and lower, as planes
-// meet them.
+// meet them; of pairs one lower one.
 template <class B, int LANES_>
 INLINE void load_digits(const char *digits, int64_t b, I32 (*v)[2]) {
   constexpr int COUNT = B::PLANES * (LANES_ > 16 ? LANES_ / 16 : 1), NUMBERS = BLOCK * B::PLANES;
+  if constexpr (B::PAIRED) v[0][1] = load<I32>(digits + b * B::DIGITS + NUMBERS);
 #pragma GCC unroll 2
-  for (int part = 0; part < 2; part++) {
+  for (int part = 0; part < (B::PAIRED ? 1 : 2); part++) {
     I32 r[COUNT];
 #pragma GCC unroll 8
     for (int i = 0; i < COUNT; i++)
-      r[i] = load<I32>(digits + ((b + i / B::PLANES) * 2 + part) * NUMBERS + i % B::PLANES * BLOCK);
+      r[i] = load<I32>(digits + (b + i / B::PLANES) * B::DIGITS + part * NUMBERS +
+                       i % B::PLANES * BLOCK);
     if constexpr (B::PLANES == 4 && LANES_ == 4) {  // planes of a group, of one after another
       I32 planes[4];
       by_group<1>(r, planes);
@@ -182,7 +187,7 @@ static void digit_rows(const toast::Product &p, const uint32_t *places, const ui
   constexpr int GROUPS = LANES_ > 16 ? 1 : 16 / LANES_;  // of a step of so many blocks
   constexpr int NUMBERS = BLOCK * PLANES, BYTES = B::BYTES * BLOCKS;
   // Whether sums of so many bytes' products fit into 16 bits, and there are registers for them.
-  constexpr bool SHORT = M == 1 && 4 * PLANES * BLOCKS * B::LARGEST * 128 <= 0x7fff;
+  constexpr bool SHORT = M == 1 && !B::PAIRED && 4 * PLANES * BLOCKS * B::LARGEST * 128 <= 0x7fff;
   const toast_matrix &m = *p.matrix;
   const auto layout = Layout::of(m);
   const char *digits[M];
@@ -214,9 +219,10 @@ static void digit_rows(const toast::Product &p, const uint32_t *places, const ui
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) {
         I32 q[BLOCKS][PLANES];
+        __m512i stored;
 #pragma GCC unroll 2
         for (int i = 0; i < BLOCKS; i++) {
-          __m512i stored = load<__m512i>(from + j * pitch + i * B::BYTES);
+          stored = load<__m512i>(from + j * pitch + i * B::BYTES);
           if constexpr (B::BYTES == 64) ahead.fetch_line(stored);
           B::spread(stored, q[i]);
         }
@@ -227,6 +233,9 @@ static void digit_rows(const toast::Product &p, const uint32_t *places, const ui
 #pragma GCC unroll 2
           for (int part = 0; part < 2; part++) {
             if (part) sum = SHORT ? I32{} : sum * 256;
+            if (part && B::PAIRED) {
+              add_fours(sum, (I32)stored, v[n][0][1]);
+            } else
 #pragma GCC unroll 4
             for (int k = 0; k < PLANES * BLOCKS; k++)
               add_fours(sum, q[k / PLANES][k % PLANES], v[n][k][part]);

@@ -14,12 +14,22 @@ constexpr int64_t AT_ONCE = 256;  // columns brought crosswise, which stay in th
 
 // A group of numbers of 16 * N rows, and the vectors that meet it.
 struct Crosswise {
-  const char *numbers;           // (planes, lanes, N, 16 rows, 4)
+  const char *numbers;           // (planes, lanes, N, 16 rows, 4); of pairs as BYTE_PLANES says
   const float *scales, *biases;  // (N, 16 rows)
   const int32_t *offsets;        // (planes, lanes): from `digits` to the upper ones of four numbers
-  int64_t fours, lower;          // planes * lanes; from upper digits to lower ones
+  int64_t fours, lower;          // planes * lanes, of bytes lanes; from upper digits to lower ones
   int64_t digits, step, total;   // from a vector's beginning
 };
+
+// Of numbers that are multiplied in pairs: what is brought crosswise, bytes as they are, which
+// become numbers when vectors meet them; tiles have to have both.
+#if defined(__AMX_INT8__)
+constexpr int BYTE_PLANES = 3;  // both planes, and bytes
+#else
+constexpr int BYTE_PLANES = 1;
+#endif
+template <class B>
+constexpr int KEPT = B::PAIRED ? BYTE_PLANES : B::PLANES;
 
 // In which members meet rows, at most two at a time.
 INLINE int goes_of(int64_t members) { return int(members + 1) / 2; }
@@ -34,10 +44,49 @@ namespace {
 
 #if !defined(__AMX_INT8__)
 
+// Adds to sums what a group gives of M members and 16 * N rows. each: whether lines are asked for
+// at every step.
+template <int M, int N, bool PAIRED>
+INLINE void add_products(const Crosswise &c, const char *const *vectors, bool each, Coming &next,
+                         I32 (&upper)[M][N], I32 (&lower)[M][N]) {
+  const char *digits[M], *numbers = c.numbers;
+  for (int i = 0; i < M; i++) digits[i] = vectors[i] + c.digits;
+  auto add = [&](I32 (&sums)[M][N], const I32 *rows, int64_t place) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+    for (int i = 0; i < M; i++) {
+      int32_t four;
+      memcpy(&four, digits[i] + place, 4);
+      const I32 all = I32{} + four;
+#pragma GCC unroll 8
+      for (int j = 0; j < N; j++) add_fours(sums[i][j], rows[j], all);
+    }
+  };
+  auto meet = [&](I32 (&sums)[M][N], int64_t place, auto &&some) __attribute__((always_inline)) {
+    I32 rows[N];
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++) rows[j] = some(load<I32>(numbers + j * 64));
+    add(sums, rows, place);
+  };
+  for (int64_t at = 0; at < c.fours; at++, numbers += 64 * N) {
+    if (each) next.fetch(1);
+    if constexpr (PAIRED) {
+      meet(upper, at * 4, [](I32 q) { return q & 0x0f0f0f0f; });
+      meet(upper, (c.fours + at) * 4, [](I32 q) { return (I32)((U32)q >> 4) & 0x0f0f0f0f; });
+      meet(lower, c.lower + at * 4, [](I32 q) { return q; });
+    } else {
+      I32 rows[N];
+#pragma GCC unroll 8
+      for (int j = 0; j < N; j++) rows[j] = load<I32>(numbers + j * 64);
+      add(upper, rows, c.offsets[at]);
+      add(lower, rows, c.offsets[at] + c.lower);
+    }
+  }
+}
+
 // What some groups give, added to y[i][j] of M members and 16 * N rows. Two members and 64 rows are
 // sixteen sums and eight results, which all stay in registers: while a group's sums are scaled, the
 // next one's are begun.
-template <int M, int N>
+template <int M, int N, bool PAIRED>
 static __attribute__((noinline)) void digit_tile(const Crosswise *groups, int64_t count,
                                                  const char *const *vectors, float *y,
                                                  Coming &ahead) {
@@ -50,26 +99,7 @@ static __attribute__((noinline)) void digit_tile(const Crosswise *groups, int64_
     I32 upper[M][N], lower[M][N];
 #pragma GCC unroll 8
     for (int i = 0; i < M * N; i++) upper[i / N][i % N] = lower[i / N][i % N] = I32{};
-    const char *digits[M], *numbers = c->numbers;
-    for (int i = 0; i < M; i++) digits[i] = vectors[i] + c->digits;
-    const int64_t to_lower = c->lower;
-    for (const int32_t *at = c->offsets, *end = at + c->fours; at < end; at++, numbers += 64 * N) {
-      I32 rows[N];
-      if (each) next.fetch(1);
-#pragma GCC unroll 8
-      for (int j = 0; j < N; j++) rows[j] = load<I32>(numbers + j * 64);
-#pragma GCC unroll 8
-      for (int i = 0; i < M; i++) {
-        int32_t four[2];
-        memcpy(four, digits[i] + *at, 4);
-        memcpy(four + 1, digits[i] + *at + to_lower, 4);
-        const I32 up = I32{} + four[0], low = I32{} + four[1];
-#pragma GCC unroll 8
-        for (int j = 0; j < N; j++) add_fours(upper[i][j], rows[j], up);
-#pragma GCC unroll 8
-        for (int j = 0; j < N; j++) add_fours(lower[i][j], rows[j], low);
-      }
-    }
+    add_products<M, N, PAIRED>(*c, vectors, each, next, upper, lower);
     if (!each) next.fetch(c->fours);
 #pragma GCC unroll 8
     for (int i = 0; i < M; i++) {
@@ -90,15 +120,16 @@ static __attribute__((noinline)) void digit_tile(const Crosswise *groups, int64_
 struct Tiles {
   const char *const *vectors;
   int64_t members;
-  Tiles(const char *const *vectors, int64_t members, int) : vectors(vectors), members(members) {}
+  Tiles(const char *const *vectors, int64_t members, int, bool)
+      : vectors(vectors), members(members) {}
 
   // What some groups give, added to y[i][j] of all members and 16 * N rows.
-  template <int N>
+  template <int N, bool PAIRED>
   void add(const Crosswise *groups, int64_t count, float *y, Coming &ahead) const {
     int64_t i = 0;
     for (; members - i > 1; i += 2)
-      digit_tile<2, N>(groups, count, vectors + i, y + i * N * 16, ahead);
-    if (i < members) digit_tile<1, N>(groups, count, vectors + i, y + i * N * 16, ahead);
+      digit_tile<2, N, PAIRED>(groups, count, vectors + i, y + i * N * 16, ahead);
+    if (i < members) digit_tile<1, N, PAIRED>(groups, count, vectors + i, y + i * N * 16, ahead);
   }
 };
 
@@ -108,13 +139,13 @@ struct Tiles {
 struct Places {
   int32_t digits[32];   // (planes, lanes) of a group, from its first upper digit
   int32_t numbers[64];  // (planes, 16 lanes) of a block
-  INLINE Places of(const Layout &layout, int n) {
+  INLINE Places of(const Layout &layout, int planes, int n) {
     Places places;
     for (int i = 0; i < layout.lanes * layout.planes; i++)
       places.digits[i] = int32_t(layout.place(i * 4));
     const int lanes = std::min(layout.lanes, 16);
-    for (int i = 0; i < 16 * layout.planes; i++) {
-      const int lane = i % 16, plane = i / 16, group = lane / lanes * layout.planes + plane;
+    for (int i = 0; i < 16 * planes; i++) {
+      const int lane = i % 16, plane = i / 16, group = lane / lanes * planes + plane;
       places.numbers[i] = (group * lanes + lane % lanes) * n * 64;
     }
     return places;
@@ -127,7 +158,7 @@ template <class B, int N>
 static __attribute__((noinline)) void bring_crosswise(const uint8_t *const *rows, int64_t block,
                                                       int64_t blocks, int64_t left,
                                                       const Places &places, char *out) {
-  for (int64_t b = 0; b < blocks; b++, out += B::PLANES * 16 * N * 64) {
+  for (int64_t b = 0; b < blocks; b++, out += KEPT<B> * 16 * N * 64) {
     for (int j = 0; j < N; j++) {
       I32 fours[16];
 #pragma GCC unroll 16
@@ -143,10 +174,11 @@ static __attribute__((noinline)) void bring_crosswise(const uint8_t *const *rows
       transpose(fours);
 #pragma GCC unroll 16
       for (int i = 0; i < 16; i++) {
-        I32 q[B::PLANES] = {fours[i]};
-        if constexpr (B::PLANES > 1) B::spread((__m512i)fours[i], q);
+        I32 q[KEPT<B>] = {fours[i]};
+        if constexpr (KEPT<B> > 1) B::spread((__m512i)fours[i], q);
+        if constexpr (KEPT<B> > B::PLANES) q[B::PLANES] = fours[i];
 #pragma GCC unroll 4
-        for (int k = 0; k < B::PLANES; k++) store(out + places.numbers[k * 16 + i] + j * 64, q[k]);
+        for (int k = 0; k < KEPT<B>; k++) store(out + places.numbers[k * 16 + i] + j * 64, q[k]);
       }
     }
   }
@@ -159,7 +191,7 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
                         int64_t row_ahead, char *room) {
   const toast_matrix &m = *p.matrix;
   const auto layout = Layout::of(m);
-  const auto places = Places::of(layout, N);
+  const auto places = Places::of(layout, KEPT<B>, N);
   const char *vectors[toast::MOST_MEMBERS];
   const uint8_t *lying[16 * N];  // what is not there: the last one again
   for (int i = 0; i < group.members; i++) vectors[i] = digits_of(p, group.places[i]);
@@ -168,9 +200,9 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
   float *biases = scales + 16 * N * 16;
   char *numbers = reinterpret_cast<char *>(biases + 16 * N * 16);
   memset(y, 0, group.members * N * 64);
-  Tiles tiles(vectors, group.members, m.group_size);
-  const int64_t fours = layout.lanes * layout.planes, size = sizeof(float);
-  const int64_t some = AT_ONCE / m.group_size;
+  Tiles tiles(vectors, group.members, m.group_size, B::PAIRED);
+  const int64_t fours = layout.lanes * std::min(KEPT<B>, B::PLANES), size = sizeof(float);
+  const int64_t some = AT_ONCE / (KEPT<B> > B::PLANES ? 2 : 1) / m.group_size;
   const int64_t bytes = m.group_size * B::BYTES / layout.numbers;  // of a row's group
   Coming next = {ahead, 16 * N * bytes / (fours * goes_of(group.members)) + 1};
   auto numbers_ahead = ComingNumbers::of(m, row_ahead, 16 * N);
@@ -192,11 +224,11 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
     for (int64_t at = g; at < end; at++) {
       numbers_ahead.fetch();
       groups[at - g] = {
-          numbers + (at - g) * fours * N * 64, scales + at % 16 * N * 16,
-          biases + at % 16 * N * 16, places.digits, fours, layout.numbers,
+          numbers + (at - g) * layout.lanes * KEPT<B> * N * 64, scales + at % 16 * N * 16,
+          biases + at % 16 * N * 16, places.digits, fours, layout.lower(at * m.group_size),
           layout.place(at * m.group_size), layout.steps + at * size, layout.sums + at * size};
     }
-    tiles.add<N>(groups, end - g, y, next);
+    tiles.add<N, B::PAIRED>(groups, end - g, y, next);
   }
   for (int i = 0; i < group.members; i++)
     for (int j = 0; j * 16 < count; j++)

@@ -8,6 +8,12 @@
 // 2^15 at most. Whole numbers add up to the same in any order: so those below may each take them
 // as it likes. Then a result is, one group after another and each sum rounded,
 //   y += (scale * d) * (sum of q * v);  y += bias * (d * sum of v).
+//
+// Numbers of 4 bits lie two in a byte, and that byte, q + 16 q', may be multiplied as it is: three
+// products do for four where both share a lower digit, v = 256 u + l and v' = 256 u' + 16 l:
+//   q v + q' v' = 256 (q u + q' u') + (q + 16 q') l.
+// Of l's eight bits four are what v' needs, and four what v does: both have 12 bits, and are off by
+// 8 at most.
 #pragma once
 
 #include <utility>
@@ -18,38 +24,62 @@ namespace {
 
 constexpr int BLOCK = 64;  // bytes of a row that are multiplied at a time
 constexpr float LARGEST = 127 * 256 + 127;
+constexpr float LARGEST_OF_PAIR = 119 * 256;  // 16 l takes eight of v' upper digits
 constexpr float LEAST = 0x1p-100f;  // a group without anything larger is zeros
 
 // What a vector is prepared as: of each block of numbers, its upper digits and then its lower ones;
 // then d of each group; then d times the sum of v. Of numbers that lie two or four in a byte (so
 // many planes), a group's digits are first those of the lowest bits and at last those of the
-// highest; 2 bits in groups of 32 are one plane.
+// highest; 2 bits in groups of 32 are one plane. Lower digits of pairs are as the bytes are.
 struct Layout {
   int planes, lanes;  // lanes: 32 bits of a block, or of more than one, that belong to a group
-  int64_t numbers, blocks, groups, steps, sums, bytes;
+  bool pairs;
+  int64_t numbers, digits, blocks, groups, steps, sums, bytes;  // numbers, digits: of a block
   INLINE Layout of(const toast_matrix &m) {
     Layout l;
     l.planes = m.bits == 4 ? 2 : m.bits == 2 && m.group_size > 32 ? 4 : 1;
     l.lanes = m.group_size / 4 / l.planes;
+    l.pairs = m.bits == 4 && m.type != TOAST_E8M0;
     l.numbers = BLOCK * l.planes;
+    l.digits = l.pairs ? l.numbers + BLOCK : l.numbers * 2;
     l.blocks = (m.columns + l.numbers - 1) / l.numbers;
     l.groups = m.columns / m.group_size;
     const int64_t some = (l.groups + LANES - 1) / LANES * 64;
-    l.steps = l.blocks * l.numbers * 2;
+    l.steps = l.blocks * l.digits;
     l.sums = l.steps + some;
     // As in floats.h, one cache line more.
     l.bytes = l.sums + some + 64;
     return l;
   }
   // Where the n-th upper digit lies, as they lie; n: a multiple of four.
-  int64_t place(int64_t n) const { return n / numbers * numbers * 2 + n % numbers; }
+  int64_t place(int64_t n) const { return n / numbers * digits + n % numbers; }
+  // From there to the lower one.
+  int64_t lower(int64_t n) const { return pairs ? numbers - n % numbers / 2 : numbers; }
 };
+
+// Sixteen v as pairs can have them: of each two the second a multiple of 16, the first, in its
+// lowest four bits, that many.
+INLINE __m512i as_pairs(__m512i v) {
+  const __m512i eight = _mm512_set1_epi32(8), fifteen = _mm512_set1_epi32(15);
+  auto sixteens = [&](__m512i n) {
+    return _mm512_andnot_si512(fifteen, _mm512_add_epi32(n, eight));
+  };
+  const __m512i second = sixteens(v), other = _mm512_shuffle_epi32(second, _MM_PERM_CDAB);
+  const __m512i low = _mm512_and_si512(_mm512_srli_epi32(other, 4), fifteen);
+  const __m512i first = _mm512_add_epi32(sixteens(_mm512_sub_epi32(v, low)), low);
+  return _mm512_mask_blend_epi32(0xaaaa, first, second);
+}
 
 // Sixteen v into their places.
 INLINE void put_digits(const Layout &layout, char *digits, int64_t number, __m512i v) {
-  __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(v, _mm512_set1_epi32(128)), 8);
+  __m512i upper = _mm512_add_epi32(v, _mm512_set1_epi32(128));
+  if (layout.pairs) {
+    const __m512i lower = _mm512_slli_epi32(_mm512_shuffle_epi32(v, _MM_PERM_CCAA), 24);
+    upper = _mm512_mask_sub_epi32(upper, 0xaaaa, v, _mm512_srai_epi32(lower, 20));  // 16 l
+  }
+  upper = _mm512_srai_epi32(upper, 8);
   __m128i parts[2] = {_mm512_cvtepi32_epi8(upper), _mm512_cvtepi32_epi8(v)};  // v - upper * 256
-  char *block = digits + number / layout.numbers * layout.numbers * 2;
+  char *block = digits + number / layout.numbers * layout.digits;
   const int64_t place = number % layout.numbers, plane = layout.lanes * 4;  // a power of two
   const int64_t in_group = place & (plane * layout.planes - 1);
   const int64_t first = place - in_group + in_group / layout.planes;
@@ -59,6 +89,10 @@ INLINE void put_digits(const Layout &layout, char *digits, int64_t number, __m51
     } else if (layout.planes == 2) {
       const __m128i apart = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
       __m128i both = _mm_shuffle_epi8(parts[part], apart);
+      if (part && layout.pairs) {
+        _mm_storel_epi64(reinterpret_cast<__m128i *>(block + place / 2), both);
+        return;
+      }
       _mm_storel_epi64(reinterpret_cast<__m128i *>(block + first), both);
       _mm_storel_epi64(reinterpret_cast<__m128i *>(block + first + plane),
                        _mm_unpackhi_epi64(both, both));
@@ -77,6 +111,7 @@ static void prepare_digits(const toast::Product &p, int64_t row) {
   const auto layout = Layout::of(m);
   char *out = p.prepared + row * p.prepared_stride;
   memset(out, 0, layout.bytes);
+  const float largest = layout.pairs ? LARGEST_OF_PAIR : LARGEST;
   auto steps = reinterpret_cast<float *>(out + layout.steps);
   auto sums = reinterpret_cast<float *>(out + layout.sums);
   for (int64_t g = 0; g < layout.groups; g++) {
@@ -88,13 +123,14 @@ static void prepare_digits(const toast::Product &p, int64_t row) {
       most = _mm512_max_epu32(most, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
     }
     const uint32_t peak = _mm512_reduce_max_epu32(most);
-    float step = of_bits(peak) / LARGEST, per_step = LARGEST / of_bits(peak);
+    float step = of_bits(peak) / largest, per_step = largest / of_bits(peak);
     if (peak >= 0x7f800000) step = of_bits(0x7fc00000);
     if (peak >= 0x7f800000 || of_bits(peak) < LEAST) per_step = 0;
     __m512i total = _mm512_setzero_si512();
     for (int k = 0; per_step && k < m.group_size; k += LANES) {
       __m512 value = (__m512)numbers_at(x.type, x.data, start + k);
       __m512i v = _mm512_cvtps_epi32(_mm512_mul_ps(value, _mm512_set1_ps(per_step)));
+      if (layout.pairs) v = as_pairs(v);
       total = _mm512_add_epi32(total, v);
       put_digits(layout, out, g * m.group_size + k, v);
     }
