@@ -52,11 +52,14 @@ class Text:
         return Text(self.name, self.ids[: limit + 1])
 
 
-def read_texts(folder: Path | None, limit: int | None, names: Sequence[str] = NAMES) -> list[Text]:
-    """The texts of these names that are there, in the repository or in the folder."""
+def read_texts(
+    folder: Path | None, limit: int | None, names: Sequence[str] = NAMES, model: str = "crumb"
+) -> list[Text]:
+    """The texts of these names that are there, in the repository or in the folder, as a model's
+    tokenizer has them."""
     from toastkit.text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer(locate("crumb"))
+    tokenizer = Tokenizer(locate(model))
     found = []
     for name in names:
         paths = [OWN_TEXTS / f"{name}.txt", *([folder / f"{name}.txt"] if folder else [])]

@@ -1,12 +1,12 @@
-"""What native products change of the embedded model's predictions, beside MLX's in float32.
+"""What native products change of a model's predictions, beside MLX's in float32.
 
-    python benchmarks/native_quality.py [--limit 512] [--steps 128] [--texts DIR]
+    python benchmarks/native_quality.py [--model crumb] [--limit 512] [--steps 128] [--texts DIR]
 
-The greedy tokens of tests/reference.json, which another implementation recorded; then for each text
-(gears_scores.py) and gear the divergence of the distributions, sum of p log(p/q) in nats a token, p
-being MLX's with the same weights, the largest of one token, and perplexities; with native products
-as they come, with --native-exact, and with --kv-bits 16 and 8. A text is read as a prompt is, in
-chunks, and its beginning once more token by token, because the kernels are others.
+Of crumb the greedy tokens of tests/reference.json, which another implementation recorded; then for
+each text (gears_scores.py) and gear the divergence of the distributions, sum of p log(p/q) in nats
+a token, p being MLX's with the same weights, the largest of one token, and perplexities; with
+native products as they come, with --native-exact, and with --kv-bits 16 and 8. A text is read as a
+prompt is, in chunks, and its beginning once more token by token, because the kernels are others.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ WAYS = ("off", *AIMS)
 KV_BITS = {"kv 16": 16, "kv 8": 8}
 
 
-def opened(way: str, gear: str) -> Engine:
-    """crumb with all matrices of its layers in a gear, computed in one of WAYS."""
+def opened(model: str, way: str, gear: str) -> Engine:
+    """A model with all matrices of its layers in a gear, computed in one of WAYS."""
     gears = None if gear == "high" else GearOptions(gear, "all")
     engine = open_engine(
-        locate("crumb"), device_name="cpu", gear_options=gears, native_exact=way == "exact",
+        locate(model), device_name="cpu", gear_options=gears, native_exact=way == "exact",
         native="off" if way == "off" else "require", kv_bits=KV_BITS.get(way),
     )  # fmt: skip
     if gears is not None:
@@ -87,15 +87,16 @@ def row(text: Text, gear: str, read: str, way: str, theirs: np.ndarray, ours: np
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="crumb", help="one whose weights have 16 or 32 bits")
     parser.add_argument("--limit", type=int, default=512, help="tokens of each text, in chunks")
     parser.add_argument("--steps", type=int, default=128, help="token by token")
     parser.add_argument("--texts", type=Path, metavar="DIR", help="where the other texts are")
     options = parser.parse_args()
     print(f"{machine()}; {instructions()}")
-    engines = {gear: {way: opened(way, gear) for way in WAYS} for gear in GEARS}
-    for way in AIMS:
+    engines = {gear: {way: opened(options.model, way, gear) for way in WAYS} for gear in GEARS}
+    for way in AIMS if options.model == "crumb" else ():
         print(f"\nGreedy tokens as recorded, {way}: {greedy(engines['high'][way])}")
-    texts = read_texts(options.texts, options.limit)
+    texts = read_texts(options.texts, options.limit, model=options.model)
     print("\n| text | matrices | read | products | tokens | divergence, nats a token | largest "
           "| perplexity, MLX | native | same likeliest |")  # fmt: skip
     print(f"|---|---|---|---|{'---:|' * 6}")

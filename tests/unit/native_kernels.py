@@ -69,7 +69,7 @@ class _Product(ctypes.Structure):
     _fields_ = [
         ("matrix", ctypes.POINTER(_Matrix)), ("x", ctypes.POINTER(_Vectors)),
         ("count", ctypes.c_int64), ("vector", ctypes.c_void_p), ("expert", ctypes.c_void_p),
-        ("exact", ctypes.c_int32), ("out", ctypes.c_void_p), ("out_type", ctypes.c_int32),
+        ("activation_bits", ctypes.c_int32), ("out", ctypes.c_void_p), ("out_type", ctypes.c_int32),
     ]  # fmt: skip
 
 
@@ -243,7 +243,7 @@ class Kernels:
         out_type: str = "f32",
         vector: np.ndarray | None = None,
         expert: np.ndarray | None = None,
-        exact: bool = False,
+        activation_bits: int = 16,
     ) -> np.ndarray:
         """Products, of out_type, (count, rows). x: (vectors, columns) of x_type, whose rows may lie
         apart. vector, expert: uint32 (count,). Raises ValueError where the kernels refuse."""
@@ -255,7 +255,7 @@ class Kernels:
         ]
         code = self.library.toast_multiply(
             ctypes.byref(_described(matrix)), ctypes.byref(_vectors(x, x_type)),
-            ctypes.c_int64(count), *places, int(exact), ctypes.c_void_p(out.ctypes.data),
+            ctypes.c_int64(count), *places, activation_bits, ctypes.c_void_p(out.ctypes.data),
             TYPES[out_type],
         )  # fmt: skip
         if code:
@@ -263,15 +263,15 @@ class Kernels:
         return out
 
     def multiply_all(
-        self, matrices: list[Matrix], x: np.ndarray, exact: bool = False
+        self, matrices: list[Matrix], x: np.ndarray, activation_bits: int = 16
     ) -> list[np.ndarray]:
         """Products of float32 x (vectors, columns) with the first of each stack, float32 (vectors,
         rows) each. Raises ValueError where the kernels refuse."""
         given, described = _vectors(x, "f32"), [_described(matrix) for matrix in matrices]
         outs = [np.full((len(x), m.exact.shape[1]), 7.0, np.float32) for m in matrices]
         products = (_Product * len(matrices))(*(
-            _Product(ctypes.pointer(one), ctypes.pointer(given), len(x), None, None, int(exact),
-                     out.ctypes.data, TYPES["f32"])
+            _Product(ctypes.pointer(one), ctypes.pointer(given), len(x), None, None,
+                     activation_bits, out.ctypes.data, TYPES["f32"])
             for one, out in zip(described, outs)
         ))  # fmt: skip
         if code := self.library.toast_multiply_all(products, len(matrices)):
@@ -279,7 +279,7 @@ class Kernels:
         return outs
 
     def most_error(
-        self, matrix: Matrix, x: np.ndarray, expert: np.ndarray, exact: bool, out_type: str
+        self, matrix: Matrix, x: np.ndarray, expert: np.ndarray, activation_bits: int, out_type: str
     ) -> np.ndarray:
         """How far off a product may be: float64 (count, rows). x: float64 (count, columns), of each
         result. expert: of each result."""
@@ -287,10 +287,10 @@ class Kernels:
         terms = products(abs(x), matrix.size, expert)
         # A lane adds up one after another; each sum, and each product before it, is rounded.
         error = terms * 2.0**-23 * (columns / 4 + 16)
-        if matrix.bits and not exact and self.instructions not in IN_FLOATS:
+        if matrix.bits and activation_bits < 32 and self.instructions not in IN_FLOATS:
             groups = abs(x).reshape(len(x), columns // matrix.group_size, matrix.group_size)
             pairs = matrix.bits == 4 and matrix.type_ != "e8m0" and self.instructions in IN_PAIRS
-            off = PAIR_OFF / PAIR_DIGITS if pairs else 0.5 / DIGITS
+            off = PAIR_OFF / PAIR_DIGITS if pairs and activation_bits == 12 else 0.5 / DIGITS
             most = np.repeat(groups.max(-1, initial=0), matrix.group_size, -1)
             error += products(most * off * 1.01, abs(matrix.exact), expert)
         product = products(x, matrix.exact, expert)

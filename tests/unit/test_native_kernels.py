@@ -35,6 +35,7 @@ from tests.unit.native_kernels import (
 __all__ = ["instructions", "kernels"]
 pytestmark = [needed, pytest.mark.usefixtures("instructions")]
 BITS = (0, 2, 3, 4, 6, 8, "mxfp4")
+activation_bits = st.sampled_from((12, 16, 32))
 
 
 matrices = st.builds(
@@ -61,7 +62,7 @@ def test_products_are_those_of_float64(kernels: Kernels, matrix: Matrix, data) -
     x_type, out_type = (data.draw(st.sampled_from(list(TYPES))) for _ in "xo")
     count, gathered = data.draw(st.integers(0, 21)), data.draw(st.booleans())
     x = vectors(data.draw(st.integers(0, 99)), count, columns, x_type, data.draw(st.integers(0, 3)))
-    exact = data.draw(st.booleans())
+    bits = data.draw(activation_bits)
     expert, vector = np.zeros(count, np.uint32), np.arange(count, dtype=np.uint32)
     chosen = {}
     if gathered and count:
@@ -69,17 +70,17 @@ def test_products_are_those_of_float64(kernels: Kernels, matrix: Matrix, data) -
         expert = rng.integers(0, experts, 2 * count).astype(np.uint32)
         vector = rng.integers(0, count, 2 * count).astype(np.uint32)
         chosen = {"vector": vector, "expert": expert}
-    out = kernels.multiply(matrix, x, x_type, out_type, exact=exact, **chosen)
+    out = kernels.multiply(matrix, x, x_type, out_type, activation_bits=bits, **chosen)
     wide = read(x, x_type)[vector]
     wanted = products(wide, matrix.exact, expert)
     error = abs(read(out, out_type) - wanted)
-    assert (error <= kernels.most_error(matrix, wide, expert, exact, out_type)).all()
+    assert (error <= kernels.most_error(matrix, wide, expert, bits, out_type)).all()
 
 
 @settings(max_examples=examples(40))
-@given(matrix=matrices, count=st.integers(1, 30), exact=st.booleans(), data=st.data())
+@given(matrix=matrices, count=st.integers(1, 30), bits=activation_bits, data=st.data())
 def test_a_batch_gives_what_its_vectors_give(
-    kernels: Kernels, matrix: Matrix, count: int, exact: bool, data
+    kernels: Kernels, matrix: Matrix, count: int, bits: int, data
 ) -> None:
     """To the bit, with any number of threads, and however experts are mixed."""
     experts, _, columns = matrix.exact.shape
@@ -87,51 +88,51 @@ def test_a_batch_gives_what_its_vectors_give(
     rng = np.random.default_rng(count)
     expert = rng.integers(0, experts, count).astype(np.uint32)
     vector = np.arange(count, dtype=np.uint32)
-    together = kernels.multiply(matrix, x, vector=vector, expert=expert, exact=exact)
+    together = kernels.multiply(matrix, x, vector=vector, expert=expert, activation_bits=bits)
     kernels.library.toast_set_threads(data.draw(st.integers(1, 4)))
     alone = [
         kernels.multiply(matrix, x[i : i + 1], vector=vector[:1], expert=expert[i : i + 1],
-                         exact=exact)[0]
+                         activation_bits=bits)[0]
         for i in range(count)
     ]  # fmt: skip
     assert np.array_equal(together, np.array(alone).reshape(together.shape))
 
 
 @settings(max_examples=examples(40))
-@given(matrix=matrices, count=st.integers(1, 150), gathered=st.booleans())
+@given(matrix=matrices, count=st.integers(1, 150), bits=activation_bits, gathered=st.booleans())
 def test_one_set_gives_what_another_gives(
-    kernels: Kernels, matrix: Matrix, count: int, gathered: bool
+    kernels: Kernels, matrix: Matrix, count: int, bits: int, gathered: bool
 ) -> None:
     """To the bit, where they multiply the same whole numbers: a home on two machines."""
     if (instructions := kernels.instructions) in IN_FLOATS:
         pytest.skip("float32")
     x = vectors(count, count, matrix.exact.shape[2], "f32", 1)
     vector = np.random.default_rng(count).permutation(count).astype(np.uint32) if gathered else None
-    found = kernels.multiply(matrix, x, vector=vector)
+    found = kernels.multiply(matrix, x, vector=vector, activation_bits=bits)
     with computed_by("neon_dotprod" if "neon" in instructions else "avx512vnni", kernels):
-        wanted = kernels.multiply(matrix, x, vector=vector)
+        wanted = kernels.multiply(matrix, x, vector=vector, activation_bits=bits)
     assert np.array_equal(found, wanted, equal_nan=True)
 
 
 @settings(max_examples=examples(40))
 @given(
     kinds=st.lists(st.tuples(st.sampled_from(BITS), st.sampled_from((32, 64))), max_size=4),
-    count=st.integers(1, 12), exact=st.booleans(), seed=st.integers(0, 1 << 30), data=st.data(),
+    count=st.integers(1, 12), bits=activation_bits, seed=st.integers(0, 1 << 30), data=st.data(),
 )  # fmt: skip
 def test_several_give_what_each_gives(
-    kernels: Kernels, kinds: list, count: int, exact: bool, seed: int, data
+    kernels: Kernels, kinds: list, count: int, bits: int, seed: int, data
 ) -> None:
     """To the bit: little ones and such as are shared out, for which vectors are prepared alike or
     otherwise."""
     rows = data.draw(st.lists(st.sampled_from((0, 7, 33, 600)), min_size=4, max_size=4))
     x = vectors(seed, count, 256, "f32", 0)
     matrices = [
-        random_matrix(seed + i, (1, rows[i], 256), bits, size, "f16")
-        for i, (bits, size) in enumerate(kinds)
+        random_matrix(seed + i, (1, rows[i], 256), packing, size, "f16")
+        for i, (packing, size) in enumerate(kinds)
     ]
-    together = kernels.multiply_all(matrices, x, exact)
+    together = kernels.multiply_all(matrices, x, bits)
     for matrix, found in zip(matrices, together, strict=True):
-        assert np.array_equal(found, kernels.multiply(matrix, x, exact=exact))
+        assert np.array_equal(found, kernels.multiply(matrix, x, activation_bits=bits))
     with pytest.raises(ValueError):
         kernels.multiply_all([random_matrix(0, (1, 1, 32), 0, 0, "f32")] * 5, x[:, :32])
 
@@ -199,7 +200,7 @@ def test_every_code_with_every_scale(kernels: Kernels) -> None:
     last; what is computed on the way to those before it is beyond float32."""
     codes = np.tile(np.arange(32, dtype=np.uint8) % 16, (1, 256, 1))
     matrix = mxfp4_matrix(codes, np.arange(256, dtype=np.uint8)[None, :, None])
-    out = kernels.multiply(matrix, np.eye(32, dtype=np.float32), exact=True).T
+    out = kernels.multiply(matrix, np.eye(32, dtype=np.float32), activation_bits=32).T
     assert np.array_equal(out[:252], matrix.exact[0, :252]) and np.isnan(out[255]).all()
     out = kernels.multiply(matrix, np.eye(32, dtype=np.float32)).T[20:252]
     np.testing.assert_allclose(out / 2.0 ** np.arange(-107, 125)[:, None], E2M1[codes[0, 20:252]],

@@ -16,11 +16,12 @@ import mlx.nn as nn
 
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
 from toastkit.holdings.packed import Kind, PathCounts, dense_bytes, packed_class
+from toastkit.native.library import DIGITS, PAIRS, WIDE
 from toastkit.native.modules import NARROW, narrow_keys, native, read_elsewhere
 from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import EMBEDDING, EXPERTS, GEARS, OUTSIDE, layer_owner
 from toastkit.store.precision import Rows, row_bytes
-from toastkit.store.skeleton import is_matrix
+from toastkit.store.skeleton import holds_experts, is_matrix
 from toastkit.store.store import Store
 
 
@@ -84,13 +85,14 @@ class Holding:
         self.columns = self.slots = 0
         self._class, self._attributes = type(module), dict(vars(module))
 
-    def use_native(self, exact: bool = False) -> None:
+    def use_native(self, activation_bits: int) -> None:
         """Its products are native from here on, in every form that it takes, where they can be.
-        exact: with float32 activations."""
+        activation_bits: that packed weights meet, see kernels.h."""
         self._class = native(self._class)
         self.module.__class__ = self._class
-        if exact:
-            vars(self.module)["_exact"] = self._attributes["_exact"] = True
+        own = {"_activation_bits": activation_bits}
+        vars(self.module).update(own)
+        self._attributes.update(own)
 
     def keep_narrow(self, store: Store, wide: mx.Dtype) -> list[str]:
         """Has its products meet activations, of dtype wide, with 16-bit numbers as they are stored,
@@ -223,6 +225,15 @@ def kept_narrow(store: Store, holdings: Iterable[Holding], types: Loading) -> fr
         return frozenset()
     found = [h for h in holdings if h.path.rpartition(".")[2] not in elsewhere]
     return frozenset(name for h in found for name in h.keep_narrow(store, wide))
+
+
+def activation_bits(model: nn.Module, exact: bool) -> int:
+    """Of activations that packed weights meet, see kernels.h. exact: float32. Where a token goes to
+    few of many experts more than elsewhere: a choice between two that are nearly as good falls
+    otherwise by what is little, and then all that follows is another."""
+    if exact:
+        return WIDE
+    return DIGITS if any(map(holds_experts, model.modules())) else PAIRS
 
 
 class LoadedSizes:

@@ -21,7 +21,14 @@ import mlx.core as mx
 
 from toastkit.errors import UsageError
 from toastkit.holdings.forms import ABSENT, MAPPED, ORIGINAL, Form
-from toastkit.holdings.holding import Holding, LoadedSizes, Parts, holdings_of, kept_narrow
+from toastkit.holdings.holding import (
+    Holding,
+    LoadedSizes,
+    Parts,
+    activation_bits,
+    holdings_of,
+    kept_narrow,
+)
 from toastkit.holdings.packed import PathCounts
 from toastkit.holdings.streams import Streams
 from toastkit.holdings.weights import Reading, Weights
@@ -72,8 +79,10 @@ class Holdings:
         self.budget = budget
         self.counts = PathCounts()
         self.modules = {holding.path: holding for holding in holdings_of(store)}
-        for holding in self.modules.values() if types.native else ():
-            holding.use_native(types.exact)
+        if types.native:
+            bits = activation_bits(store.model, types.exact)
+            for holding in self.modules.values():
+                holding.use_native(bits)
         if types.native and (library := in_use()) is not None:
             use_native(store.model.modules())
             store.reader.make_memory = library.memory

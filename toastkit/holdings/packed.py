@@ -127,7 +127,8 @@ def packed_class(
         made = _bare(original, {"weight": mx.zeros(shape)}).to_quantized(
             group_size=group_size_of(columns), bits=form.bits
         )
-        same = {name: attributes[name] for name in ("_wide", "_exact") if name in attributes}
+        inherited = {"_wide", "_activation_bits"} & attributes.keys()
+        same = {name: attributes[name] for name in inherited}
         kind = native(type(made)) if is_native(cls) else type(made)
         base = Kind(kind, {**vars(made), **same})
     own = {

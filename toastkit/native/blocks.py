@@ -29,7 +29,8 @@ class _Shape(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in (
-            "heads", "key_heads", "normed", "network", "activation", "exact", "before",
+            "heads", "key_heads", "normed", "network", "activation", "activation_bits",
+            "before",
         )),
         ("parts", ctypes.c_int32 * 7), ("eps", ctypes.c_float * 4),
         *((name, ctypes.c_int32) for name in ("dims", "traditional", "inverse")),
@@ -166,7 +167,7 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     used = parts + behind if more else parts
     shape, turn = _Shape(), attention[own.turn]
     shape.heads, shape.key_heads, shape.normed = heads, key_heads, bool(norms)
-    shape.scale, shape.exact = getattr(attention, own.scale), out._exact
+    shape.scale, shape.activation_bits = getattr(attention, own.scale), out._activation_bits
     shape.eps[:] = [norm.eps for norm in (first, second, *norms)] + [0.0] * (2 - len(norms))
     if more:
         shape.network, shape.activation = len(behind), ACTIVATIONS.index(form.activation)

@@ -97,7 +97,7 @@ class Operands:
         self.objects = (ctypes.c_void_p * len(places))(*places)
         packing = [number for operand in own for number in operand[3:]]
         self.packing = (ctypes.c_int * len(packing))(*packing)
-        self.exact = bool(parts[0]._exact)
+        self.activation_bits = parts[0]._activation_bits
         self._around = [(module, type(module), len(module)) for module in (*parts, *around)]
         self._arrays = [
             (part, key, weakref.ref(array))
@@ -192,7 +192,8 @@ class Mixture(Native):
         if (operands := Operands.of(own, around)) is None:
             return None
         places = [ctypes.addressof(array) for array in (operands.objects, operands.packing)]
-        shape = MixtureShape(*places, exact=operands.exact, shared=len(names))
+        shape = MixtureShape(*places, shared=len(names))
+        shape.activation_bits = operands.activation_bits
         shape.activations[: len(kinds)] = [ACTIVATIONS.index(kind) for kind in kinds]
         return operands, shape
 
@@ -202,7 +203,7 @@ class MixtureShape(ctypes.Structure):
 
     _fields_ = (
         ("objects", ctypes.c_void_p), ("packing", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("chosen", "how", "exact", "shared")),
+        *((name, ctypes.c_int32) for name in ("chosen", "how", "activation_bits", "shared")),
         ("activations", ctypes.c_int32 * 2),
     )  # fmt: skip
 
@@ -225,8 +226,8 @@ class _Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in (
-            "key_heads", "value_heads", "key_size", "value_size", "projections", "exact",
-            "network", "activation",
+            "key_heads", "value_heads", "key_size", "value_size", "projections",
+            "activation_bits", "network", "activation",
         )),
         ("eps", ctypes.c_float * 3),
     )  # fmt: skip
@@ -299,7 +300,7 @@ class Decoder(Native):
             return None
         shape = _Shape(
             rule.num_k_heads, rule.num_v_heads, rule.head_k_dim, rule.head_v_dim, len(rule._parts),
-            operands.exact,
+            operands.activation_bits,
         )  # fmt: skip
         shape.eps[:] = *(norm.eps for norm in norms), rule["norm"].eps
         if more is not None:

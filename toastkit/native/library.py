@@ -19,6 +19,7 @@ BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai", "finite")
+PAIRS, DIGITS, WIDE = 12, 16, 32  # bits of activations that packed weights meet, see kernels.h
 NONE = ctypes.py_object()  # an array that is not given
 
 
@@ -123,7 +124,7 @@ class Library:
         experts: mx.array | None = None,
         bits: int = 0,
         group_size: int = 0,
-        exact: bool = False,
+        activation_bits: int = DIGITS,
     ) -> mx.array:
         """Products, lazy, of the dtype of x, or float32 where the matrix has another.
 
@@ -131,11 +132,11 @@ class Library:
         packed, (rows, columns * bits / 32) uint32, with scales and biases, (rows, columns / group
         size); or mxfp4, 4 bits in groups of 32, with uint8 scales and no biases.
         experts: of a stack, (experts, rows, ...), the ones to multiply x (..., m, columns) with,
-        uint32 (...), broadcast; gives (..., m, rows). exact: see kernels.h.
+        uint32 (...), broadcast; gives (..., m, rows). activation_bits: PAIRS, DIGITS or WIDE.
         Raises ValueError for arrays that do not fit together.
         """
         some = [_given(array) for array in (scales, biases, experts)]
-        return _made(self._product, x, weight, *some, bits, group_size, exact)
+        return _made(self._product, x, weight, *some, bits, group_size, activation_bits)
 
     def feed_forward(
         self,
@@ -143,7 +144,7 @@ class Library:
         parts: Sequence[Operand],
         activation: str = "silu",
         experts: mx.array | None = None,
-        exact: bool = False,
+        activation_bits: int = DIGITS,
         biases: Sequence[mx.array | None] = (None,) * 3,
     ) -> mx.array:
         """down(activation(gate(x)) * up(x)), lazy, between them in float32; of the dtype of x, or
@@ -159,7 +160,7 @@ class Library:
         return _made(
             self._feed_forward, x, (ctypes.py_object * (4 * count))(*arrays),
             (ctypes.c_int * (2 * count))(*packing), count, _given(experts),
-            ACTIVATIONS.index(activation), exact,
+            ACTIVATIONS.index(activation), activation_bits,
         )  # fmt: skip
 
     def rms_norm(

@@ -18,7 +18,17 @@ import mlx.nn as nn
 from toastkit.native import operations
 from toastkit.native.forms import Form, block_of, form_of
 from toastkit.native.functions import Native, methods_anew
-from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, NONE, Library, Operand, in_use, need
+from toastkit.native.library import (
+    BITS,
+    DIGITS,
+    FLOATS,
+    GROUP_SIZES,
+    NONE,
+    Library,
+    Operand,
+    in_use,
+    need,
+)
 from toastkit.native.recurrent import Convolution
 from toastkit.native.rotary import DeepseekRope, FreqsRope, LongRope, Rope, YarnRope
 
@@ -145,13 +155,12 @@ class _Product(Native):
 
     _wide: the dtype that activations have, and parameters for everybody but the products, where
     these meet them in 16 bits; None where parameters are in the dtype of the activations.
-    _exact: packed weights meet float32 activations, see kernels.h. _last_only: see
-    last_position_only. They are of a module and not of the library: two engines of a process may
-    differ.
+    _activation_bits: that packed weights meet, see kernels.h. _last_only: see last_position_only.
+    They are of a module and not of the library: two engines of a process may differ.
     """
 
     _wide: mx.Dtype | None = None
-    _exact: bool = False
+    _activation_bits: int = DIGITS
     _last_only: bool = False
 
     def __getattr__(self, key: str) -> Any:
@@ -191,7 +200,9 @@ class _Product(Native):
         if self._last_only:
             x = x[..., -1:, :]
         weight, scales, biases, bits, group_size = own
-        return library.multiply(x, weight, scales, biases, experts, bits, group_size, self._exact)
+        return library.multiply(
+            x, weight, scales, biases, experts, bits, group_size, self._activation_bits
+        )
 
 
 class Linear(_Product):
@@ -303,7 +314,7 @@ def _fed_forward(
         experts = experts.astype(mx.uint32)
     for part in parts:
         part.was_used()
-    return library.feed_forward(x, own, activation, experts, parts[0]._exact, biases)
+    return library.feed_forward(x, own, activation, experts, parts[0]._activation_bits, biases)
 
 
 class Norm(Native):

@@ -80,7 +80,7 @@ void add_behind(Arrays &inputs, Layer &layer, Objects &objects, int64_t attended
   check(count == 0 || count == 2 || count == PARTS, "other parts");
   add_norm(inputs, objects.take(), columns);
   check(add_one(inputs, layer, HEADS, objects, attended) == columns, "rows of another length");
-  layer.network = {count, {}, {}, layer.is.activation, layer.is.exact != 0};
+  layer.network = {count, {}, {}, layer.is.activation, layer.is.activation_bits};
   if (!count) return;
   const mx::array *parts[PARTS][GIVEN];
   int64_t hidden = 0;
@@ -105,8 +105,9 @@ void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
   const Vectors vectors = {{normed.get(), count, columns, TOAST_F32}, count};
   auto next = [&](int i) { return Part(arrays, at, layer.packing[i], layer.biased[i]); };
   const Part queries = next(0), keys = next(1), values = next(2);
-  multiply(is.exact, {{vectors, queries, outs[0]}, {vectors, keys, outs[1]},
-                      {vectors, values, outs[2]}});
+  multiply(is.activation_bits, {{vectors, queries, outs[0]},
+                                {vectors, keys, outs[1]},
+                                {vectors, values, outs[2]}});
   for (int i = 0; is.normed && i < 2; i++) {
     const int64_t rows = (i ? keys : queries).matrix->rows, length = arrays[norms + i].shape(0);
     norm(arrays[norms + i], is.eps[2 + i], outs[i], count * rows / length, length, outs[i]);
@@ -125,7 +126,7 @@ void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
   const mx::array &weight = arrays[at++];
   const Part part(arrays, at, layer.packing[HEADS], layer.biased[HEADS]);
   const Vectors vectors = {{attended, count, part.matrix->columns, TOAST_F32}, count};
-  multiply(layer.is.exact, {{vectors, part, sum}});
+  multiply(layer.is.activation_bits, {{vectors, part, sum}});
   add_vectors(sum, x, count, columns);
   norm(weight, layer.is.eps[1], sum, count, columns, out);
   if (!layer.network.count) return;

@@ -13,7 +13,7 @@ extern "C" {
 // queries, of keys. before: objects that are given of what lies before attention. dims ... factor:
 // of the rotation, as toast_rotation has them; scale: of attention.
 typedef struct {
-  int32_t heads, key_heads, normed, network, activation, exact, before;
+  int32_t heads, key_heads, normed, network, activation, activation_bits, before;
   int32_t parts[7];
   float eps[4];
   int32_t dims, traditional, inverse;

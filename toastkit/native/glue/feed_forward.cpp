@@ -54,9 +54,9 @@ mx::array feed_forward(const mx::array &x, const mx::array *const (*parts)[GIVEN
 }  // namespace
 
 Network network_of(void *const *objects, const int *packing, int count, bool stacks, int activation,
-                   bool exact, const mx::array *(*parts)[GIVEN]) {
+                   int activation_bits, const mx::array *(*parts)[GIVEN]) {
   check(count == 2 || count == PARTS, "other parts");
-  Network network = {count, {}, {}, activation, exact};
+  Network network = {count, {}, {}, activation, activation_bits};
   for (int i = 0; i < count; i++)
     network.parts[i] = part_of(objects, packing, i, network.biased[i], parts[i], stacks);
   return network;
@@ -108,8 +108,8 @@ void feed(const Network &network, const Arrays &arrays, size_t &at, const Vector
   Feeding feeding(network, arrays, at, vectors);
   std::vector<Result> results;
   feeding.opens(results);
-  multiply(network.exact, results);
-  multiply(network.exact, {feeding.closes(out, out_type)});
+  multiply(network.activation_bits, results);
+  multiply(network.activation_bits, {feeding.closes(out, out_type)});
 }
 
 }  // namespace toast
@@ -121,12 +121,12 @@ extern "C" {
 // wrong; NULL where nothing is.
 TOAST_API const char *toast_feed_forward_array(void *out, void *x, void **arrays,
                                                const int *packing, int count, void *choice,
-                                               int activation, int exact) {
+                                               int activation, int activation_bits) {
   using toast::array_of;
   return toast::wrong([&] {
     const mx::array *parts[toast::PARTS][toast::GIVEN];
     const toast::Network network =
-        toast::network_of(arrays, packing, count, choice, activation, exact, parts);
+        toast::network_of(arrays, packing, count, choice, activation, activation_bits, parts);
     array_of(out) = toast::feed_forward(array_of(x), parts,
                                         choice ? &array_of(choice) : nullptr, network);
   });

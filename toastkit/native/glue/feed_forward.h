@@ -12,13 +12,13 @@ struct Network {
   Packing parts[PARTS];
   bool biased[PARTS];
   int activation;
-  bool exact;
+  int activation_bits;
 };
 
 // One as Python gives it: GIVEN arrays of each of `count` parts, which become `parts`, NULL for
 // those that it has not; bits and group size of each.
 Network network_of(void *const *objects, const int *packing, int count, bool stacks, int activation,
-                   bool exact, const mx::array *(*parts)[GIVEN]);
+                   int activation_bits, const mx::array *(*parts)[GIVEN]);
 
 // The arrays of its parts, for vectors of so many columns, added to `inputs`, of which the first
 // are these. Whether numbers of a part have another dtype than that. Raises as add_matrix.

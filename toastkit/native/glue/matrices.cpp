@@ -97,14 +97,15 @@ toast_matrix Part::from(int64_t first, int64_t rows) const {
   return some;
 }
 
-void multiply(bool exact, const std::vector<Result> &results) {
+void multiply(int activation_bits, const std::vector<Result> &results) {
   std::vector<toast_matrix> matrices;
   std::vector<toast_product> products;
   matrices.reserve(results.size()), products.reserve(results.size());
   for (const Result &r : results) {
     const auto &[x, count, which, expert] = r.vectors;
     matrices.push_back(r.part.from(r.first, r.rows ? r.rows : r.part.matrix->rows));
-    products.push_back({&matrices.back(), &x, count, which, expert, exact, r.out, r.out_type});
+    products.push_back(
+        {&matrices.back(), &x, count, which, expert, activation_bits, r.out, r.out_type});
   }
   need(toast_multiply_all(products.data(), int32_t(products.size())));
   for (const Result &r : results)

@@ -81,6 +81,6 @@ struct Result {
 };
 
 // Those that wait for nothing of each other, as toast_multiply_all.
-void multiply(bool exact, const std::vector<Result> &results);
+void multiply(int activation_bits, const std::vector<Result> &results);
 
 }  // namespace toast

@@ -30,10 +30,10 @@ mx::array mixed(const mx::array &x, const mx::array *const (*parts)[GIVEN],
 
 Mixture mixture_of(const toast_mixture &is, const mx::array *(*parts)[GIVEN]) {
   Mixture m = {};
-  m.chosen = is.chosen, m.how = is.how, m.exact = is.exact;
+  m.chosen = is.chosen, m.how = is.how, m.activation_bits = is.activation_bits;
   auto some = [&](int i, int count, bool stacks, int activation) {
     return network_of(is.objects + GIVEN * i, is.packing + 2 * i, count, stacks, activation,
-                      m.exact, parts + i);
+                      m.activation_bits, parts + i);
   };
   m.router = part_of(is.objects, is.packing, 0, m.router_biased, parts[0]);
   m.experts = some(1, PARTS, true, is.activations[0]);
@@ -88,18 +88,18 @@ void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int
     results.push_back({each, *gate, gates.get()});
     shared->opens(results);
   }
-  multiply(m.exact, results);
+  multiply(m.activation_bits, results);
 
   const toast_vectors scores = {logits.get(), count, experts, TOAST_F32};
   need(toast_route(&scores, experts, m.chosen, m.how, expert.get(), shares.get()));
   results.clear();
   few.opens(results);
-  multiply(m.exact, results);
+  multiply(m.activation_bits, results);
 
   results.clear();
   results.push_back(few.closes(given.get(), TOAST_F32));
   if (shared) results.push_back(shared->closes(more.get(), TOAST_F32));
-  multiply(m.exact, results);
+  multiply(m.activation_bits, results);
   const toast_vectors groups = {given.get(), all, columns, TOAST_F32};
   if (shared) {
     need(toast_blend(&groups, columns, m.chosen, shares.get(), more.get(), gates.get(), out));

@@ -12,7 +12,7 @@ extern "C" {
 typedef struct {
   void *const *objects;
   const int *packing;
-  int32_t chosen, how, exact, shared, activations[2];
+  int32_t chosen, how, activation_bits, shared, activations[2];
 } toast_mixture;
 
 }  // extern "C"
@@ -26,7 +26,7 @@ struct Mixture {
   bool router_biased, gate_biased;
   Network experts, shared;  // shared: of no parts where there is none
   int chosen, how;
-  bool exact;
+  int activation_bits;
 };
 
 // One as Python gives it, whose arrays become `parts`.

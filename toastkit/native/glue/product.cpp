@@ -28,7 +28,7 @@ std::vector<uint32_t> places_of(const mx::array &a, size_t skip, const std::vect
   return places;
 }
 
-void multiply(const Arrays &arrays, const Packing &packing, bool exact,
+void multiply(const Arrays &arrays, const Packing &packing, int activation_bits,
               const std::vector<int> &batch) {
   const mx::array &x = arrays[0];
   const bool chosen = packing.stack;
@@ -52,7 +52,8 @@ void multiply(const Arrays &arrays, const Packing &packing, bool exact,
       }
   }
   need(toast_multiply(matrix.get(), &vectors, count, chosen ? vector.data() : nullptr,
-                      chosen ? expert.data() : nullptr, exact, out.data<char>(), type_of(out)));
+                      chosen ? expert.data() : nullptr, activation_bits, out.data<char>(),
+                      type_of(out)));
 }
 
 std::vector<int> broadcast(const mx::array &x, const mx::array &choice) {
@@ -71,7 +72,7 @@ std::vector<int> broadcast(const mx::array &x, const mx::array &choice) {
 // of a stack (experts, rows, columns) that are chosen, uint32 (...), both broadcast.
 mx::array product(const mx::array &x, const mx::array &weight, const mx::array *scales,
                   const mx::array *biases, const mx::array *choice, int bits, int group_size,
-                  bool exact) {
+                  int activation_bits) {
   check(x.ndim() >= (choice ? 2 : 1), "no vectors");
   const Packing packing(bits, group_size, choice != nullptr, biases);
   Arrays inputs = {x};
@@ -92,8 +93,8 @@ mx::array product(const mx::array &x, const mx::array &weight, const mx::array *
   shape.back() = weight.shape(-2);
   auto dtype = x.dtype() == numbers ? x.dtype() : mx::float32;
   return made("ToastProduct", std::move(shape), dtype, std::move(inputs),
-              [packing, exact, batch = std::move(batch)](const Arrays &arrays) {
-    multiply(arrays, packing, exact, batch);
+              [packing, activation_bits, batch = std::move(batch)](const Arrays &arrays) {
+    multiply(arrays, packing, activation_bits, batch);
   }, nullptr, weights);
 }
 
@@ -163,14 +164,14 @@ extern "C" {
 // matrix. choice: NULL, or experts. Returns what is wrong; NULL where nothing is.
 TOAST_API const char *toast_product_array(void *out, void *x, void *weight, void *scales,
                                           void *biases, void *choice, int bits, int group_size,
-                                          int exact) {
+                                          int activation_bits) {
   using toast::array_of;
   return toast::wrong([&] {
     array_of(out) = toast::product(array_of(x), array_of(weight),
                                    scales ? &array_of(scales) : nullptr,
                                    biases ? &array_of(biases) : nullptr,
                                    choice ? &array_of(choice) : nullptr, bits, group_size,
-                                   exact != 0);
+                                   activation_bits);
   });
 }
 

@@ -215,7 +215,7 @@ struct Decoder {
   bool biased[PROJECTIONS + 1];
   Network network;
   Mixture mixture;
-  bool exact;
+  int activation_bits;
 };
 constexpr size_t FIRST = 3;  // arrays before its REST: x, the weights of both norms
 
@@ -244,7 +244,7 @@ void decode(const Decoder &d, const std::vector<bool> &given, const Arrays &arra
       made[i].reset(new float[count * part.matrix->rows]);
       results.push_back({vectors, part, made[i].get()});
     }
-    multiply(d.exact, results);
+    multiply(d.activation_bits, results);
   };
   norm(0, at(0));
   Products projected[PROJECTIONS], sum, ruled(new float[count * d.of.values()]);
@@ -343,7 +343,8 @@ TOAST_API const char *toast_delta_layer_array(void *y, void *last, void *after, 
 // before the rule, behind it, and in it. network: parts of a network, of that activation; of none
 // where a mixture is.
 typedef struct {
-  int32_t key_heads, value_heads, key_size, value_size, projections, exact, network, activation;
+  int32_t key_heads, value_heads, key_size, value_size, projections, activation_bits, network,
+      activation;
   float eps[3];
 } toast_decoder;
 
@@ -359,7 +360,7 @@ TOAST_API const char *toast_decoder_array(void *y, void *last, void *after, void
     toast::check(is->projections == 2 || is->projections == 4, "other projections");
     toast::Decoder d = {{is->key_heads, is->value_heads, is->key_size, is->value_size},
                         {is->eps[0], is->eps[1], is->eps[2]}, is->projections, {}, {}, {}, {},
-                        is->exact != 0};
+                        is->activation_bits};
     const mx::array *own[toast::PROJECTIONS + 1][toast::GIVEN];
     for (int i = 0; i <= is->projections; i++)
       d.packing[i] = toast::part_of(parts, packing, i, d.biased[i], own[i]);
@@ -368,7 +369,7 @@ TOAST_API const char *toast_decoder_array(void *y, void *last, void *after, void
       d.mixture = toast::mixture_of(*mixture, more);
     } else {
       d.network = toast::network_of(network, network_packing, is->network, false, is->activation,
-                                    d.exact, more);
+                                    d.activation_bits, more);
     }
     auto made = toast::decoded(array_of(x), rest, d, own, more);
     array_of(y) = made[0];

@@ -11,8 +11,8 @@ struct Block {
   static constexpr int PLANES = PLANES_;
   static constexpr int BYTES = BLOCK / 8 * BITS * PLANES;  // as they are stored
   static constexpr int LARGEST = (1 << BITS) - 1;
-  static constexpr bool PAIRED = BITS == 4;  // see digits.h
-  static constexpr int DIGITS = BLOCK * PLANES + (PAIRED ? BLOCK : BLOCK * PLANES);
+  static constexpr int DIGITS = BLOCK * PLANES * 2;
+  static constexpr bool PAIRED = false;
   // bytes: what is left of the row.
   INLINE __m512i load(const uint8_t *at, int64_t bytes) {
     const int64_t here = bytes < BYTES ? bytes : BYTES;
@@ -46,10 +46,15 @@ struct Block {
   }
 };
 
+// Those whose activations share a lower digit, see digits.h.
+struct Pairs : Block<4, 2> {
+  static constexpr int DIGITS = BLOCK * 3;
+  static constexpr bool PAIRED = true;
+};
+
 // Numbers of E2M1, as unpack.h has them.
 struct Doubled : Block<4, 2> {
-  static constexpr int LARGEST = 24, DIGITS = 4 * BLOCK;
-  static constexpr bool PAIRED = false;
+  static constexpr int LARGEST = 24;
   INLINE void spread(__m512i stored, I32 *planes) {
     const auto table = reinterpret_cast<const __m128i *>(DOUBLED);
     const __m512i doubled = _mm512_broadcast_i32x4(_mm_load_si128(table));
@@ -189,7 +194,7 @@ static void digit_rows(const toast::Product &p, const uint32_t *places, const ui
   // Whether sums of so many bytes' products fit into 16 bits, and there are registers for them.
   constexpr bool SHORT = M == 1 && !B::PAIRED && 4 * PLANES * BLOCKS * B::LARGEST * 128 <= 0x7fff;
   const toast_matrix &m = *p.matrix;
-  const auto layout = Layout::of(m);
+  const auto layout = Layout::of(p);
   const char *digits[M];
   for (int i = 0; i < M; i++) digits[i] = digits_of(p, places[i]);
   F32 y[M] = {}, scales[16], biases[16];

@@ -190,7 +190,7 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
                         int count, const uint8_t *rows, int64_t stride, const uint8_t *ahead,
                         int64_t row_ahead, char *room) {
   const toast_matrix &m = *p.matrix;
-  const auto layout = Layout::of(m);
+  const auto layout = Layout::of(p);
   const auto places = Places::of(layout, KEPT<B>, N);
   const char *vectors[toast::MOST_MEMBERS];
   const uint8_t *lying[16 * N];  // what is not there: the last one again
@@ -301,6 +301,7 @@ static bool multiply_digits(const toast::Product &p, const toast::Group &group, 
     case 4:
       if (p.matrix->type == TOAST_E8M0)
         return multiply_blocks<Doubled>(p, group, first, end, false);
+      if (in_pairs(p)) return multiply_blocks<Pairs>(p, group, first, end, false);
       return multiply_blocks<Block<4, 2>>(p, group, first, end, false);
     case 8: return multiply_blocks<Block<8>>(p, group, first, end, false);
     case 2:
@@ -316,21 +317,18 @@ static bool multiply_digits(const toast::Product &p, const toast::Group &group, 
   }
 }
 
-// Whether a product is computed with digits, or else as floats.h does.
-static bool in_digits(const toast::Product &p) { return p.matrix->bits && !p.exact; }
-
 static int64_t prepared_bytes(const toast::Product &p) {
-  return in_digits(p) ? Layout::of(*p.matrix).bytes : floats_bytes(p);
+  return toast::in_floats(p) ? floats_bytes(p) : Layout::of(p).bytes;
 }
 
 static void prepare(const toast::Product &p, int64_t row) {
-  return in_digits(p) ? prepare_digits(p, row) : prepare_floats(p, row);
+  return toast::in_floats(p) ? prepare_floats(p, row) : prepare_digits(p, row);
 }
 
 static bool multiply(const toast::Product &p, const toast::Group &group, int64_t first,
                      int64_t end) {
-  return in_digits(p) ? multiply_digits(p, group, first, end)
-                      : multiply_floats(p, group, first, end);
+  return toast::in_floats(p) ? multiply_floats(p, group, first, end)
+                             : multiply_digits(p, group, first, end);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Products of packed weights with activations in 16 bits, for processors that multiply bytes: what
-// a vector becomes.
+// Products of packed weights with activations in 16 or 12 bits, for processors that multiply bytes:
+// what a vector becomes.
 //
 // A group of activations is d * v, v whole numbers of 16 bits: two digits in base 256, the upper
 // from -127 to 127, the lower from -128 to 127. Half the unit of v is 2^-16 of the largest of its
@@ -27,6 +27,11 @@ constexpr float LARGEST = 127 * 256 + 127;
 constexpr float LARGEST_OF_PAIR = 119 * 256;  // 16 l takes eight of v' upper digits
 constexpr float LEAST = 0x1p-100f;  // a group without anything larger is zeros
 
+INLINE bool in_pairs(const toast::Product &p) {
+  const bool whole = p.matrix->bits == 4 && p.matrix->type != TOAST_E8M0;
+  return whole && p.activation_bits <= TOAST_PAIRS;
+}
+
 // What a vector is prepared as: of each block of numbers, its upper digits and then its lower ones;
 // then d of each group; then d times the sum of v. Of numbers that lie two or four in a byte (so
 // many planes), a group's digits are first those of the lowest bits and at last those of the
@@ -35,11 +40,12 @@ struct Layout {
   int planes, lanes;  // lanes: 32 bits of a block, or of more than one, that belong to a group
   bool pairs;
   int64_t numbers, digits, blocks, groups, steps, sums, bytes;  // numbers, digits: of a block
-  INLINE Layout of(const toast_matrix &m) {
+  INLINE Layout of(const toast::Product &p) {
+    const toast_matrix &m = *p.matrix;
     Layout l;
     l.planes = m.bits == 4 ? 2 : m.bits == 2 && m.group_size > 32 ? 4 : 1;
     l.lanes = m.group_size / 4 / l.planes;
-    l.pairs = m.bits == 4 && m.type != TOAST_E8M0;
+    l.pairs = in_pairs(p);
     l.numbers = BLOCK * l.planes;
     l.digits = l.pairs ? l.numbers + BLOCK : l.numbers * 2;
     l.blocks = (m.columns + l.numbers - 1) / l.numbers;
@@ -108,7 +114,7 @@ INLINE void put_digits(const Layout &layout, char *digits, int64_t number, __m51
 static void prepare_digits(const toast::Product &p, int64_t row) {
   const toast_matrix &m = *p.matrix;
   const toast_vectors &x = *p.x;
-  const auto layout = Layout::of(m);
+  const auto layout = Layout::of(p);
   char *out = p.prepared + row * p.prepared_stride;
   memset(out, 0, layout.bytes);
   const float largest = layout.pairs ? LARGEST_OF_PAIR : LARGEST;

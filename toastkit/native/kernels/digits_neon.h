@@ -315,22 +315,20 @@ static bool multiply_digits(const toast::Product &p, const toast::Group &group, 
   return true;
 }
 
-static bool in_digits(const toast::Product &p) { return p.matrix->bits && !p.exact; }
-
 static int64_t prepared_bytes(const toast::Product &p) {
-  if (!in_digits(p)) return floats_bytes(p);
+  if (toast::in_floats(p)) return floats_bytes(p);
   return p.matrix->bits == 4 ? Layout<true>::of(*p.matrix).bytes
                              : Layout<false>::of(*p.matrix).bytes;
 }
 
 static void prepare(const toast::Product &p, int64_t row) {
-  if (!in_digits(p)) return prepare_floats(p, row);
+  if (toast::in_floats(p)) return prepare_floats(p, row);
   return p.matrix->bits == 4 ? prepare_digits<true>(p, row) : prepare_digits<false>(p, row);
 }
 
 static bool multiply(const toast::Product &p, const toast::Group &group, int64_t first,
                      int64_t end) {
-  if (!in_digits(p)) return multiply_floats(p, group, first, end);
+  if (toast::in_floats(p)) return multiply_floats(p, group, first, end);
   if (p.matrix->type == TOAST_E8M0) return multiply_digits<true, true>(p, group, first, end);
   return p.matrix->bits == 4 ? multiply_digits<true, false>(p, group, first, end)
                              : multiply_digits<false, false>(p, group, first, end);

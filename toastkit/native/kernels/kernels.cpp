@@ -97,8 +97,8 @@ void share(bool little, int64_t count, const Work &work) {
 // Whether vectors are prepared for one as for the other.
 bool is_prepared_as(const toast_product &a, const toast_product &b) {
   const toast_matrix &m = *a.matrix, &n = *b.matrix;
-  return a.x == b.x && a.exact == b.exact && m.type == n.type && m.columns == n.columns &&
-         m.bits == n.bits && m.group_size == n.group_size;
+  return a.x == b.x && a.activation_bits == b.activation_bits && m.type == n.type &&
+         m.columns == n.columns && m.bits == n.bits && m.group_size == n.group_size;
 }
 
 // Prepares its vectors, unless the task before has done that. Whether there was memory.
@@ -130,7 +130,7 @@ bool cut(Task &task) {
   // A chunk is some rows with some of the results that an expert gives: of few rows with fewer, so
   // that there are chunks enough.
   const int64_t parts = MANY_CHUNKS * threads() * CHUNK_ROWS / (m.rows + 1) + 1;
-  const int64_t members = m.bits && !p.exact ? instructions().members : MEMBERS;
+  const int64_t members = in_floats(p) ? MEMBERS : instructions().members;
   const int64_t most = std::clamp((count + parts - 1) / parts, MEMBERS, members);
   const int64_t most_groups = m.experts + count / most;
   task.groups = memory<Group>(most_groups < count ? most_groups : count);
@@ -168,8 +168,8 @@ int multiply(const toast_product *products, int32_t n) {
     const toast_product &asked = products[i];
     Task &task = tasks[i];
     task.asked = &asked;
-    task.p = {asked.matrix,   asked.x,   asked.vector, asked.exact != 0,
-              asked.out, asked.out_type, nullptr,      0};
+    task.p = {asked.matrix, asked.x,        asked.vector, asked.activation_bits,
+              asked.out,    asked.out_type, nullptr,      0};
     if (!prepare(task, i ? &tasks[i - 1] : nullptr, little) || !cut(task)) return 2;
     ends[i] = all += task.all * task.chunks;
   }
@@ -220,9 +220,9 @@ void *scratch(int kind, int64_t bytes) {
 extern "C" {
 
 int toast_multiply(const toast_matrix *matrix, const toast_vectors *x, int64_t count,
-                   const uint32_t *vector, const uint32_t *expert, int32_t exact, void *out,
-                   int32_t out_type) {
-  const toast_product one = {matrix, x, count, vector, expert, exact, out, out_type};
+                   const uint32_t *vector, const uint32_t *expert, int32_t activation_bits,
+                   void *out, int32_t out_type) {
+  const toast_product one = {matrix, x, count, vector, expert, activation_bits, out, out_type};
   return toast_multiply_all(&one, 1);
 }
 

@@ -40,16 +40,19 @@ typedef struct {
   int32_t type;
 } toast_vectors;
 
+enum { TOAST_PAIRS = 12, TOAST_DIGITS = 16, TOAST_FLOATS = 32 };
+
 // out[i] = matrix[expert[i]] x[vector[i]] for i < count: (count, rows) of out_type, contiguous.
 //
-// vector: NULL for 0, 1, 2 ...; expert: NULL for 0. exact: float32 activations; else, where the
-// processor multiplies bytes, packed weights meet activations in 16 bits, with a scale a group.
+// vector: NULL for 0, 1, 2 ...; expert: NULL for 0. activation_bits: at least so many that packed
+// weights meet where the processor multiplies bytes, with a scale a group: TOAST_PAIRS, which only
+// weights of 4 bits gain by, or TOAST_DIGITS; or TOAST_FLOATS, float32 activations.
 // What an expert or a vector that is not there would give is NaN, and so are all products of a
-// vector that holds NaN or, in 16 bits, infinity.
+// vector that holds NaN or, with a scale a group, infinity.
 // Returns 0; 1 for a matrix of another kind than above, 2 for no memory.
 TOAST_API int toast_multiply(const toast_matrix *matrix, const toast_vectors *x, int64_t count,
-                   const uint32_t *vector, const uint32_t *expert, int32_t exact, void *out,
-                   int32_t out_type);
+                   const uint32_t *vector, const uint32_t *expert, int32_t activation_bits,
+                   void *out, int32_t out_type);
 
 // Such products, up to four, none of which waits for another, shared out together. What several do
 // with the same x, one after another, is done once. To the bit what each gives by itself.
@@ -58,7 +61,7 @@ typedef struct {
   const toast_vectors *x;
   int64_t count;
   const uint32_t *vector, *expert;
-  int32_t exact;
+  int32_t activation_bits;
   void *out;
   int32_t out_type;
 } toast_product;

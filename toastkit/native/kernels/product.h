@@ -12,12 +12,17 @@ struct Product {
   const toast_matrix *matrix;
   const toast_vectors *x;
   const uint32_t *vector;
-  bool exact;
+  int32_t activation_bits;
   void *out;
   int32_t out_type;
   char *prepared;
   int64_t prepared_stride;  // bytes of one vector in it
 };
+
+// Whether a product is of floats, and not of whole numbers where a set has these.
+inline bool in_floats(const Product &p) {
+  return !p.matrix->bits || p.activation_bits >= TOAST_FLOATS;
+}
 
 constexpr int64_t MEMBERS = 64;        // of a group, but where Instructions say more:
 constexpr int64_t MOST_MEMBERS = 128;
