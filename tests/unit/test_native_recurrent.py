@@ -252,6 +252,31 @@ def test_a_chunk_of_steps_gives_what_they_give(
         assert np.array_equal(state, rest[-1][1:])
 
 
+@pytest.mark.parametrize("size", [64, 63])
+def test_large_states_are_written_past_the_caches(kernels: Kernels, size: int) -> None:
+    """A step that leaves its state gives, to the bit, what one in its place gives."""
+    deltas, scans = of_heads(1, 1, 2, (32, 64), (size, 67)), of_scan(2, 1, 2, (64, 32), (67, size))
+    projections, own = of_layer(3, 1, 2, (32, 64), (size, 67), 4)
+
+    def stepped(in_place: bool) -> list[np.ndarray]:
+        made: list = [None, None, None]
+        last, found = None, []
+        for part in (slice(0, 1), slice(1, 2)):
+            some, others = (
+                [np.ascontiguousarray(a[:, part]) for a in arrays[:steps]] + arrays[steps:]
+                for arrays, steps in ((deltas, 5), (scans, 4))
+            )
+            y, made[0] = delta(kernels, some, made[0], in_place=in_place)
+            z, made[1] = scanned(kernels, others, made[1], in_place=in_place)
+            parts = {name: one[:, part] for name, one in projections.items()}
+            w, last, made[2] = layer(kernels, parts, own, last, made[2], 1e-5, in_place)
+            found += [y, z, w]
+        return found + made
+
+    for one, other in zip(stepped(False), stepped(True), strict=True):
+        assert np.array_equal(one, other)
+
+
 def test_heads_that_do_not_fit_are_refused(kernels: Kernels) -> None:
     with pytest.raises(ValueError, match="1"):
         delta(kernels, of_heads(1, 1, 1, (2, 3), (4, 4)), None)

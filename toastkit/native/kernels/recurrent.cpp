@@ -13,6 +13,14 @@
 namespace toast {
 namespace {
 
+constexpr int64_t PAST = 1 << 18;  // numbers of a state that no cache holds until the next step
+
+// Whether what a state of so many numbers is after some steps is written past the caches: where it
+// lies apart, each line would be read to be written.
+bool goes_past(int64_t length, int64_t numbers, const float *state, const float *after) {
+  return length == 1 && numbers >= PAST && state && state != after;
+}
+
 float softplus(float x) { return (x > 0 ? x : 0) + log1pf(expf(-fabsf(x))); }
 
 float decay_of(float a_log, float bias, float a) { return expf(-expf(a_log) * softplus(a + bias)); }
@@ -46,6 +54,7 @@ int gated_delta(const toast_delta &d, float *y, float *after) {
     }
   });
   const auto code = instructions().rows->recurrent.delta;
+  const bool past = goes_past(d.length, heads * d.value_size * d.key_size, d.state, after);
   const int64_t key_step = d.key_heads * d.key_size, value_step = d.value_heads * d.value_size;
   const bool all = share_rows(
       heads, d.value_size, d.key_size * (d.length + 1),
@@ -54,8 +63,8 @@ int gated_delta(const toast_delta &d, float *y, float *after) {
         const int64_t key = step * key_step + h / (d.value_heads / d.key_heads) * d.key_size;
         const int64_t value = step * value_step + h * d.value_size, gate = step * d.value_heads + h;
         const int64_t state = head * d.value_size * d.key_size;
-        return code({d.length, d.key_size, d.q + key, d.k + key, key_step, d.v + value, value_step,
-                     decays.get() + gate, rates.get() + gate, d.value_heads,
+        return code({d.length, d.key_size, past, d.q + key, d.k + key, key_step, d.v + value,
+                     value_step, decays.get() + gate, rates.get() + gate, d.value_heads,
                      d.mask ? d.mask + step : nullptr, d.state ? d.state + state : nullptr,
                      y + value, value_step, after + state}, first, end);
       });
@@ -128,7 +137,9 @@ class LayerHead {
       decays[t] = decay_of(l.a_log[head], l.bias[head], *at(l.a, t, i));
       rates[t] = rate_of(1, *at(l.b, t, i));
     }
-    const DeltaHead rule = {l.length, l.key_size, room_, room_ + l.key_size, width_,
+    const int64_t numbers = l.batch * l.value_heads * size * l.key_size;
+    const bool past = goes_past(l.length, numbers, l.state, after);
+    const DeltaHead rule = {l.length, l.key_size, past, room_, room_ + l.key_size, width_,
                             room_ + 2 * l.key_size + i * size, width_, decays, rates, 1, nullptr,
                             l.state ? l.state + state : nullptr, y, y_step, after + state};
     if (!code_.recurrent.delta(rule, 0, size)) return false;
@@ -174,6 +185,8 @@ int scan_steps(const toast_scan &s, float *y, float *after) {
     }
   });
   const auto code = instructions().rows->recurrent.scan;
+  const int64_t numbers = s.batch * s.heads * s.size * s.state_size;
+  const bool past = goes_past(s.length, numbers, s.state, after);
   const int64_t x_step = s.heads * s.size, group_step = s.groups * s.state_size;
   const bool all = share_rows(
       s.batch * s.heads, s.size, s.state_size * (s.length + 1),
@@ -182,8 +195,8 @@ int scan_steps(const toast_scan &s, float *y, float *after) {
         const int64_t group = step * group_step + h / (s.heads / s.groups) * s.state_size;
         const int64_t x = step * x_step + h * s.size, gate = step * s.heads + h;
         const int64_t state = head * s.size * s.state_size;
-        return code({s.length, s.state_size, s.x + x, s.b + group, s.c + group, x_step, group_step,
-                     decays.get() + gate, dts.get() + gate, s.heads, s.d[h],
+        return code({s.length, s.state_size, past, s.x + x, s.b + group, s.c + group, x_step,
+                     group_step, decays.get() + gate, dts.get() + gate, s.heads, s.d[h],
                      s.mask ? s.mask + step : nullptr, s.state ? s.state + state : nullptr,
                      y + x, after + state}, first, end);
       });

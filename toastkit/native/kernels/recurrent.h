@@ -91,9 +91,11 @@ TOAST_API int toast_scan_steps(const toast_scan *scan, float *y, float *after);
 
 namespace toast {
 
-// Steps of one head; `step`s are numbers from one to the next.
+// Steps of one head; `step`s are numbers from one to the next. past: `after` is written past the
+// caches, and does not lie where the state does.
 struct DeltaHead {
   int64_t length, key_size;
+  bool past;
   const float *q, *k;
   int64_t key_step;
   const float *v;
@@ -109,6 +111,7 @@ struct DeltaHead {
 
 struct ScanHead {
   int64_t length, state_size;
+  bool past;
   const float *x, *b, *c;
   int64_t x_step, group_step;  // of x and y; of b and c
   const float *decays, *dt;

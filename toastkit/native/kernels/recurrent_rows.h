@@ -1,6 +1,10 @@
 // The code of recurrent.h for one instruction set.
 #pragma once
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "lanes.h"
 #include "product.h"
 #include "recurrent.h"
@@ -9,18 +13,16 @@ namespace {
 
 constexpr int STATE_ROWS = 4;  // at a time
 
-// One step of some rows, which lie `stride` numbers apart. k, q: zeros from their size on.
+// One step of some rows, `stride` numbers apart, from s to `to`, which may be the same. k, q: zeros
+// from their size on.
 template <int ROWS>
-INLINE void delta_step(float *s, int64_t stride, const float *k, const float *q, const float *v,
-                       float decay, float rate, float *y) {
+INLINE void delta_step(const float *s, float *to, int64_t stride, const float *k, const float *q,
+                       const float *v, float decay, float rate, float *y) {
   F32 sums[ROWS] = {};
   for (int64_t i = 0; i < stride; i += LANES) {
     const F32 key = load<F32>(k + i);
-    for (int r = 0; r < ROWS; r++) {
-      F32 kept = load<F32>(s + r * stride + i) * decay;
-      store(s + r * stride + i, kept);
-      sums[r] = multiply_add(kept, key, sums[r]);
-    }
+    for (int r = 0; r < ROWS; r++)
+      sums[r] = multiply_add(load<F32>(s + r * stride + i) * decay, key, sums[r]);
   }
   F32 change[ROWS];
   for (int r = 0; r < ROWS; r++) {
@@ -30,8 +32,8 @@ INLINE void delta_step(float *s, int64_t stride, const float *k, const float *q,
   for (int64_t i = 0; i < stride; i += LANES) {
     const F32 key = load<F32>(k + i), query = load<F32>(q + i);
     for (int r = 0; r < ROWS; r++) {
-      F32 now = multiply_add(key, change[r], load<F32>(s + r * stride + i));
-      store(s + r * stride + i, now);
+      F32 now = multiply_add(key, change[r], load<F32>(s + r * stride + i) * decay);
+      store(to + r * stride + i, now);
       sums[r] = multiply_add(now, query, sums[r]);
     }
   }
@@ -40,15 +42,15 @@ INLINE void delta_step(float *s, int64_t stride, const float *k, const float *q,
 
 // Likewise; b, c: zeros from their size on. x, y: of the rows.
 template <int ROWS>
-INLINE void scan_step(float *s, int64_t stride, const float *b, const float *c, const float *x,
-                      float decay, float dt, float d, float *y) {
+INLINE void scan_step(const float *s, float *to, int64_t stride, const float *b, const float *c,
+                      const float *x, float decay, float dt, float d, float *y) {
   F32 sums[ROWS] = {}, added[ROWS];
   for (int r = 0; r < ROWS; r++) added[r] = all(x[r] * dt);
   for (int64_t i = 0; i < stride; i += LANES) {
     const F32 in = load<F32>(b + i), out = load<F32>(c + i);
     for (int r = 0; r < ROWS; r++) {
       F32 now = multiply_add(in, added[r], load<F32>(s + r * stride + i) * decay);
-      store(s + r * stride + i, now);
+      store(to + r * stride + i, now);
       sums[r] = multiply_add(now, out, sums[r]);
     }
   }
@@ -65,35 +67,68 @@ INLINE const float *whole_row(float *room, const float *from, int64_t size, int6
   return room;
 }
 
-// Steps of some rows: step(t, the rows, from one to the next, room for two more and the rows).
+// Numbers to memory, past the caches where the processor can; to be seen after wrote_past.
+INLINE void write_past(float *to, const float *from, int64_t count) {
+#if defined(__x86_64__)
+  int64_t i = 0;
+  auto one_by_one = [&](int64_t end) {
+    for (int32_t bits; i < end; i++) {
+      memcpy(&bits, from + i, sizeof bits);
+      _mm_stream_si32(reinterpret_cast<int *>(to + i), bits);
+    }
+  };
+  const int64_t before_line = -(reinterpret_cast<intptr_t>(to) / int64_t(sizeof(float))) & 15;
+  one_by_one(before_line < count ? before_line : count);
+#if defined(__AVX512F__)
+  for (; i + 16 <= count; i += 16) _mm512_stream_ps(to + i, _mm512_loadu_ps(from + i));
+#endif
+  for (; i + 4 <= count; i += 4) _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
+  one_by_one(count);
+#else
+  memcpy(to, from, count * sizeof(float));
+#endif
+}
+
+INLINE void wrote_past() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// Steps of some rows: step(t, the rows before it, and after it, from one to the next, room for two
+// more and the rows). Where rows are whole registers they are worked on where they lie.
 template <int ROWS, class Step>
-INLINE void over_steps(const float *state, float *after, int64_t size, int64_t length,
+INLINE void over_steps(const float *state, float *after, int64_t size, int64_t length, bool past,
                        const uint8_t *mask, float *room, const Step &step) {
-  const int64_t stride = state_stride(size);
-  float *s = room, *before = room + (STATE_ROWS + 2) * stride;
-  memset(s, 0, ROWS * stride * sizeof(float));
-  for (int r = 0; state && r < ROWS; r++)
-    memcpy(s + r * stride, state + r * size, size * sizeof(float));
+  const int64_t stride = state_stride(size), all = ROWS * stride;
+  float *const unused = room + (STATE_ROWS + 2) * stride;
+  float *const to = size == stride && !past ? after : room;
+  const float *from = size == stride && state ? state : to;
+  if (from == to && to != state) memset(to, 0, all * sizeof(float));
+  for (int r = 0; size != stride && state && r < ROWS; r++)
+    memcpy(room + r * stride, state + r * size, size * sizeof(float));
   for (int64_t t = 0; t < length; t++) {
     const bool passing = mask && !mask[t];
-    if (passing) memcpy(before, s, ROWS * stride * sizeof(float));
-    step(t, s, stride, room + STATE_ROWS * stride);
-    if (passing) memcpy(s, before, ROWS * stride * sizeof(float));
+    step(t, from, passing ? unused : to, stride, room + STATE_ROWS * stride);
+    if (!passing) from = to;
   }
-  for (int r = 0; r < ROWS; r++)
-    memcpy(after + r * size, s + r * stride, size * sizeof(float));
+  if (from == after) return;
+  for (int r = 0; past && r < ROWS; r++) write_past(after + r * size, from + r * stride, size);
+  for (int r = 0; !past && r < ROWS; r++)
+    memcpy(after + r * size, from + r * stride, size * sizeof(float));
 }
 
 template <int ROWS>
 static void delta_block(const toast::DeltaHead &h, int64_t row, float *room) {
   const int64_t size = h.key_size;
   over_steps<ROWS>(
-      h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.mask, room,
-      [&](int64_t t, float *s, int64_t stride, float *more) {
+      h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.past,
+      h.mask, room,
+      [&](int64_t t, const float *s, float *to, int64_t stride, float *more) {
         const float *k = whole_row(more, h.k + t * h.key_step, size, stride);
         const float *q = whole_row(more + stride, h.q + t * h.key_step, size, stride);
         const int64_t gate = t * h.gate_step;
-        delta_step<ROWS>(s, stride, k, q, h.v + t * h.value_step + row, h.decays[gate],
+        delta_step<ROWS>(s, to, stride, k, q, h.v + t * h.value_step + row, h.decays[gate],
                          h.rates[gate], h.y + t * h.y_step + row);
       });
 }
@@ -102,17 +137,18 @@ template <int ROWS>
 static void scan_block(const toast::ScanHead &h, int64_t row, float *room) {
   const int64_t size = h.state_size;
   over_steps<ROWS>(
-      h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.mask, room,
-      [&](int64_t t, float *s, int64_t stride, float *more) {
+      h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.past,
+      h.mask, room,
+      [&](int64_t t, const float *s, float *to, int64_t stride, float *more) {
         const float *b = whole_row(more, h.b + t * h.group_step, size, stride);
         const float *c = whole_row(more + stride, h.c + t * h.group_step, size, stride);
         const int64_t gate = t * h.gate_step, at = t * h.x_step + row;
-        scan_step<ROWS>(s, stride, b, c, h.x + at, h.decays[gate], h.dt[gate], h.d, h.y + at);
+        scan_step<ROWS>(s, to, stride, b, c, h.x + at, h.decays[gate], h.dt[gate], h.d, h.y + at);
       });
 }
 
 template <class Block, class One>
-INLINE bool some_rows(int64_t size, int64_t first, int64_t end, const Block &block,
+INLINE bool some_rows(int64_t size, bool past, int64_t first, int64_t end, const Block &block,
                       const One &one) {
   const int64_t bytes = (2 * STATE_ROWS + 2) * state_stride(size) * int64_t(sizeof(float));
   auto room = static_cast<float *>(toast::scratch(toast::ROWS, bytes));
@@ -120,19 +156,20 @@ INLINE bool some_rows(int64_t size, int64_t first, int64_t end, const Block &blo
   int64_t row = first;
   for (; row + STATE_ROWS <= end; row += STATE_ROWS) block(row, room);
   for (; row < end; row++) one(row, room);
+  if (past) wrote_past();
   return true;
 }
 
 static bool delta_rows(const toast::DeltaHead &h, int64_t first, int64_t end) {
   return some_rows(
-      h.key_size, first, end,
+      h.key_size, h.past, first, end,
       [&](int64_t row, float *room) { delta_block<STATE_ROWS>(h, row, room); },
       [&](int64_t row, float *room) { delta_block<1>(h, row, room); });
 }
 
 static bool scan_rows(const toast::ScanHead &h, int64_t first, int64_t end) {
   return some_rows(
-      h.state_size, first, end,
+      h.state_size, h.past, first, end,
       [&](int64_t row, float *room) { scan_block<STATE_ROWS>(h, row, room); },
       [&](int64_t row, float *room) { scan_block<1>(h, row, room); });
 }
