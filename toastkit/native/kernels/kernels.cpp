@@ -207,7 +207,7 @@ void *scratch(int kind, int64_t bytes) {
       for (void *one : memory) free(one);
     }
   } kept;
-  if (kept.bytes[kind] < bytes) {
+  if (!kept.memory[kind] || kept.bytes[kind] < bytes) {  // also of no bytes
     free(kept.memory[kind]);
     kept.memory[kind] = aligned_alloc(64, (bytes + 127) / 64 * 64);
     kept.bytes[kind] = kept.memory[kind] ? bytes : 0;
