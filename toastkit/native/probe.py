@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from toastkit.native.library import BITS, Library, Operand
+from toastkit.native.library import BITS, PAIRS, Library, Operand
 from toastkit.native.regions import Region
 
 
@@ -41,6 +41,10 @@ def trustworthy(library: Library) -> bool:
         ours = library.multiply(x * 2, *rows, bits=bits, group_size=64)
         theirs = mx.quantized_matmul(x * 2, *rows, transpose=True, group_size=64, bits=bits)
         pairs.append((ours + 1, theirs + 1))
+    rows = mx.quantize(weight, group_size=64, bits=4)
+    ours = library.multiply(x, *rows, bits=4, group_size=64, activation_bits=PAIRS)
+    theirs = mx.quantized_matmul(x, *rows, transpose=True, group_size=64, bits=4)
+    pairs.append((ours / 8, theirs / 8))  # of 12 bits, off by more
     rows = mx.quantize(weight, mode="mxfp4")
     ours = library.multiply(x, *rows, bits=4, group_size=32)
     pairs.append((ours, mx.quantized_matmul(x, *rows, transpose=True, mode="mxfp4")))
