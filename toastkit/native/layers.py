@@ -192,8 +192,7 @@ class Mixture(Native):
         if (operands := Operands.of(own, around)) is None:
             return None
         places = [ctypes.addressof(array) for array in (operands.objects, operands.packing)]
-        shape = MixtureShape(*places, shared=len(names))
-        shape.activation_bits = operands.activation_bits
+        shape = MixtureShape(*places, activation_bits=operands.activation_bits, shared=len(names))
         shape.activations[: len(kinds)] = [ACTIVATIONS.index(kind) for kind in kinds]
         return operands, shape
 

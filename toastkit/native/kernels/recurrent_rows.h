@@ -100,12 +100,12 @@ INLINE void wrote_past() {
 template <int ROWS, class Step>
 INLINE void over_steps(const float *state, float *after, int64_t size, int64_t length, bool past,
                        const uint8_t *mask, float *room, const Step &step) {
-  const int64_t stride = state_stride(size), all = ROWS * stride;
-  float *const unused = room + (STATE_ROWS + 2) * stride;
-  float *const to = size == stride && !past ? after : room;
-  const float *from = size == stride && state ? state : to;
-  if (from == to && to != state) memset(to, 0, all * sizeof(float));
-  for (int r = 0; size != stride && state && r < ROWS; r++)
+  const int64_t stride = state_stride(size);
+  const bool whole = size == stride;
+  float *const unused = room + (STATE_ROWS + 2) * stride, *const to = whole && !past ? after : room;
+  const float *from = whole && state ? state : to;
+  if (!whole || !state) memset(to, 0, ROWS * stride * sizeof(float));
+  for (int r = 0; !whole && state && r < ROWS; r++)
     memcpy(room + r * stride, state + r * size, size * sizeof(float));
   for (int64_t t = 0; t < length; t++) {
     const bool passing = mask && !mask[t];
@@ -113,9 +113,13 @@ INLINE void over_steps(const float *state, float *after, int64_t size, int64_t l
     if (!passing) from = to;
   }
   if (from == after) return;
-  for (int r = 0; past && r < ROWS; r++) write_past(after + r * size, from + r * stride, size);
-  for (int r = 0; !past && r < ROWS; r++)
-    memcpy(after + r * size, from + r * stride, size * sizeof(float));
+  for (int r = 0; r < ROWS; r++) {
+    if (past) {
+      write_past(after + r * size, from + r * stride, size);
+    } else {
+      memcpy(after + r * size, from + r * stride, size * sizeof(float));
+    }
+  }
 }
 
 template <int ROWS>
