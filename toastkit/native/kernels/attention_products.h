@@ -63,36 +63,10 @@ struct Later {
   }
 };
 
+#if !defined(__AVX512F__)
 // Rows become columns.
 INLINE void transpose(F32 *r) {
-#if defined(__AVX512F__)
-  __m512 t[16];
-  auto pd = [](__m512 v) { return _mm512_castps_pd(v); };
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_ps((__m512)r[i], (__m512)r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_ps((__m512)r[i], (__m512)r[i + 1]);
-  }
-  __m512 u[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 4)
-#pragma GCC unroll 8
-    for (int j = 0; j < 2; j++) {
-      u[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(t[i + j]), pd(t[i + j + 2])));
-      u[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(t[i + j]), pd(t[i + j + 2])));
-    }
-#pragma GCC unroll 8
-  for (int c = 0; c < 4; c++) {
-    __m512 a = _mm512_shuffle_f32x4(u[c], u[4 + c], 0x88);
-    __m512 b = _mm512_shuffle_f32x4(u[8 + c], u[12 + c], 0x88);
-    r[c] = (F32)_mm512_shuffle_f32x4(a, b, 0x88);
-    r[8 + c] = (F32)_mm512_shuffle_f32x4(a, b, 0xdd);
-    a = _mm512_shuffle_f32x4(u[c], u[4 + c], 0xdd);
-    b = _mm512_shuffle_f32x4(u[8 + c], u[12 + c], 0xdd);
-    r[4 + c] = (F32)_mm512_shuffle_f32x4(a, b, 0x88);
-    r[12 + c] = (F32)_mm512_shuffle_f32x4(a, b, 0xdd);
-  }
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
   __m256 t[8], u[8];
   auto pd = [](__m256 v) { return _mm256_castps_pd(v); };
 #pragma GCC unroll 8
@@ -123,6 +97,7 @@ INLINE void transpose(F32 *r) {
     }
 #endif
 }
+#endif
 
 // Calls work(d, column) for number d of LANES rows side by side, from the first to the last. What
 // lies in 32 bits is turned as one number, and then widened.

@@ -160,35 +160,6 @@ INLINE F32 add_group(F32 y, I32 sum, F32 scale, F32 bias, const float *step, con
   return multiply_add(bias, all(*total), y);
 }
 
-// Quarters of two registers: those that the constant names, two of each.
-template <int WHICH>
-INLINE I32 quarters(I32 a, I32 b) {
-  return (I32)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, WHICH);
-}
-
-// Sixteen registers of sixteen 32 bits each, crosswise.
-template <class Vector>
-INLINE void transpose(Vector *r) {
-  I32 t[16];
-  auto in = [&](int i) { return (__m512i)r[i]; };
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i += 4) {
-    __m512i a = _mm512_unpacklo_epi32(in(i), in(i + 1));
-    __m512i b = _mm512_unpackhi_epi32(in(i), in(i + 1));
-    __m512i c = _mm512_unpacklo_epi32(in(i + 2), in(i + 3));
-    __m512i d = _mm512_unpackhi_epi32(in(i + 2), in(i + 3));
-    t[i] = (I32)_mm512_unpacklo_epi64(a, c), t[i + 1] = (I32)_mm512_unpackhi_epi64(a, c);
-    t[i + 2] = (I32)_mm512_unpacklo_epi64(b, d), t[i + 3] = (I32)_mm512_unpackhi_epi64(b, d);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 4; i++) {
-    I32 a = quarters<0x44>(t[i], t[i + 4]), b = quarters<0xee>(t[i], t[i + 4]);
-    I32 c = quarters<0x44>(t[i + 8], t[i + 12]), d = quarters<0xee>(t[i + 8], t[i + 12]);
-    r[i] = (Vector)quarters<0x88>(a, c), r[i + 4] = (Vector)quarters<0xdd>(a, c);
-    r[i + 8] = (Vector)quarters<0x88>(b, d), r[i + 12] = (Vector)quarters<0xdd>(b, d);
-  }
-}
-
 // Scales and biases of 16 rows, of groups from g on: the i-th are group g + i's, of groups that are
 // not there zeros. Rows from `count` on are the last one again.
 template <int TYPE>

@@ -9,9 +9,6 @@ typedef int32_t I32 __attribute__((vector_size(4 * LANES)));
 typedef double F64 __attribute__((vector_size(8 * LANES)));
 typedef int64_t I64 __attribute__((vector_size(8 * LANES)));
 
-INLINE F32 larger(F32 a, F32 b) { return a > b ? a : b; }  // b where a is NaN
-INLINE F32 smaller(F32 a, F32 b) { return a < b ? a : b; }
-
 INLINE float largest(F32 v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);
@@ -28,7 +25,6 @@ INLINE F32 exponential(F32 x) {
   constexpr float WHOLE = 0x1.8p23f;                  // what is added to it is rounded
   x = smaller(all(100.0f), larger(all(-110.0f), x));  // infinity and 0 from there on; not NaN
   F32 rounded = multiply_add(x, all(0x1.715476p0f), all(WHOLE));
-  I32 power = (I32)rounded - (I32)all(WHOLE);
   F32 n = rounded - WHOLE;
   F32 r = multiply_add(n, all(-0x1.63p-1f), x);  // n times so few digits of log 2 is exact
   r = multiply_add(n, all(0x1.bd0106p-13f), r);
@@ -37,9 +33,7 @@ INLINE F32 exponential(F32 x) {
   p = multiply_add(p, r, all(4.1665795894e-2f));
   p = multiply_add(p, r, all(1.6666665459e-1f));
   p = multiply_add(p, r, all(5.0000001201e-1f));
-  p = multiply_add(p * r, r, r) + 1.0f;
-  I32 half = power >> 1;  // in two steps: either is a normal number
-  return p * (F32)((half + 127) << 23) * (F32)((power - half + 127) << 23);
+  return times_power(multiply_add(p * r, r, r) + 1.0f, n);
 }
 
 struct Turn {

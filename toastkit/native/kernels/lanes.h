@@ -73,6 +73,35 @@ INLINE F32 multiply_add(F32 a, F32 b, F32 c) {
 #endif
 }
 
+// b where one is NaN, as the instructions have it, which GCC does not find for 512 bits.
+INLINE F32 larger(F32 a, F32 b) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+INLINE F32 smaller(F32 a, F32 b) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+// x times 2 to the n, a whole number from -160 to 145, rounded once.
+INLINE F32 times_power(F32 x, F32 n) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_scalef_ps((__m512)x, (__m512)n);
+#else
+  constexpr float WHOLE = 0x1.8p23f;  // the lowest bits of n + WHOLE are n's
+  const I32 power = (I32)(n + WHOLE) - (I32)all(WHOLE);
+  const I32 half = power >> 1;  // either is a normal number
+  return x * (F32)((half + 127) << 23) * (F32)((power - half + 127) << 23);
+#endif
+}
+
 INLINE float sum(F32 v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);
@@ -268,5 +297,38 @@ INLINE void put_some(int type, void *p, int64_t i, F32 v, int n) {
     memcpy(to, &narrow, n * sizeof *to);
   }
 }
+
+#if defined(__AVX512F__)
+// Quarters of two registers: those that the constant names, two of each.
+template <int WHICH>
+INLINE I32 quarters(I32 a, I32 b) {
+  return (I32)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, WHICH);
+}
+
+// Four registers of sixteen 32 bits, crosswise within each quarter.
+template <class Vector>
+INLINE void transpose_quarters(Vector *r) {
+  auto low = [&](int i) { return _mm512_unpacklo_epi32((__m512i)r[i], (__m512i)r[i + 1]); };
+  auto high = [&](int i) { return _mm512_unpackhi_epi32((__m512i)r[i], (__m512i)r[i + 1]); };
+  const __m512i a = low(0), b = high(0), c = low(2), d = high(2);
+  r[0] = (Vector)_mm512_unpacklo_epi64(a, c), r[1] = (Vector)_mm512_unpackhi_epi64(a, c);
+  r[2] = (Vector)_mm512_unpacklo_epi64(b, d), r[3] = (Vector)_mm512_unpackhi_epi64(b, d);
+}
+
+// Sixteen registers of sixteen 32 bits each, crosswise.
+template <class Vector>
+INLINE void transpose(Vector *r) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) transpose_quarters(r + i);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    I32 a = quarters<0x44>((I32)r[i], (I32)r[i + 4]), b = quarters<0xee>((I32)r[i], (I32)r[i + 4]);
+    I32 c = quarters<0x44>((I32)r[i + 8], (I32)r[i + 12]);
+    I32 d = quarters<0xee>((I32)r[i + 8], (I32)r[i + 12]);
+    r[i] = (Vector)quarters<0x88>(a, c), r[i + 4] = (Vector)quarters<0xdd>(a, c);
+    r[i + 8] = (Vector)quarters<0x88>(b, d), r[i + 12] = (Vector)quarters<0xdd>(b, d);
+  }
+}
+#endif
 
 }  // namespace
