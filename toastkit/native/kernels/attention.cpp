@@ -18,6 +18,7 @@ namespace {
 
 constexpr int64_t FEW_TILES = 64;          // whose spans are work of their own
 constexpr int64_t FEW_PRODUCTS = 1 << 17;  // that are not worth a second thread
+constexpr int64_t FEW_QUERIES = 16;        // tiles of them, likewise, to be prepared
 
 bool is_float(const toast_rows &rows) {
   return rows.type >= TOAST_F32 && rows.type <= TOAST_BF16;
@@ -156,12 +157,20 @@ bool attend(const Attention &a, const AttentionCode &code, bool little) {
     for (int64_t head = 0; head < call.key_heads; head += tile_heads)
       for (int64_t first = 0; first < a.rows; first += tile_rows) {
         const Tile tile = {batch, head, first, std::min(tile_rows, a.rows - first),
-                           std::min(tile_heads, call.key_heads - head)};
+                           std::min(tile_heads, call.key_heads - head), nullptr};
         work.push_back({tile, spans_of(a, tile), spans});
         spans += work.back().spans.end - work.back().spans.first;
       }
   const int64_t rows = tile_heads * tile_rows, floats = rows * (1 + a.row_floats);
   const int64_t tiles = int64_t(work.size());
+  if (const int64_t each = code.prepared_bytes(a, tile_rows, tile_heads)) {
+    auto queries = static_cast<char *>(scratch(QUERIES, tiles * each));
+    if (!queries) return false;
+    share(little || tiles < FEW_QUERIES, tiles, [&](int64_t i) {
+      code.prepare(a, work[i].tile, queries + i * each);
+      work[i].tile.queries = queries + i * each;
+    });
+  }
   auto sums = [&](float *memory) { return Sums{memory, memory + rows}; };
   std::atomic<bool> failed{false};
   if (tiles >= FEW_TILES || spans == tiles) {

@@ -48,8 +48,9 @@ struct Sums {
 struct Tile {
   int64_t batch, head, first, rows;  // head: the first of the keys'; rows: of each
   int64_t heads;
+  const char *queries;  // as `prepare` has left them
 
-  Tile of_head(int64_t h) const { return {batch, head + h, first, rows, 1}; }
+  Tile of_head(int64_t h) const { return {batch, head + h, first, rows, 1, nullptr}; }
 };
 
 // One instruction set's code.
@@ -57,6 +58,9 @@ struct AttentionCode {
   int64_t (*tile_rows)(int64_t rows);   // that a tile has, of so many
   int64_t (*tile_heads)(int64_t rows);  // and heads, at most
   int64_t (*row_floats)(int64_t value_size);
+  // What a tile's queries take where they are prepared once for all spans, a multiple of 64; or 0.
+  int64_t (*prepared_bytes)(const Attention &, int64_t tile_rows, int64_t tile_heads);
+  void (*prepare)(const Attention &, const Tile &, char *to);
   // Sets `out` to what comes of the keys from begin up to end; false for no memory.
   bool (*attend)(const Attention &, const Tile &, int64_t begin, int64_t end, Sums out);
   // Puts what comes of a later span, which is lost, to what came before.

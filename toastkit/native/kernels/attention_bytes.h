@@ -55,92 +55,164 @@ struct Step {
   }
 };
 
-// Query r, as a row of floats with zeros behind it, to its digits.
-static void put_query(const Digits &to, int64_t r, const float *x, int64_t size) {
+// Query r of a tile to its digits: put(d, part, digits d and following, upper or lower), as many as
+// there are up to `stride`. Its step and offsets go to their places.
+template <class Put>
+INLINE void put_query(const toast::Attention &a, const toast::Tile &tile, int64_t r, int64_t stride,
+                      float *step_to, int32_t *const *offsets, const Put &put) {
   F32 most = {}, nothing = {};
-  for (int64_t d = 0; d < size; d += LANES) {
-    const F32 v = load<F32>(x + d), magnitude = (F32)((U32)v & 0x7fffffff);
-    most = magnitude > most ? magnitude : most;
+  for (int64_t d = 0; d < a.call->key_size; d += LANES) {
+    const F32 v = query_numbers(a, tile, r, d), magnitude = (F32)((U32)v & 0x7fffffff);
+    most = larger(magnitude, most);
     nothing += v - v;
   }
   const Step step = Step::of(_mm512_reduce_max_ps((__m512)most), sum(nothing), MOST_QUERY);
   I32 uppers = {}, lowers = {};
-  for (int64_t d = 0; d < to.stride; d += LANES) {
-    const I32 v = d < size && step.per_step ? whole(load<F32>(x + d) * step.per_step) : I32{};
+  for (int64_t d = 0; d < stride; d += LANES) {
+    const I32 v = step.per_step ? whole(query_numbers(a, tile, r, d) * step.per_step) : I32{};
     const I32 upper = (v + 128) >> 8, lower = v - (upper << 8);
-    store(to.queries[0] + r * to.stride + d, __builtin_convertvector(upper, I8));
-    store(to.queries[1] + r * to.stride + d, __builtin_convertvector(lower, I8));
+    put(d, 0, __builtin_convertvector(upper, I8));
+    put(d, 1, __builtin_convertvector(lower, I8));
     uppers += upper, lowers += lower;
   }
-  to.query_steps[r] = step.step;
-  to.offsets[0][r] = 128 * _mm512_reduce_add_epi32((__m512i)uppers);
-  to.offsets[1][r] = 128 * _mm512_reduce_add_epi32((__m512i)lowers);
+  *step_to = step.step;
+  *offsets[0] = 128 * _mm512_reduce_add_epi32((__m512i)uppers);
+  *offsets[1] = 128 * _mm512_reduce_add_epi32((__m512i)lowers);
 }
 
-// KEYS_TURNED keys, the last one of `left` again after it, to columns of four bytes plus 128,
-// (stride / 4, KEYS_TURNED) words; and their scales.
-static void turn_keys(const char *keys, int64_t stride, int64_t left, int64_t size,
-                      const Digits &to) {
-  for (int first = 0; first < KEYS_TURNED; first += LANES) {
-    const char *row[LANES];
-    float *scales = to.scales + first;
-    for (int i = 0; i < LANES; i++) {
-      row[i] = keys, scales[i] = scale_of(keys, size);
-      keys += first + i + 1 < left ? stride : 0;
-    }
-    uint8_t *columns = to.keys + 4 * first;
-    for (int64_t d = 0; d < size; d += REGISTER, columns += REGISTER * KEYS_TURNED) {
-      const __mmask64 some = some_bytes(size - d);
-      F32 r[LANES];
-#pragma GCC unroll 16
-      for (int i = 0; i < LANES; i++) r[i] = (F32)_mm512_maskz_loadu_epi8(some, row[i] + d);
-      transpose(r);
-#pragma GCC unroll 16
-      for (int i = 0; i < LANES; i++) store(columns + 4 * i * KEYS_TURNED, plus_128((I32)r[i]));
-    }
+// Few queries of a tile as they are prepared, `count` with those of zeros. digits: for each
+// QUERIES_AT_ONCE of them and each word i of each register of a key (see `turn_four`), upper and
+// then lower digits of each query: word i of each quarter, four times.
+struct FewQueries {
+  int64_t count, stride;
+  char *digits;
+  float *steps;
+  int32_t *offsets[2];
+
+  INLINE int64_t bytes(int64_t count, int64_t stride) {
+    return count * 8 * stride + (12 * count + REGISTER - 1) / REGISTER * REGISTER;
+  }
+  INLINE FewQueries at(const char *memory, int64_t count, int64_t size) {
+    const int64_t stride = padded_row(size);
+    char *digits = const_cast<char *>(memory), *steps = digits + count * 8 * stride;
+    auto words = reinterpret_cast<int32_t *>(steps);
+    return {count, stride, digits, reinterpret_cast<float *>(steps),
+            {words + count, words + 2 * count}};
+  }
+};
+
+constexpr int QUERIES_AT_ONCE = 4;  // queries that meet keys at a time, at most
+
+template <int N>
+static void prepare_few(const toast::Attention &a, const toast::Tile &tile, char *memory) {
+  constexpr int M = N < QUERIES_AT_ONCE ? N : QUERIES_AT_ONCE;
+  const auto to = FewQueries::at(memory, tile.heads * N, a.call->key_size);
+  for (int64_t r = 0; r < to.count; r++) {
+    char *digits = to.digits + r / M * M * 8 * to.stride + r % M * 2 * REGISTER;
+    int32_t *const offsets[2] = {to.offsets[0] + r, to.offsets[1] + r};
+    put_query(a, tile.of_head(r / N), r % N, to.stride, to.steps + r, offsets,
+              [&](int64_t d, int part, I8 sixteen) {
+      const __m128i words = (__m128i)sixteen;
+      char *at = digits + (d / REGISTER * 8 * M + part) * REGISTER + d % REGISTER;
+      store(at, _mm_shuffle_epi32(words, 0x00)), at += 2 * M * REGISTER;
+      store(at, _mm_shuffle_epi32(words, 0x55)), at += 2 * M * REGISTER;
+      store(at, _mm_shuffle_epi32(words, 0xaa)), at += 2 * M * REGISTER;
+      store(at, _mm_shuffle_epi32(words, 0xff));
+    });
   }
 }
 
-// out[n][key] = the score of query first + n with a key that is turned, of so many words.
-template <int N>
-static void cross_key_bytes(const Digits &digits, int64_t first, int64_t words, Later *later,
-                            float *out) {
-  constexpr int V = KEYS_TURNED / LANES;
-  Later fetched = *later;
-  I32 sums[N][2][V];
+static int64_t prepared_bytes(const toast::Attention &a, int64_t tile_rows, int64_t tile_heads) {
+  if (!in_bytes(a.call->keys) || !are_few(a.rows)) return 0;
+  return FewQueries::bytes(tile_heads * computed(tile_rows), padded_row(a.call->key_size));
+}
+
+static void prepare(const toast::Attention &a, const toast::Tile &tile, char *to) {
+  with_rows(tile.rows, [&]<int N>() { prepare_few<N>(a, tile, to); });
+}
+
+// Where quarters of registers come from: rows, and are not needed again; rows, and are left in
+// memory; or from there.
+enum Source { ONCE, FIRST, AGAIN };
+
+// Of four keys words i of each quarter of REGISTER bytes, plus 128: lane 4 * q + k of to[i] is word
+// 4 * q + i of key k. left: bytes of a row from d on.
+INLINE void turn_four(const char *const *rows, int64_t d, int64_t left, I32 *to) {
 #pragma GCC unroll 4
-  for (int n = 0; n < N; n++)
-#pragma GCC unroll 2
-    for (int part = 0; part < 2; part++)
-#pragma GCC unroll 2
-      for (int v = 0; v < V; v++) sums[n][part][v] = I32{} - digits.offsets[part][first + n];
-  const int32_t *queries = digits.columns[0] + first * digits.stride / 2;
-  const uint8_t *columns = digits.keys;
-  for (int64_t k = 0; k < words; k++, queries += 2 * N, columns += 4 * KEYS_TURNED) {
-    I32 keys[V];
-    fetched.fetch();
-#pragma GCC unroll 2
-    for (int v = 0; v < V; v++) keys[v] = load<I32>(columns + 4 * v * LANES);
+  for (int i = 0; i < 4; i++)
+    to[i] = plus_128(left < REGISTER
+                         ? (I32)_mm512_maskz_loadu_epi8(some_bytes(left), rows[i] + d)
+                         : load<I32>(rows[i] + d));
+  transpose_quarters(to);
+}
+
+// What the quarters of four registers add up to, one after another.
+INLINE I32 sums_of_quarters(I32 a, I32 b, I32 c, I32 d) {
+  const I32 x = quarters<0x44>(a, b) + quarters<0xee>(a, b);
+  const I32 y = quarters<0x44>(c, d) + quarters<0xee>(c, d);
+  return quarters<0x88>(x, y) + quarters<0xdd>(x, y);
+}
+
+// out[n][key] = the score of query first + n with each of LANES keys, which are where rows are.
+// kept: (stride / 4) registers. scales: of the keys.
+template <int N, Source SOURCE>
+static void cross_key_bytes(const FewQueries &queries, int64_t first, const char *const *rows,
+                            int64_t size, uint8_t *kept, F32 scales, Later *later, float *out) {
+  Later fetched = *later;
+  I32 sums[N][2][4];  // of each four keys
+#pragma GCC unroll 1
+  for (int half = 0; half < 2; half++) {
+    I32 now[N][2][2];
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++)
 #pragma GCC unroll 2
-      for (int part = 0; part < 2; part++) {
-        const I32 query = word(queries + 2 * n + part);
+      for (int part = 0; part < 2; part++) now[n][part][0] = now[n][part][1] = I32{};
+    const char *digits = queries.digits + first * 8 * queries.stride;
+    for (int64_t d = 0; d < size; d += REGISTER) {
+      I32 keys[2][4];
 #pragma GCC unroll 2
-        for (int v = 0; v < V; v++)
-          sums[n][part][v] = plus_fours(sums[n][part][v], keys[v], query);
+      for (int g = 0; g < 2; g++)
+        if (SOURCE != AGAIN) turn_four(rows + 8 * half + 4 * g, d, size - d, keys[g]);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        fetched.fetch();
+#pragma GCC unroll 2
+        for (int g = 0; g < 2; g++, kept += REGISTER) {
+          if (SOURCE == AGAIN) keys[g][i] = load<I32>(kept);
+          if (SOURCE == FIRST) store(kept, keys[g][i]);
+        }
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
+          for (int part = 0; part < 2; part++, digits += REGISTER) {
+            I32 query = load<I32>(digits);
+            asm("" : "+v"(query));  // a compiler would load it twice
+#pragma GCC unroll 2
+            for (int g = 0; g < 2; g++)
+              now[n][part][g] = plus_fours(now[n][part][g], keys[g][i], query);
+          }
       }
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
+      for (int part = 0; part < 2; part++)
+#pragma GCC unroll 2
+        for (int g = 0; g < 2; g++) sums[n][part][2 * half + g] = now[n][part][g];
   }
   *later = fetched;
-#pragma GCC unroll 2
-  for (int v = 0; v < V; v++)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) {
-      const F32 steps = all(digits.query_steps[first + n]) *
-                        load<F32>(digits.scales + v * LANES);
-      store(out + n * SCORES_STRIDE + v * LANES,
-            of_digits(sums[n][0][v], sums[n][1][v]) * steps);
+  for (int n = 0; n < N; n++) {
+    I32 both[2];
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; part++) {
+      const I32 *four = sums[n][part];
+      both[part] = sums_of_quarters(four[0], four[1], four[2], four[3]) -
+                   queries.offsets[part][first + n];
     }
+    store(out + n * SCORES_STRIDE,
+          of_digits(both[0], both[1]) * (all(queries.steps[first + n]) * scales));
+  }
 }
 
 // N: queries of a head, of which those after the tile's are zeros. The values of the span are
@@ -148,27 +220,28 @@ static void cross_key_bytes(const Digits &digits, int64_t first, int64_t words, 
 template <int N>
 static void scores_of_few_bytes(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                                 int64_t end, const Room &room, const Digits &digits) {
-  constexpr int M = N < 4 ? N : 4;  // that meet turned keys at a time
+  constexpr int M = N < QUERIES_AT_ONCE ? N : QUERIES_AT_ONCE;
   const toast_attention &call = *a.call;
-  const int64_t size = call.key_size, stride = call.keys.strides[2], words = (size + 3) / 4;
-  for (int64_t r = 0; r < tile.heads * N; r++) {
-    widen_query(a, tile.of_head(r / N), r % N, room.queries);
-    put_query(digits, r, room.queries, size);
-    // Word by word of M queries, upper and lower digits of each in turn.
-    int32_t *to = digits.columns[0] + r / M * M * digits.stride / 2 + r % M * 2;
-    for (int64_t k = 0; k < words; k++)
-      for (int part = 0; part < 2; part++)
-        to[k * 2 * M + part] = load<int32_t>(digits.queries[part] + r * digits.stride + 4 * k);
-  }
+  const int64_t size = call.key_size, stride = call.keys.strides[2];
+  const auto queries = FewQueries::at(tile.queries, tile.heads * N, size);
   const char *keys = row_of(call.keys, tile.batch, tile.head, begin);
   const int64_t row = row_bytes<TOAST_I8>(size), count = end - begin;
-  const int64_t blocks = (count + KEYS_TURNED - 1) / KEYS_TURNED;
-  Later later = later_of(a, call.values, tile, begin, end, blocks * tile.heads * (N / M) * words);
-  for (int64_t j = 0; j < count; j += KEYS_TURNED)
+  const int64_t blocks = (count + LANES - 1) / LANES * tile.heads * (N / M);
+  Later later = later_of(a, call.values, tile, begin, end, blocks * digits.stride / 8);
+  for (int64_t j = 0; j < count; j += LANES)
     for (int64_t h = 0; h < tile.heads; h++) {
-      turn_keys(keys + j * stride + h * row, stride, count - j, size, digits);
-      for (int64_t n = h * N; n < (h + 1) * N; n += M)
-        cross_key_bytes<M>(digits, n, words, &later, room.scores + n * SCORES_STRIDE + j);
+      const char *rows[LANES];  // the last one again after it
+      F32 scales;
+      for (int i = 0; i < LANES; i++) {
+        rows[i] = keys + (j + i < count ? j + i : count - 1) * stride + h * row;
+        scales[i] = scale_of(rows[i], size);
+      }
+      auto cross = [&]<Source SOURCE>(int64_t n) {
+        cross_key_bytes<M, SOURCE>(queries, n, rows, size, digits.keys, scales, &later,
+                                   room.scores + n * SCORES_STRIDE + j);
+      };
+      cross.template operator()<N == M ? ONCE : FIRST>(h * N);
+      for (int n = M; n < N; n += M) cross.template operator()<AGAIN>(h * N + n);
     }
 }
 
@@ -205,8 +278,11 @@ static void scores_of_many_bytes(const toast::Attention &a, const toast::Tile &t
   const toast_attention &call = *a.call;
   const int64_t size = call.key_size, lanes = vectors * LANES, stride = digits.stride;
   for (int64_t r = 0; r < lanes; r++) {
-    widen_query(a, tile, r, room.queries);
-    put_query(digits, r, room.queries, size);
+    int32_t *const offsets[2] = {digits.offsets[0] + r, digits.offsets[1] + r};
+    put_query(a, tile, r, stride, digits.query_steps + r, offsets,
+              [&](int64_t d, int part, I8 sixteen) {
+      store(digits.queries[part] + r * stride + d, sixteen);
+    });
   }
   for (int part = 0; part < 2; part++)
     for (int v = 0; v < vectors; v++)
@@ -261,6 +337,8 @@ static void scores_in_bytes(const toast::Attention &a, const toast::Tile &tile, 
 struct Digits {};
 INLINE bool in_bytes(const toast_rows &) { return false; }
 INLINE bool make_digits(const toast::Attention &, Digits *) { return false; }
+static int64_t prepared_bytes(const toast::Attention &, int64_t, int64_t) { return 0; }
+static void prepare(const toast::Attention &, const toast::Tile &, char *) {}
 template <class... Rest>
 INLINE void scores_in_bytes(const Rest &...) {}
 #endif

@@ -74,28 +74,30 @@ INLINE bool make_room(const toast::Attention &a, Room *room) {
 #if defined(__AVX512VNNI__)
 constexpr int64_t REGISTER = 4 * LANES;     // bytes of one
 constexpr int64_t FOURS = toast::SPAN / 4;  // words of a span's weights
-constexpr int KEYS_TURNED = 2 * LANES;      // that few queries meet at a time
 
-// A thread's memory for a span in bytes. queries: (WIDE, stride) bytes, upper digits and then lower
-// ones, with zeros behind a row. columns: the same crosswise where queries are many, (stride / 4,
-// lanes) words; where they are few, word by word in the first. offsets: 128 times the sums of a
-// query's digits. weights: words of four keys, upper and then lower. keys: plus 128, (TILE_M,
-// stride) or, crosswise, (stride / 4, KEYS_TURNED) words. values: two registers of fours, of every
-// four keys.
+// A thread's memory for a span in bytes. queries, where they are many: (WIDE, stride) bytes, upper
+// digits and then lower ones, with zeros behind a row. columns: the same crosswise, (stride / 4,
+// lanes) words. offsets: 128 times the sums of a query's digits. weights: words of four keys, upper
+// and then lower. keys: plus 128, (TILE_M, stride) or, turned for few queries, (LANES, stride).
+// values: two registers of fours, of every four keys. weighted: registers, of each half of the
+// numbers that a register of a value's bytes has four for each row.
 struct Digits {
   int64_t stride;
   int8_t *queries[2];
-  int32_t *columns[2], *offsets[2], *sums[2], *weights[2];
+  int32_t *columns[2], *offsets[2], *sums[2], *weights[2], *weighted;
   uint8_t *keys, *values;
   float *query_steps, *weight_steps, *scales;
 };
 
+INLINE int64_t padded_row(int64_t size) { return (size + REGISTER - 1) / REGISTER * REGISTER; }
+
 INLINE bool make_digits(const toast::Attention &a, Digits *digits) {
-  constexpr int KEYS = KEYS_TURNED > TILE_M ? KEYS_TURNED : TILE_M;
-  const int64_t stride = (a.call->key_size + REGISTER - 1) / REGISTER * REGISTER;
+  constexpr int KEYS = LANES > TILE_M ? LANES : TILE_M;
+  const int64_t stride = padded_row(a.call->key_size);
   const int64_t each = WIDE * (2 * stride + 4 * (1 + TILE_M + FOURS));
   const int64_t values = toast::SPAN / 4 * 2 * REGISTER;
-  const int64_t bytes = 2 * each + KEYS * stride + values + 4 * (2 * WIDE + toast::SPAN);
+  const int64_t weighted = WIDE * 2 * padded_row(a.call->value_size) * 4;
+  const int64_t bytes = 2 * each + KEYS * stride + values + weighted + 4 * (2 * WIDE + toast::SPAN);
   auto memory = static_cast<char *>(toast::scratch(toast::BYTES, bytes));
   if (!memory) return false;
   auto next = [&](auto *&place, int64_t numbers) {
@@ -112,6 +114,7 @@ INLINE bool make_digits(const toast::Attention &a, Digits *digits) {
   }
   next(digits->keys, KEYS * stride);
   next(digits->values, values);
+  next(digits->weighted, weighted / 4);
   next(digits->query_steps, WIDE);
   next(digits->weight_steps, WIDE);
   next(digits->scales, toast::SPAN);
@@ -146,13 +149,12 @@ INLINE Later keys_after(const toast::Attention &a, const toast::Tile &tile, int6
   return later_of(a, call.keys, next, first, next.head < call.key_heads ? end : first, times);
 }
 
-// Query r of a tile, scaled, as floats with zeros up to a multiple of LANES; zeros after the last.
-INLINE void widen_query(const toast::Attention &a, const toast::Tile &tile, int64_t r, float *to) {
+// Numbers d and following of query r of a tile, scaled, with zeros after its last; or zeros.
+INLINE F32 query_numbers(const toast::Attention &a, const toast::Tile &tile, int64_t r, int64_t d) {
   const toast_attention &call = *a.call;
-  for (int64_t d = 0; d < call.key_size; d += LANES)
-    store(to + d, r < tile.rows ? some_numbers_at(call.queries.type, query_of(a, tile, r), d,
-                                                  int(call.key_size - d)) * call.scale
-                                : F32{});
+  if (r >= tile.rows || d >= call.key_size) return F32{};
+  return some_numbers_at(call.queries.type, query_of(a, tile, r), d, int(call.key_size - d)) *
+         call.scale;
 }
 
 }  // namespace

@@ -61,7 +61,7 @@ static void weights_of_row(float *scores, int64_t keys, float *most, float *tota
   F32 peaks = all(-FLT_MAX);
   for (int64_t j = 0; j < padded; j += LANES) {
     F32 score = load<F32>(scores + j);
-    peaks = score > peaks ? score : peaks;
+    peaks = larger(score, peaks);
   }
   const float peak = largest(peaks);
   constexpr int PARTS = SUMMED / LANES;
@@ -88,7 +88,7 @@ static void weights_of_lanes(float *scores, int64_t keys, int64_t stride, float 
   F32 peaks = all(-FLT_MAX);
   for (int64_t j = 0; j < keys; j++) {
     F32 score = load<F32>(scores + j * stride);
-    peaks = score > peaks ? score : peaks;
+    peaks = larger(score, peaks);
   }
   F32 sums[SUMMED];
   for (int i = 0; i < SUMMED; i++) sums[i] = F32{};
@@ -109,7 +109,8 @@ static void scores_of_rows(const toast::Attention &a, const toast::Tile &tile, i
   const toast_attention &call = *a.call;
   const int64_t size = call.key_size, row = value_floats(size) + LANES;
   for (int64_t r = 0; r < tile.heads * N; r++)
-    widen_query(a, tile.of_head(r / N), r % N, room.queries + r * row);
+    for (int64_t d = 0; d < size; d += LANES)
+      store(room.queries + r * row + d, query_numbers(a, tile.of_head(r / N), r % N, d));
   const int64_t stride = call.keys.strides[2] * Numbers<TYPE>::SIZE, bytes = row_bytes<TYPE>(size);
   const char *keys = row_of(call.keys, tile.batch, tile.head, begin);
   const char *values = row_of(call.values, tile.batch, tile.head, begin);
@@ -279,6 +280,8 @@ const toast::AttentionCode attention = {
     [](int64_t rows) { return are_few(rows) ? rows : int64_t(WIDE); },
     [](int64_t rows) { return are_few(rows) ? WIDE / computed(rows) : int64_t(1); },
     [](int64_t value_size) { return value_floats(value_size) + LANES; },
+    prepared_bytes,
+    prepare,
     attend_span,
     add_sums,
     finish_rows,

@@ -14,7 +14,7 @@ static void put_weights_of_row(const Digits &to, int64_t r, float *weights, int6
   for (int64_t j = 0; j < keys; j += LANES) {
     const F32 v = load<F32>(weights + j) * load<F32>(scales + j);
     store(weights + j, v);
-    most = v > most ? v : most;
+    most = larger(v, most);
     nothing += v - v;
   }
   const Step step = Step::of(_mm512_reduce_max_ps((__m512)most), sum(nothing), MOST_WEIGHT);
@@ -35,7 +35,7 @@ static void put_weights_of_lanes(const Digits &to, int64_t r, float *weights, in
   for (int64_t j = 0; j < keys; j++) {
     const F32 v = load<F32>(weights + j * lanes) * to.scales[j];
     store(weights + j * lanes, v);
-    most = v > most ? v : most;
+    most = larger(v, most);
     nothing += v - v;
   }
   for (int i = 0; i < LANES; i++) {
@@ -68,33 +68,29 @@ INLINE void turn_values(const char *values, const int64_t *at, __mmask64 some, I
   fours[1] = (I32)_mm512_unpackhi_epi16(pairs[0], pairs[1]);
 }
 
-// Where fours of values come from: rows, and are not needed again; rows, and are left in
-// digits.values; or from there.
-enum Fours { ONCE, FIRST, AGAIN };
-
-// out[m][d] = step[m] * sum of weights * values, of M rows from r on, and of the numbers that
-// `turn_values` turns. values: at the first of all; left: of a row, from there on. Words of
-// weights: row_words from row to row, key_words from four keys to the next.
-template <int M, bool LATTER, bool FETCHES, Fours HOW>
-static void weigh_bytes(const Digits &digits, int64_t r, int64_t row_words, int64_t key_words,
-                        const char *values, int64_t stride, int64_t left, int64_t keys, float *out,
-                        int64_t out_stride, Later *later) {
+// Adds to `all` what weights * values add up to, of M rows and of the numbers that `turn_values`
+// turns: registers (M, two digits, two fours). values: at the first of all; left: of a row, from
+// there on. Words of weights: row_words from row to row, key_words from four keys to the next.
+template <int M, bool LATTER, bool FETCHES, Source SOURCE>
+static void weigh_bytes(const int32_t *upper, const int32_t *lower, int64_t row_words,
+                        int64_t key_words, const char *values, int64_t stride, int64_t left,
+                        int64_t keys, uint8_t *kept, int32_t *all, Later *later) {
   Later fetched = *later;
-  I32 sums[2][M][2] = {};
+  I32 sums[M][2][2];
+#pragma GCC unroll 32
+  for (int i = 0; i < 4 * M; i++) sums[i / 4][i / 2 % 2][i % 2] = load<I32>(all + i * LANES);
   const __mmask64 some = some_bytes(left);
-  const int32_t *weights[2] = {digits.weights[0] + r * row_words,
-                               digits.weights[1] + r * row_words};
+  const int32_t *weights[2] = {upper, lower};
   int64_t at[4] = {0, stride, 2 * stride, 3 * stride};
-  uint8_t *kept = digits.values;
   for (int64_t j = 0; j < keys; j += 4, values += 4 * stride, kept += 2 * REGISTER) {
     I32 fours[2];
-    if (HOW == AGAIN) {
+    if (SOURCE == AGAIN) {
       fours[0] = load<I32>(kept), fours[1] = load<I32>(kept + REGISTER);
     } else {
       if (keys - j < 4)  // the last one again after it: its weight is 0 there
         for (int64_t i = keys - j; i < 4; i++) at[i] = (keys - j - 1) * stride;
       turn_values<LATTER>(values, at, some, fours);
-      if (HOW == FIRST) store(kept, fours[0]), store(kept + REGISTER, fours[1]);
+      if (SOURCE == FIRST) store(kept, fours[0]), store(kept + REGISTER, fours[1]);
     }
     if (FETCHES) fetched.fetch();
 #pragma GCC unroll 8
@@ -102,25 +98,32 @@ static void weigh_bytes(const Digits &digits, int64_t r, int64_t row_words, int6
 #pragma GCC unroll 2
       for (int part = 0; part < 2; part++) {
         const I32 weight = word(weights[part] + m * row_words);
-        sums[part][m][0] = plus_fours(sums[part][m][0], weight, fours[0]);
-        sums[part][m][1] = plus_fours(sums[part][m][1], weight, fours[1]);
+        sums[m][part][0] = plus_fours(sums[m][part][0], weight, fours[0]);
+        sums[m][part][1] = plus_fours(sums[m][part][1], weight, fours[1]);
       }
     weights[0] += key_words, weights[1] += key_words;
   }
   *later = fetched;
-  // Four numbers of each sixteen lie side by side.
-#pragma GCC unroll 8
-  for (int m = 0; m < M; m++)
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-      float four[LANES];
-      store(four, of_digits(sums[0][m][i], sums[1][m][i]) * digits.weight_steps[r + m]);
-      for (int quarter = 0; quarter < 4; quarter++) {
-        const int64_t d = 16 * quarter + 8 * LATTER + 4 * i;
-        if (d < left) memcpy(out + m * out_stride + d, four + 4 * quarter, 4 * sizeof(float));
-      }
-    }
+#pragma GCC unroll 32
+  for (int i = 0; i < 4 * M; i++) store(all + i * LANES, sums[i / 4][i / 2 % 2][i % 2]);
 }
+
+// out[d] = step * sums of a row, as above: four numbers of each sixteen lie side by side.
+INLINE void put_values(const int32_t *sums, float step, bool latter, int64_t left, float *out) {
+  for (int i = 0; i < 2; i++) {
+    const I32 upper = load<I32>(sums + i * LANES), lower = load<I32>(sums + (2 + i) * LANES);
+    float four[LANES];
+    store(four, of_digits(upper, lower) * step);
+    for (int quarter = 0; quarter < 4; quarter++) {
+      const int64_t d = 16 * quarter + 8 * latter + 4 * i;
+      if (d < left) memcpy(out + d, four + 4 * quarter, 4 * sizeof(float));
+    }
+  }
+}
+
+// Keys whose values stay in the first cache while one part of them is met after another: by queries
+// that go at once, who would wait for the second cache.
+constexpr int64_t BLOCK_VALUES = 128;
 
 // The values of a span, weighted, of all heads of a tile; which are not yet where out is. weights:
 // as of `weigh_values`. FEW queries wait for memory: the next span's keys are fetched meanwhile.
@@ -129,32 +132,46 @@ static void weigh_values_in_bytes(const toast::Attention &a, const toast::Tile &
                                   int64_t begin, int64_t keys, float *weights, int64_t lanes,
                                   int64_t head_weights, const Digits &digits, float *out) {
   const toast_rows &values = a.call->values;
-  const int64_t size = a.call->value_size, stride = values.strides[2];
+  const int64_t size = a.call->value_size, stride = values.strides[2], rows = tile.rows;
   const int64_t row_words = FEW ? FOURS : 1, key_words = FEW ? 1 : lanes;
+  const int64_t halves = 2 * padded_row(size) / REGISTER;
+  const int64_t block = rows <= TILE_M ? BLOCK_VALUES : toast::SPAN;
   int64_t goes = 0;
-  in_tiles(tile.rows, [&]<int M>(int64_t) { goes += 2 * ((size + REGISTER - 1) / REGISTER); });
+  in_tiles(rows, [&]<int M>(int64_t) { goes += halves; });
   Later later = keys_after(a, tile, begin + keys, tile.heads * goes * ((keys + 3) / 4));
   for (int64_t h = 0; h < tile.heads; h++) {
     const char *from = row_of(values, tile.batch, tile.head + h, begin);
     for (int64_t j = 0; j < keys; j++) digits.scales[j] = scale_of(from + j * stride, size);
     for (int64_t j = keys; j % LANES; j++) digits.scales[j] = 0;
-    for (int64_t r = 0; !FEW && r < tile.rows; r += LANES)
+    for (int64_t r = 0; !FEW && r < rows; r += LANES)
       put_weights_of_lanes(digits, r, weights + r, lanes, keys);
-    for (int64_t r = 0; FEW && r < tile.rows; r++)
+    for (int64_t r = 0; FEW && r < rows; r++)
       put_weights_of_row(digits, r, weights + r * SCORES_STRIDE, keys);
-    auto weigh_part = [&]<bool LATTER>(int64_t d) {
-      in_tiles(tile.rows, [&]<int M>(int64_t r) {
-        const bool again = r > 0, last = r + M == tile.rows;
-        auto weigh = again  ? weigh_bytes<M, LATTER, FEW, AGAIN>
-                     : last ? weigh_bytes<M, LATTER, FEW, ONCE>
-                            : weigh_bytes<M, LATTER, FEW, FIRST>;
-        weigh(digits, r, row_words, key_words, from + d, stride, size - d, keys,
-              out + r * a.row_floats + d, a.row_floats, &later);
-      });
-    };
-    for (int64_t d = 0; d < size; d += REGISTER)
-      weigh_part.template operator()<false>(d), weigh_part.template operator()<true>(d);
-    weights += head_weights, out += tile.rows * a.row_floats;
+    memset(digits.weighted, 0, halves * rows * 4 * REGISTER);
+    for (int64_t j = 0; j < keys; j += block) {
+      const int64_t some = keys - j < block ? keys - j : block;
+      auto weigh_half = [&]<bool LATTER>(int64_t half) {
+        const int64_t d = half / 2 * REGISTER;
+        in_tiles(rows, [&]<int M>(int64_t r) {
+          const bool again = r > 0, last = r + M == rows;
+          auto weigh = again  ? weigh_bytes<M, LATTER, FEW, AGAIN>
+                       : last ? weigh_bytes<M, LATTER, FEW, ONCE>
+                              : weigh_bytes<M, LATTER, FEW, FIRST>;
+          const int64_t first = r * row_words + j / 4 * key_words;
+          weigh(digits.weights[0] + first, digits.weights[1] + first, row_words, key_words,
+                from + j * stride + d, stride, size - d, some, digits.values,
+                digits.weighted + (half * rows + r) * 4 * LANES, &later);
+        });
+      };
+      for (int64_t half = 0; half < halves; half += 2)
+        weigh_half.template operator()<false>(half), weigh_half.template operator()<true>(half + 1);
+    }
+    for (int64_t i = 0; i < halves * rows; i++) {
+      const int64_t half = i / rows, r = i % rows, d = half / 2 * REGISTER;
+      put_values(digits.weighted + i * 4 * LANES, digits.weight_steps[r], half % 2, size - d,
+                 out + r * a.row_floats + d);
+    }
+    weights += head_weights, out += rows * a.row_floats;
   }
 }
 #else

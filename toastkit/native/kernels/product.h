@@ -68,7 +68,7 @@ bool has(ArmFeature feature);
 
 // Memory of the calling thread, aligned to 64 bytes, that lasts until it asks for more of that
 // kind; NULL where there is none.
-enum { ROWS, BYTES, SCORES, SUMS, PARTS, HEADS, KINDS };
+enum { ROWS, BYTES, SCORES, SUMS, PARTS, HEADS, QUERIES, KINDS };
 void *scratch(int kind, int64_t bytes);
 
 }  // namespace toast
