@@ -89,8 +89,8 @@ struct FewQueries {
   float *steps;
   int32_t *offsets[2];
 
-  INLINE int64_t bytes(int64_t count, int64_t stride) {
-    return count * 8 * stride + (12 * count + REGISTER - 1) / REGISTER * REGISTER;
+  INLINE int64_t bytes(int64_t count, int64_t size) {
+    return count * 8 * padded_row(size) + padded_row(12 * count);
   }
   INLINE FewQueries at(const char *memory, int64_t count, int64_t size) {
     const int64_t stride = padded_row(size);
@@ -124,7 +124,7 @@ static void prepare_few(const toast::Attention &a, const toast::Tile &tile, char
 
 static int64_t prepared_bytes(const toast::Attention &a, int64_t tile_rows, int64_t tile_heads) {
   if (!in_bytes(a.call->keys) || !are_few(a.rows)) return 0;
-  return FewQueries::bytes(tile_heads * computed(tile_rows), padded_row(a.call->key_size));
+  return FewQueries::bytes(tile_heads * computed(tile_rows), a.call->key_size);
 }
 
 static void prepare(const toast::Attention &a, const toast::Tile &tile, char *to) {
@@ -144,13 +144,6 @@ INLINE void turn_four(const char *const *rows, int64_t d, int64_t left, I32 *to)
                          ? (I32)_mm512_maskz_loadu_epi8(some_bytes(left), rows[i] + d)
                          : load<I32>(rows[i] + d));
   transpose_quarters(to);
-}
-
-// What the quarters of four registers add up to, one after another.
-INLINE I32 sums_of_quarters(I32 a, I32 b, I32 c, I32 d) {
-  const I32 x = quarters<0x44>(a, b) + quarters<0xee>(a, b);
-  const I32 y = quarters<0x44>(c, d) + quarters<0xee>(c, d);
-  return quarters<0x88>(x, y) + quarters<0xdd>(x, y);
 }
 
 // out[n][key] = the score of query first + n with each of LANES keys, which are where rows are.
@@ -205,11 +198,8 @@ static void cross_key_bytes(const FewQueries &queries, int64_t first, const char
   for (int n = 0; n < N; n++) {
     I32 both[2];
 #pragma GCC unroll 2
-    for (int part = 0; part < 2; part++) {
-      const I32 *four = sums[n][part];
-      both[part] = sums_of_quarters(four[0], four[1], four[2], four[3]) -
-                   queries.offsets[part][first + n];
-    }
+    for (int part = 0; part < 2; part++)
+      both[part] = sums_of_quarters(sums[n][part]) - queries.offsets[part][first + n];
     store(out + n * SCORES_STRIDE,
           of_digits(both[0], both[1]) * (all(queries.steps[first + n]) * scales));
   }

@@ -63,42 +63,6 @@ struct Later {
   }
 };
 
-#if !defined(__AVX512F__)
-// Rows become columns.
-INLINE void transpose(F32 *r) {
-#if defined(__AVX2__)
-  __m256 t[8], u[8];
-  auto pd = [](__m256 v) { return _mm256_castps_pd(v); };
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_ps((__m256)r[i], (__m256)r[i + 1]);
-    t[i + 1] = _mm256_unpackhi_ps((__m256)r[i], (__m256)r[i + 1]);
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i += 4)
-#pragma GCC unroll 8
-    for (int j = 0; j < 2; j++) {
-      u[i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(pd(t[i + j]), pd(t[i + j + 2])));
-      u[i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(pd(t[i + j]), pd(t[i + j + 2])));
-    }
-#pragma GCC unroll 8
-  for (int c = 0; c < 4; c++) {
-    r[c] = (F32)_mm256_permute2f128_ps(u[c], u[4 + c], 0x20);
-    r[4 + c] = (F32)_mm256_permute2f128_ps(u[c], u[4 + c], 0x31);
-  }
-#else
-#pragma GCC unroll 8
-  for (int i = 0; i < LANES; i++)
-#pragma GCC unroll 8
-    for (int j = 0; j < i; j++) {
-      float one = r[i][j];
-      r[i][j] = r[j][i];
-      r[j][i] = one;
-    }
-#endif
-}
-#endif
-
 // Calls work(d, column) for number d of LANES rows side by side, from the first to the last. What
 // lies in 32 bits is turned as one number, and then widened.
 template <int TYPE, class Work>

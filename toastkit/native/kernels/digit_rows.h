@@ -99,11 +99,12 @@ INLINE void by_group(const I32 *r, I32 *out) {
     I32 c = quarters<0x44>(r[2], r[3]), d = quarters<0xee>(r[2], r[3]);
     out[0] = quarters<0x88>(a, c), out[1] = quarters<0xdd>(a, c);
     out[2] = quarters<0x88>(b, d), out[3] = quarters<0xdd>(b, d);
-  } else {
+  } else if constexpr (QUARTERS == 2) {
     I32 x = quarters<0x88>(r[0], r[1]) + quarters<0xdd>(r[0], r[1]);
     I32 y = quarters<0x88>(r[2], r[3]) + quarters<0xdd>(r[2], r[3]);
     out[0] = quarters<0x88>(x, y), out[1] = quarters<0xdd>(x, y);
-    if constexpr (QUARTERS == 4) out[0] += out[1];
+  } else {
+    out[0] = sums_of_quarters(r);
   }
 }
 

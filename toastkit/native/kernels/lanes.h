@@ -315,7 +315,14 @@ INLINE void transpose_quarters(Vector *r) {
   r[2] = (Vector)_mm512_unpacklo_epi64(b, d), r[3] = (Vector)_mm512_unpackhi_epi64(b, d);
 }
 
-// Sixteen registers of sixteen 32 bits each, crosswise.
+// What the quarters of four registers add up to, one after another.
+INLINE I32 sums_of_quarters(const I32 *r) {
+  const I32 x = quarters<0x88>(r[0], r[1]) + quarters<0xdd>(r[0], r[1]);
+  const I32 y = quarters<0x88>(r[2], r[3]) + quarters<0xdd>(r[2], r[3]);
+  return quarters<0x88>(x, y) + quarters<0xdd>(x, y);
+}
+
+// LANES registers of 32 bits each, crosswise: rows become columns.
 template <class Vector>
 INLINE void transpose(Vector *r) {
 #pragma GCC unroll 4
@@ -328,6 +335,39 @@ INLINE void transpose(Vector *r) {
     r[i] = (Vector)quarters<0x88>(a, c), r[i + 4] = (Vector)quarters<0xdd>(a, c);
     r[i + 8] = (Vector)quarters<0x88>(b, d), r[i + 12] = (Vector)quarters<0xdd>(b, d);
   }
+}
+#else
+INLINE void transpose(F32 *r) {
+#if defined(__AVX2__)
+  __m256 t[8], u[8];
+  auto pd = [](__m256 v) { return _mm256_castps_pd(v); };
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps((__m256)r[i], (__m256)r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps((__m256)r[i], (__m256)r[i + 1]);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 8
+    for (int j = 0; j < 2; j++) {
+      u[i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(pd(t[i + j]), pd(t[i + j + 2])));
+      u[i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(pd(t[i + j]), pd(t[i + j + 2])));
+    }
+#pragma GCC unroll 8
+  for (int c = 0; c < 4; c++) {
+    r[c] = (F32)_mm256_permute2f128_ps(u[c], u[4 + c], 0x20);
+    r[4 + c] = (F32)_mm256_permute2f128_ps(u[c], u[4 + c], 0x31);
+  }
+#else
+#pragma GCC unroll 8
+  for (int i = 0; i < LANES; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < i; j++) {
+      float one = r[i][j];
+      r[i][j] = r[j][i];
+      r[j][i] = one;
+    }
+#endif
 }
 #endif
 
