@@ -30,7 +30,9 @@ BY_MACHINE: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "portable.cpp": (), "avx2.cpp": AVX2, "avx512vnni.cpp": (*AVX2, *AVX512),
         "avx512vbmi.cpp": (*AVX2, *AVX512, "-mavx512vbmi"),
-        "amx_int8.cpp": (*AVX2, *AVX512, "-mavx512vbmi", "-mamx-tile", "-mamx-int8"),
+        "amx_int8.cpp": (
+            *AVX2, *AVX512, "-mavx512vbmi", "-mamx-tile", "-mamx-int8", "-mtune=sapphirerapids",
+        ),
     },
     "aarch64": {
         "neon.cpp": (), "neon_dotprod.cpp": (DOTPROD,), "neon_i8mm.cpp": (f"{DOTPROD}+i8mm",),

@@ -1,27 +1,125 @@
 // Many vectors, where the processor multiplies tiles of bytes (AMX): the digits of 16 vectors meet
-// the numbers of 16 rows, 64 columns of a group at a time, or the 32 that it has. A group takes as
-// long as sums that leave the tiles take to be scaled, so that is done while others are multiplied.
+// the numbers of 16 rows, 64 columns of a group at a time, or the 32 that it has.
+//
+// Sums are there 52 clocks after they are begun, and a tile of them cannot be begun again before it
+// is stored: so there are two pairs. While one is multiplied, the other one is stored, and what was
+// stored before is scaled.
 #pragma once
 
 namespace {
 
-// Which tile holds what: numbers; digits, those of the second 64 columns two tiles on; of pairs the
-// bytes as they are, which the lower digits meet; sums.
-enum { NUMBERS = 0, UPPER = 2, LOWER = 3, BYTES = 5, UPPER_SUMS = 6, LOWER_SUMS = 7 };
+// Which tile holds what: numbers; of pairs the bytes as they are, which the lower digits meet;
+// digits; sums, and two tiles on those of the next step.
+enum { NUMBERS = 0, BYTES = 1, UPPER = 2, LOWER = 3, UPPER_SUMS = 4, LOWER_SUMS = 5 };
+constexpr int SIDE = 16;  // of a tile: vectors, or rows
+
+// 256 n. Beside tiles floats have one port only, which shifts would take; bytes move on the other.
+INLINE I32 times_256(I32 n) {
+  const __m128i up =
+      _mm_setr_epi8(-128, 0, 1, 2, -128, 4, 5, 6, -128, 8, 9, 10, -128, 12, 13, 14);
+  return (I32)_mm512_shuffle_epi8((__m512i)n, _mm512_broadcast_i32x4(up));
+}
 
 // The tiles of this thread, for some vectors, while it lives.
-struct Tiles {
-  const char *const *vectors;
-  int64_t members, stride;  // stride: bytes from one vector to the next,
-  bool apart = false;       // where all have the same
-  bool two, pairs;          // times 64 columns; of numbers
-  int rows;                 // of a tile of digits
-  alignas(64) int32_t sums[2][32][16];  // of 16 vectors, upper digits', then lower ones'; 16 rows
-  alignas(64) char gathered[4][16][64];
+class Tiles {
+  // Where a group's digits lie: upper ones, from these on the lower ones, and from both on those of
+  // the second 64 columns; and by what sums of upper and of lower ones are scaled.
+  struct Digits {
+    const char *upper;
+    int64_t lower, second;
+    const char *step;
+    int64_t total;   // from there on
+    int64_t stride;  // bytes from one vector to the next
+  };
+  // As they are gathered, where vectors do not lie evenly.
+  struct Gathered {
+    alignas(64) char digits[4][64];  // upper, their second; lower, their second
+    float step, total;
+  };
+  // Sums of 16 vectors with 64 rows that are to be scaled, and what with.
+  struct Scaled {
+    const float *scales, *biases;
+    const char *step;
+    int64_t total, stride, first;  // first: of the vectors, those before have had it
+    float *y;
+  };
 
+  const char *const *vectors;
+  int64_t members, stride;
+  bool apart = false;  // whether some have another stride
+  bool two;            // times 64 columns
+  int rows;            // of a tile of digits
+  alignas(64) int32_t sums[2][2][SIDE][SIDE];  // of two steps; of upper digits, of lower ones
+  Gathered gathered[2][SIDE];
+
+  Digits digits_of(const Crosswise &c, int64_t first, int turn) {
+    const char *at = vectors[first];
+    const int64_t second = two ? c.offsets[16] : 0;
+    if (!apart) return {at + c.digits, c.lower, second, at + c.step, c.total - c.step, stride};
+    for (int i = 0; i < rows; i++) {
+      at = vectors[first + i];
+      Gathered &to = gathered[turn][i];
+      for (int k = 0; k < (two ? 2 : 1); k++)
+        for (int part = 0; part < 2; part++)
+          store(to.digits[part * 2 + k], load<I32>(at + c.digits + k * second + part * c.lower));
+      memcpy(&to.step, at + c.step, sizeof(float));
+      memcpy(&to.total, at + c.total, sizeof(float));
+    }
+    const Gathered &g = gathered[turn][0];
+    return {g.digits[0], 128, 64, reinterpret_cast<const char *>(&g.step), sizeof(float), sizeof g};
+  }
+
+  // What was multiplied last but one is stored, unless that was nothing, and the j-th 16 rows are.
+  template <int N, bool PAIRED, int TURN>
+  INLINE void multiply(const Crosswise &c, const Digits &d, int j, bool two, bool stored,
+                       int32_t (*sums)[2][SIDE][SIDE]) {
+    constexpr int UPPERS = UPPER_SUMS + TURN * 2, LOWERS = LOWER_SUMS + TURN * 2;
+    const char *numbers = c.numbers + j * 64;
+    load_tile<NUMBERS>(numbers, N * 64);
+    if (!j || two) load_tile<UPPER>(d.upper, d.stride);
+    if (PAIRED) load_tile<BYTES>(numbers + c.fours * N * 64, N * 64);
+    if (!j || (two && !PAIRED)) load_tile<LOWER>(d.upper + d.lower, d.stride);
+    if (stored) store_tile<UPPERS>(sums[TURN][0], 64);
+    clear_tile<UPPERS>();
+    multiply_tiles<UPPERS, UPPER, NUMBERS>();
+    if (stored) store_tile<LOWERS>(sums[TURN][1], 64);
+    clear_tile<LOWERS>();
+    multiply_tiles<LOWERS, LOWER, PAIRED ? BYTES : NUMBERS>();
+    if (!two) return;
+    load_tile<NUMBERS>(numbers + 16 * N * 64, N * 64);
+    load_tile<UPPER>(d.upper + d.second, d.stride);
+    multiply_tiles<UPPERS, UPPER, NUMBERS>();
+    if (PAIRED) return;
+    load_tile<LOWER>(d.upper + d.second + d.lower, d.stride);
+    multiply_tiles<LOWERS, LOWER, NUMBERS>();
+  }
+
+  template <int N>
+  INLINE void scale(const int32_t (*sums)[SIDE][SIDE], const Scaled &s, int j, int rows) {
+    const F32 scales = load<F32>(s.scales + j * SIDE), biases = load<F32>(s.biases + j * SIDE);
+    const char *step = s.step + s.first * s.stride;
+    const int64_t total = s.total, stride = s.stride;
+    float *y = s.y + j * SIDE;
+    auto add = [&](int64_t i) __attribute__((always_inline)) {
+      const I32 all = times_256(load<I32>(sums[0][i])) + load<I32>(sums[1][i]);
+      float *out = y + i * N * SIDE;
+      store(out, add_group(load<F32>(out), all, scales, biases,
+                           reinterpret_cast<const float *>(step),
+                           reinterpret_cast<const float *>(step + total)));
+      step += stride;
+    };
+    if (rows == SIDE && !s.first) {
+#pragma GCC unroll 16
+      for (int i = 0; i < SIDE; i++) add(i);
+    } else {
+      for (int64_t i = s.first; i < rows; i++) add(i);
+    }
+  }
+
+ public:
   Tiles(const char *const *vectors, int64_t members, int group_size, bool pairs)
       : vectors(vectors), members(members), stride(members > 1 ? vectors[1] - vectors[0] : 64),
-        two(group_size > 64), pairs(pairs), rows(int(std::min<int64_t>(members, 16))) {
+        two(group_size > 64), rows(int(std::min<int64_t>(members, SIDE))) {
     for (int64_t i = 2; i < members; i++) apart |= vectors[i] - vectors[i - 1] != stride;
     const int columns = std::min(group_size, 64);
     TileShapes shapes;
@@ -30,7 +128,7 @@ struct Tiles {
       shapes.bytes[i] = uint16_t(i < UPPER || i >= UPPER_SUMS ? 64 : columns);
     }
     if (pairs) {
-      shapes.rows[BYTES] = uint8_t(group_size / 8), shapes.bytes[BYTES] = 64;
+      shapes.rows[BYTES] = uint8_t(group_size / 8);
       shapes.bytes[LOWER] = uint16_t(group_size / 2);
     }
     shape_tiles(shapes);
@@ -38,75 +136,47 @@ struct Tiles {
   ~Tiles() { release_tiles(); }
   Tiles(const Tiles &) = delete;
 
-  template <int TILE>
-  void load_digits(int64_t first, int64_t place) {
-    if (!apart) return load_tile<TILE>(vectors[first] + place, stride);
-    auto digits = gathered[TILE - UPPER];
-    for (int i = 0; i < rows; i++) store(digits[i], load<I32>(vectors[first + i] + place));
-    load_tile<TILE>(digits, 64);
-  }
-
-  template <int N>
-  void multiply(const Crosswise &c, int j, int32_t (*out)[16]) {
-    clear_tile<UPPER_SUMS>();
-    clear_tile<LOWER_SUMS>();
-    load_tile<NUMBERS>(c.numbers + j * 64, N * 64);
-    multiply_tiles<UPPER_SUMS, UPPER, NUMBERS>();
-    if (!pairs) multiply_tiles<LOWER_SUMS, LOWER, NUMBERS>();
-    if (two) {
-      load_tile<NUMBERS + 1>(c.numbers + (16 * N + j) * 64, N * 64);
-      multiply_tiles<UPPER_SUMS, UPPER + 2, NUMBERS + 1>();
-      if (!pairs) multiply_tiles<LOWER_SUMS, LOWER + 2, NUMBERS + 1>();
-    }
-    if (pairs) {
-      load_tile<BYTES>(c.numbers + (c.fours * N + j) * 64, N * 64);
-      multiply_tiles<LOWER_SUMS, LOWER, BYTES>();
-    }
-    store_tile<UPPER_SUMS>(out, 64);
-    store_tile<LOWER_SUMS>(out + 16, 64);
-  }
-
-  // What some groups give, added to y[i][j] of all members and 16 * N rows.
-  template <int N, bool>
-  void add(const Crosswise *groups, int64_t count, float *y, Coming &ahead) {
-    for (; count; groups++, count--) add<N>(*groups, y, ahead);
-  }
-
-  template <int N>
-  __attribute__((noinline)) void add(const Crosswise &c, float *y, Coming &ahead) {
-    struct {
-      const int32_t (*sums)[16];
-      int64_t first, end;
-      int j;
-    } done = {};
-    auto scale = [&]() __attribute__((always_inline)) {
-      const F32 scales = load<F32>(c.scales + done.j * 16);
-      const F32 biases = load<F32>(c.biases + done.j * 16);
-      for (int64_t i = done.first; i < done.end; i++, done.sums++) {
-        auto step = reinterpret_cast<const float *>(vectors[i] + c.step);
-        auto total = reinterpret_cast<const float *>(vectors[i] + c.total);
-        const I32 all = load<I32>(done.sums[0]) * 256 + load<I32>(done.sums[16]);
-        float *out = y + (i * N + done.j) * 16;
-        store(out, add_group(load<F32>(out), all, scales, biases, step, total));
-      }
-    };
+  // What some groups give, added to y[i][j] of all members and 16 * N rows. What each step needs is
+  // kept in registers: loads may have to wait for tiles that are stored.
+  template <int N, bool PAIRED>
+  __attribute__((noinline)) void add(const Crosswise *groups, int64_t count, float *y,
+                                     Coming &ahead) {
+    static_assert(N == 4);
+    const int rows = this->rows;
+    const bool two = this->two;
+    int32_t(*const sums)[2][SIDE][SIDE] = this->sums;
+    Scaled s = {};
+    const int64_t steps = (members + SIDE - 1) / SIDE * N, goes = goes_of(members);
+    bool begun = false;
     int turn = 0;
-    for (int64_t i = 0; i < members; i += 16) {
+    for (int64_t i = 0; i < members; i += SIDE) {
       const int64_t at = std::min(i, members - rows);  // with some that have been added before
-      load_digits<UPPER>(at, c.digits);
-      load_digits<LOWER>(at, c.digits + c.lower);
-      if (two) {
-        load_digits<UPPER + 2>(at, c.digits + c.offsets[16]);
-        if (!pairs) load_digits<LOWER + 2>(at, c.digits + c.offsets[16] + c.lower);
-      }
-      for (int j = 0; j < N; j++, turn ^= 1) {
-        if (!i) ahead.fetch(c.fours * goes_of(members) / N);
-        multiply<N>(c, j, sums[turn]);
-        scale();
-        done = {sums[turn] + (i - at), i, std::min(members, i + 16), j};
+      for (const Crosswise *c = groups; c < groups + count; c++, turn ^= 1) {
+        const Digits d = digits_of(*c, at, turn);
+        const int64_t lines = c->fours * goes / steps;
+        ahead.fetch(lines);
+        multiply<N, PAIRED, 0>(*c, d, 0, two, begun, sums);
+        if (begun) scale<N>(sums[1], s, 1, rows);
+        ahead.fetch(lines);
+        multiply<N, PAIRED, 1>(*c, d, 1, two, begun, sums);
+        if (begun) scale<N>(sums[0], s, 2, rows);
+        ahead.fetch(lines);
+        multiply<N, PAIRED, 0>(*c, d, 2, two, true, sums);
+        if (begun) scale<N>(sums[1], s, 3, rows);
+        ahead.fetch(lines);
+        multiply<N, PAIRED, 1>(*c, d, 3, two, true, sums);
+        s = {c->scales, c->biases, d.step, d.total, d.stride, i - at, y + at * N * SIDE};
+        scale<N>(sums[0], s, 0, rows);
+        begun = true;
       }
     }
-    scale();
+    store_tile<UPPER_SUMS>(sums[0][0], 64);
+    store_tile<LOWER_SUMS>(sums[0][1], 64);
+    scale<N>(sums[1], s, 1, rows);
+    store_tile<UPPER_SUMS + 2>(sums[1][0], 64);
+    store_tile<LOWER_SUMS + 2>(sums[1][1], 64);
+    scale<N>(sums[0], s, 2, rows);
+    scale<N>(sums[1], s, 3, rows);
   }
 };
 

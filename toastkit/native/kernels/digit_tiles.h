@@ -25,8 +25,10 @@ struct Crosswise {
 // become numbers when vectors meet them; tiles have to have both.
 #if defined(__AMX_INT8__)
 constexpr int BYTE_PLANES = 3;  // both planes, and bytes
+constexpr int LEAST_TILE_ROWS = TILE_ROWS;  // which two pairs of sums take in turn
 #else
 constexpr int BYTE_PLANES = 1;
+constexpr int LEAST_TILE_ROWS = 1;  // where no more are left
 #endif
 template <class B>
 constexpr int KEPT = B::PAIRED ? BYTE_PLANES : B::PLANES;
@@ -202,7 +204,8 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
   memset(y, 0, group.members * N * 64);
   Tiles tiles(vectors, group.members, m.group_size, B::PAIRED);
   const int64_t fours = layout.lanes * std::min(KEPT<B>, B::PLANES), size = sizeof(float);
-  const int64_t some = AT_ONCE / (KEPT<B> > B::PLANES ? 2 : 1) / m.group_size;
+  const bool half = BYTE_PLANES > 2 && B::PLANES == 2;  // which is faster beside tiles, of 4 bits
+  const int64_t some = AT_ONCE / (half ? 2 : 1) / m.group_size;
   const int64_t bytes = m.group_size * B::BYTES / layout.numbers;  // of a row's group
   Coming next = {ahead, 16 * N * bytes / (fours * goes_of(group.members)) + 1};
   auto numbers_ahead = ComingNumbers::of(m, row_ahead, 16 * N);
@@ -286,7 +289,7 @@ static bool multiply_blocks(const toast::Product &p, const toast::Group &group, 
     const int64_t next = n + most >= m.rows ? group.after : group.expert * m.rows + n + most;
     const uint8_t *ahead = spread ? rows + most * stride : row_at(m, next);
     if (room) {
-      auto many = count > 16 ? many_digits<B, TILE_ROWS> : many_digits<B, 1>;
+      auto many = count > 16 ? many_digits<B, TILE_ROWS> : many_digits<B, LEAST_TILE_ROWS>;
       many(p, group, n, count, rows, stride, ahead, next, room);
     } else {
       few_digits<B, FEW<B>>(p, group, n, count, rows, stride, ahead, next);
