@@ -1,7 +1,10 @@
 """llama.cpp for the benchmarks of native products: a random model in Q4_0, and a worker
 (workers.py) that runs it. Read by an interpreter that has it:
 
-    CMAKE_ARGS="-DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF" pip install llama-cpp-python gguf
+    export CFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+    CXXFLAGS="$CFLAGS" pip install --no-binary llama-cpp-python llama-cpp-python gguf
+
+GGML_AMX_INT8=OFF does not leave AMX out where llama.cpp is built for the machine that builds it.
 
     python benchmarks/native_llama.py make PATH < config.json
     python benchmarks/native_llama.py run PATH THREADS
