@@ -2,7 +2,7 @@
 (workers.py) that runs it. Read by an interpreter that has it:
 
     export CFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
-    CXXFLAGS="$CFLAGS" pip install --no-binary llama-cpp-python llama-cpp-python gguf
+    CXXFLAGS="$CFLAGS" pip install --no-cache-dir llama-cpp-python gguf
 
 GGML_AMX_INT8=OFF does not leave AMX out where llama.cpp is built for the machine that builds it.
 

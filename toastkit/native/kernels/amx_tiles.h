@@ -69,7 +69,8 @@ class Tiles {
     return {g.digits[0], 128, 64, reinterpret_cast<const char *>(&g.step), sizeof(float), sizeof g};
   }
 
-  // What was multiplied last but one is stored, unless that was nothing, and the j-th 16 rows are.
+  // A group's digits meet the j-th 16 rows, into the sums of TURN. What these hold, of the step
+  // before the last one, is stored first; `stored`: whether there was one.
   template <int N, bool PAIRED, int TURN>
   INLINE void multiply(const Crosswise &c, const Digits &d, int j, bool two, bool stored,
                        int32_t (*sums)[2][SIDE][SIDE]) {
@@ -94,6 +95,7 @@ class Tiles {
     multiply_tiles<LOWERS, LOWER, NUMBERS>();
   }
 
+  // What a step has stored, scaled and added to the results of its j-th 16 rows.
   template <int N>
   INLINE void scale(const int32_t (*sums)[SIDE][SIDE], const Scaled &s, int j, int rows) {
     const F32 scales = load<F32>(s.scales + j * SIDE), biases = load<F32>(s.biases + j * SIDE);
