@@ -59,18 +59,20 @@ static void store_tile(void *to, int64_t stride) {
            all.shapes.bytes[TILE]);
 }
 
-template <int SUMS, int SIGNED, int UNSIGNED>
+template <Bytes KIND, int SUMS, int LEFT, int RIGHT>
 static void multiply_tiles() {
   Emulated &all = tiles_of_thread();
   const TileShapes &s = all.shapes;
-  must(all.on && SUMS != SIGNED && SUMS != UNSIGNED && SIGNED != UNSIGNED);
-  must(s.rows[SUMS] == s.rows[SIGNED] && s.bytes[SUMS] == s.bytes[UNSIGNED] &&
-       s.bytes[SIGNED] == s.rows[UNSIGNED] * 4);
+  must(all.on && SUMS != LEFT && SUMS != RIGHT && LEFT != RIGHT);
+  must(s.rows[SUMS] == s.rows[LEFT] && s.bytes[SUMS] == s.bytes[RIGHT] &&
+       s.bytes[LEFT] == s.rows[RIGHT] * 4);
+  auto number = [](uint8_t byte, bool is_signed) { return is_signed ? int8_t(byte) : int(byte); };
   for (int i = 0; i < s.rows[SUMS]; i++)
-    for (int k = 0; k < s.bytes[SIGNED]; k++)
+    for (int k = 0; k < s.bytes[LEFT]; k++)
       for (int j = 0; j < s.bytes[SUMS] / 4; j++)
-        all.tiles[SUMS].sums[i][j] += int8_t(all.tiles[SIGNED].bytes[i][k]) *
-                                      all.tiles[UNSIGNED].bytes[k / 4][j * 4 + k % 4];
+        all.tiles[SUMS].sums[i][j] +=
+            number(all.tiles[LEFT].bytes[i][k], KIND != RIGHT_SIGNED) *
+            number(all.tiles[RIGHT].bytes[k / 4][j * 4 + k % 4], KIND != LEFT_SIGNED);
 }
 
 static bool tiles_are_granted() { return true; }

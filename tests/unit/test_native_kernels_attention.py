@@ -3,8 +3,6 @@ processor."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,11 +10,19 @@ from hypothesis import strategies as st
 
 from tests.conftest import examples
 from tests.native_library import needed
-from tests.unit.native_attention import LOWEST, Asked, attend, wanted
+from tests.unit.native_attention import (
+    LOWEST,
+    Asked,
+    asked,
+    attend,
+    cached,
+    kept,
+    types,
+    wanted,
+)
 from tests.unit.native_kernels import (
     KEPT_TYPES,
     ROUNDING,
-    TYPES,
     Kernels,
     kernels,
     read,
@@ -27,72 +33,6 @@ from tests.unit.native_rows import numbers, quantised_rows
 
 __all__ = ["kernels", "row_sets"]
 pytestmark = [needed, pytest.mark.usefixtures("row_sets")]
-
-
-def cached(seed: int, shape: tuple[int, ...], type_: str, layout: str) -> np.ndarray:
-    """Random rows, (B, heads, positions, size), as a cache or a product leaves them in memory."""
-    batch, heads, positions, size = shape
-    values = np.random.default_rng(seed).normal(size=shape)
-    if layout == "turned":  # (B, positions, heads, size)
-        return stored(np.ascontiguousarray(values.swapaxes(1, 2)), type_).swapaxes(1, 2)
-    rest = np.full((batch, heads, 5, size), np.nan, np.float32)
-    return stored(np.concatenate([values, rest], 2), type_)[:, :, :positions]
-
-
-# For tests in turn that ask for the same, and do not write to it: many numbers are slow to draw.
-kept = lru_cache(2)(cached)
-
-
-def masked(
-    seed: int, kind: str, shape: tuple[int, int, int, int], type_: str
-) -> np.ndarray | str | None:
-    """A mask of a kind, for scores of a shape (B, heads, N, M)."""
-    batch, heads, n, m = shape
-    if kind in ("none", "causal"):
-        return None if kind == "none" else "causal"
-    rng = np.random.default_rng(seed)
-    sizes = [size if rng.random() < 0.5 else 1 for size in (batch, heads, n)]
-    if kind == "window":
-        behind = np.arange(n)[:, None] + m - n - np.arange(m)
-        return ((behind >= 0) & (behind < rng.integers(1, m + 1)))[None, None]
-    if kind == "padded":
-        return np.arange(m) >= rng.integers(0, m, batch)[:, None, None, None]
-    if kind == "holes":
-        return rng.random((*sizes, m)) < rng.choice([0.02, 0.5, 0.9])
-    added = stored(rng.normal(size=(*sizes, m)), type_)
-    hidden = rng.random(added.shape) < 0.3
-    added[hidden] = stored(np.array(LOWEST[type_] if rng.random() < 0.5 else -np.inf), type_)
-    added[..., 0] = 0  # all hidden: see below
-    return added
-
-
-KINDS = ("none", "causal", "window", "padded", "holes", "added")
-types, kept_types = st.sampled_from(list(TYPES)), st.sampled_from(list(KEPT_TYPES))
-
-
-@st.composite
-def asked(draw, kinds: tuple[str, ...] = KINDS) -> Asked:
-    """Small shapes of every kind, and now and then more keys than one span has."""
-    seed = draw(st.integers(0, 1 << 30))
-    batch, key_heads, repeats = (draw(st.integers(1, most)) for most in (3, 3, 9))
-    n = draw(st.one_of(st.just(1), st.integers(1, 40)))
-    m = draw(st.one_of(st.integers(1, 70), st.integers(500, 1100)))
-    size, width = (draw(st.one_of(st.integers(1, 10).map(lambda i: i * 8), st.integers(1, 40)))
-                   for _ in "kv")  # fmt: skip
-    of, mask_type = (draw(types), draw(kept_types), draw(kept_types)), draw(types)
-    layouts = [draw(st.sampled_from(("cache", "turned"))) for _ in "qkv"]
-    heads = key_heads * repeats
-    shapes = ((heads, n, size), (key_heads, m, size), (key_heads, m, width))
-    arrays = [
-        cached(seed + i, (batch, *shape), type_, layout)
-        for i, (shape, type_, layout) in enumerate(zip(shapes, of, layouts))
-    ]
-    mask = masked(seed, draw(st.sampled_from(kinds)), (batch, heads, n, m), mask_type)
-    sinks = np.random.default_rng(seed).normal(size=heads).astype(np.float32) * 3
-    return Asked(
-        *arrays, types=of, scale=draw(st.sampled_from((0.3, 1.0, -2.0))), mask=mask,
-        mask_type=mask_type, sinks=sinks if draw(st.booleans()) else None,
-    )  # fmt: skip
 
 
 def multiplies_bytes(kernels: Kernels) -> bool:

@@ -10,7 +10,15 @@ struct alignas(64) TileShapes {
   uint8_t palette = 1, first_row = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
+
+  void set(int tile, int64_t rows_of, int64_t bytes_of) {
+    rows[tile] = uint8_t(rows_of), bytes[tile] = uint16_t(bytes_of);
+  }
 };
+
+constexpr int SIDE = 16;  // rows of a tile, and its sums in a row, at most
+
+enum Bytes { BOTH_SIGNED, LEFT_SIGNED, RIGHT_SIGNED };  // that are multiplied
 
 }  // namespace
 
@@ -48,11 +56,16 @@ static inline void store_tile(void *to, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(TILE) : "memory");
 }
 
-// SUMS, of 32 bits, (rows, 16) += SIGNED bytes (rows, 4 k) times UNSIGNED ones (k, 16, 4), added up
+// SUMS, of 32 bits, (rows, 16) += bytes LEFT (rows, 4 k) times bytes RIGHT (k, 16, 4), added up
 // over k and fours.
-template <int SUMS, int SIGNED, int UNSIGNED>
+template <Bytes KIND, int SUMS, int LEFT, int RIGHT>
 static inline void multiply_tiles() {
-  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(SIGNED), "i"(UNSIGNED));
+  if (KIND == BOTH_SIGNED)
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(LEFT), "i"(RIGHT));
+  if (KIND == LEFT_SIGNED)
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(LEFT), "i"(RIGHT));
+  if (KIND == RIGHT_SIGNED)
+    asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(LEFT), "i"(RIGHT));
 }
 
 // Whether the processor has them, the system saves them, and, asked for this process once, allows

@@ -11,7 +11,6 @@ namespace {
 // Which tile holds what: numbers; of pairs the bytes as they are, which the lower digits meet;
 // digits; sums, and two tiles on those of the next step.
 enum { NUMBERS = 0, BYTES = 1, UPPER = 2, LOWER = 3, UPPER_SUMS = 4, LOWER_SUMS = 5 };
-constexpr int SIDE = 16;  // of a tile: vectors, or rows
 
 // 256 n. Beside tiles floats have one port only, which shifts would take; bytes move on the other.
 INLINE I32 times_256(I32 n) {
@@ -82,17 +81,17 @@ class Tiles {
     if (!j || (two && !PAIRED)) load_tile<LOWER>(d.upper + d.lower, d.stride);
     if (stored) store_tile<UPPERS>(sums[TURN][0], 64);
     clear_tile<UPPERS>();
-    multiply_tiles<UPPERS, UPPER, NUMBERS>();
+    multiply_tiles<LEFT_SIGNED, UPPERS, UPPER, NUMBERS>();
     if (stored) store_tile<LOWERS>(sums[TURN][1], 64);
     clear_tile<LOWERS>();
-    multiply_tiles<LOWERS, LOWER, PAIRED ? BYTES : NUMBERS>();
+    multiply_tiles<LEFT_SIGNED, LOWERS, LOWER, PAIRED ? BYTES : NUMBERS>();
     if (!two) return;
     load_tile<NUMBERS>(numbers + 16 * N * 64, N * 64);
     load_tile<UPPER>(d.upper + d.second, d.stride);
-    multiply_tiles<UPPERS, UPPER, NUMBERS>();
+    multiply_tiles<LEFT_SIGNED, UPPERS, UPPER, NUMBERS>();
     if (PAIRED) return;
     load_tile<LOWER>(d.upper + d.second + d.lower, d.stride);
-    multiply_tiles<LOWERS, LOWER, NUMBERS>();
+    multiply_tiles<LEFT_SIGNED, LOWERS, LOWER, NUMBERS>();
   }
 
   // What a step has stored, scaled and added to the results of its j-th 16 rows.
@@ -125,14 +124,9 @@ class Tiles {
     for (int64_t i = 2; i < members; i++) apart |= vectors[i] - vectors[i - 1] != stride;
     const int columns = std::min(group_size, 64);
     TileShapes shapes;
-    for (int i = 0; i < 8; i++) {
-      shapes.rows[i] = uint8_t(i < UPPER ? columns / 4 : rows);
-      shapes.bytes[i] = uint16_t(i < UPPER || i >= UPPER_SUMS ? 64 : columns);
-    }
-    if (pairs) {
-      shapes.rows[BYTES] = uint8_t(group_size / 8);
-      shapes.bytes[LOWER] = uint16_t(group_size / 2);
-    }
+    for (int i = 0; i < 8; i++)
+      shapes.set(i, i < UPPER ? columns / 4 : rows, i < UPPER || i >= UPPER_SUMS ? 64 : columns);
+    if (pairs) shapes.set(BYTES, group_size / 8, 64), shapes.set(LOWER, rows, group_size / 2);
     shape_tiles(shapes);
   }
   ~Tiles() { release_tiles(); }

@@ -136,7 +136,7 @@ int64_t heads_of_tile(const Attention &a, const AttentionCode &code) {
   if (a.range_strides[1] || !lie_by_position(call.keys, call.key_heads, call.key_size) ||
       !lie_by_position(call.values, call.key_heads, call.value_size))
     return 1;
-  int64_t heads = std::min(code.tile_heads(a.rows), call.key_heads);
+  int64_t heads = std::min(code.tile_heads(a), call.key_heads);
   const int64_t spans = call.batch * (call.key_positions / SPAN);
   while (heads > 1 && spans * (call.key_heads / heads) < 4 * threads()) heads /= 2;
   return heads;
@@ -150,7 +150,7 @@ struct Work {
 
 bool attend(const Attention &a, const AttentionCode &code, bool little) {
   const toast_attention &call = *a.call;
-  const int64_t tile_rows = code.tile_rows(a.rows), tile_heads = heads_of_tile(a, code);
+  const int64_t tile_rows = code.tile_rows(a), tile_heads = heads_of_tile(a, code);
   std::vector<Work> work;
   int64_t spans = 0;
   for (int64_t batch = 0; batch < call.batch; batch++)

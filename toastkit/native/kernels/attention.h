@@ -55,8 +55,8 @@ struct Tile {
 
 // One instruction set's code.
 struct AttentionCode {
-  int64_t (*tile_rows)(int64_t rows);   // that a tile has, of so many
-  int64_t (*tile_heads)(int64_t rows);  // and heads, at most
+  int64_t (*tile_rows)(const Attention &);   // that a tile has
+  int64_t (*tile_heads)(const Attention &);  // and heads, at most
   int64_t (*row_floats)(int64_t value_size);
   // What a tile's queries take where they are prepared once for all spans, a multiple of 64; or 0.
   int64_t (*prepared_bytes)(const Attention &, int64_t tile_rows, int64_t tile_heads);

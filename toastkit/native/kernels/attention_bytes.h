@@ -1,29 +1,11 @@
-// Attention over keys and values in 8 bits, for processors that multiply bytes. What these meet has
-// 16: whole numbers with a step a row, which are two digits in base 256. Digits and bytes add up to
-// whole numbers, the same in any order, for few queries and for many.
-//
-//   score = (256 * sum of upper * key + sum of lower * key) * (query's step * key's scale)
-//
-// A weight is multiplied by the scale of its value before it becomes digits. Half a step is 2^-16
-// of a query's largest number, and 2^-17 of the largest of those weights in a span.
+// Queries meet keys in 8 bits, bytes by bytes: see attention_digits.h.
 #pragma once
 
-#include <float.h>
-#include <math.h>
-
-#include <type_traits>
-
-#include "attention_room.h"
+#include "attention_digits.h"
 
 namespace {
 
 #if defined(__AVX512VNNI__)
-INLINE bool in_bytes(const toast_rows &rows) { return rows.type == TOAST_I8; }
-
-constexpr float MOST_QUERY = 127 * 256 + 127;      // digits from -127 to 127 and from -128 to 127
-constexpr float MOST_WEIGHT = 255 * 256 + 255;     // both from 0 to 255
-constexpr float LEAST_NUMBER = 0x1p-100f;          // a row without anything larger is zeros
-
 // Adds up products of unsigned bytes and signed ones, four at a time.
 INLINE I32 plus_fours(I32 sum, I32 bytes, I32 signed_bytes) {
   return (I32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes, (__m512i)signed_bytes);
@@ -32,53 +14,6 @@ INLINE I32 plus_fours(I32 sum, I32 bytes, I32 signed_bytes) {
 INLINE I32 word(const void *p) { return load<int32_t>(p) - I32{}; }  // the same in all lanes
 
 INLINE I32 plus_128(I32 signed_bytes) { return signed_bytes ^ int32_t(0x80808080); }
-
-INLINE I32 whole(F32 v) { return (I32)_mm512_cvtps_epi32((__m512)v); }
-
-INLINE F32 of_digits(I32 upper, I32 lower) {
-  return multiply_add(__builtin_convertvector(upper, F32), all(256),
-                      __builtin_convertvector(lower, F32));
-}
-
-// Bytes that are a row's, of those in a register.
-INLINE __mmask64 some_bytes(int64_t left) {
-  return left < REGISTER ? (uint64_t(1) << left) - 1 : ~uint64_t(0);
-}
-
-// Numbers whose largest is `most`: how far apart whole ones are, and one over that, or 0 where all
-// become zeros. nothing: 0, or NaN where one is NaN or infinite.
-struct Step {
-  float step, per_step;
-  INLINE Step of(float most, float nothing, float largest) {
-    const bool some = most > LEAST_NUMBER && most <= FLT_MAX;
-    return {(some ? most / largest : 0) + nothing, some ? largest / most : 0};
-  }
-};
-
-// Query r of a tile to its digits: put(d, part, digits d and following, upper or lower), as many as
-// there are up to `stride`. Its step and offsets go to their places.
-template <class Put>
-INLINE void put_query(const toast::Attention &a, const toast::Tile &tile, int64_t r, int64_t stride,
-                      float *step_to, int32_t *const *offsets, const Put &put) {
-  F32 most = {}, nothing = {};
-  for (int64_t d = 0; d < a.call->key_size; d += LANES) {
-    const F32 v = query_numbers(a, tile, r, d), magnitude = (F32)((U32)v & 0x7fffffff);
-    most = larger(magnitude, most);
-    nothing += v - v;
-  }
-  const Step step = Step::of(_mm512_reduce_max_ps((__m512)most), sum(nothing), MOST_QUERY);
-  I32 uppers = {}, lowers = {};
-  for (int64_t d = 0; d < stride; d += LANES) {
-    const I32 v = step.per_step ? whole(query_numbers(a, tile, r, d) * step.per_step) : I32{};
-    const I32 upper = (v + 128) >> 8, lower = v - (upper << 8);
-    put(d, 0, __builtin_convertvector(upper, I8));
-    put(d, 1, __builtin_convertvector(lower, I8));
-    uppers += upper, lowers += lower;
-  }
-  *step_to = step.step;
-  *offsets[0] = 128 * _mm512_reduce_add_epi32((__m512i)uppers);
-  *offsets[1] = 128 * _mm512_reduce_add_epi32((__m512i)lowers);
-}
 
 // Few queries of a tile as they are prepared, `count` with those of zeros. digits: for each
 // QUERIES_AT_ONCE of them and each word i of each register of a key (see `turn_four`), upper and
@@ -109,9 +44,8 @@ static void prepare_few(const toast::Attention &a, const toast::Tile &tile, char
   const auto to = FewQueries::at(memory, tile.heads * N, a.call->key_size);
   for (int64_t r = 0; r < to.count; r++) {
     char *digits = to.digits + r / M * M * 8 * to.stride + r % M * 2 * REGISTER;
-    int32_t *const offsets[2] = {to.offsets[0] + r, to.offsets[1] + r};
-    put_query(a, tile.of_head(r / N), r % N, to.stride, to.steps + r, offsets,
-              [&](int64_t d, int part, I8 sixteen) {
+    const Query query = put_query(a, tile.of_head(r / N), r % N, to.stride,
+                                  [&](int64_t d, int part, I8 sixteen) {
       const __m128i words = (__m128i)sixteen;
       char *at = digits + (d / REGISTER * 8 * M + part) * REGISTER + d % REGISTER;
       store(at, _mm_shuffle_epi32(words, 0x00)), at += 2 * M * REGISTER;
@@ -119,6 +53,8 @@ static void prepare_few(const toast::Attention &a, const toast::Tile &tile, char
       store(at, _mm_shuffle_epi32(words, 0xaa)), at += 2 * M * REGISTER;
       store(at, _mm_shuffle_epi32(words, 0xff));
     });
+    to.steps[r] = query.step;
+    for (int part = 0; part < 2; part++) to.offsets[part][r] = 128 * query.sums[part];
   }
 }
 
@@ -268,11 +204,11 @@ static void scores_of_many_bytes(const toast::Attention &a, const toast::Tile &t
   const toast_attention &call = *a.call;
   const int64_t size = call.key_size, lanes = vectors * LANES, stride = digits.stride;
   for (int64_t r = 0; r < lanes; r++) {
-    int32_t *const offsets[2] = {digits.offsets[0] + r, digits.offsets[1] + r};
-    put_query(a, tile, r, stride, digits.query_steps + r, offsets,
-              [&](int64_t d, int part, I8 sixteen) {
+    const Query query = put_query(a, tile, r, stride, [&](int64_t d, int part, I8 sixteen) {
       store(digits.queries[part] + r * stride + d, sixteen);
     });
+    digits.query_steps[r] = query.step;
+    for (int part = 0; part < 2; part++) digits.offsets[part][r] = 128 * query.sums[part];
   }
   for (int part = 0; part < 2; part++)
     for (int v = 0; v < vectors; v++)

@@ -61,6 +61,10 @@ struct Later {
     due += bytes;
     for (int i = 0; i < 3 && next < due; i++, next += LINE) __builtin_prefetch(next, 0, 2);
   }
+
+  void fetch(int64_t times) {  // as if called so often
+    for (due += times * bytes; next < due; next += LINE) __builtin_prefetch(next, 0, 2);
+  }
 };
 
 // Calls work(d, column) for number d of LANES rows side by side, from the first to the last. What

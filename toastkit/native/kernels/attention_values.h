@@ -1,4 +1,4 @@
-// Values in 8 bits, weighted, for processors that multiply bytes: see attention_bytes.h.
+// Values in 8 bits, weighted, for processors that multiply bytes: see attention_digits.h.
 #pragma once
 
 #include "attention_bytes.h"
@@ -6,29 +6,8 @@
 namespace {
 
 #if defined(__AVX512VNNI__)
-// Weights of row r, (keys), to digits, bytes; which are zeros up to a multiple of LANES, as weights
-// and scales are. A number that is none becomes 0.
-static void put_weights_of_row(const Digits &to, int64_t r, float *weights, int64_t keys) {
-  const float *scales = to.scales;
-  F32 most = {}, nothing = {};
-  for (int64_t j = 0; j < keys; j += LANES) {
-    const F32 v = load<F32>(weights + j) * load<F32>(scales + j);
-    store(weights + j, v);
-    most = larger(v, most);
-    nothing += v - v;
-  }
-  const Step step = Step::of(_mm512_reduce_max_ps((__m512)most), sum(nothing), MOST_WEIGHT);
-  auto upper = reinterpret_cast<uint8_t *>(to.weights[0] + r * FOURS);
-  auto lower = reinterpret_cast<uint8_t *>(to.weights[1] + r * FOURS);
-  for (int64_t j = 0; j < keys; j += LANES) {
-    const I32 v = whole(load<F32>(weights + j) * step.per_step);
-    store(upper + j, __builtin_convertvector(v >> 8, U8));
-    store(lower + j, __builtin_convertvector(v, U8));
-  }
-  to.weight_steps[r] = step.step;
-}
-
-// The same of LANES rows from r on, (keys, lanes), to words of four keys, (FOURS, lanes).
+// What `put_weights_of_row` does, of LANES rows from r on, (keys, lanes): to words of four keys,
+// (FOURS, lanes).
 static void put_weights_of_lanes(const Digits &to, int64_t r, float *weights, int64_t lanes,
                                  int64_t keys) {
   F32 most = {}, nothing = {}, per_step;
@@ -51,21 +30,6 @@ static void put_weights_of_lanes(const Digits &to, int64_t r, float *weights, in
     }
     for (int part = 0; part < 2; part++) store(to.weights[part] + j / 4 * lanes + r, words[part]);
   }
-}
-
-// Eight of each sixteen of REGISTER numbers, of four keys, to two registers of fours: the first
-// eight or, if LATTER, the second. at: what lies between the first key and each.
-template <bool LATTER>
-INLINE void turn_values(const char *values, const int64_t *at, __mmask64 some, I32 *fours) {
-  __m512i row[4], pairs[2];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) row[i] = _mm512_maskz_loadu_epi8(some, values + at[i]);
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; i++)
-    pairs[i] = LATTER ? _mm512_unpackhi_epi8(row[2 * i], row[2 * i + 1])
-                      : _mm512_unpacklo_epi8(row[2 * i], row[2 * i + 1]);
-  fours[0] = (I32)_mm512_unpacklo_epi16(pairs[0], pairs[1]);
-  fours[1] = (I32)_mm512_unpackhi_epi16(pairs[0], pairs[1]);
 }
 
 // Adds to `all` what weights * values add up to, of M rows and of the numbers that `turn_values`
@@ -108,23 +72,6 @@ static void weigh_bytes(const int32_t *upper, const int32_t *lower, int64_t row_
   for (int i = 0; i < 4 * M; i++) store(all + i * LANES, sums[i / 4][i / 2 % 2][i % 2]);
 }
 
-// out[d] = step * sums of a row, as above: four numbers of each sixteen lie side by side.
-INLINE void put_values(const int32_t *sums, float step, bool latter, int64_t left, float *out) {
-  for (int i = 0; i < 2; i++) {
-    const I32 upper = load<I32>(sums + i * LANES), lower = load<I32>(sums + (2 + i) * LANES);
-    float four[LANES];
-    store(four, of_digits(upper, lower) * step);
-    for (int quarter = 0; quarter < 4; quarter++) {
-      const int64_t d = 16 * quarter + 8 * latter + 4 * i;
-      if (d < left) memcpy(out + d, four + 4 * quarter, 4 * sizeof(float));
-    }
-  }
-}
-
-// Keys whose values stay in the first cache while one part of them is met after another: by queries
-// that go at once, who would wait for the second cache.
-constexpr int64_t BLOCK_VALUES = 128;
-
 // The values of a span, weighted, of all heads of a tile; which are not yet where out is. weights:
 // as of `weigh_values`. FEW queries wait for memory: the next span's keys are fetched meanwhile.
 template <bool FEW>
@@ -141,12 +88,14 @@ static void weigh_values_in_bytes(const toast::Attention &a, const toast::Tile &
   Later later = keys_after(a, tile, begin + keys, tile.heads * goes * ((keys + 3) / 4));
   for (int64_t h = 0; h < tile.heads; h++) {
     const char *from = row_of(values, tile.batch, tile.head + h, begin);
-    for (int64_t j = 0; j < keys; j++) digits.scales[j] = scale_of(from + j * stride, size);
-    for (int64_t j = keys; j % LANES; j++) digits.scales[j] = 0;
+    put_scales(from, stride, size, keys, digits.scales);
     for (int64_t r = 0; !FEW && r < rows; r += LANES)
       put_weights_of_lanes(digits, r, weights + r, lanes, keys);
     for (int64_t r = 0; FEW && r < rows; r++)
-      put_weights_of_row(digits, r, weights + r * SCORES_STRIDE, keys);
+      digits.weight_steps[r] =
+          put_weights_of_row(weights + r * SCORES_STRIDE, digits.scales, keys,
+                             reinterpret_cast<uint8_t *>(digits.weights[0] + r * FOURS),
+                             reinterpret_cast<uint8_t *>(digits.weights[1] + r * FOURS), [] {});
     memset(digits.weighted, 0, halves * rows * 4 * REGISTER);
     for (int64_t j = 0; j < keys; j += block) {
       const int64_t some = keys - j < block ? keys - j : block;
@@ -166,10 +115,10 @@ static void weigh_values_in_bytes(const toast::Attention &a, const toast::Tile &
       for (int64_t half = 0; half < halves; half += 2)
         weigh_half.template operator()<false>(half), weigh_half.template operator()<true>(half + 1);
     }
-    for (int64_t i = 0; i < halves * rows; i++) {
-      const int64_t half = i / rows, r = i % rows, d = half / 2 * REGISTER;
-      put_values(digits.weighted + i * 4 * LANES, digits.weight_steps[r], half % 2, size - d,
-                 out + r * a.row_floats + d);
+    for (int64_t i = 0; i < halves / 2 * rows; i++) {
+      const int64_t r = i % rows, d = i / rows * REGISTER;
+      put_values(digits.weighted + (i / rows * 2 * rows + r) * 4 * LANES, rows * 4 * LANES,
+                 2 * LANES, digits.weight_steps[r], size - d, out + r * a.row_floats + d);
     }
     weights += head_weights, out += rows * a.row_floats;
   }

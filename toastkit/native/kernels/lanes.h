@@ -322,6 +322,19 @@ INLINE I32 sums_of_quarters(const I32 *r) {
   return quarters<0x88>(x, y) + quarters<0xdd>(x, y);
 }
 
+// Eight registers, each half of them crosswise.
+INLINE void transpose_halves(F32 *r) {
+  transpose_quarters(r), transpose_quarters(r + 4);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m512i a = (__m512i)r[i], b = (__m512i)r[i + 4];
+    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+    const __m512i high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    r[i] = (F32)_mm512_permutex2var_epi64(a, low, b);
+    r[i + 4] = (F32)_mm512_permutex2var_epi64(a, high, b);
+  }
+}
+
 // LANES registers of 32 bits each, crosswise: rows become columns.
 template <class Vector>
 INLINE void transpose(Vector *r) {

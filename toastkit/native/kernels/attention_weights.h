@@ -1,0 +1,125 @@
+// Scores to weights, and what comes of some spans put together, in float32.
+#pragma once
+
+#include <float.h>
+#include <math.h>
+
+#include "attention_room.h"
+#include "functions.h"
+
+namespace {
+
+constexpr int SUMMED = 16;       // chains that weights are added up in, on every processor
+
+INLINE float exponential(float x) { return exponential(all(x))[0]; }
+
+// The scores of rows that hide or change keys of a span. stride: from one key's score to the next.
+static void mask_scores(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
+                        int64_t end, float *scores, int64_t row_stride, int64_t stride) {
+  const toast_attention &call = *a.call;
+  for (int64_t r = 0; r < tile.rows; r++) {
+    const int64_t row = tile.first + r, position = row / a.repeats;
+    const int64_t head = tile.head * a.repeats + row % a.repeats;
+    const toast::Range range = a.range(tile.batch, head, position);
+    float *of = scores + r * row_stride;
+    const int64_t first = range.first > begin ? range.first : begin;
+    const int64_t after = range.last + 1 < end ? range.last + 1 : end;
+    for (int64_t j = begin; j < end && j < first; j++) of[(j - begin) * stride] = -INFINITY;
+    for (int64_t j = after > begin ? after : begin; j < end; j++)
+      of[(j - begin) * stride] = -INFINITY;
+    if (call.masking < TOAST_VISIBLE) continue;
+    const int64_t at = tile.batch * call.mask_strides[0] + head * call.mask_strides[1] +
+                       position * call.mask_strides[2];
+    if (call.masking == TOAST_ADDED) {
+      const bool wide = call.mask_type == TOAST_F32;
+      const char *added = static_cast<const char *>(call.mask) + at * (wide ? 4 : 2);
+      for (int64_t j = first; j < after; j++)
+        of[(j - begin) * stride] += some_numbers_at(call.mask_type, added, j, 1)[0];
+    } else if (range.kind == toast::Range::BLIND) {
+      for (int64_t j = begin; j < end; j++) of[(j - begin) * stride] = -FLT_MAX;
+    } else if (range.kind == toast::Range::HOLES) {
+      auto visible = static_cast<const uint8_t *>(call.mask) + at;
+      for (int64_t j = first; j < after; j++)
+        if (!visible[j]) of[(j - begin) * stride] = -INFINITY;
+    }
+  }
+}
+
+// Sixteen sums of every sixteenth weight, in their order.
+INLINE float in_order(const float *sums) {
+  float sum = sums[0];
+  for (int i = 1; i < SUMMED; i++) sum += sums[i];
+  return sum;
+}
+
+// Scores of one row to weights, (keys,); the largest score, and the sum of the weights. between()
+// is called for every SUMMED keys.
+template <class Between>
+INLINE void weights_of_row(float *scores, int64_t keys, float *most, float *total,
+                           const Between &between) {
+  int64_t padded = (keys + SUMMED - 1) / SUMMED * SUMMED;
+  for (int64_t j = keys; j < padded; j++) scores[j] = -INFINITY;
+  F32 peaks = all(-FLT_MAX);
+  for (int64_t j = 0; j < padded; j += LANES) {
+    F32 score = load<F32>(scores + j);
+    peaks = larger(score, peaks);
+  }
+  const float peak = largest(peaks);
+  constexpr int PARTS = SUMMED / LANES;
+  F32 sums[PARTS];
+#pragma GCC unroll 4
+  for (int i = 0; i < PARTS; i++) sums[i] = F32{};
+  for (int64_t j = 0; j < padded; j += SUMMED) {
+    between();
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++) {
+      F32 weight = exponential(load<F32>(scores + j + i * LANES) - all(peak));
+      store(scores + j + i * LANES, weight);
+      sums[i] += weight;
+    }
+  }
+  float all_sums[SUMMED];
+#pragma GCC unroll 4
+  for (int i = 0; i < PARTS; i++) store(all_sums + i * LANES, sums[i]);
+  *most = peak;
+  *total = in_order(all_sums);
+}
+
+static int64_t row_floats(int64_t value_size) { return value_floats(value_size) + LANES; }
+
+// In two loops, so that there is one way to round it.
+static void add_sums(const toast::Attention &a, int64_t rows, toast::Sums to, toast::Sums from) {
+  for (int64_t r = 0; r < rows; r++) {
+    const float most = to.most[r] < from.most[r] ? from.most[r] : to.most[r];
+    const F32 before = all(exponential(to.most[r] - most));
+    const F32 after = all(exponential(from.most[r] - most));
+    float *sums = to.sums + r * a.row_floats, *more = from.sums + r * a.row_floats;
+    for (int64_t d = 0; d < a.row_floats; d += LANES) store(more + d, load<F32>(more + d) * after);
+    for (int64_t d = 0; d < a.row_floats; d += LANES)
+      store(sums + d, multiply_add(load<F32>(sums + d), before, load<F32>(more + d)));
+    to.most[r] = most;
+  }
+}
+
+static void finish_rows(const toast::Attention &a, const toast::Tile &tile, toast::Sums sums) {
+  const toast_attention &call = *a.call;
+  const int64_t total = value_floats(call.value_size);
+  for (int64_t i = 0; i < tile.heads * tile.rows; i++) {
+    const int64_t row = tile.first + i % tile.rows;
+    const int64_t head = (tile.head + i / tile.rows) * a.repeats + row % a.repeats;
+    float *of = sums.sums + i * a.row_floats;
+    float weight = of[total], factor = 1;
+    if (call.sinks) {
+      const float sink = call.sinks[head], most = sums.most[i] < sink ? sink : sums.most[i];
+      factor = exponential(sums.most[i] - most);
+      weight = weight * factor + exponential(sink - most);
+    }
+    const int64_t at = tile.batch * a.out_strides[0] + head * a.out_strides[1] +
+                       row / a.repeats * a.out_strides[2];
+    for (int64_t d = 0; d < call.value_size; d += LANES)
+      put_some(a.out_type, a.out, at + d, load<F32>(of + d) * factor / weight,
+               int(call.value_size - d < LANES ? call.value_size - d : LANES));
+  }
+}
+
+}  // namespace
