@@ -8,8 +8,7 @@
     ├── UnavailableError           69   a daemon, a provider or a helper program is not there
     ├── CannotCreateError          73   an output, a session or a FIFO cannot be made
     ├── IOFailure                  74   disk full, read error
-    ├── BusyError                  75   the session is locked by another writer
-    └── Interrupted               130   Ctrl-C
+    └── BusyError                  75   the session is locked by another writer
 
 Exit codes follow sysexits(3). A message is one line in git's voice: lower case, what failed first,
 the subject in it, no full stop.
@@ -71,13 +70,6 @@ class IOFailure(ToastError):
 
 class BusyError(ToastError):
     code = 75
-
-
-class Interrupted(ToastError):
-    code = 130
-
-    def __init__(self, message: str = "interrupted", hint: str | None = None):
-        super().__init__(message, hint)
 
 
 class RemoteError(ToastError):

@@ -75,10 +75,6 @@ class ModelState:
         self._entropy = None
         return step(token, self.cache)
 
-    def tell_experts(self, **fields: Any) -> None:
-        """Adds to what a logits frame says of the experts."""
-        self.experts = {**(self.experts or {}), **fields}
-
     def submit(self, measured: bool = False) -> None:
         """Lets the device begin with what was consumed. measured: and then with the entropy."""
         mx.async_eval(self.logits)
