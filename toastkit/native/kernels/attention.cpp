@@ -148,73 +148,105 @@ struct Work {
   int64_t before;  // spans of all tiles that come before
 };
 
-bool attend(const Attention &a, const AttentionCode &code, bool little) {
-  const toast_attention &call = *a.call;
-  const int64_t tile_rows = code.tile_rows(a), tile_heads = heads_of_tile(a, code);
+// All tiles of a call, and the memory that they need.
+struct Plan {
+  const Attention &a;
+  const AttentionCode &code;
+  bool little;
   std::vector<Work> work;
-  int64_t spans = 0;
-  for (int64_t batch = 0; batch < call.batch; batch++)
-    for (int64_t head = 0; head < call.key_heads; head += tile_heads)
-      for (int64_t first = 0; first < a.rows; first += tile_rows) {
-        const Tile tile = {batch, head, first, std::min(tile_rows, a.rows - first),
-                           std::min(tile_heads, call.key_heads - head), nullptr};
-        work.push_back({tile, spans_of(a, tile), spans});
-        spans += work.back().spans.end - work.back().spans.first;
-      }
-  const int64_t rows = tile_heads * tile_rows, floats = rows * (1 + a.row_floats);
-  const int64_t tiles = int64_t(work.size());
-  if (const int64_t each = code.prepared_bytes(a, tile_rows, tile_heads)) {
-    auto queries = static_cast<char *>(scratch(QUERIES, tiles * each));
-    if (!queries) return false;
-    share(little || tiles < FEW_QUERIES, tiles, [&](int64_t i) {
-      code.prepare(a, work[i].tile, queries + i * each);
-      work[i].tile.queries = queries + i * each;
-    });
-  }
-  auto sums = [&](float *memory) { return Sums{memory, memory + rows}; };
-  std::atomic<bool> failed{false};
-  if (tiles >= FEW_TILES || spans == tiles) {
-    share(little, tiles, [&](int64_t i) {
-      const Work &one = work[i];
-      auto memory = static_cast<float *>(scratch(SUMS, 2 * floats * sizeof(float)));
-      for (int64_t s = one.spans.first; memory && s < one.spans.end; s++) {
-        const Sums to = sums(memory), from = sums(memory + floats);
-        if (!code.attend(a, one.tile, one.spans.begin_of(s), one.spans.end_of(s),
-                         s == one.spans.first ? to : from)) {
-          memory = nullptr;
-        } else if (s > one.spans.first) {
-          code.add(a, one.tile.heads * one.tile.rows, to, from);
+  int64_t spans = 0;         // of all
+  int64_t rows, floats;      // of a tile, and of its sums
+  int64_t query_bytes;       // of a tile, prepared; or 0
+
+  Plan(const Attention &a, const AttentionCode &code, bool little)
+      : a(a), code(code), little(little) {
+    const toast_attention &call = *a.call;
+    const int64_t tile_rows = code.tile_rows(a), tile_heads = heads_of_tile(a, code);
+    for (int64_t batch = 0; batch < call.batch; batch++)
+      for (int64_t head = 0; head < call.key_heads; head += tile_heads)
+        for (int64_t first = 0; first < a.rows; first += tile_rows) {
+          const Tile tile = {batch, head, first, std::min(tile_rows, a.rows - first),
+                             std::min(tile_heads, call.key_heads - head), nullptr};
+          work.push_back({tile, spans_of(a, tile), spans});
+          spans += work.back().spans.end - work.back().spans.first;
         }
-      }
-      if (!memory) return failed.store(true, std::memory_order_relaxed);
-      code.finish(a, one.tile, sums(memory));
-    });
-    return !failed.load(std::memory_order_relaxed);
+    rows = tile_heads * tile_rows, floats = rows * (1 + a.row_floats);
+    query_bytes = code.prepared_bytes(a, tile_rows, tile_heads);
   }
-  auto memory = static_cast<float *>(scratch(PARTS, spans * floats * sizeof(float)));
+
+  int64_t tiles() const { return int64_t(work.size()); }
+  Sums sums(float *memory) const { return {memory, memory + rows}; }
+
+  bool attend(const Work &one, int64_t span, Sums out) const {
+    return code.attend(a, one.tile, one.spans.begin_of(span), one.spans.end_of(span), out);
+  }
+};
+
+// Who takes a tile takes all its spans, one after another.
+bool attend_tile(const Plan &plan, Work one) {
+  auto memory = static_cast<float *>(scratch(SUMS, 2 * plan.floats * sizeof(float)));
   if (!memory) return false;
+  if (plan.query_bytes) {
+    auto queries = static_cast<char *>(scratch(QUERIES, plan.query_bytes));
+    if (!queries) return false;
+    plan.code.prepare(plan.a, one.tile, queries);
+    one.tile.queries = queries;
+  }
+  const Sums to = plan.sums(memory), from = plan.sums(memory + plan.floats);
+  for (int64_t span = one.spans.first; span < one.spans.end; span++) {
+    const bool later = span > one.spans.first;
+    if (!plan.attend(one, span, later ? from : to)) return false;
+    if (later) plan.code.add(plan.a, one.tile.heads * one.tile.rows, to, from);
+  }
+  plan.code.finish(plan.a, one.tile, to);
+  return true;
+}
+
+// Spans are shared out, and put together at the end.
+bool attend_spans(Plan &plan) {
+  const Attention &a = plan.a;
+  const int64_t tiles = plan.tiles(), floats = plan.floats, bytes = plan.query_bytes;
+  auto memory = static_cast<float *>(scratch(PARTS, plan.spans * floats * sizeof(float)));
+  auto queries = static_cast<char *>(bytes ? scratch(QUERIES, tiles * bytes) : nullptr);
+  if (!memory || (bytes && !queries)) return false;
+  share(plan.little || tiles < FEW_QUERIES, bytes ? tiles : 0, [&](int64_t i) {
+    plan.code.prepare(a, plan.work[i].tile, queries + i * bytes);
+    plan.work[i].tile.queries = queries + i * bytes;
+  });
   // Keys that lie position by position are taken so where they are several tiles: all heads of a
   // span, which have its pages in common, and then the next.
-  const int64_t each = work[0].spans.end - work[0].spans.first;
-  const bool by_position = call.keys.strides[2] > call.keys.strides[1] && spans == tiles * each;
-  share(little, spans, [&](int64_t n) {
+  const Spans &first = plan.work[0].spans;
+  const int64_t each = first.end - first.first;
+  const toast_rows &keys = a.call->keys;
+  const bool by_position = keys.strides[2] > keys.strides[1] && plan.spans == tiles * each;
+  std::atomic<bool> failed{false};
+  share(plan.little, plan.spans, [&](int64_t n) {
     const int64_t i = by_position ? n % tiles * each + n / tiles : n;
-    auto one = std::upper_bound(work.begin(), work.end(), i,
+    auto one = std::upper_bound(plan.work.begin(), plan.work.end(), i,
                                 [](int64_t n, const Work &w) { return n < w.before; }) - 1;
-    const int64_t s = one->spans.first + i - one->before;
-    if (!code.attend(a, one->tile, one->spans.begin_of(s), one->spans.end_of(s),
-                     sums(memory + i * floats)))
+    const int64_t span = one->spans.first + i - one->before;
+    if (!plan.attend(*one, span, plan.sums(memory + i * floats)))
       failed.store(true, std::memory_order_relaxed);
   });
   if (failed.load(std::memory_order_relaxed)) return false;
-  share(little, tiles, [&](int64_t i) {
-    const Work &one = work[i];
+  share(plan.little, tiles, [&](int64_t i) {
+    const Work &one = plan.work[i];
     float *all = memory + one.before * floats;
     for (int64_t s = 1; s < one.spans.end - one.spans.first; s++)
-      code.add(a, one.tile.heads * one.tile.rows, sums(all), sums(all + s * floats));
-    code.finish(a, one.tile, sums(all));
+      plan.code.add(a, one.tile.heads * one.tile.rows, plan.sums(all), plan.sums(all + s * floats));
+    plan.code.finish(a, one.tile, plan.sums(all));
   });
   return true;
+}
+
+bool attend(const Attention &a, const AttentionCode &code, bool little) {
+  Plan plan(a, code, little);
+  if (plan.tiles() < FEW_TILES && plan.spans > plan.tiles()) return attend_spans(plan);
+  std::atomic<bool> failed{false};
+  share(little, plan.tiles(), [&](int64_t i) {
+    if (!attend_tile(plan, plan.work[i])) failed.store(true, std::memory_order_relaxed);
+  });
+  return !failed.load(std::memory_order_relaxed);
 }
 
 }  // namespace
