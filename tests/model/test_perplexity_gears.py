@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +16,12 @@ from tests.model.checkpoints import open_crumb
 from tests.model.test_perplexity import WHOLE_TEXTS, Scripted, expected, ids_of
 from toastkit.engine import geared as geared_module
 from toastkit.engine.engine import Engine
-from toastkit.engine.geared import BySelector, score_in_gear, score_in_gears
+from toastkit.engine.geared import (
+    BySelector,
+    Schedule,
+    score_in_gear,
+    score_in_gears,
+)
 from toastkit.engine.perplexity import Scores, Totals, score, windows
 from toastkit.errors import DataError
 from toastkit.gears.gear_options import GearOptions
@@ -34,16 +38,6 @@ PUBLISHED = {
     "chat": {2: 2749.6504, 4: 1.4516, 6: 1.4075, 8: 1.4080},
 }
 MIXED = SelectorOptions(MonitorOptions(window=2, low=0.3, high=1.2), min_duration=1)
-
-
-class Schedule:
-    """Gears that stand in a list, whatever the entropy: what `BySelector` is compared with."""
-
-    def __init__(self, gears: Iterable[str]):
-        self._gears = iter(gears)
-
-    def choose(self, entropy: float) -> Wish:
-        return Wish(next(self._gears))
 
 
 def quantised(weight: np.ndarray, bits: int) -> np.ndarray:
@@ -221,6 +215,11 @@ def test_a_schedule_of_ones_own(geared, in_gear, ids) -> None:
     told = ["high" if n % WINDOW == 0 else next(wanted) for n in range(COUNT)]
     assert mine.gears == told
     close(mine, *reference(in_gear, ids, told, WINDOW))
+
+
+def test_a_schedule_that_is_too_short(geared, ids) -> None:
+    with pytest.raises(ValueError, match="fewer gears than there are passes"):
+        list(score_in_gears(geared, ids, WINDOW, lambda: Schedule(["low"])))
 
 
 def test_gears_that_are_only_watched(crumb, ids, monkeypatch: pytest.MonkeyPatch) -> None:

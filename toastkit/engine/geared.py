@@ -8,7 +8,7 @@ A window begins with an empty cache and in high gear, because nothing is known b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -52,6 +52,20 @@ class BySelector:
         """The selector's decision. Raises DataError for an entropy that is not finite."""
         decision = self._selector.update(entropy)
         return Wish(decision.gear, decision.expected)
+
+
+class Schedule:
+    """Gears that stand in a list, whatever the entropy: what `BySelector` is compared with."""
+
+    def __init__(self, gears: Iterable[str]):
+        self._gears = iter(gears)
+
+    def choose(self, entropy: float) -> Wish:
+        """The next gear of the list. Raises ValueError after its last one."""
+        gear = next(self._gears, None)
+        if gear is None:
+            raise ValueError("the schedule has fewer gears than there are passes")
+        return Wish(gear)
 
 
 def score_in_gear(
