@@ -100,16 +100,20 @@ struct Seen {
 };
 
 // The spans that a tile's rows see anything of, from `first` up to `end`; that of the origin is 0.
+// Of each the keys from the first one that a row sees, or a few before it, to the last.
 struct Spans {
-  int64_t first, end, origin, keys;
+  int64_t first, end, origin;
+  int64_t from, to;  // the keys that any row sees
 
-  int64_t begin_of(int64_t span) const { return std::max<int64_t>(origin + span * SPAN, 0); }
-  int64_t end_of(int64_t span) const { return std::min(origin + (span + 1) * SPAN, keys); }
+  int64_t begin_of(int64_t span) const {
+    const int64_t begin = std::max<int64_t>(origin + span * SPAN, 0);
+    return begin + std::max<int64_t>(from - begin, 0) / SUMMED * SUMMED;  // in the same chains
+  }
+  int64_t end_of(int64_t span) const { return std::min(origin + (span + 1) * SPAN, to); }
 };
 
 Spans spans_of(const Attention &a, const Tile &tile) {
-  const toast_attention &call = *a.call;
-  int64_t first = call.key_positions, last = 0;
+  int64_t first = a.call->key_positions, last = 0;
   for (int64_t row = tile.first; row < tile.first + tile.rows; row++) {
     const Range range = a.range(tile.batch, tile.head * a.repeats + row % a.repeats,
                                 row / a.repeats);
@@ -120,7 +124,7 @@ Spans spans_of(const Attention &a, const Tile &tile) {
   auto span = [&](int64_t key) {  // rounded down, below the origin too
     return key >= origin ? (key - origin) / SPAN : -((origin - key + SPAN - 1) / SPAN);
   };
-  return {span(first), span(last) + 1, origin, call.key_positions};
+  return {span(first), span(last) + 1, origin, first, last + 1};
 }
 
 // Whether the rows of all heads of a position lie side by side, as a session's file has them.

@@ -10,7 +10,8 @@
 
 namespace toast {
 
-constexpr int64_t SPAN = 512;  // keys
+constexpr int64_t SPAN = 512;   // keys
+constexpr int64_t SUMMED = 16;  // chains that a span's weights are added up in, key by key in turn
 
 // The keys that a query sees: from first to last. HOLES: but not all of them. BLIND: none, and all
 // weigh the same.

@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int SUMMED = 16;       // chains that weights are added up in, on every processor
+constexpr int SUMMED = toast::SUMMED;  // on every processor
 
 INLINE float exponential(float x) { return exponential(all(x))[0]; }
 
