@@ -8,7 +8,8 @@
     ├── UnavailableError           69   a daemon, a provider or a helper program is not there
     ├── CannotCreateError          73   an output, a session or a FIFO cannot be made
     ├── IOFailure                  74   disk full, read error
-    └── BusyError                  75   the session is locked by another writer
+    ├── BusyError                  75   the session is locked by another writer
+    └── Interrupted               130   Ctrl-C
 
 Exit codes follow sysexits(3). A message is one line in git's voice: lower case, what failed first,
 the subject in it, no full stop.
@@ -70,6 +71,15 @@ class IOFailure(ToastError):
 
 class BusyError(ToastError):
     code = 75
+
+
+class Interrupted(ToastError):
+    """Raised by nobody here: what another process says of itself becomes an error by its code."""
+
+    code = 130
+
+    def __init__(self, message: str = "interrupted", hint: str | None = None):
+        super().__init__(message, hint)
 
 
 class RemoteError(ToastError):
