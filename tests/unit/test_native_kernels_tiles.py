@@ -42,8 +42,9 @@ def test_tiles_change_no_bit(kernels: Kernels, asked: Asked, out_type: str) -> N
 @settings(max_examples=examples(20))
 @given(asked=asked(kept=("i8", "bf16")))
 def test_other_numbers_go_without(kernels: Kernels, asked: Asked) -> None:
-    if kernels.library is kernels.whole:  # of a part nobody else is there to go to
-        check(kernels, asked)
+    if kernels.library is not kernels.whole:
+        pytest.skip("tiles alone have nobody to go to")
+    check(kernels, asked)
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 96, 100, 127, 128, 129, 250, 256, 257])

@@ -73,6 +73,16 @@ void share(bool little, int64_t count, const Work &work) {
   for (int64_t i = 0; i < count; i++) work(i);
 }
 
+// Whether all of it could be done.
+template <class Work>
+bool share_whole(bool little, int64_t count, const Work &work) {
+  std::atomic<bool> failed{false};
+  share(little, count, [&](int64_t i) {
+    if (!work(i)) failed.store(true, std::memory_order_relaxed);
+  });
+  return !failed.load(std::memory_order_relaxed);
+}
+
 // What all queries see, and where the spans of each batch begin.
 struct Seen {
   std::vector<Range> ranges;
@@ -223,16 +233,14 @@ bool attend_spans(Plan &plan) {
   const int64_t each = first.end - first.first;
   const toast_rows &keys = a.call->keys;
   const bool by_position = keys.strides[2] > keys.strides[1] && plan.spans == tiles * each;
-  std::atomic<bool> failed{false};
-  share(plan.little, plan.spans, [&](int64_t n) {
+  const bool done = share_whole(plan.little, plan.spans, [&](int64_t n) {
     const int64_t i = by_position ? n % tiles * each + n / tiles : n;
     auto one = std::upper_bound(plan.work.begin(), plan.work.end(), i,
                                 [](int64_t n, const Work &w) { return n < w.before; }) - 1;
     const int64_t span = one->spans.first + i - one->before;
-    if (!plan.attend(*one, span, plan.sums(memory + i * floats)))
-      failed.store(true, std::memory_order_relaxed);
+    return plan.attend(*one, span, plan.sums(memory + i * floats));
   });
-  if (failed.load(std::memory_order_relaxed)) return false;
+  if (!done) return false;
   share(plan.little, tiles, [&](int64_t i) {
     const Work &one = plan.work[i];
     float *all = memory + one.before * floats;
@@ -246,11 +254,8 @@ bool attend_spans(Plan &plan) {
 bool attend(const Attention &a, const AttentionCode &code, bool little) {
   Plan plan(a, code, little);
   if (plan.tiles() < FEW_TILES && plan.spans > plan.tiles()) return attend_spans(plan);
-  std::atomic<bool> failed{false};
-  share(little, plan.tiles(), [&](int64_t i) {
-    if (!attend_tile(plan, plan.work[i])) failed.store(true, std::memory_order_relaxed);
-  });
-  return !failed.load(std::memory_order_relaxed);
+  return share_whole(little, plan.tiles(),
+                     [&](int64_t i) { return attend_tile(plan, plan.work[i]); });
 }
 
 }  // namespace

@@ -15,21 +15,25 @@ namespace {
 
 constexpr int64_t TILE = SIDE * 64;  // bytes
 
+// Of a head's rows up to 16 meet keys at a time, a group. Its digits take one tile where upper and
+// lower ones have room there, else two.
+INLINE int64_t groups_of(int64_t rows) { return (rows + SIDE - 1) / SIDE; }
+INLINE int64_t group_tiles(int64_t rows) { return 2 * rows > SIDE ? 2 : 1; }
+
 // A tile's queries as they are prepared, digits as columns: for each head, up to 16 queries at a
 // time, and some numbers at a time, (words of four numbers, 16 columns); first the upper digits and
 // then the lower ones. Both are in one tile, 8 columns apart, where a head has no more queries.
 // steps: (heads * rows).
 struct Columns {
   int64_t parts, words;  // of a key, and of four numbers in each
-  int64_t tiles;         // of up to 16 queries: 1 or 2
-  int64_t groups;        // of those
+  int64_t tiles, groups;  // of a group, and of those
   char *digits;
   float *steps;
 
   static Columns at(const char *memory, int64_t heads, int64_t rows, int64_t size) {
     const int64_t parts = (size + REGISTER - 1) / REGISTER;
-    Columns to = {parts, (size + 4 * parts - 1) / (4 * parts), rows > 8 ? 2 : 1,
-                  (rows + SIDE - 1) / SIDE, const_cast<char *>(memory), nullptr};
+    Columns to = {parts, (size + 4 * parts - 1) / (4 * parts), group_tiles(rows),
+                  groups_of(rows), const_cast<char *>(memory), nullptr};
     to.steps = reinterpret_cast<float *>(to.digits + heads * to.head_bytes());
     return to;
   }
@@ -82,17 +86,13 @@ INLINE bool make_tile_room(const toast::Attention &a, const toast::Tile &tile, T
       scores + 4 * S + 4 * TILE + weighted + keys + room->rows * S + BLOCK_VALUES * 64;
   auto memory = static_cast<char *>(toast::scratch(toast::BYTES, bytes));
   if (!memory) return false;
-  auto next = [&](auto *&place, int64_t bytes) {
-    place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(memory);
-    memory += bytes;
-  };
-  next(room->scores, scores);
-  next(room->scales, 4 * S);
-  next(room->step_sums, 4 * TILE);
-  next(room->weighted, weighted);
-  next(room->keys, keys);
-  next(room->weights, room->rows * S);
-  next(room->values, BLOCK_VALUES * 64);
+  take(memory, room->scores, scores / 4);
+  take(memory, room->scales, S);
+  take(memory, room->step_sums, 2);
+  take(memory, room->weighted, weighted / 256);
+  take(memory, room->keys, keys);
+  take(memory, room->weights, room->rows * S);
+  take(memory, room->values, BLOCK_VALUES * 64);
   return true;
 }
 
@@ -128,7 +128,7 @@ struct KeyStep {
 };
 
 INLINE int64_t steps_of(const toast::Tile &tile, int64_t keys) {
-  return (keys + SIDE - 1) / SIDE * tile.heads * ((tile.rows + SIDE - 1) / SIDE);
+  return (keys + SIDE - 1) / SIDE * tile.heads * groups_of(tile.rows);
 }
 
 // The queries of a step meet its keys.
@@ -231,7 +231,7 @@ static void weights_in_tiles(const toast::Attention &a, const toast::Tile &tile,
   const int64_t keys = end - begin, rows = tile.heads * tile.rows;
   const int64_t time = steps_of(tile, keys) * STEP_TIME + rows * (keys / LANES) * SOFTMAX_TIME;
   Later later = later_of(a, a.call->values, tile, begin, end, time);
-  auto scores = tile.rows > 8 ? scores_in_tiles<2> : scores_in_tiles<1>;
+  auto scores = group_tiles(tile.rows) > 1 ? scores_in_tiles<2> : scores_in_tiles<1>;
   scores(a, tile, begin, end, room, &later);
   for (int64_t h = 0; h < tile.heads; h++)
     mask_scores(a, tile.of_head(h), begin, end, room.scores + h * tile.rows * SCORES_STRIDE,

@@ -62,7 +62,7 @@ struct Later {
     for (int i = 0; i < 3 && next < due; i++, next += LINE) __builtin_prefetch(next, 0, 2);
   }
 
-  void fetch(int64_t times) {  // as if called so often
+  void fetch(int64_t times) {  // as if called so often, and without that bound
     for (due += times * bytes; next < due; next += LINE) __builtin_prefetch(next, 0, 2);
   }
 };

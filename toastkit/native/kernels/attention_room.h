@@ -1,8 +1,6 @@
 // Where attention's code finds rows, and the memory that a thread has for a span.
 #pragma once
 
-#include <type_traits>
-
 #include "attention.h"
 #include "attention_products.h"
 #include "product.h"
@@ -89,6 +87,13 @@ struct Digits {
   float *query_steps, *weight_steps, *scales;
 };
 
+// The next so many numbers of a thread's memory are a place's.
+template <class Number>
+INLINE void take(char *&memory, Number *&place, int64_t numbers) {
+  place = reinterpret_cast<Number *>(memory);
+  memory += numbers * sizeof *place;
+}
+
 INLINE int64_t padded_row(int64_t size) { return (size + REGISTER - 1) / REGISTER * REGISTER; }
 
 INLINE bool make_digits(const toast::Attention &a, Digits *digits) {
@@ -100,24 +105,20 @@ INLINE bool make_digits(const toast::Attention &a, Digits *digits) {
   const int64_t bytes = 2 * each + KEYS * stride + values + weighted + 4 * (2 * WIDE + toast::SPAN);
   auto memory = static_cast<char *>(toast::scratch(toast::BYTES, bytes));
   if (!memory) return false;
-  auto next = [&](auto *&place, int64_t numbers) {
-    place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(memory);
-    memory += numbers * sizeof *place;
-  };
   digits->stride = stride;
-  for (int part = 0; part < 2; part++) next(digits->columns[part], WIDE * stride / 4);
+  for (int part = 0; part < 2; part++) take(memory, digits->columns[part], WIDE * stride / 4);
   for (int part = 0; part < 2; part++) {
-    next(digits->queries[part], WIDE * stride);
-    next(digits->offsets[part], WIDE);
-    next(digits->sums[part], WIDE * TILE_M);
-    next(digits->weights[part], WIDE * FOURS);
+    take(memory, digits->queries[part], WIDE * stride);
+    take(memory, digits->offsets[part], WIDE);
+    take(memory, digits->sums[part], WIDE * TILE_M);
+    take(memory, digits->weights[part], WIDE * FOURS);
   }
-  next(digits->keys, KEYS * stride);
-  next(digits->values, values);
-  next(digits->weighted, weighted / 4);
-  next(digits->query_steps, WIDE);
-  next(digits->weight_steps, WIDE);
-  next(digits->scales, toast::SPAN);
+  take(memory, digits->keys, KEYS * stride);
+  take(memory, digits->values, values);
+  take(memory, digits->weighted, weighted / 4);
+  take(memory, digits->query_steps, WIDE);
+  take(memory, digits->weight_steps, WIDE);
+  take(memory, digits->scales, toast::SPAN);
   return true;
 }
 #endif
