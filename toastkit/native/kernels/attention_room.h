@@ -14,13 +14,16 @@ INLINE int64_t number_bytes(int type) {
   return type == TOAST_F32 ? 4 : type == TOAST_I8 ? 1 : 2;
 }
 
-// work.operator()<TYPE>() for the type that keys or values are of.
+// work.operator()<TYPE>() for the type of keys or values, which become floats. Bytes do not where
+// bytes are multiplied (attention_bytes.h); code for that took a minute to compile.
 template <class Work>
 INLINE void with_type(int type, const Work &work) {
   if (type == TOAST_F32) return work.template operator()<TOAST_F32>();
   if (type == TOAST_F16) return work.template operator()<TOAST_F16>();
   if (type == TOAST_BF16) return work.template operator()<TOAST_BF16>();
+#if !defined(__AVX512VNNI__)
   work.template operator()<TOAST_I8>();
+#endif
 }
 
 INLINE const char *row_of(const toast_rows &rows, int64_t batch, int64_t head, int64_t position) {
