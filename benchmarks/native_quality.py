@@ -5,8 +5,9 @@
 Of crumb the greedy tokens of tests/reference.json, which another implementation recorded; then for
 each text (gears_scores.py) and gear the divergence of the distributions, sum of p log(p/q) in nats
 a token, p being MLX's with the same weights, the largest of one token, and perplexities; with
-native products as they come, with --native-exact, and with --kv-bits 16 and 8. A text is read as a
-prompt is, in chunks, and its beginning once more token by token, because the kernels are others.
+native products as they come, with --native-exact, and with --kv-bits 16 and 8. The error beside a
+perplexity is the standard error of its tokens' mean. A text is read as a prompt is, in chunks, and
+its beginning once more token by token, because the kernels are others.
 """
 
 from __future__ import annotations
@@ -76,12 +77,14 @@ def row(text: Text, gear: str, read: str, way: str, theirs: np.ndarray, ours: np
     """Prints how they differ; whether that is within the aims."""
     apart = (np.exp(theirs) * (theirs - ours)).sum(-1)
     ids = np.array(text.ids[1 : len(ours) + 1])
-    ours_nats, theirs_nats = (-np.mean(a[np.arange(len(ids)), ids]) for a in (ours, theirs))
-    percent = 100 * np.expm1(ours_nats - theirs_nats)
+    ours_nats, theirs_nats = (-a[np.arange(len(ids)), ids] for a in (ours, theirs))
+    more = ours_nats - theirs_nats
+    percent = 100 * np.expm1(more.mean())
+    error = 100 * more.std() / np.sqrt(len(more))
     same = np.mean(ours.argmax(-1) == theirs.argmax(-1))
     print(f"| {text.name} | {BITS.get(gear, 'as it is')} | {read} | {way} | {len(ids):,} "
-          f"| {apart.mean():.1e} | {apart.max():.1e} | {np.exp(theirs_nats):.4f} "
-          f"| {percent:+.4f}% | {100 * same:.2f}% |", flush=True)  # fmt: skip
+          f"| {apart.mean():.1e} | {apart.max():.1e} | {np.exp(theirs_nats.mean()):.4f} "
+          f"| {percent:+.4f}% | {error:.4f}% | {100 * same:.2f}% |", flush=True)  # fmt: skip
     return bool(apart.mean() < AIMS[way] and abs(percent) < PERPLEXITY_AIM)
 
 
@@ -98,8 +101,8 @@ def main() -> None:
         print(f"\nGreedy tokens as recorded, {way}: {greedy(engines['high'][way])}")
     texts = read_texts(options.texts, options.limit, model=options.model)
     print("\n| text | matrices | read | products | tokens | divergence, nats a token | largest "
-          "| perplexity, MLX | native | same likeliest |")  # fmt: skip
-    print(f"|---|---|---|---|{'---:|' * 6}")
+          "| perplexity, MLX | native | error | same likeliest |")  # fmt: skip
+    print(f"|---|---|---|---|{'---:|' * 7}")
     within = []
     for text in texts:
         for gear, by_way in engines.items():

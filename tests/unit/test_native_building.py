@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -279,6 +280,15 @@ def test_old_libraries_go(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(left) == building.KEPT and Path(made).name in left and "0-old.so" not in left
 
 
+def await_failure(cache: Path) -> None:
+    """Of a build in the background, which has little of a busy machine."""
+    for _ in range(6000):
+        if list(cache.glob("*.failed")):
+            return
+        time.sleep(0.01)
+    raise AssertionError("it is still being built")
+
+
 def test_nobody_waits(cache: Path, cxx, tmp_path: Path) -> None:
     """The first command begins a build, and goes on."""
     gate = tmp_path / "gate"
@@ -286,11 +296,25 @@ def test_nobody_waits(cache: Path, cxx, tmp_path: Path) -> None:
     assert starting.start(AUTO) == (False, "it is not built yet", False)
     assert runs(path) == 0
     gate.touch()
-    for _ in range(3000):
-        if list(cache.glob("*.failed")):
-            break
-        time.sleep(0.01)
+    await_failure(cache)
     assert "is not what this MLX needs" in building.find().why
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="compilers have sessions of their own")
+def test_who_builds_gives_way(cache: Path, cxx, tmp_path: Path) -> None:
+    """To everybody: priorities alone count among the processes of one session."""
+    told, group = tmp_path / "told", Path("/proc/self/autogroup")
+    cxx(
+        f"nice = [str(os.getpriority(os.PRIO_PROCESS, 0))]\n"
+        f"if os.path.exists({str(group)!r}): nice += open({str(group)!r}).read().split()[-1:]\n"
+        f"own = {str(told)!r} + str(os.getpid())\n"
+        f"open(own, 'w').write(' '.join(nice))\n"
+        f"os.replace(own, {str(told)!r})\n"
+        f"sys.exit(1)\n"
+    )
+    starting.start(AUTO)
+    await_failure(cache)
+    assert told.read_text() == ("19 10" if group.exists() else "19")
 
 
 def test_threads_are_those_that_may_run(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ KEPT = 8  # files of other versions, for other environments of this user
 PROBE_SECONDS = 120.0
 PATIENCE = 120.0  # seconds that who needs a library waits for another process that builds it
 LOWEST = 19  # of priorities
+LOW = 10  # of a session's: a tenth of a busy core, so that it comes to an end
 
 
 class Found(NamedTuple):
@@ -249,13 +250,22 @@ def _forget_old() -> None:
         os.unlink(entry.path)
 
 
+def _give_way() -> None:
+    """Lets others compute. Linux weighs sessions against each other before the processes in them
+    (autogroup, sched(7)): a session of our own gives way as a whole."""
+    os.nice(LOWEST)
+    if os.getsid(0) == os.getpid():
+        with suppress(OSError):  # not this kernel, or too soon after somebody else's
+            Path("/proc/self/autogroup").write_text(str(LOW))
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def main() -> int:
     """Builds it and says where it is, or why there is none."""
-    os.nice(LOWEST)
+    _give_way()
     quiet = "--quiet" in sys.argv[1:]
     try:
         if not quiet:  # whoever asks wants it tried again

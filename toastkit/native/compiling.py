@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from toastkit.errors import ToastError
 
@@ -48,6 +48,11 @@ FLAGS = (
     "-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-pthread",
     "-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
 )  # fmt: skip
+# A group of its own, so that all of a compiler can be ended, in the session of who builds, which
+# gives way as a whole.
+GROUP: dict[str, Any] = (
+    {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+)
 SECONDS = 300.0  # that one source may take
 LINGERS = 1.0  # seconds that what it has said is waited for once it has ended
 MOST_OUTPUT = 1 << 18  # bytes that are read of what a compiler says
@@ -124,8 +129,8 @@ def compile_library(
 
 
 def _run(command: list[str], temporary: str) -> None:
-    """Runs the compiler, in a group of its own so that all of it can be ended. Raises ToastError;
-    OSError where it found the disk full, which may be another time."""
+    """Runs the compiler. Raises ToastError; OSError where it found the disk full, which may be
+    another time."""
     import resource
     import signal
     import subprocess
@@ -135,7 +140,7 @@ def _run(command: list[str], temporary: str) -> None:
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            env=environment, start_new_session=True,
+            env=environment, **GROUP,
         )  # fmt: skip
     except OSError as error:
         raise ToastError(f"{command[0]}: {error.strerror}") from error
