@@ -265,7 +265,7 @@ def test_one_builds_at_a_time(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch)
 def test_nothing_is_begun_where_nothing_can_be_kept(cache: Path, monkeypatch) -> None:
     monkeypatch.setattr(building.os, "access", lambda path, mode: False)
     monkeypatch.setattr(subprocess, "Popen", None)
-    building.build_meanwhile()
+    assert not building.build_meanwhile()
 
 
 def test_old_libraries_go(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,8 @@ def test_nobody_waits(cache: Path, cxx, tmp_path: Path) -> None:
     """The first command begins a build, and goes on."""
     gate = tmp_path / "gate"
     path = cxx(f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n" + COMPILES)
-    assert starting.start(AUTO) == (False, "it is not built yet", False)
+    status = starting.start(AUTO)
+    assert not status.on and "being built in the background" in status.why
     assert runs(path) == 0
     gate.touch()
     await_failure(cache)

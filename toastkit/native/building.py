@@ -95,20 +95,23 @@ def find() -> Found:
     return Found(None, "it is not built yet", pending=True)
 
 
-def build_meanwhile() -> None:
-    """Begins to build what `find` has not found, and returns at once. What comes of it is found by
-    whoever asks next, or not: nobody is told. Where nothing can be kept, nothing is begun."""
+def build_meanwhile() -> bool:
+    """Begins to build what `find` has not found, unless another process is at it, and returns at
+    once. What comes of it is found by whoever asks next, or not: nobody is told. False where
+    nothing can be kept, so that nothing is begun."""
     import subprocess
 
     place = Path(folder())
     if not os.access(next(p for p in (place, *place.parents) if p.exists()), os.W_OK):
-        return
+        return False
     with suppress(OSError):
         subprocess.Popen(
             [sys.executable, "-m", "toastkit.native.building", "--quiet"],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             cwd=FOLDER.parent.parent, start_new_session=True,
         )  # fmt: skip
+        return True
+    return False
 
 
 def _unusable() -> str | None:

@@ -56,8 +56,8 @@ def start(options: NativeOptions, say: Callable[[str], None] | None = None) -> S
     found = find()
     if options.native == "require" and not found.path:
         found = found._replace(path=build(PATIENCE, say))
-    elif found.pending:
-        build_meanwhile()
+    elif found.pending and build_meanwhile():
+        found = found._replace(why="they are being built in the background, for later commands")
     return _loaded(found.path, options) if found.path else Status(False, found.why)
 
 
