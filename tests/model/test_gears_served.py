@@ -46,7 +46,7 @@ def test_conversations_share_a_model_with_gears(mode: str) -> None:
         assert sum(counts.values()) == len(mine.ids)
         seen |= set(counts)
     assert seen == {mode} if mode != "auto" else len(seen) > 1
-    report = driver.service.policy_report()["gears"]
+    report = driver.service.report()["gears"]
     assert report["mode"] == mode and report["bytes"] == engine.gears.device_bytes
     assert report["shifts"] > 0 or mode == "high"
 

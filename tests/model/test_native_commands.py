@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.model.published import write_published
+from tests.model.worker_driver import Running, until
 from tests.native_library import built, cache, library, needed
 from tests.unit.test_loaded_modules import GREEDY, STEP_FREE, loaded
+from toastkit.daemon import worker
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import starting
+from toastkit.native import building, starting
+from toastkit.native.building import Found
 from toastkit.native.library import Library
+from toastkit.native.starting import NativeOptions
 
 __all__ = ["built", "cache", "library"]
 pytestmark = needed
@@ -91,3 +96,54 @@ def test_commands_without_a_compiler(toast, tmp_path: Path) -> None:
     assert line.startswith("toast-decode: no native products: there is no C++ compiler")
     done = toast("model", "info", "--device", env=env)
     assert b"off: there is no C++ compiler" in done.stdout
+
+
+def test_a_daemon_takes_them_when_they_have_been_built(tmp_path: Path, monkeypatch) -> None:
+    """It was started while they were: what it remembers, it still does."""
+    found = building.find()
+    there = [Found(None, "", pending=True)]
+    for module in (building, worker):
+        monkeypatch.setattr(module, "find", lambda: there[-1])
+    monkeypatch.setattr(building, "build_meanwhile", lambda: True)
+    monkeypatch.setattr(worker, "NATIVE_SECONDS", 0.05)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    native = NativeOptions("auto")
+    running = Running(write_published(tmp_path / "llama", "llama"), native=native)
+    running.worker.start()
+    try:
+        before = running.answer()
+        assert "being built" in running.worker.status()["native"]
+        held = running.hold()
+        there.append(found)
+        until(lambda: held.is_done)
+        until(lambda: running.worker.status()["loaded"] and running.said)
+        assert running.worker.status()["native"].startswith("on (")
+        channel = running.ask()
+        until(lambda: channel.is_done)
+        assert channel.one("stats")["cached"] == channel.one("stats")["prompt"] - 1
+        assert running.answer() == before
+    finally:
+        running.worker.close()
+
+
+def test_a_daemon_looks_no_longer_where_they_cannot_be(tmp_path: Path, monkeypatch) -> None:
+    looks = [Found(None, "", pending=True)]
+
+    def find() -> Found:
+        looks.append(Found(None, "c++ failed"))
+        return looks[0] if len(looks) < 4 else looks[-1]
+
+    monkeypatch.setattr(building, "find", lambda: looks[0])
+    monkeypatch.setattr(worker, "find", find)
+    monkeypatch.setattr(building, "build_meanwhile", lambda: True)
+    monkeypatch.setattr(worker, "NATIVE_SECONDS", 0.01)
+    running = Running(
+        write_published(tmp_path / "llama", "llama"), native=NativeOptions("auto"), spill_bytes=0
+    )
+    running.worker.start()
+    try:
+        until(lambda: len(looks) == 4)
+        running.answer()
+        assert len(looks) == 4 and running.said == []
+    finally:
+        running.worker.close()

@@ -60,7 +60,8 @@ def test_the_actions(home: Home) -> None:
 STATUS = {
     "pid": 77, "version": "0.1.0", "uptime": 93784.5, "socket": "s\x1b[2J", "connections": 3,
     "served": 9, "refused": 1, "model": "crumb", "fingerprint": "ab", "loaded": True,
-    "device": "cpu", "dtype": "float32", "active": 2, "attached": 1, "waiting": 4, "answered": 5,
+    "device": "cpu", "dtype": "float32", "native": "off: they are turned off",
+    "active": 2, "attached": 1, "waiting": 4, "answered": 5,
     "tokens": {"prompt": 100, "cached": 40, "answer": 60},
     "conversations": {
         "kept": 3, "in_memory": 2, "bytes": 954368, "budget": 2147483648, "on_disk": 1,
@@ -84,6 +85,7 @@ def test_a_status_for_people(
     assert capsys.readouterr().out.splitlines() == [
         r"daemon: process 77, up 1 d 2 h, at s\x1b[2J",
         "model: crumb, on the cpu in float32",
+        "native products: off: they are turned off",
         "memory: 7.60 MB, of it 6.62 MB for the weights",
         "clients: 3 connected, 1 use the weights",
         "requests: 2 active, 4 waiting, 5 answered, 1 refused",

@@ -275,6 +275,8 @@ def _summary(status: dict[str, Any]) -> Iterator[str]:
         where += f", keys and values in {kept}"
     yield f"daemon: process {status['pid']}, up {_ago(status['uptime'])}, at {status['socket']}"
     yield f"model: {status['model']}, {where}"
+    if status["loaded"]:
+        yield f"native products: {status['native']}"
     yield f"memory: {human(sum(ledger.values()))}, of it {human(weights)} for the weights"
     yield f"clients: {status['connections']} connected, {status['attached']} use the weights"
     counts = (f"{status[name]} {name}" for name in ("active", "waiting", "answered", "refused"))

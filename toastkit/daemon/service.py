@@ -187,9 +187,21 @@ class Service:
 
     # -------------------------------------------------------------------------------------- upkeep
 
-    def policy_report(self) -> dict[str, Any]:
-        """What the policies have done so far, by name, for the status."""
-        return {policy.name: policy.report() for policy in self.engine.policies}
+    def report(self) -> dict[str, Any]:
+        """For the status: how the model computes, who uses it, what is in memory, and by name what
+        the policies have done so far."""
+        engine = self.engine
+        return {
+            "device": engine.device,
+            "dtype": engine.dtype,
+            "kv_dtype": engine.kv_dtype,
+            "native": str(engine.native),
+            "active": len(self.active),
+            "attached": len(self.attached),
+            "conversations": self.memory.summary(),
+            "ledger": engine.ledger.by_owner(),
+            **{policy.name: policy.report() for policy in engine.policies},
+        }
 
     def memory_warning(self) -> None:
         """Has what may leave the device do so before the next pass. For a signal handler, too."""
@@ -221,6 +233,15 @@ class Service:
         self.memory.unsaved += [kept for kept in self.memory.kept if kept.refused]
         while self.memory.unsaved:
             self.memory.write(self.memory.unsaved.popleft())
+
+    def close(self) -> dict[str, Any]:
+        """Puts what is remembered on disk and takes all off the device; what is remembered now, for
+        the status."""
+        self.save_all()
+        self.unplug_attached()
+        self.memory.unload()
+        self.engine.close()
+        return self.memory.summary()
 
 
 def _held(conversation: Conversation) -> int:

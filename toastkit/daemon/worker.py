@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import heapq
 import itertools
-import os
 import threading
 import time
 from collections import deque
@@ -24,14 +23,16 @@ from toastkit.daemon.connection import close_all
 from toastkit.daemon.prepare import Prepared, Preparer, find_model, messages_of
 from toastkit.daemon.requests import ATTACH_OPS, Request
 from toastkit.daemon.service_settings import ServiceSettings
+from toastkit.engine.device import wait_for_end
 from toastkit.errors import BusyError, ToastError, UnavailableError, as_toast_error
+from toastkit.native.building import find
 
 if TYPE_CHECKING:
     from toastkit.daemon.conversation import Channel, Conversation
     from toastkit.daemon.service import Service
 
 PREPARERS = 2  # threads: a long prompt does not hold up a short one
-END_SECONDS = 1.0  # for the system's thread to follow Python's
+NATIVE_SECONDS = 3.0  # between two looks for native products that are being built
 
 
 class Worker:
@@ -55,6 +56,7 @@ class Worker:
         self._service: Service | None = None
         self._last_used = time.monotonic()
         self._memory_summary: dict[str, Any] = {}
+        self._next_look: float | None = None
         self._counts = {"prompt": 0, "cached": 0, "answer": 0}
 
     # ------------------------------------------------------------------------- of any other thread
@@ -142,22 +144,17 @@ class Worker:
     def status(self) -> dict[str, Any]:
         """What it is doing, at this moment."""
         service = self._service
+        idle: dict[str, Any] = dict.fromkeys(("device", "dtype", "kv_dtype", "native"))
+        idle |= {"active": 0, "attached": 0, "conversations": self._memory_summary, "ledger": {}}
         return {
             "model": self._preparer.files.name,
             "fingerprint": self._preparer.fingerprint,
             "loaded": service is not None,
-            "device": service.engine.device if service else None,
-            "dtype": service.engine.dtype if service else None,
-            "kv_dtype": service.engine.kv_dtype if service else None,
             "resident": self.settings.policies.resident,
-            "active": len(service.active) if service else 0,
-            "attached": len(service.attached) if service else 0,
             "waiting": self.preparing + len(self._waiting),
             "answered": self.served,
             "tokens": dict(self._counts),
-            "conversations": service.memory.summary() if service else self._memory_summary,
-            "ledger": service.engine.ledger.by_owner() if service else {},
-            **(service.policy_report() if service else {}),
+            **(service.report() if service else idle),
         }
 
     def drain(self) -> None:
@@ -186,8 +183,7 @@ class Worker:
             self._condition.notify()
 
     def memory_warning(self) -> None:
-        """Has the layers that may leave the device do so before the next pass, and at once where
-        nothing is under way."""
+        """Has the layers that may leave the device do so, after the pass that is under way."""
         self._do(self._make_room)
 
     def close(self) -> None:
@@ -197,7 +193,7 @@ class Worker:
             self._condition.notify()
         if self._thread.ident is not None:
             self._thread.join()
-            _wait_for_end(self._thread)
+            wait_for_end(self._thread)
         self._readers.shutdown()
 
     # ---------------------------------------------------------------------------- of the worker's
@@ -213,8 +209,8 @@ class Worker:
         except BaseException as error:
             self.failure = error
             self._ready.set()
-            with suppress(Exception):  # the first failure is the one to tell of
-                if self._service is not None:
+            if self._service is not None:
+                with suppress(Exception):  # the first failure is the one to tell of
                     self._service.save_all()
         self.notify()
 
@@ -222,9 +218,11 @@ class Worker:
         from toastkit.daemon.service import open_service  # and MLX: prompts are prepared meanwhile
 
         settings = self.settings
-        self._service = open_service(self._preparer, settings, settings.say, self._finished)
-        self._last_used = time.monotonic()
-        return self._service
+        service = open_service(self._preparer, settings, settings.say, self._finished)
+        self._service, self._last_used = service, time.monotonic()
+        looks = service.engine.native.awaited
+        self._next_look = self._last_used + NATIVE_SECONDS if looks else None
+        return service
 
     def _loaded(self) -> Service:
         return self._service or self._load()
@@ -236,11 +234,7 @@ class Worker:
             return
         import mlx.core as mx
 
-        service.save_all()
-        service.unplug_attached()
-        service.memory.unload()
-        service.engine.close()
-        self._memory_summary = service.memory.summary()
+        self._memory_summary = service.close()
         del service
         gc.collect()
         mx.clear_cache()
@@ -253,10 +247,7 @@ class Worker:
                 self._condition.wait(self._patience())
             job = self._jobs.popleft() if self._jobs else None
         if job is not None:
-            try:
-                job()
-            except Exception as error:
-                self._say(as_toast_error(error).message)
+            self._guarded(job)
         if self._reloading and not (self._service is not None and self._service.active):
             self._reload()
         while not self._reloading and (self._service is None or self._service.has_room):
@@ -269,16 +260,36 @@ class Worker:
             self._service.turn()
             self._last_used = time.monotonic()
         elif self._patience() == 0:
-            self._unload()
+            self._guarded(self._rest)
+
+    def _guarded(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:
+            self._say(as_toast_error(error).message)
 
     def _busy(self) -> bool:
         return self._service is not None and self._service.busy
 
     def _patience(self) -> float | None:
         """Seconds until there is something to do without being asked."""
-        if self.settings.idle_unload is None or self._service is None or self.preparing:
+        if self._service is None or self.preparing:
             return None
-        return max(self._last_used + self.settings.idle_unload - time.monotonic(), 0)
+        due = [] if self._next_look is None else [self._next_look]
+        if self.settings.idle_unload is not None:
+            due.append(self._last_used + self.settings.idle_unload)
+        return max(min(due) - time.monotonic(), 0) if due else None
+
+    def _rest(self) -> None:
+        """What is due where nothing is under way: the model leaves the memory, or is loaded again
+        for native products, which were being built."""
+        unload, now = self.settings.idle_unload, time.monotonic()
+        if unload is not None and now >= self._last_used + unload:
+            return self._unload()
+        found = find()
+        self._next_look = now + NATIVE_SECONDS if found.path or found.pending else None
+        if found.path and self._service is not None and not self._service.attached:
+            self._load_again(self._preparer)
 
     def _begin(self, prepared: Prepared, channel: Channel) -> None:
         if channel.gone:
@@ -347,8 +358,8 @@ class Worker:
             self._service.make_room()
 
     def _reload(self) -> None:
-        """The model's files may have changed: another checkpoint is loaded in the old one's place.
-        Where that fails the old one stays, if it is still in memory."""
+        """Another checkpoint, if it is one now, takes the old one's place. Where that fails the old
+        one stays, if it is still in memory."""
         self._reloading = False
         try:
             preparer = self._found()
@@ -356,12 +367,15 @@ class Worker:
                 return self._say(f"{preparer.files.name} has not changed")
             if self._service is not None:
                 self._service.let_attached_go()
-            self._unload()
-            self._preparer = preparer
-            self._load()
-            return self._say(f"reloaded {preparer.files.name}")
+            self._load_again(preparer)
         except Exception as error:
-            return self._say(f"cannot reload: {as_toast_error(error).message}")
+            self._say(f"cannot reload: {as_toast_error(error).message}")
+
+    def _load_again(self, preparer: Preparer) -> None:
+        self._unload()
+        self._preparer = preparer
+        self._load()
+        self._say(f"reloaded {preparer.files.name}")
 
     def _say(self, line: str) -> None:
         if self.settings.say is not None:
@@ -377,21 +391,10 @@ class Worker:
             close_all(request.fds)
             self._last_used = time.monotonic()
 
-    def _answer(
-        self, act: Callable[[Request, Any], None], request: Request, channel: Channel
-    ) -> None:
+    def _answer(self, act: Callable[..., None], request: Request, channel: Channel) -> None:
         """Does what is no conversation; its bug must not end the others."""
         try:
             act(request, channel)
         except Exception as error:
             channel.reply(error_reply(as_toast_error(error)))
         channel.done()
-
-
-def _wait_for_end(thread: threading.Thread) -> None:
-    """Waits until the system's thread is gone too: MLX takes Python's lock once more in its last
-    moment, and the process aborts if the interpreter has ended by then."""
-    task = f"/proc/self/task/{thread.native_id}"
-    deadline = time.monotonic() + END_SECONDS
-    while os.path.exists(task) and time.monotonic() < deadline:
-        time.sleep(0.001)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from toastkit.private_files import make_private_directories, not_private
 
 DEVICES = ("auto", "cpu", "gpu")
 MAPPED = "mapped where they can be used as they are stored, else read"
+END_SECONDS = 1.0  # for the system's thread to follow Python's
 _started: str | None = None
 
 
@@ -54,6 +57,16 @@ def native_products(
     if options.native == "require":
         raise UsageError("--native require: products are native on the CPU only")
     return Status(False, "on the GPU MLX's own are used")
+
+
+def wait_for_end(thread: threading.Thread) -> None:
+    """Waits until the system's thread is gone too, of one that used MLX and has ended: MLX takes
+    Python's lock once more in its last moment, and the process aborts if the interpreter has ended
+    by then."""
+    task = f"/proc/self/task/{thread.native_id}"
+    deadline = time.monotonic() + END_SECONDS
+    while os.path.exists(task) and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def facts() -> dict[str, Any]:

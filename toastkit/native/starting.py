@@ -24,11 +24,12 @@ OFF = NativeOptions()
 
 class Status(NamedTuple):
     """on: products are native. why: by which instruction set, in how many threads; or why they are
-    not. exact: as of NativeOptions."""
+    not. exact: as of NativeOptions. awaited: the library is being built."""
 
     on: bool
     why: str
     exact: bool = False
+    awaited: bool = False
 
     def __str__(self) -> str:
         """As it is said to a user."""
@@ -57,7 +58,7 @@ def start(options: NativeOptions, say: Callable[[str], None] | None = None) -> S
     if options.native == "require" and not found.path:
         found = found._replace(path=build(PATIENCE, say))
     elif found.pending and build_meanwhile():
-        found = found._replace(why="they are being built in the background, for later commands")
+        return Status(False, "they are being built in the background, for later", awaited=True)
     return _loaded(found.path, options) if found.path else Status(False, found.why)
 
 
