@@ -10,7 +10,8 @@ from tests.model.published import write_published
 from tests.model.worker_driver import Running, until
 from tests.native_library import built, cache, library, needed
 from tests.unit.test_loaded_modules import GREEDY, STEP_FREE, loaded
-from toastkit.daemon import worker
+from toastkit.daemon import local_service, worker
+from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
 from toastkit.native import building, starting
@@ -124,6 +125,30 @@ def test_a_daemon_takes_them_when_they_have_been_built(tmp_path: Path, monkeypat
         assert running.answer() == before
     finally:
         running.worker.close()
+
+
+def test_a_chat_without_a_daemon_takes_them_too(tmp_path: Path, monkeypatch) -> None:
+    """From its next turn on."""
+    there = [Found(None, "", pending=True)]
+    found = building.find()
+    for module in (building, local_service):
+        monkeypatch.setattr(module, "find", lambda: there[-1])
+    monkeypatch.setattr(building, "build_meanwhile", lambda: True)
+    path = write_published(tmp_path / "llama", "llama")
+    settings = ServiceSettings(model=str(path), dtype="float32", native=NativeOptions("auto"))
+    service = local_service.LocalService(settings)
+    turn = {"prompt": "Who are you?", "options": {"max_tokens": 8}}
+
+    def asked() -> tuple[bool, str]:
+        replies = list(service.ask(turn))
+        loads = any("loading" in reply.get("progress", {}) for reply in replies)
+        return loads, replies[-1]["end"]["text"]
+
+    loads, text = asked()
+    assert loads and asked() == (False, text)
+    there.append(found)
+    assert asked() == (True, text) and asked() == (False, text)
+    service.close()
 
 
 def test_a_daemon_looks_no_longer_where_they_cannot_be(tmp_path: Path, monkeypatch) -> None:

@@ -10,6 +10,7 @@ from toastkit.daemon.requests import make_request
 from toastkit.daemon.service import Service, last_replies, open_service
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.errors import ToastError
+from toastkit.native.building import find
 
 
 class LocalService:
@@ -29,6 +30,7 @@ class LocalService:
         channel = _Replies()
         try:
             prepared = self._preparer.prepare(make_request(request))
+            self._give_up_old()
             if self._service is None:
                 yield {"progress": {"loading": self._preparer.files.name}}
                 self._service = open_service(
@@ -49,6 +51,13 @@ class LocalService:
             channel.gone = True
             while self._service.busy:
                 self._service.turn()
+
+    def _give_up_old(self) -> None:
+        """Of a model that was loaded while native products were being built, once they are there:
+        what is remembered and not on disk is read again, many times as fast."""
+        if self._service is not None and self._service.engine.native.awaited and find().path:
+            self._service.close()
+            self._service = None
 
     def memory_warning(self) -> None:
         """Has what may leave the device do so before the next pass. For a signal handler."""
