@@ -17,7 +17,7 @@ from tests.native_library import needed
 from tests.unit.native_building import COMPILES, cache, cxx, runs
 from toastkit.errors import ToastError, UnavailableError
 from toastkit.native import building, compiling, machine, starting
-from toastkit.native.starting import NativeOptions
+from toastkit.native.starting import NativeOptions, Status
 from toastkit.private_files import open_private, try_lock
 
 __all__ = ["cache", "cxx"]
@@ -28,7 +28,7 @@ AUTO = NativeOptions("auto")
 def test_what_is_built_is_found(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cxx(COMPILES)
     monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
-    assert building.find() == (None, "it is not built yet", True)
+    assert building.find() == (None, "they are not built yet", True)
     assert not cache.exists()  # looking writes nothing
     made = building.build()
     assert building.find() == (made, "", False)
@@ -60,7 +60,7 @@ def test_files_that_nobody_built(cache: Path, cxx, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
     made = Path(building.build())
     made.write_bytes(b"compiled?")
-    assert building.find() == (None, "it is not built yet", True)
+    assert building.find() == (None, "they are not built yet", True)
     assert Path(building.build()).read_bytes() == b"compiled"
     made.unlink()
     elsewhere = cache / "elsewhere"
@@ -218,7 +218,7 @@ def test_a_library_is_of_its_mlx(cache: Path, cxx, tmp_path: Path, monkeypatch) 
     made = building.build()
     assert building.find().path == made
     (mlx / "lib/libmlx.so").write_bytes(b"another version")
-    assert building.find() == (None, "it is not built yet", True)
+    assert building.find() == (None, "they are not built yet", True)
     assert building.build() != made and Path(made).exists()
 
 
@@ -236,7 +236,7 @@ def test_who_waits_is_told(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) ->
 def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no C++ compiler" in building.find().why
-    assert starting.start(AUTO) == (False, building.find().why, False)
+    assert starting.start(AUTO) == Status(False, building.find().why)
     with pytest.raises(UnavailableError, match=r"no native products: there is no C\+\+ compiler"):
         starting.start(AUTO._replace(native="require"))
     assert not cache.exists()

@@ -51,7 +51,7 @@ def other_mlx(mlx: Path) -> None:
 
 def test_no_compiler_is_needed(wheel: Path, mlx: Path) -> None:
     assert sorted(path.suffix for path in wheel.iterdir()) == [".o", ".so"]
-    assert building.find() == (None, "it is not built yet", True)
+    assert building.find() == (None, "they are not built yet", True)
     made = building.build()
     assert Path(made).read_bytes() == b"brought" and building.find().path == made
 

@@ -92,7 +92,7 @@ def find() -> Found:
         pass
     except OSError as error:
         return Found(None, f"{folder()}: {error.strerror}")
-    return Found(None, "it is not built yet", pending=True)
+    return Found(None, "they are not built yet", pending=True)
 
 
 def build_meanwhile() -> bool:
