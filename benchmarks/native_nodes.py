@@ -28,7 +28,7 @@ from toastkit.engine import device
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import forms, functions, layers, modules
+from toastkit.native import forms, functions, known, modules
 
 WAYS = ("MLX", "products", "all")
 
@@ -42,7 +42,7 @@ def alone() -> Iterator[None]:
         patch.dict(functions._OURS, clear=True),
         patch.dict(functions._EXPRESSIONS, clear=True),
         patch.object(forms, "FORWARDS", []),
-        patch.dict(layers.LAYERS, clear=True),
+        patch.dict(known.LAYERS, clear=True),
         patch.object(modules, "block_of", lambda cls: None),
     ):
         _forget()
@@ -53,7 +53,7 @@ def alone() -> Iterator[None]:
 def _forget() -> None:
     functions._forget()
     forms.form_of.cache_clear()
-    layers.layer_of.cache_clear()
+    known.layer_of.cache_clear()
     modules._anew.cache_clear()
 
 

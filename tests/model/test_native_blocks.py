@@ -114,7 +114,7 @@ def test_one_operation_or_two_are_many(case: tuple, batch: int, bits: int) -> No
         made = passes(own, batch)
     # The first pass finds no room, and the one of 33 positions is not for one.
     assert counts == {"one": len(own) * 3, "two": len(own) * 2}
-    with patch.object(blocks.Layer, "_natively", lambda *_: None):
+    with patch.object(blocks.Layer, "natively", lambda *_: None):
         wanted = passes(own, batch)
     assert all(map(mx.array_equal, made, wanted))
 
@@ -125,7 +125,7 @@ def test_caches_that_keep_fewer_bits(kept: mx.Dtype) -> None:
     with counted() as counts:
         made = passes(own, 2, kept)
     assert counts == {"one": len(own) * 3, "two": len(own) * 2}
-    with patch.object(blocks.Layer, "_natively", lambda *_: None):
+    with patch.object(blocks.Layer, "natively", lambda *_: None):
         wanted = passes(own, 2, kept)
     assert all(map(mx.array_equal, made, wanted))
 
@@ -170,7 +170,7 @@ def test_first_positions_are_written_by_one_operation(length: int, kept: mx.Dtyp
         assert "ToastAppend" in done and "SliceUpdate" not in done
     assert (caches[0].offset, caches[0].keys.shape[2]) == (length, -(-length // 256) * 256)
     more = [layer(x, "causal", caches[0]), caches[0].trim(length), layer(x, None, caches[0])]
-    with patch.object(blocks.Layer, "_natively", lambda *_: None):
+    with patch.object(blocks.Layer, "natively", lambda *_: None):
         wanted = [layer(x, "causal", caches[1]), layer(x, "causal", caches[1])]
         caches[1].trim(length)
         wanted.append(layer(x, None, caches[1]))
@@ -195,7 +195,7 @@ def test_other_weights_are_taken_as_they_come() -> None:
         with counted() as counts:
             made = step(caches[0])
         assert counts == {"one": 1, "two": 0}
-        with patch.object(blocks.Layer, "_natively", lambda *_: None):
+        with patch.object(blocks.Layer, "natively", lambda *_: None):
             assert mx.array_equal(made, step(caches[1])) and mx.array_equal(*first)
 
     compared()

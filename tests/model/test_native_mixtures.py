@@ -25,7 +25,7 @@ from tests.model.test_recurrent_layers import read
 from tests.native_library import built, cache, needed
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import layers, modules
+from toastkit.native import known, layers, modules
 from toastkit.native.library import Library
 
 __all__ = ["built", "cache", "library"]
@@ -170,10 +170,10 @@ def test_layers_that_are_known() -> None:
     """Those of the mlx_lm that is installed; and no other version's."""
     for module, name in BLOCKS:
         cls = getattr(module, name)
-        mixin = layers.layer_of(cls)
+        mixin = known.layer_of(cls)
         assert mixin is not None and issubclass(modules.native(cls), mixin)
         other = type(name, (cls,), {"__module__": cls.__module__, "__call__": read})
-        assert layers.layer_of(other) is None
+        assert known.layer_of(other) is None
 
 
 def test_what_does_not_fit_together(library: Library) -> None:

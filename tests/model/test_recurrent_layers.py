@@ -3,6 +3,7 @@ layers, to the bit what their parts give."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import gated_delta, qwen3_5, qwen3_next, ssm
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, KVCache
 
 from tests.conftest import examples
 from tests.model.published import write_published
@@ -23,7 +24,8 @@ from tests.native_library import built, cache, needed
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import layers, modules, recurrent
+from toastkit.native import blocks, decoder, known, layers, modules, recurrent
+from toastkit.native.kv_caches import keep_in
 
 __all__ = ["built", "cache", "library"]
 pytestmark = [needed, pytest.mark.usefixtures("library")]
@@ -171,16 +173,16 @@ def test_whole_layers_give_the_bits_of_their_parts(
 ) -> None:
     whole = read(opened(tmp_path, name))
     assert all(map(mx.array_equal, read(opened(tmp_path, name), 7), whole))
-    for known in [name for name, (cls, _) in layers.LAYERS.items() if is_delta(cls)]:
-        monkeypatch.delitem(layers.LAYERS, known)
-    layers.layer_of.cache_clear()
+    for each in [each for each, (cls, _) in known.LAYERS.items() if is_delta(cls)]:
+        monkeypatch.delitem(known.LAYERS, each)
+    known.layer_of.cache_clear()
     try:
         parts = opened(tmp_path, name)
         kinds = {type(m) for _, m in parts.model.named_modules()}
         assert not any(map(is_delta, kinds))
         assert all(map(mx.array_equal, read(parts), whole))
     finally:
-        layers.layer_of.cache_clear()
+        known.layer_of.cache_clear()
 
 
 @needs_new_mlx_lm
@@ -189,11 +191,53 @@ def test_a_decoder_layer_is_one_node(tmp_path: Path, name: str) -> None:
     """With its network, a mixture or not: to the bit what its parts give."""
     engine = opened(tmp_path, name)
     recurrent = sum(layer.is_linear for layer in engine.model.layers)
-    with patch.object(layers, "_decoded", wraps=layers._decoded) as decoded:
+    with patch.object(decoder, "_decoded", wraps=decoder._decoded) as decoded:
         whole = read(engine)
     assert decoded.call_count == 4 * recurrent > 0
-    with patch.object(layers.Decoder, "_in_one", lambda *_: None):
+    with patch.object(decoder.Decoder, "_in_one", lambda *_: None):
         assert all(map(mx.array_equal, read(engine), whole))
+
+
+@needs_new_mlx_lm
+@pytest.mark.parametrize("name", ["crumb", "qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("bits", [0, 4])
+def test_attention_with_gates_is_one_node(tmp_path: Path, name: str, bits: int) -> None:
+    """Of a few positions, wherever they are kept: to the bit what its parts give."""
+    engine = opened(tmp_path, name)
+    layer = next(one for one in engine.model.layers if not one.is_linear)
+    if bits:
+        nn.quantize(layer.self_attn, 32, bits)
+        modules.use_native(layer.self_attn.modules())
+
+    def passes(batch: int, kept: mx.Dtype) -> list[mx.array]:
+        cache, found = KVCache(), []
+        if kept != mx.float32:
+            keep_in(kept, [cache])
+        for n, length in enumerate((5, 1, 1, 33, 3, 1)):
+            shape = (batch, length, layer.input_layernorm.weight.size)
+            x = mx.random.normal(shape, key=mx.random.key(n))
+            found.append(layer(x, "causal" if length > 1 else None, cache))
+        return found
+
+    for batch in (1, 3):
+        for kept in (mx.float32, mx.float16, mx.int8):
+            with patch.object(blocks, "_in_one", wraps=blocks._in_one) as one:
+                whole = passes(batch, kept)
+            assert one.call_count == 4  # the first pass finds no room, and one has 33 positions
+            with patch.object(decoder.Decoder, "natively", lambda *_: None):
+                assert all(map(mx.array_equal, passes(batch, kept), whole))
+    assert not mx.array_equal(passes(1, mx.float32)[1], changed(layer, passes)[1])
+
+
+def changed(layer: Any, passes: Callable) -> list[mx.array]:
+    """What it gives with other gates, both ways."""
+    gates = layer.self_attn.q_proj
+    key = "scales" if "scales" in gates else "weight"
+    gates[key] = gates[key] * mx.array([[1.0]] * (gates[key].shape[0] - 1) + [[3.0]])
+    whole = passes(1, mx.float32)
+    with patch.object(decoder.Decoder, "natively", lambda *_: None):
+        assert all(map(mx.array_equal, passes(1, mx.float32), whole))
+    return whole
 
 
 def steps(layer: Any, seed: int) -> list[mx.array]:
@@ -207,10 +251,10 @@ def steps(layer: Any, seed: int) -> list[mx.array]:
 
 def compared(layer: Any, one: bool = True) -> list[mx.array]:
     """Both ways; one: whether it is one node."""
-    with patch.object(layers, "_decoded", wraps=layers._decoded) as decoded:
+    with patch.object(decoder, "_decoded", wraps=decoder._decoded) as decoded:
         found = steps(layer, 1)
     assert decoded.call_count == 2 * one
-    with patch.object(layers.Decoder, "_in_one", lambda *_: None):
+    with patch.object(decoder.Decoder, "_in_one", lambda *_: None):
         assert all(map(mx.array_equal, steps(layer, 1), found))
     return found
 
@@ -255,7 +299,7 @@ def test_what_a_layer_leaves_to_its_parts(tmp_path: Path) -> None:
     x = mx.ones((1, 2, layer.input_layernorm.weight.size))
     lengths = ArraysCache(2)
     lengths.lengths = mx.array([2])
-    with patch.object(layers, "_decoded") as decoded:
+    with patch.object(decoder, "_decoded") as decoded:
         for given in (
             (x, mx.ones((1, 2), mx.bool_), ArraysCache(2)), (x, None, lengths), (x, None, None),
             (x.astype(mx.float16), None, ArraysCache(2)),
@@ -269,7 +313,7 @@ def test_what_a_layer_leaves_to_its_parts(tmp_path: Path) -> None:
 
 
 def is_delta(cls: type) -> bool:
-    return issubclass(cls, layers._DeltaLayer)
+    return issubclass(cls, layers.DeltaLayer)
 
 
 @needs_new_mlx_lm
@@ -279,10 +323,10 @@ def test_layers_that_are_known() -> None:
         qwen3_next.Qwen3NextGatedDeltaNet, qwen3_5.GatedDeltaNet, qwen3_next.Qwen3NextDecoderLayer,
         qwen3_5.DecoderLayer,
     ):  # fmt: skip
-        mixin = layers.layer_of(cls)
+        mixin = known.layer_of(cls)
         assert mixin is not None and issubclass(modules.native(cls), mixin)
         other = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__call__": read})
-        assert layers.layer_of(other) is None
+        assert known.layer_of(other) is None
 
 
 @pytest.mark.parametrize("name", ["mamba2", "falcon_h1", "qwen3_5"])

@@ -30,7 +30,7 @@ class _Shape(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in (
             "heads", "key_heads", "normed", "network", "activation", "activation_bits",
-            "before",
+            "before", "gated",
         )),
         ("parts", ctypes.c_int32 * 7), ("eps", ctypes.c_float * 4),
         *((name, ctypes.c_int32) for name in ("dims", "traditional", "inverse")),
@@ -83,11 +83,11 @@ class Layer(Native):
     _plan: _Plan | None = None
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        y = self._natively(x, mask, cache)
+        y = self.natively(x, mask, cache)
         return super().__call__(x, mask, cache) if y is None else y  # type: ignore[misc]
 
-    def _natively(self: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
-        """None where a part is not as it has to be."""
+    def natively(self: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
+        """What it gives; None where a part is not as it has to be."""
         library = in_use()
         if library is None or cache is None or x.dtype != mx.float32 or x.ndim != 3:
             return None
@@ -96,11 +96,13 @@ class Layer(Native):
             plan = vars(self)["_plan"] = _planned(self, columns)
         if plan is None or any(part.operand() is None for part in plan.own):
             return None
-        for part in plan.own:
-            part.was_used()
         few = plan.fixed is not None and batch * length <= FEW
         known = mask is None or (isinstance(mask, str) and mask == "causal")
         one = few and known and has_room(cache, length)
+        if plan.heads.gated and not one:
+            return None
+        for part in plan.own:
+            part.was_used()
         y, *normed = (_in_one if one else _in_two)(library, plan, x, mask, cache)
         return y + plan.left(*normed) if normed else y
 
@@ -167,6 +169,7 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     used = parts + behind if more else parts
     shape, turn = _Shape(), attention[own.turn]
     shape.heads, shape.key_heads, shape.normed = heads, key_heads, bool(norms)
+    shape.gated = own.gated
     shape.scale, shape.activation_bits = getattr(attention, own.scale), out._activation_bits
     shape.eps[:] = [norm.eps for norm in (first, second, *norms)] + [0.0] * (2 - len(norms))
     if more:
@@ -177,7 +180,7 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     places = [(norm, "weight") for norm in (first, *norms)]
     places += [(part, key) for part in before for key in KEYS if key in part]
     shape.before = len(places)
-    fixed = _rotated(shape, turn, found[0].weight.shape[-2] // heads)
+    fixed = _rotated(shape, turn, found[1].weight.shape[-2] // key_heads)
     places.append((second, "weight"))
     places += [(part, key) for part in used[3:] for key in KEYS if key in part]
     names += [own.turn, *(name for name in (own.q_norm, own.k_norm) if name is not None)]

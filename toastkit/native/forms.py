@@ -35,7 +35,8 @@ class Block(NamedTuple):
 
 class Heads(NamedTuple):
     """What a class of attentions calls its parts. attend: what it calls with queries, keys, values
-    and the rest. q_norm, k_norm: of each head, or of all heads of a position together."""
+    and the rest. q_norm, k_norm: of each head, or of all heads of a position together. gated: q
+    gives a gate for each of its numbers, behind those of the same head."""
 
     q: str
     k: str
@@ -48,6 +49,7 @@ class Heads(NamedTuple):
     q_norm: str | None
     k_norm: str | None
     attend: Callable[..., Any]
+    gated: bool = False
 
 
 # What the forwards below call is looked up by those that they are compared with.
@@ -196,7 +198,30 @@ def _heads_normed_together(self: Any, x: Any, mask: Any = None, cache: Any = Non
     return self.out(output)
 
 
-HEADS = (_heads, _heads_normed, _heads_normed_together)
+def _heads_gated(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    B, L, D = x.shape
+    q_proj_output = self.q(x)
+    queries, gate = mx.split(q_proj_output.reshape(B, L, self.heads, -1), 2, axis=-1)
+    gate = gate.reshape(B, L, -1)
+    keys, values = self.k(x), self.v(x)
+    queries = self.q_norm(queries).transpose(0, 2, 1, 3)
+    keys = self.k_norm(keys.reshape(B, L, self.key_heads, -1)).transpose(0, 2, 1, 3)
+    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    if cache is not None:
+        queries = self.turn(queries, offset=cache.offset)
+        keys = self.turn(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    else:
+        queries = self.turn(queries)
+        keys = self.turn(keys)
+    output = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=self.scale, mask=mask
+    )
+    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    return self.out(output * mx.sigmoid(gate))
+
+
+HEADS = (_heads, _heads_normed, _heads_normed_together, _heads_gated)
 
 
 @lru_cache(None)
@@ -233,7 +258,7 @@ def heads_of(cls: type) -> Heads | None:
     if not (forward and names and ours) or forward.__globals__[ATTEND] is not ours:
         return None
     more: dict[str, Any] = {"q_norm": None, "k_norm": None, **names}
-    return Heads(**more, attend=ours)
+    return Heads(**more, attend=ours, gated=_names_in(forward, _heads_gated) is not None)
 
 
 def _forward(cls: type) -> FunctionType | None:

@@ -5,26 +5,23 @@ has not goes to the architecture's forward, made of native operations as far as 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import inspect
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
-from toastkit.native.functions import Native, definition_of
-from toastkit.native.library import ACTIVATIONS, NONE, Library, Operand, in_use, need
-from toastkit.native.modules import KEYS, FeedForward, Linear, Norm, Switch, SwitchGLU, gate_of
+from toastkit.native.functions import Native
+from toastkit.native.library import ACTIVATIONS, Library, Operand, in_use, need
+from toastkit.native.modules import KEYS, FeedForward, Linear, Switch, SwitchGLU, gate_of
 from toastkit.native.operations import weighted_sum
 from toastkit.native.recurrent import MOST_KERNEL
 
 AHEAD, CHOSEN = 2, 4  # see toast_route
 
 
-class _DeltaLayer(Native):
+class DeltaLayer(Native):
     """Of gated delta rules. _parts: its projections."""
 
     _parts: tuple[str, ...]
@@ -48,11 +45,11 @@ class _DeltaLayer(Native):
         return self["out_proj"](y)
 
 
-class _FourProjections(_DeltaLayer):
+class FourProjections(DeltaLayer):
     _parts = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
-class _TwoProjections(_DeltaLayer):
+class TwoProjections(DeltaLayer):
     _parts = ("in_proj_qkvz", "in_proj_ba")
 
 
@@ -209,184 +206,19 @@ class MixtureShape(ctypes.Structure):
 
 def _mixed(library: Library, x: mx.array, mixture: MixtureShape) -> mx.array:
     out = x.__copy__()
-    need(_functions(library)[0](out, x, ctypes.byref(mixture)))
+    need(_function(library)(out, x, ctypes.byref(mixture)))
     return out
 
 
 @cache
-def _functions(library: Library) -> tuple[Any, Any]:
+def _function(library: Library) -> Any:
     array, place = ctypes.py_object, ctypes.c_void_p
-    mixture = library.function("mixture", array, array, place)
-    return mixture, library.function("decoder", *[array] * 4, *[place] * 7)
+    return library.function("mixture", array, array, place)
 
 
-class _Shape(ctypes.Structure):
-    """toast_decoder, see glue/recurrent.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in (
-            "key_heads", "value_heads", "key_size", "value_size", "projections",
-            "activation_bits", "network", "activation",
-        )),
-        ("eps", ctypes.c_float * 3),
-    )  # fmt: skip
-
-
-class _DecoderParts(NamedTuple):
-    """A layer's own products, and its network's: None for a mixture, which has its own."""
-
-    operands: Operands
-    network: Operands | None
-    shape: _Shape
-
-    def hold(self) -> bool:
-        """Whether they are still so."""
-        return self.operands.hold() and (self.network is None or self.network.hold())
-
-
-class Decoder(Native):
-    """A decoder layer of gated delta rules and a network: one node, unless somebody stands before a
-    part of it. Those with attention are made of their parts."""
-
-    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        y = self._in_one(x, cache) if self.is_linear and mask is None else None
-        return super().__call__(x, mask, cache) if y is None else y  # type: ignore[misc]
-
-    def _in_one(self: Any, x: mx.array, cache: Any) -> mx.array | None:
-        library = in_use()
-        if library is None or cache is None or cache.lengths is not None or x.ndim != 3:
-            return None
-        kept = vars(self).get("_kept")
-        if kept is None or not kept.hold():
-            kept = vars(self)["_kept"] = self._found()
-        if kept is None:
-            return None
-        rule, before, state = self["linear_attn"], cache[0], cache[1]
-        arrays = (
-            self["input_layernorm"]["weight"], self["post_attention_layernorm"]["weight"],
-            rule["conv1d"]["weight"], before, rule["A_log"], rule["dt_bias"],
-            rule["norm"]["weight"], state,
-        )  # fmt: skip
-        if any(one is not None and one.dtype != mx.float32 for one in (x, *arrays)):
-            return None
-        mixture = self["mlp"].whole() if kept.network is None else None
-        if kept.network is None and mixture is None:
-            return None
-        return _decoded(library, x, arrays, kept, mixture, cache)
-
-    def _found(self: Any) -> _DecoderParts | None:
-        rule, network = self["linear_attn"], self["mlp"]
-        norms = self["input_layernorm"], self["post_attention_layernorm"]
-        conv, calls = rule["conv1d"], type(network).__call__
-        alone = vars(rule).get("sharding_group") is None
-        known = type(rule).__call__ is _DeltaLayer.__call__
-        plain = all(type(norm).__call__ is Norm.__call__ for norm in norms)
-        if not (alone and known and plain) or "bias" in conv:
-            return None
-        if conv["weight"].shape[1] > MOST_KERNEL:
-            return None
-        form: Any = getattr(type(network), "_form", None)
-        more = None
-        if calls is FeedForward.__call__:
-            more = Operands.of([network[name] for name in form.parts], [network])
-        if more is None and calls is not Mixture.__call__:
-            return None
-        own = [*(rule[part] for part in rule._parts), rule["out_proj"]]
-        around = [self, rule, conv, rule["norm"], *norms, network]
-        if not all(isinstance(part, Linear) for part in own):
-            return None
-        if (operands := Operands.of(own, around)) is None:
-            return None
-        shape = _Shape(
-            rule.num_k_heads, rule.num_v_heads, rule.head_k_dim, rule.head_v_dim, len(rule._parts),
-            operands.activation_bits,
-        )  # fmt: skip
-        shape.eps[:] = *(norm.eps for norm in norms), rule["norm"].eps
-        if more is not None:
-            shape.network = len(form.parts)
-            shape.activation = ACTIVATIONS.index(form.activation)
-        return _DecoderParts(operands, more, shape)
-
-
-def _decoded(
-    library: Library, x: mx.array, arrays: tuple, parts: _DecoderParts,
-    mixture: MixtureShape | None, cache: Any,
-) -> mx.array:  # fmt: skip
-    own, network = parts.operands, parts.network
-    own.were_used()
-    if network is not None:
-        network.were_used()
-    y, last, after = (x.__copy__() for _ in range(3))
-    rest = (ctypes.py_object * 8)(*(NONE if one is None else one for one in arrays))
-    need(
-        _functions(library)[1](
-            y, last, after, x, own.objects, own.packing, rest,
-            network and network.objects, network and network.packing,
-            mixture and ctypes.byref(mixture), ctypes.byref(parts.shape),
-        )
-    )  # fmt: skip
-    cache[0], cache[1] = last, after
-    cache.advance(x.shape[1])
-    return y
-
-
-class _Ahead(Mixture):
+class MixtureAhead(Mixture):
     _how = AHEAD
 
 
-class _Chosen(Mixture):
+class MixtureChosen(Mixture):
     _k, _how = "num_experts_per_tok", AHEAD | CHOSEN
-
-
-# By module and name, with the digests of the sources of the methods that they stand for.
-LAYERS: dict[tuple[str, str], tuple[type, frozenset[str]]] = {
-    ("mlx_lm.models.qwen3_next", "Qwen3NextGatedDeltaNet"): (_TwoProjections, frozenset({
-        "2a2aee87b09300db",  # 0.32
-    })),
-    ("mlx_lm.models.qwen3_next", "Qwen3NextDecoderLayer"): (Decoder, frozenset({
-        "f10022c1d06a8172",
-    })),
-    ("mlx_lm.models.qwen3_5", "DecoderLayer"): (Decoder, frozenset({
-        "f10022c1d06a8172",
-    })),
-    ("mlx_lm.models.qwen3_next", "Qwen3NextSparseMoeBlock"): (Mixture, frozenset({
-        "9bc3562e7dd962b2",  # 0.31
-        "9c28cc63a2f1d683",
-    })),
-    ("mlx_lm.models.qwen3_moe", "Qwen3MoeSparseMoeBlock"): (Mixture, frozenset({
-        "fffa3169fdc28428",  # 0.31
-        "5d2e8164fcb6ebfc",
-    })),
-    ("mlx_lm.models.mellum", "MellumSparseMoeBlock"): (Mixture, frozenset({
-        "5b2f6b4b2d4d7c4c",
-    })),
-    ("mlx_lm.models.olmoe", "OlmoeSparseMoeBlock"): (_Ahead, frozenset({
-        "e6ea43ca188f32b3",
-    })),
-    ("mlx_lm.models.qwen2_moe", "Qwen2MoeSparseMoeBlock"): (_Ahead, frozenset({
-        "7d404b0385a9ff7e",
-    })),
-    ("mlx_lm.models.mixtral", "MixtralSparseMoeBlock"): (_Chosen, frozenset({
-        "95e4c55589ec0085",
-    })),
-    ("mlx_lm.models.qwen3_5", "GatedDeltaNet"): (_FourProjections, frozenset({
-        "730a07e14645d4b9",
-    })),
-}  # fmt: skip
-
-
-@cache
-def layer_of(cls: type[nn.Module]) -> type | None:
-    """What computes a whole layer of a class of an architecture, as a mixin; None for a class, or a
-    version of it, that is not known."""
-    mixin, known = LAYERS.get((cls.__module__, cls.__name__), (None, frozenset()))
-    return mixin if mixin is not None and digest(cls) in known else None
-
-
-def digest(cls: type) -> str | None:
-    """Of the source of a class's own methods but the one that makes it; None where there is no
-    source."""
-    methods = [f for name, f in sorted(vars(cls).items()) if inspect.isfunction(f)]
-    found = [definition_of(f.__code__) for f in methods if f.__name__ != "__init__"]
-    text = "".join(definition.text for definition in found if definition is not None)
-    return None if None in found else hashlib.sha256(text.encode()).hexdigest()[:16]

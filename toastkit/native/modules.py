@@ -55,7 +55,7 @@ def native(cls: type) -> type:
         return _derived(mixin, cls)
     made = _anew(cls) if methods_anew(cls) else cls
     from toastkit.native.blocks import Layer  # which are made of modules
-    from toastkit.native.layers import layer_of
+    from toastkit.native.known import layer_of
 
     if layer := layer_of(cls):
         return _under_its_name(made, layer)

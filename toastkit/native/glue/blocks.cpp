@@ -2,6 +2,7 @@
 // products and gates one after another, to the bit what these give in float32 as operations.
 #include "blocks.h"
 
+#include <algorithm>
 #include <numeric>
 
 #include "../kernels/rows.h"
@@ -64,8 +65,9 @@ void add_before(Arrays &inputs, Layer &layer, Objects &objects) {
   const mx::array *norms[2];
   for (int i = 0; layer.is.normed && i < 2; i++) inputs.push_back(*(norms[i] = &objects.take()));
   for (int i = 0; i < HEADS; i++) {
-    const int rows = add_one(inputs, layer, i, objects, columns);
-    check(heads[i] > 0 && rows > 0 && rows % heads[i] == 0, "heads of other sizes");
+    const int all = add_one(inputs, layer, i, objects, columns);
+    const int rows = !i && layer.is.gated ? all / 2 : all;
+    check(heads[i] > 0 && all > 0 && all % (heads[i] * (all / rows)) == 0, "heads of other sizes");
     layer.size[i] = rows / heads[i];
     if (!layer.is.normed || i == 2) continue;
     const mx::array &norm = *norms[i];  // of each head, or of all together
@@ -95,7 +97,7 @@ void add_behind(Arrays &inputs, Layer &layer, Objects &objects, int64_t attended
 }
 
 void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x, int64_t count,
-            float *const (&outs)[HEADS]) {
+            float *const (&outs)[HEADS], float *gates) {
   const toast_layer &is = layer.is;
   const int64_t columns = arrays[0].shape(-1);
   std::unique_ptr<float[]> normed(new float[count * columns]);
@@ -105,11 +107,19 @@ void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
   const Vectors vectors = {{normed.get(), count, columns, TOAST_F32}, count};
   auto next = [&](int i) { return Part(arrays, at, layer.packing[i], layer.biased[i]); };
   const Part queries = next(0), keys = next(1), values = next(2);
-  multiply(is.activation_bits, {{vectors, queries, outs[0]},
+  std::unique_ptr<float[]> both(gates ? new float[count * queries.matrix->rows] : nullptr);
+  multiply(is.activation_bits, {{vectors, queries, both ? both.get() : outs[0]},
                                 {vectors, keys, outs[1]},
                                 {vectors, values, outs[2]}});
+  const int64_t size = layer.size[0], heads = both ? count * is.heads : 0;
+  for (int64_t h = 0; h < heads; h++) {
+    const float *from = both.get() + h * 2 * size;
+    std::copy_n(from, size, outs[0] + h * size);
+    std::copy_n(from + size, size, gates + h * size);
+  }
   for (int i = 0; is.normed && i < 2; i++) {
-    const int64_t rows = (i ? keys : queries).matrix->rows, length = arrays[norms + i].shape(0);
+    const int64_t rows = (i ? is.key_heads : is.heads) * layer.size[i];
+    const int64_t length = arrays[norms + i].shape(0);
     norm(arrays[norms + i], is.eps[2 + i], outs[i], count * rows / length, length, outs[i]);
   }
 }
@@ -140,6 +150,7 @@ namespace {
 // Queries, keys and values of x (B, L, columns): (B, heads, L, size).
 Arrays projected(const mx::array &x, Layer layer, Objects objects) {
   check_rows(x);
+  check(!layer.is.gated, "gates, which only a whole layer has");
   Arrays inputs = {x};
   add_before(inputs, layer, objects);
   std::vector<mx::Shape> shapes;

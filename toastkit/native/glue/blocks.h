@@ -10,10 +10,11 @@ extern "C" {
 // whether queries and keys have norms, of each head or of all heads of a position, as these are
 // long. parts: which arrays each has besides its weight: 1 scales, 2 biases of groups, 4 a bias;
 // queries, keys, values, out, and the network's. eps: of the norms before attention, behind it, of
-// queries, of keys. before: objects that are given of what lies before attention. dims ... factor:
-// of the rotation, as toast_rotation has them; scale: of attention.
+// queries, of keys. before: objects that are given of what lies before attention. gated: behind the
+// numbers of each head of queries come as many, by whose sigmoid is multiplied what it attends to.
+// dims ... factor: of the rotation, as toast_rotation has them; scale: of attention.
 typedef struct {
-  int32_t heads, key_heads, normed, network, activation, activation_bits, before;
+  int32_t heads, key_heads, normed, network, activation, activation_bits, before, gated;
   int32_t parts[7];
   float eps[4];
   int32_t dims, traditional, inverse;
@@ -54,10 +55,10 @@ void check_rows(const mx::array &x);
 void add_before(Arrays &inputs, Layer &layer, Objects &objects);
 void add_behind(Arrays &inputs, Layer &layer, Objects &objects, int64_t attended);
 
-// Queries, keys and values of x (count, columns), (count, heads, size) each. at: where the arrays
-// begin, and then where they end.
+// Queries, keys and values of x (count, columns), (count, heads, size) each; and gates, as queries,
+// where there are any. at: where the arrays begin, and then where they end.
 void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x, int64_t count,
-            float *const (&outs)[HEADS]);
+            float *const (&outs)[HEADS], float *gates = nullptr);
 
 // x += y, (count, columns) each, float32.
 void add_vectors(float *x, const float *y, int64_t count, int64_t columns);

@@ -46,12 +46,12 @@ void compute(const Whole &whole, const Arrays &arrays, int first, bool causal) {
   const int64_t wide = count * is.heads * query, narrow = count * is.key_heads * query;
   const int64_t kept = count * is.key_heads * value, joined = count * is.heads * value;
   const int64_t sums = count * columns;
-  std::unique_ptr<float[]> memory(new float[2 * (wide + narrow) + kept + joined + sums]);
+  std::unique_ptr<float[]> memory(new float[3 * wide + 2 * narrow + kept + joined + sums]);
   float *const q = memory.get(), *const k = q + wide, *const v = k + narrow;
   float *const turned_q = v + kept, *const turned_k = turned_q + wide;
-  float *const attended = turned_k + narrow;
+  float *const attended = turned_k + narrow, *const gates = attended + joined + sums;
   size_t at = 1;
-  before(layer, arrays, at, rows, count, {q, k, v});
+  before(layer, arrays, at, rows, count, {q, k, v}, is.gated ? gates : nullptr);
 
   InOrder frequencies(arrays[at++]);
   const int32_t offset = first;
@@ -75,6 +75,7 @@ void compute(const Whole &whole, const Arrays &arrays, int first, bool causal) {
   };
   const int64_t strides[3] = {length * is.heads * value, value, is.heads * value};
   need(toast_attend(&call, attended, strides, TOAST_F32));
+  if (is.gated) need(toast_gate(gates, attended, joined, TOAST_F32, TOAST_SIGMOID, attended));
   float *const to = out.data<float>();
   float *const sum = whole.outputs == 1 ? attended + joined : first_out.data<float>();
   behind(layer, arrays, at, rows, attended, count, sum, to);
@@ -93,6 +94,7 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
   add_before(inputs, layer, objects);
   const int size = layer.size[0];
   check(size == layer.size[1] && is.heads % is.key_heads == 0, "heads of other sizes");
+  check(!is.gated || size == layer.size[2], "gates of another size than values");
   const mx::array frequencies = objects.take();
   check(is.dims > 0 && is.dims % 2 == 0 && is.dims <= size, "so many numbers of a head");
   check(frequencies.dtype() == mx::float32 && frequencies.shape() == mx::Shape{is.dims / 2},
