@@ -73,7 +73,7 @@ class Lookahead:
         where there are no native operations, or policies may have the step taken back."""
         if self._awaited is None or self._back is not None or not self._sure:
             return
-        self._back = take_savepoint(self._before, 0, one_step=True)
+        self._back = take_savepoint(self._before, 0, one_step=True, own=True)
         self._before = []
         with self._awaited.handing_over(self._logits):
             mx.async_eval(self._logits)

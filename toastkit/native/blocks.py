@@ -87,7 +87,7 @@ class Layer(Native):
         return super().__call__(x, mask, cache) if y is None else y  # type: ignore[misc]
 
     def natively(self: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
-        """What it gives; None where a part is not as it has to be."""
+        """What it gives of x (B, L, columns) float32; None where a part is not as it has to be."""
         library = in_use()
         if library is None or cache is None or x.dtype != mx.float32 or x.ndim != 3:
             return None

@@ -43,7 +43,7 @@ class _DecoderParts(NamedTuple):
 class Decoder(Layer):
     """A decoder layer of gated delta rules, or of attention, and a network: one node, unless
     somebody stands before a part of it. Many positions are made of their parts where there is
-    attention."""
+    attention. All (B, L, columns) float32."""
 
     _block = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
 
