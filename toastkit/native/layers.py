@@ -1,6 +1,7 @@
-"""Whole layers of few nodes: of architectures whose forward is one that was read, and is known by
-its source. Their products stay modules, and leave and come back as ever. What a layer's own node
-has not goes to the architecture's forward, made of native operations as far as there are any."""
+"""Mixtures of experts and gated delta rules, each of few nodes, of architectures whose forward is
+one that was read (known.py). Their products stay modules, and leave and come back as ever. What a
+node has not goes to the architecture's forward, made of native operations as far as there are any.
+"""
 
 from __future__ import annotations
 

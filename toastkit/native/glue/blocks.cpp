@@ -66,9 +66,10 @@ void add_before(Arrays &inputs, Layer &layer, Objects &objects) {
   for (int i = 0; layer.is.normed && i < 2; i++) inputs.push_back(*(norms[i] = &objects.take()));
   for (int i = 0; i < HEADS; i++) {
     const int all = add_one(inputs, layer, i, objects, columns);
-    const int rows = !i && layer.is.gated ? all / 2 : all;
-    check(heads[i] > 0 && all > 0 && all % (heads[i] * (all / rows)) == 0, "heads of other sizes");
-    layer.size[i] = rows / heads[i];
+    const int parts = heads[i] * (!i && layer.is.gated ? 2 : 1);
+    check(parts > 0 && all > 0 && all % parts == 0, "heads of other sizes");
+    layer.size[i] = all / parts;
+    const int rows = layer.size[i] * heads[i];
     if (!layer.is.normed || i == 2) continue;
     const mx::array &norm = *norms[i];  // of each head, or of all together
     check(norm.ndim() == 1 && (norm.shape(0) == rows || norm.shape(0) == layer.size[i]),
