@@ -293,8 +293,8 @@ def test_nobody_waits(cache: Path, cxx, tmp_path: Path) -> None:
     """The first command begins a build, and goes on."""
     gate = tmp_path / "gate"
     path = cxx(f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n" + COMPILES)
-    status = starting.start(AUTO)
-    assert not status.on and "being built in the background" in status.why
+    why = "they are being built in the background, for later"
+    assert starting.start(AUTO) == Status(False, why, awaited=True)
     assert runs(path) == 0
     gate.touch()
     await_failure(cache)

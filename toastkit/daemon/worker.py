@@ -183,7 +183,7 @@ class Worker:
             self._condition.notify()
 
     def memory_warning(self) -> None:
-        """Has the layers that may leave the device do so, after the pass that is under way."""
+        """Has layers that may leave the device do so before the next pass, at once if none runs."""
         self._do(self._make_room)
 
     def close(self) -> None:
@@ -209,8 +209,8 @@ class Worker:
         except BaseException as error:
             self.failure = error
             self._ready.set()
-            if self._service is not None:
-                with suppress(Exception):  # the first failure is the one to tell of
+            with suppress(Exception):  # the first failure is the one to tell of
+                if self._service is not None:
                     self._service.save_all()
         self.notify()
 
