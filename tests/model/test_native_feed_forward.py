@@ -32,7 +32,8 @@ from tests.model.reference import OLD_MLX_LM
 from tests.native_library import native_cache, native_path, needed
 from toastkit.native import modules, operations
 from toastkit.native.forms import Form, form_of
-from toastkit.native.library import ACTIVATIONS, BITS, Library, Operand, load, use
+from toastkit.native.library import ACTIVATIONS, BITS, Library, load, use
+from toastkit.native.operands import Operand
 
 pytestmark = needed
 

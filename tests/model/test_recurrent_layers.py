@@ -262,7 +262,7 @@ def compared(layer: Any, one: bool = True) -> list[mx.array]:
 @needs_new_mlx_lm
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
 def test_what_changes_in_a_layer_is_seen(tmp_path: Path, name: str) -> None:
-    layer = next(one for one in opened(tmp_path, name).model.layers if one.is_linear)
+    layer, other = [one for one in opened(tmp_path, name).model.layers if one.is_linear][:2]
     rule, before = layer.linear_attn, compared(layer)
     rule.out_proj.weight = 2 * rule.out_proj.weight
     after = compared(layer)
@@ -271,6 +271,11 @@ def test_what_changes_in_a_layer_is_seen(tmp_path: Path, name: str) -> None:
     assert not mx.array_equal(compared(layer)[3], before[3])
     rule.out_proj.bias = mx.ones(layer.input_layernorm.weight.shape)
     compared(layer)
+    part = "gate" if "gate" in layer.mlp else "gate_proj"
+    for module, key, there in ((rule, "out_proj", other.linear_attn), (layer.mlp, part, other.mlp)):
+        before = compared(layer)
+        module[key] = there[key]
+        assert not mx.array_equal(compared(layer)[0], before[0])
     rule.A_log = rule.A_log.astype(mx.float16)
     compared(layer, one=False)
 

@@ -18,8 +18,8 @@ import mlx.nn as nn
 
 from toastkit.holdings.derived import derived
 from toastkit.holdings.forms import Form
-from toastkit.native.library import Operand
 from toastkit.native.modules import is_native, native
+from toastkit.native.operands import Operand
 from toastkit.store.precision import Rows, dequantise_rows, group_size_of
 
 
@@ -83,7 +83,7 @@ class _Packed:
         return super().operand() if self._fused else None  # type: ignore[misc]
 
     def was_used(self) -> None:
-        """As native.modules has it."""
+        """As native.operands has it: the operand was multiplied with."""
         self._counts.fused += 1
 
     def _dequantised(self) -> nn.Module:

@@ -10,9 +10,10 @@ import mlx.core as mx
 
 from toastkit.native.blocks import Layer
 from toastkit.native.forms import Block
-from toastkit.native.layers import DeltaLayer, Mixture, MixtureShape, Operands
+from toastkit.native.layers import DeltaLayer, Mixture, MixtureShape
 from toastkit.native.library import ACTIVATIONS, NONE, Library, in_use, need
-from toastkit.native.modules import FeedForward, Linear, Norm
+from toastkit.native.modules import FeedForward, Linear, Norm, operands_of
+from toastkit.native.operands import Operands
 from toastkit.native.recurrent import MOST_KERNEL
 
 
@@ -21,23 +22,19 @@ class _Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in (
-            "key_heads", "value_heads", "key_size", "value_size", "projections",
-            "activation_bits", "network", "activation",
+            "key_heads", "value_heads", "key_size", "value_size", "projections", "network",
+            "activation",
         )),
         ("eps", ctypes.c_float * 3),
     )  # fmt: skip
 
 
-class _DecoderParts(NamedTuple):
-    """A layer's own products, and its network's: None for a mixture, which has its own."""
+class _Found(NamedTuple):
+    """What a layer is made of, but for a network that is a mixture."""
 
     operands: Operands
-    network: Operands | None
     shape: _Shape
-
-    def hold(self) -> bool:
-        """Whether they are still so."""
-        return self.operands.hold() and (self.network is None or self.network.hold())
+    mixture: Mixture | None
 
 
 class Decoder(Layer):
@@ -56,25 +53,20 @@ class Decoder(Layer):
         library = in_use()
         if library is None or cache is None or cache.lengths is not None or x.ndim != 3:
             return None
-        kept = vars(self).get("_kept")
-        if kept is None or not kept.hold():
-            kept = vars(self)["_kept"] = self._found()
-        if kept is None:
+        found = vars(self).get("_kept")
+        if found is None or not found.operands.hold():
+            found = vars(self)["_kept"] = self._found()
+        before, state = cache[0], cache[1]
+        if found is None or (before is None) is not (state is None) or x.dtype != mx.float32:
             return None
-        rule, before, state = self["linear_attn"], cache[0], cache[1]
-        arrays = (
-            self["input_layernorm"]["weight"], self["post_attention_layernorm"]["weight"],
-            rule["conv1d"]["weight"], before, rule["A_log"], rule["dt_bias"],
-            rule["norm"]["weight"], state,
-        )  # fmt: skip
-        if any(one is not None and one.dtype != mx.float32 for one in (x, *arrays)):
+        if before is not None and not before.dtype == state.dtype == mx.float32:
             return None
-        mixture = self["mlp"].whole() if kept.network is None else None
-        if kept.network is None and mixture is None:
+        mixture = None if found.mixture is None else found.mixture.whole()
+        if found.mixture is not None and mixture is None:
             return None
-        return _decoded(library, x, arrays, kept, mixture, cache)
+        return _decoded(library, x, found, mixture, cache)
 
-    def _found(self: Any) -> _DecoderParts | None:
+    def _found(self: Any) -> _Found | None:
         rule, network = self["linear_attn"], self["mlp"]
         norms = self["input_layernorm"], self["post_attention_layernorm"]
         conv, calls = rule["conv1d"], type(network).__call__
@@ -83,48 +75,39 @@ class Decoder(Layer):
         plain = all(type(norm).__call__ is Norm.__call__ for norm in norms)
         if not (alone and known and plain) or "bias" in conv:
             return None
-        if conv["weight"].shape[1] > MOST_KERNEL:
+        beside = [*((norm, "weight") for norm in norms), (conv, "weight"), (rule, "A_log")]
+        beside += [(rule, "dt_bias"), (rule["norm"], "weight")]
+        arrays = [module[key] for module, key in beside]
+        if conv["weight"].shape[1] > MOST_KERNEL or any(a.dtype != mx.float32 for a in arrays):
             return None
-        form: Any = getattr(type(network), "_form", None)
-        more = None
-        if calls is FeedForward.__call__:
-            more = Operands.of([network[name] for name in form.parts], [network])
-        if more is None and calls is not Mixture.__call__:
+        form: Any = type(network)._form if calls is FeedForward.__call__ else None
+        if form is None and calls is not Mixture.__call__:
             return None
         own = [*(rule[part] for part in rule._parts), rule["out_proj"]]
-        around = [self, rule, conv, rule["norm"], *norms, network]
         if not all(isinstance(part, Linear) for part in own):
             return None
-        if (operands := Operands.of(own, around)) is None:
+        more = [network[name] for name in form.parts] if form else []
+        if (found := operands_of([*own, *more])) is None:
             return None
+        around = [self, rule, conv, rule["norm"], *norms, network]
+        operands = Operands([*own, *more], found, beside, around)
         shape = _Shape(
             rule.num_k_heads, rule.num_v_heads, rule.head_k_dim, rule.head_v_dim, len(rule._parts),
-            operands.activation_bits,
+            len(more), ACTIVATIONS.index(form.activation) if form else 0,
         )  # fmt: skip
         shape.eps[:] = *(norm.eps for norm in norms), rule["norm"].eps
-        if more is not None:
-            shape.network = len(form.parts)
-            shape.activation = ACTIVATIONS.index(form.activation)
-        return _DecoderParts(operands, more, shape)
+        return _Found(operands, shape, None if form else network)
 
 
 def _decoded(
-    library: Library, x: mx.array, arrays: tuple, parts: _DecoderParts,
-    mixture: MixtureShape | None, cache: Any,
-) -> mx.array:  # fmt: skip
-    own, network = parts.operands, parts.network
-    own.were_used()
-    if network is not None:
-        network.were_used()
+    library: Library, x: mx.array, found: _Found, mixture: MixtureShape | None, cache: Any
+) -> mx.array:
+    found.operands.were_used()
     y, last, after = (x.__copy__() for _ in range(3))
-    rest = (ctypes.py_object * 8)(*(NONE if one is None else one for one in arrays))
-    need(
-        _function(library)(
-            y, last, after, x, own.objects, own.packing, rest,
-            network and network.objects, network and network.packing,
-            mixture and ctypes.byref(mixture), ctypes.byref(parts.shape),
-        )
-    )  # fmt: skip
+    before, state = (NONE if kept is None else kept for kept in (cache[0], cache[1]))
+    places = ctypes.byref(found.operands), ctypes.byref(found.shape)
+    more = None if mixture is None else ctypes.byref(mixture)
+    need(_function(library)(y, last, after, x, before, state, *places, more))
     cache[0], cache[1] = last, after
     cache.advance(x.shape[1])
     return y
@@ -133,4 +116,4 @@ def _decoded(
 @cache
 def _function(library: Library) -> Any:
     array, place = ctypes.py_object, ctypes.c_void_p
-    return library.function("decoder", *[array] * 4, *[place] * 7)
+    return library.function("decoder", *[array] * 6, *[place] * 3)

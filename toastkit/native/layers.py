@@ -6,16 +6,15 @@ node has not goes to the architecture's forward, made of native operations as fa
 from __future__ import annotations
 
 import ctypes
-import weakref
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
 from toastkit.native.functions import Native
-from toastkit.native.library import ACTIVATIONS, Library, Operand, in_use, need
-from toastkit.native.modules import KEYS, FeedForward, Linear, Switch, SwitchGLU, gate_of
+from toastkit.native.library import ACTIVATIONS, Library, in_use, need
+from toastkit.native.modules import FeedForward, Linear, SwitchGLU, gate_of, operands_of
+from toastkit.native.operands import Operands
 from toastkit.native.operations import weighted_sum
 from toastkit.native.recurrent import MOST_KERNEL
 
@@ -62,69 +61,6 @@ def _is_plain(layer: Any, inputs: mx.array, cache: Any) -> bool:
     plain = "bias" not in layer["conv1d"] and own[0].shape[1] <= MOST_KERNEL
     alone = getattr(layer, "sharding_group", None) is None
     return plain and alone and all(array.dtype == mx.float32 for array in arrays)
-
-
-def operands_of(parts: Sequence[Any]) -> list[Operand] | None:
-    """What parts multiply float32 vectors with; None where one is not to be multiplied so."""
-    found = []
-    for part in parts:
-        if not isinstance(part, (Linear, Switch)) or (part._wide or mx.float32) != mx.float32:
-            return None
-        operand, bias = part.operand(), part.get("bias")
-        if operand is None or (bias is not None and bias.dtype != mx.float32):
-            return None
-        found.append(operand)
-    return found
-
-
-def to_be_told(parts: Sequence[Any]) -> list[Any]:
-    """Those that have to hear when they were multiplied with."""
-    return [part for part in parts if type(part).was_used is not Linear.was_used]
-
-
-class Operands:
-    """What modules multiply float32 vectors with, as the library takes it: made once, and right for
-    as long as these are what they were. It holds no array, so that what leaves them is gone.
-
-    objects: weight, scales, biases and bias of each, where Python has them. packing: bits and group
-    size of each."""
-
-    def __init__(self, parts: Sequence[Any], own: Sequence[Operand], around: Sequence[Any]):
-        found = [(*operand[:3], part.get("bias")) for part, operand in zip(parts, own)]
-        places = [None if array is None else id(array) for arrays in found for array in arrays]
-        self.objects = (ctypes.c_void_p * len(places))(*places)
-        packing = [number for operand in own for number in operand[3:]]
-        self.packing = (ctypes.c_int * len(packing))(*packing)
-        self.activation_bits = parts[0]._activation_bits
-        self._around = [(module, type(module), len(module)) for module in (*parts, *around)]
-        self._arrays = [
-            (part, key, weakref.ref(array))
-            for part, arrays in zip(parts, found)
-            for key, array in zip(KEYS, arrays)
-            if array is not None
-        ]
-        self._told = to_be_told(parts)
-
-    @classmethod
-    def of(cls, parts: Sequence[Any], around: Sequence[Any] = ()) -> Operands | None:
-        """None where one is not to be multiplied so. around: modules that they are parts of."""
-        own = operands_of(parts)
-        return None if own is None else cls(parts, own, around)
-
-    def hold(self) -> bool:
-        """Whether it is still so."""
-        for module, kind, count in self._around:
-            if type(module) is not kind or len(module) != count:
-                return False
-        for part, key, reference in self._arrays:
-            if (array := reference()) is None or part.get(key) is not array:
-                return False
-        return True
-
-    def were_used(self) -> None:
-        """They were multiplied with."""
-        for part in self._told:
-            part.was_used()
 
 
 class Mixture(Native):
@@ -187,10 +123,10 @@ class Mixture(Native):
         calls = [own[0], own[-1]] if names else own[:1]
         if None in kinds or not all(isinstance(part, Linear) for part in calls):
             return None
-        if (operands := Operands.of(own, around)) is None:
+        if (found := operands_of(own)) is None:
             return None
-        places = [ctypes.addressof(array) for array in (operands.objects, operands.packing)]
-        shape = MixtureShape(*places, activation_bits=operands.activation_bits, shared=len(names))
+        operands = Operands(own, found, around=around)
+        shape = MixtureShape(ctypes.addressof(operands), shared=len(names))
         shape.activations[: len(kinds)] = [ACTIVATIONS.index(kind) for kind in kinds]
         return operands, shape
 
@@ -199,8 +135,8 @@ class MixtureShape(ctypes.Structure):
     """toast_mixture, see glue/mixture.h."""
 
     _fields_ = (
-        ("objects", ctypes.c_void_p), ("packing", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("chosen", "how", "activation_bits", "shared")),
+        ("operands", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("chosen", "how", "shared")),
         ("activations", ctypes.c_int32 * 2),
     )  # fmt: skip
 

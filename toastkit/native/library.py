@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from toastkit.native.machine import processors
+from toastkit.native.operands import Given, Operand
 
 BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -21,22 +22,6 @@ FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai", "finite")
 PAIRS, DIGITS, WIDE = 12, 16, 32  # bits of activations that packed weights meet, see kernels.h
 NONE = ctypes.py_object()  # an array that is not given
-
-
-class Operand(NamedTuple):
-    """A matrix (rows, columns), or a stack of them, of one of FLOATS; or packed, as `multiply`
-    takes it, of mxfp4 without biases."""
-
-    weight: mx.array
-    scales: mx.array | None = None
-    biases: mx.array | None = None
-    bits: int = 0
-    group_size: int = 0
-
-    @property
-    def columns(self) -> int:
-        length = self.weight.shape[-1]
-        return length * 32 // self.bits if self.bits else length
 
 
 class Library:
@@ -58,8 +43,7 @@ class Library:
         self._settle = loaded.toast_settle_array
         self._settle.restype, self._settle.argtypes = None, [array]
         self._product = function("product", *[array] * 6, *[whole] * 3)
-        network = (array, array, place, place, whole, array, whole, whole)
-        self._feed_forward = function("feed_forward", *network)
+        self._feed_forward = function("feed_forward", array, array, place, whole, array, whole)
         self._convolve = function("convolve", *[array] * 4, whole)
         self._gated_delta = function("gated_delta", array, array, array * 9, number)
         self._scan = function("scan", array, array, array * 9, number, number)
@@ -152,15 +136,11 @@ class Library:
         rows of gate and then of up in one matrix, and down. experts: of stacks, the ones for each
         vector, uint32 (..., k); gives (..., k, rows). biases: of the parts, float32 (rows,), of
         stacks (experts, rows). Raises ValueError, see `multiply`."""
-        count = len(parts)
-        arrays: list[Any] = [
-            _given(array) for part, bias in zip(parts, biases) for array in (*part[:3], bias)
-        ]
-        packing = [number for part in parts for number in part[3:]]
+        arrays = [array for part, bias in zip(parts, biases) for array in (*part[:3], bias)]
+        given = Given(arrays, [number for part in parts for number in part[3:]], activation_bits)
         return _made(
-            self._feed_forward, x, (ctypes.py_object * (4 * count))(*arrays),
-            (ctypes.c_int * (2 * count))(*packing), count, _given(experts),
-            ACTIVATIONS.index(activation), activation_bits,
+            self._feed_forward, x, ctypes.byref(given), len(parts), _given(experts),
+            ACTIVATIONS.index(activation),
         )  # fmt: skip
 
     def rms_norm(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -25,15 +25,14 @@ from toastkit.native.library import (
     GROUP_SIZES,
     NONE,
     Library,
-    Operand,
     in_use,
     need,
 )
+from toastkit.native.operands import Operand, to_be_told
 from toastkit.native.recurrent import Convolution
 from toastkit.native.rotary import DeepseekRope, FreqsRope, LongRope, Rope, YarnRope
 
 NARROW = (mx.float16, mx.bfloat16)
-KEYS = ("weight", "scales", "biases", "bias")  # of a part, as glue/matrices.h has them
 # Activations of experts by module and name, and what that of gpt-oss is called with in the kernels.
 GATES = {
     ("switch_layers", "SwiGLU"): "silu", ("gemma4_text", "GeGLU"): "gelu",
@@ -182,9 +181,6 @@ class _Product(Native):
             known = self.mode == "mxfp4" and biases is None and scales.dtype == mx.uint8
         return Operand(weight, scales, biases, self.bits, self.group_size) if known else None
 
-    def was_used(self) -> None:
-        """Its operand was multiplied with."""
-
     def _multiply(self: Any, x: mx.array, experts: mx.array | None = None) -> mx.array | None:
         """Products (..., rows) of x, (..., columns), or of x (..., m, columns) with the experts
         that are chosen, uint32 (...). None for what only MLX has: other dtypes, other packings."""
@@ -263,6 +259,19 @@ class Switch(_Product):
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
 
 
+def operands_of(parts: Sequence[Any]) -> list[Operand] | None:
+    """What parts multiply float32 vectors with; None where one is not to be multiplied so."""
+    found = []
+    for part in parts:
+        if not isinstance(part, (Linear, Switch)) or (part._wide or mx.float32) != mx.float32:
+            return None
+        operand, bias = part.operand(), part.get("bias")
+        if operand is None or (bias is not None and bias.dtype != mx.float32):
+            return None
+        found.append(operand)
+    return found
+
+
 class FeedForward(Native):
     """One of a known form: in one operation, where its parts are computed natively."""
 
@@ -312,7 +321,7 @@ def _fed_forward(
         return None
     if experts is not None and experts.dtype != mx.uint32:
         experts = experts.astype(mx.uint32)
-    for part in parts:
+    for part in to_be_told(parts):
         part.was_used()
     return library.feed_forward(x, own, activation, experts, parts[0]._activation_bits, biases)
 

@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from toastkit.native.library import BITS, PAIRS, Library, Operand
+from toastkit.native.library import BITS, PAIRS, Library
+from toastkit.native.operands import Operand
 from toastkit.native.regions import Region
 
 

@@ -10,24 +10,6 @@
 namespace toast {
 namespace {
 
-// A part for vectors of so many columns. there: which arrays it has besides its weight.
-void take_part(Objects &objects, int there, const mx::array *(&part)[GIVEN]) {
-  for (int i = 0; i < GIVEN; i++) part[i] = !i || there >> (i - 1) & 1 ? &objects.take() : nullptr;
-}
-
-// What its arrays say of a part for vectors of so many columns.
-Packing packing_of(const mx::array *const (&part)[GIVEN], int64_t columns) {
-  const mx::array *scales = part[1];
-  if (!scales) return {0, 0, false, nullptr};
-  const int64_t groups = scales->ndim() ? scales->shape(-1) : 0;
-  check(part[0]->ndim() == 2 && groups > 0 && columns > 0, "a matrix of another shape");
-  const int64_t bits = part[0]->shape(-1) * int64_t(32) / columns, size = columns / groups;
-  check((bits == 2 || bits == 3 || bits == 4 || bits == 6 || bits == 8) &&
-            (size == 32 || size == 64 || size == 128),
-        "a packing that the kernels have not");
-  return {int(bits), int(size), false, part[2]};
-}
-
 void add_norm(Arrays &inputs, const mx::array &weight, int64_t length) {
   check(weight.shape() == mx::Shape{int(length)}, "a weight of another length");
   type_of(weight);
@@ -35,11 +17,9 @@ void add_norm(Arrays &inputs, const mx::array &weight, int64_t length) {
 }
 
 // One of the parts before attention and the one behind it; its rows.
-int add_one(Arrays &inputs, Layer &layer, int i, Objects &objects, int64_t columns) {
+int add_one(Arrays &inputs, Layer &layer, int i, const toast_operands &given, int64_t columns) {
   const mx::array *part[GIVEN];
-  take_part(objects, layer.is.parts[i], part);
-  layer.packing[i] = packing_of(part, columns);
-  layer.biased[i] = part[GIVEN - 1];
+  layer.packing[i] = part_of(given, i, layer.biased[i], part);
   add_part(inputs, part, layer.packing[i], columns);
   return part[0]->shape(-2);
 }
@@ -58,41 +38,34 @@ void check_rows(const mx::array &x) {
   check(x.ndim() == 3 && x.dtype() == mx::float32, "positions of another shape");
 }
 
-void add_before(Arrays &inputs, Layer &layer, Objects &objects) {
+void add_before(Arrays &inputs, Layer &layer, const toast_operands &given) {
   const int64_t columns = inputs[0].shape(-1);
   const int heads[HEADS] = {layer.is.heads, layer.is.key_heads, layer.is.key_heads};
-  add_norm(inputs, objects.take(), columns);
-  const mx::array *norms[2];
-  for (int i = 0; layer.is.normed && i < 2; i++) inputs.push_back(*(norms[i] = &objects.take()));
+  layer.activation_bits = given.activation_bits;
+  add_norm(inputs, rest_of(given, 0), columns);
+  for (int i = 0; layer.is.normed && i < 2; i++) inputs.push_back(rest_of(given, 2 + i));
   for (int i = 0; i < HEADS; i++) {
-    const int all = add_one(inputs, layer, i, objects, columns);
+    const int all = add_one(inputs, layer, i, given, columns);
     const int parts = heads[i] * (!i && layer.is.gated ? 2 : 1);
     check(parts > 0 && all > 0 && all % parts == 0, "heads of other sizes");
     layer.size[i] = all / parts;
     const int rows = layer.size[i] * heads[i];
     if (!layer.is.normed || i == 2) continue;
-    const mx::array &norm = *norms[i];  // of each head, or of all together
+    const mx::array &norm = rest_of(given, 2 + i);  // of each head, or of all together
     check(norm.ndim() == 1 && (norm.shape(0) == rows || norm.shape(0) == layer.size[i]),
           "a weight of another length");
     type_of(norm);
   }
 }
 
-void add_behind(Arrays &inputs, Layer &layer, Objects &objects, int64_t attended) {
+void add_behind(Arrays &inputs, Layer &layer, const toast_operands &given, int64_t attended) {
   const int columns = inputs[0].shape(-1), count = layer.is.network;
-  check(count == 0 || count == 2 || count == PARTS, "other parts");
-  add_norm(inputs, objects.take(), columns);
-  check(add_one(inputs, layer, HEADS, objects, attended) == columns, "rows of another length");
-  layer.network = {count, {}, {}, layer.is.activation, layer.is.activation_bits};
+  layer.activation_bits = given.activation_bits;
+  add_norm(inputs, rest_of(given, 1), columns);
+  check(add_one(inputs, layer, HEADS, given, attended) == columns, "rows of another length");
   if (!count) return;
   const mx::array *parts[PARTS][GIVEN];
-  int64_t hidden = 0;
-  for (int i = 0; i < count; i++) {
-    take_part(objects, layer.is.parts[HEADS + 1 + i], parts[i]);
-    layer.network.parts[i] = packing_of(parts[i], i + 1 < count ? columns : hidden);
-    layer.network.biased[i] = parts[i][GIVEN - 1];
-    if (!i) hidden = parts[0][0]->shape(-2) / (PARTS + 1 - count);
-  }
+  layer.network = network_of(given, HEADS + 1, count, false, layer.is.activation, parts);
   add_network(inputs, parts, layer.network, columns);
   check(parts[count - 1][0]->shape(-2) == columns, "rows of another length");
 }
@@ -109,9 +82,9 @@ void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
   auto next = [&](int i) { return Part(arrays, at, layer.packing[i], layer.biased[i]); };
   const Part queries = next(0), keys = next(1), values = next(2);
   std::unique_ptr<float[]> both(gates ? new float[count * queries.matrix->rows] : nullptr);
-  multiply(is.activation_bits, {{vectors, queries, both ? both.get() : outs[0]},
-                                {vectors, keys, outs[1]},
-                                {vectors, values, outs[2]}});
+  multiply(layer.activation_bits, {{vectors, queries, both ? both.get() : outs[0]},
+                                   {vectors, keys, outs[1]},
+                                   {vectors, values, outs[2]}});
   const int64_t size = layer.size[0], heads = both ? count * is.heads : 0;
   for (int64_t h = 0; h < heads; h++) {
     const float *from = both.get() + h * 2 * size;
@@ -137,7 +110,7 @@ void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
   const mx::array &weight = arrays[at++];
   const Part part(arrays, at, layer.packing[HEADS], layer.biased[HEADS]);
   const Vectors vectors = {{attended, count, part.matrix->columns, TOAST_F32}, count};
-  multiply(layer.is.activation_bits, {{vectors, part, sum}});
+  multiply(layer.activation_bits, {{vectors, part, sum}});
   add_vectors(sum, x, count, columns);
   norm(weight, layer.is.eps[1], sum, count, columns, out);
   if (!layer.network.count) return;
@@ -149,11 +122,11 @@ void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
 namespace {
 
 // Queries, keys and values of x (B, L, columns): (B, heads, L, size).
-Arrays projected(const mx::array &x, Layer layer, Objects objects) {
+Arrays projected(const mx::array &x, Layer layer, const toast_operands &given) {
   check_rows(x);
   check(!layer.is.gated, "gates, which only a whole layer has");
   Arrays inputs = {x};
-  add_before(inputs, layer, objects);
+  add_before(inputs, layer, given);
   std::vector<mx::Shape> shapes;
   for (int i = 0; i < HEADS; i++)
     shapes.push_back({x.shape(0), i ? layer.is.key_heads : layer.is.heads, x.shape(1),
@@ -202,13 +175,14 @@ class Joined {
 
 // What a layer makes of x (B, L, columns) and of what its attention gave, (B, heads, L, size):
 // x + out(attended) + what its network makes of that; or without a network that sum, and its norm.
-Arrays closed(const mx::array &x, const mx::array &attended, Layer layer, Objects objects) {
+Arrays closed(const mx::array &x, const mx::array &attended, Layer layer,
+              const toast_operands &given) {
   check_rows(x);
   check(attended.ndim() == 4 && attended.dtype() == mx::float32 &&
             attended.shape(0) == x.shape(0) && attended.shape(2) == x.shape(1),
         "heads of another shape");
   Arrays inputs = {x};
-  add_behind(inputs, layer, objects, int64_t(attended.shape(1)) * attended.shape(3));
+  add_behind(inputs, layer, given, int64_t(attended.shape(1)) * attended.shape(3));
   const Weights weights = {1, inputs.size()};
   inputs.push_back(attended);
   const size_t outputs = layer.is.network ? 1 : 2;
@@ -232,25 +206,22 @@ Arrays closed(const mx::array &x, const mx::array &attended, Layer layer, Object
 extern "C" {
 
 // Make `outs`, arrays that nobody else has, what lies before attention: queries, keys, values; or
-// what lies behind it: one, or two where there is no network. Lazy. objects: of the layer's arrays,
-// the weights of its norm, and of the norms of queries and keys, and the parts; and behind, again
-// from `layer->before` on, the weight of its norm, and the parts. Return what is wrong; NULL where
-// nothing is.
-TOAST_API const char *toast_projected_array(void **outs, void *x, void **objects,
+// what lies behind it: one, or two where there is no network. Lazy. Return what is wrong; NULL
+// where nothing is.
+TOAST_API const char *toast_projected_array(void **outs, void *x, const toast_operands *given,
                                             const toast_layer *layer) {
   using toast::array_of;
   return toast::wrong([&] {
-    auto made = toast::projected(array_of(x), {*layer}, toast::Objects(objects));
+    auto made = toast::projected(array_of(x), {*layer}, *given);
     for (int i = 0; i < toast::HEADS; i++) array_of(outs[i]) = made[i];
   });
 }
 
-TOAST_API const char *toast_closed_array(void **outs, void *x, void *attended, void **objects,
-                                         const toast_layer *layer) {
+TOAST_API const char *toast_closed_array(void **outs, void *x, void *attended,
+                                         const toast_operands *given, const toast_layer *layer) {
   using toast::array_of;
   return toast::wrong([&] {
-    auto made = toast::closed(array_of(x), array_of(attended), {*layer},
-                              toast::Objects(objects + layer->before));
+    auto made = toast::closed(array_of(x), array_of(attended), {*layer}, *given);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
 }

@@ -8,14 +8,15 @@ extern "C" {
 
 // What is the same whatever a layer is given. heads: of queries; of keys and values. normed:
 // whether queries and keys have norms, of each head or of all heads of a position, as these are
-// long. parts: which arrays each has besides its weight: 1 scales, 2 biases of groups, 4 a bias;
-// queries, keys, values, out, and the network's. eps: of the norms before attention, behind it, of
-// queries, of keys. before: objects that are given of what lies before attention. gated: behind the
-// numbers of each head of queries come as many, by whose sigmoid is multiplied what it attends to.
-// dims ... factor: of the rotation, as toast_rotation has them; scale: of attention.
+// long. network: its parts. gated: behind the numbers of each head of queries come as many, by
+// whose sigmoid is multiplied what it attends to. eps: of the norms before attention, behind it, of
+// queries, of keys. dims ... factor: of the rotation, as toast_rotation has them; scale: of
+// attention.
+//
+// Its operands: queries, keys, values, out and the network's parts; the weights of these norms,
+// and frequencies.
 typedef struct {
-  int32_t heads, key_heads, normed, network, activation, activation_bits, before, gated;
-  int32_t parts[7];
+  int32_t heads, key_heads, normed, network, activation, gated;
   float eps[4];
   int32_t dims, traditional, inverse;
   float rotation_scale, factor, scale;
@@ -26,20 +27,12 @@ typedef struct {
 namespace toast {
 
 constexpr int HEADS = 3;  // parts that give queries, keys and values
-
-// Arrays as Python gives them, one after another.
-class Objects {
- public:
-  explicit Objects(void *const *objects) : next_(objects) {}
-  const mx::array &take() { return array_of(*next_++); }
-
- private:
-  void *const *next_;
-};
+constexpr int NORMS = 4;  // beside parts, before frequencies
 
 // size: of a head of queries, of keys, of values.
 struct Layer {
   toast_layer is;
+  int activation_bits = 0;
   Packing packing[HEADS + 1] = {};  // of queries, keys, values; out
   bool biased[HEADS + 1] = {};
   Network network = {};
@@ -52,8 +45,8 @@ void check_rows(const mx::array &x);
 // The arrays of what lies before attention, or behind it, added to `inputs`, of which the first is
 // x (B, L, columns): the weights of norms before those of parts. attended: numbers of a position.
 // Raise as add_matrix.
-void add_before(Arrays &inputs, Layer &layer, Objects &objects);
-void add_behind(Arrays &inputs, Layer &layer, Objects &objects, int64_t attended);
+void add_before(Arrays &inputs, Layer &layer, const toast_operands &given);
+void add_behind(Arrays &inputs, Layer &layer, const toast_operands &given, int64_t attended);
 
 // Queries, keys and values of x (count, columns), (count, heads, size) each; and gates, as queries,
 // where there are any. at: where the arrays begin, and then where they end.

@@ -53,12 +53,12 @@ mx::array feed_forward(const mx::array &x, const mx::array *const (*parts)[GIVEN
 
 }  // namespace
 
-Network network_of(void *const *objects, const int *packing, int count, bool stacks, int activation,
-                   int activation_bits, const mx::array *(*parts)[GIVEN]) {
+Network network_of(const toast_operands &given, int first, int count, bool stacks, int activation,
+                   const mx::array *(*parts)[GIVEN]) {
   check(count == 2 || count == PARTS, "other parts");
-  Network network = {count, {}, {}, activation, activation_bits};
+  Network network = {count, {}, {}, activation, given.activation_bits};
   for (int i = 0; i < count; i++)
-    network.parts[i] = part_of(objects, packing, i, network.biased[i], parts[i], stacks);
+    network.parts[i] = part_of(given, first + i, network.biased[i], parts[i], stacks);
   return network;
 }
 
@@ -116,17 +116,15 @@ void feed(const Network &network, const Arrays &arrays, size_t &at, const Vector
 
 extern "C" {
 
-// Makes `out`, an array that nobody else has, what a network gives. Lazy. arrays: GIVEN of each of
-// `count` parts. packing: bits and group size of each. choice: NULL, or experts. Returns what is
-// wrong; NULL where nothing is.
-TOAST_API const char *toast_feed_forward_array(void *out, void *x, void **arrays,
-                                               const int *packing, int count, void *choice,
-                                               int activation, int activation_bits) {
+// Makes `out`, an array that nobody else has, what a network of `count` parts gives. Lazy. choice:
+// NULL, or experts. Returns what is wrong; NULL where nothing is.
+TOAST_API const char *toast_feed_forward_array(void *out, void *x, const toast_operands *given,
+                                               int count, void *choice, int activation) {
   using toast::array_of;
   return toast::wrong([&] {
     const mx::array *parts[toast::PARTS][toast::GIVEN];
     const toast::Network network =
-        toast::network_of(arrays, packing, count, choice, activation, activation_bits, parts);
+        toast::network_of(*given, 0, count, choice, activation, parts);
     array_of(out) = toast::feed_forward(array_of(x), parts,
                                         choice ? &array_of(choice) : nullptr, network);
   });

@@ -15,10 +15,9 @@ struct Network {
   int activation_bits;
 };
 
-// One as Python gives it: GIVEN arrays of each of `count` parts, which become `parts`, NULL for
-// those that it has not; bits and group size of each.
-Network network_of(void *const *objects, const int *packing, int count, bool stacks, int activation,
-                   int activation_bits, const mx::array *(*parts)[GIVEN]);
+// One of `count` parts of those that are given, from `first` on; their arrays become `parts`.
+Network network_of(const toast_operands &given, int first, int count, bool stacks, int activation,
+                   const mx::array *(*parts)[GIVEN]);
 
 // The arrays of its parts, for vectors of so many columns, added to `inputs`, of which the first
 // are these. Whether numbers of a part have another dtype than that. Raises as add_matrix.

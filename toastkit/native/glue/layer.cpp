@@ -86,21 +86,22 @@ void compute(const Whole &whole, const Arrays &arrays, int first, bool causal) {
 
 // What comes out of it, one or two, and both caches with the new positions.
 Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &values, int first,
-             bool causal, const toast_layer &is, Objects objects, const toast_mixture *mixture) {
+                bool causal, const toast_layer &is, const toast_operands &given,
+                const toast_mixture *mixture) {
   check_rows(x);
   Whole whole = {{is}, {}, 1};
   Layer &layer = whole.layer;
   Arrays inputs = {x};
-  add_before(inputs, layer, objects);
+  add_before(inputs, layer, given);
   const int size = layer.size[0];
   check(size == layer.size[1] && is.heads % is.key_heads == 0, "heads of other sizes");
   check(!is.gated || size == layer.size[2], "gates of another size than values");
-  const mx::array frequencies = objects.take();
+  const mx::array &frequencies = rest_of(given, NORMS);
   check(is.dims > 0 && is.dims % 2 == 0 && is.dims <= size, "so many numbers of a head");
   check(frequencies.dtype() == mx::float32 && frequencies.shape() == mx::Shape{is.dims / 2},
         "frequencies of another shape");
   inputs.push_back(frequencies);
-  add_behind(inputs, layer, objects, int64_t(is.heads) * layer.size[2]);
+  add_behind(inputs, layer, given, int64_t(is.heads) * layer.size[2]);
   if (mixture) {
     check(!is.network && mixture->chosen > 0, "two networks, or no experts");
     const mx::array *parts[MIXED][GIVEN];
@@ -135,16 +136,15 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
 extern "C" {
 
 // Makes `outs`, arrays that nobody else has, what a layer gives of x, one, or two where there is no
-// network, and its caches of keys and values with the new positions from `first` on. Lazy. objects:
-// as toast_projected_array and toast_closed_array have them, with the frequencies between. mixture:
+// network, and its caches of keys and values with the new positions from `first` on. Lazy. mixture:
 // which is its network; NULL for none. Returns what is wrong; NULL where nothing is.
 TOAST_API const char *toast_whole_array(void **outs, void *x, void *keys, void *values, int first,
-                                        int causal, void **objects, const toast_layer *layer,
-                                        const toast_mixture *mixture) {
+                                        int causal, const toast_operands *given,
+                                        const toast_layer *layer, const toast_mixture *mixture) {
   using toast::array_of;
   return toast::wrong([&] {
     auto made = toast::layer_of(array_of(x), array_of(keys), array_of(values), first, causal != 0,
-                                *layer, toast::Objects(objects), mixture);
+                                *layer, *given, mixture);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
 }

@@ -69,13 +69,15 @@ mx::Dtype add_part(Arrays &inputs, const mx::array *const (&part)[GIVEN], const 
   return numbers;
 }
 
-Packing part_of(void *const *objects, const int *packing, int i, bool &biased,
-                const mx::array *(&part)[GIVEN], bool stack) {
-  objects += GIVEN * i;
+Packing part_of(const toast_operands &given, int i, bool &biased, const mx::array *(&part)[GIVEN],
+                bool stack) {
+  void *const *objects = given.parts + GIVEN * i;
   for (int j = 0; j < GIVEN; j++) part[j] = objects[j] ? &array_of(objects[j]) : nullptr;
   biased = objects[GIVEN - 1];
-  return {packing[2 * i], packing[2 * i + 1], stack, objects[2]};
+  return {given.packing[2 * i], given.packing[2 * i + 1], stack, objects[2]};
 }
+
+const mx::array &rest_of(const toast_operands &given, int i) { return array_of(given.rest[i]); }
 
 Part::Part(const Arrays &arrays, size_t &at, const Packing &packing, bool biased)
     : matrix(arrays, at, packing) {

@@ -3,6 +3,19 @@
 
 #include "arrays.h"
 
+extern "C" {
+
+// Arrays as Python gives them. parts: weight, scales, biases of groups and bias of each, NULL for
+// what it has not; packing: bits and group size of each. rest: what there is beside parts.
+typedef struct {
+  void *const *parts;
+  const int *packing;
+  void *const *rest;
+  int32_t activation_bits;
+} toast_operands;
+
+}  // extern "C"
+
 namespace toast {
 
 // bits: 0 for one that is not packed. stack: (experts, rows, columns), not (rows, columns). powers:
@@ -36,16 +49,18 @@ class Matrix {
   toast_matrix matrix_;
 };
 
-constexpr int GIVEN = 4;  // arrays of a part: weight, scales, biases of groups, bias
+constexpr int GIVEN = 4;  // arrays of a part
 
 // As add_matrix, of a part; those that are not there are NULL. Its bias is float32.
 mx::Dtype add_part(Arrays &inputs, const mx::array *const (&part)[GIVEN], const Packing &packing,
                    int64_t columns);
 
-// Part i of those that Python gives: GIVEN objects each, NULL for what is not there, which become
-// `part`, and bits and group size of each.
-Packing part_of(void *const *objects, const int *packing, int i, bool &biased,
-                const mx::array *(&part)[GIVEN], bool stack = false);
+// Part i of those that are given; its arrays become `part`.
+Packing part_of(const toast_operands &given, int i, bool &biased, const mx::array *(&part)[GIVEN],
+                bool stack = false);
+
+// Array i beside parts.
+const mx::array &rest_of(const toast_operands &given, int i);
 
 // A matrix with what is added to its products. at: where its arrays begin, and then where they end.
 struct Part {

@@ -30,17 +30,16 @@ mx::array mixed(const mx::array &x, const mx::array *const (*parts)[GIVEN],
 
 Mixture mixture_of(const toast_mixture &is, const mx::array *(*parts)[GIVEN]) {
   Mixture m = {};
-  m.chosen = is.chosen, m.how = is.how, m.activation_bits = is.activation_bits;
+  m.chosen = is.chosen, m.how = is.how, m.activation_bits = is.given->activation_bits;
   auto some = [&](int i, int count, bool stacks, int activation) {
-    return network_of(is.objects + GIVEN * i, is.packing + 2 * i, count, stacks, activation,
-                      m.activation_bits, parts + i);
+    return network_of(*is.given, i, count, stacks, activation, parts + i);
   };
-  m.router = part_of(is.objects, is.packing, 0, m.router_biased, parts[0]);
+  m.router = part_of(*is.given, 0, m.router_biased, parts[0]);
   m.experts = some(1, PARTS, true, is.activations[0]);
   if (is.shared) {
     m.shared = some(1 + PARTS, is.shared, false, is.activations[1]);
     const int gate = 1 + PARTS + is.shared;
-    m.gate = part_of(is.objects, is.packing, gate, m.gate_biased, parts[gate]);
+    m.gate = part_of(*is.given, gate, m.gate_biased, parts[gate]);
   }
   return m;
 }

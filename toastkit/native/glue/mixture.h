@@ -5,14 +5,12 @@
 
 extern "C" {
 
-// One as Python gives it. objects: GIVEN arrays of each part, NULL for what it has not; packing:
-// bits and group size of each: the router; gate, up and down of the experts; `shared` parts of what
-// all vectors go through, and its gate, or neither. chosen: experts of a vector; how: as
+// One as Python gives it. parts: the router; gate, up and down of the experts; `shared` parts of
+// what all vectors go through, and its gate, or neither. chosen: experts of a vector; how: as
 // toast_route has it. activations: of the experts, and of what all vectors go through.
 typedef struct {
-  void *const *objects;
-  const int *packing;
-  int32_t chosen, how, activation_bits, shared, activations[2];
+  const toast_operands *given;
+  int32_t chosen, how, shared, activations[2];
 } toast_mixture;
 
 }  // extern "C"

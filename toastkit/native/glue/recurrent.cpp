@@ -1,6 +1,8 @@
 // The recurrent layers of kernels/recurrent.h as MLX primitives.
 #include "../kernels/recurrent.h"
 
+#include <algorithm>
+
 #include "../kernels/rows.h"
 #include "blocks.h"
 #include "mixture.h"
@@ -210,28 +212,33 @@ Arrays delta_layer(void **objects, Sizes of, float eps) {
 struct Decoder {
   Sizes of;
   float eps[3];  // of the norms before the rule, behind it, and in it
-  int projections;
+  int projections, kernel;
+  bool begun;  // there is something before, and a state
   Packing packing[PROJECTIONS + 1];  // and of the last product
   bool biased[PROJECTIONS + 1];
   Network network;
   Mixture mixture;
   int activation_bits;
 };
-constexpr size_t FIRST = 3;  // arrays before its REST: x, the weights of both norms
+// Arrays beside its parts: the weights of both norms; the weight, a_log, bias, the norm.
+constexpr int BESIDE = 6;
 
-// x + out(rule(norm(x))), and that + network(norm of that): x (B, L, columns) float32.
-void decode(const Decoder &d, const std::vector<bool> &given, const Arrays &arrays) {
+// x + out(rule(norm(x))), and that + network(norm of that): x (B, L, columns) float32. arrays: x,
+// what came before and the state, if it has begun, what is beside its parts, and these.
+void decode(const Decoder &d, const Arrays &arrays) {
   const int64_t batch = arrays[0].shape(0), length = arrays[0].shape(1);
   const int64_t columns = arrays[0].shape(2), count = batch * length;
+  std::vector<bool> given(3 + BESIDE, true);
+  given[1] = given[2] = d.begun;
   const Floats at(arrays, given);
+  const float *const x = at(0);
   mx::array y = arrays.end()[-3];
   float *out = y.data<float>();
   auto norm = [&](int i, const float *x) {
     const toast_vectors rows = {x, count, columns, TOAST_F32};
-    need(toast_rms_norm(&rows, columns, at(1 + i), TOAST_F32, 0, d.eps[i], out, TOAST_F32));
+    need(toast_rms_norm(&rows, columns, at(3 + i), TOAST_F32, 0, d.eps[i], out, TOAST_F32));
   };
-  size_t next = FIRST;
-  for (size_t i = FIRST; i < given.size(); i++) next += given[i];
+  size_t next = 1 + 2 * d.begun + BESIDE;
   // With some of its own products, which follow each other.
   auto multiplied = [&](int first, int some, const float *x, int64_t numbers, Products *made) {
     const Vectors vectors = {{x, count, numbers, TOAST_F32}, count};
@@ -246,14 +253,14 @@ void decode(const Decoder &d, const std::vector<bool> &given, const Arrays &arra
     }
     multiply(d.activation_bits, results);
   };
-  norm(0, at(0));
+  norm(0, x);
   Products projected[PROJECTIONS], sum, ruled(new float[count * d.of.values()]);
   multiplied(0, d.projections, out, columns, projected);
   step(d.of, {projected[0].get(), projected[1].get(), projected[2].get(), projected[3].get()},
-       {at(3), at(4), at(5), at(6), at(7), at(8)}, batch, length, arrays[FIRST].shape(1), d.eps[2],
-       ruled.get(), arrays.end()[-2], arrays.back());
+       {at(5), at(1), at(6), at(7), at(8), at(2)}, batch, length, d.kernel, d.eps[2], ruled.get(),
+       arrays.end()[-2], arrays.back());
   multiplied(d.projections, 1, ruled.get(), d.of.values(), &sum);
-  add_vectors(sum.get(), at(0), count, columns);
+  add_vectors(sum.get(), x, count, columns);
   norm(1, sum.get());
   if (d.network.count) {
     const Vectors inner = {{out, count, columns, TOAST_F32}, count};
@@ -264,44 +271,40 @@ void decode(const Decoder &d, const std::vector<bool> &given, const Arrays &arra
   add_vectors(out, sum.get(), count, columns);
 }
 
-// objects: both norms' weights and the layer's REST, NULL for what is not given.
-Arrays decoded(const mx::array &x, void *const *objects, const Decoder &d,
-               const mx::array *const (*parts)[GIVEN], const mx::array *const (*network)[GIVEN]) {
+// before, state: NULL for one that has not begun. parts: of the network or mixture, for `d`.
+Arrays decoded(const mx::array &x, const mx::array *before, const mx::array *state, Decoder d,
+               const toast_operands &own, const mx::array *const (*parts)[GIVEN]) {
   check(x.ndim() == 3 && x.dtype() == mx::float32, "positions of another shape");
-  Arrays inputs = {x};
-  std::vector<bool> given = {true};
-  const mx::array *rest[REST];
+  check(!before == !state, "a layer that has half begun");
   const int columns = x.shape(2);
-  for (int i = 0; i < 2 + REST; i++) {
-    const mx::array *one = objects[i] ? &array_of(objects[i]) : nullptr;
-    given.push_back(one);
-    if (one) inputs.push_back(*one);
-    if (i >= 2) {
-      rest[i - 2] = one;
-    } else {
-      check(one->shape() == mx::Shape{columns} && one->dtype() == mx::float32,
-            "a weight of another length");
-    }
-  }
-  check_rest(rest, d.of, x.shape(0));
+  Arrays inputs = {x};
+  if ((d.begun = before)) inputs.push_back(*before), inputs.push_back(*state);
   const size_t first = inputs.size();
+  for (int i = 0; i < BESIDE; i++) inputs.push_back(rest_of(own, i));
+  for (int i = 0; i < 2; i++)
+    check(rest_of(own, i).shape() == mx::Shape{columns} && rest_of(own, i).dtype() == mx::float32,
+          "a weight of another length");
+  check_rest({&rest_of(own, 2), before, &rest_of(own, 3), &rest_of(own, 4), &rest_of(own, 5),
+              state}, d.of, x.shape(0));
+  d.kernel = rest_of(own, 2).shape(1);
   const auto wide = widths(d.of, d.projections);
   for (int i = 0; i <= d.projections; i++) {
     const bool last = i == d.projections;
-    add_part(inputs, parts[i], d.packing[i], last ? d.of.values() : columns);
-    check(parts[i][0]->shape(-2) == (last ? columns : wide[i]), "projections of another shape");
+    const mx::array *part[GIVEN];
+    d.packing[i] = part_of(own, i, d.biased[i], part);
+    add_part(inputs, part, d.packing[i], last ? d.of.values() : columns);
+    check(part[0]->shape(-2) == (last ? columns : wide[i]), "projections of another shape");
   }
   if (d.network.count) {
-    add_network(inputs, network, d.network, columns);
-    check(network[d.network.count - 1][0]->shape(-2) == columns, "rows of another length");
+    add_network(inputs, parts, d.network, columns);
+    check(parts[d.network.count - 1][0]->shape(-2) == columns, "rows of another length");
   } else {
-    add_mixture(inputs, network, d.mixture, columns);
+    add_mixture(inputs, parts, d.mixture, columns);
   }
   const Weights weights = {first, inputs.size()};
-  return made("ToastDecoder", shapes_of(d.of, x.shape(), rest[0]->shape(1)),
+  return made("ToastDecoder", shapes_of(d.of, x.shape(), d.kernel),
               {mx::float32, mx::float32, mx::float32}, std::move(inputs),
-              [=](const Arrays &arrays) { decode(d, given, arrays); },
-              place_of(given, FIRST + REST - 1), weights);
+              [d](const Arrays &arrays) { decode(d, arrays); }, d.begun ? 2 : -1, weights);
 }
 
 }  // namespace
@@ -339,39 +342,37 @@ TOAST_API const char *toast_delta_layer_array(void *y, void *last, void *after, 
   });
 }
 
-// What of a decoder layer is the same whatever it is given. projections: 2 or 4. eps: of the norms
-// before the rule, behind it, and in it. network: parts of a network, of that activation; of none
-// where a mixture is.
+// What of a decoder layer is the same whatever it is given. projections: 2 or 4. network: its
+// parts; none where it is a mixture. eps: of the norms before the rule, behind it, and in it.
+//
+// Its operands: the projections, the last product and the network's parts; the weights of both
+// norms, and what toast_delta_layer_array has beside projections, before and state.
 typedef struct {
-  int32_t key_heads, value_heads, key_size, value_size, projections, activation_bits, network,
-      activation;
+  int32_t key_heads, value_heads, key_size, value_size, projections, network, activation;
   float eps[3];
 } toast_decoder;
 
-// parts: GIVEN of each projection and of the last product; packing: bits and group size of each.
-// rest: weights of both norms, and what toast_delta_layer_array has beside projections. network and
-// its packing: of the network; or mixture.
-TOAST_API const char *toast_decoder_array(void *y, void *last, void *after, void *x, void **parts,
-                                          const int *packing, void **rest, void **network,
-                                          const int *network_packing,
-                                          const toast_mixture *mixture, const toast_decoder *is) {
+// before, state: NULL for both where the layer has not begun. mixture: or NULL.
+TOAST_API const char *toast_decoder_array(void *y, void *last, void *after, void *x, void *before,
+                                          void *state, const toast_operands *given,
+                                          const toast_decoder *is, const toast_mixture *mixture) {
   using toast::array_of;
   return toast::wrong([&] {
     toast::check(is->projections == 2 || is->projections == 4, "other projections");
-    toast::Decoder d = {{is->key_heads, is->value_heads, is->key_size, is->value_size},
-                        {is->eps[0], is->eps[1], is->eps[2]}, is->projections, {}, {}, {}, {},
-                        is->activation_bits};
-    const mx::array *own[toast::PROJECTIONS + 1][toast::GIVEN];
-    for (int i = 0; i <= is->projections; i++)
-      d.packing[i] = toast::part_of(parts, packing, i, d.biased[i], own[i]);
-    const mx::array *more[toast::MIXED][toast::GIVEN];
+    toast::Decoder d = {};
+    d.of = {is->key_heads, is->value_heads, is->key_size, is->value_size};
+    std::copy_n(is->eps, 3, d.eps);
+    d.projections = is->projections, d.activation_bits = given->activation_bits;
+    const mx::array *parts[toast::MIXED][toast::GIVEN];
     if (mixture) {
-      d.mixture = toast::mixture_of(*mixture, more);
+      toast::check(!is->network, "two networks");
+      d.mixture = toast::mixture_of(*mixture, parts);
     } else {
-      d.network = toast::network_of(network, network_packing, is->network, false, is->activation,
-                                    d.activation_bits, more);
+      d.network = toast::network_of(*given, is->projections + 1, is->network, false,
+                                    is->activation, parts);
     }
-    auto made = toast::decoded(array_of(x), rest, d, own, more);
+    auto some = [](void *one) { return one ? &array_of(one) : nullptr; };
+    auto made = toast::decoded(array_of(x), some(before), some(state), d, *given, parts);
     array_of(y) = made[0];
     array_of(last) = made[1];
     array_of(after) = made[2];
