@@ -14,7 +14,7 @@ from mlx_lm.models import cache as mlx_caches
 from tests.model.moe_checkpoints import write_moe
 from tests.model.moe_engines import batched_and_alone
 from tests.model.published import write_published
-from tests.model.reference import OLD_MLX_LM
+from tests.model.reference import held_by
 from tests.native_library import built, cache, library, needed
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
@@ -135,12 +135,11 @@ def test_every_class(name: str, dtype: mx.Dtype) -> None:
             assert (mine.dtype, kv_caches.kept_of(mine).dtype) == (mx.float32, dtype)
             assert mx.array_equal(mine, kv_caches.as_kept(other, mx.float32)).item()
             assert mx.array_equal(kv_caches.kept_of(mine), other).item()
-        shared = [c.state[:2] if OLD_MLX_LM else c.keys_and_values() for c in (kept, theirs)]
-        for mine, other in zip(*shared):
+        for mine, other in zip(held_by(kept), held_by(theirs)):
             assert mx.array_equal(mine, kv_caches.as_kept(other, mx.float32)).item()
     assert kept.keys.dtype == kept.values.dtype == dtype
     assert kept.nbytes == theirs.nbytes
-    del found, mine, shared
+    del found, mine
     assert not kv_caches._kept  # nothing is held for those who are gone
 
 

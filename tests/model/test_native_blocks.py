@@ -31,7 +31,7 @@ from mlx_lm.models import (
 )
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from tests.model.reference import OLD_MLX_LM
+from tests.model.reference import held_by
 from tests.native_library import native_cache, native_path, needed, operations_of
 from toastkit.native import blocks
 from toastkit.native.forms import Block, block_of, heads_of
@@ -89,8 +89,7 @@ def passes(own: list[Any], batch: int, kept: mx.Dtype = mx.float32) -> list[mx.a
             x = layer(x, "causal" if length > 1 else None, cache)
         made.append(x)
     assert all(cache.offset == sum(LENGTHS) for cache in caches)
-    held = [c.state[:2] if OLD_MLX_LM else c.keys_and_values() for c in caches]
-    return made + [x for pair in held for x in pair]
+    return made + [x for cache in caches for x in held_by(cache)]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 
 from tests.conftest import examples
 from tests.model.published import write_published
-from tests.model.reference import OLD_MLX_LM, needs_new_mlx_lm
+from tests.model.reference import OLD_MLX_LM, held_by, needs_new_mlx_lm
 from tests.model.test_native_operations import CLOSE, alike, dtypes, layouts, library, numbers
 from tests.native_library import built, cache, needed
 from toastkit.engine.engine import Engine
@@ -160,11 +160,8 @@ def read(engine: Engine, chunk: int | None = None) -> list[mx.array]:
     found = [engine.prefill(ids, layers, chunk=chunk)[1]]
     found += [engine.step(token, layers) for token in (7, 11, 13)]
     mx.eval(found)
-    held = [  # without the room behind what was written, which is anything
-        layer.keys_and_values() if hasattr(layer, "keys_and_values") else layer.state[0]
-        for layer in layers
-    ]
-    return [*found, *(a for arrays in held for a in arrays if isinstance(a, mx.array))]
+    arrays = [array for layer in layers for array in held_by(layer)]
+    return [*found, *(array for array in arrays if isinstance(array, mx.array))]
 
 
 @pytest.mark.parametrize("name", ["crumb", "qwen3_next", "qwen3_5"])

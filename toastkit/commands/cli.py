@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import click
@@ -207,8 +208,10 @@ def run(entry: click.Command) -> NoReturn:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         sys.stdout.flush()
-    except OSError:
-        sys.stdout = None  # type: ignore[assignment]  # told of already: Python would tell it again
+    except OSError:  # told of already: Python would tell it again, from 3.13 on of a stream let go
+        with suppress(OSError):
+            sys.stdout.close()
+        sys.stdout = None  # type: ignore[assignment]
     gc.freeze()  # nobody need look through all modules for what the system takes back anyway
     sys.exit(code)
 
