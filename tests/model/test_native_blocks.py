@@ -3,6 +3,7 @@ in many, and found in architectures by their form."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import eq
@@ -18,10 +19,15 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import (
     bailing_moe,
     cohere,
+    gemma,
     gemma2,
+    gemma3_text,
+    glm4,
     granite,
     llama,
     mixtral,
+    olmo2,
+    olmo3,
     olmoe,
     phi3,
     qwen2,
@@ -60,9 +66,18 @@ EXPERTS = {
     "moe_intermediate_size": 32, "norm_topk_prob": True, "num_local_experts": 4,
 }  # fmt: skip
 TURNED = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+BETWEEN = {"query_pre_attn_scalar": 32, "sliding_window": 50, "sliding_window_pattern": 2}
+MULTIPLIED = {
+    "residual_multiplier": 0.3, "attention_multiplier": 0.2, "embedding_multiplier": 2.0,
+    "logits_scaling": 8.0, "attention_bias": True, "mlp_bias": False, "num_key_value_heads": 4,
+}  # fmt: skip
+JOINED = {"head_dim": 16, "num_attention_heads": 4}
+HALVED = {"attention_bias": True, "partial_rotary_factor": 0.5}
+TYPES = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 50}
 CASES = [
     (llama, {}), (llama, TURNED), (qwen2, {}), (qwen3, {}), (mixtral, EXPERTS),
-    (qwen3_moe, EXPERTS), (olmoe, EXPERTS),
+    (qwen3_moe, EXPERTS), (olmoe, EXPERTS), (gemma, {}), (gemma3_text, BETWEEN),
+    (granite, MULTIPLIED), (phi3, JOINED), (glm4, HALVED), (olmo2, {}), (olmo3, TYPES),
 ]  # fmt: skip
 
 
@@ -250,15 +265,29 @@ def test_forms() -> None:
     assert block_of(mixtral.MixtralDecoderLayer) == usual._replace(network="block_sparse_moe")
     assert block_of(olmoe.TransformerBlock) == usual
     assert block_of(bailing_moe.BailingMoeDecoderLayer) == usual._replace(attention="attention")
+    between = usual._replace(
+        second_norm="pre_feedforward_layernorm", attended_norm="post_attention_layernorm",
+        fed_norm="post_feedforward_layernorm",
+    )  # fmt: skip
+    for cls in (gemma2.TransformerBlock, gemma3_text.TransformerBlock):
+        assert block_of(cls) == between
+    assert block_of(olmo2.TransformerBlock) == between._replace(first_norm=None, second_norm=None)
+    assert block_of(granite.TransformerBlock) == usual._replace(multiplier="residual_multiplier")
+    clips = types.new_class("TransformerBlock", (gemma3_text.TransformerBlock,))
+    other = types.FunctionType(
+        gemma3_text.TransformerBlock.__call__.__code__, {"clip_residual": mx.add}
+    )
+    clips.__call__ = other  # type: ignore[method-assign]
+    assert block_of(clips) is None
     for cls in (
-        gemma2.TransformerBlock, cohere.TransformerBlock, granite.TransformerBlock, nn.Module,
-        qwen3_next.Qwen3NextDecoderLayer, llama.Attention,
+        cohere.TransformerBlock, nn.Module, qwen3_next.Qwen3NextDecoderLayer, llama.Attention,
     ):  # fmt: skip
         assert block_of(cls) is None
-    for cls in (phi3.Attention, gemma2.Attention, llama.TransformerBlock, llama.Attention):
+    for cls in (gemma2.Attention, llama.TransformerBlock, llama.Attention):
         assert heads_of(cls) is None  # the last one calls mlx_lm's, and is none of ours
-    own = [layers(module, {}, 0)[0].self_attn for module in (llama, qwen3)]
-    plain, normed = (heads_of(type(attention)) for attention in own)
+    own = [layers(module, {}, 0)[0].self_attn for module in (llama, qwen3, phi3)]
+    plain, normed, joined = (heads_of(type(attention)) for attention in own)
+    assert joined is not None and (*joined[:3], joined.size) == (*["qkv_proj"] * 3, "head_dim")
     assert plain is not None and plain[:5] == ("q_proj", "k_proj", "v_proj", "o_proj", "n_heads")
     assert normed is not None and (plain.q_norm, normed.q_norm) == (None, "q_norm")
 

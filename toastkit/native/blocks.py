@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.native.forms import Block, Heads, heads_of
+from toastkit.native.forms import Block, Heads, adds_one, heads_of
 from toastkit.native.functions import Native
 from toastkit.native.kv_caches import appended_first, has_room, set_appended
 from toastkit.native.layers import Mixture
@@ -29,9 +29,9 @@ class _Shape(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in (
-            "heads", "key_heads", "normed", "network", "activation", "gated",
+            "heads", "key_heads", "gated", "joined", "network", "activation",
         )),
-        ("eps", ctypes.c_float * 4),
+        ("eps", ctypes.c_float * 6), ("plus", ctypes.c_float), ("multiplier", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("dims", "traditional", "inverse")),
         *((name, ctypes.c_float) for name in ("rotation_scale", "factor", "scale")),
     ]  # fmt: skip
@@ -124,37 +124,66 @@ def _in_two(library: Library, plan: _Plan, x: mx.array, mask: Any, cache: Any) -
 
 def _planned(layer: Any, columns: int) -> _Plan | None:
     """None where a part is not as it has to be for x (..., columns)."""
-    attention, first, network, second = modules = [layer[name] for name in layer._block]
+    block = layer._block
+    attention, network = layer[block.attention], layer[block.network]
     kind: Any = type(attention)
     if (own := heads_of(kind)) is None:
         return None
     form = vars(type(network)).get("_form")
     parts = [attention[name] for name in (own.q, own.k, own.v, own.out)]
-    norms = [attention[name] for name in (own.q_norm, own.k_norm) if name is not None]
     behind = [network[name] for name in form.parts] if form else []
-    if not _are_plain(first, second, *norms):
-        return None
+    norms = _norms_of(layer, attention, own)
+    plus, multiplier = _added_by(norms), 1.0
+    if block.multiplier is not None:
+        multiplier = getattr(layer, block.multiplier)
     heads, key_heads = getattr(attention, own.heads), getattr(attention, own.key_heads)
-    found = _given(parts, columns, lambda before: heads * (before[2].rows // key_heads))
-    if found is None:
+    joined = getattr(attention, own.size) if own.size else 0
+    found = _given(parts, columns, lambda before: heads * (joined or before[2].rows // key_heads))
+    if plus is None or found is None or not isinstance(multiplier, (int, float)):
         return None
     more = _given(behind, columns, lambda before: before[0].rows // (3 - len(before)))
-    shape, turn = _Shape(), attention[own.turn]
-    shape.heads, shape.key_heads, shape.normed = heads, key_heads, bool(norms)
-    shape.gated, shape.scale = own.gated, getattr(attention, own.scale)
-    shape.eps[:] = [norm.eps for norm in (first, second, *norms)] + [0.0] * (2 - len(norms))
+    if not more and (norms[1] is None or norms[-1] is not None or multiplier != 1):
+        return None
+    shape, turn = _Shape(heads, key_heads, own.gated, joined), attention[own.turn]
+    shape.eps[:] = [0.0 if norm is None else norm.eps for norm in norms]
+    shape.plus, shape.multiplier, shape.scale = plus, multiplier, getattr(attention, own.scale)
     if more:
         shape.network, shape.activation = len(more), ACTIVATIONS.index(form.activation)
-    frequencies = _rotated(shape, turn, found[1].rows // key_heads)
-    weights = [(norm, "weight") for norm in (first, second, *norms)]
-    beside = [*weights, *[None] * (2 - len(norms)), frequencies]
-    around = [layer, *modules, turn, *norms, *([] if more else behind)]
-    found += more or []
-    operands = Operands([*parts, *behind][: len(found)], found, beside, around)
+    frequencies = _rotated(shape, turn, joined or found[1].rows // key_heads)
+    beside = [None if norm is None else (norm, "weight") for norm in norms]
+    around = [layer, attention, network, turn, *(norm for norm in norms if norm is not None)]
+    operands = Operands(
+        [*parts, *(behind if more else [])], [*found, *(more or [])], [*beside, frequencies],
+        [*around, *([] if more else behind)],
+    )  # fmt: skip
     return _Plan(
         columns, operands, None if more else network, type(network).__call__ is Mixture.__call__,
         turn, frequencies is not None, shape, own,
     )  # fmt: skip
+
+
+def _norms_of(layer: Any, attention: Any, own: Heads) -> list[Any]:
+    """As toast_layer has them; None for those that there are not."""
+    block = layer._block
+    names = [
+        (layer, block.first_norm), (layer, block.second_norm), (attention, own.q_norm),
+        (attention, own.k_norm), (layer, block.attended_norm), (layer, block.fed_norm),
+    ]  # fmt: skip
+    return [None if name is None else module[name] for module, name in names]
+
+
+def _added_by(norms: Sequence[Any]) -> float | None:
+    """What all of these add to their weights; None where one is no RMS norm of ours, or adds
+    something else."""
+    found = {_added(norm) for norm in norms if norm is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _added(norm: Any) -> float | None:
+    kind: Any = type(norm)
+    if kind.__call__ is Norm.__call__:
+        return 0.0 if norm["weight"].dtype in FLOATS else None
+    return 1.0 if adds_one(kind) and norm["weight"].dtype == mx.float32 else None
 
 
 def _rotated(shape: _Shape, turn: Any, size: int) -> mx.array | None:
@@ -166,13 +195,6 @@ def _rotated(shape: _Shape, turn: Any, size: int) -> mx.array | None:
     shape.dims, frequencies, shape.inverse, shape.rotation_scale, shape.factor, last = rotation
     shape.traditional = last
     return frequencies
-
-
-def _are_plain(*norms: Any) -> bool:
-    """Whether they are RMS norms of ours and nothing else."""
-    return all(
-        type(norm).__call__ is Norm.__call__ and norm["weight"].dtype in FLOATS for norm in norms
-    )
 
 
 def _given(

@@ -10,8 +10,13 @@
 namespace toast {
 namespace {
 
-void add_norm(Arrays &inputs, const mx::array &weight, int64_t length) {
-  check(weight.shape() == mx::Shape{int(length)}, "a weight of another length");
+// The weight of a norm, if there is one, of rows of either length.
+void add_norm(Arrays &inputs, Layer &layer, int i, const toast_operands &given, int64_t length,
+              int64_t other) {
+  if (!(layer.has[i] = given.rest[i])) return;
+  const mx::array &weight = rest_of(given, i);
+  check(weight.ndim() == 1 && (weight.shape(0) == length || weight.shape(0) == other),
+        "a weight of another length");
   type_of(weight);
   inputs.push_back(weight);
 }
@@ -24,12 +29,24 @@ int add_one(Arrays &inputs, Layer &layer, int i, const toast_operands &given, in
   return part[0]->shape(-2);
 }
 
-// Of x (count, columns), float32; may be in place.
-void norm(const mx::array &weight, float eps, const float *x, int64_t count, int64_t columns,
-          float *out) {
+// A norm of numbers in rows as long as its weight, which is the array at `at`; may be in place.
+void norm(const Layer &layer, int i, const Arrays &arrays, size_t &at, const float *x,
+          int64_t numbers, float *out) {
+  const mx::array &weight = arrays[at++];
   InOrder weights(weight);
-  const toast_vectors rows = {x, count, columns, TOAST_F32};
-  need(toast_rms_norm(&rows, columns, weights.data(), type_of(weight), 0, eps, out, TOAST_F32));
+  const int64_t length = weight.shape(0);
+  const toast_vectors rows = {x, numbers / length, length, TOAST_F32};
+  need(toast_rms_norm(&rows, length, weights.data(), type_of(weight), layer.is.plus,
+                      layer.is.eps[i], out, TOAST_F32));
+}
+
+// x = multiplier norm(x) + y, all (count, columns).
+void add_to(const Layer &layer, int i, const Arrays &arrays, size_t &at, float *x, const float *y,
+            int64_t count, int64_t columns) {
+  if (layer.has[i]) norm(layer, i, arrays, at, x, count * columns, x);
+  const float multiplier = layer.is.multiplier;
+  for (int64_t k = 0; multiplier != 1 && k < count * columns; k++) x[k] *= multiplier;
+  add_vectors(x, y, count, columns);
 }
 
 }  // namespace
@@ -42,60 +59,60 @@ void add_before(Arrays &inputs, Layer &layer, const toast_operands &given) {
   const int64_t columns = inputs[0].shape(-1);
   const int heads[HEADS] = {layer.is.heads, layer.is.key_heads, layer.is.key_heads};
   layer.activation_bits = given.activation_bits;
-  add_norm(inputs, rest_of(given, 0), columns);
-  for (int i = 0; layer.is.normed && i < 2; i++) inputs.push_back(rest_of(given, 2 + i));
+  add_norm(inputs, layer, FIRST_NORM, given, columns, columns);
   for (int i = 0; i < HEADS; i++) {
-    const int all = add_one(inputs, layer, i, given, columns);
-    const int parts = heads[i] * (!i && layer.is.gated ? 2 : 1);
+    const int all = add_one(inputs, layer, i, given, columns), joined = layer.is.joined;
+    const int parts = joined ? heads[0] + 2 * heads[1] : heads[i] * (!i && layer.is.gated ? 2 : 1);
     check(parts > 0 && all > 0 && all % parts == 0, "heads of other sizes");
     layer.size[i] = all / parts;
-    const int rows = layer.size[i] * heads[i];
-    if (!layer.is.normed || i == 2) continue;
-    const mx::array &norm = rest_of(given, 2 + i);  // of each head, or of all together
-    check(norm.ndim() == 1 && (norm.shape(0) == rows || norm.shape(0) == layer.size[i]),
-          "a weight of another length");
-    type_of(norm);
+    check(!joined || (layer.size[i] == joined && !layer.is.gated), "heads of another size");
   }
+  for (int i = 0; i < 2; i++)
+    add_norm(inputs, layer, QUERY_NORM + i, given, layer.size[i], layer.size[i] * heads[i]);
 }
 
 void add_behind(Arrays &inputs, Layer &layer, const toast_operands &given, int64_t attended) {
   const int columns = inputs[0].shape(-1), count = layer.is.network;
+  check(count || (given.rest[SECOND_NORM] && !given.rest[FED_NORM] && layer.is.multiplier == 1),
+        "other norms around a network that is none of its parts");
   layer.activation_bits = given.activation_bits;
-  add_norm(inputs, rest_of(given, 1), columns);
+  add_norm(inputs, layer, SECOND_NORM, given, columns, columns);
   check(add_one(inputs, layer, HEADS, given, attended) == columns, "rows of another length");
+  add_norm(inputs, layer, ATTENDED_NORM, given, columns, columns);
   if (!count) return;
   const mx::array *parts[PARTS][GIVEN];
   layer.network = network_of(given, HEADS + 1, count, false, layer.is.activation, parts);
   add_network(inputs, parts, layer.network, columns);
   check(parts[count - 1][0]->shape(-2) == columns, "rows of another length");
+  add_norm(inputs, layer, FED_NORM, given, columns, columns);
 }
 
 void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x, int64_t count,
             float *const (&outs)[HEADS], float *gates) {
   const toast_layer &is = layer.is;
   const int64_t columns = arrays[0].shape(-1);
-  std::unique_ptr<float[]> normed(new float[count * columns]);
-  norm(arrays[at++], is.eps[0], x, count, columns, normed.get());
-  const size_t norms = at;
-  at += is.normed ? 2 : 0;
-  const Vectors vectors = {{normed.get(), count, columns, TOAST_F32}, count};
+  std::unique_ptr<float[]> normed(layer.has[FIRST_NORM] ? new float[count * columns] : nullptr);
+  if (normed) norm(layer, FIRST_NORM, arrays, at, x, count * columns, normed.get());
+  const Vectors vectors = {{normed ? normed.get() : x, count, columns, TOAST_F32}, count};
   auto next = [&](int i) { return Part(arrays, at, layer.packing[i], layer.biased[i]); };
   const Part queries = next(0), keys = next(1), values = next(2);
   std::unique_ptr<float[]> both(gates ? new float[count * queries.matrix->rows] : nullptr);
-  multiply(layer.activation_bits, {{vectors, queries, both ? both.get() : outs[0]},
-                                   {vectors, keys, outs[1]},
-                                   {vectors, values, outs[2]}});
-  const int64_t size = layer.size[0], heads = both ? count * is.heads : 0;
+  const int64_t size = layer.size[0], joined = is.joined;
+  const int64_t wide = joined * is.heads, narrow = joined * is.key_heads;
+  multiply(layer.activation_bits,
+           {{vectors, queries, both ? both.get() : outs[0], TOAST_F32, 0, wide},
+            {vectors, keys, outs[1], TOAST_F32, wide, narrow},
+            {vectors, values, outs[2], TOAST_F32, wide + narrow, narrow}});
+  const int64_t heads = both ? count * is.heads : 0;
   for (int64_t h = 0; h < heads; h++) {
     const float *from = both.get() + h * 2 * size;
     std::copy_n(from, size, outs[0] + h * size);
     std::copy_n(from + size, size, gates + h * size);
   }
-  for (int i = 0; is.normed && i < 2; i++) {
-    const int64_t rows = (i ? is.key_heads : is.heads) * layer.size[i];
-    const int64_t length = arrays[norms + i].shape(0);
-    norm(arrays[norms + i], is.eps[2 + i], outs[i], count * rows / length, length, outs[i]);
-  }
+  for (int i = 0; i < 2; i++)
+    if (layer.has[QUERY_NORM + i])
+      norm(layer, QUERY_NORM + i, arrays, at, outs[i],
+           count * layer.size[i] * (i ? is.key_heads : is.heads), outs[i]);
 }
 
 void add_vectors(float *x, const float *y, int64_t count, int64_t columns) {
@@ -107,16 +124,18 @@ void add_vectors(float *x, const float *y, int64_t count, int64_t columns) {
 void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x,
             const float *attended, int64_t count, float *sum, float *out) {
   const int64_t columns = arrays[0].shape(-1);
-  const mx::array &weight = arrays[at++];
+  size_t second = at;
+  at += layer.has[SECOND_NORM];
   const Part part(arrays, at, layer.packing[HEADS], layer.biased[HEADS]);
   const Vectors vectors = {{attended, count, part.matrix->columns, TOAST_F32}, count};
   multiply(layer.activation_bits, {{vectors, part, sum}});
-  add_vectors(sum, x, count, columns);
-  norm(weight, layer.is.eps[1], sum, count, columns, out);
+  add_to(layer, ATTENDED_NORM, arrays, at, sum, x, count, columns);
+  const bool normed = layer.has[SECOND_NORM];
+  if (normed) norm(layer, SECOND_NORM, arrays, second, sum, count * columns, out);
   if (!layer.network.count) return;
-  const Vectors inner = {{out, count, columns, TOAST_F32}, count};
+  const Vectors inner = {{normed ? out : sum, count, columns, TOAST_F32}, count};
   feed(layer.network, arrays, at, inner, out, TOAST_F32);
-  add_vectors(out, sum, count, columns);
+  add_to(layer, FED_NORM, arrays, at, out, sum, count, columns);
 }
 
 namespace {

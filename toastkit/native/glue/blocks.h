@@ -6,18 +6,20 @@
 
 extern "C" {
 
-// What is the same whatever a layer is given. heads: of queries; of keys and values. normed:
-// whether queries and keys have norms, of each head or of all heads of a position, as these are
-// long. network: its parts. gated: behind the numbers of each head of queries come as many, by
-// whose sigmoid is multiplied what it attends to. eps: of the norms before attention, behind it, of
-// queries, of keys. dims ... factor: of the rotation, as toast_rotation has them; scale: of
-// attention.
+// What is the same whatever a layer is given. heads: of queries; of keys and values. network: its
+// parts. gated: behind the numbers of each head of queries come as many, by whose sigmoid is
+// multiplied what it attends to. joined: the numbers of a head, where queries, keys and values are
+// rows of one part, these behind those; else 0. eps: of its norms, which add `plus` to their
+// weights. multiplier: a factor of what attention and network give. dims ... factor: of the
+// rotation, as toast_rotation has them; scale: of attention.
 //
-// Its operands: queries, keys, values, out and the network's parts; the weights of these norms,
-// and frequencies.
+// Its operands: queries, keys, values, out and the network's parts; the weights of the norms of
+// what attention and network are given, of queries and of keys (of each head or of all heads of a
+// position, as these are long), and of what attention and network give, NULL for those that it has
+// not; and frequencies.
 typedef struct {
-  int32_t heads, key_heads, normed, network, activation, gated;
-  float eps[4];
+  int32_t heads, key_heads, gated, joined, network, activation;
+  float eps[6], plus, multiplier;
   int32_t dims, traditional, inverse;
   float rotation_scale, factor, scale;
 } toast_layer;
@@ -27,7 +29,8 @@ typedef struct {
 namespace toast {
 
 constexpr int HEADS = 3;  // parts that give queries, keys and values
-constexpr int NORMS = 4;  // beside parts, before frequencies
+// Norms, as they lie beside parts, before frequencies.
+enum { FIRST_NORM, SECOND_NORM, QUERY_NORM, KEY_NORM, ATTENDED_NORM, FED_NORM, NORMS };
 
 // size: of a head of queries, of keys, of values.
 struct Layer {
@@ -37,6 +40,7 @@ struct Layer {
   bool biased[HEADS + 1] = {};
   Network network = {};
   int size[HEADS] = {};
+  bool has[NORMS] = {};
 };
 
 // Raises std::invalid_argument unless x is (B, L, columns) float32.
@@ -56,8 +60,8 @@ void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
 // x += y, (count, columns) each, float32.
 void add_vectors(float *x, const float *y, int64_t count, int64_t columns);
 
-// sum = x + out(attended), and network(norm(sum)) + sum; or norm(sum), where there is no network.
-// All (count, columns) but attended; out may lie where x does.
+// sum = x + m norm(out(attended)), and m norm(network(norm(sum))) + sum; or norm(sum), where there
+// is no network. m: multiplier. All (count, columns) but attended; out may lie where x does.
 void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x,
             const float *attended, int64_t count, float *sum, float *out);
 

@@ -1,0 +1,310 @@
+"""Forwards of networks, layers, attentions and norms that are known. Those of architectures are
+compared with them, instruction by instruction (forms.py): they are never called, and stand as the
+architectures have them, however much they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+# What the forwards call is looked up by those that they are compared with.
+swiglu: Any = None
+clip_residual: Any = None
+scaled_dot_product_attention: Any = None
+_toastkit_rms_norm_plus_one: Any = None
+PARTS = ("gate", "up", "both", "down")  # theirs may have any name
+
+
+def _gated(self: Any, x: Any) -> Any:
+    return self.down(swiglu(self.gate(x), self.up(x)))
+
+
+def _gated_and_kept(self: Any, x: Any) -> Any:
+    y = self.down(swiglu(self.gate(x), self.up(x)))
+    return y
+
+
+def _multiplied(self: Any, x: Any) -> Any:
+    return self.down(nn.silu(self.gate(x)) * self.up(x))
+
+
+def _multiplied_gelu(self: Any, x: Any) -> Any:
+    return self.down(nn.gelu_approx(self.gate(x)) * self.up(x))
+
+
+def _multiplied_gelu_erf(self: Any, x: Any) -> Any:
+    return self.down(nn.gelu(self.gate(x)) * self.up(x))
+
+
+def _halved(self: Any, x: Any) -> Any:
+    x = self.both(x)
+    gate, x = mx.split(x, 2, axis=-1)
+    return self.down(swiglu(gate, x))
+
+
+def _halved_by_names(self: Any, x: Any) -> Any:
+    x = self.both(x)
+    gate, up = mx.split(x, 2, axis=-1)
+    return self.down(swiglu(gate, up))
+
+
+def _halved_at_once(self: Any, x: Any) -> Any:
+    gate, up = mx.split(self.both(x), 2, axis=-1)
+    return self.down(swiglu(gate, up))
+
+
+# Each with what `swiglu` stands for in it, by module and name.
+SWIGLU = ("mlx_lm.models.activations", "swiglu")
+NETWORKS: list[tuple[Callable, tuple[str, str], str]] = [
+    (_gated, SWIGLU, "silu"),
+    (_gated, ("mlx_lm.models.gemma4_text", "geglu"), "gelu"),
+    (_gated_and_kept, SWIGLU, "silu"),
+    (_multiplied, SWIGLU, "silu"),
+    (_multiplied_gelu, SWIGLU, "gelu"),
+    (_multiplied_gelu_erf, SWIGLU, "gelu_erf"),
+    (_halved, SWIGLU, "silu"),
+    (_halved_by_names, SWIGLU, "silu"),
+    (_halved_at_once, SWIGLU, "silu"),
+]
+
+
+def _block(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    r = self.attention(self.first_norm(x), mask, cache)
+    h = x + r
+    r = self.network(self.second_norm(h))
+    out = h + r
+    return out
+
+
+def _block_returned(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    r = self.attention(self.first_norm(x), mask, cache)
+    h = x + r
+    r = self.network(self.second_norm(h))
+    return h + r
+
+
+def _block_added(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    x = x + self.attention(self.first_norm(x), mask, cache)
+    x = x + self.network(self.second_norm(x))
+    return x
+
+
+def _block_normed_twice(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    r = self.attention(self.first_norm(x), mask, cache)
+    h = x + self.attended_norm(r)
+    r = self.network(self.second_norm(h))
+    out = h + self.fed_norm(r)
+    return out
+
+
+def _block_clipped(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    r = self.attention(self.first_norm(x), mask, cache)
+    h = clip_residual(x, self.attended_norm(r))
+    r = self.network(self.second_norm(h))
+    out = clip_residual(h, self.fed_norm(r))
+    return out
+
+
+def _block_with_residual(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    x = x + self.attended_norm(self.attention(self.first_norm(x), mask, cache))
+    residual = x
+    x = self.fed_norm(self.network(self.second_norm(x))) + residual
+    return x
+
+
+def _block_normed_behind(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    r = self.attended_norm(self.attention(x, mask, cache))
+    h = x + r
+    r = self.fed_norm(self.network(h))
+    out = h + r
+    return out
+
+
+def _block_multiplied(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    r = self.attention(self.first_norm(x), mask, cache)
+    h = x + r * self.multiplier
+    r = self.network(self.second_norm(h))
+    out = h + r * self.multiplier
+    return out
+
+
+BLOCKS = (
+    _block, _block_returned, _block_added, _block_normed_twice, _block_clipped,
+    _block_with_residual, _block_normed_behind, _block_multiplied,
+)  # fmt: skip
+# Which clips in float16, and adds up in float32.
+CLIP = ("mlx_lm.models.gemma3_text", "clip_residual")
+
+
+def _normed_plus_one(self: Any, x: Any) -> Any:
+    return _toastkit_rms_norm_plus_one(x, self.weight, self.eps)
+
+
+NORMS_PLUS_ONE = (_normed_plus_one,)
+
+
+# What an attention calls is looked up by that name.
+BASE, ATTEND = "mlx_lm.models.base", "scaled_dot_product_attention"
+
+
+def _heads(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    B, L, D = x.shape
+    queries, keys, values = self.q(x), self.k(x), self.v(x)
+    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
+    keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    if cache is not None:
+        queries = self.turn(queries, offset=cache.offset)
+        keys = self.turn(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    else:
+        queries = self.turn(queries)
+        keys = self.turn(keys)
+    output = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=self.scale, mask=mask
+    )
+    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    return self.out(output)
+
+
+def _heads_normed(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    B, L, D = x.shape
+    queries, keys, values = self.q(x), self.k(x), self.v(x)
+    queries = self.q_norm(queries.reshape(B, L, self.heads, -1)).transpose(0, 2, 1, 3)
+    keys = self.k_norm(keys.reshape(B, L, self.key_heads, -1)).transpose(0, 2, 1, 3)
+    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    if cache is not None:
+        queries = self.turn(queries, offset=cache.offset)
+        keys = self.turn(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    else:
+        queries = self.turn(queries)
+        keys = self.turn(keys)
+    output = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=self.scale, mask=mask
+    )
+    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    return self.out(output)
+
+
+def _heads_normed_together(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    B, L, D = x.shape
+    queries, keys, values = self.q(x), self.k(x), self.v(x)
+    queries = self.q_norm(queries)
+    keys = self.k_norm(keys)
+    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
+    keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    if cache is not None:
+        queries = self.turn(queries, offset=cache.offset)
+        keys = self.turn(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    else:
+        queries = self.turn(queries)
+        keys = self.turn(keys)
+    output = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=self.scale, mask=mask
+    )
+    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    return self.out(output)
+
+
+def _heads_normed_later(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    B, L, D = x.shape
+    queries, keys, values = self.q(x), self.k(x), self.v(x)
+    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
+    keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    queries = self.q_norm(queries)
+    keys = self.k_norm(keys)
+    if cache is not None:
+        queries = self.turn(queries, offset=cache.offset)
+        keys = self.turn(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    else:
+        queries = self.turn(queries)
+        keys = self.turn(keys)
+    output = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=self.scale, mask=mask
+    )
+    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    return self.out(output)
+
+
+def _heads_normed_at_once(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    B, L, D = x.shape
+    queries = self.q_norm(self.q(x))
+    keys = self.k_norm(self.k(x))
+    values = self.v(x)
+    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
+    keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    if cache is not None:
+        queries = self.turn(queries, offset=cache.offset)
+        keys = self.turn(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    else:
+        queries = self.turn(queries)
+        keys = self.turn(keys)
+    output = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=self.scale, mask=mask
+    )
+    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    return self.out(output)
+
+
+def _heads_split(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    B, L, D = x.shape
+    qkv = self.qkv(x)
+    query_pos = self.heads * self.size
+    queries, keys, values = mx.split(
+        qkv, [query_pos, query_pos + self.key_heads * self.size], axis=-1
+    )
+    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
+    keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    if cache is not None:
+        queries = self.turn(queries, offset=cache.offset)
+        keys = self.turn(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    else:
+        queries = self.turn(queries)
+        keys = self.turn(keys)
+    output = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=self.scale, mask=mask
+    )
+    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    return self.out(output)
+
+
+def _heads_gated(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    B, L, D = x.shape
+    q_proj_output = self.q(x)
+    queries, gate = mx.split(q_proj_output.reshape(B, L, self.heads, -1), 2, axis=-1)
+    gate = gate.reshape(B, L, -1)
+    keys, values = self.k(x), self.v(x)
+    queries = self.q_norm(queries).transpose(0, 2, 1, 3)
+    keys = self.k_norm(keys.reshape(B, L, self.key_heads, -1)).transpose(0, 2, 1, 3)
+    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    if cache is not None:
+        queries = self.turn(queries, offset=cache.offset)
+        keys = self.turn(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    else:
+        queries = self.turn(queries)
+        keys = self.turn(keys)
+    output = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=self.scale, mask=mask
+    )
+    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    return self.out(output * mx.sigmoid(gate))
+
+
+HEADS = (
+    _heads, _heads_normed, _heads_normed_together, _heads_normed_later, _heads_normed_at_once,
+    _heads_split, _heads_gated,
+)  # fmt: skip
+GATED = _heads_gated
