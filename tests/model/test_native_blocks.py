@@ -41,7 +41,7 @@ from tests.model.reference import held_by
 from tests.native_library import native_cache, native_path, needed, operations_of
 from toastkit.native import blocks
 from toastkit.native.forms import Block, block_of, heads_of
-from toastkit.native.kv_caches import keep_in
+from toastkit.native.kv_caches import Room, keep_in
 from toastkit.native.library import Library, load, use
 from toastkit.native.modules import use_native
 
@@ -141,6 +141,36 @@ def test_caches_that_keep_fewer_bits(kept: mx.Dtype) -> None:
     assert counts == {"one": len(own) * 3, "two": len(own) * 2}
     with patch.object(blocks.Layer, "natively", lambda *_: None):
         wanted = passes(own, 2, kept)
+    assert all(map(mx.array_equal, made, wanted))
+
+
+@pytest.mark.parametrize("kept", [mx.float32, mx.int8])
+@pytest.mark.parametrize("keep", [0, 2])
+@pytest.mark.parametrize("prompt", [3, 12])
+def test_caches_that_rotate(prompt: int, keep: int, kept: mx.Dtype) -> None:
+    """Once their window is full, and before; a prompt longer than it is cut by the next step."""
+    own, size = layers(gemma3_text, BETWEEN, 4), 8
+
+    def steps() -> list[mx.array]:
+        caches, made = [RotatingKVCache(size, keep) for _ in own], []
+        if kept != mx.float32:
+            keep_in(kept, caches)
+        for n in range(2 * size + 3):
+            x = mx.random.normal((2, 1 if n else prompt, 64), key=mx.random.key(n))
+            for layer, cache in zip(own, caches):
+                x = layer(x, cache.make_mask(x.shape[1]), cache)
+            made.append(x)
+            mx.eval(made)
+        held = [array for cache in caches for array in held_by(cache)]
+        assert [(c.offset, c._idx) for c in caches] == [(c.offset, c._idx) for c in caches[:1]] * 2
+        return [*made, *held, mx.array([caches[0].offset, caches[0]._idx])]
+
+    with counted() as counts:
+        made = steps()
+    # The prompt; and the step that cuts it, or finds no room yet and, behind the room, again.
+    assert counts["two"] == 2 * len(own) and counts["one"] == len(own) * (2 * size + 1)
+    with patch.object(blocks.Layer, "natively", lambda *_: None):
+        wanted = steps()
     assert all(map(mx.array_equal, made, wanted))
 
 
@@ -303,7 +333,8 @@ def test_what_does_not_fit_together(library: Library) -> None:
     def one(x: mx.array = x, plan: Any = plan, **more: Any) -> None:
         with pytest.raises(ValueError):
             own = {"keys": kept, "values": kept, "offset": 2} | more
-            blocks._in_one(library, plan, x, "causal", SimpleNamespace(**own))
+            room = Room(own["offset"], more.pop("length", own["offset"] + 2))
+            blocks._in_one(library, plan, x, True, SimpleNamespace(**own), room)
 
     for wrong in (x[0], x[..., :32], x.astype(mx.float16)):
         one(wrong)
@@ -312,6 +343,8 @@ def test_what_does_not_fit_together(library: Library) -> None:
         one(values=keys)
     for offset in (-1, 255):
         one(offset=offset)
+    for length in (3, 5, 257):
+        one(length=length)
     for name, value in other.items():
         before = getattr(plan.shape, name)
         setattr(plan.shape, name, value)
@@ -325,7 +358,7 @@ def test_what_does_not_fit_together(library: Library) -> None:
                 places[i] = id(wrong)
                 one()
             places[i] = id(array)
-    blocks._in_one(library, plan, x, "causal", cache)
+    blocks._in_one(library, plan, x, True, cache, Room(2, 4))
     for shape in ((1, 3, 2, 32), (1, 4, 1, 32), (4, 2, 32)):
         attended = mx.zeros(shape)
         own = plan._replace(heads=plan.heads._replace(attend=lambda *_, a=attended, **__: a))

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from toastkit.native.forms import Block, Heads, adds_one, heads_of
 from toastkit.native.functions import Native
-from toastkit.native.kv_caches import appended_first, has_room, set_appended
+from toastkit.native.kv_caches import Room, appended_first, room_in, set_appended
 from toastkit.native.layers import Mixture
 from toastkit.native.library import ACTIVATIONS, FLOATS, Library, in_use, need
 from toastkit.native.modules import Linear, Norm, operands_of
@@ -75,26 +75,31 @@ class Layer(Native):
             return None
         few = plan.turns and batch * length <= FEW
         known = mask is None or (isinstance(mask, str) and mask == "causal")
-        one = few and known and has_room(cache, length)
-        if plan.heads.gated and not one:
+        room = room_in(cache, length) if few and known else None
+        if plan.heads.gated and room is None:
             return None
         plan.operands.were_used()
-        y, *normed = (_in_one if one else _in_two)(library, plan, x, mask, cache)
+        if room is None:
+            y, *normed = _in_two(library, plan, x, mask, cache)
+        else:
+            y, *normed = _in_one(library, plan, x, mask is not None, cache, room)
         return y + plan.left(*normed) if normed else y
 
 
-def _in_one(library: Library, plan: _Plan, x: mx.array, mask: Any, cache: Any) -> list[mx.array]:
+def _in_one(
+    library: Library, plan: _Plan, x: mx.array, causal: bool, cache: Any, room: Room
+) -> list[mx.array]:
     """What a layer gives, and the norm of it, where its network is left to itself; lazy, (B, L,
-    columns) each. For a cache that has room."""
+    columns) each. causal: a position sees none behind it."""
     mixture = plan.left.whole() if plan.mixes else None
     outs = _copies(x, 1 if plan.left is None or mixture else 2)
     keys, values = cache.keys, cache.values
     caches = [*_copies(keys, 1), *_copies(values, 1)]
-    causal, call = mask is not None, _functions(library)[0]
     made = (ctypes.py_object * (len(outs) + 2))(*outs, *caches)
     places = byref(plan.operands), byref(plan.shape), byref(mixture) if mixture else None
-    need(call(made, x, keys, values, cache.offset, causal, *places))
-    set_appended(cache, caches, x.shape[1])
+    call = _functions(library)[0]
+    need(call(made, x, keys, values, *room, cache.offset, causal, *places))
+    set_appended(cache, caches, x.shape[1], room.first)
     return outs
 
 
@@ -213,7 +218,7 @@ def _given(
 @cache
 def _functions(library: Library) -> tuple[Any, Any, Any]:
     array, whole, place = ctypes.py_object, ctypes.c_int, ctypes.c_void_p
-    one = library.function("whole", place, *[array] * 3, whole, whole, *[place] * 3)
+    one = library.function("whole", place, *[array] * 3, *[whole] * 4, *[place] * 3)
     projected = library.function("projected", place, array, place, place)
     closed = library.function("closed", place, array, array, place, place)
     return one, projected, closed

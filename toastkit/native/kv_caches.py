@@ -11,10 +11,12 @@ other.
 
 from __future__ import annotations
 
+import hashlib
+import linecache
 import weakref
 from collections.abc import Iterable
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -25,6 +27,7 @@ CLASSES = (
     "KVCache", "ConcatenateKVCache", "RotatingKVCache", "ChunkedKVCache", "BatchKVCache",
     "BatchRotatingKVCache",
 )  # fmt: skip
+ROTATIONS = frozenset({"c35f2b94adeaab86", "557d06348de18238"})  # of 0.31, 0.32: see _rotating
 LARGEST = mx.finfo(mx.float16).max
 MOST_KEPT = 3e38  # in 8 bits: 127 scales of it are finite
 SCALE_BYTES = 4
@@ -112,13 +115,29 @@ def kept_of(array: mx.array) -> mx.array:
     return array if found is None else found[1]
 
 
-def has_room(layer: Any, positions: int) -> bool:
-    """Whether keys and values of float32 activations, of so many positions more, have room in the
-    arrays of a cache, one of mlx_lm's usual class, and are kept there as they are to be."""
+class Room(NamedTuple):
+    """Where new positions go in the arrays of a cache, and how many are attended to then, from the
+    first on."""
+
+    first: int
+    length: int
+
+
+def room_in(layer: Any, positions: int) -> Room | None:
+    """The room for keys and values of float32 activations, of so many positions more, in a cache of
+    mlx_lm's usual class, or of one position in one that rotates; None where they have none, or are
+    not kept as they are to be."""
     cls: Any = type(layer)
-    if (wanted := _usual(cls)) is None or (keys := layer.keys) is None:
-        return False
-    return layer.offset + positions <= keys.shape[2] and keys.dtype == wanted == layer.values.dtype
+    if (wanted := _usual(cls) or _rotating(cls)) is None or (keys := layer.keys) is None:
+        return None
+    if not keys.dtype == wanted == layer.values.dtype:
+        return None
+    size, first = keys.shape[2], layer.offset
+    if _usual(cls) is not None:
+        return Room(first, first + positions) if first + positions <= size else None
+    if positions != 1 or size > layer.max_size or (first >= size < layer.max_size):
+        return None  # to be cut, or to grow
+    return Room(layer.keep if layer._idx == layer.max_size else layer._idx, min(first + 1, size))
 
 
 def appended_first(layer: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, ...] | None:
@@ -135,7 +154,7 @@ def appended_first(layer: Any, keys: mx.array, values: mx.array) -> tuple[mx.arr
         for new in (keys, values)
     ]
     *caches, kept_keys, kept_values = library.append(given, (keys, values), 0)
-    set_appended(layer, caches, keys.shape[2])
+    set_appended(layer, caches, keys.shape[2], 0)
     return _widened(kept_keys, mx.float32), _widened(kept_values, mx.float32)
 
 
@@ -144,11 +163,14 @@ def _width(size: int, dtype: mx.Dtype) -> int:
     return size + SCALE_BYTES if dtype == mx.int8 else size
 
 
-def set_appended(layer: Any, arrays: Iterable[mx.array], positions: int) -> None:
+def set_appended(layer: Any, arrays: Iterable[mx.array], positions: int, first: int) -> None:
     """Gives such a cache its arrays (B, heads, M, size), of its dtype, with so many positions
-    more."""
+    more, of which the first is in that place."""
     layer.keys, layer.values = arrays
     layer.offset += positions
+    cls: Any = type(layer)
+    if _usual(cls) is None:
+        layer._idx = first + positions
     if isinstance(layer, _Keeping) and layer.appended != "float32":
         layer.appended = "float32"
 
@@ -157,10 +179,23 @@ def set_appended(layer: Any, arrays: Iterable[mx.array], positions: int) -> None
 def _usual(cls: type) -> mx.Dtype | None:
     """The dtype in which mlx_lm's usual class keeps what float32 activations append; None for
     another class."""
-    if (cls.__module__, cls.__qualname__) != (MODULE, "KVCache"):
+    return _kept_by(cls) if (cls.__module__, cls.__qualname__) == (MODULE, "KVCache") else None
+
+
+@cache
+def _rotating(cls: Any) -> mx.Dtype | None:
+    """The same of its class that rotates, where a position is put as it was read to be."""
+    if (cls.__module__, cls.__qualname__) != (MODULE, "RotatingKVCache"):
         return None
-    kept = getattr(cls, "kv_dtype", mx.float32)
-    return _kept_dtype(mx.float32, kept)
+    code = cls._update_in_place.__code__
+    last = max(line for _, _, line in code.co_lines() if line is not None)
+    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : last]
+    known = hashlib.sha256("".join(lines).encode()).hexdigest()[:16] in ROTATIONS
+    return _kept_by(cls) if known else None
+
+
+def _kept_by(cls: type) -> mx.Dtype:
+    return _kept_dtype(mx.float32, getattr(cls, "kv_dtype", mx.float32))
 
 
 def _widened(kept: mx.array, dtype: mx.Dtype) -> mx.array:

@@ -28,9 +28,16 @@ struct Whole {
   size_t outputs;
 };
 
+// Where new positions go in the caches, how many are attended to then, and which they are.
+struct Place {
+  int first, length;
+  int32_t position;
+  bool causal;
+};
+
 // arrays: x, those of what lies before, frequencies, those of what lies behind, those of a mixture,
 // both caches; and what comes out of it, and both caches again.
-void compute(const Whole &whole, const Arrays &arrays, int first, bool causal) {
+void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   const Layer &layer = whole.layer;
   const toast_layer &is = layer.is;
   const mx::array &x = arrays[0];
@@ -54,9 +61,9 @@ void compute(const Whole &whole, const Arrays &arrays, int first, bool causal) {
   before(layer, arrays, at, rows, count, {q, k, v}, is.gated ? gates : nullptr);
 
   InOrder frequencies(arrays[at++]);
-  const int32_t offset = first;
   const toast_rotation rotation = {
-      is.dims, reinterpret_cast<const float *>(frequencies.data()), is.inverse, &offset, 1,
+      is.dims, reinterpret_cast<const float *>(frequencies.data()), is.inverse,
+      &place.position, 1,
       is.rotation_scale, is.factor, is.traditional,
   };
   const auto queries = heads_of(q, batch, is.heads, length, query, true);
@@ -65,13 +72,13 @@ void compute(const Whole &whole, const Arrays &arrays, int first, bool causal) {
   need(toast_rotate(&new_keys, &rotation, turned_k));
   const auto turned_keys = heads_of(turned_k, batch, is.key_heads, length, query, false);
   const auto new_values = heads_of(v, batch, is.key_heads, length, value, true);
-  write_heads(arrays[caches], keys, turned_keys, first);
-  write_heads(arrays[caches + 1], values, new_values, first);
+  write_heads(arrays[caches], keys, turned_keys, place.first);
+  write_heads(arrays[caches + 1], values, new_values, place.first);
 
   const toast_attention call = {
       {turned_q, {is.heads * length * query, length * query, query}, TOAST_F32},
-      rows_of(keys), rows_of(values), batch, is.heads, is.key_heads, length, first + length, query,
-      value, is.scale, causal ? TOAST_CAUSAL : TOAST_ALL, nullptr, {}, 0, nullptr,
+      rows_of(keys), rows_of(values), batch, is.heads, is.key_heads, length, place.length, query,
+      value, is.scale, place.causal ? TOAST_CAUSAL : TOAST_ALL, nullptr, {}, 0, nullptr,
   };
   const int64_t strides[3] = {length * is.heads * value, value, is.heads * value};
   need(toast_attend(&call, attended, strides, TOAST_F32));
@@ -85,8 +92,8 @@ void compute(const Whole &whole, const Arrays &arrays, int first, bool causal) {
 }
 
 // What comes out of it, one or two, and both caches with the new positions.
-Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &values, int first,
-                bool causal, const toast_layer &is, const toast_operands &given,
+Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &values,
+                const Place &place, const toast_layer &is, const toast_operands &given,
                 const toast_mixture *mixture) {
   check_rows(x);
   Whole whole = {{is}, {}, 1};
@@ -111,9 +118,13 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
     whole.outputs = 2;
   }
   mx::Shape shape = {x.shape(0), is.key_heads, x.shape(1), size};
-  check_cache(keys, shape, first);
+  check_cache(keys, shape, place.first);
   shape[3] = layer.size[2];
-  check_cache(values, shape, first);
+  check_cache(values, shape, place.first);
+  check(place.length >= place.first + x.shape(1) && place.length <= keys.shape(2) &&
+            keys.shape(2) == values.shape(2) && place.position >= 0 &&
+            (!place.causal || place.length == place.first + x.shape(1)),
+        "other positions");
   const Weights weights = {1, inputs.size()};
   inputs.push_back(keys), inputs.push_back(values);
   std::vector<mx::Shape> shapes(whole.outputs, x.shape());
@@ -121,7 +132,7 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
   for (auto cache : {&keys, &values})
     shapes.push_back(cache->shape()), dtypes.push_back(cache->dtype());
   return made("ToastLayer", std::move(shapes), dtypes, std::move(inputs),
-              [=](const Arrays &arrays) { compute(whole, arrays, first, causal); },
+              [=](const Arrays &arrays) { compute(whole, arrays, place); },
               [](const Arrays &inputs, Arrays &outputs) {
     const size_t given = inputs.size(), rest = outputs.size() - 2;
     lie_in_place(inputs[0], outputs[rest - 1]);
@@ -136,15 +147,17 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
 extern "C" {
 
 // Makes `outs`, arrays that nobody else has, what a layer gives of x, one, or two where there is no
-// network, and its caches of keys and values with the new positions from `first` on. Lazy. mixture:
-// which is its network; NULL for none. Returns what is wrong; NULL where nothing is.
+// network, and its caches of keys and values with the new positions from `first` on, of which so
+// many are attended to. Lazy. position: of the first, as it is rotated. mixture: which is its
+// network; NULL for none. Returns what is wrong; NULL where nothing is.
 TOAST_API const char *toast_whole_array(void **outs, void *x, void *keys, void *values, int first,
-                                        int causal, const toast_operands *given,
-                                        const toast_layer *layer, const toast_mixture *mixture) {
+                                        int length, int position, int causal,
+                                        const toast_operands *given, const toast_layer *layer,
+                                        const toast_mixture *mixture) {
   using toast::array_of;
   return toast::wrong([&] {
-    auto made = toast::layer_of(array_of(x), array_of(keys), array_of(values), first, causal != 0,
-                                *layer, *given, mixture);
+    auto made = toast::layer_of(array_of(x), array_of(keys), array_of(values),
+                                {first, length, position, causal != 0}, *layer, *given, mixture);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
 }
