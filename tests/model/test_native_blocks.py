@@ -23,6 +23,7 @@ from mlx_lm.models import (
     gemma2,
     gemma3_text,
     glm4,
+    gpt_oss,
     granite,
     llama,
     mixtral,
@@ -78,6 +79,7 @@ CASES = [
     (llama, {}), (llama, TURNED), (qwen2, {}), (qwen3, {}), (mixtral, EXPERTS),
     (qwen3_moe, EXPERTS), (olmoe, EXPERTS), (gemma, {}), (gemma3_text, BETWEEN),
     (granite, MULTIPLIED), (phi3, JOINED), (glm4, HALVED), (olmo2, {}), (olmo3, TYPES),
+    (gpt_oss, EXPERTS | TYPES),
 ]  # fmt: skip
 
 

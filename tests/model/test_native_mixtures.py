@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_map
-from mlx_lm.models import mixtral, olmoe, qwen2_moe, qwen3_moe, qwen3_next
+from mlx_lm.models import gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe, qwen3_next
 
 from tests.conftest import examples
 from tests.model.moe_checkpoints import write_moe
@@ -38,12 +38,12 @@ SIZES: dict[str, Any] = {
     "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 16, "rope_theta": 1e4,
     "tie_word_embeddings": True, "max_position_embeddings": 100, "partial_rotary_factor": 0.5,
     "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "sliding_window": 50,
 }  # fmt: skip
 BLOCKS = [
     (qwen3_next, "Qwen3NextSparseMoeBlock"), (qwen3_moe, "Qwen3MoeSparseMoeBlock"),
     (olmoe, "OlmoeSparseMoeBlock"), (mixtral, "MixtralSparseMoeBlock"),
-    (qwen2_moe, "Qwen2MoeSparseMoeBlock"),
+    (qwen2_moe, "Qwen2MoeSparseMoeBlock"), (gpt_oss, "MLPBlock"),
 ]  # fmt: skip
 blocks = pytest.mark.parametrize("kind", BLOCKS, ids=[name for _, name in BLOCKS])
 
@@ -104,7 +104,7 @@ def test_who_stands_before_a_part_is_called(kind: tuple) -> None:
         module.__class__ = Watched
 
     whole = ours(x)
-    watched(ours.switch_mlp)
+    watched(ours[ours._experts])
     assert mx.array_equal(ours(x), whole) and seen[-1][1].shape == (1, 3, 2)
     if "shared_expert" in ours:
         _, ours = made(kind, 5)
@@ -118,7 +118,7 @@ def test_who_stands_before_a_part_is_called(kind: tuple) -> None:
 def test_what_changes_is_seen(kind: tuple) -> None:
     """Weights that others take the place of, and what they are; and they are not kept."""
     _, ours = made(kind, 6)
-    x, experts = numbers(2, (1, 3, 32), mx.float32), ours.switch_mlp
+    x, experts = numbers(2, (1, 3, 32), mx.float32), ours[ours._experts]
     before = ours(x)
     mx.eval(before)
     gone = weakref.ref(experts.down_proj.weight)
@@ -133,7 +133,8 @@ def test_what_changes_is_seen(kind: tuple) -> None:
     experts.up_proj.bias = mx.ones((6, 64), mx.float16)
     with patch.object(layers, "_mixed") as mixed:
         ours(x)
-        ours.gate.weight = ours.gate.weight.astype(mx.float16)
+        router = ours[ours._router]
+        router.weight = router.weight.astype(mx.float16)
         ours(x.astype(mx.float16))
     assert not mixed.called
 

@@ -45,9 +45,9 @@ class _Plan(NamedTuple):
 
     columns: int
     operands: Operands
+    attention: Any
     left: Any
     mixes: bool
-    turn: Any
     turns: bool
     shape: _Shape
     heads: Heads
@@ -114,13 +114,16 @@ def _in_two(library: Library, plan: _Plan, x: mx.array, mask: Any, cache: Any) -
     heads = _copies(x, 3)
     places = byref(plan.operands), byref(plan.shape)
     need(projected((ctypes.py_object * 3)(*heads), x, *places))
-    queries, keys = (plan.turn(one, offset=cache.offset) for one in heads[:2])
+    attention, own = plan.attention, plan.heads
+    turn = attention[own.turn]
+    queries, keys = (turn(one, offset=cache.offset) for one in heads[:2])
     new = keys, heads.pop()
     del heads
     keys, values = appended_first(cache, *new) or cache.update_and_fetch(*new)
     del new
+    sinks = {} if own.sinks is None else {"sinks": attention[own.sinks]}
     scale = plan.shape.scale
-    attended = plan.heads.attend(queries, keys, values, cache=cache, scale=scale, mask=mask)
+    attended = own.attend(queries, keys, values, cache=cache, scale=scale, mask=mask, **sinks)
     outs = _copies(x, 1 if plan.left is None else 2)
     made = (ctypes.py_object * len(outs))(*outs)
     need(closed(made, x, attended, *places))
@@ -141,30 +144,49 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     plus, multiplier = _added_by(norms), 1.0
     if block.multiplier is not None:
         multiplier = getattr(layer, block.multiplier)
-    heads, key_heads = getattr(attention, own.heads), getattr(attention, own.key_heads)
-    joined = getattr(attention, own.size) if own.size else 0
-    found = _given(parts, columns, lambda before: heads * (joined or before[2].rows // key_heads))
+    found = _given(parts, columns, lambda before: _attended(attention, own, before))
     if plus is None or found is None or not isinstance(multiplier, (int, float)):
+        return None
+    sinks = None if own.sinks is None else (attention, own.sinks)
+    if sinks is not None and attention[own.sinks].dtype != mx.float32:
         return None
     more = _given(behind, columns, lambda before: before[0].rows // (3 - len(before)))
     if not more and (norms[1] is None or norms[-1] is not None or multiplier != 1):
         return None
-    shape, turn = _Shape(heads, key_heads, own.gated, joined), attention[own.turn]
+    heads, key_heads, size = _counts(attention, own, found)
+    shape, turn = _Shape(heads, key_heads, own.gated, own.joined and size), attention[own.turn]
     shape.eps[:] = [0.0 if norm is None else norm.eps for norm in norms]
     shape.plus, shape.multiplier, shape.scale = plus, multiplier, getattr(attention, own.scale)
     if more:
         shape.network, shape.activation = len(more), ACTIVATIONS.index(form.activation)
-    frequencies = _rotated(shape, turn, joined or found[1].rows // key_heads)
+    frequencies = _rotated(shape, turn, size or found[1].rows // key_heads)
     beside = [None if norm is None else (norm, "weight") for norm in norms]
     around = [layer, attention, network, turn, *(norm for norm in norms if norm is not None)]
     operands = Operands(
-        [*parts, *(behind if more else [])], [*found, *(more or [])], [*beside, frequencies],
-        [*around, *([] if more else behind)],
+        [*parts, *(behind if more else [])], [*found, *(more or [])],
+        [*beside, frequencies, sinks], [*around, *([] if more else behind)],
     )  # fmt: skip
     return _Plan(
-        columns, operands, None if more else network, type(network).__call__ is Mixture.__call__,
-        turn, frequencies is not None, shape, own,
+        columns, operands, attention, None if more else network,
+        type(network).__call__ is Mixture.__call__, frequencies is not None, shape, own,
     )  # fmt: skip
+
+
+def _counts(attention: Any, own: Heads, found: Sequence[Operand]) -> tuple[int, int, int]:
+    """Heads of queries, of keys, and the numbers of each, or 0 where what queries, keys and values
+    are multiplied with says it."""
+    size = getattr(attention, own.size) if own.size else 0
+    heads, key_heads = (
+        one.rows // size if name is None else getattr(attention, name)
+        for one, name in zip(found, (own.heads, own.key_heads))
+    )
+    return heads, key_heads, size
+
+
+def _attended(attention: Any, own: Heads, found: Sequence[Operand]) -> int:
+    """Numbers of a position that all heads give together."""
+    heads, key_heads, size = _counts(attention, own, found)
+    return heads * (size or found[2].rows // key_heads)
 
 
 def _norms_of(layer: Any, attention: Any, own: Heads) -> list[Any]:

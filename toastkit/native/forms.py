@@ -42,22 +42,24 @@ class Block(NamedTuple):
 class Heads(NamedTuple):
     """What a class of attentions calls its parts. attend: what it calls with queries, keys, values
     and the rest. q_norm, k_norm: of each head, or of all heads of a position together. gated: q
-    gives a gate for each of its numbers, behind those of the same head. size: the numbers of a
-    head, where q, k and v are one, with the rows of one behind another."""
+    gives a gate for each of its numbers, behind those of the same head. joined: q, k and v are one,
+    with the rows of one behind another. size: the numbers of a head. None for what it has not."""
 
     q: str
     k: str
     v: str
     out: str
-    heads: str
-    key_heads: str
+    heads: str | None
+    key_heads: str | None
     turn: str
     scale: str
     q_norm: str | None
     k_norm: str | None
     attend: Callable[..., Any]
     gated: bool = False
+    joined: bool = False
     size: str | None = None
+    sinks: str | None = None
 
 
 @cache
@@ -99,8 +101,10 @@ def heads_of(cls: type) -> Heads | None:
         return None
     one = names.pop("qkv", None)
     given = dict.fromkeys(("q", "k", "v"), one) if one else {}
-    more: dict[str, Any] = {"q_norm": None, "k_norm": None, **names, **given}
-    return Heads(**more, attend=ours, gated=_names_in(forward, forwards.GATED) is not None)
+    none = dict.fromkeys(("heads", "key_heads", "q_norm", "k_norm"))
+    more: dict[str, Any] = {**none, **names, **given}
+    gated = _names_in(forward, forwards.GATED) is not None
+    return Heads(**more, attend=ours, gated=gated, joined=bool(one))
 
 
 @cache

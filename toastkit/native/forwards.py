@@ -131,9 +131,21 @@ def _block_multiplied(self: Any, x: Any, mask: Any = None, cache: Any = None) ->
     return out
 
 
+def _block_step_by_step(self: Any, x: Any, mask: Any, cache: Any = None) -> Any:
+    residual = x
+    x = self.first_norm(x)
+    x = self.attention(x, mask, cache)
+    x = residual + x
+    residual = x
+    x = self.second_norm(x)
+    x = self.network(x)
+    x = residual + x
+    return x
+
+
 BLOCKS = (
     _block, _block_returned, _block_added, _block_normed_twice, _block_clipped,
-    _block_with_residual, _block_normed_behind, _block_multiplied,
+    _block_with_residual, _block_normed_behind, _block_multiplied, _block_step_by_step,
 )  # fmt: skip
 # Which clips in float16, and adds up in float32.
 CLIP = ("mlx_lm.models.gemma3_text", "clip_residual")
@@ -280,6 +292,23 @@ def _heads_split(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     return self.out(output)
 
 
+def _heads_with_sinks(self: Any, x: Any, mask: Any, cache: Any = None) -> Any:
+    B, L, _ = x.shape
+    D = self.size
+    q = self.q(x).reshape(B, L, -1, D).swapaxes(1, 2)
+    k = self.k(x).reshape(B, L, -1, D).swapaxes(1, 2)
+    v = self.v(x).reshape(B, L, -1, D).swapaxes(1, 2)
+    if cache is not None:
+        q = self.turn(q, offset=cache.offset)
+        k = self.turn(k, offset=cache.offset)
+        k, v = cache.update_and_fetch(k, v)
+    else:
+        q = self.turn(q)
+        k = self.turn(k)
+    v_hat = scaled_dot_product_attention(q, k, v, cache, self.scale, mask=mask, sinks=self.sinks)
+    return self.out(v_hat.swapaxes(1, 2).reshape(B, L, -1))
+
+
 def _heads_gated(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     B, L, D = x.shape
     q_proj_output = self.q(x)
@@ -305,6 +334,6 @@ def _heads_gated(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
 
 HEADS = (
     _heads, _heads_normed, _heads_normed_together, _heads_normed_later, _heads_normed_at_once,
-    _heads_split, _heads_gated,
+    _heads_split, _heads_with_sinks, _heads_gated,
 )  # fmt: skip
 GATED = _heads_gated

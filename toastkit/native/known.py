@@ -15,6 +15,7 @@ from toastkit.native.layers import (
     Mixture,
     MixtureAhead,
     MixtureChosen,
+    MixtureRouted,
     TwoProjections,
 )
 
@@ -48,6 +49,9 @@ LAYERS: dict[tuple[str, str], tuple[type, frozenset[str]]] = {
     })),
     ("mlx_lm.models.mixtral", "MixtralSparseMoeBlock"): (MixtureChosen, frozenset({
         "95e4c55589ec0085",
+    })),
+    ("mlx_lm.models.gpt_oss", "MLPBlock"): (MixtureRouted, frozenset({
+        "7c6ef1cd838840ed",
     })),
     ("mlx_lm.models.qwen3_5", "GatedDeltaNet"): (FourProjections, frozenset({
         "730a07e14645d4b9",

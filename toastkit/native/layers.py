@@ -67,10 +67,10 @@ class Mixture(Native):
     """Experts, and perhaps one that all tokens go through, which has a gate: one node, unless
     somebody stands before its parts (slots, who asks for a choice), who is called as ever.
 
-    _k: the attribute that holds how many. _normed: that says whether their shares add up to 1.
-    _how: see kernels/rows.h."""
+    _router, _experts: what they are called. _k: the attribute that holds how many. _normed: that
+    says whether their shares add up to 1. _how: see kernels/rows.h."""
 
-    _k, _normed, _how = "top_k", "norm_topk_prob", 0
+    _router, _experts, _k, _normed, _how = "gate", "switch_mlp", "top_k", "norm_topk_prob", 0
 
     def __call__(self: Any, x: mx.array) -> mx.array:
         library, alone = in_use(), vars(self).get("sharding_group") is None
@@ -78,11 +78,11 @@ class Mixture(Native):
             return super().__call__(x)  # type: ignore[misc]
         if (whole := self.whole()) is not None:
             return _mixed(library, x, whole)
-        logits = self["gate"](x)
+        logits = self[self._router](x)
         if logits.dtype != mx.float32:
             return super().__call__(x)  # type: ignore[misc]
         which, shares = library.route(logits, *self.choice())
-        y = self["switch_mlp"](x, which)
+        y = self[self._experts](x, which)
         if "shared_expert" not in self:
             return weighted_sum(y, shares)
         more, gate = self["shared_expert"](x), self["shared_expert_gate"](x)
@@ -109,10 +109,11 @@ class Mixture(Native):
         return shape
 
     def _found(self: Any) -> tuple[Operands, MixtureShape] | None:
-        switch, shared = self["switch_mlp"], self.get("shared_expert")
+        switch, shared = self[self._experts], self.get("shared_expert")
         if type(switch).__call__ is not SwitchGLU.__call__:
             return None
-        own = [self["gate"], *(switch[name] for name in ("gate_proj", "up_proj", "down_proj"))]
+        stacks = [switch[name] for name in ("gate_proj", "up_proj", "down_proj")]
+        own = [self[self._router], *stacks]
         kinds, around, names = [gate_of(switch.activation)], [self, switch], ()
         if shared is not None:
             if type(shared).__call__ is not FeedForward.__call__:
@@ -159,3 +160,7 @@ class MixtureAhead(Mixture):
 
 class MixtureChosen(Mixture):
     _k, _how = "num_experts_per_tok", AHEAD | CHOSEN
+
+
+class MixtureRouted(Mixture):
+    _router, _experts, _k, _how = "router", "experts", "num_experts_per_tok", CHOSEN

@@ -15,8 +15,8 @@ extern "C" {
 //
 // Its operands: queries, keys, values, out and the network's parts; the weights of the norms of
 // what attention and network are given, of queries and of keys (of each head or of all heads of a
-// position, as these are long), and of what attention and network give, NULL for those that it has
-// not; and frequencies.
+// position, as these are long), and of what attention and network give; frequencies; and sinks.
+// NULL for what it has not.
 typedef struct {
   int32_t heads, key_heads, gated, joined, network, activation;
   float eps[6], plus, multiplier;
@@ -29,8 +29,9 @@ typedef struct {
 namespace toast {
 
 constexpr int HEADS = 3;  // parts that give queries, keys and values
-// Norms, as they lie beside parts, before frequencies.
+// What lies beside parts.
 enum { FIRST_NORM, SECOND_NORM, QUERY_NORM, KEY_NORM, ATTENDED_NORM, FED_NORM, NORMS };
+enum { FREQUENCIES = NORMS, SINKS };
 
 // size: of a head of queries, of keys, of values.
 struct Layer {

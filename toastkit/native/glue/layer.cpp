@@ -26,6 +26,7 @@ struct Whole {
   Layer layer;
   Mixture mixture;
   size_t outputs;
+  bool sinks;
 };
 
 // Where new positions go in the caches, how many are attended to then, and which they are.
@@ -35,8 +36,8 @@ struct Place {
   bool causal;
 };
 
-// arrays: x, those of what lies before, frequencies, those of what lies behind, those of a mixture,
-// both caches; and what comes out of it, and both caches again.
+// arrays: x, those of what lies before, frequencies, sinks, those of what lies behind, those of a
+// mixture, both caches; and what comes out of it, and both caches again.
 void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   const Layer &layer = whole.layer;
   const toast_layer &is = layer.is;
@@ -75,10 +76,12 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   write_heads(arrays[caches], keys, turned_keys, place.first);
   write_heads(arrays[caches + 1], values, new_values, place.first);
 
+  std::unique_ptr<InOrder> sinks(whole.sinks ? new InOrder(arrays[at++]) : nullptr);
   const toast_attention call = {
       {turned_q, {is.heads * length * query, length * query, query}, TOAST_F32},
       rows_of(keys), rows_of(values), batch, is.heads, is.key_heads, length, place.length, query,
-      value, is.scale, place.causal ? TOAST_CAUSAL : TOAST_ALL, nullptr, {}, 0, nullptr,
+      value, is.scale, place.causal ? TOAST_CAUSAL : TOAST_ALL, nullptr, {}, 0,
+      sinks ? reinterpret_cast<const float *>(sinks->data()) : nullptr,
   };
   const int64_t strides[3] = {length * is.heads * value, value, is.heads * value};
   need(toast_attend(&call, attended, strides, TOAST_F32));
@@ -96,18 +99,24 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
                 const Place &place, const toast_layer &is, const toast_operands &given,
                 const toast_mixture *mixture) {
   check_rows(x);
-  Whole whole = {{is}, {}, 1};
+  Whole whole = {{is}, {}, 1, false};
   Layer &layer = whole.layer;
   Arrays inputs = {x};
   add_before(inputs, layer, given);
   const int size = layer.size[0];
   check(size == layer.size[1] && is.heads % is.key_heads == 0, "heads of other sizes");
   check(!is.gated || size == layer.size[2], "gates of another size than values");
-  const mx::array &frequencies = rest_of(given, NORMS);
+  const mx::array &frequencies = rest_of(given, FREQUENCIES);
   check(is.dims > 0 && is.dims % 2 == 0 && is.dims <= size, "so many numbers of a head");
   check(frequencies.dtype() == mx::float32 && frequencies.shape() == mx::Shape{is.dims / 2},
         "frequencies of another shape");
   inputs.push_back(frequencies);
+  if ((whole.sinks = given.rest[SINKS])) {
+    const mx::array &sinks = rest_of(given, SINKS);
+    check(sinks.dtype() == mx::float32 && sinks.shape() == mx::Shape{is.heads},
+          "sinks of other heads");
+    inputs.push_back(sinks);
+  }
   add_behind(inputs, layer, given, int64_t(is.heads) * layer.size[2]);
   if (mixture) {
     check(!is.network && mixture->chosen > 0, "two networks, or no experts");
