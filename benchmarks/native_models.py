@@ -38,6 +38,43 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1, "mlp_only_layers": [],
     },
 }  # fmt: skip
+# Layers of other architectures, 150 to 220 MB.
+DENSE = {
+    "vocab_size": 25152, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "tie_word_embeddings": False, "hidden_act": "silu", "hidden_size": 1024,
+    "intermediate_size": 4096, "num_hidden_layers": 14, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LAYERS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        **DENSE, "model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912,
+        "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 512,
+        "sliding_window_pattern": 6, "rope_local_base_freq": 1e4,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "phi3": {
+        **DENSE, "model_type": "phi3", "hidden_size": 1536, "num_hidden_layers": 10,
+        "num_attention_heads": 12, "num_key_value_heads": 12,
+    },
+    "granite": {
+        **DENSE, "model_type": "granite", "logits_scaling": 8.0, "attention_multiplier": 0.0156,
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "glm4": {
+        **DENSE, "model_type": "glm4", "num_key_value_heads": 2, "head_dim": 64,
+        "attention_bias": True, "partial_rotary_factor": 0.5,
+    },
+    "olmo2": {**DENSE, "model_type": "olmo2"},
+    "gpt-oss": {
+        **DENSE, "model_type": "gpt_oss", "hidden_size": 1536, "intermediate_size": 1536,
+        "num_hidden_layers": 8, "num_attention_heads": 32, "head_dim": 64,
+        "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+    },
+}  # fmt: skip
+MODELS |= LAYERS
 BITS, GROUP = 4, 64
 
 

@@ -1,11 +1,13 @@
 """Nodes of a token's graph, and what they cost: MLX's operations, ours for products alone, ours for
-all that there is. In one process, in turn.
+all that there is but whole layers, and with them. In one process, in turn.
 
-    python benchmarks/native_nodes.py --rounds 3 [--models llama,crumb] [--kv-bits 16]
+    python benchmarks/native_nodes.py --rounds 3 [--models llama,crumb,gemma3,phi3,...]
+        [--ways products,all] [--kv-bits 16]
 
-The models: the small llama of native.py, and crumb. Products alone: the same library, but norms,
-ropes, gates, softmax, attention, feed-forward networks and recurrences are left to MLX. Prompts
-have 256 tokens; 32 for MLX's llama, which is slow.
+The models: the small llama of native.py, crumb, and random ones of 150 to 220 MB in layers as other
+architectures have them (native_models.py). Products alone: the same library, but norms, ropes,
+gates, softmax, attention, feed-forward networks and recurrences are left to MLX. Prompts have 256
+tokens; 32 for MLX's products but crumb's, which are slow.
 """
 
 from __future__ import annotations
@@ -15,22 +17,23 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
 
 import mlx.core as mx
 from measure import machine
-from native_models import checkpoint
+from native_models import LAYERS, checkpoint
 
 from toastkit.engine import device
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import forms, functions, known, modules
+from toastkit.native import forms, forwards, functions, known, modules
+from toastkit.native.decoder import Decoder
 
-WAYS = ("MLX", "products", "all")
+WAYS = ("MLX", "products", "parts", "all")
 
 
 @contextmanager
@@ -41,8 +44,21 @@ def alone() -> Iterator[None]:
         patch.dict(modules.MIXINS, products, clear=True),
         patch.dict(functions._OURS, clear=True),
         patch.dict(functions._EXPRESSIONS, clear=True),
-        patch.object(forms, "FORWARDS", []),
+        patch.object(forwards, "NETWORKS", []),
         patch.dict(known.LAYERS, clear=True),
+        patch.object(modules, "block_of", lambda cls: None),
+    ):
+        _forget()
+        yield
+    _forget()
+
+
+@contextmanager
+def in_parts() -> Iterator[None]:
+    """Engines that are opened within have no whole layers."""
+    mixtures = {name: known for name, known in known.LAYERS.items() if known[0] is not Decoder}
+    with (
+        patch.dict(known.LAYERS, mixtures, clear=True),
         patch.object(modules, "block_of", lambda cls: None),
     ):
         _forget()
@@ -61,6 +77,8 @@ def nodes(engine: Engine) -> int:
     """Operations of one token's graph, without its sampling."""
     caches = engine.new_cache()
     _, logits = engine.prefill(list(range(5, 21)), caches)
+    logits = engine.step(mx.argmax(logits), caches)  # some caches grow then
+    mx.eval(logits)
     with tempfile.NamedTemporaryFile("r", suffix=".dot") as file:
         step = engine.step(mx.argmax(logits), caches)
         mx.export_to_dot(file.name, step)
@@ -69,15 +87,18 @@ def nodes(engine: Engine) -> int:
 
 
 def decode(engine: Engine, count: int) -> float:
-    """Tokens a second, greedy, after a prompt of 16."""
+    """Tokens a second, greedy, after a prompt of 16, each built while the one before runs."""
     caches = engine.new_cache()
     _, logits = engine.prefill(list(range(5, 21)), caches)
     token = mx.argmax(engine.step(mx.argmax(logits), caches))
     mx.eval(token)
     start = time.perf_counter()
     for _ in range(count):
-        token = mx.argmax(engine.step(token, caches))
+        following = mx.argmax(engine.step(token, caches))
+        mx.async_eval(following)
         mx.eval(token)
+        token = following
+    mx.eval(token)
     return count / (time.perf_counter() - start)
 
 
@@ -89,47 +110,56 @@ def prefill(engine: Engine, length: int) -> float:
     return length / (time.perf_counter() - start)
 
 
-def compare(name: str, path: str, rounds: int, kv_bits: int) -> None:
+def opened(path: str, ways: list[str], kv_bits: int) -> dict[str, Engine]:
+    """An engine for each way, loaded."""
+    engines = {}
+    for way in ways:
+        with {"products": alone, "parts": in_parts}.get(way, nullcontext)():
+            native = "off" if way == "MLX" else "require"
+            engines[way] = open_engine(locate(path), native=native, kv_bits=kv_bits)
+            nodes(engines[way])
+    return engines
+
+
+def compare(name: str, path: str, ways: list[str], rounds: int, kv_bits: int) -> None:
     """Prints a row for each way."""
-    engines = {"MLX": open_engine(locate(path), native="off", kv_bits=kv_bits)}
-    with alone():
-        engines["products"] = open_engine(locate(path), native="require", kv_bits=kv_bits)
-        nodes(engines["products"])  # loaded while it is so
-    engines["all"] = open_engine(locate(path), native="require", kv_bits=kv_bits)
-    counts = {way: nodes(engines[way]) for way in WAYS}
+    engines = opened(path, ways, kv_bits)
+    counts = {way: nodes(engines[way]) for way in ways}
     found: dict[tuple[str, str], list[float]] = {}
     for _ in range(rounds):
-        for way in WAYS:
+        for way in ways:
             few = way == "MLX" and name != "crumb"
             steps = 6 if few else 48
             found.setdefault((way, "decode"), []).append(decode(engines[way], steps))
             rate = prefill(engines[way], 32 if few else 256)
             found.setdefault((way, "prefill"), []).append(rate)
-    layers = len(engines["all"].model.layers)
-    print(f"\n{name}, {layers} layers")
-    for way in WAYS:
+    layers = len(engines[ways[-1]].model.layers)
+    print(f"\n{name}, {layers} layers", flush=True)
+    for way in ways:
         told = [
             f"{what} {median(rates):6.1f} ({min(rates):.1f} to {max(rates):.1f})"
             for what, rates in ((w, found[way, w]) for w in ("decode", "prefill"))
         ]
-        print(f"{way:9} {counts[way] / layers:5.0f} nodes a layer; {', '.join(told)} tok/s")
+        times = [a / b for a, b in zip(found[way, "decode"], found[ways[-2], "decode"])]
+        told += [f"{median(times):.2f} ({min(times):.2f} to {max(times):.2f}) x {ways[-2]}"]
+        print(f"{way:9} {counts[way] / layers:5.1f} nodes a layer; tok/s: {', '.join(told)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", default="llama,crumb")
+    parser.add_argument("--ways", default=",".join(WAYS), help="at least two")
     parser.add_argument("--kv-bits", type=int, default=32)
     options = parser.parse_args()
     device.start("cpu")
     print(f"{machine()}; {options.rounds} rounds; medians, and the range")
-    wanted = options.models.split(",")
-    if "llama" in wanted:
+    ways = [way for way in WAYS if way in options.ways.split(",")]
+    for name in options.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            path = str(checkpoint(Path(folder), "small"))
-            compare("llama, 4 bits", path, options.rounds, options.kv_bits)
-    if "crumb" in wanted:
-        compare("crumb", "crumb", options.rounds, options.kv_bits)
+            known = {"llama": "small", **dict(zip(LAYERS, LAYERS))}
+            path = str(checkpoint(Path(folder), known[name])) if name in known else name
+            compare(name, path, ways, options.rounds, options.kv_bits)
 
 
 if __name__ == "__main__":
