@@ -41,7 +41,8 @@ class _Plan(NamedTuple):
     """A layer as it was looked at, for x (..., columns). It holds for as long as its operands do.
 
     left: the network, where it is left to itself, unless it is a mixture (mixes) that can be taken
-    whole. turns: whether the rotation is one that the library has."""
+    whole. turns: whether the rotation is one that the library has. heads: what attention calls its
+    parts."""
 
     columns: int
     operands: Operands

@@ -122,5 +122,5 @@ class Operands(Given):
 
 
 def to_be_told(parts: Sequence[Any]) -> list[Any]:
-    """Those that have to hear when they were multiplied with."""
-    return [part for part in parts if hasattr(type(part), "was_used")]
+    """Those that have to hear when they were multiplied with, each once."""
+    return [*{id(part): part for part in parts if hasattr(type(part), "was_used")}.values()]
