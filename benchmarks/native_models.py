@@ -67,6 +67,14 @@ LAYERS: dict[str, dict[str, Any]] = {
         "attention_bias": True, "partial_rotary_factor": 0.5,
     },
     "olmo2": {**DENSE, "model_type": "olmo2"},
+    "ministral3": {
+        **DENSE, "model_type": "ministral3", "head_dim": 64,
+        "rope_parameters": {
+            "rope_theta": 1e6, "rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384,
+        },
+    },
     "gpt-oss": {
         **DENSE, "model_type": "gpt_oss", "hidden_size": 1536, "intermediate_size": 1536,
         "num_hidden_layers": 8, "num_attention_heads": 32, "head_dim": 64,

@@ -26,6 +26,7 @@ from mlx_lm.models import (
     gpt_oss,
     granite,
     llama,
+    ministral3,
     mixtral,
     olmo2,
     olmo3,
@@ -146,6 +147,32 @@ def test_caches_that_keep_fewer_bits(kept: mx.Dtype) -> None:
     with patch.object(blocks.Layer, "natively", lambda *_: None):
         wanted = passes(own, 2, kept)
     assert all(map(mx.array_equal, made, wanted))
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_queries_that_are_scaled(bits: int) -> None:
+    """By what a layer is given; and where it is given nothing, or something else, by itself."""
+    rope = {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 4}
+    own = layers(ministral3, {"rope_parameters": rope, "sliding_window": None}, bits)
+
+    def passes(scaled: bool = True, odd: bool = False) -> list[mx.array]:
+        caches, made = [KVCache() for _ in own], []
+        for n, length in enumerate(LENGTHS):
+            x = mx.random.normal((2, length, 64), key=mx.random.key(n))
+            scales = mx.random.uniform(1, 2, (length, 1), key=mx.random.key(n))
+            given = None if not scaled else scales.astype(mx.float16) if odd else scales
+            for layer, cache in zip(own, caches):
+                x = layer(x, given, "causal" if length > 1 else None, cache=cache)
+            made.append(x)
+        return made + [x for cache in caches for x in held_by(cache)]
+
+    for given, count in ({}, 3), ({"scaled": False}, 0), ({"odd": True}, 0):
+        with counted() as counts:
+            made = passes(**given)
+        assert counts == {"one": len(own) * count, "two": len(own) * 2 * bool(count)}
+        with patch.object(blocks.Layer, "natively", lambda *_: None):
+            wanted = passes(**given)
+        assert all(map(mx.array_equal, made, wanted))
 
 
 @pytest.mark.parametrize("kept", [mx.float32, mx.int8])

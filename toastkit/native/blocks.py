@@ -16,7 +16,7 @@ from toastkit.native.forms import Block, Heads, adds_one, heads_of
 from toastkit.native.functions import Native
 from toastkit.native.kv_caches import Room, appended_first, room_in, set_appended
 from toastkit.native.layers import Mixture
-from toastkit.native.library import ACTIVATIONS, FLOATS, Library, in_use, need
+from toastkit.native.library import ACTIVATIONS, FLOATS, NONE, Library, in_use, need
 from toastkit.native.modules import Linear, Norm, operands_of
 from toastkit.native.operands import Operand, Operands
 from toastkit.native.rotary import is_rotary
@@ -64,8 +64,11 @@ class Layer(Native):
         y = self.natively(x, mask, cache)
         return super().__call__(x, mask, cache) if y is None else y  # type: ignore[misc]
 
-    def natively(self: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
-        """What it gives of x (B, L, columns) float32; None where a part is not as it has to be."""
+    def natively(
+        self: Any, x: mx.array, mask: Any, cache: Any, scales: mx.array | None = None
+    ) -> mx.array | None:
+        """What it gives of x (B, L, columns) float32; None where a part is not as it has to be.
+        scales: that queries are multiplied by, float32 (L, 1)."""
         library = in_use()
         if library is None or cache is None or x.dtype != mx.float32 or x.ndim != 3:
             return None
@@ -81,15 +84,30 @@ class Layer(Native):
             return None
         plan.operands.were_used()
         if room is None:
-            y, *normed = _in_two(library, plan, x, mask, cache)
+            y, *normed = _in_two(library, plan, x, mask, cache, scales)
         else:
-            y, *normed = _in_one(library, plan, x, mask is not None, cache, room)
+            y, *normed = _in_one(library, plan, x, mask is not None, cache, room, scales)
         return y + plan.left(*normed) if normed else y
 
 
+class ScaledLayer(Layer):
+    """One that is given what queries are multiplied by."""
+
+    def __call__(  # type: ignore[override]
+        self: Any, x: mx.array, attn_scale: Any = None, mask: Any = None, cache: Any = None
+    ) -> mx.array:
+        known = getattr(attn_scale, "shape", None) == (x.shape[1], 1)
+        known = known and attn_scale.dtype == mx.float32
+        y = self.natively(x, mask, cache, attn_scale) if known else None
+        if y is not None:
+            return y
+        return super(Layer, self).__call__(x, attn_scale, mask, cache)  # type: ignore[misc]
+
+
 def _in_one(
-    library: Library, plan: _Plan, x: mx.array, causal: bool, cache: Any, room: Room
-) -> list[mx.array]:
+    library: Library, plan: _Plan, x: mx.array, causal: bool, cache: Any, room: Room,
+    scales: mx.array | None = None,
+) -> list[mx.array]:  # fmt: skip
     """What a layer gives, and the norm of it, where its network is left to itself; lazy, (B, L,
     columns) each. causal: a position sees none behind it."""
     mixture = plan.left.whole() if plan.mixes else None
@@ -99,7 +117,8 @@ def _in_one(
     made = (ctypes.py_object * (len(outs) + 2))(*outs, *caches)
     places = byref(plan.operands), byref(plan.shape), byref(mixture) if mixture else None
     call = _functions(library)[0]
-    need(call(made, x, keys, values, *room, cache.offset, causal, *places))
+    given = NONE if scales is None else scales
+    need(call(made, x, keys, values, given, *room, cache.offset, causal, *places))
     set_appended(cache, caches, x.shape[1], room.first)
     return outs
 
@@ -109,7 +128,10 @@ def _copies(x: Any, count: int) -> list[Any]:
     return [x.__copy__() for _ in range(count)]
 
 
-def _in_two(library: Library, plan: _Plan, x: mx.array, mask: Any, cache: Any) -> list[mx.array]:
+def _in_two(
+    library: Library, plan: _Plan, x: mx.array, mask: Any, cache: Any,
+    scales: mx.array | None = None,
+) -> list[mx.array]:  # fmt: skip
     """The same."""
     _, projected, closed = _functions(library)
     heads = _copies(x, 3)
@@ -122,6 +144,8 @@ def _in_two(library: Library, plan: _Plan, x: mx.array, mask: Any, cache: Any) -
     del heads
     keys, values = appended_first(cache, *new) or cache.update_and_fetch(*new)
     del new
+    if scales is not None:
+        queries = queries * scales
     sinks = {} if own.sinks is None else {"sinks": attention[own.sinks]}
     scale = plan.shape.scale
     attended = own.attend(queries, keys, values, cache=cache, scale=scale, mask=mask, **sinks)
@@ -136,7 +160,8 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     block = layer._block
     attention, network = layer[block.attention], layer[block.network]
     kind: Any = type(attention)
-    if (own := heads_of(kind)) is None:
+    own = heads_of(kind)
+    if own is None or own.scaled is not block.scaled:
         return None
     form = vars(type(network)).get("_form")
     parts = [attention[name] for name in (own.q, own.k, own.v, own.out)]
@@ -241,7 +266,7 @@ def _given(
 @cache
 def _functions(library: Library) -> tuple[Any, Any, Any]:
     array, whole, place = ctypes.py_object, ctypes.c_int, ctypes.c_void_p
-    one = library.function("whole", place, *[array] * 3, *[whole] * 4, *[place] * 3)
+    one = library.function("whole", place, *[array] * 4, *[whole] * 4, *[place] * 3)
     projected = library.function("projected", place, array, place, place)
     closed = library.function("closed", place, array, array, place, place)
     return one, projected, closed

@@ -44,9 +44,11 @@ class Decoder(Layer):
 
     _block = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
 
-    def natively(self: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
+    def natively(
+        self: Any, x: mx.array, mask: Any, cache: Any, scales: mx.array | None = None
+    ) -> mx.array | None:
         if not self.is_linear:
-            return super().natively(x, mask, cache)
+            return super().natively(x, mask, cache, scales)
         return self._in_one(x, cache) if mask is None else None
 
     def _in_one(self: Any, x: mx.array, cache: Any) -> mx.array | None:

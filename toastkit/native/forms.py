@@ -28,7 +28,7 @@ class Form(NamedTuple):
 class Block(NamedTuple):
     """What a class of layers calls its parts. first_norm, second_norm: of what attention and
     network are given; attended_norm, fed_norm: of what they give, which multiplier is a factor of.
-    None for what it has not."""
+    None for what it has not. scaled: it is given what queries are multiplied by, after x."""
 
     attention: str
     first_norm: str | None
@@ -37,13 +37,15 @@ class Block(NamedTuple):
     attended_norm: str | None = None
     fed_norm: str | None = None
     multiplier: str | None = None
+    scaled: bool = False
 
 
 class Heads(NamedTuple):
     """What a class of attentions calls its parts. attend: what it calls with queries, keys, values
     and the rest. q_norm, k_norm: of each head, or of all heads of a position together. gated: q
     gives a gate for each of its numbers, behind those of the same head. joined: q, k and v are one,
-    with the rows of one behind another. size: the numbers of a head. None for what it has not."""
+    with the rows of one behind another. size: the numbers of a head. scaled: as of Block. None for
+    what it has not."""
 
     q: str
     k: str
@@ -60,6 +62,7 @@ class Heads(NamedTuple):
     joined: bool = False
     size: str | None = None
     sinks: str | None = None
+    scaled: bool = False
 
 
 @cache
@@ -89,7 +92,8 @@ def block_of(cls: type) -> Block | None:
     if names is None or (clip and not _is_of(cls, clip, forwards.CLIP)):
         return None
     more: dict[str, Any] = {"first_norm": None, "second_norm": None, **names}
-    return Block(**more)
+    forward: Any = _forward(cls)
+    return Block(**more, scaled=_is_scaled(forward))
 
 
 @cache
@@ -104,13 +108,19 @@ def heads_of(cls: type) -> Heads | None:
     none = dict.fromkeys(("heads", "key_heads", "q_norm", "k_norm"))
     more: dict[str, Any] = {**none, **names, **given}
     gated = _names_in(forward, forwards.GATED) is not None
-    return Heads(**more, attend=ours, gated=gated, joined=bool(one))
+    return Heads(
+        **more, attend=ours, gated=gated, joined=bool(one), scaled=_is_scaled(forward)
+    )  # fmt: skip
 
 
 @cache
 def adds_one(cls: type) -> bool:
     """Whether a class is an RMS norm that adds 1 to its weights, computed by a function of ours."""
     return _names_of(cls, forwards.NORMS_PLUS_ONE, ()) is not None
+
+
+def _is_scaled(forward: FunctionType) -> bool:
+    return any(_names_in(forward, known) is not None for known in forwards.SCALED)
 
 
 def _is_of(cls: type, name: str, origin: tuple[str, str]) -> bool:

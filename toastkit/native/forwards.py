@@ -14,6 +14,7 @@ import mlx.nn as nn
 swiglu: Any = None
 clip_residual: Any = None
 scaled_dot_product_attention: Any = None
+_get_llama_4_attn_scale: Any = None
 _toastkit_rms_norm_plus_one: Any = None
 PARTS = ("gate", "up", "both", "down")  # theirs may have any name
 
@@ -143,9 +144,20 @@ def _block_step_by_step(self: Any, x: Any, mask: Any, cache: Any = None) -> Any:
     return x
 
 
+def _block_scaled(
+    self: Any, x: Any, attn_scale: Any = None, mask: Any = None, cache: Any = None
+) -> Any:
+    r = self.attention(self.first_norm(x), attn_scale, mask, cache)
+    h = x + r
+    r = self.network(self.second_norm(h))
+    out = h + r
+    return out
+
+
 BLOCKS = (
     _block, _block_returned, _block_added, _block_normed_twice, _block_clipped,
     _block_with_residual, _block_normed_behind, _block_multiplied, _block_step_by_step,
+    _block_scaled,
 )  # fmt: skip
 # Which clips in float16, and adds up in float32.
 CLIP = ("mlx_lm.models.gemma3_text", "clip_residual")
@@ -309,6 +321,35 @@ def _heads_with_sinks(self: Any, x: Any, mask: Any, cache: Any = None) -> Any:
     return self.out(v_hat.swapaxes(1, 2).reshape(B, L, -1))
 
 
+def _heads_scaled(
+    self: Any, x: Any, attn_scale: Any = None, mask: Any = None, cache: Any = None
+) -> Any:
+    B, L, D = x.shape
+    queries, keys, values = self.q(x), self.k(x), self.v(x)
+    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
+    keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    offset = 0
+    if cache is not None:
+        offset = cache.offset
+        queries = self.turn(queries, offset=offset)
+        keys = self.turn(keys, offset=offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    else:
+        queries = self.turn(queries)
+        keys = self.turn(keys)
+    if attn_scale is None:
+        attn_scale = _get_llama_4_attn_scale(
+            L, offset, self.scaling_beta, self.original_max_position_embeddings
+        ).astype(x.dtype)
+    queries = queries * attn_scale
+    output = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=self.scale, mask=mask
+    )
+    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    return self.out(output)
+
+
 def _heads_gated(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     B, L, D = x.shape
     q_proj_output = self.q(x)
@@ -334,6 +375,6 @@ def _heads_gated(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
 
 HEADS = (
     _heads, _heads_normed, _heads_normed_together, _heads_normed_later, _heads_normed_at_once,
-    _heads_split, _heads_with_sinks, _heads_gated,
+    _heads_split, _heads_with_sinks, _heads_scaled, _heads_gated,
 )  # fmt: skip
-GATED = _heads_gated
+GATED, SCALED = _heads_gated, (_heads_scaled, _block_scaled)

@@ -53,13 +53,13 @@ def native(cls: type) -> type:
     if mixin := MIXINS.get((cls.__module__, cls.__name__)):
         return _derived(mixin, cls)
     made = _anew(cls) if methods_anew(cls) else cls
-    from toastkit.native.blocks import Layer  # which are made of modules
+    from toastkit.native.blocks import Layer, ScaledLayer  # which are made of modules
     from toastkit.native.known import layer_of
 
     if layer := layer_of(cls):
         return _under_its_name(made, layer)
     if block := block_of(cls):
-        return _under_its_name(made, Layer, _block=block)
+        return _under_its_name(made, ScaledLayer if block.scaled else Layer, _block=block)
     form = form_of(cls)
     return made if form is None else _under_its_name(made, FeedForward, _form=form)
 

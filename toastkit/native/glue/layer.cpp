@@ -26,7 +26,7 @@ struct Whole {
   Layer layer;
   Mixture mixture;
   size_t outputs;
-  bool sinks;
+  bool sinks, scaled;
 };
 
 // Where new positions go in the caches, how many are attended to then, and which they are.
@@ -37,7 +37,7 @@ struct Place {
 };
 
 // arrays: x, those of what lies before, frequencies, sinks, those of what lies behind, those of a
-// mixture, both caches; and what comes out of it, and both caches again.
+// mixture, factors of queries, both caches; and what comes out of it, and both caches again.
 void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   const Layer &layer = whole.layer;
   const toast_layer &is = layer.is;
@@ -71,6 +71,11 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   const auto new_keys = heads_of(k, batch, is.key_heads, length, query, true);
   need(toast_rotate(&queries, &rotation, turned_q));
   need(toast_rotate(&new_keys, &rotation, turned_k));
+  if (whole.scaled) {
+    const InOrder scales(arrays[caches - 1]);
+    const float *by = reinterpret_cast<const float *>(scales.data());
+    for (int64_t i = 0; i < wide; i++) turned_q[i] *= by[i / query % length];
+  }
   const auto turned_keys = heads_of(turned_k, batch, is.key_heads, length, query, false);
   const auto new_values = heads_of(v, batch, is.key_heads, length, value, true);
   write_heads(arrays[caches], keys, turned_keys, place.first);
@@ -96,10 +101,10 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
 
 // What comes out of it, one or two, and both caches with the new positions.
 Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &values,
-                const Place &place, const toast_layer &is, const toast_operands &given,
-                const toast_mixture *mixture) {
+                const mx::array *scales, const Place &place, const toast_layer &is,
+                const toast_operands &given, const toast_mixture *mixture) {
   check_rows(x);
-  Whole whole = {{is}, {}, 1, false};
+  Whole whole = {{is}, {}, 1, false, scales != nullptr};
   Layer &layer = whole.layer;
   Arrays inputs = {x};
   add_before(inputs, layer, given);
@@ -135,6 +140,11 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
             (!place.causal || place.length == place.first + x.shape(1)),
         "other positions");
   const Weights weights = {1, inputs.size()};
+  if (scales) {
+    check(scales->dtype() == mx::float32 && scales->shape() == mx::Shape{x.shape(1), 1},
+          "factors of other positions");
+    inputs.push_back(*scales);
+  }
   inputs.push_back(keys), inputs.push_back(values);
   std::vector<mx::Shape> shapes(whole.outputs, x.shape());
   std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
@@ -157,15 +167,17 @@ extern "C" {
 
 // Makes `outs`, arrays that nobody else has, what a layer gives of x, one, or two where there is no
 // network, and its caches of keys and values with the new positions from `first` on, of which so
-// many are attended to. Lazy. position: of the first, as it is rotated. mixture: which is its
+// many are attended to. Lazy. scales: float32 (positions, 1), by which queries are multiplied once
+// they are rotated; NULL for none. position: of the first, as it is rotated. mixture: which is its
 // network; NULL for none. Returns what is wrong; NULL where nothing is.
-TOAST_API const char *toast_whole_array(void **outs, void *x, void *keys, void *values, int first,
-                                        int length, int position, int causal,
-                                        const toast_operands *given, const toast_layer *layer,
-                                        const toast_mixture *mixture) {
+TOAST_API const char *toast_whole_array(void **outs, void *x, void *keys, void *values,
+                                        void *scales, int first, int length, int position,
+                                        int causal, const toast_operands *given,
+                                        const toast_layer *layer, const toast_mixture *mixture) {
   using toast::array_of;
   return toast::wrong([&] {
     auto made = toast::layer_of(array_of(x), array_of(keys), array_of(values),
+                                scales ? &array_of(scales) : nullptr,
                                 {first, length, position, causal != 0}, *layer, *given, mixture);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
