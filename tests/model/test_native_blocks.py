@@ -39,7 +39,7 @@ from mlx_lm.models import (
 )
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from tests.model.reference import OLD_MLX_LM, held_by
+from tests.model.reference import OLD_MLX_LM, held_by, needs_new_mlx_lm
 from tests.native_library import native_cache, native_path, needed, operations_of
 from toastkit.native import blocks
 from toastkit.native.forms import Block, block_of, heads_of
@@ -149,6 +149,7 @@ def test_caches_that_keep_fewer_bits(kept: mx.Dtype) -> None:
     assert all(map(mx.array_equal, made, wanted))
 
 
+@needs_new_mlx_lm
 @pytest.mark.parametrize("bits", [0, 4])
 def test_queries_that_are_scaled(bits: int) -> None:
     """By what a layer is given; and where it is given nothing, or something else, by itself."""

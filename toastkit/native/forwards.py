@@ -1,6 +1,7 @@
 """Forwards of networks, layers, attentions and norms that are known. Those of architectures are
 compared with them, instruction by instruction (forms.py): they are never called, and stand as the
-architectures have them, however much they have in common."""
+architectures have them, however much they have in common; since Python 3.13 also line by line,
+where two names that are loaded in one line are one instruction."""
 
 from __future__ import annotations
 
@@ -340,7 +341,10 @@ def _heads_scaled(
         keys = self.turn(keys)
     if attn_scale is None:
         attn_scale = _get_llama_4_attn_scale(
-            L, offset, self.scaling_beta, self.original_max_position_embeddings
+            L,
+            offset,
+            self.scaling_beta,
+            self.original_max_position_embeddings,
         ).astype(x.dtype)
     queries = queries * attn_scale
     output = scaled_dot_product_attention(
