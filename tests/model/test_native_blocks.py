@@ -1,9 +1,8 @@
 """Layers of the common form in one operation, or in two beside attention: to the bit what they are
-in many, and found in architectures by their form."""
+in many."""
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import eq
@@ -17,10 +16,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import (
-    bailing_moe,
-    cohere,
     gemma,
-    gemma2,
     gemma3_text,
     glm4,
     gpt_oss,
@@ -35,14 +31,12 @@ from mlx_lm.models import (
     qwen2,
     qwen3,
     qwen3_moe,
-    qwen3_next,
 )
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from tests.model.reference import OLD_MLX_LM, held_by, needs_new_mlx_lm
 from tests.native_library import native_cache, native_path, needed, operations_of
 from toastkit.native import blocks
-from toastkit.native.forms import Block, block_of, heads_of
 from toastkit.native.kv_caches import Room, keep_in
 from toastkit.native.library import Library, load, use
 from toastkit.native.modules import use_native
@@ -318,40 +312,6 @@ def test_what_is_not_so_goes_its_own_way() -> None:
         own[1](x, mx.ones((3, 6), mx.bool_), cache)
         own[1](x, "causal", RotatingKVCache(99))
     assert counts == {"one": 0, "two": 3}
-
-
-def test_forms() -> None:
-    usual = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
-    for cls in (llama.TransformerBlock, qwen2.TransformerBlock, qwen3.TransformerBlock):
-        assert block_of(cls) == usual
-    assert block_of(mixtral.MixtralDecoderLayer) == usual._replace(network="block_sparse_moe")
-    assert block_of(olmoe.TransformerBlock) == usual
-    assert block_of(bailing_moe.BailingMoeDecoderLayer) == usual._replace(attention="attention")
-    between = usual._replace(
-        second_norm="pre_feedforward_layernorm", attended_norm="post_attention_layernorm",
-        fed_norm="post_feedforward_layernorm",
-    )  # fmt: skip
-    for cls in (gemma2.TransformerBlock, gemma3_text.TransformerBlock):
-        assert block_of(cls) == between
-    assert block_of(olmo2.TransformerBlock) == between._replace(first_norm=None, second_norm=None)
-    assert block_of(granite.TransformerBlock) == usual._replace(multiplier="residual_multiplier")
-    clips = types.new_class("TransformerBlock", (gemma3_text.TransformerBlock,))
-    other = types.FunctionType(
-        gemma3_text.TransformerBlock.__call__.__code__, {"clip_residual": mx.add}
-    )
-    clips.__call__ = other  # type: ignore[method-assign]
-    assert block_of(clips) is None
-    for cls in (
-        cohere.TransformerBlock, nn.Module, qwen3_next.Qwen3NextDecoderLayer, llama.Attention,
-    ):  # fmt: skip
-        assert block_of(cls) is None
-    for cls in (gemma2.Attention, llama.TransformerBlock, llama.Attention):
-        assert heads_of(cls) is None  # the last one calls mlx_lm's, and is none of ours
-    own = [layers(module, {}, 0)[0].self_attn for module in (llama, qwen3, phi3)]
-    plain, normed, joined = (heads_of(type(attention)) for attention in own)
-    assert joined is not None and (*joined[:3], joined.size) == (*["qkv_proj"] * 3, "head_dim")
-    assert plain is not None and plain[:5] == ("q_proj", "k_proj", "v_proj", "o_proj", "n_heads")
-    assert normed is not None and (plain.q_norm, normed.q_norm) == (None, "q_norm")
 
 
 @pytest.mark.parametrize(
