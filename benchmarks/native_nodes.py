@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 from measure import machine
-from native_models import LAYERS, checkpoint
+from native_models import MODELS, checkpoint
 
 from toastkit.engine import device
 from toastkit.engine.engine import Engine
@@ -56,7 +56,7 @@ def alone() -> Iterator[None]:
 @contextmanager
 def in_parts() -> Iterator[None]:
     """Engines that are opened within have no whole layers."""
-    mixtures = {name: known for name, known in known.LAYERS.items() if known[0] is not Decoder}
+    mixtures = {name: one for name, one in known.LAYERS.items() if one[0] is not Decoder}
     with (
         patch.dict(known.LAYERS, mixtures, clear=True),
         patch.object(modules, "block_of", lambda cls: None),
@@ -149,16 +149,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", default="llama,crumb")
-    parser.add_argument("--ways", default=",".join(WAYS), help="at least two")
+    parser.add_argument("--ways", default=",".join(WAYS), help="two or more of them")
     parser.add_argument("--kv-bits", type=int, default=32)
     options = parser.parse_args()
     device.start("cpu")
     print(f"{machine()}; {options.rounds} rounds; medians, and the range")
-    ways = [way for way in WAYS if way in options.ways.split(",")]
+    wanted = set(options.ways.split(","))
+    if len(wanted) < 2 or not wanted <= {*WAYS}:
+        parser.error(f"--ways takes two or more of {', '.join(WAYS)}")
+    ways = [way for way in WAYS if way in wanted]
     for name in options.models.split(","):
+        made = "small" if name == "llama" else name
         with tempfile.TemporaryDirectory() as folder:
-            known = {"llama": "small", **dict(zip(LAYERS, LAYERS))}
-            path = str(checkpoint(Path(folder), known[name])) if name in known else name
+            path = str(checkpoint(Path(folder), made)) if made in MODELS else name
             compare(name, path, ways, options.rounds, options.kv_bits)
 
 

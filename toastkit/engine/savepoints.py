@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from toastkit.native.kv_caches import place_in_ring
 from toastkit.session.savepoints import ALWAYS_CUT, Savepoint
 
 
@@ -94,7 +95,7 @@ def _before_a_step(layer: Any, keep: Callable[[Any], Any] = _copy) -> Any:
         if layer.keys.shape[2] > layer.max_size:
             return keep(layer)  # the step makes another array: this one may be held
         if layer.offset >= layer.max_size:
-            place = layer.keep if layer._idx == layer.max_size else layer._idx
+            place = place_in_ring(layer)
             rows = slice(place, place + 1)
             settings = {"offset": layer.offset, "_idx": layer._idx}
             keys, values = layer.keys[..., rows, :], layer.values[..., rows, :]

@@ -87,40 +87,36 @@ def form_of(cls: type) -> Form | None:
 @cache
 def block_of(cls: type) -> Block | None:
     """Of a class of an architecture; None for one of another form."""
-    names = _names_of(cls, forwards.BLOCKS, (*Block._fields, "clip_residual"))
-    clip = None if names is None else names.pop("clip_residual", None)
-    if names is None or (clip and not _is_of(cls, clip, forwards.CLIP)):
+    if (found := _known(cls, forwards.BLOCKS, (*Block._fields, "clip_residual"))) is None:
+        return None
+    known, names = found
+    clip = names.pop("clip_residual", None)
+    if clip and not _is_of(cls, clip, forwards.CLIP):
         return None
     more: dict[str, Any] = {"first_norm": None, "second_norm": None, **names}
-    forward: Any = _forward(cls)
-    return Block(**more, scaled=_is_scaled(forward))
+    return Block(**more, scaled=known in forwards.SCALED)
 
 
 @cache
 def heads_of(cls: type) -> Heads | None:
     """Of a class of attentions; None for one of another form."""
     forward, ours = _forward(cls), our_function(forwards.BASE, forwards.ATTEND)
-    names = _names_of(cls, forwards.HEADS, (*Heads._fields, "qkv"))
-    if not (forward and names and ours) or forward.__globals__[forwards.ATTEND] is not ours:
+    found = _known(cls, forwards.HEADS, (*Heads._fields, "qkv"))
+    if not (forward and found and ours) or forward.__globals__[forwards.ATTEND] is not ours:
         return None
+    known, names = found
     one = names.pop("qkv", None)
     given = dict.fromkeys(("q", "k", "v"), one) if one else {}
     none = dict.fromkeys(("heads", "key_heads", "q_norm", "k_norm"))
     more: dict[str, Any] = {**none, **names, **given}
-    gated = _names_in(forward, forwards.GATED) is not None
-    return Heads(
-        **more, attend=ours, gated=gated, joined=bool(one), scaled=_is_scaled(forward)
-    )  # fmt: skip
+    gated, scaled = known is forwards.GATED, known in forwards.SCALED
+    return Heads(**more, attend=ours, gated=gated, joined=bool(one), scaled=scaled)
 
 
 @cache
 def adds_one(cls: type) -> bool:
     """Whether a class is an RMS norm that adds 1 to its weights, computed by a function of ours."""
-    return _names_of(cls, forwards.NORMS_PLUS_ONE, ()) is not None
-
-
-def _is_scaled(forward: FunctionType) -> bool:
-    return any(_names_in(forward, known) is not None for known in forwards.SCALED)
+    return _known(cls, forwards.NORMS_PLUS_ONE, ()) is not None
 
 
 def _is_of(cls: type, name: str, origin: tuple[str, str]) -> bool:
@@ -137,14 +133,16 @@ def _forward(cls: type) -> FunctionType | None:
     return forward if isinstance(forward, FunctionType) else None
 
 
-def _names_of(cls: type, some: Sequence[Callable], free: Sequence[str]) -> dict[str, str] | None:
-    """What a class calls what is free in one of some forwards, whichever its own is."""
+def _known(
+    cls: type, some: Sequence[Callable], free: Sequence[str]
+) -> tuple[Callable, dict[str, str]] | None:
+    """Which of some forwards a class's own is, and what it calls what is free in that."""
     if (forward := _forward(cls)) is None:
         return None
     for known in some:
         names = _names_in(forward, known)
         if names is not None and all(k in free or k == name for k, name in names.items()):
-            return {k: name for k, name in names.items() if k in free}
+            return known, {k: name for k, name in names.items() if k in free}
     return None
 
 

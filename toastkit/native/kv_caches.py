@@ -137,7 +137,12 @@ def room_in(layer: Any, positions: int) -> Room | None:
         return Room(first, first + positions) if first + positions <= size else None
     if positions != 1 or size > layer.max_size or (first >= size < layer.max_size):
         return None  # to be cut, or to grow
-    return Room(layer.keep if layer._idx == layer.max_size else layer._idx, min(first + 1, size))
+    return Room(place_in_ring(layer), min(first + 1, size))
+
+
+def place_in_ring(layer: Any) -> int:
+    """Where a rotating cache of mlx_lm's puts its next position, once its arrays are full."""
+    return layer.keep if layer._idx == layer.max_size else layer._idx
 
 
 def appended_first(layer: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, ...] | None:
