@@ -13,6 +13,7 @@
 namespace toast {
 namespace {
 
+constexpr int64_t NEIGHBOURS = 16;  // rows at a time: what they give at a step is a line of a cache
 constexpr int64_t PAST = 1 << 18;  // numbers of a state that no cache holds until the next step
 
 // Whether what a state of so many numbers is after some steps is written past the caches: where it
@@ -27,18 +28,22 @@ float decay_of(float a_log, float bias, float a) { return expf(-expf(a_log) * so
 
 float rate_of(float factor, float b) { return factor / (1 + expf(-b)); }
 
-// work(head, first, end) of all rows of all heads, one after another: a thread's part may end in
-// the midst of a head. size: numbers that a row takes. False where any gives false.
+// work(head, first, end) of all rows of all heads, some of one head at a time. size: numbers that a
+// row takes. False where any gives false.
 template <class Work>
 bool share_rows(int64_t heads, int64_t rows, int64_t size, const Work &work) {
   std::atomic<bool> failed{false};
-  share(heads * rows, size, [&](int64_t first, int64_t end) {
-    while (first < end) {
-      const int64_t row = first % rows, some = rows - row < end - first ? rows - row : end - first;
-      if (!work(first / rows, row, row + some)) failed.store(true, std::memory_order_relaxed);
-      first += some;
-    }
-  });
+  const int64_t each = (rows + NEIGHBOURS - 1) / NEIGHBOURS, all = heads * each;
+  auto some = [&](int64_t i) {
+    const int64_t row = i % each * NEIGHBOURS;
+    if (!work(i / each, row, std::min(row + NEIGHBOURS, rows)))
+      failed.store(true, std::memory_order_relaxed);
+  };
+  if (heads * rows * size >= LITTLE) {
+    run_apart(all, some);
+  } else {
+    for (int64_t i = 0; i < all; i++) some(i);
+  }
   return !failed.load(std::memory_order_relaxed);
 }
 

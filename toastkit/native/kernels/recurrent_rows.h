@@ -11,50 +11,72 @@
 
 namespace {
 
-constexpr int STATE_ROWS = 4;  // at a time
+constexpr int STATE_ROWS = 16;  // at a time: what they are given and give at a step is a line
+constexpr int IN_REGISTERS = 4;  // of these
 
 // One step of some rows, `stride` numbers apart, from s to `to`, which may be the same. k, q: zeros
 // from their size on.
 template <int ROWS>
-INLINE void delta_step(const float *s, float *to, int64_t stride, const float *k, const float *q,
+INLINE void delta_some(const float *s, float *to, int64_t stride, const float *k, const float *q,
                        const float *v, float decay, float rate, float *y) {
   F32 sums[ROWS] = {};
   for (int64_t i = 0; i < stride; i += LANES) {
     const F32 key = load<F32>(k + i);
+#pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
       sums[r] = multiply_add(load<F32>(s + r * stride + i) * decay, key, sums[r]);
   }
   F32 change[ROWS];
+#pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++) {
     change[r] = all((v[r] - sum(sums[r])) * rate);
     sums[r] = F32{};
   }
   for (int64_t i = 0; i < stride; i += LANES) {
     const F32 key = load<F32>(k + i), query = load<F32>(q + i);
+#pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) {
       F32 now = multiply_add(key, change[r], load<F32>(s + r * stride + i) * decay);
       store(to + r * stride + i, now);
       sums[r] = multiply_add(now, query, sums[r]);
     }
   }
+#pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++) y[r] = sum(sums[r]);
 }
 
 // Likewise; b, c: zeros from their size on. x, y: of the rows.
 template <int ROWS>
-INLINE void scan_step(const float *s, float *to, int64_t stride, const float *b, const float *c,
+INLINE void scan_some(const float *s, float *to, int64_t stride, const float *b, const float *c,
                       const float *x, float decay, float dt, float d, float *y) {
   F32 sums[ROWS] = {}, added[ROWS];
+#pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++) added[r] = all(x[r] * dt);
   for (int64_t i = 0; i < stride; i += LANES) {
     const F32 in = load<F32>(b + i), out = load<F32>(c + i);
+#pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) {
       F32 now = multiply_add(in, added[r], load<F32>(s + r * stride + i) * decay);
       store(to + r * stride + i, now);
       sums[r] = multiply_add(now, out, sums[r]);
     }
   }
+#pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++) y[r] = sum(sums[r]) + d * x[r];
+}
+
+template <int ROWS>
+constexpr int SOME = ROWS < IN_REGISTERS ? ROWS : IN_REGISTERS;
+
+// work(r, x, y) for all rows, from r on as many as registers hold. What is read from x, and
+// what goes to y, lies between by itself: a processor takes memory that lies alike in pages for the
+// same, and would have each step wait for the one before.
+template <int ROWS, class Work>
+INLINE void some_in_registers(const float *x, float *y, const Work &work) {
+  float given[ROWS], gives[ROWS];
+  memcpy(given, x, sizeof given);
+  for (int r = 0; r < ROWS; r += SOME<ROWS>) work(r, given + r, gives + r);
+  memcpy(y, gives, sizeof gives);
 }
 
 INLINE int64_t state_stride(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
@@ -131,9 +153,11 @@ static void delta_block(const toast::DeltaHead &h, int64_t row, float *room) {
       [&](int64_t t, const float *s, float *to, int64_t stride, float *more) {
         const float *k = whole_row(more, h.k + t * h.key_step, size, stride);
         const float *q = whole_row(more + stride, h.q + t * h.key_step, size, stride);
-        const int64_t gate = t * h.gate_step;
-        delta_step<ROWS>(s, to, stride, k, q, h.v + t * h.value_step + row, h.decays[gate],
-                         h.rates[gate], h.y + t * h.y_step + row);
+        const float decay = h.decays[t * h.gate_step], rate = h.rates[t * h.gate_step];
+        const float *v = h.v + t * h.value_step + row;
+        some_in_registers<ROWS>(v, h.y + t * h.y_step + row, [&](int r, const float *x, float *y) {
+          delta_some<SOME<ROWS>>(s + r * stride, to + r * stride, stride, k, q, x, decay, rate, y);
+        });
       });
 }
 
@@ -146,8 +170,12 @@ static void scan_block(const toast::ScanHead &h, int64_t row, float *room) {
       [&](int64_t t, const float *s, float *to, int64_t stride, float *more) {
         const float *b = whole_row(more, h.b + t * h.group_step, size, stride);
         const float *c = whole_row(more + stride, h.c + t * h.group_step, size, stride);
-        const int64_t gate = t * h.gate_step, at = t * h.x_step + row;
-        scan_step<ROWS>(s, to, stride, b, c, h.x + at, h.decays[gate], h.dt[gate], h.d, h.y + at);
+        const float decay = h.decays[t * h.gate_step], dt = h.dt[t * h.gate_step];
+        const int64_t at = t * h.x_step + row;
+        some_in_registers<ROWS>(h.x + at, h.y + at, [&](int r, const float *x, float *y) {
+          scan_some<SOME<ROWS>>(s + r * stride, to + r * stride, stride, b, c, x, decay, dt, h.d,
+                                y);
+        });
       });
 }
 

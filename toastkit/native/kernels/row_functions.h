@@ -256,16 +256,25 @@ static void convolve_channels(const toast_convolution &c, int64_t batch, int64_t
       weights[j][i] = number_at(c.weight_type, c.weight, (first + i) * c.kernel + j);
     weights[c.kernel][i] = c.bias ? number_at(c.weight_type, c.bias, first + i) : 0;
   }
-  for (int64_t t = 0; t < c.length; t++)
+  const float *x = static_cast<const float *>(c.x) + batch * c.strides[0];  // if it is of floats
+  for (int64_t t = 0; t < c.length; t++) {
+    const int64_t from = t - c.kernel + 1;
+    const bool plain = c.type == TOAST_F32 && out_type == TOAST_F32 && from >= 0;
     for (int64_t i = first; i < end; i += LANES) {
       const int some = int(end - i < LANES ? end - i : LANES);
+      const int64_t at = (batch * c.length + t) * c.out_step + i;
+      const bool whole = plain && some == LANES;
       F32 y = some_numbers_at(TOAST_F32, weights[c.kernel], i - first, some);
-      for (int64_t j = 0; j < c.kernel; j++)
-        y = multiply_add(position_at(c, batch, t - c.kernel + 1 + j, i, some),
+      for (int64_t j = 0; whole && j < c.kernel; j++)
+        y = multiply_add(load<F32>(x + (from + j) * c.strides[1] + i),
+                         load<F32>(weights[j] + i - first), y);
+      for (int64_t j = 0; !whole && j < c.kernel; j++)
+        y = multiply_add(position_at(c, batch, from + j, i, some),
                          some_numbers_at(TOAST_F32, weights[j], i - first, some), y);
       if (c.silu) y = activated(TOAST_SILU, y);
-      put_some(out_type, out, (batch * c.length + t) * c.out_step + i, y, some);
+      whole ? store(static_cast<float *>(out) + at, y) : put_some(out_type, out, at, y, some);
     }
+  }
 }
 
 const toast::RowInstructions row_functions = {
