@@ -79,12 +79,31 @@ def tied_llama(path: Path) -> Path:
 
 def quantised_qwen3(path: Path) -> Path:
     """Four bits a weight, scales and biases beside them, an output matrix of its own."""
-    import mlx.nn as nn
-    from mlx.utils import tree_flatten
     from mlx_lm.models import qwen3
 
-    config = {"model_type": "qwen3", "tie_word_embeddings": False, **SIZES}
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    return _quantised(path, qwen3, SIZES)
+
+
+def quantised_latent(path: Path) -> Path:
+    """The same with latent attention, a dense layer, and two of experts that are scored (GLM-4.7
+    Flash)."""
+    from mlx_lm.models import glm4_moe_lite
+
+    sizes = {
+        "num_key_value_heads": 4, "num_hidden_layers": 3, "q_lora_rank": 32, "kv_lora_rank": 64,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 8,
+        "moe_intermediate_size": 32, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+    }  # fmt: skip
+    return _quantised(path, glm4_moe_lite, {**SIZES, **sizes})
+
+
+def _quantised(path: Path, architecture: Any, sizes: dict) -> Path:
+    import mlx.nn as nn
+    from mlx.utils import tree_flatten
+
+    kind = architecture.__name__.rpartition(".")[2]
+    config = {"model_type": kind, "tie_word_embeddings": False, **sizes}
+    model = architecture.Model(architecture.ModelArgs.from_dict(config))
     model.load_weights(list(random_weights(model, 0.2).items()))
     nn.quantize(model, group_size=32, bits=4)
     config["quantization"] = config["quantization_config"] = {"group_size": 32, "bits": 4}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlx_lm.models import switch_layers
 
 from tests.conftest import examples
-from tests.model.checkpoints import quantised_qwen3, tied_llama
+from tests.model.checkpoints import quantised_latent, quantised_qwen3, tied_llama
 from tests.model.moe_checkpoints import write_moe
 from tests.model.published import write_published
 from tests.model.reference import PROMPTS
@@ -332,15 +332,14 @@ def test_the_reference(prompt: dict) -> None:
 
 
 MAKERS = {
-    "llama": tied_llama,
-    "qwen3": quantised_qwen3,
+    "llama": tied_llama, "qwen3": quantised_qwen3, "latent": quantised_latent,
     "deepseek_v3": lambda path: write_moe(path, "deepseek_v3"),
-}
+}  # fmt: skip
 
 
 NAMES = (
     "llama qwen3 mixtral qwen3_moe_quantised gemma3_text gpt_oss phi3 olmoe deepseek_v3 qwen2_moe "
-    "qwen3_next qwen3_5 qwen3_5_moe mamba2 falcon_h1"
+    "qwen3_next qwen3_5 qwen3_5_moe mamba2 falcon_h1 latent"
 )
 
 
@@ -352,12 +351,12 @@ def test_models_are_those_of_mlx(tmp_path: Path, name: str) -> None:
     parts = [holding.module for holding in engines[1].holdings.modules.values()]
     bits = {part._activation_bits for part in parts if hasattr(part, "_activation_bits")}
     assert bits == {16 if any(map(holds_experts, parts)) else 12}
-    close = 5e-3 if name == "qwen3" else 1e-3  # whose weights have 4 bits
+    close = 5e-3 if name in ("qwen3", "latent") else 1e-3  # whose weights have 4 bits
     for a, b in zip(*map(answer, engines)):
         assert mx.abs(a - b).max().item() < close * mx.abs(a).max().item()
 
 
-@pytest.mark.parametrize("name", ["crumb", "qwen3", "qwen3_moe_quantised", "gpt_oss"])
+@pytest.mark.parametrize("name", ["crumb", "qwen3", "qwen3_moe_quantised", "gpt_oss", "latent"])
 def test_exact_products(tmp_path: Path, name: str) -> None:
     """Within 1e-5 of the largest logit; an engine beside it has its own setting."""
     make = MAKERS.get(name) or (lambda path: write_published(path, name))

@@ -17,6 +17,7 @@ import sys
 import tokenize
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from opcode import opmap
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
@@ -24,6 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 Space = dict[str, Any]  # globals of a module
+Instruction = tuple[int, int]  # with what it is about
 # Of (module, name in it), by what is called instead, with the same parameters: see `stands_for`.
 _OURS: dict[tuple[str, str], Callable[..., Any]] = {}
 _spaces: dict[int, tuple[Space, Space]] = {}  # by the id of the first
@@ -34,18 +36,20 @@ class Native:
 
 
 class _Expression(NamedTuple):
-    """form: the parameters, each once, stand for anything. names, constants: that code with it has,
-    the latter as they are written."""
+    """form: the parameters, each once, stand for anything. names, constants, operators: that code
+    with it has, the second as they are written, the last as instructions."""
 
     form: ast.expr
     parameters: tuple[str, ...]
     names: frozenset[str]
     constants: frozenset[str]
+    operators: frozenset[Instruction]
     ours: Callable[..., Any]
 
 
 _EXPRESSIONS: dict[str, _Expression] = {}  # by the name of the global that is called
 COMPILED = type(mx.compile(lambda x: x))
+BINARY = frozenset(code for name, code in opmap.items() if name.startswith("BINARY_"))
 
 
 def stands_for(module: str, name: str) -> Callable[[Any], Any]:
@@ -77,7 +81,7 @@ def replaces(expression: str) -> Callable[[Any], Any]:
         names = frozenset(code.co_names).difference(parameters)
         _EXPRESSIONS[f"_toastkit_{ours.__name__}"] = _Expression(
             ast.parse(expression, mode="eval").body, parameters, names,
-            frozenset(map(repr, code.co_consts)), ours,
+            frozenset(map(repr, code.co_consts)), frozenset(_operators(code)), ours,
         )  # fmt: skip
         _forget()
         return ours
@@ -141,6 +145,16 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(value)
 
 
+def _operators(code: CodeType) -> Iterator[Instruction]:
+    """Of two operands: likewise."""
+    for one in zip(code.co_code[::2], code.co_code[1::2]):
+        if one[0] in BINARY:
+            yield one
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _operators(value)
+
+
 def _originals() -> dict[int, Callable[..., Any]]:
     """Ours by the id of what they stand for, as far as its module is imported."""
     found = {}
@@ -200,8 +214,11 @@ def _code_anew(function: FunctionType) -> CodeType:
     it does, or where it is part of another function."""
     code = function.__code__
     names, constants = {*_names(code)}, {*map(repr, code.co_consts)}
+    operators = {*_operators(code)}
     found = {
-        name: e for name, e in _EXPRESSIONS.items() if e.names <= names and e.constants <= constants
+        name: e
+        for name, e in _EXPRESSIONS.items()
+        if e.names <= names and e.constants <= constants and e.operators <= operators
     }
     space = function.__globals__
     theirs = space.get("mx") is mx and space.get("nn", nn) is nn

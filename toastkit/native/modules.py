@@ -259,6 +259,27 @@ class Switch(_Product):
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
 
 
+class PerHead(_Product):
+    """A stack of matrices, one for each head."""
+
+    def __call__(self: Any, x: mx.array, transpose: bool = True) -> mx.array:
+        """x: (B, heads or 1, positions, columns); (..., rows) instead where not to be transposed.
+        Gives (B, heads, positions, rows), or (..., columns)."""
+        heads = operations.numbered(self["weight"].shape[:1])
+        y = self._multiply(x, heads) if transpose else self._turned(x)
+        return super().__call__(x, transpose) if y is None else y  # type: ignore[misc]
+
+    def _turned(self: Any, x: mx.array) -> mx.array | None:
+        if self.operand() is None or in_use() is None:
+            return None
+        weight = self["weight"]
+        if "scales" in self:
+            biases = None if self.get("biases") is None else self.biases
+            how = self.group_size, self.bits, self.mode
+            weight = mx.dequantize(weight, self.scales, biases, *how)
+        return operations.matmul(x, weight)
+
+
 def operands_of(parts: Sequence[Any]) -> list[Operand] | None:
     """What parts multiply float32 vectors with; None where one is not to be multiplied so."""
     found = []
@@ -347,6 +368,8 @@ MIXINS: dict[tuple[str, str], type] = {
     ("mlx_lm.models.rope_utils", "Llama3RoPE"): FreqsRope,
     ("mlx_lm.models.rope_utils", "ProportionalRoPE"): FreqsRope,
     ("mlx_lm.models.deepseek_v2", "DeepseekV2YarnRotaryEmbedding"): DeepseekRope,
+    ("mlx_lm.models.mla", "MultiLinear"): PerHead,
+    ("mlx_lm.models.mla", "QuantizedMultiLinear"): PerHead,
     ("mlx_lm.models.switch_layers", "SwitchGLU"): SwitchGLU,
     ("mlx_lm.models.switch_layers", "SwitchLinear"): Switch,
     ("mlx_lm.models.switch_layers", "QuantizedSwitchLinear"): Switch,

@@ -251,6 +251,29 @@ def weighted_sum(y: mx.array, scores: mx.array) -> mx.array:
     return made.astype(mx.result_type(y, scores))
 
 
+@lru_cache(64)
+def numbered(shape: tuple[int, ...]) -> mx.array:
+    """uint32 (...) of such a shape: 0, 1, 2 ..."""
+    made = mx.arange(math.prod(shape), dtype=mx.uint32).reshape(shape)
+    mx.eval(made)
+    return made
+
+
+@replaces("a @ b")
+def matmul(a: Any, b: Any) -> Any:
+    """As MLX's of arrays (..., m, k) and (..., k, n); of anything else, as that has it."""
+    library = in_use()
+    if library is None or not fits(a, b) or min(a.ndim, b.ndim) < 2 or not (a.size and b.size):
+        return a @ b
+    if a.shape[-1] != b.shape[-2]:
+        return a @ b  # MLX says what is wrong
+    turned, dtype = b.swapaxes(-1, -2), mx.result_type(a, b)
+    if b.ndim == 2:
+        return library.multiply(a, turned).astype(dtype)
+    stack, which = turned.reshape(-1, *turned.shape[-2:]), numbered(b.shape[:-2])
+    return library.multiply(a, stack, experts=which).astype(dtype)
+
+
 @stands_for("mlx_lm.models.base", "scaled_dot_product_attention")
 def attention(
     queries: mx.array,
