@@ -17,6 +17,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import (
     gemma,
+    gemma2,
     gemma3_text,
     glm4,
     gpt_oss,
@@ -32,9 +33,11 @@ from mlx_lm.models import (
     qwen3,
     qwen3_moe,
 )
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from tests.model.reference import OLD_MLX_LM, held_by, needs_new_mlx_lm
+from tests.model.test_native_operations import alike
 from tests.native_library import native_cache, native_path, needed, operations_of
 from toastkit.native import blocks
 from toastkit.native.kv_caches import Room, keep_in
@@ -141,6 +144,33 @@ def test_caches_that_keep_fewer_bits(kept: mx.Dtype) -> None:
     with patch.object(blocks.Layer, "natively", lambda *_: None):
         wanted = passes(own, 2, kept)
     assert all(map(mx.array_equal, made, wanted))
+
+
+@pytest.mark.parametrize("kept", [mx.float32, mx.int8])
+def test_scores_that_are_capped(kept: mx.Dtype) -> None:
+    """With masks that are arrays, as the architecture has them."""
+    own = layers(gemma2, {"attn_logit_softcapping": 3.0}, 4)
+
+    def passes() -> list[mx.array]:
+        caches, made = [KVCache() for _ in own], []
+        keep_in(kept, caches)
+        for n, length in enumerate((*LENGTHS, 1)):
+            x = mx.random.normal((2, length, 64), key=mx.random.key(n))
+            mask = create_causal_mask(length, caches[0].offset) if length > 1 else None
+            for layer, cache in zip(own, caches):
+                x = layer(x, mask, cache)
+            made.append(x)
+        return made
+
+    with counted() as counts:
+        made = passes()
+    ones = (*LENGTHS, 1).count(1)
+    assert counts == {"one": len(own) * ones, "two": len(own) * (len(LENGTHS) + 1 - ones)}
+    with patch.object(blocks.Layer, "natively", lambda *_: None):
+        wanted = passes()
+    assert all(alike(a, b, 1e-4 if kept == mx.float32 else 2e-2) for a, b in zip(made, wanted))
+    own = layers(gemma2, {"attn_logit_softcapping": 1e4}, 4)
+    assert not alike(passes()[0], made[0], 1e-2)
 
 
 @needs_new_mlx_lm

@@ -30,7 +30,7 @@ class _Attention(ctypes.Structure):
         )),
         ("scale", ctypes.c_float), ("masking", ctypes.c_int32), ("mask", ctypes.c_void_p),
         ("mask_strides", ctypes.c_int64 * 3), ("mask_type", ctypes.c_int32),
-        ("sinks", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p), ("cap", ctypes.c_float),
     ]  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def _rows(array: np.ndarray, type_: str) -> _Rows:
 class Asked(NamedTuple):
     """What is asked. queries: (B, heads, N, size); keys, values: (B, key heads, M, size), all as
     stored, of `types`. mask: None, "causal", bool or `mask_type` (B or 1, heads or 1, N or 1, M).
-    sinks: float32 (heads,)."""
+    sinks: float32 (heads,). cap: 0 for none."""
 
     queries: np.ndarray
     keys: np.ndarray
@@ -58,6 +58,7 @@ class Asked(NamedTuple):
     mask: np.ndarray | str | None = None
     mask_type: str = "f32"
     sinks: np.ndarray | None = None
+    cap: float = 0.0
 
     def of_batch(self, row: int, padding: int = 0) -> Asked:
         """One of its batch alone, without so many keys at the beginning."""
@@ -87,6 +88,7 @@ def attend(kernels: Kernels, asked: Asked, out_type: str = "f32") -> np.ndarray:
         keys, size, width, asked.scale, masking, None if mask is None else mask.ctypes.data,
         (ctypes.c_int64 * 3)(*((0, 0, 0) if mask is None else _strides(mask))),
         TYPES[asked.mask_type], None if asked.sinks is None else asked.sinks.ctypes.data,
+        asked.cap,
     )  # fmt: skip
     code = kernels.library.toast_attend(
         ctypes.byref(described), ctypes.c_void_p(out.ctypes.data),
@@ -104,6 +106,8 @@ def wanted(asked: Asked) -> tuple[np.ndarray, np.ndarray]:
     # The queries of heads that share their keys, one below the other: no key is copied for each.
     q = q.reshape(batch, key_heads, heads // key_heads * n, size)
     scores = (asked.scale * q @ k.swapaxes(-1, -2)).reshape(batch, heads, n, m)
+    if asked.cap:
+        scores = asked.cap * np.tanh(scores / asked.cap)
     mask = asked.mask
     if isinstance(mask, str):
         mask = np.arange(m) <= np.arange(n)[:, None] + max(m - n, 0)
@@ -186,4 +190,5 @@ def asked(draw, kinds: tuple[str, ...] = KINDS, kept: tuple[str, ...] = tuple(KE
     return Asked(
         *arrays, types=of, scale=draw(st.sampled_from((0.3, 1.0, -2.0))), mask=mask,
         mask_type=mask_type, sinks=sinks if draw(st.booleans()) else None,
+        cap=draw(st.sampled_from((0.0, 0.0, 2.0, 50.0))),
     )  # fmt: skip

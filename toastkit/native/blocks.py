@@ -14,11 +14,12 @@ import mlx.core as mx
 
 from toastkit.native.forms import Block, Heads, adds_one, heads_of
 from toastkit.native.functions import Native
-from toastkit.native.kv_caches import Room, appended_first, room_in, set_appended
+from toastkit.native.kv_caches import Room, appended_first, kept_of, room_in, set_appended
 from toastkit.native.layers import Mixture
 from toastkit.native.library import ACTIVATIONS, FLOATS, NONE, Library, in_use, need
 from toastkit.native.modules import Linear, Norm, operands_of
 from toastkit.native.operands import Operand, Operands
+from toastkit.native.operations import is_mask
 from toastkit.native.rotary import is_rotary
 
 FEW = 16  # positions that are one operation
@@ -33,7 +34,7 @@ class _Shape(ctypes.Structure):
         )),
         ("eps", ctypes.c_float * 6), ("plus", ctypes.c_float), ("multiplier", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("dims", "traditional", "inverse")),
-        *((name, ctypes.c_float) for name in ("rotation_scale", "factor", "scale")),
+        *((name, ctypes.c_float) for name in ("rotation_scale", "factor", "scale", "cap")),
     ]  # fmt: skip
 
 
@@ -80,7 +81,7 @@ class Layer(Native):
         few = plan.turns and batch * length <= FEW
         known = mask is None or (isinstance(mask, str) and mask == "causal")
         room = room_in(cache, length) if few and known else None
-        if plan.heads.gated and room is None:
+        if room is None and (plan.heads.gated or not _can_cap(plan, mask, cache)):
             return None
         plan.operands.were_used()
         if room is None:
@@ -102,6 +103,11 @@ class ScaledLayer(Layer):
         if y is not None:
             return y
         return super(Layer, self).__call__(x, attn_scale, mask, cache)  # type: ignore[misc]
+
+
+def _can_cap(plan: _Plan, mask: Any, cache: Any) -> bool:
+    """Whether nothing is to be capped, or native attention is what is asked for."""
+    return plan.heads.cap is None or (not hasattr(cache, "bits") and is_mask(mask))
 
 
 def _in_one(
@@ -146,9 +152,12 @@ def _in_two(
     del new
     if scales is not None:
         queries = queries * scales
-    sinks = {} if own.sinks is None else {"sinks": attention[own.sinks]}
-    scale = plan.shape.scale
-    attended = own.attend(queries, keys, values, cache=cache, scale=scale, mask=mask, **sinks)
+    scale, cap = plan.shape.scale, plan.shape.cap
+    if cap:
+        attended = library.attend(queries, kept_of(keys), kept_of(values), scale, mask, cap=cap)
+    else:
+        sinks = {} if own.sinks is None else {"sinks": attention[own.sinks]}
+        attended = own.attend(queries, keys, values, cache=cache, scale=scale, mask=mask, **sinks)
     outs = _copies(x, 1 if plan.left is None else 2)
     made = (ctypes.py_object * len(outs))(*outs)
     need(closed(made, x, attended, *places))
@@ -183,6 +192,7 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     shape, turn = _Shape(heads, key_heads, own.gated, own.joined and size), attention[own.turn]
     shape.eps[:] = [0.0 if norm is None else norm.eps for norm in norms]
     shape.plus, shape.multiplier, shape.scale = plus, multiplier, getattr(attention, own.scale)
+    shape.cap = getattr(attention, own.cap) if own.cap else 0.0
     if more:
         shape.network, shape.activation = len(more), ACTIVATIONS.index(form.activation)
     frequencies = _rotated(shape, turn, size or found[1].rows // key_heads)

@@ -1,6 +1,6 @@
 """Which modules are of a common form, whatever architecture they are of, and what they call their
 parts: feed-forward networks, layers, attentions and norms whose forward is, instruction by
-instruction, one of those of forwards.py, by other names."""
+instruction, one of those of forwards.py and attention_forwards.py, by other names."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from toastkit.native import attention_forwards as attentions
 from toastkit.native import forwards
 from toastkit.native.functions import our_function
 
@@ -44,8 +45,8 @@ class Heads(NamedTuple):
     """What a class of attentions calls its parts. attend: what it calls with queries, keys, values
     and the rest. q_norm, k_norm: of each head, or of all heads of a position together. gated: q
     gives a gate for each of its numbers, behind those of the same head. joined: q, k and v are one,
-    with the rows of one behind another. size: the numbers of a head. scaled: as of Block. None for
-    what it has not."""
+    with the rows of one behind another. size: the numbers of a head. cap: of scores. scaled: as of
+    Block. None for what it has not."""
 
     q: str
     k: str
@@ -62,6 +63,7 @@ class Heads(NamedTuple):
     joined: bool = False
     size: str | None = None
     sinks: str | None = None
+    cap: str | None = None
     scaled: bool = False
 
 
@@ -100,16 +102,19 @@ def block_of(cls: type) -> Block | None:
 @cache
 def heads_of(cls: type) -> Heads | None:
     """Of a class of attentions; None for one of another form."""
-    forward, ours = _forward(cls), our_function(forwards.BASE, forwards.ATTEND)
-    found = _known(cls, forwards.HEADS, (*Heads._fields, "qkv"))
-    if not (forward and found and ours) or forward.__globals__[forwards.ATTEND] is not ours:
+    forward, ours = _forward(cls), our_function(attentions.BASE, attentions.ATTEND)
+    found = _known(cls, attentions.HEADS, (*Heads._fields, "qkv", "repeats"))
+    if not (forward and found and ours):
         return None
     known, names = found
+    if known is not attentions.CAPPED and forward.__globals__[attentions.ATTEND] is not ours:
+        return None
+    names.pop("repeats", None)
     one = names.pop("qkv", None)
     given = dict.fromkeys(("q", "k", "v"), one) if one else {}
     none = dict.fromkeys(("heads", "key_heads", "q_norm", "k_norm"))
     more: dict[str, Any] = {**none, **names, **given}
-    gated, scaled = known is forwards.GATED, known in forwards.SCALED
+    gated, scaled = known is attentions.GATED, known is attentions.SCALED
     return Heads(**more, attend=ours, gated=gated, joined=bool(one), scaled=scaled)
 
 

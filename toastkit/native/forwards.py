@@ -1,7 +1,7 @@
-"""Forwards of networks, layers, attentions and norms that are known. Those of architectures are
-compared with them, instruction by instruction (forms.py): they are never called, and stand as the
-architectures have them, however much they have in common; since Python 3.13 also line by line,
-where two names that are loaded in one line are one instruction."""
+"""Forwards of networks, layers and norms that are known; those of attentions are beside it. Those
+of architectures are compared with them, instruction by instruction (forms.py): they are never
+called, and stand as the architectures have them, however much they have in common; since Python
+3.13 also line by line, where two names that are loaded in one line are one instruction."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import mlx.nn as nn
 # What the forwards call is looked up by those that they are compared with.
 swiglu: Any = None
 clip_residual: Any = None
-scaled_dot_product_attention: Any = None
-_get_llama_4_attn_scale: Any = None
 _toastkit_rms_norm_plus_one: Any = None
 PARTS = ("gate", "up", "both", "down")  # theirs may have any name
 
@@ -160,6 +158,7 @@ BLOCKS = (
     _block_with_residual, _block_normed_behind, _block_multiplied, _block_step_by_step,
     _block_scaled,
 )  # fmt: skip
+SCALED = (_block_scaled,)
 # Which clips in float16, and adds up in float32.
 CLIP = ("mlx_lm.models.gemma3_text", "clip_residual")
 
@@ -169,216 +168,3 @@ def _normed_plus_one(self: Any, x: Any) -> Any:
 
 
 NORMS_PLUS_ONE = (_normed_plus_one,)
-
-
-# What an attention calls is looked up by that name.
-BASE, ATTEND = "mlx_lm.models.base", "scaled_dot_product_attention"
-
-
-def _heads(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    B, L, D = x.shape
-    queries, keys, values = self.q(x), self.k(x), self.v(x)
-    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
-    keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-    else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
-    output = scaled_dot_product_attention(
-        queries, keys, values, cache=cache, scale=self.scale, mask=mask
-    )
-    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
-    return self.out(output)
-
-
-def _heads_normed(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    B, L, D = x.shape
-    queries, keys, values = self.q(x), self.k(x), self.v(x)
-    queries = self.q_norm(queries.reshape(B, L, self.heads, -1)).transpose(0, 2, 1, 3)
-    keys = self.k_norm(keys.reshape(B, L, self.key_heads, -1)).transpose(0, 2, 1, 3)
-    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-    else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
-    output = scaled_dot_product_attention(
-        queries, keys, values, cache=cache, scale=self.scale, mask=mask
-    )
-    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
-    return self.out(output)
-
-
-def _heads_normed_together(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    B, L, D = x.shape
-    queries, keys, values = self.q(x), self.k(x), self.v(x)
-    queries = self.q_norm(queries)
-    keys = self.k_norm(keys)
-    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
-    keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-    else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
-    output = scaled_dot_product_attention(
-        queries, keys, values, cache=cache, scale=self.scale, mask=mask
-    )
-    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
-    return self.out(output)
-
-
-def _heads_normed_later(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    B, L, D = x.shape
-    queries, keys, values = self.q(x), self.k(x), self.v(x)
-    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
-    keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    queries = self.q_norm(queries)
-    keys = self.k_norm(keys)
-    if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-    else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
-    output = scaled_dot_product_attention(
-        queries, keys, values, cache=cache, scale=self.scale, mask=mask
-    )
-    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
-    return self.out(output)
-
-
-def _heads_normed_at_once(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    B, L, D = x.shape
-    queries = self.q_norm(self.q(x))
-    keys = self.k_norm(self.k(x))
-    values = self.v(x)
-    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
-    keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-    else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
-    output = scaled_dot_product_attention(
-        queries, keys, values, cache=cache, scale=self.scale, mask=mask
-    )
-    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
-    return self.out(output)
-
-
-def _heads_split(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    B, L, D = x.shape
-    qkv = self.qkv(x)
-    query_pos = self.heads * self.size
-    queries, keys, values = mx.split(
-        qkv, [query_pos, query_pos + self.key_heads * self.size], axis=-1
-    )
-    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
-    keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-    else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
-    output = scaled_dot_product_attention(
-        queries, keys, values, cache=cache, scale=self.scale, mask=mask
-    )
-    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
-    return self.out(output)
-
-
-def _heads_with_sinks(self: Any, x: Any, mask: Any, cache: Any = None) -> Any:
-    B, L, _ = x.shape
-    D = self.size
-    q = self.q(x).reshape(B, L, -1, D).swapaxes(1, 2)
-    k = self.k(x).reshape(B, L, -1, D).swapaxes(1, 2)
-    v = self.v(x).reshape(B, L, -1, D).swapaxes(1, 2)
-    if cache is not None:
-        q = self.turn(q, offset=cache.offset)
-        k = self.turn(k, offset=cache.offset)
-        k, v = cache.update_and_fetch(k, v)
-    else:
-        q = self.turn(q)
-        k = self.turn(k)
-    v_hat = scaled_dot_product_attention(q, k, v, cache, self.scale, mask=mask, sinks=self.sinks)
-    return self.out(v_hat.swapaxes(1, 2).reshape(B, L, -1))
-
-
-def _heads_scaled(
-    self: Any, x: Any, attn_scale: Any = None, mask: Any = None, cache: Any = None
-) -> Any:
-    B, L, D = x.shape
-    queries, keys, values = self.q(x), self.k(x), self.v(x)
-    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
-    keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    offset = 0
-    if cache is not None:
-        offset = cache.offset
-        queries = self.turn(queries, offset=offset)
-        keys = self.turn(keys, offset=offset)
-        keys, values = cache.update_and_fetch(keys, values)
-    else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
-    if attn_scale is None:
-        attn_scale = _get_llama_4_attn_scale(
-            L,
-            offset,
-            self.scaling_beta,
-            self.original_max_position_embeddings,
-        ).astype(x.dtype)
-    queries = queries * attn_scale
-    output = scaled_dot_product_attention(
-        queries, keys, values, cache=cache, scale=self.scale, mask=mask
-    )
-    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
-    return self.out(output)
-
-
-def _heads_gated(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    B, L, D = x.shape
-    q_proj_output = self.q(x)
-    queries, gate = mx.split(q_proj_output.reshape(B, L, self.heads, -1), 2, axis=-1)
-    gate = gate.reshape(B, L, -1)
-    keys, values = self.k(x), self.v(x)
-    queries = self.q_norm(queries).transpose(0, 2, 1, 3)
-    keys = self.k_norm(keys.reshape(B, L, self.key_heads, -1)).transpose(0, 2, 1, 3)
-    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
-    if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-    else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
-    output = scaled_dot_product_attention(
-        queries, keys, values, cache=cache, scale=self.scale, mask=mask
-    )
-    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
-    return self.out(output * mx.sigmoid(gate))
-
-
-HEADS = (
-    _heads, _heads_normed, _heads_normed_together, _heads_normed_later, _heads_normed_at_once,
-    _heads_split, _heads_with_sinks, _heads_scaled, _heads_gated,
-)  # fmt: skip
-GATED, SCALED = _heads_gated, (_heads_scaled, _block_scaled)

@@ -49,6 +49,8 @@ class _Expression(NamedTuple):
 
 _EXPRESSIONS: dict[str, _Expression] = {}  # by the name of the global that is called
 COMPILED = type(mx.compile(lambda x: x))
+# Before a function: of what is imported beside it Python makes other instructions.
+IMPORTS = ast.parse("import mlx.core as mx, mlx.nn as nn").body
 BINARY = frozenset(code for name, code in opmap.items() if name.startswith("BINARY_"))
 
 
@@ -228,7 +230,7 @@ def _code_anew(function: FunctionType) -> CodeType:
         return code
     definition.tree.decorator_list = []
     changed = _Replaced(found)
-    tree = ast.Module([changed.visit(definition.tree)], [])
+    tree = ast.Module([*IMPORTS, changed.visit(definition.tree)], [])
     compiled = compile(ast.fix_missing_locations(tree), code.co_filename, "exec")
     consts = (c for c in compiled.co_consts if isinstance(c, CodeType))
     made = next(c for c in consts if c.co_name == code.co_name)

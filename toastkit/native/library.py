@@ -60,7 +60,7 @@ class Library:
         self._route = function("route", *[array] * 3, whole, whole)
         self._blend = function("blend", *[array] * 5)
         self._append = function("append", array * 4, array * 4, whole)
-        self._attend = function("attend", *[array] * 6, number, whole)
+        self._attend = function("attend", *[array] * 6, number, number, whole)
         self._quantise = function("quantise", array, array)
         self._dequantise = function("dequantise", array, array)
 
@@ -306,6 +306,7 @@ class Library:
         scale: float,
         mask: mx.array | str | None = None,
         sinks: mx.array | None = None,
+        cap: float = 0.0,
     ) -> mx.array:
         """Attention as of mx.fast.scaled_dot_product_attention, lazy, (B, heads, N, value size), of
         the dtype of all three or float32.
@@ -313,11 +314,12 @@ class Library:
         queries: (B, heads, N, size). keys, values: (B, key heads, M, size), float32, float16 or
         bfloat16 each, or what `quantise` gave, which counts as of the dtype of queries. mask:
         "causal", bool or added, such a dtype too, broadcast to (B, heads, N, M). sinks: float32
-        (heads,). Raises ValueError for what does not fit together.
+        (heads,). cap: scores are cap * tanh(score / cap), before the mask; 0 for as they are.
+        Raises ValueError for what does not fit together.
         """
         given, causal = (mask, False) if isinstance(mask, mx.array) else (NONE, mask == "causal")
         some = _given(sinks)
-        return _made(self._attend, queries, keys, values, given, some, scale, causal)
+        return _made(self._attend, queries, keys, values, given, some, scale, cap, causal)
 
     def quantise(self, x: mx.array) -> mx.array:
         """Rows x (..., n) in 8 bits, lazy: int8 (..., n + 4), the numbers and then, in four bytes,

@@ -293,6 +293,13 @@ def attention(
     return fast_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
+def is_mask(mask: Any) -> bool:
+    """Whether it is one of those that native attention takes."""
+    if isinstance(mask, mx.array):
+        return mask.dtype in (mx.bool_, *FLOATS)
+    return mask in (None, "causal")
+
+
 @stands_for("mlx.core", "fast.scaled_dot_product_attention")
 def fast_attention(
     q: mx.array,
@@ -309,10 +316,8 @@ def fast_attention(
     library = in_use()
     known = all(a.dtype in FLOATS and a.ndim == 4 for a in (q, k, v)) and k.shape[2] > 0
     if isinstance(mask, mx.array):
-        known = known and mask.dtype in (mx.bool_, *FLOATS) and mask.shape[-1:] == k.shape[2:3]
-    else:
-        known = known and mask in (None, "causal")
-    if library is None or not known or rest:
+        known = known and mask.shape[-1:] == k.shape[2:3]
+    if library is None or not (known and is_mask(mask)) or rest:
         return mx.fast.scaled_dot_product_attention(
             q, k, v, scale=scale, mask=mask, sinks=sinks, **rest
         )

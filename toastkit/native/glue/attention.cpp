@@ -49,13 +49,13 @@ class Mask {
   std::optional<InOrder> copy_;
 };
 
-void compute(const Arrays &arrays, float scale, int masking, bool sinks) {
+void compute(const Arrays &arrays, float scale, float cap, int masking, bool sinks) {
   const Rows queries(arrays[0]), keys(arrays[1]), values(arrays[2]);
   mx::array out = arrays.back();
   toast_attention call = {
       queries.rows(), keys.rows(), values.rows(), arrays[0].shape(0), arrays[0].shape(1),
       arrays[1].shape(1), arrays[0].shape(2), arrays[1].shape(2), arrays[0].shape(3),
-      row_size(arrays[2]), scale, masking, nullptr, {}, 0, nullptr,
+      row_size(arrays[2]), scale, masking, nullptr, {}, 0, nullptr, cap,
   };
   std::optional<Mask> mask;
   if (masking >= TOAST_VISIBLE) mask.emplace(arrays[3], call);
@@ -78,7 +78,7 @@ void check_mask(const mx::array &mask, const mx::array &q, const mx::array &k) {
 }
 
 mx::array attention(const mx::array &q, const mx::array &k, const mx::array &v, float scale,
-                    const mx::array *mask, bool causal, const mx::array *sinks) {
+                    float cap, const mx::array *mask, bool causal, const mx::array *sinks) {
   check(q.ndim() == 4 && k.ndim() == 4 && v.ndim() == 4, "rows that have not four axes");
   check(q.shape(0) == k.shape(0) && q.shape(0) == v.shape(0), "keys of another batch");
   check(k.shape(1) == v.shape(1) && k.shape(1) && q.shape(1) % k.shape(1) == 0,
@@ -101,8 +101,8 @@ mx::array attention(const mx::array &q, const mx::array &k, const mx::array &v, 
                             : mask->dtype() == mx::bool_ ? TOAST_VISIBLE : TOAST_ADDED;
   return made("ToastAttention", {q.shape(0), q.shape(1), q.shape(2), row_size(v)},
               fits(k) && fits(v) ? q.dtype() : mx::float32, std::move(inputs),
-              [scale, masking, given = sinks != nullptr](const Arrays &arrays) {
-    compute(arrays, scale, masking, given);
+              [scale, cap, masking, given = sinks != nullptr](const Arrays &arrays) {
+    compute(arrays, scale, cap, masking, given);
   }, lie_by_position);
 }
 
@@ -114,10 +114,10 @@ extern "C" {
 // Makes `out`, an array that nobody else has, the attention. Lazy. mask, sinks: NULL for none.
 // Returns what is wrong; NULL where nothing is.
 TOAST_API const char *toast_attend_array(void *out, void *q, void *k, void *v, void *mask,
-                                         void *sinks, float scale, int causal) {
+                                         void *sinks, float scale, float cap, int causal) {
   using toast::array_of;
   return toast::wrong([&] {
-    array_of(out) = toast::attention(array_of(q), array_of(k), array_of(v), scale,
+    array_of(out) = toast::attention(array_of(q), array_of(k), array_of(v), scale, cap,
                                      mask ? &array_of(mask) : nullptr, causal != 0,
                                      sinks ? &array_of(sinks) : nullptr);
   });

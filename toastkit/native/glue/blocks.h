@@ -11,7 +11,7 @@ extern "C" {
 // multiplied what it attends to. joined: the numbers of a head, where queries, keys and values are
 // rows of one part, these behind those; else 0. eps: of its norms, which add `plus` to their
 // weights. multiplier: a factor of what attention and network give. dims ... factor: of the
-// rotation, as toast_rotation has them; scale: of attention.
+// rotation, as toast_rotation has them; scale, cap: of attention.
 //
 // Its operands: queries, keys, values, out and the network's parts; the weights of the norms of
 // what attention and network are given, of queries and of keys (of each head or of all heads of a
@@ -21,7 +21,7 @@ typedef struct {
   int32_t heads, key_heads, gated, joined, network, activation;
   float eps[6], plus, multiplier;
   int32_t dims, traditional, inverse;
-  float rotation_scale, factor, scale;
+  float rotation_scale, factor, scale, cap;
 } toast_layer;
 
 }  // extern "C"

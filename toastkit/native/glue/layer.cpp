@@ -86,7 +86,7 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
       {turned_q, {is.heads * length * query, length * query, query}, TOAST_F32},
       rows_of(keys), rows_of(values), batch, is.heads, is.key_heads, length, place.length, query,
       value, is.scale, place.causal ? TOAST_CAUSAL : TOAST_ALL, nullptr, {}, 0,
-      sinks ? reinterpret_cast<const float *>(sinks->data()) : nullptr,
+      sinks ? reinterpret_cast<const float *>(sinks->data()) : nullptr, is.cap,
   };
   const int64_t strides[3] = {length * is.heads * value, value, is.heads * value};
   need(toast_attend(&call, attended, strides, TOAST_F32));

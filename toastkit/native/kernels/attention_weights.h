@@ -13,10 +13,26 @@ constexpr int SUMMED = toast::SUMMED;  // on every processor
 
 INLINE float exponential(float x) { return exponential(all(x))[0]; }
 
-// The scores of rows that hide or change keys of a span. stride: from one key's score to the next.
+// cap * tanh(score / cap), in place. Where keys are apart, rows are side by side.
+static void cap_scores(float cap, int64_t rows, int64_t keys, float *scores, int64_t row_stride,
+                       int64_t stride) {
+  const int64_t lines = stride == 1 ? rows : keys, count = stride == 1 ? keys : rows;
+  for (int64_t i = 0; i < lines; i++) {
+    float *line = scores + i * (stride == 1 ? row_stride : stride);
+    for (int64_t j = 0; j < count; j += LANES) {
+      const int some = int(count - j < LANES ? count - j : LANES);
+      const F32 power = exponential(some_numbers_at(TOAST_F32, line, j, some) * all(2 / cap));
+      put_some(TOAST_F32, line, j, all(cap) - all(2 * cap) / (power + all(1.0f)), some);
+    }
+  }
+}
+
+// The scores of rows, capped; where they hide or change keys of a span. stride: from one key's
+// score to the next.
 static void mask_scores(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                         int64_t end, float *scores, int64_t row_stride, int64_t stride) {
   const toast_attention &call = *a.call;
+  if (call.cap > 0) cap_scores(call.cap, tile.rows, end - begin, scores, row_stride, stride);
   for (int64_t r = 0; r < tile.rows; r++) {
     const int64_t row = tile.first + r, position = row / a.repeats;
     const int64_t head = tile.head * a.repeats + row % a.repeats;

@@ -89,6 +89,7 @@ typedef struct {
   int64_t mask_strides[3];
   int32_t mask_type;
   const float *sinks;   // (heads): a score whose value is zero; NULL for none
+  float cap;            // scores are cap * tanh of what they are over cap, before any mask; 0: not
 } toast_attention;
 
 // out: (batch, heads, positions, value_size) of out_type, strides as above. A query that sees no
