@@ -15,7 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_map
-from mlx_lm.models import gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe, qwen3_next
+from mlx_lm.models import (
+    deepseek,
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe_lite,
+    gpt_oss,
+    granitemoe,
+    lfm2_moe,
+    minimax,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+    qwen3_next,
+)
 
 from tests.conftest import examples
 from tests.model.moe_checkpoints import write_moe
@@ -26,7 +40,7 @@ from tests.model.test_recurrent_layers import read
 from tests.native_library import built, cache, needed
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import known, layers, modules
+from toastkit.native import known, mixtures, modules
 from toastkit.native.library import Library
 
 __all__ = ["built", "cache", "library"]
@@ -40,14 +54,23 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": True, "max_position_embeddings": 100, "partial_rotary_factor": 0.5,
     "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "sliding_window": 50,
+    "n_routed_experts": 6, "n_shared_experts": 1, "n_group": 3, "topk_group": 2,
+    "routed_scaling_factor": 2.5, "topk_method": "noaux_tc", "moe_layer_freq": 1,
+    "first_k_dense_replace": 0, "embedding_multiplier": 1.0, "attention_multiplier": 1.0,
+    "logits_scaling": 1.0, "residual_multiplier": 1.0, "use_expert_bias": True,
+    "num_dense_layers": 0, "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3,
+    "full_attn_idxs": [0], "shared_intermediate_size": 64, "attn_type_list": [1],
+    "rotary_dim": 8, "use_qk_norm": False, "attention_bias": False,
 }  # fmt: skip
 BLOCKS = [
     (qwen3_next, "Qwen3NextSparseMoeBlock"), (qwen3_moe, "Qwen3MoeSparseMoeBlock"),
     (olmoe, "OlmoeSparseMoeBlock"), (mixtral, "MixtralSparseMoeBlock"),
-    (qwen2_moe, "Qwen2MoeSparseMoeBlock"),
+    (qwen2_moe, "Qwen2MoeSparseMoeBlock"), (deepseek_v3, "DeepseekV3MoE"),
+    (glm4_moe_lite, "Glm4MoeLiteMoE"), (deepseek_v2, "DeepseekV2MoE"), (deepseek, "DeepseekMoE"),
+    (granitemoe, "GraniteMoeMoE"), (minimax, "MiniMaxSparseMoeBlock"),
 ]  # fmt: skip
-if not OLD_MLX_LM:  # whose experts have another activation
-    BLOCKS.append((gpt_oss, "MLPBlock"))
+if not OLD_MLX_LM:  # whose experts have another activation, and other scores
+    BLOCKS += [(gpt_oss, "MLPBlock"), (lfm2_moe, "Lfm2MoeSparseMoeBlock")]
 blocks = pytest.mark.parametrize("kind", BLOCKS, ids=[name for _, name in BLOCKS])
 
 
@@ -55,6 +78,8 @@ def made(kind: tuple, seed: int, k: int = 2, normed: bool = True, bits: int = 0)
     """mlx_lm's and ours, with the same random weights."""
     module, name = kind
     sizes = {"num_experts_per_tok": k, "norm_topk_prob": normed, **SIZES}
+    if module is deepseek_v2:
+        sizes["topk_method"] = "group_limited_greedy"
     args = module.ModelArgs.from_dict(sizes | {"model_type": module.__name__.rpartition(".")[2]})
     mx.random.seed(seed)
     theirs = getattr(module, name)(args)
@@ -68,12 +93,12 @@ def made(kind: tuple, seed: int, k: int = 2, normed: bool = True, bits: int = 0)
     for part in ours.modules():
         part.set_dtype(mx.float32)
     modules.use_native(ours.modules())
-    assert isinstance(ours, layers.Mixture)
+    assert isinstance(ours, mixtures.Mixture)
     return theirs, ours
 
 
 def one_by_one(block: Any, x: mx.array) -> mx.array:
-    with patch.object(layers.Mixture, "whole", lambda _: None):
+    with patch.object(mixtures.Mixture, "whole", lambda _: None):
         return block(x)
 
 
@@ -86,7 +111,7 @@ def test_one_node_is_its_parts(
 ) -> None:
     theirs, ours = made(kind, seed, k, normed, bits)
     x = numbers(seed, (2, length, 32), mx.float32)
-    with patch.object(layers, "_mixed", wraps=layers._mixed) as mixed:
+    with patch.object(mixtures, "_mixed", wraps=mixtures._mixed) as mixed:
         y = ours(x)
     assert mixed.call_count == 1 and mx.array_equal(y, one_by_one(ours, x))
     assert alike(y, theirs(x), 3e-2 if bits else 1e-4)
@@ -109,10 +134,10 @@ def test_who_stands_before_a_part_is_called(kind: tuple) -> None:
     whole = ours(x)
     watched(ours[ours._experts])
     assert mx.array_equal(ours(x), whole) and seen[-1][1].shape == (1, 3, 2)
-    if "shared_expert" in ours:
+    if ours._shared in ours:
         _, ours = made(kind, 5)
         ours(x)
-        watched(ours.shared_expert)
+        watched(ours[ours._shared])
         seen.clear()
         assert mx.array_equal(ours(x), whole) and len(seen) == 1
 
@@ -134,12 +159,29 @@ def test_what_changes_is_seen(kind: tuple) -> None:
     experts.up_proj.bias = mx.ones((6, 64))
     assert mx.array_equal(ours(x), one_by_one(ours, x)) and not mx.array_equal(ours(x), after)
     experts.up_proj.bias = mx.ones((6, 64), mx.float16)
-    with patch.object(layers, "_mixed") as mixed:
+    with patch.object(mixtures, "_mixed") as mixed:
         ours(x)
         router = ours[ours._router]
+        router = router.get("layer", router)
         router.weight = router.weight.astype(mx.float16)
         ours(x.astype(mx.float16))
     assert not mixed.called
+
+
+@pytest.mark.parametrize("kind", [(deepseek_v3, "DeepseekV3MoE"), (minimax, BLOCKS[10][1])])
+def test_a_bias_chooses_and_weighs_nothing(kind: tuple) -> None:
+    theirs, ours = made(kind, 9)
+    x, found = numbers(3, (1, 3, 32), mx.float32), []
+    for bias in (mx.zeros(6), mx.array([9.0, 0, 0, 9, 0, 0]), mx.array([9.0, 0, 0, 9, 0, 0]) / 3):
+        for block in (theirs, ours):
+            owner = block if ours._bias else block.gate
+            owner.e_score_correction_bias = bias
+        found.append(ours(x))
+        assert alike(found[-1], theirs(x), 1e-4)
+    assert mx.array_equal(found[1], found[2]) and not mx.array_equal(found[0], found[1])
+    owner.e_score_correction_bias = mx.zeros(5)
+    with pytest.raises(ValueError):
+        ours(x)
 
 
 def test_how_many_experts_there_are_is_asked_each_time() -> None:
@@ -154,16 +196,18 @@ def test_how_many_experts_there_are_is_asked_each_time() -> None:
     assert mx.array_equal(found[0], found[2]) and not mx.array_equal(found[0], found[1])
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "olmoe", "qwen3_moe", "mixtral", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_moe", "olmoe", "qwen3_moe", "mixtral", "qwen3_next", "deepseek_v3"]
+)
 def test_models_use_it(tmp_path: Path, name: str) -> None:
     """And give the bits of its parts; with slots the parts are called."""
     write_moe(tmp_path / name, name)
     path = locate(str(tmp_path / name))
     engine = open_engine(path, native="require", dtype="float32")
-    with patch.object(layers, "_mixed", wraps=layers._mixed) as mixed:
+    with patch.object(mixtures, "_mixed", wraps=mixtures._mixed) as mixed:
         whole = read(engine)
         assert mixed.called
-        with patch.object(layers.Mixture, "whole", lambda _: None):
+        with patch.object(mixtures.Mixture, "whole", lambda _: None):
             assert all(map(mx.array_equal, read(engine), whole))
         some = open_engine(path, native="require", dtype="float32", expert_slots=slots(6))
         mixed.reset_mock()
@@ -183,12 +227,16 @@ def test_layers_that_are_known() -> None:
 def test_what_does_not_fit_together(library: Library) -> None:
     _, ours = made(BLOCKS[0], 8)
     mixture, x = ours.whole(), numbers(4, (1, 3, 32), mx.float32)
-    for y, mixture.chosen in ((x, 0), (x, 7), (x[..., :31], 2), (x.astype(mx.float16), 2)):
+    for y, mixture.choice.chosen in ((x, 0), (x, 7), (x[..., :31], 2), (x.astype(mx.float16), 2)):
         with pytest.raises(ValueError):
-            layers._mixed(library, y, mixture)
+            mixtures._mixed(library, y, mixture)
+    for mixture.choice.groups, mixture.choice.kept in ((4, 2), (3, 4), (3, -1)):
+        with pytest.raises(ValueError):
+            mixtures._mixed(library, x, mixture)
+    mixture.choice.groups = 0
     mixture.shared = 1
     with pytest.raises(ValueError):
-        layers._mixed(library, x, mixture)
+        mixtures._mixed(library, x, mixture)
     ours.switch_mlp.up_proj.weight = mx.zeros((5, 64, 32))
     with pytest.raises(ValueError):
         ours(x)

@@ -24,7 +24,7 @@ from tests.native_library import built, cache, needed
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import blocks, decoder, known, layers, modules, recurrent
+from toastkit.native import blocks, decoder, known, modules, recurrent
 from toastkit.native.kv_caches import keep_in
 
 __all__ = ["built", "cache", "library"]
@@ -315,7 +315,7 @@ def test_what_a_layer_leaves_to_its_parts(tmp_path: Path) -> None:
 
 
 def is_delta(cls: type) -> bool:
-    return issubclass(cls, layers.DeltaLayer)
+    return issubclass(cls, decoder.DeltaLayer)
 
 
 @needs_new_mlx_lm

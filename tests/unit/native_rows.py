@@ -180,14 +180,24 @@ def partition(kernels: Kernels, x: np.ndarray, type_: str, kth: int) -> np.ndarr
     return out
 
 
+class Choice(ctypes.Structure):
+    """toast_choice, see kernels/rows.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("chosen", "how", "groups", "kept")),
+        ("eps", ctypes.c_float), ("factor", ctypes.c_float),
+    )  # fmt: skip
+
+
 def routed(
-    kernels: Kernels, x: np.ndarray, type_: str, k: int, how: int
+    kernels: Kernels, x: np.ndarray, type_: str, choice: Choice, bias: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """x: (count, n). how: see kernels/rows.h. Gives uint32 and float32 (count, k)."""
-    which, shares = np.full((len(x), k), 7, np.uint32), room((len(x), k), "f32")
-    size = ctypes.c_int64(x.shape[-1])
+    """x: (count, n). bias: float32 (n,). Gives uint32 and float32 (count, chosen)."""
+    shape = len(x), choice.chosen
+    which, shares = np.full(shape, 7, np.uint32), room(shape, "f32")
     check(kernels.library.toast_route(
-        vectors(x, type_), size, ctypes.c_int64(k), how, pointer(which), pointer(shares)
+        vectors(x, type_), ctypes.c_int64(x.shape[-1]), ctypes.byref(choice),
+        None if bias is None else pointer(bias), pointer(which), pointer(shares),
     ))  # fmt: skip
     return which, shares
 

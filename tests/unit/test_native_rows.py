@@ -26,7 +26,6 @@ from tests.unit.native_rows import (
     partition,
     pointer,
     rotated,
-    routed,
     rows_added,
     softmax,
     vectors,
@@ -290,32 +289,6 @@ def test_weighted_sums(
     each = (read(x, kinds[0]) * weights[:, None].astype(np.float64)).reshape(groups, group, size)
     least = group * 2.0**-23 * abs(each).max(initial=0) + 1e-38
     assert close(weighted_sums(kernels, x, weights, kinds, group), kinds[1], each.sum(1), 4, least)
-
-
-@settings(max_examples=examples(60))
-@given(seeds, st.integers(0, 5), st.integers(1, 200), types, st.booleans(), st.booleans(),
-       st.booleans(), st.data())  # fmt: skip
-def test_routes(
-    kernels: Kernels, seed: int, rows: int, size: int, type_: str, normed: bool, ahead: bool,
-    of_chosen: bool, data,
-) -> None:  # fmt: skip
-    type_ = "f32" if of_chosen else type_
-    x, k = numbers(seed, (rows, size), type_), data.draw(st.integers(1, size))
-    which, shares = routed(kernels, x, type_, k, normed + 2 * ahead + 4 * of_chosen)
-    logits = read(x, type_)
-    wanted = np.exp(logits - logits.max(-1, keepdims=True))
-    wanted /= wanted.sum(-1, keepdims=True)
-    chosen = np.take_along_axis(wanted, which.astype(np.int64), -1)
-    assert all(len({*row}) == k for row in which)
-    least = np.sort(wanted, -1)[:, -k:].min(-1, initial=1, keepdims=True)
-    assert (chosen >= least * (1 - 1e-6)).all()
-    if normed or of_chosen:
-        chosen /= chosen.sum(-1, keepdims=True)
-    np.testing.assert_allclose(shares, chosen, rtol=1e-5, atol=1e-30)
-    if of_chosen:
-        scores = np.float32(-logits if ahead else logits)
-        order = partition(kernels, scores, type_, k - 1 if ahead else size - k)
-        assert np.array_equal(which, order[:, :k] if ahead else order[:, size - k :])
 
 
 @settings(max_examples=examples(30))

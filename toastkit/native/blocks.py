@@ -15,8 +15,8 @@ import mlx.core as mx
 from toastkit.native.forms import Block, Heads, adds_one, heads_of
 from toastkit.native.functions import Native
 from toastkit.native.kv_caches import Room, appended_first, kept_of, room_in, set_appended
-from toastkit.native.layers import Mixture
 from toastkit.native.library import ACTIVATIONS, FLOATS, NONE, Library, in_use, need
+from toastkit.native.mixtures import Mixture
 from toastkit.native.modules import Linear, Norm, operands_of
 from toastkit.native.operands import Operand, Operands
 from toastkit.native.operations import is_mask

@@ -1,4 +1,5 @@
-"""Decoder layers of Qwen3-Next and Qwen3.5, of gated delta rules or of attention: one node each."""
+"""Gated delta rules of Qwen3-Next and Qwen3.5, of few nodes; and their decoder layers, with these
+or with attention, of one node each. They are known by what their forwards are (known.py)."""
 
 from __future__ import annotations
 
@@ -10,11 +11,54 @@ import mlx.core as mx
 
 from toastkit.native.blocks import Layer
 from toastkit.native.forms import Block
-from toastkit.native.layers import DeltaLayer, Mixture, MixtureShape
+from toastkit.native.functions import Native
 from toastkit.native.library import ACTIVATIONS, NONE, Library, in_use, need
+from toastkit.native.mixtures import Mixture, MixtureShape
 from toastkit.native.modules import FeedForward, Linear, Norm, operands_of
 from toastkit.native.operands import Operands
 from toastkit.native.recurrent import MOST_KERNEL
+
+
+class DeltaLayer(Native):
+    """Of gated delta rules. _parts: its projections."""
+
+    _parts: tuple[str, ...]
+
+    def __call__(
+        self: Any, inputs: mx.array, mask: mx.array | None = None, cache: Any = None
+    ) -> mx.array:
+        library = in_use()
+        known = mask is None and cache is not None and cache.lengths is None
+        if library is None or not known or not _is_plain(self, inputs, cache):
+            return super().__call__(inputs, mask, cache)  # type: ignore[misc]
+        y, cache[0], cache[1] = library.delta_layer(
+            [self[part](inputs) for part in self._parts],
+            (self["conv1d"]["weight"], self["A_log"], self["dt_bias"], self["norm"]["weight"]),
+            (self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim),
+            self["norm"].eps,
+            cache[0],
+            cache[1],
+        )
+        cache.advance(inputs.shape[1])
+        return self["out_proj"](y)
+
+
+class FourProjections(DeltaLayer):
+    _parts = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+
+class TwoProjections(DeltaLayer):
+    _parts = ("in_proj_qkvz", "in_proj_ba")
+
+
+def _is_plain(layer: Any, inputs: mx.array, cache: Any) -> bool:
+    """Whether all of a layer is in float32, between which kernels round nothing, and on one
+    machine."""
+    own = layer["conv1d"]["weight"], layer["A_log"], layer["dt_bias"], layer["norm"]["weight"]
+    arrays = [inputs, *own, *(kept for kept in (cache[0], cache[1]) if kept is not None)]
+    plain = "bias" not in layer["conv1d"] and own[0].shape[1] <= MOST_KERNEL
+    alone = getattr(layer, "sharding_group", None) is None
+    return plain and alone and all(array.dtype == mx.float32 for array in arrays)
 
 
 class _Shape(ctypes.Structure):

@@ -15,7 +15,7 @@ import ast
 import inspect
 import sys
 import tokenize
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from opcode import opmap
 from types import CodeType, FunctionType, ModuleType
@@ -137,6 +137,20 @@ def _calls_ours(function: FunctionType, seen: set[FunctionType]) -> bool:
 def _is_of(space: Space, value: Any) -> TypeGuard[FunctionType]:
     """Whether it is a function of a module's own, plain or compiled."""
     return isinstance(value, (FunctionType, COMPILED)) and value.__globals__ is space
+
+
+def functions_of(callers: Sequence[FunctionType]) -> list[FunctionType]:
+    """What they call of their own module's functions, and these of others, each once."""
+    found: list[FunctionType] = []
+    pending = [*callers]
+    while pending:
+        space = (caller := pending.pop(0)).__globals__
+        for name in dict.fromkeys(_names(caller.__code__)):
+            called: Any = space.get(name)
+            if _is_of(space, called) and called not in (*found, *callers):
+                found.append(called)
+                pending.append(called)
+    return found
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -24,6 +24,21 @@ PAIRS, DIGITS, WIDE = 12, 16, 32  # bits of activations that packed weights meet
 NONE = ctypes.py_object()  # an array that is not given
 
 
+NORMED, AHEAD, CHOSEN, SCORED, BEST = 1, 2, 4, 8, 16  # how a router chooses, see kernels/rows.h
+
+
+class Choice(ctypes.Structure):
+    """toast_choice, see kernels/rows.h: chosen experts of a vector."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("chosen", "how", "groups", "kept")),
+        ("eps", ctypes.c_float), ("factor", ctypes.c_float),
+    )  # fmt: skip
+
+    def __init__(self, chosen: int, how: int = 0, *, factor: float = 1.0, **rest: Any):
+        super().__init__(chosen, how, factor=factor, **rest)
+
+
 class Library:
     """A library that was built, in this process. Raises OSError for a file that is none."""
 
@@ -57,7 +72,7 @@ class Library:
         self._largest = function("largest", array, array)
         self._partition = function("partition", array, array, whole)
         self._weighted_sum = function("weighted_sum", *[array] * 3)
-        self._route = function("route", *[array] * 3, whole, whole)
+        self._route = function("route", *[array] * 4, place)
         self._blend = function("blend", *[array] * 5)
         self._append = function("append", array * 4, array * 4, whole)
         self._attend = function("attend", *[array] * 6, number, number, whole)
@@ -271,11 +286,13 @@ class Library:
         (..., k)."""
         return _made(self._weighted_sum, x, weights)
 
-    def route(self, logits: mx.array, k: int, how: int) -> tuple[mx.array, mx.array]:
-        """Of the softmax of logits (..., n) the k largest, uint32 (..., k), and their shares,
-        float32 (..., k); how, 1: which add up to 1; and others, see kernels/rows.h. Lazy."""
+    def route(
+        self, logits: mx.array, choice: Choice, bias: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """The experts that logits (..., n) choose, uint32 (..., k), and their shares, float32 (...,
+        k), lazy. bias: float32 (n,), that is added to what is chosen by."""
         which, shares = mx.array(0), mx.array(0)
-        need(self._route(which, shares, logits, k, how))
+        need(self._route(which, shares, logits, _given(bias), ctypes.byref(choice)))
         return which, shares
 
     def blend(self, x: mx.array, weights: mx.array, more: mx.array, gates: mx.array) -> mx.array:

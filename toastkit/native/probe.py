@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from toastkit.native.library import BITS, PAIRS, Library
+from toastkit.native.library import BITS, NORMED, PAIRS, Choice, Library
 from toastkit.native.operands import Operand
 from toastkit.native.regions import Region
 
@@ -88,8 +88,11 @@ def _operations(library: Library) -> list[tuple[mx.array, mx.array]]:
             ),
             (y * heads[..., :1]).sum(-2) + mx.sigmoid(row[:2, None, None]) * y[..., 0, :],
         ),
-        (library.route(y, 3, False)[1].max(-1), mx.softmax(y, -1).max(-1)),
-        (mx.take_along_axis(y, library.route(y, 3, True)[0], -1).min(-1), mx.sort(y)[..., -3]),
+        (library.route(y, Choice(3))[1].max(-1), mx.softmax(y, -1).max(-1)),
+        (
+            mx.take_along_axis(y, library.route(y, Choice(3, NORMED))[0], -1).min(-1),
+            mx.sort(y)[..., -3],
+        ),
         *_recurrence(library),
     ]
 

@@ -1,6 +1,5 @@
 """Recurrent layers: what they do between their products, natively. Convolutions, the gated delta
-rule and Mamba-2's scan, wherever an architecture calls them. For whole layers: layers.py,
-decoder.py."""
+rule and Mamba-2's scan, wherever an architecture calls them. For whole layers: decoder.py."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   float *const to = out.data<float>();
   float *const sum = whole.outputs == 1 ? attended + joined : first_out.data<float>();
   behind(layer, arrays, at, rows, attended, count, sum, to);
-  if (!whole.mixture.chosen) return;
+  if (!whole.mixture.choice.chosen) return;
   mix(whole.mixture, arrays, at, to, count, columns, to);
   add_vectors(to, sum, count, columns);
 }
@@ -124,7 +124,7 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
   }
   add_behind(inputs, layer, given, int64_t(is.heads) * layer.size[2]);
   if (mixture) {
-    check(!is.network && mixture->chosen > 0, "two networks, or no experts");
+    check(!is.network && mixture->choice.chosen > 0, "two networks, or no experts");
     const mx::array *parts[MIXED][GIVEN];
     whole.mixture = mixture_of(*mixture, parts);
     add_mixture(inputs, parts, whole.mixture, x.shape(-1));

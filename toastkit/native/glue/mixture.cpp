@@ -3,7 +3,7 @@
 // as operations.
 #include "mixture.h"
 
-#include "../kernels/rows.h"
+#include "blocks.h"
 
 namespace toast {
 namespace {
@@ -28,9 +28,18 @@ mx::array mixed(const mx::array &x, const mx::array *const (*parts)[GIVEN],
 
 }  // namespace
 
+void check_choice(const toast_choice &choice, const mx::array *bias, int experts) {
+  check(choice.chosen > 0 && choice.chosen <= experts, "too few experts");
+  check(choice.groups <= 0 || (experts % choice.groups == 0 && choice.kept >= 0 &&
+                               choice.kept <= choice.groups),
+        "groups of other experts");
+  check(!bias || (bias->dtype() == mx::float32 && bias->shape() == mx::Shape{experts}),
+        "a bias of other experts");
+}
+
 Mixture mixture_of(const toast_mixture &is, const mx::array *(*parts)[GIVEN]) {
   Mixture m = {};
-  m.chosen = is.chosen, m.how = is.how, m.activation_bits = is.given->activation_bits;
+  m.choice = is.choice, m.activation_bits = is.given->activation_bits;
   auto some = [&](int i, int count, bool stacks, int activation) {
     return network_of(*is.given, i, count, stacks, activation, parts + i);
   };
@@ -39,8 +48,10 @@ Mixture mixture_of(const toast_mixture &is, const mx::array *(*parts)[GIVEN]) {
   if (is.shared) {
     m.shared = some(1 + PARTS, is.shared, false, is.activations[1]);
     const int gate = 1 + PARTS + is.shared;
-    m.gate = part_of(*is.given, gate, m.gate_biased, parts[gate]);
+    if ((m.gated = is.gated)) m.gate = part_of(*is.given, gate, m.gate_biased, parts[gate]);
   }
+  m.choice_biased = is.given->rest[0];
+  parts[MIXED - 1][0] = m.choice_biased ? &rest_of(*is.given, 0) : nullptr;
   return m;
 }
 
@@ -51,7 +62,9 @@ void add_mixture(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const M
   };
   add_part(inputs, parts[0], m.router, columns);
   const int experts = parts[0][0]->shape(-2);
-  check(m.chosen > 0 && m.chosen <= experts, "too few experts");
+  const mx::array *bias = parts[MIXED - 1][0];
+  check_choice(m.choice, bias, experts);
+  if (bias) inputs.push_back(*bias);
   add_network(inputs, parts + 1, m.experts, columns);
   for (int i = 1; i <= PARTS; i++)
     check(parts[i][0]->shape(0) == experts, "stacks of other sizes");
@@ -60,6 +73,7 @@ void add_mixture(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const M
   const int gate = 1 + PARTS + m.shared.count;
   add_network(inputs, parts + 1 + PARTS, m.shared, columns);
   gives(gate - 1, columns);
+  if (!m.gated) return;
   add_part(inputs, parts[gate], m.gate, columns);
   gives(gate, 1);
 }
@@ -67,30 +81,36 @@ void add_mixture(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const M
 // In three runs of products: what x alone meets; what the router has chosen; both networks' last.
 void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int64_t count,
          int64_t columns, float *out) {
-  const int64_t experts = arrays[at].shape(-2), all = count * m.chosen;
+  const int64_t experts = arrays[at].shape(-2), chosen = m.choice.chosen, all = count * chosen;
   auto some = [](int64_t numbers) { return std::unique_ptr<float[]>(new float[numbers]); };
   const auto logits = some(count * experts), gates = some(count), shares = some(all);
   const auto given = some(all * columns), more = some(m.shared.count ? count * columns : 0);
   std::unique_ptr<uint32_t[]> which(new uint32_t[all]), expert(new uint32_t[all]);
-  for (int64_t i = 0; i < all; i++) which[i] = uint32_t(i / m.chosen);
+  for (int64_t i = 0; i < all; i++) which[i] = uint32_t(i / chosen);
   const toast_vectors rows = {x, count, columns, TOAST_F32};
-  const Vectors each = {rows, count}, chosen = {rows, all, which.get(), expert.get()};
+  const Vectors each = {rows, count}, some_experts = {rows, all, which.get(), expert.get()};
 
   const Part router(arrays, at, m.router, m.router_biased);
-  Feeding few(m.experts, arrays, at, chosen);
+  std::unique_ptr<InOrder> bias;
+  if (m.choice_biased) bias = std::make_unique<InOrder>(arrays[at++]);
+  Feeding few(m.experts, arrays, at, some_experts);
   std::unique_ptr<Feeding> shared;
   std::unique_ptr<Part> gate;
   std::vector<Result> results = {{each, router, logits.get()}};
   if (m.shared.count) {
     shared = std::make_unique<Feeding>(m.shared, arrays, at, each);
-    gate = std::make_unique<Part>(arrays, at, m.gate, m.gate_biased);
-    results.push_back({each, *gate, gates.get()});
+    if (m.gated) {
+      gate = std::make_unique<Part>(arrays, at, m.gate, m.gate_biased);
+      results.push_back({each, *gate, gates.get()});
+    }
     shared->opens(results);
   }
   multiply(m.activation_bits, results);
 
   const toast_vectors scores = {logits.get(), count, experts, TOAST_F32};
-  need(toast_route(&scores, experts, m.chosen, m.how, expert.get(), shares.get()));
+  need(toast_route(&scores, experts, &m.choice,
+                   bias ? reinterpret_cast<const float *>(bias->data()) : nullptr, expert.get(),
+                   shares.get()));
   results.clear();
   few.opens(results);
   multiply(m.activation_bits, results);
@@ -100,11 +120,12 @@ void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int
   if (shared) results.push_back(shared->closes(more.get(), TOAST_F32));
   multiply(m.activation_bits, results);
   const toast_vectors groups = {given.get(), all, columns, TOAST_F32};
-  if (shared) {
-    need(toast_blend(&groups, columns, m.chosen, shares.get(), more.get(), gates.get(), out));
-  } else {
-    need(toast_weighted_sums(&groups, columns, m.chosen, shares.get(), out, TOAST_F32));
+  if (m.gated) {
+    need(toast_blend(&groups, columns, chosen, shares.get(), more.get(), gates.get(), out));
+    return;
   }
+  need(toast_weighted_sums(&groups, columns, chosen, shares.get(), out, TOAST_F32));
+  if (shared) add_vectors(out, more.get(), count, columns);
 }
 
 }  // namespace toast

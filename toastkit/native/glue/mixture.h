@@ -1,33 +1,41 @@
 // A mixture of experts, wherever it is a part of a primitive.
 #pragma once
 
+#include "../kernels/rows.h"
 #include "feed_forward.h"
 
 extern "C" {
 
-// One as Python gives it. parts: the router; gate, up and down of the experts; `shared` parts of
-// what all vectors go through, and its gate, or neither. chosen: experts of a vector; how: as
-// toast_route has it. activations: of the experts, and of what all vectors go through.
+// One as Python gives it. Its operands: the router; gate, up and down of the experts; `shared`
+// parts of what all vectors go through, if there is any, and its gate, if it is gated; and what is
+// added to what is chosen by, NULL for nothing. activations: of the experts, and of what all
+// vectors go through.
 typedef struct {
   const toast_operands *given;
-  int32_t chosen, how, shared, activations[2];
+  toast_choice choice;
+  int32_t shared, gated, activations[2];
 } toast_mixture;
 
 }  // extern "C"
 
 namespace toast {
 
-constexpr int MIXED = 2 * PARTS + 2;  // parts: the router; experts; what all vectors go through,
-                                      // and its gate
+constexpr int MIXED = 2 * PARTS + 3;  // parts: the router; experts; what all vectors go through,
+                                      // and its gate; the choice's bias
 struct Mixture {
   Packing router, gate;
   bool router_biased, gate_biased;
+  bool gated, choice_biased;
   Network experts, shared;  // shared: of no parts where there is none
-  int chosen, how;
+  toast_choice choice;
   int activation_bits;
 };
 
-// One as Python gives it, whose arrays become `parts`.
+// Raises std::invalid_argument for a choice among so many experts that cannot be. bias: NULL for
+// none.
+void check_choice(const toast_choice &choice, const mx::array *bias, int experts);
+
+// One as Python gives it, whose arrays become `parts`, the last of which is the choice's bias.
 Mixture mixture_of(const toast_mixture &is, const mx::array *(*parts)[GIVEN]);
 
 // The arrays of its parts, for float32 vectors of so many columns, which are the first of inputs,

@@ -2,6 +2,7 @@
 #include "../kernels/rows.h"
 
 #include "arrays.h"
+#include "mixture.h"
 #include "mlx/dtype.h"
 
 namespace toast {
@@ -199,17 +200,23 @@ mx::array weighed(const mx::array &x, const mx::array &weights) {
 }
 
 // The places of the k that are chosen of each row, and their shares.
-Arrays routed(const mx::array &x, int k, int how) {
+Arrays routed(const mx::array &x, const mx::array *bias, const toast_choice &choice) {
+  const int k = choice.chosen;
   check(x.ndim() >= 1 && k > 0 && k <= x.shape(-1), "no rows, or too few numbers in them");
-  check(type_of(x) == TOAST_F32 || !(how & TOAST_CHOSEN), "numbers that are no float32");
+  check(type_of(x) == TOAST_F32 || !(choice.how & TOAST_CHOSEN), "numbers that are no float32");
+  check_choice(choice, bias, x.shape(-1));
   auto shape = x.shape();
   shape.back() = k;
-  return made("ToastRoute", {shape, shape}, {mx::uint32, mx::float32}, {x},
-              [=](const Arrays &arrays) {
-    mx::array which = arrays[1], shares = arrays[2];
-    InOrder data(arrays[0]);
+  Arrays inputs = {x};
+  if (bias) inputs.push_back(*bias);
+  return made("ToastRoute", {shape, shape}, {mx::uint32, mx::float32}, std::move(inputs),
+              [choice, biased = bias != nullptr](const Arrays &arrays) {
+    mx::array which = arrays[arrays.size() - 2], shares = arrays.back();
+    InOrder data(arrays[0]), added(arrays[biased ? 1 : 0]);
     const toast_vectors rows = rows_of(arrays[0], data);
-    need(toast_route(&rows, rows.stride, k, how, which.data<uint32_t>(), shares.data<float>()));
+    need(toast_route(&rows, rows.stride, &choice,
+                     biased ? reinterpret_cast<const float *>(added.data()) : nullptr,
+                     which.data<uint32_t>(), shares.data<float>()));
   });
 }
 
@@ -343,10 +350,11 @@ TOAST_API const char *toast_dequantise_array(void *out, void *rows) {
   return toast::wrong([&] { array_of(out) = toast::dequantised(array_of(rows)); });
 }
 
-TOAST_API const char *toast_route_array(void *which, void *shares, void *x, int k, int how) {
+TOAST_API const char *toast_route_array(void *which, void *shares, void *x, void *bias,
+                                        const toast_choice *choice) {
   using toast::array_of;
   return toast::wrong([&] {
-    auto made = toast::routed(array_of(x), k, how);
+    auto made = toast::routed(array_of(x), bias ? &array_of(bias) : nullptr, *choice);
     array_of(which) = made[0];
     array_of(shares) = made[1];
   });

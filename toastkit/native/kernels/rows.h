@@ -83,14 +83,25 @@ TOAST_API int toast_quantise(const toast_vectors *x, int64_t columns, void *out)
 // What these stand for, float32 (count, columns).
 TOAST_API int toast_dequantise(const void *rows, int64_t count, int64_t columns, float *out);
 
-// The experts that a router's logits choose: of the softmax of each row the k largest numbers, as
-// toast_partition leaves them at its end, and where they are, (count, k). how: of these, or 0.
-// NORMED: the numbers over their sum, which is added up in that order. AHEAD: in the order in which
-// the same leaves them at its beginning, of the numbers times -1. CHOSEN: of the k largest logits,
-// float32, the softmax, which adds up to 1.
-enum { TOAST_NORMED = 1, TOAST_AHEAD = 2, TOAST_CHOSEN = 4 };
-TOAST_API int toast_route(const toast_vectors *x, int64_t columns, int64_t k, int32_t how,
-                          uint32_t *which, float *shares);
+// How a router's logits choose experts: by the largest numbers of their softmax, as
+// toast_partition leaves them at its end. how: of these, or 0. NORMED: the shares of those that are
+// chosen are taken over their sum + eps, which is added up in that order. AHEAD: in the order in
+// which the same leaves them at its beginning, of the numbers times -1. CHOSEN: of the largest
+// logits, float32, the softmax, which adds up to 1. SCORED: by the sigmoid of each in place of the
+// softmax.
+// groups: of experts side by side, of which the `kept` best ones are chosen from, by the sum of
+// their two largest numbers, and the others' are 0; with BEST by the largest, before there is a
+// bias, and their shares are 0 too. No groups: of all.
+enum { TOAST_NORMED = 1, TOAST_AHEAD = 2, TOAST_CHOSEN = 4, TOAST_SCORED = 8, TOAST_BEST = 16 };
+typedef struct {
+  int32_t chosen, how, groups, kept;
+  float eps, factor;  // factor: of shares, unless they are the CHOSEN's
+} toast_choice;
+
+// Where these are, and their shares, (count, chosen) each. bias: (columns), that is added to what
+// is chosen by, and not to shares; NULL for none.
+TOAST_API int toast_route(const toast_vectors *x, int64_t columns, const toast_choice *choice,
+                          const float *bias, uint32_t *which, float *shares);
 
 // Of groups of so many vectors each, their sums, each vector times its weight, in their order.
 // weights: float32 (x->count); out: (x->count / group, columns).
