@@ -20,6 +20,7 @@ from mlx_lm.models import (
     gemma2,
     gemma3_text,
     glm4,
+    glm4_moe,
     gpt_oss,
     granite,
     llama,
@@ -72,6 +73,12 @@ MULTIPLIED = {
 }  # fmt: skip
 JOINED = {"head_dim": 16, "num_attention_heads": 4}
 HALVED = {"attention_bias": True, "partial_rotary_factor": 0.5}
+SCORED = HALVED | {
+    "moe_intermediate_size": 32, "norm_topk_prob": True, "n_group": 2, "topk_group": 1,
+    "n_shared_experts": 1, "n_routed_experts": 8, "routed_scaling_factor": 1.5,
+    "num_experts_per_tok": 2, "first_k_dense_replace": 0, "use_qk_norm": True,
+    "rope_scaling": None,
+}  # fmt: skip
 TYPES = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 50}
 # In mlx-lm 0.31 its experts have another activation.
 WITH_SINKS = [] if OLD_MLX_LM else [(gpt_oss, EXPERTS | TYPES)]
@@ -79,6 +86,7 @@ CASES = [
     (llama, {}), (llama, TURNED), (qwen2, {}), (qwen3, {}), (mixtral, EXPERTS),
     (qwen3_moe, EXPERTS), (olmoe, EXPERTS), (gemma, {}), (gemma3_text, BETWEEN),
     (granite, MULTIPLIED), (phi3, JOINED), (glm4, HALVED), (olmo2, {}), (olmo3, TYPES),
+    (glm4_moe, SCORED), (glm4_moe, SCORED | {"use_qk_norm": False, "first_k_dense_replace": 1}),
     *WITH_SINKS,
 ]  # fmt: skip
 

@@ -228,6 +228,8 @@ def _attended(attention: Any, own: Heads, found: Sequence[Operand]) -> int:
 def _norms_of(layer: Any, attention: Any, own: Heads) -> list[Any]:
     """As toast_layer has them; None for those that there are not."""
     block = layer._block
+    if own.normed and not getattr(attention, own.normed):
+        own = own._replace(q_norm=None, k_norm=None)
     names = [
         (layer, block.first_norm), (layer, block.second_norm), (attention, own.q_norm),
         (attention, own.k_norm), (layer, block.attended_norm), (layer, block.fed_norm),

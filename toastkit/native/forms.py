@@ -45,8 +45,8 @@ class Heads(NamedTuple):
     """What a class of attentions calls its parts. attend: what it calls with queries, keys, values
     and the rest. q_norm, k_norm: of each head, or of all heads of a position together. gated: q
     gives a gate for each of its numbers, behind those of the same head. joined: q, k and v are one,
-    with the rows of one behind another. size: the numbers of a head. cap: of scores. scaled: as of
-    Block. None for what it has not."""
+    with the rows of one behind another. size: the numbers of a head. cap: of scores. normed:
+    whether there are norms, where that is asked. scaled: as of Block. None for what it has not."""
 
     q: str
     k: str
@@ -64,6 +64,7 @@ class Heads(NamedTuple):
     size: str | None = None
     sinks: str | None = None
     cap: str | None = None
+    normed: str | None = None
     scaled: bool = False
 
 
