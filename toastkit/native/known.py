@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from toastkit.native.decoder import Decoder, FourProjections, TwoProjections
 from toastkit.native.functions import definition_of, functions_of
+from toastkit.native.latent_attention import LatentAttention
 from toastkit.native.mixtures import (
     Mixture,
     MixtureAhead,
@@ -68,6 +69,12 @@ LAYERS: dict[tuple[str, str], tuple[type, frozenset[str]]] = {
     ("mlx_lm.models.deepseek_v3", "MoEGate"): (RouterScored, frozenset({
         "b570948493299a05",  # 0.31
         "477b6059456d1d80",
+    })),
+    ("mlx_lm.models.deepseek_v3", "DeepseekV3Attention"): (LatentAttention, frozenset({
+        "410c4c4877a47726",
+    })),
+    ("mlx_lm.models.glm4_moe_lite", "Glm4MoeLiteAttention"): (LatentAttention, frozenset({
+        "5012a87eb0a3b345",
     })),
     ("mlx_lm.models.deepseek_v32", "DeepseekV32MoE"): (MixtureScored, frozenset({
         "5c396b22d20c5274",
