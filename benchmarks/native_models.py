@@ -81,6 +81,38 @@ MODELS |= {
         "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128,
         "layer_types": ["sliding_attention", "full_attention"] * 4,
     },
+    "gemma2": {
+        **DENSE, "model_type": "gemma2", "hidden_size": 1152, "intermediate_size": 6912,
+        "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 256, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh",
+    },
+}  # fmt: skip
+MODELS["gemma2"].pop("hidden_act")  # which it has not
+# Mixtures that are scored, latent attention, and Mamba-2: 240 to 520 MB, of which a token reads
+# some 100.
+EXPERTS = {
+    **DENSE, "num_hidden_layers": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "moe_intermediate_size": 704, "n_routed_experts": 32, "n_shared_experts": 1, "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 8, "norm_topk_prob": True, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0, "rope_scaling": None, "attention_bias": True,
+    "num_experts": 32,
+}  # fmt: skip
+MODELS |= {
+    "glm4-moe": {
+        **EXPERTS, "model_type": "glm4_moe", "use_qk_norm": True, "partial_rotary_factor": 0.5,
+    },
+    "latent": {
+        **EXPERTS, "model_type": "glm4_moe_lite", "num_key_value_heads": 16,
+        "attention_bias": False, "num_experts_per_tok": 4, "kv_lora_rank": 512, "q_lora_rank": 768,
+    },
+    "nemotron-h": {
+        **DENSE, "model_type": "nemotron_h", "num_hidden_layers": 20, "num_key_value_heads": 4,
+        "head_dim": 64, "attention_bias": False, "mamba_num_heads": 32, "mamba_head_dim": 64,
+        "mamba_proj_bias": False, "ssm_state_size": 128, "conv_kernel": 4, "n_groups": 8,
+        "mlp_bias": False, "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True,
+        "hybrid_override_pattern": [*"M-M-M-*-M-M-M-*-M-M-"],
+    },
 }  # fmt: skip
 BITS, GROUP = 4, 64
 

@@ -4,8 +4,8 @@ all that there is but whole layers, and with them. In one process, in turn.
     python benchmarks/native_nodes.py --rounds 3 [--models llama,crumb,gemma3,phi3,...]
         [--ways products,all] [--kv-bits 16]
 
-The models: the small llama of native.py, crumb, and random ones of 150 to 220 MB in layers as other
-architectures have them (native_models.py). Products alone: the same library, but norms, ropes,
+The models: the small llama of native.py, crumb, and random ones in layers as other architectures
+have them (native_models.py). Products alone: the same library, but norms, ropes,
 gates, softmax, attention, feed-forward networks and recurrences are left to MLX. Prompts have 256
 tokens; 32 for MLX's products but crumb's, which are slow.
 """
