@@ -26,126 +26,55 @@ from toastkit.native.mixtures import (
     RouterScored,
 )
 
-# By module and name, with the digests of the sources of the methods that they stand for.
+# What computes in place of a class of mlx_lm.models, with the digests of the sources of the methods
+# that it stands for: of 0.31 and of 0.32, where they differ and both are known.
+_KNOWN: list[tuple[type, str, str]] = [
+    (TwoProjections, "qwen3_next.Qwen3NextGatedDeltaNet", "2a2aee87b09300db"),
+    (Decoder, "qwen3_next.Qwen3NextDecoderLayer", "f10022c1d06a8172"),
+    (Decoder, "qwen3_5.DecoderLayer", "f10022c1d06a8172"),
+    (Mixture, "qwen3_next.Qwen3NextSparseMoeBlock", "9bc3562e7dd962b2 9c28cc63a2f1d683"),
+    (Mixture, "qwen3_moe.Qwen3MoeSparseMoeBlock", "fffa3169fdc28428 5d2e8164fcb6ebfc"),
+    (Mixture, "mellum.MellumSparseMoeBlock", "5b2f6b4b2d4d7c4c"),
+    (MixtureAhead, "olmoe.OlmoeSparseMoeBlock", "e6ea43ca188f32b3"),
+    (MixtureAhead, "qwen2_moe.Qwen2MoeSparseMoeBlock", "7d404b0385a9ff7e"),
+    (MixtureChosen, "mixtral.MixtralSparseMoeBlock", "95e4c55589ec0085"),
+    (MixtureRouted, "gpt_oss.MLPBlock", "2964963bff3086a2"),
+    (FourProjections, "qwen3_5.GatedDeltaNet", "730a07e14645d4b9"),
+    (MixtureScored, "deepseek_v3.DeepseekV3MoE", "5c396b22d20c5274"),
+    (RouterScored, "deepseek_v3.MoEGate", "b570948493299a05 477b6059456d1d80"),
+    (LatentAttention, "deepseek_v3.DeepseekV3Attention", "410c4c4877a47726"),
+    (LatentAttention, "glm4_moe_lite.Glm4MoeLiteAttention", "5012a87eb0a3b345"),
+    (MixtureScored, "deepseek_v32.DeepseekV32MoE", "5c396b22d20c5274"),
+    (RouterScored, "deepseek_v32.MoEGate", "b570948493299a05 477b6059456d1d80"),
+    (MixtureScored, "glm4_moe.MoE", "5c396b22d20c5274"),
+    (RouterScored, "glm4_moe.MoEGate", "b570948493299a05 477b6059456d1d80"),
+    (MixtureScored, "glm4_moe_lite.Glm4MoeLiteMoE", "5c396b22d20c5274"),
+    (RouterScored, "glm4_moe_lite.MoEGate", "d9b3fd8a390c1951 4de9a63870602938"),
+    (MixtureScored, "exaone_moe.MoE", "f9d36ec94f848a11"),
+    (RouterScored, "exaone_moe.MoEGate", "fd0ea3ff3473b164 13ebe26c5d34352e"),
+    (MixtureScored, "mimo_v2_flash.MoE", "d9271ce472f8236e"),
+    (RouterScored, "mimo_v2_flash.MoEGate", "a8e37b8810cc0da9 6a1872dc0c8310c7"),
+    (MixtureScored, "deepseek_v2.DeepseekV2MoE", "0372173aa0078ec7"),
+    (RouterInGroups, "deepseek_v2.MoEGate", "2573fb5e1dad4958 7ffd4990c703fa63"),
+    (MixtureScored, "deepseek.DeepseekMoE", "69bae7a13837b1c3"),
+    (RouterAhead, "deepseek.MoEGate", "ab29305390820608"),
+    (MixtureOfPart, "granitemoe.GraniteMoeMoE", "5f3548f3637349a4"),
+    (RouterOfPart, "granitemoe.GraniteMoeTopKGating", "ec8e74c20a57f1e6 f04eadb945648a09"),
+    (MixtureOfPart, "granitemoehybrid.GraniteMoeHybridMoE", "eec89ab94adc358a"),
+    (
+        RouterOfPart,
+        "granitemoehybrid.GraniteMoeHybridTopKGating",
+        "2fb8919b4567cd72 a7ef0ab13c8edcd5",
+    ),
+    (MixtureBiased, "lfm2_moe.Lfm2MoeSparseMoeBlock", "ef564026ddc3ce64"),
+    (MixtureBiasedAhead, "minimax.MiniMaxSparseMoeBlock", "f95a6d46996d86bb 8d15d094b115016c"),
+]
+# By module and name.
 LAYERS: dict[tuple[str, str], tuple[type, frozenset[str]]] = {
-    ("mlx_lm.models.qwen3_next", "Qwen3NextGatedDeltaNet"): (TwoProjections, frozenset({
-        "2a2aee87b09300db",  # 0.32
-    })),
-    ("mlx_lm.models.qwen3_next", "Qwen3NextDecoderLayer"): (Decoder, frozenset({
-        "f10022c1d06a8172",
-    })),
-    ("mlx_lm.models.qwen3_5", "DecoderLayer"): (Decoder, frozenset({
-        "f10022c1d06a8172",
-    })),
-    ("mlx_lm.models.qwen3_next", "Qwen3NextSparseMoeBlock"): (Mixture, frozenset({
-        "9bc3562e7dd962b2",  # 0.31
-        "9c28cc63a2f1d683",
-    })),
-    ("mlx_lm.models.qwen3_moe", "Qwen3MoeSparseMoeBlock"): (Mixture, frozenset({
-        "fffa3169fdc28428",  # 0.31
-        "5d2e8164fcb6ebfc",
-    })),
-    ("mlx_lm.models.mellum", "MellumSparseMoeBlock"): (Mixture, frozenset({
-        "5b2f6b4b2d4d7c4c",
-    })),
-    ("mlx_lm.models.olmoe", "OlmoeSparseMoeBlock"): (MixtureAhead, frozenset({
-        "e6ea43ca188f32b3",
-    })),
-    ("mlx_lm.models.qwen2_moe", "Qwen2MoeSparseMoeBlock"): (MixtureAhead, frozenset({
-        "7d404b0385a9ff7e",
-    })),
-    ("mlx_lm.models.mixtral", "MixtralSparseMoeBlock"): (MixtureChosen, frozenset({
-        "95e4c55589ec0085",
-    })),
-    ("mlx_lm.models.gpt_oss", "MLPBlock"): (MixtureRouted, frozenset({
-        "2964963bff3086a2",
-    })),
-    ("mlx_lm.models.qwen3_5", "GatedDeltaNet"): (FourProjections, frozenset({
-        "730a07e14645d4b9",
-    })),
-    ("mlx_lm.models.deepseek_v3", "DeepseekV3MoE"): (MixtureScored, frozenset({
-        "5c396b22d20c5274",
-    })),
-    ("mlx_lm.models.deepseek_v3", "MoEGate"): (RouterScored, frozenset({
-        "b570948493299a05",  # 0.31
-        "477b6059456d1d80",
-    })),
-    ("mlx_lm.models.deepseek_v3", "DeepseekV3Attention"): (LatentAttention, frozenset({
-        "410c4c4877a47726",
-    })),
-    ("mlx_lm.models.glm4_moe_lite", "Glm4MoeLiteAttention"): (LatentAttention, frozenset({
-        "5012a87eb0a3b345",
-    })),
-    ("mlx_lm.models.deepseek_v32", "DeepseekV32MoE"): (MixtureScored, frozenset({
-        "5c396b22d20c5274",
-    })),
-    ("mlx_lm.models.deepseek_v32", "MoEGate"): (RouterScored, frozenset({
-        "b570948493299a05",  # 0.31
-        "477b6059456d1d80",
-    })),
-    ("mlx_lm.models.glm4_moe", "MoE"): (MixtureScored, frozenset({
-        "5c396b22d20c5274",
-    })),
-    ("mlx_lm.models.glm4_moe", "MoEGate"): (RouterScored, frozenset({
-        "b570948493299a05",  # 0.31
-        "477b6059456d1d80",
-    })),
-    ("mlx_lm.models.glm4_moe_lite", "Glm4MoeLiteMoE"): (MixtureScored, frozenset({
-        "5c396b22d20c5274",
-    })),
-    ("mlx_lm.models.glm4_moe_lite", "MoEGate"): (RouterScored, frozenset({
-        "d9b3fd8a390c1951",  # 0.31
-        "4de9a63870602938",
-    })),
-    ("mlx_lm.models.exaone_moe", "MoE"): (MixtureScored, frozenset({
-        "f9d36ec94f848a11",
-    })),
-    ("mlx_lm.models.exaone_moe", "MoEGate"): (RouterScored, frozenset({
-        "fd0ea3ff3473b164",  # 0.31
-        "13ebe26c5d34352e",
-    })),
-    ("mlx_lm.models.mimo_v2_flash", "MoE"): (MixtureScored, frozenset({
-        "d9271ce472f8236e",
-    })),
-    ("mlx_lm.models.mimo_v2_flash", "MoEGate"): (RouterScored, frozenset({
-        "a8e37b8810cc0da9",  # 0.31
-        "6a1872dc0c8310c7",
-    })),
-    ("mlx_lm.models.deepseek_v2", "DeepseekV2MoE"): (MixtureScored, frozenset({
-        "0372173aa0078ec7",
-    })),
-    ("mlx_lm.models.deepseek_v2", "MoEGate"): (RouterInGroups, frozenset({
-        "2573fb5e1dad4958",  # 0.31
-        "7ffd4990c703fa63",
-    })),
-    ("mlx_lm.models.deepseek", "DeepseekMoE"): (MixtureScored, frozenset({
-        "69bae7a13837b1c3",
-    })),
-    ("mlx_lm.models.deepseek", "MoEGate"): (RouterAhead, frozenset({
-        "ab29305390820608",
-    })),
-    ("mlx_lm.models.granitemoe", "GraniteMoeMoE"): (MixtureOfPart, frozenset({
-        "5f3548f3637349a4",
-    })),
-    ("mlx_lm.models.granitemoe", "GraniteMoeTopKGating"): (RouterOfPart, frozenset({
-        "ec8e74c20a57f1e6",  # 0.31
-        "f04eadb945648a09",
-    })),
-    ("mlx_lm.models.granitemoehybrid", "GraniteMoeHybridMoE"): (MixtureOfPart, frozenset({
-        "eec89ab94adc358a",
-    })),
-    ("mlx_lm.models.granitemoehybrid", "GraniteMoeHybridTopKGating"): (RouterOfPart, frozenset({
-        "2fb8919b4567cd72",  # 0.31
-        "a7ef0ab13c8edcd5",
-    })),
-    ("mlx_lm.models.lfm2_moe", "Lfm2MoeSparseMoeBlock"): (MixtureBiased, frozenset({
-        "ef564026ddc3ce64",
-    })),
-    ("mlx_lm.models.minimax", "MiniMaxSparseMoeBlock"): (MixtureBiasedAhead, frozenset({
-        "f95a6d46996d86bb",  # 0.31
-        "8d15d094b115016c",
-    })),
-}  # fmt: skip
+    (f"mlx_lm.models.{module}", name): (mixin, frozenset(digests.split()))
+    for mixin, place, digests in _KNOWN
+    for module, name in [place.split(".")]
+}
 
 
 @cache
