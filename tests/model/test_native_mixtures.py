@@ -22,6 +22,7 @@ from mlx_lm.models import (
     glm4_moe_lite,
     gpt_oss,
     granitemoe,
+    kimi_linear,
     lfm2_moe,
     minimax,
     mixtral,
@@ -60,14 +61,17 @@ SIZES: dict[str, Any] = {
     "logits_scaling": 1.0, "residual_multiplier": 1.0, "use_expert_bias": True,
     "num_dense_layers": 0, "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3,
     "full_attn_idxs": [0], "shared_intermediate_size": 64, "attn_type_list": [1],
-    "rotary_dim": 8, "use_qk_norm": False, "attention_bias": False,
+    "rotary_dim": 8, "use_qk_norm": False, "attention_bias": False, "num_expert_group": 3,
+    "num_shared_experts": 1, "linear_attn_config": {}, "model_max_length": 100,
+    "kv_lora_rank": 16,
 }  # fmt: skip
 BLOCKS = [
     (qwen3_next, "Qwen3NextSparseMoeBlock"), (qwen3_moe, "Qwen3MoeSparseMoeBlock"),
     (olmoe, "OlmoeSparseMoeBlock"), (mixtral, "MixtralSparseMoeBlock"),
     (qwen2_moe, "Qwen2MoeSparseMoeBlock"), (deepseek_v3, "DeepseekV3MoE"),
     (glm4_moe_lite, "Glm4MoeLiteMoE"), (deepseek_v2, "DeepseekV2MoE"), (deepseek, "DeepseekMoE"),
-    (granitemoe, "GraniteMoeMoE"), (minimax, "MiniMaxSparseMoeBlock"),
+    (granitemoe, "GraniteMoeMoE"), (kimi_linear, "KimiSparseMoE"),
+    (minimax, "MiniMaxSparseMoeBlock"),
 ]  # fmt: skip
 if not OLD_MLX_LM:  # whose experts have another activation, and other scores
     BLOCKS += [(gpt_oss, "MLPBlock"), (lfm2_moe, "Lfm2MoeSparseMoeBlock")]
@@ -78,6 +82,7 @@ def made(kind: tuple, seed: int, k: int = 2, normed: bool = True, bits: int = 0)
     """mlx_lm's and ours, with the same random weights."""
     module, name = kind
     sizes = {"num_experts_per_tok": k, "norm_topk_prob": normed, **SIZES}
+    sizes |= {"num_experts_per_token": k, "moe_renormalize": normed}
     if module is deepseek_v2:
         sizes["topk_method"] = "group_limited_greedy"
     args = module.ModelArgs.from_dict(sizes | {"model_type": module.__name__.rpartition(".")[2]})
@@ -168,7 +173,9 @@ def test_what_changes_is_seen(kind: tuple) -> None:
     assert not mixed.called
 
 
-@pytest.mark.parametrize("kind", [(deepseek_v3, "DeepseekV3MoE"), (minimax, BLOCKS[10][1])])
+@pytest.mark.parametrize(
+    "kind", [(deepseek_v3, "DeepseekV3MoE"), (minimax, "MiniMaxSparseMoeBlock")]
+)
 def test_a_bias_chooses_and_weighs_nothing(kind: tuple) -> None:
     theirs, ours = made(kind, 9)
     x, found = numbers(3, (1, 3, 32), mx.float32), []

@@ -20,7 +20,7 @@ from tests.conftest import examples
 from tests.model.published import write_published
 from tests.model.reference import OLD_MLX_LM, held_by, needs_new_mlx_lm
 from tests.model.test_native_operations import CLOSE, alike, dtypes, layouts, library, numbers
-from tests.native_library import built, cache, needed
+from tests.native_library import built, cache, needed, operations_of
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
@@ -56,14 +56,26 @@ def test_gated_delta_rule(
 
 
 @needs_new_mlx_lm
-def test_gates_of_another_kind_are_left_to_mlx() -> None:
-    q, v = numbers(19, (1, 2, 2, 8), mx.float32), numbers(20, (1, 2, 2, 8), mx.float32)
-    one, many = v[0, 0, :, 0], v[0, 0, :, :1]
-    for a, each in ((v[..., 0], one), (v, many)):
-        arrays = (q, q, v, a, v[..., 1], each, each)
-        ours = recurrent.gated_delta_update(*arrays, lower_bound=-5.0)
-        theirs = gated_delta.gated_delta_update(*arrays, lower_bound=-5.0)
-        assert all(alike(x, y) for x, y in zip(ours, theirs))
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+def test_gates_of_columns_and_with_bounds(columns: bool, bound: float | None, begun: bool) -> None:
+    """As in Kimi Linear, and its successor."""
+    q, v = numbers(19, (2, 5, 2, 8), mx.float32), numbers(20, (2, 5, 4, 6), mx.float32)
+    k = q / mx.linalg.norm(q, axis=-1, keepdims=True)
+    a = numbers(21, (2, 5, 4, 8) if columns else (2, 5, 4), mx.float32)
+    a_log = numbers(22, (4, 1) if columns else (4,), mx.float32) / 4
+    bias = numbers(23, (4, 8) if columns else (4,), mx.float32) / 4
+    state = numbers(24, (2, 4, 6, 8), mx.float32) if begun else None
+    mask = mx.arange(5)[None] >= mx.arange(2)[:, None] if begun else None
+    arrays = (q, k, v, a, v[..., 1], a_log, bias, state, mask)
+    rest = {} if bound is None else {"lower_bound": bound}
+    ours = recurrent.gated_delta_update(*arrays, **rest)
+    assert "ToastGatedDelta" in operations_of(ours[0])
+    theirs = gated_delta.gated_delta_update(*arrays, **rest)
+    assert all(alike(x, y) for x, y in zip(ours, theirs))
+    other = recurrent.gated_delta_update(*arrays, use_kernel=False)
+    assert all(alike(x, y) for x, y in zip(other, gated_delta.gated_delta_update(*arrays)))
 
 
 @settings(max_examples=examples(40))

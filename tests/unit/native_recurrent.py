@@ -71,7 +71,7 @@ def _after(shape: tuple[int, ...], state: np.ndarray | None, in_place: bool) -> 
 
 def delta(
     kernels: Kernels,
-    arrays: list[np.ndarray],
+    arrays: list,
     state: np.ndarray | None,
     mask: np.ndarray | None = None,
     factor: float = 1.0,

@@ -21,17 +21,18 @@ types = st.sampled_from(list(TYPES))
 
 
 def by_steps(
-    arrays: list[np.ndarray], state: np.ndarray, mask: np.ndarray | None, factor: float
+    arrays: list, state: np.ndarray, mask: np.ndarray | None, factor: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The gated delta rule in float64."""
-    q, k, v, a, b, a_log, bias = (one.astype(np.float64) for one in arrays)
+    """The gated delta rule in float64. arrays: without a_log and bias, decays of columns for a."""
+    q, k, v, a, b = (one.astype(np.float64) for one in arrays[:5])
     each = v.shape[2] // k.shape[2]
     q, k = np.repeat(q, each, 2), np.repeat(k, each, 2)
-    kept = np.exp(-np.exp(a_log) * np.logaddexp(a + bias, 0))
+    a_log, bias = arrays[5:]
+    kept = a if a_log is None else np.exp(-np.exp(a_log) * np.logaddexp(a + bias, 0))[..., None]
     rate = factor / (1 + np.exp(-b))
     state, y = state.astype(np.float64), np.zeros(v.shape)
     for t in range(v.shape[1]):
-        now = state * kept[:, t, :, None, None]
+        now = state * kept[:, t, :, None]
         change = (v[:, t] - np.einsum("bhvk,bhk->bhv", now, k[:, t])) * rate[:, t, :, None]
         now = now + change[..., None] * k[:, t, :, None]
         y[:, t] = np.einsum("bhvk,bhk->bhv", now, q[:, t])
@@ -39,7 +40,7 @@ def by_steps(
     return y, state
 
 
-def of_heads(seed: int, batch: int, length: int, heads: tuple, sizes: tuple) -> list[np.ndarray]:
+def of_heads(seed: int, batch: int, length: int, heads: tuple, sizes: tuple) -> list:
     """What the rule takes, keys of length 1."""
     rng = np.random.default_rng(seed)
     keys, gates = (batch, length, heads[0], sizes[0]), (batch, length, heads[1])
@@ -53,13 +54,16 @@ def of_heads(seed: int, batch: int, length: int, heads: tuple, sizes: tuple) -> 
 @settings(max_examples=examples(40))
 @given(seeds, st.integers(1, 2), st.integers(0, 7), st.integers(1, 2), st.integers(1, 3),
        st.tuples(st.integers(1, 70), st.integers(1, 11)), st.booleans(), st.booleans(),
-       st.sampled_from([1.0, 2.0]))  # fmt: skip
+       st.sampled_from([1.0, 2.0]), st.booleans())  # fmt: skip
 def test_gated_delta_rule(
     kernels: Kernels, seed: int, batch: int, length: int, heads: int, each: int, sizes: tuple,
-    begun: bool, masked: bool, factor: float,
+    begun: bool, masked: bool, factor: float, columns: bool,
 ) -> None:  # fmt: skip
     arrays = of_heads(seed, batch, length, (heads, heads * each), sizes)
     rng = np.random.default_rng(seed + 1)
+    if columns:
+        decays = rng.random((*arrays[3].shape, sizes[0]))
+        arrays[3:] = [decays.astype(np.float32), arrays[4], None, None]
     shape = (batch, heads * each, sizes[1], sizes[0])
     state = rng.normal(size=shape).astype(np.float32) if begun else None
     mask = rng.random((batch, length)) < 0.7 if masked else None

@@ -17,6 +17,7 @@ from toastkit.native.mixtures import (
     MixtureBiased,
     MixtureBiasedAhead,
     MixtureChosen,
+    MixtureInGroups,
     MixtureOfPart,
     MixtureRouted,
     MixtureScored,
@@ -66,6 +67,7 @@ _KNOWN: list[tuple[type, str, str]] = [
         "granitemoehybrid.GraniteMoeHybridTopKGating",
         "2fb8919b4567cd72 a7ef0ab13c8edcd5",
     ),
+    (MixtureInGroups, "kimi_linear.KimiSparseMoE", "fb1eb97ad807468c 2a35c4ac20ecd8a3"),
     (MixtureBiased, "lfm2_moe.Lfm2MoeSparseMoeBlock", "ef564026ddc3ce64"),
     (MixtureBiasedAhead, "minimax.MiniMaxSparseMoeBlock", "f95a6d46996d86bb 8d15d094b115016c"),
 ]

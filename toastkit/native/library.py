@@ -195,7 +195,7 @@ class Library:
 
     def gated_delta(
         self,
-        arrays: tuple[mx.array, ...],
+        arrays: Sequence[mx.array | None],
         state: mx.array | None = None,
         mask: mx.array | None = None,
         rate_factor: float = 1.0,
@@ -203,7 +203,8 @@ class Library:
         """The gated delta rule, lazy: y (B, T, value heads, value size), and the state after it.
 
         arrays: float32 q and k (B, T, key heads, key size), v (B, T, value heads, value size), a
-        and b (B, T, value heads), a_log and bias (value heads,). state: float32 (B, value heads,
+        and b (B, T, value heads), a_log and bias (value heads,); or decays in place of a, (B, T,
+        value heads, key size), and None for these two. state: float32 (B, value heads,
         value size, key size), None for zeros. mask: bool (B, T). See kernels/recurrent.h."""
         y, after = mx.array(0), mx.array(0)
         given: list[Any] = [_given(one) for one in (*arrays, state, mask)]

@@ -123,7 +123,10 @@ class Mixture(Native):
         y = self[self._experts](x, which)
         if self._shared not in self:
             return weighted_sum(y, shares)
-        more, gate = self[self._shared](x), self[self._gate](x)
+        more = self[self._shared](x)
+        if self._gate not in self:
+            return weighted_sum(y, shares) + more
+        gate = self[self._gate](x)
         if not all(part.dtype == mx.float32 for part in (y, more, gate)):
             return (y * shares[..., None]).sum(axis=-2) + mx.sigmoid(gate) * more
         return library.blend(y, shares, more, gate)
@@ -252,3 +255,18 @@ class MixtureBiasedAhead(Mixture):
 
     def choice(self: Any) -> Choice:
         return Choice(vars(self)["num_experts_per_tok"], AHEAD | SCORED | NORMED, eps=LEAST)
+
+
+class MixtureInGroups(Mixture):
+    """By scores of its own, in the best groups (Kimi Linear)."""
+
+    _shared, _bias = "shared_experts", "e_score_correction_bias"
+
+    def choice(self: Any) -> Choice:
+        args = self.args
+        k, scored = args.num_experts_per_token, args.moe_router_activation_func == "sigmoid"
+        how = AHEAD | SCORED * scored | NORMED * bool(args.moe_renormalize and k > 1)
+        return Choice(
+            k, how, groups=args.num_expert_group, kept=args.topk_group, eps=LEAST,
+            factor=args.routed_scaling_factor,
+        )  # fmt: skip

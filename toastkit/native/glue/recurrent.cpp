@@ -56,7 +56,8 @@ void check_mask(const mx::array *mask, int batch, int length) {
         "a mask of another shape");
 }
 
-// Of q, k, v, a, b, a_log, bias, the state, the mask: y and the state after it.
+// Of q, k, v, a, b, a_log, bias, the state, the mask: y and the state after it. Without a_log and
+// bias a has decays.
 Arrays gated_delta(void **objects, float factor) {
   Arrays inputs;
   const auto given = taken(objects, 9, inputs);
@@ -66,12 +67,15 @@ Arrays gated_delta(void **objects, float factor) {
             k.shape(3) > 0,
         "queries, keys or values of another shape");
   const mx::Shape gates = {v.shape(0), v.shape(1), v.shape(2)}, heads = {v.shape(2)};
+  const mx::Shape decays = {v.shape(0), v.shape(1), v.shape(2), k.shape(3)};
   const mx::Shape state = {v.shape(0), v.shape(2), v.shape(3), k.shape(3)};
-  check(inputs[3].shape() == gates && inputs[4].shape() == gates && inputs[5].shape() == heads &&
-            inputs[6].shape() == heads,
+  const bool columns = !given[5];
+  check(given[5] == given[6] && inputs[3].shape() == (columns ? decays : gates) &&
+            inputs[4].shape() == gates &&
+            (columns || (inputs[5].shape() == heads && inputs[6].shape() == heads)),
         "gates of another shape");
   check_floats({inputs.begin(), inputs.end() - given[8]});
-  check(!given[7] || inputs[7].shape() == state, "a state of another shape");
+  check(!given[7] || inputs[columns ? 5 : 7].shape() == state, "a state of another shape");
   check_mask(given[8] ? &inputs.back() : nullptr, v.shape(0), v.shape(1));
   const toast_delta of = {v.shape(0), v.shape(1), k.shape(2), v.shape(2), k.shape(3), v.shape(3)};
   return made("ToastGatedDelta", {v.shape(), state}, {mx::float32, mx::float32}, std::move(inputs),

@@ -49,12 +49,13 @@ bool share_rows(int64_t heads, int64_t rows, int64_t size, const Work &work) {
 
 int gated_delta(const toast_delta &d, float *y, float *after) {
   const int64_t gates = d.batch * d.length * d.value_heads, heads = d.batch * d.value_heads;
-  auto decays = memory<float>(gates), rates = memory<float>(gates);
+  const bool columns = !d.a_log;
+  auto decays = memory<float>(columns ? 1 : gates), rates = memory<float>(gates);
   if (!decays || !rates) return 2;
   share(gates, 16, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i++) {
       const int64_t h = i % d.value_heads;
-      decays[i] = decay_of(d.a_log[h], d.bias[h], d.a[i]);
+      if (!columns) decays[i] = decay_of(d.a_log[h], d.bias[h], d.a[i]);
       rates[i] = rate_of(d.rate_factor, d.b[i]);
     }
   });
@@ -69,7 +70,8 @@ int gated_delta(const toast_delta &d, float *y, float *after) {
         const int64_t value = step * value_step + h * d.value_size, gate = step * d.value_heads + h;
         const int64_t state = head * d.value_size * d.key_size;
         return code({d.length, d.key_size, past, d.q + key, d.k + key, key_step, d.v + value,
-                     value_step, decays.get() + gate, rates.get() + gate, d.value_heads,
+                     value_step, columns ? d.a + gate * d.key_size : decays.get() + gate,
+                     rates.get() + gate, d.value_heads, columns,
                      d.mask ? d.mask + step : nullptr, d.state ? d.state + state : nullptr,
                      y + value, value_step, after + state}, first, end);
       });
@@ -145,7 +147,8 @@ class LayerHead {
     const int64_t numbers = l.batch * l.value_heads * size * l.key_size;
     const bool past = goes_past(l.length, numbers, l.state, after);
     const DeltaHead rule = {l.length, l.key_size, past, room_, room_ + l.key_size, width_,
-                            room_ + 2 * l.key_size + i * size, width_, decays, rates, 1, nullptr,
+                            room_ + 2 * l.key_size + i * size, width_, decays, rates, 1, false,
+                            nullptr,
                             l.state ? l.state + state : nullptr, y, y_step, after + state};
     if (!code_.recurrent.delta(rule, 0, size)) return false;
     for (int64_t t = 0; t < l.length; t++) {
@@ -216,6 +219,7 @@ extern "C" {
 int toast_gated_delta(const toast_delta *delta, float *y, float *after) {
   const toast_delta &d = *delta;
   if (d.key_heads <= 0 || d.value_heads % d.key_heads || d.key_size <= 0) return 1;
+  if (!d.a_log != !d.bias) return 1;
   return toast::gated_delta(d, y, after);
 }
 

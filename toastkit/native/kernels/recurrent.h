@@ -7,7 +7,8 @@
 //   S <- decay S;  S <- S + rate (v - S k) k;  y = S q
 //
 // decay = exp(-exp(a_log) softplus(a + bias)), rate = rate_factor / (1 + exp(-b)). A key head
-// serves value_heads / key_heads value heads, one after another.
+// serves value_heads / key_heads value heads, one after another. Or each column of S has a decay of
+// its own, which is given (Kimi Delta Attention, arXiv 2510.26692).
 #pragma once
 
 #include <stdint.h>
@@ -24,7 +25,7 @@ typedef struct {
   const float *q, *k;          // (batch, length, key_heads, key_size)
   const float *v;              // (batch, length, value_heads, value_size)
   const float *a, *b;          // (batch, length, value_heads)
-  const float *a_log, *bias;   // (value_heads)
+  const float *a_log, *bias;   // (value_heads); NULL where a has decays, with an axis key_size more
   float rate_factor;
   const uint8_t *mask;         // (batch, length): steps that change the state; NULL for all
   const float *state;          // (batch, value_heads, value_size, key_size); NULL for zeros
@@ -102,6 +103,7 @@ struct DeltaHead {
   int64_t value_step;
   const float *decays, *rates;
   int64_t gate_step;
+  bool columns;  // have decays of their own: a step has key_size of them, not one
   const uint8_t *mask;
   const float *state;  // NULL for zeros
   float *y;

@@ -13,18 +13,19 @@ namespace {
 
 constexpr int STATE_ROWS = 16;  // at a time: what they are given and give at a step is a line
 constexpr int IN_REGISTERS = 4;  // of these
+constexpr int MORE = 3;          // rows beside them that a step copies, where they are not whole
 
 // One step of some rows, `stride` numbers apart, from s to `to`, which may be the same. k, q: zeros
-// from their size on.
-template <int ROWS>
+// from their size on. decay: of columns from i on.
+template <int ROWS, class Decay>
 INLINE void delta_some(const float *s, float *to, int64_t stride, const float *k, const float *q,
-                       const float *v, float decay, float rate, float *y) {
+                       const float *v, const Decay &decay, float rate, float *y) {
   F32 sums[ROWS] = {};
   for (int64_t i = 0; i < stride; i += LANES) {
-    const F32 key = load<F32>(k + i);
+    const F32 key = load<F32>(k + i), kept = decay(i);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
-      sums[r] = multiply_add(load<F32>(s + r * stride + i) * decay, key, sums[r]);
+      sums[r] = multiply_add(load<F32>(s + r * stride + i) * kept, key, sums[r]);
   }
   F32 change[ROWS];
 #pragma GCC unroll 4
@@ -33,10 +34,10 @@ INLINE void delta_some(const float *s, float *to, int64_t stride, const float *k
     sums[r] = F32{};
   }
   for (int64_t i = 0; i < stride; i += LANES) {
-    const F32 key = load<F32>(k + i), query = load<F32>(q + i);
+    const F32 key = load<F32>(k + i), query = load<F32>(q + i), kept = decay(i);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) {
-      F32 now = multiply_add(key, change[r], load<F32>(s + r * stride + i) * decay);
+      F32 now = multiply_add(key, change[r], load<F32>(s + r * stride + i) * kept);
       store(to + r * stride + i, now);
       sums[r] = multiply_add(now, query, sums[r]);
     }
@@ -124,7 +125,8 @@ INLINE void over_steps(const float *state, float *after, int64_t size, int64_t l
                        const uint8_t *mask, float *room, const Step &step) {
   const int64_t stride = state_stride(size);
   const bool whole = size == stride;
-  float *const unused = room + (STATE_ROWS + 2) * stride, *const to = whole && !past ? after : room;
+  float *const unused = room + (STATE_ROWS + MORE) * stride;
+  float *const to = whole && !past ? after : room;
   const float *from = whole && state ? state : to;
   if (!whole || !state) memset(to, 0, ROWS * stride * sizeof(float));
   for (int r = 0; !whole && state && r < ROWS; r++)
@@ -153,11 +155,21 @@ static void delta_block(const toast::DeltaHead &h, int64_t row, float *room) {
       [&](int64_t t, const float *s, float *to, int64_t stride, float *more) {
         const float *k = whole_row(more, h.k + t * h.key_step, size, stride);
         const float *q = whole_row(more + stride, h.q + t * h.key_step, size, stride);
-        const float decay = h.decays[t * h.gate_step], rate = h.rates[t * h.gate_step];
-        const float *v = h.v + t * h.value_step + row;
-        some_in_registers<ROWS>(v, h.y + t * h.y_step + row, [&](int r, const float *x, float *y) {
-          delta_some<SOME<ROWS>>(s + r * stride, to + r * stride, stride, k, q, x, decay, rate, y);
-        });
+        const float *const decays = h.decays + t * h.gate_step * (h.columns ? size : 1);
+        const float rate = h.rates[t * h.gate_step], *v = h.v + t * h.value_step + row;
+        float *const out = h.y + t * h.y_step + row;
+        auto with = [&](const auto &decay) {
+          some_in_registers<ROWS>(v, out, [&](int r, const float *x, float *y) {
+            delta_some<SOME<ROWS>>(s + r * stride, to + r * stride, stride, k, q, x, decay, rate,
+                                   y);
+          });
+        };
+        if (h.columns) {
+          const float *own = whole_row(more + 2 * stride, decays, size, stride);
+          with([&](int64_t i) { return load<F32>(own + i); });
+        } else {
+          with([&](int64_t) { return all(*decays); });
+        }
       });
 }
 
@@ -182,7 +194,7 @@ static void scan_block(const toast::ScanHead &h, int64_t row, float *room) {
 template <class Block, class One>
 INLINE bool some_rows(int64_t size, bool past, int64_t first, int64_t end, const Block &block,
                       const One &one) {
-  const int64_t bytes = (2 * STATE_ROWS + 2) * state_stride(size) * int64_t(sizeof(float));
+  const int64_t bytes = (2 * STATE_ROWS + MORE) * state_stride(size) * int64_t(sizeof(float));
   auto room = static_cast<float *>(toast::scratch(toast::ROWS, bytes));
   if (!room) return false;
   int64_t row = first;
