@@ -186,6 +186,10 @@ def test_a_bias_chooses_and_weighs_nothing(kind: tuple) -> None:
         found.append(ours(x))
         assert alike(found[-1], theirs(x), 1e-4)
     assert mx.array_equal(found[1], found[2]) and not mx.array_equal(found[0], found[1])
+    for block in (theirs, ours):
+        owner = block if ours._bias else block.gate
+        owner.e_score_correction_bias = mx.array([9.0, 0, 0, 9, 0, 0], mx.float16)
+    assert alike(ours(x), found[1], 1e-5)
     owner.e_score_correction_bias = mx.zeros(5)
     with pytest.raises(ValueError):
         ours(x)

@@ -42,9 +42,10 @@ class Router(Native):
         if library is None or x.dtype != mx.float32:
             return super().__call__(x)  # type: ignore[misc]
         logits = matmul(x, self["weight"].T) if self._part is None else self[self._part](x)
-        if logits.dtype != mx.float32:
+        bias = self.get(self._bias)
+        if not _are_wide(logits, bias):
             return super().__call__(x)  # type: ignore[misc]
-        return library.route(logits, self.choice(), self.get(self._bias))
+        return library.route(logits, self.choice(), bias)
 
     def choice(self: Any) -> Choice:
         """How it chooses at this moment."""
@@ -116,10 +117,10 @@ class Mixture(Native):
         router = self[self._router]
         if isinstance(router, Router):
             return super().__call__(x)  # type: ignore[misc]
-        logits = router(x)
-        if logits.dtype != mx.float32:
+        logits, bias = router(x), self.get(self._bias)
+        if not _are_wide(logits, bias):
             return super().__call__(x)  # type: ignore[misc]
-        which, shares = library.route(logits, self.choice(), self.get(self._bias))
+        which, shares = library.route(logits, self.choice(), bias)
         y = self[self._experts](x, which)
         if self._shared not in self:
             return weighted_sum(y, shares)
@@ -173,13 +174,18 @@ class Mixture(Native):
             return None
         chooses = router if own else self
         bias = chooses.get(chooses._bias)
-        if bias is not None and bias.dtype != mx.float32:
+        if not _are_wide(bias):
             return None
         beside = [None if bias is None else (chooses, chooses._bias)]
         operands = Operands([asked, *parts], [first, *found], beside, around)
         shape = MixtureShape(ctypes.addressof(operands), shared=len(names), gated=gate is not None)
         shape.activations[: len(kinds)] = [ACTIVATIONS.index(kind) for kind in kinds]
         return operands, shape, chooses
+
+
+def _are_wide(*arrays: mx.array | None) -> bool:
+    """Whether all that are given are float32."""
+    return all(array is None or array.dtype == mx.float32 for array in arrays)
 
 
 def _asked(router: Any) -> Operand | None:
