@@ -108,29 +108,27 @@ def methods_anew(cls: type[nn.Module]) -> dict[str, FunctionType]:
             continue
         for name, method in vars(base).items():
             made.pop(name, None)  # overridden
-            if isinstance(method, FunctionType) and _calls_ours(method, set()):
+            if isinstance(method, FunctionType) and _calls_ours(method):
                 made[name] = _over(method, _space_of(method.__globals__))
     return made
 
 
-def _calls_ours(function: FunctionType, seen: set[FunctionType]) -> bool:
-    """By itself, or through functions of its module. seen: those that are being looked at."""
-    space = function.__globals__
+def _calls_ours(function: FunctionType) -> bool:
+    """By itself, or through functions of its module."""
+    return _names_ours(function) or any(map(_names_ours, functions_of([function])))
+
+
+def _names_ours(function: FunctionType) -> bool:
+    """Whether it has an expression or a name that ours stands for."""
     if _code_anew(function) is not function.__code__:
         return True
-    names = set(_names(function.__code__))
+    names, space = {*_names(function.__code__)}, function.__globals__
     values = [space[name] for name in names if name in space]
     originals = _originals()
-    if any(id(value) in originals for value in values):
-        return True
-    for module, name in _OURS:
-        if any(value is sys.modules.get(module) for value in values) and names.issuperset(
-            name.split(".")
-        ):
-            return True
-    seen.add(function)
-    return any(
-        _calls_ours(value, seen) for value in values if _is_of(space, value) and value not in seen
+    return any(id(value) in originals for value in values) or any(
+        any(value is sys.modules.get(module) for value in values)
+        and names.issuperset(name.split("."))
+        for module, name in _OURS
     )
 
 
@@ -155,20 +153,22 @@ def functions_of(callers: Sequence[FunctionType]) -> list[FunctionType]:
 
 def _names(code: CodeType) -> Iterator[str]:
     """Globals and attributes that code names, that of functions within it included."""
-    yield from code.co_names
-    for value in code.co_consts:
-        if isinstance(value, CodeType):
-            yield from _names(value)
+    return (name for one in _codes(code) for name in one.co_names)
 
 
 def _operators(code: CodeType) -> Iterator[Instruction]:
     """Of two operands: likewise."""
-    for one in zip(code.co_code[::2], code.co_code[1::2]):
-        if one[0] in BINARY:
-            yield one
+    for one in _codes(code):
+        pairs = zip(one.co_code[::2], one.co_code[1::2])
+        yield from (pair for pair in pairs if pair[0] in BINARY)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """It, and that of functions within it."""
+    yield code
     for value in code.co_consts:
         if isinstance(value, CodeType):
-            yield from _operators(value)
+            yield from _codes(value)
 
 
 def _originals() -> dict[int, Callable[..., Any]]:
@@ -194,7 +194,7 @@ def _space_of(theirs: Space) -> Space:
                 made[name] = originals[id(value)]
             elif isinstance(value, ModuleType):
                 made[name] = _module_anew(value)
-            elif _is_of(theirs, value) and _calls_ours(value, set()):
+            elif _is_of(theirs, value) and _calls_ours(value):
                 made[name] = _over(value, made)
     return _spaces[id(theirs)][1]
 

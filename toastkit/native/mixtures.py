@@ -30,6 +30,12 @@ from toastkit.native.operations import matmul, weighted_sum
 LEAST = 1e-20  # what some add to the sum of shares, and others do not, who would divide by 0
 
 
+def _in_groups(k: int, how: int, normed: Any, groups: int, kept: int, factor: float) -> Choice:
+    """As DeepSeek-V3 chooses. normed: whether shares of several experts add up to the factor."""
+    how |= AHEAD | NORMED * bool(normed and k > 1)
+    return Choice(k, how, groups=groups, kept=kept, eps=LEAST, factor=factor)
+
+
 class Router(Native):
     """Which experts a vector goes to, where a module of its own says that. _part: what asks it, a
     product; None where the module has the matrix. _bias: that is added to what is chosen by."""
@@ -70,10 +76,9 @@ class RouterScored(Router):
 
     def choice(self: Any) -> Choice:
         own = vars(self)
-        normed = NORMED * bool(own["norm_topk_prob"] and own["top_k"] > 1)
-        return Choice(
-            own["top_k"], AHEAD | SCORED | normed, factor=own["routed_scaling_factor"],
-            groups=own["n_group"], kept=own["topk_group"], eps=LEAST,
+        return _in_groups(
+            own["top_k"], SCORED, own["norm_topk_prob"], own["n_group"], own["topk_group"],
+            own["routed_scaling_factor"],
         )  # fmt: skip
 
 
@@ -270,9 +275,8 @@ class MixtureInGroups(Mixture):
 
     def choice(self: Any) -> Choice:
         args = self.args
-        k, scored = args.num_experts_per_token, args.moe_router_activation_func == "sigmoid"
-        how = AHEAD | SCORED * scored | NORMED * bool(args.moe_renormalize and k > 1)
-        return Choice(
-            k, how, groups=args.num_expert_group, kept=args.topk_group, eps=LEAST,
-            factor=args.routed_scaling_factor,
+        return _in_groups(
+            args.num_experts_per_token, SCORED * (args.moe_router_activation_func == "sigmoid"),
+            args.moe_renormalize, args.num_expert_group, args.topk_group,
+            args.routed_scaling_factor,
         )  # fmt: skip

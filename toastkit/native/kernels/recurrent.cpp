@@ -148,8 +148,7 @@ class LayerHead {
     const bool past = goes_past(l.length, numbers, l.state, after);
     const DeltaHead rule = {l.length, l.key_size, past, room_, room_ + l.key_size, width_,
                             room_ + 2 * l.key_size + i * size, width_, decays, rates, 1, false,
-                            nullptr,
-                            l.state ? l.state + state : nullptr, y, y_step, after + state};
+                            nullptr, l.state ? l.state + state : nullptr, y, y_step, after + state};
     if (!code_.recurrent.delta(rule, 0, size)) return false;
     for (int64_t t = 0; t < l.length; t++) {
       float *row = y + t * y_step;

@@ -265,14 +265,21 @@ static void convolve_channels(const toast_convolution &c, int64_t batch, int64_t
       const int64_t at = (batch * c.length + t) * c.out_step + i;
       const bool whole = plain && some == LANES;
       F32 y = some_numbers_at(TOAST_F32, weights[c.kernel], i - first, some);
-      for (int64_t j = 0; whole && j < c.kernel; j++)
-        y = multiply_add(load<F32>(x + (from + j) * c.strides[1] + i),
-                         load<F32>(weights[j] + i - first), y);
-      for (int64_t j = 0; !whole && j < c.kernel; j++)
-        y = multiply_add(position_at(c, batch, from + j, i, some),
-                         some_numbers_at(TOAST_F32, weights[j], i - first, some), y);
+      if (whole) {
+        for (int64_t j = 0; j < c.kernel; j++)
+          y = multiply_add(load<F32>(x + (from + j) * c.strides[1] + i),
+                           load<F32>(weights[j] + i - first), y);
+      } else {
+        for (int64_t j = 0; j < c.kernel; j++)
+          y = multiply_add(position_at(c, batch, from + j, i, some),
+                           some_numbers_at(TOAST_F32, weights[j], i - first, some), y);
+      }
       if (c.silu) y = activated(TOAST_SILU, y);
-      whole ? store(static_cast<float *>(out) + at, y) : put_some(out_type, out, at, y, some);
+      if (whole) {
+        store(static_cast<float *>(out) + at, y);
+      } else {
+        put_some(out_type, out, at, y, some);
+      }
     }
   }
 }
