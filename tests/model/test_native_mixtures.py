@@ -16,12 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_map
 from mlx_lm.models import (
+    bailing_moe,
+    bailing_moe_linear,
     deepseek,
     deepseek_v2,
     deepseek_v3,
+    dots1,
     glm4_moe_lite,
     gpt_oss,
     granitemoe,
+    jamba,
     kimi_linear,
     lfm2_moe,
     minimax,
@@ -63,7 +67,10 @@ SIZES: dict[str, Any] = {
     "full_attn_idxs": [0], "shared_intermediate_size": 64, "attn_type_list": [1],
     "rotary_dim": 8, "use_qk_norm": False, "attention_bias": False, "num_expert_group": 3,
     "num_shared_experts": 1, "linear_attn_config": {}, "model_max_length": 100,
-    "kv_lora_rank": 16,
+    "kv_lora_rank": 16, "moe_router_enable_expert_bias": True, "score_function": "sigmoid",
+    "layer_group_size": 2, "group_norm_size": 1, "attn_layer_offset": 0, "attn_layer_period": 2,
+    "expert_layer_offset": 0, "expert_layer_period": 2, "mamba_d_conv": 4, "mamba_d_state": 4,
+    "mamba_expand": 2,
 }  # fmt: skip
 BLOCKS = [
     (qwen3_next, "Qwen3NextSparseMoeBlock"), (qwen3_moe, "Qwen3MoeSparseMoeBlock"),
@@ -71,7 +78,8 @@ BLOCKS = [
     (qwen2_moe, "Qwen2MoeSparseMoeBlock"), (deepseek_v3, "DeepseekV3MoE"),
     (glm4_moe_lite, "Glm4MoeLiteMoE"), (deepseek_v2, "DeepseekV2MoE"), (deepseek, "DeepseekMoE"),
     (granitemoe, "GraniteMoeMoE"), (kimi_linear, "KimiSparseMoE"),
-    (minimax, "MiniMaxSparseMoeBlock"),
+    (minimax, "MiniMaxSparseMoeBlock"), (bailing_moe, "BailingMoeSparseMoeBlock"),
+    (bailing_moe_linear, "SparseMoeBlock"), (dots1, "Dots1MoE"), (jamba, "JambaSparseMoeBlock"),
 ]  # fmt: skip
 if not OLD_MLX_LM:  # whose experts have another activation, and other scores
     BLOCKS += [(gpt_oss, "MLPBlock"), (lfm2_moe, "Lfm2MoeSparseMoeBlock")]
@@ -167,7 +175,7 @@ def test_what_changes_is_seen(kind: tuple) -> None:
     with patch.object(mixtures, "_mixed") as mixed:
         ours(x)
         router = ours[ours._router]
-        router = router.get("layer", router)
+        router = router.get(getattr(router, "_part", None), router)
         router.weight = router.weight.astype(mx.float16)
         ours(x.astype(mx.float16))
     assert not mixed.called

@@ -47,8 +47,19 @@ class _Scan(ctypes.Structure):
     _fields_ = [
         *_sizes("batch", "length", "heads", "size", "groups", "state_size"),
         *_pointers("x", "b", "c", "dt", "a_log", "d", "bias"),
-        ("least", ctypes.c_float), ("most", ctypes.c_float), *_pointers("mask", "state"),
+        ("least", ctypes.c_float), ("most", ctypes.c_float), ("selective", ctypes.c_int32),
+        *_pointers("mask", "state"),
     ]  # fmt: skip
+
+
+class _Wkv(ctypes.Structure):
+    _fields_ = [
+        *_sizes("batch", "length", "heads", "size"), *_pointers(*"rwkvab", "state"),
+    ]  # fmt: skip
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [*_sizes("batch", "length", "channels"), *_pointers("decays", "x", "state")]
 
 
 class _Convolution(ctypes.Structure):
@@ -96,17 +107,38 @@ def scanned(
     limits: tuple[float, float] = (0.0, np.inf),
     in_place: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Likewise. arrays: as toast_scan has them."""
+    """Likewise. arrays: as toast_scan has them, of a selective one too."""
     batch, length, heads, size = arrays[0].shape
     groups, state_size = arrays[1].shape[2:]
     sizes = (batch, length, heads, size, groups, state_size)
-    of = _Scan(*sizes, *_of(*arrays), *limits, *_of(mask, state))
+    of = _Scan(*sizes, *_of(*arrays), *limits, arrays[3].ndim == 4, *_of(mask, state))
     y, after = (
         room(arrays[0].shape, "f32"),
         _after((batch, heads, size, state_size), state, in_place),
     )
     check(kernels.library.toast_scan_steps(ctypes.byref(of), pointer(y), pointer(after)))
     return y, after
+
+
+def wkv(
+    kernels: Kernels, arrays: list[np.ndarray], state: np.ndarray | None, in_place: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Likewise. arrays: r, w, k, v, a, b."""
+    batch, _, heads, size = shape = arrays[0].shape
+    of = _Wkv(*shape, *_of(*arrays, state))
+    y, after = room(shape, "f32"), _after((batch, heads, size, size), state, in_place)
+    check(kernels.library.toast_wkv_steps(ctypes.byref(of), pointer(y), pointer(after)))
+    return y, after
+
+
+def linear(
+    kernels: Kernels, decays: np.ndarray, x: np.ndarray, state: np.ndarray | None
+) -> np.ndarray:
+    """The states after each step."""
+    of = _Linear(*x.shape, *_of(decays, x, state))
+    h = room(x.shape, "f32")
+    kernels.library.toast_linear_steps(ctypes.byref(of), pointer(h))
+    return h
 
 
 def convolved(

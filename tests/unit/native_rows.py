@@ -75,6 +75,22 @@ def normed(
     return out
 
 
+def centred(
+    kernels: Kernels,
+    x: np.ndarray,
+    weight: np.ndarray | None,
+    bias: np.ndarray | None,
+    kinds: tuple,
+    eps: float = 1e-5,
+) -> np.ndarray:
+    out = room(x.shape, kinds[2])
+    check(kernels.library.toast_layer_norm(
+        vectors(x, kinds[0]), ctypes.c_int64(x.shape[-1]), pointer(weight), pointer(bias),
+        TYPES[kinds[1]], ctypes.c_float(eps), pointer(out), TYPES[kinds[2]],
+    ))  # fmt: skip
+    return out
+
+
 def rotated(
     kernels: Kernels,
     x: np.ndarray,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.conftest import examples
 from tests.native_library import needed
 from tests.unit.native_kernels import ROUNDING, TYPES, Kernels, kernels, read, row_sets, stored
-from tests.unit.native_recurrent import convolved, delta, layer, scanned
+from tests.unit.native_recurrent import convolved, delta, layer, linear, scanned, wkv
 from tests.unit.native_rows import gated, normed
 
 __all__ = ["kernels", "row_sets"]
@@ -218,6 +218,94 @@ def test_scan(
     np.testing.assert_allclose(after, now, rtol=2e-5, atol=2e-5)
 
 
+def of_selective_scan(seed: int, batch: int, length: int, sizes: tuple) -> list:
+    """What Mamba's takes: of one head, of so many channels and such a state."""
+    rng = np.random.default_rng(seed)
+    steps, group, own = (batch, length, 1, sizes[0]), (batch, length, 1, sizes[1]), (1, sizes[0])
+    shapes = [steps, group, group, steps, (1, *sizes), own, own]
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+@settings(max_examples=examples(40))
+@given(seeds, st.integers(1, 2), st.integers(0, 7),
+       st.tuples(st.integers(1, 40), st.integers(1, 70)), st.booleans(), st.booleans(),
+       st.sampled_from([(0.0, np.inf), (0.5, 1.0)]), st.sampled_from([1, 30]))  # fmt: skip
+def test_selective_scan(
+    kernels: Kernels, seed: int, batch: int, length: int, sizes: tuple, begun: bool, biased: bool,
+    limits: tuple, spread: float,
+) -> None:  # fmt: skip
+    arrays = of_selective_scan(seed, batch, length, sizes)
+    arrays[3] *= np.float32(spread)
+    rng, shape = np.random.default_rng(seed + 1), (batch, 1, *sizes)
+    state = rng.normal(size=shape).astype(np.float32) if begun else None
+    arrays[6] = arrays[6] if biased else None
+    y, after = scanned(kernels, arrays, state, None, limits)
+    x, b, c, dt, a_log, d = (one.astype(np.float64) for one in arrays[:6])
+    dt = np.clip(np.logaddexp(dt + (arrays[6] if biased else 0), 0), *limits)[..., None]
+    now = np.zeros(shape) if state is None else state.astype(np.float64)
+    for t in range(length):
+        now = np.exp(-np.exp(a_log) * dt[:, t]) * now
+        now = now + dt[:, t] * x[:, t, :, :, None] * b[:, t, :, None]
+        terms = now * c[:, t, :, None]
+        scale = abs(terms).sum(-1) + abs(x[:, t])
+        assert (abs(y[:, t] - terms.sum(-1) - d * x[:, t]) <= 1e-5 * scale + 1e-5).all()
+    np.testing.assert_allclose(after, now, rtol=2e-5, atol=2e-5)
+
+
+def of_wkv(seed: int, batch: int, length: int, heads: int, size: int) -> list[np.ndarray]:
+    """What RWKV-7's rule takes: as there, b is the key that is replaced, times a rate."""
+    rng = np.random.default_rng(seed)
+    r, k, v, a = (rng.normal(size=(batch, length, heads, size)) for _ in range(4))
+    a /= np.sqrt((a**2).sum(-1, keepdims=True))
+    w, rate = rng.uniform(0.5, 1, a.shape), rng.random(a.shape)
+    return [one.astype(np.float32) for one in (r, w, k, v, a, -a * rate)]
+
+
+@settings(max_examples=examples(40))
+@given(seeds, st.integers(1, 2), st.integers(0, 7), st.integers(1, 3), st.integers(1, 70),
+       st.booleans())  # fmt: skip
+def test_generalised_delta_rule(
+    kernels: Kernels, seed: int, batch: int, length: int, heads: int, size: int, begun: bool
+) -> None:
+    arrays = of_wkv(seed, batch, length, heads, size)
+    shape = (batch, heads, size, size)
+    state = np.random.default_rng(seed).normal(size=shape).astype(np.float32) if begun else None
+    y, after = wkv(kernels, arrays, state)
+    now = np.zeros(shape) if state is None else state.astype(np.float64)
+    for t in range(length):
+        r, w, k, v, a, b = (one[:, t].astype(np.float64) for one in arrays)
+        found = np.einsum("bhvk,bhk->bhv", now, a)
+        now = now * w[:, :, None] + found[..., None] * b[:, :, None] + v[..., None] * k[:, :, None]
+        np.testing.assert_allclose(
+            y[:, t], np.einsum("bhvk,bhk->bhv", now, r), rtol=2e-5, atol=2e-4
+        )
+    np.testing.assert_allclose(after, now, rtol=2e-5, atol=2e-5)
+
+
+@settings(max_examples=examples(30))
+@given(seeds, st.integers(1, 3), st.integers(0, 9), st.integers(1, 70), st.integers(0, 9),
+       st.booleans())  # fmt: skip
+def test_linear_recurrence(
+    kernels: Kernels, seed: int, batch: int, length: int, channels: int, cut: int, begun: bool
+) -> None:
+    """And, to the bit, in two chunks."""
+    rng = np.random.default_rng(seed)
+    decays = rng.random((batch, length, channels)).astype(np.float32)
+    x = rng.normal(size=decays.shape).astype(np.float32)
+    state = rng.normal(size=(batch, channels)).astype(np.float32) if begun else None
+    found = linear(kernels, decays, x, state)
+    now = np.zeros((batch, channels)) if state is None else state.astype(np.float64)
+    for t in range(length):
+        now = decays[:, t] * now + x[:, t]
+        np.testing.assert_allclose(found[:, t], now, rtol=1e-5, atol=1e-5)
+    if 0 < cut < length:
+        halves = [[np.ascontiguousarray(one[:, part]) for one in (decays, x)]
+                  for part in (slice(0, cut), slice(cut, length))]  # fmt: skip
+        first = linear(kernels, *halves[0], state)
+        rest = linear(kernels, *halves[1], np.ascontiguousarray(first[:, -1]))
+        assert np.array_equal(np.concatenate([first, rest], 1), found)
+
+
 @settings(max_examples=examples(15))
 @given(seeds, st.integers(1, 40), st.integers(0, 40), st.integers(1, 4), st.booleans())
 def test_a_chunk_of_steps_gives_what_they_give(
@@ -225,56 +313,60 @@ def test_a_chunk_of_steps_gives_what_they_give(
 ) -> None:
     """To the bit, with any number of threads, wherever the state lies; and a batch what its rows
     give."""
-    delta_arrays = of_heads(seed, 2, length, (2, 4), (64, 30))
-    scan_arrays = of_scan(seed, 2, length, (4, 2), (30, 64))
+    # With how many of their arrays are of steps.
+    recurrences = [
+        (delta, of_heads(seed, 2, length, (2, 4), (64, 30)), 5),
+        (scanned, of_scan(seed, 2, length, (4, 2), (30, 64)), 4),
+        (scanned, of_selective_scan(seed, 2, length, (40, 16)), 4),
+        (wkv, of_wkv(seed, 2, length, 2, 40), 6),
+    ]
     projections, own = of_layer(seed, 2, length, (2, 4), (64, 30), 4)
     x, weight = mixed(projections), own["weight"]
-    wholes = [delta(kernels, delta_arrays, None), scanned(kernels, scan_arrays, None),
-              layer(kernels, projections, own, None, None, 1e-5),
-              (convolved(kernels, x, weight, silu=True),)]  # fmt: skip
+    wholes = [recurrence(kernels, arrays, None) for recurrence, arrays, _ in recurrences]
+    wholes.append(layer(kernels, projections, own, None, None, 1e-5))
+    convolution = convolved(kernels, x, weight, silu=True)
     kernels.library.toast_set_threads(threads)
-    states: list = [None, None, None]
+    states: list = [None] * len(wholes)
     last = rows = None
-    found: list[list[np.ndarray]] = [[], [], [], []]
+    found: list[list[np.ndarray]] = [[] for _ in (*wholes, convolution)]
     for part in (slice(0, cut), slice(cut, length)):
-
-        def some(arrays: list[np.ndarray], steps: int, part: slice = part) -> list[np.ndarray]:
-            return [np.ascontiguousarray(a[1:, part]) for a in arrays[:steps]] + arrays[steps:]
-
-        y, states[0] = delta(kernels, some(delta_arrays, 5), states[0], in_place=in_place)
-        found[0].append(y)
-        y, states[1] = scanned(kernels, some(scan_arrays, 4), states[1], in_place=in_place)
-        found[1].append(y)
+        for i, (recurrence, arrays, steps) in enumerate(recurrences):
+            some = [np.ascontiguousarray(a[1:, part]) for a in arrays[:steps]] + arrays[steps:]
+            y, states[i] = recurrence(kernels, some, states[i], in_place=in_place)
+            found[i].append(y)
         parts = {name: one[1:, part] for name, one in projections.items()}
-        y, last, states[2] = layer(kernels, parts, own, last, states[2], 1e-5, in_place)
-        found[2].append(y)
-        found[3].append(convolved(kernels, x[1:, part], weight, None, rows, silu=True))
+        y, last, states[-1] = layer(kernels, parts, own, last, states[-1], 1e-5, in_place)
+        found[-2].append(y)
+        found[-1].append(convolved(kernels, x[1:, part], weight, None, rows, silu=True))
         rows = last
-    for (y, *_), parts_of in zip(wholes, found):
+    for (y, *_), parts_of in zip((*wholes, (convolution,)), found):
         assert np.array_equal(np.concatenate(parts_of, 1), y[1:])
-    for state, (_, *rest) in zip(states, wholes):
+    for state, (_, *rest) in zip(states, wholes, strict=True):
         assert np.array_equal(state, rest[-1][1:])
 
 
 @pytest.mark.parametrize("size", [64, 63])
 def test_large_states_are_written_past_the_caches(kernels: Kernels, size: int) -> None:
     """A step that leaves its state gives, to the bit, what one in its place gives."""
-    deltas, scans = of_heads(1, 1, 2, (32, 64), (size, 67)), of_scan(2, 1, 2, (64, 32), (67, size))
+    recurrences = [
+        (delta, of_heads(1, 1, 2, (32, 64), (size, 67)), 5),
+        (scanned, of_scan(2, 1, 2, (64, 32), (67, size)), 4),
+        (scanned, of_selective_scan(4, 1, 2, (4200, size)), 4),
+        (wkv, of_wkv(5, 1, 2, 70, size), 6),
+    ]
     projections, own = of_layer(3, 1, 2, (32, 64), (size, 67), 4)
 
     def stepped(in_place: bool) -> list[np.ndarray]:
-        made: list = [None, None, None]
+        made: list = [None] * 5
         last, found = None, []
         for part in (slice(0, 1), slice(1, 2)):
-            some, others = (
-                [np.ascontiguousarray(a[:, part]) for a in arrays[:steps]] + arrays[steps:]
-                for arrays, steps in ((deltas, 5), (scans, 4))
-            )
-            y, made[0] = delta(kernels, some, made[0], in_place=in_place)
-            z, made[1] = scanned(kernels, others, made[1], in_place=in_place)
+            for i, (recurrence, arrays, steps) in enumerate(recurrences):
+                some = [np.ascontiguousarray(a[:, part]) for a in arrays[:steps]] + arrays[steps:]
+                y, made[i] = recurrence(kernels, some, made[i], in_place=in_place)
+                found.append(y)
             parts = {name: one[:, part] for name, one in projections.items()}
-            w, last, made[2] = layer(kernels, parts, own, last, made[2], 1e-5, in_place)
-            found += [y, z, w]
+            y, last, made[4] = layer(kernels, parts, own, last, made[4], 1e-5, in_place)
+            found.append(y)
         return found + made
 
     for one, other in zip(stepped(False), stepped(True), strict=True):

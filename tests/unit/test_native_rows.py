@@ -17,6 +17,7 @@ from tests.unit.native_kernels import ROUNDING, TYPES, Kernels, kernels, read, r
 from tests.unit.native_rows import (
     ACTIVATIONS,
     blended,
+    centred,
     distribution,
     gated,
     largest,
@@ -65,6 +66,29 @@ def test_norms(
     wanted = wanted * (factors + plus).astype(np.float32).astype(np.float64)
     out = normed(kernels, x, weight, kinds, plus)
     assert close(out, kinds[2], wanted, 4 + size / 256)
+
+
+@settings(max_examples=examples(50))
+@given(seeds, st.integers(0, 9), columns, st.tuples(types, types, types), st.integers(0, 3),
+       st.integers(0, 2), st.sampled_from([0.0, 30.0]))  # fmt: skip
+def test_layer_norms(
+    kernels: Kernels, seed: int, rows: int, size: int, kinds: tuple, gap: int, given: int,
+    far: float,
+) -> None:  # fmt: skip
+    """far: of the mean from 0."""
+    x = numbers(seed, (rows, size), kinds[0], gap)
+    x[...] = stored(read(x, kinds[0]) + far, kinds[0])
+    own = [numbers(seed + n, (size,), kinds[1]) if n <= given else None for n in (1, 2)]
+    wide = read(x, kinds[0])
+    wanted = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
+    size_of = abs(wanted) + (1 + far) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
+    for each, factor in ((0, True), (1, False)):
+        if own[each] is not None:
+            more = read(own[each], kinds[1])
+            wanted = wanted * more if factor else wanted + more
+            size_of = size_of * abs(more) if factor else size_of + abs(more)
+    error = abs(read(centred(kernels, x, *own, kinds), kinds[2]) - wanted)
+    assert (error <= size_of * 2.0**-19 + abs(wanted) * ROUNDING[kinds[2]] * 1.01 + 2e-7).all()
 
 
 def turns(rotation: dict, length: int, frequencies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

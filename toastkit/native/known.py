@@ -17,15 +17,20 @@ from toastkit.native.mixtures import (
     MixtureBiased,
     MixtureBiasedAhead,
     MixtureChosen,
+    MixtureChosenOfPart,
     MixtureInGroups,
     MixtureOfPart,
     MixtureRouted,
     MixtureScored,
+    MixtureScoredOfExperts,
     RouterAhead,
     RouterInGroups,
     RouterOfPart,
+    RouterOfPartInGroups,
+    RouterOfPartInGroupsAhead,
     RouterScored,
 )
+from toastkit.native.recurrent import GeneralisedDelta, SelectiveScan, SelectiveScanNormed
 
 # What computes in place of a class of mlx_lm.models, with the digests of the sources of the methods
 # that it stands for: of 0.31 and of 0.32, where they differ and both are known.
@@ -69,6 +74,16 @@ _KNOWN: list[tuple[type, str, str]] = [
     ),
     (MixtureInGroups, "kimi_linear.KimiSparseMoE", "fb1eb97ad807468c 2a35c4ac20ecd8a3"),
     (MixtureBiased, "lfm2_moe.Lfm2MoeSparseMoeBlock", "ef564026ddc3ce64"),
+    (MixtureScored, "bailing_moe.BailingMoeSparseMoeBlock", "e3cd28aa22907455"),
+    (RouterOfPartInGroups, "bailing_moe.BailingMoeGate", "a1fa75f070d8dae5 48012017b29289d7"),
+    (MixtureScored, "bailing_moe_linear.SparseMoeBlock", "9413923b0aafd0c8"),
+    (RouterOfPartInGroupsAhead, "bailing_moe_linear.Gate", "cb0b295f5163d674 5f13d886d3ab7e66"),
+    (MixtureScoredOfExperts, "dots1.Dots1MoE", "7a1de1f2c61e297b"),
+    (RouterScored, "dots1.Dots1TopkRouter", "283e5f8aed02cc2f 3a67e15481b1a87d"),
+    (MixtureChosenOfPart, "jamba.JambaSparseMoeBlock", "6d0653d39fbee768"),
+    (SelectiveScan, "mamba.MambaBlock", "d9a77290910299c9 169a314aa037a616"),
+    (SelectiveScanNormed, "jamba.JambaMambaMixer", "a731a5ac4897cd1f"),
+    (GeneralisedDelta, "rwkv7.Rwkv7TimeMixing", "eb228e5a704d8b51"),
     (MixtureBiasedAhead, "minimax.MiniMaxSparseMoeBlock", "f95a6d46996d86bb 8d15d094b115016c"),
 ]
 # By module and name.

@@ -63,7 +63,7 @@ class Library:
         self._gated_delta = function("gated_delta", array, array, array * 9, number)
         self._scan = function("scan", array, array, array * 9, number, number)
         self._delta_layer = function("delta_layer", *[array] * 3, array * 10, *[whole] * 4, number)
-        self._norm = function("norm", *[array] * 3, number, number)
+        self._norm = function("norm", *[array] * 4, whole, number, number)
         self._rotate = function("rotate", *[array] * 4, *[whole] * 4, number, number)
         self._gate = function("gate", *[array] * 3, whole)
         self._softmax = function("softmax", array, array)
@@ -164,7 +164,14 @@ class Library:
         """x / sqrt(mean(x^2) + eps) * (weight + plus) over the last axis, computed in float32, of
         the dtype that x and the weight have in common; lazy. x: (..., n). weight: (n,), None for
         zeros. Raises ValueError for other shapes and dtypes, as all that follows."""
-        return _made(self._norm, x, _given(weight), plus, eps)
+        return _made(self._norm, x, _given(weight), NONE, False, plus, eps)
+
+    def layer_norm(
+        self, x: mx.array, weight: mx.array | None, bias: mx.array | None, eps: float
+    ) -> mx.array:
+        """(x - mean) / sqrt(variance + eps) * weight + bias likewise. weight: None for ones, and no
+        bias. bias: (n,), of the dtype of the weight, None for zeros."""
+        return _made(self._norm, x, _given(weight), _given(bias), True, 0.0, eps)
 
     def rope(
         self,
@@ -213,16 +220,19 @@ class Library:
 
     def scan(
         self,
-        arrays: tuple[mx.array, ...],
+        arrays: Sequence[mx.array | None],
         state: mx.array | None = None,
         mask: mx.array | None = None,
         limits: tuple[float, float] = (0.0, float("inf")),
     ) -> tuple[mx.array, mx.array]:
-        """Mamba-2's scan, lazy: y (B, T, heads, size), and the state after it.
+        """Mamba-2's scan, lazy: y, of the shape of x, and the state after it.
 
         arrays: float32 x (B, T, heads, size), b and c (B, T, groups, state size), dt (B, T, heads),
         a_log, d and bias (heads,). state: float32 (B, heads, size, state size), None for zeros.
-        mask: bool (B, T). limits: of dt. See kernels/recurrent.h."""
+        mask: bool (B, T). limits: of dt. See kernels/recurrent.h.
+
+        Or Mamba's selective scan: x and dt (B, T, channels), b and c (B, T, state size), a_log
+        (channels, state size), d (channels,), as bias, or None; a state of the shape of a_log."""
         y, after = mx.array(0), mx.array(0)
         given: list[Any] = [_given(one) for one in (*arrays, state, mask)]
         need(self._scan(y, after, (ctypes.py_object * 9)(*given), *limits))

@@ -32,7 +32,7 @@ LEAST = 1e-20  # what some add to the sum of shares, and others do not, who woul
 
 def _in_groups(k: int, how: int, normed: Any, groups: int, kept: int, factor: float) -> Choice:
     """As DeepSeek-V3 chooses. normed: whether shares of several experts add up to the factor."""
-    how |= AHEAD | NORMED * bool(normed and k > 1)
+    how |= NORMED * bool(normed and k > 1)
     return Choice(k, how, groups=groups, kept=kept, eps=LEAST, factor=factor)
 
 
@@ -77,9 +77,27 @@ class RouterScored(Router):
     def choice(self: Any) -> Choice:
         own = vars(self)
         return _in_groups(
-            own["top_k"], SCORED, own["norm_topk_prob"], own["n_group"], own["topk_group"],
+            own["top_k"], AHEAD | SCORED, own["norm_topk_prob"], own["n_group"], own["topk_group"],
             own["routed_scaling_factor"],
         )  # fmt: skip
+
+
+class RouterOfPartInGroups(Router):
+    """As Ling's: in groups, by sigmoids or shares of all."""
+
+    _part, _bias = "gate_proj", "expert_bias"
+    _how = 0
+
+    def choice(self: Any) -> Choice:
+        own = vars(self)
+        return _in_groups(
+            own["top_k"], self._how | SCORED * (own["score_function"] == "sigmoid"),
+            own["norm_topk_prob"], own["n_group"], own["topk_group"], own["routed_scaling_factor"],
+        )  # fmt: skip
+
+
+class RouterOfPartInGroupsAhead(RouterOfPartInGroups):
+    _how = AHEAD
 
 
 class RouterInGroups(Router):
@@ -241,6 +259,14 @@ class MixtureScored(Mixture):
     _shared = "shared_experts"
 
 
+class MixtureScoredOfExperts(MixtureScored):
+    _experts = "experts"
+
+
+class MixtureChosenOfPart(MixtureChosen):
+    _router = "router"
+
+
 class MixtureOfPart(Mixture):
     """The same without these."""
 
@@ -276,7 +302,7 @@ class MixtureInGroups(Mixture):
     def choice(self: Any) -> Choice:
         args = self.args
         return _in_groups(
-            args.num_experts_per_token, SCORED * (args.moe_router_activation_func == "sigmoid"),
-            args.moe_renormalize, args.num_expert_group, args.topk_group,
-            args.routed_scaling_factor,
+            args.num_experts_per_token,
+            AHEAD | SCORED * (args.moe_router_activation_func == "sigmoid"), args.moe_renormalize,
+            args.num_expert_group, args.topk_group, args.routed_scaling_factor,
         )  # fmt: skip

@@ -354,6 +354,13 @@ class Norm(Native):
         return operations.rms_norm(x, self["weight"], self.eps)
 
 
+class CentredNorm(Native):
+    """A layer norm."""
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        return operations.layer_norm(x, self.get("weight"), self.get("bias"), self.eps)
+
+
 # By name: those of mlx_lm are imported by the architectures that have them only.
 MIXINS: dict[tuple[str, str], type] = {
     ("mlx.nn.layers.linear", "Linear"): Linear,
@@ -361,6 +368,7 @@ MIXINS: dict[tuple[str, str], type] = {
     ("mlx.nn.layers.embedding", "Embedding"): _Embedding,
     ("mlx.nn.layers.quantized", "QuantizedEmbedding"): _Embedding,
     ("mlx.nn.layers.normalization", "RMSNorm"): Norm,
+    ("mlx.nn.layers.normalization", "LayerNorm"): CentredNorm,
     ("mlx.nn.layers.positional_encoding", "RoPE"): Rope,
     ("mlx.nn.layers.convolution", "Conv1d"): Convolution,
     ("mlx_lm.models.rope_utils", "SuScaledRoPE"): LongRope,

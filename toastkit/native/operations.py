@@ -33,6 +33,18 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **rest: Any) -> m
     return library.rms_norm(x, weight, eps, 1.0 if weight is None else 0.0)
 
 
+@stands_for("mlx.core", "fast.layer_norm")
+def layer_norm(
+    x: mx.array, weight: mx.array | None, bias: mx.array | None, eps: float, **rest: Any
+) -> mx.array:
+    """As mx.fast.layer_norm: x (..., n), weight and bias (n,), of any floating dtype."""
+    library, one = in_use(), x if weight is None else weight
+    alike = bias is None or (weight is not None and bias.dtype == weight.dtype)
+    if library is None or rest or not alike or not fits(x, one):
+        return mx.fast.layer_norm(x, weight, bias, eps, **rest)
+    return library.layer_norm(x, weight, bias, eps)
+
+
 @replaces("mx.fast.rms_norm(x, 1.0 + weight, eps)")
 def rms_norm_plus_one(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     """As mx.fast.rms_norm with 1 + weight: x (..., n) and a weight (n,) of any floating dtype."""

@@ -73,6 +73,10 @@ def _operations(library: Library) -> list[tuple[mx.array, mx.array]]:
     return [
         (library.rms_norm(heads, row, 1e-5), mx.fast.rms_norm(heads, row, 1e-5)),
         (library.rms_norm(heads, None, 1e-5, 1.0), mx.fast.rms_norm(heads, None, 1e-5)),
+        (
+            library.layer_norm(heads, row, row * 2, 1e-5),
+            mx.fast.layer_norm(heads, row, row * 2, 1e-5),
+        ),
         (library.rope(heads, 32, speeds, offsets), turned),
         (library.gate(y, heads, "silu"), y * sigmoid * heads),
         (library.gate(y, None, "sigmoid"), sigmoid),
@@ -136,6 +140,7 @@ def _recurrence(library: Library) -> list[tuple[mx.array, mx.array]]:
     return [
         (y * 8, 8 * mx.stack(wanted)[None, :, None]), (after * 8, 8 * state[None, None]),
         *_scan(library, (v, k, q, a, a_log, b[0, 0], bias)),
+        *_selective_scan(library, v[:, :, 0], k[:, :, 0], q[:, :, 0]),
         *_delta_layer(library, (a, b, a_log, bias)),
     ]  # fmt: skip
 
@@ -150,6 +155,17 @@ def _scan(library: Library, arrays: tuple[mx.array, ...]) -> list[tuple[mx.array
         wanted.append(state @ c[0, t, 0] + d * x[0, t, 0])
     y, after = library.scan(arrays)
     return [(y * 8, 8 * mx.stack(wanted)[None, :, None]), (after * 8, 8 * state[None, None])]
+
+
+def _selective_scan(library: Library, *steps: mx.array) -> list[tuple[mx.array, mx.array]]:
+    """Mamba's, of those steps and three channels."""
+    (x, b, c), a_log, d = steps, mx.random.normal((3, 20)), mx.random.normal((3,))
+    state, wanted, dt = mx.zeros((3, 20)), [], mx.logaddexp(x, 0.0)[0, ..., None]
+    for t in range(2):
+        state = mx.exp(-mx.exp(a_log) * dt[t]) * state + dt[t] * x[0, t, :, None] * b[0, t]
+        wanted.append(state @ c[0, t] + d * x[0, t])
+    y, after = library.scan((x, b, c, x, a_log, d, None))
+    return [(y * 8, 8 * mx.stack(wanted)[None]), (after * 8, 8 * state[None])]
 
 
 def _delta_layer(library: Library, gates: tuple[mx.array, ...]) -> list[tuple[mx.array, mx.array]]:

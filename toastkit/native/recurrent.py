@@ -1,16 +1,20 @@
 """Recurrent layers: what they do between their products, natively. Convolutions, the gated delta
-rule and Mamba-2's scan, wherever an architecture calls them. For whole layers: decoder.py."""
+rule, the scans of Mamba, RWKV-7's and others' recurrences, wherever an architecture has them. For
+whole layers: decoder.py."""
 
 from __future__ import annotations
 
+import ctypes
 import sys
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
 from toastkit.native.functions import Native, replaces, stands_for
-from toastkit.native.library import in_use
-from toastkit.native.operations import fits, silu
+from toastkit.native.library import NONE, Library, in_use, need
+from toastkit.native.operations import fits, rms_norm, silu, swiglu
 
 MOST_KERNEL = 16  # positions of a convolution
 
@@ -133,3 +137,103 @@ def convolved_silu(module: Any, x: mx.array) -> mx.array:
     is a convolution."""
     y = module.convolved(x, silu=True) if isinstance(module, Convolution) else None
     return silu(module(x)) if y is None else y
+
+
+@stands_for("mlx_lm.models.bailing_moe_linear", "recurrent_gla")
+def recurrent_gla(
+    q: mx.array, k: mx.array, v: mx.array, g: mx.array, scale: float, h: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
+    """As bailing_moe_linear.recurrent_gla: q, k, v (B, heads, T, n) of any floating dtype, g below
+    0, (heads,), a state h (B, heads, n, n), which is laid out as Mamba-2's is: its scan, whose
+    steps are all 1."""
+    library = in_use()
+    heads = q.shape[1:2]
+    if library is None or not fits(q, k, v, g) or g.shape != heads:
+        return sys.modules["mlx_lm.models.bailing_moe_linear"].recurrent_gla(q, k, v, g, scale, h)
+    x, b, c = (one.astype(mx.float32).transpose(0, 2, 1, 3) for one in (v, k, q * scale))
+    none, state = mx.zeros(heads), None if h is None else h.astype(mx.float32).swapaxes(2, 3)
+    a_log = mx.log(-g.astype(mx.float32))
+    dt = mx.broadcast_to(none, x.shape[:3])
+    y, after = library.scan((x, b, c, dt, a_log, none, none), state, None, (1.0, 1.0))
+    return y.transpose(0, 2, 1, 3).astype(q.dtype), after.swapaxes(2, 3).astype(q.dtype)
+
+
+@cache
+def _steps(library: Library, name: str, made: int, given: int) -> Any:
+    """A recurrence that is given so many arrays."""
+    return library.function(name, *[ctypes.py_object] * made, ctypes.py_object * given)
+
+
+def _objects(*arrays: mx.array | None) -> ctypes.Array[ctypes.py_object]:
+    """In float32."""
+    some: list[Any] = [NONE if one is None else one.astype(mx.float32) for one in arrays]
+    return (ctypes.py_object * len(some))(*some)
+
+
+@stands_for("mlx_lm.models.recurrent_gemma", "rnn_scan")
+def rnn_scan(x: mx.array, a: mx.array, h0: mx.array | None) -> tuple[mx.array, mx.array]:
+    """As recurrent_gemma.rnn_scan: x and its decays a (B, T, channels) of one floating dtype, h0
+    (B, channels)."""
+    library = in_use()
+    if library is None or not fits(x, a, x if h0 is None else h0) or a.shape != x.shape:
+        return sys.modules["mlx_lm.models.recurrent_gemma"].rnn_scan(x, a, h0)
+    h = mx.array(0)
+    need(_steps(library, "linear", 1, 3)(h, _objects(a, x, h0)))
+    h = h.astype(x.dtype)
+    return h, h[:, -1]
+
+
+class GeneralisedDelta(Native):
+    """The recurrence of RWKV-7's time mixing, whose class calls it as its method."""
+
+    def _wkv7(
+        self: Any, r: mx.array, w: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array,
+        state: mx.array | None,
+    ) -> tuple[mx.array, mx.array]:  # fmt: skip
+        """All (B, T, heads, n) of any floating dtype, a state (B, heads, n, n)."""
+        library, arrays = in_use(), (r, w, k, v, a, b)
+        if library is None or not fits(*arrays, r if state is None else state):
+            return super()._wkv7(*arrays, state)  # type: ignore[misc]
+        y, after = mx.array(0), mx.array(0)
+        need(_steps(library, "wkv", 2, 7)(y, after, _objects(*arrays, state)))
+        return y.astype(r.dtype), after.astype(r.dtype)
+
+
+class SelectiveScan(Native):
+    """Mamba's block: all positions at once. _norms: of delta, B and C, the attributes that have
+    them, of an architecture that always has them."""
+
+    _norms: Sequence[str] = ()
+
+    def _process_sequence(
+        self: Any, x: mx.array, conv_state: mx.array | None, state: mx.array | None
+    ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
+        """Of x (B, T, hidden size) of any floating dtype, with the last rows that were convolved,
+        and a state (B, channels, state size); and both after it."""
+        library, floats = in_use(), (x, self.A_log, self.D, x if state is None else state)
+        twice = hasattr(self, "mixer_norm")  # normalises mlx_lm 0.31
+        if library is None or twice or not fits(*floats):
+            return super()._process_sequence(x, conv_state, state)  # type: ignore[misc]
+        x, z = self.in_proj(x).split(2, axis=-1)
+        before = self.conv_kernel_size - 1
+        earlier = mx.zeros((x.shape[0], before, x.shape[2]), x.dtype)
+        rows = mx.concatenate([earlier if conv_state is None else conv_state, x], axis=1)
+        x = convolved_silu(self.conv1d, rows)
+        places = self.time_step_rank, self.time_step_rank + self.ssm_state_size
+        delta, b, c = self._normed(mx.split(self.x_proj(x), places, axis=-1))
+        steps = (x, b, c, self.dt_proj(delta), self.A_log, self.D)
+        wide = [*(one.astype(mx.float32) for one in steps), None]
+        y, after = library.scan(wide, None if state is None else state.astype(mx.float32))
+        y, after = y.astype(x.dtype), after.astype(x.dtype)
+        return self.out_proj(swiglu(z, y)), (rows[:, -before:], after)
+
+    def _normed(self: Any, parts: Sequence[mx.array]) -> Sequence[mx.array]:
+        if self._norms:
+            return [self[norm](part) for norm, part in zip(self._norms, parts)]
+        if not self.use_bcdt_rms:
+            return parts
+        return [rms_norm(part, None, self.args.mixer_rms_eps) for part in parts]
+
+
+class SelectiveScanNormed(SelectiveScan):
+    _norms = ("dt_layernorm", "b_layernorm", "c_layernorm")

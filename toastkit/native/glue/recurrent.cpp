@@ -1,55 +1,8 @@
-// The recurrent layers of kernels/recurrent.h as MLX primitives.
-#include "../kernels/recurrent.h"
-
-#include <algorithm>
-
-#include "../kernels/rows.h"
-#include "blocks.h"
-#include "mixture.h"
+// The recurrences of kernels/recurrent.h as MLX primitives.
+#include "recurrent.h"
 
 namespace toast {
 namespace {
-
-using Products = std::unique_ptr<float[]>;
-
-// Float32 in their order; NULL for what is not given. given: which of them are.
-class Floats {
- public:
-  Floats(const Arrays &arrays, const std::vector<bool> &given) : at_(given.size(), -1) {
-    data_.reserve(given.size());
-    for (size_t i = 0, next = 0; i < given.size(); i++)
-      if (given[i]) at_[i] = int(next), data_.emplace_back(arrays[next++]);
-  }
-  template <class T = float>
-  const T *operator()(size_t i) const {
-    return at_[i] < 0 ? nullptr : reinterpret_cast<const T *>(data_[at_[i]].data());
-  }
-
- private:
-  std::vector<int> at_;
-  std::vector<InOrder> data_;
-};
-
-// What is given of the objects; the arrays among them to `inputs`.
-std::vector<bool> taken(void **objects, int count, Arrays &inputs) {
-  std::vector<bool> given;
-  for (int i = 0; i < count; i++) {
-    given.push_back(objects[i]);
-    if (objects[i]) inputs.push_back(array_of(objects[i]));
-  }
-  return given;
-}
-
-// Where an input is among those that are given; -1 for one that is not.
-int place_of(const std::vector<bool> &given, int i) {
-  int before = 0;
-  for (int k = 0; k < i; k++) before += given[k];
-  return given[i] ? before : -1;
-}
-
-void check_floats(const Arrays &inputs) {
-  for (auto &one : inputs) check(one.dtype() == mx::float32, "numbers that are no float32");
-}
 
 void check_mask(const mx::array *mask, int batch, int length) {
   check(!mask || (mask->dtype() == mx::bool_ && mask->shape() == mx::Shape{batch, length}),
@@ -90,225 +43,79 @@ Arrays gated_delta(void **objects, float factor) {
   }, place_of(given, 7));
 }
 
-// Of x, b, c, dt, a_log, d, bias, the state, the mask: y and the state after it.
+// Of x, b, c, dt, a_log, d, bias, the state, the mask: y and the state after it. A selective scan
+// is of one head, which is not among the axes.
 Arrays scanned(void **objects, float least, float most) {
   Arrays inputs;
   const auto given = taken(objects, 9, inputs);
   const mx::array &x = inputs[0], &b = inputs[1];
-  check(x.ndim() == 4 && b.ndim() == 4 && b.shape() == inputs[2].shape() &&
-            b.shape(0) == x.shape(0) && b.shape(1) == x.shape(1) && b.shape(2) > 0 &&
-            x.shape(2) % b.shape(2) == 0 && b.shape(3) > 0,
+  const bool selective = x.ndim() == 3;
+  const int size = x.shape(-1), numbers = b.shape(-1), heads = selective ? 1 : x.shape(2);
+  const int groups = selective ? 1 : b.ndim() == 4 ? b.shape(2) : 0;
+  check((selective || x.ndim() == 4) && b.ndim() == x.ndim() && b.shape() == inputs[2].shape() &&
+            b.shape(0) == x.shape(0) && b.shape(1) == x.shape(1) && groups > 0 &&
+            heads % groups == 0 && numbers > 0,
         "steps of another shape");
-  const mx::Shape heads = {x.shape(2)}, state = {x.shape(0), x.shape(2), x.shape(3), b.shape(3)};
-  check(inputs[3].shape() == mx::Shape{x.shape(0), x.shape(1), x.shape(2)} &&
-            inputs[4].shape() == heads && inputs[5].shape() == heads && inputs[6].shape() == heads,
+  const mx::Shape own = {selective ? size : heads}, dts = {x.shape(0), x.shape(1), own[0]};
+  const mx::Shape a_log = selective ? mx::Shape{size, numbers} : own;
+  const mx::Shape state = selective ? mx::Shape{x.shape(0), size, numbers}
+                                    : mx::Shape{x.shape(0), heads, size, numbers};
+  check(inputs[3].shape() == dts && inputs[4].shape() == a_log && inputs[5].shape() == own &&
+            (given[6] ? inputs[6].shape() == own : selective),
         "gates of another shape");
   check_floats({inputs.begin(), inputs.end() - given[8]});
-  check(!given[7] || inputs[7].shape() == state, "a state of another shape");
+  check(!given[7] || inputs[6 + given[6]].shape() == state, "a state of another shape");
   check_mask(given[8] ? &inputs.back() : nullptr, x.shape(0), x.shape(1));
-  const toast_scan of = {x.shape(0), x.shape(1), x.shape(2), x.shape(3), b.shape(2), b.shape(3)};
+  const toast_scan of = {x.shape(0), x.shape(1), heads, size, groups, numbers};
   return made("ToastScan", {x.shape(), state}, {mx::float32, mx::float32}, std::move(inputs),
               [=](const Arrays &arrays) {
     mx::array y = arrays.end()[-2], after = arrays.back();
     const Floats at(arrays, given);
     const toast_scan scan = {
         of.batch, of.length, of.heads, of.size, of.groups, of.state_size,
-        at(0), at(1), at(2), at(3), at(4), at(5), at(6), least, most, at.operator()<uint8_t>(8),
-        at(7),
+        at(0), at(1), at(2), at(3), at(4), at(5), at(6), least, most, selective,
+        at.operator()<uint8_t>(8), at(7),
     };
     need(toast_scan_steps(&scan, y.data<float>(), after.data<float>()));
   }, place_of(given, 7));
 }
 
-struct Sizes {
-  int key_heads, value_heads, key_size, value_size;
-  int keys() const { return key_heads * key_size; }
-  int values() const { return value_heads * value_size; }
-  int channels() const { return 2 * keys() + values(); }
-};
-
-// Arrays of a layer. REST: the weight, what came before, a_log, bias, the norm, the state.
-constexpr int PROJECTIONS = 4, REST = 6;
-
-// The projections of a layer as they lie: queries, keys, values, z of each key head in one array,
-// and b and a of each in another; or queries, keys and values, z, b, a in arrays of their own.
-void lay_out(toast_delta_layer &l, const float *const (&at)[PROJECTIONS]) {
-  const int64_t each = l.value_heads / l.key_heads, keys = l.key_size, values = each * l.value_size;
-  const int64_t heads = l.key_heads;
-  if (at[2]) {
-    const int64_t step = heads * (2 * keys + values), gates = heads * each;
-    l.q = {at[0], step, keys}, l.k = {at[0] + heads * keys, step, keys};
-    l.v = {at[0] + 2 * heads * keys, step, values}, l.z = {at[1], heads * values, values};
-    l.b = {at[2], gates, each}, l.a = {at[3], gates, each};
-  } else {
-    const int64_t head = 2 * (keys + values), step = heads * head, gates = heads * 2 * each;
-    l.q = {at[0], step, head}, l.k = {at[0] + keys, step, head};
-    l.v = {at[0] + 2 * keys, step, head}, l.z = {at[0] + 2 * keys + values, step, head};
-    l.b = {at[1], gates, 2 * each}, l.a = {at[1] + each, gates, 2 * each};
-  }
-}
-
-// Numbers of a step that each projection has, of so many projections.
-std::vector<int> widths(const Sizes &of, int count) {
-  if (count == 2) return {of.channels() + of.values(), 2 * of.value_heads};
-  return {of.channels(), of.values(), of.value_heads, of.value_heads};
-}
-
-// Raises std::invalid_argument unless what else a layer has, NULL for what is not given, fits.
-void check_rest(const mx::array *const (&rest)[REST], const Sizes &of, int batch) {
-  check(of.key_heads > 0 && of.value_heads % of.key_heads == 0 && of.key_size > 0, "such heads");
-  for (auto one : rest)
-    check(!one || one->dtype() == mx::float32, "numbers that are no float32");
-  auto is = [&](int i, const mx::Shape &shape) { return !rest[i] || rest[i]->shape() == shape; };
-  const mx::array &weight = *rest[0];
-  check(weight.ndim() == 3 && weight.shape(1) > 0 && weight.shape(1) <= MOST_KERNEL &&
-            is(0, {of.channels(), weight.shape(1), 1}) &&
-            is(1, {batch, weight.shape(1) - 1, of.channels()}),
-        "a convolution of another shape");
-  check(is(2, {of.value_heads}) && is(3, {of.value_heads}) && is(4, {of.value_size}) &&
-            is(5, {batch, of.value_heads, of.value_size, of.key_size}),
-        "parameters or a state of another shape");
-}
-
-// Its steps, of its projections and of what else it has, NULL for what is not given. kernel:
-// positions of the convolution.
-void step(const Sizes &of, const float *const (&projected)[PROJECTIONS],
-          const float *const (&rest)[REST], int64_t batch, int64_t length, int64_t kernel,
-          float eps, float *y, mx::array last, mx::array after) {
-  toast_delta_layer l = {batch, length, of.key_heads, of.value_heads, of.key_size, of.value_size};
-  lay_out(l, projected);
-  l.kernel = kernel, l.weight = rest[0], l.before = rest[1], l.a_log = rest[2], l.bias = rest[3];
-  l.norm = rest[4], l.eps = eps, l.state = rest[5];
-  need(toast_delta_layer_steps(&l, y, last.data<float>(), after.data<float>()));
-}
-
-// Of what it gives, the last rows that were convolved, and the state.
-std::vector<mx::Shape> shapes_of(const Sizes &of, const mx::Shape &y, int kernel) {
-  return {y, {y[0], kernel - 1, of.channels()},
-          {y[0], of.value_heads, of.value_size, of.key_size}};
-}
-
-// Of the projections, two or four; the weight, what came before, a_log, bias, the norm, the state.
-Arrays delta_layer(void **objects, Sizes of, float eps) {
+// Of r, w, k, v, a, b, the state: y and the state after it.
+Arrays wkv(void **objects) {
   Arrays inputs;
-  const auto given = taken(objects, PROJECTIONS + REST, inputs);
+  const auto given = taken(objects, 7, inputs);
+  const mx::array &r = inputs[0];
+  check(r.ndim() == 4 && r.shape(3) > 0, "steps of another shape");
+  for (int i = 1; i < 6; i++)
+    check(inputs[i].shape() == r.shape(), "steps of another shape");
   check_floats(inputs);
-  const int batch = inputs[0].shape(0), length = inputs[0].ndim() == 3 ? inputs[0].shape(1) : 0;
-  const mx::array *rest[REST];
-  for (int i = 0; i < REST; i++)
-    rest[i] = given[PROJECTIONS + i] ? &array_of(objects[PROJECTIONS + i]) : nullptr;
-  check_rest(rest, of, batch);
-  const auto wide = widths(of, given[2] ? 4 : 2);
-  for (size_t i = 0; i < wide.size(); i++)
-    check(inputs[i].shape() == mx::Shape{batch, length, wide[i]}, "projections of another shape");
-  const int kernel = rest[0]->shape(1);
-  return made("ToastDeltaLayer", shapes_of(of, {batch, length, of.values()}, kernel),
-              {mx::float32, mx::float32, mx::float32}, std::move(inputs),
+  const mx::Shape state = {r.shape(0), r.shape(2), r.shape(3), r.shape(3)};
+  check(!given[6] || inputs[6].shape() == state, "a state of another shape");
+  const mx::Shape of = r.shape();
+  return made("ToastWkv", {of, state}, {mx::float32, mx::float32}, std::move(inputs),
               [=](const Arrays &arrays) {
-    mx::array y = arrays.end()[-3];
+    mx::array y = arrays.end()[-2], after = arrays.back();
     const Floats at(arrays, given);
-    step(of, {at(0), at(1), at(2), at(3)}, {at(4), at(5), at(6), at(7), at(8), at(9)}, batch,
-         length, kernel, eps, y.data<float>(), arrays.end()[-2], arrays.back());
-  }, place_of(given, PROJECTIONS + REST - 1));
+    const toast_wkv steps = {of[0], of[1], of[2], of[3],
+                             at(0), at(1), at(2), at(3), at(4), at(5), at(6)};
+    need(toast_wkv_steps(&steps, y.data<float>(), after.data<float>()));
+  }, place_of(given, 6));
 }
 
-// A decoder layer: what is the same whatever it is given. network: of no parts where a mixture is.
-struct Decoder {
-  Sizes of;
-  float eps[3];  // of the norms before the rule, behind it, and in it
-  int projections, kernel;
-  bool begun;  // there is something before, and a state
-  Packing packing[PROJECTIONS + 1];  // and of the last product
-  bool biased[PROJECTIONS + 1];
-  Network network;
-  Mixture mixture;
-  int activation_bits;
-};
-// Arrays beside its parts: the weights of both norms; the weight, a_log, bias, the norm.
-constexpr int BESIDE = 6;
-
-// x + out(rule(norm(x))), and that + network(norm of that): x (B, L, columns) float32. arrays: x,
-// what came before and the state, if it has begun, what is beside its parts, and these.
-void decode(const Decoder &d, const Arrays &arrays) {
-  const int64_t batch = arrays[0].shape(0), length = arrays[0].shape(1);
-  const int64_t columns = arrays[0].shape(2), count = batch * length;
-  std::vector<bool> given(3 + BESIDE, true);
-  given[1] = given[2] = d.begun;
-  const Floats at(arrays, given);
-  const float *const x = at(0);
-  mx::array y = arrays.end()[-3];
-  float *out = y.data<float>();
-  auto norm = [&](int i, const float *x) {
-    const toast_vectors rows = {x, count, columns, TOAST_F32};
-    need(toast_rms_norm(&rows, columns, at(3 + i), TOAST_F32, 0, d.eps[i], out, TOAST_F32));
-  };
-  size_t next = 1 + 2 * d.begun + BESIDE;
-  // With some of its own products, which follow each other.
-  auto multiplied = [&](int first, int some, const float *x, int64_t numbers, Products *made) {
-    const Vectors vectors = {{x, count, numbers, TOAST_F32}, count};
-    std::vector<Part> parts;
-    std::vector<Result> results;
-    parts.reserve(some);
-    for (int i = 0; i < some; i++) {
-      const Part &part =
-          parts.emplace_back(arrays, next, d.packing[first + i], d.biased[first + i]);
-      made[i].reset(new float[count * part.matrix->rows]);
-      results.push_back({vectors, part, made[i].get()});
-    }
-    multiply(d.activation_bits, results);
-  };
-  norm(0, x);
-  Products projected[PROJECTIONS], sum, ruled(new float[count * d.of.values()]);
-  multiplied(0, d.projections, out, columns, projected);
-  step(d.of, {projected[0].get(), projected[1].get(), projected[2].get(), projected[3].get()},
-       {at(5), at(1), at(6), at(7), at(8), at(2)}, batch, length, d.kernel, d.eps[2], ruled.get(),
-       arrays.end()[-2], arrays.back());
-  multiplied(d.projections, 1, ruled.get(), d.of.values(), &sum);
-  add_vectors(sum.get(), x, count, columns);
-  norm(1, sum.get());
-  if (d.network.count) {
-    const Vectors inner = {{out, count, columns, TOAST_F32}, count};
-    feed(d.network, arrays, next, inner, out, TOAST_F32);
-  } else {
-    mix(d.mixture, arrays, next, out, count, columns, out);
-  }
-  add_vectors(out, sum.get(), count, columns);
-}
-
-// before, state: NULL for one that has not begun. parts: of the network or mixture, for `d`.
-Arrays decoded(const mx::array &x, const mx::array *before, const mx::array *state, Decoder d,
-               const toast_operands &own, const mx::array *const (*parts)[GIVEN]) {
-  check(x.ndim() == 3 && x.dtype() == mx::float32, "positions of another shape");
-  check(!before == !state, "a layer that has half begun");
-  const int columns = x.shape(2);
-  Arrays inputs = {x};
-  if ((d.begun = before)) inputs.push_back(*before), inputs.push_back(*state);
-  const size_t first = inputs.size();
-  for (int i = 0; i < BESIDE; i++) inputs.push_back(rest_of(own, i));
-  for (int i = 0; i < 2; i++)
-    check(rest_of(own, i).shape() == mx::Shape{columns} && rest_of(own, i).dtype() == mx::float32,
-          "a weight of another length");
-  check_rest({&rest_of(own, 2), before, &rest_of(own, 3), &rest_of(own, 4), &rest_of(own, 5),
-              state}, d.of, x.shape(0));
-  d.kernel = rest_of(own, 2).shape(1);
-  const auto wide = widths(d.of, d.projections);
-  for (int i = 0; i <= d.projections; i++) {
-    const bool last = i == d.projections;
-    const mx::array *part[GIVEN];
-    d.packing[i] = part_of(own, i, d.biased[i], part);
-    add_part(inputs, part, d.packing[i], last ? d.of.values() : columns);
-    check(part[0]->shape(-2) == (last ? columns : wide[i]), "projections of another shape");
-  }
-  if (d.network.count) {
-    add_network(inputs, parts, d.network, columns);
-    check(parts[d.network.count - 1][0]->shape(-2) == columns, "rows of another length");
-  } else {
-    add_mixture(inputs, parts, d.mixture, columns);
-  }
-  const Weights weights = {first, inputs.size()};
-  return made("ToastDecoder", shapes_of(d.of, x.shape(), d.kernel),
-              {mx::float32, mx::float32, mx::float32}, std::move(inputs),
-              [d](const Arrays &arrays) { decode(d, arrays); }, d.begun ? 2 : -1, weights);
+// Of the decays, x, the state: h after each step.
+mx::array linear(void **objects) {
+  Arrays inputs;
+  const auto given = taken(objects, 3, inputs);
+  const mx::Shape of = inputs[1].shape();
+  check(of.size() == 3 && inputs[0].shape() == of, "steps of another shape");
+  check_floats(inputs);
+  check(!given[2] || inputs[2].shape() == mx::Shape{of[0], of[2]}, "a state of another shape");
+  return made("ToastLinear", of, mx::float32, std::move(inputs), [=](const Arrays &arrays) {
+    mx::array h = arrays.back();
+    const Floats at(arrays, given);
+    const toast_linear steps = {of[0], of[1], of[2], at(0), at(1), at(2)};
+    toast_linear_steps(&steps, h.data<float>());
+  });
 }
 
 }  // namespace
@@ -335,52 +142,16 @@ TOAST_API const char *toast_scan_array(void *y, void *after, void **objects, flo
   });
 }
 
-TOAST_API const char *toast_delta_layer_array(void *y, void *last, void *after, void **objects,
-                                              int key_heads, int value_heads, int key_size,
-                                              int value_size, float eps) {
+TOAST_API const char *toast_wkv_array(void *y, void *after, void **objects) {
   return toast::wrong([&] {
-    auto made = toast::delta_layer(objects, {key_heads, value_heads, key_size, value_size}, eps);
+    auto made = toast::wkv(objects);
     toast::array_of(y) = made[0];
-    toast::array_of(last) = made[1];
-    toast::array_of(after) = made[2];
+    toast::array_of(after) = made[1];
   });
 }
 
-// What of a decoder layer is the same whatever it is given. projections: 2 or 4. network: its
-// parts; none where it is a mixture. eps: of the norms before the rule, behind it, and in it.
-//
-// Its operands: the projections, the last product and the network's parts; the weights of both
-// norms, and what toast_delta_layer_array has beside projections, before and state.
-typedef struct {
-  int32_t key_heads, value_heads, key_size, value_size, projections, network, activation;
-  float eps[3];
-} toast_decoder;
-
-// before, state: NULL for both where the layer has not begun. mixture: or NULL.
-TOAST_API const char *toast_decoder_array(void *y, void *last, void *after, void *x, void *before,
-                                          void *state, const toast_operands *given,
-                                          const toast_decoder *is, const toast_mixture *mixture) {
-  using toast::array_of;
-  return toast::wrong([&] {
-    toast::check(is->projections == 2 || is->projections == 4, "other projections");
-    toast::Decoder d = {};
-    d.of = {is->key_heads, is->value_heads, is->key_size, is->value_size};
-    std::copy_n(is->eps, 3, d.eps);
-    d.projections = is->projections, d.activation_bits = given->activation_bits;
-    const mx::array *parts[toast::MIXED][toast::GIVEN];
-    if (mixture) {
-      toast::check(!is->network, "two networks");
-      d.mixture = toast::mixture_of(*mixture, parts);
-    } else {
-      d.network = toast::network_of(*given, is->projections + 1, is->network, false,
-                                    is->activation, parts);
-    }
-    auto some = [](void *one) { return one ? &array_of(one) : nullptr; };
-    auto made = toast::decoded(array_of(x), some(before), some(state), d, *given, parts);
-    array_of(y) = made[0];
-    array_of(last) = made[1];
-    array_of(after) = made[2];
-  });
+TOAST_API const char *toast_linear_array(void *h, void **objects) {
+  return toast::wrong([&] { toast::array_of(h) = toast::linear(objects); });
 }
 
 }  // extern "C"

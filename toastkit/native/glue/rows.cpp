@@ -13,20 +13,28 @@ toast_vectors rows_of(const mx::array &x, const InOrder &data) {
   return {data.data(), int64_t(x.size()) / columns, columns, type_of(x)};
 }
 
-mx::array norm(const mx::array &x, const mx::array *weight, float plus, float eps) {
-  check(x.ndim() >= 1 && (!weight || weight->shape() == mx::Shape{x.shape(-1)}),
-        "a weight of another length");
+// centred: by its mean too, and no weight stands for ones. bias: beside a weight, of its dtype.
+mx::array norm(const mx::array &x, const mx::array *weight, const mx::array *bias, bool centred,
+               float plus, float eps) {
+  const mx::Shape own = {x.ndim() ? x.shape(-1) : 0};
+  check(x.ndim() && (!weight || weight->shape() == own), "a weight of another length");
+  check(!bias || (weight && bias->shape() == own && bias->dtype() == weight->dtype()),
+        "a bias that is not as the weight is");
   auto dtype = weight ? mx::promote_types(x.dtype(), weight->dtype()) : x.dtype();
   type_of(x);
   Arrays inputs = {x};
   if (weight) type_of(*weight), inputs.push_back(*weight);
+  if (bias) inputs.push_back(*bias);
   return made("ToastNorm", x.shape(), dtype, std::move(inputs), [=](const Arrays &arrays) {
-    const bool weighted = arrays.size() > 2;
+    const bool weighted = arrays.size() > 2, biased = arrays.size() > 3;
     mx::array out = arrays.back();
-    InOrder data(arrays[0]), weights(arrays[weighted]);
+    InOrder data(arrays[0]), weights(arrays[weighted]), biases(arrays[2 * biased]);
     const toast_vectors rows = rows_of(arrays[0], data);
-    need(toast_rms_norm(&rows, rows.stride, weighted ? weights.data() : nullptr,
-                        type_of(arrays[weighted]), plus, eps, out.data<char>(), type_of(out)));
+    const void *by = weighted ? weights.data() : nullptr, *and_ = biased ? biases.data() : nullptr;
+    const int type = type_of(arrays[weighted]), to = type_of(out);
+    char *y = out.data<char>();
+    need(centred ? toast_layer_norm(&rows, rows.stride, by, and_, type, eps, y, to)
+                 : toast_rms_norm(&rows, rows.stride, by, type, plus, eps, y, to));
   });
 }
 
@@ -278,10 +286,12 @@ mx::array convolved(const mx::array &x, const mx::array &weight, const mx::array
 // An object that is not given is NULL. Returns what is wrong; NULL where nothing is.
 extern "C" {
 
-TOAST_API const char *toast_norm_array(void *out, void *x, void *weight, float plus, float eps) {
+TOAST_API const char *toast_norm_array(void *out, void *x, void *weight, void *bias, int centred,
+                                       float plus, float eps) {
   using toast::array_of;
   return toast::wrong([&] {
-    array_of(out) = toast::norm(array_of(x), weight ? &array_of(weight) : nullptr, plus, eps);
+    auto some = [](void *one) { return one ? &array_of(one) : nullptr; };
+    array_of(out) = toast::norm(array_of(x), some(weight), some(bias), centred, plus, eps);
   });
 }
 

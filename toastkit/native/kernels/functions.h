@@ -1,4 +1,4 @@
-// exp, sin and cos of some numbers at a time, within two units in the last place.
+// exp, log(1 + exp), sin and cos of some numbers at a time, within some units in the last place.
 #pragma once
 
 #include "lanes.h"
@@ -38,6 +38,20 @@ INLINE F32 exponential(F32 x) {
   p = multiply_add(p, r, all(5.0000001201e-1f));
   const F32 y = times_power(multiply_add(p * r, r, r) + 1.0f, n);
   return none ? F32{} : y;
+}
+
+// log(1 + exp(x)): with z = exp(-|x|), which is at most 1, log(1 + z) is 2 artanh(z / (2 + z)).
+INLINE F32 softplus(F32 x) {
+  const auto positive = x > F32{};
+  const F32 z = exponential(positive ? -x : x), s = z / (z + 2.0f), square = s * s;
+  F32 p = multiply_add(square, all(1.0f / 15), all(1.0f / 13));  // s is at most 1 / 3
+  p = multiply_add(p, square, all(1.0f / 11));
+  p = multiply_add(p, square, all(1.0f / 9));
+  p = multiply_add(p, square, all(1.0f / 7));
+  p = multiply_add(p, square, all(1.0f / 5));
+  p = multiply_add(p, square, all(1.0f / 3));
+  const F32 more = multiply_add(p * square, s + s, s + s);
+  return positive ? x + more : more;
 }
 
 struct Turn {

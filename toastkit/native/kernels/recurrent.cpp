@@ -131,7 +131,7 @@ class LayerHead {
     const toast_vectors x = {rows, l.length, width_, TOAST_F32};
     for (int64_t t = 0; t < l.length; t++)
       code_.norm({&x, l.key_size, nullptr, TOAST_F32, factor, eps, rows + t * (width_ - l.key_size),
-                  TOAST_F32}, t);
+                  TOAST_F32, false, nullptr}, t);
   }
 
   // One of the value heads.
@@ -153,7 +153,7 @@ class LayerHead {
     for (int64_t t = 0; t < l.length; t++) {
       float *row = y + t * y_step;
       const toast_vectors x = {row, 1, size, TOAST_F32};
-      code_.norm({&x, size, l.norm, TOAST_F32, 0, l.eps, row, TOAST_F32}, 0);
+      code_.norm({&x, size, l.norm, TOAST_F32, 0, l.eps, row, TOAST_F32, false, nullptr}, 0);
       code_.gate({at(l.z, t, i * size), row, TOAST_F32, TOAST_SILU, row}, 0, size);
     }
     return true;
@@ -181,10 +181,10 @@ int layer_steps(const toast_delta_layer &l, float *y, float *last, float *after)
 }
 
 int scan_steps(const toast_scan &s, float *y, float *after) {
-  const int64_t gates = s.batch * s.length * s.heads;
+  const int64_t gates = s.selective ? 1 : s.batch * s.length * s.heads;
   auto decays = memory<float>(gates), dts = memory<float>(gates);
   if (!decays || !dts) return 2;
-  share(gates, 16, [&](int64_t first, int64_t end) {
+  share(s.selective ? 0 : gates, 16, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i++) {
       const int64_t h = i % s.heads;
       dts[i] = fminf(fmaxf(softplus(s.dt[i] + s.bias[h]), s.least), s.most);
@@ -202,10 +202,30 @@ int scan_steps(const toast_scan &s, float *y, float *after) {
         const int64_t group = step * group_step + h / (s.heads / s.groups) * s.state_size;
         const int64_t x = step * x_step + h * s.size, gate = step * s.heads + h;
         const int64_t state = head * s.size * s.state_size;
-        return code({s.length, s.state_size, past, s.x + x, s.b + group, s.c + group, x_step,
-                     group_step, decays.get() + gate, dts.get() + gate, s.heads, s.d[h],
-                     s.mask ? s.mask + step : nullptr, s.state ? s.state + state : nullptr,
-                     y + x, after + state}, first, end);
+        ScanHead of = {s.length, s.state_size, past, s.x + x, s.b + group, s.c + group, x_step,
+                       group_step, decays.get() + gate, dts.get() + gate, s.heads, s.d + h,
+                       s.mask ? s.mask + step : nullptr, s.state ? s.state + state : nullptr,
+                       y + x, after + state};
+        if (s.selective) {
+          of.a_log = s.a_log + h * s.size * s.state_size, of.d = s.d + h * s.size, of.dt = s.dt + x;
+          of.bias = s.bias ? s.bias + h * s.size : nullptr, of.least = s.least, of.most = s.most;
+        }
+        return code(of, first, end);
+      });
+  return all ? 0 : 2;
+}
+
+int wkv_steps(const toast_wkv &w, float *y, float *after) {
+  const auto code = instructions().rows->recurrent.wkv;
+  const int64_t of_state = w.size * w.size, step = w.heads * w.size;
+  const bool past = goes_past(w.length, w.batch * w.heads * of_state, w.state, after);
+  const bool all = share_rows(
+      w.batch * w.heads, w.size, w.size * (w.length + 1),
+      [&](int64_t head, int64_t first, int64_t end) {
+        const int64_t at = head / w.heads * w.length * step + head % w.heads * w.size;
+        return code({w.length, w.size, step, past, w.r + at, w.w + at, w.k + at, w.v + at, w.a + at,
+                     w.b + at, w.state ? w.state + head * of_state : nullptr, y + at,
+                     after + head * of_state}, first, end);
       });
   return all ? 0 : 2;
 }
@@ -234,6 +254,19 @@ int toast_scan_steps(const toast_scan *scan, float *y, float *after) {
   const toast_scan &s = *scan;
   if (s.groups <= 0 || s.heads % s.groups || s.state_size <= 0) return 1;
   return toast::scan_steps(s, y, after);
+}
+
+int toast_wkv_steps(const toast_wkv *wkv, float *y, float *after) {
+  return wkv->size <= 0 ? 1 : toast::wkv_steps(*wkv, y, after);
+}
+
+void toast_linear_steps(const toast_linear *linear, float *h) {
+  const toast_linear &l = *linear;
+  const auto code = toast::instructions().rows->recurrent.linear;
+  toast::share_rows(l.batch, l.channels, l.length, [&](int64_t b, int64_t first, int64_t end) {
+    code(l, b, first, end, h);
+    return true;
+  });
 }
 
 }  // extern "C"

@@ -71,14 +71,16 @@ TOAST_API int toast_delta_layer_steps(const toast_delta_layer *layer, float *y, 
 //   S <- exp(-exp(a_log) dt) S + dt x B;  y = S C + d x
 //
 // dt = softplus(dt + bias), no less than `least` and no more than `most`. A group serves heads /
-// groups heads, one after another. All contiguous, float32.
+// groups heads, one after another. Or the selective scan of Mamba (arXiv 2312.00752, algorithm 2):
+// each row has its dt and d, each number of a state its a_log. All contiguous, float32.
 typedef struct {
   int64_t batch, length, heads, size, groups, state_size;
   const float *x;                // (batch, length, heads, size)
   const float *b, *c;            // (batch, length, groups, state_size)
-  const float *dt;               // (batch, length, heads)
-  const float *a_log, *d, *bias; // (heads)
+  const float *dt;               // (batch, length, heads); selective: with an axis `size` more
+  const float *a_log, *d, *bias; // (heads); selective: (heads, size), a_log with state_size more
   float least, most;
+  int32_t selective;
   const uint8_t *mask;           // as in toast_delta
   const float *state;            // (batch, heads, size, state_size); NULL for zeros
 } toast_scan;
@@ -86,6 +88,32 @@ typedef struct {
 // y: of the shape of x. after: of the shape of the state; may lie there. Returns as
 // toast_gated_delta.
 TOAST_API int toast_scan_steps(const toast_scan *scan, float *y, float *after);
+
+// The generalised delta rule of RWKV-7 (arXiv 2503.14456, equation 17). For each head, its state S
+// (size, size), and r, w, k, v, a, b (size) of a step:
+//
+//   S <- S diag(w) + (S a) b' + v k';  y = S r
+//
+// All contiguous, float32.
+typedef struct {
+  int64_t batch, length, heads, size;
+  const float *r, *w, *k, *v, *a, *b;  // (batch, length, heads, size)
+  const float *state;                  // (batch, heads, size, size); NULL for zeros
+} toast_wkv;
+
+// As toast_scan_steps.
+TOAST_API int toast_wkv_steps(const toast_wkv *wkv, float *y, float *after);
+
+// The linear recurrence of Griffin's RG-LRU (arXiv 2402.19427, equation 4), its gates multiplied
+// out: h <- decay h + x, for each channel. All contiguous, float32.
+typedef struct {
+  int64_t batch, length, channels;
+  const float *decays, *x;  // (batch, length, channels)
+  const float *state;       // (batch, channels); NULL for zeros
+} toast_linear;
+
+// h: of the shape of x, after each step.
+TOAST_API void toast_linear_steps(const toast_linear *linear, float *h);
 
 #ifdef __cplusplus
 }
@@ -118,9 +146,18 @@ struct ScanHead {
   int64_t x_step, group_step;  // of x and y; of b and c
   const float *decays, *dt;
   int64_t gate_step;
-  float d;
+  const float *d;
   const uint8_t *mask;
   const float *state;
+  float *y, *after;
+  const float *a_log, *bias;  // where it is selective, and has no decays: dt as it is given
+  float least, most;
+};
+
+struct WkvHead {
+  int64_t length, size, step;  // of all that it is given and gives
+  bool past;
+  const float *r, *w, *k, *v, *a, *b, *state;
   float *y, *after;
 };
 
@@ -128,6 +165,8 @@ struct ScanHead {
 struct RecurrentCode {
   bool (*delta)(const DeltaHead &, int64_t first, int64_t end);
   bool (*scan)(const ScanHead &, int64_t first, int64_t end);
+  bool (*wkv)(const WkvHead &, int64_t first, int64_t end);
+  void (*linear)(const toast_linear &, int64_t batch, int64_t first, int64_t end, float *h);
 };
 
 }  // namespace toast

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int STATE_ROWS = 16;  // at a time: what they are given and give at a step is a line
 constexpr int IN_REGISTERS = 4;  // of these
-constexpr int MORE = 3;          // rows beside them that a step copies, where they are not whole
+constexpr int MORE = 5;          // rows beside them that a step copies, where they are not whole
 
 // One step of some rows, `stride` numbers apart, from s to `to`, which may be the same. k, q: zeros
 // from their size on. decay: of columns from i on.
@@ -46,24 +46,60 @@ INLINE void delta_some(const float *s, float *to, int64_t stride, const float *k
   for (int r = 0; r < ROWS; r++) y[r] = sum(sums[r]);
 }
 
-// Likewise; b, c: zeros from their size on. x, y: of the rows.
-template <int ROWS>
+// Likewise; b, c: zeros from their size on. x, y: of the rows. decay(r, i), dt(r), d(r): of row r,
+// and columns from i on.
+template <int ROWS, class Decay, class Each, class Through>
 INLINE void scan_some(const float *s, float *to, int64_t stride, const float *b, const float *c,
-                      const float *x, float decay, float dt, float d, float *y) {
+                      const float *x, const Decay &decay, const Each &dt, const Through &d,
+                      float *y) {
   F32 sums[ROWS] = {}, added[ROWS];
 #pragma GCC unroll 4
-  for (int r = 0; r < ROWS; r++) added[r] = all(x[r] * dt);
+  for (int r = 0; r < ROWS; r++) added[r] = all(x[r] * dt(r));
   for (int64_t i = 0; i < stride; i += LANES) {
     const F32 in = load<F32>(b + i), out = load<F32>(c + i);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) {
-      F32 now = multiply_add(in, added[r], load<F32>(s + r * stride + i) * decay);
+      F32 now = multiply_add(in, added[r], load<F32>(s + r * stride + i) * decay(r, i));
       store(to + r * stride + i, now);
       sums[r] = multiply_add(now, out, sums[r]);
     }
   }
 #pragma GCC unroll 4
-  for (int r = 0; r < ROWS; r++) y[r] = sum(sums[r]) + d * x[r];
+  for (int r = 0; r < ROWS; r++) y[r] = sum(sums[r]) + d(r) * x[r];
+}
+
+// Likewise, of RWKV-7. v, y: of the rows; the rest: zeros from their size on.
+template <int ROWS>
+INLINE void wkv_some(const float *s, float *to, int64_t stride, const float *const (&of)[5],
+                     const float *v, float *y) {
+  const float *const r_ = of[0], *const w = of[1], *const k = of[2], *const a = of[3];
+  const float *const b = of[4];
+  F32 sums[ROWS] = {};
+  for (int64_t i = 0; i < stride; i += LANES) {
+    const F32 read = load<F32>(a + i);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+      sums[r] = multiply_add(load<F32>(s + r * stride + i), read, sums[r]);
+  }
+  F32 found[ROWS], added[ROWS];
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; r++) {
+    found[r] = all(sum(sums[r])), added[r] = all(v[r]);
+    sums[r] = F32{};
+  }
+  for (int64_t i = 0; i < stride; i += LANES) {
+    const F32 kept = load<F32>(w + i), key = load<F32>(k + i), back = load<F32>(b + i);
+    const F32 out = load<F32>(r_ + i);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) {
+      F32 now = multiply_add(key, added[r], load<F32>(s + r * stride + i) * kept);
+      now = multiply_add(back, found[r], now);
+      store(to + r * stride + i, now);
+      sums[r] = multiply_add(now, out, sums[r]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; r++) y[r] = sum(sums[r]);
 }
 
 template <int ROWS>
@@ -173,20 +209,72 @@ static void delta_block(const toast::DeltaHead &h, int64_t row, float *room) {
       });
 }
 
+// Of rows of a selective scan: how fast each number decays.
+INLINE void rates_of(const float *a_log, int64_t size, int64_t stride, int rows, float *rates) {
+  for (int r = 0; r < rows; r++)
+    for (int64_t i = 0; i < stride; i += LANES) {
+      const F32 some = some_numbers_at(TOAST_F32, a_log + r * size, i, int(size - i));
+      store(rates + r * stride + i, -exponential(some));
+    }
+}
+
+// And dt of `rows` of them, no more than STATE_ROWS.
+INLINE void steps_of(const toast::ScanHead &h, const float *dt, int64_t row, int rows, float *to) {
+  for (int i = 0; i < rows; i += LANES) {
+    F32 some = some_numbers_at(TOAST_F32, dt, i, rows - i);
+    if (h.bias) some += some_numbers_at(TOAST_F32, h.bias + row, i, rows - i);
+    store(to + i, smaller(all(h.most), larger(all(h.least), softplus(some))));
+  }
+}
+
 template <int ROWS>
 static void scan_block(const toast::ScanHead &h, int64_t row, float *room) {
-  const int64_t size = h.state_size;
+  const int64_t size = h.state_size, whole = state_stride(size);
+  float *const rates = room + (2 * STATE_ROWS + MORE) * whole;
+  if (h.a_log) rates_of(h.a_log + row * size, size, whole, ROWS, rates);
   over_steps<ROWS>(
       h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.past,
       h.mask, room,
       [&](int64_t t, const float *s, float *to, int64_t stride, float *more) {
         const float *b = whole_row(more, h.b + t * h.group_step, size, stride);
         const float *c = whole_row(more + stride, h.c + t * h.group_step, size, stride);
-        const float decay = h.decays[t * h.gate_step], dt = h.dt[t * h.gate_step];
         const int64_t at = t * h.x_step + row;
-        some_in_registers<ROWS>(h.x + at, h.y + at, [&](int r, const float *x, float *y) {
-          scan_some<SOME<ROWS>>(s + r * stride, to + r * stride, stride, b, c, x, decay, dt, h.d,
-                                y);
+        auto with = [&](const auto &decay, const auto &dt, const auto &d) {
+          some_in_registers<ROWS>(h.x + at, h.y + at, [&](int r, const float *x, float *y) {
+            scan_some<SOME<ROWS>>(
+                s + r * stride, to + r * stride, stride, b, c, x,
+                [&](int k, int64_t i) { return decay(r + k, i); },
+                [&](int k) { return dt(r + k); }, [&](int k) { return d(r + k); }, y);
+          });
+        };
+        if (h.a_log) {
+          alignas(64) float dts[STATE_ROWS];
+          steps_of(h, h.dt + at, row, ROWS, dts);
+          with([&](int r, int64_t i) {
+                 return exponential(load<F32>(rates + r * stride + i) * dts[r]);
+               },
+               [&](int r) { return dts[r]; }, [&](int r) { return h.d[row + r]; });
+        } else {
+          const float kept = h.decays[t * h.gate_step], each = h.dt[t * h.gate_step];
+          with([&](int, int64_t) { return all(kept); }, [&](int) { return each; },
+               [&](int) { return *h.d; });
+        }
+      });
+}
+
+template <int ROWS>
+static void wkv_block(const toast::WkvHead &h, int64_t row, float *room) {
+  const int64_t size = h.size;
+  over_steps<ROWS>(
+      h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.past,
+      nullptr, room,
+      [&](int64_t t, const float *s, float *to, int64_t stride, float *more) {
+        const float *of[] = {h.r, h.w, h.k, h.a, h.b};
+        for (int i = 0; i < 5; i++)
+          of[i] = whole_row(more + i * stride, of[i] + t * h.step, size, stride);
+        const int64_t at = t * h.step + row;
+        some_in_registers<ROWS>(h.v + at, h.y + at, [&](int r, const float *v, float *y) {
+          wkv_some<SOME<ROWS>>(s + r * stride, to + r * stride, stride, of, v, y);
         });
       });
 }
@@ -194,7 +282,7 @@ static void scan_block(const toast::ScanHead &h, int64_t row, float *room) {
 template <class Block, class One>
 INLINE bool some_rows(int64_t size, bool past, int64_t first, int64_t end, const Block &block,
                       const One &one) {
-  const int64_t bytes = (2 * STATE_ROWS + MORE) * state_stride(size) * int64_t(sizeof(float));
+  const int64_t bytes = (3 * STATE_ROWS + MORE) * state_stride(size) * int64_t(sizeof(float));
   auto room = static_cast<float *>(toast::scratch(toast::ROWS, bytes));
   if (!room) return false;
   int64_t row = first;
@@ -216,6 +304,29 @@ static bool scan_rows(const toast::ScanHead &h, int64_t first, int64_t end) {
       h.state_size, h.past, first, end,
       [&](int64_t row, float *room) { scan_block<STATE_ROWS>(h, row, room); },
       [&](int64_t row, float *room) { scan_block<1>(h, row, room); });
+}
+
+static bool wkv_rows(const toast::WkvHead &h, int64_t first, int64_t end) {
+  return some_rows(
+      h.size, h.past, first, end,
+      [&](int64_t row, float *room) { wkv_block<STATE_ROWS>(h, row, room); },
+      [&](int64_t row, float *room) { wkv_block<1>(h, row, room); });
+}
+
+// Channels of one of a batch, from first to end.
+static void linear_rows(const toast_linear &l, int64_t batch, int64_t first, int64_t end,
+                        float *h) {
+  for (int64_t i = first; i < end; i += LANES) {
+    const int there = int(end - i < LANES ? end - i : LANES);
+    F32 now = {};
+    if (l.state) now = some_numbers_at(TOAST_F32, l.state + batch * l.channels, i, there);
+    for (int64_t t = 0; t < l.length; t++) {
+      const int64_t at = (batch * l.length + t) * l.channels;
+      const F32 kept = some_numbers_at(TOAST_F32, l.decays + at, i, there);
+      now = multiply_add(kept, now, some_numbers_at(TOAST_F32, l.x + at, i, there));
+      put_some(TOAST_F32, h + at, i, now, there);
+    }
+  }
 }
 
 }  // namespace

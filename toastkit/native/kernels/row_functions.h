@@ -9,22 +9,38 @@
 
 namespace {
 
-static void norm_row(const toast::Norm &n, int64_t row) {
+// The mean of add(x, 0), a vector of numbers at a time; add(x, so far). x: numbers of a row less
+// `mean`; 0 behind its end.
+template <class Add>
+INLINE float mean_over(const toast::Norm &n, int64_t start, F32 mean, const Add &add) {
   constexpr int CHAINS = 4;
-  const int64_t start = row * n.x->stride, to = row * n.columns;
-  F32 squares[CHAINS] = {};
+  F32 sums[CHAINS] = {};
   for (int64_t k = 0; k < n.columns; k += CHAINS * LANES)
     for (int i = 0; i < CHAINS && k + i * LANES < n.columns; i++) {
       const int64_t at = k + i * LANES;
       F32 x = some_numbers_at(n.x->type, n.x->data, start + at, int(n.columns - at));
-      squares[i] = multiply_add(x, x, squares[i]);
+      if (n.centred) {
+        x -= mean;
+        for (int64_t over = n.columns - at; over < LANES; over++) x[over] = 0;
+      }
+      sums[i] = add(x, sums[i]);
     }
-  const float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
-  const F32 scale = all(1.0f / sqrtf(total / float(n.columns) + n.eps));
+  return sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / float(n.columns);
+}
+
+static void norm_row(const toast::Norm &n, int64_t row) {
+  const int64_t start = row * n.x->stride, to = row * n.columns;
+  F32 mean = {};
+  if (n.centred) mean = all(mean_over(n, start, mean, [](F32 x, F32 s) { return x + s; }));
+  const float variance =
+      mean_over(n, start, mean, [](F32 x, F32 s) { return multiply_add(x, x, s); });
+  const F32 scale = all(1.0f / sqrtf(variance + n.eps));
   for (int64_t k = 0; k < n.columns; k += LANES) {
     const int some = int(n.columns - k < LANES ? n.columns - k : LANES);
-    F32 y = some_numbers_at(n.x->type, n.x->data, start + k, some) * scale;
+    F32 y = some_numbers_at(n.x->type, n.x->data, start + k, some);
+    y = (n.centred ? y - mean : y) * scale;
     y *= n.weight ? some_numbers_at(n.weight_type, n.weight, k, some) + n.plus : all(n.plus);
+    if (n.bias) y += some_numbers_at(n.weight_type, n.bias, k, some);
     put_some(n.out_type, n.out, to + k, y, some);
   }
 }
@@ -287,6 +303,6 @@ static void convolve_channels(const toast_convolution &c, int64_t batch, int64_t
 const toast::RowInstructions row_functions = {
     norm_row, turns_at, rotate_head, gate_numbers,      most,
     place,    exponentials, shares,  weigh_row, keep, dequantise_row, convolve_channels,
-    {delta_rows, scan_rows}};
+    {delta_rows, scan_rows, wkv_rows, linear_rows}};
 
 }  // namespace

@@ -176,6 +176,15 @@ void drop_groups(const toast_choice &choice, int64_t columns, float *numbers) {
     std::fill_n(numbers + groups[i].second * size, size, 0.0f);
 }
 
+int norms(const Norm &norm) {
+  if (!is_type(norm.x->type) || !is_type(norm.weight_type) || !is_type(norm.out_type)) return 1;
+  const RowInstructions &code = *instructions().rows;
+  share(norm.x->count, norm.columns, [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; row++) code.norm(norm, row);
+  });
+  return 0;
+}
+
 }  // namespace
 }  // namespace toast
 
@@ -183,14 +192,13 @@ extern "C" {
 
 int toast_rms_norm(const toast_vectors *x, int64_t columns, const void *weight,
                    int32_t weight_type, float plus, float eps, void *out, int32_t out_type) {
-  using namespace toast;
-  if (!is_type(x->type) || !is_type(weight_type) || !is_type(out_type)) return 1;
-  const Norm norm = {x, columns, weight, weight_type, plus, eps, out, out_type};
-  const RowInstructions &code = *instructions().rows;
-  share(x->count, columns, [&](int64_t first, int64_t end) {
-    for (int64_t row = first; row < end; row++) code.norm(norm, row);
-  });
-  return 0;
+  return toast::norms({x, columns, weight, weight_type, plus, eps, out, out_type, false, nullptr});
+}
+
+int toast_layer_norm(const toast_vectors *x, int64_t columns, const void *weight, const void *bias,
+                     int32_t weight_type, float eps, void *out, int32_t out_type) {
+  const float plus = weight ? 0 : 1;
+  return toast::norms({x, columns, weight, weight_type, plus, eps, out, out_type, true, bias});
 }
 
 int toast_rotate(const toast_heads *x, const toast_rotation *rotation, void *out) {

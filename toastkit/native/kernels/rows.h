@@ -46,6 +46,12 @@ TOAST_API int toast_rms_norm(const toast_vectors *x, int64_t columns, const void
                              int32_t weight_type, float plus, float eps, void *out,
                              int32_t out_type);
 
+// (x - its mean) / sqrt(variance + eps) * weight + bias, row by row (arXiv 1607.06450). weight and
+// bias: (columns), of one type, or NULL for ones and zeros.
+TOAST_API int toast_layer_norm(const toast_vectors *x, int64_t columns, const void *weight,
+                               const void *bias, int32_t weight_type, float eps, void *out,
+                               int32_t out_type);
+
 // (batch, heads, length, size) of the type of x.
 TOAST_API int toast_rotate(const toast_heads *x, const toast_rotation *rotation, void *out);
 
@@ -150,6 +156,8 @@ struct Norm {
   float plus, eps;
   void *out;
   int32_t out_type;
+  bool centred;
+  const void *bias;
 };
 
 struct Gate {

@@ -1,0 +1,136 @@
+"""Whole models of recurrences that mlx_lm steps through in Python: Mamba, Jamba, RWKV-7, Griffin,
+Ling's linear attention."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_map_with_path
+
+from tests.model.reference import OLD_MLX_LM, held_by
+from tests.model.test_native_operations import alike, library
+from tests.native_library import built, cache, needed, operations_of
+from toastkit.native import modules, recurrent
+
+__all__ = ["built", "cache", "library"]
+pytestmark = [needed, pytest.mark.usefixtures("library")]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+    "max_position_embeddings": 100, "tie_word_embeddings": False,
+}  # fmt: skip
+MAMBA = {
+    "state_size": 5, "conv_kernel": 4, "use_bias": True, "use_conv_bias": True, "time_step_rank": 3,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "mamba": MAMBA, "falcon_mamba": {**MAMBA, "state_size": 16, "use_bias": False},
+    "jamba": {
+        "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "mamba_expand": 2,
+        "expert_layer_period": 2, "mamba_d_conv": 4, "mamba_d_state": 16, "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "rwkv7": {
+        "norm_eps": 1e-5, "head_dim": 16, "a_low_rank_dim": 8, "v_low_rank_dim": 4,
+        "gate_low_rank_dim": 8, "decay_low_rank_dim": 8,
+    },
+    "recurrent_gemma": {
+        "attention_bias": False, "conv1d_width": 4, "logits_soft_cap": 30.0,
+        "attention_window_size": 30, "block_types": ["recurrent", "attention"],
+    },
+    "bailing_moe_linear": {
+        "moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2, "n_group": 3,
+        "num_shared_experts": 1, "norm_topk_prob": True, "first_k_dense_replace": 1,
+        "layer_group_size": 2, "group_norm_size": 2, "topk_group": 2, "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True, "use_qk_norm": True, "num_key_value_heads": 2,
+    },
+}  # fmt: skip
+OURS = {
+    "mamba": "ToastScan", "falcon_mamba": "ToastScan", "jamba": "ToastScan", "rwkv7": "ToastWkv",
+    "recurrent_gemma": "ToastLinear", "bailing_moe_linear": "ToastScan",
+}  # fmt: skip
+LEFT = {"falcon_mamba"} if OLD_MLX_LM else set()  # which normalises twice there
+# MLX has experts on the CPU in float32 alone.
+DENSE = {"jamba": {"num_experts": 1}, "bailing_moe_linear": {"first_k_dense_replace": 2}}
+models = pytest.mark.parametrize("name", MODELS)
+
+
+def made(name: str, dtype: mx.Dtype, **more: Any) -> tuple[Any, Any]:
+    """mlx_lm's and ours, with the same random weights."""
+    module = import_module(f"mlx_lm.models.{name.removeprefix('falcon_')}")
+    args = module.ModelArgs.from_dict({**SIZES, "model_type": name, **MODELS[name], **more})
+    mx.random.seed(7)
+    theirs, ours = module.Model(args), module.Model(args)
+
+    def random(path: str, old: mx.array) -> mx.array:
+        some = mx.random.normal(old.shape) / (2 if old.ndim > 1 else 4)
+        return (some + 1 if "norm" in path and "weight" in path else some).astype(dtype)
+
+    theirs.update(tree_map_with_path(random, theirs.parameters()))
+    ours.update(theirs.parameters())
+    modules.use_native(ours.modules())
+    return theirs, ours
+
+
+def read(model: Any, parts: list[int]) -> tuple[mx.array, list[mx.array]]:
+    """Logits of prompts of 23 tokens, read in such parts, and what the caches hold then."""
+    ids = mx.array([[(37 * n + 5 * row) % 50 for n in range(23)] for row in range(2)])
+    layers, found = model.make_cache(), []
+    for first, end in zip([0, *parts], [*parts, 23]):
+        found.append(model(ids[:, first:end], cache=layers))
+        mx.eval(found)
+    kept = [array for layer in layers for array in held_by(layer) if isinstance(array, mx.array)]
+    return mx.concatenate(found, 1), kept
+
+
+@models
+@pytest.mark.parametrize("parts", [[], [1, 2, 20], [19]])
+def test_they_give_what_mlx_lm_gives(name: str, parts: list[int]) -> None:
+    theirs, ours = made(name, mx.float32)
+    with_graph = ours(mx.zeros((1, 3), mx.uint32), cache=ours.make_cache())
+    assert (OURS[name] in operations_of(with_graph)) is (name not in LEFT)
+    (logits, kept), (wanted, theirs_kept) = read(ours, parts), read(theirs, parts)
+    assert alike(logits, wanted, 1e-3)
+    assert all(alike(a, b, 1e-3) for a, b in zip(kept, theirs_kept, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in LEFT])
+def test_states_of_parts_are_those_of_the_whole(name: str) -> None:
+    """To the bit where all operations are ours."""
+    _, ours = made(name, mx.float32)
+    (_, whole), (_, parts) = read(ours, []), read(ours, [1, 2, 12])
+    exact = name in ("mamba", "falcon_mamba")
+    assert all(
+        mx.array_equal(a, b) if exact else alike(a, b, 1e-4)
+        for a, b in zip(whole, parts, strict=True)
+    )
+
+
+@models
+def test_sixteen_bits(name: str) -> None:
+    """States stay in the dtype that mlx_lm has them in."""
+    theirs, ours = made(name, mx.bfloat16, **DENSE.get(name, {}))
+    (logits, kept), (wanted, theirs_kept) = read(ours, [22]), read(theirs, [22])
+    assert [a.dtype for a in kept] == [a.dtype for a in theirs_kept]
+    assert logits.dtype == wanted.dtype
+    near = mx.abs(logits.astype(mx.float32) - wanted.astype(mx.float32)).mean()
+    assert (near < 0.15 * mx.abs(wanted.astype(mx.float32)).mean()).item()
+
+
+@models
+def test_without_the_library_they_are_mlx_lm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = made(name, mx.float32)
+    monkeypatch.setattr("toastkit.native.library._in_use", None)
+    assert alike(read(ours, [5])[0], read(theirs, [5])[0], 1e-5)
+
+
+def test_other_decays_are_left_to_mlx_lm() -> None:
+    """Of each head alone, or of each number."""
+    q = mx.ones((1, 2, 3, 4))
+    theirs = import_module("mlx_lm.models.bailing_moe_linear").recurrent_gla
+    for g in (-mx.ones((2,)), -mx.ones((1,))):
+        for ours, wanted in zip(recurrent.recurrent_gla(q, q, q, g, 0.5), theirs(q, q, q, g, 0.5)):
+            assert alike(ours, wanted)

@@ -1,0 +1,48 @@
+// What glue of recurrent layers has in common: float32 arrays, of which some may not be given.
+#pragma once
+
+#include "../kernels/recurrent.h"
+#include "arrays.h"
+
+namespace toast {
+
+// Float32 in their order; NULL for what is not given. given: which of them are.
+class Floats {
+ public:
+  Floats(const Arrays &arrays, const std::vector<bool> &given) : at_(given.size(), -1) {
+    data_.reserve(given.size());
+    for (size_t i = 0, next = 0; i < given.size(); i++)
+      if (given[i]) at_[i] = int(next), data_.emplace_back(arrays[next++]);
+  }
+  template <class T = float>
+  const T *operator()(size_t i) const {
+    return at_[i] < 0 ? nullptr : reinterpret_cast<const T *>(data_[at_[i]].data());
+  }
+
+ private:
+  std::vector<int> at_;
+  std::vector<InOrder> data_;
+};
+
+// What is given of the objects; the arrays among them to `inputs`.
+inline std::vector<bool> taken(void **objects, int count, Arrays &inputs) {
+  std::vector<bool> given;
+  for (int i = 0; i < count; i++) {
+    given.push_back(objects[i]);
+    if (objects[i]) inputs.push_back(array_of(objects[i]));
+  }
+  return given;
+}
+
+// Where an input is among those that are given; -1 for one that is not.
+inline int place_of(const std::vector<bool> &given, int i) {
+  int before = 0;
+  for (int k = 0; k < i; k++) before += given[k];
+  return given[i] ? before : -1;
+}
+
+inline void check_floats(const Arrays &inputs) {
+  for (auto &one : inputs) check(one.dtype() == mx::float32, "numbers that are no float32");
+}
+
+}  // namespace toast
