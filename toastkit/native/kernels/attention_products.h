@@ -103,8 +103,13 @@ INLINE void turn(const char *const *rows, int64_t size, Ahead ahead, const Work 
   }
 }
 
+// Whether so many queries lie crosswise, number by number: as a register takes them, and GCC, who
+// otherwise looks for half a minute at where they all lie.
+template <int N>
+constexpr bool CROSSWISE = N == LANES;
+
 // out[n][lane] = queries[n] . keys[lane], a chain each. keys: LANES rows. queries, out: a stride
-// apart.
+// apart, if they do not lie crosswise.
 template <int TYPE, int N>
 static void cross_keys(const char *const *keys, Ahead ahead, const float *queries,
                        int64_t stride, int64_t size, float *out, int64_t out_stride) {
@@ -112,9 +117,11 @@ static void cross_keys(const char *const *keys, Ahead ahead, const float *querie
 #pragma GCC unroll 16
   for (int n = 0; n < N; n++) sums[n] = F32{};
   turn<TYPE>(keys, size, ahead, [&](int64_t d, F32 column) __attribute__((always_inline)) {
+    const float *at = queries + (CROSSWISE<N> ? d * N : d);
+    if (CROSSWISE<N>) asm("" : "+r"(at));
 #pragma GCC unroll 16
     for (int n = 0; n < N; n++)
-      sums[n] = multiply_add(all(queries[n * stride + d]), column, sums[n]);
+      sums[n] = multiply_add(all(at[CROSSWISE<N> ? n : n * stride]), column, sums[n]);
   });
 #pragma GCC unroll 16
   for (int n = 0; n < N; n++) store(out + n * out_stride, sums[n]);

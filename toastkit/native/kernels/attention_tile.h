@@ -35,9 +35,15 @@ static void scores_of_rows(const toast::Attention &a, const toast::Tile &tile, i
                            int64_t end, const Room &room) {
   const toast_attention &call = *a.call;
   const int64_t size = call.key_size, row = value_floats(size) + LANES;
-  for (int64_t r = 0; r < tile.heads * N; r++)
-    for (int64_t d = 0; d < size; d += LANES)
-      store(room.queries + r * row + d, query_numbers(a, tile.of_head(r / N), r % N, d));
+  for (int64_t h = 0; h < tile.heads; h++)
+    for (int64_t d = 0; d < size; d += LANES) {
+      F32 numbers[N];
+      for (int n = 0; n < N; n++) numbers[n] = query_numbers(a, tile.of_head(h), n, d);
+      if constexpr (CROSSWISE<N>) transpose(numbers);
+      float *to = room.queries + h * N * row;
+      for (int n = 0; n < N; n++)
+        store(to + (CROSSWISE<N> ? (d + n) * N : n * row + d), numbers[n]);
+    }
   const int64_t stride = call.keys.strides[2] * Numbers<TYPE>::SIZE, bytes = row_bytes<TYPE>(size);
   const char *keys = row_of(call.keys, tile.batch, tile.head, begin);
   const char *values = row_of(call.values, tile.batch, tile.head, begin);
