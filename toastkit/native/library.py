@@ -57,7 +57,7 @@ class Library:
         self._memory = function("memory", array, *[ctypes.c_int64] * 3, array)
         self._settle = loaded.toast_settle_array
         self._settle.restype, self._settle.argtypes = None, [array]
-        self._product = function("product", *[array] * 6, *[whole] * 3)
+        self._product = function("product", *[array] * 7, *[whole] * 3)
         self._feed_forward = function("feed_forward", array, array, place, whole, array, whole)
         self._convolve = function("convolve", *[array] * 4, whole)
         self._gated_delta = function("gated_delta", array, array, array * 9, number)
@@ -124,6 +124,7 @@ class Library:
         bits: int = 0,
         group_size: int = 0,
         activation_bits: int = DIGITS,
+        bias: mx.array | None = None,
     ) -> mx.array:
         """Products, lazy, of the dtype of x, or float32 where the matrix has another.
 
@@ -132,9 +133,10 @@ class Library:
         size); or mxfp4, 4 bits in groups of 32, with uint8 scales and no biases.
         experts: of a stack, (experts, rows, ...), the ones to multiply x (..., m, columns) with,
         uint32 (...), broadcast; gives (..., m, rows). activation_bits: PAIRS, DIGITS or WIDE.
-        Raises ValueError for arrays that do not fit together.
+        bias: (rows,), with x in float32 and no stack. Raises ValueError for arrays that do not fit
+        together.
         """
-        some = [_given(array) for array in (scales, biases, experts)]
+        some = [_given(array) for array in (scales, biases, bias, experts)]
         return _made(self._product, x, weight, *some, bits, group_size, activation_bits)
 
     def feed_forward(

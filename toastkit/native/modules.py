@@ -181,9 +181,12 @@ class _Product(Native):
             known = self.mode == "mxfp4" and biases is None and scales.dtype == mx.uint8
         return Operand(weight, scales, biases, self.bits, self.group_size) if known else None
 
-    def _multiply(self: Any, x: mx.array, experts: mx.array | None = None) -> mx.array | None:
+    def _multiply(
+        self: Any, x: mx.array, experts: mx.array | None = None, bias: mx.array | None = None
+    ) -> mx.array | None:
         """Products (..., rows) of x, (..., columns), or of x (..., m, columns) with the experts
-        that are chosen, uint32 (...). None for what only MLX has: other dtypes, other packings."""
+        that are chosen, uint32 (...). bias: as of Library.multiply. None for what only MLX has:
+        other dtypes, other packings."""
         if self._wide is not None:
             x = x.astype(self._wide)
         library, own = in_use(), self.operand()
@@ -197,7 +200,7 @@ class _Product(Native):
             x = x[..., -1:, :]
         weight, scales, biases, bits, group_size = own
         return library.multiply(
-            x, weight, scales, biases, experts, bits, group_size, self._activation_bits
+            x, weight, scales, biases, experts, bits, group_size, self._activation_bits, bias
         )
 
 
@@ -205,10 +208,12 @@ class Linear(_Product):
     """A matrix, and a bias if it has one."""
 
     def __call__(self: Any, x: mx.array) -> mx.array:
-        y = self._multiply(x)
+        bias = self.get("bias")
+        wide = bias is not None and x.dtype == bias.dtype == mx.float32
+        y = self._multiply(x, bias=bias if wide else None)
         if y is None:
             return super().__call__(x)  # type: ignore[misc]
-        return y + self["bias"] if "bias" in self else y
+        return y if wide or bias is None else y + bias
 
 
 @cache

@@ -28,16 +28,22 @@ std::vector<uint32_t> places_of(const mx::array &a, size_t skip, const std::vect
   return places;
 }
 
-void multiply(const Arrays &arrays, const Packing &packing, int activation_bits,
+void multiply(const Arrays &arrays, const Packing &packing, bool biased, int activation_bits,
               const std::vector<int> &batch) {
   const mx::array &x = arrays[0];
   const bool chosen = packing.stack;
   mx::array out = arrays.back();
   InOrder rows(x);
-  const Matrix matrix(arrays, 1, packing);
+  size_t next = 1;
+  const Part part(arrays, next, packing, biased);
+  const Matrix &matrix = part.matrix;
   const int64_t columns = x.shape(-1);
   const toast_vectors vectors = {rows.data(), int64_t(x.size()) / columns, columns, type_of(x)};
   const int64_t count = out.size() / matrix->rows;
+  if (biased) {
+    const Vectors all = {vectors, count};
+    return toast::multiply(activation_bits, {{all, part, out.data<char>()}});
+  }
   std::vector<uint32_t> vector, expert;
   if (chosen) {
     const mx::array &choice = arrays[arrays.size() - 2];
@@ -68,16 +74,19 @@ std::vector<int> broadcast(const mx::array &x, const mx::array &choice) {
   return shape;
 }
 
-// Of an input x (..., columns) with a matrix (rows, columns); or of x (..., m, columns) with those
+// Of an input x (..., columns) with a matrix (rows, columns), with a bias (rows) where x and that are
+// float32; or of x (..., m, columns) with those
 // of a stack (experts, rows, columns) that are chosen, uint32 (...), both broadcast.
 mx::array product(const mx::array &x, const mx::array &weight, const mx::array *scales,
-                  const mx::array *biases, const mx::array *choice, int bits, int group_size,
-                  int activation_bits) {
+                  const mx::array *biases, const mx::array *bias, const mx::array *choice,
+                  int bits, int group_size, int activation_bits) {
   check(x.ndim() >= (choice ? 2 : 1), "no vectors");
+  check(!bias || (!choice && x.dtype() == mx::float32), "a bias of other products");
   const Packing packing(bits, group_size, choice != nullptr, biases);
   Arrays inputs = {x};
   type_of(x);
-  const auto numbers = add_matrix(inputs, weight, scales, biases, packing, x.shape(-1));
+  const mx::array *part[GIVEN] = {&weight, scales, biases, bias};
+  const auto numbers = add_part(inputs, part, packing, x.shape(-1));
   const Weights weights = {1, inputs.size()};
   auto shape = x.shape();
   std::vector<int> batch;
@@ -93,8 +102,9 @@ mx::array product(const mx::array &x, const mx::array &weight, const mx::array *
   shape.back() = weight.shape(-2);
   auto dtype = x.dtype() == numbers ? x.dtype() : mx::float32;
   return made("ToastProduct", std::move(shape), dtype, std::move(inputs),
-              [packing, activation_bits, batch = std::move(batch)](const Arrays &arrays) {
-    multiply(arrays, packing, activation_bits, batch);
+              [packing, biased = bias != nullptr, activation_bits,
+               batch = std::move(batch)](const Arrays &arrays) {
+    multiply(arrays, packing, biased, activation_bits, batch);
   }, nullptr, weights);
 }
 
@@ -161,17 +171,16 @@ mx::array rows_at(const mx::array &places, const mx::array &weight, const mx::ar
 extern "C" {
 
 // Makes `out`, an array that nobody else has, the product. Lazy. scales, biases: of a packed
-// matrix. choice: NULL, or experts. Returns what is wrong; NULL where nothing is.
+// matrix. bias: NULL, or what is added. choice: NULL, or experts. Returns what is wrong; NULL where nothing is.
 TOAST_API const char *toast_product_array(void *out, void *x, void *weight, void *scales,
-                                          void *biases, void *choice, int bits, int group_size,
-                                          int activation_bits) {
+                                          void *biases, void *bias, void *choice, int bits,
+                                          int group_size, int activation_bits) {
   using toast::array_of;
   return toast::wrong([&] {
-    array_of(out) = toast::product(array_of(x), array_of(weight),
-                                   scales ? &array_of(scales) : nullptr,
-                                   biases ? &array_of(biases) : nullptr,
-                                   choice ? &array_of(choice) : nullptr, bits, group_size,
-                                   activation_bits);
+    auto some = [](void *one) { return one ? &array_of(one) : nullptr; };
+    array_of(out) =
+        toast::product(array_of(x), array_of(weight), some(scales), some(biases), some(bias),
+                       some(choice), bits, group_size, activation_bits);
   });
 }
 
