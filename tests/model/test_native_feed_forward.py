@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import (
     activations,
+    afm7,
     deepseek_v3,
     exaone,
+    falcon_h1,
     gemma,
     gemma2,
     gemma4_text,
@@ -185,6 +187,7 @@ def test_forms() -> None:
     assert form_of(gemma.MLP) == Form(usual, "gelu_erf")
     for cls in (phi3.MLP, glm4.Glm4MLP):
         assert form_of(cls) == Form(("gate_up_proj", "down_proj"), "silu")
+    assert form_of(afm7.MLP) == form_of(falcon_h1.FalconH1MLP) == Form(usual, "silu")
     shared = granitemoehybrid.GraniteMoeHybridSharedMLP
     assert form_of(shared) == Form(("input_linear", "output_linear"), "silu")
     for cls in (starcoder2.MLP, nn.Linear, nn.Module, llama.TransformerBlock):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import types
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 from mlx_lm.models import (
     bailing_moe,
     cohere,
+    exaone4,
     gemma2,
     gemma3_text,
     granite,
     llama,
+    minicpm,
     mixtral,
     olmo2,
     olmoe,
@@ -20,14 +24,39 @@ from mlx_lm.models import (
     qwen2,
     qwen3,
     qwen3_next,
+    smollm3,
 )
 
-from tests.model.test_native_blocks import layers, library
+from tests.model.test_native_blocks import EXPERTS, LENGTHS, counted, layers, library, passes
 from tests.native_library import needed
+from toastkit.native import blocks
 from toastkit.native.forms import Block, block_of, heads_of
 
 __all__ = ["library"]
 pytestmark = needed
+
+SHARED = EXPERTS | {"num_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 16}
+# Whose layers differ: with a rotation and without, with experts and without.
+OTHERS = [
+    (exaone4, {"sliding_window": 50, "sliding_window_pattern": "LG", "rope_scaling": None}),
+    (smollm3, {"no_rope_layer_interval": 2}),
+    (bailing_moe, SHARED), (bailing_moe, SHARED | {"use_qk_norm": True}),
+    (minicpm, {"head_dim": 16, "dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 2.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case[0].__name__.rpartition(".")[2])
+def test_other_layers_are_one_operation_or_two(case: tuple, bits: int) -> None:
+    """To the bit what they are in many."""
+    own = layers(*case, bits)
+    with counted() as counts:
+        made = passes(own, 2)
+    assert counts == {"one": len(own) * 3, "two": len(own) * 2}
+    assert len(own) == 2 and LENGTHS.count(1) == 3
+    with patch.object(blocks.Layer, "natively", lambda *_: None):
+        wanted = passes(own, 2)
+    assert all(map(mx.array_equal, made, wanted))
 
 
 def test_forms() -> None:

@@ -124,6 +124,27 @@ def _heads_normed_or_not(self: Any, x: Any, mask: Any = None, cache: Any = None)
     return self.out(output)
 
 
+def _heads_normed_turned_or_not(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    B, L, D = x.shape
+    queries, keys, values = self.q(x), self.k(x), self.v(x)
+    queries = self.q_norm(queries.reshape(B, L, self.heads, -1)).transpose(0, 2, 1, 3)
+    keys = self.k_norm(keys.reshape(B, L, self.key_heads, -1)).transpose(0, 2, 1, 3)
+    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    if cache is not None:
+        if self.turning:
+            queries = self.turn(queries, offset=cache.offset)
+            keys = self.turn(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    elif self.turning:
+        queries = self.turn(queries)
+        keys = self.turn(keys)
+    output = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=self.scale, mask=mask
+    )
+    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    return self.out(output)
+
+
 def _heads_normed_at_once(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     B, L, D = x.shape
     queries = self.q_norm(self.q(x))
@@ -156,6 +177,32 @@ def _heads_split(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
     keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
     values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    if cache is not None:
+        queries = self.turn(queries, offset=cache.offset)
+        keys = self.turn(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    else:
+        queries = self.turn(queries)
+        keys = self.turn(keys)
+    output = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=self.scale, mask=mask
+    )
+    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    return self.out(output)
+
+
+def _heads_split_normed_or_not(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    B, L, D = x.shape
+    qkv = self.qkv(x)
+    q_size = self.heads * self.size
+    kv_size = self.key_heads * self.size
+    q, k, v = mx.split(qkv, [q_size, q_size + kv_size], axis=-1)
+    queries = q.reshape(B, L, self.heads, self.size).transpose(0, 2, 1, 3)
+    keys = k.reshape(B, L, self.key_heads, self.size).transpose(0, 2, 1, 3)
+    values = v.reshape(B, L, self.key_heads, self.size).transpose(0, 2, 1, 3)
+    if self.normed:
+        queries = self.q_norm(queries)
+        keys = self.k_norm(keys)
     if cache is not None:
         queries = self.turn(queries, offset=cache.offset)
         keys = self.turn(keys, offset=cache.offset)
@@ -284,7 +331,7 @@ def _heads_capped(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any
 
 HEADS = (
     _heads, _heads_normed, _heads_normed_together, _heads_normed_later, _heads_normed_at_once,
-    _heads_normed_or_not,
-    _heads_split, _heads_with_sinks, _heads_scaled, _heads_gated, _heads_capped,
+    _heads_normed_or_not, _heads_normed_turned_or_not, _heads_split, _heads_split_normed_or_not,
+    _heads_with_sinks, _heads_scaled, _heads_gated, _heads_capped,
 )  # fmt: skip
 GATED, SCALED, CAPPED = _heads_gated, _heads_scaled, _heads_capped

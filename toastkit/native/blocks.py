@@ -20,7 +20,7 @@ from toastkit.native.mixtures import Mixture
 from toastkit.native.modules import Linear, Norm, operands_of
 from toastkit.native.operands import Operand, Operands
 from toastkit.native.operations import is_mask
-from toastkit.native.rotary import is_rotary
+from toastkit.native.rotary import UNTURNED, is_rotary
 
 FEW = 16  # positions that are one operation
 
@@ -41,13 +41,14 @@ class _Shape(ctypes.Structure):
 class _Plan(NamedTuple):
     """A layer as it was looked at, for x (..., columns). It holds for as long as its operands do.
 
-    left: the network, where it is left to itself, unless it is a mixture (mixes) that can be taken
-    whole. turns: whether the rotation is one that the library has. heads: what attention calls its
-    parts."""
+    turn: what turns queries and keys. left: the network, where it is left to itself, unless it is a
+    mixture (mixes) that can be taken whole. turns: whether the rotation is one that the library
+    has. heads: what attention calls its parts."""
 
     columns: int
     operands: Operands
     attention: Any
+    turn: Any
     left: Any
     mixes: bool
     turns: bool
@@ -144,8 +145,7 @@ def _in_two(
     places = byref(plan.operands), byref(plan.shape)
     need(projected((ctypes.py_object * 3)(*heads), x, *places))
     attention, own = plan.attention, plan.heads
-    turn = attention[own.turn]
-    queries, keys = (turn(one, offset=cache.offset) for one in heads[:2])
+    queries, keys = (plan.turn(one, offset=cache.offset) for one in heads[:2])
     new = keys, heads.pop()
     del heads
     keys, values = appended_first(cache, *new) or cache.update_and_fetch(*new)
@@ -179,6 +179,8 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     plus, multiplier = _added_by(norms), 1.0
     if block.multiplier is not None:
         multiplier = getattr(layer, block.multiplier)
+    if block.depth is not None:
+        multiplier /= getattr(layer, block.depth) ** 0.5
     found = _given(parts, columns, lambda before: _attended(attention, own, before))
     if plus is None or found is None or not isinstance(multiplier, (int, float)):
         return None
@@ -189,7 +191,9 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     if not more and (norms[1] is None or norms[-1] is not None or multiplier != 1):
         return None
     heads, key_heads, size = _counts(attention, own, found)
-    shape, turn = _Shape(heads, key_heads, own.gated, own.joined and size), attention[own.turn]
+    shape = _Shape(heads, key_heads, own.gated, own.joined and size)
+    still = own.turning is not None and not getattr(attention, own.turning)
+    turn = UNTURNED if still else attention[own.turn]
     shape.eps[:] = [0.0 if norm is None else norm.eps for norm in norms]
     shape.plus, shape.multiplier, shape.scale = plus, multiplier, getattr(attention, own.scale)
     shape.cap = getattr(attention, own.cap) if own.cap else 0.0
@@ -203,7 +207,7 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
         [*beside, frequencies, sinks], [*around, *([] if more else behind)],
     )  # fmt: skip
     return _Plan(
-        columns, operands, attention, None if more else network,
+        columns, operands, attention, turn, None if more else network,
         type(network).__call__ is Mixture.__call__, frequencies is not None, shape, own,
     )  # fmt: skip
 

@@ -28,7 +28,8 @@ class Form(NamedTuple):
 
 class Block(NamedTuple):
     """What a class of layers calls its parts. first_norm, second_norm: of what attention and
-    network are given; attended_norm, fed_norm: of what they give, which multiplier is a factor of.
+    network are given; attended_norm, fed_norm: of what they give, which multiplier is a factor of,
+    over the root of depth.
     None for what it has not. scaled: it is given what queries are multiplied by, after x."""
 
     attention: str
@@ -38,6 +39,7 @@ class Block(NamedTuple):
     attended_norm: str | None = None
     fed_norm: str | None = None
     multiplier: str | None = None
+    depth: str | None = None
     scaled: bool = False
 
 
@@ -46,7 +48,8 @@ class Heads(NamedTuple):
     and the rest. q_norm, k_norm: of each head, or of all heads of a position together. gated: q
     gives a gate for each of its numbers, behind those of the same head. joined: q, k and v are one,
     with the rows of one behind another. size: the numbers of a head. cap: of scores. normed:
-    whether there are norms, where that is asked. scaled: as of Block. None for what it has not."""
+    whether there are norms, where that is asked; turning: likewise, whether heads are turned.
+    scaled: as of Block. None for what it has not."""
 
     q: str
     k: str
@@ -65,6 +68,7 @@ class Heads(NamedTuple):
     sinks: str | None = None
     cap: str | None = None
     normed: str | None = None
+    turning: str | None = None
     scaled: bool = False
 
 

@@ -27,6 +27,18 @@ def _gated_and_kept(self: Any, x: Any) -> Any:
     return y
 
 
+def _gated_up_later(self: Any, x: Any) -> Any:
+    g = self.gate(x)
+    x = self.up(x)
+    return self.down(swiglu(g, x))
+
+
+def _gated_in_steps(self: Any, x: Any) -> Any:
+    y = swiglu(self.gate(x), self.up(x))
+    y = self.down(y)
+    return y
+
+
 def _multiplied(self: Any, x: Any) -> Any:
     return self.down(nn.silu(self.gate(x)) * self.up(x))
 
@@ -62,6 +74,8 @@ NETWORKS: list[tuple[Callable, tuple[str, str], str]] = [
     (_gated, SWIGLU, "silu"),
     (_gated, ("mlx_lm.models.gemma4_text", "geglu"), "gelu"),
     (_gated_and_kept, SWIGLU, "silu"),
+    (_gated_up_later, SWIGLU, "silu"),
+    (_gated_in_steps, SWIGLU, "silu"),
     (_multiplied, SWIGLU, "silu"),
     (_multiplied_gelu, SWIGLU, "gelu"),
     (_multiplied_gelu_erf, SWIGLU, "gelu_erf"),
@@ -123,11 +137,27 @@ def _block_normed_behind(self: Any, x: Any, mask: Any = None, cache: Any = None)
     return out
 
 
+def _block_normed_later(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    r = self.attention(x, mask, cache)
+    h = x + self.attended_norm(r)
+    r = self.network(h)
+    out = h + self.fed_norm(r)
+    return out
+
+
 def _block_multiplied(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     r = self.attention(self.first_norm(x), mask, cache)
     h = x + r * self.multiplier
     r = self.network(self.second_norm(h))
     out = h + r * self.multiplier
+    return out
+
+
+def _block_multiplied_by_depth(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    r = self.attention(self.first_norm(x), mask, cache)
+    h = x + r * (self.multiplier / self.depth**0.5)
+    r = self.network(self.second_norm(h))
+    out = h + r * (self.multiplier / self.depth**0.5)
     return out
 
 
@@ -155,8 +185,8 @@ def _block_scaled(
 
 BLOCKS = (
     _block, _block_returned, _block_added, _block_normed_twice, _block_clipped,
-    _block_with_residual, _block_normed_behind, _block_multiplied, _block_step_by_step,
-    _block_scaled,
+    _block_with_residual, _block_normed_behind, _block_normed_later, _block_multiplied,
+    _block_multiplied_by_depth, _block_step_by_step, _block_scaled,
 )  # fmt: skip
 SCALED = (_block_scaled,)
 # Which clips in float16, and adds up in float32.

@@ -33,6 +33,8 @@ LEAST = 1e-20  # what some add to the sum of shares, and others do not, who woul
 def _in_groups(k: int, how: int, normed: Any, groups: int, kept: int, factor: float) -> Choice:
     """As DeepSeek-V3 chooses. normed: whether shares of several experts add up to the factor."""
     how |= NORMED * bool(normed and k > 1)
+    if groups < 2:  # of one, how many are kept may be anything
+        groups = kept = 0
     return Choice(k, how, groups=groups, kept=kept, eps=LEAST, factor=factor)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from toastkit.native import operations
 from toastkit.native.functions import Native
+
+STILL = mx.array([0.0])
 
 
 class Rotary(Native):
@@ -84,6 +87,23 @@ class DeepseekRope(Rotary):
         }  # fmt: skip
 
 
+class Unturned(Rotary):
+    """Leaves heads as they are (SmolLM3): a pair of their numbers is turned by nothing."""
+
+    def rotation(self, size: int) -> operations.Rotation:
+        return operations.Rotation(2, STILL, False, 1.0, 1.0, False)
+
+    def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        return x
+
+
+class _Still(Unturned, nn.Module):
+    """For attentions that have none to leave them so."""
+
+
+UNTURNED = _Still()
+
+
 def is_rotary(module: Any) -> bool:
     """Whether a module turns queries and keys as its `rotation` says, and does nothing else."""
-    return type(module).__call__ in (Rotary.__call__, YarnRope.__call__)
+    return type(module).__call__ in (Rotary.__call__, YarnRope.__call__, Unturned.__call__)
