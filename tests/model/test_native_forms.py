@@ -15,6 +15,7 @@ from mlx_lm.models import (
     gemma2,
     gemma3_text,
     granite,
+    hunyuan_v1_dense,
     llama,
     minicpm,
     mixtral,
@@ -36,11 +37,14 @@ __all__ = ["library"]
 pytestmark = needed
 
 SHARED = EXPERTS | {"num_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 16}
+ALPHA = {"rope_scaling": {"alpha": 10.0, "factor": 1.0, "type": "dynamic"}}
 # Whose layers differ: with a rotation and without, with experts and without.
 OTHERS = [
     (exaone4, {"sliding_window": 50, "sliding_window_pattern": "LG", "rope_scaling": None}),
     (smollm3, {"no_rope_layer_interval": 2}),
     (bailing_moe, SHARED), (bailing_moe, SHARED | {"use_qk_norm": True}),
+    (hunyuan_v1_dense, ALPHA | {"use_qk_norm": True}),
+    (hunyuan_v1_dense, {"use_qk_norm": False}),
     (minicpm, {"head_dim": 16, "dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 2.0}),
 ]  # fmt: skip
 

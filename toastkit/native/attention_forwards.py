@@ -145,6 +145,30 @@ def _heads_normed_turned_or_not(self: Any, x: Any, mask: Any = None, cache: Any 
     return self.out(output)
 
 
+def _heads_turned_before_norms(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    B, L, D = x.shape
+    queries, keys, values = self.q(x), self.k(x), self.v(x)
+    queries = queries.reshape(B, L, self.heads, self.size).transpose(0, 2, 1, 3)
+    keys = keys.reshape(B, L, self.key_heads, self.size).transpose(0, 2, 1, 3)
+    values = values.reshape(B, L, self.key_heads, self.size).transpose(0, 2, 1, 3)
+    if cache is not None:
+        queries = self.turn(queries, offset=cache.offset)
+        keys = self.turn(keys, offset=cache.offset)
+    else:
+        queries = self.turn(queries)
+        keys = self.turn(keys)
+    if self.normed:
+        queries = self.q_norm(queries)
+        keys = self.k_norm(keys)
+    if cache is not None:
+        keys, values = cache.update_and_fetch(keys, values)
+    output = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=self.scale, mask=mask
+    )
+    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    return self.out(output)
+
+
 def _heads_normed_at_once(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     B, L, D = x.shape
     queries = self.q_norm(self.q(x))
@@ -332,6 +356,6 @@ def _heads_capped(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any
 HEADS = (
     _heads, _heads_normed, _heads_normed_together, _heads_normed_later, _heads_normed_at_once,
     _heads_normed_or_not, _heads_normed_turned_or_not, _heads_split, _heads_split_normed_or_not,
-    _heads_with_sinks, _heads_scaled, _heads_gated, _heads_capped,
+    _heads_turned_before_norms, _heads_with_sinks, _heads_scaled, _heads_gated, _heads_capped,
 )  # fmt: skip
-GATED, SCALED, CAPPED = _heads_gated, _heads_scaled, _heads_capped
+GATED, SCALED, CAPPED, LATE = _heads_gated, _heads_scaled, _heads_capped, _heads_turned_before_norms

@@ -30,7 +30,7 @@ class _Shape(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in (
-            "heads", "key_heads", "gated", "joined", "network", "activation",
+            "heads", "key_heads", "gated", "late", "joined", "network", "activation",
         )),
         ("eps", ctypes.c_float * 6), ("plus", ctypes.c_float), ("multiplier", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("dims", "traditional", "inverse")),
@@ -41,9 +41,10 @@ class _Shape(ctypes.Structure):
 class _Plan(NamedTuple):
     """A layer as it was looked at, for x (..., columns). It holds for as long as its operands do.
 
-    turn: what turns queries and keys. left: the network, where it is left to itself, unless it is a
-    mixture (mixes) that can be taken whole. turns: whether the rotation is one that the library
-    has. heads: what attention calls its parts."""
+    turn: what turns queries and keys; late: what norms them once they are turned. left: the
+    network, where it is left to itself, unless it is a mixture (mixes) that can be taken whole.
+    turns: whether the rotation is one that the library has. heads: what attention calls its
+    parts."""
 
     columns: int
     operands: Operands
@@ -54,6 +55,7 @@ class _Plan(NamedTuple):
     turns: bool
     shape: _Shape
     heads: Heads
+    late: tuple[Any, Any] | None
 
 
 class Layer(Native):
@@ -146,6 +148,8 @@ def _in_two(
     need(projected((ctypes.py_object * 3)(*heads), x, *places))
     attention, own = plan.attention, plan.heads
     queries, keys = (plan.turn(one, offset=cache.offset) for one in heads[:2])
+    if plan.late is not None:
+        queries, keys = (norm(one) for norm, one in zip(plan.late, (queries, keys)))
     new = keys, heads.pop()
     del heads
     keys, values = appended_first(cache, *new) or cache.update_and_fetch(*new)
@@ -176,6 +180,7 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     parts = [attention[name] for name in (own.q, own.k, own.v, own.out)]
     behind = [network[name] for name in form.parts] if form else []
     norms = _norms_of(layer, attention, own)
+    late = (norms[2], norms[3]) if own.late and norms[2] is not None else None
     plus, multiplier = _added_by(norms), 1.0
     if block.multiplier is not None:
         multiplier = getattr(layer, block.multiplier)
@@ -191,7 +196,7 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     if not more and (norms[1] is None or norms[-1] is not None or multiplier != 1):
         return None
     heads, key_heads, size = _counts(attention, own, found)
-    shape = _Shape(heads, key_heads, own.gated, own.joined and size)
+    shape = _Shape(heads, key_heads, own.gated, own.late, own.joined and size)
     still = own.turning is not None and not getattr(attention, own.turning)
     turn = UNTURNED if still else attention[own.turn]
     shape.eps[:] = [0.0 if norm is None else norm.eps for norm in norms]
@@ -208,7 +213,7 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     )  # fmt: skip
     return _Plan(
         columns, operands, attention, turn, None if more else network,
-        type(network).__call__ is Mixture.__call__, frequencies is not None, shape, own,
+        type(network).__call__ is Mixture.__call__, frequencies is not None, shape, own, late,
     )  # fmt: skip
 
 

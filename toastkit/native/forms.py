@@ -49,7 +49,8 @@ class Heads(NamedTuple):
     gives a gate for each of its numbers, behind those of the same head. joined: q, k and v are one,
     with the rows of one behind another. size: the numbers of a head. cap: of scores. normed:
     whether there are norms, where that is asked; turning: likewise, whether heads are turned.
-    scaled: as of Block. None for what it has not."""
+    late: the norms are of heads that have been turned. scaled: as of Block. None for what it has
+    not."""
 
     q: str
     k: str
@@ -63,6 +64,7 @@ class Heads(NamedTuple):
     k_norm: str | None
     attend: Callable[..., Any]
     gated: bool = False
+    late: bool = False
     joined: bool = False
     size: str | None = None
     sinks: str | None = None
@@ -115,12 +117,14 @@ def heads_of(cls: type) -> Heads | None:
     if known is not attentions.CAPPED and forward.__globals__[attentions.ATTEND] is not ours:
         return None
     names.pop("repeats", None)
-    one = names.pop("qkv", None)
-    given = dict.fromkeys(("q", "k", "v"), one) if one else {}
+    qkv = names.pop("qkv", None)
+    given = dict.fromkeys(("q", "k", "v"), qkv) if qkv else {}
     none = dict.fromkeys(("heads", "key_heads", "q_norm", "k_norm"))
     more: dict[str, Any] = {**none, **names, **given}
-    gated, scaled = known is attentions.GATED, known is attentions.SCALED
-    return Heads(**more, attend=ours, gated=gated, joined=bool(one), scaled=scaled)
+    gated, scaled, late = (
+        known is one for one in (attentions.GATED, attentions.SCALED, attentions.LATE)
+    )
+    return Heads(**more, attend=ours, gated=gated, late=late, joined=bool(qkv), scaled=scaled)
 
 
 @cache

@@ -30,7 +30,15 @@ from toastkit.native.library import (
 )
 from toastkit.native.operands import Operand, to_be_told
 from toastkit.native.recurrent import Convolution
-from toastkit.native.rotary import DeepseekRope, FreqsRope, LongRope, Rope, Unturned, YarnRope
+from toastkit.native.rotary import (
+    AlphaRope,
+    DeepseekRope,
+    FreqsRope,
+    LongRope,
+    Rope,
+    Unturned,
+    YarnRope,
+)
 
 NARROW = (mx.float16, mx.bfloat16)
 # Activations of experts by module and name, and what that of gpt-oss is called with in the kernels.
@@ -382,6 +390,8 @@ MIXINS: dict[tuple[str, str], type] = {
     ("mlx_lm.models.rope_utils", "ProportionalRoPE"): FreqsRope,
     ("mlx_lm.models.deepseek_v2", "DeepseekV2YarnRotaryEmbedding"): DeepseekRope,
     ("mlx_lm.models.smollm3", "NoPE"): Unturned,
+    ("mlx_lm.models.hunyuan_v1_dense", "DynamicNTKAlphaRoPE"): AlphaRope,
+    ("mlx_lm.models.hunyuan", "DynamicNTKAlphaRoPE"): AlphaRope,
     ("mlx_lm.models.mla", "MultiLinear"): PerHead,
     ("mlx_lm.models.mla", "QuantizedMultiLinear"): PerHead,
     ("mlx_lm.models.switch_layers", "SwitchGLU"): SwitchGLU,

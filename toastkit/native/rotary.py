@@ -48,6 +48,12 @@ class FreqsRope(Rotary):
         }  # fmt: skip
 
 
+class AlphaRope(FreqsRope):
+    """Hunyuan's, which takes a head's halves together."""
+
+    traditional = False
+
+
 class LongRope(Rotary):
     """With frequencies and a factor."""
 

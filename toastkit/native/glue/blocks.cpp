@@ -68,7 +68,8 @@ void add_before(Arrays &inputs, Layer &layer, const toast_operands &given) {
     check(!joined || (layer.size[i] == joined && !layer.is.gated), "heads of another size");
   }
   for (int i = 0; i < 2; i++)
-    add_norm(inputs, layer, QUERY_NORM + i, given, layer.size[i], layer.size[i] * heads[i]);
+    add_norm(inputs, layer, QUERY_NORM + i, given, layer.size[i],
+             layer.size[i] * (layer.is.late ? 1 : heads[i]));
 }
 
 void add_behind(Arrays &inputs, Layer &layer, const toast_operands &given, int64_t attended) {
@@ -109,10 +110,19 @@ void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
     std::copy_n(from, size, outs[0] + h * size);
     std::copy_n(from + size, size, gates + h * size);
   }
+  if (is.late) {
+    at += layer.has[QUERY_NORM] + layer.has[QUERY_NORM + 1];
+  } else {
+    norm_heads(layer, arrays, at, count, {outs[0], outs[1]});
+  }
+}
+
+void norm_heads(const Layer &layer, const Arrays &arrays, size_t &at, int64_t count,
+                float *const (&heads)[2]) {
   for (int i = 0; i < 2; i++)
     if (layer.has[QUERY_NORM + i])
-      norm(layer, QUERY_NORM + i, arrays, at, outs[i],
-           count * layer.size[i] * (i ? is.key_heads : is.heads), outs[i]);
+      norm(layer, QUERY_NORM + i, arrays, at, heads[i],
+           count * layer.size[i] * (i ? layer.is.key_heads : layer.is.heads), heads[i]);
 }
 
 void add_vectors(float *x, const float *y, int64_t count, int64_t columns) {

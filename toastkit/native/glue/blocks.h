@@ -8,8 +8,9 @@ extern "C" {
 
 // What is the same whatever a layer is given. heads: of queries; of keys and values. network: its
 // parts. gated: behind the numbers of each head of queries come as many, by whose sigmoid is
-// multiplied what it attends to. joined: the numbers of a head, where queries, keys and values are
-// rows of one part, these behind those; else 0. eps: of its norms, which add `plus` to their
+// multiplied what it attends to. late: queries and keys are normed, each head by itself, once they
+// have been turned, and not before. joined: the numbers of a head, where queries, keys and values
+// are rows of one part, these behind those; else 0. eps: of its norms, which add `plus` to their
 // weights. multiplier: a factor of what attention and network give. dims ... factor: of the
 // rotation, as toast_rotation has them; scale, cap: of attention.
 //
@@ -18,7 +19,7 @@ extern "C" {
 // position, as these are long), and of what attention and network give; frequencies; and sinks.
 // NULL for what it has not.
 typedef struct {
-  int32_t heads, key_heads, gated, joined, network, activation;
+  int32_t heads, key_heads, gated, late, joined, network, activation;
   float eps[6], plus, multiplier;
   int32_t dims, traditional, inverse;
   float rotation_scale, factor, scale, cap;
@@ -57,6 +58,10 @@ void add_behind(Arrays &inputs, Layer &layer, const toast_operands &given, int64
 // where there are any. at: where the arrays begin, and then where they end.
 void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x, int64_t count,
             float *const (&outs)[HEADS], float *gates = nullptr);
+
+// The norms of queries and keys, (count, heads, size) or so, in place. at: as above.
+void norm_heads(const Layer &layer, const Arrays &arrays, size_t &at, int64_t count,
+                float *const (&heads)[2]);
 
 // x += y, (count, columns) each, float32.
 void add_vectors(float *x, const float *y, int64_t count, int64_t columns);

@@ -61,6 +61,7 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   size_t at = 1;
   before(layer, arrays, at, rows, count, {q, k, v}, is.gated ? gates : nullptr);
 
+  size_t norms = at - layer.has[QUERY_NORM] - layer.has[QUERY_NORM + 1];
   InOrder frequencies(arrays[at++]);
   const toast_rotation rotation = {
       is.dims, reinterpret_cast<const float *>(frequencies.data()), is.inverse,
@@ -71,6 +72,7 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   const auto new_keys = heads_of(k, batch, is.key_heads, length, query, true);
   need(toast_rotate(&queries, &rotation, turned_q));
   need(toast_rotate(&new_keys, &rotation, turned_k));
+  if (is.late) norm_heads(layer, arrays, norms, count, {turned_q, turned_k});
   if (whole.scaled) {
     const InOrder scales(arrays[caches - 1]);
     const float *by = reinterpret_cast<const float *>(scales.data());

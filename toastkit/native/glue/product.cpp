@@ -74,9 +74,9 @@ std::vector<int> broadcast(const mx::array &x, const mx::array &choice) {
   return shape;
 }
 
-// Of an input x (..., columns) with a matrix (rows, columns), with a bias (rows) where x and that are
-// float32; or of x (..., m, columns) with those
-// of a stack (experts, rows, columns) that are chosen, uint32 (...), both broadcast.
+// Of an input x (..., columns) with a matrix (rows, columns), and perhaps a bias (rows) where both
+// are float32; or of x (..., m, columns) with those of a stack (experts, rows, columns) that are
+// chosen, uint32 (...), both broadcast.
 mx::array product(const mx::array &x, const mx::array &weight, const mx::array *scales,
                   const mx::array *biases, const mx::array *bias, const mx::array *choice,
                   int bits, int group_size, int activation_bits) {
@@ -171,7 +171,8 @@ mx::array rows_at(const mx::array &places, const mx::array &weight, const mx::ar
 extern "C" {
 
 // Makes `out`, an array that nobody else has, the product. Lazy. scales, biases: of a packed
-// matrix. bias: NULL, or what is added. choice: NULL, or experts. Returns what is wrong; NULL where nothing is.
+// matrix. bias: NULL, or what is added. choice: NULL, or experts. Returns what is wrong; NULL where
+// nothing is.
 TOAST_API const char *toast_product_array(void *out, void *x, void *weight, void *scales,
                                           void *biases, void *bias, void *choice, int bits,
                                           int group_size, int activation_bits) {
