@@ -1,19 +1,21 @@
 """Whole models of recurrences that mlx_lm steps through in Python: Mamba, Jamba, RWKV-7, Griffin,
-Ling's linear attention."""
+Ling's linear attention; and of short convolutions, LFM 2's."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map_with_path
 
 from tests.model.reference import OLD_MLX_LM, held_by
 from tests.model.test_native_operations import alike, library
 from tests.native_library import built, cache, needed, operations_of
-from toastkit.native import modules, recurrent
+from toastkit.native import decoder, modules, recurrent
 
 __all__ = ["built", "cache", "library"]
 pytestmark = [needed, pytest.mark.usefixtures("library")]
@@ -47,14 +49,29 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_group_size": 2, "group_norm_size": 2, "topk_group": 2, "score_function": "sigmoid",
         "moe_router_enable_expert_bias": True, "use_qk_norm": True, "num_key_value_heads": 2,
     },
+    "lfm2": {
+        "norm_eps": 1e-5, "conv_bias": True, "conv_L_cache": 3, "block_dim": 32, "block_ff_dim": 64,
+        "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
+        "full_attn_idxs": [1],
+    },
+    "lfm2_moe": {
+        "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "full_attn_idxs": [2],
+        "moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2,
+        "num_dense_layers": 1, "norm_topk_prob": True, "use_expert_bias": True,
+        "num_hidden_layers": 3,
+    },
 }  # fmt: skip
 OURS = {
     "mamba": "ToastScan", "falcon_mamba": "ToastScan", "jamba": "ToastScan", "rwkv7": "ToastWkv",
     "recurrent_gemma": "ToastLinear", "bailing_moe_linear": "ToastScan",
+    "lfm2": "ToastShortConv", "lfm2_moe": "ToastShortConv",
 }  # fmt: skip
 LEFT = {"falcon_mamba"} if OLD_MLX_LM else set()  # which normalises twice there
 # MLX has experts on the CPU in float32 alone.
-DENSE = {"jamba": {"num_experts": 1}, "bailing_moe_linear": {"first_k_dense_replace": 2}}
+DENSE = {
+    "jamba": {"num_experts": 1}, "bailing_moe_linear": {"first_k_dense_replace": 2},
+    "lfm2_moe": {"num_dense_layers": 3},
+}  # fmt: skip
 models = pytest.mark.parametrize("name", MODELS)
 
 
@@ -107,6 +124,37 @@ def test_states_of_parts_are_those_of_the_whole(name: str) -> None:
         mx.array_equal(a, b) if exact else alike(a, b, 1e-4)
         for a, b in zip(whole, parts, strict=True)
     )
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
+@pytest.mark.parametrize("bits", [0, 4])
+def test_short_convolutions_in_one_node(name: str, bits: int) -> None:
+    """To the bit what their parts give, in any parts of a prompt, and with somebody before one."""
+    _, ours = made(name, mx.float32)
+    if bits:
+
+        def fits(_: str, module: Any) -> bool:
+            return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+        nn.quantize(ours, 32, bits, class_predicate=fits)
+        modules.use_native(ours.modules())
+    parts = [1, 2, 3, 5, 20]
+    (logits, kept), (whole, _) = read(ours, parts), read(ours, [])
+    with patch.object(decoder.ConvolutionLayer, "natively", lambda *_: None):
+        theirs, theirs_kept = read(ours, parts)
+    pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
+    assert all(mx.array_equal(a, b) for a, b in pairs) and alike(logits, whole, 1e-4)
+    seen, short = [], ours.layers[0].conv
+
+    class Watched(type(short)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **rest: Any) -> mx.array:
+            seen.append(args)
+            return super().__call__(*args, **rest)
+
+    short.__class__ = Watched
+    assert mx.array_equal(read(ours, parts)[0], logits) and len(seen) == len(parts) + 1
+    ours.layers[0].operator_norm.weight = ours.layers[0].operator_norm.weight * 2
+    assert not mx.array_equal(read(ours, parts)[0], logits)
 
 
 @models

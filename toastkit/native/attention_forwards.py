@@ -55,6 +55,26 @@ def _heads_normed(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any
     return self.out(output)
 
 
+def _heads_normed_masked_first(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    B, L, D = x.shape
+    queries, keys, values = self.q(x), self.k(x), self.v(x)
+    queries = self.q_norm(queries.reshape(B, L, self.heads, -1)).transpose(0, 2, 1, 3)
+    keys = self.k_norm(keys.reshape(B, L, self.key_heads, -1)).transpose(0, 2, 1, 3)
+    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    if cache is not None:
+        queries = self.turn(queries, offset=cache.offset)
+        keys = self.turn(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    else:
+        queries = self.turn(queries)
+        keys = self.turn(keys)
+    output = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, mask=mask, scale=self.scale
+    )
+    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    return self.out(output)
+
+
 def _heads_normed_together(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     B, L, D = x.shape
     queries, keys, values = self.q(x), self.k(x), self.v(x)
@@ -354,7 +374,8 @@ def _heads_capped(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any
 
 
 HEADS = (
-    _heads, _heads_normed, _heads_normed_together, _heads_normed_later, _heads_normed_at_once,
+    _heads, _heads_normed, _heads_normed_masked_first, _heads_normed_together, _heads_normed_later,
+    _heads_normed_at_once,
     _heads_normed_or_not, _heads_normed_turned_or_not, _heads_split, _heads_split_normed_or_not,
     _heads_turned_before_norms, _heads_with_sinks, _heads_scaled, _heads_gated, _heads_capped,
 )  # fmt: skip

@@ -25,7 +25,7 @@ from toastkit.native.rotary import UNTURNED, is_rotary
 FEW = 16  # positions that are one operation
 
 
-class _Shape(ctypes.Structure):
+class LayerShape(ctypes.Structure):
     """What of a layer is the same at every step: toast_layer, see glue/blocks.h."""
 
     _fields_ = [
@@ -53,7 +53,7 @@ class _Plan(NamedTuple):
     left: Any
     mixes: bool
     turns: bool
-    shape: _Shape
+    shape: LayerShape
     heads: Heads
     late: tuple[Any, Any] | None
 
@@ -120,9 +120,9 @@ def _in_one(
     """What a layer gives, and the norm of it, where its network is left to itself; lazy, (B, L,
     columns) each. causal: a position sees none behind it."""
     mixture = plan.left.whole() if plan.mixes else None
-    outs = _copies(x, 1 if plan.left is None or mixture else 2)
+    outs = copies(x, 1 if plan.left is None or mixture else 2)
     keys, values = cache.keys, cache.values
-    caches = [*_copies(keys, 1), *_copies(values, 1)]
+    caches = [*copies(keys, 1), *copies(values, 1)]
     made = (ctypes.py_object * (len(outs) + 2))(*outs, *caches)
     places = byref(plan.operands), byref(plan.shape), byref(mixture) if mixture else None
     call = _functions(library)[0]
@@ -132,7 +132,7 @@ def _in_one(
     return outs
 
 
-def _copies(x: Any, count: int) -> list[Any]:
+def copies(x: Any, count: int) -> list[Any]:
     """Arrays that nobody else has: less work than new ones."""
     return [x.__copy__() for _ in range(count)]
 
@@ -143,7 +143,7 @@ def _in_two(
 ) -> list[mx.array]:  # fmt: skip
     """The same."""
     _, projected, closed = _functions(library)
-    heads = _copies(x, 3)
+    heads = copies(x, 3)
     places = byref(plan.operands), byref(plan.shape)
     need(projected((ctypes.py_object * 3)(*heads), x, *places))
     attention, own = plan.attention, plan.heads
@@ -162,7 +162,7 @@ def _in_two(
     else:
         sinks = {} if own.sinks is None else {"sinks": attention[own.sinks]}
         attended = own.attend(queries, keys, values, cache=cache, scale=scale, mask=mask, **sinks)
-    outs = _copies(x, 1 if plan.left is None else 2)
+    outs = copies(x, 1 if plan.left is None else 2)
     made = (ctypes.py_object * len(outs))(*outs)
     need(closed(made, x, attended, *places))
     return outs
@@ -196,7 +196,7 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     if not more and (norms[1] is None or norms[-1] is not None or multiplier != 1):
         return None
     heads, key_heads, size = _counts(attention, own, found)
-    shape = _Shape(heads, key_heads, own.gated, own.late, own.joined and size)
+    shape = LayerShape(heads, key_heads, own.gated, own.late, own.joined and size)
     still = own.turning is not None and not getattr(attention, own.turning)
     turn = UNTURNED if still else attention[own.turn]
     shape.eps[:] = [0.0 if norm is None else norm.eps for norm in norms]
@@ -260,7 +260,7 @@ def _added(norm: Any) -> float | None:
     return 1.0 if adds_one(kind) and norm["weight"].dtype == mx.float32 else None
 
 
-def _rotated(shape: _Shape, turn: Any, size: int) -> mx.array | None:
+def _rotated(shape: LayerShape, turn: Any, size: int) -> mx.array | None:
     """Sets what a shape says of a rotation of heads; its frequencies, or None for one that is not
     known."""
     rotation = turn.rotation(size) if is_rotary(turn) else None

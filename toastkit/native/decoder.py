@@ -1,5 +1,6 @@
 """Gated delta rules of Qwen3-Next and Qwen3.5, of few nodes; and their decoder layers, with these
-or with attention, of one node each. They are known by what their forwards are (known.py)."""
+or with attention, of one node each; and those of LFM 2, with short convolutions. They are known by
+what their forwards are (known.py)."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.native.blocks import Layer
+from toastkit.native.blocks import Layer, LayerShape, copies
 from toastkit.native.forms import Block
 from toastkit.native.functions import Native
 from toastkit.native.library import ACTIVATIONS, NONE, Library, in_use, need
 from toastkit.native.mixtures import Mixture, MixtureShape
 from toastkit.native.modules import FeedForward, Linear, Norm, operands_of
 from toastkit.native.operands import Operands
-from toastkit.native.recurrent import MOST_KERNEL
+from toastkit.native.recurrent import MOST_KERNEL, Convolution
 
 
 class DeltaLayer(Native):
@@ -163,3 +164,71 @@ def _decoded(
 def _function(library: Library) -> Any:
     array, place = ctypes.py_object, ctypes.c_void_p
     return library.function("decoder", *[array] * 6, *[place] * 3)
+
+
+class ShortConvolution(Native):
+    """LFM 2's, between gates: known, so that a layer of it may be one node."""
+
+    def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> Any:
+        return super().__call__(x, mask, cache)  # type: ignore[misc]
+
+
+class ConvolutionLayer(Layer):
+    """A layer of a short convolution, or of attention, and a network: one node, but for a mixture.
+    All (B, L, columns) float32."""
+
+    _block = Block("self_attn", "operator_norm", "feed_forward", "ffn_norm")
+
+    def natively(
+        self: Any, x: mx.array, mask: Any, cache: Any, scales: mx.array | None = None
+    ) -> mx.array | None:
+        if self.is_attention_layer:
+            return super().natively(x, mask, cache, scales)
+        library = in_use()
+        if library is None or mask is not None or cache is None or cache.lengths is not None:
+            return None
+        kept = vars(self).get("_kept")
+        if kept is None or not kept[0].hold():
+            kept = vars(self)["_kept"] = self._found()
+        arrays = [x, *([] if cache[0] is None else [cache[0]])]
+        if kept is None or x.ndim != 3 or any(array.dtype != mx.float32 for array in arrays):
+            return None
+        operands, shape = kept
+        operands.were_used()
+        *outs, last = copies(x, 2 if shape.network else 3)
+        made = (ctypes.py_object * (len(outs) + 1))(*outs, last)
+        before = NONE if cache[0] is None else cache[0]
+        places = ctypes.byref(operands), ctypes.byref(shape)
+        need(_short_convolution(library)(made, x, before, *places))
+        cache[0] = last
+        cache.advance(x.shape[1])
+        return outs[0] if shape.network else outs[0] + self["feed_forward"](outs[1])
+
+    def _found(self: Any) -> tuple[Operands, LayerShape] | None:
+        short, network = self["conv"], self["feed_forward"]
+        conv, norms = short["conv"], (self["operator_norm"], self["ffn_norm"])
+        form = vars(type(network)).get("_form")
+        behind = [network[name] for name in form.parts] if form else []
+        parts = [*[short["in_proj"]] * 3, short["out_proj"], *behind]
+        own = [conv[key] for key in ("weight", "bias") if key in conv]
+        plain = all(type(norm).__call__ is Norm.__call__ for norm in norms)
+        calls: Any = ShortConvolution.__call__, Convolution.__call__
+        if not plain or (type(short).__call__, type(conv).__call__) != calls:
+            return None
+        if not conv.is_plain() or any(array.dtype != mx.float32 for array in own):
+            return None
+        if (found := operands_of(parts)) is None:
+            return None
+        shape = LayerShape(1, 1, joined=found[0].columns, network=len(behind), multiplier=1.0)
+        shape.activation = ACTIVATIONS.index(form.activation) if form else 0
+        shape.eps[:2] = [norm.eps for norm in norms]
+        bias = (conv, "bias") if "bias" in conv else None
+        beside = [*((norm, "weight") for norm in norms), *[None] * 4, (conv, "weight"), bias]
+        around = [self, short, conv, *norms, network]
+        return Operands(parts, found, beside, around), shape
+
+
+@cache
+def _short_convolution(library: Library) -> Any:
+    array, place = ctypes.py_object, ctypes.c_void_p
+    return library.function("short_conv", place, array, array, place, place)

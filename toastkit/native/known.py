@@ -8,7 +8,13 @@ from functools import cache
 
 import mlx.nn as nn
 
-from toastkit.native.decoder import Decoder, FourProjections, TwoProjections
+from toastkit.native.decoder import (
+    ConvolutionLayer,
+    Decoder,
+    FourProjections,
+    ShortConvolution,
+    TwoProjections,
+)
 from toastkit.native.functions import definition_of, functions_of
 from toastkit.native.latent_attention import LatentAttention
 from toastkit.native.mixtures import (
@@ -81,6 +87,10 @@ _KNOWN: list[tuple[type, str, str]] = [
     (MixtureScoredOfExperts, "dots1.Dots1MoE", "7a1de1f2c61e297b"),
     (RouterScored, "dots1.Dots1TopkRouter", "283e5f8aed02cc2f 3a67e15481b1a87d"),
     (MixtureChosenOfPart, "jamba.JambaSparseMoeBlock", "6d0653d39fbee768"),
+    (ConvolutionLayer, "lfm2.Lfm2DecoderLayer", "2cefc83b3b70e4cd"),
+    (ShortConvolution, "lfm2.ShortConv", "335f74b67bd97914"),
+    (ConvolutionLayer, "lfm2_moe.Lfm2DecoderLayer", "2cefc83b3b70e4cd"),
+    (ShortConvolution, "lfm2_moe.ShortConv", "335f74b67bd97914"),
     (SelectiveScan, "mamba.MambaBlock", "d9a77290910299c9 169a314aa037a616"),
     (SelectiveScanNormed, "jamba.JambaMambaMixer", "a731a5ac4897cd1f"),
     (GeneralisedDelta, "rwkv7.Rwkv7TimeMixing", "eb228e5a704d8b51"),

@@ -119,16 +119,19 @@ class Convolution(Native):
         """Of x (B, T, channels) of any floating dtype, with SiLU after it; None for what only MLX
         has."""
         library, weight, bias = in_use(), self["weight"], self.get("bias")
-        channels, kernel, each = weight.shape
-        kind = self.stride, self.padding, self.dilation, self.groups, each
-        plain = kind == (1, 0, 1, channels, 1)
-        if library is None or not plain or kernel > MOST_KERNEL or not fits(x, weight):
+        if library is None or not self.is_plain() or not fits(x, weight):
             return None
-        if x.ndim != 3 or x.shape[1] < kernel or mx.result_type(x, weight) != x.dtype:
+        if x.ndim != 3 or x.shape[1] < weight.shape[1] or mx.result_type(x, weight) != x.dtype:
             return None
         if bias is not None and bias.dtype != weight.dtype:
             return None
         return library.convolve(x, weight, bias, silu)
+
+    def is_plain(self: Any) -> bool:
+        """Whether each of its channels is for itself, and as the kernels have it."""
+        channels, kernel, each = self["weight"].shape
+        kind = self.stride, self.padding, self.dilation, self.groups, each
+        return kind == (1, 0, 1, channels, 1) and kernel <= MOST_KERNEL
 
 
 @replaces("nn.silu(module(x))")

@@ -1,0 +1,116 @@
+// A layer of a gated short convolution (LFM 2's) as one MLX primitive: a layer of the common form,
+// of which queries, keys and values are the gates b and c and the numbers v of a position.
+#include <algorithm>
+
+#include "../kernels/rows.h"
+#include "blocks.h"
+
+namespace toast {
+namespace {
+
+enum { WEIGHT = NORMS, BIAS };  // of the convolution: they lie where others have a rotation
+
+struct ShortConv {
+  Layer layer;
+  int64_t kernel;
+  bool biased, begun;
+  size_t outputs;  // one, or, without a network, the sum and its norm
+};
+
+// c * convolution(b * v), to v; and to `last` the rows of b * v that the next ones begin with.
+void convolve(const ShortConv &s, const Arrays &arrays, size_t &at, const float *b, const float *c,
+              float *v, int64_t batch, int64_t length, int64_t columns, float *last) {
+  const int64_t count = batch * length * columns, kept = (s.kernel - 1) * columns;
+  InOrder weight(arrays[at++]);
+  std::unique_ptr<InOrder> bias(s.biased ? new InOrder(arrays[at++]) : nullptr);
+  std::unique_ptr<InOrder> before(
+      s.begun ? new InOrder(arrays[arrays.size() - s.outputs - 2]) : nullptr);
+  const float *earlier = before ? reinterpret_cast<const float *>(before->data()) : nullptr;
+  std::unique_ptr<float[]> gated(new float[count]);
+  for (int64_t i = 0; i < count; i++) gated[i] = b[i] * v[i];
+  const toast_convolution convolution = {
+      batch, length, columns, s.kernel, gated.get(), {length * columns, columns}, earlier,
+      {kept, columns}, TOAST_F32, weight.data(), bias ? bias->data() : nullptr, TOAST_F32, 0,
+      columns,
+  };
+  need(toast_convolve(&convolution, v, TOAST_F32));
+  for (int64_t i = 0; i < count; i++) v[i] = c[i] * v[i];
+  for (int64_t n = 0; n < batch; n++, last += kept) {  // the last rows, of what came before too
+    const int64_t from = std::max<int64_t>(0, kept - length * columns), stays = kept - from;
+    for (int64_t i = 0; i < from; i++)
+      last[i] = earlier ? earlier[n * kept + length * columns + i] : 0;
+    std::copy_n(gated.get() + (n + 1) * length * columns - stays, stays, last + from);
+  }
+}
+
+// arrays: x, those of what lies before, the convolution's, those of what lies behind, the rows that
+// came before if it has begun; and what comes out, one or two, and the rows for what follows.
+void compute(const ShortConv &s, const Arrays &arrays) {
+  const mx::array &x = arrays[0];
+  const int64_t batch = x.shape(0), length = x.shape(1), columns = x.shape(2);
+  const int64_t count = batch * length, all = count * columns;
+  mx::array last = arrays.back(), out = arrays.end()[-2], first = arrays.end()[-1 - int(s.outputs)];
+  InOrder in_order(x);
+  const float *rows = reinterpret_cast<const float *>(in_order.data());
+  std::unique_ptr<float[]> memory(new float[4 * all]);
+  float *const b = memory.get(), *const c = b + all, *const v = c + all, *const own = v + all;
+  size_t at = 1;
+  before(s.layer, arrays, at, rows, count, {b, c, v});
+  convolve(s, arrays, at, b, c, v, batch, length, columns, last.data<float>());
+  behind(s.layer, arrays, at, rows, v, count, s.outputs == 1 ? own : first.data<float>(),
+         out.data<float>());
+}
+
+Arrays short_conv(const mx::array &x, const mx::array *before, const toast_layer &is,
+                  const toast_operands &given) {
+  check_rows(x);
+  ShortConv s = {{is}, 0, given.rest[BIAS] != nullptr, before != nullptr, is.network ? 1u : 2u};
+  const int columns = x.shape(2);
+  check(is.heads == 1 && is.key_heads == 1 && is.joined == columns, "gates of another size");
+  Arrays inputs = {x};
+  add_before(inputs, s.layer, given);
+  const mx::array &weight = rest_of(given, WEIGHT);
+  s.kernel = weight.ndim() == 3 ? weight.shape(1) : 0;
+  check(s.kernel > 1 && s.kernel <= MOST_KERNEL && weight.dtype() == mx::float32 &&
+            weight.shape() == mx::Shape{columns, int(s.kernel), 1},
+        "a convolution of another shape");
+  inputs.push_back(weight);
+  if (s.biased) {
+    const mx::array &bias = rest_of(given, BIAS);
+    check(bias.shape() == mx::Shape{columns} && bias.dtype() == mx::float32,
+          "a bias of another shape");
+    inputs.push_back(bias);
+  }
+  add_behind(inputs, s.layer, given, columns);
+  const Weights weights = {1, inputs.size()};
+  const mx::Shape kept = {x.shape(0), int(s.kernel) - 1, columns};
+  if (before) {
+    check(before->shape() == kept && before->dtype() == mx::float32, "rows of another shape");
+    inputs.push_back(*before);
+  }
+  std::vector<mx::Shape> shapes(s.outputs, x.shape());
+  shapes.push_back(kept);
+  return made("ToastShortConv", shapes, std::vector<mx::Dtype>(shapes.size(), mx::float32),
+              std::move(inputs), [s](const Arrays &arrays) { compute(s, arrays); }, -1, weights);
+}
+
+}  // namespace
+}  // namespace toast
+
+extern "C" {
+
+// Makes `outs`, arrays that nobody else has, what a layer gives of x, one, or two where there is no
+// network, and the rows that its next convolution begins with. before: those of the last; NULL for
+// zeros. Lazy. Returns what is wrong; NULL where nothing is.
+TOAST_API const char *toast_short_conv_array(void **outs, void *x, void *before,
+                                             const toast_operands *given,
+                                             const toast_layer *layer) {
+  using toast::array_of;
+  return toast::wrong([&] {
+    auto made = toast::short_conv(array_of(x), before ? &array_of(before) : nullptr, *layer,
+                                  *given);
+    for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
+  });
+}
+
+}  // extern "C"
