@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.native.blocks import Layer, LayerShape, copies
+from toastkit.native.blocks import FEW, Layer, LayerShape, copies
 from toastkit.native.forms import Block
 from toastkit.native.functions import Native
 from toastkit.native.library import ACTIVATIONS, NONE, Library, in_use, need
@@ -174,8 +174,8 @@ class ShortConvolution(Native):
 
 
 class ConvolutionLayer(Layer):
-    """A layer of a short convolution, or of attention, and a network: one node, but for a mixture.
-    All (B, L, columns) float32."""
+    """A layer of a short convolution, or of attention, and a network: of a few positions one node,
+    but for a mixture. All (B, L, columns) float32."""
 
     _block = Block("self_attn", "operator_norm", "feed_forward", "ffn_norm")
 
@@ -187,11 +187,13 @@ class ConvolutionLayer(Layer):
         library = in_use()
         if library is None or mask is not None or cache is None or cache.lengths is not None:
             return None
+        if x.ndim != 3 or x.shape[0] * x.shape[1] > FEW:
+            return None
         kept = vars(self).get("_kept")
         if kept is None or not kept[0].hold():
             kept = vars(self)["_kept"] = self._found()
         arrays = [x, *([] if cache[0] is None else [cache[0]])]
-        if kept is None or x.ndim != 3 or any(array.dtype != mx.float32 for array in arrays):
+        if kept is None or any(array.dtype != mx.float32 for array in arrays):
             return None
         operands, shape = kept
         operands.were_used()
