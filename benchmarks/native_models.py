@@ -114,6 +114,31 @@ MODELS |= {
         "hybrid_override_pattern": [*"M-M-M-*-M-M-M-*-M-M-"],
     },
 }  # fmt: skip
+# Recurrences that mlx_lm steps through in Python, short convolutions, and norms behind layers, of
+# which some do not turn heads: 70 to 160 MB.
+MODELS |= {
+    "mamba": {
+        **DENSE, "model_type": "mamba", "num_hidden_layers": 12, "intermediate_size": 2048,
+        "state_size": 16, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True,
+        "time_step_rank": 64,
+    },
+    "rwkv7": {
+        **DENSE, "model_type": "rwkv7", "num_hidden_layers": 8, "norm_eps": 1e-5, "head_dim": 64,
+        "a_low_rank_dim": 64, "v_low_rank_dim": 64, "gate_low_rank_dim": 128,
+        "decay_low_rank_dim": 64,
+    },
+    "lfm2": {
+        **DENSE, "model_type": "lfm2", "intermediate_size": 6656, "block_ff_dim": 6656,
+        "block_dim": 1024, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True, "num_key_value_heads": 8, "norm_eps": 1e-5,
+        "conv_bias": False, "conv_L_cache": 3, "full_attn_idxs": [2, 5, 8, 10, 12],
+    },
+    "exaone4": {
+        **DENSE, "model_type": "exaone4", "num_key_value_heads": 4, "head_dim": 64,
+        "sliding_window": 4096, "sliding_window_pattern": "LLLG", "rope_scaling": None,
+    },
+}  # fmt: skip
+MODELS["rwkv7"].pop("hidden_act")
 BITS, GROUP = 4, 64
 
 

@@ -31,7 +31,7 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
 from toastkit.native import forms, forwards, functions, known, modules
-from toastkit.native.decoder import Decoder
+from toastkit.native.blocks import Layer
 
 WAYS = ("MLX", "products", "parts", "all")
 
@@ -56,7 +56,7 @@ def alone() -> Iterator[None]:
 @contextmanager
 def in_parts() -> Iterator[None]:
     """Engines that are opened within have no whole layers."""
-    mixtures = {name: one for name, one in known.LAYERS.items() if one[0] is not Decoder}
+    mixtures = {name: one for name, one in known.LAYERS.items() if not issubclass(one[0], Layer)}
     with (
         patch.dict(known.LAYERS, mixtures, clear=True),
         patch.object(modules, "block_of", lambda cls: None),

@@ -147,10 +147,9 @@ def recurrent_gla(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, scale: float, h: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
     """As bailing_moe_linear.recurrent_gla: q, k, v (B, heads, T, n) of any floating dtype, g below
-    0, (heads,), a state h (B, heads, n, n), which is laid out as Mamba-2's is: its scan, whose
-    steps are all 1."""
-    library = in_use()
-    heads = q.shape[1:2]
+    0, (heads,), a state h (B, heads, n, n): Mamba-2's scan, whose steps are all 1, and whose state
+    has rows for v."""
+    library, heads = in_use(), q.shape[1:2]
     if library is None or not fits(q, k, v, g) or g.shape != heads:
         return sys.modules["mlx_lm.models.bailing_moe_linear"].recurrent_gla(q, k, v, g, scale, h)
     x, b, c = (one.astype(mx.float32).transpose(0, 2, 1, 3) for one in (v, k, q * scale))
