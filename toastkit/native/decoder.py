@@ -184,8 +184,11 @@ class ConvolutionLayer(Layer):
     ) -> mx.array | None:
         if self.is_attention_layer:
             return super().natively(x, mask, cache, scales)
+        return self._in_one(x, cache) if mask is None else None
+
+    def _in_one(self: Any, x: mx.array, cache: Any) -> mx.array | None:
         library = in_use()
-        if library is None or mask is not None or cache is None or cache.lengths is not None:
+        if library is None or cache is None or cache.lengths is not None:
             return None
         if x.ndim != 3 or x.shape[0] * x.shape[1] > FEW:
             return None
