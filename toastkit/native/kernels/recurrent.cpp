@@ -200,7 +200,8 @@ int scan_steps(const toast_scan &s, float *y, float *after) {
       [&](int64_t head, int64_t first, int64_t end) {
         const int64_t b = head / s.heads, h = head % s.heads, step = b * s.length;
         const int64_t group = step * group_step + h / (s.heads / s.groups) * s.state_size;
-        const int64_t x = step * x_step + h * s.size, gate = step * s.heads + h;
+        const int64_t x = step * x_step + h * s.size;
+        const int64_t gate = s.selective ? 0 : step * s.heads + h;
         const int64_t state = head * s.size * s.state_size;
         ScanHead of = {s.length, s.state_size, past, s.x + x, s.b + group, s.c + group, x_step,
                        group_step, decays.get() + gate, dts.get() + gate, s.heads, s.d + h,
