@@ -22,6 +22,7 @@ from mlx_lm.models import (
     deepseek_v2,
     deepseek_v3,
     dots1,
+    ernie4_5_moe,
     glm4_moe_lite,
     gpt_oss,
     granitemoe,
@@ -70,7 +71,8 @@ SIZES: dict[str, Any] = {
     "kv_lora_rank": 16, "moe_router_enable_expert_bias": True, "score_function": "sigmoid",
     "layer_group_size": 2, "group_norm_size": 1, "attn_layer_offset": 0, "attn_layer_period": 2,
     "expert_layer_offset": 0, "expert_layer_period": 2, "mamba_d_conv": 4, "mamba_d_state": 4,
-    "mamba_expand": 2,
+    "mamba_expand": 2, "use_bias": False, "moe_num_experts": 6, "moe_num_shared_experts": 1,
+    "moe_gate_act": "sigmoid",
 }  # fmt: skip
 BLOCKS = [
     (qwen3_next, "Qwen3NextSparseMoeBlock"), (qwen3_moe, "Qwen3MoeSparseMoeBlock"),
@@ -79,7 +81,8 @@ BLOCKS = [
     (glm4_moe_lite, "Glm4MoeLiteMoE"), (deepseek_v2, "DeepseekV2MoE"), (deepseek, "DeepseekMoE"),
     (granitemoe, "GraniteMoeMoE"), (kimi_linear, "KimiSparseMoE"),
     (minimax, "MiniMaxSparseMoeBlock"), (bailing_moe, "BailingMoeSparseMoeBlock"),
-    (bailing_moe_linear, "SparseMoeBlock"), (dots1, "Dots1MoE"), (jamba, "JambaSparseMoeBlock"),
+    (bailing_moe_linear, "SparseMoeBlock"), (dots1, "Dots1MoE"),
+    (ernie4_5_moe, "Ernie4_5_MoeMLP"), (jamba, "JambaSparseMoeBlock"),
 ]  # fmt: skip
 if not OLD_MLX_LM:  # whose experts have another activation, and other scores
     BLOCKS += [(gpt_oss, "MLPBlock"), (lfm2_moe, "Lfm2MoeSparseMoeBlock")]
@@ -90,7 +93,7 @@ def made(kind: tuple, seed: int, k: int = 2, normed: bool = True, bits: int = 0)
     """mlx_lm's and ours, with the same random weights."""
     module, name = kind
     sizes = {"num_experts_per_tok": k, "norm_topk_prob": normed, **SIZES}
-    sizes |= {"num_experts_per_token": k, "moe_renormalize": normed}
+    sizes |= {"num_experts_per_token": k, "moe_k": k, "moe_renormalize": normed}
     if module is deepseek_v2:
         sizes["topk_method"] = "group_limited_greedy"
     args = module.ModelArgs.from_dict(sizes | {"model_type": module.__name__.rpartition(".")[2]})

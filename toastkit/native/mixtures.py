@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from toastkit.native.functions import Native
 from toastkit.native.library import (
@@ -294,6 +295,16 @@ class MixtureBiasedAhead(Mixture):
 
     def choice(self: Any) -> Choice:
         return Choice(vars(self)["num_experts_per_tok"], AHEAD | SCORED | NORMED, eps=LEAST)
+
+
+class MixtureOfActivation(Mixture):
+    """By shares of all, or by sigmoids, as one of its modules has it (ERNIE 4.5)."""
+
+    _shared = "shared_experts"
+
+    def choice(self: Any) -> Choice:
+        scored = SCORED * isinstance(self["gate_act"], nn.Sigmoid)
+        return Choice(vars(self)["k"], AHEAD | NORMED | scored, eps=1e-12)
 
 
 class MixtureInGroups(Mixture):
