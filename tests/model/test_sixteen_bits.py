@@ -149,3 +149,17 @@ def test_who_else_reads_a_parameter_sees_it_widened(built: Path) -> None:
     del module.weight
     with pytest.raises(AttributeError):
         assert module.weight is None
+
+
+def test_a_bias_of_another_dtype_than_activations(built: Path) -> None:
+    """Vectors become 16 bits before they are multiplied; the bias is added behind that."""
+    use(load(str(built)))
+    theirs = nn.Linear(64, 32)
+    theirs.weight = theirs.weight.astype(mx.bfloat16)
+    x = mx.random.normal((2, 3, 64), key=mx.random.key(3))
+    wanted = theirs(x.astype(mx.bfloat16))
+    theirs.__class__ = modules.native(nn.Linear)
+    vars(theirs)["_wide"] = mx.bfloat16
+    found = theirs(x)
+    assert found.dtype == wanted.dtype == mx.float32
+    assert mx.allclose(found, wanted, atol=2e-2).item()

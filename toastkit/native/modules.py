@@ -217,7 +217,7 @@ class Linear(_Product):
 
     def __call__(self: Any, x: mx.array) -> mx.array:
         bias = self.get("bias")
-        wide = bias is not None and x.dtype == bias.dtype == mx.float32
+        wide = bias is not None and (self._wide or x.dtype) == bias.dtype == mx.float32
         y = self._multiply(x, bias=bias if wide else None)
         if y is None:
             return super().__call__(x)  # type: ignore[misc]
