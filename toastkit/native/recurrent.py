@@ -213,13 +213,14 @@ class SelectiveScan(Native):
         """Of x (B, T, hidden size) of any floating dtype, with the last rows that were convolved,
         and a state (B, channels, state size); and both after it."""
         library, floats = in_use(), (x, self.A_log, self.D, x if state is None else state)
-        twice = hasattr(self, "mixer_norm")  # normalises mlx_lm 0.31
+        twice = hasattr(self, "mixer_norm")  # is delta, B and C normalised, in mlx_lm 0.31
         if library is None or twice or not fits(*floats):
             return super()._process_sequence(x, conv_state, state)  # type: ignore[misc]
         x, z = self.in_proj(x).split(2, axis=-1)
         before = self.conv_kernel_size - 1
-        earlier = mx.zeros((x.shape[0], before, x.shape[2]), x.dtype)
-        rows = mx.concatenate([earlier if conv_state is None else conv_state, x], axis=1)
+        if conv_state is None:
+            conv_state = mx.zeros((x.shape[0], before, x.shape[2]), x.dtype)
+        rows = mx.concatenate([conv_state, x], axis=1)
         x = convolved_silu(self.conv1d, rows)
         places = self.time_step_rank, self.time_step_rank + self.ssm_state_size
         delta, b, c = self._normed(mx.split(self.x_proj(x), places, axis=-1))

@@ -20,6 +20,8 @@ namespace toast {
 
 // The array that a Python object of mlx.core holds.
 mx::array &array_of(void *object);
+// The same; NULL for no object.
+inline const mx::array *array_if(void *object) { return object ? &array_of(object) : nullptr; }
 
 // The type of numbers that the kernels know it by. Raises std::invalid_argument for another.
 int type_of(const mx::array &a);

@@ -115,11 +115,10 @@ extern "C" {
 // Returns what is wrong; NULL where nothing is.
 TOAST_API const char *toast_attend_array(void *out, void *q, void *k, void *v, void *mask,
                                          void *sinks, float scale, float cap, int causal) {
-  using toast::array_of;
+  using toast::array_if, toast::array_of;
   return toast::wrong([&] {
     array_of(out) = toast::attention(array_of(q), array_of(k), array_of(v), scale, cap,
-                                     mask ? &array_of(mask) : nullptr, causal != 0,
-                                     sinks ? &array_of(sinks) : nullptr);
+                                     array_if(mask), causal != 0, array_if(sinks));
   });
 }
 

@@ -88,7 +88,7 @@ Arrays delta_layer(void **objects, Sizes of, float eps) {
   const int batch = inputs[0].shape(0), length = inputs[0].ndim() == 3 ? inputs[0].shape(1) : 0;
   const mx::array *rest[REST];
   for (int i = 0; i < REST; i++)
-    rest[i] = given[PROJECTIONS + i] ? &array_of(objects[PROJECTIONS + i]) : nullptr;
+    rest[i] = array_if(objects[PROJECTIONS + i]);
   check_rest(rest, of, batch);
   const auto wide = widths(of, given[2] ? 4 : 2);
   for (size_t i = 0; i < wide.size(); i++)
@@ -235,7 +235,7 @@ typedef struct {
 TOAST_API const char *toast_decoder_array(void *y, void *last, void *after, void *x, void *before,
                                           void *state, const toast_operands *given,
                                           const toast_decoder *is, const toast_mixture *mixture) {
-  using toast::array_of;
+  using toast::array_if, toast::array_of;
   return toast::wrong([&] {
     toast::check(is->projections == 2 || is->projections == 4, "other projections");
     toast::Decoder d = {};
@@ -250,8 +250,7 @@ TOAST_API const char *toast_decoder_array(void *y, void *last, void *after, void
       d.network = toast::network_of(*given, is->projections + 1, is->network, false,
                                     is->activation, parts);
     }
-    auto some = [](void *one) { return one ? &array_of(one) : nullptr; };
-    auto made = toast::decoded(array_of(x), some(before), some(state), d, *given, parts);
+    auto made = toast::decoded(array_of(x), array_if(before), array_if(state), d, *given, parts);
     array_of(y) = made[0];
     array_of(last) = made[1];
     array_of(after) = made[2];

@@ -120,13 +120,13 @@ extern "C" {
 // NULL, or experts. Returns what is wrong; NULL where nothing is.
 TOAST_API const char *toast_feed_forward_array(void *out, void *x, const toast_operands *given,
                                                int count, void *choice, int activation) {
-  using toast::array_of;
+  using toast::array_if, toast::array_of;
   return toast::wrong([&] {
     const mx::array *parts[toast::PARTS][toast::GIVEN];
     const toast::Network network =
         toast::network_of(*given, 0, count, choice, activation, parts);
     array_of(out) = toast::feed_forward(array_of(x), parts,
-                                        choice ? &array_of(choice) : nullptr, network);
+                                        array_if(choice), network);
   });
 }
 

@@ -176,11 +176,11 @@ TOAST_API const char *toast_whole_array(void **outs, void *x, void *keys, void *
                                         void *scales, int first, int length, int position,
                                         int causal, const toast_operands *given,
                                         const toast_layer *layer, const toast_mixture *mixture) {
-  using toast::array_of;
+  using toast::array_if, toast::array_of;
   return toast::wrong([&] {
     auto made = toast::layer_of(array_of(x), array_of(keys), array_of(values),
-                                scales ? &array_of(scales) : nullptr,
-                                {first, length, position, causal != 0}, *layer, *given, mixture);
+                                array_if(scales), {first, length, position, causal != 0}, *layer,
+                                *given, mixture);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
 }

@@ -72,7 +72,7 @@ mx::Dtype add_part(Arrays &inputs, const mx::array *const (&part)[GIVEN], const 
 Packing part_of(const toast_operands &given, int i, bool &biased, const mx::array *(&part)[GIVEN],
                 bool stack) {
   void *const *objects = given.parts + GIVEN * i;
-  for (int j = 0; j < GIVEN; j++) part[j] = objects[j] ? &array_of(objects[j]) : nullptr;
+  for (int j = 0; j < GIVEN; j++) part[j] = array_if(objects[j]);
   biased = objects[GIVEN - 1];
   return {given.packing[2 * i], given.packing[2 * i + 1], stack, objects[2]};
 }

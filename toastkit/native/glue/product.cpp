@@ -176,12 +176,11 @@ extern "C" {
 TOAST_API const char *toast_product_array(void *out, void *x, void *weight, void *scales,
                                           void *biases, void *bias, void *choice, int bits,
                                           int group_size, int activation_bits) {
-  using toast::array_of;
+  using toast::array_if, toast::array_of;
   return toast::wrong([&] {
-    auto some = [](void *one) { return one ? &array_of(one) : nullptr; };
     array_of(out) =
-        toast::product(array_of(x), array_of(weight), some(scales), some(biases), some(bias),
-                       some(choice), bits, group_size, activation_bits);
+        toast::product(array_of(x), array_of(weight), array_if(scales), array_if(biases),
+                       array_if(bias), array_if(choice), bits, group_size, activation_bits);
   });
 }
 
@@ -189,11 +188,10 @@ TOAST_API const char *toast_product_array(void *out, void *x, void *weight, void
 // for one that is not packed. Returns as above.
 TOAST_API const char *toast_rows_array(void *out, void *places, void *weight, void *scales,
                                        void *biases, int bits, int group_size) {
-  using toast::array_of;
+  using toast::array_if, toast::array_of;
   return toast::wrong([&] {
     array_of(out) = toast::rows_at(array_of(places), array_of(weight),
-                                   scales ? &array_of(scales) : nullptr,
-                                   biases ? &array_of(biases) : nullptr, bits, group_size);
+                                   array_if(scales), array_if(biases), bits, group_size);
   });
 }
 

@@ -288,35 +288,33 @@ extern "C" {
 
 TOAST_API const char *toast_norm_array(void *out, void *x, void *weight, void *bias, int centred,
                                        float plus, float eps) {
-  using toast::array_of;
+  using toast::array_if, toast::array_of;
   return toast::wrong([&] {
-    auto some = [](void *one) { return one ? &array_of(one) : nullptr; };
-    array_of(out) = toast::norm(array_of(x), some(weight), some(bias), centred, plus, eps);
+    array_of(out) = toast::norm(array_of(x), array_if(weight), array_if(bias), centred, plus, eps);
   });
 }
 
 TOAST_API const char *toast_rotate_array(void *out, void *x, void *frequencies, void *offsets,
                                          int offset, int dims, int traditional, int inverse,
                                          float scale, float factor) {
-  using toast::array_of;
+  using toast::array_if, toast::array_of;
   return toast::wrong([&] {
-    array_of(out) = toast::rotated(array_of(x), array_of(frequencies),
-                                   offsets ? &array_of(offsets) : nullptr,
+    array_of(out) = toast::rotated(array_of(x), array_of(frequencies), array_if(offsets),
                                    {dims, traditional, inverse, offset, scale, factor});
   });
 }
 
 TOAST_API const char *toast_gate_array(void *out, void *gate, void *x, int activation) {
-  using toast::array_of;
+  using toast::array_if, toast::array_of;
   return toast::wrong([&] {
-    array_of(out) = toast::gated(array_of(gate), x ? &array_of(x) : nullptr, activation);
+    array_of(out) = toast::gated(array_of(gate), array_if(x), activation);
   });
 }
 
 TOAST_API const char *toast_convolve_array(void *out, void *x, void *weight, void *bias, int silu) {
-  using toast::array_of;
+  using toast::array_if, toast::array_of;
   return toast::wrong([&] {
-    const mx::array *biases = bias ? &array_of(bias) : nullptr;
+    const mx::array *biases = array_if(bias);
     array_of(out) = toast::convolved(array_of(x), array_of(weight), biases, silu);
   });
 }
@@ -362,9 +360,9 @@ TOAST_API const char *toast_dequantise_array(void *out, void *rows) {
 
 TOAST_API const char *toast_route_array(void *which, void *shares, void *x, void *bias,
                                         const toast_choice *choice) {
-  using toast::array_of;
+  using toast::array_if, toast::array_of;
   return toast::wrong([&] {
-    auto made = toast::routed(array_of(x), bias ? &array_of(bias) : nullptr, *choice);
+    auto made = toast::routed(array_of(x), array_if(bias), *choice);
     array_of(which) = made[0];
     array_of(shares) = made[1];
   });

@@ -105,10 +105,9 @@ extern "C" {
 TOAST_API const char *toast_short_conv_array(void **outs, void *x, void *before,
                                              const toast_operands *given,
                                              const toast_layer *layer) {
-  using toast::array_of;
+  using toast::array_if, toast::array_of;
   return toast::wrong([&] {
-    auto made = toast::short_conv(array_of(x), before ? &array_of(before) : nullptr, *layer,
-                                  *given);
+    auto made = toast::short_conv(array_of(x), array_if(before), *layer, *given);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
 }
