@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
 import msgpack
 
-from toastkit.arrays import Array, Invalid, Reference, pack_extension, unpack_extension
+from toastkit.arrays import Array, Invalid, Record, Reference, pack_extension, unpack_extension
 from toastkit.errors import FrameError
 from toastkit.outline import Outline, check_nesting
 
@@ -35,8 +35,8 @@ MAX_VALUES = 1 << 20  # in a frame, at all depths
 READ_BYTES = 1 << 16
 
 
-@dataclass(slots=True)
-class Head:
+@dataclass(slots=True, eq=False, repr=False)
+class Head(Record):
     """Begins a run. fingerprint: of weights and tokenizer, hex. vocab: logits per step.
     eos: token ids that end a turn. session: directory or None. run: directory of feed and ring,
     a list of them where one sampler feeds several decodes, or None. dtype: of activations."""
@@ -52,8 +52,8 @@ class Head:
     extra: dict = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Tokens:
+@dataclass(slots=True, eq=False, repr=False)
+class Tokens(Record):
     """Prompt tokens. ids: little-endian uint32, packed. final: the prompt ends with this frame."""
 
     ids: bytes
@@ -62,8 +62,8 @@ class Tokens:
     extra: dict = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Prefilled:
+@dataclass(slots=True, eq=False, repr=False)
+class Prefilled(Record):
     """The prompt is in the session. n_past: tokens the model has read in all; n_new: of them, run
     now; n_cached: of them, taken from the session. logits: (vocab,) after the last token."""
 
@@ -75,8 +75,8 @@ class Prefilled:
     extra: dict = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Logits:
+@dataclass(slots=True, eq=False, repr=False)
+class Logits(Record):
     """One step of the model. pos: index of the token that these logits predict. logits: (vocab,).
     experts: {k, fallback, wanted, hit} or None. seconds: of this step.
     The fields from entropy on are added by entropy-gear: entropy and mean in bits, slope in bits
@@ -96,8 +96,8 @@ class Logits:
     extra: dict = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Token:
+@dataclass(slots=True, eq=False, repr=False)
+class Token(Record):
     """A drawn token. pos: its index. logprob: natural log of its probability before the filters.
     top: [[id, logprob], ...], most likely first. entropy: bits."""
 
@@ -110,24 +110,24 @@ class Token:
     extra: dict = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Text:
+@dataclass(slots=True, eq=False, repr=False)
+class Text(Record):
     """A piece of text, whole characters only."""
 
     s: str
     extra: dict = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Stats:
+@dataclass(slots=True, eq=False, repr=False)
+class Stats(Record):
     """Counters and seconds of one stage."""
 
     stage: str
     extra: dict = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Error:
+@dataclass(slots=True, eq=False, repr=False)
+class Error(Record):
     """What stopped a stage upstream. code: its exit code (sysexits), 1 to 255."""
 
     code: int
@@ -137,8 +137,8 @@ class Error:
     extra: dict = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class End:
+@dataclass(slots=True, eq=False, repr=False)
+class End(Record):
     """Ends a run. reason: eos, stop, length, interrupt or error. n: tokens drawn, or steps run."""
 
     reason: str
@@ -146,8 +146,8 @@ class End:
     extra: dict = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Unknown:
+@dataclass(slots=True, eq=False, repr=False)
+class Unknown(Record):
     """A kind of a newer schema, passed on as it came."""
 
     k: str

@@ -187,8 +187,8 @@ def compiled_apart(alone: str | None = None) -> Path:
         extra += [*SOURCES[alone], "-shared", *(str(KERNELS / name) for name in (alone, *FOR_ALL))]
         extra += [str(AMX.with_name("amx_alone.cpp")), f"-I{KERNELS}"]
     ours = [path.read_text("utf-8") for path in sorted(AMX.parent.glob("amx_*"))]
-    made_from = "".join([sources(), str(extra), *ours])
-    library = KEPT.with_name("apart") / f"{digest(made_from.encode())}.so"
+    made_from = sources() + "".join([str(extra), *ours]).encode()
+    library = KEPT.with_name("apart") / f"{digest(made_from)}.so"
     library.parent.mkdir(parents=True, exist_ok=True)
     with open(library.with_name("building"), "w") as lock, everywhere():
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -238,11 +238,11 @@ def installed_mlx() -> Path | None:
 def _key(cxx: str | None, mlx: Path) -> str:
     """What a library is made from and for, as part of its name. The instruction sets are chosen
     where it runs."""
-    parts = [sources(), sys.implementation.cache_tag or ""]
+    parts = [sys.implementation.cache_tag or ""]
     for file in (*((os.path.realpath(cxx),) if cxx else ()), mlx / "lib/libmlx.so"):
         about = os.stat(file)
         parts.append(f"{file} {about.st_size} {about.st_mtime_ns}")
-    return digest("\0".join(parts).encode())
+    return digest(sources() + "\0".join(parts).encode())
 
 
 def _forget_old() -> None:

@@ -79,10 +79,14 @@ def _which(name: str) -> str | None:
     return next((p for p in paths if os.path.isfile(p) and os.access(p, os.X_OK)), None)
 
 
-def sources() -> str:
-    """All that a library is made from: flags and files."""
-    files = sorted([*FOLDER.rglob("*.cpp"), *FOLDER.rglob("*.h")])
-    return "\0".join([repr((FLAGS, SOURCES)), *(file.read_text("utf-8") for file in files)])
+def sources() -> bytes:
+    """All that a library is made from: flags and files. Each start asks for it."""
+    files = [entry.path for place in (KERNELS, GLUE) for entry in os.scandir(place)]
+    parts = [repr((FLAGS, SOURCES)).encode()]
+    for path in sorted(path for path in files if path.endswith((".cpp", ".h"))):
+        with open(path, "rb", buffering=0) as file:
+            parts.append(file.readall())
+    return b"\0".join(parts)
 
 
 def compile_library(

@@ -48,7 +48,7 @@ def _brought(name: str, end: str) -> Path | None:
 
 
 def _of_kernels() -> str:
-    return f"kernels-{digest(sources().encode())}"
+    return f"kernels-{digest(sources())}"
 
 
 def _of_library(mlx: Path) -> str | None:
@@ -57,7 +57,7 @@ def _of_library(mlx: Path) -> str | None:
     for record in mlx.parent.glob("mlx*.dist-info/RECORD"):
         for line in record.read_text("utf-8", errors="replace").splitlines():
             if line.startswith("mlx/lib/libmlx.so,"):
-                return f"mlx-{digest((sources() + line).encode())}"
+                return f"mlx-{digest(sources() + line.encode())}"
     return None
 
 
