@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from toastkit.native.forms import Block, Heads, adds_one, heads_of
 from toastkit.native.functions import Native
-from toastkit.native.kv_caches import Room, appended_first, kept_of, room_in, set_appended
+from toastkit.native.kv_caches import Kept, Room, appended_first, kept_of, room_in, set_appended
 from toastkit.native.library import ACTIVATIONS, FLOATS, NONE, Library, in_use, need
 from toastkit.native.mixtures import Mixture
 from toastkit.native.modules import Linear, Norm, operands_of
@@ -30,9 +30,10 @@ class LayerShape(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in (
-            "heads", "key_heads", "gated", "late", "joined", "network", "activation",
+            "heads", "key_heads", "gated", "late", "joined", "shares", "own", "network",
+            "activation",
         )),
-        ("eps", ctypes.c_float * 6), ("plus", ctypes.c_float), ("multiplier", ctypes.c_float),
+        ("eps", ctypes.c_float * 8), ("plus", ctypes.c_float), ("multiplier", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("dims", "traditional", "inverse")),
         *((name, ctypes.c_float) for name in ("rotation_scale", "factor", "scale", "cap")),
     ]  # fmt: skip
@@ -57,6 +58,26 @@ class _Plan(NamedTuple):
     heads: Heads
     late: tuple[Any, Any] | None
 
+    def fits(self, beside: Beside) -> bool:
+        """Whether this is what it may be given."""
+        own, wanted = beside.own, self.shape.own
+        if self.heads.shares is (beside.kept is None) or (own is None) is bool(wanted):
+            return False
+        return own is None or (own.shape[-1] == wanted and own.dtype == mx.float32)
+
+
+class Beside(NamedTuple):
+    """What a layer may be given beside x (B, L, columns). scales: that queries are multiplied by,
+    float32 (L, 1). own: its own input, float32 (B, L, n). kept: what it attends to, where that is
+    another layer's."""
+
+    scales: mx.array | None = None
+    own: mx.array | None = None
+    kept: Kept | None = None
+
+
+NOTHING = Beside()
+
 
 class Layer(Native):
     """One of that form. _block: what its class calls its parts. _plan: of the last step."""
@@ -69,29 +90,52 @@ class Layer(Native):
         return super().__call__(x, mask, cache) if y is None else y  # type: ignore[misc]
 
     def natively(
-        self: Any, x: mx.array, mask: Any, cache: Any, scales: mx.array | None = None
+        self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
     ) -> mx.array | None:
-        """What it gives of x (B, L, columns) float32; None where a part is not as it has to be.
-        scales: that queries are multiplied by, float32 (L, 1)."""
-        library = in_use()
-        if library is None or cache is None or x.dtype != mx.float32 or x.ndim != 3:
+        """What it gives of x (B, L, columns) float32; None where a part is not as it has to be."""
+        passed = self.passed(x, mask, cache, beside)
+        if passed is None:
             return None
-        plan, (batch, length, columns) = self._plan, x.shape
-        if plan is None or plan.columns != columns or not plan.operands.hold():
-            plan = vars(self)["_plan"] = _planned(self, columns)
-        if plan is None:
+        y, *normed = passed[0]
+        return y + self._plan.left(*normed) if normed else y
+
+    def passed(
+        self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside
+    ) -> tuple[list[mx.array], Kept] | None:
+        """The same, or, where its network is left to itself, what that is added to and a norm of
+        it, (B, L, columns) float32 each; and what it attended to."""
+        library, kept = in_use(), beside.kept
+        if library is None or (cache is None and kept is None) or x.dtype != mx.float32:
             return None
+        plan = self.planned(x.shape[-1]) if x.ndim == 3 else None
+        if plan is None or not plan.fits(beside):
+            return None
+        batch, length, _ = x.shape
         few = plan.turns and batch * length <= FEW
-        known = mask is None or (isinstance(mask, str) and mask == "causal")
-        room = room_in(cache, length) if few and known else None
+        few = few and (mask is None or (isinstance(mask, str) and mask == "causal"))
+        if kept is not None:
+            room = kept.room(length) if few else None
+        else:
+            room = room_in(cache, length) if few else None
         if room is None and (plan.heads.gated or not _can_cap(plan, mask, cache)):
             return None
         plan.operands.were_used()
         if room is None:
-            y, *normed = _in_two(library, plan, x, mask, cache, scales)
-        else:
-            y, *normed = _in_one(library, plan, x, mask is not None, cache, room, scales)
-        return y + plan.left(*normed) if normed else y
+            return _in_two(library, plan, x, mask, cache, beside)
+        return _in_one(library, plan, x, mask is not None, cache, room, beside)
+
+    def planned(self: Any, columns: int) -> _Plan | None:
+        """How it is computed, for x of so many columns; None where a part is not as it has to
+        be."""
+        plan = self._plan
+        if plan is None or plan.columns != columns or not plan.operands.hold():
+            plan = vars(self)["_plan"] = _planned(self, columns)
+        return plan
+
+    def _heads(self: Any, attention: Any) -> Heads | None:
+        """What its attention calls its parts; None for one of another form."""
+        kind: Any = type(attention)
+        return heads_of(kind)
 
 
 class ScaledLayer(Layer):
@@ -102,7 +146,7 @@ class ScaledLayer(Layer):
     ) -> mx.array:
         known = getattr(attn_scale, "shape", None) == (x.shape[1], 1)
         known = known and attn_scale.dtype == mx.float32
-        y = self.natively(x, mask, cache, attn_scale) if known else None
+        y = self.natively(x, mask, cache, Beside(attn_scale)) if known else None
         if y is not None:
             return y
         return super(Layer, self).__call__(x, attn_scale, mask, cache)  # type: ignore[misc]
@@ -115,21 +159,23 @@ def _can_cap(plan: _Plan, mask: Any, cache: Any) -> bool:
 
 def _in_one(
     library: Library, plan: _Plan, x: mx.array, causal: bool, cache: Any, room: Room,
-    scales: mx.array | None = None,
-) -> list[mx.array]:  # fmt: skip
+    beside: Beside = NOTHING,
+) -> tuple[list[mx.array], Kept]:  # fmt: skip
     """What a layer gives, and the norm of it, where its network is left to itself; lazy, (B, L,
-    columns) each. causal: a position sees none behind it."""
+    columns) each; and what it attended to. causal: a position sees none behind it."""
     mixture = plan.left.whole() if plan.mixes else None
     outs = copies(x, 1 if plan.left is None or mixture else 2)
-    keys, values = cache.keys, cache.values
-    caches = [*copies(keys, 1), *copies(values, 1)]
-    made = (ctypes.py_object * (len(outs) + 2))(*outs, *caches)
+    kept = beside.kept or Kept(cache.keys, cache.values, room.length, cache.offset)
+    caches = [] if beside.kept else [*copies(kept.keys, 1), *copies(kept.values, 1)]
+    made = (ctypes.py_object * (len(outs) + len(caches)))(*outs, *caches)
     places = byref(plan.operands), byref(plan.shape), byref(mixture) if mixture else None
     call = _functions(library)[0]
-    given = NONE if scales is None else scales
-    need(call(made, x, keys, values, given, *room, cache.offset, causal, *places))
-    set_appended(cache, caches, x.shape[1], room.first)
-    return outs
+    given = (NONE if one is None else one for one in beside[:2])
+    need(call(made, x, *kept[:2], *given, *room, kept.offset, causal, *places))
+    if caches:
+        set_appended(cache, caches, x.shape[1], room.first)
+        kept = kept._replace(keys=cache.keys, values=cache.values)
+    return outs, kept
 
 
 def copies(x: Any, count: int) -> list[Any]:
@@ -138,24 +184,28 @@ def copies(x: Any, count: int) -> list[Any]:
 
 
 def _in_two(
-    library: Library, plan: _Plan, x: mx.array, mask: Any, cache: Any,
-    scales: mx.array | None = None,
-) -> list[mx.array]:  # fmt: skip
+    library: Library, plan: _Plan, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
+) -> tuple[list[mx.array], Kept]:
     """The same."""
     _, projected, closed = _functions(library)
-    heads = copies(x, 3)
+    kept, attention, own = beside.kept, plan.attention, plan.heads
+    heads = copies(x, 1 if kept else 3)
     places = byref(plan.operands), byref(plan.shape)
-    need(projected((ctypes.py_object * 3)(*heads), x, *places))
-    attention, own = plan.attention, plan.heads
-    queries, keys = (plan.turn(one, offset=cache.offset) for one in heads[:2])
+    need(projected((ctypes.py_object * len(heads))(*heads), x, *places))
+    offset = kept.offset if kept else cache.offset
+    queries, *new = (plan.turn(one, offset=offset) for one in heads[:2])
     if plan.late is not None:
-        queries, keys = (norm(one) for norm, one in zip(plan.late, (queries, keys)))
-    new = keys, heads.pop()
+        queries, *new = (norm(one) for norm, one in zip(plan.late, (queries, *new)))
+    new += heads[2:]
     del heads
-    keys, values = appended_first(cache, *new) or cache.update_and_fetch(*new)
+    if kept:
+        keys, values = kept.fetched()
+    else:
+        keys, values = appended_first(cache, *new) or cache.update_and_fetch(*new)
+        kept = Kept(kept_of(keys), kept_of(values), keys.shape[2], offset)
     del new
-    if scales is not None:
-        queries = queries * scales
+    if beside.scales is not None:
+        queries = queries * beside.scales
     scale, cap = plan.shape.scale, plan.shape.cap
     if cap:
         attended = library.attend(queries, kept_of(keys), kept_of(values), scale, mask, cap=cap)
@@ -164,16 +214,15 @@ def _in_two(
         attended = own.attend(queries, keys, values, cache=cache, scale=scale, mask=mask, **sinks)
     outs = copies(x, 1 if plan.left is None else 2)
     made = (ctypes.py_object * len(outs))(*outs)
-    need(closed(made, x, attended, *places))
-    return outs
+    need(closed(made, x, attended, NONE if beside.own is None else beside.own, *places))
+    return outs, kept
 
 
 def _planned(layer: Any, columns: int) -> _Plan | None:
     """None where a part is not as it has to be for x (..., columns)."""
     block = layer._block
     attention, network = layer[block.attention], layer[block.network]
-    kind: Any = type(attention)
-    own = heads_of(kind)
+    own = layer._heads(attention)
     if own is None or own.scaled is not block.scaled:
         return None
     form = vars(type(network)).get("_form")
@@ -193,23 +242,32 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     if sinks is not None and attention[own.sinks].dtype != mx.float32:
         return None
     more = _given(behind, columns, lambda before: before[0].rows // (3 - len(before)))
-    if not more and (norms[1] is None or norms[-1] is not None or multiplier != 1):
+    second, values, fed = norms[1], norms[4], norms[6]
+    if not more and (second is None or fed is not None or multiplier != 1):
+        return None
+    inner = [] if block.own_gate is None else [layer[block.own_gate], layer[block.own_product]]
+    inputs = _given(inner, columns, lambda before: before[0].rows)
+    factor = None if block.factor is None else (layer, block.factor)
+    if (inner and not inputs) or (factor and layer[block.factor].dtype != mx.float32):
         return None
     heads, key_heads, size = _counts(attention, own, found)
     shape = LayerShape(heads, key_heads, own.gated, own.late, own.joined and size)
     still = own.turning is not None and not getattr(attention, own.turning)
     turn = UNTURNED if still else attention[own.turn]
+    shape.shares, shape.own = own.shares, inputs[0].rows if inputs else 0
     shape.eps[:] = [0.0 if norm is None else norm.eps for norm in norms]
     shape.plus, shape.multiplier, shape.scale = plus, multiplier, getattr(attention, own.scale)
     shape.cap = getattr(attention, own.cap) if own.cap else 0.0
     if more:
         shape.network, shape.activation = len(more), ACTIVATIONS.index(form.activation)
     frequencies = _rotated(shape, turn, size or found[1].rows // key_heads)
-    beside = [None if norm is None else (norm, "weight") for norm in norms]
+    beside: list[Any] = [None if norm is None else (norm, "weight") for norm in norms]
+    if values is not None:  # which has no weight
+        beside[4] = mx.full((size or found[2].rows // key_heads,), 1 - plus)
     around = [layer, attention, network, turn, *(norm for norm in norms if norm is not None)]
     operands = Operands(
-        [*parts, *(behind if more else [])], [*found, *(more or [])],
-        [*beside, frequencies, sinks], [*around, *([] if more else behind)],
+        [*parts, *(behind if more else []), *inner], [*found, *(more or []), *(inputs or [])],
+        [*beside, frequencies, sinks, factor], [*around, *([] if more else behind)],
     )  # fmt: skip
     return _Plan(
         columns, operands, attention, turn, None if more else network,
@@ -241,7 +299,8 @@ def _norms_of(layer: Any, attention: Any, own: Heads) -> list[Any]:
         own = own._replace(q_norm=None, k_norm=None)
     names = [
         (layer, block.first_norm), (layer, block.second_norm), (attention, own.q_norm),
-        (attention, own.k_norm), (layer, block.attended_norm), (layer, block.fed_norm),
+        (attention, own.k_norm), (attention, own.v_norm), (layer, block.attended_norm),
+        (layer, block.fed_norm), (layer, block.own_norm),
     ]  # fmt: skip
     return [None if name is None else module[name] for module, name in names]
 
@@ -256,7 +315,7 @@ def _added_by(norms: Sequence[Any]) -> float | None:
 def _added(norm: Any) -> float | None:
     kind: Any = type(norm)
     if kind.__call__ is Norm.__call__:
-        return 0.0 if norm["weight"].dtype in FLOATS else None
+        return 0.0 if "weight" not in norm or norm["weight"].dtype in FLOATS else None
     return 1.0 if adds_one(kind) and norm["weight"].dtype == mx.float32 else None
 
 
@@ -287,7 +346,7 @@ def _given(
 @cache
 def _functions(library: Library) -> tuple[Any, Any, Any]:
     array, whole, place = ctypes.py_object, ctypes.c_int, ctypes.c_void_p
-    one = library.function("whole", place, *[array] * 4, *[whole] * 4, *[place] * 3)
+    one = library.function("whole", place, *[array] * 5, *[whole] * 4, *[place] * 3)
     projected = library.function("projected", place, array, place, place)
-    closed = library.function("closed", place, array, array, place, place)
+    closed = library.function("closed", place, *[array] * 3, place, place)
     return one, projected, closed

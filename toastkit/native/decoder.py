@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.native.blocks import FEW, Layer, LayerShape, copies
+from toastkit.native.blocks import FEW, NOTHING, Beside, Layer, LayerShape, copies
 from toastkit.native.forms import Block
 from toastkit.native.functions import Native
 from toastkit.native.library import ACTIVATIONS, NONE, Library, in_use, need
@@ -90,10 +90,10 @@ class Decoder(Layer):
     _block = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
 
     def natively(
-        self: Any, x: mx.array, mask: Any, cache: Any, scales: mx.array | None = None
+        self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
     ) -> mx.array | None:
         if not self.is_linear:
-            return super().natively(x, mask, cache, scales)
+            return super().natively(x, mask, cache, beside)
         return self._in_one(x, cache) if mask is None else None
 
     def _in_one(self: Any, x: mx.array, cache: Any) -> mx.array | None:
@@ -180,10 +180,10 @@ class ConvolutionLayer(Layer):
     _block = Block("self_attn", "operator_norm", "feed_forward", "ffn_norm")
 
     def natively(
-        self: Any, x: mx.array, mask: Any, cache: Any, scales: mx.array | None = None
+        self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
     ) -> mx.array | None:
         if self.is_attention_layer:
-            return super().natively(x, mask, cache, scales)
+            return super().natively(x, mask, cache, beside)
         return self._in_one(x, cache) if mask is None else None
 
     def _in_one(self: Any, x: mx.array, cache: Any) -> mx.array | None:
@@ -228,7 +228,7 @@ class ConvolutionLayer(Layer):
         shape.activation = ACTIVATIONS.index(form.activation) if form else 0
         shape.eps[:2] = [norm.eps for norm in norms]
         bias = (conv, "bias") if "bias" in conv else None
-        beside = [*((norm, "weight") for norm in norms), *[None] * 4, (conv, "weight"), bias]
+        beside = [*((norm, "weight") for norm in norms), *[None] * 6, (conv, "weight"), bias, None]
         around = [self, short, conv, *norms, network]
         return Operands(parts, found, beside, around), shape
 

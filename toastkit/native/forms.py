@@ -29,7 +29,8 @@ class Form(NamedTuple):
 class Block(NamedTuple):
     """What a class of layers calls its parts. first_norm, second_norm: of what attention and
     network are given; attended_norm, fed_norm: of what they give, which multiplier is a factor of,
-    over the root of depth.
+    over the root of depth. own_gate, own_product, own_norm: of its own input, see toast_layer;
+    factor: an array (1,) that all is multiplied by.
     None for what it has not. scaled: it is given what queries are multiplied by, after x."""
 
     attention: str
@@ -41,6 +42,10 @@ class Block(NamedTuple):
     multiplier: str | None = None
     depth: str | None = None
     scaled: bool = False
+    own_gate: str | None = None
+    own_product: str | None = None
+    own_norm: str | None = None
+    factor: str | None = None
 
 
 class Heads(NamedTuple):
@@ -49,8 +54,8 @@ class Heads(NamedTuple):
     gives a gate for each of its numbers, behind those of the same head. joined: q, k and v are one,
     with the rows of one behind another. size: the numbers of a head. cap: of scores. normed:
     whether there are norms, where that is asked; turning: likewise, whether heads are turned.
-    late: the norms are of heads that have been turned. scaled: as of Block. None for what it has
-    not."""
+    late: the norms are of heads that have been turned. scaled: as of Block. v_norm: of each head of
+    values. shares: keys and values are those of a layer before. None for what it has not."""
 
     q: str
     k: str
@@ -72,6 +77,8 @@ class Heads(NamedTuple):
     normed: str | None = None
     turning: str | None = None
     scaled: bool = False
+    v_norm: str | None = None
+    shares: bool = False
 
 
 @cache

@@ -38,6 +38,7 @@ from toastkit.native.mixtures import (
     RouterScored,
 )
 from toastkit.native.recurrent import GeneralisedDelta, SelectiveScan, SelectiveScanNormed
+from toastkit.native.sharing_layers import Experts, RouterOfNorm, SharingAttention, SharingLayer
 
 # What computes in place of a class of mlx_lm.models, with the digests of the sources of the methods
 # that it stands for: of 0.31 and of 0.32, where they differ and both are known.
@@ -93,6 +94,10 @@ _KNOWN: list[tuple[type, str, str]] = [
     (ShortConvolution, "lfm2.ShortConv", "335f74b67bd97914"),
     (ConvolutionLayer, "lfm2_moe.Lfm2DecoderLayer", "2cefc83b3b70e4cd"),
     (ShortConvolution, "lfm2_moe.ShortConv", "335f74b67bd97914"),
+    (SharingLayer, "gemma4_text.DecoderLayer", "6721fbc4a640e702"),
+    (SharingAttention, "gemma4_text.Attention", "b3f91cb534800079"),
+    (RouterOfNorm, "gemma4_text.Router", "61bf4b667ae08b25 4aa48719195c797a"),
+    (Experts, "gemma4_text.Experts", "7afdb11b23c48e01"),
     (SelectiveScan, "mamba.MambaBlock", "d9a77290910299c9 169a314aa037a616"),
     (SelectiveScanNormed, "jamba.JambaMambaMixer", "a731a5ac4897cd1f"),
     (GeneralisedDelta, "rwkv7.Rwkv7TimeMixing", "eb228e5a704d8b51"),

@@ -123,6 +123,28 @@ class Room(NamedTuple):
     length: int
 
 
+class Kept(NamedTuple):
+    """What a layer attends to, for others that attend to the same: keys and values (B, heads, M,
+    size) as they lie, and how many of them. offset: of the first position of this pass, in each
+    row of a batch."""
+
+    keys: mx.array
+    values: mx.array
+    length: int
+    offset: int | mx.array
+
+    def room(self, positions: int) -> Room | None:
+        """Where so many positions are, the last; None where rows differ."""
+        one = isinstance(self.offset, int)
+        return Room(self.length - positions, self.length) if one else None
+
+    def fetched(self) -> tuple[mx.array, mx.array]:
+        """(B, heads, length, size) float32, as update_and_fetch gives them."""
+        some = (a if a.shape[2] == self.length else a[:, :, : self.length] for a in self[:2])
+        keys, values = (_widened(array, mx.float32) for array in some)
+        return keys, values
+
+
 def room_in(layer: Any, positions: int) -> Room | None:
     """The room for keys and values of float32 activations, of so many positions more, in a cache of
     mlx_lm's usual class, or of one position in one that rotates; None where they have none, or are

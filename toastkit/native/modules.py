@@ -361,10 +361,10 @@ def _fed_forward(
 
 
 class Norm(Native):
-    """An RMS norm."""
+    """An RMS norm; one without a weight, too."""
 
     def __call__(self: Any, x: mx.array) -> mx.array:
-        return operations.rms_norm(x, self["weight"], self.eps)
+        return operations.rms_norm(x, self.get("weight"), self.eps)
 
 
 class CentredNorm(Native):
@@ -374,8 +374,7 @@ class CentredNorm(Native):
         return operations.layer_norm(x, self.get("weight"), self.get("bias"), self.eps)
 
 
-# By name: those of mlx_lm are imported by the architectures that have them only.
-MIXINS: dict[tuple[str, str], type] = {
+MIXINS: dict[tuple[str, str], type] = {  # by name: mlx_lm's are imported where they are used
     ("mlx.nn.layers.linear", "Linear"): Linear,
     ("mlx.nn.layers.quantized", "QuantizedLinear"): Linear,
     ("mlx.nn.layers.embedding", "Embedding"): _Embedding,
@@ -384,6 +383,7 @@ MIXINS: dict[tuple[str, str], type] = {
     ("mlx.nn.layers.normalization", "LayerNorm"): CentredNorm,
     ("mlx.nn.layers.positional_encoding", "RoPE"): Rope,
     ("mlx.nn.layers.convolution", "Conv1d"): Convolution,
+    ("mlx_lm.models.gemma4_text", "RMSNormNoScale"): Norm,
     ("mlx_lm.models.rope_utils", "SuScaledRoPE"): LongRope,
     ("mlx_lm.models.rope_utils", "YarnRoPE"): YarnRope,
     ("mlx_lm.models.rope_utils", "Llama3RoPE"): FreqsRope,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 
 #include "../kernels/rows.h"
 
@@ -21,10 +22,11 @@ void add_norm(Arrays &inputs, Layer &layer, int i, const toast_operands &given, 
   inputs.push_back(weight);
 }
 
-// One of the parts before attention and the one behind it; its rows.
-int add_one(Arrays &inputs, Layer &layer, int i, const toast_operands &given, int64_t columns) {
+// A part that is none of the network's, which is that one of those given; its rows.
+int add_one(Arrays &inputs, Layer &layer, int i, const toast_operands &given, int place,
+            int64_t columns) {
   const mx::array *part[GIVEN];
-  layer.packing[i] = part_of(given, i, layer.biased[i], part);
+  layer.packing[i] = part_of(given, place, layer.biased[i], part);
   add_part(inputs, part, layer.packing[i], columns);
   return part[0]->shape(-2);
 }
@@ -60,25 +62,32 @@ void add_before(Arrays &inputs, Layer &layer, const toast_operands &given) {
   const int heads[HEADS] = {layer.is.heads, layer.is.key_heads, layer.is.key_heads};
   layer.activation_bits = given.activation_bits;
   add_norm(inputs, layer, FIRST_NORM, given, columns, columns);
-  for (int i = 0; i < HEADS; i++) {
-    const int all = add_one(inputs, layer, i, given, columns), joined = layer.is.joined;
+  for (int i = 0; i < (layer.is.shares ? 1 : HEADS); i++) {
+    const int all = add_one(inputs, layer, i, given, i, columns), joined = layer.is.joined;
     const int parts = joined ? heads[0] + 2 * heads[1] : heads[i] * (!i && layer.is.gated ? 2 : 1);
     check(parts > 0 && all > 0 && all % parts == 0, "heads of other sizes");
     layer.size[i] = all / parts;
     check(!joined || (layer.size[i] == joined && !layer.is.gated), "heads of another size");
   }
-  for (int i = 0; i < 2; i++)
+  if (layer.is.shares) {
+    check(!layer.is.gated && !layer.is.joined && heads[1] > 0 && !given.rest[KEY_NORM] &&
+              !given.rest[VALUE_NORM],
+          "keys and values of its own");
+    layer.size[1] = layer.size[2] = layer.size[0];
+  }
+  for (int i = 0; i < HEADS; i++)
     add_norm(inputs, layer, QUERY_NORM + i, given, layer.size[i],
              layer.size[i] * (layer.is.late ? 1 : heads[i]));
 }
 
 void add_behind(Arrays &inputs, Layer &layer, const toast_operands &given, int64_t attended) {
   const int columns = inputs[0].shape(-1), count = layer.is.network;
-  check(count || (given.rest[SECOND_NORM] && !given.rest[FED_NORM] && layer.is.multiplier == 1),
+  check(count || (given.rest[SECOND_NORM] && !given.rest[FED_NORM] && layer.is.multiplier == 1 &&
+                  !layer.is.own && !given.rest[FACTOR]),
         "other norms around a network that is none of its parts");
   layer.activation_bits = given.activation_bits;
   add_norm(inputs, layer, SECOND_NORM, given, columns, columns);
-  check(add_one(inputs, layer, HEADS, given, attended) == columns, "rows of another length");
+  check(add_one(inputs, layer, OUT, given, OUT, attended) == columns, "rows of another length");
   add_norm(inputs, layer, ATTENDED_NORM, given, columns, columns);
   if (!count) return;
   const mx::array *parts[PARTS][GIVEN];
@@ -86,6 +95,29 @@ void add_behind(Arrays &inputs, Layer &layer, const toast_operands &given, int64
   add_network(inputs, parts, layer.network, columns);
   check(parts[count - 1][0]->shape(-2) == columns, "rows of another length");
   add_norm(inputs, layer, FED_NORM, given, columns, columns);
+  if (const int own = layer.is.own) {
+    const int place = OUT + 1 + count;
+    check(own > 0 && given.rest[OWN_NORM] &&
+              add_one(inputs, layer, OWN_GATE, given, place, columns) == own &&
+              add_one(inputs, layer, OWN_PRODUCT, given, place + 1, own) == columns,
+          "an input of its own of another length");
+    add_norm(inputs, layer, OWN_NORM, given, columns, columns);
+  }
+  if ((layer.scaled = given.rest[FACTOR])) {
+    const mx::array &factor = rest_of(given, FACTOR);
+    check(factor.dtype() == mx::float32 && factor.shape() == mx::Shape{1}, "no factor");
+    inputs.push_back(factor);
+  }
+}
+
+void add_own(Arrays &inputs, const Layer &layer, const mx::array *own) {
+  check(!own == !layer.is.own, "an input of its own that is not there, or not asked for");
+  if (!own) return;
+  mx::Shape shape = inputs[0].shape();
+  shape.back() = layer.is.own;
+  check(own->shape() == shape && own->dtype() == mx::float32,
+        "an input of its own of another shape");
+  inputs.push_back(*own);
 }
 
 void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x, int64_t count,
@@ -95,15 +127,19 @@ void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
   std::unique_ptr<float[]> normed(layer.has[FIRST_NORM] ? new float[count * columns] : nullptr);
   if (normed) norm(layer, FIRST_NORM, arrays, at, x, count * columns, normed.get());
   const Vectors vectors = {{normed ? normed.get() : x, count, columns, TOAST_F32}, count};
-  auto next = [&](int i) { return Part(arrays, at, layer.packing[i], layer.biased[i]); };
-  const Part queries = next(0), keys = next(1), values = next(2);
-  std::unique_ptr<float[]> both(gates ? new float[count * queries.matrix->rows] : nullptr);
+  std::optional<Part> parts[HEADS];
+  for (int i = 0; i < (is.shares ? 1 : HEADS); i++)
+    parts[i].emplace(arrays, at, layer.packing[i], layer.biased[i]);
+  std::unique_ptr<float[]> both(gates ? new float[count * parts[0]->matrix->rows] : nullptr);
   const int64_t size = layer.size[0], joined = is.joined;
   const int64_t wide = joined * is.heads, narrow = joined * is.key_heads;
-  multiply(layer.activation_bits,
-           {{vectors, queries, both ? both.get() : outs[0], TOAST_F32, 0, wide},
-            {vectors, keys, outs[1], TOAST_F32, wide, narrow},
-            {vectors, values, outs[2], TOAST_F32, wide + narrow, narrow}});
+  std::vector<Result> results = {
+      {vectors, *parts[0], both ? both.get() : outs[0], TOAST_F32, 0, wide}};
+  if (!is.shares) {
+    results.push_back({vectors, *parts[1], outs[1], TOAST_F32, wide, narrow});
+    results.push_back({vectors, *parts[2], outs[2], TOAST_F32, wide + narrow, narrow});
+  }
+  multiply(layer.activation_bits, results);
   const int64_t heads = both ? count * is.heads : 0;
   for (int64_t h = 0; h < heads; h++) {
     const float *from = both.get() + h * 2 * size;
@@ -111,15 +147,15 @@ void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
     std::copy_n(from + size, size, gates + h * size);
   }
   if (is.late) {
-    at += layer.has[QUERY_NORM] + layer.has[QUERY_NORM + 1];
+    at += layer.has[QUERY_NORM] + layer.has[KEY_NORM] + layer.has[VALUE_NORM];
   } else {
-    norm_heads(layer, arrays, at, count, {outs[0], outs[1]});
+    norm_heads(layer, arrays, at, count, outs);
   }
 }
 
 void norm_heads(const Layer &layer, const Arrays &arrays, size_t &at, int64_t count,
-                float *const (&heads)[2]) {
-  for (int i = 0; i < 2; i++)
+                float *const (&heads)[HEADS]) {
+  for (int i = 0; i < HEADS; i++)
     if (layer.has[QUERY_NORM + i])
       norm(layer, QUERY_NORM + i, arrays, at, heads[i],
            count * layer.size[i] * (i ? layer.is.key_heads : layer.is.heads), heads[i]);
@@ -131,12 +167,33 @@ void add_vectors(float *x, const float *y, int64_t count, int64_t columns) {
   need(toast_add_rows(x, count, columns, y, count, each.data()));
 }
 
+namespace {
+
+// out += norm(product(activation(gate(out)) * own)).
+void add_of_own(const Layer &layer, const Arrays &arrays, size_t &at, const float *own,
+                int64_t count, int64_t columns, float *out) {
+  const int64_t numbers = layer.is.own;
+  std::unique_ptr<float[]> memory(new float[count * (numbers + columns)]);
+  float *const gates = memory.get(), *const more = gates + count * numbers;
+  const Part gate(arrays, at, layer.packing[OWN_GATE], layer.biased[OWN_GATE]);
+  const Part product(arrays, at, layer.packing[OWN_PRODUCT], layer.biased[OWN_PRODUCT]);
+  const Vectors sums = {{out, count, columns, TOAST_F32}, count};
+  const Vectors inner = {{gates, count, numbers, TOAST_F32}, count};
+  multiply(layer.activation_bits, {{sums, gate, gates}});
+  need(toast_gate(gates, own, count * numbers, TOAST_F32, layer.is.activation, gates));
+  multiply(layer.activation_bits, {{inner, product, more}});
+  norm(layer, OWN_NORM, arrays, at, more, count * columns, more);
+  add_vectors(out, more, count, columns);
+}
+
+}  // namespace
+
 void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x,
-            const float *attended, int64_t count, float *sum, float *out) {
+            const float *attended, int64_t count, float *sum, float *out, const float *own) {
   const int64_t columns = arrays[0].shape(-1);
   size_t second = at;
   at += layer.has[SECOND_NORM];
-  const Part part(arrays, at, layer.packing[HEADS], layer.biased[HEADS]);
+  const Part part(arrays, at, layer.packing[OUT], layer.biased[OUT]);
   const Vectors vectors = {{attended, count, part.matrix->columns, TOAST_F32}, count};
   multiply(layer.activation_bits, {{vectors, part, sum}});
   add_to(layer, ATTENDED_NORM, arrays, at, sum, x, count, columns);
@@ -146,27 +203,32 @@ void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
   const Vectors inner = {{normed ? out : sum, count, columns, TOAST_F32}, count};
   feed(layer.network, arrays, at, inner, out, TOAST_F32);
   add_to(layer, FED_NORM, arrays, at, out, sum, count, columns);
+  if (own) add_of_own(layer, arrays, at, own, count, columns, out);
+  if (!layer.scaled) return;
+  const float factor = *arrays[at++].data<float>();
+  for (int64_t i = 0; i < count * columns; i++) out[i] *= factor;
 }
 
 namespace {
 
-// Queries, keys and values of x (B, L, columns): (B, heads, L, size).
+// Queries, keys and values of x (B, L, columns): (B, heads, L, size); or queries alone.
 Arrays projected(const mx::array &x, Layer layer, const toast_operands &given) {
   check_rows(x);
   check(!layer.is.gated, "gates, which only a whole layer has");
   Arrays inputs = {x};
   add_before(inputs, layer, given);
   std::vector<mx::Shape> shapes;
-  for (int i = 0; i < HEADS; i++)
+  const int some = layer.is.shares ? 1 : HEADS;
+  for (int i = 0; i < some; i++)
     shapes.push_back({x.shape(0), i ? layer.is.key_heads : layer.is.heads, x.shape(1),
                       layer.size[i]});
   const Weights weights = {1, inputs.size()};
-  return made("ToastProjected", std::move(shapes), std::vector<mx::Dtype>(HEADS, mx::float32),
-              std::move(inputs), [layer](const Arrays &arrays) {
+  return made("ToastProjected", std::move(shapes), std::vector<mx::Dtype>(some, mx::float32),
+              std::move(inputs), [layer, some](const Arrays &arrays) {
     InOrder rows(arrays[0]);
-    float *outs[HEADS];
-    for (int i = 0; i < HEADS; i++) {
-      mx::array out = arrays[arrays.size() - HEADS + i];
+    float *outs[HEADS] = {};
+    for (int i = 0; i < some; i++) {
+      mx::array out = arrays[arrays.size() - some + i];
       outs[i] = out.data<float>();
     }
     size_t at = 1;
@@ -204,7 +266,7 @@ class Joined {
 
 // What a layer makes of x (B, L, columns) and of what its attention gave, (B, heads, L, size):
 // x + out(attended) + what its network makes of that; or without a network that sum, and its norm.
-Arrays closed(const mx::array &x, const mx::array &attended, Layer layer,
+Arrays closed(const mx::array &x, const mx::array &attended, const mx::array *own, Layer layer,
               const toast_operands &given) {
   check_rows(x);
   check(attended.ndim() == 4 && attended.dtype() == mx::float32 &&
@@ -213,6 +275,7 @@ Arrays closed(const mx::array &x, const mx::array &attended, Layer layer,
   Arrays inputs = {x};
   add_behind(inputs, layer, given, int64_t(attended.shape(1)) * attended.shape(3));
   const Weights weights = {1, inputs.size()};
+  add_own(inputs, layer, own);
   inputs.push_back(attended);
   const size_t outputs = layer.is.network ? 1 : 2;
   return made("ToastClosed", std::vector<mx::Shape>(outputs, x.shape()),
@@ -222,10 +285,13 @@ Arrays closed(const mx::array &x, const mx::array &attended, Layer layer,
     InOrder rows(arrays[0]);
     const Joined heads(arrays[arrays.size() - outputs - 1]);
     mx::array out = arrays.back(), first = arrays[arrays.size() - outputs];
-    std::unique_ptr<float[]> own(outputs == 1 ? new float[count * columns] : nullptr);
+    std::unique_ptr<float[]> sum(outputs == 1 ? new float[count * columns] : nullptr);
+    std::optional<InOrder> own;
+    if (layer.is.own) own.emplace(arrays[arrays.size() - outputs - 2]);
     size_t at = 1;
     behind(layer, arrays, at, reinterpret_cast<const float *>(rows.data()), heads.data(), count,
-           own ? own.get() : first.data<float>(), out.data<float>());
+           sum ? sum.get() : first.data<float>(), out.data<float>(),
+           own ? reinterpret_cast<const float *>(own->data()) : nullptr);
   }, -1, weights);
 }
 
@@ -234,23 +300,23 @@ Arrays closed(const mx::array &x, const mx::array &attended, Layer layer,
 
 extern "C" {
 
-// Make `outs`, arrays that nobody else has, what lies before attention: queries, keys, values; or
-// what lies behind it: one, or two where there is no network. Lazy. Return what is wrong; NULL
-// where nothing is.
+// Make `outs`, arrays that nobody else has, what lies before attention: queries, keys, values, or
+// queries alone; or what lies behind it: one, or two where there is no network. own: its own input;
+// NULL for none. Lazy. Return what is wrong; NULL where nothing is.
 TOAST_API const char *toast_projected_array(void **outs, void *x, const toast_operands *given,
                                             const toast_layer *layer) {
   using toast::array_of;
   return toast::wrong([&] {
     auto made = toast::projected(array_of(x), {*layer}, *given);
-    for (int i = 0; i < toast::HEADS; i++) array_of(outs[i]) = made[i];
+    for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
 }
 
-TOAST_API const char *toast_closed_array(void **outs, void *x, void *attended,
+TOAST_API const char *toast_closed_array(void **outs, void *x, void *attended, void *own,
                                          const toast_operands *given, const toast_layer *layer) {
-  using toast::array_of;
+  using toast::array_if, toast::array_of;
   return toast::wrong([&] {
-    auto made = toast::closed(array_of(x), array_of(attended), {*layer}, *given);
+    auto made = toast::closed(array_of(x), array_of(attended), array_if(own), {*layer}, *given);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
 }

@@ -10,17 +10,21 @@ extern "C" {
 // parts. gated: behind the numbers of each head of queries come as many, by whose sigmoid is
 // multiplied what it attends to. late: queries and keys are normed, each head by itself, once they
 // have been turned, and not before. joined: the numbers of a head, where queries, keys and values
-// are rows of one part, these behind those; else 0. eps: of its norms, which add `plus` to their
+// are rows of one part, these behind those; else 0. shares: it attends to what a layer before has
+// kept, and its parts for keys and values are not looked at. own: numbers of an input of its own
+// that each position has, or 0: to what its network gave is added a norm of a product of it, times
+// what a gate makes of that sum. eps: of its norms, which add `plus` to their
 // weights. multiplier: a factor of what attention and network give. dims ... factor: of the
 // rotation, as toast_rotation has them; scale, cap: of attention.
 //
-// Its operands: queries, keys, values, out and the network's parts; the weights of the norms of
-// what attention and network are given, of queries and of keys (of each head or of all heads of a
-// position, as these are long), and of what attention and network give; frequencies; and sinks.
-// NULL for what it has not.
+// Its operands: queries, keys, values, out, the network's parts, and the gate and the product of
+// its own input; the weights of the norms of what attention and network are given, of queries, keys
+// and values (of each head or of all heads of a position, as these are long), of what attention and
+// network give, and of what its own input adds; frequencies; sinks; and a factor of all that it
+// gives, float32 (1,). NULL for what it has not.
 typedef struct {
-  int32_t heads, key_heads, gated, late, joined, network, activation;
-  float eps[6], plus, multiplier;
+  int32_t heads, key_heads, gated, late, joined, shares, own, network, activation;
+  float eps[8], plus, multiplier;
   int32_t dims, traditional, inverse;
   float rotation_scale, factor, scale, cap;
 } toast_layer;
@@ -31,18 +35,22 @@ namespace toast {
 
 constexpr int HEADS = 3;  // parts that give queries, keys and values
 // What lies beside parts.
-enum { FIRST_NORM, SECOND_NORM, QUERY_NORM, KEY_NORM, ATTENDED_NORM, FED_NORM, NORMS };
-enum { FREQUENCIES = NORMS, SINKS };
+enum {
+  FIRST_NORM, SECOND_NORM, QUERY_NORM, KEY_NORM, VALUE_NORM, ATTENDED_NORM, FED_NORM, OWN_NORM,
+  NORMS,
+};
+enum { FREQUENCIES = NORMS, SINKS, FACTOR };
+enum { OUT = HEADS, OWN_GATE, OWN_PRODUCT, OWN_PARTS };  // besides queries, keys and values
 
 // size: of a head of queries, of keys, of values.
 struct Layer {
   toast_layer is;
   int activation_bits = 0;
-  Packing packing[HEADS + 1] = {};  // of queries, keys, values; out
-  bool biased[HEADS + 1] = {};
+  Packing packing[OWN_PARTS] = {};
+  bool biased[OWN_PARTS] = {};
   Network network = {};
   int size[HEADS] = {};
-  bool has[NORMS] = {};
+  bool has[NORMS] = {}, scaled = false;  // scaled: by a factor
 };
 
 // Raises std::invalid_argument unless x is (B, L, columns) float32.
@@ -54,21 +62,27 @@ void check_rows(const mx::array &x);
 void add_before(Arrays &inputs, Layer &layer, const toast_operands &given);
 void add_behind(Arrays &inputs, Layer &layer, const toast_operands &given, int64_t attended);
 
-// Queries, keys and values of x (count, columns), (count, heads, size) each; and gates, as queries,
-// where there are any. at: where the arrays begin, and then where they end.
+// Queries, keys and values of x (count, columns), (count, heads, size) each, or queries alone; and
+// gates, as queries, where there are any. at: where the arrays begin, and then where they end.
 void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x, int64_t count,
             float *const (&outs)[HEADS], float *gates = nullptr);
 
-// The norms of queries and keys, (count, heads, size) or so, in place. at: as above.
+// The norms of queries, keys and values, (count, heads, size) or so, in place. at: as above.
 void norm_heads(const Layer &layer, const Arrays &arrays, size_t &at, int64_t count,
-                float *const (&heads)[2]);
+                float *const (&heads)[HEADS]);
 
 // x += y, (count, columns) each, float32.
 void add_vectors(float *x, const float *y, int64_t count, int64_t columns);
 
 // sum = x + m norm(out(attended)), and m norm(network(norm(sum))) + sum; or norm(sum), where there
-// is no network. m: multiplier. All (count, columns) but attended; out may lie where x does.
+// is no network. m: multiplier. All (count, columns) but attended; out may lie where x does. own:
+// (count, own), its own input; NULL for none.
 void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x,
-            const float *attended, int64_t count, float *sum, float *out);
+            const float *attended, int64_t count, float *sum, float *out,
+            const float *own = nullptr);
+
+// The own input of x (B, L, columns), added to `inputs`: float32 (B, L, own); NULL where a layer
+// has none, and nothing is added. Raises std::invalid_argument for another.
+void add_own(Arrays &inputs, const Layer &layer, const mx::array *own);
 
 }  // namespace toast

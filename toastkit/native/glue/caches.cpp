@@ -141,6 +141,10 @@ void lie_as_before(const mx::array &before, mx::array &cache) {
     cache.set_data(mx::allocator::malloc(cache.nbytes()), cache.size(), before.strides(),
                    {true, false, false});
   }
+  line_up(cache);
+}
+
+void line_up(const mx::array &cache) {
   if (!cache.size()) return;
   const std::lock_guard<std::mutex> lock(line.mutex);
   if (line.writers.size() > MOST)

@@ -16,6 +16,10 @@ void check_cache(const mx::array &cache, const mx::Shape &heads, int first);
 // Whoever computes it begins with a Written of it.
 void lie_as_before(const mx::array &before, mx::array &cache);
 
+// Has who reads a cache stand in line with those who write there. Whoever reads it then begins with
+// a Written of it, too.
+void line_up(const mx::array &cache);
+
 // While it is there, a cache is being written to; then it is not in line any more.
 class Written {
  public:

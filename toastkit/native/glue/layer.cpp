@@ -1,4 +1,6 @@
 // A layer of the common form as one MLX primitive, with the caches that it appends to.
+#include <optional>
+
 #include "../kernels/rows.h"
 #include "blocks.h"
 #include "caches.h"
@@ -29,7 +31,8 @@ struct Whole {
   bool sinks, scaled;
 };
 
-// Where new positions go in the caches, how many are attended to then, and which they are.
+// Where new positions go in the caches, or are in those of another layer, how many are attended to
+// then, and which they are.
 struct Place {
   int first, length;
   int32_t position;
@@ -37,17 +40,19 @@ struct Place {
 };
 
 // arrays: x, those of what lies before, frequencies, sinks, those of what lies behind, those of a
-// mixture, factors of queries, both caches; and what comes out of it, and both caches again.
+// mixture, factors of queries, its own input, both caches; and what comes out of it, and, unless
+// these are another layer's, both caches again.
 void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   const Layer &layer = whole.layer;
   const toast_layer &is = layer.is;
   const mx::array &x = arrays[0];
   const int64_t batch = x.shape(0), length = x.shape(1), columns = x.shape(2);
   const int64_t count = batch * length, query = layer.size[0], value = layer.size[2];
-  const size_t all = arrays.size(), caches = all - whole.outputs - 4;
-  const Written keys_written(arrays[all - 2]), values_written(arrays[all - 1]);
-  mx::array keys = arrays[all - 2], values = arrays[all - 1], out = arrays[all - 3];
-  mx::array first_out = arrays[all - whole.outputs - 2];
+  const size_t all = arrays.size(), outs = whole.outputs + (is.shares ? 0 : 2);
+  const size_t caches = all - outs - 2, kept_in = is.shares ? caches : all - 2;
+  const Written keys_written(arrays[kept_in]), values_written(arrays[kept_in + 1]);
+  mx::array keys = arrays[kept_in], values = arrays[kept_in + 1];
+  mx::array first_out = arrays[all - outs], out = arrays[all - outs + whole.outputs - 1];
   InOrder in_order(x);
   const float *rows = reinterpret_cast<const float *>(in_order.data());
 
@@ -61,7 +66,7 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   size_t at = 1;
   before(layer, arrays, at, rows, count, {q, k, v}, is.gated ? gates : nullptr);
 
-  size_t norms = at - layer.has[QUERY_NORM] - layer.has[QUERY_NORM + 1];
+  size_t norms = at - layer.has[QUERY_NORM] - layer.has[KEY_NORM] - layer.has[VALUE_NORM];
   InOrder frequencies(arrays[at++]);
   const toast_rotation rotation = {
       is.dims, reinterpret_cast<const float *>(frequencies.data()), is.inverse,
@@ -71,17 +76,19 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   const auto queries = heads_of(q, batch, is.heads, length, query, true);
   const auto new_keys = heads_of(k, batch, is.key_heads, length, query, true);
   need(toast_rotate(&queries, &rotation, turned_q));
-  need(toast_rotate(&new_keys, &rotation, turned_k));
-  if (is.late) norm_heads(layer, arrays, norms, count, {turned_q, turned_k});
+  if (!is.shares) need(toast_rotate(&new_keys, &rotation, turned_k));
+  if (is.late) norm_heads(layer, arrays, norms, count, {turned_q, turned_k, v});
   if (whole.scaled) {
-    const InOrder scales(arrays[caches - 1]);
+    const InOrder scales(arrays[caches - 1 - (is.own != 0)]);
     const float *by = reinterpret_cast<const float *>(scales.data());
     for (int64_t i = 0; i < wide; i++) turned_q[i] *= by[i / query % length];
   }
-  const auto turned_keys = heads_of(turned_k, batch, is.key_heads, length, query, false);
-  const auto new_values = heads_of(v, batch, is.key_heads, length, value, true);
-  write_heads(arrays[caches], keys, turned_keys, place.first);
-  write_heads(arrays[caches + 1], values, new_values, place.first);
+  if (!is.shares) {
+    const auto turned_keys = heads_of(turned_k, batch, is.key_heads, length, query, false);
+    const auto new_values = heads_of(v, batch, is.key_heads, length, value, true);
+    write_heads(arrays[caches], keys, turned_keys, place.first);
+    write_heads(arrays[caches + 1], values, new_values, place.first);
+  }
 
   std::unique_ptr<InOrder> sinks(whole.sinks ? new InOrder(arrays[at++]) : nullptr);
   const toast_attention call = {
@@ -95,7 +102,10 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   if (is.gated) need(toast_gate(gates, attended, joined, TOAST_F32, TOAST_SIGMOID, attended));
   float *const to = out.data<float>();
   float *const sum = whole.outputs == 1 ? attended + joined : first_out.data<float>();
-  behind(layer, arrays, at, rows, attended, count, sum, to);
+  std::optional<InOrder> own;
+  if (is.own) own.emplace(arrays[caches - 1]);
+  behind(layer, arrays, at, rows, attended, count, sum, to,
+         own ? reinterpret_cast<const float *>(own->data()) : nullptr);
   if (!whole.mixture.choice.chosen) return;
   mix(whole.mixture, arrays, at, to, count, columns, to);
   add_vectors(to, sum, count, columns);
@@ -103,8 +113,8 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
 
 // What comes out of it, one or two, and both caches with the new positions.
 Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &values,
-                const mx::array *scales, const Place &place, const toast_layer &is,
-                const toast_operands &given, const toast_mixture *mixture) {
+                const mx::array *scales, const mx::array *own, const Place &place,
+                const toast_layer &is, const toast_operands &given, const toast_mixture *mixture) {
   check_rows(x);
   Whole whole = {{is}, {}, 1, false, scales != nullptr};
   Layer &layer = whole.layer;
@@ -147,18 +157,21 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
           "factors of other positions");
     inputs.push_back(*scales);
   }
+  add_own(inputs, layer, own);
   inputs.push_back(keys), inputs.push_back(values);
   std::vector<mx::Shape> shapes(whole.outputs, x.shape());
   std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
   for (auto cache : {&keys, &values})
-    shapes.push_back(cache->shape()), dtypes.push_back(cache->dtype());
+    if (!is.shares) shapes.push_back(cache->shape()), dtypes.push_back(cache->dtype());
   return made("ToastLayer", std::move(shapes), dtypes, std::move(inputs),
               [=](const Arrays &arrays) { compute(whole, arrays, place); },
-              [](const Arrays &inputs, Arrays &outputs) {
-    const size_t given = inputs.size(), rest = outputs.size() - 2;
-    lie_in_place(inputs[0], outputs[rest - 1]);
-    if (rest > 1) outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
-    for (size_t i = 0; i < 2; i++) lie_as_before(inputs[given - 2 + i], outputs[rest + i]);
+              [sums = whole.outputs](const Arrays &inputs, Arrays &outputs) {
+    lie_in_place(inputs[0], outputs[sums - 1]);
+    if (sums > 1) outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
+    for (size_t i = 0; i < 2; i++) {
+      const mx::array &cache = inputs.end()[int(i) - 2];
+      outputs.size() > sums ? lie_as_before(cache, outputs[sums + i]) : line_up(cache);
+    }
   }, weights);
 }
 
@@ -169,18 +182,19 @@ extern "C" {
 
 // Makes `outs`, arrays that nobody else has, what a layer gives of x, one, or two where there is no
 // network, and its caches of keys and values with the new positions from `first` on, of which so
-// many are attended to. Lazy. scales: float32 (positions, 1), by which queries are multiplied once
-// they are rotated; NULL for none. position: of the first, as it is rotated. mixture: which is its
-// network; NULL for none. Returns what is wrong; NULL where nothing is.
+// many are attended to; one that shares those of another, which have them, gives none. Lazy.
+// scales: float32 (positions, 1), by which queries are multiplied once they are rotated; NULL for
+// none. own: its own input; NULL for none. position: of the first, as it is rotated. mixture: which
+// is its network; NULL for none. Returns what is wrong; NULL where nothing is.
 TOAST_API const char *toast_whole_array(void **outs, void *x, void *keys, void *values,
-                                        void *scales, int first, int length, int position,
-                                        int causal, const toast_operands *given,
+                                        void *scales, void *own, int first, int length,
+                                        int position, int causal, const toast_operands *given,
                                         const toast_layer *layer, const toast_mixture *mixture) {
   using toast::array_if, toast::array_of;
   return toast::wrong([&] {
     auto made = toast::layer_of(array_of(x), array_of(keys), array_of(values),
-                                array_if(scales), {first, length, position, causal != 0}, *layer,
-                                *given, mixture);
+                                array_if(scales), array_if(own),
+                                {first, length, position, causal != 0}, *layer, *given, mixture);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
 }

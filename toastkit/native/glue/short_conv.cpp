@@ -66,7 +66,8 @@ Arrays short_conv(const mx::array &x, const mx::array *before, const toast_layer
   check_rows(x);
   ShortConv s = {{is}, 0, given.rest[BIAS] != nullptr, before != nullptr, is.network ? 1u : 2u};
   const int columns = x.shape(2);
-  check(is.heads == 1 && is.key_heads == 1 && is.joined == columns, "gates of another size");
+  check(is.heads == 1 && is.key_heads == 1 && is.joined == columns && !is.shares && !is.own,
+        "gates of another size");
   Arrays inputs = {x};
   add_before(inputs, s.layer, given);
   const mx::array &weight = rest_of(given, WEIGHT);

@@ -1,0 +1,109 @@
+"""Layers of Gemma 4: some attend to the keys and values of a layer before, positions may have an
+input of their own at each, and some have experts beside their network, with norms of their own.
+Known by what their forwards are (known.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from toastkit.native.attention_forwards import ATTEND, BASE
+from toastkit.native.blocks import Beside, Layer
+from toastkit.native.forms import Block, Heads
+from toastkit.native.functions import Native, our_function
+from toastkit.native.kv_caches import Kept
+from toastkit.native.library import CHOSEN, Choice, in_use
+from toastkit.native.operations import rms_norm, weighted_sum
+
+ROUTED = Block(
+    "self_attn", "input_layernorm", "router", "pre_feedforward_layernorm",
+    "post_attention_layernorm",
+)  # fmt: skip
+DENSE = ROUTED._replace(network="mlp", fed_norm="post_feedforward_layernorm", factor="layer_scalar")
+WITH_OWN = DENSE._replace(
+    own_gate="per_layer_input_gate", own_product="per_layer_projection",
+    own_norm="post_per_layer_input_norm",
+)  # fmt: skip
+HEADS = Heads(
+    "q_proj", "k_proj", "v_proj", "o_proj", "n_heads", "n_kv_heads", "rope", "scale", "q_norm",
+    "k_norm", lambda *_, **__: None, size="head_dim", v_norm="v_norm",
+)  # fmt: skip
+
+
+# Of its own it has queries: they stand for the others, which nobody looks at.
+SHARING = HEADS._replace(k="q_proj", v="q_proj", k_norm=None, v_norm=None, shares=True)
+
+
+class SharingAttention(Native):
+    """Known, so that a layer of it may be one node."""
+
+    def __call__(self: Any, *given: Any, **named: Any) -> Any:
+        return super().__call__(*given, **named)  # type: ignore[misc]
+
+
+class SharingLayer(Layer):
+    """What is handed on from layer to layer is a Kept where this one is native."""
+
+    @property
+    def _block(self: Any) -> Block:  # type: ignore[override]
+        if self.enable_moe:
+            return ROUTED
+        return DENSE if self.per_layer_input_gate is None else WITH_OWN
+
+    def _heads(self: Any, attention: Any) -> Heads | None:
+        attend = our_function(BASE, ATTEND)
+        if type(attention).__call__ is not SharingAttention.__call__ or attend is None:
+            return None
+        if not attention.has_kv:
+            return SHARING._replace(attend=attend)
+        return HEADS._replace(attend=attend, v="k_proj" if attention.use_k_eq_v else "v_proj")
+
+    def __call__(  # type: ignore[override]
+        self: Any,
+        x: mx.array,
+        mask: Any = None,
+        cache: Any = None,
+        per_layer_input: mx.array | None = None,
+        shared_kv: Any = None,
+        offset: Any = None,
+    ) -> tuple[mx.array, Any, Any]:
+        passed, kept = None, shared_kv
+        if kept is None or isinstance(kept, Kept):
+            passed = self.passed(x, mask, cache, Beside(own=per_layer_input, kept=kept))
+            if passed is None and kept is not None:
+                shared_kv, offset = kept.fetched(), kept.offset
+        if passed is None:
+            theirs: Any = super(Layer, self).__call__  # type: ignore[misc]
+            return theirs(x, mask, cache, per_layer_input, shared_kv, offset)
+        (y, *normed), kept = passed
+        return self._routed(y, *normed) if normed else y, kept, kept.offset
+
+    def _routed(self: Any, x: mx.array, normed: mx.array) -> mx.array:
+        """What comes out of a layer with experts: x, (B, L, columns), is what its network and they
+        are added to."""
+        fed = self["post_feedforward_layernorm_1"](self["mlp"](normed))
+        which, shares = self["router"](x)
+        mixed = self["experts"](self["pre_feedforward_layernorm_2"](x), which, shares)
+        both = fed + self["post_feedforward_layernorm_2"](mixed)
+        return (x + self["post_feedforward_layernorm"](both)) * self["layer_scalar"]
+
+
+class RouterOfNorm(Native):
+    """By the logits of what is chosen, of a norm; each expert's share has a factor."""
+
+    def __call__(self: Any, x: mx.array) -> tuple[mx.array, mx.array]:
+        library, logits = in_use(), None
+        if x.dtype == mx.float32:
+            logits = self["proj"](rms_norm(x, self["scale"] * self._root_size, self.eps))
+        if library is None or logits is None or logits.dtype != mx.float32:
+            return super().__call__(x)  # type: ignore[misc]
+        which, shares = library.route(logits, Choice(self.config.top_k_experts, CHOSEN))
+        return which, shares * self["per_expert_scale"][which]
+
+
+class Experts(Native):
+    """Experts that somebody else has chosen."""
+
+    def __call__(self: Any, x: mx.array, which: mx.array, shares: mx.array) -> mx.array:
+        return weighted_sum(self["switch_glu"](x, which), shares)
