@@ -139,6 +139,25 @@ MODELS |= {
     },
 }  # fmt: skip
 MODELS["rwkv7"].pop("hidden_act")
+# Gemma 4's: inputs of their own at each layer, of which the last attend to what others have kept;
+# and experts beside a network, whose keys are values where a layer sees all.
+GEMMA4 = {
+    **DENSE, "model_type": "gemma4_text", "num_hidden_layers": 10, "hidden_size": 1536,
+    "head_dim": 256, "global_head_dim": 512, "num_attention_heads": 8, "num_key_value_heads": 1,
+    "intermediate_size": 6144, "num_kv_shared_layers": 4, "sliding_window": 512,
+    "sliding_window_pattern": 5, "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": DENSE["vocab_size"], "tie_word_embeddings": True,
+}  # fmt: skip
+MODELS |= {
+    "gemma4": GEMMA4,
+    "gemma4-moe": {
+        **GEMMA4, "num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2, "intermediate_size": 2112, "num_kv_shared_layers": 0,
+        "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False,
+        "enable_moe_block": True, "num_experts": 32, "top_k_experts": 8,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 704, "sliding_window_pattern": 3,
+    },
+}  # fmt: skip
 BITS, GROUP = 4, 64
 
 
@@ -178,8 +197,9 @@ def bytes_read(weights: dict[str, mx.array], config: dict[str, Any]) -> int:
     """By a token: of experts those that it goes to, of an embedding that is not the head next to
     nothing."""
     share = config.get("num_experts_per_tok", 1) / config.get("num_experts", 1)
+    looked_up = "embed_tokens_per_layer" if config["tie_word_embeddings"] else "embed_tokens"
     total = 0.0
     for name, array in weights.items():
-        if config["tie_word_embeddings"] or "embed_tokens" not in name:
-            total += array.nbytes * (share if "switch_mlp" in name else 1)
+        if looked_up not in name:
+            total += array.nbytes * (share if "switch_" in name else 1)
     return int(total)

@@ -3,6 +3,8 @@ and what mlx_lm gives; with the keys and values of a layer before, as these lie.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,13 +16,18 @@ from mlx.utils import tree_map
 from mlx_lm.models import gemma4_text
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
+from tests.model.checkpoints import random_weights, write_checkpoint
 from tests.model.reference import held_by
+from tests.model.test_last_token import check_same
 from tests.model.test_native_blocks import counted
 from tests.model.test_native_operations import alike, library
 from tests.native_library import built, cache, needed, operations_of
+from toastkit.engine.last_token import _last_layers
+from toastkit.engine.opening import open_engine
+from toastkit.model.locate import locate
 from toastkit.native import blocks
 from toastkit.native.kv_caches import Kept, keep_in
-from toastkit.native.modules import use_native
+from toastkit.native.modules import last_position_only, use_native
 
 __all__ = ["built", "cache", "library"]
 pytestmark = [needed, pytest.mark.usefixtures("library")]
@@ -57,6 +64,16 @@ def made_of(sizes: dict[str, Any], bits: int = 0, native: bool = True) -> Any:
     if native:
         use_native(model.modules())
     return model
+
+
+def left_to_itself(layer: Any) -> None:
+    """Somebody stands before its attention."""
+
+    class Watched(type(layer.self_attn)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **named: Any) -> Any:
+            return super().__call__(*args, **named)
+
+    layer.self_attn.__class__ = Watched
 
 
 def in_many(*_: Any) -> None:
@@ -97,6 +114,40 @@ def test_they_are_those_of_mlx_lm(case: str) -> None:
     assert all(alike(ours, theirs, 2e-5) for ours, theirs in zip(made, wanted))
 
 
+@pytest.mark.parametrize("alone", [(), (2,), (4,)])
+@pytest.mark.parametrize("case", ["plain", "both", "sharing experts", "window"])
+def test_the_last_position_alone(case: str, alone: Sequence[int]) -> None:
+    """Of the last layer that keeps something, and those behind it: the bits it has among others.
+    alone: layers that are left to themselves."""
+    model = made_of(CASES[case], 4)
+    for i in alone:
+        left_to_itself(model.layers[i])
+    last = _last_layers(model)
+    assert len(last) == (3 if "num_kv_shared_layers" in CASES[case] else 1)
+    found, wanted = model.make_cache(), model.make_cache()
+    for n, length in enumerate(LENGTHS):
+        ids = mx.random.randint(0, 50, (2, length), key=mx.random.key(n))
+        with last_position_only(last):
+            made = model(ids, found)
+        whole = alone == (4,) and case == "plain"
+        assert made.shape[1] == (length if whole else 1)
+        assert mx.array_equal(made[:, -1], model(ids, wanted)[:, -1])
+    for ours, theirs in zip(found, wanted):
+        assert all(map(mx.array_equal, held_by(ours), held_by(theirs)))
+
+
+@pytest.mark.parametrize("case", ["both", "sharing experts"])
+def test_a_prompt_is_read_in_one_pass(case: str, tmp_path: Path) -> None:
+    """Its last token with the others, to the bit as by itself, and through sliding windows."""
+    config = SIZES | CASES[case] | {"vocab_size": 4096, "vocab_size_per_layer_input": 4096}
+    model = gemma4_text.Model(gemma4_text.ModelArgs.from_dict(config))
+    path = write_checkpoint(tmp_path / "m", config, random_weights(model, 0.2), 1)
+    engine = open_engine(locate(str(path)), native="require", dtype="float32")
+    assert check_same(engine, 2) == [2]
+    assert check_same(engine, 24, 16) == [16, 24]
+    assert check_same(engine, 70) == [69, 70]  # more than a window has
+
+
 @pytest.mark.parametrize("kept", [mx.float16, mx.int8])
 def test_caches_that_keep_fewer_bits(kept: mx.Dtype) -> None:
     """Who shares them reads them as they lie."""
@@ -135,16 +186,11 @@ def test_a_layer_that_is_left_to_itself_shares_too() -> None:
     with patch.object(blocks.Layer, "passed", in_many):
         wanted = passes(model)
 
-    class Watched(type(model.layers[0].self_attn)):  # type: ignore[misc]
-        def __call__(self, *args: Any, **named: Any) -> Any:
-            return super().__call__(*args, **named)
-
     for alone in (1, 4):  # who keeps them, and who asks for them
-        model.layers[alone].self_attn.__class__ = Watched
+        left_to_itself(model.layers[alone])
         with counted() as counts:
             made = passes(model)
-        ours = len(LENGTHS) * (3 if alone == 1 else 4)  # behind 1 is 4, which takes its arrays
-        assert sum(counts.values()) == ours
+        assert sum(counts.values()) == len(LENGTHS) * 4
         assert all(map(mx.array_equal, made, wanted))
         model.layers[alone].self_attn.__class__ = type(model.layers[0].self_attn)
 
@@ -209,12 +255,12 @@ def test_what_does_not_fit_together(library: Any) -> None:
     model(mx.array([[1, 2]]), caches)
     layer, x, own = model.layers[4], mx.zeros((1, 2, 64)), mx.zeros((1, 2, 32))
     keys, values = caches[1].keys, caches[1].values
-    shares = blocks.Beside(own=own, kept=Kept(keys, values, 2, 0))
+    shares = blocks.Beside(own=own, kept=Kept(keys, values, 0, 2, 2))
     plan = layer.planned(64)
 
-    def one(beside: Any, length: int = 2) -> Any:
+    def one(beside: Any) -> Any:
         kept = beside.kept
-        return blocks._in_one(library, plan, x, True, None, kept.room(length), beside)
+        return blocks._in_one(library, plan, x, True, None, kept.room(), beside)
 
     assert one(shares)[0][0].shape == x.shape
     for wrong in (None, own[..., :31], own[:, :1], own.astype(mx.float16), own[0]):

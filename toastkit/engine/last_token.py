@@ -54,6 +54,7 @@ class LastToken:
     def examine(self, holdings: Holdings) -> None:
         """Looks at a model of which nothing is loaded yet."""
         heads = _heads(holdings) if holdings.types.native else []
+        heads += _last_layers(holdings.store.model) if heads else []
         self._heads = heads if heads and _is_by_row(holdings, heads) else []
 
     @property
@@ -90,6 +91,16 @@ def _heads(holdings: Holdings) -> list[Any]:
     ]
 
 
+def _last_layers(model: Any) -> list[Any]:
+    """The last layer that keeps something, and those behind it."""
+    found: list[Any] = []
+    for layer in reversed(list(getattr(model, "layers", ()))):
+        found.append(layer)
+        if not getattr(layer, "keeps_nothing", False):
+            break
+    return found
+
+
 def _is_by_row(holdings: Holdings, heads: Sequence[Any]) -> bool:
     """Whether passes over any number of tokens compute each in one way, and logits of the last
     one alone where the heads are told to."""
@@ -115,8 +126,8 @@ def _computed(holdings: Holdings, count: int) -> Counter[str] | None:
     caches, text = holdings.new_caches(), io.StringIO()
     model: Any = holdings.store.model
     logits = model(mx.zeros((1, count), mx.uint32), cache=caches)
-    if logits.shape[1] != 1:
-        return None
+    if logits.shape[1] != 1 or any(getattr(one, "offset", count) != count for one in caches):
+        return None  # or not each layer has read all of them
     mx.export_to_dot(text, logits, *arrays_in(caches))
     found = Counter(re.findall(r'label ="([^"]*)", shape=rectangle', text.getvalue()))
     computing = Counter({name: n for name, n in found.items() if name not in MOVES})

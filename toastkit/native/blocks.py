@@ -14,7 +14,15 @@ import mlx.core as mx
 
 from toastkit.native.forms import Block, Heads, adds_one, heads_of
 from toastkit.native.functions import Native
-from toastkit.native.kv_caches import Kept, Room, appended_first, kept_of, room_in, set_appended
+from toastkit.native.kv_caches import (
+    Kept,
+    Room,
+    appended_first,
+    kept_of,
+    offset_of,
+    room_in,
+    set_appended,
+)
 from toastkit.native.library import ACTIVATIONS, FLOATS, NONE, Library, in_use, need
 from toastkit.native.mixtures import Mixture
 from toastkit.native.modules import Linear, Norm, operands_of
@@ -45,7 +53,7 @@ class _Plan(NamedTuple):
     turn: what turns queries and keys; late: what norms them once they are turned. left: the
     network, where it is left to itself, unless it is a mixture (mixes) that can be taken whole.
     turns: whether the rotation is one that the library has. heads: what attention calls its
-    parts."""
+    parts. plain: it is given x and nothing beside."""
 
     columns: int
     operands: Operands
@@ -57,6 +65,7 @@ class _Plan(NamedTuple):
     shape: LayerShape
     heads: Heads
     late: tuple[Any, Any] | None
+    plain: bool
 
     def fits(self, beside: Beside) -> bool:
         """Whether this is what it may be given."""
@@ -69,21 +78,25 @@ class _Plan(NamedTuple):
 class Beside(NamedTuple):
     """What a layer may be given beside x (B, L, columns). scales: that queries are multiplied by,
     float32 (L, 1). own: its own input, float32 (B, L, n). kept: what it attends to, where that is
-    another layer's."""
+    another layer's. last: what it makes of the last position is wanted alone."""
 
     scales: mx.array | None = None
     own: mx.array | None = None
     kept: Kept | None = None
+    last: bool = False
 
 
 NOTHING = Beside()
 
 
 class Layer(Native):
-    """One of that form. _block: what its class calls its parts. _plan: of the last step."""
+    """One of that form. _block: what its class calls its parts. _plan: of the last step.
+    _last_only: of all positions, which it keeps, only the last goes on (see last_position_only):
+    for the last layer, where nobody asks for the others."""
 
     _block: Block
     _plan: _Plan | None = None
+    _last_only: bool = False
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         y = self.natively(x, mask, cache)
@@ -103,26 +116,27 @@ class Layer(Native):
         self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside
     ) -> tuple[list[mx.array], Kept] | None:
         """The same, or, where its network is left to itself, what that is added to and a norm of
-        it, (B, L, columns) float32 each; and what it attended to."""
+        it, (B, L, columns) float32 each, or (B, 1, columns) of the last; and what it attended
+        to."""
         library, kept = in_use(), beside.kept
         if library is None or (cache is None and kept is None) or x.dtype != mx.float32:
             return None
         plan = self.planned(x.shape[-1]) if x.ndim == 3 else None
-        if plan is None or not plan.fits(beside):
+        if plan is None or not (plan.plain if beside is NOTHING else plan.fits(beside)):
             return None
         batch, length, _ = x.shape
-        few = plan.turns and batch * length <= FEW
-        few = few and (mask is None or (isinstance(mask, str) and mask == "causal"))
-        if kept is not None:
-            room = kept.room(length) if few else None
-        else:
-            room = room_in(cache, length) if few else None
+        known, room = mask is None or (isinstance(mask, str) and mask == "causal"), None
+        if known and plan.turns and batch * length <= FEW:
+            room = kept.room() if kept else room_in(cache, length)
         if room is None and (plan.heads.gated or not _can_cap(plan, mask, cache)):
             return None
         plan.operands.were_used()
+        if self._last_only and length > 1:
+            beside = beside._replace(last=True)
         if room is None:
             return _in_two(library, plan, x, mask, cache, beside)
-        return _in_one(library, plan, x, mask is not None, cache, room, beside)
+        outs, kept = _in_one(library, plan, x, mask is not None, cache, room, beside)
+        return [out[:, -1:] for out in outs] if beside.last else outs, kept
 
     def planned(self: Any, columns: int) -> _Plan | None:
         """How it is computed, for x of so many columns; None where a part is not as it has to
@@ -165,17 +179,18 @@ def _in_one(
     columns) each; and what it attended to. causal: a position sees none behind it."""
     mixture = plan.left.whole() if plan.mixes else None
     outs = copies(x, 1 if plan.left is None or mixture else 2)
-    kept = beside.kept or Kept(cache.keys, cache.values, room.length, cache.offset)
-    caches = [] if beside.kept else [*copies(kept.keys, 1), *copies(kept.values, 1)]
+    scales, own, kept, _ = beside
+    keys, values, offset = kept[:3] if kept else (cache.keys, cache.values, cache.offset)
+    caches = [] if kept else [*copies(keys, 1), *copies(values, 1)]
     made = (ctypes.py_object * (len(outs) + len(caches)))(*outs, *caches)
     places = byref(plan.operands), byref(plan.shape), byref(mixture) if mixture else None
     call = _functions(library)[0]
-    given = (NONE if one is None else one for one in beside[:2])
-    need(call(made, x, *kept[:2], *given, *room, kept.offset, causal, *places))
-    if caches:
-        set_appended(cache, caches, x.shape[1], room.first)
-        kept = kept._replace(keys=cache.keys, values=cache.values)
-    return outs, kept
+    given = NONE if scales is None else scales, NONE if own is None else own
+    need(call(made, x, keys, values, *given, *room, offset, causal, *places))
+    if kept:
+        return outs, kept
+    set_appended(cache, caches, x.shape[1], room.first)
+    return outs, Kept(caches[0], caches[1], offset, x.shape[1], room.length)
 
 
 def copies(x: Any, count: int) -> list[Any]:
@@ -192,8 +207,12 @@ def _in_two(
     heads = copies(x, 1 if kept else 3)
     places = byref(plan.operands), byref(plan.shape)
     need(projected((ctypes.py_object * len(heads))(*heads), x, *places))
-    offset = kept.offset if kept else cache.offset
-    queries, *new = (plan.turn(one, offset=offset) for one in heads[:2])
+    offset, length = kept.offset if kept else offset_of(cache), x.shape[1]
+    starts = [offset, offset]
+    if beside.last:
+        heads[0], starts[0] = heads[0][:, :, -1:], offset + length - 1
+        x, mask, beside = last_of(x, mask, beside)
+    queries, *new = (plan.turn(one, offset=at) for one, at in zip(heads[:2], starts))
     if plan.late is not None:
         queries, *new = (norm(one) for norm, one in zip(plan.late, (queries, *new)))
     new += heads[2:]
@@ -202,7 +221,7 @@ def _in_two(
         keys, values = kept.fetched()
     else:
         keys, values = appended_first(cache, *new) or cache.update_and_fetch(*new)
-        kept = Kept(kept_of(keys), kept_of(values), keys.shape[2], offset)
+        kept = Kept(kept_of(keys), kept_of(values), offset, length, keys.shape[2])
     del new
     if beside.scales is not None:
         queries = queries * beside.scales
@@ -216,6 +235,15 @@ def _in_two(
     made = (ctypes.py_object * len(outs))(*outs)
     need(closed(made, x, attended, NONE if beside.own is None else beside.own, *places))
     return outs, kept
+
+
+def last_of(x: mx.array, mask: Any, beside: Beside) -> tuple[mx.array, Any, Beside]:
+    """What a layer is given, x (B, L, columns) float32, of the last position, which sees all."""
+    scales, own = beside.scales, beside.own
+    beside = beside._replace(
+        scales=None if scales is None else scales[-1:], own=None if own is None else own[:, -1:]
+    )
+    return x[:, -1:], mask[..., -1:, :] if isinstance(mask, mx.array) else None, beside
 
 
 def _planned(layer: Any, columns: int) -> _Plan | None:
@@ -272,6 +300,7 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     return _Plan(
         columns, operands, attention, turn, None if more else network,
         type(network).__call__ is Mixture.__call__, frequencies is not None, shape, own, late,
+        not (own.shares or own.scaled or inputs),
     )  # fmt: skip
 
 

@@ -92,9 +92,13 @@ class Decoder(Layer):
     def natively(
         self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
     ) -> mx.array | None:
-        if not self.is_linear:
-            return super().natively(x, mask, cache, beside)
-        return self._in_one(x, cache) if mask is None else None
+        if self.is_linear:
+            return self._in_one(x, cache) if mask is None else None
+        y = super().natively(x, mask, cache, beside)
+        if y is None and self._last_only:
+            y = (x + self["self_attn"](self["input_layernorm"](x), mask, cache))[:, -1:]
+            y = y + self["mlp"](self["post_attention_layernorm"](y))
+        return y
 
     def _in_one(self: Any, x: mx.array, cache: Any) -> mx.array | None:
         library = in_use()

@@ -125,24 +125,35 @@ class Room(NamedTuple):
 
 class Kept(NamedTuple):
     """What a layer attends to, for others that attend to the same: keys and values (B, heads, M,
-    size) as they lie, and how many of them. offset: of the first position of this pass, in each
-    row of a batch."""
+    size) as they lie. positions: of this pass, the last of `length`. offset: of the first of them,
+    in each row of a batch."""
 
     keys: mx.array
     values: mx.array
-    length: int
     offset: int | mx.array
+    positions: int
+    length: int
 
-    def room(self, positions: int) -> Room | None:
-        """Where so many positions are, the last; None where rows differ."""
+    def room(self) -> Room | None:
+        """Where these positions are; None where rows differ."""
         one = isinstance(self.offset, int)
-        return Room(self.length - positions, self.length) if one else None
+        return Room(self.length - self.positions, self.length) if one else None
+
+    def last(self) -> Kept:
+        """For the last position alone."""
+        return self._replace(positions=1, offset=self.offset + self.positions - 1)
 
     def fetched(self) -> tuple[mx.array, mx.array]:
         """(B, heads, length, size) float32, as update_and_fetch gives them."""
         some = (a if a.shape[2] == self.length else a[:, :, : self.length] for a in self[:2])
         keys, values = (_widened(array, mx.float32) for array in some)
         return keys, values
+
+
+def offset_of(layer: Any) -> Any:
+    """Of a cache, int or int32 (B,), as it is now: it may be added to in place."""
+    offset = layer.offset
+    return offset if isinstance(offset, int) else offset.__copy__()
 
 
 def room_in(layer: Any, positions: int) -> Room | None:

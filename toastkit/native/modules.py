@@ -102,7 +102,7 @@ def narrow_keys(module: Any) -> tuple[str, ...]:
 def last_position_only(modules: Iterable[Any]) -> Iterator[None]:
     """While native modules multiply the last position of x (..., positions, columns) alone. Those
     that are not, and what only MLX has, go on with all."""
-    modules = [module for module in modules if isinstance(module, _Product)]
+    modules = [module for module in modules if hasattr(type(module), "_last_only")]
     try:
         for module in modules:
             vars(module)["_last_only"] = True

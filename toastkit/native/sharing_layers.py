@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 
 from toastkit.native.attention_forwards import ATTEND, BASE
-from toastkit.native.blocks import Beside, Layer
+from toastkit.native.blocks import Beside, Layer, last_of
 from toastkit.native.forms import Block, Heads
 from toastkit.native.functions import Native, our_function
-from toastkit.native.kv_caches import Kept
+from toastkit.native.kv_caches import Kept, kept_of, offset_of
 from toastkit.native.library import CHOSEN, Choice, in_use
 from toastkit.native.operations import rms_norm, weighted_sum
 
@@ -43,7 +43,13 @@ class SharingAttention(Native):
 
 
 class SharingLayer(Layer):
-    """What is handed on from layer to layer is a Kept where this one is native."""
+    """What is handed on from layer to layer is a Kept, where activations are float32. All that keep
+    nothing lie behind those that do, and may be given the last position alone."""
+
+    @property
+    def keeps_nothing(self: Any) -> bool:
+        """Whether it attends to what a layer before has kept."""
+        return not self["self_attn"].has_kv
 
     @property
     def _block(self: Any) -> Block:  # type: ignore[override]
@@ -68,16 +74,30 @@ class SharingLayer(Layer):
         shared_kv: Any = None,
         offset: Any = None,
     ) -> tuple[mx.array, Any, Any]:
-        passed, kept = None, shared_kv
+        passed, kept, own = None, shared_kv, per_layer_input
+        if isinstance(kept, Kept) and (x.shape[1] < kept.positions or self._last_only):
+            x, mask, (_, own, *_) = last_of(x, mask, Beside(own=own))
+            kept = kept.last()
         if kept is None or isinstance(kept, Kept):
-            passed = self.passed(x, mask, cache, Beside(own=per_layer_input, kept=kept))
-            if passed is None and kept is not None:
-                shared_kv, offset = kept.fetched(), kept.offset
+            passed = self.passed(x, mask, cache, Beside(own=own, kept=kept))
         if passed is None:
-            theirs: Any = super(Layer, self).__call__  # type: ignore[misc]
-            return theirs(x, mask, cache, per_layer_input, shared_kv, offset)
+            return self._alone(x, mask, cache, own, kept, offset)
         (y, *normed), kept = passed
         return self._routed(y, *normed) if normed else y, kept, kept.offset
+
+    def _alone(
+        self: Any, x: mx.array, mask: Any, cache: Any, own: Any, kept: Any, offset: Any
+    ) -> tuple[mx.array, Any, Any]:
+        """As the architecture has it, x (B, L, columns)."""
+        theirs: Any = super(Layer, self).__call__  # type: ignore[misc]
+        if isinstance(kept, Kept):
+            return theirs(x, mask, cache, own, kept.fetched(), kept.offset)
+        before = None if cache is None else offset_of(cache)
+        y, both, offset = theirs(x, mask, cache, own, kept, offset)
+        if before is not None and x.dtype == both[0].dtype == mx.float32:
+            keys, values = map(kept_of, both)
+            both = Kept(keys, values, before, x.shape[1], keys.shape[2])
+        return y, both, offset
 
     def _routed(self: Any, x: mx.array, normed: mx.array) -> mx.array:
         """What comes out of a layer with experts: x, (B, L, columns), is what its network and they
