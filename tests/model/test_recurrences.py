@@ -11,8 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map_with_path
+from mlx_lm.models.cache import ArraysCache
 
 from tests.model.reference import OLD_MLX_LM, held_by
+from tests.model.test_native_blocks import counted
 from tests.model.test_native_operations import alike, library
 from tests.native_library import built, cache, needed, operations_of
 from toastkit.native import decoder, modules, recurrent
@@ -60,11 +62,42 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1, "norm_topk_prob": True, "use_expert_bias": True,
         "num_hidden_layers": 3,
     },
+    "mamba2": {
+        "num_heads": 4, "head_dim": 16, "state_size": 8, "conv_kernel": 4, "n_groups": 2,
+        "use_bias": False, "use_conv_bias": True, "layer_norm_epsilon": 1e-5, "expand": 2,
+        "time_step_limit": [0.01, 0.5], "time_step_rank": 4,
+    },
+    "nemotron_h": {
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "conv_kernel": 4,
+        "n_groups": 2, "mamba_proj_bias": False, "use_bias": False, "use_conv_bias": True,
+        "layer_norm_epsilon": 1e-5, "mlp_bias": False, "attention_bias": False, "head_dim": 16,
+        "hybrid_override_pattern": ["M", "*", "-", "M"], "num_hidden_layers": 4,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention", "attention"], "num_hidden_layers": 3,
+        "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_conv": 3,
+        "mamba_n_groups": 1, "mamba_proj_bias": True, "mamba_conv_bias": False,
+        "embedding_multiplier": 2.0, "attention_multiplier": 0.25, "logits_scaling": 2.0,
+        "residual_multiplier": 0.5, "attention_bias": False, "position_embedding_type": "nope",
+    },
+    "falcon_h1": {
+        "head_dim": 16, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+        "mamba_d_conv": 4, "mamba_n_groups": 2, "mamba_d_ssm": 64, "mamba_expand": 2,
+        "mamba_chunk_size": 16, "mamba_conv_bias": True, "mamba_proj_bias": False,
+        "mamba_rms_norm": False, "mamba_norm_before_gate": True, "mamba_use_mlp": True,
+        "attention_bias": False, "mlp_bias": False, "projectors_bias": False,
+        "ssm_multipliers": [1.0] * 5, "mlp_multipliers": [1.0, 1.0], "ssm_in_multiplier": 1.0,
+        "ssm_out_multiplier": 1.0, "attention_in_multiplier": 1.0, "key_multiplier": 1.0,
+        "attention_out_multiplier": 1.0, "lm_head_multiplier": 1.0, "embedding_multiplier": 1.0,
+        "attn_layer_indices": None,
+    },
 }  # fmt: skip
+MIXERS = ("mamba2", "nemotron_h", "granitemoehybrid", "falcon_h1")
 OURS = {
     "mamba": "ToastScan", "falcon_mamba": "ToastScan", "jamba": "ToastScan", "rwkv7": "ToastWkv",
     "recurrent_gemma": "ToastLinear", "bailing_moe_linear": "ToastScan",
     "lfm2": "ToastShortConv", "lfm2_moe": "ToastShortConv",
+    **dict.fromkeys(MIXERS, "ToastMixer"),
 }  # fmt: skip
 LEFT = {"falcon_mamba"} if OLD_MLX_LM else set()  # which normalises twice there
 # MLX has experts on the CPU in float32 alone.
@@ -77,7 +110,7 @@ models = pytest.mark.parametrize("name", MODELS)
 
 def made(name: str, dtype: mx.Dtype, **more: Any) -> tuple[Any, Any]:
     """mlx_lm's and ours, with the same random weights."""
-    module = import_module(f"mlx_lm.models.{name.removeprefix('falcon_')}")
+    module = import_module(f"mlx_lm.models.{name.replace('falcon_mamba', 'mamba')}")
     args = module.ModelArgs.from_dict({**SIZES, "model_type": name, **MODELS[name], **more})
     mx.random.seed(7)
     theirs, ours = module.Model(args), module.Model(args)
@@ -92,6 +125,16 @@ def made(name: str, dtype: mx.Dtype, **more: Any) -> tuple[Any, Any]:
     return theirs, ours
 
 
+def quantise(model: Any, bits: int) -> None:
+    """What of a native model can be packed in groups of 32."""
+
+    def fits(_: str, module: Any) -> bool:
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+    nn.quantize(model, 32, bits, class_predicate=fits)
+    modules.use_native(model.modules())
+
+
 def read(model: Any, parts: list[int]) -> tuple[mx.array, list[mx.array]]:
     """Logits of prompts of 23 tokens, read in such parts, and what the caches hold then."""
     ids = mx.array([[(37 * n + 5 * row) % 50 for n in range(23)] for row in range(2)])
@@ -99,7 +142,8 @@ def read(model: Any, parts: list[int]) -> tuple[mx.array, list[mx.array]]:
     for first, end in zip([0, *parts], [*parts, 23]):
         found.append(model(ids[:, first:end], cache=layers))
         mx.eval(found)
-    kept = [array for layer in layers for array in held_by(layer) if isinstance(array, mx.array)]
+    caches = [one for layer in layers for one in getattr(layer, "caches", [layer])]
+    kept = [array for one in caches for array in held_by(one) if isinstance(array, mx.array)]
     return mx.concatenate(found, 1), kept
 
 
@@ -126,18 +170,80 @@ def test_states_of_parts_are_those_of_the_whole(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixers_in_one_node(name: str) -> None:
+    """To the bit what its parts give, in any parts of a prompt."""
+    _, ours = made(name, mx.float32)
+    for parts in ([1, 2, 3, 5, 20], []):
+        logits, kept = read(ours, parts)
+        with patch.object(recurrent.Mixer, "mixed", lambda *_: None):
+            theirs, theirs_kept = read(ours, parts)
+        pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
+        assert all(mx.array_equal(a, b) for a, b in pairs)
+
+
+def test_what_of_mixers_is_not_so() -> None:
+    """Rows of a batch that end elsewhere, convolutions in 16 bits, no cache."""
+    theirs, ours = (model.backbone.layers[0].mixer for model in made("mamba2", mx.float32))
+    x, mask = mx.random.normal((2, 5, 32)), mx.arange(5)[None] >= mx.array([[0], [2]])
+    assert ours.mixed(x, None, ArraysCache(2)) is not None
+    assert ours.mixed(x, mask, ArraysCache(2)) is None and ours.mixed(x, None, None) is None
+    both = [mixer(x, mask, ArraysCache(2)) * mask[..., None] for mixer in (ours, theirs)]
+    assert alike(*both, 1e-4)
+    ends = ArraysCache(2)
+    ends.prepare(lengths=[3, 5])
+    assert ours.mixed(x, None, ends) is None
+    assert ours.mixed(x.astype(mx.bfloat16), None, ArraysCache(2)) is None
+    ours.conv1d.weight = ours.conv1d.weight.astype(mx.bfloat16)
+    assert ours.mixed(x, None, ArraysCache(2)) is None
+
+
+def test_mixers_that_do_not_fit_together(library: Any) -> None:
+    """The library says so."""
+    mixer = made("mamba2", mx.float32)[1].backbone.layers[0].mixer
+    projected, state = mx.zeros((2, 5, 164)), mx.zeros((2, 4, 16, 8))
+    conv, before = mixer.conv1d, mx.zeros((2, 3, 96))
+    fits = [projected, conv.weight, conv.bias, before, mixer.A_log, mixer.D, mixer.dt_bias, state]
+
+    def one(arrays: list[Any], heads: int = 4, groups: int = 2, numbers: int = 8) -> str | None:
+        given = recurrent._objects(*arrays)
+        three = [mx.array(0) for _ in range(3)]
+        return recurrent._mixer(library)(*three, given, heads, groups, numbers, 0.0, 1.0)
+
+    assert one(fits) is None
+    for i, array in enumerate(fits):
+        for wrong in (array[:-1], array[..., :-1], array[None]):
+            assert one([*fits[:i], wrong, *fits[i + 1 :]])
+    for i in (4, 5, 6):
+        assert one([*fits[:i], None, *fits[i + 1 :]])
+    for wrong in ((0, 2, 8), (4, 0, 8), (4, 3, 8), (4, 2, 0), (5, 1, 8), (4, 2, 100)):
+        assert one(fits, *wrong)
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("turned", ["nope", "rope"])
+def test_layers_of_attention_among_mixers(turned: str, bits: int) -> None:
+    """Granite 4's: one node where there are no experts."""
+    _, ours = made("granitemoehybrid", mx.float32, position_embedding_type=turned)
+    if bits:
+        quantise(ours, bits)
+    parts = [5, 6, 7, 22]
+    with counted() as counts:
+        logits, kept = read(ours, parts)
+    assert counts["one"] + counts["two"] == 2 * 5 and counts["one"] >= 2 * 3
+    with patch.object(decoder.HybridLayer, "natively", lambda *_: None):
+        theirs, theirs_kept = read(ours, parts)
+    pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
+    assert all(mx.array_equal(a, b) for a, b in pairs)
+
+
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
 @pytest.mark.parametrize("bits", [0, 4])
 def test_short_convolutions_in_one_node(name: str, bits: int) -> None:
     """To the bit what their parts give, in any parts of a prompt, and with somebody before one."""
     _, ours = made(name, mx.float32)
     if bits:
-
-        def fits(_: str, module: Any) -> bool:
-            return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
-
-        nn.quantize(ours, 32, bits, class_predicate=fits)
-        modules.use_native(ours.modules())
+        quantise(ours, bits)
     parts = [1, 2, 3, 5, 20]
     (logits, kept), (whole, _) = read(ours, parts), read(ours, [])
     with patch.object(decoder.ConvolutionLayer, "natively", lambda *_: None):

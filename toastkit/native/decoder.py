@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from toastkit.native.attention_forwards import ATTEND, BASE
 from toastkit.native.blocks import FEW, NOTHING, Beside, Layer, LayerShape, copies
-from toastkit.native.forms import Block
-from toastkit.native.functions import Native
+from toastkit.native.forms import Block, Heads
+from toastkit.native.functions import Native, our_function
 from toastkit.native.library import ACTIVATIONS, NONE, Library, in_use, need
 from toastkit.native.mixtures import Mixture, MixtureShape
 from toastkit.native.modules import FeedForward, Linear, Norm, operands_of
@@ -92,6 +93,7 @@ class Decoder(Layer):
     def natively(
         self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
     ) -> mx.array | None:
+        """As of Layer; and of many positions of which the last goes on, by their parts."""
         if self.is_linear:
             return self._in_one(x, cache) if mask is None else None
         y = super().natively(x, mask, cache, beside)
@@ -170,11 +172,38 @@ def _function(library: Library) -> Any:
     return library.function("decoder", *[array] * 6, *[place] * 3)
 
 
-class ShortConvolution(Native):
-    """LFM 2's, between gates: known, so that a layer of it may be one node."""
+class Known(Native):
+    """Attention, or a convolution between gates, that is known, so that a layer of it may be one
+    node."""
 
-    def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> Any:
-        return super().__call__(x, mask, cache)  # type: ignore[misc]
+    def __call__(self: Any, *given: Any, **named: Any) -> Any:
+        return super().__call__(*given, **named)  # type: ignore[misc]
+
+
+class HybridLayer(Layer):
+    """Granite 4's: of attention and a network one node. One of a mixer, or with experts, is made
+    of its parts. All (B, L, columns) float32."""
+
+    _block = Block(
+        "self_attn", "input_layernorm", "mlp", "post_attention_layernorm",
+        multiplier="residual_multiplier",
+    )  # fmt: skip
+
+    def natively(
+        self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
+    ) -> mx.array | None:
+        if self.use_moe or self.layer_type != "attention":
+            return None
+        return super().natively(x, mask, cache, beside)
+
+    def _heads(self: Any, attention: Any) -> Heads | None:
+        attend = our_function(BASE, ATTEND)
+        if type(attention).__call__ is not Known.__call__ or attend is None:
+            return None
+        return Heads(
+            "q_proj", "k_proj", "v_proj", "o_proj", "n_heads", "n_kv_heads", "rope", "scale", None,
+            None, attend, turning="rope" if attention.rope is None else None,
+        )  # fmt: skip
 
 
 class ConvolutionLayer(Layer):
@@ -221,7 +250,7 @@ class ConvolutionLayer(Layer):
         parts = [*[short["in_proj"]] * 3, short["out_proj"], *behind]
         own = [conv[key] for key in ("weight", "bias") if key in conv]
         plain = all(type(norm).__call__ is Norm.__call__ for norm in norms)
-        calls: Any = ShortConvolution.__call__, Convolution.__call__
+        calls: Any = Known.__call__, Convolution.__call__
         if not plain or (type(short).__call__, type(conv).__call__) != calls:
             return None
         if not conv.is_plain() or any(array.dtype != mx.float32 for array in own):

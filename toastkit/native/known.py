@@ -12,7 +12,8 @@ from toastkit.native.decoder import (
     ConvolutionLayer,
     Decoder,
     FourProjections,
-    ShortConvolution,
+    HybridLayer,
+    Known,
     TwoProjections,
 )
 from toastkit.native.functions import definition_of, functions_of
@@ -37,8 +38,14 @@ from toastkit.native.mixtures import (
     RouterOfPartInGroupsAhead,
     RouterScored,
 )
-from toastkit.native.recurrent import GeneralisedDelta, SelectiveScan, SelectiveScanNormed
-from toastkit.native.sharing_layers import Experts, RouterOfNorm, SharingAttention, SharingLayer
+from toastkit.native.recurrent import (
+    GeneralisedDelta,
+    Mixer,
+    MixerGivenCacheFirst,
+    SelectiveScan,
+    SelectiveScanNormed,
+)
+from toastkit.native.sharing_layers import Experts, RouterOfNorm, SharingLayer
 
 # What computes in place of a class of mlx_lm.models, with the digests of the sources of the methods
 # that it stands for: of 0.31 and of 0.32, where they differ and both are known.
@@ -91,11 +98,21 @@ _KNOWN: list[tuple[type, str, str]] = [
     (RouterScored, "dots1.Dots1TopkRouter", "283e5f8aed02cc2f 3a67e15481b1a87d"),
     (MixtureChosenOfPart, "jamba.JambaSparseMoeBlock", "6d0653d39fbee768"),
     (ConvolutionLayer, "lfm2.Lfm2DecoderLayer", "2cefc83b3b70e4cd"),
-    (ShortConvolution, "lfm2.ShortConv", "335f74b67bd97914"),
+    (Known, "lfm2.ShortConv", "335f74b67bd97914"),
     (ConvolutionLayer, "lfm2_moe.Lfm2DecoderLayer", "2cefc83b3b70e4cd"),
-    (ShortConvolution, "lfm2_moe.ShortConv", "335f74b67bd97914"),
+    (Known, "lfm2_moe.ShortConv", "335f74b67bd97914"),
+    (Mixer, "mamba2.Mamba2Block", "f287fbbe418194aa"),
+    (Mixer, "nemotron_h.NemotronHMamba2Mixer", "73a71362a42b947c 6d382b74693f9660"),
+    (
+        Mixer,
+        "granitemoehybrid.GraniteMoeHybridMamba2Mixer",
+        "b729fd14f83e1ec2 6d382b74693f9660",
+    ),
+    (HybridLayer, "granitemoehybrid.GraniteMoeHybridLayer", "aa760904e09b2fd0"),
+    (Known, "granitemoehybrid.GraniteMoeHybridAttention", "541a10c42c9dc724"),
+    (MixerGivenCacheFirst, "falcon_h1.FalconH1Mixer", "83d9aadd9767eba9"),
     (SharingLayer, "gemma4_text.DecoderLayer", "6721fbc4a640e702"),
-    (SharingAttention, "gemma4_text.Attention", "b3f91cb534800079"),
+    (Known, "gemma4_text.Attention", "b3f91cb534800079"),
     (RouterOfNorm, "gemma4_text.Router", "61bf4b667ae08b25 4aa48719195c797a"),
     (Experts, "gemma4_text.Experts", "7afdb11b23c48e01"),
     (SelectiveScan, "mamba.MambaBlock", "d9a77290910299c9 169a314aa037a616"),

@@ -201,6 +201,54 @@ class GeneralisedDelta(Native):
         return y.astype(r.dtype), after.astype(r.dtype)
 
 
+class Mixer(Native):
+    """Mamba-2's, one operation between its products but for the gate behind it: of x (B, T,
+    columns) float32."""
+
+    def __call__(self: Any, hidden_states: mx.array, mask: Any, cache: Any = None) -> mx.array:
+        if (y := self.mixed(hidden_states, mask, cache)) is not None:
+            return y
+        return super().__call__(hidden_states, mask, cache)  # type: ignore[misc]
+
+    def mixed(self: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
+        """Of x (B, T, columns) float32; None for what only the architecture has."""
+        library, conv = in_use(), self["conv1d"]
+        if library is None or mask is not None or cache is None or cache.lengths is not None:
+            return None
+        own = [conv["weight"], conv.get("bias"), cache[0], self["A_log"], self["D"]]
+        own += [self["dt_bias"], cache[1]]
+        narrow = any(one is not None and one.dtype != mx.float32 for one in (x, *own))
+        if narrow or type(conv).__call__ is not Convolution.__call__ or not conv.is_plain():
+            return None
+        if (projected := self["in_proj"](x)).dtype != mx.float32:
+            return None
+        y, *kept = (mx.array(0) for _ in range(3))
+        sizes = self.num_heads, self.n_groups, self.ssm_state_size
+        need(_mixer(library)(y, *kept, _objects(projected, *own), *sizes, *self.time_step_limit))
+        cache[0], cache[1] = kept
+        cache.advance(x.shape[1])
+        gate = projected[..., : y.shape[2]]
+        return self["out_proj"](self["norm"](y, gate) if "norm" in self else swiglu(gate, y))
+
+
+class MixerGivenCacheFirst(Mixer):
+    """Falcon-H1's, as above."""
+
+    def __call__(  # type: ignore[override]
+        self: Any, input_states: mx.array, cache: Any = None, mask: Any = None
+    ) -> mx.array:
+        y = self.mixed(input_states, mask, cache)
+        if y is not None:
+            return y
+        return super(Mixer, self).__call__(input_states, cache, mask)  # type: ignore[misc]
+
+
+@cache
+def _mixer(library: Library) -> Any:
+    array, whole, number = ctypes.py_object, ctypes.c_int, ctypes.c_float
+    return library.function("mixer", *[array] * 3, array * 8, *[whole] * 3, number, number)
+
+
 class SelectiveScan(Native):
     """Mamba's block: all positions at once. _norms: of delta, B and C, the attributes that have
     them, of an architecture that always has them."""

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from toastkit.native.attention_forwards import ATTEND, BASE
 from toastkit.native.blocks import Beside, Layer, last_of
+from toastkit.native.decoder import Known
 from toastkit.native.forms import Block, Heads
 from toastkit.native.functions import Native, our_function
 from toastkit.native.kv_caches import Kept, kept_of, offset_of
@@ -35,13 +36,6 @@ HEADS = Heads(
 SHARING = HEADS._replace(k="q_proj", v="q_proj", k_norm=None, v_norm=None, shares=True)
 
 
-class SharingAttention(Native):
-    """Known, so that a layer of it may be one node."""
-
-    def __call__(self: Any, *given: Any, **named: Any) -> Any:
-        return super().__call__(*given, **named)  # type: ignore[misc]
-
-
 class SharingLayer(Layer):
     """What is handed on from layer to layer is a Kept, where activations are float32. All that keep
     nothing lie behind those that do, and may be given the last position alone."""
@@ -59,7 +53,7 @@ class SharingLayer(Layer):
 
     def _heads(self: Any, attention: Any) -> Heads | None:
         attend = our_function(BASE, ATTEND)
-        if type(attention).__call__ is not SharingAttention.__call__ or attend is None:
+        if type(attention).__call__ is not Known.__call__ or attend is None:
             return None
         if not attention.has_kv:
             return SHARING._replace(attend=attend)
