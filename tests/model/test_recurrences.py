@@ -17,7 +17,7 @@ from tests.model.reference import OLD_MLX_LM, held_by
 from tests.model.test_native_blocks import counted
 from tests.model.test_native_operations import alike, library
 from tests.native_library import built, cache, needed, operations_of
-from toastkit.native import decoder, modules, recurrent
+from toastkit.native import blocks, decoder, modules, recurrent
 
 __all__ = ["built", "cache", "library"]
 pytestmark = [needed, pytest.mark.usefixtures("library")]
@@ -221,17 +221,21 @@ def test_mixers_that_do_not_fit_together(library: Any) -> None:
 
 
 @pytest.mark.parametrize("bits", [0, 4])
-@pytest.mark.parametrize("turned", ["nope", "rope"])
-def test_layers_of_attention_among_mixers(turned: str, bits: int) -> None:
-    """Granite 4's: one node where there are no experts."""
-    _, ours = made("granitemoehybrid", mx.float32, position_embedding_type=turned)
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("falcon_h1", {}), *(("granitemoehybrid", {"position_embedding_type": turned})
+                          for turned in ("nope", "rope"))],
+)  # fmt: skip
+def test_layers_of_attention_and_mixers(name: str, more: dict, bits: int) -> None:
+    """One node: Granite 4's where there are no experts, Falcon-H1's but for the mixer."""
+    _, ours = made(name, mx.float32, **more)
     if bits:
         quantise(ours, bits)
     parts = [5, 6, 7, 22]
     with counted() as counts:
         logits, kept = read(ours, parts)
     assert counts["one"] + counts["two"] == 2 * 5 and counts["one"] >= 2 * 3
-    with patch.object(decoder.HybridLayer, "natively", lambda *_: None):
+    with patch.object(blocks.Layer, "natively", lambda *_: None):
         theirs, theirs_kept = read(ours, parts)
     pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
     assert all(mx.array_equal(a, b) for a, b in pairs)

@@ -78,11 +78,13 @@ class _Plan(NamedTuple):
 class Beside(NamedTuple):
     """What a layer may be given beside x (B, L, columns). scales: that queries are multiplied by,
     float32 (L, 1). own: its own input, float32 (B, L, n). kept: what it attends to, where that is
-    another layer's. last: what it makes of the last position is wanted alone."""
+    another layer's. sum: what attention's is added to, in place of x, float32 as that. last: what
+    it makes of the last position is wanted alone."""
 
     scales: mx.array | None = None
     own: mx.array | None = None
     kept: Kept | None = None
+    sum: mx.array | None = None
     last: bool = False
 
 
@@ -179,13 +181,13 @@ def _in_one(
     columns) each; and what it attended to. causal: a position sees none behind it."""
     mixture = plan.left.whole() if plan.mixes else None
     outs = copies(x, 1 if plan.left is None or mixture else 2)
-    scales, own, kept, _ = beside
+    scales, own, kept, sum_, _ = beside
     keys, values, offset = kept[:3] if kept else (cache.keys, cache.values, cache.offset)
     caches = [] if kept else [*copies(keys, 1), *copies(values, 1)]
     made = (ctypes.py_object * (len(outs) + len(caches)))(*outs, *caches)
     places = byref(plan.operands), byref(plan.shape), byref(mixture) if mixture else None
     call = _functions(library)[0]
-    given = NONE if scales is None else scales, NONE if own is None else own
+    given = (NONE if one is None else one for one in (scales, own, sum_))
     need(call(made, x, keys, values, *given, *room, offset, causal, *places))
     if kept:
         return outs, kept
@@ -233,16 +235,18 @@ def _in_two(
         attended = own.attend(queries, keys, values, cache=cache, scale=scale, mask=mask, **sinks)
     outs = copies(x, 1 if plan.left is None else 2)
     made = (ctypes.py_object * len(outs))(*outs)
+    x = x if beside.sum is None else beside.sum
     need(closed(made, x, attended, NONE if beside.own is None else beside.own, *places))
     return outs, kept
 
 
 def last_of(x: mx.array, mask: Any, beside: Beside) -> tuple[mx.array, Any, Beside]:
     """What a layer is given, x (B, L, columns) float32, of the last position, which sees all."""
-    scales, own = beside.scales, beside.own
-    beside = beside._replace(
-        scales=None if scales is None else scales[-1:], own=None if own is None else own[:, -1:]
+    scales, (own, total) = (
+        beside.scales,
+        (None if one is None else one[:, -1:] for one in (beside.own, beside.sum)),
     )
+    beside = beside._replace(scales=None if scales is None else scales[-1:], own=own, sum=total)
     return x[:, -1:], mask[..., -1:, :] if isinstance(mask, mx.array) else None, beside
 
 
@@ -375,7 +379,7 @@ def _given(
 @cache
 def _functions(library: Library) -> tuple[Any, Any, Any]:
     array, whole, place = ctypes.py_object, ctypes.c_int, ctypes.c_void_p
-    one = library.function("whole", place, *[array] * 5, *[whole] * 4, *[place] * 3)
+    one = library.function("whole", place, *[array] * 6, *[whole] * 4, *[place] * 3)
     projected = library.function("projected", place, array, place, place)
     closed = library.function("closed", place, *[array] * 3, place, place)
     return one, projected, closed

@@ -20,6 +20,12 @@ from toastkit.native.modules import FeedForward, Linear, Norm, operands_of
 from toastkit.native.operands import Operands
 from toastkit.native.recurrent import MOST_KERNEL, Convolution
 
+# Of attentions that are known by their source; who attends is looked up.
+HEADS = Heads(
+    "q_proj", "k_proj", "v_proj", "o_proj", "n_heads", "n_kv_heads", "rope", "scale", None, None,
+    lambda *_, **__: None,
+)  # fmt: skip
+
 
 class DeltaLayer(Native):
     """Of gated delta rules. _parts: its projections."""
@@ -180,6 +186,12 @@ class Known(Native):
         return super().__call__(*given, **named)  # type: ignore[misc]
 
 
+def heads_in(attention: Any, heads: Heads) -> Heads | None:
+    """What an attention calls its parts, with ours to attend; None for one that is not known."""
+    attend, known = our_function(BASE, ATTEND), type(attention).__call__ is Known.__call__
+    return heads._replace(attend=attend) if known and attend is not None else None
+
+
 class HybridLayer(Layer):
     """Granite 4's: of attention and a network one node. One of a mixer, or with experts, is made
     of its parts. All (B, L, columns) float32."""
@@ -197,13 +209,30 @@ class HybridLayer(Layer):
         return super().natively(x, mask, cache, beside)
 
     def _heads(self: Any, attention: Any) -> Heads | None:
-        attend = our_function(BASE, ATTEND)
-        if type(attention).__call__ is not Known.__call__ or attend is None:
-            return None
-        return Heads(
-            "q_proj", "k_proj", "v_proj", "o_proj", "n_heads", "n_kv_heads", "rope", "scale", None,
-            None, attend, turning="rope" if attention.rope is None else None,
-        )  # fmt: skip
+        return heads_in(
+            attention, HEADS._replace(turning="rope" if attention.rope is None else None)
+        )
+
+
+class ParallelLayer(Layer):
+    """Falcon-H1's: what its mixer and its attention make of one norm is added up, and goes through
+    a network: one node but for the mixer. All (B, L, columns) float32, or as the parts have it."""
+
+    _block = Block("self_attn", "input_layernorm", "feed_forward", "pre_ff_layernorm")
+
+    def __call__(  # type: ignore[override]
+        self: Any, h: mx.array, cache: Any, attn_mask: Any, mamba_mask: Any
+    ) -> mx.array:
+        normed = self["input_layernorm"](h)
+        both = h + self["mamba"](input_states=normed, cache=cache[0], mask=mamba_mask)
+        y = self.natively(h, attn_mask, cache[1], Beside(sum=both))
+        if y is None:
+            both = both + self["self_attn"](normed, mask=attn_mask, cache=cache[1])
+            y = both + self["feed_forward"](self["pre_ff_layernorm"](both))
+        return y
+
+    def _heads(self: Any, attention: Any) -> Heads | None:
+        return heads_in(attention, HEADS._replace(heads="num_heads", key_heads="num_kv_heads"))
 
 
 class ConvolutionLayer(Layer):

@@ -14,6 +14,7 @@ from toastkit.native.decoder import (
     FourProjections,
     HybridLayer,
     Known,
+    ParallelLayer,
     TwoProjections,
 )
 from toastkit.native.functions import definition_of, functions_of
@@ -110,6 +111,8 @@ _KNOWN: list[tuple[type, str, str]] = [
     ),
     (HybridLayer, "granitemoehybrid.GraniteMoeHybridLayer", "aa760904e09b2fd0"),
     (Known, "granitemoehybrid.GraniteMoeHybridAttention", "541a10c42c9dc724"),
+    (ParallelLayer, "falcon_h1.FalconH1DecoderLayer", "d42e93e338d2fb7b"),
+    (Known, "falcon_h1.FalconH1Attention", "b004f9fe9d0d0643"),
     (MixerGivenCacheFirst, "falcon_h1.FalconH1Mixer", "83d9aadd9767eba9"),
     (SharingLayer, "gemma4_text.DecoderLayer", "6721fbc4a640e702"),
     (Known, "gemma4_text.Attention", "b3f91cb534800079"),

@@ -8,11 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.native.attention_forwards import ATTEND, BASE
 from toastkit.native.blocks import Beside, Layer, last_of
-from toastkit.native.decoder import Known
+from toastkit.native.decoder import HEADS, heads_in
 from toastkit.native.forms import Block, Heads
-from toastkit.native.functions import Native, our_function
+from toastkit.native.functions import Native
 from toastkit.native.kv_caches import Kept, kept_of, offset_of
 from toastkit.native.library import CHOSEN, Choice, in_use
 from toastkit.native.operations import rms_norm, weighted_sum
@@ -26,14 +25,9 @@ WITH_OWN = DENSE._replace(
     own_gate="per_layer_input_gate", own_product="per_layer_projection",
     own_norm="post_per_layer_input_norm",
 )  # fmt: skip
-HEADS = Heads(
-    "q_proj", "k_proj", "v_proj", "o_proj", "n_heads", "n_kv_heads", "rope", "scale", "q_norm",
-    "k_norm", lambda *_, **__: None, size="head_dim", v_norm="v_norm",
-)  # fmt: skip
-
-
+KEEPING = HEADS._replace(q_norm="q_norm", k_norm="k_norm", v_norm="v_norm", size="head_dim")
 # Of its own it has queries: they stand for the others, which nobody looks at.
-SHARING = HEADS._replace(k="q_proj", v="q_proj", k_norm=None, v_norm=None, shares=True)
+SHARING = KEEPING._replace(k="q_proj", v="q_proj", k_norm=None, v_norm=None, shares=True)
 
 
 class SharingLayer(Layer):
@@ -52,12 +46,10 @@ class SharingLayer(Layer):
         return DENSE if self.per_layer_input_gate is None else WITH_OWN
 
     def _heads(self: Any, attention: Any) -> Heads | None:
-        attend = our_function(BASE, ATTEND)
-        if type(attention).__call__ is not Known.__call__ or attend is None:
-            return None
         if not attention.has_kv:
-            return SHARING._replace(attend=attend)
-        return HEADS._replace(attend=attend, v="k_proj" if attention.use_k_eq_v else "v_proj")
+            return heads_in(attention, SHARING)
+        values = "k_proj" if attention.use_k_eq_v else "v_proj"
+        return heads_in(attention, KEEPING._replace(v=values))
 
     def __call__(  # type: ignore[override]
         self: Any,

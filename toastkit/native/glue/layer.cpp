@@ -28,7 +28,7 @@ struct Whole {
   Layer layer;
   Mixture mixture;
   size_t outputs;
-  bool sinks, scaled;
+  bool sinks, scaled, summed;
 };
 
 // Where new positions go in the caches, or are in those of another layer, how many are attended to
@@ -40,8 +40,8 @@ struct Place {
 };
 
 // arrays: x, those of what lies before, frequencies, sinks, those of what lies behind, those of a
-// mixture, factors of queries, its own input, both caches; and what comes out of it, and, unless
-// these are another layer's, both caches again.
+// mixture, factors of queries, its own input, a sum in place of x, both caches; and what comes out
+// of it, and, unless these are another layer's, both caches again.
 void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   const Layer &layer = whole.layer;
   const toast_layer &is = layer.is;
@@ -79,7 +79,7 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   if (!is.shares) need(toast_rotate(&new_keys, &rotation, turned_k));
   if (is.late) norm_heads(layer, arrays, norms, count, {turned_q, turned_k, v});
   if (whole.scaled) {
-    const InOrder scales(arrays[caches - 1 - (is.own != 0)]);
+    const InOrder scales(arrays[caches - 1 - whole.summed - (is.own != 0)]);
     const float *by = reinterpret_cast<const float *>(scales.data());
     for (int64_t i = 0; i < wide; i++) turned_q[i] *= by[i / query % length];
   }
@@ -102,8 +102,10 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   if (is.gated) need(toast_gate(gates, attended, joined, TOAST_F32, TOAST_SIGMOID, attended));
   float *const to = out.data<float>();
   float *const sum = whole.outputs == 1 ? attended + joined : first_out.data<float>();
-  std::optional<InOrder> own;
-  if (is.own) own.emplace(arrays[caches - 1]);
+  std::optional<InOrder> own, total;
+  if (is.own) own.emplace(arrays[caches - 1 - whole.summed]);
+  if (whole.summed) total.emplace(arrays[caches - 1]);
+  if (total) rows = reinterpret_cast<const float *>(total->data());
   behind(layer, arrays, at, rows, attended, count, sum, to,
          own ? reinterpret_cast<const float *>(own->data()) : nullptr);
   if (!whole.mixture.choice.chosen) return;
@@ -113,10 +115,11 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
 
 // What comes out of it, one or two, and both caches with the new positions.
 Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &values,
-                const mx::array *scales, const mx::array *own, const Place &place,
-                const toast_layer &is, const toast_operands &given, const toast_mixture *mixture) {
+                const mx::array *scales, const mx::array *own, const mx::array *sum,
+                const Place &place, const toast_layer &is, const toast_operands &given,
+                const toast_mixture *mixture) {
   check_rows(x);
-  Whole whole = {{is}, {}, 1, false, scales != nullptr};
+  Whole whole = {{is}, {}, 1, false, scales != nullptr, sum != nullptr};
   Layer &layer = whole.layer;
   Arrays inputs = {x};
   add_before(inputs, layer, given);
@@ -158,6 +161,10 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
     inputs.push_back(*scales);
   }
   add_own(inputs, layer, own);
+  if (sum) {
+    check(sum->shape() == x.shape() && sum->dtype() == mx::float32, "a sum of another shape");
+    inputs.push_back(*sum);
+  }
   inputs.push_back(keys), inputs.push_back(values);
   std::vector<mx::Shape> shapes(whole.outputs, x.shape());
   std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
@@ -184,16 +191,18 @@ extern "C" {
 // network, and its caches of keys and values with the new positions from `first` on, of which so
 // many are attended to; one that shares those of another, which have them, gives none. Lazy.
 // scales: float32 (positions, 1), by which queries are multiplied once they are rotated; NULL for
-// none. own: its own input; NULL for none. position: of the first, as it is rotated. mixture: which
-// is its network; NULL for none. Returns what is wrong; NULL where nothing is.
+// none. own: its own input; NULL for none. sum: what attention's is added to, in place of x; NULL
+// for x. position: of the first, as it is rotated. mixture: which is its network; NULL for none.
+// Returns what is wrong; NULL where nothing is.
 TOAST_API const char *toast_whole_array(void **outs, void *x, void *keys, void *values,
-                                        void *scales, void *own, int first, int length,
-                                        int position, int causal, const toast_operands *given,
+                                        void *scales, void *own, void *sum, int first,
+                                        int length, int position, int causal,
+                                        const toast_operands *given,
                                         const toast_layer *layer, const toast_mixture *mixture) {
   using toast::array_if, toast::array_of;
   return toast::wrong([&] {
     auto made = toast::layer_of(array_of(x), array_of(keys), array_of(values),
-                                array_if(scales), array_if(own),
+                                array_if(scales), array_if(own), array_if(sum),
                                 {first, length, position, causal != 0}, *layer, *given, mixture);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
