@@ -241,9 +241,15 @@ static void many_digits(const toast::Product &p, const toast::Group &group, int6
 
 constexpr int64_t ROOM = (toast::MOST_MEMBERS * 64 + 2 * 16 * 64 + AT_ONCE * 16) * TILE_ROWS;
 
-// Members that meet rows as they lie: of numbers that are dear to spread out, fewer.
+// Members that meet rows as they lie: of numbers that are dear to spread out, fewer; none beside
+// tiles of AMX, where others go (amx_int8.cpp).
+#if defined(__AMX_INT8__)
+template <class B>
+constexpr int FEW = 0;
+#else
 template <class B>
 constexpr int FEW = B::BYTES == BLOCK ? 3 : 2;
+#endif
 
 // The results of a group's members, M at most, and up to 16 rows. ahead, row_ahead: as of
 // digit_rows.
@@ -291,33 +297,42 @@ static bool multiply_blocks(const toast::Product &p, const toast::Group &group, 
     if (room) {
       auto many = count > 16 ? many_digits<B, TILE_ROWS> : many_digits<B, LEAST_TILE_ROWS>;
       many(p, group, n, count, rows, stride, ahead, next, room);
-    } else {
+    } else if constexpr (FEW<B> > 0) {
       few_digits<B, FEW<B>>(p, group, n, count, rows, stride, ahead, next);
     }
   }
   return true;
 }
 
-static bool multiply_digits(const toast::Product &p, const toast::Group &group, int64_t first,
+#if defined(__AVX512VBMI__)
+// Numbers that become bytes in registers: of 3 bits, of 6, and of 2 in groups that are small.
+static bool is_narrow(const toast_matrix &m) {
+  return m.bits == 3 || m.bits == 6 || (m.bits == 2 && m.group_size <= 32);
+}
+
+static bool multiply_narrow(const toast::Product &p, const toast::Group &group, int64_t first,
                             int64_t end) {
   switch (p.matrix->bits) {
-    case 4:
-      if (p.matrix->type == TOAST_E8M0)
-        return multiply_blocks<Doubled>(p, group, first, end, false);
-      if (in_pairs(p)) return multiply_blocks<Pairs>(p, group, first, end, false);
-      return multiply_blocks<Block<4, 2>>(p, group, first, end, false);
-    case 8: return multiply_blocks<Block<8>>(p, group, first, end, false);
-    case 2:
-      if (p.matrix->group_size > 32)
-        return multiply_blocks<Block<2, 4>>(p, group, first, end, false);
-#if defined(__AVX512VBMI__)
-      return multiply_blocks<Block<2>>(p, group, first, end, false);
+    case 2: return multiply_blocks<Block<2>>(p, group, first, end, false);
     case 3: return multiply_blocks<Block<3>>(p, group, first, end, false);
-    case 6: return multiply_blocks<Block<6>>(p, group, first, end, false);
-#endif
-      [[fallthrough]];
-    default: return multiply_blocks<Block<8>>(p, group, first, end, true);
+    default: return multiply_blocks<Block<6>>(p, group, first, end, false);
   }
+}
+#endif
+
+static bool multiply_digits(const toast::Product &p, const toast::Group &group, int64_t first,
+                            int64_t end) {
+  const toast_matrix &m = *p.matrix;
+#if defined(__AVX512VBMI__)
+  if (is_narrow(m)) return multiply_narrow(p, group, first, end);
+#endif
+  if (m.bits == 4 && m.type == TOAST_E8M0)
+    return multiply_blocks<Doubled>(p, group, first, end, false);
+  if (m.bits == 4 && in_pairs(p)) return multiply_blocks<Pairs>(p, group, first, end, false);
+  if (m.bits == 4) return multiply_blocks<Block<4, 2>>(p, group, first, end, false);
+  if (m.bits == 2 && m.group_size > 32)
+    return multiply_blocks<Block<2, 4>>(p, group, first, end, false);
+  return multiply_blocks<Block<8>>(p, group, first, end, m.bits != 8);
 }
 
 static int64_t prepared_bytes(const toast::Product &p) {
@@ -328,8 +343,8 @@ static void prepare(const toast::Product &p, int64_t row) {
   return toast::in_floats(p) ? prepare_floats(p, row) : prepare_digits(p, row);
 }
 
-static bool multiply(const toast::Product &p, const toast::Group &group, int64_t first,
-                     int64_t end) {
+[[maybe_unused]] static bool multiply(const toast::Product &p, const toast::Group &group,
+                                      int64_t first, int64_t end) {
   return toast::in_floats(p) ? multiply_floats(p, group, first, end)
                              : multiply_digits(p, group, first, end);
 }
