@@ -9,9 +9,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from tests.model.checkpoints import SIZES, random_weights, write_checkpoint
 from tests.model.moe_checkpoints import write_moe
 from tests.model.published import NAMES, write_published
-from tests.model.reference import OLD_MLX_LM
+from tests.model.reference import OLD_MLX_LM, needs_new_mlx_lm
 from tests.native_library import built, cache, library, needed
 from toastkit.engine.engine import Engine
 from toastkit.engine.last_token import LastToken
@@ -83,6 +84,21 @@ def test_the_bits_are_those_of_a_step(tmp_path: Path, name: str) -> None:
     if window and not lone:
         assert check_same(engine, WINDOW) == [WINDOW]
         assert check_same(engine, WINDOW + 1) == [WINDOW, WINDOW + 1]
+
+
+@needs_new_mlx_lm
+def test_layers_that_are_run_twice(tmp_path: Path) -> None:
+    """The last is not told that its last position is wanted alone: the first reads all of them."""
+    from mlx_lm.models import nanbeige
+
+    config = {**SIZES, "model_type": "nanbeige", "num_loops": 2, "vocab_size": 4096}
+    model = nanbeige.Model(nanbeige.ModelArgs.from_dict(config))
+    assert len(model.make_cache()) == 2 * len(model.layers)
+    path = write_checkpoint(tmp_path / "m", config, random_weights(model, 0.2), 1)
+    engine = open_engine(locate(str(path)), native="require", dtype="float32")
+    assert check_same(engine, 24, 16) == [16, 24]
+    told = {id(module) for module in engine.last_token._heads}
+    assert told and told.isdisjoint(map(id, engine.model.layers))
 
 
 @pytest.mark.parametrize("rest", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_bits": 16}])

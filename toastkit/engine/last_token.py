@@ -53,9 +53,10 @@ class LastToken:
 
     def examine(self, holdings: Holdings) -> None:
         """Looks at a model of which nothing is loaded yet."""
-        heads = _heads(holdings) if holdings.types.native else []
-        heads += _last_layers(holdings.store.model) if heads else []
-        self._heads = heads if heads and _is_by_row(holdings, heads) else []
+        self._heads = heads = _heads(holdings) if holdings.types.native else []
+        if heads:  # and the last layers, unless they are run twice
+            both = [*heads, *_last_layers(holdings.store.model)], heads
+            self._heads = next((some for some in both if _is_by_row(holdings, some)), [])
 
     @property
     def possible(self) -> bool:
@@ -94,7 +95,7 @@ def _heads(holdings: Holdings) -> list[Any]:
 def _last_layers(model: Any) -> list[Any]:
     """The last layer that keeps something, and those behind it."""
     found: list[Any] = []
-    for layer in reversed(list(getattr(model, "layers", ()))):
+    for layer in reversed(list(getattr(model, "layers", None) or ())):
         found.append(layer)
         if not getattr(layer, "keeps_nothing", False):
             break
