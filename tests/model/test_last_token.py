@@ -14,6 +14,7 @@ from tests.model.moe_checkpoints import write_moe
 from tests.model.published import NAMES, write_published
 from tests.model.reference import OLD_MLX_LM, needs_new_mlx_lm
 from tests.native_library import built, cache, library, needed
+from toastkit.engine import last_token
 from toastkit.engine.engine import Engine
 from toastkit.engine.last_token import LastToken
 from toastkit.engine.opening import open_engine
@@ -101,6 +102,10 @@ def test_layers_that_are_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(engine.new_cache()) == 2 * len(engine.model.layers)
     told = {id(module) for module in engine.last_token._heads}
     assert told and told.isdisjoint(map(id, engine.model.layers))
+    # Had it been told, it would have been seen, too.
+    monkeypatch.setattr(last_token, "_last_layers", lambda own: own.store.model.layers[-1:])
+    again = open_engine(locate(str(path)), native="require", dtype="float32")
+    assert check_same(again, 24, 16) == [16, 23, 24] and not again.last_token.possible
 
 
 @pytest.mark.parametrize("rest", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_bits": 16}])

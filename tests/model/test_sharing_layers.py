@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -122,7 +123,8 @@ def test_the_last_position_alone(case: str, alone: Sequence[int]) -> None:
     model = made_of(CASES[case], 4)
     for i in alone:
         left_to_itself(model.layers[i])
-    last = _last_layers(model)
+    held = SimpleNamespace(store=SimpleNamespace(model=model), new_caches=model.make_cache)
+    last = _last_layers(held)
     assert len(last) == (3 if "num_kv_shared_layers" in CASES[case] else 1)
     found, wanted = model.make_cache(), model.make_cache()
     for n, length in enumerate(LENGTHS):

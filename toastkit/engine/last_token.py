@@ -53,10 +53,9 @@ class LastToken:
 
     def examine(self, holdings: Holdings) -> None:
         """Looks at a model of which nothing is loaded yet."""
-        self._heads = heads = _heads(holdings) if holdings.types.native else []
-        if heads:  # and the last layers, unless they are run twice
-            both = [*heads, *_last_layers(holdings.store.model)], heads
-            self._heads = next((some for some in both if _is_by_row(holdings, some)), [])
+        heads = _heads(holdings) if holdings.types.native else []
+        heads += _last_layers(holdings) if heads else []
+        self._heads = heads if heads and _is_by_row(holdings, heads) else []
 
     @property
     def possible(self) -> bool:
@@ -92,10 +91,13 @@ def _heads(holdings: Holdings) -> list[Any]:
     ]
 
 
-def _last_layers(model: Any) -> list[Any]:
-    """The last layer that keeps something, and those behind it."""
-    found: list[Any] = []
-    for layer in reversed(list(getattr(model, "layers", None) or ())):
+def _last_layers(holdings: Holdings) -> list[Any]:
+    """The last layer that keeps something, and those behind it; none of an architecture that has
+    more caches than layers: it runs them again."""
+    layers, found = list(getattr(holdings.store.model, "layers", None) or ()), []
+    if len(holdings.new_caches()) > len(layers):
+        return []
+    for layer in reversed(layers):
         found.append(layer)
         if not getattr(layer, "keeps_nothing", False):
             break

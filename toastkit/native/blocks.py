@@ -242,11 +242,13 @@ def _in_two(
 
 def last_of(x: mx.array, mask: Any, beside: Beside) -> tuple[mx.array, Any, Beside]:
     """What a layer is given, x (B, L, columns) float32, of the last position, which sees all."""
-    scales, (own, total) = (
-        beside.scales,
-        (None if one is None else one[:, -1:] for one in (beside.own, beside.sum)),
+    scales, own, kept, total, _ = beside
+    beside = beside._replace(
+        scales=None if scales is None else scales[-1:],
+        own=None if own is None else own[:, -1:],
+        kept=None if kept is None else kept.last(),
+        sum=None if total is None else total[:, -1:],
     )
-    beside = beside._replace(scales=None if scales is None else scales[-1:], own=own, sum=total)
     return x[:, -1:], mask[..., -1:, :] if isinstance(mask, mx.array) else None, beside
 
 
@@ -261,7 +263,7 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     parts = [attention[name] for name in (own.q, own.k, own.v, own.out)]
     behind = [network[name] for name in form.parts] if form else []
     norms = _norms_of(layer, attention, own)
-    late = (norms[2], norms[3]) if own.late and norms[2] is not None else None
+    late = (norms.queries, norms.keys) if own.late and norms.queries is not None else None
     plus, multiplier = _added_by(norms), 1.0
     if block.multiplier is not None:
         multiplier = getattr(layer, block.multiplier)
@@ -274,8 +276,7 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     if sinks is not None and attention[own.sinks].dtype != mx.float32:
         return None
     more = _given(behind, columns, lambda before: before[0].rows // (3 - len(before)))
-    second, values, fed = norms[1], norms[4], norms[6]
-    if not more and (second is None or fed is not None or multiplier != 1):
+    if not more and (norms.second is None or norms.fed is not None or multiplier != 1):
         return None
     inner = [] if block.own_gate is None else [layer[block.own_gate], layer[block.own_product]]
     inputs = _given(inner, columns, lambda before: before[0].rows)
@@ -293,13 +294,14 @@ def _planned(layer: Any, columns: int) -> _Plan | None:
     if more:
         shape.network, shape.activation = len(more), ACTIVATIONS.index(form.activation)
     frequencies = _rotated(shape, turn, size or found[1].rows // key_heads)
-    beside: list[Any] = [None if norm is None else (norm, "weight") for norm in norms]
-    if values is not None:  # which has no weight
-        beside[4] = mx.full((size or found[2].rows // key_heads,), 1 - plus)
+    weights = _Norms(*(None if norm is None else (norm, "weight") for norm in norms))
+    if norms.values is not None:  # which has none
+        ones = mx.full((size or found[2].rows // key_heads,), 1 - plus)
+        weights = weights._replace(values=ones)
     around = [layer, attention, network, turn, *(norm for norm in norms if norm is not None)]
     operands = Operands(
         [*parts, *(behind if more else []), *inner], [*found, *(more or []), *(inputs or [])],
-        [*beside, frequencies, sinks, factor], [*around, *([] if more else behind)],
+        [*weights, frequencies, sinks, factor], [*around, *([] if more else behind)],
     )  # fmt: skip
     return _Plan(
         columns, operands, attention, turn, None if more else network,
@@ -325,8 +327,20 @@ def _attended(attention: Any, own: Heads, found: Sequence[Operand]) -> int:
     return heads * (size or found[2].rows // key_heads)
 
 
-def _norms_of(layer: Any, attention: Any, own: Heads) -> list[Any]:
+class _Norms(NamedTuple):
     """As toast_layer has them; None for those that there are not."""
+
+    first: Any
+    second: Any
+    queries: Any
+    keys: Any
+    values: Any
+    attended: Any
+    fed: Any
+    own: Any
+
+
+def _norms_of(layer: Any, attention: Any, own: Heads) -> _Norms:
     block = layer._block
     if own.normed and not getattr(attention, own.normed):
         own = own._replace(q_norm=None, k_norm=None)
@@ -335,7 +349,7 @@ def _norms_of(layer: Any, attention: Any, own: Heads) -> list[Any]:
         (attention, own.k_norm), (attention, own.v_norm), (layer, block.attended_norm),
         (layer, block.fed_norm), (layer, block.own_norm),
     ]  # fmt: skip
-    return [None if name is None else module[name] for module, name in names]
+    return _Norms(*(None if name is None else module[name] for module, name in names))
 
 
 def _added_by(norms: Sequence[Any]) -> float | None:

@@ -1,6 +1,6 @@
-"""Gated delta rules of Qwen3-Next and Qwen3.5, of few nodes; and their decoder layers, with these
-or with attention, of one node each; and those of LFM 2, with short convolutions. They are known by
-what their forwards are (known.py)."""
+"""Gated delta rules of Qwen3-Next and Qwen3.5, of few nodes; and decoder layers in which attention
+is one of several kinds: beside these rules, LFM 2's short convolutions, or mixers of Mamba-2. They
+are known by what their forwards are (known.py)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,14 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.native.attention_forwards import ATTEND, BASE
 from toastkit.native.blocks import FEW, NOTHING, Beside, Layer, LayerShape, copies
-from toastkit.native.forms import Block, Heads
-from toastkit.native.functions import Native, our_function
+from toastkit.native.forms import HEADS, Block, Heads, Known, known_heads
+from toastkit.native.functions import Native
 from toastkit.native.library import ACTIVATIONS, NONE, Library, in_use, need
 from toastkit.native.mixtures import Mixture, MixtureShape
 from toastkit.native.modules import FeedForward, Linear, Norm, operands_of
 from toastkit.native.operands import Operands
 from toastkit.native.recurrent import MOST_KERNEL, Convolution
-
-# Of attentions that are known by their source; who attends is looked up.
-HEADS = Heads(
-    "q_proj", "k_proj", "v_proj", "o_proj", "n_heads", "n_kv_heads", "rope", "scale", None, None,
-    lambda *_, **__: None,
-)  # fmt: skip
 
 
 class DeltaLayer(Native):
@@ -178,20 +171,6 @@ def _function(library: Library) -> Any:
     return library.function("decoder", *[array] * 6, *[place] * 3)
 
 
-class Known(Native):
-    """Attention, or a convolution between gates, that is known, so that a layer of it may be one
-    node."""
-
-    def __call__(self: Any, *given: Any, **named: Any) -> Any:
-        return super().__call__(*given, **named)  # type: ignore[misc]
-
-
-def heads_in(attention: Any, heads: Heads) -> Heads | None:
-    """What an attention calls its parts, with ours to attend; None for one that is not known."""
-    attend, known = our_function(BASE, ATTEND), type(attention).__call__ is Known.__call__
-    return heads._replace(attend=attend) if known and attend is not None else None
-
-
 class HybridLayer(Layer):
     """Granite 4's: of attention and a network one node. One of a mixer, or with experts, is made
     of its parts. All (B, L, columns) float32."""
@@ -209,7 +188,7 @@ class HybridLayer(Layer):
         return super().natively(x, mask, cache, beside)
 
     def _heads(self: Any, attention: Any) -> Heads | None:
-        return heads_in(
+        return known_heads(
             attention, HEADS._replace(turning="rope" if attention.rope is None else None)
         )
 
@@ -232,7 +211,7 @@ class ParallelLayer(Layer):
         return y
 
     def _heads(self: Any, attention: Any) -> Heads | None:
-        return heads_in(attention, HEADS._replace(heads="num_heads", key_heads="num_kv_heads"))
+        return known_heads(attention, HEADS._replace(heads="num_heads", key_heads="num_kv_heads"))
 
 
 class ConvolutionLayer(Layer):

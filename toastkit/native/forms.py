@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from toastkit.native import attention_forwards as attentions
 from toastkit.native import forwards
-from toastkit.native.functions import our_function
+from toastkit.native.functions import Native, our_function
 
 
 class Form(NamedTuple):
@@ -79,6 +79,28 @@ class Heads(NamedTuple):
     scaled: bool = False
     v_norm: str | None = None
     shares: bool = False
+
+
+# Of attentions that are known by their source, but for what is said otherwise; see known_heads.
+HEADS = Heads(
+    "q_proj", "k_proj", "v_proj", "o_proj", "n_heads", "n_kv_heads", "rope", "scale", None, None,
+    lambda *_, **__: None,
+)  # fmt: skip
+
+
+class Known(Native):
+    """Attention, or a convolution between gates, that is known by its source (known.py), so that a
+    layer of it may be one node."""
+
+    def __call__(self: Any, *given: Any, **named: Any) -> Any:
+        return super().__call__(*given, **named)  # type: ignore[misc]
+
+
+def known_heads(attention: Any, heads: Heads) -> Heads | None:
+    """What an attention calls its parts, with ours to attend; None for one that is not known."""
+    attend = our_function(attentions.BASE, attentions.ATTEND)
+    known = type(attention).__call__ is Known.__call__
+    return heads._replace(attend=attend) if known and attend is not None else None
 
 
 @cache

@@ -13,10 +13,10 @@ from toastkit.native.decoder import (
     Decoder,
     FourProjections,
     HybridLayer,
-    Known,
     ParallelLayer,
     TwoProjections,
 )
+from toastkit.native.forms import Known
 from toastkit.native.functions import definition_of, functions_of
 from toastkit.native.latent_attention import LatentAttention
 from toastkit.native.mixtures import (

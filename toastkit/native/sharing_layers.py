@@ -9,8 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from toastkit.native.blocks import Beside, Layer, last_of
-from toastkit.native.decoder import HEADS, heads_in
-from toastkit.native.forms import Block, Heads
+from toastkit.native.forms import HEADS, Block, Heads, known_heads
 from toastkit.native.functions import Native
 from toastkit.native.kv_caches import Kept, kept_of, offset_of
 from toastkit.native.library import CHOSEN, Choice, in_use
@@ -47,9 +46,9 @@ class SharingLayer(Layer):
 
     def _heads(self: Any, attention: Any) -> Heads | None:
         if not attention.has_kv:
-            return heads_in(attention, SHARING)
+            return known_heads(attention, SHARING)
         values = "k_proj" if attention.use_k_eq_v else "v_proj"
-        return heads_in(attention, KEEPING._replace(v=values))
+        return known_heads(attention, KEEPING._replace(v=values))
 
     def __call__(  # type: ignore[override]
         self: Any,
@@ -60,14 +59,14 @@ class SharingLayer(Layer):
         shared_kv: Any = None,
         offset: Any = None,
     ) -> tuple[mx.array, Any, Any]:
-        passed, kept, own = None, shared_kv, per_layer_input
-        if isinstance(kept, Kept) and (x.shape[1] < kept.positions or self._last_only):
-            x, mask, (_, own, *_) = last_of(x, mask, Beside(own=own))
-            kept = kept.last()
-        if kept is None or isinstance(kept, Kept):
-            passed = self.passed(x, mask, cache, Beside(own=own, kept=kept))
+        known = isinstance(shared_kv, Kept)
+        beside, passed = Beside(own=per_layer_input, kept=shared_kv if known else None), None
+        if known and (x.shape[1] < shared_kv.positions or self._last_only):
+            x, mask, beside = last_of(x, mask, beside)
+        if known or shared_kv is None:
+            passed = self.passed(x, mask, cache, beside)
         if passed is None:
-            return self._alone(x, mask, cache, own, kept, offset)
+            return self._alone(x, mask, cache, beside.own, beside.kept or shared_kv, offset)
         (y, *normed), kept = passed
         return self._routed(y, *normed) if normed else y, kept, kept.offset
 

@@ -40,6 +40,7 @@ class InOrder {
  public:
   explicit InOrder(const mx::array &a);
   const char *data() const { return data_; }
+  const float *floats() const { return reinterpret_cast<const float *>(data_); }
 
  private:
   const char *data_;

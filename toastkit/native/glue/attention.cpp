@@ -62,7 +62,7 @@ void compute(const Arrays &arrays, float scale, float cap, int masking, bool sin
   std::optional<InOrder> heads;
   if (sinks) {
     heads.emplace(arrays[arrays.size() - 2]);
-    call.sinks = reinterpret_cast<const float *>(heads->data());
+    call.sinks = heads->floats();
   }
   const int64_t strides[3] = {out.strides(0), out.strides(1), out.strides(2)};
   need(toast_attend(&call, out.data<char>(), strides, type_of(out)));

@@ -146,11 +146,7 @@ void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
     std::copy_n(from, size, outs[0] + h * size);
     std::copy_n(from + size, size, gates + h * size);
   }
-  if (is.late) {
-    at += layer.has[QUERY_NORM] + layer.has[KEY_NORM] + layer.has[VALUE_NORM];
-  } else {
-    norm_heads(layer, arrays, at, count, outs);
-  }
+  if (!is.late) norm_heads(layer, arrays, at, count, outs);
 }
 
 void norm_heads(const Layer &layer, const Arrays &arrays, size_t &at, int64_t count,
@@ -232,7 +228,7 @@ Arrays projected(const mx::array &x, Layer layer, const toast_operands &given) {
       outs[i] = out.data<float>();
     }
     size_t at = 1;
-    before(layer, arrays, at, reinterpret_cast<const float *>(rows.data()),
+    before(layer, arrays, at, rows.floats(),
            int64_t(arrays[0].size()) / arrays[0].shape(-1), outs);
   }, lie_by_position, weights);
 }
@@ -289,9 +285,9 @@ Arrays closed(const mx::array &x, const mx::array &attended, const mx::array *ow
     std::optional<InOrder> own;
     if (layer.is.own) own.emplace(arrays[arrays.size() - outputs - 2]);
     size_t at = 1;
-    behind(layer, arrays, at, reinterpret_cast<const float *>(rows.data()), heads.data(), count,
+    behind(layer, arrays, at, rows.floats(), heads.data(), count,
            sum ? sum.get() : first.data<float>(), out.data<float>(),
-           own ? reinterpret_cast<const float *>(own->data()) : nullptr);
+           own ? own->floats() : nullptr);
   }, -1, weights);
 }
 

@@ -13,9 +13,9 @@ extern "C" {
 // are rows of one part, these behind those; else 0. shares: it attends to what a layer before has
 // kept, and its parts for keys and values are not looked at. own: numbers of an input of its own
 // that each position has, or 0: to what its network gave is added a norm of a product of it, times
-// what a gate makes of that sum. eps: of its norms, which add `plus` to their
-// weights. multiplier: a factor of what attention and network give. dims ... factor: of the
-// rotation, as toast_rotation has them; scale, cap: of attention.
+// what a gate makes of that sum. eps: of its norms, which add `plus` to their weights. multiplier:
+// a factor of what attention and network give. dims ... factor: of the rotation, as toast_rotation
+// has them; scale, cap: of attention.
 //
 // Its operands: queries, keys, values, out, the network's parts, and the gate and the product of
 // its own input; the weights of the norms of what attention and network are given, of queries, keys
@@ -63,7 +63,8 @@ void add_before(Arrays &inputs, Layer &layer, const toast_operands &given);
 void add_behind(Arrays &inputs, Layer &layer, const toast_operands &given, int64_t attended);
 
 // Queries, keys and values of x (count, columns), (count, heads, size) each, or queries alone; and
-// gates, as queries, where there are any. at: where the arrays begin, and then where they end.
+// gates, as queries, where there are any. at: where the arrays begin, and then where they end, or
+// norms that are late begin.
 void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x, int64_t count,
             float *const (&outs)[HEADS], float *gates = nullptr);
 

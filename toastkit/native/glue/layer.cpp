@@ -54,7 +54,12 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   mx::array keys = arrays[kept_in], values = arrays[kept_in + 1];
   mx::array first_out = arrays[all - outs], out = arrays[all - outs + whole.outputs - 1];
   InOrder in_order(x);
-  const float *rows = reinterpret_cast<const float *>(in_order.data());
+  const float *const rows = in_order.floats();
+  std::optional<InOrder> total, own, scales;  // which lie before the caches, in the other order
+  size_t beside = caches;
+  if (whole.summed) total.emplace(arrays[--beside]);
+  if (is.own) own.emplace(arrays[--beside]);
+  if (whole.scaled) scales.emplace(arrays[--beside]);
 
   const int64_t wide = count * is.heads * query, narrow = count * is.key_heads * query;
   const int64_t kept = count * is.key_heads * value, joined = count * is.heads * value;
@@ -66,10 +71,11 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   size_t at = 1;
   before(layer, arrays, at, rows, count, {q, k, v}, is.gated ? gates : nullptr);
 
-  size_t norms = at - layer.has[QUERY_NORM] - layer.has[KEY_NORM] - layer.has[VALUE_NORM];
+  size_t norms = at;
+  if (is.late) at += layer.has[QUERY_NORM] + layer.has[KEY_NORM] + layer.has[VALUE_NORM];
   InOrder frequencies(arrays[at++]);
   const toast_rotation rotation = {
-      is.dims, reinterpret_cast<const float *>(frequencies.data()), is.inverse,
+      is.dims, frequencies.floats(), is.inverse,
       &place.position, 1,
       is.rotation_scale, is.factor, is.traditional,
   };
@@ -78,11 +84,8 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   need(toast_rotate(&queries, &rotation, turned_q));
   if (!is.shares) need(toast_rotate(&new_keys, &rotation, turned_k));
   if (is.late) norm_heads(layer, arrays, norms, count, {turned_q, turned_k, v});
-  if (whole.scaled) {
-    const InOrder scales(arrays[caches - 1 - whole.summed - (is.own != 0)]);
-    const float *by = reinterpret_cast<const float *>(scales.data());
-    for (int64_t i = 0; i < wide; i++) turned_q[i] *= by[i / query % length];
-  }
+  for (int64_t i = 0; scales && i < wide; i++)
+    turned_q[i] *= scales->floats()[i / query % length];
   if (!is.shares) {
     const auto turned_keys = heads_of(turned_k, batch, is.key_heads, length, query, false);
     const auto new_values = heads_of(v, batch, is.key_heads, length, value, true);
@@ -95,19 +98,15 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
       {turned_q, {is.heads * length * query, length * query, query}, TOAST_F32},
       rows_of(keys), rows_of(values), batch, is.heads, is.key_heads, length, place.length, query,
       value, is.scale, place.causal ? TOAST_CAUSAL : TOAST_ALL, nullptr, {}, 0,
-      sinks ? reinterpret_cast<const float *>(sinks->data()) : nullptr, is.cap,
+      sinks ? sinks->floats() : nullptr, is.cap,
   };
   const int64_t strides[3] = {length * is.heads * value, value, is.heads * value};
   need(toast_attend(&call, attended, strides, TOAST_F32));
   if (is.gated) need(toast_gate(gates, attended, joined, TOAST_F32, TOAST_SIGMOID, attended));
   float *const to = out.data<float>();
   float *const sum = whole.outputs == 1 ? attended + joined : first_out.data<float>();
-  std::optional<InOrder> own, total;
-  if (is.own) own.emplace(arrays[caches - 1 - whole.summed]);
-  if (whole.summed) total.emplace(arrays[caches - 1]);
-  if (total) rows = reinterpret_cast<const float *>(total->data());
-  behind(layer, arrays, at, rows, attended, count, sum, to,
-         own ? reinterpret_cast<const float *>(own->data()) : nullptr);
+  behind(layer, arrays, at, total ? total->floats() : rows, attended, count, sum, to,
+         own ? own->floats() : nullptr);
   if (!whole.mixture.choice.chosen) return;
   mix(whole.mixture, arrays, at, to, count, columns, to);
   add_vectors(to, sum, count, columns);

@@ -69,7 +69,7 @@ struct Part {
   toast_matrix from(int64_t first, int64_t rows) const;
   // What is added; NULL for nothing.
   const float *bias() const {
-    return bias_ ? reinterpret_cast<const float *>(bias_->data()) : nullptr;
+    return bias_ ? bias_->floats() : nullptr;
   }
   Matrix matrix;
 

@@ -21,7 +21,7 @@ mx::array mixed(const mx::array &x, const mx::array *const (*parts)[GIVEN],
     InOrder rows(arrays[0]);
     const int64_t columns = out.shape(-1);
     size_t at = 1;
-    mix(mixture, arrays, at, reinterpret_cast<const float *>(rows.data()),
+    mix(mixture, arrays, at, rows.floats(),
         int64_t(out.size()) / columns, columns, out.data<float>());
   }, nullptr, weights);
 }
@@ -109,7 +109,7 @@ void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int
 
   const toast_vectors scores = {logits.get(), count, experts, TOAST_F32};
   need(toast_route(&scores, experts, &m.choice,
-                   bias ? reinterpret_cast<const float *>(bias->data()) : nullptr, expert.get(),
+                   bias ? bias->floats() : nullptr, expert.get(),
                    shares.get()));
   results.clear();
   few.opens(results);

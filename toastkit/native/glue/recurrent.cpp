@@ -1,8 +1,6 @@
 // The recurrences of kernels/recurrent.h as MLX primitives.
 #include "recurrent.h"
 
-#include <algorithm>
-
 #include "../kernels/rows.h"
 
 namespace toast {
@@ -92,22 +90,6 @@ struct Mixer {
   int all() const { return inner() + channels + heads; }
 };
 
-// The last rows of (length, channels) behind those before, NULL for zeros, which are as many; all
-// at `step` numbers from one to the next but those before.
-void keep_last(const float *x, int64_t length, int64_t step, const float *before, int64_t rows,
-               int64_t channels, float *last) {
-  for (int64_t i = 0; i < rows; i++, last += channels) {
-    const int64_t at = length - rows + i;
-    if (at >= 0) {
-      std::copy_n(x + at * step, channels, last);
-    } else if (before) {
-      std::copy_n(before + (rows + at) * channels, channels, last);
-    } else {
-      std::fill_n(last, channels, 0.f);
-    }
-  }
-}
-
 // at: as mixed has them. All steps: gates of y, which are left, what is convolved, and dt.
 void mixer_steps(const Mixer &m, const Floats &at, int64_t batch, int64_t length, float *y,
                  float *last, float *after) {
@@ -134,10 +116,7 @@ void mixer_steps(const Mixer &m, const Floats &at, int64_t batch, int64_t length
       x, b, c, dt, at(4), at(5), at(6), m.least, m.most, 0, nullptr, at(7),
   };
   need(toast_scan_steps(&scan, y, after));
-  for (int64_t n = 0; n < batch; n++)
-    keep_last(at(0) + n * length * all + inner, length, all,
-              at(3) ? at(3) + n * rows * m.channels : nullptr, rows, m.channels,
-              last + n * rows * m.channels);
+  keep_last(at(0) + inner, batch, length, all, at(3), rows, m.channels, last);
 }
 
 // Of what steps are projected to, the convolution's weight and bias, what came before, a_log, d,

@@ -1,6 +1,8 @@
 // What glue of recurrent layers has in common: float32 arrays, of which some may not be given.
 #pragma once
 
+#include <algorithm>
+
 #include "../kernels/recurrent.h"
 #include "arrays.h"
 
@@ -39,6 +41,23 @@ inline int place_of(const std::vector<bool> &given, int i) {
   int before = 0;
   for (int k = 0; k < i; k++) before += given[k];
   return given[i] ? before : -1;
+}
+
+// Of what is convolved, (batch, length, channels), `step` numbers from one row to the next, and of
+// the rows before, (batch, rows, channels), NULL for zeros: the rows that the next ones begin with.
+inline void keep_last(const float *x, int64_t batch, int64_t length, int64_t step,
+                      const float *before, int64_t rows, int64_t channels, float *last) {
+  for (int64_t n = 0; n < batch; n++)
+    for (int64_t i = 0; i < rows; i++, last += channels) {
+      const int64_t at = length - rows + i;
+      if (at >= 0) {
+        std::copy_n(x + (n * length + at) * step, channels, last);
+      } else if (before) {
+        std::copy_n(before + (n * rows + rows + at) * channels, channels, last);
+      } else {
+        std::fill_n(last, channels, 0.f);
+      }
+    }
 }
 
 inline void check_floats(const Arrays &inputs) {

@@ -63,7 +63,7 @@ void turn(const Turning &how, const Arrays &arrays) {
   const bool given = arrays.size() > 3;
   const toast_rotation rotation = {
       how.dims,
-      reinterpret_cast<const float *>(frequencies.data()),
+      frequencies.floats(),
       how.inverse,
       given ? reinterpret_cast<const int32_t *>(offsets.data()) : &how.offset,
       given ? int64_t(arrays[2].size()) : 1,
@@ -202,7 +202,7 @@ mx::array weighed(const mx::array &x, const mx::array &weights) {
     InOrder data(arrays[0]), factors(arrays[1]);
     const toast_vectors rows = rows_of(arrays[0], data);
     need(toast_weighted_sums(&rows, columns, group,
-                             reinterpret_cast<const float *>(factors.data()), out.data<char>(),
+                             factors.floats(), out.data<char>(),
                              type_of(out)));
   });
 }
@@ -223,7 +223,7 @@ Arrays routed(const mx::array &x, const mx::array *bias, const toast_choice &cho
     InOrder data(arrays[0]), added(arrays[biased ? 1 : 0]);
     const toast_vectors rows = rows_of(arrays[0], data);
     need(toast_route(&rows, rows.stride, &choice,
-                     biased ? reinterpret_cast<const float *>(added.data()) : nullptr,
+                     biased ? added.floats() : nullptr,
                      which.data<uint32_t>(), shares.data<float>()));
   });
 }
@@ -244,8 +244,7 @@ mx::array blended(const Arrays &inputs) {
     mx::array out = arrays.back();
     InOrder data(arrays[0]), factors(arrays[1]), others(arrays[2]), gates(arrays[3]);
     const toast_vectors rows = rows_of(arrays[0], data);
-    auto floats = [](const InOrder &some) { return reinterpret_cast<const float *>(some.data()); };
-    need(toast_blend(&rows, rows.stride, group, floats(factors), floats(others), floats(gates),
+    need(toast_blend(&rows, rows.stride, group, factors.floats(), others.floats(), gates.floats(),
                      out.data<float>()));
   });
 }

@@ -1,9 +1,8 @@
 // A layer of a gated short convolution (LFM 2's) as one MLX primitive: a layer of the common form,
 // of which queries, keys and values are the gates b and c and the numbers v of a position.
-#include <algorithm>
-
 #include "../kernels/rows.h"
 #include "blocks.h"
+#include "recurrent.h"
 
 namespace toast {
 namespace {
@@ -25,7 +24,7 @@ void convolve(const ShortConv &s, const Arrays &arrays, size_t &at, const float 
   std::unique_ptr<InOrder> bias(s.biased ? new InOrder(arrays[at++]) : nullptr);
   std::unique_ptr<InOrder> before(
       s.begun ? new InOrder(arrays[arrays.size() - s.outputs - 2]) : nullptr);
-  const float *earlier = before ? reinterpret_cast<const float *>(before->data()) : nullptr;
+  const float *earlier = before ? before->floats() : nullptr;
   std::unique_ptr<float[]> gated(new float[count]);
   for (int64_t i = 0; i < count; i++) gated[i] = b[i] * v[i];
   const toast_convolution convolution = {
@@ -35,12 +34,7 @@ void convolve(const ShortConv &s, const Arrays &arrays, size_t &at, const float 
   };
   need(toast_convolve(&convolution, v, TOAST_F32));
   for (int64_t i = 0; i < count; i++) v[i] = c[i] * v[i];
-  for (int64_t n = 0; n < batch; n++, last += kept) {  // the last rows, of what came before too
-    const int64_t from = std::max<int64_t>(0, kept - length * columns), stays = kept - from;
-    for (int64_t i = 0; i < from; i++)
-      last[i] = earlier ? earlier[n * kept + length * columns + i] : 0;
-    std::copy_n(gated.get() + (n + 1) * length * columns - stays, stays, last + from);
-  }
+  keep_last(gated.get(), batch, length, columns, earlier, s.kernel - 1, columns, last);
 }
 
 // arrays: x, those of what lies before, the convolution's, those of what lies behind, the rows that
@@ -51,7 +45,7 @@ void compute(const ShortConv &s, const Arrays &arrays) {
   const int64_t count = batch * length, all = count * columns;
   mx::array last = arrays.back(), out = arrays.end()[-2], first = arrays.end()[-1 - int(s.outputs)];
   InOrder in_order(x);
-  const float *rows = reinterpret_cast<const float *>(in_order.data());
+  const float *rows = in_order.floats();
   std::unique_ptr<float[]> memory(new float[4 * all]);
   float *const b = memory.get(), *const c = b + all, *const v = c + all, *const own = v + all;
   size_t at = 1;
