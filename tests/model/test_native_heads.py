@@ -9,17 +9,13 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models import deepseek_v3, glm4_moe_lite
-from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models import deepseek_v3
 from mlx_lm.models.mla import MultiLinear
 
 from tests.conftest import examples
 from tests.model.test_native_operations import alike, dtypes, layouts, library, numbers
 from tests.native_library import needed, operations_of
 from toastkit.native import functions, modules, operations
-from toastkit.native.kv_caches import keep_in
-from toastkit.native.latent_attention import LatentAttention
 from toastkit.native.library import BITS, FLOATS, Library, use
 
 __all__ = ["library"]
@@ -94,42 +90,3 @@ def test_a_matrix_for_each_head(library: Library, bits: int, dtype: mx.Dtype) ->
                 assert alike(a, b.astype(mx.float32), 1e-3 if dtype == mx.float32 else 2e-2)
     half = len(found) // 2
     assert all(mx.array_equal(a, b) for a, b in zip(found[:half], found[half:]))
-
-
-LATENT = {
-    "hidden_size": 48, "num_attention_heads": 3, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16, "v_head_dim": 24,
-}  # fmt: skip
-
-
-def latent(architecture: Any, lora: int | None) -> tuple[Any, Any]:
-    """mlx_lm's and ours, with the same random weights."""
-    name = architecture.__name__.rpartition(".")[2]
-    args = architecture.ModelArgs.from_dict({**LATENT, "model_type": name, "q_lora_rank": lora})
-    kind = deepseek_v3.DeepseekV3Attention
-    if architecture is glm4_moe_lite:
-        kind = glm4_moe_lite.Glm4MoeLiteAttention
-    mx.random.seed(4)
-    theirs, ours = kind(args), kind(args)
-    ours.update(theirs.parameters())
-    modules.use_native(ours.modules())
-    assert isinstance(ours, LatentAttention)
-    return theirs, ours
-
-
-@pytest.mark.parametrize("kept", [mx.float32, mx.float16, mx.int8])
-@pytest.mark.parametrize("architecture", [deepseek_v3, glm4_moe_lite])
-@pytest.mark.parametrize("lora", [None, 20])
-def test_latent_attention(architecture: Any, lora: int | None, kept: mx.Dtype) -> None:
-    """One position, several, behind others and with none before; what is kept is the same."""
-    theirs, ours = latent(architecture, lora)
-    caches = [KVCache(), KVCache()]
-    keep_in(kept, caches[1:])
-    for n, length in enumerate((5, 1, 3, 33, 1)):
-        x = numbers(n, (2, length, 48), mx.float32)
-        mask = create_causal_mask(length, caches[0].offset) if length > 1 else None
-        wanted, found = (part(x, mask, cache) for part, cache in zip((theirs, ours), caches))
-        assert alike(found, wanted, {mx.float32: 1e-5, mx.float16: 1e-3}.get(kept, 2e-2))
-    # Without a cache the architecture's own is asked.
-    x = numbers(9, (2, 4, 48), mx.float32)
-    assert alike(ours(x, None, None), theirs(x, None, None), 1e-5)

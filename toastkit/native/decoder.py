@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.native.blocks import FEW, NOTHING, Beside, Layer, LayerShape, copies
+from toastkit.native.blocks import FEW, Layer, copies
 from toastkit.native.forms import HEADS, Block, Heads, Known, known_heads
 from toastkit.native.functions import Native
+from toastkit.native.layer_plans import NOTHING, Beside, LayerShape
 from toastkit.native.library import ACTIVATIONS, NONE, Library, in_use, need
 from toastkit.native.mixtures import Mixture, MixtureShape
 from toastkit.native.modules import FeedForward, Linear, Norm, operands_of
@@ -191,6 +192,13 @@ class HybridLayer(Layer):
         return known_heads(
             attention, HEADS._replace(turning="rope" if attention.rope is None else None)
         )
+
+
+class MixedLayer(Layer):
+    """Kimi's, whose attention is of two kinds: with the one that is latent it is one node. All (B,
+    L, columns) float32."""
+
+    _block = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
 
 
 class ParallelLayer(Layer):

@@ -55,7 +55,8 @@ class Heads(NamedTuple):
     with the rows of one behind another. size: the numbers of a head. cap: of scores. normed:
     whether there are norms, where that is asked; turning: likewise, whether heads are turned.
     late: the norms are of heads that have been turned. scaled: as of Block. v_norm: of each head of
-    values. shares: keys and values are those of a layer before. None for what it has not."""
+    values. shares: keys and values are those of a layer before. latent, still: numbers, narrow,
+    unembed: parts, of latent attention (glue/latent.h). None for what it has not."""
 
     q: str
     k: str
@@ -63,7 +64,7 @@ class Heads(NamedTuple):
     out: str
     heads: str | None
     key_heads: str | None
-    turn: str
+    turn: str | None
     scale: str
     q_norm: str | None
     k_norm: str | None
@@ -79,6 +80,10 @@ class Heads(NamedTuple):
     scaled: bool = False
     v_norm: str | None = None
     shares: bool = False
+    latent: str | None = None
+    still: str | None = None
+    narrow: str | None = None
+    unembed: str | None = None
 
 
 # Of attentions that are known by their source, but for what is said otherwise; see known_heads.

@@ -183,12 +183,21 @@ def _block_scaled(
     return out
 
 
+def _block_scaled_returned(
+    self: Any, x: Any, attn_scale: Any, mask: Any = None, cache: Any = None
+) -> Any:
+    r = self.attention(self.first_norm(x), attn_scale, mask, cache)
+    h = x + r
+    r = self.network(self.second_norm(h))
+    return h + r
+
+
 BLOCKS = (
     _block, _block_returned, _block_added, _block_normed_twice, _block_clipped,
     _block_with_residual, _block_normed_behind, _block_normed_later, _block_multiplied,
-    _block_multiplied_by_depth, _block_step_by_step, _block_scaled,
+    _block_multiplied_by_depth, _block_step_by_step, _block_scaled, _block_scaled_returned,
 )  # fmt: skip
-SCALED = (_block_scaled,)
+SCALED = (_block_scaled, _block_scaled_returned)
 # Which clips in float16, and adds up in float32.
 CLIP = ("mlx_lm.models.gemma3_text", "clip_residual")
 

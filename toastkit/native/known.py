@@ -13,12 +13,19 @@ from toastkit.native.decoder import (
     Decoder,
     FourProjections,
     HybridLayer,
+    MixedLayer,
     ParallelLayer,
     TwoProjections,
 )
 from toastkit.native.forms import Known
 from toastkit.native.functions import definition_of, functions_of
-from toastkit.native.latent_attention import LatentAttention
+from toastkit.native.latent_attention import (
+    LatentAttention,
+    OpenedAttention,
+    OpenedAttentionOfMiniCPM,
+    ScaledLatentAttention,
+    UnturnedLatentAttention,
+)
 from toastkit.native.mixtures import (
     Mixture,
     MixtureAhead,
@@ -66,6 +73,12 @@ _KNOWN: list[tuple[type, str, str]] = [
     (RouterScored, "deepseek_v3.MoEGate", "b570948493299a05 477b6059456d1d80"),
     (LatentAttention, "deepseek_v3.DeepseekV3Attention", "410c4c4877a47726"),
     (LatentAttention, "glm4_moe_lite.Glm4MoeLiteAttention", "5012a87eb0a3b345"),
+    (ScaledLatentAttention, "mistral4.Mistral4Attention", "a6a93f1af760a550"),
+    (UnturnedLatentAttention, "kimi_linear.KimiMLAAttention", "aef564308e14efa4"),
+    (MixedLayer, "kimi_linear.KimiDecoderLayer", "c29e4676476657e0"),
+    (OpenedAttention, "deepseek_v2.DeepseekV2Attention", "9be64f9b69c630ed"),
+    (OpenedAttention, "youtu_llm.YoutuLLMAttention", "8d6eec3b3f0b20b5"),
+    (OpenedAttentionOfMiniCPM, "minicpm3.Attention", "367b597110cc3533"),
     (MixtureScored, "deepseek_v32.DeepseekV32MoE", "5c396b22d20c5274"),
     (RouterScored, "deepseek_v32.MoEGate", "b570948493299a05 477b6059456d1d80"),
     (MixtureScored, "glm4_moe.MoE", "5c396b22d20c5274"),

@@ -297,10 +297,10 @@ def operands_of(parts: Sequence[Any]) -> list[Operand] | None:
     """What parts multiply float32 vectors with; None where one is not to be multiplied so."""
     found = []
     for part in parts:
-        if not isinstance(part, (Linear, Switch)) or (part._wide or mx.float32) != mx.float32:
-            return None
-        operand, bias = part.operand(), part.get("bias")
-        if operand is None or (bias is not None and bias.dtype != mx.float32):
+        known = isinstance(part, (Linear, Switch, PerHead))
+        wide = known and (part._wide or mx.float32) == mx.float32
+        operand = part.operand() if wide else None
+        if operand is None or ("bias" in part and part["bias"].dtype != mx.float32):
             return None
         found.append(operand)
     return found

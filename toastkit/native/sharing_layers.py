@@ -8,10 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.native.blocks import Beside, Layer, last_of
+from toastkit.native.blocks import Layer, last_of
 from toastkit.native.forms import HEADS, Block, Heads, known_heads
 from toastkit.native.functions import Native
 from toastkit.native.kv_caches import Kept, kept_of, offset_of
+from toastkit.native.layer_plans import Beside
 from toastkit.native.library import CHOSEN, Choice, in_use
 from toastkit.native.operations import rms_norm, weighted_sum
 

@@ -1,17 +1,13 @@
 // What lies in a layer before its attention and behind it, as MLX primitives: the kernels of norms,
 // products and gates one after another, to the bit what these give in float32 as operations.
-#include "blocks.h"
-
 #include <algorithm>
 #include <numeric>
 #include <optional>
 
-#include "../kernels/rows.h"
+#include "latent.h"
 
 namespace toast {
-namespace {
 
-// The weight of a norm, if there is one, of rows of either length.
 void add_norm(Arrays &inputs, Layer &layer, int i, const toast_operands &given, int64_t length,
               int64_t other) {
   if (!(layer.has[i] = given.rest[i])) return;
@@ -22,30 +18,46 @@ void add_norm(Arrays &inputs, Layer &layer, int i, const toast_operands &given, 
   inputs.push_back(weight);
 }
 
-// A part that is none of the network's, which is that one of those given; its rows.
 int add_one(Arrays &inputs, Layer &layer, int i, const toast_operands &given, int place,
-            int64_t columns) {
+            int64_t columns, int stack) {
   const mx::array *part[GIVEN];
-  layer.packing[i] = part_of(given, place, layer.biased[i], part);
+  layer.packing[i] = part_of(given, place, layer.biased[i], part, stack != 0);
   add_part(inputs, part, layer.packing[i], columns);
+  check(!stack || part[0]->shape(0) == stack, "a stack of another size");
   return part[0]->shape(-2);
 }
 
-// A norm of numbers in rows as long as its weight, which is the array at `at`; may be in place.
-void norm(const Layer &layer, int i, const Arrays &arrays, size_t &at, const float *x,
-          int64_t numbers, float *out) {
+void apply_norm(const Layer &layer, int i, const Arrays &arrays, size_t &at, const float *x,
+          int64_t numbers, float *out, int64_t stride) {
   const mx::array &weight = arrays[at++];
   InOrder weights(weight);
   const int64_t length = weight.shape(0);
-  const toast_vectors rows = {x, numbers / length, length, TOAST_F32};
+  const toast_vectors rows = {x, numbers / length, stride ? stride : length, TOAST_F32};
   need(toast_rms_norm(&rows, length, weights.data(), type_of(weight), layer.is.plus,
                       layer.is.eps[i], out, TOAST_F32));
 }
 
+void add_rotation(Arrays &inputs, const Layer &layer, const toast_operands &given, int size) {
+  const int32_t dims = layer.is.dims;
+  check(dims > 0 && dims % 2 == 0 && dims <= size, "so many numbers of a head");
+  const mx::array &frequencies = rest_of(given, FREQUENCIES);
+  check(frequencies.dtype() == mx::float32 && frequencies.shape() == mx::Shape{dims / 2},
+        "frequencies of another shape");
+  inputs.push_back(frequencies);
+}
+
+toast_rotation rotation_of(const toast_layer &is, const float *frequencies,
+                           const int32_t *positions, int64_t rows) {
+  return {is.dims, frequencies, is.inverse, positions, rows, is.rotation_scale, is.factor,
+          is.traditional};
+}
+
+namespace {
+
 // x = multiplier norm(x) + y, all (count, columns).
 void add_to(const Layer &layer, int i, const Arrays &arrays, size_t &at, float *x, const float *y,
             int64_t count, int64_t columns) {
-  if (layer.has[i]) norm(layer, i, arrays, at, x, count * columns, x);
+  if (layer.has[i]) apply_norm(layer, i, arrays, at, x, count * columns, x);
   const float multiplier = layer.is.multiplier;
   for (int64_t k = 0; multiplier != 1 && k < count * columns; k++) x[k] *= multiplier;
   add_vectors(x, y, count, columns);
@@ -125,7 +137,7 @@ void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
   const toast_layer &is = layer.is;
   const int64_t columns = arrays[0].shape(-1);
   std::unique_ptr<float[]> normed(layer.has[FIRST_NORM] ? new float[count * columns] : nullptr);
-  if (normed) norm(layer, FIRST_NORM, arrays, at, x, count * columns, normed.get());
+  if (normed) apply_norm(layer, FIRST_NORM, arrays, at, x, count * columns, normed.get());
   const Vectors vectors = {{normed ? normed.get() : x, count, columns, TOAST_F32}, count};
   std::optional<Part> parts[HEADS];
   for (int i = 0; i < (is.shares ? 1 : HEADS); i++)
@@ -153,7 +165,7 @@ void norm_heads(const Layer &layer, const Arrays &arrays, size_t &at, int64_t co
                 float *const (&heads)[HEADS]) {
   for (int i = 0; i < HEADS; i++)
     if (layer.has[QUERY_NORM + i])
-      norm(layer, QUERY_NORM + i, arrays, at, heads[i],
+      apply_norm(layer, QUERY_NORM + i, arrays, at, heads[i],
            count * layer.size[i] * (i ? layer.is.key_heads : layer.is.heads), heads[i]);
 }
 
@@ -178,7 +190,7 @@ void add_of_own(const Layer &layer, const Arrays &arrays, size_t &at, const floa
   multiply(layer.activation_bits, {{sums, gate, gates}});
   need(toast_gate(gates, own, count * numbers, TOAST_F32, layer.is.activation, gates));
   multiply(layer.activation_bits, {{inner, product, more}});
-  norm(layer, OWN_NORM, arrays, at, more, count * columns, more);
+  apply_norm(layer, OWN_NORM, arrays, at, more, count * columns, more);
   add_vectors(out, more, count, columns);
 }
 
@@ -194,7 +206,7 @@ void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
   multiply(layer.activation_bits, {{vectors, part, sum}});
   add_to(layer, ATTENDED_NORM, arrays, at, sum, x, count, columns);
   const bool normed = layer.has[SECOND_NORM];
-  if (normed) norm(layer, SECOND_NORM, arrays, second, sum, count * columns, out);
+  if (normed) apply_norm(layer, SECOND_NORM, arrays, second, sum, count * columns, out);
   if (!layer.network.count) return;
   const Vectors inner = {{normed ? out : sum, count, columns, TOAST_F32}, count};
   feed(layer.network, arrays, at, inner, out, TOAST_F32);
@@ -269,7 +281,10 @@ Arrays closed(const mx::array &x, const mx::array &attended, const mx::array *ow
             attended.shape(0) == x.shape(0) && attended.shape(2) == x.shape(1),
         "heads of another shape");
   Arrays inputs = {x};
-  add_behind(inputs, layer, given, int64_t(attended.shape(1)) * attended.shape(3));
+  add_values(inputs, layer, given);
+  const int64_t size = layer.value ? layer.value : attended.shape(3);
+  check(!layer.value || attended.shape(3) == layer.is.latent, "heads of another size");
+  add_behind(inputs, layer, given, attended.shape(1) * size);
   const Weights weights = {1, inputs.size()};
   add_own(inputs, layer, own);
   inputs.push_back(attended);
@@ -285,7 +300,9 @@ Arrays closed(const mx::array &x, const mx::array &attended, const mx::array *ow
     std::optional<InOrder> own;
     if (layer.is.own) own.emplace(arrays[arrays.size() - outputs - 2]);
     size_t at = 1;
-    behind(layer, arrays, at, rows.floats(), heads.data(), count,
+    std::unique_ptr<float[]> values;
+    const float *attended = values_of(layer, arrays, at, heads.data(), count, values);
+    behind(layer, arrays, at, rows.floats(), attended, count,
            sum ? sum.get() : first.data<float>(), out.data<float>(),
            own ? own->floats() : nullptr);
   }, -1, weights);

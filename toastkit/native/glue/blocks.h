@@ -2,6 +2,7 @@
 // and what behind.
 #pragma once
 
+#include "../kernels/rows.h"
 #include "feed_forward.h"
 
 extern "C" {
@@ -13,17 +14,19 @@ extern "C" {
 // are rows of one part, these behind those; else 0. shares: it attends to what a layer before has
 // kept, and its parts for keys and values are not looked at. own: numbers of an input of its own
 // that each position has, or 0: to what its network gave is added a norm of a product of it, times
-// what a gate makes of that sum. eps: of its norms, which add `plus` to their weights. multiplier:
-// a factor of what attention and network give. dims ... factor: of the rotation, as toast_rotation
-// has them; scale, cap: of attention.
+// what a gate makes of that sum. latent ... opened: see latent.h; latent is 0 for other attention.
+// eps: of its norms, which add `plus` to their weights. multiplier: a factor of what attention and
+// network give. dims ... factor: of the rotation, as toast_rotation has them; scale, cap: of
+// attention.
 //
 // Its operands: queries, keys, values, out, the network's parts, and the gate and the product of
-// its own input; the weights of the norms of what attention and network are given, of queries, keys
-// and values (of each head or of all heads of a position, as these are long), of what attention and
-// network give, and of what its own input adds; frequencies; sinks; and a factor of all that it
-// gives, float32 (1,). NULL for what it has not.
+// its own input, or what latent attention has besides; the weights of the norms of what attention
+// and network are given, of queries, keys and values (of each head or of all heads of a position,
+// as these are long), of what attention and network give, and of what its own input adds;
+// frequencies; sinks; and a factor of all that it gives, float32 (1,). NULL for what it has not.
 typedef struct {
   int32_t heads, key_heads, gated, late, joined, shares, own, network, activation;
+  int32_t latent, still, narrow, opened;
   float eps[8], plus, multiplier;
   int32_t dims, traditional, inverse;
   float rotation_scale, factor, scale, cap;
@@ -40,21 +43,44 @@ enum {
   NORMS,
 };
 enum { FREQUENCIES = NORMS, SINKS, FACTOR };
-enum { OUT = HEADS, OWN_GATE, OWN_PRODUCT, OWN_PARTS };  // besides queries, keys and values
+// Besides queries, keys and values.
+enum { OUT = HEADS, OWN_GATE, OWN_PRODUCT, NARROW, UNEMBED, OWN_PARTS };
 
-// size: of a head of queries, of keys, of values.
+// size: of a head of queries, of keys, of values, as attention takes them. value: of a head that
+// comes out, where that is made of what is attended to; else 0.
 struct Layer {
   toast_layer is;
   int activation_bits = 0;
   Packing packing[OWN_PARTS] = {};
   bool biased[OWN_PARTS] = {};
   Network network = {};
-  int size[HEADS] = {};
+  int size[HEADS] = {}, value = 0;
   bool has[NORMS] = {}, scaled = false;  // scaled: by a factor
 };
 
 // Raises std::invalid_argument unless x is (B, L, columns) float32.
 void check_rows(const mx::array &x);
+
+// The weight of norm i, if there is one, of rows of either length, added to `inputs`.
+void add_norm(Arrays &inputs, Layer &layer, int i, const toast_operands &given, int64_t length,
+              int64_t other);
+
+// Part i, which is none of the network's, and that one of those given, or such a stack, added to
+// `inputs`; its rows. Raise as add_matrix.
+int add_one(Arrays &inputs, Layer &layer, int i, const toast_operands &given, int place,
+            int64_t columns, int stack = 0);
+
+// Norm i of numbers in rows as long as its weight, which is the array at `at`; may be in place.
+// stride: numbers from one row to the next, or 0 where they lie side by side.
+void apply_norm(const Layer &layer, int i, const Arrays &arrays, size_t &at, const float *x,
+          int64_t numbers, float *out, int64_t stride = 0);
+
+// Frequencies of its rotation, added to `inputs`. Raises std::invalid_argument for others.
+void add_rotation(Arrays &inputs, const Layer &layer, const toast_operands &given, int size);
+
+// That rotation, of positions that begin so in each of so many rows.
+toast_rotation rotation_of(const toast_layer &is, const float *frequencies,
+                           const int32_t *positions, int64_t rows);
 
 // The arrays of what lies before attention, or behind it, added to `inputs`, of which the first is
 // x (B, L, columns): the weights of norms before those of parts. attended: numbers of a position.

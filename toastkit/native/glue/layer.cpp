@@ -1,9 +1,8 @@
 // A layer of the common form as one MLX primitive, with the caches that it appends to.
 #include <optional>
 
-#include "../kernels/rows.h"
-#include "blocks.h"
 #include "caches.h"
+#include "latent.h"
 #include "mixture.h"
 
 namespace toast {
@@ -39,6 +38,96 @@ struct Place {
   bool causal;
 };
 
+// What a layer attends with, and to what: x (batch, length, columns), caches as they were and as
+// they become, and factors of queries; NULL for none.
+struct Attending {
+  const float *x;
+  int64_t batch, length;
+  const Place &place;
+  const mx::array &keys_before, &values_before;
+  mx::array keys, values;
+  const float *scales;
+
+  int64_t count() const { return batch * length; }
+  // Queries (batch, heads, length, size), or with heads behind length, times their factors.
+  void scale(float *queries, int64_t numbers, int64_t row) const {
+    for (int64_t i = 0; scales && i < numbers; i++) queries[i] *= scales[i / row % length];
+  }
+};
+
+// Of queries and keys that are turned when they have been made: (count, heads, value). at: as
+// `before` has it.
+void attend(const Whole &whole, const Arrays &arrays, size_t &at, const Attending &a,
+            float *attended) {
+  const Layer &layer = whole.layer;
+  const toast_layer &is = layer.is;
+  const int64_t batch = a.batch, length = a.length, count = a.count();
+  const int64_t query = layer.size[0], value = layer.size[2];
+  const int64_t wide = count * is.heads * query, narrow = count * is.key_heads * query;
+  const int64_t kept = count * is.key_heads * value;
+  std::unique_ptr<float[]> memory(new float[3 * wide + 2 * narrow + kept]);
+  float *const q = memory.get(), *const k = q + wide, *const v = k + narrow;
+  float *const turned_q = v + kept, *const turned_k = turned_q + wide;
+  float *const gates = turned_k + narrow;
+  before(layer, arrays, at, a.x, count, {q, k, v}, is.gated ? gates : nullptr);
+
+  size_t norms = at;
+  if (is.late) at += layer.has[QUERY_NORM] + layer.has[KEY_NORM] + layer.has[VALUE_NORM];
+  InOrder frequencies(arrays[at++]);
+  const auto rotation = rotation_of(is, frequencies.floats(), &a.place.position, 1);
+  const auto queries = heads_of(q, batch, is.heads, length, query, true);
+  const auto new_keys = heads_of(k, batch, is.key_heads, length, query, true);
+  need(toast_rotate(&queries, &rotation, turned_q));
+  if (!is.shares) need(toast_rotate(&new_keys, &rotation, turned_k));
+  if (is.late) norm_heads(layer, arrays, norms, count, {turned_q, turned_k, v});
+  a.scale(turned_q, wide, query);
+  mx::array keys = a.keys, values = a.values;
+  if (!is.shares) {
+    const auto turned_keys = heads_of(turned_k, batch, is.key_heads, length, query, false);
+    const auto new_values = heads_of(v, batch, is.key_heads, length, value, true);
+    write_heads(a.keys_before, keys, turned_keys, a.place.first);
+    write_heads(a.values_before, values, new_values, a.place.first);
+  }
+
+  std::unique_ptr<InOrder> sinks(whole.sinks ? new InOrder(arrays[at++]) : nullptr);
+  const toast_attention call = {
+      {turned_q, {is.heads * length * query, length * query, query}, TOAST_F32},
+      rows_of(keys), rows_of(values), batch, is.heads, is.key_heads, length, a.place.length, query,
+      value, is.scale, a.place.causal ? TOAST_CAUSAL : TOAST_ALL, nullptr, {}, 0,
+      sinks ? sinks->floats() : nullptr, is.cap,
+  };
+  const int64_t strides[3] = {length * is.heads * value, value, is.heads * value};
+  need(toast_attend(&call, attended, strides, TOAST_F32));
+  const int64_t joined = count * is.heads * value;
+  if (is.gated) need(toast_gate(gates, attended, joined, TOAST_F32, TOAST_SIGMOID, attended));
+}
+
+// The same of latent attention.
+void attend_latent(const Layer &layer, const Arrays &arrays, size_t &at, const Attending &a,
+                   float *attended) {
+  const toast_layer &is = layer.is;
+  const int64_t batch = a.batch, length = a.length, count = a.count();
+  const int64_t query = layer.size[0], key = layer.size[1], value = layer.size[2];
+  const int64_t wide = count * is.heads * query, narrow = count * is.key_heads * key;
+  std::unique_ptr<float[]> memory(new float[wide + narrow + count * is.key_heads * value]);
+  float *const q = memory.get(), *const k = q + wide, *const v = k + narrow;
+  latent_before(layer, arrays, at, a.x, {batch, length, &a.place.position, 1}, {q, k, v});
+  a.scale(q, wide, is.heads * query);
+  mx::array keys = a.keys, values = a.values;
+  const auto new_keys = heads_of(k, batch, is.key_heads, length, key, true);
+  const auto new_values = heads_of(v, batch, is.key_heads, length, value, true);
+  write_heads(a.keys_before, keys, new_keys, a.place.first);
+  write_heads(a.values_before, values, new_values, a.place.first);
+  if (!is.opened) return attend_to_latent(layer, q, batch, keys, values, a.place.length, attended);
+  const toast_attention call = {
+      {q, {length * is.heads * query, query, is.heads * query}, TOAST_F32},
+      rows_of(keys), rows_of(values), batch, is.heads, is.key_heads, length, a.place.length, query,
+      value, is.scale, a.place.causal ? TOAST_CAUSAL : TOAST_ALL, nullptr, {}, 0, nullptr, 0,
+  };
+  const int64_t strides[3] = {length * is.heads * value, value, is.heads * value};
+  need(toast_attend(&call, attended, strides, TOAST_F32));
+}
+
 // arrays: x, those of what lies before, frequencies, sinks, those of what lies behind, those of a
 // mixture, factors of queries, its own input, a sum in place of x, both caches; and what comes out
 // of it, and, unless these are another layer's, both caches again.
@@ -46,66 +135,35 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   const Layer &layer = whole.layer;
   const toast_layer &is = layer.is;
   const mx::array &x = arrays[0];
-  const int64_t batch = x.shape(0), length = x.shape(1), columns = x.shape(2);
-  const int64_t count = batch * length, query = layer.size[0], value = layer.size[2];
+  const int64_t columns = x.shape(2), count = x.shape(0) * x.shape(1);
   const size_t all = arrays.size(), outs = whole.outputs + (is.shares ? 0 : 2);
   const size_t caches = all - outs - 2, kept_in = is.shares ? caches : all - 2;
   const Written keys_written(arrays[kept_in]), values_written(arrays[kept_in + 1]);
-  mx::array keys = arrays[kept_in], values = arrays[kept_in + 1];
   mx::array first_out = arrays[all - outs], out = arrays[all - outs + whole.outputs - 1];
   InOrder in_order(x);
-  const float *const rows = in_order.floats();
   std::optional<InOrder> total, own, scales;  // which lie before the caches, in the other order
   size_t beside = caches;
   if (whole.summed) total.emplace(arrays[--beside]);
   if (is.own) own.emplace(arrays[--beside]);
   if (whole.scaled) scales.emplace(arrays[--beside]);
 
-  const int64_t wide = count * is.heads * query, narrow = count * is.key_heads * query;
-  const int64_t kept = count * is.key_heads * value, joined = count * is.heads * value;
-  const int64_t sums = count * columns;
-  std::unique_ptr<float[]> memory(new float[3 * wide + 2 * narrow + kept + joined + sums]);
-  float *const q = memory.get(), *const k = q + wide, *const v = k + narrow;
-  float *const turned_q = v + kept, *const turned_k = turned_q + wide;
-  float *const attended = turned_k + narrow, *const gates = attended + joined + sums;
+  const Attending attending = {
+      in_order.floats(), x.shape(0), x.shape(1), place, arrays[caches], arrays[caches + 1],
+      arrays[kept_in], arrays[kept_in + 1], scales ? scales->floats() : nullptr,
+  };
+  const int64_t joined = count * is.heads * attended_size(layer);
+  std::unique_ptr<float[]> memory(new float[joined + count * columns]), made;
+  float *const attended = memory.get();
   size_t at = 1;
-  before(layer, arrays, at, rows, count, {q, k, v}, is.gated ? gates : nullptr);
-
-  size_t norms = at;
-  if (is.late) at += layer.has[QUERY_NORM] + layer.has[KEY_NORM] + layer.has[VALUE_NORM];
-  InOrder frequencies(arrays[at++]);
-  const toast_rotation rotation = {
-      is.dims, frequencies.floats(), is.inverse,
-      &place.position, 1,
-      is.rotation_scale, is.factor, is.traditional,
-  };
-  const auto queries = heads_of(q, batch, is.heads, length, query, true);
-  const auto new_keys = heads_of(k, batch, is.key_heads, length, query, true);
-  need(toast_rotate(&queries, &rotation, turned_q));
-  if (!is.shares) need(toast_rotate(&new_keys, &rotation, turned_k));
-  if (is.late) norm_heads(layer, arrays, norms, count, {turned_q, turned_k, v});
-  for (int64_t i = 0; scales && i < wide; i++)
-    turned_q[i] *= scales->floats()[i / query % length];
-  if (!is.shares) {
-    const auto turned_keys = heads_of(turned_k, batch, is.key_heads, length, query, false);
-    const auto new_values = heads_of(v, batch, is.key_heads, length, value, true);
-    write_heads(arrays[caches], keys, turned_keys, place.first);
-    write_heads(arrays[caches + 1], values, new_values, place.first);
+  if (is.latent) {
+    attend_latent(layer, arrays, at, attending, attended);
+  } else {
+    attend(whole, arrays, at, attending, attended);
   }
-
-  std::unique_ptr<InOrder> sinks(whole.sinks ? new InOrder(arrays[at++]) : nullptr);
-  const toast_attention call = {
-      {turned_q, {is.heads * length * query, length * query, query}, TOAST_F32},
-      rows_of(keys), rows_of(values), batch, is.heads, is.key_heads, length, place.length, query,
-      value, is.scale, place.causal ? TOAST_CAUSAL : TOAST_ALL, nullptr, {}, 0,
-      sinks ? sinks->floats() : nullptr, is.cap,
-  };
-  const int64_t strides[3] = {length * is.heads * value, value, is.heads * value};
-  need(toast_attend(&call, attended, strides, TOAST_F32));
-  if (is.gated) need(toast_gate(gates, attended, joined, TOAST_F32, TOAST_SIGMOID, attended));
+  const float *values = values_of(layer, arrays, at, attended, count, made);
   float *const to = out.data<float>();
   float *const sum = whole.outputs == 1 ? attended + joined : first_out.data<float>();
-  behind(layer, arrays, at, total ? total->floats() : rows, attended, count, sum, to,
+  behind(layer, arrays, at, total ? total->floats() : in_order.floats(), values, count, sum, to,
          own ? own->floats() : nullptr);
   if (!whole.mixture.choice.chosen) return;
   mix(whole.mixture, arrays, at, to, count, columns, to);
@@ -121,22 +179,23 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
   Whole whole = {{is}, {}, 1, false, scales != nullptr, sum != nullptr};
   Layer &layer = whole.layer;
   Arrays inputs = {x};
-  add_before(inputs, layer, given);
-  const int size = layer.size[0];
-  check(size == layer.size[1] && is.heads % is.key_heads == 0, "heads of other sizes");
-  check(!is.gated || size == layer.size[2], "gates of another size than values");
-  const mx::array &frequencies = rest_of(given, FREQUENCIES);
-  check(is.dims > 0 && is.dims % 2 == 0 && is.dims <= size, "so many numbers of a head");
-  check(frequencies.dtype() == mx::float32 && frequencies.shape() == mx::Shape{is.dims / 2},
-        "frequencies of another shape");
-  inputs.push_back(frequencies);
-  if ((whole.sinks = given.rest[SINKS])) {
-    const mx::array &sinks = rest_of(given, SINKS);
-    check(sinks.dtype() == mx::float32 && sinks.shape() == mx::Shape{is.heads},
-          "sinks of other heads");
-    inputs.push_back(sinks);
+  if (is.latent) {
+    add_latent(inputs, layer, given);
+    check(is.opened || x.shape(1) == 1, "several positions, of which none sees what follows");
+  } else {
+    add_before(inputs, layer, given);
+    check(layer.size[0] == layer.size[1] && is.heads % is.key_heads == 0, "heads of other sizes");
+    check(!is.gated || layer.size[0] == layer.size[2], "gates of another size than values");
+    add_rotation(inputs, layer, given, layer.size[0]);
+    if ((whole.sinks = given.rest[SINKS])) {
+      const mx::array &sinks = rest_of(given, SINKS);
+      check(sinks.dtype() == mx::float32 && sinks.shape() == mx::Shape{is.heads},
+            "sinks of other heads");
+      inputs.push_back(sinks);
+    }
   }
-  add_behind(inputs, layer, given, int64_t(is.heads) * layer.size[2]);
+  add_values(inputs, layer, given);
+  add_behind(inputs, layer, given, int64_t(is.heads) * (layer.value ? layer.value : layer.size[2]));
   if (mixture) {
     check(!is.network && mixture->choice.chosen > 0, "two networks, or no experts");
     const mx::array *parts[MIXED][GIVEN];
@@ -145,7 +204,7 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
   } else if (!is.network) {
     whole.outputs = 2;
   }
-  mx::Shape shape = {x.shape(0), is.key_heads, x.shape(1), size};
+  mx::Shape shape = {x.shape(0), is.key_heads, x.shape(1), layer.size[1]};
   check_cache(keys, shape, place.first);
   shape[3] = layer.size[2];
   check_cache(values, shape, place.first);
