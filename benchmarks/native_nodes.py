@@ -32,6 +32,7 @@ from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
 from toastkit.native import forms, forwards, functions, known, modules
 from toastkit.native.blocks import Layer
+from toastkit.native.products import Product
 
 WAYS = ("MLX", "products", "parts", "all")
 
@@ -39,7 +40,7 @@ WAYS = ("MLX", "products", "parts", "all")
 @contextmanager
 def alone() -> Iterator[None]:
     """Engines that are opened within have native products and nothing else."""
-    products = {k: v for k, v in modules.MIXINS.items() if issubclass(v, modules._Product)}
+    products = {k: v for k, v in modules.MIXINS.items() if issubclass(v, Product)}
     with (
         patch.dict(modules.MIXINS, products, clear=True),
         patch.dict(functions._OURS, clear=True),

@@ -24,6 +24,8 @@ from mlx_lm.models import (
     granitemoehybrid,
     internlm2,
     llama,
+    nemotron_h,
+    phi,
     phi3,
     starcoder2,
     switch_layers,
@@ -34,7 +36,7 @@ from tests.model.reference import OLD_MLX_LM
 from tests.native_library import native_cache, native_path, needed
 from toastkit.native import modules, operations
 from toastkit.native.forms import Form, form_of
-from toastkit.native.library import ACTIVATIONS, BITS, Library, load, use
+from toastkit.native.library import ACTIVATIONS, ALONE, BITS, Library, load, use
 from toastkit.native.operands import Operand
 
 pytestmark = needed
@@ -66,10 +68,10 @@ parts = st.tuples(
 @settings(max_examples=examples(40))
 @given(st.lists(st.integers(1, 5), max_size=2), st.integers(1, 3), st.integers(1, 3),
        parts, parts, parts, st.integers(0, 4), st.sampled_from(ACTIVATIONS),
-       st.tuples(*[st.booleans()] * 3))  # fmt: skip
+       st.tuples(*[st.booleans()] * 3), st.booleans())  # fmt: skip
 def test_all_in_one_is_one_after_another(
     library: Library, batch: list, columns: int, hidden: int, gate: tuple, up: tuple, down: tuple,
-    k: int, kind: str, biased: tuple,
+    k: int, kind: str, biased: tuple, alone: bool,
 ) -> None:  # fmt: skip
     columns, hidden, stack = 32 * columns, 32 * hidden, (5,) if k else ()
     x = mx.random.normal((*batch, columns), key=mx.random.key(3))
@@ -90,9 +92,12 @@ def test_all_in_one_is_one_after_another(
         return y + mx.expand_dims(bias[chosen], -2) if k else y + bias
 
     y = mx.expand_dims(x, (-2, -3)) if k else x
-    wanted = product(library.gate(product(y, 0), product(y, 1), kind), 2)
+    wanted = product(library.gate(product(y, 0), None if alone else product(y, 1), kind), 2)
     wanted = wanted.squeeze(-2) if k else wanted
-    made = library.feed_forward(x, own, kind, chosen if k else None, biases=biases)
+    if alone:
+        del own[1], biases[1]
+    form = ACTIVATIONS.index(kind) + ALONE * alone
+    made = library.feed_forward(x, own, form, chosen if k else None, biases=biases)
     assert made.dtype == mx.float32 and mx.array_equal(made, wanted)
 
 
@@ -137,6 +142,10 @@ def test_what_does_not_fit_together(library: Library) -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError):
             library.feed_forward(y, [*map(Operand, (gate, up, down))], experts=experts)
+        with pytest.raises(ValueError):
+            library.feed_forward(y, [*map(Operand, (gate, up, down))], ALONE, experts)
+        with pytest.raises(ValueError):
+            library.feed_forward(y, [*map(Operand, (gate, gate))], ALONE, experts)
 
     own, bias = [Operand(a), Operand(a), Operand(b)], mx.zeros(96)
     for biases in ((bias, None, bias), (bias.astype(mx.float16), None, None), (bias[None],) * 3):
@@ -190,7 +199,10 @@ def test_forms() -> None:
     assert form_of(afm7.MLP) == form_of(falcon_h1.FalconH1MLP) == Form(usual, "silu")
     shared = granitemoehybrid.GraniteMoeHybridSharedMLP
     assert form_of(shared) == Form(("input_linear", "output_linear"), "silu")
-    for cls in (starcoder2.MLP, nn.Linear, nn.Module, llama.TransformerBlock):
+    assert form_of(starcoder2.MLP) == Form(("c_fc", "c_proj"), "gelu_erf", True)
+    assert form_of(nemotron_h.NemotronHMLP) == Form(("up_proj", "down_proj"), "relu2", True)
+    assert form_of(phi.PhiMLP) == Form(("fc1", "fc2"), "gelu", True)
+    for cls in (nn.Linear, nn.Module, llama.TransformerBlock):
         assert form_of(cls) is None
     made = ModuleType("an_architecture")
     exec(SOURCE, vars(made))
@@ -227,6 +239,7 @@ def test_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     check(gemma2.MLP(64, 96), (x,), calls, True)
     check(gemma.MLP(64, 96), (x,), calls, True)
     check(phi3.MLP(64, 96), (x,), calls, True)
+    check(starcoder2.MLP(64, 96), (x,), calls, True)
     args.mlp_bias = True
     check(llama.MLP(args), (x,), calls, True)
     narrow = llama.MLP(args)
@@ -251,6 +264,9 @@ def test_modules_of_experts(monkeypatch: pytest.MonkeyPatch, tokens: int) -> Non
         nn.quantize(module, group_size=32, bits=4, mode=mode)
         check(module, (x, chosen), calls, True)
     check(switch_layers.SwitchGLU(64, 96, 6, bias=True), (x, chosen), calls, True)
+    for activation, in_one in ((nn.ReLU2(), True), (nn.GELU(), False)):
+        alone = switch_layers.SwitchMLP(64, 96, 6, activation=activation)
+        check(alone, (x, chosen), calls, in_one)
     forms = [(gemma4_text.GeGLU(), True)]
     if not OLD_MLX_LM:
         forms += [(activations.SwigluOAI(), True), (activations.SwigluOAI(limit=3.0), False)]

@@ -31,6 +31,7 @@ from mlx_lm.models import (
     lfm2_moe,
     minimax,
     mixtral,
+    nemotron_h,
     olmoe,
     qwen2_moe,
     qwen3_moe,
@@ -72,7 +73,10 @@ SIZES: dict[str, Any] = {
     "layer_group_size": 2, "group_norm_size": 1, "attn_layer_offset": 0, "attn_layer_period": 2,
     "expert_layer_offset": 0, "expert_layer_period": 2, "mamba_d_conv": 4, "mamba_d_state": 4,
     "mamba_expand": 2, "use_bias": False, "moe_num_experts": 6, "moe_num_shared_experts": 1,
-    "moe_gate_act": "sigmoid",
+    "moe_gate_act": "sigmoid", "mamba_num_heads": 2, "mamba_head_dim": 16, "ssm_state_size": 8,
+    "conv_kernel": 4, "n_groups": 1, "mamba_proj_bias": False, "mlp_bias": False,
+    "layer_norm_epsilon": 1e-5, "use_conv_bias": True, "hybrid_override_pattern": ["E"],
+    "moe_shared_expert_intermediate_size": 96,
 }  # fmt: skip
 BLOCKS = [
     (qwen3_next, "Qwen3NextSparseMoeBlock"), (qwen3_moe, "Qwen3MoeSparseMoeBlock"),
@@ -83,6 +87,7 @@ BLOCKS = [
     (minimax, "MiniMaxSparseMoeBlock"), (bailing_moe, "BailingMoeSparseMoeBlock"),
     (bailing_moe_linear, "SparseMoeBlock"), (dots1, "Dots1MoE"),
     (ernie4_5_moe, "Ernie4_5_MoeMLP"), (jamba, "JambaSparseMoeBlock"),
+    (nemotron_h, "NemotronHMoE"),
 ]  # fmt: skip
 if not OLD_MLX_LM:  # whose experts have another activation, and other scores
     BLOCKS += [(gpt_oss, "MLPBlock"), (lfm2_moe, "Lfm2MoeSparseMoeBlock")]
@@ -163,18 +168,19 @@ def test_what_changes_is_seen(kind: tuple) -> None:
     """Weights that others take the place of, and what they are; and they are not kept."""
     _, ours = made(kind, 6)
     x, experts = numbers(2, (1, 3, 32), mx.float32), ours[ours._experts]
+    up, down = (experts[name] for name in experts.form().parts[-2:])
     before = ours(x)
     mx.eval(before)
-    gone = weakref.ref(experts.down_proj.weight)
-    experts.down_proj.weight = 2 * experts.down_proj.weight
+    gone = weakref.ref(down.weight)
+    down.weight = 2 * down.weight
     mx.eval(experts.parameters())
     gc.collect()
     assert gone() is None
     after = ours(x)
     assert mx.array_equal(after, one_by_one(ours, x)) and not mx.array_equal(after, before)
-    experts.up_proj.bias = mx.ones((6, 64))
+    up.bias = mx.ones((6, 64))
     assert mx.array_equal(ours(x), one_by_one(ours, x)) and not mx.array_equal(ours(x), after)
-    experts.up_proj.bias = mx.ones((6, 64), mx.float16)
+    up.bias = mx.ones((6, 64), mx.float16)
     with patch.object(mixtures, "_mixed") as mixed:
         ours(x)
         router = ours[ours._router]

@@ -26,6 +26,7 @@ from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.native import modules
 from toastkit.native.library import load, use
+from toastkit.native.products import NARROW
 from toastkit.native.starting import Status
 from toastkit.residency.model_sizes import sizes_of
 from toastkit.residency.residency_options import ResidencyOptions
@@ -68,10 +69,10 @@ def test_models_keep_their_16_bits(tmp_path: Path, name: str) -> None:
     holdings = kept.holdings
     for holding in holdings.modules.values():
         for tensor in holding.tensors:
-            narrow = holdings.loaded_dtype(tensor.name) in modules.NARROW
+            narrow = holdings.loaded_dtype(tensor.name) in NARROW
             assert not narrow or tensor.key in ("weight", "scales", "biases")
             assert not narrow or modules.is_native(type(holding.module))
-            assert getattr(holding.module, str(tensor.key), mx.zeros(1)).dtype not in modules.NARROW
+            assert getattr(holding.module, str(tensor.key), mx.zeros(1)).dtype not in NARROW
     sizes = sizes_of(unloaded(kept.files))
     assert kept.ledger.total() == sizes.outside + sum(sizes.layers)
     stored = sum(map(holdings.store.nbytes, holdings.store.names))

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.unit.native_kernels import KEPT_TYPES, TYPES, Kernels, stored
 
-ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai", "finite")
+ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai", "finite", "relu2")
 
 
 class Vectors(ctypes.Structure):

@@ -163,6 +163,8 @@ def activated(x: np.ndarray, kind: str) -> np.ndarray:
             return x * (1 + np.vectorize(math.erf, otypes=[float])(x / np.sqrt(2))) / 2
         if kind == "finite":
             return x
+        if kind == "relu2":
+            return np.maximum(x, 0) ** 2
         if kind == "swiglu_oai":
             x = np.minimum(x, 7)
             return x / (1 + np.exp(-1.702 * x))
@@ -202,6 +204,10 @@ def test_gates_at_the_ends(kernels: Kernels) -> None:
     )
     out = gated(kernels, ends, None, "f32", "gelu_erf")
     np.testing.assert_allclose(out, [0, 0, np.inf, np.nan, np.nan, 200, 0, 88.9, 0, 1e30])
+    out = gated(kernels, ends, None, "f32", "relu2")
+    np.testing.assert_allclose(
+        out, [0, 0, np.inf, 0, np.nan, 4e4, 0, 88.9**2, 0, np.inf], rtol=1e-6
+    )
     out = gated(kernels, ends, None, "f32", "finite")
     np.testing.assert_array_equal(out, [0, 0, 1e4, -1e4, 0, *ends[5:]])
     out = gated(kernels, np.zeros_like(ends) + 8, ends, "f32", "swiglu_oai")
@@ -366,7 +372,7 @@ def test_what_is_no_operation_is_refused(kernels: Kernels) -> None:
             vectors(x, "f32"), ctypes.c_int64(8), None, 3, ctypes.c_float(0), ctypes.c_float(0),
             pointer(x), 0,
         ),
-        lambda: kernels.library.toast_gate(pointer(x), None, ctypes.c_int64(8), 0, 6, pointer(x)),
+        lambda: kernels.library.toast_gate(pointer(x), None, ctypes.c_int64(8), 0, 7, pointer(x)),
         lambda: kernels.library.toast_softmax(
             vectors(x, "f32"), ctypes.c_int64(8), pointer(x), -1
         ),

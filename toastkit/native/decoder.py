@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from toastkit.native.blocks import FEW, Layer, copies
+from toastkit.native.feed_forward import FeedForward
 from toastkit.native.forms import HEADS, Block, Heads, Known, known_heads
 from toastkit.native.functions import Native
 from toastkit.native.layer_plans import NOTHING, Beside, LayerShape
-from toastkit.native.library import ACTIVATIONS, NONE, Library, in_use, need
+from toastkit.native.library import NONE, Library, in_use, need
 from toastkit.native.mixtures import Mixture, MixtureShape
-from toastkit.native.modules import FeedForward, Linear, Norm, operands_of
+from toastkit.native.norms import Norm
 from toastkit.native.operands import Operands
+from toastkit.native.products import Linear, operands_of
 from toastkit.native.recurrent import MOST_KERNEL, Convolution
 
 
@@ -146,7 +148,7 @@ class Decoder(Layer):
         operands = Operands([*own, *more], found, beside, around)
         shape = _Shape(
             rule.num_k_heads, rule.num_v_heads, rule.head_k_dim, rule.head_v_dim, len(rule._parts),
-            len(more), ACTIVATIONS.index(form.activation) if form else 0,
+            len(more), form.kind if form else 0,
         )  # fmt: skip
         shape.eps[:] = *(norm.eps for norm in norms), rule["norm"].eps
         return _Found(operands, shape, None if form else network)
@@ -274,7 +276,7 @@ class ConvolutionLayer(Layer):
         if (found := operands_of(parts)) is None:
             return None
         shape = LayerShape(1, 1, joined=found[0].columns, network=len(behind), multiplier=1.0)
-        shape.activation = ACTIVATIONS.index(form.activation) if form else 0
+        shape.activation = form.kind if form else 0
         shape.eps[:2] = [norm.eps for norm in norms]
         bias = (conv, "bias") if "bias" in conv else None
         beside = [*((norm, "weight") for norm in norms), *[None] * 6, (conv, "weight"), bias, None]

@@ -16,14 +16,26 @@ import mlx.nn as nn
 from toastkit.native import attention_forwards as attentions
 from toastkit.native import forwards
 from toastkit.native.functions import Native, our_function
+from toastkit.native.library import ACTIVATIONS, ALONE
+from toastkit.native.operands import Operand
 
 
 class Form(NamedTuple):
-    """parts: the attributes that hold gate, up and down; or gate and up in one, and down.
-    activation: as library.ACTIVATIONS has it."""
+    """parts: the attributes that hold gate, up and down; or gate and up in one, and down; or up and
+    down alone. activation: as library.ACTIVATIONS has it."""
 
     parts: tuple[str, ...]
     activation: str
+    alone: bool = False
+
+    @property
+    def kind(self) -> int:
+        """Its activation, as the library takes it."""
+        return ACTIVATIONS.index(self.activation) + ALONE * self.alone
+
+    def hidden(self, before: Sequence[Operand]) -> int:
+        """Numbers of a position between the parts before its last one, and that."""
+        return before[0].rows // (1 if self.alone else 3 - len(before))
 
 
 class Block(NamedTuple):
@@ -123,7 +135,8 @@ def form_of(cls: type) -> Form | None:
             else name in forwards.PARTS or there == name
             for name, there in names.items()
         ):
-            return Form(tuple(names[part] for part in forwards.PARTS if part in names), activation)
+            parts = tuple(names[part] for part in forwards.PARTS if part in names)
+            return Form(parts, activation, not names.keys() & {"gate", "both"})
     return None
 
 

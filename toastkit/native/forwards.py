@@ -68,6 +68,18 @@ def _halved_at_once(self: Any, x: Any) -> Any:
     return self.down(swiglu(gate, up))
 
 
+def _alone(self: Any, x: Any) -> Any:
+    return self.down(nn.relu2(self.up(x)))
+
+
+def _alone_gelu(self: Any, x: Any) -> Any:
+    return self.down(nn.gelu_approx(self.up(x)))
+
+
+def _alone_gelu_erf(self: Any, x: Any) -> Any:
+    return self.down(nn.gelu(self.up(x)))
+
+
 # Each with what `swiglu` stands for in it, by module and name.
 SWIGLU = ("mlx_lm.models.activations", "swiglu")
 NETWORKS: list[tuple[Callable, tuple[str, str], str]] = [
@@ -82,6 +94,9 @@ NETWORKS: list[tuple[Callable, tuple[str, str], str]] = [
     (_halved, SWIGLU, "silu"),
     (_halved_by_names, SWIGLU, "silu"),
     (_halved_at_once, SWIGLU, "silu"),
+    (_alone, SWIGLU, "relu2"),
+    (_alone_gelu, SWIGLU, "gelu"),
+    (_alone_gelu_erf, SWIGLU, "gelu_erf"),
 ]
 
 

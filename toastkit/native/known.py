@@ -39,6 +39,7 @@ from toastkit.native.mixtures import (
     MixtureRouted,
     MixtureScored,
     MixtureScoredOfExperts,
+    MixtureScoredOfNarrow,
     RouterAhead,
     RouterInGroups,
     RouterOfPart,
@@ -116,6 +117,8 @@ _KNOWN: list[tuple[type, str, str]] = [
     (ConvolutionLayer, "lfm2_moe.Lfm2DecoderLayer", "2cefc83b3b70e4cd"),
     (Known, "lfm2_moe.ShortConv", "335f74b67bd97914"),
     (Mixer, "mamba2.Mamba2Block", "f287fbbe418194aa"),
+    (MixtureScoredOfNarrow, "nemotron_h.NemotronHMoE", "4e1be5b07ed4860f"),
+    (RouterScored, "nemotron_h.MoEGate", "63862eb0c56aaee6 7e28e79b287f80cc"),
     (Mixer, "nemotron_h.NemotronHMamba2Mixer", "73a71362a42b947c 6d382b74693f9660"),
     (
         Mixer,

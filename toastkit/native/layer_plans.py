@@ -11,10 +11,11 @@ import mlx.core as mx
 
 from toastkit.native.forms import Heads, adds_one
 from toastkit.native.kv_caches import Kept
-from toastkit.native.library import ACTIVATIONS, FLOATS
+from toastkit.native.library import FLOATS
 from toastkit.native.mixtures import Mixture
-from toastkit.native.modules import Linear, Norm, PerHead, operands_of
+from toastkit.native.norms import Norm
 from toastkit.native.operands import Operand, Operands
+from toastkit.native.products import Linear, PerHead, operands_of
 from toastkit.native.rotary import UNTURNED, is_rotary
 
 
@@ -99,7 +100,7 @@ def planned(layer: Any, columns: int) -> Plan | None:
     sinks = None if own.sinks is None else (attention, own.sinks)
     if sinks is not None and attention[own.sinks].dtype != mx.float32:
         return None
-    more = _given(behind, columns, lambda before: before[0].rows // (3 - len(before)))
+    more = _given(behind, columns, lambda before: form.hidden(before))
     if not more and (norms.second is None or norms.fed is not None or multiplier != 1):
         return None
     inner = [] if block.own_gate is None else [layer[block.own_gate], layer[block.own_product]]
@@ -115,7 +116,7 @@ def planned(layer: Any, columns: int) -> Plan | None:
     shape.plus, shape.multiplier, shape.scale = plus, multiplier, getattr(attention, own.scale)
     shape.cap = getattr(attention, own.cap) if own.cap else 0.0
     if more:
-        shape.network, shape.activation = len(more), ACTIVATIONS.index(form.activation)
+        shape.network, shape.activation = len(more), form.kind
     frequencies = _rotated(shape, turn, attends.turned)
     weights = _Norms(*(None if norm is None else (norm, "weight") for norm in norms))
     if norms.values is not None:  # which has none

@@ -19,7 +19,8 @@ from toastkit.native.operands import Given, Operand
 BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai", "finite")
+ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai", "finite", "relu2")
+ALONE = 64  # added to one: the network has no gate, see glue/feed_forward.h
 PAIRS, DIGITS, WIDE = 12, 16, 32  # bits of activations that packed weights meet, see kernels.h
 NONE = ctypes.py_object()  # an array that is not given
 
@@ -143,22 +144,20 @@ class Library:
         self,
         x: mx.array,
         parts: Sequence[Operand],
-        activation: str = "silu",
+        kind: int = 0,
         experts: mx.array | None = None,
         activation_bits: int = DIGITS,
         biases: Sequence[mx.array | None] = (None,) * 3,
     ) -> mx.array:
         """down(activation(gate(x)) * up(x)), lazy, between them in float32; of the dtype of x, or
         float32 where a matrix has another. x: (..., columns). parts: gate, up and down; or the
-        rows of gate and then of up in one matrix, and down. experts: of stacks, the ones for each
-        vector, uint32 (..., k); gives (..., k, rows). biases: of the parts, float32 (rows,), of
-        stacks (experts, rows). Raises ValueError, see `multiply`."""
+        rows of gate and then of up in one matrix, and down; or up and down. kind: the activation's
+        place in ACTIVATIONS, and ALONE for the last. experts: of stacks, the ones for each vector,
+        uint32 (..., k); gives (..., k, rows). biases: of the parts, float32 (rows,), of stacks
+        (experts, rows). Raises ValueError, see `multiply`."""
         arrays = [array for part, bias in zip(parts, biases) for array in (*part[:3], bias)]
         given = Given(arrays, [number for part in parts for number in part[3:]], activation_bits)
-        return _made(
-            self._feed_forward, x, ctypes.byref(given), len(parts), _given(experts),
-            ACTIVATIONS.index(activation),
-        )  # fmt: skip
+        return _made(self._feed_forward, x, ctypes.byref(given), len(parts), _given(experts), kind)
 
     def rms_norm(
         self, x: mx.array, weight: mx.array | None, eps: float, plus: float = 0.0

@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from toastkit.native.feed_forward import FeedForward, SwitchNetwork
 from toastkit.native.functions import Native
 from toastkit.native.library import (
-    ACTIVATIONS,
     AHEAD,
     BEST,
     CHOSEN,
@@ -24,9 +24,9 @@ from toastkit.native.library import (
     in_use,
     need,
 )
-from toastkit.native.modules import FeedForward, Linear, SwitchGLU, gate_of, operands_of
 from toastkit.native.operands import Operand, Operands
 from toastkit.native.operations import matmul, weighted_sum
+from toastkit.native.products import Linear, operands_of
 
 LEAST = 1e-20  # what some add to the sum of shares, and others do not, who would divide by 0
 
@@ -180,23 +180,24 @@ class Mixture(Native):
         """With who says how experts are chosen."""
         switch, shared, router = self[self._experts], self.get(self._shared), self[self._router]
         own = isinstance(router, Router)
-        if type(switch).__call__ is not SwitchGLU.__call__:
+        known = type(switch).__call__ is SwitchNetwork.__call__
+        if not known or (experts := switch.form()) is None:
             return None
         if own and type(router).__call__ is not Router.__call__:
             return None
         asked = router[router._part] if own and router._part else router
-        stacks = [switch[name] for name in ("gate_proj", "up_proj", "down_proj")]
-        parts, kinds, around = [*stacks], [gate_of(switch.activation)], [self, router, switch]
-        names, gate = (), self.get(self._gate)
+        parts, kinds = [switch[name] for name in experts.parts], [experts.kind]
+        around, names, gate = [self, router, switch], (), self.get(self._gate)
         if shared is not None:
             if type(shared).__call__ is not FeedForward.__call__:
                 return None
-            names, kind = type(shared)._form
+            form = type(shared)._form
+            names = form.parts
             parts += [*(shared[name] for name in names), *([] if gate is None else [gate])]
-            kinds, around = [*kinds, kind], [*around, shared]
+            kinds, around = [*kinds, form.kind], [*around, shared]
         found, first = operands_of(parts), _asked(asked)
         calls = gate is None or isinstance(gate, Linear)
-        if None in kinds or found is None or first is None or not calls:
+        if found is None or first is None or not calls:
             return None
         chooses = router if own else self
         bias = chooses.get(chooses._bias)
@@ -204,8 +205,11 @@ class Mixture(Native):
             return None
         beside = [None if bias is None else (chooses, chooses._bias)]
         operands = Operands([asked, *parts], [first, *found], beside, around)
-        shape = MixtureShape(ctypes.addressof(operands), shared=len(names), gated=gate is not None)
-        shape.activations[: len(kinds)] = [ACTIVATIONS.index(kind) for kind in kinds]
+        shape = MixtureShape(
+            ctypes.addressof(operands), experts=len(experts.parts), shared=len(names),
+            gated=gate is not None,
+        )  # fmt: skip
+        shape.activations[: len(kinds)] = kinds
         return operands, shape, chooses
 
 
@@ -227,7 +231,7 @@ class MixtureShape(ctypes.Structure):
 
     _fields_ = (
         ("operands", ctypes.c_void_p), ("choice", Choice),
-        *((name, ctypes.c_int32) for name in ("shared", "gated")),
+        *((name, ctypes.c_int32) for name in ("experts", "shared", "gated")),
         ("activations", ctypes.c_int32 * 2),
     )  # fmt: skip
 
@@ -264,6 +268,13 @@ class MixtureScored(Mixture):
 
 class MixtureScoredOfExperts(MixtureScored):
     _experts = "experts"
+
+
+class MixtureScoredOfNarrow(MixtureScored):
+    """Whose experts may be given fewer numbers (Nemotron-H): then it is its parts."""
+
+    def whole(self: Any) -> MixtureShape | None:
+        return super().whole() if self.moe_latent_size is None else None
 
 
 class MixtureChosenOfPart(MixtureChosen):

@@ -27,14 +27,14 @@ mx::array feed_forward(const mx::array &x, const mx::array *const (*parts)[GIVEN
                        const mx::array *choice, const Network &network) {
   const int last = network.count - 1;
   check(x.ndim() >= 1, "no vectors");
-  check(last == 2 || !choice, "other parts");
+  check(last == 2 || network.alone || !choice, "other parts");
   type_of(x);
   Arrays inputs = {x};
   const mx::array &gate = *parts[0][0], &down = *parts[last][0];
   const bool wide = add_network(inputs, parts, network, x.shape(-1));
   const auto dtype = wide ? mx::float32 : x.dtype();
-  check(!choice || (gate.shape(0) == parts[1][0]->shape(0) && gate.shape(0) == down.shape(0)),
-        "stacks of other sizes");
+  for (int i = 1; choice && i <= last; i++)
+    check(gate.shape(0) == parts[i][0]->shape(0), "stacks of other sizes");
   check(!network.biased[last] || dtype == mx::float32, "a bias in 16 bits");
   const Weights weights = {1, inputs.size()};
   auto shape = x.shape();
@@ -55,8 +55,9 @@ mx::array feed_forward(const mx::array &x, const mx::array *const (*parts)[GIVEN
 
 Network network_of(const toast_operands &given, int first, int count, bool stacks, int activation,
                    const mx::array *(*parts)[GIVEN]) {
-  check(count == 2 || count == PARTS, "other parts");
-  Network network = {count, {}, {}, activation, given.activation_bits};
+  const bool alone = activation & ALONE;
+  check(count == 2 || (count == PARTS && !alone), "other parts");
+  Network network = {count, alone, {}, {}, activation & ~ALONE, given.activation_bits};
   for (int i = 0; i < count; i++)
     network.parts[i] = part_of(given, first + i, network.biased[i], parts[i], stacks);
   return network;
@@ -67,13 +68,14 @@ bool add_network(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const N
   const int last = network.count - 1;
   check(last == 1 || last == 2, "other parts");
   const mx::array &gate = *parts[0][0];
+  const int each = last == 2 || network.alone ? 1 : 2;
   bool wide = false;
   for (int i = 0; i <= last; i++) {
-    const int64_t hidden = i == last ? gate.shape(-2) / (3 - last) : columns;
+    const int64_t hidden = i == last ? gate.shape(-2) / each : columns;
     wide |= add_part(inputs, parts[i], network.parts[i], hidden) != inputs[0].dtype();
     check(i == last || parts[i][0]->shape(-2) == gate.shape(-2), "a gate of another shape");
   }
-  check(last == 2 || gate.shape(-2) % 2 == 0, "no two halves");
+  check(gate.shape(-2) % each == 0, "no two halves");
   return wide;
 }
 
@@ -85,14 +87,15 @@ Feeding::Feeding(const Network &network, const Arrays &arrays, size_t &at, const
               ? nullptr
               : std::make_unique<Part>(arrays, at, network.parts[1], network.biased[1])),
       down_(arrays, at, network.parts[network.count - 1], network.biased[network.count - 1]),
-      hidden_(gate_.matrix->rows / (up_ ? 1 : 2)),
+      hidden_(gate_.matrix->rows / (up_ || network.alone ? 1 : 2)),
       gates_(new float[vectors.count * hidden_]),
-      ups_(new float[vectors.count * hidden_]),
+      ups_(network.alone ? nullptr : new float[vectors.count * hidden_]),
       inner_{{gates_.get(), vectors.count, hidden_, TOAST_F32}, vectors.count, nullptr,
              vectors.expert} {}
 
 void Feeding::opens(std::vector<Result> &results) const {
   results.push_back({vectors_, gate_, gates_.get(), TOAST_F32, 0, hidden_});
+  if (network_.alone) return;
   results.push_back(
       {vectors_, up_ ? *up_ : gate_, ups_.get(), TOAST_F32, up_ ? 0 : hidden_, hidden_});
 }

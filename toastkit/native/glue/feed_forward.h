@@ -5,10 +5,12 @@
 
 namespace toast {
 
-constexpr int PARTS = 3;  // gate, up, down; or gate and up in one, and down
+constexpr int PARTS = 3;  // gate, up, down; or gate and up in one, and down; or up and down
+constexpr int ALONE = 64;  // added to an activation: the last, which is of what up gives
 
 struct Network {
   int count;  // of parts
+  bool alone;
   Packing parts[PARTS];
   bool biased[PARTS];
   int activation;
@@ -16,6 +18,7 @@ struct Network {
 };
 
 // One of `count` parts of those that are given, from `first` on; their arrays become `parts`.
+// activation: and ALONE, if it is so.
 Network network_of(const toast_operands &given, int first, int count, bool stacks, int activation,
                    const mx::array *(*parts)[GIVEN]);
 
@@ -30,9 +33,9 @@ bool add_network(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const N
 class Feeding {
  public:
   Feeding(const Network &network, const Arrays &arrays, size_t &at, const Vectors &vectors);
-  // gate(x) and up(x).
+  // gate(x) and up(x), or the one there is.
   void opens(std::vector<Result> &results) const;
-  // down(activation(gate(x)) * up(x)): out is (count, rows of down).
+  // down of activation(gate(x)) * up(x), or of activation(up(x)): out is (count, rows of down).
   Result closes(void *out, int out_type);
 
  private:

@@ -44,10 +44,11 @@ Mixture mixture_of(const toast_mixture &is, const mx::array *(*parts)[GIVEN]) {
     return network_of(*is.given, i, count, stacks, activation, parts + i);
   };
   m.router = part_of(*is.given, 0, m.router_biased, parts[0]);
-  m.experts = some(1, PARTS, true, is.activations[0]);
+  m.experts = some(1, is.experts, true, is.activations[0]);
+  check(m.experts.alone || is.experts == PARTS, "other experts");
   if (is.shared) {
-    m.shared = some(1 + PARTS, is.shared, false, is.activations[1]);
-    const int gate = 1 + PARTS + is.shared;
+    m.shared = some(1 + is.experts, is.shared, false, is.activations[1]);
+    const int gate = 1 + is.experts + is.shared;
     if ((m.gated = is.gated)) m.gate = part_of(*is.given, gate, m.gate_biased, parts[gate]);
   }
   m.choice_biased = is.given->rest[0];
@@ -65,13 +66,13 @@ void add_mixture(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const M
   const mx::array *bias = parts[MIXED - 1][0];
   check_choice(m.choice, bias, experts);
   if (bias) inputs.push_back(*bias);
+  const int last = m.experts.count, gate = 1 + last + m.shared.count;
   add_network(inputs, parts + 1, m.experts, columns);
-  for (int i = 1; i <= PARTS; i++)
+  for (int i = 1; i <= last; i++)
     check(parts[i][0]->shape(0) == experts, "stacks of other sizes");
-  gives(PARTS, columns);
+  gives(last, columns);
   if (!m.shared.count) return;
-  const int gate = 1 + PARTS + m.shared.count;
-  add_network(inputs, parts + 1 + PARTS, m.shared, columns);
+  add_network(inputs, parts + 1 + last, m.shared, columns);
   gives(gate - 1, columns);
   if (!m.gated) return;
   add_part(inputs, parts[gate], m.gate, columns);

@@ -8,12 +8,12 @@ extern "C" {
 
 // One as Python gives it. Its operands: the router; gate, up and down of the experts; `shared`
 // parts of what all vectors go through, if there is any, and its gate, if it is gated; and what is
-// added to what is chosen by, NULL for nothing. activations: of the experts, and of what all
-// vectors go through.
+// added to what is chosen by, NULL for nothing. experts: parts of these, gate, up and down, or up
+// and down. activations: of the experts, and of what all vectors go through.
 typedef struct {
   const toast_operands *given;
   toast_choice choice;
-  int32_t shared, gated, activations[2];
+  int32_t experts, shared, gated, activations[2];
 } toast_mixture;
 
 }  // extern "C"

@@ -115,6 +115,7 @@ INLINE F32 activated(int activation, F32 x) {
     return x == x ? y : F32{};
   }
   if (activation == TOAST_ERF) return erf_gelu(x);
+  if (activation == TOAST_RELU2) return x > 0 || x != x ? x * x : F32{};
   F32 y = x;
   if (activation == TOAST_OAI) x = smaller(all(7.0f), x), y = x * 1.702f;
   if (activation == TOAST_GELU)  // (1 + tanh(z)) / 2 is 1 / (1 + exp(-2 z))

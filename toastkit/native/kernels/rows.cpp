@@ -232,7 +232,7 @@ int toast_append(const toast_heads *x, int64_t positions, int64_t first, void *o
 int toast_gate(const void *gate, const void *x, int64_t count, int32_t type, int32_t activation,
                void *out) {
   using namespace toast;
-  if (!is_type(type) || activation < TOAST_SILU || activation > TOAST_FINITE) return 1;
+  if (!is_type(type) || activation < TOAST_SILU || activation > TOAST_RELU2) return 1;
   const Gate all = {gate, x, type, activation, out};
   const RowInstructions &code = *instructions().rows;
   share(count, 1, [&](int64_t first, int64_t end) { code.gate(all, first, end); });

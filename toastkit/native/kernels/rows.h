@@ -33,9 +33,10 @@ typedef struct {
 
 // GELU by tanh and by erf; OAI: of gpt-oss, x no further than 7 from 0, and the gate no higher, is
 // (x + 1) * gate * sigmoid(1.702 * gate). FINITE: the number itself, 0 for NaN, 1e4 for infinity
-// and -1e4 for its opposite.
+// and -1e4 for its opposite. RELU2: its square, or 0 below 0.
 enum {
-  TOAST_SILU = 0, TOAST_GELU = 1, TOAST_SIGMOID = 2, TOAST_ERF = 3, TOAST_OAI = 4, TOAST_FINITE = 5
+  TOAST_SILU = 0, TOAST_GELU = 1, TOAST_SIGMOID = 2, TOAST_ERF = 3, TOAST_OAI = 4, TOAST_FINITE = 5,
+  TOAST_RELU2 = 6
 };
 
 // All return 0; 1 for types that are not known, 2 for no memory. What comes out is contiguous.

@@ -1,0 +1,177 @@
+"""Modules that multiply: their products are native, and their parameters MLX's."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from toastkit.native import operations
+from toastkit.native.functions import Native
+from toastkit.native.library import (
+    BITS,
+    DIGITS,
+    FLOATS,
+    GROUP_SIZES,
+    NONE,
+    Library,
+    in_use,
+    need,
+)
+from toastkit.native.operands import Operand
+
+NARROW = (mx.float16, mx.bfloat16)
+
+
+class Product(Native):
+    """What those that multiply have in common. They are modules of MLX, with its parameters.
+
+    _wide: the dtype that activations have, and parameters for everybody but the products, where
+    these meet them in 16 bits; None where parameters are in the dtype of the activations.
+    _activation_bits: that packed weights meet, see kernels.h. _last_only: see last_position_only.
+    They are of a module and not of the library: two engines of a process may differ.
+    """
+
+    _wide: mx.Dtype | None = None
+    _activation_bits: int = DIGITS
+    _last_only: bool = False
+
+    def __getattr__(self, key: str) -> Any:
+        """A parameter, for whoever else reads it, as if it had been widened when it was loaded."""
+        value = super().__getattr__(key)  # type: ignore[misc]
+        narrow = self._wide is not None and isinstance(value, mx.array) and value.dtype in NARROW
+        return value.astype(self._wide) if narrow else value
+
+    def operand(self: Any) -> Operand | None:
+        """What it multiplies with; None for what only MLX has, or where more is to be done."""
+        weight, scales = self["weight"], self.get("scales")
+        if scales is None:
+            return Operand(weight) if weight.dtype in FLOATS else None
+        biases = self.get("biases")
+        if self.mode == "affine":
+            alike = biases is not None and biases.dtype == scales.dtype in FLOATS
+            known = alike and self.bits in BITS and self.group_size in GROUP_SIZES
+        else:
+            known = self.mode == "mxfp4" and biases is None and scales.dtype == mx.uint8
+        return Operand(weight, scales, biases, self.bits, self.group_size) if known else None
+
+    def _multiply(
+        self: Any, x: mx.array, experts: mx.array | None = None, bias: mx.array | None = None
+    ) -> mx.array | None:
+        """Products (..., rows) of x, (..., columns), or of x (..., m, columns) with the experts
+        that are chosen, uint32 (...). bias: as of Library.multiply. None for what only MLX has:
+        other dtypes, other packings."""
+        if self._wide is not None:
+            x = x.astype(self._wide)
+        library, own = in_use(), self.operand()
+        if library is None or own is None or x.dtype not in FLOATS:
+            return None
+        if experts is not None and experts.dtype != mx.uint32:
+            experts = experts.astype(mx.uint32)
+        if own.columns != x.shape[-1]:
+            return None
+        if self._last_only:
+            x = x[..., -1:, :]
+        weight, scales, biases, bits, group_size = own
+        return library.multiply(
+            x, weight, scales, biases, experts, bits, group_size, self._activation_bits, bias
+        )
+
+
+class Linear(Product):
+    """A matrix, and a bias if it has one."""
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        bias = self.get("bias")
+        wide = bias is not None and (self._wide or x.dtype) == bias.dtype == mx.float32
+        y = self._multiply(x, bias=bias if wide else None)
+        if y is None:
+            return super().__call__(x)  # type: ignore[misc]
+        return y if wide or bias is None else y + bias
+
+
+@cache
+def _rows(library: Library) -> Any:
+    array, whole = ctypes.py_object, ctypes.c_int
+    return library.function("rows", *[array] * 5, whole, whole)
+
+
+class Embedding(Product):
+    """Rows (..., columns) of a matrix, by uint32 places (...), float32 from any dtype."""
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        if (y := self._float_rows(x)) is not None:
+            return y
+        if self._wide is None:
+            return super().__call__(x)  # type: ignore[misc]
+        rows = self["weight"][x]
+        if "scales" not in self:
+            return rows.astype(self._wide)
+        scales, biases = (self[key][x].astype(self._wide) for key in ("scales", "biases"))
+        return mx.dequantize(rows, scales, biases, self.group_size, self.bits, self.mode)
+
+    def _float_rows(self: Any, x: mx.array) -> mx.array | None:
+        """In one operation, to the bit as below, where they become float32 from something else."""
+        library, own = in_use(), self.operand()
+        if library is None or own is None or x.dtype != mx.uint32:
+            return None
+        weight, scales, biases, bits, group_size = own
+        wide = self._wide or (None if scales is None else scales.dtype)
+        if wide is None or wide != mx.float32 or (scales is None) is not (biases is None):
+            return None
+        out, more = mx.array(0), [NONE if array is None else array for array in (scales, biases)]
+        need(_rows(library)(out, x, weight, *more, bits, group_size))
+        return out
+
+    def as_linear(self: Any, x: mx.array) -> mx.array:
+        y = self._multiply(x)
+        return super().as_linear(x) if y is None else y  # type: ignore[misc]
+
+
+class Switch(Product):
+    """A stack of matrices, of which each vector is multiplied with those that are chosen."""
+
+    def __call__(
+        self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False
+    ) -> mx.array:
+        y = self._multiply(x, indices)
+        if y is None:
+            return super().__call__(x, indices, sorted_indices)  # type: ignore[misc]
+        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+
+
+class PerHead(Product):
+    """A stack of matrices, one for each head."""
+
+    def __call__(self: Any, x: mx.array, transpose: bool = True) -> mx.array:
+        """x: (B, heads or 1, positions, columns); (..., rows) instead where not to be transposed.
+        Gives (B, heads, positions, rows), or (..., columns)."""
+        heads = operations.numbered(self["weight"].shape[:1])
+        y = self._multiply(x, heads) if transpose else self._turned(x)
+        return super().__call__(x, transpose) if y is None else y  # type: ignore[misc]
+
+    def _turned(self: Any, x: mx.array) -> mx.array | None:
+        if self.operand() is None or in_use() is None:
+            return None
+        weight = self["weight"]
+        if "scales" in self:
+            biases = None if self.get("biases") is None else self.biases
+            how = self.group_size, self.bits, self.mode
+            weight = mx.dequantize(weight, self.scales, biases, *how)
+        return operations.matmul(x, weight)
+
+
+def operands_of(parts: Sequence[Any]) -> list[Operand] | None:
+    """What parts multiply float32 vectors with; None where one is not to be multiplied so."""
+    found = []
+    for part in parts:
+        known = isinstance(part, (Linear, Switch, PerHead))
+        wide = known and (part._wide or mx.float32) == mx.float32
+        operand = part.operand() if wide else None
+        if operand is None or ("bias" in part and part["bias"].dtype != mx.float32):
+            return None
+        found.append(operand)
+    return found
