@@ -119,7 +119,7 @@ def made(kind: tuple, seed: int, k: int = 2, normed: bool = True, bits: int = 0)
 
 
 def one_by_one(block: Any, x: mx.array) -> mx.array:
-    with patch.object(mixtures.Mixture, "whole", lambda _: None):
+    with patch.object(mixtures.Mixture, "whole", lambda *_: None):
         return block(x)
 
 
@@ -235,7 +235,7 @@ def test_models_use_it(tmp_path: Path, name: str) -> None:
     with patch.object(mixtures, "_mixed", wraps=mixtures._mixed) as mixed:
         whole = read(engine)
         assert mixed.called
-        with patch.object(mixtures.Mixture, "whole", lambda _: None):
+        with patch.object(mixtures.Mixture, "whole", lambda *_: None):
             assert all(map(mx.array_equal, read(engine), whole))
         some = open_engine(path, native="require", dtype="float32", expert_slots=slots(6))
         mixed.reset_mock()

@@ -11,13 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map_with_path
-from mlx_lm.models.cache import ArraysCache
 
 from tests.model.reference import OLD_MLX_LM, held_by
-from tests.model.test_native_blocks import counted
 from tests.model.test_native_operations import alike, library
 from tests.native_library import built, cache, needed, operations_of
-from toastkit.native import blocks, decoder, modules, recurrent
+from toastkit.native import decoder, modules, recurrent
 
 __all__ = ["built", "cache", "library"]
 pytestmark = [needed, pytest.mark.usefixtures("library")]
@@ -98,6 +96,7 @@ OURS = {
     "recurrent_gemma": "ToastLinear", "bailing_moe_linear": "ToastScan",
     "lfm2": "ToastShortConv", "lfm2_moe": "ToastShortConv",
     **dict.fromkeys(MIXERS, "ToastMixer"),
+    **dict.fromkeys(("nemotron_h", "granitemoehybrid"), "ToastMixerLayer"),
 }  # fmt: skip
 LEFT = {"falcon_mamba"} if OLD_MLX_LM else set()  # which normalises twice there
 # MLX has experts on the CPU in float32 alone.
@@ -168,77 +167,6 @@ def test_states_of_parts_are_those_of_the_whole(name: str) -> None:
         mx.array_equal(a, b) if exact else alike(a, b, 1e-4)
         for a, b in zip(whole, parts, strict=True)
     )
-
-
-@pytest.mark.parametrize("name", MIXERS)
-def test_mixers_in_one_node(name: str) -> None:
-    """To the bit what its parts give, in any parts of a prompt."""
-    _, ours = made(name, mx.float32)
-    for parts in ([1, 2, 3, 5, 20], []):
-        logits, kept = read(ours, parts)
-        with patch.object(recurrent.Mixer, "mixed", lambda *_: None):
-            theirs, theirs_kept = read(ours, parts)
-        pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
-        assert all(mx.array_equal(a, b) for a, b in pairs)
-
-
-def test_what_of_mixers_is_not_so() -> None:
-    """Rows of a batch that end elsewhere, convolutions in 16 bits, no cache."""
-    theirs, ours = (model.backbone.layers[0].mixer for model in made("mamba2", mx.float32))
-    x, mask = mx.random.normal((2, 5, 32)), mx.arange(5)[None] >= mx.array([[0], [2]])
-    assert ours.mixed(x, None, ArraysCache(2)) is not None
-    assert ours.mixed(x, mask, ArraysCache(2)) is None and ours.mixed(x, None, None) is None
-    both = [mixer(x, mask, ArraysCache(2)) * mask[..., None] for mixer in (ours, theirs)]
-    assert alike(*both, 1e-4)
-    ends = ArraysCache(2)
-    ends.prepare(lengths=[3, 5])
-    assert ours.mixed(x, None, ends) is None
-    assert ours.mixed(x.astype(mx.bfloat16), None, ArraysCache(2)) is None
-    ours.conv1d.weight = ours.conv1d.weight.astype(mx.bfloat16)
-    assert ours.mixed(x, None, ArraysCache(2)) is None
-
-
-def test_mixers_that_do_not_fit_together(library: Any) -> None:
-    """The library says so."""
-    mixer = made("mamba2", mx.float32)[1].backbone.layers[0].mixer
-    projected, state = mx.zeros((2, 5, 164)), mx.zeros((2, 4, 16, 8))
-    conv, before = mixer.conv1d, mx.zeros((2, 3, 96))
-    fits = [projected, conv.weight, conv.bias, before, mixer.A_log, mixer.D, mixer.dt_bias, state]
-
-    def one(arrays: list[Any], heads: int = 4, groups: int = 2, numbers: int = 8) -> str | None:
-        given = recurrent._objects(*arrays)
-        three = [mx.array(0) for _ in range(3)]
-        return recurrent._mixer(library)(*three, given, heads, groups, numbers, 0.0, 1.0)
-
-    assert one(fits) is None
-    for i, array in enumerate(fits):
-        for wrong in (array[:-1], array[..., :-1], array[None]):
-            assert one([*fits[:i], wrong, *fits[i + 1 :]])
-    for i in (4, 5, 6):
-        assert one([*fits[:i], None, *fits[i + 1 :]])
-    for wrong in ((0, 2, 8), (4, 0, 8), (4, 3, 8), (4, 2, 0), (5, 1, 8), (4, 2, 100)):
-        assert one(fits, *wrong)
-
-
-@pytest.mark.parametrize("bits", [0, 4])
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [("falcon_h1", {}), *(("granitemoehybrid", {"position_embedding_type": turned})
-                          for turned in ("nope", "rope"))],
-)  # fmt: skip
-def test_layers_of_attention_and_mixers(name: str, more: dict, bits: int) -> None:
-    """One node: Granite 4's where there are no experts, Falcon-H1's but for the mixer."""
-    _, ours = made(name, mx.float32, **more)
-    if bits:
-        quantise(ours, bits)
-    parts = [5, 6, 7, 22]
-    with counted() as counts:
-        logits, kept = read(ours, parts)
-    assert counts["one"] + counts["two"] == 2 * 5 and counts["one"] >= 2 * 3
-    with patch.object(blocks.Layer, "natively", lambda *_: None):
-        theirs, theirs_kept = read(ours, parts)
-    pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
-    assert all(mx.array_equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])

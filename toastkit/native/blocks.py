@@ -24,8 +24,9 @@ from toastkit.native.kv_caches import (
     set_appended,
 )
 from toastkit.native.latent_attention import LatentAttention
-from toastkit.native.layer_plans import NOTHING, Beside, Plan, planned
+from toastkit.native.layer_plans import NOTHING, Beside, Plan, multiplier_of, planned
 from toastkit.native.library import NONE, Library, in_use, need
+from toastkit.native.mixtures import Mixture, MixtureShape
 from toastkit.native.operations import is_mask
 
 FEW = 16  # positions that are one operation
@@ -52,7 +53,16 @@ class Layer(Native):
         if passed is None:
             return None
         y, *normed = passed[0]
-        return y + self._plan.left(*normed) if normed else y
+        return y + self._fed(self._plan.left, *normed) if normed else y
+
+    def _fed(self: Any, network: Any, normed: mx.array) -> mx.array:
+        """What is added behind a network that is left to itself, (B, L, columns)."""
+        y, multiplier = network(normed), multiplier_of(self)
+        return y if multiplier == 1 else y * multiplier
+
+    def _whole(self: Any, mixture: Mixture) -> MixtureShape | None:
+        """A mixture that is its network, where it is a part of the layer's node."""
+        return mixture.whole()
 
     def passed(
         self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside
@@ -77,7 +87,8 @@ class Layer(Native):
             beside = beside._replace(last=True)
         if room is None:
             return _in_two(library, plan, x, mask, cache, beside)
-        outs, kept = _in_one(library, plan, x, mask is not None, cache, room, beside)
+        mixture = self._whole(plan.left) if plan.mixes else None
+        outs, kept = _in_one(library, plan, x, mask is not None, cache, room, beside, mixture)
         return [out[:, -1:] for out in outs] if beside.last else outs, kept
 
     def planned(self: Any, columns: int) -> Plan | None:
@@ -118,11 +129,10 @@ def _may_be_two(plan: Plan, mask: Any, cache: Any) -> bool:
 
 def _in_one(
     library: Library, plan: Plan, x: mx.array, causal: bool, cache: Any, room: Room,
-    beside: Beside = NOTHING,
+    beside: Beside = NOTHING, mixture: MixtureShape | None = None,
 ) -> tuple[list[mx.array], Kept]:  # fmt: skip
     """What a layer gives, and the norm of it, where its network is left to itself; lazy, (B, L,
     columns) each; and what it attended to. causal: a position sees none behind it."""
-    mixture = plan.left.whole() if plan.mixes else None
     outs = copies(x, 1 if plan.left is None or mixture else 2)
     scales, own, kept, sum_, _ = beside
     keys, values, offset = kept[:3] if kept else (cache.keys, cache.values, cache.offset)

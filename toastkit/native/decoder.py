@@ -1,6 +1,6 @@
 """Gated delta rules of Qwen3-Next and Qwen3.5, of few nodes; and decoder layers in which attention
-is one of several kinds: beside these rules, LFM 2's short convolutions, or mixers of Mamba-2. They
-are known by what their forwards are (known.py)."""
+is one of several kinds: beside these rules or LFM 2's short convolutions, or latent. They are
+known by what their forwards are (known.py)."""
 
 from __future__ import annotations
 
@@ -172,28 +172,6 @@ def _decoded(
 def _function(library: Library) -> Any:
     array, place = ctypes.py_object, ctypes.c_void_p
     return library.function("decoder", *[array] * 6, *[place] * 3)
-
-
-class HybridLayer(Layer):
-    """Granite 4's: of attention and a network one node. One of a mixer, or with experts, is made
-    of its parts. All (B, L, columns) float32."""
-
-    _block = Block(
-        "self_attn", "input_layernorm", "mlp", "post_attention_layernorm",
-        multiplier="residual_multiplier",
-    )  # fmt: skip
-
-    def natively(
-        self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
-    ) -> mx.array | None:
-        if self.use_moe or self.layer_type != "attention":
-            return None
-        return super().natively(x, mask, cache, beside)
-
-    def _heads(self: Any, attention: Any) -> Heads | None:
-        return known_heads(
-            attention, HEADS._replace(turning="rope" if attention.rope is None else None)
-        )
 
 
 class MixedLayer(Layer):

@@ -47,7 +47,7 @@ class Block(NamedTuple):
 
     attention: str
     first_norm: str | None
-    network: str
+    network: str | None
     second_norm: str | None
     attended_norm: str | None = None
     fed_norm: str | None = None

@@ -12,7 +12,6 @@ from toastkit.native.decoder import (
     ConvolutionLayer,
     Decoder,
     FourProjections,
-    HybridLayer,
     MixedLayer,
     ParallelLayer,
     TwoProjections,
@@ -25,6 +24,12 @@ from toastkit.native.latent_attention import (
     OpenedAttentionOfMiniCPM,
     ScaledLatentAttention,
     UnturnedLatentAttention,
+)
+from toastkit.native.mixer_layers import (
+    GatedNorm,
+    GatedNormInGroups,
+    HybridLayer,
+    NemotronLayer,
 )
 from toastkit.native.mixtures import (
     Mixture,
@@ -117,6 +122,9 @@ _KNOWN: list[tuple[type, str, str]] = [
     (ConvolutionLayer, "lfm2_moe.Lfm2DecoderLayer", "2cefc83b3b70e4cd"),
     (Known, "lfm2_moe.ShortConv", "335f74b67bd97914"),
     (Mixer, "mamba2.Mamba2Block", "f287fbbe418194aa"),
+    (NemotronLayer, "nemotron_h.NemotronHBlock", "ff351c51727082a3"),
+    (Known, "nemotron_h.NemotronHAttention", "e7238684209458d3"),
+    (GatedNormInGroups, "nemotron_h.MambaRMSNormGated", "888dd1eb87e2c4b2"),
     (MixtureScoredOfNarrow, "nemotron_h.NemotronHMoE", "4e1be5b07ed4860f"),
     (RouterScored, "nemotron_h.MoEGate", "63862eb0c56aaee6 7e28e79b287f80cc"),
     (Mixer, "nemotron_h.NemotronHMamba2Mixer", "73a71362a42b947c 6d382b74693f9660"),
@@ -125,6 +133,7 @@ _KNOWN: list[tuple[type, str, str]] = [
         "granitemoehybrid.GraniteMoeHybridMamba2Mixer",
         "b729fd14f83e1ec2 6d382b74693f9660",
     ),
+    (GatedNorm, "granitemoehybrid.GraniteMoeHybridRMSNormGated", "bdab6611f523d381"),
     (HybridLayer, "granitemoehybrid.GraniteMoeHybridLayer", "aa760904e09b2fd0"),
     (Known, "granitemoehybrid.GraniteMoeHybridAttention", "541a10c42c9dc724"),
     (ParallelLayer, "falcon_h1.FalconH1DecoderLayer", "d42e93e338d2fb7b"),

@@ -85,7 +85,7 @@ def planned(layer: Any, columns: int) -> Plan | None:
     """None where a part is not as it has to be for x (..., columns). layer: with a `_block`, and
     `_heads` of its attention."""
     block = layer._block
-    attention, network = layer[block.attention], layer[block.network]
+    attention, network = layer[block.attention], block.network and layer[block.network]
     own = layer._heads(attention)
     if own is None or own.scaled is not block.scaled:
         return None
@@ -93,7 +93,7 @@ def planned(layer: Any, columns: int) -> Plan | None:
     form = vars(type(network)).get("_form")
     behind = [network[name] for name in form.parts] if form else []
     norms = _norms_of(layer, attention, own)
-    plus, multiplier = _added_by(norms), _multiplier(layer)
+    plus, multiplier = _added_by(norms), multiplier_of(layer)
     attends = look(attention, own, columns)
     if plus is None or attends is None or not isinstance(multiplier, (int, float)):
         return None
@@ -101,7 +101,9 @@ def planned(layer: Any, columns: int) -> Plan | None:
     if sinks is not None and attention[own.sinks].dtype != mx.float32:
         return None
     more = _given(behind, columns, lambda before: form.hidden(before))
-    if not more and (norms.second is None or norms.fed is not None or multiplier != 1):
+    if not more and (norms.second is None) is not (network is None):
+        return None
+    if not more and norms.fed is not None:
         return None
     inner = [] if block.own_gate is None else [layer[block.own_gate], layer[block.own_product]]
     inputs = _given(inner, columns, lambda before: before[0].rows)
@@ -121,7 +123,8 @@ def planned(layer: Any, columns: int) -> Plan | None:
     weights = _Norms(*(None if norm is None else (norm, "weight") for norm in norms))
     if norms.values is not None:  # which has none
         weights = weights._replace(values=mx.full((attends.value,), 1 - plus))
-    around = [layer, attention, network, turn, *(norm for norm in norms if norm is not None)]
+    parts_of = [attention, network, turn, *norms]
+    around = [layer, *(part for part in parts_of if part is not None)]
     parts = [*attends.parts, *(behind if more else []), *inner, *attends.besides]
     found = [*attends.found, *(more or []), *(inputs or []), *attends.found_besides]
     operands = Operands(
@@ -135,7 +138,7 @@ def planned(layer: Any, columns: int) -> Plan | None:
     )  # fmt: skip
 
 
-def _multiplier(layer: Any) -> Any:
+def multiplier_of(layer: Any) -> Any:
     """A factor of what attention and network give."""
     block = layer._block
     factor = 1.0 if block.multiplier is None else getattr(layer, block.multiplier)

@@ -163,22 +163,24 @@ class Mixture(Native):
         own = vars(self)
         return Choice(own[self._k], self._how | bool(own.get(self._normed)))
 
-    def whole(self: Any) -> MixtureShape | None:
+    def whole(self: Any, beside: Any = None) -> MixtureShape | None:
         """What the library takes it as, for a primitive that is made now: its parts count as used.
-        None where it is to be called, or they are one by one."""
+        None where it is to be called, or they are one by one. beside: a network that all tokens go
+        through, where that is none of its parts."""
         kept, alone = vars(self).get("_kept"), vars(self).get("sharding_group") is None
-        if alone and (kept is None or not kept[0].hold()):
-            kept = vars(self)["_kept"] = self._found()
+        if alone and (kept is None or kept[3] is not beside or not kept[0].hold()):
+            kept = vars(self)["_kept"] = self._found(beside)
         if not alone or kept is None:
             return None
-        operands, shape, chooses = kept
+        operands, shape, chooses, _ = kept
         operands.were_used()
         shape.choice = chooses.choice()
         return shape
 
-    def _found(self: Any) -> tuple[Operands, MixtureShape, Any] | None:
-        """With who says how experts are chosen."""
+    def _found(self: Any, beside: Any) -> tuple[Operands, MixtureShape, Any, Any] | None:
+        """With who says how experts are chosen, and what is beside it."""
         switch, shared, router = self[self._experts], self.get(self._shared), self[self._router]
+        shared = shared if beside is None else beside
         own = isinstance(router, Router)
         known = type(switch).__call__ is SwitchNetwork.__call__
         if not known or (experts := switch.form()) is None:
@@ -203,14 +205,14 @@ class Mixture(Native):
         bias = chooses.get(chooses._bias)
         if not _are_wide(bias):
             return None
-        beside = [None if bias is None else (chooses, chooses._bias)]
-        operands = Operands([asked, *parts], [first, *found], beside, around)
+        biases = [None if bias is None else (chooses, chooses._bias)]
+        operands = Operands([asked, *parts], [first, *found], biases, around)
         shape = MixtureShape(
             ctypes.addressof(operands), experts=len(experts.parts), shared=len(names),
             gated=gate is not None,
         )  # fmt: skip
         shape.activations[: len(kinds)] = kinds
-        return operands, shape, chooses
+        return operands, shape, chooses, beside
 
 
 def _are_wide(*arrays: mx.array | None) -> bool:
@@ -273,8 +275,8 @@ class MixtureScoredOfExperts(MixtureScored):
 class MixtureScoredOfNarrow(MixtureScored):
     """Whose experts may be given fewer numbers (Nemotron-H): then it is its parts."""
 
-    def whole(self: Any) -> MixtureShape | None:
-        return super().whole() if self.moe_latent_size is None else None
+    def whole(self: Any, beside: Any = None) -> MixtureShape | None:
+        return super().whole(beside) if self.moe_latent_size is None else None
 
 
 class MixtureChosenOfPart(MixtureChosen):

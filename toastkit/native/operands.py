@@ -85,7 +85,7 @@ class Operands(Given):
         super().__init__(
             [array for _, _, array in places],
             [number for operand in own for number in operand[3:]],
-            next(part._activation_bits for part in parts if hasattr(part, "_activation_bits")),
+            next((p._activation_bits for p in parts if hasattr(p, "_activation_bits")), 0),
             [array for _, _, array in beside],
         )
         self._fixed = [array for module, _, array in beside if module is None]

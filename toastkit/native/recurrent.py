@@ -223,12 +223,25 @@ class Mixer(Native):
         if (projected := self["in_proj"](x)).dtype != mx.float32:
             return None
         y, *kept = (mx.array(0) for _ in range(3))
-        sizes = self.num_heads, self.n_groups, self.ssm_state_size
-        need(_mixer(library)(y, *kept, _objects(projected, *own), *sizes, *self.time_step_limit))
+        need(_mixer(library)(y, *kept, _objects(projected, *own), ctypes.byref(self.shape())))
         cache[0], cache[1] = kept
         cache.advance(x.shape[1])
         gate = projected[..., : y.shape[2]]
         return self["out_proj"](self["norm"](y, gate) if "norm" in self else swiglu(gate, y))
+
+    def shape(self: Any, normed: int = 0) -> MixerShape:
+        """What of it is the same at every step. normed: numbers that its norm takes together."""
+        sizes = self.num_heads, self.n_groups, self.ssm_state_size, normed
+        return MixerShape(*sizes, *self.time_step_limit)
+
+
+class MixerShape(ctypes.Structure):
+    """toast_mixer, see glue/mixer.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("heads", "groups", "numbers", "normed")),
+        ("least", ctypes.c_float), ("most", ctypes.c_float),
+    )  # fmt: skip
 
 
 class MixerGivenCacheFirst(Mixer):
@@ -245,8 +258,8 @@ class MixerGivenCacheFirst(Mixer):
 
 @cache
 def _mixer(library: Library) -> Any:
-    array, whole, number = ctypes.py_object, ctypes.c_int, ctypes.c_float
-    return library.function("mixer", *[array] * 3, array * 8, *[whole] * 3, number, number)
+    array, place = ctypes.py_object, ctypes.c_void_p
+    return library.function("mixer", *[array] * 3, array * 8, place)
 
 
 class SelectiveScan(Native):

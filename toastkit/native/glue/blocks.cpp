@@ -94,8 +94,7 @@ void add_before(Arrays &inputs, Layer &layer, const toast_operands &given) {
 
 void add_behind(Arrays &inputs, Layer &layer, const toast_operands &given, int64_t attended) {
   const int columns = inputs[0].shape(-1), count = layer.is.network;
-  check(count || (given.rest[SECOND_NORM] && !given.rest[FED_NORM] && layer.is.multiplier == 1 &&
-                  !layer.is.own && !given.rest[FACTOR]),
+  check(count || (!given.rest[FED_NORM] && !layer.is.own && !given.rest[FACTOR]),
         "other norms around a network that is none of its parts");
   layer.activation_bits = given.activation_bits;
   add_norm(inputs, layer, SECOND_NORM, given, columns, columns);
@@ -121,6 +120,8 @@ void add_behind(Arrays &inputs, Layer &layer, const toast_operands &given, int64
     inputs.push_back(factor);
   }
 }
+
+bool is_all(const Layer &layer) { return !layer.is.network && !layer.has[SECOND_NORM]; }
 
 void add_own(Arrays &inputs, const Layer &layer, const mx::array *own) {
   check(!own == !layer.is.own, "an input of its own that is not there, or not asked for");
@@ -288,7 +289,7 @@ Arrays closed(const mx::array &x, const mx::array &attended, const mx::array *ow
   const Weights weights = {1, inputs.size()};
   add_own(inputs, layer, own);
   inputs.push_back(attended);
-  const size_t outputs = layer.is.network ? 1 : 2;
+  const size_t outputs = layer.is.network || is_all(layer) ? 1 : 2;
   return made("ToastClosed", std::vector<mx::Shape>(outputs, x.shape()),
               std::vector<mx::Dtype>(outputs, mx::float32), std::move(inputs),
               [layer, outputs](const Arrays &arrays) {
@@ -296,7 +297,7 @@ Arrays closed(const mx::array &x, const mx::array &attended, const mx::array *ow
     InOrder rows(arrays[0]);
     const Joined heads(arrays[arrays.size() - outputs - 1]);
     mx::array out = arrays.back(), first = arrays[arrays.size() - outputs];
-    std::unique_ptr<float[]> sum(outputs == 1 ? new float[count * columns] : nullptr);
+    std::unique_ptr<float[]> sum(layer.is.network ? new float[count * columns] : nullptr);
     std::optional<InOrder> own;
     if (layer.is.own) own.emplace(arrays[arrays.size() - outputs - 2]);
     size_t at = 1;

@@ -108,6 +108,10 @@ void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
             const float *attended, int64_t count, float *sum, float *out,
             const float *own = nullptr);
 
+// Whether what attention gives, added to x, is all that a layer gives: there is no network, nor a
+// norm for one.
+bool is_all(const Layer &layer);
+
 // The own input of x (B, L, columns), added to `inputs`: float32 (B, L, own); NULL where a layer
 // has none, and nothing is added. Raises std::invalid_argument for another.
 void add_own(Arrays &inputs, const Layer &layer, const mx::array *own);

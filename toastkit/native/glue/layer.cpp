@@ -162,12 +162,13 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   }
   const float *values = values_of(layer, arrays, at, attended, count, made);
   float *const to = out.data<float>();
-  float *const sum = whole.outputs == 1 ? attended + joined : first_out.data<float>();
+  float *const sum = whole.outputs == 2 ? first_out.data<float>()
+                     : is_all(layer)    ? to
+                                        : attended + joined;
   behind(layer, arrays, at, total ? total->floats() : in_order.floats(), values, count, sum, to,
          own ? own->floats() : nullptr);
-  if (!whole.mixture.choice.chosen) return;
-  mix(whole.mixture, arrays, at, to, count, columns, to);
-  add_vectors(to, sum, count, columns);
+  if (whole.mixture.choice.chosen)
+    mix_behind(layer, whole.mixture, arrays, at, sum, count, to);
 }
 
 // What comes out of it, one or two, and both caches with the new positions.
@@ -197,11 +198,8 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
   add_values(inputs, layer, given);
   add_behind(inputs, layer, given, int64_t(is.heads) * (layer.value ? layer.value : layer.size[2]));
   if (mixture) {
-    check(!is.network && mixture->choice.chosen > 0, "two networks, or no experts");
-    const mx::array *parts[MIXED][GIVEN];
-    whole.mixture = mixture_of(*mixture, parts);
-    add_mixture(inputs, parts, whole.mixture, x.shape(-1));
-  } else if (!is.network) {
+    whole.mixture = add_mixture_behind(inputs, layer, *mixture);
+  } else if (!is.network && !is_all(layer)) {
     whole.outputs = 2;
   }
   mx::Shape shape = {x.shape(0), is.key_heads, x.shape(1), layer.size[1]};
@@ -230,8 +228,12 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
     if (!is.shares) shapes.push_back(cache->shape()), dtypes.push_back(cache->dtype());
   return made("ToastLayer", std::move(shapes), dtypes, std::move(inputs),
               [=](const Arrays &arrays) { compute(whole, arrays, place); },
-              [sums = whole.outputs](const Arrays &inputs, Arrays &outputs) {
-    lie_in_place(inputs[0], outputs[sums - 1]);
+              [sums = whole.outputs, all = is_all(layer)](const Arrays &inputs, Arrays &outputs) {
+    if (all) {  // it is written to before x is added
+      outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
+    } else {
+      lie_in_place(inputs[0], outputs[sums - 1]);
+    }
     if (sums > 1) outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
     for (size_t i = 0; i < 2; i++) {
       const mx::array &cache = inputs.end()[int(i) - 2];

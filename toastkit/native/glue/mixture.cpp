@@ -3,8 +3,6 @@
 // as operations.
 #include "mixture.h"
 
-#include "blocks.h"
-
 namespace toast {
 namespace {
 
@@ -129,6 +127,64 @@ void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int
   if (shared) add_vectors(out, more.get(), count, columns);
 }
 
+Mixture add_mixture_behind(Arrays &inputs, const Layer &layer, const toast_mixture &is) {
+  check(!layer.is.network && layer.has[SECOND_NORM] && is.choice.chosen > 0,
+        "two networks, or no experts, or no norm");
+  const mx::array *parts[MIXED][GIVEN];
+  const Mixture mixture = mixture_of(is, parts);
+  add_mixture(inputs, parts, mixture, inputs[0].shape(-1));
+  return mixture;
+}
+
+void mix_behind(const Layer &layer, const Mixture &mixture, const Arrays &arrays, size_t &at,
+                const float *sum, int64_t count, float *out) {
+  const int64_t columns = arrays[0].shape(-1);
+  const float multiplier = layer.is.multiplier;
+  mix(mixture, arrays, at, out, count, columns, out);
+  for (int64_t i = 0; multiplier != 1 && i < count * columns; i++) out[i] *= multiplier;
+  add_vectors(out, sum, count, columns);
+}
+
+namespace {
+
+// x + m network(norm(x)) of x (B, L, columns), of a layer that is nothing else: the parts that are
+// given are the network's, unless that is a mixture. m: multiplier.
+mx::array fed(const mx::array &x, const toast_layer &is, const toast_operands &given,
+              const toast_mixture *mixture) {
+  check_rows(x);
+  const int64_t columns = x.shape(-1);
+  Layer layer = {is};
+  Mixture of = {};
+  Arrays inputs = {x};
+  add_norm(inputs, layer, SECOND_NORM, given, columns, columns);
+  check(layer.has[SECOND_NORM] && !mixture == (is.network != 0), "no norm, or not one network");
+  if (mixture) {
+    of = add_mixture_behind(inputs, layer, *mixture);
+  } else {
+    const mx::array *parts[PARTS][GIVEN];
+    layer.network = network_of(given, 0, is.network, false, is.activation, parts);
+    add_network(inputs, parts, layer.network, columns);
+    check(parts[is.network - 1][0]->shape(-2) == columns, "rows of another length");
+  }
+  const Weights weights = {1, inputs.size()};
+  return made("ToastFed", x.shape(), mx::float32, std::move(inputs),
+              [layer, of](const Arrays &arrays) {
+    const int64_t columns = arrays[0].shape(-1), count = int64_t(arrays[0].size()) / columns;
+    mx::array y = arrays.back();
+    float *const out = y.data<float>();
+    InOrder rows(arrays[0]);
+    size_t at = 1;
+    apply_norm(layer, SECOND_NORM, arrays, at, rows.floats(), count * columns, out);
+    if (of.choice.chosen) return mix_behind(layer, of, arrays, at, rows.floats(), count, out);
+    const Vectors vectors = {{out, count, columns, TOAST_F32}, count};
+    feed(layer.network, arrays, at, vectors, out, TOAST_F32);
+    const float multiplier = layer.is.multiplier;
+    for (int64_t i = 0; multiplier != 1 && i < count * columns; i++) out[i] *= multiplier;
+    add_vectors(out, rows.floats(), count, columns);
+  }, nullptr, weights);
+}
+
+}  // namespace
 }  // namespace toast
 
 extern "C" {
@@ -141,6 +197,16 @@ TOAST_API const char *toast_mixture_array(void *out, void *x, const toast_mixtur
     const mx::array *parts[toast::MIXED][toast::GIVEN];
     const toast::Mixture mixture = toast::mixture_of(*is, parts);
     array_of(out) = toast::mixed(array_of(x), parts, mixture);
+  });
+}
+
+// Makes `out`, an array that nobody else has, what a layer that is a network alone gives of x.
+// mixture: which is that; NULL for none. Lazy. Returns as above.
+TOAST_API const char *toast_fed_array(void *out, void *x, const toast_operands *given,
+                                      const toast_layer *layer, const toast_mixture *mixture) {
+  using toast::array_of;
+  return toast::wrong([&] {
+    array_of(out) = toast::fed(array_of(x), *layer, *given, mixture);
   });
 }
 

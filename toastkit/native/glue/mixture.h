@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../kernels/rows.h"
-#include "feed_forward.h"
+#include "blocks.h"
 
 extern "C" {
 
@@ -47,5 +47,12 @@ void add_mixture(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const M
 // where they end. out: (count, columns); may lie where x does.
 void mix(const Mixture &mixture, const Arrays &arrays, size_t &at, const float *x, int64_t count,
          int64_t columns, float *out);
+
+// A mixture that is a layer's network, its arrays added to `inputs`. Raises as add_matrix.
+Mixture add_mixture_behind(Arrays &inputs, const Layer &layer, const toast_mixture &is);
+
+// out = m mixture(out) + sum, (count, columns) each, of what `behind` left. m: multiplier.
+void mix_behind(const Layer &layer, const Mixture &mixture, const Arrays &arrays, size_t &at,
+                const float *sum, int64_t count, float *out);
 
 }  // namespace toast

@@ -82,75 +82,6 @@ Arrays scanned(void **objects, float least, float most) {
   }, place_of(given, 7));
 }
 
-// A mixer of Mamba-2. channels: of x, and of B and C of each group, which are convolved.
-struct Mixer {
-  int heads, groups, numbers, channels, kernel;
-  float least, most;
-  int inner() const { return channels - 2 * groups * numbers; }
-  int all() const { return inner() + channels + heads; }
-};
-
-// at: as mixed has them. All steps: gates of y, which are left, what is convolved, and dt.
-void mixer_steps(const Mixer &m, const Floats &at, int64_t batch, int64_t length, float *y,
-                 float *last, float *after) {
-  const int64_t steps = batch * length, all = m.all(), inner = m.inner(), rows = m.kernel - 1;
-  const int64_t numbers = m.groups * m.numbers;
-  std::unique_ptr<float[]> memory(new float[steps * (2 * m.channels + m.heads)]);
-  float *const convolved = memory.get(), *const x = convolved + steps * m.channels;
-  float *const b = x + steps * inner, *const c = b + steps * numbers;
-  float *const dt = c + steps * numbers;
-  const toast_convolution convolution = {
-      batch, length, m.channels, m.kernel, at(0) + inner, {length * all, all}, at(3),
-      {rows * m.channels, m.channels}, TOAST_F32, at(1), at(2), TOAST_F32, 1, m.channels,
-  };
-  need(toast_convolve(&convolution, convolved, TOAST_F32));
-  for (int64_t i = 0; i < steps; i++) {
-    const float *from = convolved + i * m.channels;
-    std::copy_n(from, inner, x + i * inner);
-    std::copy_n(from + inner, numbers, b + i * numbers);
-    std::copy_n(from + inner + numbers, numbers, c + i * numbers);
-    std::copy_n(at(0) + (i + 1) * all - m.heads, m.heads, dt + i * m.heads);
-  }
-  const toast_scan scan = {
-      batch, length, m.heads, inner / m.heads, m.groups, m.numbers,
-      x, b, c, dt, at(4), at(5), at(6), m.least, m.most, 0, nullptr, at(7),
-  };
-  need(toast_scan_steps(&scan, y, after));
-  keep_last(at(0) + inner, batch, length, all, at(3), rows, m.channels, last);
-}
-
-// Of what steps are projected to, the convolution's weight and bias, what came before, a_log, d,
-// dt's bias, the state: y, the last rows that were convolved, the state after it.
-Arrays mixed(void **objects, Mixer m) {
-  Arrays inputs;
-  const auto given = taken(objects, 8, inputs);
-  check_floats(inputs);
-  const mx::array &projected = inputs[0], &weight = inputs[1];
-  check(projected.ndim() == 3 && weight.ndim() == 3 && m.heads > 0 && m.groups > 0 &&
-            m.heads % m.groups == 0 && m.numbers > 0,
-        "steps of another shape");
-  m.channels = weight.shape(0), m.kernel = weight.shape(1);
-  const int batch = projected.shape(0), length = projected.shape(1), inner = m.inner();
-  check(inner > 0 && inner % m.heads == 0 && projected.shape(2) == m.all() && m.kernel > 0 &&
-            m.kernel <= MOST_KERNEL && weight.shape(2) == 1,
-        "steps, or a convolution, of another shape");
-  auto is = [&](int i, const mx::Shape &shape) {
-    return !given[i] || array_of(objects[i]).shape() == shape;
-  };
-  const mx::Shape own = {m.heads}, rows = {batch, m.kernel - 1, m.channels};
-  const mx::Shape state = {batch, m.heads, inner / m.heads, m.numbers};
-  check(given[4] && given[5] && given[6] && is(2, {m.channels}) && is(3, rows) && is(4, own) &&
-            is(5, own) && is(6, own) && is(7, state),
-        "parameters or a state of another shape");
-  return made("ToastMixer", {{batch, length, inner}, rows, state},
-              {mx::float32, mx::float32, mx::float32}, std::move(inputs),
-              [=](const Arrays &arrays) {
-    mx::array y = arrays.end()[-3], last = arrays.end()[-2], after = arrays.back();
-    mixer_steps(m, Floats(arrays, given), batch, length, y.data<float>(), last.data<float>(),
-                after.data<float>());
-  }, place_of(given, 7));
-}
-
 // Of r, w, k, v, a, b, the state: y and the state after it.
 Arrays wkv(void **objects) {
   Arrays inputs;
@@ -210,17 +141,6 @@ TOAST_API const char *toast_scan_array(void *y, void *after, void **objects, flo
     auto made = toast::scanned(objects, least, most);
     toast::array_of(y) = made[0];
     toast::array_of(after) = made[1];
-  });
-}
-
-TOAST_API const char *toast_mixer_array(void *y, void *last, void *after, void **objects,
-                                        int heads, int groups, int numbers, float least,
-                                        float most) {
-  return toast::wrong([&] {
-    auto made = toast::mixed(objects, {heads, groups, numbers, 0, 0, least, most});
-    toast::array_of(y) = made[0];
-    toast::array_of(last) = made[1];
-    toast::array_of(after) = made[2];
   });
 }
 

@@ -1,0 +1,235 @@
+"""Mixers of Mamba-2 in one operation, and whole layers of them, of networks and of attention alone:
+to the bit what their parts give."""
+
+from __future__ import annotations
+
+from ctypes import byref, py_object
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import ArraysCache, KVCache
+
+from tests.model.test_native_blocks import counted
+from tests.model.test_native_operations import alike, library
+from tests.model.test_recurrences import MIXERS, made, quantise, read
+from tests.native_library import needed, operations_of
+from toastkit.native import mixer_layers, recurrent
+from toastkit.native.library import NONE
+
+__all__ = ["library"]
+pytestmark = [needed, pytest.mark.usefixtures("library")]
+EXPERTS = {
+    "n_routed_experts": 6, "n_shared_experts": 1, "moe_intermediate_size": 16, "n_group": 2,
+    "moe_shared_expert_intermediate_size": 64, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    "topk_group": 1, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+NEMOTRON = EXPERTS | {
+    "hybrid_override_pattern": ["M", "-", "*", "E", "M", "E"], "num_hidden_layers": 6,
+}  # fmt: skip
+GRANITE = {
+    "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
+    "layer_types": ["mamba", "attention", "mamba"],
+}  # fmt: skip
+LAYERS = [
+    ("nemotron_h", NEMOTRON), ("granitemoehybrid", GRANITE), ("granitemoehybrid", {}),
+    ("nemotron_h", NEMOTRON | {"n_shared_experts": None, "mlp_bias": True}),
+]  # fmt: skip
+
+
+def of_their_parts(model: Any, parts: list[int]) -> tuple[mx.array, list[mx.array]]:
+    """As `read`, of a model whose layers and mixers are not one operation."""
+    with (
+        patch.object(mixer_layers.Layer, "natively", lambda *_: None),
+        patch.object(mixer_layers.NemotronLayer, "natively", lambda *_: None),
+        patch.object(mixer_layers.HybridLayer, "natively", lambda *_: None),
+        patch.object(recurrent.Mixer, "mixed", lambda *_: None),
+    ):
+        return read(model, parts)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixers_in_one_node(name: str) -> None:
+    """To the bit what its parts give, in any parts of a prompt."""
+    _, ours = made(name, mx.float32)
+    for parts in ([1, 2, 3, 5, 20], []):
+        logits, kept = read(ours, parts)
+        theirs, theirs_kept = of_their_parts(ours, parts)
+        pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
+        assert all(mx.array_equal(a, b) for a, b in pairs)
+
+
+def test_what_of_mixers_is_not_so() -> None:
+    """Rows of a batch that end elsewhere, convolutions in 16 bits, no cache."""
+    theirs, ours = (model.backbone.layers[0].mixer for model in made("mamba2", mx.float32))
+    x, mask = mx.random.normal((2, 5, 32)), mx.arange(5)[None] >= mx.array([[0], [2]])
+    assert ours.mixed(x, None, ArraysCache(2)) is not None
+    assert ours.mixed(x, mask, ArraysCache(2)) is None and ours.mixed(x, None, None) is None
+    both = [mixer(x, mask, ArraysCache(2)) * mask[..., None] for mixer in (ours, theirs)]
+    assert alike(*both, 1e-4)
+    ends = ArraysCache(2)
+    ends.prepare(lengths=[3, 5])
+    assert ours.mixed(x, None, ends) is None
+    assert ours.mixed(x.astype(mx.bfloat16), None, ArraysCache(2)) is None
+    ours.conv1d.weight = ours.conv1d.weight.astype(mx.bfloat16)
+    assert ours.mixed(x, None, ArraysCache(2)) is None
+
+
+def test_mixers_that_do_not_fit_together(library: Any) -> None:
+    """The library says so."""
+    mixer = made("mamba2", mx.float32)[1].backbone.layers[0].mixer
+    projected, state = mx.zeros((2, 5, 164)), mx.zeros((2, 4, 16, 8))
+    conv, before = mixer.conv1d, mx.zeros((2, 3, 96))
+    fits = [projected, conv.weight, conv.bias, before, mixer.A_log, mixer.D, mixer.dt_bias, state]
+
+    def one(arrays: list[Any], heads: int = 4, groups: int = 2, numbers: int = 8) -> str | None:
+        given = recurrent._objects(*arrays)
+        three = [mx.array(0) for _ in range(3)]
+        shape = byref(recurrent.MixerShape(heads, groups, numbers, 0, 0.0, 1.0))
+        return recurrent._mixer(library)(*three, given, shape)
+
+    assert one(fits) is None
+    for i, array in enumerate(fits):
+        for wrong in (array[:-1], array[..., :-1], array[None]):
+            assert one([*fits[:i], wrong, *fits[i + 1 :]])
+    for i in (4, 5, 6):
+        assert one([*fits[:i], None, *fits[i + 1 :]])
+    for wrong in ((0, 2, 8), (4, 0, 8), (4, 3, 8), (4, 2, 0), (5, 1, 8), (4, 2, 100)):
+        assert one(fits, *wrong)
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("falcon_h1", {}), *(("granitemoehybrid", {"position_embedding_type": turned})
+                          for turned in ("nope", "rope"))],
+)  # fmt: skip
+def test_layers_of_attention_and_mixers(name: str, more: dict, bits: int) -> None:
+    """One node: Granite 4's where there are no experts, Falcon-H1's but for the mixer."""
+    _, ours = made(name, mx.float32, **more)
+    if bits:
+        quantise(ours, bits)
+    parts = [5, 6, 7, 22]
+    with counted() as counts:
+        logits, kept = read(ours, parts)
+    assert counts["one"] + counts["two"] == 2 * 5 and counts["one"] >= 2 * 3
+    theirs, theirs_kept = of_their_parts(ours, parts)
+    pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
+    assert all(mx.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("case", LAYERS, ids=["nemotron", "granite-experts", "granite", "alone"])
+def test_layers_in_one_node(case: tuple[str, dict], bits: int) -> None:
+    """In any parts of a prompt, and with somebody before one."""
+    name, more = case
+    _, ours = made(name, mx.float32, **more)
+    if bits:
+        quantise(ours, bits)
+    parts = [1, 2, 3, 5, 21]
+    logits, kept = read(ours, parts)
+    theirs, theirs_kept = of_their_parts(ours, parts)
+    pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
+    assert all(mx.array_equal(a, b) for a, b in pairs)
+    found, layers = operations_of(stepped(ours)), len(ours.layers)
+    assert sum(found.count(f"Toast{one}") for one in ("MixerLayer", "Fed", "Layer")) == layers
+    for part in (ours.layers[0], ours.layers[-1]):
+        seen = watched(next(part[name] for name in ("mixer", "mamba", "self_attn") if name in part))
+        assert mx.array_equal(read(ours, parts)[0], logits) and len(seen) == len(parts) + 1
+
+
+def stepped(model: Any) -> mx.array:
+    """Logits of a token, as a graph, after three."""
+    layers = model.make_cache()
+    mx.eval(model(mx.array([[3, 4, 5]]), cache=layers))
+    return model(mx.array([[6]]), cache=layers)
+
+
+def watched(module: Any) -> list[Any]:
+    """What a module is called with from now on."""
+    seen: list[Any] = []
+
+    class Watched(type(module)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **rest: Any) -> mx.array:
+            seen.append(args)
+            return super().__call__(*args, **rest)
+
+    module.__class__ = Watched
+    return seen
+
+
+@pytest.mark.parametrize("case", LAYERS[:2], ids=["nemotron", "granite"])
+def test_what_of_layers_is_not_so(case: tuple[str, dict]) -> None:
+    """Masks, rows that end elsewhere, 16 bits, no cache, weights that others take the place of."""
+    _, ours = made(case[0], mx.float32, **case[1])
+    layer, x = ours.layers[0], mx.random.normal((2, 5, 32))
+    ends, mask = ArraysCache(2), mx.arange(5)[None] >= mx.array([[0], [2]])
+    ends.prepare(lengths=[3, 5])
+    assert layer.natively(x, None, ArraysCache(2)) is not None
+    assert layer.natively(x, mask, ArraysCache(2)) is None
+    assert layer.natively(x, None, ends) is layer.natively(x, None, None) is None
+    assert layer.natively(x.astype(mx.bfloat16), None, ArraysCache(2)) is None
+    half = ArraysCache(2)
+    half[0] = mx.zeros((2, 3, 96))
+    assert layer.natively(x, None, half) is None
+    mixer = layer.mixer if case[0] == "nemotron_h" else layer.mamba
+    before = layer(x, None, ArraysCache(2))
+    mixer.D = mixer.D * 2
+    after = layer(x, None, ArraysCache(2))
+    assert not mx.array_equal(after, before)
+    for change in (lambda: mixer, lambda: mixer.norm, lambda: mixer.conv1d):
+        part = change()
+        name = "weight" if "weight" in part else "A_log"
+        wide, part[name] = part[name], part[name].astype(mx.bfloat16)
+        assert layer.natively(x, None, ArraysCache(2)) is None
+        part[name] = wide
+    assert mx.array_equal(layer(x, None, ArraysCache(2)), after)
+
+
+def test_the_last_position_alone() -> None:
+    """Of a prompt's last layers; what is kept is of all."""
+    for case in LAYERS[:2]:
+        _, ours = made(case[0], mx.float32, **case[1])
+        layer, x = ours.layers[0], mx.random.normal((2, 5, 32))
+        caches = ArraysCache(2), ArraysCache(2)
+        whole = layer(x, None, caches[0])
+        vars(layer)["_last_only"] = True
+        assert mx.array_equal(layer(x, None, caches[1]), whole[:, -1:])
+        assert all(map(mx.array_equal, caches[0].cache, caches[1].cache))
+    last = made("nemotron_h", mx.float32, **NEMOTRON)[1].layers
+    assert [layer.keeps_nothing for layer in last] == [False, True, False, True, False, True]
+
+
+def test_layers_that_do_not_fit_together(library: Any) -> None:
+    """The library says so."""
+    _, ours = made("nemotron_h", mx.float32, **NEMOTRON)
+    x, cache = mx.random.normal((1, 3, 32)), ArraysCache(2)
+    mixes, feeds, attends, chooses = (ours.layers[i] for i in range(4))
+    for layer, own in ((mixes, cache), (feeds, None), (attends, KVCache()), (chooses, None)):
+        layer(x, None, own)
+    layer, fed = mixer_layers._functions(library)
+    plan, made_of = vars(mixes)["_kept"], vars(feeds)["_kept"]
+
+    def mixed(x: mx.array = x, before: Any = cache[0], state: Any = cache[1]) -> Any:
+        objects = (py_object * 3)(*(mx.array(0) for _ in range(3)))
+        places = byref(plan.operands), byref(plan.shape), byref(plan.mixer), None
+        given = (NONE if one is None else one for one in (before, state))
+        return layer(objects, x, *given, *places)
+
+    def one_fed(x: mx.array = x) -> Any:
+        return fed(mx.array(0), x, byref(made_of.operands), byref(made_of.shape), None)
+
+    assert mixed() is one_fed() is None
+    for wrong in (x[0], x[..., :16], x.astype(mx.float16)):
+        assert mixed(wrong) and one_fed(wrong)
+    assert mixed(before=None) and mixed(state=cache[0]) and mixed(before=cache[0][:, 1:])
+    for shape, other in ((plan.mixer, {"heads": 3, "groups": 3, "numbers": 9, "normed": 7}),
+                         (plan.shape, {"network": 1, "own": 1})):  # fmt: skip
+        for name, value in other.items():
+            before = getattr(shape, name)
+            setattr(shape, name, value)
+            assert mixed()
+            setattr(shape, name, before)
+    made_of.shape.network = 0
+    assert one_fed()

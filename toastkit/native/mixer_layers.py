@@ -1,0 +1,232 @@
+"""Layers of Nemotron-H and Granite 4, each one node: mixers of Mamba-2 where attention would be,
+and networks alone. Known by what their forwards are (known.py)."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+from functools import cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from toastkit.native.blocks import Layer, copies
+from toastkit.native.forms import HEADS, Block, Heads, Known, known_heads
+from toastkit.native.layer_plans import NOTHING, Beside, LayerShape, multiplier_of
+from toastkit.native.library import NONE, Library, in_use, need
+from toastkit.native.mixtures import Mixture, MixtureShape
+from toastkit.native.norms import Norm
+from toastkit.native.operands import Operands
+from toastkit.native.products import Linear, operands_of
+from toastkit.native.recurrent import Convolution, Mixer, MixerShape
+
+NORMS = 8  # that a layer may have, as toast_layer has them
+SECOND, OF_MIXER = 1, 4
+
+
+class GatedNorm(Known):
+    """A mixer's, known by its source: of all its numbers together."""
+
+    @property
+    def together(self: Any) -> int:
+        """Numbers that are normed together."""
+        return self["weight"].size
+
+
+class GatedNormInGroups(GatedNorm):
+    @property
+    def together(self: Any) -> int:
+        return self.group_size
+
+
+class _Plan(NamedTuple):
+    """A layer of a mixer, or of a network alone, as it was looked at; right for as long as its
+    operands hold. left: the network, where it is left to itself, unless it is a mixture that can be
+    taken whole. mixer: None for a network alone."""
+
+    columns: int
+    operands: Operands
+    shape: LayerShape
+    left: Any
+    mixer: MixerShape | None = None
+
+
+class MixerLayer(Layer):
+    """One of attention, of a mixer, or of a network alone. All (B, L, columns) float32."""
+
+    def _mixed(self: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
+        """Of a mixer and what lies behind it; None where a part is not as it has to be."""
+        library = in_use()
+        if library is None or mask is not None or cache is None or cache.lengths is not None:
+            return None
+        before, state = cache[0], cache[1]
+        kept = [one for one in (x, before, state) if one is not None]
+        if any(one.dtype != mx.float32 for one in kept) or x.ndim != 3 or len(kept) == 2:
+            return None
+        if (plan := self._looked_at(x.shape[-1], _mixer_plan)) is None:
+            return None
+        plan.operands.were_used()
+        mixture = self._whole(plan.left) if _mixes(plan.left) else None
+        outs = copies(x, 1 if plan.left is None or mixture else 2)
+        made = (ctypes.py_object * (len(outs) + 2))(*outs, *(last := copies(x, 2)))
+        given = (NONE if one is None else one for one in (before, state))
+        places = byref(plan.operands), byref(plan.shape), byref(plan.mixer)
+        more = byref(mixture) if mixture else None
+        need(_functions(library)[0](made, x, *given, *places, more))
+        cache[0], cache[1] = last
+        cache.advance(x.shape[1])
+        y, *normed = [out[:, -1:] for out in outs] if self._last_only else outs
+        return y + self._fed(plan.left, *normed) if normed else y
+
+    def _fed_alone(self: Any, x: mx.array) -> mx.array | None:
+        """Of a network alone; None where a part is not as it has to be."""
+        library = in_use()
+        if library is None or x.ndim != 3 or x.dtype != mx.float32:
+            return None
+        if (plan := self._looked_at(x.shape[-1], _network_plan)) is None:
+            return None
+        mixture = self._whole(plan.left) if plan.left is not None else None
+        if plan.left is not None and mixture is None:
+            return None
+        plan.operands.were_used()
+        out = x.__copy__()
+        places = byref(plan.operands), byref(plan.shape), byref(mixture) if mixture else None
+        need(_functions(library)[1](out, x, *places))
+        return out
+
+    def _looked_at(self: Any, columns: int, look: Any) -> _Plan | None:
+        plan = vars(self).get("_kept")
+        if plan is None or plan.columns != columns or not plan.operands.hold():
+            plan = vars(self)["_kept"] = look(self, columns)
+        return plan
+
+
+class NemotronLayer(MixerLayer):
+    """Nemotron-H's: what its one part makes of a norm is added, (B, L, columns) float32."""
+
+    _block = Block("mixer", "norm", None, None)
+
+    @property
+    def keeps_nothing(self: Any) -> bool:
+        """Whether it has no cache."""
+        return self.block_type not in ("M", "*")
+
+    def natively(
+        self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
+    ) -> mx.array | None:
+        if self.block_type == "*":
+            return super().natively(x, mask, cache, beside)
+        if self.block_type == "M":
+            return self._mixed(x, mask, cache)
+        return self._fed_alone(x)
+
+    def _heads(self: Any, attention: Any) -> Heads | None:
+        own = HEADS._replace(heads="num_heads", key_heads="num_key_value_heads", turn=None)
+        return known_heads(attention, own)
+
+
+class HybridLayer(MixerLayer):
+    """Granite 4's, of attention or a mixer, and a network, or experts beside one: (B, L, columns)
+    float32."""
+
+    @property
+    def _block(self: Any) -> Block:  # type: ignore[override]
+        return Block(
+            "self_attn" if self.layer_type == "attention" else "mamba", "input_layernorm",
+            "block_sparse_moe" if self.use_moe else "mlp", "post_attention_layernorm",
+            multiplier="residual_multiplier",
+        )  # fmt: skip
+
+    def natively(
+        self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
+    ) -> mx.array | None:
+        if self.layer_type != "attention":
+            return self._mixed(x, mask, cache)
+        return super().natively(x, mask, cache, beside)
+
+    def _heads(self: Any, attention: Any) -> Heads | None:
+        return known_heads(
+            attention, HEADS._replace(turning="rope" if attention.rope is None else None)
+        )
+
+    def _fed(self: Any, network: Any, normed: mx.array) -> mx.array:
+        y = network(normed)
+        if self.use_moe:
+            y = y + self["shared_mlp"](normed)
+        return y * self.residual_multiplier
+
+    def _whole(self: Any, mixture: Mixture) -> MixtureShape | None:
+        return mixture.whole(self["shared_mlp"])
+
+
+def _mixer_plan(layer: Any, columns: int) -> _Plan | None:
+    """None where a part is not as it has to be for x (..., columns)."""
+    block = layer._block
+    mixer, network = layer[block.attention], block.network and layer[block.network]
+    conv, norm = mixer["conv1d"], mixer.get("norm")
+    calls: Any = Mixer.__call__, Convolution.__call__
+    if (type(mixer).__call__, type(conv).__call__) != calls or not conv.is_plain():
+        return None
+    if norm is not None and type(norm).__call__ is not Known.__call__:
+        return None
+    own = [(conv, "weight"), (conv, "bias") if "bias" in conv else None, None]
+    own += [(mixer, name) for name in ("A_log", "D", "dt_bias")]
+    weights = [*own, None if norm is None else (norm, "weight")]
+    if any(one[0][one[1]].dtype != mx.float32 for one in weights if one is not None):
+        return None
+    norms: list[Any] = [None] * NORMS
+    names = {0: block.first_norm, SECOND: block.second_norm}
+    for place, name in names.items():
+        norms[place] = None if name is None else layer[name]
+    if any(type(one).__call__ is not Norm.__call__ for one in norms if one is not None):
+        return None
+    norms[OF_MIXER] = norm
+    parts = [*[mixer["in_proj"]] * 3, mixer["out_proj"]]
+    form = vars(type(network)).get("_form")
+    behind = [network[name] for name in form.parts] if form else []
+    if not all(isinstance(part, Linear) for part in (*parts, *behind)):
+        return None
+    if (found := operands_of([*parts, *behind])) is None or found[0].columns != columns:
+        return None
+    shape = _shape(layer, norms, form)
+    places = [None if one is None else (one, "weight") for one in norms]
+    around = [one for one in (layer, mixer, conv, network, *norms) if one is not None]
+    operands = Operands([*parts, *behind], found, [*places, *own], around)
+    shape_of_mixer = mixer.shape(0 if norm is None else norm.together)
+    return _Plan(columns, operands, shape, None if form else network, shape_of_mixer)
+
+
+def _network_plan(layer: Any, columns: int) -> _Plan | None:
+    """The same of a layer that is a network, or a mixture, alone."""
+    block = layer._block
+    network, norm = layer[block.attention], layer[block.first_norm]
+    form = vars(type(network)).get("_form")
+    if type(norm).__call__ is not Norm.__call__ or not (form or _mixes(network)):
+        return None
+    parts = [network[name] for name in form.parts] if form else []
+    found = operands_of(parts) if all(isinstance(part, Linear) for part in parts) else None
+    if found is None or (form and found[0].columns != columns):
+        return None
+    norms = [None, norm, *[None] * (NORMS - 2)]
+    places = [None if one is None else (one, "weight") for one in norms]
+    operands = Operands(parts, found, [*places, *[None] * 3], [layer, norm, network])
+    return _Plan(columns, operands, _shape(layer, norms, form), None if form else network)
+
+
+def _mixes(network: Any) -> bool:
+    return type(network).__call__ is Mixture.__call__
+
+
+def _shape(layer: Any, norms: list[Any], form: Any) -> LayerShape:
+    shape = LayerShape(1, 1, multiplier=multiplier_of(layer))
+    if form:
+        shape.network, shape.activation = len(form.parts), form.kind
+    shape.eps[:] = [0.0 if norm is None else norm.eps for norm in norms]
+    return shape
+
+
+@cache
+def _functions(library: Library) -> tuple[Any, Any]:
+    array, place = ctypes.py_object, ctypes.c_void_p
+    layer = library.function("mixer_layer", place, *[array] * 3, *[place] * 4)
+    return layer, library.function("fed", array, array, *[place] * 3)
