@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.models import (
     bailing_moe,
     cohere,
+    cohere2,
     exaone4,
     gemma2,
     gemma3_text,
@@ -21,16 +22,19 @@ from mlx_lm.models import (
     mixtral,
     olmo2,
     olmoe,
+    phi,
     phi3,
     qwen2,
     qwen3,
     qwen3_next,
     smollm3,
+    starcoder2,
 )
+from mlx_lm.models.cache import KVCache
 
 from tests.model.test_native_blocks import EXPERTS, counted, layers, library, passes
 from tests.native_library import needed
-from toastkit.native import blocks
+from toastkit.native import blocks, modules
 from toastkit.native.forms import Block, block_of, heads_of
 
 __all__ = ["library"]
@@ -46,6 +50,9 @@ OTHERS = [
     (hunyuan_v1_dense, ALPHA | {"use_qk_norm": True}),
     (hunyuan_v1_dense, {"use_qk_norm": False}),
     (minicpm, {"head_dim": 16, "dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 2.0}),
+    (cohere, {"layer_norm_eps": 1e-4, "layer_norm_bias": True, "logit_scale": 0.3}),
+    (cohere2, {"head_dim": 16, "sliding_window": 50, "sliding_window_pattern": 2}),
+    (starcoder2, {"norm_epsilon": 1e-4}), (phi, {"partial_rotary_factor": 0.5}),
 ]  # fmt: skip
 
 
@@ -60,6 +67,30 @@ def test_other_layers_are_one_operation_or_two(case: tuple, bits: int) -> None:
     with patch.object(blocks.Layer, "natively", lambda *_: None):
         wanted = passes(own, 2)
     assert all(map(mx.array_equal, made, wanted))
+
+
+def test_norms_that_do_not_go_together() -> None:
+    """Layer norms beside others, of heads, or without weights: each goes its own way."""
+    x = mx.random.normal((2, 3, 64), key=mx.random.key(1))
+    changes = (
+        lambda layer: layer.update_modules({"input_layernorm": nn.RMSNorm(64)}),
+        lambda layer: layer.update_modules({"input_layernorm": nn.LayerNorm(64, affine=False)}),
+        lambda layer: layer.post_attention_layernorm.update({"bias": mx.zeros(64, mx.float16)}),
+    )
+    for change in changes:
+        layer = layers(starcoder2, {"norm_epsilon": 1e-4}, 0)[0]
+        layer(x, "causal", KVCache())
+        change(layer)
+        modules.use_native(layer.modules())
+        with counted() as counts:
+            y = layer(x, "causal", KVCache())
+        with patch.object(blocks.Layer, "natively", lambda *_: None):
+            assert mx.array_equal(y, layer(x, "causal", KVCache()))
+        assert counts == {"one": 0, "two": 0}
+    whole = layers(cohere, {"use_qk_norm": True}, 0)[0]
+    with counted() as counts:
+        whole(x, "causal", KVCache())
+    assert counts == {"one": 0, "two": 0}
 
 
 def test_forms() -> None:
@@ -83,9 +114,10 @@ def test_forms() -> None:
     )
     clips.__call__ = other  # type: ignore[method-assign]
     assert block_of(clips) is None
-    for cls in (
-        cohere.TransformerBlock, nn.Module, qwen3_next.Qwen3NextDecoderLayer, llama.Attention,
-    ):  # fmt: skip
+    beside = usual._replace(second_norm="input_layernorm", parallel=True)
+    for cls in (cohere.TransformerBlock, cohere2.TransformerBlock, phi.PhiDecoderLayer):
+        assert block_of(cls) == beside
+    for cls in (nn.Module, qwen3_next.Qwen3NextDecoderLayer, llama.Attention):
         assert block_of(cls) is None
     for cls in (gemma2.Attention, llama.TransformerBlock, llama.Attention):
         assert heads_of(cls) is None  # the last one calls mlx_lm's, and is none of ours

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from toastkit.native import latent_attention
-from toastkit.native.forms import Block, Heads, heads_of
+from toastkit.native.forms import Block, Heads, KnownAttention, heads_of
 from toastkit.native.functions import Native
 from toastkit.native.kv_caches import (
     Kept,
@@ -23,7 +23,6 @@ from toastkit.native.kv_caches import (
     room_in,
     set_appended,
 )
-from toastkit.native.latent_attention import LatentAttention
 from toastkit.native.layer_plans import NOTHING, Beside, Plan, multiplier_of, planned
 from toastkit.native.library import NONE, Library, in_use, need
 from toastkit.native.mixtures import Mixture, MixtureShape
@@ -102,7 +101,7 @@ class Layer(Native):
     def _heads(self: Any, attention: Any) -> Heads | None:
         """What its attention calls its parts; None for one of another form."""
         kind: Any = type(attention)
-        return attention.heads() if issubclass(kind, LatentAttention) else heads_of(kind)
+        return attention.heads() if issubclass(kind, KnownAttention) else heads_of(kind)
 
 
 class ScaledLayer(Layer):

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from toastkit.native.blocks import FEW, Layer, copies
 from toastkit.native.feed_forward import FeedForward
-from toastkit.native.forms import HEADS, Block, Heads, Known, known_heads
+from toastkit.native.forms import Block, Known
 from toastkit.native.functions import Native
 from toastkit.native.layer_plans import NOTHING, Beside, LayerShape
 from toastkit.native.library import NONE, Library, in_use, need
@@ -197,9 +197,6 @@ class ParallelLayer(Layer):
             both = both + self["self_attn"](normed, mask=attn_mask, cache=cache[1])
             y = both + self["feed_forward"](self["pre_ff_layernorm"](both))
         return y
-
-    def _heads(self: Any, attention: Any) -> Heads | None:
-        return known_heads(attention, HEADS._replace(heads="num_heads", key_heads="num_kv_heads"))
 
 
 class ConvolutionLayer(Layer):

@@ -42,7 +42,7 @@ class Block(NamedTuple):
     """What a class of layers calls its parts. first_norm, second_norm: of what attention and
     network are given; attended_norm, fed_norm: of what they give, which multiplier is a factor of,
     over the root of depth. own_gate, own_product, own_norm: of its own input, see toast_layer;
-    factor: an array (1,) that all is multiplied by.
+    factor: an array (1,) that all is multiplied by. parallel: the network is beside attention.
     None for what it has not. scaled: it is given what queries are multiplied by, after x."""
 
     attention: str
@@ -58,6 +58,7 @@ class Block(NamedTuple):
     own_product: str | None = None
     own_norm: str | None = None
     factor: str | None = None
+    parallel: bool = False
 
 
 class Heads(NamedTuple):
@@ -98,7 +99,7 @@ class Heads(NamedTuple):
     unembed: str | None = None
 
 
-# Of attentions that are known by their source, but for what is said otherwise; see known_heads.
+# Of attentions that are known by their source, but for what is said otherwise.
 HEADS = Heads(
     "q_proj", "k_proj", "v_proj", "o_proj", "n_heads", "n_kv_heads", "rope", "scale", None, None,
     lambda *_, **__: None,
@@ -113,11 +114,17 @@ class Known(Native):
         return super().__call__(*given, **named)  # type: ignore[misc]
 
 
-def known_heads(attention: Any, heads: Heads) -> Heads | None:
-    """What an attention calls its parts, with ours to attend; None for one that is not known."""
-    attend = our_function(attentions.BASE, attentions.ATTEND)
-    known = type(attention).__call__ is Known.__call__
-    return heads._replace(attend=attend) if known and attend is not None else None
+class KnownAttention(Known):
+    """Attention that says what it calls its parts, but for what attends."""
+
+    def parts(self) -> Heads:
+        return HEADS
+
+    def heads(self) -> Heads | None:
+        """Its parts, with ours to attend; None where somebody stands before it."""
+        attend = our_function(attentions.BASE, attentions.ATTEND)
+        alone = type(self).__call__ is Known.__call__
+        return self.parts()._replace(attend=attend) if alone and attend is not None else None
 
 
 @cache
@@ -150,7 +157,9 @@ def block_of(cls: type) -> Block | None:
     if clip and not _is_of(cls, clip, forwards.CLIP):
         return None
     more: dict[str, Any] = {"first_norm": None, "second_norm": None, **names}
-    return Block(**more, scaled=known in forwards.SCALED)
+    if parallel := known in forwards.PARALLEL:
+        more["second_norm"] = more["first_norm"]
+    return Block(**more, scaled=known in forwards.SCALED, parallel=parallel)
 
 
 @cache

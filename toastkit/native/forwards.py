@@ -207,12 +207,21 @@ def _block_scaled_returned(
     return h + r
 
 
+def _block_beside(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    h = self.first_norm(x)
+    attn_h = self.attention(h, mask, cache)
+    ff_h = self.network(h)
+    return attn_h + ff_h + x
+
+
 BLOCKS = (
     _block, _block_returned, _block_added, _block_normed_twice, _block_clipped,
     _block_with_residual, _block_normed_behind, _block_normed_later, _block_multiplied,
     _block_multiplied_by_depth, _block_step_by_step, _block_scaled, _block_scaled_returned,
+    _block_beside,
 )  # fmt: skip
 SCALED = (_block_scaled, _block_scaled_returned)
+PARALLEL = (_block_beside,)
 # Which clips in float16, and adds up in float32.
 CLIP = ("mlx_lm.models.gemma3_text", "clip_residual")
 

@@ -18,6 +18,14 @@ from toastkit.native.decoder import (
 )
 from toastkit.native.forms import Known
 from toastkit.native.functions import definition_of, functions_of
+from toastkit.native.known_attentions import (
+    CohereAttention,
+    FalconAttention,
+    GemmaAttention,
+    GraniteAttention,
+    NemotronAttention,
+    PhiAttention,
+)
 from toastkit.native.latent_attention import (
     LatentAttention,
     OpenedAttention,
@@ -123,7 +131,7 @@ _KNOWN: list[tuple[type, str, str]] = [
     (Known, "lfm2_moe.ShortConv", "335f74b67bd97914"),
     (Mixer, "mamba2.Mamba2Block", "f287fbbe418194aa"),
     (NemotronLayer, "nemotron_h.NemotronHBlock", "ff351c51727082a3"),
-    (Known, "nemotron_h.NemotronHAttention", "e7238684209458d3"),
+    (NemotronAttention, "nemotron_h.NemotronHAttention", "e7238684209458d3"),
     (GatedNormInGroups, "nemotron_h.MambaRMSNormGated", "888dd1eb87e2c4b2"),
     (MixtureScoredOfNarrow, "nemotron_h.NemotronHMoE", "4e1be5b07ed4860f"),
     (RouterScored, "nemotron_h.MoEGate", "63862eb0c56aaee6 7e28e79b287f80cc"),
@@ -135,17 +143,19 @@ _KNOWN: list[tuple[type, str, str]] = [
     ),
     (GatedNorm, "granitemoehybrid.GraniteMoeHybridRMSNormGated", "bdab6611f523d381"),
     (HybridLayer, "granitemoehybrid.GraniteMoeHybridLayer", "aa760904e09b2fd0"),
-    (Known, "granitemoehybrid.GraniteMoeHybridAttention", "541a10c42c9dc724"),
+    (GraniteAttention, "granitemoehybrid.GraniteMoeHybridAttention", "541a10c42c9dc724"),
     (ParallelLayer, "falcon_h1.FalconH1DecoderLayer", "d42e93e338d2fb7b"),
-    (Known, "falcon_h1.FalconH1Attention", "b004f9fe9d0d0643"),
+    (FalconAttention, "falcon_h1.FalconH1Attention", "b004f9fe9d0d0643"),
     (MixerGivenCacheFirst, "falcon_h1.FalconH1Mixer", "83d9aadd9767eba9"),
     (SharingLayer, "gemma4_text.DecoderLayer", "6721fbc4a640e702"),
-    (Known, "gemma4_text.Attention", "b3f91cb534800079"),
+    (GemmaAttention, "gemma4_text.Attention", "b3f91cb534800079"),
     (RouterOfNorm, "gemma4_text.Router", "61bf4b667ae08b25 4aa48719195c797a"),
     (Experts, "gemma4_text.Experts", "7afdb11b23c48e01"),
     (SelectiveScan, "mamba.MambaBlock", "d9a77290910299c9 169a314aa037a616"),
     (SelectiveScanNormed, "jamba.JambaMambaMixer", "a731a5ac4897cd1f"),
     (GeneralisedDelta, "rwkv7.Rwkv7TimeMixing", "eb228e5a704d8b51"),
+    (CohereAttention, "cohere2.Attention", "8e66ae5c1684a15b"),
+    (PhiAttention, "phi.PhiAttention", "40fde0a6df234612"),
     (MixtureBiasedAhead, "minimax.MiniMaxSparseMoeBlock", "f95a6d46996d86bb 8d15d094b115016c"),
 ]
 # By module and name.

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.native.forms import HEADS, Heads, Known, known_heads
+from toastkit.native.forms import HEADS, Heads, KnownAttention
 from toastkit.native.kv_caches import kept_of
 from toastkit.native.library import NONE, Library, need
 from toastkit.native.operations import matmul
@@ -28,17 +28,14 @@ OPENED = HEADS._replace(
 KEPT = OPENED._replace(v="embed_q", unembed="unembed_out", key_heads=None)
 
 
-class LatentAttention(Known):
+class LatentAttention(KnownAttention):
     """One whose latent is kept."""
 
     _parts = KEPT
 
-    def heads(self: Any) -> Heads | None:
-        """What it calls its parts."""
-        own = self._parts
-        if "q_proj" in self:
-            own = own._replace(q="q_proj", narrow=None, q_norm=None)
-        return known_heads(self, own)
+    def parts(self: Any) -> Heads:
+        own: Heads = self._parts
+        return own._replace(q="q_proj", narrow=None, q_norm=None) if "q_proj" in self else own
 
 
 class UnturnedLatentAttention(LatentAttention):

@@ -13,7 +13,7 @@ from toastkit.native.forms import Heads, adds_one
 from toastkit.native.kv_caches import Kept
 from toastkit.native.library import FLOATS
 from toastkit.native.mixtures import Mixture
-from toastkit.native.norms import Norm
+from toastkit.native.norms import CentredNorm, Norm
 from toastkit.native.operands import Operand, Operands
 from toastkit.native.products import Linear, PerHead, operands_of
 from toastkit.native.rotary import UNTURNED, is_rotary
@@ -25,7 +25,7 @@ class LayerShape(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in (
             "heads", "key_heads", "gated", "late", "joined", "shares", "own", "network",
-            "activation", "latent", "still", "narrow", "opened",
+            "activation", "latent", "still", "narrow", "opened", "centred", "parallel",
         )),
         ("eps", ctypes.c_float * 8), ("plus", ctypes.c_float), ("multiplier", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("dims", "traditional", "inverse")),
@@ -94,8 +94,10 @@ def planned(layer: Any, columns: int) -> Plan | None:
     behind = [network[name] for name in form.parts] if form else []
     norms = _norms_of(layer, attention, own)
     plus, multiplier = _added_by(norms), multiplier_of(layer)
-    attends = look(attention, own, columns)
-    if plus is None or attends is None or not isinstance(multiplier, (int, float)):
+    attends, centred = look(attention, own, columns), _are_centred(norms)
+    if plus is None or centred is None or attends is None:
+        return None
+    if not isinstance(multiplier, (int, float)):
         return None
     sinks = None if own.sinks is None else (attention, own.sinks)
     if sinks is not None and attention[own.sinks].dtype != mx.float32:
@@ -114,6 +116,7 @@ def planned(layer: Any, columns: int) -> Plan | None:
     still = own.turn is None or (own.turning is not None and not getattr(attention, own.turning))
     turn = UNTURNED if still else attention[own.turn]
     shape.shares, shape.own = own.shares, inputs[0].rows if inputs else 0
+    shape.centred, shape.parallel = centred, block.parallel
     shape.eps[:] = [0.0 if norm is None else norm.eps for norm in norms]
     shape.plus, shape.multiplier, shape.scale = plus, multiplier, getattr(attention, own.scale)
     shape.cap = getattr(attention, own.cap) if own.cap else 0.0
@@ -128,8 +131,9 @@ def planned(layer: Any, columns: int) -> Plan | None:
     parts = [*attends.parts, *(behind if more else []), *inner, *attends.besides]
     found = [*attends.found, *(more or []), *(inputs or []), *attends.found_besides]
     operands = Operands(
-        parts, found, [*weights, frequencies, sinks, factor], [*around, *([] if more else behind)]
-    )
+        parts, found, [*weights, frequencies, sinks, factor, *_biases(norms)],
+        [*around, *([] if more else behind)],
+    )  # fmt: skip
     return Plan(
         columns, operands, attention, turn, None if more else network,
         type(network).__call__ is Mixture.__call__, frequencies is not None, shape, own,
@@ -241,8 +245,33 @@ def _added_by(norms: Sequence[Any]) -> float | None:
     return found.pop() if len(found) == 1 else None
 
 
+def _are_centred(norms: _Norms) -> bool | None:
+    """Whether norms of what attention and network are given are layer norms; None where one is and
+    another is not, or one has no weight, which that of values need not have."""
+    found = {_is_centred(norm) for norm in norms[:2] if norm is not None}
+    if any(_is_centred(norm) for norm in norms[2:]) or found == {True, False}:
+        return None
+    weighed = [norm for norm in norms._replace(values=None) if norm is not None]
+    return None if any("weight" not in norm for norm in weighed) else True in found
+
+
+def _is_centred(norm: Any) -> bool:
+    kind: Any = type(norm)
+    return kind.__call__ is CentredNorm.__call__
+
+
+def _biases(norms: _Norms) -> list[tuple[Any, str] | None]:
+    """What layer norms add."""
+    return [
+        (norm, "bias") if norm is not None and _is_centred(norm) and "bias" in norm else None
+        for norm in norms[:2]
+    ]
+
+
 def _added(norm: Any) -> float | None:
     kind: Any = type(norm)
+    if _is_centred(norm):
+        return 0.0 if all(array.dtype == mx.float32 for array in norm.values()) else None
     if kind.__call__ is Norm.__call__:
         return 0.0 if "weight" not in norm or norm["weight"].dtype in FLOATS else None
     return 1.0 if adds_one(kind) and norm["weight"].dtype == mx.float32 else None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from toastkit.native.blocks import Layer, copies
-from toastkit.native.forms import HEADS, Block, Heads, Known, known_heads
+from toastkit.native.forms import Block, Known
 from toastkit.native.layer_plans import NOTHING, Beside, LayerShape, multiplier_of
 from toastkit.native.library import NONE, Library, in_use, need
 from toastkit.native.mixtures import Mixture, MixtureShape
@@ -120,10 +120,6 @@ class NemotronLayer(MixerLayer):
             return self._mixed(x, mask, cache)
         return self._fed_alone(x)
 
-    def _heads(self: Any, attention: Any) -> Heads | None:
-        own = HEADS._replace(heads="num_heads", key_heads="num_key_value_heads", turn=None)
-        return known_heads(attention, own)
-
 
 class HybridLayer(MixerLayer):
     """Granite 4's, of attention or a mixer, and a network, or experts beside one: (B, L, columns)
@@ -143,11 +139,6 @@ class HybridLayer(MixerLayer):
         if self.layer_type != "attention":
             return self._mixed(x, mask, cache)
         return super().natively(x, mask, cache, beside)
-
-    def _heads(self: Any, attention: Any) -> Heads | None:
-        return known_heads(
-            attention, HEADS._replace(turning="rope" if attention.rope is None else None)
-        )
 
     def _fed(self: Any, network: Any, normed: mx.array) -> mx.array:
         y = network(normed)

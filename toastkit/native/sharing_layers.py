@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from toastkit.native.blocks import Layer, last_of
-from toastkit.native.forms import HEADS, Block, Heads, known_heads
+from toastkit.native.forms import Block
 from toastkit.native.functions import Native
 from toastkit.native.kv_caches import Kept, kept_of, offset_of
 from toastkit.native.layer_plans import Beside
@@ -25,9 +25,6 @@ WITH_OWN = DENSE._replace(
     own_gate="per_layer_input_gate", own_product="per_layer_projection",
     own_norm="post_per_layer_input_norm",
 )  # fmt: skip
-KEEPING = HEADS._replace(q_norm="q_norm", k_norm="k_norm", v_norm="v_norm", size="head_dim")
-# Of its own it has queries: they stand for the others, which nobody looks at.
-SHARING = KEEPING._replace(k="q_proj", v="q_proj", k_norm=None, v_norm=None, shares=True)
 
 
 class SharingLayer(Layer):
@@ -44,12 +41,6 @@ class SharingLayer(Layer):
         if self.enable_moe:
             return ROUTED
         return DENSE if self.per_layer_input_gate is None else WITH_OWN
-
-    def _heads(self: Any, attention: Any) -> Heads | None:
-        if not attention.has_kv:
-            return known_heads(attention, SHARING)
-        values = "k_proj" if attention.use_k_eq_v else "v_proj"
-        return known_heads(attention, KEEPING._replace(v=values))
 
     def __call__(  # type: ignore[override]
         self: Any,

@@ -16,6 +16,11 @@ void add_norm(Arrays &inputs, Layer &layer, int i, const toast_operands &given, 
         "a weight of another length");
   type_of(weight);
   inputs.push_back(weight);
+  if (!layer.is.centred || i > SECOND_NORM || !given.rest[NORM_BIASES + i]) return;
+  const mx::array &bias = rest_of(given, NORM_BIASES + i);
+  check(bias.shape() == weight.shape() && bias.dtype() == weight.dtype(), "a norm of other biases");
+  inputs.push_back(bias);
+  layer.biased_norms[i] = true;
 }
 
 int add_one(Arrays &inputs, Layer &layer, int i, const toast_operands &given, int place,
@@ -33,6 +38,12 @@ void apply_norm(const Layer &layer, int i, const Arrays &arrays, size_t &at, con
   InOrder weights(weight);
   const int64_t length = weight.shape(0);
   const toast_vectors rows = {x, numbers / length, stride ? stride : length, TOAST_F32};
+  if (layer.is.centred && i <= SECOND_NORM) {
+    std::unique_ptr<InOrder> biases(layer.biased_norms[i] ? new InOrder(arrays[at++]) : nullptr);
+    need(toast_layer_norm(&rows, length, weights.data(), biases ? biases->data() : nullptr,
+                          type_of(weight), layer.is.eps[i], out, TOAST_F32));
+    return;
+  }
   need(toast_rms_norm(&rows, length, weights.data(), type_of(weight), layer.is.plus,
                       layer.is.eps[i], out, TOAST_F32));
 }
@@ -96,6 +107,9 @@ void add_behind(Arrays &inputs, Layer &layer, const toast_operands &given, int64
   const int columns = inputs[0].shape(-1), count = layer.is.network;
   check(count || (!given.rest[FED_NORM] && !layer.is.own && !given.rest[FACTOR]),
         "other norms around a network that is none of its parts");
+  check(!layer.is.parallel || (count && given.rest[SECOND_NORM] && !given.rest[ATTENDED_NORM] &&
+                               !given.rest[FED_NORM] && layer.is.multiplier == 1 && !layer.is.own),
+        "a network beside attention with other norms");
   layer.activation_bits = given.activation_bits;
   add_norm(inputs, layer, SECOND_NORM, given, columns, columns);
   check(add_one(inputs, layer, OUT, given, OUT, attended) == columns, "rows of another length");
@@ -195,16 +209,29 @@ void add_of_own(const Layer &layer, const Arrays &arrays, size_t &at, const floa
   add_vectors(out, more, count, columns);
 }
 
+// sum + network(norm(x)) + x, to out, which may be where x is. second: where the norm's weight is.
+void beside(const Layer &layer, const Arrays &arrays, size_t second, size_t &at, const float *x,
+            int64_t count, const float *sum, float *out) {
+  const int64_t columns = arrays[0].shape(-1);
+  std::unique_ptr<float[]> memory(new float[count * columns]);
+  float *const fed = memory.get();
+  apply_norm(layer, SECOND_NORM, arrays, second, x, count * columns, fed);
+  const Vectors inner = {{fed, count, columns, TOAST_F32}, count};
+  feed(layer.network, arrays, at, inner, fed, TOAST_F32);
+  for (int64_t i = 0; i < count * columns; i++) out[i] = sum[i] + fed[i] + x[i];
+}
+
 }  // namespace
 
 void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x,
             const float *attended, int64_t count, float *sum, float *out, const float *own) {
   const int64_t columns = arrays[0].shape(-1);
   size_t second = at;
-  at += layer.has[SECOND_NORM];
+  at += layer.has[SECOND_NORM] + layer.biased_norms[1];
   const Part part(arrays, at, layer.packing[OUT], layer.biased[OUT]);
   const Vectors vectors = {{attended, count, part.matrix->columns, TOAST_F32}, count};
   multiply(layer.activation_bits, {{vectors, part, sum}});
+  if (layer.is.parallel) return beside(layer, arrays, second, at, x, count, sum, out);
   add_to(layer, ATTENDED_NORM, arrays, at, sum, x, count, columns);
   const bool normed = layer.has[SECOND_NORM];
   if (normed) apply_norm(layer, SECOND_NORM, arrays, second, sum, count * columns, out);

@@ -15,18 +15,21 @@ extern "C" {
 // kept, and its parts for keys and values are not looked at. own: numbers of an input of its own
 // that each position has, or 0: to what its network gave is added a norm of a product of it, times
 // what a gate makes of that sum. latent ... opened: see latent.h; latent is 0 for other attention.
-// eps: of its norms, which add `plus` to their weights. multiplier: a factor of what attention and
-// network give. dims ... factor: of the rotation, as toast_rotation has them; scale, cap: of
-// attention.
+// centred: the norms of what attention and network are given are layer norms (arXiv 1607.06450).
+// parallel: the network is given a norm of x, as attention is, and what comes out is what attention
+// gave + what it gave + x. eps: of its norms, which add `plus` to their weights. multiplier: a
+// factor of what attention and network give. dims ... factor: of the rotation, as toast_rotation
+// has them; scale, cap: of attention.
 //
 // Its operands: queries, keys, values, out, the network's parts, and the gate and the product of
 // its own input, or what latent attention has besides; the weights of the norms of what attention
 // and network are given, of queries, keys and values (of each head or of all heads of a position,
 // as these are long), of what attention and network give, and of what its own input adds;
-// frequencies; sinks; and a factor of all that it gives, float32 (1,). NULL for what it has not.
+// frequencies; sinks; a factor of all that it gives, float32 (1,); and, of centred norms, what the
+// first and the second add, of the types of their weights. NULL for what it has not.
 typedef struct {
   int32_t heads, key_heads, gated, late, joined, shares, own, network, activation;
-  int32_t latent, still, narrow, opened;
+  int32_t latent, still, narrow, opened, centred, parallel;
   float eps[8], plus, multiplier;
   int32_t dims, traditional, inverse;
   float rotation_scale, factor, scale, cap;
@@ -42,7 +45,7 @@ enum {
   FIRST_NORM, SECOND_NORM, QUERY_NORM, KEY_NORM, VALUE_NORM, ATTENDED_NORM, FED_NORM, OWN_NORM,
   NORMS,
 };
-enum { FREQUENCIES = NORMS, SINKS, FACTOR };
+enum { FREQUENCIES = NORMS, SINKS, FACTOR, NORM_BIASES };
 // Besides queries, keys and values.
 enum { OUT = HEADS, OWN_GATE, OWN_PRODUCT, NARROW, UNEMBED, OWN_PARTS };
 
@@ -55,13 +58,14 @@ struct Layer {
   bool biased[OWN_PARTS] = {};
   Network network = {};
   int size[HEADS] = {}, value = 0;
-  bool has[NORMS] = {}, scaled = false;  // scaled: by a factor
+  bool has[NORMS] = {}, biased_norms[2] = {}, scaled = false;  // scaled: by a factor
 };
 
 // Raises std::invalid_argument unless x is (B, L, columns) float32.
 void check_rows(const mx::array &x);
 
-// The weight of norm i, if there is one, of rows of either length, added to `inputs`.
+// The weight of norm i, if there is one, of rows of either length, and what it adds, added to
+// `inputs`.
 void add_norm(Arrays &inputs, Layer &layer, int i, const toast_operands &given, int64_t length,
               int64_t other);
 
@@ -102,8 +106,9 @@ void norm_heads(const Layer &layer, const Arrays &arrays, size_t &at, int64_t co
 void add_vectors(float *x, const float *y, int64_t count, int64_t columns);
 
 // sum = x + m norm(out(attended)), and m norm(network(norm(sum))) + sum; or norm(sum), where there
-// is no network. m: multiplier. All (count, columns) but attended; out may lie where x does. own:
-// (count, own), its own input; NULL for none.
+// is no network; or, parallel, sum = out(attended), and sum + network(norm(x)) + x. m: multiplier.
+// All (count, columns) but attended; out may lie where x does. own: (count, own), its own input;
+// NULL for none.
 void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x,
             const float *attended, int64_t count, float *sum, float *out,
             const float *own = nullptr);

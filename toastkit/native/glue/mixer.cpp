@@ -183,6 +183,7 @@ Arrays mixer_layer(const mx::array &x, const mx::array *before, const mx::array 
                    const toast_mixture *mixture) {
   check_rows(x);
   check(!before == !state, "a layer that has half begun");
+  check(!is.centred && !is.parallel, "layer norms, which mixers have not");
   const int64_t columns = x.shape(2);
   MixerLayer m = {{is}, {}, {}, given.rest[KERNEL_BIAS] != nullptr, before != nullptr, 1};
   Layer &layer = m.layer;

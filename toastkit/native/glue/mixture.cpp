@@ -157,7 +157,8 @@ mx::array fed(const mx::array &x, const toast_layer &is, const toast_operands &g
   Mixture of = {};
   Arrays inputs = {x};
   add_norm(inputs, layer, SECOND_NORM, given, columns, columns);
-  check(layer.has[SECOND_NORM] && !mixture == (is.network != 0), "no norm, or not one network");
+  check(layer.has[SECOND_NORM] && !mixture == (is.network != 0) && !is.centred,
+        "no norm, or not one network");
   if (mixture) {
     of = add_mixture_behind(inputs, layer, *mixture);
   } else {
