@@ -213,7 +213,7 @@ def test_layers_that_do_not_fit_together(library: Any) -> None:
 
     def mixed(x: mx.array = x, before: Any = cache[0], state: Any = cache[1]) -> Any:
         objects = (py_object * 3)(*(mx.array(0) for _ in range(3)))
-        places = byref(plan.operands), byref(plan.shape), byref(plan.mixer), None
+        places = byref(plan.operands), byref(plan.shape), byref(plan.of), None
         given = (NONE if one is None else one for one in (before, state))
         return layer(objects, x, *given, *places)
 
@@ -224,7 +224,7 @@ def test_layers_that_do_not_fit_together(library: Any) -> None:
     for wrong in (x[0], x[..., :16], x.astype(mx.float16)):
         assert mixed(wrong) and one_fed(wrong)
     assert mixed(before=None) and mixed(state=cache[0]) and mixed(before=cache[0][:, 1:])
-    for shape, other in ((plan.mixer, {"heads": 3, "groups": 3, "numbers": 9, "normed": 7}),
+    for shape, other in ((plan.of, {"heads": 3, "groups": 3, "numbers": 9, "normed": 7}),
                          (plan.shape, {"network": 1, "own": 1})):  # fmt: skip
         for name, value in other.items():
             before = getattr(shape, name)

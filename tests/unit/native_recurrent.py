@@ -26,7 +26,7 @@ class _Delta(ctypes.Structure):
     _fields_ = [
         *_sizes("batch", "length", "key_heads", "value_heads", "key_size", "value_size"),
         *_pointers("q", "k", "v", "a", "b", "a_log", "bias"), ("rate_factor", ctypes.c_float),
-        *_pointers("mask", "state"),
+        ("columns", ctypes.c_int32), *_pointers("mask", "state"),
     ]  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def delta(
     batch, length, key_heads, key_size = arrays[1].shape
     _, _, value_heads, value_size = arrays[2].shape
     sizes = (batch, length, key_heads, value_heads, key_size, value_size)
-    of = _Delta(*sizes, *_of(*arrays), factor, *_of(mask, state))
+    of = _Delta(*sizes, *_of(*arrays), factor, arrays[3].ndim == 4, *_of(mask, state))
     y = room(arrays[2].shape, "f32")
     after = _after((batch, value_heads, value_size, key_size), state, in_place)
     check(kernels.library.toast_gated_delta(ctypes.byref(of), pointer(y), pointer(after)))

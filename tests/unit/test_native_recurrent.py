@@ -23,12 +23,16 @@ types = st.sampled_from(list(TYPES))
 def by_steps(
     arrays: list, state: np.ndarray, mask: np.ndarray | None, factor: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The gated delta rule in float64. arrays: without a_log and bias, decays of columns for a."""
+    """The gated delta rule in float64. arrays: without a_log and bias, decays of columns for a; or
+    a and bias of columns."""
     q, k, v, a, b = (one.astype(np.float64) for one in arrays[:5])
     each = v.shape[2] // k.shape[2]
     q, k = np.repeat(q, each, 2), np.repeat(k, each, 2)
     a_log, bias = arrays[5:]
-    kept = a if a_log is None else np.exp(-np.exp(a_log) * np.logaddexp(a + bias, 0))[..., None]
+    if a_log is not None and a.ndim == 4:
+        kept = np.exp(-np.exp(a_log)[:, None] * np.logaddexp(a + bias, 0))
+    else:
+        kept = a if a_log is None else np.exp(-np.exp(a_log) * np.logaddexp(a + bias, 0))[..., None]
     rate = factor / (1 + np.exp(-b))
     state, y = state.astype(np.float64), np.zeros(v.shape)
     for t in range(v.shape[1]):
@@ -54,14 +58,17 @@ def of_heads(seed: int, batch: int, length: int, heads: tuple, sizes: tuple) -> 
 @settings(max_examples=examples(40))
 @given(seeds, st.integers(1, 2), st.integers(0, 7), st.integers(1, 2), st.integers(1, 3),
        st.tuples(st.integers(1, 70), st.integers(1, 11)), st.booleans(), st.booleans(),
-       st.sampled_from([1.0, 2.0]), st.booleans())  # fmt: skip
+       st.sampled_from([1.0, 2.0]), st.sampled_from(["no", "decays", "gates"]))  # fmt: skip
 def test_gated_delta_rule(
     kernels: Kernels, seed: int, batch: int, length: int, heads: int, each: int, sizes: tuple,
-    begun: bool, masked: bool, factor: float, columns: bool,
+    begun: bool, masked: bool, factor: float, columns: str,
 ) -> None:  # fmt: skip
     arrays = of_heads(seed, batch, length, (heads, heads * each), sizes)
     rng = np.random.default_rng(seed + 1)
-    if columns:
+    if columns == "gates":
+        own = [rng.normal(size=(*arrays[i].shape, sizes[0])).astype(np.float32) for i in (3, 6)]
+        arrays[3], arrays[6] = own
+    if columns == "decays":
         decays = rng.random((*arrays[3].shape, sizes[0]))
         arrays[3:] = [decays.astype(np.float32), arrays[4], None, None]
     shape = (batch, heads * each, sizes[1], sizes[0])

@@ -174,13 +174,6 @@ def _function(library: Library) -> Any:
     return library.function("decoder", *[array] * 6, *[place] * 3)
 
 
-class MixedLayer(Layer):
-    """Kimi's, whose attention is of two kinds: with the one that is latent it is one node. All (B,
-    L, columns) float32."""
-
-    _block = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
-
-
 class ParallelLayer(Layer):
     """Falcon-H1's: what its mixer and its attention make of one norm is added up, and goes through
     a network: one node but for the mixer. All (B, L, columns) float32, or as the parts have it."""

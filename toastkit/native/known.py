@@ -12,12 +12,12 @@ from toastkit.native.decoder import (
     ConvolutionLayer,
     Decoder,
     FourProjections,
-    MixedLayer,
     ParallelLayer,
     TwoProjections,
 )
 from toastkit.native.forms import Known
 from toastkit.native.functions import definition_of, functions_of
+from toastkit.native.kimi_layers import KimiLayer
 from toastkit.native.known_attentions import (
     CohereAttention,
     FalconAttention,
@@ -89,7 +89,9 @@ _KNOWN: list[tuple[type, str, str]] = [
     (LatentAttention, "glm4_moe_lite.Glm4MoeLiteAttention", "5012a87eb0a3b345"),
     (ScaledLatentAttention, "mistral4.Mistral4Attention", "a6a93f1af760a550"),
     (UnturnedLatentAttention, "kimi_linear.KimiMLAAttention", "aef564308e14efa4"),
-    (MixedLayer, "kimi_linear.KimiDecoderLayer", "c29e4676476657e0"),
+    (KimiLayer, "kimi_linear.KimiDecoderLayer", "c29e4676476657e0"),
+    (Known, "kimi_linear.KimiDeltaAttention", "410df2781a61b71c d572b22572270299"),
+    (Known, "kimi_linear.ShortConv1d", "da5985368dd76c88"),
     (OpenedAttention, "deepseek_v2.DeepseekV2Attention", "9be64f9b69c630ed"),
     (OpenedAttention, "youtu_llm.YoutuLLMAttention", "8d6eec3b3f0b20b5"),
     (OpenedAttentionOfMiniCPM, "minicpm3.Attention", "367b597110cc3533"),

@@ -211,9 +211,9 @@ class Library:
         """The gated delta rule, lazy: y (B, T, value heads, value size), and the state after it.
 
         arrays: float32 q and k (B, T, key heads, key size), v (B, T, value heads, value size), a
-        and b (B, T, value heads), a_log and bias (value heads,); or decays in place of a, (B, T,
-        value heads, key size), and None for these two. state: float32 (B, value heads,
-        value size, key size), None for zeros. mask: bool (B, T). See kernels/recurrent.h."""
+        and b (B, T, value heads), a_log and bias (value heads,); or a and bias with key size
+        behind; or decays so in place of a, and None for a_log and bias. state: float32 (B, value
+        heads, value size, key size), None for zeros. mask: bool (B, T). See kernels/recurrent.h."""
         y, after = mx.array(0), mx.array(0)
         given: list[Any] = [_given(one) for one in (*arrays, state, mask)]
         need(self._gated_delta(y, after, (ctypes.py_object * 9)(*given), rate_factor))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -18,10 +18,10 @@ from toastkit.native.mixtures import Mixture, MixtureShape
 from toastkit.native.norms import Norm
 from toastkit.native.operands import Operands
 from toastkit.native.products import Linear, operands_of
-from toastkit.native.recurrent import Convolution, Mixer, MixerShape
+from toastkit.native.recurrent import Convolution, Mixer
 
 NORMS = 8  # that a layer may have, as toast_layer has them
-SECOND, OF_MIXER = 1, 4
+OF_VALUES = 4  # which that of what a recurrence gives is
 
 
 class GatedNorm(Known):
@@ -39,51 +39,69 @@ class GatedNormInGroups(GatedNorm):
         return self.group_size
 
 
-class _Plan(NamedTuple):
-    """A layer of a mixer, or of a network alone, as it was looked at; right for as long as its
+class StepPlan(NamedTuple):
+    """A layer of a recurrence, or of a network alone, as it was looked at; right for as long as its
     operands hold. left: the network, where it is left to itself, unless it is a mixture that can be
-    taken whole. mixer: None for a network alone."""
+    taken whole. of: what of a recurrence is the same at every step."""
 
     columns: int
     operands: Operands
     shape: LayerShape
     left: Any
-    mixer: MixerShape | None = None
+    of: Any = None
 
 
 class MixerLayer(Layer):
     """One of attention, of a mixer, or of a network alone. All (B, L, columns) float32."""
 
-    def _mixed(self: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
-        """Of a mixer and what lies behind it; None where a part is not as it has to be."""
+    def _stepped(self: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
+        """Of a recurrence and what lies behind it; None where a part is not as it has to be."""
         library = in_use()
         if library is None or mask is not None or cache is None or cache.lengths is not None:
             return None
-        before, state = cache[0], cache[1]
-        kept = [one for one in (x, before, state) if one is not None]
-        if any(one.dtype != mx.float32 for one in kept) or x.ndim != 3 or len(kept) == 2:
+        kept = list(cache.cache)
+        begun = [one for one in kept if one is not None]
+        if any(one.dtype != mx.float32 for one in (x, *begun)) or x.ndim != 3:
             return None
-        if (plan := self._looked_at(x.shape[-1], _mixer_plan)) is None:
+        if begun and len(begun) < len(kept):
+            return None
+        if (plan := self._looked_at(x.shape[-1], self._plan_of)) is None:
             return None
         plan.operands.were_used()
         mixture = self._whole(plan.left) if _mixes(plan.left) else None
-        outs = copies(x, 1 if plan.left is None or mixture else 2)
-        made = (ctypes.py_object * (len(outs) + 2))(*outs, *(last := copies(x, 2)))
-        given = (NONE if one is None else one for one in (before, state))
-        places = byref(plan.operands), byref(plan.shape), byref(plan.mixer)
-        more = byref(mixture) if mixture else None
-        need(_functions(library)[0](made, x, *given, *places, more))
-        cache[0], cache[1] = last
+        outs, last = copies(x, 1 if plan.left is None or mixture else 2), copies(x, len(kept))
+        made = (ctypes.py_object * (len(outs) + len(last)))(*outs, *last)
+        given = [NONE if one is None else one for one in kept]
+        need(self._make(library, made, x, given, plan, byref(mixture) if mixture else None))
+        for i, one in enumerate(last):
+            cache[i] = one
         cache.advance(x.shape[1])
         y, *normed = [out[:, -1:] for out in outs] if self._last_only else outs
         return y + self._fed(plan.left, *normed) if normed else y
+
+    def _plan_of(self: Any, columns: int) -> StepPlan | None:
+        return _mixer_plan(self, columns)
+
+    def _make(
+        self: Any,
+        library: Library,
+        made: Any,
+        x: mx.array,
+        kept: list[Any],
+        plan: StepPlan,
+        more: Any,
+    ) -> bytes | None:
+        """Makes what a layer gives of x (B, L, columns) float32, and what it keeps. Returns what is
+        wrong."""
+        places = byref(plan.operands), byref(plan.shape), byref(plan.of)
+        return _functions(library)[0](made, x, *kept, *places, more)
 
     def _fed_alone(self: Any, x: mx.array) -> mx.array | None:
         """Of a network alone; None where a part is not as it has to be."""
         library = in_use()
         if library is None or x.ndim != 3 or x.dtype != mx.float32:
             return None
-        if (plan := self._looked_at(x.shape[-1], _network_plan)) is None:
+        if (plan := self._looked_at(x.shape[-1], partial(_network_plan, self))) is None:
             return None
         mixture = self._whole(plan.left) if plan.left is not None else None
         if plan.left is not None and mixture is None:
@@ -94,10 +112,10 @@ class MixerLayer(Layer):
         need(_functions(library)[1](out, x, *places))
         return out
 
-    def _looked_at(self: Any, columns: int, look: Any) -> _Plan | None:
+    def _looked_at(self: Any, columns: int, look: Any) -> StepPlan | None:
         plan = vars(self).get("_kept")
         if plan is None or plan.columns != columns or not plan.operands.hold():
-            plan = vars(self)["_kept"] = look(self, columns)
+            plan = vars(self)["_kept"] = look(columns)
         return plan
 
 
@@ -117,7 +135,7 @@ class NemotronLayer(MixerLayer):
         if self.block_type == "*":
             return super().natively(x, mask, cache, beside)
         if self.block_type == "M":
-            return self._mixed(x, mask, cache)
+            return self._stepped(x, mask, cache)
         return self._fed_alone(x)
 
 
@@ -137,7 +155,7 @@ class HybridLayer(MixerLayer):
         self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
     ) -> mx.array | None:
         if self.layer_type != "attention":
-            return self._mixed(x, mask, cache)
+            return self._stepped(x, mask, cache)
         return super().natively(x, mask, cache, beside)
 
     def _fed(self: Any, network: Any, normed: mx.array) -> mx.array:
@@ -150,7 +168,7 @@ class HybridLayer(MixerLayer):
         return mixture.whole(self["shared_mlp"])
 
 
-def _mixer_plan(layer: Any, columns: int) -> _Plan | None:
+def _mixer_plan(layer: Any, columns: int) -> StepPlan | None:
     """None where a part is not as it has to be for x (..., columns)."""
     block = layer._block
     mixer, network = layer[block.attention], block.network and layer[block.network]
@@ -165,13 +183,8 @@ def _mixer_plan(layer: Any, columns: int) -> _Plan | None:
     weights = [*own, None if norm is None else (norm, "weight")]
     if any(one[0][one[1]].dtype != mx.float32 for one in weights if one is not None):
         return None
-    norms: list[Any] = [None] * NORMS
-    names = {0: block.first_norm, SECOND: block.second_norm}
-    for place, name in names.items():
-        norms[place] = None if name is None else layer[name]
-    if any(type(one).__call__ is not Norm.__call__ for one in norms if one is not None):
+    if (norms := norms_of(layer, norm)) is None:
         return None
-    norms[OF_MIXER] = norm
     parts = [*[mixer["in_proj"]] * 3, mixer["out_proj"]]
     form = vars(type(network)).get("_form")
     behind = [network[name] for name in form.parts] if form else []
@@ -179,15 +192,15 @@ def _mixer_plan(layer: Any, columns: int) -> _Plan | None:
         return None
     if (found := operands_of([*parts, *behind])) is None or found[0].columns != columns:
         return None
-    shape = _shape(layer, norms, form)
+    shape = shape_of(layer, norms, form)
     places = [None if one is None else (one, "weight") for one in norms]
     around = [one for one in (layer, mixer, conv, network, *norms) if one is not None]
     operands = Operands([*parts, *behind], found, [*places, *own], around)
     shape_of_mixer = mixer.shape(0 if norm is None else norm.together)
-    return _Plan(columns, operands, shape, None if form else network, shape_of_mixer)
+    return StepPlan(columns, operands, shape, None if form else network, shape_of_mixer)
 
 
-def _network_plan(layer: Any, columns: int) -> _Plan | None:
+def _network_plan(layer: Any, columns: int) -> StepPlan | None:
     """The same of a layer that is a network, or a mixture, alone."""
     block = layer._block
     network, norm = layer[block.attention], layer[block.first_norm]
@@ -201,14 +214,25 @@ def _network_plan(layer: Any, columns: int) -> _Plan | None:
     norms = [None, norm, *[None] * (NORMS - 2)]
     places = [None if one is None else (one, "weight") for one in norms]
     operands = Operands(parts, found, [*places, *[None] * 3], [layer, norm, network])
-    return _Plan(columns, operands, _shape(layer, norms, form), None if form else network)
+    return StepPlan(columns, operands, shape_of(layer, norms, form), None if form else network)
 
 
 def _mixes(network: Any) -> bool:
     return type(network).__call__ is Mixture.__call__
 
 
-def _shape(layer: Any, norms: list[Any], form: Any) -> LayerShape:
+def norms_of(layer: Any, own: Any) -> list[Any] | None:
+    """As toast_layer has them, with one of what a recurrence gives; None where one of the others is
+    no RMS norm of ours."""
+    norms: list[Any] = [None] * NORMS
+    for place, name in enumerate((layer._block.first_norm, layer._block.second_norm)):
+        norms[place] = None if name is None else layer[name]
+    plain = all(type(one).__call__ is Norm.__call__ for one in norms if one is not None)
+    norms[OF_VALUES] = own
+    return norms if plain else None
+
+
+def shape_of(layer: Any, norms: list[Any], form: Any) -> LayerShape:
     shape = LayerShape(1, 1, multiplier=multiplier_of(layer))
     if form:
         shape.network, shape.activation = len(form.parts), form.kind

@@ -47,9 +47,12 @@ def gated_delta_update(
     **rest: Any,
 ) -> tuple[mx.array, mx.array]:
     """As gated_delta.gated_delta_update, of any dtype: gates (B, T, heads), or of columns, (B, T,
-    heads, n). What these are, and those that have a lower bound, is asked there."""
+    heads, n). What those with a lower bound are is asked there."""
     library, arrays = in_use(), (q, k, v, a, b, A_log, dt_bias)
     plain = rest.keys() <= {"use_kernel", "allow_neg_eigval", "lower_bound"} and a.ndim in (3, 4)
+    bound = rest.get("lower_bound")
+    if a.ndim == 4 and bound is None:
+        plain = plain and A_log.size == a.shape[2] and dt_bias.shape == a.shape[2:]
     known = (state is None or state.dtype == mx.float32) and (
         mask is None or (mask.dtype == mx.bool_ and mask.shape == q.shape[:2])
     )
@@ -57,21 +60,17 @@ def gated_delta_update(
         return sys.modules[DELTA].gated_delta_update(*arrays, state, mask, **rest)
     factor = 2.0 if rest.get("allow_neg_eigval") else 1.0
     wide: list[mx.array | None] = [array.astype(mx.float32) for array in arrays]
-    bound = rest.get("lower_bound")
-    if bound is not None or a.ndim == 4:
+    if bound is not None:
         wide[3:] = [_decays(a, A_log, dt_bias, bound, k.shape[-1]), wide[4], None, None]
+    elif a.ndim == 4:
+        wide[5:] = [A_log.astype(mx.float32).reshape(-1), dt_bias.astype(mx.float32)]
     y, after = library.gated_delta(wide, state, mask, factor)
     return y.astype(q.dtype), after
 
 
-def _decays(
-    a: mx.array, A_log: mx.array, dt_bias: mx.array, bound: float | None, size: int
-) -> mx.array:
+def _decays(a: mx.array, A_log: mx.array, dt_bias: mx.array, bound: float, size: int) -> mx.array:
     """Of each column of a state, float32 (B, T, heads, size)."""
-    theirs = sys.modules[DELTA]
-    more = () if bound is None else (bound,)
-    made = (theirs.compute_lower_bound_g if more else theirs.compute_g)(A_log, a, dt_bias, *more)
-    made = made.astype(mx.float32)
+    made = sys.modules[DELTA].compute_lower_bound_g(A_log, a, dt_bias, bound).astype(mx.float32)
     return made if a.ndim == 4 else mx.broadcast_to(made[..., None], (*made.shape, size))
 
 

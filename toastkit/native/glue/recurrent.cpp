@@ -12,7 +12,7 @@ void check_mask(const mx::array *mask, int batch, int length) {
 }
 
 // Of q, k, v, a, b, a_log, bias, the state, the mask: y and the state after it. Without a_log and
-// bias a has decays.
+// bias a has decays. These, and gates, may be of columns.
 Arrays gated_delta(void **objects, float factor) {
   Arrays inputs;
   const auto given = taken(objects, 9, inputs);
@@ -24,13 +24,14 @@ Arrays gated_delta(void **objects, float factor) {
   const mx::Shape gates = {v.shape(0), v.shape(1), v.shape(2)}, heads = {v.shape(2)};
   const mx::Shape decays = {v.shape(0), v.shape(1), v.shape(2), k.shape(3)};
   const mx::Shape state = {v.shape(0), v.shape(2), v.shape(3), k.shape(3)};
-  const bool columns = !given[5];
+  const bool columns = inputs[3].ndim() == 4;
+  const mx::Shape biases = columns ? mx::Shape{v.shape(2), k.shape(3)} : heads;
   check(given[5] == given[6] && inputs[3].shape() == (columns ? decays : gates) &&
-            inputs[4].shape() == gates &&
-            (columns || (inputs[5].shape() == heads && inputs[6].shape() == heads)),
+            inputs[4].shape() == gates && (columns || given[5]) &&
+            (!given[5] || (inputs[5].shape() == heads && inputs[6].shape() == biases)),
         "gates of another shape");
   check_floats({inputs.begin(), inputs.end() - given[8]});
-  check(!given[7] || inputs[columns ? 5 : 7].shape() == state, "a state of another shape");
+  check(!given[7] || inputs[given[5] ? 7 : 5].shape() == state, "a state of another shape");
   check_mask(given[8] ? &inputs.back() : nullptr, v.shape(0), v.shape(1));
   const toast_delta of = {v.shape(0), v.shape(1), k.shape(2), v.shape(2), k.shape(3), v.shape(3)};
   return made("ToastGatedDelta", {v.shape(), state}, {mx::float32, mx::float32}, std::move(inputs),
@@ -39,7 +40,8 @@ Arrays gated_delta(void **objects, float factor) {
     const Floats at(arrays, given);
     const toast_delta delta = {
         of.batch, of.length, of.key_heads, of.value_heads, of.key_size, of.value_size,
-        at(0), at(1), at(2), at(3), at(4), at(5), at(6), factor, at.operator()<uint8_t>(8), at(7),
+        at(0), at(1), at(2), at(3), at(4), at(5), at(6), factor, columns,
+        at.operator()<uint8_t>(8), at(7),
     };
     need(toast_gated_delta(&delta, y.data<float>(), after.data<float>()));
   }, place_of(given, 7));

@@ -49,16 +49,23 @@ bool share_rows(int64_t heads, int64_t rows, int64_t size, const Work &work) {
 
 int gated_delta(const toast_delta &d, float *y, float *after) {
   const int64_t gates = d.batch * d.length * d.value_heads, heads = d.batch * d.value_heads;
-  const bool columns = !d.a_log;
-  auto decays = memory<float>(columns ? 1 : gates), rates = memory<float>(gates);
-  if (!decays || !rates) return 2;
-  share(gates, 16, [&](int64_t first, int64_t end) {
+  const bool columns = d.columns;
+  const int64_t each = columns ? d.key_size : 1;
+  auto made = memory<float>(d.a_log ? gates * each : 1), rates = memory<float>(gates);
+  if (!made || !rates) return 2;
+  const auto of_columns = instructions().rows->recurrent.decays;
+  share(gates, 16 * each, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i++) {
       const int64_t h = i % d.value_heads;
-      if (!columns) decays[i] = decay_of(d.a_log[h], d.bias[h], d.a[i]);
+      if (d.a_log && columns) {
+        of_columns(d.a + i * each, d.bias + h * each, d.a_log[h], each, made.get() + i * each);
+      } else if (d.a_log) {
+        made[i] = decay_of(d.a_log[h], d.bias[h], d.a[i]);
+      }
       rates[i] = rate_of(d.rate_factor, d.b[i]);
     }
   });
+  const float *const decays = d.a_log ? made.get() : d.a;
   const auto code = instructions().rows->recurrent.delta;
   const bool past = goes_past(d.length, heads * d.value_size * d.key_size, d.state, after);
   const int64_t key_step = d.key_heads * d.key_size, value_step = d.value_heads * d.value_size;
@@ -70,7 +77,7 @@ int gated_delta(const toast_delta &d, float *y, float *after) {
         const int64_t value = step * value_step + h * d.value_size, gate = step * d.value_heads + h;
         const int64_t state = head * d.value_size * d.key_size;
         return code({d.length, d.key_size, past, d.q + key, d.k + key, key_step, d.v + value,
-                     value_step, columns ? d.a + gate * d.key_size : decays.get() + gate,
+                     value_step, decays + gate * each,
                      rates.get() + gate, d.value_heads, columns,
                      d.mask ? d.mask + step : nullptr, d.state ? d.state + state : nullptr,
                      y + value, value_step, after + state}, first, end);
@@ -239,7 +246,7 @@ extern "C" {
 int toast_gated_delta(const toast_delta *delta, float *y, float *after) {
   const toast_delta &d = *delta;
   if (d.key_heads <= 0 || d.value_heads % d.key_heads || d.key_size <= 0) return 1;
-  if (!d.a_log != !d.bias) return 1;
+  if (!d.a_log != !d.bias || (!d.a_log && !d.columns)) return 1;
   return toast::gated_delta(d, y, after);
 }
 

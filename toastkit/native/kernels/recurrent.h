@@ -8,7 +8,7 @@
 //
 // decay = exp(-exp(a_log) softplus(a + bias)), rate = rate_factor / (1 + exp(-b)). A key head
 // serves value_heads / key_heads value heads, one after another. Or each column of S has a decay of
-// its own, which is given (Kimi Delta Attention, arXiv 2510.26692).
+// its own, of an a and a bias of its own (Kimi Delta Attention, arXiv 2510.26692), or is given it.
 #pragma once
 
 #include <stdint.h>
@@ -25,8 +25,9 @@ typedef struct {
   const float *q, *k;          // (batch, length, key_heads, key_size)
   const float *v;              // (batch, length, value_heads, value_size)
   const float *a, *b;          // (batch, length, value_heads)
-  const float *a_log, *bias;   // (value_heads); NULL where a has decays, with an axis key_size more
+  const float *a_log, *bias;   // (value_heads); NULL where a has decays
   float rate_factor;
+  int32_t columns;             // a and bias, and decays always, have an axis key_size more
   const uint8_t *mask;         // (batch, length): steps that change the state; NULL for all
   const float *state;          // (batch, value_heads, value_size, key_size); NULL for zeros
 } toast_delta;
@@ -167,6 +168,8 @@ struct RecurrentCode {
   bool (*scan)(const ScanHead &, int64_t first, int64_t end);
   bool (*wkv)(const WkvHead &, int64_t first, int64_t end);
   void (*linear)(const toast_linear &, int64_t batch, int64_t first, int64_t end, float *h);
+  // exp(-exp(a_log) softplus(a + bias)) of so many columns.
+  void (*decays)(const float *a, const float *bias, float a_log, int64_t count, float *out);
 };
 
 }  // namespace toast

@@ -313,6 +313,17 @@ static bool wkv_rows(const toast::WkvHead &h, int64_t first, int64_t end) {
       [&](int64_t row, float *room) { wkv_block<1>(h, row, room); });
 }
 
+static void column_decays(const float *a, const float *bias, float a_log, int64_t count,
+                          float *out) {
+  const F32 rate = -exponential(all(a_log));
+  for (int64_t i = 0; i < count; i += LANES) {
+    const int there = int(count - i < LANES ? count - i : LANES);
+    const F32 x = some_numbers_at(TOAST_F32, a, i, there) +
+                  some_numbers_at(TOAST_F32, bias, i, there);
+    put_some(TOAST_F32, out, i, exponential(rate * softplus(x)), there);
+  }
+}
+
 // Channels of one of a batch, from first to end.
 static void linear_rows(const toast_linear &l, int64_t batch, int64_t first, int64_t end,
                         float *h) {

@@ -304,6 +304,6 @@ static void convolve_channels(const toast_convolution &c, int64_t batch, int64_t
 const toast::RowInstructions row_functions = {
     norm_row, turns_at, rotate_head, gate_numbers,      most,
     place,    exponentials, shares,  weigh_row, keep, dequantise_row, convolve_channels,
-    {delta_rows, scan_rows, wkv_rows, linear_rows}};
+    {delta_rows, scan_rows, wkv_rows, linear_rows, column_decays}};
 
 }  // namespace

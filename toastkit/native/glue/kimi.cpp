@@ -1,0 +1,218 @@
+// Layers of Kimi Delta Attention (arXiv 2510.26692) as MLX primitives: the gated delta rule with a
+// decay for each column (kernels/recurrent.h), where attention would be in a layer of the common
+// form.
+#include <cmath>
+
+#include "blocks.h"
+#include "mixture.h"
+#include "recurrent.h"
+
+namespace toast {
+namespace {
+
+// A layer's parts: queries, keys, values, out and the network's; and behind these what decays come
+// of, by two, b, and what gates of y come of, by two. Its norm of values is that of each head of y.
+// Beside norms, where others have a rotation and a factor: the convolutions' weights, of queries
+// and keys, and then of values, a_log and the bias of decays.
+constexpr int SEQUENCES = 3;  // that are convolved: queries, keys, values
+enum { FIRST_DECAYS, SECOND_DECAYS, RATES, FIRST_GATES, SECOND_GATES, DELTA_PARTS };
+enum { BEFORE_FACTOR = NORMS, BEHIND_FACTOR = FACTOR + 1, DELTA_ARRAYS = SEQUENCES + 2 };
+
+struct Kimi {
+  Layer layer;
+  int heads, size, kernel;  // size: of a head
+  Packing packing[DELTA_PARTS];
+  bool biased[DELTA_PARTS];
+  Mixture mixture;
+  bool begun;
+  size_t outputs;  // of x: one, or, with a network that is left to itself, the sum and its norm
+  int numbers() const { return heads * size; }
+};
+
+// Of x (count, columns) all that the rule is given, (count, n) each; arrays as add_projections has
+// added them.
+struct Projected {
+  std::unique_ptr<float[]> memory;
+  float *sequences[SEQUENCES], *decays, *rates, *gates;
+};
+
+Projected project(const Kimi &k, const Arrays &arrays, size_t &at, const float *x, int64_t count,
+                  int64_t columns) {
+  const int64_t all = k.numbers(), heads = k.heads, bits = k.layer.activation_bits;
+  std::vector<Part> parts;
+  parts.reserve(SEQUENCES + DELTA_PARTS);
+  for (int i = 0; i < SEQUENCES; i++)
+    parts.emplace_back(arrays, at, k.layer.packing[i], k.layer.biased[i]);
+  const Part *const more = parts.data() + SEQUENCES;
+  for (int i = 0; i < DELTA_PARTS; i++) parts.emplace_back(arrays, at, k.packing[i], k.biased[i]);
+  const int64_t inner = more[FIRST_DECAYS].matrix->rows, outer = more[FIRST_GATES].matrix->rows;
+  Projected p = {};
+  p.memory.reset(new float[count * (5 * all + heads + inner + outer)]);
+  float *next = p.memory.get();
+  auto some = [&](int64_t numbers) { return std::exchange(next, next + count * numbers); };
+  for (auto &one : p.sequences) one = some(all);
+  p.decays = some(all), p.gates = some(all), p.rates = some(heads);
+  float *const decays = some(inner), *const gates = some(outer);
+  const Vectors rows = {{x, count, columns, TOAST_F32}, count};
+  multiply(bits, {{rows, parts[0], p.sequences[0]}, {rows, parts[1], p.sequences[1]},
+                  {rows, parts[2], p.sequences[2]}});
+  multiply(bits, {{rows, more[FIRST_DECAYS], decays}, {rows, more[FIRST_GATES], gates},
+                  {rows, more[RATES], p.rates}});
+  const Vectors of_decays = {{decays, count, inner, TOAST_F32}, count};
+  const Vectors of_gates = {{gates, count, outer, TOAST_F32}, count};
+  multiply(bits, {{of_decays, more[SECOND_DECAYS], p.decays},
+                  {of_gates, more[SECOND_GATES], p.gates}});
+  return p;
+}
+
+// Queries, keys or values, convolved and through SiLU, to `out`; and to `last` the rows that the
+// next ones begin with. before: NULL for zeros.
+void convolve(const Kimi &k, const float *x, const float *weight, const float *before,
+              int64_t batch, int64_t length, float *out, float *last) {
+  const int64_t all = k.numbers(), rows = k.kernel - 1;
+  const toast_convolution convolution = {
+      batch, length, all, k.kernel, x, {length * all, all}, before, {rows * all, all}, TOAST_F32,
+      weight, nullptr, TOAST_F32, 1, all,
+  };
+  need(toast_convolve(&convolution, out, TOAST_F32));
+  keep_last(x, batch, length, all, before, rows, all, last);
+}
+
+// arrays: x, the rows that came before of each sequence and the state, if it has begun, the norm of
+// x, parts, arrays beside these, the norm of y, what lies behind, the mixture; what comes out, the
+// rows for what follows, the state after it.
+void compute(const Kimi &k, const Arrays &arrays) {
+  const Layer &layer = k.layer;
+  const int64_t batch = arrays[0].shape(0), length = arrays[0].shape(1);
+  const int64_t columns = arrays[0].shape(2), count = batch * length, all = k.numbers();
+  mx::array after = arrays.back(), out = arrays.end()[-2 - SEQUENCES];
+  mx::array first = arrays.end()[-1 - SEQUENCES - int(k.outputs)];
+  InOrder x(arrays[0]);
+  std::unique_ptr<float[]> memory(new float[count * (2 * columns + 4 * all)]);
+  float *const normed = memory.get(), *const own = normed + count * columns;
+  float *const y = own + count * columns;
+  size_t at = 1 + (SEQUENCES + 1) * k.begun;
+  apply_norm(layer, FIRST_NORM, arrays, at, x.floats(), count * columns, normed);
+  const Projected p = project(k, arrays, at, normed, count, columns);
+  float *convolved[SEQUENCES];
+  for (int i = 0; i < SEQUENCES; i++) {
+    InOrder weight(arrays[at++]), before(arrays[k.begun ? 1 + i : 0]);
+    mx::array last = arrays.end()[i - 1 - SEQUENCES];
+    convolved[i] = y + (1 + i) * count * all;
+    convolve(k, p.sequences[i], weight.floats(), k.begun ? before.floats() : nullptr, batch,
+             length, convolved[i], last.data<float>());
+  }
+  InOrder a_log(arrays[at++]), bias(arrays[at++]), state(arrays[k.begun ? 1 + SEQUENCES : 0]);
+  const double scale = std::pow(double(k.size), -0.5), square = scale * scale;
+  for (int i = 0; i < 2; i++) {  // to length size^-1/2 and 1, 1e-6 under the root
+    const toast_vectors heads = {convolved[i], count * k.heads, k.size, TOAST_F32};
+    need(toast_rms_norm(&heads, k.size, nullptr, TOAST_F32, float(i ? scale : square),
+                        float(1e-6 * square), convolved[i], TOAST_F32));
+  }
+  const toast_delta delta = {
+      batch, length, k.heads, k.heads, k.size, k.size, convolved[0], convolved[1], convolved[2],
+      p.decays, p.rates, a_log.floats(), bias.floats(), 1, 1, nullptr,
+      k.begun ? state.floats() : nullptr,
+  };
+  need(toast_gated_delta(&delta, y, after.data<float>()));
+  apply_norm(layer, VALUE_NORM, arrays, at, y, count * all, y);
+  need(toast_gate(p.gates, y, count * all, TOAST_F32, TOAST_SIGMOID, y));
+  float *const to = out.data<float>();
+  float *const sum = k.outputs == 2 ? first.data<float>() : own;
+  behind(layer, arrays, at, x.floats(), y, count, sum, to);
+  if (k.mixture.choice.chosen) mix_behind(layer, k.mixture, arrays, at, sum, count, to);
+}
+
+// The arrays of a layer's parts, and those beside them.
+void add_projections(Arrays &inputs, Kimi &k, const toast_operands &given) {
+  const int64_t columns = inputs[0].shape(-1);
+  const int all = k.numbers(), places = OUT + 1 + k.layer.is.network;
+  for (int i = 0; i < SEQUENCES; i++)
+    check(add_one(inputs, k.layer, i, given, i, columns) == all, "sequences of other lengths");
+  int64_t inner = columns;
+  for (int i = 0; i < DELTA_PARTS; i++) {
+    const mx::array *part[GIVEN];
+    const bool second = i == SECOND_DECAYS || i == SECOND_GATES;
+    k.packing[i] = part_of(given, places + i, k.biased[i], part);
+    add_part(inputs, part, k.packing[i], second ? inner : columns);
+    inner = part[0]->shape(-2);
+    check(i == RATES ? inner == k.heads : !second || inner == all, "gates of another length");
+  }
+  const int at[DELTA_ARRAYS] = {BEFORE_FACTOR, BEFORE_FACTOR + 1, BEHIND_FACTOR,
+                                BEHIND_FACTOR + 1, BEHIND_FACTOR + 2};
+  for (int i = 0; i < DELTA_ARRAYS; i++) {
+    const mx::array &one = rest_of(given, at[i]);
+    const bool fits = i < SEQUENCES    ? one.shape() == mx::Shape{all, k.kernel, 1}
+                      : i == SEQUENCES ? one.size() == size_t(k.heads)
+                                       : one.size() == size_t(all);
+    check(fits && one.dtype() == mx::float32, "parameters of another shape");
+    inputs.push_back(one);
+  }
+}
+
+// before: rows of each sequence, and then the state; NULL for all where it has not begun.
+Arrays kimi_layer(const mx::array &x, void **before, const toast_layer &is, int size,
+                  const toast_operands &given, const toast_mixture *mixture) {
+  check_rows(x);
+  check(!is.centred && !is.parallel && is.heads > 0 && size > 0, "layer norms, or no heads");
+  Kimi k = {{is}, is.heads, size, 0, {}, {}, {}, before[0] != nullptr, 1};
+  Layer &layer = k.layer;
+  layer.activation_bits = given.activation_bits;
+  const mx::array &weight = rest_of(given, BEFORE_FACTOR);
+  check(weight.ndim() == 3 && weight.shape(1) > 0 && weight.shape(1) <= MOST_KERNEL,
+        "a convolution of another shape");
+  k.kernel = weight.shape(1);
+  const int batch = x.shape(0), all = k.numbers();
+  std::vector<mx::Shape> shapes(SEQUENCES, {batch, k.kernel - 1, all});
+  shapes.push_back({batch, k.heads, size, size});
+  Arrays inputs = {x};
+  for (int i = 0; i <= SEQUENCES; i++) {
+    check(!before[i] == !k.begun, "a layer that has partly begun");
+    if (!k.begun) continue;
+    inputs.push_back(array_of(before[i]));
+    check(inputs.back().shape() == shapes[i] && inputs.back().dtype() == mx::float32,
+          "rows that came before, or a state, of another shape");
+  }
+  const size_t first = inputs.size();
+  const int64_t columns = x.shape(2);
+  check(given.rest[FIRST_NORM] && given.rest[VALUE_NORM], "no norms");
+  add_norm(inputs, layer, FIRST_NORM, given, columns, columns);
+  add_projections(inputs, k, given);
+  add_norm(inputs, layer, VALUE_NORM, given, size, size);
+  add_behind(inputs, layer, given, all);
+  check(is.network || layer.has[SECOND_NORM], "no network");
+  if (mixture) {
+    k.mixture = add_mixture_behind(inputs, layer, *mixture);
+  } else if (!is.network) {
+    k.outputs = 2;
+  }
+  const Weights weights = {first, inputs.size()};
+  shapes.insert(shapes.begin(), k.outputs, x.shape());
+  std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
+  return made("ToastKimiLayer", std::move(shapes), dtypes, std::move(inputs),
+              [k](const Arrays &arrays) { compute(k, arrays); }, k.begun ? 1 + SEQUENCES : -1,
+              weights);
+}
+
+}  // namespace
+}  // namespace toast
+
+extern "C" {
+
+// Makes `outs`, arrays that nobody else has, what a layer gives of x, one, or two where there is a
+// network that is left to itself, and what it keeps: the last rows of queries, keys and values that
+// were convolved, and the state. before: four of these, NULL for all where it has not begun. size:
+// of a head. mixture: which is its network; NULL for none. Lazy. Returns what is wrong; NULL where
+// nothing is.
+TOAST_API const char *toast_kimi_layer_array(void **outs, void *x, void **before,
+                                             const toast_operands *given,
+                                             const toast_layer *layer, int size,
+                                             const toast_mixture *mixture) {
+  using toast::array_of;
+  return toast::wrong([&] {
+    auto made = toast::kimi_layer(array_of(x), before, *layer, size, *given, mixture);
+    for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,85 @@
+"""Layers of Kimi Linear: of Kimi Delta Attention (arXiv 2510.26692), or of latent attention. Known
+by what their forwards are (known.py)."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from toastkit.native.forms import Block, Known
+from toastkit.native.layer_plans import NOTHING, Beside
+from toastkit.native.library import Library
+from toastkit.native.mixer_layers import MixerLayer, StepPlan, norms_of, shape_of
+from toastkit.native.norms import Norm
+from toastkit.native.operands import Operands
+from toastkit.native.products import Linear, operands_of
+from toastkit.native.recurrent import Convolution
+
+SEQUENCES = ("q", "k", "v")
+GATES = ("f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj")
+
+
+class KimiLayer(MixerLayer):
+    """All (B, L, columns) float32."""
+
+    _block = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
+
+    def natively(
+        self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
+    ) -> mx.array | None:
+        if self.is_linear:
+            return self._stepped(x, mask, cache)
+        return super().natively(x, mask, cache, beside)
+
+    def _plan_of(self: Any, columns: int) -> StepPlan | None:
+        return _delta_plan(self, columns)
+
+    def _make(
+        self: Any, library: Library, made: Any, x: mx.array, kept: list[Any], plan: StepPlan,
+        more: Any,
+    ) -> bytes | None:  # fmt: skip
+        before = (ctypes.py_object * len(kept))(*kept)
+        places = byref(plan.operands), byref(plan.shape)
+        return _function(library)(made, x, before, *places, plan.of, more)
+
+
+def _delta_plan(layer: Any, columns: int) -> StepPlan | None:
+    """None where a part is not as it has to be for x (..., columns)."""
+    rule, network = layer["self_attn"], layer["mlp"]
+    short = [rule[f"{name}_conv"] for name in SEQUENCES]
+    convs, norm = [one["conv"] for one in short], rule["o_norm"]
+    known = all(type(one).__call__ is Known.__call__ for one in (rule, *short))
+    plain = all(type(one).__call__ is Convolution.__call__ and one.is_plain() for one in convs)
+    if not (known and plain) or any("bias" in one for one in convs):
+        return None
+    norms = norms_of(layer, norm)
+    if norms is None or type(norm).__call__ is not Norm.__call__:
+        return None
+    own = [(convs[0], "weight"), (convs[1], "weight"), None, (convs[2], "weight")]
+    own += [(rule, "A_log"), (rule, "dt_bias")]
+    if any(one[0][one[1]].dtype != mx.float32 for one in own if one is not None):
+        return None
+    form = vars(type(network)).get("_form")
+    behind = [network[name] for name in form.parts] if form else []
+    parts = [*(rule[f"{name}_proj"] for name in SEQUENCES), rule["o_proj"], *behind]
+    parts += [rule[name] for name in GATES]
+    found = operands_of(parts) if all(isinstance(part, Linear) for part in parts) else None
+    if found is None or found[0].columns != columns:
+        return None
+    shape = shape_of(layer, norms, form)
+    shape.heads = rule.num_heads
+    places = [None if one is None else (one, "weight") for one in norms]
+    modules = (layer, rule, network, *short, *convs, *norms)
+    around = [one for one in modules if one is not None]
+    operands = Operands(parts, found, [*places, *own], around)
+    return StepPlan(columns, operands, shape, None if form else network, rule.head_dim)
+
+
+@cache
+def _function(library: Library) -> Any:
+    array, place, whole = ctypes.py_object, ctypes.c_void_p, ctypes.c_int
+    return library.function("kimi_layer", place, array, place, place, place, whole, place)
