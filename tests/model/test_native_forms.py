@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models import (
+    afmoe,
     bailing_moe,
     cohere,
     cohere2,
@@ -67,6 +68,31 @@ def test_other_layers_are_one_operation_or_two(case: tuple, bits: int) -> None:
     with patch.object(blocks.Layer, "natively", lambda *_: None):
         wanted = passes(own, 2)
     assert all(map(mx.array_equal, made, wanted))
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_gates_of_their_own(bits: int) -> None:
+    """Of a few positions one operation, with a norm behind a mixture; of many their parts."""
+    more = {
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 50,
+        "num_dense_layers": 1, "num_shared_experts": 1, "score_func": "sigmoid", "n_group": 2,
+        "topk_group": 1, "route_norm": True, "route_scale": 2.0,
+    }  # fmt: skip
+    own = layers(afmoe, EXPERTS | more, bits)
+    with counted() as counts:
+        made = passes(own, 2)
+    assert counts == {"one": len(own) * 3, "two": 0}
+    with patch.object(blocks.Layer, "natively", lambda *_: None):
+        wanted = passes(own, 2)
+    assert all(map(mx.array_equal, made, wanted))
+    with patch.object(type(own[1].mlp), "whole", lambda *_: None):  # left to itself
+        assert all(map(mx.array_equal, passes(own, 2), wanted))
+    layer, x, cache = own[1], mx.random.normal((1, 2, 64)), KVCache()
+    layer(x, "causal", cache)
+    layer(x, "causal", cache)
+    layer._plan.shape.own = 1
+    with pytest.raises(ValueError):
+        layer(x, "causal", cache)
 
 
 def test_norms_that_do_not_go_together() -> None:

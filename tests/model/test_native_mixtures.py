@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_map
 from mlx_lm.models import (
+    afmoe,
     bailing_moe,
     bailing_moe_linear,
     deepseek,
@@ -76,7 +77,7 @@ SIZES: dict[str, Any] = {
     "moe_gate_act": "sigmoid", "mamba_num_heads": 2, "mamba_head_dim": 16, "ssm_state_size": 8,
     "conv_kernel": 4, "n_groups": 1, "mamba_proj_bias": False, "mlp_bias": False,
     "layer_norm_epsilon": 1e-5, "use_conv_bias": True, "hybrid_override_pattern": ["E"],
-    "moe_shared_expert_intermediate_size": 96,
+    "moe_shared_expert_intermediate_size": 96, "layer_types": ["full_attention"],
 }  # fmt: skip
 BLOCKS = [
     (qwen3_next, "Qwen3NextSparseMoeBlock"), (qwen3_moe, "Qwen3MoeSparseMoeBlock"),
@@ -87,7 +88,7 @@ BLOCKS = [
     (minimax, "MiniMaxSparseMoeBlock"), (bailing_moe, "BailingMoeSparseMoeBlock"),
     (bailing_moe_linear, "SparseMoeBlock"), (dots1, "Dots1MoE"),
     (ernie4_5_moe, "Ernie4_5_MoeMLP"), (jamba, "JambaSparseMoeBlock"),
-    (nemotron_h, "NemotronHMoE"),
+    (nemotron_h, "NemotronHMoE"), (afmoe, "AfmoeMoE"),
 ]  # fmt: skip
 if not OLD_MLX_LM:  # whose experts have another activation, and other scores
     BLOCKS += [(gpt_oss, "MLPBlock"), (lfm2_moe, "Lfm2MoeSparseMoeBlock")]
@@ -184,7 +185,7 @@ def test_what_changes_is_seen(kind: tuple) -> None:
     with patch.object(mixtures, "_mixed") as mixed:
         ours(x)
         router = ours[ours._router]
-        router = router.get(getattr(router, "_part", None), router)
+        router = router.get(getattr(router, "_part", None) or ours._within, router)
         router.weight = router.weight.astype(mx.float16)
         ours(x.astype(mx.float16))
     assert not mixed.called

@@ -57,6 +57,8 @@ class Layer(Native):
     def _fed(self: Any, network: Any, normed: mx.array) -> mx.array:
         """What is added behind a network that is left to itself, (B, L, columns)."""
         y, multiplier = network(normed), multiplier_of(self)
+        if self._block.fed_norm is not None:
+            y = self[self._block.fed_norm](y)
         return y if multiplier == 1 else y * multiplier
 
     def _whole(self: Any, mixture: Mixture) -> MixtureShape | None:

@@ -64,12 +64,13 @@ class Block(NamedTuple):
 class Heads(NamedTuple):
     """What a class of attentions calls its parts. attend: what it calls with queries, keys, values
     and the rest. q_norm, k_norm: of each head, or of all heads of a position together. gated: q
-    gives a gate for each of its numbers, behind those of the same head. joined: q, k and v are one,
-    with the rows of one behind another. size: the numbers of a head. cap: of scores. normed:
-    whether there are norms, where that is asked; turning: likewise, whether heads are turned.
-    late: the norms are of heads that have been turned. scaled: as of Block. v_norm: of each head of
-    values. shares: keys and values are those of a layer before. latent, still: numbers, narrow,
-    unembed: parts, of latent attention (glue/latent.h). None for what it has not."""
+    gives a gate for each of its numbers, behind those of the same head, or `gate` does. joined: q,
+    k and v are one, with the rows of one behind another. size: the numbers of a head. cap: of
+    scores. normed: whether there are norms, where that is asked; turning: likewise, whether heads
+    are turned. late: the norms are of heads that have been turned. scaled: as of Block. v_norm: of
+    each head of values. shares: keys and values are those of a layer before. latent, still:
+    numbers, narrow, unembed: parts, of latent attention (glue/latent.h). None for what it has
+    not."""
 
     q: str
     k: str
@@ -96,6 +97,7 @@ class Heads(NamedTuple):
     latent: str | None = None
     still: str | None = None
     narrow: str | None = None
+    gate: str | None = None
     unembed: str | None = None
 
 

@@ -129,6 +129,16 @@ def _block_normed_twice(self: Any, x: Any, mask: Any = None, cache: Any = None) 
     return out
 
 
+def _block_normed_in_turn(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    r = self.attention(self.first_norm(x), mask, cache)
+    r = self.attended_norm(r)
+    h = x + r
+
+    r = self.network(self.second_norm(h))
+    r = self.fed_norm(r)
+    return h + r
+
+
 def _block_clipped(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     r = self.attention(self.first_norm(x), mask, cache)
     h = clip_residual(x, self.attended_norm(r))
@@ -218,7 +228,7 @@ BLOCKS = (
     _block, _block_returned, _block_added, _block_normed_twice, _block_clipped,
     _block_with_residual, _block_normed_behind, _block_normed_later, _block_multiplied,
     _block_multiplied_by_depth, _block_step_by_step, _block_scaled, _block_scaled_returned,
-    _block_beside,
+    _block_beside, _block_normed_in_turn,
 )  # fmt: skip
 SCALED = (_block_scaled, _block_scaled_returned)
 PARALLEL = (_block_beside,)

@@ -19,6 +19,7 @@ from toastkit.native.forms import Known
 from toastkit.native.functions import definition_of, functions_of
 from toastkit.native.kimi_layers import KimiLayer
 from toastkit.native.known_attentions import (
+    AfmoeAttention,
     CohereAttention,
     FalconAttention,
     GemmaAttention,
@@ -49,6 +50,7 @@ from toastkit.native.mixtures import (
     MixtureInGroups,
     MixtureOfActivation,
     MixtureOfPart,
+    MixtureOfWrapped,
     MixtureRouted,
     MixtureScored,
     MixtureScoredOfExperts,
@@ -156,6 +158,9 @@ _KNOWN: list[tuple[type, str, str]] = [
     (SelectiveScan, "mamba.MambaBlock", "d9a77290910299c9 169a314aa037a616"),
     (SelectiveScanNormed, "jamba.JambaMambaMixer", "a731a5ac4897cd1f"),
     (GeneralisedDelta, "rwkv7.Rwkv7TimeMixing", "eb228e5a704d8b51"),
+    (AfmoeAttention, "afmoe.Attention", "c278e3c631b97143"),
+    (MixtureOfWrapped, "afmoe.AfmoeMoE", "9035049a859353b0 09d59d102695e7a5"),
+    (Known, "afmoe.MoERouter", "b888b00bba05b3ab"),
     (CohereAttention, "cohere2.Attention", "8e66ae5c1684a15b"),
     (PhiAttention, "phi.PhiAttention", "40fde0a6df234612"),
     (MixtureBiasedAhead, "minimax.MiniMaxSparseMoeBlock", "f95a6d46996d86bb 8d15d094b115016c"),

@@ -14,6 +14,16 @@ SHARED_OF_GEMMA = KEPT_OF_GEMMA._replace(
 )
 
 
+class AfmoeAttention(KnownAttention):
+    """Trinity's, whose heads are turned where it slides."""
+
+    def parts(self: Any) -> Heads:
+        turn = "rope" if self.is_local_attention and self.rope is not None else None
+        return HEADS._replace(
+            q_norm="q_norm", k_norm="k_norm", turn=turn, gated=True, gate="gate_proj"
+        )
+
+
 class CohereAttention(KnownAttention):
     """Cohere 2's, whose heads are turned where it slides."""
 

@@ -105,8 +105,6 @@ def planned(layer: Any, columns: int) -> Plan | None:
     more = _given(behind, columns, lambda before: form.hidden(before))
     if not more and (norms.second is None) is not (network is None):
         return None
-    if not more and norms.fed is not None:
-        return None
     inner = [] if block.own_gate is None else [layer[block.own_gate], layer[block.own_product]]
     inputs = _given(inner, columns, lambda before: before[0].rows)
     factor = None if block.factor is None else (layer, block.factor)
@@ -150,9 +148,9 @@ def multiplier_of(layer: Any) -> Any:
 
 
 class _Attends(NamedTuple):
-    """What attention multiplies with: parts for queries, keys, values and what comes out, and those
-    that latent attention has besides. turned, value: numbers of a head that may be turned, and of
-    one of values. shape: what it says of attention."""
+    """What attention multiplies with: parts for queries, keys, values and what comes out, and
+    gates, or those that latent attention has besides. turned, value: numbers of a head that may be
+    turned, and of one of values. shape: what it says of attention."""
 
     parts: list[Any]
     found: list[Operand]
@@ -170,8 +168,12 @@ def _attention_of(attention: Any, own: Heads, columns: int) -> _Attends | None:
         return None
     heads, key_heads, size = _counts(attention, own, found)
     turned, value = (size or one.rows // key_heads for one in found[1:3])
-    shape = LayerShape(heads, key_heads, own.gated, own.late, own.joined and size)
-    return _Attends(parts, found, turned, value, shape)
+    gates = [] if own.gate is None else [attention[own.gate]]
+    more = _given(gates, columns, lambda _: columns)
+    if gates and not more:
+        return None
+    shape = LayerShape(heads, key_heads, 2 if gates else own.gated, own.late, own.joined and size)
+    return _Attends(parts, found, turned, value, shape, gates, more or [])
 
 
 def _latent_of(attention: Any, own: Heads, columns: int) -> _Attends | None:

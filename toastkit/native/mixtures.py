@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from toastkit.native.feed_forward import FeedForward, SwitchNetwork
+from toastkit.native.forms import Known
 from toastkit.native.functions import Native
 from toastkit.native.library import (
     AHEAD,
@@ -128,11 +129,12 @@ class Mixture(Native):
 
     _router, _experts, _shared, _gate: what they are called. _k: the attribute that holds how many.
     _normed: that says whether their shares add up to 1. _bias: that is added to what is chosen by.
-    _how: see kernels/rows.h."""
+    _how: see kernels/rows.h. _within: the product of a router that is nothing else."""
 
     _router, _experts, _shared, _gate = "gate", "switch_mlp", "shared_expert", "shared_expert_gate"
     _k, _normed, _how = "top_k", "norm_topk_prob", 0
     _bias: str | None = None
+    _within: str | None = None
 
     def __call__(self: Any, x: mx.array) -> mx.array:
         library, alone = in_use(), vars(self).get("sharding_group") is None
@@ -185,9 +187,11 @@ class Mixture(Native):
         known = type(switch).__call__ is SwitchNetwork.__call__
         if not known or (experts := switch.form()) is None:
             return None
-        if own and type(router).__call__ is not Router.__call__:
+        plain: Any = Router.__call__ if own else Known.__call__
+        if (own or self._within) and type(router).__call__ is not plain:
             return None
-        asked = router[router._part] if own and router._part else router
+        part = router._part if own else self._within
+        asked = router[part] if part else router
         parts, kinds = [switch[name] for name in experts.parts], [experts.kind]
         around, names, gate = [self, router, switch], (), self.get(self._gate)
         if shared is not None:
@@ -318,6 +322,20 @@ class MixtureOfActivation(Mixture):
     def choice(self: Any) -> Choice:
         scored = SCORED * isinstance(self["gate_act"], nn.Sigmoid)
         return Choice(vars(self)["k"], AHEAD | NORMED | scored, eps=1e-12)
+
+
+class MixtureOfWrapped(Mixture):
+    """By a product that a module of its own has (Trinity)."""
+
+    _router, _experts, _shared, _bias = "router", "experts", "shared_experts", "expert_bias"
+    _within = "gate"
+
+    def choice(self: Any) -> Choice:
+        own = vars(self)
+        return _in_groups(
+            own["num_experts_per_tok"], AHEAD | SCORED * (own["score_func"] == "sigmoid"),
+            own["route_norm"], own["n_group"], own["topk_group"], own["route_scale"],
+        )  # fmt: skip
 
 
 class MixtureInGroups(Mixture):

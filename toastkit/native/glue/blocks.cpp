@@ -87,11 +87,16 @@ void add_before(Arrays &inputs, Layer &layer, const toast_operands &given) {
   add_norm(inputs, layer, FIRST_NORM, given, columns, columns);
   for (int i = 0; i < (layer.is.shares ? 1 : HEADS); i++) {
     const int all = add_one(inputs, layer, i, given, i, columns), joined = layer.is.joined;
-    const int parts = joined ? heads[0] + 2 * heads[1] : heads[i] * (!i && layer.is.gated ? 2 : 1);
+    const int each = !i && layer.is.gated == 1 ? 2 : 1;
+    const int parts = joined ? heads[0] + 2 * heads[1] : heads[i] * each;
     check(parts > 0 && all > 0 && all % parts == 0, "heads of other sizes");
     layer.size[i] = all / parts;
     check(!joined || (layer.size[i] == joined && !layer.is.gated), "heads of another size");
   }
+  if (layer.is.gated == 2)
+    check(!layer.is.own && add_one(inputs, layer, GATES, given, OUT + 1 + layer.is.network,
+                                   columns) == heads[0] * layer.size[0],
+          "gates of other heads");
   if (layer.is.shares) {
     check(!layer.is.gated && !layer.is.joined && heads[1] > 0 && !given.rest[KEY_NORM] &&
               !given.rest[VALUE_NORM],
@@ -105,8 +110,8 @@ void add_before(Arrays &inputs, Layer &layer, const toast_operands &given) {
 
 void add_behind(Arrays &inputs, Layer &layer, const toast_operands &given, int64_t attended) {
   const int columns = inputs[0].shape(-1), count = layer.is.network;
-  check(count || (!given.rest[FED_NORM] && !layer.is.own && !given.rest[FACTOR]),
-        "other norms around a network that is none of its parts");
+  check(count || (!layer.is.own && !given.rest[FACTOR]),
+        "more behind a network that is none of its parts");
   check(!layer.is.parallel || (count && given.rest[SECOND_NORM] && !given.rest[ATTENDED_NORM] &&
                                !given.rest[FED_NORM] && layer.is.multiplier == 1 && !layer.is.own),
         "a network beside attention with other norms");
@@ -157,7 +162,10 @@ void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
   std::optional<Part> parts[HEADS];
   for (int i = 0; i < (is.shares ? 1 : HEADS); i++)
     parts[i].emplace(arrays, at, layer.packing[i], layer.biased[i]);
-  std::unique_ptr<float[]> both(gates ? new float[count * parts[0]->matrix->rows] : nullptr);
+  std::optional<Part> apart;
+  if (gates && is.gated == 2) apart.emplace(arrays, at, layer.packing[GATES], layer.biased[GATES]);
+  const bool inside = gates && !apart;
+  std::unique_ptr<float[]> both(inside ? new float[count * parts[0]->matrix->rows] : nullptr);
   const int64_t size = layer.size[0], joined = is.joined;
   const int64_t wide = joined * is.heads, narrow = joined * is.key_heads;
   std::vector<Result> results = {
@@ -166,6 +174,7 @@ void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
     results.push_back({vectors, *parts[1], outs[1], TOAST_F32, wide, narrow});
     results.push_back({vectors, *parts[2], outs[2], TOAST_F32, wide + narrow, narrow});
   }
+  if (apart) results.push_back({vectors, *apart, gates});
   multiply(layer.activation_bits, results);
   const int64_t heads = both ? count * is.heads : 0;
   for (int64_t h = 0; h < heads; h++) {

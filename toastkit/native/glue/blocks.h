@@ -8,23 +8,23 @@
 extern "C" {
 
 // What is the same whatever a layer is given. heads: of queries; of keys and values. network: its
-// parts. gated: behind the numbers of each head of queries come as many, by whose sigmoid is
-// multiplied what it attends to. late: queries and keys are normed, each head by itself, once they
-// have been turned, and not before. joined: the numbers of a head, where queries, keys and values
-// are rows of one part, these behind those; else 0. shares: it attends to what a layer before has
-// kept, and its parts for keys and values are not looked at. own: numbers of an input of its own
-// that each position has, or 0: to what its network gave is added a norm of a product of it, times
-// what a gate makes of that sum. latent ... opened: see latent.h; latent is 0 for other attention.
-// centred: the norms of what attention and network are given are layer norms (arXiv 1607.06450).
-// parallel: the network is given a norm of x, as attention is, and what comes out is what attention
-// gave + what it gave + x. eps: of its norms, which add `plus` to their weights. multiplier: a
-// factor of what attention and network give. dims ... factor: of the rotation, as toast_rotation
-// has them; scale, cap: of attention.
+// parts. gated: by the sigmoids of as many numbers as heads of queries have is multiplied what they
+// attend to: 1, those that come behind each head's, or 2, of a part of their own. late: queries and
+// keys are normed, each head by itself, once they have been turned, and not before. joined: the
+// numbers of a head, where queries, keys and values are rows of one part, these behind those; else
+// 0. shares: it attends to what a layer before has kept, and its parts for keys and values are not
+// looked at. own: numbers of an input of its own that each position has, or 0: to what its network
+// gave is added a norm of a product of it, times what a gate makes of that sum. latent ... opened:
+// see latent.h; latent is 0 for other attention. centred: the norms of what attention and network
+// are given are layer norms (arXiv 1607.06450). parallel: the network is given a norm of x, as
+// attention is, and what comes out is what attention gave + what it gave + x. eps: of its norms,
+// which add `plus` to their weights. multiplier: a factor of what attention and network give. dims
+// ... factor: of the rotation, as toast_rotation has them; scale, cap: of attention.
 //
 // Its operands: queries, keys, values, out, the network's parts, and the gate and the product of
-// its own input, or what latent attention has besides; the weights of the norms of what attention
-// and network are given, of queries, keys and values (of each head or of all heads of a position,
-// as these are long), of what attention and network give, and of what its own input adds;
+// its own input, or what latent attention has besides, or gates; the weights of the norms of what
+// attention and network are given, of queries, keys and values (of each head or of all heads of a
+// position, as these are long), of what attention and network give, and of what its own input adds;
 // frequencies; sinks; a factor of all that it gives, float32 (1,); and, of centred norms, what the
 // first and the second add, of the types of their weights. NULL for what it has not.
 typedef struct {
@@ -47,7 +47,7 @@ enum {
 };
 enum { FREQUENCIES = NORMS, SINKS, FACTOR, NORM_BIASES };
 // Besides queries, keys and values.
-enum { OUT = HEADS, OWN_GATE, OWN_PRODUCT, NARROW, UNEMBED, OWN_PARTS };
+enum { OUT = HEADS, OWN_GATE, OWN_PRODUCT, NARROW, UNEMBED, GATES, OWN_PARTS };
 
 // size: of a head of queries, of keys, of values, as attention takes them. value: of a head that
 // comes out, where that is made of what is attended to; else 0.

@@ -182,7 +182,7 @@ Arrays kimi_layer(const mx::array &x, void **before, const toast_layer &is, int 
   add_behind(inputs, layer, given, all);
   check(is.network || layer.has[SECOND_NORM], "no network");
   if (mixture) {
-    k.mixture = add_mixture_behind(inputs, layer, *mixture);
+    k.mixture = add_mixture_behind(inputs, layer, given, *mixture);
   } else if (!is.network) {
     k.outputs = 2;
   }

@@ -198,7 +198,7 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
   add_values(inputs, layer, given);
   add_behind(inputs, layer, given, int64_t(is.heads) * (layer.value ? layer.value : layer.size[2]));
   if (mixture) {
-    whole.mixture = add_mixture_behind(inputs, layer, *mixture);
+    whole.mixture = add_mixture_behind(inputs, layer, given, *mixture);
   } else if (!is.network && !is_all(layer)) {
     whole.outputs = 2;
   }

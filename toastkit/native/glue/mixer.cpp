@@ -207,7 +207,7 @@ Arrays mixer_layer(const mx::array &x, const mx::array *before, const mx::array 
   check(!layer.has[VALUE_NORM] || inputs.back().dtype() == mx::float32, "a norm in 16 bits");
   add_behind(inputs, layer, given, inner);
   if (mixture) {
-    m.mixture = add_mixture_behind(inputs, layer, *mixture);
+    m.mixture = add_mixture_behind(inputs, layer, given, *mixture);
   } else if (!is_all(layer) && !is.network) {
     m.outputs = 2;
   }

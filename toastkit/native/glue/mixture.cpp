@@ -127,12 +127,15 @@ void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int
   if (shared) add_vectors(out, more.get(), count, columns);
 }
 
-Mixture add_mixture_behind(Arrays &inputs, const Layer &layer, const toast_mixture &is) {
+Mixture add_mixture_behind(Arrays &inputs, Layer &layer, const toast_operands &given,
+                           const toast_mixture &is) {
   check(!layer.is.network && layer.has[SECOND_NORM] && is.choice.chosen > 0,
         "two networks, or no experts, or no norm");
   const mx::array *parts[MIXED][GIVEN];
   const Mixture mixture = mixture_of(is, parts);
-  add_mixture(inputs, parts, mixture, inputs[0].shape(-1));
+  const int64_t columns = inputs[0].shape(-1);
+  add_mixture(inputs, parts, mixture, columns);
+  add_norm(inputs, layer, FED_NORM, given, columns, columns);
   return mixture;
 }
 
@@ -141,6 +144,7 @@ void mix_behind(const Layer &layer, const Mixture &mixture, const Arrays &arrays
   const int64_t columns = arrays[0].shape(-1);
   const float multiplier = layer.is.multiplier;
   mix(mixture, arrays, at, out, count, columns, out);
+  if (layer.has[FED_NORM]) apply_norm(layer, FED_NORM, arrays, at, out, count * columns, out);
   for (int64_t i = 0; multiplier != 1 && i < count * columns; i++) out[i] *= multiplier;
   add_vectors(out, sum, count, columns);
 }
@@ -160,7 +164,7 @@ mx::array fed(const mx::array &x, const toast_layer &is, const toast_operands &g
   check(layer.has[SECOND_NORM] && !mixture == (is.network != 0) && !is.centred,
         "no norm, or not one network");
   if (mixture) {
-    of = add_mixture_behind(inputs, layer, *mixture);
+    of = add_mixture_behind(inputs, layer, given, *mixture);
   } else {
     const mx::array *parts[PARTS][GIVEN];
     layer.network = network_of(given, 0, is.network, false, is.activation, parts);

@@ -48,10 +48,12 @@ void add_mixture(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const M
 void mix(const Mixture &mixture, const Arrays &arrays, size_t &at, const float *x, int64_t count,
          int64_t columns, float *out);
 
-// A mixture that is a layer's network, its arrays added to `inputs`. Raises as add_matrix.
-Mixture add_mixture_behind(Arrays &inputs, const Layer &layer, const toast_mixture &is);
+// A mixture that is a layer's network, its arrays and its norm's added to `inputs`. Raises as
+// add_matrix.
+Mixture add_mixture_behind(Arrays &inputs, Layer &layer, const toast_operands &given,
+                           const toast_mixture &is);
 
-// out = m mixture(out) + sum, (count, columns) each, of what `behind` left. m: multiplier.
+// out = m norm(mixture(out)) + sum, (count, columns) each, of what `behind` left. m: multiplier.
 void mix_behind(const Layer &layer, const Mixture &mixture, const Arrays &arrays, size_t &at,
                 const float *sum, int64_t count, float *out);
 
