@@ -33,7 +33,7 @@ from mlx_lm.models import (
 )
 from mlx_lm.models.cache import KVCache
 
-from tests.model.test_native_blocks import EXPERTS, counted, layers, library, passes
+from tests.model.test_native_blocks import EXPERTS, LENGTHS, counted, layers, library, passes
 from tests.native_library import needed
 from toastkit.native import blocks, modules
 from toastkit.native.forms import Block, block_of, heads_of
@@ -72,7 +72,7 @@ def test_other_layers_are_one_operation_or_two(case: tuple, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [0, 4])
 def test_gates_of_their_own(bits: int) -> None:
-    """Of a few positions one operation, with a norm behind a mixture; of many their parts."""
+    """With a norm behind a mixture."""
     more = {
         "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 50,
         "num_dense_layers": 1, "num_shared_experts": 1, "score_func": "sigmoid", "n_group": 2,
@@ -81,10 +81,15 @@ def test_gates_of_their_own(bits: int) -> None:
     own = layers(afmoe, EXPERTS | more, bits)
     with counted() as counts:
         made = passes(own, 2)
-    assert counts == {"one": len(own) * 3, "two": 0}
+    assert counts == {"one": len(own) * 3, "two": len(own) * 2}
     with patch.object(blocks.Layer, "natively", lambda *_: None):
         wanted = passes(own, 2)
     assert all(map(mx.array_equal, made, wanted))
+    vars(own[0])["_last_only"] = True
+    last = passes(own[:1], 2)[: len(LENGTHS)]
+    del vars(own[0])["_last_only"]
+    whole = passes(own[:1], 2)[: len(LENGTHS)]
+    assert all(mx.array_equal(a, b[:, -1:]) for a, b in zip(last, whole, strict=True))
     with patch.object(type(own[1].mlp), "whole", lambda *_: None):  # left to itself
         assert all(map(mx.array_equal, passes(own, 2), wanted))
     layer, x, cache = own[1], mx.random.normal((1, 2, 64)), KVCache()

@@ -125,7 +125,7 @@ def _may_be_two(plan: Plan, mask: Any, cache: Any) -> bool:
     capped or there is a latent, whatever else is asked for."""
     heads = plan.heads
     native = not hasattr(cache, "bits") and is_mask(mask) and (plan.turns or heads.latent is None)
-    return not heads.gated and (native or heads.cap is heads.latent is None)
+    return native or heads.cap is heads.latent is None
 
 
 def _in_one(
@@ -161,6 +161,7 @@ def _in_two(
     kept, length = beside.kept, x.shape[1]
     offset = kept.offset if kept else offset_of(cache)
     queries, *new = _projected(library, plan, x, offset, beside)
+    gates = new.pop() if plan.heads.gated else NONE
     if beside.last:
         x, mask, beside = last_of(x, mask, beside)
     if kept:
@@ -177,16 +178,17 @@ def _in_two(
     x = x if beside.sum is None else beside.sum
     own = NONE if beside.own is None else beside.own
     closed = _functions(library)[2]
-    need(closed(made, x, attended, own, byref(plan.operands), byref(plan.shape)))
+    need(closed(made, x, attended, gates, own, byref(plan.operands), byref(plan.shape)))
     return outs, kept
 
 
 def _projected(
     library: Library, plan: Plan, x: mx.array, offset: int | mx.array, beside: Beside
 ) -> list[mx.array]:
-    """Queries, keys and values of x (B, L, columns), turned and normed: (B, heads, L, size) each;
-    queries alone, where they meet others' keys, and of the last position, where that is wanted."""
-    heads = copies(x, 1 if beside.kept else 3)
+    """Queries, keys and values of x (B, L, columns), turned and normed, and gates if there are any:
+    (B, heads, L, size) each; queries alone, where they meet others' keys, and of the last position,
+    as gates, where that is wanted."""
+    heads = copies(x, 1 if beside.kept else 3 + plan.heads.gated)
     places, starts = (byref(plan.operands), byref(plan.shape)), [offset, offset]
     if plan.heads.latent is not None:
         latent_attention.latent_heads(library, heads, x, offset, *places)
@@ -194,6 +196,7 @@ def _projected(
     need(_functions(library)[1]((ctypes.py_object * len(heads))(*heads), x, *places))
     if beside.last:
         heads[0], starts[0] = heads[0][:, :, -1:], offset + x.shape[1] - 1
+        heads[3:] = [gates[:, :, -1:] for gates in heads[3:]]
     turned = [plan.turn(one, offset=at) for one, at in zip(heads[:2], starts)]
     if plan.late is not None:
         turned = [norm(one) for norm, one in zip(plan.late, turned)]
@@ -231,5 +234,5 @@ def _functions(library: Library) -> tuple[Any, Any, Any]:
     array, whole, place = ctypes.py_object, ctypes.c_int, ctypes.c_void_p
     one = library.function("whole", place, *[array] * 6, *[whole] * 4, *[place] * 3)
     projected = library.function("projected", place, array, place, place)
-    closed = library.function("closed", place, *[array] * 3, place, place)
+    closed = library.function("closed", place, *[array] * 4, place, place)
     return one, projected, closed

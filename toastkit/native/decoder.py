@@ -87,22 +87,16 @@ class _Found(NamedTuple):
 
 class Decoder(Layer):
     """A decoder layer of gated delta rules, or of attention, and a network: one node, unless
-    somebody stands before a part of it. Many positions are made of their parts where there is
-    attention. All (B, L, columns) float32."""
+    somebody stands before a part of it. All (B, L, columns) float32."""
 
     _block = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
 
     def natively(
         self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
     ) -> mx.array | None:
-        """As of Layer; and of many positions of which the last goes on, by their parts."""
         if self.is_linear:
             return self._in_one(x, cache) if mask is None else None
-        y = super().natively(x, mask, cache, beside)
-        if y is None and self._last_only:
-            y = (x + self["self_attn"](self["input_layernorm"](x), mask, cache))[:, -1:]
-            y = y + self["mlp"](self["post_attention_layernorm"](y))
-        return y
+        return super().natively(x, mask, cache, beside)
 
     def _in_one(self: Any, x: mx.array, cache: Any) -> mx.array | None:
         library = in_use()

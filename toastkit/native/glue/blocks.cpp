@@ -256,29 +256,31 @@ void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x
 
 namespace {
 
-// Queries, keys and values of x (B, L, columns): (B, heads, L, size); or queries alone.
+// Queries, keys and values of x (B, L, columns), and gates, as queries, if it has them: (B, heads,
+// L, size) each; or queries alone.
 Arrays projected(const mx::array &x, Layer layer, const toast_operands &given) {
   check_rows(x);
-  check(!layer.is.gated, "gates, which only a whole layer has");
   Arrays inputs = {x};
   add_before(inputs, layer, given);
   std::vector<mx::Shape> shapes;
-  const int some = layer.is.shares ? 1 : HEADS;
-  for (int i = 0; i < some; i++)
-    shapes.push_back({x.shape(0), i ? layer.is.key_heads : layer.is.heads, x.shape(1),
-                      layer.size[i]});
+  const int some = layer.is.shares ? 1 : layer.is.gated ? HEADS + 1 : HEADS;
+  for (int i = 0; i < some; i++) {
+    const bool keys = i && i < HEADS;
+    shapes.push_back({x.shape(0), keys ? layer.is.key_heads : layer.is.heads, x.shape(1),
+                      layer.size[i % HEADS]});
+  }
   const Weights weights = {1, inputs.size()};
   return made("ToastProjected", std::move(shapes), std::vector<mx::Dtype>(some, mx::float32),
               std::move(inputs), [layer, some](const Arrays &arrays) {
     InOrder rows(arrays[0]);
-    float *outs[HEADS] = {};
+    float *outs[HEADS + 1] = {};
     for (int i = 0; i < some; i++) {
       mx::array out = arrays[arrays.size() - some + i];
       outs[i] = out.data<float>();
     }
     size_t at = 1;
-    before(layer, arrays, at, rows.floats(),
-           int64_t(arrays[0].size()) / arrays[0].shape(-1), outs);
+    before(layer, arrays, at, rows.floats(), int64_t(arrays[0].size()) / arrays[0].shape(-1),
+           {outs[0], outs[1], outs[2]}, outs[HEADS]);
   }, lie_by_position, weights);
 }
 
@@ -311,8 +313,9 @@ class Joined {
 
 // What a layer makes of x (B, L, columns) and of what its attention gave, (B, heads, L, size):
 // x + out(attended) + what its network makes of that; or without a network that sum, and its norm.
-Arrays closed(const mx::array &x, const mx::array &attended, const mx::array *own, Layer layer,
-              const toast_operands &given) {
+// gates: as attended, by whose sigmoids that is multiplied; NULL for none.
+Arrays closed(const mx::array &x, const mx::array &attended, const mx::array *gates,
+              const mx::array *own, Layer layer, const toast_operands &given) {
   check_rows(x);
   check(attended.ndim() == 4 && attended.dtype() == mx::float32 &&
             attended.shape(0) == x.shape(0) && attended.shape(2) == x.shape(1),
@@ -324,6 +327,10 @@ Arrays closed(const mx::array &x, const mx::array &attended, const mx::array *ow
   add_behind(inputs, layer, given, attended.shape(1) * size);
   const Weights weights = {1, inputs.size()};
   add_own(inputs, layer, own);
+  check(!gates == !layer.is.gated && (!gates || (gates->shape() == attended.shape() &&
+                                                 gates->dtype() == mx::float32)),
+        "gates of another shape");
+  if (gates) inputs.push_back(*gates);
   inputs.push_back(attended);
   const size_t outputs = layer.is.network || is_all(layer) ? 1 : 2;
   return made("ToastClosed", std::vector<mx::Shape>(outputs, x.shape()),
@@ -335,10 +342,17 @@ Arrays closed(const mx::array &x, const mx::array &attended, const mx::array *ow
     mx::array out = arrays.back(), first = arrays[arrays.size() - outputs];
     std::unique_ptr<float[]> sum(layer.is.network ? new float[count * columns] : nullptr);
     std::optional<InOrder> own;
-    if (layer.is.own) own.emplace(arrays[arrays.size() - outputs - 2]);
+    if (layer.is.own) own.emplace(arrays[arrays.size() - outputs - 2 - (layer.is.gated != 0)]);
     size_t at = 1;
-    std::unique_ptr<float[]> values;
+    std::unique_ptr<float[]> values, gated;
     const float *attended = values_of(layer, arrays, at, heads.data(), count, values);
+    if (layer.is.gated) {
+      const mx::array &gates = arrays[arrays.size() - outputs - 2];
+      gated.reset(new float[gates.size()]);
+      need(toast_gate(Joined(gates).data(), attended, int64_t(gates.size()), TOAST_F32,
+                      TOAST_SIGMOID, gated.get()));
+      attended = gated.get();
+    }
     behind(layer, arrays, at, rows.floats(), attended, count,
            sum ? sum.get() : first.data<float>(), out.data<float>(),
            own ? own->floats() : nullptr);
@@ -350,9 +364,10 @@ Arrays closed(const mx::array &x, const mx::array &attended, const mx::array *ow
 
 extern "C" {
 
-// Make `outs`, arrays that nobody else has, what lies before attention: queries, keys, values, or
-// queries alone; or what lies behind it: one, or two where there is no network. own: its own input;
-// NULL for none. Lazy. Return what is wrong; NULL where nothing is.
+// Make `outs`, arrays that nobody else has, what lies before attention: queries, keys, values, and
+// gates if there are any, or queries alone; or what lies behind it: one, or two where there is no
+// network. own: its own input; NULL for none, as gates. Lazy. Return what is wrong; NULL where
+// nothing is.
 TOAST_API const char *toast_projected_array(void **outs, void *x, const toast_operands *given,
                                             const toast_layer *layer) {
   using toast::array_of;
@@ -362,11 +377,13 @@ TOAST_API const char *toast_projected_array(void **outs, void *x, const toast_op
   });
 }
 
-TOAST_API const char *toast_closed_array(void **outs, void *x, void *attended, void *own,
-                                         const toast_operands *given, const toast_layer *layer) {
+TOAST_API const char *toast_closed_array(void **outs, void *x, void *attended, void *gates,
+                                         void *own, const toast_operands *given,
+                                         const toast_layer *layer) {
   using toast::array_if, toast::array_of;
   return toast::wrong([&] {
-    auto made = toast::closed(array_of(x), array_of(attended), array_if(own), {*layer}, *given);
+    auto made = toast::closed(array_of(x), array_of(attended), array_if(gates), array_if(own),
+                              {*layer}, *given);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
 }
