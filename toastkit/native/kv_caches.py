@@ -165,7 +165,7 @@ def room_in(layer: Any, positions: int) -> Room | None:
         return None
     if not keys.dtype == wanted == layer.values.dtype:
         return None
-    size, first = keys.shape[2], layer.offset
+    size, first = min(keys.shape[2], layer.values.shape[2]), layer.offset
     if _usual(cls) is not None:
         return Room(first, first + positions) if first + positions <= size else None
     if positions != 1 or size > layer.max_size or (first >= size < layer.max_size):

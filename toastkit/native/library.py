@@ -6,6 +6,7 @@ y = library.multiply(x, weight)
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -23,7 +24,6 @@ ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai", "finite", "r
 ALONE = 64  # added to one: the network has no gate, see glue/feed_forward.h
 PAIRS, DIGITS, WIDE = 12, 16, 32  # bits of activations that packed weights meet, see kernels.h
 NONE = ctypes.py_object()  # an array that is not given
-
 
 NORMED, AHEAD, CHOSEN, SCORED, BEST = 1, 2, 4, 8, 16  # how a router chooses, see kernels/rows.h
 
@@ -394,4 +394,7 @@ def in_use() -> Library | None:
 @cache
 def load(path: str) -> Library:
     """The library of a path, once. Raises OSError."""
-    return Library(path)
+    from toastkit.native.awaited import settle  # which is of libraries
+
+    atexit.register(settle, library := Library(path))
+    return library

@@ -164,16 +164,17 @@ def fill(caches: Sequence[Any], layers: Sequence[Layer | None], load: Stored) ->
     return [None if layer is None else cache for cache, layer in zip(caches, layers)]
 
 
-def _kept_as_stored(cache: Any, layer: Layer) -> Iterator[Tensor]:
-    """Of a cache what it keeps in the dtype that it is stored in: keys and values, or recurrent
-    states."""
+def _kept_as_stored(cache: Any, layer: Layer) -> Iterator[Sequence[Tensor]]:
+    """Of a cache, and of each that it has, what it keeps in the dtype that it is stored in: keys
+    and values, or recurrent states."""
     for pair in zip(getattr(cache, "caches", ()), layer.parts):
         yield from _kept_as_stored(*pair)
     dtype = getattr(cache, "kv_dtype", None)
     if layer.kind == "ArraysCache":
-        yield from layer.tensors
+        yield layer.tensors
     if layer.kind == "KVCache" and dtype is not None:
-        yield from (tensor for tensor in layer.tensors if is_kept(DTYPES[tensor.dtype], dtype))
+        own = [tensor for tensor in layer.tensors if is_kept(DTYPES[tensor.dtype], dtype)]
+        yield own if len(own) == len(layer.tensors) else []
 
 
 def _fill_one(cache: Any, layer: Layer, load: Stored, in_place: dict[int, mx.array]) -> None:

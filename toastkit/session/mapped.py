@@ -34,14 +34,14 @@ MOST_PIECES = 1 << 12  # maps: a process has 65,530 by default
 
 
 def read_in_place(
-    stored: Stored, tensors: Sequence[Tensor], dtypes: Mapping[str, mx.Dtype]
+    stored: Stored, caches: Sequence[Sequence[Tensor]], dtypes: Mapping[str, mx.Dtype]
 ) -> dict[int, mx.array]:
-    """Arrays of the dtype that is stored over stored tensors, by their id: of those of axis 2
-    (B, heads, positions, size), of which positions are whole blocks of 256, some of them room, and
-    what is behind the rows is unspecified; of others in their shape. dtypes: of MLX, by name.
-    What cannot be read in place is left out: the caller reads it as ever."""
+    """Arrays of the dtype that is stored over stored tensors, those of each cache, by their id: of
+    those of axis 2 (B, heads, positions, size), of which positions are whole blocks of 256, some of
+    them room, and what is behind the rows is unspecified; of others in their shape. dtypes: of MLX,
+    by name. What cannot be read in place is left out: the caller reads it as ever."""
     library = in_use()
-    fit = [tensor for tensor in tensors if _fits(tensor)]
+    fit = [tensor for tensors in caches for tensor in _fitting(tensors)]
     if library is None or stored.reopen is None or not fit:
         return {}
     if sum(1 for tensor in fit for _ in _pieces(tensor)) > MOST_PIECES:
@@ -52,10 +52,14 @@ def read_in_place(
         return {}
 
 
-def _fits(tensor: Tensor) -> bool:
-    if tensor.rows * tensor.row_bytes < LEAST:
-        return False
-    return tensor.axis is None or (tensor.axis == 2 and BLOCK_ROWS * tensor.row_bytes % PAGE == 0)
+def _fitting(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those of a cache that are to be read in place. What grows in it is, all of it or nothing: it
+    takes keys and values to have the same room."""
+    large = [tensor for tensor in tensors if tensor.rows * tensor.row_bytes >= LEAST]
+    growing = [tensor for tensor in tensors if tensor.axis == 2]
+    whole = all(BLOCK_ROWS * tensor.row_bytes % PAGE == 0 for tensor in growing)
+    some = growing if whole and any(tensor.axis == 2 for tensor in large) else []
+    return [*some, *(tensor for tensor in large if tensor.axis is None)]
 
 
 def _size(tensor: Tensor) -> int:

@@ -13,8 +13,8 @@
 namespace toast {
 namespace {
 
-std::mutex naming;
-std::condition_variable named;
+std::mutex &naming = *new std::mutex;  // never destroyed: MLX's threads may outlive main
+std::condition_variable &named = *new std::condition_variable;
 bool leaving = false;  // the process ends: nobody is waited for
 
 struct Awaited {
@@ -61,6 +61,9 @@ TOAST_API void toast_name_awaited(void *place, uint32_t number) {
   (*one)->known = true, (*one)->number = number;
   toast::named.notify_all();
 }
+
+// The process ends: what is awaited is not waited for any more.
+TOAST_API void toast_leave(void) { toast::leave(); }
 
 // Operations that are still to be handed over before an array is there.
 TOAST_API int toast_operations(void *x) {

@@ -207,7 +207,7 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
   shape[3] = layer.size[2];
   check_cache(values, shape, place.first);
   check(place.length >= place.first + x.shape(1) && place.length <= keys.shape(2) &&
-            keys.shape(2) == values.shape(2) && place.position >= 0 &&
+            place.length <= values.shape(2) && place.position >= 0 &&
             (!place.causal || place.length == place.first + x.shape(1)),
         "other positions");
   const Weights weights = {1, inputs.size()};

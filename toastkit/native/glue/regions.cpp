@@ -88,8 +88,9 @@ class Region {
   }
 
  private:
-  static inline std::mutex all_lock;
-  static inline std::set<char *> all;
+  // Never destroyed: MLX's threads may outlive main.
+  static inline std::mutex &all_lock = *new std::mutex;
+  static inline std::set<char *> &all = *new std::set<char *>;
   static inline std::atomic<int> maps{0};
 
   char *start_;
