@@ -133,31 +133,6 @@ def test_a_state_is_read_in_place_and_goes_on(tmp_path: Path, dtype: mx.Dtype, c
     assert rows(restored(tmp_path, len(ids), dtype=dtype)) == wanted(ids, dtype)
 
 
-@pytest.mark.parametrize("least", [1, 100_000])
-def test_keys_of_another_size_than_values_have_the_same_room(tmp_path: Path, least: int) -> None:
-    """As latent attention keeps them: the larger ones are worth a map, the smaller are not. mlx_lm
-    asks the keys whether there is room."""
-    sizes, count, end = (512, 64), 200, 200 + mapped.ROOM + 150
-
-    def rows_of(first: int, last: int) -> list[mx.array]:
-        return [
-            mx.arange(first * n, last * n, dtype=mx.float32).reshape(1, 1, -1, n) for n in sizes
-        ]
-
-    kept = make(layers=1)
-    mx.eval(kept[0].update_and_fetch(*rows_of(0, count)))
-    commit(tmp_path, list(range(count)), kept)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mapped, "LEAST", least)
-        [cache] = restored(tmp_path, count, layers=1)
-    assert cache.keys.shape[2] == cache.values.shape[2]
-    assert is_mapped(cache.keys) and is_mapped(cache.values)
-    for at in range(count, end, 25):
-        found = cache.update_and_fetch(*rows_of(at, at + 25))
-        for ours, theirs in zip(found, rows_of(0, at + 25)):
-            assert mx.array_equal(ours, theirs)
-
-
 def test_attention_reads_it_in_place(library: Library, tmp_path: Path) -> None:
     ids = list(range(900))
     commit(tmp_path, ids)
