@@ -118,9 +118,11 @@ def test_norms_that_do_not_go_together() -> None:
         with patch.object(blocks.Layer, "natively", lambda *_: None):
             assert mx.array_equal(y, layer(x, "causal", KVCache()))
         assert counts == {"one": 0, "two": 0}
-    whole = layers(cohere, {"use_qk_norm": True}, 0)[0]
+    whole, beside = (layers(cohere, {"use_qk_norm": normed}, 0)[0] for normed in (True, False))
+    beside.mlp.up_proj.weight = beside.mlp.up_proj.weight.astype(mx.int32)
     with counted() as counts:
-        whole(x, "causal", KVCache())
+        for layer in (whole, beside):
+            layer(x, "causal", KVCache())
     assert counts == {"one": 0, "two": 0}
 
 

@@ -110,6 +110,8 @@ def planned(layer: Any, columns: int) -> Plan | None:
     factor = None if block.factor is None else (layer, block.factor)
     if (inner and not inputs) or (factor and layer[block.factor].dtype != mx.float32):
         return None
+    if not more and (block.parallel or factor or inputs):  # which goes with its parts
+        return None
     shape = attends.shape
     still = own.turn is None or (own.turning is not None and not getattr(attention, own.turning))
     turn = UNTURNED if still else attention[own.turn]
