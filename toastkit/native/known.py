@@ -92,7 +92,7 @@ _KNOWN: list[tuple[type, str, str]] = [
     (ScaledLatentAttention, "mistral4.Mistral4Attention", "a6a93f1af760a550"),
     (UnturnedLatentAttention, "kimi_linear.KimiMLAAttention", "aef564308e14efa4"),
     (KimiLayer, "kimi_linear.KimiDecoderLayer", "c29e4676476657e0"),
-    (Known, "kimi_linear.KimiDeltaAttention", "410df2781a61b71c d572b22572270299"),
+    (Known, "kimi_linear.KimiDeltaAttention", "410df2781a61b71c"),
     (Known, "kimi_linear.ShortConv1d", "da5985368dd76c88"),
     (OpenedAttention, "deepseek_v2.DeepseekV2Attention", "9be64f9b69c630ed"),
     (OpenedAttention, "youtu_llm.YoutuLLMAttention", "8d6eec3b3f0b20b5"),
