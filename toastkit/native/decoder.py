@@ -1,6 +1,6 @@
 """Gated delta rules of Qwen3-Next and Qwen3.5, of few nodes; and decoder layers in which attention
-is one of several kinds: beside these rules or LFM 2's short convolutions, or latent. They are
-known by what their forwards are (known.py)."""
+is one of several kinds: beside these rules, LFM 2's short convolutions, or Falcon-H1's mixers. They
+are known by what their forwards are (known.py)."""
 
 from __future__ import annotations
 

@@ -13,10 +13,8 @@ import mlx.core as mx
 from toastkit.native.forms import Block, Known
 from toastkit.native.layer_plans import NOTHING, Beside
 from toastkit.native.library import Library
-from toastkit.native.mixer_layers import MixerLayer, StepPlan, norms_of, shape_of
+from toastkit.native.mixer_layers import MixerLayer, StepPlan, norms_of, step_plan
 from toastkit.native.norms import Norm
-from toastkit.native.operands import Operands
-from toastkit.native.products import Linear, operands_of
 from toastkit.native.recurrent import Convolution
 
 SEQUENCES = ("q", "k", "v")
@@ -63,20 +61,12 @@ def _delta_plan(layer: Any, columns: int) -> StepPlan | None:
     own += [(rule, "A_log"), (rule, "dt_bias")]
     if any(one[0][one[1]].dtype != mx.float32 for one in own if one is not None):
         return None
-    form = vars(type(network)).get("_form")
-    behind = [network[name] for name in form.parts] if form else []
-    parts = [*(rule[f"{name}_proj"] for name in SEQUENCES), rule["o_proj"], *behind]
-    parts += [rule[name] for name in GATES]
-    found = operands_of(parts) if all(isinstance(part, Linear) for part in parts) else None
-    if found is None or found[0].columns != columns:
-        return None
-    shape = shape_of(layer, norms, form)
-    shape.heads = rule.num_heads
-    places = [None if one is None else (one, "weight") for one in norms]
-    modules = (layer, rule, network, *short, *convs, *norms)
-    around = [one for one in modules if one is not None]
-    operands = Operands(parts, found, [*places, *own], around)
-    return StepPlan(columns, operands, shape, None if form else network, rule.head_dim)
+    parts = [*(rule[f"{name}_proj"] for name in SEQUENCES), rule["o_proj"]]
+    more, around = [rule[name] for name in GATES], (layer, rule, *short, *convs)
+    plan = step_plan(layer, columns, around, parts, network, more, norms, own, rule.head_dim)
+    if plan is not None:
+        plan.shape.heads = rule.num_heads
+    return plan
 
 
 @cache

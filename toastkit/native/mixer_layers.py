@@ -4,8 +4,9 @@ and networks alone. Known by what their forwards are (known.py)."""
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import byref
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -65,7 +66,7 @@ class MixerLayer(Layer):
             return None
         if begun and len(begun) < len(kept):
             return None
-        if (plan := self._looked_at(x.shape[-1], self._plan_of)) is None:
+        if (plan := self._looked_at(x.shape[-1])) is None:
             return None
         plan.operands.were_used()
         mixture = self._whole(plan.left) if _mixes(plan.left) else None
@@ -101,7 +102,7 @@ class MixerLayer(Layer):
         library = in_use()
         if library is None or x.ndim != 3 or x.dtype != mx.float32:
             return None
-        if (plan := self._looked_at(x.shape[-1], partial(_network_plan, self))) is None:
+        if (plan := self._looked_at(x.shape[-1])) is None:
             return None
         mixture = self._whole(plan.left) if plan.left is not None else None
         if plan.left is not None and mixture is None:
@@ -112,10 +113,10 @@ class MixerLayer(Layer):
         need(_functions(library)[1](out, x, *places))
         return out
 
-    def _looked_at(self: Any, columns: int, look: Any) -> StepPlan | None:
+    def _looked_at(self: Any, columns: int) -> StepPlan | None:
         plan = vars(self).get("_kept")
         if plan is None or plan.columns != columns or not plan.operands.hold():
-            plan = vars(self)["_kept"] = look(columns)
+            plan = vars(self)["_kept"] = self._plan_of(columns)
         return plan
 
 
@@ -128,6 +129,9 @@ class NemotronLayer(MixerLayer):
     def keeps_nothing(self: Any) -> bool:
         """Whether it has no cache."""
         return self.block_type not in ("M", "*")
+
+    def _plan_of(self: Any, columns: int) -> StepPlan | None:
+        return (_network_plan if self.keeps_nothing else _mixer_plan)(self, columns)
 
     def natively(
         self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
@@ -185,40 +189,45 @@ def _mixer_plan(layer: Any, columns: int) -> StepPlan | None:
         return None
     if (norms := norms_of(layer, norm)) is None:
         return None
-    parts = [*[mixer["in_proj"]] * 3, mixer["out_proj"]]
-    form = vars(type(network)).get("_form")
-    behind = [network[name] for name in form.parts] if form else []
-    if not all(isinstance(part, Linear) for part in (*parts, *behind)):
-        return None
-    if (found := operands_of([*parts, *behind])) is None or found[0].columns != columns:
-        return None
-    shape = shape_of(layer, norms, form)
-    places = [None if one is None else (one, "weight") for one in norms]
-    around = [one for one in (layer, mixer, conv, network, *norms) if one is not None]
-    operands = Operands([*parts, *behind], found, [*places, *own], around)
-    shape_of_mixer = mixer.shape(0 if norm is None else norm.together)
-    return StepPlan(columns, operands, shape, None if form else network, shape_of_mixer)
+    parts, around = [*[mixer["in_proj"]] * 3, mixer["out_proj"]], (layer, mixer, conv)
+    of = mixer.shape(0 if norm is None else norm.together)
+    return step_plan(layer, columns, around, parts, network, [], norms, own, of)
 
 
 def _network_plan(layer: Any, columns: int) -> StepPlan | None:
     """The same of a layer that is a network, or a mixture, alone."""
     block = layer._block
     network, norm = layer[block.attention], layer[block.first_norm]
-    form = vars(type(network)).get("_form")
-    if type(norm).__call__ is not Norm.__call__ or not (form or _mixes(network)):
-        return None
-    parts = [network[name] for name in form.parts] if form else []
-    found = operands_of(parts) if all(isinstance(part, Linear) for part in parts) else None
-    if found is None or (form and found[0].columns != columns):
+    known = "_form" in vars(type(network)) or _mixes(network)
+    if type(norm).__call__ is not Norm.__call__ or not known:
         return None
     norms = [None, norm, *[None] * (NORMS - 2)]
-    places = [None if one is None else (one, "weight") for one in norms]
-    operands = Operands(parts, found, [*places, *[None] * 3], [layer, norm, network])
-    return StepPlan(columns, operands, shape_of(layer, norms, form), None if form else network)
+    return step_plan(layer, columns, (layer,), [], network, [], norms, [None] * 3)
 
 
 def _mixes(network: Any) -> bool:
     return type(network).__call__ is Mixture.__call__
+
+
+def step_plan(
+    layer: Any, columns: int, around: Sequence[Any], parts: list[Any], network: Any,
+    more: list[Any], norms: list[Any], own: list[Any], of: Any = None,
+) -> StepPlan | None:  # fmt: skip
+    """Of parts before a network's and behind them, and arrays beside norms; None where one is not
+    to be multiplied with. around: modules besides. of: as StepPlan has it."""
+    form = vars(type(network)).get("_form")
+    parts = [*parts, *((network[name] for name in form.parts) if form else ()), *more]
+    found = operands_of(parts) if all(isinstance(part, Linear) for part in parts) else None
+    if found is None or (found and found[0].columns != columns):
+        return None
+    shape = LayerShape(1, 1, multiplier=multiplier_of(layer))
+    if form:
+        shape.network, shape.activation = len(form.parts), form.kind
+    shape.eps[:] = [0.0 if norm is None else norm.eps for norm in norms]
+    places = [None if one is None else (one, "weight") for one in norms]
+    modules = [one for one in (*around, network, *norms) if one is not None]
+    operands = Operands(parts, found, [*places, *own], modules)
+    return StepPlan(columns, operands, shape, None if form else network, of)
 
 
 def norms_of(layer: Any, own: Any) -> list[Any] | None:
@@ -230,14 +239,6 @@ def norms_of(layer: Any, own: Any) -> list[Any] | None:
     plain = all(type(one).__call__ is Norm.__call__ for one in norms if one is not None)
     norms[OF_VALUES] = own
     return norms if plain else None
-
-
-def shape_of(layer: Any, norms: list[Any], form: Any) -> LayerShape:
-    shape = LayerShape(1, 1, multiplier=multiplier_of(layer))
-    if form:
-        shape.network, shape.activation = len(form.parts), form.kind
-    shape.eps[:] = [0.0 if norm is None else norm.eps for norm in norms]
-    return shape
 
 
 @cache

@@ -33,7 +33,7 @@ int add_one(Arrays &inputs, Layer &layer, int i, const toast_operands &given, in
 }
 
 void apply_norm(const Layer &layer, int i, const Arrays &arrays, size_t &at, const float *x,
-          int64_t numbers, float *out, int64_t stride) {
+                int64_t numbers, float *out, int64_t stride) {
   const mx::array &weight = arrays[at++];
   InOrder weights(weight);
   const int64_t length = weight.shape(0);
@@ -63,9 +63,6 @@ toast_rotation rotation_of(const toast_layer &is, const float *frequencies,
           is.traditional};
 }
 
-namespace {
-
-// x = multiplier norm(x) + y, all (count, columns).
 void add_to(const Layer &layer, int i, const Arrays &arrays, size_t &at, float *x, const float *y,
             int64_t count, int64_t columns) {
   if (layer.has[i]) apply_norm(layer, i, arrays, at, x, count * columns, x);
@@ -73,8 +70,6 @@ void add_to(const Layer &layer, int i, const Arrays &arrays, size_t &at, float *
   for (int64_t k = 0; multiplier != 1 && k < count * columns; k++) x[k] *= multiplier;
   add_vectors(x, y, count, columns);
 }
-
-}  // namespace
 
 void check_rows(const mx::array &x) {
   check(x.ndim() == 3 && x.dtype() == mx::float32, "positions of another shape");

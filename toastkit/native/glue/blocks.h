@@ -77,7 +77,11 @@ int add_one(Arrays &inputs, Layer &layer, int i, const toast_operands &given, in
 // Norm i of numbers in rows as long as its weight, which is the array at `at`; may be in place.
 // stride: numbers from one row to the next, or 0 where they lie side by side.
 void apply_norm(const Layer &layer, int i, const Arrays &arrays, size_t &at, const float *x,
-          int64_t numbers, float *out, int64_t stride = 0);
+                int64_t numbers, float *out, int64_t stride = 0);
+
+// x = m norm i of x + y, or without a norm m x + y, (count, columns) each. m: multiplier.
+void add_to(const Layer &layer, int i, const Arrays &arrays, size_t &at, float *x, const float *y,
+            int64_t count, int64_t columns);
 
 // Frequencies of its rotation, added to `inputs`. Raises std::invalid_argument for others.
 void add_rotation(Arrays &inputs, const Layer &layer, const toast_operands &given, int size);

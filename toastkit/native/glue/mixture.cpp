@@ -142,11 +142,8 @@ Mixture add_mixture_behind(Arrays &inputs, Layer &layer, const toast_operands &g
 void mix_behind(const Layer &layer, const Mixture &mixture, const Arrays &arrays, size_t &at,
                 const float *sum, int64_t count, float *out) {
   const int64_t columns = arrays[0].shape(-1);
-  const float multiplier = layer.is.multiplier;
   mix(mixture, arrays, at, out, count, columns, out);
-  if (layer.has[FED_NORM]) apply_norm(layer, FED_NORM, arrays, at, out, count * columns, out);
-  for (int64_t i = 0; multiplier != 1 && i < count * columns; i++) out[i] *= multiplier;
-  add_vectors(out, sum, count, columns);
+  add_to(layer, FED_NORM, arrays, at, out, sum, count, columns);
 }
 
 namespace {
@@ -183,9 +180,7 @@ mx::array fed(const mx::array &x, const toast_layer &is, const toast_operands &g
     if (of.choice.chosen) return mix_behind(layer, of, arrays, at, rows.floats(), count, out);
     const Vectors vectors = {{out, count, columns, TOAST_F32}, count};
     feed(layer.network, arrays, at, vectors, out, TOAST_F32);
-    const float multiplier = layer.is.multiplier;
-    for (int64_t i = 0; multiplier != 1 && i < count * columns; i++) out[i] *= multiplier;
-    add_vectors(out, rows.floats(), count, columns);
+    add_to(layer, FED_NORM, arrays, at, out, rows.floats(), count, columns);
   }, nullptr, weights);
 }
 
