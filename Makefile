@@ -39,12 +39,12 @@ fuzz: $(VENV)/stamp            ## attacks with new seeds: SECONDS=60; SEED=frame
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 native: $(VENV)/stamp          ## build the native products now; commands build them in the background
-	$(BIN)/python -m toastkit.native.building
+	$(BIN)/python -m toastkit.native.building.libraries
 
 # What pip would install it for has the C library of this machine, or a newer one.
 wheel: $(VENV)/stamp           ## dist/: native products compiled, for this platform and its MLX
 	rm -rf build toastkit/native/ready
-	platform="$$($(BIN)/python -m toastkit.native.ready)" && \
+	platform="$$($(BIN)/python -m toastkit.native.building.ready)" && \
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist \
 		--config-settings="--build-option=--plat-name=$$platform" .; \
 	status=$$?; rm -rf build toastkit/native/ready; exit $$status

@@ -30,9 +30,11 @@ from toastkit.engine import device
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import forms, forwards, functions, known, modules
-from toastkit.native.blocks import Layer
-from toastkit.native.products import Product
+from toastkit.native import known, replacing
+from toastkit.native.forms import common as forms
+from toastkit.native.forms import forwards, functions
+from toastkit.native.layers.blocks import Layer
+from toastkit.native.modules.products import Product
 
 WAYS = ("MLX", "products", "parts", "all")
 
@@ -40,14 +42,14 @@ WAYS = ("MLX", "products", "parts", "all")
 @contextmanager
 def alone() -> Iterator[None]:
     """Engines that are opened within have native products and nothing else."""
-    products = {k: v for k, v in modules.MIXINS.items() if issubclass(v, Product)}
+    products = {k: v for k, v in replacing.MIXINS.items() if issubclass(v, Product)}
     with (
-        patch.dict(modules.MIXINS, products, clear=True),
+        patch.dict(replacing.MIXINS, products, clear=True),
         patch.dict(functions._OURS, clear=True),
         patch.dict(functions._EXPRESSIONS, clear=True),
         patch.object(forwards, "NETWORKS", []),
         patch.dict(known.LAYERS, clear=True),
-        patch.object(modules, "block_of", lambda cls: None),
+        patch.object(replacing, "block_of", lambda cls: None),
     ):
         _forget()
         yield
@@ -60,7 +62,7 @@ def in_parts() -> Iterator[None]:
     mixtures = {name: one for name, one in known.LAYERS.items() if not issubclass(one[0], Layer)}
     with (
         patch.dict(known.LAYERS, mixtures, clear=True),
-        patch.object(modules, "block_of", lambda cls: None),
+        patch.object(replacing, "block_of", lambda cls: None),
     ):
         _forget()
         yield
@@ -71,7 +73,7 @@ def _forget() -> None:
     functions._forget()
     forms.form_of.cache_clear()
     known.layer_of.cache_clear()
-    modules._anew.cache_clear()
+    replacing._anew.cache_clear()
 
 
 def nodes(engine: Engine) -> int:

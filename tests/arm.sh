@@ -44,14 +44,14 @@ END
 chmod +x "$folder/python"
 
 export CXX=aarch64-linux-gnu-g++
-library=$(XDG_CACHE_HOME=$PWD/.pytest_cache/native "$folder/python" -m toastkit.native.building)
+library=$(XDG_CACHE_HOME=$PWD/.pytest_cache/native "$folder/python" -m toastkit.native.building.libraries)
 for each in cortex-a53:neon neoverse-n1:neon_dotprod max:neon_i8mm; do
     chosen=$(CPU=${each%:*} "$folder/python" -c 'import sys
 from toastkit.native.library import load
 print(load(sys.argv[1]).instructions)' "$library")
     echo "${each%:*}: $chosen"
     [ "$chosen" = "${each#*:}" ]
-    CPU=${each%:*} "$folder/python" -m toastkit.native.probe "$library"
+    CPU=${each%:*} "$folder/python" -m toastkit.native.building.probe "$library"
 done
 # A process that forks and then has threads again is too much for qemu-user (7.2).
 exec "$folder/python" -m pytest -p no:cacheprovider -k "not fork and not a_limit_on_threads" "$@"

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from toastkit.base_directories import own_directory
-from toastkit.native import building
-from toastkit.native.compiling import compiler, unsupported
+from toastkit.native.building import libraries
+from toastkit.native.building.compiling import compiler, unsupported
 
 CAN_BE = not unsupported() and compiler() is not None
 NATIVE = "require" if CAN_BE else "off"
@@ -38,7 +38,7 @@ def native_cache(factory: pytest.TempPathFactory) -> Path:
             patch.setenv("XDG_CACHE_HOME", str(KEPT))
             KEPT.mkdir(mode=0o700, parents=True, exist_ok=True)
             with everywhere():
-                library = building.build(patience=600)
+                library = libraries.build(patience=600)
             folder.mkdir(mode=0o700, parents=True)
             shutil.copy2(library, folder)
     return cache

@@ -18,7 +18,8 @@ from tests.model.test_mixer_layers import stepped, watched
 from tests.model.test_native_operations import alike, library
 from tests.model.test_recurrences import quantise, read
 from tests.native_library import needed, operations_of
-from toastkit.native import kimi_layers, modules
+from toastkit.native import replacing
+from toastkit.native.layers import kimi as kimi_layers
 from toastkit.native.library import NONE
 
 __all__ = ["library"]
@@ -37,7 +38,7 @@ def made() -> tuple[Any, Any]:
     theirs, ours = kimi_linear.Model(args), kimi_linear.Model(args)
     theirs.update(tree_map(lambda a: mx.random.normal(a.shape) / 5, theirs.parameters()))
     ours.update(theirs.parameters())
-    modules.use_native(ours.modules())
+    replacing.use_native(ours.modules())
     return theirs, ours
 
 

@@ -24,7 +24,8 @@ from toastkit.errors import UsageError
 from toastkit.holdings.holdings import Holdings
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
-from toastkit.native import blocks, kv_caches
+from toastkit.native import kv_caches
+from toastkit.native.layers import blocks
 from toastkit.native.library import Library, use
 from toastkit.native.starting import Status
 from toastkit.residency.model_sizes import sizes_of

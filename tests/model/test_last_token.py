@@ -22,7 +22,7 @@ from toastkit.engine.state import ModelState
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.gears.gear_options import GearOptions
 from toastkit.model.locate import locate
-from toastkit.native.modules import last_position_only
+from toastkit.native.replacing import last_position_only
 from toastkit.residency.residency_options import ResidencyOptions
 
 __all__ = ["built", "cache", "library"]

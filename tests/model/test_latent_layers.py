@@ -19,10 +19,10 @@ from tests.model.reference import OLD_MLX_LM, held_by
 from tests.model.test_native_blocks import counted, library
 from tests.model.test_native_operations import alike
 from tests.native_library import needed, operations_of
-from toastkit.native import blocks
 from toastkit.native.kv_caches import Room, keep_in
+from toastkit.native.layers import blocks
 from toastkit.native.library import Library
-from toastkit.native.modules import use_native
+from toastkit.native.replacing import use_native
 
 __all__ = ["library"]
 pytestmark = needed

@@ -15,8 +15,9 @@ from tests.model.test_native_blocks import counted
 from tests.model.test_native_operations import alike, library
 from tests.model.test_recurrences import MIXERS, made, quantise, read
 from tests.native_library import needed, operations_of
-from toastkit.native import mixer_layers, recurrent
+from toastkit.native.layers import mixer as mixer_layers
 from toastkit.native.library import NONE
+from toastkit.native.modules import recurrent
 
 __all__ = ["library"]
 pytestmark = [needed, pytest.mark.usefixtures("library")]

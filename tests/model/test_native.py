@@ -27,9 +27,9 @@ from toastkit.engine.opening import open_engine
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.policy import Wish
 from toastkit.model.locate import locate
-from toastkit.native import modules, starting
+from toastkit.native import replacing, starting
 from toastkit.native.library import BITS, FLOATS, GROUP_SIZES, Library, use
-from toastkit.native.modules import use_native
+from toastkit.native.replacing import use_native
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store.skeleton import holds_experts
 
@@ -263,10 +263,10 @@ def test_only_the_classes_of_mlx_are_replaced(library: Library) -> None:
         nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding,
         switch_layers.SwitchLinear, switch_layers.QuantizedSwitchLinear,
     ):  # fmt: skip
-        made = modules.native(cls)
+        made = replacing.native(cls)
         assert made is not cls and issubclass(made, cls) and made.__name__ == cls.__name__
-        assert modules.native(made) is made and modules.is_native(made)
-    assert modules.native(Linear) is Linear and not modules.is_native(nn.Linear)
+        assert replacing.native(made) is made and replacing.is_native(made)
+    assert replacing.native(Linear) is Linear and not replacing.is_native(nn.Linear)
     assert dict(vars(nn.Linear)) == before
 
 
@@ -311,7 +311,7 @@ def test_modules_compute_what_they_are(library: Library) -> None:
         call = "as_linear" if "Embedding" in type(module).__name__ else "__call__"
         given = (mx.expand_dims(x, (-2, -3)), chosen) if stack else (x,)
         wanted = getattr(module, call)(*given)
-        module.__class__ = modules.native(type(module))
+        module.__class__ = replacing.native(type(module))
         assert mx.allclose(found := getattr(module, call)(*given), wanted, rtol=1e-3, atol=1e-3)
         if "ToastProduct" in (made_by := operations_of(found)) and "bias" in module and not stack:
             assert "Add" not in made_by and mx.array_equal(found, module.pop("bias") + module(x))

@@ -20,7 +20,8 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
 from toastkit.model.locate import locate
-from toastkit.native import blocks, operations
+from toastkit.native import operations
+from toastkit.native.layers import blocks
 from toastkit.native.library import Library, use
 
 __all__ = ["built", "cache", "library"]

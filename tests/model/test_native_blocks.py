@@ -40,10 +40,10 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from tests.model.reference import OLD_MLX_LM, held_by, needs_new_mlx_lm
 from tests.model.test_native_operations import alike
 from tests.native_library import native_cache, native_path, needed, operations_of
-from toastkit.native import blocks
 from toastkit.native.kv_caches import Room, keep_in
+from toastkit.native.layers import blocks
 from toastkit.native.library import Library, load, use
-from toastkit.native.modules import use_native
+from toastkit.native.replacing import use_native
 
 pytestmark = needed
 LENGTHS = (5, 1, 1, 33, 1)  # of passes over one cache

@@ -14,8 +14,9 @@ from toastkit.daemon import local_service, worker
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import building, starting
-from toastkit.native.building import Found
+from toastkit.native import starting
+from toastkit.native.building import libraries
+from toastkit.native.building.libraries import Found
 from toastkit.native.library import Library
 from toastkit.native.starting import NativeOptions
 
@@ -101,11 +102,11 @@ def test_commands_without_a_compiler(toast, tmp_path: Path) -> None:
 
 def test_a_daemon_takes_them_when_they_have_been_built(tmp_path: Path, monkeypatch) -> None:
     """It was started while they were: what it remembers, it still does."""
-    found = building.find()
+    found = libraries.find()
     there = [Found(None, "", pending=True)]
-    for module in (building, worker):
+    for module in (libraries, worker):
         monkeypatch.setattr(module, "find", lambda: there[-1])
-    monkeypatch.setattr(building, "build_meanwhile", lambda: True)
+    monkeypatch.setattr(libraries, "build_meanwhile", lambda: True)
     monkeypatch.setattr(worker, "NATIVE_SECONDS", 0.05)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     native = NativeOptions("auto")
@@ -130,10 +131,10 @@ def test_a_daemon_takes_them_when_they_have_been_built(tmp_path: Path, monkeypat
 def test_a_chat_without_a_daemon_takes_them_too(tmp_path: Path, monkeypatch) -> None:
     """From its next turn on."""
     there = [Found(None, "", pending=True)]
-    found = building.find()
-    for module in (building, local_service):
+    found = libraries.find()
+    for module in (libraries, local_service):
         monkeypatch.setattr(module, "find", lambda: there[-1])
-    monkeypatch.setattr(building, "build_meanwhile", lambda: True)
+    monkeypatch.setattr(libraries, "build_meanwhile", lambda: True)
     path = write_published(tmp_path / "llama", "llama")
     settings = ServiceSettings(model=str(path), dtype="float32", native=NativeOptions("auto"))
     service = local_service.LocalService(settings)
@@ -158,9 +159,9 @@ def test_a_daemon_looks_no_longer_where_they_cannot_be(tmp_path: Path, monkeypat
         looks.append(Found(None, "c++ failed"))
         return looks[0] if len(looks) < 4 else looks[-1]
 
-    monkeypatch.setattr(building, "find", lambda: looks[0])
+    monkeypatch.setattr(libraries, "find", lambda: looks[0])
     monkeypatch.setattr(worker, "find", find)
-    monkeypatch.setattr(building, "build_meanwhile", lambda: True)
+    monkeypatch.setattr(libraries, "build_meanwhile", lambda: True)
     monkeypatch.setattr(worker, "NATIVE_SECONDS", 0.01)
     running = Running(
         write_published(tmp_path / "llama", "llama"), native=NativeOptions("auto"), spill_bytes=0

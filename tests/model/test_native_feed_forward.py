@@ -34,8 +34,8 @@ from mlx_lm.models import (
 from tests.conftest import examples
 from tests.model.reference import OLD_MLX_LM
 from tests.native_library import native_cache, native_path, needed
-from toastkit.native import modules, operations
-from toastkit.native.forms import Form, form_of
+from toastkit.native import operations, replacing
+from toastkit.native.forms.common import Form, form_of
 from toastkit.native.library import ACTIVATIONS, ALONE, BITS, Library, load, use
 from toastkit.native.operands import Operand
 
@@ -225,8 +225,8 @@ def check(
 ) -> None:
     """Native, it gives what it gave."""
     theirs, before = module(*given), len(calls)
-    modules.use_native(module.modules())
-    assert modules.is_native(type(module))
+    replacing.use_native(module.modules())
+    assert replacing.is_native(type(module))
     assert mx.allclose(module(*given), theirs, rtol=close, atol=close).item()
     assert len(calls) - before == in_one
 
@@ -278,7 +278,7 @@ def test_modules_of_experts(monkeypatch: pytest.MonkeyPatch, tokens: int) -> Non
 def test_what_is_called_is_ours_where_parts_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that only MLX computes: the form's own forward, with our gate."""
     module = llama.MLP(llama.ModelArgs("llama", 64, 1, 96, 2, 1e-5, 8))
-    module.__class__ = modules.native(llama.MLP)
+    module.__class__ = replacing.native(llama.MLP)
     called: list[int] = []
     space = sys.modules["toastkit.native.operations"]
     assert space is operations

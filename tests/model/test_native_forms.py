@@ -36,8 +36,9 @@ from mlx_lm.models.cache import KVCache
 
 from tests.model.test_native_blocks import EXPERTS, LENGTHS, counted, layers, library, passes
 from tests.native_library import needed
-from toastkit.native import blocks, modules
-from toastkit.native.forms import Block, block_of, heads_of
+from toastkit.native import replacing
+from toastkit.native.forms.common import Block, block_of, heads_of
+from toastkit.native.layers import blocks
 
 __all__ = ["library"]
 pytestmark = needed
@@ -112,7 +113,7 @@ def test_norms_that_do_not_go_together() -> None:
         layer = layers(starcoder2, {"norm_epsilon": 1e-4}, 0)[0]
         layer(x, "causal", KVCache())
         change(layer)
-        modules.use_native(layer.modules())
+        replacing.use_native(layer.modules())
         with counted() as counts:
             y = layer(x, "causal", KVCache())
         with patch.object(blocks.Layer, "natively", lambda *_: None):

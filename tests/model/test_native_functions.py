@@ -12,7 +12,7 @@ from types import ModuleType
 import mlx.core as mx
 import pytest
 
-from toastkit.native import functions, modules
+from toastkit.native import functions, replacing
 
 SOURCE = """
 import mlx.core as mx
@@ -62,7 +62,7 @@ def architecture(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A module as mlx_lm's are, where only attention is replaced: by the word "ours"."""
     monkeypatch.setattr(functions, "_OURS", {})
     monkeypatch.setattr(functions, "_EXPRESSIONS", {})
-    monkeypatch.setattr(modules, "_anew", modules._anew.__wrapped__)
+    monkeypatch.setattr(replacing, "_anew", replacing._anew.__wrapped__)
 
     @functions.stands_for("mlx_lm.models.base", "scaled_dot_product_attention")
     def attend(queries, keys, values, cache, scale, mask, sinks=None) -> str:
@@ -84,9 +84,9 @@ def test_methods_call_ours(architecture: ModuleType) -> None:
     before = dict(vars(architecture))
 
     def made(name: str) -> object:
-        cls = modules.native(getattr(architecture, name))
+        cls = replacing.native(getattr(architecture, name))
         assert (cls.__name__, cls.__module__) == (name, "an_architecture")
-        assert issubclass(cls, getattr(architecture, name)) and modules.native(cls) is cls
+        assert issubclass(cls, getattr(architecture, name)) and replacing.native(cls) is cls
         return cls()
 
     attention = made("Attention")
@@ -150,15 +150,15 @@ def test_expressions(
         return mx.array([7.0, *a.shape, *b.shape])
 
     y, w = mx.ones((2, 3)), mx.ones(2)
-    r, inner = modules.native(made.Weighs)()(y, scores=w, w=5)
+    r, inner = replacing.native(made.Weighs)()(y, scores=w, w=5)
     assert r.tolist() == [7, 2, 3, 2] and inner == 5
     assert made.Weighs()(y, w)[0].tolist() == [4, 4, 4]
-    assert modules.native(made.Compiled)()(y, w).tolist() == [7, 2, 3, 2]
+    assert replacing.native(made.Compiled)()(y, w).tolist() == [7, 2, 3, 2]
     for name in ("Others", "Within"):
         cls = getattr(made, name)
-        assert modules.native(cls) is cls
+        assert replacing.native(cls) is cls
     with pytest.raises(ValueError) as error:
-        modules.native(made.Fails)()(y, w)
+        replacing.native(made.Fails)()(y, w)
     assert "raise" in EXPRESSIONS.splitlines()[error.traceback[-1].lineno]
     (tmp_path / "an_expression.py").write_text(EXPRESSIONS.replace("y", "z"))  # since imported
     linecache.clearcache()
@@ -170,13 +170,13 @@ def test_classes_that_call_none_stay(architecture: ModuleType) -> None:
     """By super(), too: MLX's runs."""
     for name in ("Plain", "Overridden", "Inherited"):
         cls = getattr(architecture, name)
-        assert modules.native(cls) is cls
+        assert replacing.native(cls) is cls
 
 
 def test_modules_of_a_tree(architecture: ModuleType) -> None:
     tree = architecture.Plain()
     tree.parts = [architecture.Attention(), architecture.Plain()]
-    modules.use_native(tree.modules())
-    assert [modules.is_native(type(part)) for part in tree.parts] == [True, False]
+    replacing.use_native(tree.modules())
+    assert [replacing.is_native(type(part)) for part in tree.parts] == [True, False]
     assert tree.parts[0](mx.ones((1, 1, 1, 8))) == ("ours", 0)
     assert type(tree) is architecture.Plain

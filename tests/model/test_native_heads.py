@@ -15,7 +15,7 @@ from mlx_lm.models.mla import MultiLinear
 from tests.conftest import examples
 from tests.model.test_native_operations import alike, dtypes, layouts, library, numbers
 from tests.native_library import needed, operations_of
-from toastkit.native import functions, modules, operations
+from toastkit.native import functions, operations, replacing
 from toastkit.native.library import BITS, FLOATS, Library, use
 
 __all__ = ["library"]
@@ -78,9 +78,9 @@ def test_a_matrix_for_each_head(library: Library, bits: int, dtype: mx.Dtype) ->
         dict.update(ours, theirs)
         if wide is None:
             ours.set_dtype(mx.float32)
-        kind = modules.native(type(ours))
+        kind = replacing.native(type(ours))
         ours.__class__ = type(kind.__name__, (kind,), {"_wide": wide})
-        assert set(modules.narrow_keys(ours)) == ({"scales", "biases"} if bits else {"weight"})
+        assert set(replacing.narrow_keys(ours)) == ({"scales", "biases"} if bits else {"weight"})
         for heads in (1, 3):
             x = numbers(4, (2, heads, 5, 64), mx.float32)
             z = numbers(5, (2, heads, 5, 96), mx.float32)

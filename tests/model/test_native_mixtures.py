@@ -48,8 +48,9 @@ from tests.model.test_recurrent_layers import read
 from tests.native_library import built, cache, needed
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import known, mixtures, modules
+from toastkit.native import known, replacing
 from toastkit.native.library import Library
+from toastkit.native.modules import mixtures
 
 __all__ = ["built", "cache", "library"]
 pytestmark = [needed, pytest.mark.usefixtures("library")]
@@ -114,7 +115,7 @@ def made(kind: tuple, seed: int, k: int = 2, normed: bool = True, bits: int = 0)
     ours.update(theirs.parameters())
     for part in ours.modules():
         part.set_dtype(mx.float32)
-    modules.use_native(ours.modules())
+    replacing.use_native(ours.modules())
     assert isinstance(ours, mixtures.Mixture)
     return theirs, ours
 
@@ -248,7 +249,7 @@ def test_layers_that_are_known() -> None:
     for module, name in BLOCKS:
         cls = getattr(module, name)
         mixin = known.layer_of(cls)
-        assert mixin is not None and issubclass(modules.native(cls), mixin)
+        assert mixin is not None and issubclass(replacing.native(cls), mixin)
         other = type(name, (cls,), {"__module__": cls.__module__, "__call__": read})
         assert known.layer_of(other) is None
 

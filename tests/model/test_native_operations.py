@@ -30,7 +30,7 @@ from toastkit.engine.big_little import confidence, unsure_rows
 from toastkit.engine.perplexity import _judge
 from toastkit.gears.entropy_graph import NativeEntropy, entropy_bits
 from toastkit.gears.monitor import EntropyMeter
-from toastkit.native import modules, operations
+from toastkit.native import operations, replacing
 from toastkit.native.library import Library, load, use
 
 pytestmark = [needed, pytest.mark.usefixtures("library")]
@@ -275,8 +275,8 @@ def test_modules_of_ropes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = numbers(8, (2, 3, 5, 32), mx.float32, "turned")
     offsets = [0, 3] if name == "dynamic" else [0, 3, mx.array([2, 900])]
     theirs = [module(x, offset=offset) for offset in offsets]
-    module.__class__ = modules.native(type(module))
-    assert modules.is_native(type(module))
+    module.__class__ = replacing.native(type(module))
+    assert replacing.is_native(type(module))
     monkeypatch.setattr(mx.fast, "rope", None)
     assert all(alike(module(x, offset=offset), y) for offset, y in zip(offsets, theirs))
     if name != "dynamic":
@@ -288,7 +288,7 @@ def test_a_yarn_rope_that_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None
     module, x = ROPES["yarn"](), numbers(8, (2, 3, 5, 40), mx.float32)
     turned = module(x, offset=7, scale=0.5)
     wanted = module(turned, offset=7, scale=0.5, inverse=True)
-    module.__class__ = modules.native(type(module))
+    module.__class__ = replacing.native(type(module))
     with monkeypatch.context() as patch:
         patch.setattr(mx.fast, "rope", None)
         assert alike(module(x, offset=7, scale=0.5), turned)
@@ -302,11 +302,11 @@ def test_modules_of_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = nn.RMSNorm(48), numbers(9, (2, 3, 48), mx.float32)
     module.weight = numbers(10, (48,), mx.float32)
     theirs = module(x)
-    module.__class__ = modules.native(type(module))
+    module.__class__ = replacing.native(type(module))
     added = gemma.RMSNorm(48)  # 1 to its weight
     added.weight = module.weight
     wanted = added(x)
-    modules.use_native([added])
+    replacing.use_native([added])
     monkeypatch.setattr(mx.fast, "rms_norm", None)
     calls: list[tuple] = []
     inner = Library.rms_norm
@@ -331,7 +331,7 @@ def test_modules_of_routers(normed: bool, monkeypatch: pytest.MonkeyPatch) -> No
     ))  # fmt: skip
     gate.weight = numbers(25, (16, 32), mx.float32)
     theirs, (chosen, scores) = block(x), gate(x)
-    modules.use_native([*block.modules(), gate])
+    replacing.use_native([*block.modules(), gate])
     monkeypatch.setattr(mx, "topk", None)  # groups are chosen over another axis
     assert alike(block(x), theirs, 1e-3)
     ours, weights = gate(x)
@@ -349,6 +349,6 @@ def test_modules_of_routers(normed: bool, monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_all_models_share_stays(tmp_path: Path) -> None:
     """The default of an argument is one module for the whole process."""
     made = switch_layers.SwitchGLU(8, 8, 2)
-    modules.use_native(made.modules())
+    replacing.use_native(made.modules())
     assert type(made.activation) is switch_layers.SwiGLU
     assert type(switch_layers.SwitchGLU(8, 8, 2).up_proj) is switch_layers.SwitchLinear

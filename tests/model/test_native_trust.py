@@ -14,7 +14,8 @@ import pytest
 
 from tests.native_library import native_cache, native_path, needed
 from toastkit.errors import UnavailableError
-from toastkit.native import building, probe, ready, starting
+from toastkit.native import starting
+from toastkit.native.building import libraries, probe, ready
 from toastkit.native.library import Library, load
 
 pytestmark = needed
@@ -35,10 +36,10 @@ def test_the_probe(library: Library, path: str, tmp_path: Path) -> None:
     assert probe.trustworthy(library)
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"\x7fELF" + bytes(4000))
-    assert not building.is_trustworthy(broken)
+    assert not libraries.is_trustworthy(broken)
     # Arrays that are sought in the wrong place: the child may die of it.
     code = (
-        "import sys, mlx.core as mx\nfrom toastkit.native import probe\n"
+        "import sys, mlx.core as mx\nfrom toastkit.native.building import probe\n"
         "from toastkit.native.library import Library\nlibrary = Library(sys.argv[1])\n"
         "import ctypes\nctypes.PyDLL(sys.argv[1]).toast_set_head(ctypes.c_int64(24))\n"
         "sys.exit(0 if probe.trustworthy(library) else 1)"
@@ -60,13 +61,13 @@ def test_libraries_that_lie(path: str) -> None:
 
     assert not probe.trustworthy(Wrong(path)) and not probe.trustworthy(Elsewhere(path))
     for file, code in ((path, 0), (str(Path(probe.__file__)), 1)):
-        command = [sys.executable, "-O", "-m", "toastkit.native.probe", file]
+        command = [sys.executable, "-O", "-m", "toastkit.native.building.probe", file]
         assert bool(subprocess.run(command, capture_output=True).returncode) == bool(code)
 
 
 def test_a_library_of_a_wheel(path: str, tmp_path: Path, monkeypatch) -> None:
     """Without a compiler it is probed and used; one that is broken is not."""
-    mlx = building.installed_mlx()
+    mlx = libraries.installed_mlx()
     assert mlx is not None
     monkeypatch.setattr(ready, "READY", tmp_path / "ready")
     ready.READY.mkdir()
@@ -75,12 +76,12 @@ def test_a_library_of_a_wheel(path: str, tmp_path: Path, monkeypatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(on)))
         name = f"{ready._of_library(mlx)}-{ready.digest(data)}.so"
         (ready.READY / name).write_bytes(data)
-        assert building.find().pending
+        assert libraries.find().pending
         if on:
-            assert Library(building.build()).instructions
+            assert Library(libraries.build()).instructions
         else:
             with pytest.raises(UnavailableError, match="not what this MLX needs"):
-                building.build()
+                libraries.build()
         assert starting.status().on == on
         (ready.READY / name).unlink()
 

@@ -15,7 +15,9 @@ from mlx.utils import tree_map_with_path
 from tests.model.reference import OLD_MLX_LM, held_by
 from tests.model.test_native_operations import alike, library
 from tests.native_library import built, cache, needed, operations_of
-from toastkit.native import decoder, modules, recurrent
+from toastkit.native import replacing
+from toastkit.native.layers import decoder
+from toastkit.native.modules import recurrent
 
 __all__ = ["built", "cache", "library"]
 pytestmark = [needed, pytest.mark.usefixtures("library")]
@@ -120,7 +122,7 @@ def made(name: str, dtype: mx.Dtype, **more: Any) -> tuple[Any, Any]:
 
     theirs.update(tree_map_with_path(random, theirs.parameters()))
     ours.update(theirs.parameters())
-    modules.use_native(ours.modules())
+    replacing.use_native(ours.modules())
     return theirs, ours
 
 
@@ -131,7 +133,7 @@ def quantise(model: Any, bits: int) -> None:
         return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
 
     nn.quantize(model, 32, bits, class_predicate=fits)
-    modules.use_native(model.modules())
+    replacing.use_native(model.modules())
 
 
 def read(model: Any, parts: list[int]) -> tuple[mx.array, list[mx.array]]:

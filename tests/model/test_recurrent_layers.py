@@ -24,8 +24,10 @@ from tests.native_library import built, cache, needed, operations_of
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import blocks, decoder, known, modules, recurrent
+from toastkit.native import known, replacing
 from toastkit.native.kv_caches import keep_in
+from toastkit.native.layers import blocks, decoder
+from toastkit.native.modules import recurrent
 
 __all__ = ["built", "cache", "library"]
 pytestmark = [needed, pytest.mark.usefixtures("library")]
@@ -89,7 +91,7 @@ def test_convolutions(
     theirs.weight = numbers(22, (channels, kernel, 1), dtype)
     if biased:
         theirs.bias = numbers(23, (channels,), dtype)
-    ours = modules.native(nn.Conv1d)(channels, channels, kernel, groups=channels, bias=biased)
+    ours = replacing.native(nn.Conv1d)(channels, channels, kernel, groups=channels, bias=biased)
     ours.update(theirs.parameters())
     assert ours.convolved(x) is not None
     assert alike(ours(x), theirs(x), 2 * CLOSE[dtype])
@@ -107,7 +109,7 @@ def test_convolutions_of_another_kind_are_left_to_mlx(how: dict) -> None:
     dtype = how.pop("dtype", mx.float32)
     rest = {"kernel_size": 4, "groups": 8, **how}
     theirs = nn.Conv1d(8, 8, **rest)
-    ours = modules.native(nn.Conv1d)(8, 8, **rest)
+    ours = replacing.native(nn.Conv1d)(8, 8, **rest)
     ours.update(theirs.parameters())
     x = numbers(24, (2, 30, 8), dtype)
     assert ours.convolved(x) is None
@@ -216,7 +218,7 @@ def test_attention_with_gates_is_one_node(tmp_path: Path, name: str, bits: int) 
     layer = next(one for one in engine.model.layers if not one.is_linear)
     if bits:
         nn.quantize(layer.self_attn, 32, bits)
-        modules.use_native(layer.self_attn.modules())
+        replacing.use_native(layer.self_attn.modules())
 
     def passes(batch: int, kept: mx.Dtype) -> list[mx.array]:
         cache, found = KVCache(), []
@@ -338,7 +340,7 @@ def test_layers_that_are_known() -> None:
         qwen3_5.DecoderLayer,
     ):  # fmt: skip
         mixin = known.layer_of(cls)
-        assert mixin is not None and issubclass(modules.native(cls), mixin)
+        assert mixin is not None and issubclass(replacing.native(cls), mixin)
         other = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__call__": read})
         assert known.layer_of(other) is None
 

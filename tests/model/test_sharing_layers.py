@@ -26,9 +26,9 @@ from tests.native_library import built, cache, needed, operations_of
 from toastkit.engine.last_token import _last_layers
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import blocks
 from toastkit.native.kv_caches import Kept, keep_in
-from toastkit.native.modules import last_position_only, use_native
+from toastkit.native.layers import blocks
+from toastkit.native.replacing import last_position_only, use_native
 
 __all__ = ["built", "cache", "library"]
 pytestmark = [needed, pytest.mark.usefixtures("library")]

@@ -24,9 +24,9 @@ from toastkit.holdings.policy import Wish
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
-from toastkit.native import modules
+from toastkit.native import replacing
 from toastkit.native.library import load, use
-from toastkit.native.products import NARROW
+from toastkit.native.modules.products import NARROW
 from toastkit.native.starting import Status
 from toastkit.residency.model_sizes import sizes_of
 from toastkit.residency.residency_options import ResidencyOptions
@@ -71,7 +71,7 @@ def test_models_keep_their_16_bits(tmp_path: Path, name: str) -> None:
         for tensor in holding.tensors:
             narrow = holdings.loaded_dtype(tensor.name) in NARROW
             assert not narrow or tensor.key in ("weight", "scales", "biases")
-            assert not narrow or modules.is_native(type(holding.module))
+            assert not narrow or replacing.is_native(type(holding.module))
             assert getattr(holding.module, str(tensor.key), mx.zeros(1)).dtype not in NARROW
     sizes = sizes_of(unloaded(kept.files))
     assert kept.ledger.total() == sizes.outside + sum(sizes.layers)
@@ -139,7 +139,7 @@ def test_who_else_reads_a_parameter_sees_it_widened(built: Path) -> None:
     module = nn.Linear(64, 96)
     module.weight = module.weight.astype(mx.bfloat16)
     wide = module.weight.astype(mx.float32)
-    module.__class__ = modules.native(type(module))
+    module.__class__ = replacing.native(type(module))
     assert module.weight.dtype == mx.bfloat16
     vars(module)["_wide"] = mx.float32
     assert module.weight.dtype == mx.float32 and mx.array_equal(module.weight, wide).item()
@@ -159,7 +159,7 @@ def test_a_bias_of_another_dtype_than_activations(built: Path) -> None:
     theirs.weight = theirs.weight.astype(mx.bfloat16)
     x = mx.random.normal((2, 3, 64), key=mx.random.key(3))
     wanted = theirs(x.astype(mx.bfloat16))
-    theirs.__class__ = modules.native(nn.Linear)
+    theirs.__class__ = replacing.native(nn.Linear)
     vars(theirs)["_wide"] = mx.bfloat16
     found = theirs(x)
     assert found.dtype == wanted.dtype == mx.float32

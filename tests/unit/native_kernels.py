@@ -17,7 +17,7 @@ import pytest
 
 from tests.conftest import THOROUGH
 from tests.native_library import KEPT, everywhere, native_cache, native_path
-from toastkit.native.compiling import (
+from toastkit.native.building.compiling import (
     FLAGS,
     FOR_ALL,
     KERNELS,
@@ -26,7 +26,7 @@ from toastkit.native.compiling import (
     compiler,
     sources,
 )
-from toastkit.native.ready import digest
+from toastkit.native.building.ready import digest
 
 # As the compiler takes them: "address,undefined" or "thread" (make sanitize). Asked before the
 # tests' own surroundings are set up.

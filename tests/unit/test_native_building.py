@@ -16,7 +16,8 @@ import pytest
 from tests.native_library import needed
 from tests.unit.native_building import COMPILES, cache, cxx, runs
 from toastkit.errors import ToastError, UnavailableError
-from toastkit.native import building, compiling, machine, starting
+from toastkit.native import machine, starting
+from toastkit.native.building import compiling, libraries
 from toastkit.native.starting import NativeOptions, Status
 from toastkit.private_files import open_private, try_lock
 
@@ -27,66 +28,66 @@ AUTO = NativeOptions("auto")
 
 def test_what_is_built_is_found(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cxx(COMPILES)
-    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
-    assert building.find() == (None, "they are not built yet", True)
+    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
+    assert libraries.find() == (None, "they are not built yet", True)
     assert not cache.exists()  # looking writes nothing
-    made = building.build()
-    assert building.find() == (made, "", False)
+    made = libraries.build()
+    assert libraries.find() == (made, "", False)
     assert Path(made).read_bytes() == b"compiled"
     assert stat.S_IMODE(os.stat(cache).st_mode) == 0o700
     assert sorted(entry.name for entry in cache.iterdir()) == sorted(["lock", Path(made).name])
     count = runs(path)
-    assert building.build() == made and runs(path) == count
+    assert libraries.build() == made and runs(path) == count
 
 
 def test_a_library_is_of_its_sources_and_its_compiler(
     cache: Path, cxx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
+    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
     cxx(COMPILES)
-    made = building.build()
+    made = libraries.build()
     monkeypatch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O3"))
-    assert building.find().pending
+    assert libraries.find().pending
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parents[1]))
     path = cxx(COMPILES)
     os.utime(path, (1, 1))  # another compiler
-    assert building.find().pending and Path(made).exists()
+    assert libraries.find().pending and Path(made).exists()
 
 
 def test_files_that_nobody_built(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted or a damaged library has other bytes than its name says."""
     cxx(COMPILES)
-    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
-    made = Path(building.build())
+    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
+    made = Path(libraries.build())
     made.write_bytes(b"compiled?")
-    assert building.find() == (None, "they are not built yet", True)
-    assert Path(building.build()).read_bytes() == b"compiled"
+    assert libraries.find() == (None, "they are not built yet", True)
+    assert Path(libraries.build()).read_bytes() == b"compiled"
     made.unlink()
     elsewhere = cache / "elsewhere"
     elsewhere.write_bytes(b"compiled")
     made.symlink_to(elsewhere)
-    found = building.find()
+    found = libraries.find()
     assert found.path is None and not found.pending
 
 
 def test_a_folder_that_others_can_write_to(cache: Path, cxx, monkeypatch) -> None:
     cxx(COMPILES)
-    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
-    building.build()
+    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
+    libraries.build()
     cache.chmod(0o777)
-    assert "has mode 0777" in building.find().why
+    assert "has mode 0777" in libraries.find().why
     with pytest.raises(UnavailableError, match="has mode 0777"):
-        building.build()
+        libraries.build()
 
 
 def test_a_library_that_is_not_trusted(cache: Path, cxx) -> None:
     """The child that loads what the compiler wrote finds that it is none."""
     path = cxx(COMPILES)
     with pytest.raises(UnavailableError, match="is not what this MLX needs"):
-        building.build()
+        libraries.build()
     assert not list(cache.glob("*.so")) and not list(cache.glob("*.making"))
-    found = building.find()
+    found = libraries.find()
     assert found == (None, "what was compiled is not what this MLX needs", False)
     count = runs(path)
     assert not starting.start(AUTO).on
@@ -96,18 +97,18 @@ def test_a_library_that_is_not_trusted(cache: Path, cxx) -> None:
 def test_a_compiler_that_fails(cache: Path, cxx) -> None:
     cxx("sys.stderr.write('warning: x\\nfile.cpp:1: error: no such thing\\n'); sys.exit(1)")
     with pytest.raises(UnavailableError, match="failed: file.cpp:1: error: no such thing"):
-        building.build()
-    assert "no such thing" in building.find().why
+        libraries.build()
+    assert "no such thing" in libraries.find().why
     cxx("sys.exit(7)")
     with pytest.raises(UnavailableError, match="no reason given"):
-        building.build()
+        libraries.build()
 
 
 def test_a_compiler_that_does_not_know_all(cache: Path, cxx, monkeypatch) -> None:
     """Nor the newest instructions: their code is left out."""
-    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
+    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
     path = cxx("if '-mamx-tile' in sys.argv: sys.exit('error: -mamx-tile')\n" + COMPILES)
-    assert building.build() == building.find().path
+    assert libraries.build() == libraries.find().path
     known = [name for name in compiling.SOURCES if "-mamx-tile" not in compiling.SOURCES[name]]
     assert runs(path) == len(compiling.SOURCES) + 2 and len(known) >= len(compiling.SOURCES) - 1
 
@@ -119,7 +120,7 @@ def test_a_compiler_that_hangs(cache: Path, cxx, tmp_path: Path, monkeypatch) ->
     monkeypatch.setattr(compiling, "SECONDS", 0.6)
     monkeypatch.setattr(compiling, "LINGERS", 0.1)
     with pytest.raises(UnavailableError, match="did not end in 1 s"):
-        building.build()
+        libraries.build()
     child = int((tmp_path / "pid").read_text())
     for _ in range(1000):
         try:
@@ -139,14 +140,14 @@ def test_a_compiler_that_ends_and_leaves_somebody_behind(cache: Path, cxx, monke
     cxx("if os.fork(): sys.exit(1)\ntime.sleep(60)")
     start = time.monotonic()
     with pytest.raises(UnavailableError, match="no reason given"):
-        building.build()
+        libraries.build()
     assert time.monotonic() - start < 50
 
 
 def test_a_compiler_that_says_much(cache: Path, cxx) -> None:
     cxx("sys.stderr.write('error: too much\\n' + 'x' * (64 << 20)); sys.exit(1)")
     with pytest.raises(UnavailableError, match="failed: error: too much"):
-        building.build()
+        libraries.build()
     reading, writing = os.pipe()
     said = compiling._Said(open(reading, "rb"))
     with open(writing, "wb") as stream:
@@ -161,7 +162,7 @@ def test_a_compiler_that_writes_without_end(cache: Path, cxx, monkeypatch) -> No
     cxx("time.sleep(0.3)\nout = open(sys.argv[sys.argv.index('-o') + 1], 'wb')\n"
         "while True: out.write(bytes(1 << 16))")  # fmt: skip
     with pytest.raises(UnavailableError, match="failed"):
-        building.build()
+        libraries.build()
     assert not [entry for entry in cache.iterdir() if entry.name not in ("lock",)
                 and not entry.name.endswith(".failed")]  # fmt: skip
 
@@ -169,7 +170,7 @@ def test_a_compiler_that_writes_without_end(cache: Path, cxx, monkeypatch) -> No
 def test_a_compiler_that_is_killed(cache: Path, cxx) -> None:
     cxx("os.kill(os.getpid(), 9)")
     with pytest.raises(UnavailableError, match="failed: ended by SIGKILL"):
-        building.build()
+        libraries.build()
 
 
 def test_a_disk_that_is_full(cache: Path, cxx) -> None:
@@ -177,9 +178,9 @@ def test_a_disk_that_is_full(cache: Path, cxx) -> None:
     cxx("sys.stderr.write('x.s: error: No space left on device\\n'); sys.exit(1)")
     for _ in range(2):
         with pytest.raises(ToastError, match="no space left") as failed:
-            building.build()
+            libraries.build()
         assert failed.value.code == 74 and not list(cache.glob("*.failed"))
-        assert building.find().pending
+        assert libraries.find().pending
 
 
 def test_a_cache_that_cannot_be(tmp_path: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,44 +200,44 @@ def test_a_cache_that_runs_no_programs(cache: Path, cxx, monkeypatch: pytest.Mon
     os.chmod(cache.parent, 0o700)
     told = os.statvfs(cache)
     noexec = os.statvfs_result((*told[:8], told.f_flag | os.ST_NOEXEC, told.f_namemax))
-    monkeypatch.setattr(building.os, "statvfs", lambda path: noexec)
-    found = building.find()
+    monkeypatch.setattr(libraries.os, "statvfs", lambda path: noexec)
+    found = libraries.find()
     assert "noexec" in found.why and not found.pending
     with pytest.raises(UnavailableError, match="noexec"):
-        building.build()
+        libraries.build()
     assert runs(path) == 0
 
 
 def test_a_library_is_of_its_mlx(cache: Path, cxx, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
+    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
     cxx(COMPILES)
     mlx = tmp_path / "mlx"
     for name in ("include/mlx/array.h", "lib/libmlx.so"):
         (mlx / name).parent.mkdir(parents=True)
         (mlx / name).write_bytes(b"")
-    monkeypatch.setattr(building, "installed_mlx", lambda: mlx)
-    made = building.build()
-    assert building.find().path == made
+    monkeypatch.setattr(libraries, "installed_mlx", lambda: mlx)
+    made = libraries.build()
+    assert libraries.find().path == made
     (mlx / "lib/libmlx.so").write_bytes(b"another version")
-    assert building.find() == (None, "they are not built yet", True)
-    assert building.build() != made and Path(made).exists()
+    assert libraries.find() == (None, "they are not built yet", True)
+    assert libraries.build() != made and Path(made).exists()
 
 
 def test_who_waits_is_told(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cxx(COMPILES)
-    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
+    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
     told: list[str] = []
-    building.build(say=told.append)
+    libraries.build(say=told.append)
     (line,) = told
     assert str(path) in line and "compiling" in line
-    building.build(say=told.append)
+    libraries.build(say=told.append)
     assert told == [line]
 
 
 def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "no C++ compiler" in building.find().why
-    assert starting.start(AUTO) == Status(False, building.find().why)
+    assert "no C++ compiler" in libraries.find().why
+    assert starting.start(AUTO) == Status(False, libraries.find().why)
     with pytest.raises(UnavailableError, match=r"no native products: there is no C\+\+ compiler"):
         starting.start(AUTO._replace(native="require"))
     assert not cache.exists()
@@ -244,8 +245,8 @@ def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_machine(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling.platform, "machine", lambda: "riscv64")
-    monkeypatch.setattr(building, "unsupported", compiling.unsupported)
-    assert "x86-64" in building.find().why and not starting.start(AUTO).on
+    monkeypatch.setattr(libraries, "unsupported", compiling.unsupported)
+    assert "x86-64" in libraries.find().why and not starting.start(AUTO).on
 
 
 def test_one_builds_at_a_time(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,29 +256,29 @@ def test_one_builds_at_a_time(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch)
     lock = open_private(cache / "lock", os.O_RDWR | os.O_CREAT)
     assert try_lock(lock)
     with pytest.raises(UnavailableError, match="another process is building"):
-        building.build()
+        libraries.build()
     threading.Timer(0.2, os.close, [lock]).start()
-    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
-    assert building.build(patience=60.0) == building.find().path  # the other has not built it
+    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
+    assert libraries.build(patience=60.0) == libraries.find().path  # the other has not built it
     assert runs(path) > 0
 
 
 def test_nothing_is_begun_where_nothing_can_be_kept(cache: Path, monkeypatch) -> None:
-    monkeypatch.setattr(building.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(libraries.os, "access", lambda path, mode: False)
     monkeypatch.setattr(subprocess, "Popen", None)
-    assert not building.build_meanwhile()
+    assert not libraries.build_meanwhile()
 
 
 def test_old_libraries_go(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
     cxx(COMPILES)
-    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
+    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
     cache.mkdir(parents=True, mode=0o700)
     for n in range(12):
         (cache / f"{n}-old.so").write_bytes(b"")
         os.utime(cache / f"{n}-old.so", (n, n))
-    made = building.build()
+    made = libraries.build()
     left = [entry.name for entry in cache.glob("*.so")]
-    assert len(left) == building.KEPT and Path(made).name in left and "0-old.so" not in left
+    assert len(left) == libraries.KEPT and Path(made).name in left and "0-old.so" not in left
 
 
 def await_failure(cache: Path) -> None:
@@ -298,7 +299,7 @@ def test_nobody_waits(cache: Path, cxx, tmp_path: Path) -> None:
     assert runs(path) == 0
     gate.touch()
     await_failure(cache)
-    assert "is not what this MLX needs" in building.find().why
+    assert "is not what this MLX needs" in libraries.find().why
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="compilers have sessions of their own")

@@ -10,7 +10,8 @@ import pytest
 from tests.native_library import needed
 from tests.unit.native_building import COMPILES, cache, cxx, runs
 from toastkit.errors import UnavailableError
-from toastkit.native import building, compiling, ready, starting
+from toastkit.native import starting
+from toastkit.native.building import compiling, libraries, ready
 from toastkit.native.starting import NativeOptions
 
 __all__ = ["cache", "cxx"]
@@ -25,7 +26,7 @@ def mlx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("include/mlx/array.h", "lib/libmlx.so", "../mlx_cpu-1.dist-info/RECORD"):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_bytes(b"mlx/lib/libmlx.so,sha256=one,21\n")
-    monkeypatch.setattr(building, "installed_mlx", lambda: place)
+    monkeypatch.setattr(libraries, "installed_mlx", lambda: place)
     return place
 
 
@@ -33,7 +34,7 @@ def mlx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def wheel(mlx: Path, cache: Path, cxx, tmp_path: Path, monkeypatch) -> Path:
     """What one brings for that MLX; every library is trusted, and there is no compiler."""
     monkeypatch.setattr(ready, "READY", tmp_path / "ready")
-    monkeypatch.setattr(building, "is_trustworthy", lambda path: True)
+    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
     cxx(COMPILES.replace('b"compiled"', 'b"brought"'))
     ready.make()
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -42,7 +43,7 @@ def wheel(mlx: Path, cache: Path, cxx, tmp_path: Path, monkeypatch) -> Path:
 
 def trusts(monkeypatch: pytest.MonkeyPatch, *wanted: bytes) -> None:
     """Has only libraries of these bytes be trusted."""
-    monkeypatch.setattr(building, "is_trustworthy", lambda path: path.read_bytes() in wanted)
+    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: path.read_bytes() in wanted)
 
 
 def other_mlx(mlx: Path) -> None:
@@ -51,48 +52,48 @@ def other_mlx(mlx: Path) -> None:
 
 def test_no_compiler_is_needed(wheel: Path, mlx: Path) -> None:
     assert sorted(path.suffix for path in wheel.iterdir()) == [".o", ".so"]
-    assert building.find() == (None, "they are not built yet", True)
-    made = building.build()
-    assert Path(made).read_bytes() == b"brought" and building.find().path == made
+    assert libraries.find() == (None, "they are not built yet", True)
+    made = libraries.build()
+    assert Path(made).read_bytes() == b"brought" and libraries.find().path == made
 
 
 def test_a_compiler_that_is_there_is_not_asked(wheel: Path, cxx) -> None:
     path = cxx(COMPILES)
     before = runs(path)
     told: list[str] = []
-    assert Path(building.build(say=told.append)).read_bytes() == b"brought"
+    assert Path(libraries.build(say=told.append)).read_bytes() == b"brought"
     assert runs(path) == before and not told
 
 
 def test_of_another_mlx_the_kernels_are_of_use(wheel: Path, mlx: Path, cxx, monkeypatch) -> None:
     other_mlx(mlx)
-    found = building.find()
+    found = libraries.find()
     assert not found.pending and found.why.endswith(
         "nothing that came with toastkit is for this MLX"
     )
     with pytest.raises(UnavailableError, match="no C\\+\\+ compiler .* for this MLX"):
-        building.build()
+        libraries.build()
     path, told = cxx(COMPILES), []
     before = runs(path)
-    assert Path(building.build(say=told.append)).read_bytes() == b"compiled"
+    assert Path(libraries.build(say=told.append)).read_bytes() == b"compiled"
     assert runs(path) == before + 2 and len(told) == 1  # the glue, and a linker
 
 
 def test_of_other_sources_nothing_is(wheel: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O3"))
-    assert building.find().why == "there is no C++ compiler (c++, g++, clang++ or CXX)"
+    assert libraries.find().why == "there is no C++ compiler (c++, g++, clang++ or CXX)"
     path = cxx(COMPILES)
     before = runs(path)
-    assert Path(building.build()).read_bytes() == b"compiled" and runs(path) == before + ALL
+    assert Path(libraries.build()).read_bytes() == b"compiled" and runs(path) == before + ALL
 
 
 def test_other_bytes_than_there_were(wheel: Path, cxx) -> None:
     for path in wheel.iterdir():
         path.write_bytes(b"broken")
-    assert not building.find().pending and not starting.start(NativeOptions("auto")).on
+    assert not libraries.find().pending and not starting.start(NativeOptions("auto")).on
     path = cxx(COMPILES)
     before = runs(path)
-    assert Path(building.build()).read_bytes() == b"compiled" and runs(path) == before + ALL
+    assert Path(libraries.build()).read_bytes() == b"compiled" and runs(path) == before + ALL
 
 
 def test_what_cannot_be_trusted(wheel: Path, cache: Path, cxx, monkeypatch) -> None:
@@ -101,15 +102,15 @@ def test_what_cannot_be_trusted(wheel: Path, cache: Path, cxx, monkeypatch) -> N
     with pytest.raises(
         UnavailableError, match="what came with toastkit is not what this MLX needs"
     ):
-        building.build()
+        libraries.build()
     assert not list(cache.glob("*.so")) and not list(cache.glob("*.making"))
-    found = building.find()
+    found = libraries.find()
     assert found.why.startswith("what came with toastkit is not") and not found.pending
     trusts(monkeypatch, b"all compiled")
     path = cxx(f"log = {str(wheel / 'runs')!r}\nopen(log, 'a').write('x')\nout = b'all compiled' "
                f"if os.stat(log).st_size > 2 else b'compiled'\n"
                "open(sys.argv[sys.argv.index('-o') + 1], 'wb').write(out)")  # fmt: skip
-    assert Path(building.build()).read_bytes() == b"all compiled" and path.exists()
+    assert Path(libraries.build()).read_bytes() == b"all compiled" and path.exists()
     assert len((wheel / "runs").read_bytes()) == 2 + ALL
 
 
@@ -117,14 +118,14 @@ def test_kernels_that_cannot_be_linked(wheel: Path, mlx: Path, cxx) -> None:
     other_mlx(mlx)
     cxx("if any('kernels-' in word and word.endswith('.o') and 'ready' in word\n"
         "       for word in sys.argv): sys.exit('error: no such format')" + COMPILES)  # fmt: skip
-    assert Path(building.build()).read_bytes() == b"compiled"
+    assert Path(libraries.build()).read_bytes() == b"compiled"
 
 
 def test_an_mlx_that_says_nothing_of_its_files(wheel: Path, mlx: Path, cxx) -> None:
     (mlx.parent / "mlx_cpu-1.dist-info/RECORD").unlink()
-    assert not building.find().pending
+    assert not libraries.find().pending
     cxx(COMPILES)
-    assert Path(building.build()).read_bytes() == b"compiled"
+    assert Path(libraries.build()).read_bytes() == b"compiled"
 
 
 def test_making_one(

@@ -123,6 +123,20 @@ def test_folders_do_not_import_in_a_circle() -> None:
             del graph[here]
 
 
+def test_native_imports_point_downwards() -> None:
+    """As the docstring of toastkit/native says."""
+    floors = ("forms", "modules", "layers", "known", "replacing")
+
+    def floor(module: str) -> int:
+        """Of what is not named: below them all."""
+        return next((n for n, name in enumerate(floors) if name == module.split(".")[2]), -1)
+
+    for path in (PACKAGE / "native").rglob("*.py"):
+        if len(module_name(path).split(".")) > 2:
+            for name in {n for n in imports(path) if n.startswith("toastkit.native.")}:
+                assert floor(name) <= floor(module_name(path)), f"{relative(path)}: {name}"
+
+
 def module_level(path: Path) -> Iterator[str]:
     """What importing a file imports."""
     for node in tree_of(path).body:

@@ -10,7 +10,7 @@ from toastkit.daemon.requests import make_request
 from toastkit.daemon.service import Service, last_replies, open_service
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.errors import ToastError
-from toastkit.native.building import find
+from toastkit.native.building.libraries import find
 
 
 class LocalService:

@@ -25,7 +25,7 @@ from toastkit.daemon.requests import ATTACH_OPS, Request
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.engine.device import wait_for_end
 from toastkit.errors import BusyError, ToastError, UnavailableError, as_toast_error
-from toastkit.native.building import find
+from toastkit.native.building.libraries import find
 
 if TYPE_CHECKING:
     from toastkit.daemon.conversation import Channel, Conversation

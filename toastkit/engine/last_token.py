@@ -21,7 +21,7 @@ from toastkit.engine.savepoints import always_cut
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.streams import arrays_in
 from toastkit.model.supported import reads_on_host
-from toastkit.native.modules import last_position_only
+from toastkit.native.replacing import last_position_only
 from toastkit.store.skeleton import MISFITS
 
 MANY = 256  # tokens, where an architecture may take another way than with a few

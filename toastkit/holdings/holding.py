@@ -17,8 +17,8 @@ import mlx.nn as nn
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
 from toastkit.holdings.packed import Kind, PathCounts, dense_bytes, packed_class
 from toastkit.native.library import DIGITS, PAIRS, WIDE
-from toastkit.native.modules import narrow_keys, native, read_elsewhere
-from toastkit.native.products import NARROW
+from toastkit.native.modules.products import NARROW
+from toastkit.native.replacing import narrow_keys, native, read_elsewhere
 from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import EMBEDDING, EXPERTS, GEARS, OUTSIDE, layer_owner
 from toastkit.store.precision import Rows, row_bytes

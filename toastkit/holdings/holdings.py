@@ -34,7 +34,7 @@ from toastkit.holdings.streams import Streams
 from toastkit.holdings.weights import Reading, Weights
 from toastkit.native.kv_caches import keep_in
 from toastkit.native.library import in_use
-from toastkit.native.modules import use_native
+from toastkit.native.replacing import use_native
 from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import GEARS, READING, Ledger
 from toastkit.store.store import Store

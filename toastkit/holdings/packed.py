@@ -18,8 +18,8 @@ import mlx.nn as nn
 
 from toastkit.holdings.derived import derived
 from toastkit.holdings.forms import Form
-from toastkit.native.modules import is_native, native
 from toastkit.native.operands import Operand
+from toastkit.native.replacing import is_native, native
 from toastkit.store.precision import Rows, dequantise_rows, group_size_of
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -52,14 +52,6 @@ class Awaited:
     def __del__(self) -> None:
         if getattr(self, "_place", None):
             self.name(0)
-
-
-def settle(library: Library) -> None:
-    """Where the process ends: what is awaited is not waited for any more, but steps that are under
-    way are, or memory would be taken from under them, at which glibc ends the process."""
-    library.loaded.toast_leave()
-    with suppress(KeyboardInterrupt):
-        mx.synchronize()
 
 
 @cache

@@ -8,17 +8,8 @@ from functools import cache
 
 import mlx.nn as nn
 
-from toastkit.native.decoder import (
-    ConvolutionLayer,
-    Decoder,
-    FourProjections,
-    ParallelLayer,
-    TwoProjections,
-)
-from toastkit.native.forms import Known
-from toastkit.native.functions import definition_of, functions_of
-from toastkit.native.kimi_layers import KimiLayer
-from toastkit.native.known_attentions import (
+from toastkit.native.forms.common import Known
+from toastkit.native.forms.known_attentions import (
     AfmoeAttention,
     CohereAttention,
     FalconAttention,
@@ -27,20 +18,30 @@ from toastkit.native.known_attentions import (
     NemotronAttention,
     PhiAttention,
 )
-from toastkit.native.latent_attention import (
+from toastkit.native.functions import definition_of, functions_of
+from toastkit.native.layers.decoder import (
+    ConvolutionLayer,
+    Decoder,
+    FourProjections,
+    ParallelLayer,
+    TwoProjections,
+)
+from toastkit.native.layers.kimi import KimiLayer
+from toastkit.native.layers.latent_attention import (
     LatentAttention,
     OpenedAttention,
     OpenedAttentionOfMiniCPM,
     ScaledLatentAttention,
     UnturnedLatentAttention,
 )
-from toastkit.native.mixer_layers import (
+from toastkit.native.layers.mixer import (
     GatedNorm,
     GatedNormInGroups,
     HybridLayer,
     NemotronLayer,
 )
-from toastkit.native.mixtures import (
+from toastkit.native.layers.sharing import Experts, RouterOfNorm, SharingLayer
+from toastkit.native.modules.mixtures import (
     Mixture,
     MixtureAhead,
     MixtureBiased,
@@ -62,14 +63,13 @@ from toastkit.native.mixtures import (
     RouterOfPartInGroupsAhead,
     RouterScored,
 )
-from toastkit.native.recurrent import (
+from toastkit.native.modules.recurrent import (
     GeneralisedDelta,
     Mixer,
     MixerGivenCacheFirst,
     SelectiveScan,
     SelectiveScanNormed,
 )
-from toastkit.native.sharing_layers import Experts, RouterOfNorm, SharingLayer
 
 # What computes in place of a class of mlx_lm.models, with the digests of the sources of the methods
 # that it stands for: of 0.31 and of 0.32, where they differ and both are known.

@@ -1,6 +1,6 @@
 """The library that was built, in this process: arrays of MLX in, a lazy array of MLX out.
 
-library = Library(path)            a library that was built here (building.py)
+library = Library(path)            a library that was built here (building)
 y = library.multiply(x, weight)
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 import atexit
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
 from toastkit.native.machine import processors
-from toastkit.native.operands import Given, Operand
+from toastkit.native.operands import Choice, Given, Operand
 
 BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -24,20 +25,6 @@ ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai", "finite", "r
 ALONE = 64  # added to one: the network has no gate, see glue/feed_forward.h
 PAIRS, DIGITS, WIDE = 12, 16, 32  # bits of activations that packed weights meet, see kernels.h
 NONE = ctypes.py_object()  # an array that is not given
-
-NORMED, AHEAD, CHOSEN, SCORED, BEST = 1, 2, 4, 8, 16  # how a router chooses, see kernels/rows.h
-
-
-class Choice(ctypes.Structure):
-    """toast_choice, see kernels/rows.h: chosen experts of a vector."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("chosen", "how", "groups", "kept")),
-        ("eps", ctypes.c_float), ("factor", ctypes.c_float),
-    )  # fmt: skip
-
-    def __init__(self, chosen: int, how: int = 0, *, factor: float = 1.0, **rest: Any):
-        super().__init__(chosen, how, factor=factor, **rest)
 
 
 class Library:
@@ -394,7 +381,13 @@ def in_use() -> Library | None:
 @cache
 def load(path: str) -> Library:
     """The library of a path, once. Raises OSError."""
-    from toastkit.native.awaited import settle  # which is of libraries
-
-    atexit.register(settle, library := Library(path))
+    atexit.register(_leave, library := Library(path))
     return library
+
+
+def _leave(library: Library) -> None:
+    """Where the process ends: what is awaited is not waited for any more, but steps that are under
+    way are, or memory would be taken from under them, at which glibc ends the process."""
+    library.loaded.toast_leave()
+    with suppress(KeyboardInterrupt):
+        mx.synchronize()

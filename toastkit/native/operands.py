@@ -1,5 +1,5 @@
 """What the modules of a layer multiply vectors with, and what lies beside it, as the library takes
-it: looked for once, and right for as long as nothing of them changes."""
+it: looked for once, and right for as long as nothing of them changes; and how a router chooses."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 KEYS = ("weight", "scales", "biases", "bias")  # of a part, as glue/matrices.h has them
+NORMED, AHEAD, CHOSEN, SCORED, BEST = 1, 2, 4, 8, 16  # how a router chooses, see kernels/rows.h
 Place = tuple[Any, str, Any]  # a module, a name, what it has by that name
 
 
@@ -124,3 +125,15 @@ class Operands(Given):
 def to_be_told(parts: Sequence[Any]) -> list[Any]:
     """Those that have to hear when they were multiplied with, each once."""
     return [*{id(part): part for part in parts if hasattr(type(part), "was_used")}.values()]
+
+
+class Choice(ctypes.Structure):
+    """toast_choice, see kernels/rows.h: chosen experts of a vector."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("chosen", "how", "groups", "kept")),
+        ("eps", ctypes.c_float), ("factor", ctypes.c_float),
+    )  # fmt: skip
+
+    def __init__(self, chosen: int, how: int = 0, *, factor: float = 1.0, **rest: Any):
+        super().__init__(chosen, how, factor=factor, **rest)

@@ -38,7 +38,7 @@ class Status(NamedTuple):
 
 def status() -> Status:
     """What `start` would come to now, "auto" being its setting; nothing is built for it."""
-    from toastkit.native.building import find
+    from toastkit.native.building.libraries import find
 
     found = find()
     return _loaded(found.path) if found.path else Status(False, found.why)
@@ -52,7 +52,7 @@ def start(options: NativeOptions, say: Callable[[str], None] | None = None) -> S
     Raises UnavailableError, CannotCreateError, IOFailure where it is required and cannot be."""
     if options.native == "off":
         return Status(False, "they are turned off")
-    from toastkit.native.building import PATIENCE, build, build_meanwhile, find
+    from toastkit.native.building.libraries import PATIENCE, build, build_meanwhile, find
 
     found = find()
     if options.native == "require" and not found.path:

@@ -1,6 +1,7 @@
-"""Layers of the common form (forms.py): a few positions in one operation, with the cache that they
-go to; many, or with other caches, masks and rotations, in two beside attention, what lies before it
-and what lies behind. What is not as it says here goes to the architecture's own forward."""
+"""Layers of the common form (forms/common.py): a few positions in one operation, with the cache
+that they go to; many, or with other caches, masks and rotations, in two beside attention, what lies
+before it and what lies behind. What is not as it says here goes to the architecture's own
+forward."""
 
 from __future__ import annotations
 
@@ -11,8 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.native import latent_attention
-from toastkit.native.forms import Block, Heads, KnownAttention, heads_of
+from toastkit.native.forms.common import Block, Heads, KnownAttention, heads_of
 from toastkit.native.functions import Native
 from toastkit.native.kv_caches import (
     Kept,
@@ -23,9 +23,10 @@ from toastkit.native.kv_caches import (
     room_in,
     set_appended,
 )
-from toastkit.native.layer_plans import NOTHING, Beside, Plan, multiplier_of, planned
+from toastkit.native.layers import latent_attention
+from toastkit.native.layers.plans import NOTHING, Beside, Plan, multiplier_of, planned
 from toastkit.native.library import NONE, Library, in_use, need
-from toastkit.native.mixtures import Mixture, MixtureShape
+from toastkit.native.modules.mixtures import Mixture, MixtureShape
 from toastkit.native.operations import is_mask
 
 FEW = 16  # positions that are one operation

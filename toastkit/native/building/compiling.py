@@ -1,4 +1,4 @@
-"""Compiles the C++ of this folder with the machine's own compiler."""
+"""Compiles the C++ of the folder above with the machine's own compiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from toastkit.errors import ToastError
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]
 KERNELS = FOLDER / "kernels"
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 AVX512 = (

@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.native.blocks import FEW, Layer, copies
-from toastkit.native.feed_forward import FeedForward
-from toastkit.native.forms import Block, Known
+from toastkit.native.forms.common import Block, Known
 from toastkit.native.functions import Native
-from toastkit.native.layer_plans import NOTHING, Beside, LayerShape
+from toastkit.native.layers.blocks import FEW, Layer, copies
+from toastkit.native.layers.plans import NOTHING, Beside, LayerShape
 from toastkit.native.library import NONE, Library, in_use, need
-from toastkit.native.mixtures import Mixture, MixtureShape
-from toastkit.native.norms import Norm
+from toastkit.native.modules.feed_forward import FeedForward
+from toastkit.native.modules.mixtures import Mixture, MixtureShape
+from toastkit.native.modules.norms import Norm
+from toastkit.native.modules.products import Linear, operands_of
+from toastkit.native.modules.recurrent import MOST_KERNEL, Convolution
 from toastkit.native.operands import Operands
-from toastkit.native.products import Linear, operands_of
-from toastkit.native.recurrent import MOST_KERNEL, Convolution
 
 
 class DeltaLayer(Native):

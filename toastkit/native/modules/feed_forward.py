@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.native.forms import Form
+from toastkit.native.forms.common import Form
 from toastkit.native.functions import Native
 from toastkit.native.library import FLOATS, in_use
+from toastkit.native.modules.products import Product
 from toastkit.native.operands import to_be_told
-from toastkit.native.products import Product
 
 # Activations of experts by module and name, and what that of gpt-oss is called with in the kernels.
 GATES = {

@@ -11,23 +11,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from toastkit.native.feed_forward import FeedForward, SwitchNetwork
-from toastkit.native.forms import Known
+from toastkit.native.forms.common import Known
 from toastkit.native.functions import Native
-from toastkit.native.library import (
-    AHEAD,
-    BEST,
-    CHOSEN,
-    NORMED,
-    SCORED,
-    Choice,
-    Library,
-    in_use,
-    need,
-)
-from toastkit.native.operands import Operand, Operands
+from toastkit.native.library import Library, in_use, need
+from toastkit.native.modules.feed_forward import FeedForward, SwitchNetwork
+from toastkit.native.modules.products import Linear, operands_of
+from toastkit.native.operands import AHEAD, BEST, CHOSEN, NORMED, SCORED, Choice, Operand, Operands
 from toastkit.native.operations import matmul, weighted_sum
-from toastkit.native.products import Linear, operands_of
 
 LEAST = 1e-20  # what some add to the sum of shares, and others do not, who would divide by 0
 

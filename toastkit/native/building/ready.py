@@ -1,10 +1,10 @@
 """What a wheel for one platform brings of native products: then less is compiled, or nothing.
 
-    python -m toastkit.native.ready      makes it, for this machine and this MLX (make wheel)
+    python -m toastkit.native.building.ready    makes it, for this machine and MLX (make wheel)
 
 It is an object file with the kernels, which know no MLX, and a library for that MLX which was
 there when the wheel was made. Their names say what they were made from, for which MLX, and what
-their bytes add up to. They are not loaded where they lie: building.py takes them in place of a
+their bytes add up to. They are not loaded where they lie: libraries.py takes them in place of a
 compiler's work, and asks in a process of its own whether what comes of it is to be trusted.
 """
 
@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from toastkit.errors import ToastError
-from toastkit.native.compiling import FOLDER, sources
+from toastkit.native.building.compiling import FOLDER, sources
 
 READY = FOLDER / "ready"
 
@@ -63,8 +63,8 @@ def _of_library(mlx: Path) -> str | None:
 
 def make() -> list[Path]:
     """Makes both where they are sought. Raises ToastError, OSError."""
-    from toastkit.native.building import glue_flags, installed_mlx, is_trustworthy
-    from toastkit.native.compiling import compile_library, compiler, unsupported
+    from toastkit.native.building.compiling import compile_library, compiler, unsupported
+    from toastkit.native.building.libraries import glue_flags, installed_mlx, is_trustworthy
 
     cxx, mlx = compiler(), installed_mlx()
     name = _of_library(mlx) if mlx else None

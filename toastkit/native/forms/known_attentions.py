@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import sqrt
 from typing import Any
 
-from toastkit.native.forms import HEADS, Heads, KnownAttention
+from toastkit.native.forms.common import HEADS, Heads, KnownAttention
 
 KEPT_OF_GEMMA = HEADS._replace(q_norm="q_norm", k_norm="k_norm", v_norm="v_norm", size="head_dim")
 # Of its own it has queries: they stand for the others, which nobody looks at.

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from toastkit.native import attention_forwards as attentions
-from toastkit.native import forwards
+from toastkit.native.forms import attention_forwards as attentions
+from toastkit.native.forms import forwards
 from toastkit.native.functions import Native, our_function
 from toastkit.native.library import ACTIVATIONS, ALONE
 from toastkit.native.operands import Operand

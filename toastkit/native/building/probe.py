@@ -1,7 +1,7 @@
 """Whether a library that was just built is to be trusted: asked in a process of its own, which may
 die of the answer.
 
-    python -m toastkit.native.probe PATH
+    python -m toastkit.native.building.probe PATH
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from toastkit.native.library import BITS, NORMED, PAIRS, Choice, Library
-from toastkit.native.operands import Operand
+from toastkit.native.library import BITS, PAIRS, Library
+from toastkit.native.operands import NORMED, Choice, Operand
 from toastkit.native.regions import Region
 
 

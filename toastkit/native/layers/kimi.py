@@ -10,12 +10,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.native.forms import Block, Known
-from toastkit.native.layer_plans import NOTHING, Beside
+from toastkit.native.forms.common import Block, Known
+from toastkit.native.layers.mixer import MixerLayer, StepPlan, norms_of, step_plan
+from toastkit.native.layers.plans import NOTHING, Beside
 from toastkit.native.library import Library
-from toastkit.native.mixer_layers import MixerLayer, StepPlan, norms_of, step_plan
-from toastkit.native.norms import Norm
-from toastkit.native.recurrent import Convolution
+from toastkit.native.modules.norms import Norm
+from toastkit.native.modules.recurrent import Convolution
 
 SEQUENCES = ("q", "k", "v")
 GATES = ("f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj")

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.native.blocks import Layer, copies
-from toastkit.native.forms import Block, Known
-from toastkit.native.layer_plans import NOTHING, Beside, LayerShape, multiplier_of
+from toastkit.native.forms.common import Block, Known
+from toastkit.native.layers.blocks import Layer, copies
+from toastkit.native.layers.plans import NOTHING, Beside, LayerShape, multiplier_of
 from toastkit.native.library import NONE, Library, in_use, need
-from toastkit.native.mixtures import Mixture, MixtureShape
-from toastkit.native.norms import Norm
+from toastkit.native.modules.mixtures import Mixture, MixtureShape
+from toastkit.native.modules.norms import Norm
+from toastkit.native.modules.products import Linear, operands_of
+from toastkit.native.modules.recurrent import Convolution, Mixer
 from toastkit.native.operands import Operands
-from toastkit.native.products import Linear, operands_of
-from toastkit.native.recurrent import Convolution, Mixer
 
 NORMS = 8  # that a layer may have, as toast_layer has them
 OF_VALUES = 4  # which that of what a recurrence gives is

@@ -13,14 +13,14 @@ from typing import Any
 
 import mlx.nn as nn
 
-from toastkit.native.feed_forward import FeedForward, SwitchGLU, SwitchMLP
-from toastkit.native.forms import block_of, form_of
+from toastkit.native.forms.common import block_of, form_of
 from toastkit.native.functions import Native, methods_anew
 from toastkit.native.library import BITS, GROUP_SIZES
-from toastkit.native.norms import CentredNorm, Norm
-from toastkit.native.products import Embedding, Linear, PerHead, Product, Switch
-from toastkit.native.recurrent import Convolution
-from toastkit.native.rotary import (
+from toastkit.native.modules.feed_forward import FeedForward, SwitchGLU, SwitchMLP
+from toastkit.native.modules.norms import CentredNorm, Norm
+from toastkit.native.modules.products import Embedding, Linear, PerHead, Product, Switch
+from toastkit.native.modules.recurrent import Convolution
+from toastkit.native.modules.rotary import (
     AlphaRope,
     DeepseekRope,
     FreqsRope,
@@ -44,8 +44,8 @@ def native(cls: type) -> type:
     if mixin := MIXINS.get((cls.__module__, cls.__name__)):
         return _derived(mixin, cls)
     made = _anew(cls) if methods_anew(cls) else cls
-    from toastkit.native.blocks import Layer, ScaledLayer  # which are made of modules
     from toastkit.native.known import layer_of
+    from toastkit.native.layers.blocks import Layer, ScaledLayer  # which are made of modules
 
     if layer := layer_of(cls):
         return _under_its_name(made, layer)

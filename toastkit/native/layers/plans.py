@@ -1,5 +1,5 @@
-"""What a layer of the common form (forms.py) is made of, and what of it is the same at every step:
-looked at once, and right for as long as nothing of it changes."""
+"""What a layer of the common form (forms/common.py) is made of, and what of it is the same at every
+step: looked at once, and right for as long as nothing of it changes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.native.forms import Heads, adds_one
+from toastkit.native.forms.common import Heads, adds_one
 from toastkit.native.kv_caches import Kept
 from toastkit.native.library import FLOATS
-from toastkit.native.mixtures import Mixture
-from toastkit.native.norms import CentredNorm, Norm
+from toastkit.native.modules.mixtures import Mixture
+from toastkit.native.modules.norms import CentredNorm, Norm
+from toastkit.native.modules.products import Linear, PerHead, operands_of
+from toastkit.native.modules.rotary import UNTURNED, is_rotary
 from toastkit.native.operands import Operand, Operands
-from toastkit.native.products import Linear, PerHead, operands_of
-from toastkit.native.rotary import UNTURNED, is_rotary
 
 
 class LayerShape(ctypes.Structure):

@@ -8,12 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.native.blocks import Layer, last_of
-from toastkit.native.forms import Block
+from toastkit.native.forms.common import Block
 from toastkit.native.functions import Native
 from toastkit.native.kv_caches import Kept, kept_of, offset_of
-from toastkit.native.layer_plans import Beside
-from toastkit.native.library import CHOSEN, Choice, in_use
+from toastkit.native.layers.blocks import Layer, last_of
+from toastkit.native.layers.plans import Beside
+from toastkit.native.library import in_use
+from toastkit.native.operands import CHOSEN, Choice
 from toastkit.native.operations import rms_norm, weighted_sum
 
 ROUTED = Block(

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.native.forms import HEADS, Heads, KnownAttention
+from toastkit.native.forms.common import HEADS, Heads, KnownAttention
 from toastkit.native.kv_caches import kept_of
 from toastkit.native.library import NONE, Library, need
 from toastkit.native.operations import matmul

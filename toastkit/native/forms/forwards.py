@@ -1,5 +1,5 @@
 """Forwards of networks, layers and norms that are known; those of attentions are beside it. Those
-of architectures are compared with them, instruction by instruction (forms.py): they are never
+of architectures are compared with them, instruction by instruction (common.py): they are never
 called, and stand as the architectures have them, however much they have in common; since Python
 3.13 also line by line, where two names that are loaded in one line are one instruction."""
 

@@ -1,6 +1,6 @@
 """The library of native products: where it lies, and how it comes to be there.
 
-    python -m toastkit.native.building      builds it now, and says so (make native)
+    python -m toastkit.native.building.libraries      builds it now, and says so (make native)
 
 What a wheel brings (ready.py) is taken in place of a compiler's work, as far as it goes. Nobody
 waits for a compiler: `find` says what there is, `build_meanwhile` has it built by a process
@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from toastkit.base_directories import own_directory
 from toastkit.errors import ToastError, UnavailableError, from_os_error
-from toastkit.native import ready
-from toastkit.native.compiling import (
+from toastkit.native.building import ready
+from toastkit.native.building.compiling import (
     FOLDER,
     SOURCES,
     compile_library,
@@ -33,7 +33,7 @@ from toastkit.native.compiling import (
     sources,
     unsupported,
 )
-from toastkit.native.ready import digest
+from toastkit.native.building.ready import digest
 from toastkit.private_files import (
     make_private_directories,
     not_private,
@@ -106,7 +106,7 @@ def build_meanwhile() -> bool:
         return False
     with suppress(OSError):
         subprocess.Popen(
-            [sys.executable, "-m", "toastkit.native.building", "--quiet"],
+            [sys.executable, "-m", "toastkit.native.building.libraries", "--quiet"],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             cwd=FOLDER.parent.parent, start_new_session=True,
         )  # fmt: skip
@@ -216,7 +216,7 @@ def is_trustworthy(path: Path) -> bool:
     """Asked in a process of its own, which may die."""
     import subprocess
 
-    command = [sys.executable, "-m", "toastkit.native.probe", str(path)]
+    command = [sys.executable, "-m", "toastkit.native.building.probe", str(path)]
     try:
         done = subprocess.run(
             command, cwd=FOLDER.parent.parent, capture_output=True, timeout=PROBE_SECONDS
