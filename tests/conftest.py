@@ -75,6 +75,7 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         SERVER.open()
         gc.freeze()  # seven thousand tests and what they import: no collection looks there again
         gc.enable()
+        gc.set_threshold(20_000, 10, 10)
         yield home
         SERVER.close()
 
