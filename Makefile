@@ -44,7 +44,7 @@ native: $(VENV)/stamp          ## build the native products now; commands build 
 # What pip would install it for has the C library of this machine, or a newer one.
 wheel: $(VENV)/stamp           ## dist/: native products compiled, for this platform and its MLX
 	rm -rf build toastkit/native/ready
-	platform="$$($(BIN)/python -m toastkit.native.building.ready)" && \
+	platform="$$($(BIN)/python -m toastkit.native.building.wheel)" && \
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist \
 		--config-settings="--build-option=--plat-name=$$platform" .; \
 	status=$$?; rm -rf build toastkit/native/ready; exit $$status

@@ -28,7 +28,7 @@ CONTEXT, ROOM = 16, 512  # of sequences that step together: positions before, an
 
 
 def make(path: str, config: dict[str, Any]) -> None:
-    """Writes a llama or an OLMoE of the shape of mlx_lm's config."""
+    """Writes a llama, an OLMoE or a mixture of Qwen3's, of the shape of mlx_lm's config."""
     import gguf
 
     random = np.random.default_rng(0)
@@ -36,7 +36,8 @@ def make(path: str, config: dict[str, Any]) -> None:
     head = head or width // config["num_attention_heads"]
     queries, keys = (head * config[f"num_{n}_heads"] for n in ("attention", "key_value"))
     inner, experts = config["intermediate_size"], config.get("num_experts")
-    writer = gguf.GGUFWriter(path, config["model_type"])
+    architecture = config["model_type"].replace("_", "")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(width)
@@ -54,6 +55,8 @@ def make(path: str, config: dict[str, Any]) -> None:
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
+        inner = config.get("moe_intermediate_size", inner)
+        writer.add_expert_feed_forward_length(inner)
 
     def packed(name: str, *shape: int) -> None:
         blocks = np.frombuffer(
@@ -80,8 +83,9 @@ def make(path: str, config: dict[str, Any]) -> None:
         packed(f"{block}attn_output", width, queries)
         end, several = ("_exps", (experts,)) if experts else ("", ())
         if experts:
-            plain(f"{block}attn_q_norm", np.ones(queries))
-            plain(f"{block}attn_k_norm", np.ones(keys))
+            normed = (queries, keys) if architecture == "olmoe" else (head, head)
+            plain(f"{block}attn_q_norm", np.ones(normed[0]))
+            plain(f"{block}attn_k_norm", np.ones(normed[1]))
             plain(f"{block}ffn_gate_inp", 0.02 * random.standard_normal((experts, width)))
         for name in ("gate", "up"):
             packed(f"{block}ffn_{name}{end}", *several, inner, width)

@@ -21,13 +21,21 @@ LARGE = {
     "num_hidden_layers": 8, "head_dim": 128,
 }  # fmt: skip
 # small: 160 MB. large: 1 GB, layers as those of Llama 3 8B. large-2: the same with two heads of
-# keys, as GLM-4 and Qwen3.5 have. olmoe: 1.9 GB, of which a token reads a fifth. next: 500 MB, with
-# layers as those of Qwen3-Next, but for 20 experts in place of 512.
+# keys, as GLM-4 and Qwen3.5 have. olmoe: 1.9 GB, of which a token reads a fifth. qwen3-moe: 4.2 GB,
+# a quarter of Qwen3-30B-A3B's layers, of which a token reads a tenth. next: 500 MB, with layers as
+# those of Qwen3-Next, but for 20 experts in place of 512.
 MODELS: dict[str, dict[str, Any]] = {
     "small": {**LLAMA, "num_hidden_layers": 6, "num_attention_heads": 16, "head_dim": 128},
     "large": LARGE,
     "large-2": {**LARGE, "num_key_value_heads": 2},
     "olmoe": {**SHAPES["olmoe"], "num_hidden_layers": 8, "vocab_size": 25152},
+    "qwen3-moe": {
+        **COMMON, "model_type": "qwen3_moe", "num_hidden_layers": 12, "vocab_size": 25152,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "intermediate_size": 6144, "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
     "next": {
         **COMMON, "model_type": "qwen3_next", "num_hidden_layers": 8, "vocab_size": 25152,
         "head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25,

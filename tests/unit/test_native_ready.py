@@ -12,6 +12,7 @@ from tests.unit.native_building import COMPILES, cache, cxx, runs
 from toastkit.errors import UnavailableError
 from toastkit.native import starting
 from toastkit.native.building import compiling, libraries, ready
+from toastkit.native.building.wheel import main, make
 from toastkit.native.starting import NativeOptions
 
 __all__ = ["cache", "cxx"]
@@ -36,7 +37,7 @@ def wheel(mlx: Path, cache: Path, cxx, tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.setattr(ready, "READY", tmp_path / "ready")
     monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
     cxx(COMPILES.replace('b"compiled"', 'b"brought"'))
-    ready.make()
+    make()
     monkeypatch.setenv("CXX", "no-such-compiler")
     return tmp_path / "ready"
 
@@ -132,10 +133,10 @@ def test_making_one(
     wheel: Path, cxx, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says for what platforms; or why there is none."""
-    assert ready.main() == 1 and "a compiler is needed" in capsys.readouterr().err
+    assert main() == 1 and "a compiler is needed" in capsys.readouterr().err
     cxx(COMPILES)
-    assert ready.main() == 0
+    assert main() == 0
     out = capsys.readouterr().out
     assert out.startswith(("manylinux_2_", "linux_")) and out.count("\n") == 1
     trusts(monkeypatch)
-    assert ready.main() == 1 and "not what this MLX needs" in capsys.readouterr().err
+    assert main() == 1 and "not what this MLX needs" in capsys.readouterr().err
