@@ -91,6 +91,12 @@ def make(folder: Path, shape: str, layers: int, bits: int, experts: int | None =
     config |= {"num_hidden_layers": layers, "quantization": {"group_size": 64, "bits": bits}}
     deep = layers == SHAPES[shape]["num_hidden_layers"]
     scaled = DEEP.get(shape, {}) if deep else {"embed_tokens": OWN[shape]}
+    return write(path, config, bits, scaled)
+
+
+def write(path: Path, config: dict[str, Any], bits: int, scaled: Mapping[str, float]) -> Path:
+    """A random checkpoint. config: with how it is quantised, in `bits`. scaled: see OWN, by
+    module."""
     random = np.random.default_rng(0)
     shards: dict[str, dict[str, mx.array]] = {}
     for name, array in tree_flatten(structure(config, bits).parameters()):
@@ -100,7 +106,7 @@ def make(folder: Path, shape: str, layers: int, bits: int, experts: int | None =
     part.mkdir(parents=True)
     for number, tensors in shards.items():  # one at a time: a whole model may not fit into memory
         values = {name: filled(name, like, bits, scaled, random) for name, like in tensors.items()}
-        mx.save_safetensors(str(part / f"model-{number}.safetensors"), values)
+        mx.save_safetensors(str(part / f"model-{number}.safetensors"), values, {"format": "mlx"})
         where.update(dict.fromkeys(tensors, f"model-{number}.safetensors"))
     (part / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     (part / "config.json").write_text(json.dumps(config))

@@ -4,9 +4,9 @@
         [--rounds 3] [--llama PYTHON] [--keep DIR]
 
 Random models in 4 bits (native_models.py): llamas of 160 MB and 1 GB, and mixtures in the shapes of
-OLMoE, (qwen3-moe) Qwen3-30B-A3B and (next) Qwen3-Next. What they compute with: two threads, or as
-many as there are processors. Every engine is a process of its own, and stands still while another
-one is measured. Ratios are of the same round.
+OLMoE, Qwen3-30B-A3B (qwen3-moe, a quarter of its layers, and qwen3-30b) and Qwen3-Next (next). What
+they compute with: two threads, or as many as there are processors. Every engine is a process of its
+own, and stands still while another one is measured. Ratios are of the same round.
 
 mlx_lm runs in float32, seven times as fast as in bfloat16 here, a few tokens of it: its products go
 row by row, so that a token of a prompt takes as long as one that is decoded, however long the
@@ -41,10 +41,15 @@ SHARE = 0.75  # of the read rate, for decode
 TOGETHER = "x"
 CONTEXT = 16  # tokens before those that are decoded
 # Of mlx_lm: decoded, of a prompt.
-FEW = {"small": (8, 12), "large": (2, 4), "olmoe": (4, 8), "qwen3-moe": (2, 4), "next": (2, 4)}
+FEW = {
+    "small": (8, 12), "large": (2, 4), "olmoe": (4, 8), "qwen3-moe": (2, 4), "qwen3-30b": (2, 4),
+    "next": (2, 4),
+}  # fmt: skip
 LONG = 1000  # tokens of a prompt that is not in the round that warms up
 WARM = 256  # tokens of a prompt that are read, at most, before it counts
-DECODED = {"small": 96, "large": 24, "olmoe": 48, "qwen3-moe": 48, "next": 48}
+DECODED = {
+    "small": 96, "large": 24, "olmoe": 48, "qwen3-moe": 48, "qwen3-30b": 24, "next": 48,
+}  # fmt: skip
 
 
 def instructions() -> str:
@@ -198,7 +203,10 @@ def weights(folder: Path) -> dict:
     """Of a checkpoint, not read."""
     import mlx.core as mx
 
-    return mx.load(str(folder / "model.safetensors"))  # type: ignore[return-value]
+    found: dict = {}
+    for path in folder.glob("*.safetensors"):
+        found |= mx.load(str(path))  # type: ignore[operator]
+    return found
 
 
 if __name__ == "__main__":

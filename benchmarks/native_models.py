@@ -8,12 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from experts_models import COMMON, OWN, SHAPES, SMALL_FILES, filled, structure
+from experts_models import COMMON, OWN, SHAPES, write
 from load import LLAMA
-from mlx.utils import tree_flatten
-from numpy.random import default_rng
-
-from toastkit.model.locate import locate
 
 HERE = Path(__file__).parent
 LARGE = {
@@ -22,8 +18,8 @@ LARGE = {
 }  # fmt: skip
 # small: 160 MB. large: 1 GB, layers as those of Llama 3 8B. large-2: the same with two heads of
 # keys, as GLM-4 and Qwen3.5 have. olmoe: 1.9 GB, of which a token reads a fifth. qwen3-moe: 4.2 GB,
-# a quarter of Qwen3-30B-A3B's layers, of which a token reads a tenth. next: 500 MB, with layers as
-# those of Qwen3-Next, but for 20 experts in place of 512.
+# a quarter of Qwen3-30B-A3B's layers, of which a token reads a tenth; qwen3-30b: all of them,
+# 17 GB. next: 500 MB, with layers as those of Qwen3-Next, but for 20 experts in place of 512.
 MODELS: dict[str, dict[str, Any]] = {
     "small": {**LLAMA, "num_hidden_layers": 6, "num_attention_heads": 16, "head_dim": 128},
     "large": LARGE,
@@ -46,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1, "mlp_only_layers": [],
     },
 }  # fmt: skip
+MODELS["qwen3-30b"] = {**MODELS["qwen3-moe"], "num_hidden_layers": 48}
 # And, of 150 to 220 MB, layers of other architectures.
 DENSE = {
     "vocab_size": 25152, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
@@ -176,18 +173,7 @@ def checkpoint(folder: Path, name: str) -> Path:
     if path.exists():
         return path
     config = MODELS[name] | {"quantization": {"group_size": GROUP, "bits": BITS}}
-    random, own = default_rng(0), {"embed_tokens": OWN.get(name, 1.0)}
-    weights = {
-        key: filled(key, array, BITS, own, random)
-        for key, array in tree_flatten(structure(MODELS[name], BITS).parameters())
-    }
-    part = path.with_suffix(".part")
-    part.mkdir(parents=True)
-    mx.save_safetensors(str(part / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (part / "config.json").write_text(json.dumps(config))
-    for file in SMALL_FILES:
-        (part / file).write_bytes(locate("crumb").read(file) or b"{}")
-    return part.rename(path)
+    return write(path, config, BITS, {"embed_tokens": OWN.get(name, 1.0)})
 
 
 def gguf(folder: Path, name: str, python: str) -> Path | None:
