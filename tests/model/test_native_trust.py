@@ -74,7 +74,7 @@ def test_a_library_of_a_wheel(path: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     for data, on in ((Path(path).read_bytes()[:500_000], False), (Path(path).read_bytes(), True)):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(on)))
-        name = f"{ready._of_library(mlx)}-{ready.digest(data)}.so"
+        name = f"{ready.name_of_library(mlx)}-{ready.digest(data)}.so"
         (ready.READY / name).write_bytes(data)
         assert libraries.find().pending
         if on:
