@@ -17,7 +17,7 @@ SECONDS ?= 60
 # A test starts processes by the hundred: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo pages test quick fuzz native wheel sanitize arm check lint types man format clean
+.PHONY: demo pages test quick fuzz modes native wheel sanitize arm check lint types man format clean
 demo: $(VENV)/stamp            ## the whole pipeline, six processes, on the embedded model
 	sh examples/demo.sh
 
@@ -37,6 +37,9 @@ quick: $(VENV)/stamp           ## those in tests/quick.txt: most units, the orac
 
 fuzz: $(VENV)/stamp            ## attacks with new seeds: SECONDS=60; SEED=frames-123 repeats one
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+modes: $(VENV)/stamp           ## every recorded architecture in every mode, natively and not: minutes
+	$(BIN)/python -m tests.modes $(NAMES)
 
 native: $(VENV)/stamp          ## build the native products now; commands build them in the background
 	$(BIN)/python -m toastkit.native.building.libraries
