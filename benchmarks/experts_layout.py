@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from experts_offload import COMMON, SHAPES, make
+from experts_models import COMMON, SHAPES, make
 from measure import in_turn, machine, ratio, spread
 
 from toastkit.engine.engine import Engine

@@ -30,9 +30,8 @@ from toastkit.engine import device
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native import known, replacing
-from toastkit.native.forms import common as forms
-from toastkit.native.forms import forwards, functions
+from toastkit.native import functions, known, replacing
+from toastkit.native.forms import common, forwards
 from toastkit.native.layers.blocks import Layer
 from toastkit.native.modules.products import Product
 
@@ -71,7 +70,7 @@ def in_parts() -> Iterator[None]:
 
 def _forget() -> None:
     functions._forget()
-    forms.form_of.cache_clear()
+    common.form_of.cache_clear()
     known.layer_of.cache_clear()
     replacing._anew.cache_clear()
 

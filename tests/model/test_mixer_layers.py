@@ -15,7 +15,7 @@ from tests.model.test_native_blocks import counted
 from tests.model.test_native_operations import alike, library
 from tests.model.test_recurrences import MIXERS, made, quantise, read
 from tests.native_library import needed, operations_of
-from toastkit.native.layers import mixer as mixer_layers
+from toastkit.native.layers import mixer
 from toastkit.native.library import NONE
 from toastkit.native.modules import recurrent
 
@@ -42,9 +42,9 @@ LAYERS = [
 def of_their_parts(model: Any, parts: list[int]) -> tuple[mx.array, list[mx.array]]:
     """As `read`, of a model whose layers and mixers are not one operation."""
     with (
-        patch.object(mixer_layers.Layer, "natively", lambda *_: None),
-        patch.object(mixer_layers.NemotronLayer, "natively", lambda *_: None),
-        patch.object(mixer_layers.HybridLayer, "natively", lambda *_: None),
+        patch.object(mixer.Layer, "natively", lambda *_: None),
+        patch.object(mixer.NemotronLayer, "natively", lambda *_: None),
+        patch.object(mixer.HybridLayer, "natively", lambda *_: None),
         patch.object(recurrent.Mixer, "mixed", lambda *_: None),
     ):
         return read(model, parts)
@@ -209,7 +209,7 @@ def test_layers_that_do_not_fit_together(library: Any) -> None:
     mixes, feeds, attends, chooses = (ours.layers[i] for i in range(4))
     for layer, own in ((mixes, cache), (feeds, None), (attends, KVCache()), (chooses, None)):
         layer(x, None, own)
-    layer, fed = mixer_layers._functions(library)
+    layer, fed = mixer._functions(library)
     plan, made_of = vars(mixes)["_kept"], vars(feeds)["_kept"]
 
     def mixed(x: mx.array = x, before: Any = cache[0], state: Any = cache[1]) -> Any:

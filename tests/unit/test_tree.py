@@ -137,6 +137,37 @@ def test_native_imports_point_downwards() -> None:
                 assert floor(name) <= floor(module_name(path)), f"{relative(path)}: {name}"
 
 
+def names_in(path: Path) -> set[str]:
+    """What others can import from a file."""
+    found: set[str] = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return found
+
+
+def test_what_benchmarks_import_is_there() -> None:
+    """They are run by hand, some of them seldom."""
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            place = ROOT / node.module.replace(".", "/")
+            beside = path.with_name(f"{node.module}.py")
+            files = [f for f in (beside, place.with_suffix(".py"), place / "__init__.py")
+                     if f.is_file()]  # fmt: skip
+            ours = node.module.startswith(("toastkit", "tests"))
+            assert files or not ours, f"{relative(path)}: {node.module}"
+            for alias in node.names if files else ():
+                module = (place / alias.name).with_suffix(".py").is_file()
+                where = f"{relative(path)}: {node.module}.{alias.name}"
+                assert module or alias.name in names_in(files[0]), where
+
+
 def module_level(path: Path) -> Iterator[str]:
     """What importing a file imports."""
     for node in tree_of(path).body:

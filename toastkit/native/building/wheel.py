@@ -1,6 +1,8 @@
-"""Makes what a wheel for one platform brings of native products (ready.py):
+"""Makes what a wheel for one platform brings of native products: see ready.py.
 
-python -m toastkit.native.building.wheel    for this machine and its MLX (make wheel)
+    python -m toastkit.native.building.wheel      for this machine and its MLX (make wheel)
+
+Nothing of toastkit imports it.
 """
 
 from __future__ import annotations
