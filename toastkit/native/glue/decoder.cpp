@@ -67,7 +67,9 @@ void check_rest(const mx::array *const (&rest)[REST], const Sizes &of, int batch
 void step(const Sizes &of, const float *const (&projected)[PROJECTIONS],
           const float *const (&rest)[REST], int64_t batch, int64_t length, int64_t kernel,
           float eps, float *y, mx::array last, mx::array after) {
-  toast_delta_layer l = {batch, length, of.key_heads, of.value_heads, of.key_size, of.value_size};
+  toast_delta_layer l = {};
+  l.batch = batch, l.length = length, l.key_heads = of.key_heads, l.value_heads = of.value_heads;
+  l.key_size = of.key_size, l.value_size = of.value_size;
   lay_out(l, projected);
   l.kernel = kernel, l.weight = rest[0], l.before = rest[1], l.a_log = rest[2], l.bias = rest[3];
   l.norm = rest[4], l.eps = eps, l.state = rest[5];

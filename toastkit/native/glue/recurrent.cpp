@@ -33,13 +33,14 @@ Arrays gated_delta(void **objects, float factor) {
   check_floats({inputs.begin(), inputs.end() - given[8]});
   check(!given[7] || inputs[given[5] ? 7 : 5].shape() == state, "a state of another shape");
   check_mask(given[8] ? &inputs.back() : nullptr, v.shape(0), v.shape(1));
-  const toast_delta of = {v.shape(0), v.shape(1), k.shape(2), v.shape(2), k.shape(3), v.shape(3)};
+  const int64_t batch = v.shape(0), length = v.shape(1), key_heads = k.shape(2);
+  const int64_t value_heads = v.shape(2), key_size = k.shape(3), value_size = v.shape(3);
   return made("ToastGatedDelta", {v.shape(), state}, {mx::float32, mx::float32}, std::move(inputs),
               [=](const Arrays &arrays) {
     mx::array y = arrays.end()[-2], after = arrays.back();
     const Floats at(arrays, given);
     const toast_delta delta = {
-        of.batch, of.length, of.key_heads, of.value_heads, of.key_size, of.value_size,
+        batch, length, key_heads, value_heads, key_size, value_size,
         at(0), at(1), at(2), at(3), at(4), at(5), at(6), factor, columns,
         at.operator()<uint8_t>(8), at(7),
     };
@@ -70,13 +71,13 @@ Arrays scanned(void **objects, float least, float most) {
   check_floats({inputs.begin(), inputs.end() - given[8]});
   check(!given[7] || inputs[6 + given[6]].shape() == state, "a state of another shape");
   check_mask(given[8] ? &inputs.back() : nullptr, x.shape(0), x.shape(1));
-  const toast_scan of = {x.shape(0), x.shape(1), heads, size, groups, numbers};
+  const int64_t batch = x.shape(0), length = x.shape(1);
   return made("ToastScan", {x.shape(), state}, {mx::float32, mx::float32}, std::move(inputs),
               [=](const Arrays &arrays) {
     mx::array y = arrays.end()[-2], after = arrays.back();
     const Floats at(arrays, given);
     const toast_scan scan = {
-        of.batch, of.length, of.heads, of.size, of.groups, of.state_size,
+        batch, length, heads, size, groups, numbers,
         at(0), at(1), at(2), at(3), at(4), at(5), at(6), least, most, selective,
         at.operator()<uint8_t>(8), at(7),
     };

@@ -151,8 +151,9 @@ struct ScanHead {
   const uint8_t *mask;
   const float *state;
   float *y, *after;
-  const float *a_log, *bias;  // where it is selective, and has no decays: dt as it is given
-  float least, most;
+  // Where it is selective, and has no decays: dt as it is given.
+  const float *a_log = nullptr, *bias = nullptr;
+  float least = 0, most = 0;
 };
 
 struct WkvHead {
