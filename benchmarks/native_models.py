@@ -17,7 +17,7 @@ LARGE = {
     "num_hidden_layers": 8, "head_dim": 128,
 }  # fmt: skip
 # small: 160 MB. large: 1 GB, layers as those of Llama 3 8B. large-2: the same with two heads of
-# keys, as GLM-4 and Qwen3.5 have. olmoe: 1.9 GB, of which a token reads a fifth. qwen3-moe: 4.2 GB,
+# keys, as GLM-4 and Qwen3.5 have. olmoe: 1.9 GB, of which a token reads a fifth. qwen3-moe: 4.3 GB,
 # a quarter of Qwen3-30B-A3B's layers, of which a token reads a tenth; qwen3-30b: all of them,
 # 17 GB. next: 500 MB, with layers as those of Qwen3-Next, but for 20 experts in place of 512.
 MODELS: dict[str, dict[str, Any]] = {
