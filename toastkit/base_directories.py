@@ -17,9 +17,20 @@ def given_directory(variable: str) -> str | None:
 
 def base_directory(kind: str) -> str:
     """The user's directory of a kind: CACHE (what can be made again), DATA or STATE."""
-    return given_directory(f"XDG_{kind}_HOME") or os.path.join(
-        os.path.expanduser("~"), _DEFAULTS[kind]
-    )
+    return given_directory(f"XDG_{kind}_HOME") or os.path.join(_home(), _DEFAULTS[kind])
+
+
+def _home() -> str:
+    """Of a user whom the system does not know, as in a container, the root directory, in which
+    nothing is found and nothing can be made."""
+    if home := given_directory("HOME"):
+        return home
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return os.sep
 
 
 def own_directory(kind: str, *names: str) -> str:

@@ -241,7 +241,7 @@ def not_private(directory: str) -> str | None:
     mode is not 0700. None where none of that is so. Raises OSError where nothing is there."""
     info = os.lstat(directory)
     if not stat.S_ISDIR(info.st_mode):
-        return "is not a directory"
+        return f"is {_KINDS.get(stat.S_IFMT(info.st_mode), 'no file')}, not a directory"
     if info.st_uid != os.geteuid():
         return "belongs to another user"
     if stat.S_IMODE(info.st_mode) != 0o700:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import stat
 import subprocess
 import sys
@@ -21,6 +22,23 @@ from toastkit.session.names import sessions_root
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system says of the user; a user whom it does not know has nothing, anywhere."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    for given in ("", "here"):
+        monkeypatch.setenv("HOME", given)
+        assert base_directory("CACHE") == os.path.join(home, ".cache")
+    monkeypatch.delenv("HOME")
+    assert base_directory("CACHE") == os.path.join(home, ".cache")
+
+    def unknown(user: int):
+        raise KeyError(user)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert base_directory("CACHE") == "/.cache"
 
 
 def test_one_rule_for_every_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +79,7 @@ def test_what_others_can_write_to_is_told(tmp_path: Path) -> None:
     (tmp_path / "mine").chmod(0o777)
     assert not_private(str(tmp_path / "mine")) == "has mode 0777 instead of 0700"
     (tmp_path / "link").symlink_to(tmp_path / "mine")
-    assert not_private(str(tmp_path / "link")) == "is not a directory"
+    assert not_private(str(tmp_path / "link")) == "is a symbolic link, not a directory"
     with pytest.raises(FileNotFoundError):
         not_private(str(tmp_path / "nothing"))
 

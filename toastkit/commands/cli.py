@@ -256,8 +256,7 @@ def _outcome(entry: click.Command, name: str, closed: set[int]) -> int:
     except OSError as error:
         return _report(name, from_os_error(error, error.filename or "i/o"), debug)
     except Exception as error:
-        text = f"bug: {type(error).__name__}: {error}".replace("\n", " ")
-        return _report(name, ToastError(text, hint="--debug shows where"), debug)
+        return _report(name, _unexpected(error), debug)
 
 
 def _invoke(entry: click.Command, name: str) -> int:
@@ -307,6 +306,14 @@ def _stdin_is_live() -> bool:
     from toastkit.descriptors import is_pipe
 
     return is_pipe(0)
+
+
+def _unexpected(error: Exception) -> ToastError:
+    """A bug, but where the system has no more threads for this user, as Python says it."""
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        return IOFailure("cannot start a thread: there may be no more of this user (ulimit -u)")
+    text = f"bug: {type(error).__name__}: {error}".replace("\n", " ")
+    return ToastError(text, hint="--debug shows where")
 
 
 def _misuse(error: click.ClickException, name: str) -> UsageError:

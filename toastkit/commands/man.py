@@ -17,7 +17,7 @@ def find_page(name: str, section: int) -> Path:
     """The page NAME(SECTION). Raises NoInputError where it is not installed."""
     file = f"man{section}/{name}.{section}"
     checkout = Path(__file__).parents[2] / "man"
-    prefixes = {sysconfig.get_path("data"), sys.prefix, str(Path.home() / ".local")}
+    prefixes = {sysconfig.get_path("data"), sys.prefix, os.path.expanduser("~/.local")}
     for base in (checkout, *(Path(p) / "share" / "man" for p in sorted(prefixes))):
         if (base / file).is_file():
             return base / file

@@ -10,7 +10,7 @@ import click
 
 from toastkit.commands import cli, completion
 from toastkit.errors import DataError, UsageError
-from toastkit.native.starting import MOST_THREADS, NativeOptions
+from toastkit.native.starting import MOST_THREADS, SETTINGS, NativeOptions
 from toastkit.store.kv_bits import KV_DTYPES
 
 Decorator = Callable[[Callable], Callable]
@@ -130,7 +130,7 @@ kv_bits = click.option(
 )  # fmt: skip
 native = together(
     click.option(
-        "--native", type=click.Choice(["auto", "off", "require"]), default="auto",
+        "--native", type=click.Choice(SETTINGS), default="auto",
         show_default=True, help="Products of toastkit's own on the CPU, where they can be had.",
     ),
     click.option(

@@ -39,9 +39,9 @@ def is_offline() -> bool:
 def hub_cache() -> Path:
     """The Hugging Face cache directory: HF_HUB_CACHE, else HF_HOME/hub, else the default."""
     if cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(cache).expanduser()
+        return Path(os.path.expanduser(cache))
     home = os.environ.get("HF_HOME") or os.path.join(base_directory("CACHE"), "huggingface")
-    return Path(home).expanduser() / "hub"
+    return Path(os.path.expanduser(home)) / "hub"
 
 
 def fetch(hub_id: str, revision: str | None, progress: bool) -> Path:

@@ -144,7 +144,7 @@ def _own_paths(name: str) -> list[Path]:
     """Direct children of toastkit's folder that a name or a path may mean."""
     home = models_home()
     try:
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         given = path.parent.resolve() / path.name if os.sep in name.rstrip(os.sep) else None
     except (OSError, ValueError, RuntimeError):
         return []

@@ -81,7 +81,7 @@ def _found(name: str, files: ModelFiles | None) -> ModelFiles:
 
 def _existing(name: str) -> Path | None:
     try:
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         path.stat()
     except PermissionError as error:
         raise from_os_error(error, f"cannot read {name}") from error

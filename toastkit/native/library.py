@@ -389,5 +389,5 @@ def _leave(library: Library) -> None:
     """Where the process ends: what is awaited is not waited for any more, but steps that are under
     way are, or memory would be taken from under them, at which glibc ends the process."""
     library.loaded.toast_leave()
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt, RuntimeError):  # of a process that may have no more threads
         mx.synchronize()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from toastkit.errors import UnavailableError
+
 SETTINGS = ("auto", "off", "require")
 MOST_THREADS = 256  # as the pool has it
 
@@ -55,11 +57,16 @@ def start(options: NativeOptions, say: Callable[[str], None] | None = None) -> S
     from toastkit.native.building.libraries import PATIENCE, build, build_meanwhile, find
 
     found = find()
-    if options.native == "require" and not found.path:
-        found = found._replace(path=build(PATIENCE, say))
-    elif found.pending and build_meanwhile():
-        return Status(False, "they are being built in the background, for later", awaited=True)
-    return _loaded(found.path, options) if found.path else Status(False, found.why)
+    if options.native != "require":
+        if found.pending and build_meanwhile():
+            return Status(False, "they are being built in the background, for later", awaited=True)
+        return _loaded(found.path, options) if found.path else Status(False, found.why)
+    made = _loaded(found.path or build(PATIENCE, say), options)
+    if not made.on and found.path:  # by another compiler's library, say
+        made = _loaded(build(PATIENCE, say, useless=found.path), options)
+    if not made.on:
+        raise UnavailableError(f"no native products: {made.why}")
+    return made
 
 
 def _loaded(path: str, options: NativeOptions | None = None) -> Status:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import signal
 import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from toastkit.errors import ToastError
+
+if TYPE_CHECKING:
+    import subprocess
 
 FOLDER = Path(__file__).parents[1]
 KERNELS = FOLDER / "kernels"
@@ -57,6 +61,8 @@ SECONDS = 300.0  # that one source may take
 LINGERS = 1.0  # seconds that what it has said is waited for once it has ended
 MOST_OUTPUT = 1 << 18  # bytes that are read of what a compiler says
 MOST_BYTES = 256 << 20  # of a file that it writes
+# What is wanting now, and may be there another time: it is no fault of a compiler's.
+SCARCE = (errno.ENOSPC, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 def unsupported() -> str | None:
@@ -66,17 +72,29 @@ def unsupported() -> str | None:
     return "there are native products for Linux on x86-64 and 64-bit ARM only"
 
 
-def compiler() -> str | None:
-    """The C++ compiler: of the variable CXX, or the system's; None where there is none."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    return next(filter(None, map(_which, names)), None)
+def compiler() -> tuple[str, ...] | None:
+    """The C++ compiler, as the words of a command, programs among them by their whole paths: of the
+    variable CXX ("ccache g++ -m64"), or the system's; None where there is none."""
+    given = os.environ.get("CXX", "")
+    for words in ((given,), given.split()) if given.strip() else (("c++",), ("g++",), ("clang++",)):
+        if _which(words[0]):
+            return tuple(_which(word) or word for word in words)
+    return None
+
+
+def no_compiler() -> str:
+    """What is said where there is none."""
+    given = os.environ.get("CXX", "")
+    tried = f"CXX is {given!r}" if given.strip() else "c++, g++, clang++ or CXX"
+    return f"there is no C++ compiler ({tried})"
 
 
 def _which(name: str) -> str | None:
     """As shutil.which, whose import would take a start longer than all of this."""
     folders = [""] if os.path.dirname(name) else os.get_exec_path()
     paths = (os.path.join(folder, name) for folder in folders)
-    return next((p for p in paths if os.path.isfile(p) and os.access(p, os.X_OK)), None)
+    found = next((p for p in paths if os.path.isfile(p) and os.access(p, os.X_OK)), None)
+    return os.path.abspath(found) if found else None
 
 
 def sources() -> bytes:
@@ -91,15 +109,16 @@ def sources() -> bytes:
 
 def compile_library(
     target: Path,
-    cxx: str,
+    cxx: Sequence[str],
     extra: Sequence[str] = (),
     glue: Sequence[str] | None = None,
     kernels: Path | None = None,
 ) -> None:
-    """Makes the kernels a library, or an object file where that is the target's name. extra: more
-    flags. glue: those that the MLX primitives are compiled and linked with; None leaves these out.
-    kernels: such an object file, in place of compiling them. Raises ToastError with what the
-    compiler said first, OSError for a disk that is full."""
+    """Makes the kernels a library, or an object file where that is the target's name. cxx: the
+    compiler, see `compiler`. extra: more flags. glue: those that the MLX primitives are compiled
+    and linked with; None leaves these out. kernels: such an object file, in place of compiling
+    them. Raises ToastError with what the compiler said first, OSError for what may be there another
+    time, such as a disk that has room. What is compiled then, or is interrupted, is ended."""
     import tempfile
     from concurrent.futures import ThreadPoolExecutor
 
@@ -109,71 +128,128 @@ def compile_library(
         flags_of[last] = (*glue, *(word for path in others for word in ("-include", str(path))))
     if kernels is None:
         flags_of |= {KERNELS / name: flags for name, flags in reversed(SOURCES.items())}
-    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+    with tempfile.TemporaryDirectory(prefix=f"{target.name}.", dir=target.parent) as temporary:
+        compilers = _Compilers(temporary)
 
         def made_of(source: Path) -> str:
             made = os.path.join(temporary, f"{source.parent.name}-{source.stem}.o")
-            command = (cxx, *FLAGS, *extra, "-c", str(source), "-o", made)
+            command = (*cxx, *FLAGS, *extra, "-c", str(source))
             try:
-                _run([*command, *flags_of[source]], temporary)
+                compilers.run([*command, *flags_of[source]], made)
             except ToastError:
                 if source.name not in RECENT:
                     raise
-                _run([*command], temporary)
+                compilers.run([*command], made)
             return made
 
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as compilers:
-            objects = list(compilers.map(made_of, flags_of))
         made = os.path.join(temporary, f"made{target.suffix}")
         link = ["-shared", "-pthread", *extra, *(glue or ()), *(() if extra else ("-Wl,-z,defs",))]
         if target.suffix == ".o":
             link = ["-r", "-nostdlib"]
-        _run([cxx, *objects, *([str(kernels)] if kernels else ()), *link, "-o", made], temporary)
+        threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        try:
+            objects = [*threads.map(made_of, flags_of), *([str(kernels)] if kernels else ())]
+            compilers.run([*cxx, *objects, *link], made)
+        except RuntimeError as error:  # no more threads for this user
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from error
+        finally:
+            compilers.end()
+            threads.shutdown(cancel_futures=True)
         os.replace(made, target)
 
 
-def _run(command: list[str], temporary: str) -> None:
-    """Runs the compiler. Raises ToastError; OSError where it found the disk full, which may be
-    another time."""
+class _Compilers:
+    """Compilers that run at once, and can be ended at once. temporary: a folder for them alone."""
+
+    def __init__(self, temporary: str):
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._ended = False
+        self._lock = threading.Lock()
+        self._environment = {**os.environ, "TMPDIR": temporary, "LC_ALL": "C"}
+        self._environment.pop("LD_PRELOAD", None)  # a sanitizer, say: not for the compiler
+
+    def end(self) -> None:
+        """Ends those that run, and lets no other begin."""
+        with self._lock:
+            self._ended = True
+            for process in self._running:
+                if process.returncode is None:
+                    _kill(process.pid)
+
+    def run(self, command: list[str], made: str) -> None:
+        """Has one make a file. Raises ToastError; OSError for what may be another time."""
+        import subprocess
+
+        with self._lock:
+            if self._ended:
+                raise ToastError("the compiler was interrupted")
+            try:
+                process = subprocess.Popen(
+                    [*command, "-o", made], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE, env=self._environment, **GROUP,
+                )  # fmt: skip
+            except OSError as error:
+                if error.errno in SCARCE:
+                    raise
+                raise ToastError(f"{command[0]}: {error.strerror}") from error
+            self._running.add(process)
+        try:
+            _complain(process, _awaited(process, command[0]), command[0])
+        finally:
+            with self._lock:
+                self._running.discard(process)
+        if not os.path.exists(made):
+            raise ToastError(f"{command[0]} has written nothing")
+
+
+def _kill(process: int) -> None:
+    """With all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
+
+
+def _awaited(process: subprocess.Popen[bytes], name: str) -> bytes:
+    """What a compiler has said when it has ended. Raises ToastError where it does not; what it has
+    started ends with it."""
     import resource
-    import signal
     import subprocess
 
-    environment = {**os.environ, "TMPDIR": temporary, "LC_ALL": "C"}
-    environment.pop("LD_PRELOAD", None)  # a sanitizer, say: not for the compiler
-    try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            env=environment, **GROUP,
-        )  # fmt: skip
-    except OSError as error:
-        raise ToastError(f"{command[0]}: {error.strerror}") from error
     assert process.stderr is not None
-    said = _Said(process.stderr)
+    said = None
     try:
+        said = _Said(process.stderr)
         with suppress(ProcessLookupError):
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (MOST_BYTES, MOST_BYTES))
         process.wait(timeout=SECONDS)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
+        _kill(process.pid)
         process.wait()
         if isinstance(error, subprocess.TimeoutExpired):
-            raise ToastError(f"{command[0]} did not end in {SECONDS:.0f} s") from error
+            raise ToastError(f"{name} did not end in {SECONDS:.0f} s") from error
         raise
     finally:
-        said.join(LINGERS)
-        if said.is_alive():  # what it has left behind has its stderr
-            os.killpg(process.pid, signal.SIGKILL)
-            said.join()
-    if process.returncode:
-        lines = said.text.decode(errors="replace").splitlines()
-        if any(os.strerror(errno.ENOSPC) in line for line in lines):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        why = "no reason given"
-        if process.returncode < 0:
-            why = f"ended by {signal.Signals(-process.returncode).name}"
-        why = next((line for line in lines if "error" in line), why)
-        raise ToastError(f"{command[0]} failed: {why.strip()[:200]}")
+        if said is not None:
+            said.join(LINGERS)
+            if said.is_alive():  # what it has left behind has its stderr
+                _kill(process.pid)
+                said.join()
+    return said.text
+
+
+def _complain(process: subprocess.Popen[bytes], said: bytes, name: str) -> None:
+    """Raises what there is to be said of a compiler that has failed, see `_Compilers.run`."""
+    if not process.returncode:
+        return
+    lines = said.decode(errors="replace").splitlines()
+    for number in SCARCE:
+        if any(os.strerror(number) in line for line in lines):
+            raise OSError(number, os.strerror(number))
+    why = "no reason given"
+    if process.returncode < 0:
+        why = f"ended by {signal.Signals(-process.returncode).name}"
+    # A linker's own lines come before that of who started it.
+    telling = [line for line in lines if "error" in line or "cannot find" in line]
+    raise ToastError(f"{name} failed: {next(iter(telling), why).strip()[:200]}")
 
 
 class _Said(threading.Thread):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -24,12 +24,14 @@ from typing import NamedTuple
 
 from toastkit.base_directories import own_directory
 from toastkit.errors import ToastError, UnavailableError, from_os_error
+from toastkit.interrupts import Signals
 from toastkit.native.building import ready
 from toastkit.native.building.compiling import (
     FOLDER,
     SOURCES,
     compile_library,
     compiler,
+    no_compiler,
     sources,
     unsupported,
 )
@@ -44,6 +46,7 @@ from toastkit.private_files import (
 )
 
 MOST_BYTES = 64 << 20
+MAKING = ".making"  # in the names of what is not done
 KEPT = 8  # files of other versions, for other environments of this user
 PROBE_SECONDS = 120.0
 PATIENCE = 120.0  # seconds that who needs a library waits for another process that builds it
@@ -74,7 +77,7 @@ def find() -> Found:
         return Found(None, "this MLX has no headers to compile for")
     if cxx is None and ready.library(mlx) is None:
         other = ", and nothing that came with toastkit is for this MLX" if ready.kernels() else ""
-        return Found(None, f"there is no C++ compiler (c++, g++, clang++ or CXX){other}")
+        return Found(None, no_compiler() + other)
     name = _key(cxx, mlx)
     try:
         files = sorted(os.listdir(folder()))
@@ -92,23 +95,30 @@ def find() -> Found:
         pass
     except OSError as error:
         return Found(None, f"{folder()}: {error.strerror}")
+    if not _can_be_kept():
+        return Found(None, f"nothing can be kept in {folder()}")
     return Found(None, "they are not built yet", pending=True)
+
+
+def _can_be_kept() -> bool:
+    """Whether the folder may be written to, or made."""
+    place = Path(folder())
+    return os.access(next(p for p in (place, *place.parents) if p.exists()), os.W_OK)
 
 
 def build_meanwhile() -> bool:
     """Begins to build what `find` has not found, unless another process is at it, and returns at
     once. What comes of it is found by whoever asks next, or not: nobody is told. False where
-    nothing can be kept, so that nothing is begun."""
+    no process can be had for it."""
     import subprocess
 
-    place = Path(folder())
-    if not os.access(next(p for p in (place, *place.parents) if p.exists()), os.W_OK):
-        return False
+    cxx = compiler()  # as it is called from here
     with suppress(OSError):
         subprocess.Popen(
             [sys.executable, "-m", "toastkit.native.building.libraries", "--quiet"],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             cwd=FOLDER.parent.parent, start_new_session=True,
+            env={**os.environ, **({"CXX": " ".join(cxx)} if cxx else {})},
         )  # fmt: skip
         return True
     return False
@@ -123,12 +133,15 @@ def _unusable() -> str | None:
     return None
 
 
-def build(patience: float = 0.0, say: Callable[[str], None] | None = None) -> str:
+def build(
+    patience: float = 0.0, say: Callable[[str], None] | None = None, useless: str | None = None
+) -> str:
     """Builds the library unless it is there; its path. patience: seconds that another process which
-    is at it is waited for. say: takes a line about what takes long. Raises UnavailableError for a
-    machine that cannot, and where the other takes longer; CannotCreateError, IOFailure."""
+    is at it is waited for. say: takes a line about what takes long. useless: the path of one that
+    is there, and cannot be loaded: in its place. Raises UnavailableError for a machine that cannot,
+    and where the other takes longer; CannotCreateError, IOFailure."""
     found = find()
-    if found.path is not None:
+    if found.path not in (None, useless):
         return found.path
     cxx, mlx = compiler(), installed_mlx()
     if unsupported() or mlx is None or not (cxx or ready.library(mlx)):
@@ -150,6 +163,9 @@ def build(patience: float = 0.0, say: Callable[[str], None] | None = None) -> st
             if time.monotonic() >= until:
                 raise UnavailableError("no native products: another process is building them")
             time.sleep(0.1)
+        if useless is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(useless)
         if path := find().path:
             return path
         return _build(name, cxx, mlx, say)
@@ -157,11 +173,14 @@ def build(patience: float = 0.0, say: Callable[[str], None] | None = None) -> st
         os.close(lock)
 
 
-def _build(name: str, cxx: str | None, mlx: Path, say: Callable[[str], None] | None) -> str:
+def _build(
+    name: str, cxx: Sequence[str] | None, mlx: Path, say: Callable[[str], None] | None
+) -> str:
     """Makes, probes and places; what fails is not tried again for this name unless asked."""
-    made = Path(folder(), f"{name}.making")
+    made = Path(folder(), f"{name}{MAKING}")
     failed = os.path.join(folder(), f"{name}.failed")
     try:
+        _forget_beginnings()
         with suppress(FileNotFoundError):
             os.unlink(failed)
         _make(made, cxx, mlx, say)
@@ -180,7 +199,9 @@ def _build(name: str, cxx: str | None, mlx: Path, say: Callable[[str], None] | N
             os.unlink(made)
 
 
-def _make(made: Path, cxx: str | None, mlx: Path, say: Callable[[str], None] | None) -> None:
+def _make(
+    made: Path, cxx: Sequence[str] | None, mlx: Path, say: Callable[[str], None] | None
+) -> None:
     """Of what came with toastkit as much as is of use, and can be trusted. Raises ToastError,
     OSError."""
     if came := ready.library(mlx):
@@ -191,17 +212,17 @@ def _make(made: Path, cxx: str | None, mlx: Path, say: Callable[[str], None] | N
             return
     if cxx is None:
         raise ToastError("what came with toastkit is not what this MLX needs")
-    glue = [*glue_flags(mlx), f"-Wl,-rpath,{mlx / 'lib'}"]
-    compiled = partial(compile_library, made, cxx, glue=glue)
+    glue = [*glue_flags(mlx), "-Xlinker", "-rpath", "-Xlinker", str(mlx / "lib")]
+    compiled, name = partial(compile_library, made, cxx, glue=glue), " ".join(cxx)
     if kernels := ready.kernels():
         if say is not None:
-            say(f"native products: compiling what is MLX's of them with {cxx}, once")
+            say(f"native products: compiling what is MLX's of them with {name}, once")
         with suppress(ToastError):
             compiled(kernels=kernels)
             if is_trustworthy(made):
                 return
     if say is not None:
-        say(f"native products: compiling {len(SOURCES)} files and more with {cxx}, once")
+        say(f"native products: compiling {len(SOURCES)} files and more with {name}, once")
     compiled()
     if not is_trustworthy(made):
         raise ToastError("what was compiled is not what this MLX needs")
@@ -235,11 +256,13 @@ def installed_mlx() -> Path | None:
     return None
 
 
-def _key(cxx: str | None, mlx: Path) -> str:
+def _key(cxx: Sequence[str] | None, mlx: Path) -> str:
     """What a library is made from and for, as part of its name. The instruction sets are chosen
     where it runs."""
-    parts = [sys.implementation.cache_tag or ""]
-    for file in (*((os.path.realpath(cxx),) if cxx else ()), mlx / "lib/libmlx.so"):
+    words = cxx or ()
+    programs = [os.path.realpath(word) for word in words if os.path.isfile(word)]
+    parts = [sys.implementation.cache_tag or "", *(w for w in words if not os.path.isfile(w))]
+    for file in (*programs, str(mlx / "lib/libmlx.so")):
         about = os.stat(file)
         parts.append(f"{file} {about.st_size} {about.st_mtime_ns}")
     return digest(sources() + "\0".join(parts).encode())
@@ -251,6 +274,17 @@ def _forget_old() -> None:
     files.sort(key=lambda entry: entry.stat(follow_symlinks=False).st_mtime)
     for entry in files[:-KEPT]:
         os.unlink(entry.path)
+
+
+def _forget_beginnings() -> None:
+    """Removes what is left of builds that were killed; nobody else is building."""
+    from shutil import rmtree
+
+    for entry in os.scandir(folder()):
+        if MAKING in entry.name and entry.is_dir(follow_symlinks=False):
+            rmtree(entry.path)
+        elif MAKING in entry.name:
+            os.unlink(entry.path)
 
 
 def _give_way() -> None:
@@ -267,23 +301,33 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Builds it and says where it is, or why there is none."""
+    """Builds it and says where it is, or why there is none. One that is there and cannot be loaded
+    is built again, as is one that could not be built, unless it is done in the background."""
     _give_way()
+    Signals()
     quiet = "--quiet" in sys.argv[1:]
     try:
-        if not quiet:  # whoever asks wants it tried again
+        useless = None
+        if not quiet:
             for name in os.listdir(folder()) if os.path.isdir(folder()) else ():
                 if name.endswith(".failed"):
                     os.unlink(os.path.join(folder(), name))
-        path = build(0.0) if quiet else build(PATIENCE, _say)
-    except ToastError as error:
+            there = find().path
+            useless = there if there and not is_trustworthy(Path(there)) else None
+        path = build(0.0 if quiet else PATIENCE, None if quiet else _say, useless)
         if not quiet:
-            print(error.message, file=sys.stderr)
-        return error.code
-    if not quiet:
-        print(path)
+            print(path, flush=True)
+    except KeyboardInterrupt:
+        return 130
+    except (ToastError, OSError) as error:
+        told = error if isinstance(error, ToastError) else from_os_error(error, "cannot write")
+        if not quiet:
+            print(told.message, file=sys.stderr)
+        return told.code
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout = None  # has been flushed, or cannot be
+    sys.exit(code)

@@ -77,8 +77,9 @@ class Region {
   void keep(int fd) { kept_ = fd; }
 
   static bool has_array(const mx::array &a) {
+    auto buffer = a.buffer();  // a copy: before MLX 0.32.4 a const one does not say where it is
     const std::lock_guard<std::mutex> one(all_lock);
-    return all.count(static_cast<char *>(a.buffer().raw_ptr()));
+    return all.count(static_cast<char *>(buffer.raw_ptr()));
   }
 
   int advise(int64_t at, int64_t count, int how) {

@@ -1,0 +1,207 @@
+"""What becomes of a compiler that fails, hangs, is interrupted or is not there, and how one may be
+named. No test here compiles anything."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.native_library import needed
+from tests.unit.native_building import COMPILES, cache, cxx, runs
+from toastkit.errors import ToastError, UnavailableError
+from toastkit.native.building import compiling, libraries
+
+__all__ = ["cache", "cxx"]
+pytestmark = needed
+
+
+def await_end(process: int) -> None:
+    for _ in range(1000):
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.01)
+    raise AssertionError("it still runs")
+
+
+def test_a_compiler_that_fails(cache: Path, cxx) -> None:
+    cxx("sys.stderr.write('warning: x\\nfile.cpp:1: error: no such thing\\n'); sys.exit(1)")
+    with pytest.raises(UnavailableError, match="failed: file.cpp:1: error: no such thing"):
+        libraries.build()
+    assert "no such thing" in libraries.find().why
+    cxx("sys.exit(7)")
+    with pytest.raises(UnavailableError, match="no reason given"):
+        libraries.build()
+
+
+def test_a_compiler_that_does_not_know_all(cache: Path, cxx, monkeypatch) -> None:
+    """Nor the newest instructions: their code is left out."""
+    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
+    path = cxx("if '-mamx-tile' in sys.argv: sys.exit('error: -mamx-tile')\n" + COMPILES)
+    assert libraries.build() == libraries.find().path
+    known = [name for name in compiling.SOURCES if "-mamx-tile" not in compiling.SOURCES[name]]
+    assert runs(path) == len(compiling.SOURCES) + 2 and len(known) >= len(compiling.SOURCES) - 1
+
+
+def test_a_compiler_that_hangs(cache: Path, cxx, tmp_path: Path, monkeypatch) -> None:
+    """It is ended, with what it has started."""
+    cxx(f"pid = os.fork() or time.sleep(60)\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(pid))\n"
+        "time.sleep(60)")  # fmt: skip
+    monkeypatch.setattr(compiling, "SECONDS", 0.6)
+    monkeypatch.setattr(compiling, "LINGERS", 0.1)
+    with pytest.raises(UnavailableError, match="did not end in 1 s"):
+        libraries.build()
+    await_end(int((tmp_path / "pid").read_text()))
+
+
+def test_a_compiler_that_ends_and_leaves_somebody_behind(cache: Path, cxx, monkeypatch) -> None:
+    """Who has its stderr, and would be waited for."""
+    monkeypatch.setattr(compiling, "LINGERS", 0.1)
+    cxx("if os.fork(): sys.exit(1)\ntime.sleep(60)")
+    start = time.monotonic()
+    with pytest.raises(UnavailableError, match="no reason given"):
+        libraries.build()
+    assert time.monotonic() - start < 50
+
+
+def test_a_compiler_that_says_much(cache: Path, cxx) -> None:
+    cxx("sys.stderr.write('error: too much\\n' + 'x' * (64 << 20)); sys.exit(1)")
+    with pytest.raises(UnavailableError, match="failed: error: too much"):
+        libraries.build()
+    reading, writing = os.pipe()
+    said = compiling._Said(open(reading, "rb"))
+    with open(writing, "wb") as stream:
+        for _ in range(64):
+            stream.write(bytes(1 << 16))
+    said.join()
+    assert len(said.text) == compiling.MOST_OUTPUT
+
+
+def test_a_compiler_that_writes_without_end(cache: Path, cxx, monkeypatch) -> None:
+    monkeypatch.setattr(compiling, "MOST_BYTES", 1 << 20)
+    cxx("time.sleep(0.3)\nout = open(sys.argv[sys.argv.index('-o') + 1], 'wb')\n"
+        "while True: out.write(bytes(1 << 16))")  # fmt: skip
+    with pytest.raises(UnavailableError, match="failed"):
+        libraries.build()
+    assert not [entry for entry in cache.iterdir() if entry.name not in ("lock",)
+                and not entry.name.endswith(".failed")]  # fmt: skip
+
+
+def test_a_compiler_that_is_killed(cache: Path, cxx) -> None:
+    cxx("os.kill(os.getpid(), 9)")
+    with pytest.raises(UnavailableError, match="failed: ended by SIGKILL"):
+        libraries.build()
+
+
+def test_a_disk_that_is_full(cache: Path, cxx) -> None:
+    """That may be another time: it is not remembered."""
+    cxx("sys.stderr.write('x.s: error: No space left on device\\n'); sys.exit(1)")
+    for _ in range(2):
+        with pytest.raises(ToastError, match="no space left") as failed:
+            libraries.build()
+        assert failed.value.code == 74 and not list(cache.glob("*.failed"))
+        assert libraries.find().pending
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_build_that_is_interrupted(cache: Path, cxx, tmp_path: Path, number: int) -> None:
+    """It ends at once, with its compilers, and leaves nothing behind."""
+    told = tmp_path / "told"
+    cxx(f"pid = str(os.getpid())\nopen({str(told)!r} + pid, 'w').write(pid)\ntime.sleep(60)")
+    build = subprocess.Popen(
+        [sys.executable, "-m", "toastkit.native.building.libraries"], stderr=subprocess.PIPE
+    )
+    while not (compilers := list(tmp_path.glob("told*"))):
+        time.sleep(0.01)
+    build.send_signal(number)
+    _, said = build.communicate(timeout=30)
+    assert build.returncode == 128 + number
+    (line,) = said.decode().splitlines()
+    assert line.startswith("native products: compiling")
+    for compiler in compilers:
+        await_end(int(compiler.name.removeprefix("told")))
+    assert [entry.name for entry in cache.iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EMFILE])
+def test_no_more_processes(cache: Path, cxx, monkeypatch, number: int) -> None:
+    """Nor files, nor threads: that may be another time."""
+
+    def refused(*arguments, **settings):
+        raise OSError(number, os.strerror(number))
+
+    def unthreaded(thread):
+        raise RuntimeError("can't start new thread")
+
+    cxx(COMPILES)
+    for where, name, fails in (
+        (subprocess, "Popen", refused), (threading.Thread, "start", unthreaded),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, fails)
+            with pytest.raises(ToastError) as failed:
+                libraries.build()
+        assert failed.value.code == 74 and not list(cache.glob("*.failed"))
+        assert libraries.find().pending
+
+
+def test_a_compiler_that_writes_nothing(cache: Path, cxx) -> None:
+    cxx("")
+    with pytest.raises(UnavailableError, match="has written nothing"):
+        libraries.build()
+    assert "has written nothing" in libraries.find().why
+
+
+def test_a_linker_says_why_before_who_started_it(cache: Path, cxx) -> None:
+    cxx("sys.stderr.write('ld: cannot find -lmlx: no such file\\n'\n"
+        "                 'collect2: error: ld returned 1\\n'); sys.exit(1)")  # fmt: skip
+    with pytest.raises(UnavailableError, match="failed: ld: cannot find -lmlx"):
+        libraries.build()
+
+
+def test_compilers_have_arguments_and_folders(
+    cache: Path, cxx, tmp_path: Path, monkeypatch
+) -> None:
+    """CXX is a path, also a relative one or with blanks, or a command with arguments; MLX may lie
+    anywhere."""
+    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
+    path = cxx(f"open({str(tmp_path / 'words')!r}, 'a').write('\\0'.join(sys.argv) + '\\n')\n"
+               + COMPILES)  # fmt: skip
+    monkeypatch.setenv("CXX", f"{sys.executable} {path} -m64")
+    assert compiling.compiler() == (sys.executable, str(path), "-m64")
+    mlx = tmp_path / "a,b c"
+    for name in ("include/mlx/array.h", "lib/libmlx.so"):
+        (mlx / name).parent.mkdir(parents=True)
+        (mlx / name).write_bytes(b"")
+    monkeypatch.setattr(libraries, "installed_mlx", lambda: mlx)
+    made = libraries.build()
+    *_, linked = [line.split("\0") for line in (tmp_path / "words").read_text().splitlines()]
+    assert linked[1] == "-m64" and str(mlx / "lib") in linked
+    monkeypatch.setenv("CXX", f"{sys.executable} {path} -m32")
+    assert libraries.find().pending and Path(made).exists()
+    monkeypatch.chdir(tmp_path)
+    path.rename(tmp_path / "my cxx")
+    monkeypatch.setenv("CXX", "./my cxx")
+    assert compiling.compiler() == (str(tmp_path / "my cxx"),)
+
+
+def test_where_it_is_cannot_be_said(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(libraries, "_give_way", lambda: None)
+    monkeypatch.setattr(libraries, "Signals", lambda: None)
+    monkeypatch.setattr(libraries, "build", lambda *rest: "here")
+    full = open("/dev/full", "wb", buffering=0)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
+    assert libraries.main() == 74
+    assert capsys.readouterr().err == "cannot write: no space left on device\n"
