@@ -140,6 +140,12 @@ def test_what_cannot_be_batched_is_found_out(tmp_path: Path, mlx_started: None) 
         logits = engine.step_rows(ids, cache)
         return logits if len(ids) == 1 else logits + 0.1 * logits.mean(axis=0)
 
+    def of_the_padded(ids: Any, cache: list) -> Any:
+        """What an architecture gives that takes the padding for positions where it keeps nothing:
+        the caches are right."""
+        logits = engine.step_rows(ids, cache)
+        return logits if len(ids) == 1 else mx.stack([1.1 * logits[0], logits[1]])
+
     caches = lambda: [ConcatenateKVCache() for _ in engine.new_cache()]  # noqa: E731
     nothing = lambda ids, cache: mx.full((len(ids), engine.vocab), mx.nan)  # noqa: E731
     assert can_batch(Odd(engine))
@@ -147,6 +153,7 @@ def test_what_cannot_be_batched_is_found_out(tmp_path: Path, mlx_started: None) 
     assert can_batch(Odd(engine, step_rows=refuse(ValueError))) is False
     assert can_batch(Odd(engine, step_rows=refuse(RuntimeError))) is None  # it may pass
     assert not can_batch(Odd(engine, step_rows=of_all))
+    assert not can_batch(Odd(engine, step_rows=of_the_padded))
     assert not can_batch(Odd(engine, step_rows=nothing))
 
 

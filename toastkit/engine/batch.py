@@ -166,7 +166,8 @@ def _extracted(layer: Any, row: int) -> Any:
 def can_batch(engine: Engine) -> bool | None:
     """Whether states of this model can step together: its caches can be merged, and two states of
     different lengths come out as they do alone, with MoBiLE one that is run again too. (An
-    architecture may ignore the padding; that shows here.) None where the trial failed for a reason
+    architecture may ignore the padding, in its caches or, as AFM 7, in its logits alone; that shows
+    here.) None where the trial failed for a reason
     that may pass. Runs some sixty tokens."""
     if not all(hasattr(layer, "merge") for layer in engine.new_cache()):
         return False
@@ -187,6 +188,8 @@ def can_batch(engine: Engine) -> bool | None:
                 [together[1].logits] = batch.run_again(both, before, [1])
             for state in alone:
                 state.logits = engine.step(right, state.cache)
+        if not all(_close(a.logits, b.logits, engine) for a, b in zip(together, alone)):
+            return False
         batch.leave([together[0]])
         for state in (together[0], alone[0]):
             state.logits = engine.step(last, state.cache)
