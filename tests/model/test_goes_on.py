@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from tests.model.published import write_published
 from tests.model.service_driver import Driver, Engines, Plain
 from tests.model.test_scheduler import LONG_CONTEXT, PROMPTS, SEEDED, joined, same
-from tests.model.worker_driver import PROMPT, Running, done, until
+from tests.model.worker_driver import PROMPT, Running, answer_of, done, until
 from toastkit.daemon import stepper as stepper_module
 from toastkit.daemon import worker
 from toastkit.daemon.prepare import Preparer
@@ -21,6 +23,9 @@ from toastkit.daemon.service import Service
 from toastkit.daemon.spill import Spill
 from toastkit.engine.batch import Batch, can_batch
 from toastkit.engine.engine import Engine
+from toastkit.engine.opening import open_engine
+from toastkit.model.config import fingerprint
+from toastkit.model.locate import locate
 from toastkit.store.ledger import CACHE
 
 pytestmark = pytest.mark.usefixtures("homes")
@@ -190,7 +195,7 @@ def test_what_fails_unexpectedly_is_answered(start, plain: Plain, monkeypatch, w
 
     owner = {"prepare": Preparer, "reload": worker}.get(where, Service)
     with monkeypatch.context() as patch:
-        patch.setattr(owner, "find_model" if where == "reload" else where, fails)
+        patch.setattr(owner, "current_model" if where == "reload" else where, fails)
         if where == "reload":
             running.worker.reload()
             until(lambda: running.said)
@@ -244,3 +249,49 @@ def test_a_thread_that_dies_saves_what_it_can(start, monkeypatch, plain: Plain) 
     monkeypatch.setattr(Service, "turn", fails)
     running.ask()
     until(lambda: running.worker.failure is not None and written)
+
+
+# ------------------------------------------------------------------------------ what has changed
+
+
+def test_a_model_that_becomes_another_while_it_rests(start, model: Path) -> None:
+    """It is taken as it is now, its fingerprint and what is remembered with it."""
+    running = start(idle_unload=0.05)
+    running.answer()
+    until(lambda: not running.worker.status()["loaded"])
+    path = model / "model-00001-of-00002.safetensors"
+    weights = mx.load(str(path))
+    turned = {name: -w if name.endswith("down_proj.weight") else w for name, w in weights.items()}
+    mx.save_safetensors(str(model / "new.safetensors"), turned)
+    os.replace(model / "new.safetensors", path)
+    channel = running.ask()
+    done(channel)
+    expected = Plain(open_engine(locate(str(model)), dtype="float32")).answer(PROMPT)
+    assert answer_of(channel) == expected and channel.one("stats")["cached"] == 0
+    assert running.worker.status()["fingerprint"] == fingerprint(locate(str(model)))
+    assert running.said == []
+
+
+def test_a_session_of_which_nothing_is_to_be_kept(start, tmp_path: Path) -> None:
+    """It goes on in its files alone; what was kept of it before is of no use any more."""
+    running = start()
+    for keep, kept in ((True, 1), (False, 0)):
+        session = {"session": str(tmp_path / "session"), "keep": keep}
+        channel = running.submit(prompt=PROMPT, options={"max_tokens": 8}, **session)
+        done(channel)
+        assert "end" in channel.replies[-1]
+        until(lambda n=kept: running.worker.status()["conversations"]["kept"] == n)
+
+
+def test_who_was_there_and_got_nothing_is_in_the_audit(start) -> None:
+    running = start(parallel=1)
+    first = running.hold()
+    waits, leaves = running.ask(), running.ask()
+    until(lambda: not running.worker.preparing)
+    leaves.gone = True
+    running.worker.drain()
+    for channel in (waits, leaves, first):
+        done(channel)
+    until(lambda: len(running.audit.records) == 3)
+    told = [record.get("error") for record, _ in running.audit.records]
+    assert told == ["the daemon is shutting down"] * 2 + [None]

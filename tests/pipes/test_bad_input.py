@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests.conftest import SCRIPTS, Toast, executable
 from tests.hostile import run_hostile
 from tests.unpack import unpack
 from toastkit.frames import Head, dumps
+from toastkit.model.locate import CRUMB
 
 
 def refused(done, code: int, *said: str) -> None:
@@ -173,3 +175,20 @@ def test_a_frame_of_millions_of_lists():
     stream = dumps(Head("m", "f", 4, [])) + b"\x82\xa1k\xa1z\xa1x\xdc\x00\x32" + lists * 50
     taken = run_hostile([executable("frames"), "--json"], stream)
     assert taken.code == 65 and "frame 2 at byte" in taken.error
+
+
+def test_paths_that_are_not_utf8(toast: Toast, tmp_path: Path) -> None:
+    """Frames tell the next command of them, and MLX is told where to read."""
+    tokens = toast("tokenize", "hi").stdout
+    path = os.fsencode(tmp_path) + b"/\xff"
+    name = os.fsdecode(path)
+    said = f"the next command cannot be told of {name!r}: it is not UTF-8"
+    done = toast("prefill", "--no-daemon", "--session", name, stdin=tokens)
+    assert done.returncode == 64 and said in done.stderr.decode()
+    done = toast("tokenize", "--session", name, "hi")
+    assert done.returncode == 64 and said in done.stderr.decode()
+    model = Path(name).with_suffix(".toast")
+    shutil.copy(CRUMB, model)
+    refused(toast("decode", "-m", str(model), "hi"), 65, "MLX opens no path that is not UTF-8")
+    done = toast("tokenize", "--debug", "--session", name, "hi")
+    assert b"Traceback" in done.stderr and b"msgpack" in done.stderr

@@ -273,6 +273,17 @@ def test_a_daemon_that_goes_away_in_mid_answer(ask: Run, home: Path) -> None:
     assert kept(home) == ["hi", "Hello there."]
 
 
+def test_where_there_is_no_way_on(ask: Run, home: Path) -> None:
+    """Nothing is kept of the conversation, so nothing is said of going on with it."""
+    with FakeDaemon([{"text": "I"}, DROP]) as daemon:
+        done = ask(daemon, "hi")
+    told = lines_of(without_out(done), "toast", 69)
+    assert told == ("the daemon went away in mid-answer", "")
+    with FakeDaemon(answer("I was", reason="interrupt")) as daemon:
+        done = ask(daemon, "--no-history", "hi")
+    assert lines_of(without_out(done), "toast", 69)[1] == "" and kept(home) == []
+
+
 def test_an_answer_that_the_daemon_breaks_off(ask: Run, home: Path) -> None:
     with FakeDaemon(answer("I was", reason="interrupt")) as daemon:
         done = ask(daemon, "hi")

@@ -76,6 +76,9 @@ def test_the_last_one_is_continued(root: Path) -> None:
     assert last.name is None and last.messages[0]["content"] == "Who?"
     keep("fox")
     assert last_chat().name == "fox"
+    for name in ("fox ", " fox"):
+        keep(name)
+        assert last_chat().name == name
 
 
 def test_of_those_without_a_name_the_newest_is_kept(root: Path) -> None:

@@ -81,7 +81,7 @@ def last_chat() -> Chat:
     damaged file."""
     path = chats_root() / LAST
     try:
-        name = read_file(path, MAX_BYTES).decode().strip()
+        name = read_file(path, MAX_BYTES).decode().removesuffix("\n")
         if name != UNNAMED:
             _check_name(name)
     except FileNotFoundError as error:

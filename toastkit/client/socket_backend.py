@@ -122,9 +122,7 @@ def control(
 
 def _lost(begun: bool, name: str) -> UnavailableError:
     if begun:
-        return UnavailableError(
-            "the daemon went away in mid-answer", hint="toast -c goes on from the last turn"
-        )
+        return UnavailableError("the daemon went away in mid-answer")
     return UnavailableError(f"{name} closed the connection")
 
 

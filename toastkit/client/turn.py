@@ -81,6 +81,9 @@ class Turns:
         except BrokenPipeError:
             self._keep(question, answer)
             raise
+        except UnavailableError as error:
+            error.hint = error.hint or self._way_on("the last turn")
+            raise
         self._finish(answer)
         return answer
 
@@ -132,6 +135,14 @@ class Turns:
             if self._settings.keep:
                 self._chat.save()
 
+    def _way_on(self, where: str) -> str | None:
+        """A hint at how to go on with the conversation; None where nothing is kept of it."""
+        turns = any(message["role"] == "assistant" for message in self._chat.messages)
+        if not turns or not self._settings.keep:
+            return None
+        name = self._chat.name
+        return f"toast {'-c' if name is None else f'--session {name!r}'} goes on from {where}"
+
     def _finish(self, answer: Answer) -> None:
         settings = self._settings
         if answer.stats:
@@ -139,7 +150,7 @@ class Turns:
                 tell(answer.stats)
         if answer.reason in (None, "interrupt") and not self._interrupts.signal:
             raise UnavailableError(
-                f"{self._backend.name} broke the answer off", hint="toast -c goes on from there"
+                f"{self._backend.name} broke the answer off", hint=self._way_on("there")
             )
         if settings.extract and answer.reason is not None:
             _print_block(answer.text)

@@ -254,9 +254,9 @@ def _outcome(entry: click.Command, name: str, closed: set[int]) -> int:
     except BrokenPipeError:
         die_by_sigpipe()
     except OSError as error:
-        return _report(name, from_os_error(error, error.filename or "i/o"), debug)
+        return _report(name, from_os_error(error, error.filename or "i/o"), debug, cause=error)
     except Exception as error:
-        return _report(name, _unexpected(error), debug)
+        return _report(name, _unexpected(error), debug, cause=error)
 
 
 def _invoke(entry: click.Command, name: str) -> int:
@@ -270,8 +270,15 @@ def _invoke(entry: click.Command, name: str) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _report(name: str, error: ToastError, debug: bool, send: bool = False) -> int:
-    """Says on stderr what went wrong; send: also down the pipe, unless that has been done."""
+def _report(
+    name: str,
+    error: ToastError,
+    debug: bool,
+    send: bool = False,
+    cause: BaseException | None = None,
+) -> int:
+    """Says on stderr what went wrong, with debug how it came to it (cause: what is told of). send:
+    also down the pipe, unless that has been done."""
     if send and not error.sent and _writes_frames(name):
         from toastkit.commands.pipes import send_error
 
@@ -279,7 +286,7 @@ def _report(name: str, error: ToastError, debug: bool, send: bool = False) -> in
     if debug:
         import traceback
 
-        traceback.print_exception(error.__cause__ or error)
+        traceback.print_exception(cause or error.__cause__ or error)
     if not isinstance(error, RemoteError):
         print_error(error, name)
     elif not _stdin_is_live():

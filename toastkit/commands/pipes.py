@@ -62,7 +62,18 @@ def frame_writer() -> FrameWriter:
             hint="pipe them into the next stage, or into toast-frames --json",
         )
     out = sys.stdout.buffer
-    return FrameWriter(getattr(out, "raw", out))
+    return _ToNext(getattr(out, "raw", out))
+
+
+class _ToNext(FrameWriter):
+    def write(self, frame: Frame) -> None:
+        try:
+            super().write(frame)
+        except UnicodeEncodeError as error:  # a path, as the system has it
+            path = repr(error.object)
+            raise UsageError(
+                f"the next command cannot be told of {path}: it is not UTF-8"
+            ) from error
 
 
 def frames_in(first: bytes = b"") -> Iterator[Frame]:

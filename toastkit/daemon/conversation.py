@@ -160,8 +160,11 @@ class Conversation:
     def _keep(self) -> None:
         """Keeps the state for the next turn, unless little was read and nothing answered."""
         state, named = self.runs.state, self.runs.named
-        wanted = self.prepared.request.keep or named is not None
-        if state is None or not state.tokens or not wanted:
+        if not self.prepared.request.keep:
+            if named is not None:
+                self._service.memory.has_moved_on(named.path)
+            return
+        if state is None or not state.tokens:
             return
         if self.end is None and len(state.tokens) - self.runs.cached < WORTH_KEEPING:
             return

@@ -162,7 +162,7 @@ class Memory:
         points = [Savepoint(p.count, list(p.layers)) for p in savepoints if p.count < len(ids)]
         new = Kept(key, ids, list(cache), points, used=next(self._clock))
         if session is not None:
-            self.kept = [old for old in self.kept if old.path != session.path]  # it has moved on
+            self.has_moved_on(session.path)
             new.path, new.generation = session.path, session.generation
             new.own = new.saved = True
         for old in list(self.kept):
@@ -173,6 +173,10 @@ class Memory:
         self.unsaved.append(new)
         self._shrink()
         return new
+
+    def has_moved_on(self, path: Path) -> None:
+        """Lets go what is kept of a user's session: that was an earlier state of it."""
+        self.kept = [old for old in self.kept if old.path != path]
 
     def _replace(self, old: Kept, new: Kept) -> None:
         """Evicts a state that the new one continues; the new one takes its place on disk."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -11,6 +12,7 @@ from typing import Any
 
 from toastkit.daemon.history import conversation_hash
 from toastkit.daemon.requests import Request
+from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.errors import DataError, NoInputError, ToastError, UsageError
 from toastkit.model.config import ModelConfig, fingerprint, load_config, sampling_defaults
 from toastkit.model.files import ModelFiles
@@ -172,3 +174,18 @@ def find_model(name: str, resident: str = "all", experts: str = "big") -> Prepar
     DataError for its files."""
     files = locate(name)
     return Preparer(files, load_config(files), resident, experts)
+
+
+def current_model(
+    settings: ServiceSettings, threads: Executor, known: Preparer | None = None
+) -> Preparer:
+    """That of the settings as its files are now: `known` where they have not changed, else one that
+    gets ready for its first request on these threads. Raises as find_model."""
+    policies = settings.policies
+    preparer = find_model(settings.model, policies.resident, policies.chosen_experts)
+    if known is not None and known.fingerprint == preparer.fingerprint:
+        return known
+    if settings.spill_bytes:
+        threads.submit(preparer.recall)
+    threads.submit(preparer.warm_up)
+    return preparer

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from toastkit.daemon.channel import error_reply
 from toastkit.daemon.connection import close_all
-from toastkit.daemon.prepare import Prepared, Preparer, find_model, messages_of
+from toastkit.daemon.prepare import Prepared, Preparer, current_model, messages_of
 from toastkit.daemon.requests import ATTACH_OPS, Request
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.engine.device import wait_for_end
@@ -63,20 +63,11 @@ class Worker:
 
     def start(self) -> None:
         """Loads the model, and returns when it can be asked. Raises what loading raises."""
-        self._preparer = self._found()
+        self._preparer = current_model(self.settings, self._readers)
         self._thread.start()
         self._ready.wait()
         if self.failure is not None:
             raise self.failure
-
-    def _found(self) -> Preparer:
-        """The model's, which gets ready for its first request while weights are read."""
-        policies = self.settings.policies
-        preparer = find_model(self.settings.model, policies.resident, policies.chosen_experts)
-        if self.settings.spill_bytes:
-            self._readers.submit(preparer.recall)
-        self._readers.submit(preparer.warm_up)
-        return preparer
 
     def submit(self, request: Request, channel: Channel) -> None:
         """Takes a request in, and the descriptors of an attach op; the answer comes through the
@@ -101,9 +92,9 @@ class Worker:
         most = self.settings.max_queue
         if self.preparing + len(self._waiting) < most:
             return
-        for _, _, _, channel in self._waiting:
+        for _, _, prepared, channel in self._waiting:
             if channel.gone:
-                channel.done()
+                self._refuse(prepared.request, channel, None)
         self._waiting = [entry for entry in self._waiting if not entry[-1].gone]
         heapq.heapify(self._waiting)
         count = self.preparing + len(self._waiting)
@@ -138,7 +129,7 @@ class Worker:
         """Ends a request that does not begin; with no error, of one who has gone."""
         if error is not None:
             channel.reply(error_reply(error))
-            self._record(request, channel, {"error": error.message})
+        self._record(request, channel, {"error": error.message} if error else {"end": "cancelled"})
         channel.done()
 
     def status(self) -> dict[str, Any]:
@@ -163,9 +154,9 @@ class Worker:
             self._draining = True
             waiting, self._waiting = self._waiting, []
             self._condition.notify()
-        for *_, channel in waiting:
-            channel.reply(error_reply(UnavailableError("the daemon is shutting down")))
-            channel.done()
+        for *_, prepared, channel in waiting:
+            error = UnavailableError("the daemon is shutting down")
+            self._refuse(prepared.request, channel, error)
 
     def idle(self) -> bool:
         """Drained, and nothing under way."""
@@ -289,13 +280,13 @@ class Worker:
         found = find()
         self._next_look = now + NATIVE_SECONDS if found.path or found.pending else None
         if found.path and self._service is not None and not self._service.attached:
-            self._load_again(self._preparer)
+            self._load_again(current_model(self.settings, self._readers, self._preparer))
 
     def _begin(self, prepared: Prepared, channel: Channel) -> None:
         if channel.gone:
-            channel.done()
-            return
+            return self._refuse(prepared.request, channel, None)
         try:
+            self._look()
             if prepared.fingerprint != self._preparer.fingerprint:  # reloaded while it waited
                 prepared = self._preparer.prepare(prepared.request)
             if self._service is None:
@@ -362,14 +353,19 @@ class Worker:
         one stays, if it is still in memory."""
         self._reloading = False
         try:
-            preparer = self._found()
-            if preparer.fingerprint == self._preparer.fingerprint:
+            preparer = current_model(self.settings, self._readers, self._preparer)
+            if preparer is self._preparer:
                 return self._say(f"{preparer.files.name} has not changed")
             if self._service is not None:
                 self._service.let_attached_go()
             self._load_again(preparer)
         except Exception as error:
             self._say(f"cannot reload: {as_toast_error(error).message}")
+
+    def _look(self) -> None:
+        """Where the model rests, its files may have become another's."""
+        if self._service is None:
+            self._preparer = current_model(self.settings, self._readers, self._preparer)
 
     def _load_again(self, preparer: Preparer) -> None:
         self._unload()
@@ -386,7 +382,10 @@ class Worker:
         from toastkit.daemon.attached import serve
 
         try:
+            self._look()
             serve(self._loaded, self._preparer, request, channel, self._do)
+            if request.op == "attach":
+                self._record(request, channel, {})
         finally:
             close_all(request.fds)
             self._last_used = time.monotonic()

@@ -109,7 +109,11 @@ class RawTensors:
         for header in self._files.headers:
             _identity(header.path)  # MLX does not say why it cannot read a file
             try:
-                found = mx.load(str(header.path), format="safetensors")
+                path = str(header.path)
+                path.encode()
+                found = mx.load(path, format="safetensors")
+            except UnicodeEncodeError as error:
+                raise DataError(f"MLX opens no path that is not UTF-8: {path!r}") from error
             except (RuntimeError, ValueError, OSError) as error:
                 reason = str(error).strip().split("\n")[0]
                 raise DataError(

@@ -241,8 +241,13 @@ def _complain(process: subprocess.Popen[bytes], said: bytes, name: str) -> None:
     if not process.returncode:
         return
     lines = said.decode(errors="replace").splitlines()
-    for number in SCARCE:
-        if any(os.strerror(number) in line for line in lines):
+    passing = {os.strerror(number): number for number in SCARCE}
+    # As all else is ended at a shutdown; so GCC says it of what it has started.
+    passing |= dict.fromkeys(("Terminated signal", "Hangup signal"), errno.EINTR)
+    if process.returncode in (-signal.SIGTERM, -signal.SIGHUP):
+        lines.append("Terminated signal")
+    for said_so, number in passing.items():
+        if any(said_so in line for line in lines):
             raise OSError(number, os.strerror(number))
     why = "no reason given"
     if process.returncode < 0:
