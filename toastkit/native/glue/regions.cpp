@@ -77,9 +77,8 @@ class Region {
   void keep(int fd) { kept_ = fd; }
 
   static bool has_array(const mx::array &a) {
-    auto buffer = a.buffer();  // a copy: before MLX 0.32.4 a const one does not say where it is
     const std::lock_guard<std::mutex> one(all_lock);
-    return all.count(static_cast<char *>(buffer.raw_ptr()));
+    return all.count(static_cast<char *>(a.buffer().raw_ptr()));
   }
 
   int advise(int64_t at, int64_t count, int how) {
@@ -101,26 +100,21 @@ class Region {
 
 using Held = std::shared_ptr<Region>;
 
-// An array over memory that `hold` keeps, by whichever constructor this MLX has.
-template <class Array>
-Array array_over(char *memory, int64_t offset, const mx::Shape &shape, mx::Dtype dtype, Held hold) {
+// An array over memory that `hold` keeps.
+mx::array array_over(char *memory, int64_t offset, const mx::Shape &shape, mx::Dtype dtype,
+                     Held hold) {
   using mx::allocator::Buffer;
   // What MLX takes for a buffer lies a little before its first byte.
   const auto lead = static_cast<char *>(Buffer(memory).raw_ptr()) - memory;
   const Buffer buffer(memory - lead);
-  auto deleter = [hold](Buffer) {};
-  Array made(shape, dtype, nullptr, {});
+  mx::array made(shape, dtype, nullptr, {});
   mx::Strides strides(shape.size());
   int64_t step = 1;
   for (int axis = int(shape.size()) - 1; axis >= 0; step *= shape[axis--]) strides[axis] = step;
-  const bool column = made.size() <= 1 || shape.size() <= 1;
-  using Flags = typename Array::Flags;
-  const Flags flags = {true, true, column};
-  if constexpr (requires { made.set_data(buffer, size_t(1), strides, flags, offset, deleter); })
-    made.set_data(buffer, made.size(), strides, flags, offset, deleter);
-  else
-    made.set_data({buffer, deleter}, made.size(), strides, flags, offset);
-  made.set_status(Array::Status::available);
+  const mx::array::Flags flags = {true, true, made.size() <= 1 || shape.size() <= 1};
+  auto deleter = [hold](Buffer) {};
+  made.set_data({buffer, deleter}, made.size(), strides, flags, offset);
+  made.set_status(mx::array::Status::available);
   return made;
 }
 
@@ -180,8 +174,7 @@ TOAST_API const char *toast_region_array(void *out, void *region, int64_t at, vo
             "a shape that is none");
     }
     check(held->has(at, bytes), "an array beyond its region");
-    array_of(out) = array_over<mx::array>(held->start(), at, mx::Shape(shape, shape + axes), dtype,
-                                          held);
+    array_of(out) = array_over(held->start(), at, mx::Shape(shape, shape + axes), dtype, held);
   });
 }
 
