@@ -38,19 +38,10 @@ constexpr int PATIENCE = 1000;  // looks at memory that MLX is about to let go o
 constexpr size_t MOST = 1 << 12;  // memories that are remembered when nobody is in line any more
 constexpr auto LONGEST = std::chrono::seconds(10);  // for who may have failed before he was in line
 
-template <class A>
-bool is_owned(const A &a) {
-  if constexpr (requires { a.data_shared_ptr()->is_owned(); }) {
-    return a.data_shared_ptr()->is_owned();
-  } else {
-    return true;
-  }
-}
-
 // Whether a cache's memory may be written to: see lie_as_before.
 bool is_free(const mx::array &cache) {
   if (!cache.size() || !is_held_once(cache)) return false;
-  if (!is_owned(cache) && !is_in_region(cache)) return false;
+  if (!cache.data_shared_ptr()->is_owned() && !is_in_region(cache)) return false;
   if (is_sole(cache)) return true;
   std::unique_lock<std::mutex> lock(line.mutex);
   const void *memory = cache.data<char>();
