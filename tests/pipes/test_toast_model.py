@@ -15,6 +15,7 @@ from tests.conftest import executable
 from tests.model.published import write_published
 from tests.pipes.conftest import Model
 from tests.unpack import unpack
+from toastkit.model.locate import CRUMB
 
 
 @pytest.fixture
@@ -154,6 +155,23 @@ def test_supported(model: Model) -> None:
     records = [json.loads(line) for line in ok(model("info", "--supported", "--json")).splitlines()]
     assert len(records) == len(rows) > 50
     assert {r["model_type"] for r in records} >= {"llama", "qwen3_next", "gpt_oss"}
+
+
+# --------------------------------------------------------------------------------------- bake
+
+
+def test_weights_are_what_the_command_line_says(model: Model, tmp_path: Path) -> None:
+    out = tmp_path / "same.toast"
+    env = {"TOAST_QUANT": "2", "TOAST_MODE": "mxfp4", "TOAST_GROUP_SIZE": "32"}
+    ok(model("bake", "crumb", "-o", str(out), env=env))
+    assert abs(out.stat().st_size - CRUMB.stat().st_size) < 1 << 16
+
+
+@pytest.mark.parametrize("name", ["sp ace", ".hidden", "-dash"])
+def test_a_file_that_could_not_be_found_by_its_name(model: Model, tmp_path: Path, name) -> None:
+    unpack(tmp_path / name)
+    hint = refused(model("bake", str(tmp_path / name)), 64, f"a model called {name!r}")
+    assert hint == "  hint: give -o FILE"
 
 
 # ---------------------------------------------------------------------------------------- rm

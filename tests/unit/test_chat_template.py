@@ -147,6 +147,17 @@ def test_null_is_as_good_as_absent_but_for_content() -> None:
     )
 
 
+def test_null_content_is_left_out_for_a_template_that_fails_with_it() -> None:
+    """As transformers has it; or it is empty, where that is what the template can do with."""
+    message = {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}
+    harmony = "{% if 'content' in messages[0] %}{{ 'x' in messages[0].content }}{% endif %}calls"
+    for template, text in ((harmony, "calls"), ("{{ messages[0].content + '!' }}", "!")):
+        assert render(template, [message], special_tokens={}) == text
+    both = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, message]
+    template = "{% for m in messages %}{{ m.content + '!' }}{% endfor %}"
+    assert render(template, both, special_tokens={}) == "hi!!"
+
+
 def test_what_a_template_makes_no_use_of_is_said() -> None:
     notes: list[str] = []
     template = (

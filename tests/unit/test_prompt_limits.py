@@ -6,9 +6,12 @@ import random
 from functools import lru_cache
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, normalizers
 
+from tests.unit.test_turns import Files
 from toastkit.errors import DataError
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
@@ -52,6 +55,28 @@ def test_truncation_looks_at_the_ends_only(before: str, seed: int, raw: bool) ->
     assert stage.shortened(long, 48) is not long
     assert found == ReadsAll(files, config, options, tokenizer).encode(long)
     assert 0 < len(found) <= 48
+
+
+@given(length=st.integers(20, 80), word=st.sampled_from(["a", "ab ", "\u00e9a"]))
+def test_truncation_where_a_blank_comes_before_any_text(length: int, word: str) -> None:
+    """As with sentencepiece: a text that loses it has it again when it is tokenised."""
+    letters = {letter: n for n, letter in enumerate("\u2581ab\u00e9:")}
+    whole = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    whole.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    whole.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    files = locate("crumb")
+    tokenizer = Tokenizer(Files(whole))
+    tokenizer.chat_template = "{% for m in messages %}:{{ m.content }}{% endfor %}"
+    options = PromptOptions(truncate=True, max_tokens=8)
+    stage = PromptTokenizer(files, load_config(files)._replace(context=40), options, tokenizer)
+    text = (word * length)[:length]
+    left = tokenizer.decode(stage.encode(Prompt(messages=[user("a"), user(text)])))
+    assert left.startswith(":a:") and text.endswith(left[3:])
+    assert left == f":a:{text}" if length < 36 else 0 < len(left) <= 40
 
 
 def test_truncation_goes_through_many_messages_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,12 @@ def test_eos_is_the_union_of_all_places() -> None:
     assert tokenizer.eos_ids == [2, 7, 8, 9]
     assert llama_like(config__json={"eos_token_id": None}).eos_ids == []
     assert llama_like(config__json={"eos_token_id": True}).eos_ids == []
+    assert llama_like(config__json={"eos_token_id": [2, -1, 1 << 32, 1 << 64]}).eos_ids == [2]
+
+
+def test_a_special_token_that_is_no_text() -> None:
+    with pytest.raises(DataError, match="bos_token: half of a character"):
+        llama_like(tokenizer_config__json={"bos_token": "\ud800"})
 
 
 def end_of_turn(template: str, special: list[str], plain: list[str]) -> list[str]:

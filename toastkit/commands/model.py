@@ -167,11 +167,24 @@ def rm(name: str, **flags) -> int:
     metavar="FILE.toast",
     help="Where to (default: toastkit's folder, NAME.toast).",
 )
-@click.option("--quant", type=int, metavar="BITS", help="Quantise to so many bits a weight.")
-@click.option("--group-size", type=int, metavar="G", help="Weights that share a scale.")
 @click.option(
-    "--mode", type=click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"]), help="How to quantise."
+    "--quant",
+    type=int,
+    metavar="BITS",
+    allow_from_autoenv=False,
+    help="Quantise to so many bits a weight.",
 )
+@click.option(
+    "--group-size",
+    type=int,
+    metavar="G",
+    allow_from_autoenv=False,
+    help="Weights that share a scale.",
+)
+@click.option(
+    "--mode", type=click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"]), allow_from_autoenv=False,
+    help="How to quantise.",
+)  # fmt: skip
 @click.option(
     "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), allow_from_autoenv=False,
     help="Type of the weights that are not quantised.",
@@ -216,7 +229,7 @@ def _gears(text: str | None) -> tuple[str, ...]:
 def _bake_output(files, flags: dict[str, Any]) -> Path:
     """Where the file goes. Refuses one that exists unless --force."""
     from toastkit.errors import CannotCreateError, from_os_error
-    from toastkit.model.locate import models_home
+    from toastkit.model.locate import OWN_NAME, models_home
     from toastkit.model.toast_format import SUFFIX
     from toastkit.private_files import make_private_directories
 
@@ -227,6 +240,10 @@ def _bake_output(files, flags: dict[str, Any]) -> Path:
             raise UsageError(f"-o takes a name that ends in {SUFFIX}, not {given[:200]!r}")
     else:
         stem = files.name.rstrip("/").rpartition("/")[2].removesuffix(SUFFIX)
+        if not OWN_NAME.fullmatch(stem):
+            raise UsageError(
+                f"-m would not find a model called {stem[:200]!r}", hint="give -o FILE"
+            )
         out = models_home() / f"{stem}{SUFFIX}"
         try:
             make_private_directories(out.parent)

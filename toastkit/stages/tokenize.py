@@ -239,14 +239,18 @@ class PromptTokenizer:
             return ids[-room:]
         messages = list(prompt.messages)
         lengths = [len(content_text(message)) for message in whole.messages]
-        excess = len(ids) - room
+        excess, more = len(ids) - room, 0
         while excess > 0:
             longest = max(range(len(lengths)), key=lengths.__getitem__)
-            content = self.tokenizer.encode(content_text(messages[longest]), add_special=False)
+            text = content_text(messages[longest])
+            content = self.tokenizer.encode(text, add_special=False)
             if not content:
                 raise DataError(f"the prompt cannot be cut down to {room} tokens")
             # Half a character has more tokens than it had: it goes with the rest.
-            left = self.tokenizer.decode(content[excess:]).lstrip("\ufffd")
+            left = self.tokenizer.decode(content[excess + more :]).lstrip("\ufffd")
+            if len(left) >= len(text):  # what sentencepiece puts before any text comes again
+                more += 1
+                continue
             messages[longest], lengths[longest] = with_text(messages[longest], left), len(left)
             excess -= len(content)
             if excess <= 0:

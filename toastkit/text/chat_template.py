@@ -7,7 +7,7 @@ own (toastkit.text.template_child); the embedded model's, known by its hash, in 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from toastkit.errors import DataError, did_you_mean
@@ -32,10 +32,11 @@ def render(
 ) -> str:
     """The prompt's text.
 
-    template: Jinja source. messages: {role, content}, as the user wrote them; parts of content are
-    joined only for a template that fails with them. special_tokens: bos_token, eos_token, ... ->
-    text. arguments: the user's own variables. tools: JSON schemas. note: is told a line for each of
-    those that the template makes no use of, and when content was joined.
+    template: Jinja source. messages: {role, content}, as the user wrote them; only for a template
+    that fails with them parts of content are joined, and content that is null is left out.
+    special_tokens: bos_token, eos_token, ... -> text. arguments: the user's own variables. tools:
+    JSON schemas. note: is told a line for each of those that the template makes no use of, and when
+    content was joined.
     Raises DataError, one line, for a template that is broken, refuses the messages, costs too much
     or tries to leave its sandbox, and for arguments that cannot mean what they say;
     UnavailableError where its process cannot be started.
@@ -53,12 +54,13 @@ def render(
     given = [*arguments, *([] if tools is None else ["tools"])]
     reply = _answer(template, variables, given)
     if "error" in reply and not reply.get("stopped"):
-        joined = _without_parts(variables["messages"])
-        second = _answer(template, {**variables, "messages": joined}, given) if joined else reply
-        if "error" not in second:
-            reply = second
-            if note is not None:
-                note("the chat template takes no content in parts: they are joined")
+        for other, line in _otherwise(variables["messages"]):
+            second = _answer(template, {**variables, "messages": other}, given)
+            if "error" not in second:
+                reply = second
+                if note is not None and line:
+                    note(line)
+                break
     if "error" in reply:
         stopped = "stopped, " if reply.get("stopped") else ""
         hint = _HINT if stopped else None
@@ -94,12 +96,19 @@ def _as_transformers_has_it(message: dict) -> dict:
     return kept
 
 
-def _without_parts(messages: list[dict]) -> list[dict]:
-    """The messages with the parts of every content joined; none where no content has parts."""
-    parts = [isinstance(message.get("content"), list) for message in messages]
-    if not any(parts):
-        return []
-    return [{**m, "content": content_text(m)} if has else m for m, has in zip(messages, parts)]
+def _otherwise(messages: list[dict]) -> Iterator[tuple[list[dict], str]]:
+    """The messages with the parts of every content joined, and a line about that; with a content
+    that is null left out, as Hugging Face has it, and with an empty one in its place. Each only if
+    there are such."""
+    if any(isinstance(message.get("content"), list) for message in messages):
+        messages = [
+            {**m, "content": content_text(m)} if isinstance(m.get("content"), list) else m
+            for m in messages
+        ]
+        yield messages, "the chat template takes no content in parts: they are joined"
+    if any(message.get("content", "") is None for message in messages):
+        yield [{k: v for k, v in m.items() if v is not None} for m in messages], ""
+        yield [{**m, "content": m.get("content") or ""} for m in messages], ""
 
 
 def _answer(source: str, variables: dict[str, Any], arguments: list[str]) -> dict[str, Any]:

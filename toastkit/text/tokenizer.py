@@ -6,7 +6,7 @@ Reads tokenizer.json with the `tokenizers` package; transformers is not needed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ _END_OF_TURN = (
     "<turn|>", "<|end|>", "<|return|>", "<|call|>", "<|endofturn|>", "[|endofturn|]",
     "<|END_OF_TURN_TOKEN|>",
 )  # fmt: skip
+MOST_SHARED = 1 << 24  # ids that are numbered: more are holes
 _SPECIAL_NAMES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 
 
@@ -86,7 +87,9 @@ class Tokenizer:
         if len(text) <= pieces.PIECE:
             return self._encode(text, add_special, library.SECONDS)
         ids: list[int] = []
-        numbers = list(range(self.vocab_size))  # one object for each id, however many there are
+        numbers: Sequence[int] = range(self.vocab_size)
+        if len(numbers) <= MOST_SHARED:  # one object for each id, however many there are
+            numbers = list(numbers)
         ends = time.monotonic() + library.SECONDS
 
         def encode(part: str) -> list[int]:
@@ -288,6 +291,8 @@ def _special_tokens(settings: dict) -> dict[str, str]:
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str):
+            if any("\ud800" <= character <= "\udfff" for character in token):
+                raise DataError(f"{name}_token: half of a character (a lone surrogate): {token!r}")
             found[f"{name}_token"] = token
     return found
 
@@ -295,4 +300,4 @@ def _special_tokens(settings: dict) -> dict[str, str]:
 def _ids(value: Any) -> list[int]:
     """A token id or a list of them, as a list; what is no id is left out."""
     values = value if isinstance(value, list) else [value]
-    return [i for i in values if type(i) is int and i >= 0]
+    return [i for i in values if type(i) is int and 0 <= i < 1 << 32]
