@@ -367,6 +367,10 @@ def test_greedy_and_forced_feeds(tmp_path: Path) -> None:
     stream.begin(head)
     assert [stream.choose(logits) for _ in range(4)] == [Next(1), Next(2), Next(3), None]
     assert list(frames) == [Token(9, 9)]
+    frames = stream.listen(iter([Token(0, 1), head, Token(9, 9)]))  # no end comes before the next
+    stream.begin(head)
+    assert [stream.choose(logits) for _ in range(3)] == [Next(1), None, None]
+    assert list(frames) == [head, Token(9, 9)]
 
 
 def test_forced_ids_from_a_file(tmp_path: Path) -> None:

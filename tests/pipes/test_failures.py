@@ -3,6 +3,7 @@ full disks. The other stages end by themselves, with the right status and a whol
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from tests.forked import start
 from tests.pipes.pipelines import STAGES, STORY, TIMEOUT, WHO, WHO_ANSWER, Pipeline, run_pipeline
+from toastkit.frames import End, FrameReader
 
 HANDOVER_SECONDS = 2  # of stages.run.pipe_prefill, which imports MLX
 ENDLESS = {"sample": ["--ignore-eos"]}
@@ -52,6 +54,38 @@ def test_a_stage_is_killed_in_mid_run(victim: str, statuses: list[int], tmp_path
     assert len(ids) == 19 if victim == "decode" else len(ids) > 19
     if victim == "decode":  # its session is free, and goes on
         assert run_pipeline(WHO, {"prefill": ["--session", str(session)]}).out == WHO_ANSWER
+
+
+@pytest.mark.parametrize(
+    ("stage", "number", "statuses"),
+    [
+        ("entropy-gear", signal.SIGHUP, [0, 0, SIGPIPE, 129, 130, 130]),
+        ("sample", signal.SIGTERM, [0, 0, SIGPIPE, SIGPIPE, 143, 130]),
+        ("detokenize", signal.SIGINT, [0, 0, SIGPIPE, SIGPIPE, SIGPIPE, 130]),
+    ],
+)
+def test_one_stage_is_told_to_end(stage: str, number: int, statuses: list[int]):
+    """It ends the run for those behind it, and those before it find that it has gone."""
+    pipeline = Pipeline(STORY, {**ENDLESS, "sample": ["--ignore-eos", "-n", "4000"]})
+    pipeline.first_output()
+    pipeline.process(stage).send_signal(number)
+    result = pipeline.finish()
+    assert result.statuses == statuses and result.errors == []
+    assert result.out.endswith(b"\n")
+
+
+@pytest.mark.parametrize("name", ["sample", "frames"])
+def test_a_filter_that_waits_is_told_to_end(toast, name: str):
+    stream = toast("tokenize", WHO).stdout
+    process = start(name, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.stdin.write(stream)
+    process.stdin.flush()
+    first = os.read(process.stdout.fileno(), 1)  # it has begun
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 143
+    frames = list(FrameReader(io.BytesIO(first + out)))
+    assert frames[-1] == End("interrupt", 0)
 
 
 def test_prefill_keeps_the_next_prompt_for_as_long_as_an_answer_lasts():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import select
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
@@ -20,20 +21,36 @@ from toastkit.errors import (
     as_toast_error,
     from_os_error,
 )
-from toastkit.frames import End, Error, Frame, FrameReader, FrameWriter, starts_frames
+from toastkit.frames import (
+    End,
+    Error,
+    Frame,
+    FrameReader,
+    FrameWriter,
+    Head,
+    Token,
+    starts_frames,
+)  # fmt: skip
 from toastkit.interrupts import Signals
 from toastkit.stages.streams import BEGIN
+
+GRACE = 1.0  # seconds that the end of a run is waited for after a signal, which decode got too
 
 
 class WatchedInput:
     """stdin as a binary stream whose reads end with BrokenPipeError once stdout's reader is gone:
-    a filter that waits for input would otherwise never notice."""
+    a filter that waits for input would otherwise never notice. signals: a moment after the first,
+    the stream is at its end."""
 
-    def __init__(self, first: bytes = b""):
+    def __init__(self, first: bytes = b"", signals: Signals | None = None):
         self._first = first
         self.began = first[:1]  # what the stream began with, once it has
         self._poll = select.poll()
         self._poll.register(0, select.POLLIN)
+        self._signals = -1 if signals is None else signals.fileno()
+        self._until: float | None = None
+        if signals is not None:
+            self._poll.register(self._signals, select.POLLIN)
         if not os.isatty(1):
             self._poll.register(1, 0)
 
@@ -43,9 +60,15 @@ class WatchedInput:
             first, self._first = self._first, b""
             return first
         while True:
-            ready = dict(self._poll.poll())
+            left = None if self._until is None else (self._until - time.monotonic()) * 1000
+            if left is not None and left <= 0:
+                return b""
+            ready = dict(self._poll.poll(left))
             if ready.get(1, 0) & GONE:
                 raise BrokenPipeError
+            if self._signals in ready:
+                self._poll.unregister(self._signals)
+                self._until = time.monotonic() + GRACE
             if 0 in ready:
                 data = os.read(0, size)
                 self.began = self.began or data[:1]
@@ -76,12 +99,12 @@ class _ToNext(FrameWriter):
             ) from error
 
 
-def frames_in(first: bytes = b"") -> Iterator[Frame]:
-    """The frames on stdin, which notices when stdout's reader has gone. first: bytes of them that
-    were read already. Raises UsageError where stdin is a terminal."""
+def frames_in(first: bytes = b"", signals: Signals | None = None) -> Iterator[Frame]:
+    """The frames on stdin, see WatchedInput. first: bytes of them that were read already. Raises
+    UsageError where stdin is a terminal."""
     if not first and os.isatty(0):
         raise UsageError("frames are not read from a terminal", hint=BEGIN)
-    source = WatchedInput(first)
+    source = WatchedInput(first, signals)
     try:
         yield from FrameReader(source)
     except FrameError as error:
@@ -96,17 +119,23 @@ def run_filter(
     name: str,
     first: bytes = b"",
     write: Callable[[Frame], None] | None = None,
+    heeds: bool = False,
 ) -> int:
     """Runs a stage between stdin and stdout and returns the exit code.
 
     build(frames, signals): the stage's generator. first: bytes of stdin that were read already.
-    write(frame): what to do with each frame; by default it goes to stdout.
+    write(frame): what to do with each frame; by default it goes to stdout. heeds: the stage looks
+    at signals itself; for others the run ends where one comes.
     A failure is also sent on as an error frame, so that the stages below end with the same code.
     """
     signals = Signals()
     sends_frames = write is None
     put = write or frame_writer().write
-    stage = build(_patiently(frames_in(first), signals), signals)
+    if heeds:
+        frames = _patiently(frames_in(first), signals)
+    else:
+        frames = _ended(_patiently(frames_in(first, signals), signals), signals)
+    stage = build(frames, signals)
     interrupted = False
     try:
         for frame in stage:
@@ -132,6 +161,26 @@ def _patiently(frames: Iterable[Frame], signals: Signals) -> Iterator[Frame]:
     for frame in frames:
         signals.patient = True
         yield frame
+
+
+def _ended(frames: Iterable[Frame], signals: Signals) -> Iterator[Frame]:
+    """The frames, and an end of the run where the stream was left at a signal before it came."""
+    tokens: int | None = None  # of the run that is open
+    try:
+        for frame in frames:
+            kind = type(frame)
+            if kind is Token and tokens is not None:
+                tokens += 1
+            elif kind is Head:
+                tokens = 0
+            elif kind is End:
+                tokens = None
+            yield frame
+    except FrameError:  # it was left in the middle of a frame
+        if not signals:
+            raise
+    if signals and tokens is not None:
+        yield End("interrupt", tokens)
 
 
 def _close(stage: Iterator[Frame]) -> None:

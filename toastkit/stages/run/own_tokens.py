@@ -6,7 +6,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from toastkit.errors import DataError, from_os_error
-from toastkit.frames import End, Frame, FrameReader, Head, Token, Tokens, starts_frames, unpack_ids
+from toastkit.frames import (
+    End,
+    Error,
+    Frame,
+    FrameReader,
+    Head,
+    Token,
+    Tokens,
+    starts_frames,
+    unpack_ids,
+)  # fmt: skip
 from toastkit.stages.feed import bare_ids
 from toastkit.stages.run.protocol import Next
 
@@ -36,11 +46,17 @@ class ForcedFeed:
         self._given = ids
         self._waiting: deque[int] = deque()
         self._frames: Iterator[Frame] = iter(())
+        self._next: Frame | None = None  # which was seen, and is the next run's
 
     def listen(self, frames: Iterable[Frame]) -> Iterator[Frame]:
         """The stream, from which tokens are taken when the next one is wanted."""
         self._frames = iter(frames)
-        return self._frames
+        return self._rest()
+
+    def _rest(self) -> Iterator[Frame]:
+        while (frame := self._next or next(self._frames, None)) is not None:
+            self._next = None
+            yield frame
 
     def begin(self, head: Head) -> None:
         """Takes the next run."""
@@ -48,7 +64,7 @@ class ForcedFeed:
 
     def choose(self, logits: memoryview[float]) -> Next | None:
         """The next given token, None after the last. logits: float32 (vocab,), not looked at."""
-        if not self._waiting and self._given is None:
+        if not self._waiting and self._given is None and self._next is None:
             self._pull()
         return Next(self._waiting.popleft()) if self._waiting else None
 
@@ -61,6 +77,9 @@ class ForcedFeed:
                 self._waiting.extend(unpack_ids(frame.ids))
                 return
             if isinstance(frame, End):
+                return
+            if isinstance(frame, (Head, Error)):
+                self._next = frame
                 return
 
 
