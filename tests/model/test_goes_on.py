@@ -24,8 +24,10 @@ from toastkit.daemon.spill import Spill
 from toastkit.engine.batch import Batch, can_batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
+from toastkit.engine.policy_options import PolicyOptions
 from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
+from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store.ledger import CACHE
 
 pytestmark = pytest.mark.usefixtures("homes")
@@ -270,6 +272,20 @@ def test_a_model_that_becomes_another_while_it_rests(start, model: Path) -> None
     assert answer_of(channel) == expected and channel.one("stats")["cached"] == 0
     assert running.worker.status()["fingerprint"] == fingerprint(locate(str(model)))
     assert running.said == []
+
+
+def test_files_that_are_others_with_the_same_bytes(start, model: Path) -> None:
+    """Layers that are read from them are not taken for the model's; a reload takes them."""
+    running = start(policies=PolicyOptions(residency=ResidencyOptions("layers", 0)))
+    answer = running.answer()
+    for path in model.glob("*.safetensors"):
+        path.touch()
+    channel = running.ask()
+    done(channel)
+    assert "have changed" in channel.one("error")["message"]
+    running.worker.reload()
+    until(lambda: running.said)
+    assert running.said[-1] == f"reloaded {model}" and running.answer() == answer
 
 
 def test_a_session_of_which_nothing_is_to_be_kept(start, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.savepoints import always_cut
 from toastkit.engine.state import ModelState
-from toastkit.errors import as_toast_error
+from toastkit.errors import ToastError, as_toast_error
 from toastkit.holdings.policy import NO_WISH, warn_of_memory
 
 if TYPE_CHECKING:
@@ -211,6 +211,15 @@ class Service:
         """The same, at once."""
         self.memory_warning()
         self.engine.decide(NO_WISH)
+
+    def has_moved(self) -> bool:
+        """Whether the model's files are others, if perhaps of the same bytes: who reads layers or
+        experts from them does not take them for its own."""
+        try:
+            self.engine.holdings.store.check_files()
+        except ToastError:
+            return True
+        return False
 
     def probe(self) -> None:
         """Runs one step of the model, to see that it still does."""

@@ -354,7 +354,7 @@ class Worker:
         self._reloading = False
         try:
             preparer = current_model(self.settings, self._readers, self._preparer)
-            if preparer is self._preparer:
+            if preparer is self._preparer and not (self._service and self._service.has_moved()):
                 return self._say(f"{preparer.files.name} has not changed")
             if self._service is not None:
                 self._service.let_attached_go()

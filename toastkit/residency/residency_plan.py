@@ -20,6 +20,7 @@ from toastkit.residency.sizing import (
     least_budget,
     needed,
 )
+from toastkit.text.exact_size import exact_size
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,9 @@ def plan_residency(
 
 def _refusal(name: str, memory: Memory, least: int, tokens: int) -> UsageError:
     up = -(-least // (1 << 20))
-    have = f"{memory.size / (1 << 20):.0f}M"
-    what = f"--mem {have}" if memory.given else f"{have} of memory are available"
+    what = f"{memory.size >> 20}M of memory are available"
+    if memory.given:
+        what = f"--mem {exact_size(memory.size)}"
     return UsageError(
         f"{what}: {name} needs {up}M at least, with {tokens:,} tokens of context",
         hint="that is what lies outside its layers, two of them, and caches",

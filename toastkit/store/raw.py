@@ -214,7 +214,7 @@ class RawTensors:
         """What is to be said of files that are no longer those that were opened."""
         return DataError(
             f"{self._files.name}: its files have changed since the model was loaded",
-            hint="start again, or keep the originals with a larger --gear-cache",
+            hint="start again; toasted reload has a daemon do so",
         )
 
 
