@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from toastkit.frames import (
 )
 from toastkit.model.config import fingerprint, load_config
 from toastkit.model.locate import locate
+from toastkit.session.feed import FeedReader
 
 PROMPTS = json.loads((Path(__file__).parent.parent / "reference.json").read_bytes())["prompts"]
 FLOAT32 = ["--dtype", "float32"]
@@ -268,3 +270,15 @@ def test_prompts_that_cannot_be_read(pipeline, ids: list[int], message: str) -> 
         ["prefill"], ["decode"], stdin=dumps(head) + dumps(Tokens(pack_ids(ids)))
     )  # fmt: skip
     assert done.codes == [65, 65] and f"toast-prefill: {message}\n" in done.errors[0]
+
+
+@pytest.mark.parametrize(
+    "text", [b"43 565", b"\n 43\n\n565\n", b'\n {"k": "token", "pos": 3, "id": 43}']
+)
+def test_what_is_fed_may_begin_with_blanks(toast, tmp_path: Path, text: bytes) -> None:
+    os.mkfifo(tmp_path / "feed", 0o600)
+    reader = FeedReader(tmp_path / "feed")
+    assert toast("feed", "--run", str(tmp_path), stdin=text).returncode == 0
+    ids = [message.id for message in reader.read_available() if message.id is not None]
+    reader.close()
+    assert ids == ([43] if b"k" in text else [43, 565])

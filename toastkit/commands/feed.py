@@ -74,13 +74,14 @@ def _follow(path: str | None, ignore_eos: bool) -> int:
     from toastkit.stages.feed import bare_ids, feed_tokens
     from toastkit.stages.jsonl import json_frames
 
-    first = os.read(0, 1)
+    while (first := os.read(0, 1)).isspace():  # blank lines, and blanks, mean nothing
+        pass
     if starts_frames(first):
         return run_filter(
             lambda frames, signals: feed_tokens(frames, path, ignore_eos), "feed", first
         )
     source = WatchedInput(first)
-    frames = json_frames(source) if first in (b"{", b"\n") else bare_ids(source)
+    frames = json_frames(source) if first == b"{" else bare_ids(source)
     if first != b"{" and path is None:
         raise UsageError("which run? give --run or --session, or let a head frame name it")
     return run_filter(lambda _, signals: feed_tokens(frames, path, ignore_eos), "feed")

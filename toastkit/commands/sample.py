@@ -38,7 +38,7 @@ def _seed(head: Head) -> int | None:
     """The seed that a recorded stream was drawn with."""
     record = head.extra.get("sampling")
     seed = record.get("seed") if isinstance(record, dict) else None
-    return seed if isinstance(seed, int) and 0 <= seed < 2**64 else None
+    return seed if type(seed) is int and 0 <= seed < 2**64 else None
 
 
 def _defaults(head: Head) -> dict[str, Any]:
