@@ -82,7 +82,8 @@ class Turns:
             self._keep(question, answer)
             raise
         except UnavailableError as error:
-            error.hint = error.hint or self._way_on("the last turn")
+            if answer.text:
+                error.hint = error.hint or self._way_on("the last turn")
             raise
         self._finish(answer)
         return answer

@@ -103,7 +103,8 @@ def _steps(
         if state.passed is not None:
             fallbacks.append(state.passed.fallback)
         steps += 1
-        if steps == options.steps:
+        last = steps == options.steps
+        if last and not run.answers:  # nobody need send a token for it
             return End("length", drawn)
         following = run.next()
         token, end = following.token, following.end
@@ -116,7 +117,7 @@ def _steps(
         if isinstance(token, int) and token >= engine.vocab:
             raise DataError(f"token {token} is outside the vocabulary of {engine.vocab}")
         full = context is not None and len(state.tokens) >= context
-        if end is None and (full or drawn == options.max_tokens):
+        if end is None and (full or last or drawn == options.max_tokens):
             end = "length"
         # A kept session holds every token of the answer, the last one too.
         if not full and (end is None or run.keeps(state)):

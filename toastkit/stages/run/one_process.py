@@ -57,7 +57,7 @@ class LocalRuns(SessionRuns):
         reader_gone: Callable[[], bool] = lambda: False,
         deferred: bool = True,
     ):
-        self.deferred = deferred
+        self.deferred, self.answers = deferred, False
         self.feed = LocalFeed()
         self.abandoned = reader_gone
         self._name = session_name

@@ -64,6 +64,7 @@ class PipeRun:
 
     def __init__(self, end: DecodeEnd, head: Head, session_path: str):
         self.head = head
+        self.answers = end.own is not None
         self._end = end
         self._session_path = session_path
         self._session: Session | None = None
