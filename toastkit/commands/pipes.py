@@ -30,7 +30,7 @@ from toastkit.frames import (
     Head,
     Token,
     starts_frames,
-)  # fmt: skip
+)
 from toastkit.interrupts import Signals
 from toastkit.stages.streams import BEGIN
 

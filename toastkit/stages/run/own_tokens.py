@@ -16,7 +16,7 @@ from toastkit.frames import (
     Tokens,
     starts_frames,
     unpack_ids,
-)  # fmt: skip
+)
 from toastkit.stages.feed import bare_ids
 from toastkit.stages.run.protocol import Next
 
