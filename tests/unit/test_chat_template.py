@@ -155,7 +155,9 @@ def test_null_content_is_left_out_for_a_template_that_fails_with_it() -> None:
         assert render(template, [message], special_tokens={}) == text
     both = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, message]
     template = "{% for m in messages %}{{ m.content + '!' }}{% endfor %}"
-    assert render(template, both, special_tokens={}) == "hi!!"
+    told: list[str] = []
+    assert render(template, both, special_tokens={}, note=told.append) == "hi!!"
+    assert told == ["the chat template takes no content in parts: they are joined"]
 
 
 def test_what_a_template_makes_no_use_of_is_said() -> None:

@@ -168,19 +168,13 @@ def rm(name: str, **flags) -> int:
     help="Where to (default: toastkit's folder, NAME.toast).",
 )
 @click.option(
-    "--quant",
-    type=int,
-    metavar="BITS",
-    allow_from_autoenv=False,
+    "--quant", type=int, metavar="BITS", allow_from_autoenv=False,
     help="Quantise to so many bits a weight.",
-)
+)  # fmt: skip
 @click.option(
-    "--group-size",
-    type=int,
-    metavar="G",
-    allow_from_autoenv=False,
+    "--group-size", type=int, metavar="G", allow_from_autoenv=False,
     help="Weights that share a scale.",
-)
+)  # fmt: skip
 @click.option(
     "--mode", type=click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"]), allow_from_autoenv=False,
     help="How to quantise.",

@@ -21,16 +21,7 @@ from toastkit.errors import (
     as_toast_error,
     from_os_error,
 )
-from toastkit.frames import (
-    End,
-    Error,
-    Frame,
-    FrameReader,
-    FrameWriter,
-    Head,
-    Token,
-    starts_frames,
-)
+from toastkit.frames import End, Error, Frame, FrameReader, FrameWriter, Head, Token, starts_frames
 from toastkit.interrupts import Signals
 from toastkit.stages.streams import BEGIN
 

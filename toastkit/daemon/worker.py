@@ -154,8 +154,8 @@ class Worker:
             self._draining = True
             waiting, self._waiting = self._waiting, []
             self._condition.notify()
+        error = UnavailableError("the daemon is shutting down")
         for *_, prepared, channel in waiting:
-            error = UnavailableError("the daemon is shutting down")
             self._refuse(prepared.request, channel, error)
 
     def idle(self) -> bool:

@@ -167,8 +167,7 @@ def can_batch(engine: Engine) -> bool | None:
     """Whether states of this model can step together: its caches can be merged, and two states of
     different lengths come out as they do alone, with MoBiLE one that is run again too. (An
     architecture may ignore the padding, in its caches or, as AFM 7, in its logits alone; that shows
-    here.) None where the trial failed for a reason
-    that may pass. Runs some sixty tokens."""
+    here.) None where the trial failed for a reason that may pass. Runs some sixty tokens."""
     if not all(hasattr(layer, "merge") for layer in engine.new_cache()):
         return False
     most, experts = engine.vocab - 1, engine.experts
@@ -188,12 +187,12 @@ def can_batch(engine: Engine) -> bool | None:
                 [together[1].logits] = batch.run_again(both, before, [1])
             for state in alone:
                 state.logits = engine.step(right, state.cache)
-        if not all(_close(a.logits, b.logits, engine) for a, b in zip(together, alone)):
+        if not _alike(together, alone, engine):  # while one is padded
             return False
         batch.leave([together[0]])
         for state in (together[0], alone[0]):
             state.logits = engine.step(last, state.cache)
-        return all(_close(a.logits, b.logits, engine) for a, b in zip(together, alone))
+        return _alike(together, alone, engine)
     except (ValueError, TypeError, AttributeError, IndexError, NotImplementedError):
         return False  # these caches, or this model, are not made for it
     except Exception:
@@ -206,6 +205,10 @@ def _states(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[ModelState
         cache = engine.new_cache()
         states.append(ModelState(cache, list(ids), engine.prefill(ids, cache)[1]))
     return states
+
+
+def _alike(some: list[ModelState], others: list[ModelState], engine: Engine) -> bool:
+    return all(_close(a.logits, b.logits, engine) for a, b in zip(some, others))
 
 
 def _close(a: Any, b: Any, engine: Engine) -> bool:

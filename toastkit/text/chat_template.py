@@ -97,18 +97,21 @@ def _as_transformers_has_it(message: dict) -> dict:
 
 
 def _otherwise(messages: list[dict]) -> Iterator[tuple[list[dict], str]]:
-    """The messages with the parts of every content joined, and a line about that; with a content
-    that is null left out, as Hugging Face has it, and with an empty one in its place. Each only if
-    there are such."""
+    """The messages with the parts of every content joined; with those, if there were any, and a
+    content that is null left out, as Hugging Face has it, and with an empty one in its place. Each
+    only if there are such, beside a line about joined parts."""
+    line = ""
     if any(isinstance(message.get("content"), list) for message in messages):
         messages = [
             {**m, "content": content_text(m)} if isinstance(m.get("content"), list) else m
             for m in messages
         ]
-        yield messages, "the chat template takes no content in parts: they are joined"
-    if any(message.get("content", "") is None for message in messages):
-        yield [{k: v for k, v in m.items() if v is not None} for m in messages], ""
-        yield [{**m, "content": m.get("content") or ""} for m in messages], ""
+        line = "the chat template takes no content in parts: they are joined"
+        yield messages, line
+    null = [message.get("content", "") is None for message in messages]
+    if any(null):
+        yield [{k: v for k, v in m.items() if v is not None} for m in messages], line
+        yield [{**m, "content": ""} if is_null else m for m, is_null in zip(messages, null)], line
 
 
 def _answer(source: str, variables: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
