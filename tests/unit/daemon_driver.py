@@ -2,7 +2,8 @@
 
 -m says what the worker is like: broken, slow or mortal ones fail to load, take their time, or take
 the process with them. SIGUSR1 lets a prompt "hold" go; "die" ends the worker's thread; "stuck"
-can be neither finished nor cancelled.
+can be neither finished nor cancelled. SIGNAL_AT_BIRTH is one that comes between the making of the
+socket and the first line after it.
 """
 
 from __future__ import annotations
@@ -73,6 +74,15 @@ def main() -> None:
     fake.Worker = Worker  # type: ignore[attr-defined]
     sys.modules["toastkit.daemon.worker"] = fake
     life.CANCEL_SECONDS = float(os.environ.get("CANCEL_SECONDS", life.CANCEL_SECONDS))
+    if number := int(os.environ.get("SIGNAL_AT_BIRTH", "0")):
+        make = life.SocketFile.make
+
+        def make_and_signal(path: str) -> life.SocketFile:
+            made = make(path)
+            os.kill(os.getpid(), number)
+            return made
+
+        life.SocketFile.make = make_and_signal  # type: ignore[method-assign]
     from toastkit.commands.toasted import main as command
 
     command()

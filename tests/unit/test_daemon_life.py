@@ -187,6 +187,13 @@ def test_a_signal_while_it_loads(home: Home, number: int, code: int) -> None:
     assert client.line() is None and home.is_clean()
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_as_its_socket_is_made(home: Home, number: int, code: int) -> None:
+    process = home.start("-m", "slow", ready=False, SIGNAL_AT_BIRTH=str(int(number)))
+    assert ended(process) == (code, "")
+    assert home.is_clean()
+
+
 def test_who_connects_while_it_loads_is_answered(home: Home) -> None:
     home.start("-m", "slow0.2", ready=False)
     eventually(home.socket.exists)

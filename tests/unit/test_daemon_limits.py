@@ -139,7 +139,7 @@ def test_a_thousand_connections_leave_nothing() -> None:
                 client.send([b'{"prompt": "x"', b'{"prompt": "hi"}\n'][n % 2])
             client.close()
         eventually(lambda: running.connections == 0)
-        eventually(lambda: open_descriptors() == before)
+        eventually(lambda: open_descriptors() <= before)
         assert running.client().ask({"prompt": "hi"})["end"]["text"] == "hi"
 
 

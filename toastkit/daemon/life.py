@@ -15,8 +15,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -115,6 +115,15 @@ class Signals:
             number, before = self._before.popitem()
             signal.signal(number, before)
 
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Puts the end off until the body is through. Raises Ended where one was asked for."""
+        self.patient = True
+        yield
+        self.patient = False
+        if self.ends:
+            raise Ended(self.code)
+
     @property
     def code(self) -> int:
         """The exit code that the first of them makes: to end on request is no failure, Ctrl-C is
@@ -152,7 +161,8 @@ class Life:
 
     def run(self, make_worker: Callable[[], Worker]) -> int:
         """From the socket to the exit code."""
-        self._take_place()
+        with self._signals.noted():  # or what has just been made would be left
+            self._take_place()
         worker = make_worker()
         server = self._server = Server(
             self._listeners, worker, self._settings.limits,
