@@ -6,8 +6,7 @@ dataclasses below, unknown kinds become `Unknown`; fields that a kind does not k
 
     head -> tokens ... -> prefilled -> (logits -> token -> text)* -> end        (stats, error)
 
-An array is a msgpack ext value: type 1 carries its bytes, type 2 points into the run's logits
-ring; see arrays.py. Field types are checked against the annotations below.
+An array is a msgpack ext value, see arrays.py. Field types are checked against the annotations.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from types import UnionType
@@ -162,6 +161,16 @@ KINDS: dict[str, type] = {
 }  # fmt: skip
 NAMES = {cls: name for name, cls in KINDS.items()}
 
+GEARS, IDS, COUNTS = ("low", "mid", "high"), range(2**32), range(2**53)
+VALUES: dict[str, dict[str, Container]] = {  # of fields that not every value of their type is for
+    "head": {"v": range(1, SCHEMA_VERSION + 1), "vocab": range(1, MAX_VOCAB)},
+    "prefilled": {"n_past": COUNTS, "n_new": COUNTS, "n_cached": COUNTS},
+    "logits": {"pos": COUNTS, "gear": GEARS, "expected": GEARS},
+    "token": {"pos": COUNTS, "id": IDS, "gear": GEARS},
+    "error": {"code": range(1, 256)},
+    "end": {"reason": ("eos", "stop", "length", "interrupt", "error"), "n": COUNTS},
+}
+
 
 def _types(hint: Any) -> tuple[type, ...]:
     """The types that a field's value may have on the wire, from the annotation of the field."""
@@ -232,42 +241,34 @@ def _describe(value: Any) -> str:
 
 
 def _check_values(kind: str, frame: Any) -> None:
-    """Ranges that a type alone does not give."""
+    """What a type alone does not say."""
+    for name, valid in VALUES.get(kind, {}).items():
+        value = getattr(frame, name)
+        if value not in valid and value is not None:
+            if name == "v" and value > 0:
+                raise Invalid(f"schema version {value} is newer than {SCHEMA_VERSION}")
+            raise Invalid(f"{kind}.{name} cannot be {value!r:.40}")
     if kind == "head":
-        if frame.v > SCHEMA_VERSION:
-            raise Invalid(f"schema version {frame.v} is newer than {SCHEMA_VERSION}")
-        if not 0 < frame.vocab < MAX_VOCAB or frame.v < 1:
-            raise Invalid("head.vocab or head.v out of range")
         if not all(_is_id(i) for i in frame.eos):
             raise Invalid("head.eos holds something that is not a token id")
         runs = frame.run if isinstance(frame.run, list) else [frame.run or ""]
         if not all(type(r) is str and "\0" not in r for r in runs):
             raise Invalid("head.run holds something that is not a path")
-    elif kind == "tokens":
-        if len(frame.ids) % 4:
-            raise Invalid("tokens.ids is not a whole number of uint32")
-    elif kind == "token":
-        if not _is_id(frame.id) or not 0 <= frame.pos < 2**53:
-            raise Invalid("token.id or token.pos out of range")
-        if frame.top is not None:
-            for pair in frame.top:
-                if not (type(pair) is list and len(pair) == 2 and _is_id(pair[0])
-                        and type(pair[1]) in (int, float)):  # fmt: skip
-                    raise Invalid("token.top is not a list of [id, logprob]")
-    elif kind == "logits":
-        if not 0 <= frame.pos < 2**53:
-            raise Invalid("logits.pos out of range")
-        if isinstance(frame.logits, (int, float)) or isinstance(frame.entropy, (Array, Reference)):
-            raise Invalid("logits.logits is an array and logits.entropy a number")
-    elif kind == "prefilled":
-        if min(frame.n_past, frame.n_new, frame.n_cached) < 0:
-            raise Invalid("prefilled counts cannot be negative")
-    elif kind == "error" and not 1 <= frame.code <= 255:
-        raise Invalid(f"error.code {frame.code} is not the exit code of a failure, 1 to 255")
+    elif kind == "tokens" and len(frame.ids) % 4:
+        raise Invalid("tokens.ids is not a whole number of uint32")
+    elif kind == "token" and frame.top is not None:
+        for pair in frame.top:
+            if not (type(pair) is list and len(pair) == 2 and _is_id(pair[0])
+                    and type(pair[1]) in (int, float)):  # fmt: skip
+                raise Invalid("token.top is not a list of [id, logprob]")
+    elif kind == "logits" and (
+        isinstance(frame.logits, (int, float)) or isinstance(frame.entropy, (Array, Reference))
+    ):
+        raise Invalid("logits.logits is an array and logits.entropy a number")
 
 
 def _is_id(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**32
+    return type(value) is int and value in IDS
 
 
 class FrameReader:

@@ -23,7 +23,9 @@ token_ids = st.integers(0, 2**32 - 1)
 positions = st.integers(0, 2**53 - 1)
 numbers = st.one_of(st.integers(-(2**63), 2**64 - 1), st.floats(allow_nan=False))
 words = st.text(max_size=12)
+paths = words.filter(lambda text: "\0" not in text)
 seconds = st.floats(0, 1e6)
+gears = st.sampled_from(["low", "mid", "high"])
 dtypes = st.sampled_from(sorted(ITEM_BYTES))
 references = st.builds(
     Reference,
@@ -73,7 +75,7 @@ FIELDS = {
     "head": {
         "model": words, "fingerprint": words, "vocab": st.integers(1, 2**24 - 1),
         "eos": st.lists(token_ids, max_size=3), "session": maybe(words),
-        "run": st.one_of(st.none(), words, st.lists(words, max_size=2)), "dtype": maybe(words),
+        "run": st.one_of(st.none(), paths, st.lists(paths, max_size=2)), "dtype": maybe(words),
         "v": st.integers(1, SCHEMA_VERSION),
     },
     "tokens": {"ids": st.lists(token_ids, max_size=5).map(pack_ids), "role": words,
@@ -84,18 +86,20 @@ FIELDS = {
         "pos": positions, "logits": arrays, "seconds": maybe(seconds),
         "experts": maybe(st.dictionaries(words, st.integers(0, 9), max_size=2)),
         "entropy": maybe(seconds), "mean": maybe(seconds), "slope": maybe(st.floats(-9, 9)),
-        "gear": maybe(words), "shifted": maybe(st.booleans()), "reason": maybe(words),
-        "expected": maybe(words),
+        "gear": maybe(gears), "shifted": maybe(st.booleans()), "reason": maybe(words),
+        "expected": maybe(gears),
     },
     "token": {
         "pos": positions, "id": token_ids, "logprob": maybe(st.floats(-99, 0)),
         "top": maybe(st.lists(st.tuples(token_ids, st.floats(-9, 0)).map(list), max_size=3)),
-        "gear": maybe(words), "entropy": maybe(seconds),
+        "gear": maybe(gears), "entropy": maybe(seconds),
     },
     "text": {"s": words},
     "stats": {"stage": words},
     "error": {"code": st.integers(1, 255), "stage": words, "message": words, "hint": maybe(words)},
-    "end": {"reason": words, "n": st.integers(0, 2**40)},
+    "end": {
+        "reason": st.sampled_from(["eos", "stop", "length", "interrupt", "error"]), "n": positions,
+    },
 }  # fmt: skip
 
 frames = st.one_of(

@@ -4,7 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from toastkit.client.output import Progress, cached_line, usage_line
+from toastkit.client.output import Progress, TextOutput, cached_line, usage_line
+
+
+@pytest.mark.parametrize(
+    ("pieces", "whole", "shown"),
+    [
+        (["a", "", "b"], True, "ab\n"),
+        (["a\n"], True, "a\n"),
+        (["a\n", "b"], False, "a\nb\n"),
+        ([], True, "\n"),
+        ([""], False, ""),
+    ],
+)
+def test_each_answer_ends_its_line(capfdbinary, pieces, whole, shown) -> None:
+    """So does one without text, that the next prompt's answer may stand where it is looked for; but
+    for one that broke off before its first word."""
+    output = TextOutput()
+    for _ in range(2):
+        for piece in pieces:
+            output.put({"text": piece})
+        output.end(whole)
+    assert capfdbinary.readouterr().out.decode() == shown * 2
 
 
 class FakeBar:

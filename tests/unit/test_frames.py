@@ -346,7 +346,6 @@ WRONG = {
     "end-of-turn ids": {**HEAD, "eos": [-1]},
     "runs": {**HEAD, "run": ["a", 1]},
     "a run that no path is": {**HEAD, "run": "a\0b"},
-    "true for a number": {**HEAD, "vocab": True},
     "missing fields": {"k": "head", "model": "m"},
     "ids": {"k": "tokens", "ids": b"abc"},
     "ids as text": {"k": "tokens", "ids": "abcd"},
@@ -356,7 +355,11 @@ WRONG = {
     "alternatives": {"k": "token", "pos": 0, "id": 1, "top": [[1]]},
     "logits": {"k": "logits", "pos": 0, "logits": "abc"},
     "null for a field that must be": {"k": "text", "s": None},
+    "true for a number": {**HEAD, "vocab": True},
     "counts": {"k": "prefilled", "n_past": 1, "n_new": -1, "n_cached": 0, "seconds": 0.0},
+    "more tokens than can be": {"k": "end", "reason": "eos", "n": 2**53},
+    "an end that is none": {"k": "end", "reason": "done", "n": 1},
+    "a gear that is none": {"k": "token", "pos": 0, "id": 1, "gear": "fast"},
     "exit code": {"k": "error", "code": 256, "stage": "", "message": ""},
     "the exit code of success": {"k": "error", "code": 0, "stage": "", "message": ""},
     "a vocabulary that no frame holds": {**HEAD, "vocab": 1 << 24},
@@ -366,9 +369,8 @@ WRONG = {
 
 @pytest.mark.parametrize("fields", WRONG.values(), ids=WRONG)
 def test_a_map_that_is_not_a_frame(fields: dict) -> None:
-    first = dumps(End("eos", 0))
-    found, error = check(first + msgpack.packb(fields))
-    assert found == [End("eos", 0)] and error.offset == len(first)
+    found, error = check(dumps(End("eos", 0)) + msgpack.packb(fields))
+    assert found == [End("eos", 0)] and error.offset == len(dumps(found[0]))
 
 
 def test_a_newer_schema_says_both_versions() -> None:

@@ -1,4 +1,4 @@
-"""detokenize and the feeds of a run, as plain generators over frames made by hand."""
+"""tokenize and detokenize, and what fits together, as plain generators over frames made by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hand_made import EOS, Recorder, answer, draw, drawn, head, kinds, step
+from hand_made import EOS, Recorder, draw, drawn, head, kinds, step
 
 from toastkit.errors import DataError
 from toastkit.frames import (
@@ -25,9 +25,9 @@ from toastkit.gears.classifier import classify
 from toastkit.interrupts import Interrupt
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
-from toastkit.session.feed import FeedMessage, FeedReader
+from toastkit.session.feed import FeedReader
 from toastkit.stages.detokenize import TextOptions, detokenize
-from toastkit.stages.feed import bare_ids, feed_tokens
+from toastkit.stages.feed import feed_tokens
 from toastkit.stages.follow import GearRules
 from toastkit.stages.gear import gear
 from toastkit.stages.prefill import prefill
@@ -176,7 +176,7 @@ def test_a_stop_string_ends_the_answer_once(tokenizer: Tokenizer) -> None:
     assert text_of(frames) == "one two"
     assert feed.told == [("begin",), ("close", "stop"), ("finish",)]
     assert frames[-1].reason == outcome.reasons[-1] == "stop"
-    assert len(drawn(frames)) < len(drawn(stream))
+    assert frames[-1].n == outcome.tokens == len(drawn(frames)) < len(drawn(stream))
 
 
 def test_a_stop_string_that_only_the_end_completes(tokenizer: Tokenizer) -> None:
@@ -210,7 +210,7 @@ def test_special_tokens_are_printed_on_demand(tokenizer: Tokenizer) -> None:
     assert text_of(write(tokenizer, stream, keep_special=True)) == "<|im_end|>"
 
 
-# ------------------------------------------------------------------------------------ feeds of runs
+# ------------------------------------------------------------------------------- what fits together
 
 
 @pytest.fixture
@@ -219,68 +219,6 @@ def run(tmp_path: Path) -> Path:
     os.mkfifo(tmp_path / "feed", 0o600)
     return tmp_path
 
-
-def test_a_pipe_feed_reaches_decode(run: Path) -> None:
-    reader = FeedReader(run / "feed")
-    feed = PipeFeed()
-    draw([head(run=str(run)), *answer(3, EOS)[1:]], feed)
-    assert reader.read_available() == [FeedMessage(2, 3), FeedMessage(3, EOS, None, True)]
-    feed.begin(head(run=str(run)))
-    feed.close("stop")
-    feed.finish()
-    assert reader.read_available() == [FeedMessage(None, None, None, True)]
-    reader.close()
-
-
-def test_one_sampler_feeds_several_decodes(tmp_path: Path) -> None:
-    """Their prompts differ in length, so that each takes the token for its own next one."""
-    readers = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        os.mkfifo(tmp_path / name / "feed", 0o600)
-        readers.append(FeedReader(tmp_path / name / "feed"))
-    both = head(run=[str(tmp_path / "a"), str(tmp_path / "b")])
-    draw([both, *answer(3, EOS)[1:]], PipeFeed())
-    for reader in readers:
-        assert reader.read_available() == [
-            FeedMessage(None, 3), FeedMessage(None, EOS, None, True),
-        ]  # fmt: skip
-        reader.close()
-
-
-def test_a_pipe_feed_tells_nobody_of_a_run_that_is_over(tmp_path: Path, run: Path) -> None:
-    frames = draw([head(run=str(tmp_path / "gone")), *answer(3)[1:]], PipeFeed())
-    assert drawn(frames) == [3]
-    reader = FeedReader(run / "feed")
-    draw([head(run=str(run)), *answer(3)[1:]], PipeFeed(send=False))
-    assert reader.read_available() == []
-    reader.close()
-
-
-def test_feed_tokens_sends_and_passes_on(run: Path) -> None:
-    reader = FeedReader(run / "feed")
-    stream = [
-        head(run=str(run)), Tokens(pack_ids([1])), step(1, 3), Token(1, 3), Token(2, EOS),
-        Token(3, 4), head(run=str(run)), Token(1, 2),
-    ]  # fmt: skip
-    frames = list(feed_tokens(stream[:5] + stream[6:], str(run), False))
-    assert kinds(frames) == [Head, Tokens, Token, Token, End, Head, Token, End]
-    assert [f for f in frames if type(f) is End] == [End("eos", 2), End("stop", 1)]
-    assert reader.read_available() == [
-        FeedMessage(1, 3), FeedMessage(2, EOS, None, True), FeedMessage(1, 2),
-        FeedMessage(None, None, None, True),
-    ]  # fmt: skip
-    reader.close()
-
-
-def test_bare_ids() -> None:
-    assert [t.id for t in bare_ids(io.BytesIO(b"1 22\n\n333"))] == [1, 22, 333]
-    for bad in (b"1\n-2\n", b"1\nx\n", b"1\n4294967296\n", b"1\n\xff\n", "1\n²\n".encode()):
-        with pytest.raises(DataError, match="^cannot read line 2: "):
-            list(bare_ids(io.BytesIO(bad)))
-
-
-# ------------------------------------------------------------------------------- what fits together
 
 PROMPT = [head(run="RUN"), Tokens(pack_ids([1, 2]))]
 STEPS = [step(2, 3), step(3, EOS)]

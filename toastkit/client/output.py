@@ -20,8 +20,8 @@ class Output:
     def put(self, reply: Reply) -> None:
         """Takes each reply as it comes."""
 
-    def end(self) -> None:
-        """Called once, also where the answer broke off."""
+    def end(self, whole: bool = True) -> None:
+        """Called once an answer; whole: it did not break off."""
 
 
 def write_text(text: str) -> None:
@@ -33,17 +33,20 @@ def write_text(text: str) -> None:
 
 
 class TextOutput(Output):
-    """The text, as it comes, and a newline where it has none at its end."""
+    """The text, as it comes, and a newline where it has none at its end. An answer of no text is an
+    empty line, so that who asks line by line can tell which answer is which's; one that broke off
+    before its first word is nothing."""
 
     def __init__(self) -> None:
-        self._last = "\n"
+        self._last = ""
 
     def put(self, reply: Reply) -> None:
         self.write(reply.get("text", ""))
 
-    def end(self) -> None:
-        if not self._last.endswith("\n"):
+    def end(self, whole: bool = True) -> None:
+        if not self._last.endswith("\n") and (whole or self._last):
             self.write("\n")
+        self._last = ""
 
     def write(self, text: str) -> None:
         """Some of the text."""

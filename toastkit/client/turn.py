@@ -121,13 +121,13 @@ class Turns:
                 if "error" in reply:
                     raise remote_error(reply["error"])
         except ToastError:
-            output.end()  # what the error says begins on a line of its own
+            output.end(whole=False)  # what the error says begins on a line of its own
             raise
         finally:
             replies.close()
             if progress is not None:
                 progress.end()
-        output.end()
+        output.end(whole=answer.reason not in (None, "interrupt"))
 
     def _keep(self, question: str, answer: Answer) -> None:
         """A turn that broke off before its first word is none."""

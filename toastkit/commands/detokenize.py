@@ -62,7 +62,7 @@ class TextWriter:
         if isinstance(frame, Text):
             self._output.write(frame.s)
         elif isinstance(frame, End) and self._newline:
-            self._output.end()
+            self._output.end(whole=frame.reason not in ("interrupt", "error"))
 
 
 def check_length(outcome, fail_on_length: bool) -> int:

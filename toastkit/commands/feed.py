@@ -7,7 +7,7 @@ import os
 import click
 
 from toastkit.commands import cli, completion
-from toastkit.errors import UsageError
+from toastkit.errors import ToastError, UsageError
 from toastkit.frames import starts_frames
 
 
@@ -24,9 +24,14 @@ from toastkit.frames import starts_frames
 def feed(context: click.Context, ids: tuple[int, ...], **flags) -> int:
     if flags["run"] is not None and flags["session"] is not None:
         raise UsageError("--run and --session exclude each other")
-    path = flags["run"] or (flags["session"] and _run_of(flags["session"]))
-    if ids or flags["end"]:
-        return _send(ids, path, flags["end"])
+    sends = bool(ids or flags["end"])
+    try:
+        path = flags["run"] or (flags["session"] and _run_of(flags["session"]))
+        if sends:
+            return _send(ids, path, flags["end"])
+    except ToastError as error:
+        error.sent = sends  # there is no stream on stdout that it could end
+        raise
     return _follow(path, flags["ignore_eos"])
 
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import msgpack
 
 from toastkit.errors import DataError, NoInputError, from_os_error
+from toastkit.frames import GEARS
 from toastkit.private_files import Descriptor, open_private
 
-GEARS = (None, "low", "mid", "high")
 READ_BYTES = 1 << 16
 MAX_MESSAGE_BYTES = 512  # POSIX's least PIPE_BUF
 OPEN_SECONDS = 5.0
@@ -94,7 +94,7 @@ def _message(fields: Any) -> FeedMessage:
     if not (type(token) is int and 0 <= token < 2**32) and not (end and token is None):
         raise DataError("cannot read the feed: id is not a token id")
     expected = fields.get("expected")
-    if gear not in GEARS or expected not in GEARS:
+    if not all(asked is None or asked in GEARS for asked in (gear, expected)):
         raise DataError("cannot read the feed: gear is not low, mid or high")
     return FeedMessage(pos, token, gear, end, expected)
 

@@ -59,7 +59,7 @@ def detokenize(
             if piece:
                 yield Text(piece)
             if writer.stopped:
-                frame.reason = "stop"
+                frame.reason, frame.n = "stop", writer.taken
             feed.finish()
             outcome.reasons.append(frame.reason)
             outcome.tokens = frame.n
@@ -67,15 +67,17 @@ def detokenize(
 
 
 class _Writer:
-    """The text of one answer."""
+    """The text of one answer. taken: how many tokens it was made of."""
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions):
         self.tokenizer = tokenizer
         self._pieces = StreamingDetokenizer(tokenizer, options.keep_special)
         self._stops = StopStrings(options.stops)
         self.stopped = False
+        self.taken = 0
 
     def add(self, token: int) -> str:
+        self.taken += 1
         piece, self.stopped = self._stops.add(self._pieces.add(token))
         return piece
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
-from toastkit.errors import DataError, RemoteError
+from toastkit.errors import DataError, RemoteError, ToastError
 from toastkit.frames import End, Error, Frame, Head, Token, Tokens
 from toastkit.stages.jsonl import lines
 from toastkit.stages.run.pipe_feed import PipeFeed
@@ -16,15 +17,30 @@ from toastkit.stages.streams import with_tokens
 def feed_tokens(frames: Iterable[Frame], run: str | None, ignore_eos: bool) -> Iterator[Frame]:
     """Sends each token frame to the run that the head names, or to `run`, and passes on what a
     detokenizer needs: head, tokens, token, end. After an end-of-turn token, or where the stream
-    stops without one, the run is ended; so it is at an error frame, which raises RemoteError.
-    Raises DataError for logits of the run that waits for tokens: nobody has drawn any.
+    stops without one, the run is ended; so it is where the stream fails, or nobody goes on with it.
+    Raises RemoteError at an error frame, DataError for logits of the run that waits for tokens:
+    nobody has drawn any.
     """
     feed = PipeFeed(insist=True)
+    try:
+        yield from _fed(frames, feed, run, ignore_eos)
+    except BaseException as error:  # nobody else will tell decode that no more comes
+        with suppress(ToastError):
+            if run is not None and not feed.opened and isinstance(error, ToastError):
+                feed.open(run)
+            feed.close("error")
+        raise
+    finally:
+        feed.finish()
+
+
+def _fed(
+    frames: Iterable[Frame], feed: PipeFeed, run: str | None, ignore_eos: bool
+) -> Iterator[Frame]:
     head: Head | None = None
     count = 0
     for frame in with_tokens(frames, lambda: run is None):
         if isinstance(frame, Error):
-            feed.close("error")
             raise RemoteError(frame.code, frame.stage, frame.message, frame.hint)
         if isinstance(frame, Head):
             head, count = frame, 0
@@ -43,9 +59,11 @@ def feed_tokens(frames: Iterable[Frame], run: str | None, ignore_eos: bool) -> I
                 head = None
                 feed.finish()
         elif isinstance(frame, End) and head is not None:
+            if run is None or not ignore_eos:  # or another answer may follow in the same run
+                feed.close(frame.reason)
+                feed.finish()
             yield End(frame.reason, count)
             head = None
-            feed.finish()
         elif isinstance(frame, Tokens) and head is not None:
             yield frame
     feed.close("stop")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,11 +51,11 @@ def to_json(frame: Frame, arrays: str, top: int, read: Any) -> str:
             del fields["logits"]
         elif arrays == "topk":
             fields["logits"] = _top(read(frame.logits), top)
-        else:
+        elif isinstance(frame.logits, Reference):
             from toastkit.stages.arrays import from_numpy
 
             fields["logits"] = _plain(from_numpy(read(frame.logits)))
-    return json.dumps(fields, ensure_ascii=False, default=_plain)
+    return json.dumps(fields, ensure_ascii=False, allow_nan=False, default=_plain)
 
 
 def from_json(line: str | bytes) -> Frame:
@@ -75,7 +76,7 @@ def from_json(line: str | bytes) -> Frame:
         if fields.get("k") == "tokens":
             fields["ids"] = _ids(fields.get("ids"))
         data = dumps(from_map(fields))
-    except (OverflowError, UnicodeEncodeError, TypeError) as error:
+    except (OverflowError, UnicodeEncodeError, TypeError, RecursionError) as error:
         raise DataError("a value that no frame can hold") from error
     except (Invalid, ValueError) as error:
         raise DataError(str(error)) from error
@@ -134,10 +135,12 @@ def _top(values: Any, count: int) -> dict:
 
 
 def _shown(value: Any) -> Any:
-    """The value with its ext types as objects: they are tuples, and json would take them for lists
-    without asking `_plain`."""
+    """The value with objects for what json writes without asking `_plain`: ext types, which are
+    tuples, and numbers that are not finite."""
     if isinstance(value, msgpack.ExtType):
         return _plain(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, dict):
         return {name: _shown(part) for name, part in value.items()}
     return [_shown(part) for part in value] if isinstance(value, list) else value
@@ -161,6 +164,9 @@ def _plain(value: Any) -> Any:
 
 
 def _restore(name: str, value: Any) -> Any:
+    """The value of a name, with that in it which `_plain` and `_shown` have made objects."""
+    if isinstance(value, list):
+        return [_restore("", part) for part in value]
     if not isinstance(value, dict):
         return value
     keys = set(value)
@@ -179,7 +185,9 @@ def _restore(name: str, value: Any) -> Any:
         return msgpack.ExtType(value["ext"], data)
     if keys == {"bytes"}:
         return base64.b64decode(value["bytes"], validate=True)
-    return value
+    if keys == {"float"} and value["float"] in ("nan", "inf", "-inf"):
+        return float(value["float"])
+    return {name: _restore(name, part) for name, part in value.items()}
 
 
 def _shape(value: dict) -> tuple:

@@ -15,7 +15,8 @@ class PipeFeed:
     """Sends tokens to the decodes that a head names: see `protocol.Feed`. Nobody gets them for a
     run that is over, so that a saved stream can be drawn from again.
 
-    send: False never sends. insist: every run has to be there, and is waited for.
+    send: False never sends. insist: every run has to be there, and is waited for. opened: a run was
+    to be opened.
     """
 
     def __init__(self, send: bool = True, insist: bool = False):
@@ -23,6 +24,7 @@ class PipeFeed:
         self._insists = insist
         self._paths: list[Path] = []
         self._writer: FeedWriter | None = None
+        self.opened = False
 
     def begin(self, head: Head) -> None:
         self.open(head.run)
@@ -31,6 +33,7 @@ class PipeFeed:
         """Takes the next run, or several. The FIFO is opened at the first message, by one who
         insists at once: DataError where no run is named, NoInputError where none is there."""
         self.finish()
+        self.opened = True
         feeds = [feed_of(path) for path in ([run] if isinstance(run, str) else run or [])]
         if not self._insists:
             self._paths = [path for path in feeds if path.exists()] if self._sends else []

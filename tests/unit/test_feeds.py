@@ -1,0 +1,120 @@
+"""The feeds of a run, and what toast-feed does with them: frames made by hand, a FIFO."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hand_made import EOS, answer, draw, drawn, head, kinds, step
+
+from toastkit.errors import DataError
+from toastkit.frames import End, Frame, Head, Token, Tokens, pack_ids
+from toastkit.session.feed import FeedMessage, FeedReader
+from toastkit.stages.feed import bare_ids, feed_tokens
+from toastkit.stages.run.pipe_feed import PipeFeed
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's directory with a feed."""
+    os.mkfifo(tmp_path / "feed", 0o600)
+    return tmp_path
+
+
+def test_a_pipe_feed_reaches_decode(run: Path) -> None:
+    reader = FeedReader(run / "feed")
+    feed = PipeFeed()
+    draw([head(run=str(run)), *answer(3, EOS)[1:]], feed)
+    assert reader.read_available() == [FeedMessage(2, 3), FeedMessage(3, EOS, None, True)]
+    feed.begin(head(run=str(run)))
+    feed.close("stop")
+    feed.finish()
+    assert reader.read_available() == [FeedMessage(None, None, None, True)]
+    reader.close()
+
+
+def test_one_sampler_feeds_several_decodes(tmp_path: Path) -> None:
+    """Their prompts differ in length, so that each takes the token for its own next one."""
+    readers = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        os.mkfifo(tmp_path / name / "feed", 0o600)
+        readers.append(FeedReader(tmp_path / name / "feed"))
+    both = head(run=[str(tmp_path / "a"), str(tmp_path / "b")])
+    draw([both, *answer(3, EOS)[1:]], PipeFeed())
+    for reader in readers:
+        assert reader.read_available() == [
+            FeedMessage(None, 3), FeedMessage(None, EOS, None, True),
+        ]  # fmt: skip
+        reader.close()
+
+
+def test_a_pipe_feed_tells_nobody_of_a_run_that_is_over(tmp_path: Path, run: Path) -> None:
+    frames = draw([head(run=str(tmp_path / "gone")), *answer(3)[1:]], PipeFeed())
+    assert drawn(frames) == [3]
+    reader = FeedReader(run / "feed")
+    draw([head(run=str(run)), *answer(3)[1:]], PipeFeed(send=False))
+    assert reader.read_available() == []
+    reader.close()
+
+
+def test_feed_tokens_sends_and_passes_on(run: Path) -> None:
+    reader = FeedReader(run / "feed")
+    stream = [
+        head(run=str(run)), Tokens(pack_ids([1])), step(1, 3), Token(1, 3), Token(2, EOS),
+        Token(3, 4), head(run=str(run)), Token(1, 2),
+    ]  # fmt: skip
+    frames = list(feed_tokens(stream[:5] + stream[6:], str(run), False))
+    assert kinds(frames) == [Head, Tokens, Token, Token, End, Head, Token, End]
+    assert [f for f in frames if type(f) is End] == [End("eos", 2), End("stop", 1)]
+    assert reader.read_available() == [
+        FeedMessage(1, 3), FeedMessage(2, EOS, None, True), FeedMessage(1, 2),
+        FeedMessage(None, None, None, True),
+    ]  # fmt: skip
+    reader.close()
+
+
+def test_bare_ids() -> None:
+    assert [t.id for t in bare_ids(io.BytesIO(b"1 22\n\n333"))] == [1, 22, 333]
+    for bad in (b"1\n-2\n", b"1\nx\n", b"1\n4294967296\n", b"1\n\xff\n", "1\n²\n".encode()):
+        with pytest.raises(DataError, match="^cannot read line 2: "):
+            list(bare_ids(io.BytesIO(bad)))
+
+
+OVER = FeedMessage(None, None, None, True)
+
+
+def unreadable(*before: Frame) -> Iterator[Frame]:
+    yield from before
+    raise DataError("cannot read line 2")
+
+
+@pytest.mark.parametrize("sent", [[], [Token(-1, 3)]])
+def test_a_decode_hears_of_a_stream_that_cannot_be_read(run: Path, sent: list) -> None:
+    """Also where nothing was sent yet; it would wait for ever."""
+    reader = FeedReader(run / "feed")
+    with pytest.raises(DataError, match="line 2"):
+        list(feed_tokens(unreadable(*sent), str(run), False))
+    assert reader.read_available() == [*(FeedMessage(None, t.id) for t in sent), OVER]
+    reader.close()
+
+
+def test_a_decode_hears_where_nobody_reads_on(run: Path) -> None:
+    reader = FeedReader(run / "feed")
+    stage = feed_tokens([head(run=str(run)), Token(1, 3), Token(2, 4)], None, False)
+    assert kinds([next(stage), next(stage)]) == [Head, Token]
+    stage.close()
+    assert reader.read_available() == [FeedMessage(1, 3), OVER]
+    reader.close()
+
+
+def test_a_decode_hears_of_the_end_of_a_saved_stream(run: Path) -> None:
+    """Its answer may have been cut off sooner than decode's would be."""
+    reader = FeedReader(run / "feed")
+    stream = [head(run=str(run)), Token(1, 3), End("length", 1)]
+    assert list(feed_tokens(stream, None, False)) == stream
+    assert reader.read_available() == [FeedMessage(1, 3), OVER]
+    reader.close()
