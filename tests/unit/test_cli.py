@@ -23,7 +23,6 @@ from toastkit.frames import (
     Stats,
     Token,
     Tokens,
-    Unknown,
     dumps,
     pack_ids,
     unpack_ids,
@@ -101,13 +100,7 @@ USAGE = [
     ("decode", ["--session", "", "hi"], "invalid session name '': it is empty"),
     ("prefill", ["--session", ".x"], "invalid session name '.x'"),
     ("tokenize", ["--session", "-x", "hi"], "invalid session name '-x'"),
-    ("frames", ["--slice", "a"], "--slice takes A:B, not 'a'"),
-    ("frames", ["--slice", "9" * 5000 + ":"], "--slice takes A:B, not"),
     ("decode", ["--gear", "low", "--gear-bits", "9" * 5000 + ",8", "hi"], "is not two numbers"),
-    ("frames", ["--kinds", "lgits"], "no such kind of frame: lgits"),
-    ("frames", ["--json", "--validate"], "--validate goes with neither"),
-    ("frames", ["--top", "3"], "--top is for --json"),
-    ("frames", ["--arrays", "none", "--stat", "--json"], "--arrays is for --json"),
     ("tokenize", ["-n", "3", "hi"], "--max-tokens is only for --truncate here"),
     ("tokenize", ["--count", "--template-only", "hi"], "exclude each other"),
     ("tokenize", ["--raw", "--system", "x", "hi"], "--raw has no messages"),
@@ -119,6 +112,8 @@ USAGE = [
     ("feed", ["5"], "which run"),
     ("feed", ["--run", "x", "--session", "y", "5"], "exclude each other"),
     ("decode", ["--require-hit", "hi"], "--require-hit needs"),
+    ("decode", ["--top", "3", "hi"], "--top needs --json, which shows them"),
+    ("decode", ["--json", "--no-newline", "hi"], "--no-newline is for text, not with --json"),
     # Options of the other way to run.
     ("decode", ["--steps", "3", "hi"], "--steps is for frames, but there are none on stdin"),
     ("decode", ["--greedy", "hi"], "--greedy is for frames"),
@@ -356,45 +351,3 @@ def test_counts_are_those_of_the_frames(toast) -> None:
     assert rendered(toast, "--each-line", "Go", stdin=lines) == "".join(
         TURN.format(f"{line}\n\nGo") for line in ("Hi there", "Tell me a story.", "x")
     )
-
-
-# ------------------------------------------------------------------------------------ toast-frames
-
-
-def test_frames_are_copied_converted_and_back(toast) -> None:
-    odd = b"".join(map(dumps, [*RUN, Unknown("later", {"x": [1, None]})]))
-    assert toast("frames", stdin=odd).stdout == odd
-    text = toast("frames", "--json", stdin=odd).stdout
-    assert [json.loads(line)["k"] for line in text.splitlines()] == [
-        "head", "tokens", "token", "stats", "end", "later",
-    ]  # fmt: skip
-    assert toast("frames", "--from-json", stdin=text).stdout == odd
-    assert toast("frames", "--from-json", "--json", stdin=text).stdout == text
-
-
-def test_frames_are_chosen(toast) -> None:
-    def kept(*arguments: str, stdin: bytes = STREAM) -> list:
-        return list(FrameReader(io.BytesIO(toast("frames", *arguments, stdin=stdin).stdout)))
-
-    assert kept("--kinds", "head, token") == [RUN[0], RUN[2]]
-    assert kept("--slice", "1:3") == [RUN[0], *RUN[2:4]]
-    assert kept("--slice", "3:") == [RUN[0], RUN[4]]
-    assert kept("--slice", ":1", "--kinds", "token,end") == [RUN[2]]
-    assert len(kept("--slice", "5:6", stdin=STREAM * 2)) == 3
-
-
-def test_frames_are_checked_and_counted(toast) -> None:
-    done = toast("frames", "--validate", stdin=STREAM * 2)
-    assert done.stdout == b"ok: 10 frames, 2 runs\n"
-    assert toast("frames", "--validate", stdin=STREAM + dumps(RUN[0])).stdout == (
-        b"ok: 6 frames, 2 runs, the last one without an end\n"
-    )
-    message, _ = lines_of(toast("frames", "--validate", stdin=STREAM[:-1]), "frames", 65)
-    assert message == f"cannot read frame 5 at byte {len(STREAM) - len(dumps(RUN[4]))}: truncated"
-    lines_of(toast("frames", "--validate", stdin=dumps(RUN[1])), "frames", 65)
-    counts = json.loads(toast("frames", "--stat", "--json", stdin=STREAM * 2).stdout)
-    assert counts["frames"] == 10 and counts["bytes"] == 2 * len(STREAM)
-    assert counts["kinds"] == dict.fromkeys(("head", "tokens", "token", "stats", "end"), 2)
-    assert counts["ends"] == {"eos": 2} and counts["mean_logprob"] == -0.5
-    plain = toast("frames", "--stat", stdin=STREAM).stdout.decode()
-    assert re.search(r"^frames +5$", plain, re.M) and "eos 1" in plain

@@ -65,6 +65,10 @@ def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
             )  # fmt: skip
         return _filter(flags, first, insisted)
     cli.refuse_together(context, "is for frames, but there are none on stdin", *ONLY_FRAMES)
+    if flags["as_json"]:
+        cli.refuse_together(context, "is for text, not with --json", "no_newline")
+    else:
+        cli.refuse_together(context, "needs --json, which shows them", "top")
     if flags["require_hit"] and flags["session"] is None and flags["fork"] is None:
         raise UsageError("--require-hit needs a --session or a --fork")
     return _answer(prompt, flags, first, insisted)

@@ -42,10 +42,13 @@ from toastkit.text.terminal import shown
 @options.inline
 @click.pass_context
 def frames(context: click.Context, **flags) -> int:
-    if flags["validate"] and (flags["stat"] or flags["as_json"]):
-        raise UsageError("--validate goes with neither --stat nor --json")
+    if flags["validate"]:
+        others = ("stat", "as_json", "kinds", "span", "inline")
+        cli.refuse_together(context, "does not go with --validate, which looks at all", *others)
     if not flags["as_json"] or flags["stat"]:
         cli.refuse_together(context, "is for --json", "arrays", "top")
+    if flags["arrays"] != "topk":
+        cli.refuse_together(context, "is for --arrays topk", "top")
     kinds = _kinds(flags["kinds"])
     start, stop = _span(flags["span"])
 
@@ -70,8 +73,11 @@ def _kinds(text: str | None) -> frozenset[str] | None:
     if text is None:
         return None
     kinds = frozenset(part.strip() for part in text.split(",") if part.strip())
+    known = f"kinds are {', '.join(KINDS)}"
+    if not kinds:
+        raise UsageError("--kinds names none", hint=known)
     if unknown := sorted(kinds - set(KINDS)):
-        hint = did_you_mean(unknown[0], KINDS, f"kinds are {', '.join(KINDS)}")
+        hint = did_you_mean(unknown[0], KINDS, known)
         raise UsageError(f"no such kind of frame: {unknown[0]}", hint=hint)
     return kinds
 
