@@ -7,7 +7,9 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from toastkit.frames import (
     unpack_ids,
 )
 
+ROOT = Path(__file__).parents[2]
 NAMES = [command.name for command in COMMANDS]
 OFFLINE_MODEL = "nobody/nothing"
 RUN = [
@@ -230,6 +233,18 @@ def test_a_traceback_only_on_demand(toast) -> None:
     done = toast("tokenize", "--debug", "-m", "nope", "hi")
     assert done.returncode == 66 and b"Traceback" in done.stderr
     assert done.stderr.endswith(b"shows\n")
+
+
+def test_ctrl_c_while_it_imports(tmp_path: Path) -> None:
+    """Nobody can have caught it yet. Another's process that imports a command is left as it is."""
+    interrupting = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    (tmp_path / "click.py").write_text(interrupting)
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    for name, caught in (("toast-frames", b""), ("another", b"KeyboardInterrupt")):
+        code = f"import sys; sys.argv[0] = '/x/{name}'; import toastkit.commands.frames"
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
+        assert done.returncode == -signal.SIGINT
+        assert caught in done.stderr and bool(caught) == bool(done.stderr)
 
 
 # ------------------------------------------------------------------- version, completion, variables

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from typing import NamedTuple
+
+if (
+    os.path.basename("".join(sys.argv[:1])).startswith("toast")
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):  # of an executable: Ctrl-C while it imports ends it, without a traceback; see cli.run
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Command(NamedTuple):

@@ -197,6 +197,8 @@ def _program(context: click.Context | None = None) -> str:
 
 def run(entry: click.Command) -> NoReturn:
     """Runs a command to its exit code: the body of every executable's `main`."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.set_threshold(YOUNG_OBJECTS)
     name = program_name(entry.name or "")
     closed = open_standard_streams()
