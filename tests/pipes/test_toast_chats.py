@@ -162,9 +162,11 @@ def test_turns_are_answered_as_they_come(home: Path) -> None:
 
 
 class Terminal:
-    """toast --chat at a terminal of its own."""
+    """toast --chat at a terminal of its own, or a shell that is to run it."""
 
-    def __init__(self, daemon: FakeDaemon, *arguments: str, stdout: int | None = None):
+    def __init__(
+        self, daemon: FakeDaemon, *arguments: str, stdout: int | None = None, shell: str = ""
+    ):
         self.screen = b""
         pid, self._master = pty.fork()
         if pid == 0:  # in the child: only exec, and out if that fails
@@ -172,6 +174,8 @@ class Terminal:
                 os.environ.update(TOAST_SOCKET=daemon.path, TERM="dumb", INPUTRC=os.devnull)
                 if stdout is not None:
                     os.dup2(stdout, 1)
+                if shell:
+                    os.execvp("sh", ["sh", "-mc", shell, executable("toast")])
                 os.execv(executable("toast"), ["toast", "--chat", *arguments])
             finally:
                 os._exit(127)
@@ -186,11 +190,11 @@ class Terminal:
             assert self._read(0.1), self.screen
         self.screen = self.screen.partition(text.encode())[2]
 
-    def type(self, keys: str) -> None:
-        os.write(self._master, keys.encode())
+    def type(self, keys: str | bytes) -> None:
+        os.write(self._master, keys if isinstance(keys, bytes) else keys.encode())
 
     def insist(self, keys: str, text: str) -> None:
-        """Types keys until text comes. A Ctrl-C between two reads of readline is noticed only with
+        """Types keys until text comes. A signal between two reads of readline is noticed only with
         the next key, in any Python program: nobody types that fast but a test."""
         for _ in range(SECONDS):
             self.type(keys)
@@ -324,6 +328,35 @@ def test_a_failure_does_not_end_a_chat_with_a_person(terminal, home: Path) -> No
         chat.type("\x04")
         assert chat.end() == 0
     assert kept(home) == ["b", "two\n"]
+
+
+def test_a_line_goes_on_after_ctrl_z(terminal, home: Path) -> None:
+    shell = """"$0" --chat; echo; stty -a | tr ' ;' '\\n\\n' | grep 'icanon$'; fg"""
+    with FakeDaemon(ONE) as daemon:
+        chat = terminal(daemon, shell=shell)
+        chat.expect("> ")
+        chat.type("größ")
+        chat.expect("größ")
+        chat.insist("\x1a", "\nicanon")  # what else is typed is not as readline would have it
+        chat.expect("> größ")
+        chat.type("e\r")
+        chat.expect("one\r\n> ")
+        chat.type("\x04")
+        assert chat.end() == 0
+    assert asked(daemon) == [["größe"]]
+
+
+def test_a_line_that_is_not_text(terminal, tmp_path: Path) -> None:
+    with FakeDaemon(ONE) as daemon, open(tmp_path / "out", "wb") as out:
+        chat = terminal(daemon, stdout=out.fileno())
+        chat.expect("> ")
+        chat.type(b"caf\xe9\r")
+        chat.expect("toast: the line is not UTF-8: byte 0xe9 at offset 3\r\n> ")
+        chat.type("a\r")
+        chat.expect("> ")
+        chat.type("\x04")
+        assert chat.end() == 0
+    assert asked(daemon) == [["a"]]
 
 
 def test_a_terminal_that_is_closed(terminal, home: Path) -> None:

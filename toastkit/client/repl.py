@@ -6,16 +6,22 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from toastkit.client.turn import Turns
 from toastkit.errors import ToastError, from_os_error
 from toastkit.interrupts import Signals
+from toastkit.text.terminal import typed
 
 PROMPT = "> "
 HISTORY_LINES = 1000
+
+
+class _Stopped(Exception):
+    """Ctrl-Z at a line of which so much was there."""
 
 
 class Editor:
@@ -36,14 +42,50 @@ class Editor:
     def read(self) -> str | None:
         """The next line, None after Ctrl-D. Raises KeyboardInterrupt for Ctrl-C."""
         if self._edits:
-            try:
-                return input(PROMPT)
-            except EOFError:
-                return None
+            return self._read_edited()
         self._screen.write(PROMPT)
         self._screen.flush()
         line = sys.stdin.readline()
         return line.rstrip("\n") if line else None
+
+    def _read_edited(self) -> str | None:
+        """As read. After Ctrl-Z and fg the line goes on: a process that is stopped inside readline
+        would leave the terminal as readline has set it, and find it as the shell has."""
+        while True:
+            try:
+                with self._stops_between_lines():
+                    return input(PROMPT)
+            except EOFError:
+                return None
+            except _Stopped as stopped:
+                os.kill(os.getpid(), signal.SIGTSTP)
+                self._begin_with(str(stopped))
+
+    @contextmanager
+    def _stops_between_lines(self) -> Iterator[None]:
+        """Has Ctrl-Z raise _Stopped, unless it is ignored or there is no readline."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            raise _Stopped(self._readline.get_line_buffer())
+
+        before = signal.getsignal(signal.SIGTSTP)
+        caught = self._readline is not None and before is not signal.SIG_IGN
+        if caught:
+            signal.signal(signal.SIGTSTP, stop)
+        try:
+            yield
+        finally:
+            if caught:
+                signal.signal(signal.SIGTSTP, before)
+
+    def _begin_with(self, text: str) -> None:
+        """Puts text into the next line, once."""
+
+        def begin() -> None:
+            self._readline.set_startup_hook(None)
+            self._readline.insert_text(text)
+
+        self._readline.set_startup_hook(begin)
 
     def newline(self) -> None:
         """Ends the line on which the cursor is."""
@@ -116,7 +158,7 @@ def chat_with_person(
 
 def _ask(turns: Turns, line: str, editor: Editor, report: Callable[[ToastError], None]) -> None:
     try:
-        answer = turns.ask(line)
+        answer = turns.ask(typed(line, "the line"))
     except KeyboardInterrupt:
         editor.newline()
     except ToastError as error:

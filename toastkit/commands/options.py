@@ -9,9 +9,10 @@ from typing import Any
 import click
 
 from toastkit.commands import cli, completion
-from toastkit.errors import DataError, UsageError
+from toastkit.errors import UsageError
 from toastkit.native.starting import MOST_THREADS, SETTINGS, NativeOptions
 from toastkit.store.kv_bits import KV_DTYPES
+from toastkit.text.terminal import typed
 
 Decorator = Callable[[Callable], Callable]
 
@@ -44,16 +45,7 @@ class Text(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The text. Raises DataError for bytes that are none."""
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            what = (
-                "the prompt" if isinstance(param, click.Argument) or not param else param.opts[-1]
-            )
-            byte = os.fsencode(value[error.start])[0]
-            at = f"byte 0x{byte:02x} at offset {len(value[: error.start].encode())}"
-            raise DataError(f"{what} is not UTF-8: {at}") from error
-        return value
+        return typed(value, param.opts[-1] if isinstance(param, click.Option) else "the prompt")
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str):
         """Files, as the shell would."""
