@@ -115,8 +115,9 @@ def test_system_message(root: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "-x", ".unnamed", "a\nb", "x" * 129, "a/b", "./a", "..", "."])
 def test_names_that_no_conversation_can_have(root: Path, name: str) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as caught:
         named_chat(name)
+    assert caught.value.hint is None  # a session could be a directory instead
 
 
 DAMAGE = {

@@ -103,9 +103,12 @@ def _nothing() -> ToastError:
 
 def _check_name(name: str) -> None:
     """A conversation is called as its session is, but for directories: it has none."""
-    resolve(name)
     if "/" in name or name in (".", ".."):
         raise UsageError(f"a conversation has a name, not a path: {name[:100]}")
+    try:
+        resolve(name)
+    except UsageError as error:
+        raise UsageError(error.message) from error  # the hint is at a directory
 
 
 def _read(path: Path) -> list[Message]:
