@@ -247,6 +247,14 @@ def test_in_the_background_and_stopped() -> None:
         assert daemon.toast("toasted", "stop").returncode == 0
         failed = daemon.toast("toasted", "--daemon", "-m", "./nowhere")
         assert failed.returncode == 66 and failed.stderr.count(b"\n") <= 2
+        # A relative cache is that of the directory in which it was started.
+        snapshot = daemon.home / "hf/hub/models--org--odd/snapshots/main"
+        snapshot.mkdir(parents=True)
+        for name in ("config.json", "model.safetensors"):
+            (snapshot / name).write_text("{")
+        daemon.environment["HF_HOME"] = os.path.relpath(daemon.home / "hf")
+        failed = daemon.toast("toasted", "--daemon", "-m", "org/odd")
+        assert failed.returncode == 65 and b"org/odd: config.json" in failed.stderr
 
 
 def test_the_socket_is_private(daemon: Daemon) -> None:

@@ -97,6 +97,19 @@ def test_a_list_of_all_three_places(home: Path, hub: Path) -> None:
         assert find(name).path == one.where
 
 
+def test_a_cache_behind_a_link(
+    home: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot(hub)
+    (tmp_path / "link").symlink_to(hub.parent)
+    monkeypatch.chdir(tmp_path)
+    for given in (str(tmp_path / "link"), "hf", "$XDG_DATA_HOME/../hf"):
+        monkeypatch.setenv("HF_HOME", given)
+        found = listed()[0]
+        assert list(found) == ["org/name", "crumb"]
+        assert found["org/name"].where.is_absolute()
+
+
 def test_nothing_but_crumb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("XDG_DATA_HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(tmp_path / "missing"))
@@ -247,8 +260,9 @@ def test_a_link_is_removed_and_not_followed(home: Path, hub: Path, tmp_path: Pat
     target = hub.parent / "elsewhere"
     snapshot(target)
     (hub / "models--org--name").symlink_to(target / "models--org--name")
-    with pytest.raises(NoInputError):
-        removal("org/name")
+    assert "org/name" in listed()[0]
+    remove(removal("org/name"))
+    assert list(hub.iterdir()) == [] and list(target.iterdir()) != []
 
 
 def test_a_hub_model_goes_with_all_its_revisions(home: Path, hub: Path) -> None:

@@ -145,10 +145,13 @@ def _run_in_background(flags: dict[str, Any]) -> int:
 
 def _make_absolute(flags: dict[str, Any]) -> None:
     """Paths mean the directory that the daemon was started in, not the one that it goes to."""
+    from toastkit.model.hub import hub_cache
+
     for name in ("pidfile", "audit"):
         if flags[name] is not None:
             flags[name] = os.path.abspath(flags[name])
     flags["model"] = options.absolute_model(flags["model"])
+    os.environ["HF_HUB_CACHE"] = str(hub_cache())
 
 
 def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | None = None) -> int:

@@ -37,16 +37,16 @@ def is_offline() -> bool:
 
 
 def hub_cache() -> Path:
-    """The Hugging Face cache directory: HF_HUB_CACHE, else HF_HOME/hub, else the default."""
-    if cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(os.path.expanduser(cache))
+    """The Hugging Face cache directory, absolute: HF_HUB_CACHE, else HF_HOME/hub, else the default.
+    As in huggingface_hub a variable may hold ~ and other variables."""
     home = os.environ.get("HF_HOME") or os.path.join(base_directory("CACHE"), "huggingface")
-    return Path(os.path.expanduser(home)) / "hub"
+    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(os.path.expanduser(cache))).absolute()
 
 
 def fetch(hub_id: str, revision: str | None, progress: bool) -> Path:
     """The directory of a hub model, downloaded unless it is here; files that a broken download left
-    whole are kept.
+    whole are kept. One that another program has fetched without its tokenizer is completed.
 
     revision: branch, tag or commit. progress: show bars on stderr.
     Raises UsageError for what is no hub id, NoInputError where the hub has no such model,

@@ -91,7 +91,7 @@ def _named(name: str, path: Path | None) -> ModelFiles:
     has the short one."""
     try:
         files = find(name)
-        if path is None or files.path == path.resolve():
+        if path is None or files.path.resolve() == path.resolve():
             return ModelFiles(files.path, name)
     except ToastError:
         if path is None:
@@ -129,7 +129,7 @@ def removal(name: str) -> Removal:
         return Removal(name, _size(own[0]), (own[0],))
     if is_hub_id(name):
         folder = repository(name)
-        if folder.is_dir() and not folder.is_symlink():
+        if folder.is_dir() or folder.is_symlink():
             locks = hub_cache() / ".locks" / folder.name
             return Removal(name, _size(folder), (folder, locks))
     if "\0" not in name and os.path.lexists(name):
