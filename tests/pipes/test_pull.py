@@ -74,6 +74,9 @@ def test_pull(model: Model, weights: bytes, tmp_path: Path) -> None:
         hub.sent.clear()
         assert ok(model("pull", "org/name", env=env)) == f"{path}\n"
         assert hub.sent == []
+        (path / "tokenizer.json").resolve().unlink()
+        assert ok(model("pull", "org/name", env=env)) == f"{path}\n"
+        assert {name for name, _ in hub.sent} == {"tokenizer.json"}
         refused(model("pull", "org/other", env=env), 66, "no such model on the hub: org/other")
         done = model("pull", "org/name", "--revision", "v9", env=env)
         refused(done, 66, "no such revision on the hub: org/name at v9")

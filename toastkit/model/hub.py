@@ -58,13 +58,14 @@ def fetch(hub_id: str, revision: str | None, progress: bool) -> Path:
     if revision is not None and not re.fullmatch(r"\w[\w./-]{0,200}", revision):
         raise UsageError(f"not a revision: {revision[:100]!r}")
     here = cached_snapshot(hub_id, revision or "main")
-    if here is not None:
+    offline = is_offline() or find_spec("huggingface_hub") is None
+    if here is not None and (offline or (here / "tokenizer.json").is_file()):
         return here
     if is_offline():
         raise UnavailableError(
             f"cannot fetch {hub_id}: it is not in the cache, and HF_HUB_OFFLINE is set"
         )
-    if find_spec("huggingface_hub") is None:
+    if offline:
         raise UnavailableError(f"cannot fetch {hub_id}: huggingface_hub is not installed")
     return _download(hub_id, revision, progress)
 
