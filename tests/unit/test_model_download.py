@@ -4,6 +4,7 @@ noticed."""
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import threading
 from pathlib import Path
@@ -170,3 +171,33 @@ def test_a_cause_behind_others_is_found(library) -> None:
     error = RuntimeError("a paragraph\nof advice")
     error.__cause__ = ConnectError("refused")
     assert "the hub cannot be reached" in what_failed("org/name", "", error).message
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "hint"),
+    [(401, "401 Unauthorized", "hf auth login"), (403, "403 Forbidden", "hf auth login"),
+     (404, "404 Not Found", None), (429, "429 Too Many Requests", "run it again later"),
+     (503, "503 Service Unavailable", "run it again later"), (599, "599", "run it again later")],
+)  # fmt: skip
+def test_the_status_of_an_answer_is_told(library, status: int, said: str, hint: str | None) -> None:
+    answer = OSError("Client error for url http://somewhere")
+    answer.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
+    error = FileNotFoundError("An error happened. Please check your connection.")
+    error.__cause__ = answer
+    told = what_failed("org/name", "", error)
+    assert type(told) is UnavailableError
+    assert told.message == f"cannot fetch org/name: the hub answered {said}"
+    assert hint in told.hint if hint and told.hint else told.hint is hint
+
+
+def test_an_answer_that_is_not_a_hubs(library) -> None:
+    with pytest.raises(ValueError) as caught:
+        json.loads("<html>")
+    told = what_failed("org/name", "", caught.value)
+    assert told.message == "cannot fetch org/name: what came is not from a hub"
+
+
+def test_a_repository_without_a_file_that_is_wanted(tmp_path: Path, library) -> None:
+    library.snapshot_download = lambda hub_id, **settings: str(tmp_path / "never made")
+    with pytest.raises(DataError, match="org/name is not a model"):
+        fetch("org/name", "", never)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import http.client
 import json
 import os
 import re
@@ -37,6 +38,7 @@ CHUNK_BYTES = 1 << 18  # what is noticed as progress, and the most that a broken
 TAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 RETRIES = 5  # of the library, each after its timeout
 KEPT = "the files that are whole are kept: run it again when the network is back"
+LATER = "the files that are whole are kept: run it again later"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -103,6 +105,8 @@ def fetch(hub_id: str, revision: str, answer: Callable[..., NoReturn]) -> Path:
         return Path(found)
 
     path = download(revision, [*IGNORE, CONFIG_FILE], [f"*{suffix}" for suffix in SUFFIXES])
+    if not path.is_dir():
+        raise DataError(f"{hub_id} is not a model: none of its files are those of one")
     wanted = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES]
     with tqdm(
         desc="Checking", total=sum(file.stat().st_size for file in wanted), unit="B",
@@ -222,6 +226,12 @@ def what_failed(hub_id: str, revision: str, error: Exception) -> ToastError:
     here: BaseException | None = error
     while here is not None:
         name = type(here).__name__
+        if status := getattr(getattr(here, "response", None), "status_code", 0):
+            return _refused(hub_id, status)
+        if isinstance(here, json.JSONDecodeError):
+            return UnavailableError(
+                f"cannot fetch {hub_id}: what came is not from a hub", hint="is a proxy in between?"
+            )
         if isinstance(here, OSError) and (here.filename is not None or here.errno in FULL):
             return from_os_error(here, f"cannot fetch {hub_id}", creating=True)
         if "Connect" in name or isinstance(here, ConnectionError):
@@ -231,3 +241,16 @@ def what_failed(hub_id: str, revision: str, error: Exception) -> ToastError:
         here = here.__cause__
     reason = (str(error).strip().split("\n")[0] or type(error).__name__)[:200].rstrip(".")
     return UnavailableError(f"cannot fetch {hub_id}: {reason}")
+
+
+def _refused(hub_id: str, status: int) -> UnavailableError:
+    """Of an answer of HTTP that is an error."""
+    phrase = http.client.responses.get(status, "")
+    hint = None
+    if status in (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN):
+        hint = "hf auth login says who you are"
+    elif status == http.HTTPStatus.TOO_MANY_REQUESTS or status >= 500:
+        hint = LATER
+    return UnavailableError(
+        f"cannot fetch {hub_id}: the hub answered {status} {phrase}".rstrip(), hint=hint
+    )
