@@ -3,6 +3,10 @@
 # answer, but starts a process and loads the model for every line; --each-line loads it once.
 # Usage: each-line.sh [FILE]
 set -eu
+if [ $# -gt 0 ] && ! [ -r "$1" ]; then
+    echo "each-line.sh: cannot read $1" >&2
+    exit 66
+fi
 
 prompts() {
     if [ $# -gt 0 ]; then
@@ -19,6 +23,7 @@ END
 # < /dev/null: a command in a loop shares the loop's stdin, and toast-decode takes what is piped to
 # it as part of its prompt: without this, the first one would swallow the rest of the list.
 prompts "$@" | while IFS= read -r prompt || [ -n "$prompt" ]; do
+    [ -n "$prompt" ] || continue
     answer=$(toast-decode -- "$prompt" < /dev/null)
     printf '%s\n%s\n\n' "> $prompt" "$answer"
 done

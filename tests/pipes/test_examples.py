@@ -290,12 +290,14 @@ def test_gears_are_marked_where_they_shift(shell: Shell) -> None:
 
 def test_each_line_answers_every_line_both_ways(shell: Shell) -> None:
     prompts = [WHO, "What is the capital of Italy?", "What is the capital of Japan?"]
-    (shell.folder / "list").write_text("\n".join(prompts))  # the last line is not ended
+    (shell.folder / "list").write_text("\n\n".join(prompts))  # the last line is not ended
     output = shell("sh", EXAMPLES / "each-line.sh", "list").stdout
     *loop, together = output.split("\n\n")
     replies = [CRUMB, "The capital of Italy is Rome.\n", "The capital of Japan is Tokyo.\n"]
     assert [f"{part}\n" for part in loop] == [f"> {p}\n{r}" for p, r in zip(prompts, replies)]
     assert together == "".join(replies)
+    refused = shell("sh", EXAMPLES / "each-line.sh", "nowhere", code=66)
+    assert refused.stderr == "each-line.sh: cannot read nowhere\n"
 
 
 def test_gate(shell: Shell) -> None:
