@@ -22,7 +22,11 @@ from toastkit.model.locate import locate
 
 SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 FILES = {name: locate("crumb").read(name) or b"" for name in SMALL}
-UNWANTED = ("pytorch_model.bin", "modeling_x.py", "original/model.safetensors", "README.md")
+UNWANTED = (
+    "pytorch_model.bin", "modeling_x.py", "original/model.safetensors", "README.md",
+    "other/rag.jinja", "additional_chat_templates/old/rag.jinja",
+)  # fmt: skip
+TEMPLATE = "additional_chat_templates/rag.jinja"
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +65,15 @@ def stalled(
 
 
 def test_pull(model: Model, weights: bytes, tmp_path: Path) -> None:
-    files = {**FILES, "model.safetensors": weights, **dict.fromkeys(UNWANTED, b"x")}
+    files = {**FILES, "model.safetensors": weights, **dict.fromkeys((*UNWANTED, TEMPLATE), b"x")}
     with serving(files) as hub:
         env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url}
         hub.stop_after = 11 << 20
         path = Path(ok(model("pull", "org/name", env=env)).removesuffix("\n"))
         assert (path / "model.safetensors").read_bytes() == weights
         names = {name for name, _ in hub.sent}
-        assert names == {*SMALL, "model.safetensors"}
+        assert names == {*SMALL, "model.safetensors", TEMPLATE}
+        assert (path / TEMPLATE).read_bytes() == b"x"
         # The connection broke; the download went on from the last piece.
         assert [start for name, start in hub.sent if name == "model.safetensors"] == [0, 11 << 20]
         hub.sent.clear()

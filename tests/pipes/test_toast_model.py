@@ -15,6 +15,7 @@ from tests.conftest import executable
 from tests.model.published import write_published
 from tests.pipes.conftest import Model
 from tests.unpack import unpack
+from toastkit.model.files import TEMPLATES_FOLDER
 from toastkit.model.locate import CRUMB
 
 
@@ -312,6 +313,28 @@ def test_split_and_verify(model: Model, tmp_path: Path) -> None:
     assert ok(model("verify", "crumb")).endswith(" MB\n")
     unpack(tmp_path / "copy")
     assert "there are no checksums" in ok(model("verify", tmp_path / "copy"))
+
+
+def test_named_templates_come_along(model: Model, toast, tmp_path: Path) -> None:
+    name = f"{TEMPLATES_FOLDER}/rag.jinja"
+    source = unpack(tmp_path / "source")
+    (source / name).parent.mkdir()
+    (source / name).write_text("rag: {{ messages[0].content }}")
+    ok(model("bake", source, "-o", tmp_path / "x.toast"))
+    ok(model("split", tmp_path / "x.toast", "-o", tmp_path / "split"))
+    assert (tmp_path / "split" / name).read_bytes() == (source / name).read_bytes()
+    assert ok(model("verify", tmp_path / "split")).startswith("ok: ")
+    (tmp_path / "split" / name).write_text("")
+    assert model("verify", tmp_path / "split").stdout == f"{name}: is not as it was written\n"
+    command = ["tokenize", "--template-only", "-m", str(tmp_path / "x.toast"), "hi"]
+    done = toast(*command, "--template-arg", "chat_template=rag")
+    assert (done.stdout, done.stderr) == (b"rag: hi", b"")
+    # There is no chat_template.jinja, in whose place stands no other file.
+    done = toast(*command)
+    line, hint = done.stderr.decode().splitlines()
+    assert (done.returncode, done.stdout) == (65, b"")
+    assert line.endswith("x.toast: has no default chat template, but rag")
+    assert hint == "  hint: choose one with --template-arg chat_template=NAME"
 
 
 def test_what_needs_no_mlx(tmp_path: Path) -> None:

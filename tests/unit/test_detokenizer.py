@@ -30,6 +30,9 @@ class Files:
     def read(self, name: str) -> bytes | None:
         return self._json if name == "tokenizer.json" else None
 
+    def additional_templates(self) -> list[str]:
+        return []
+
 
 def build(tokens: list[str], decoder: object, special: tuple[str, ...] = ("<s>", "</s>")):
     """A tokenizer with these tokens and this decoder."""

@@ -119,10 +119,12 @@ def test_only_what_is_needed_is_asked_for_and_the_config_last(tmp_path: Path, li
     path = checkpoint(tmp_path / "c1")
     library.snapshot_download = download
     assert fetch("org/name", "", never) == path
-    (first, settings), (second, last) = calls
+    (first, settings), (_, templates), (second, last) = calls
     assert (first, settings["revision"]) == ("org/name", None)
     assert settings["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja"]
     assert settings["ignore_patterns"] == ["*/*", "consolidated*", "config.json"]
+    assert templates["allow_patterns"] == ["additional_chat_templates/*.jinja"]
+    assert templates["ignore_patterns"] == ["additional_chat_templates/*/*"]
     assert (second, last["revision"]) == ("org/name", "c1")  # main may have moved on
     assert (last["allow_patterns"], last["ignore_patterns"]) == (["config.json"], [])
 

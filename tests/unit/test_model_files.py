@@ -21,7 +21,7 @@ from toastkit.model.config import (
     load_config,
     sampling_defaults,
 )
-from toastkit.model.files import ModelFiles
+from toastkit.model.files import MOST_TEMPLATES, TEMPLATES_FOLDER, ModelFiles
 from toastkit.model.hub import hub_cache
 from toastkit.model.locate import CRUMB, find, for_stream, locate
 
@@ -45,6 +45,7 @@ def checkpoint(path: Path, **files: bytes | dict) -> Path:
     }
     for name, content in {**contents, **files}.items():
         data = json.dumps(content).encode() if isinstance(content, dict) else content
+        (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_bytes(data)
     return path
 
@@ -314,7 +315,7 @@ def test_a_copy_has_the_same_fingerprint(tmp_path: Path) -> None:
 
 
 NAMES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-         "model.safetensors")  # fmt: skip
+         f"{TEMPLATES_FOLDER}/rag.jinja", "model.safetensors")  # fmt: skip
 
 
 @given(st.sampled_from(NAMES), st.integers(0, 1 << 20), st.integers(1, 255))
@@ -322,6 +323,7 @@ def test_any_changed_byte_changes_it(
     tmp_path_factory: pytest.TempPathFactory, name: str, at: int, difference: int
 ) -> None:
     extra = {"tokenizer_config.json": {"a": 1}, "chat_template.jinja": b"{{ x }}"}
+    extra[f"{TEMPLATES_FOLDER}/rag.jinja"] = b"{{ y }}"
     files = files_with(tmp_path_factory.getbasetemp() / "fingerprint", **extra)
     before = fingerprint(files)
     path = files.path / name
@@ -334,6 +336,34 @@ def test_any_changed_byte_changes_it(
     path.unlink()
     if name != "model.safetensors":
         assert fingerprint(files) != before
+
+
+def test_additional_templates(tmp_path: Path) -> None:
+    files = files_with(tmp_path)
+    assert files.additional_templates() == []
+    folder = tmp_path / TEMPLATES_FOLDER
+    folder.write_text("no folder")
+    assert files.additional_templates() == []
+    folder.unlink()
+    (folder / "deeper").mkdir(parents=True)
+    for name in ("rag.jinja", "tool_use.jinja", "._rag.jinja", ".jinja", "notes.md", "a\nb.jinja"):
+        (folder / name).touch()
+    names = [f"{TEMPLATES_FOLDER}/{name}.jinja" for name in ("rag", "tool_use")]
+    assert files.additional_templates() == names == files.small_files()[-2:]
+    for number in range(MOST_TEMPLATES):
+        (folder / f"{number}.jinja").touch()
+    with pytest.raises(DataError, match="m: 66 files in additional_chat_templates, more than 64"):
+        files.additional_templates()
+
+
+def test_templates_that_lead_out_of_their_folder(tmp_path: Path) -> None:
+    """A .toast file's names become paths where it is split."""
+    names = ("../x.jinja", "a/../../x.jinja", "/x.jinja", "..jinja", "x.jinja")
+    entry = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"__file__.{TEMPLATES_FOLDER}/{name}": entry for name in names}).encode()
+    path = tmp_path / "x.toast"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    assert ModelFiles(path, "m").additional_templates() == [f"{TEMPLATES_FOLDER}/x.jinja"]
 
 
 def test_large_weights_are_sampled_all_over(tmp_path: Path) -> None:

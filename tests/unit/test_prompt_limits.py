@@ -70,7 +70,7 @@ def test_truncation_where_a_blank_comes_before_any_text(length: int, word: str) 
     )
     files = locate("crumb")
     tokenizer = Tokenizer(Files(whole))
-    tokenizer.chat_template = "{% for m in messages %}:{{ m.content }}{% endfor %}"
+    tokenizer.templates = {"default": "{% for m in messages %}:{{ m.content }}{% endfor %}"}
     options = PromptOptions(truncate=True, max_tokens=8)
     stage = PromptTokenizer(files, load_config(files)._replace(context=40), options, tokenizer)
     text = (word * length)[:length]

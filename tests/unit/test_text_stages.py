@@ -70,7 +70,7 @@ def prompt_tokenizer(template: str | None, **options) -> PromptTokenizer:
     """Of crumb, with another template."""
     files = locate("crumb")
     tokenizer = Tokenizer(files)
-    tokenizer.chat_template = template
+    tokenizer.templates = {} if template is None else {"default": template}
     return PromptTokenizer(files, load_config(files), PromptOptions(**options), tokenizer)
 
 

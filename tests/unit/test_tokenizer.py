@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toastkit.errors import DataError, NoInputError
-from toastkit.model.files import ModelFiles
+from toastkit.model.files import TEMPLATES_FOLDER, ModelFiles
 from toastkit.model.locate import locate
+from toastkit.text.chat_template import choose
 from toastkit.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,9 @@ class Files:
                 value if value is None or isinstance(value, bytes) else json.dumps(value).encode()
             )
         return self._files.read(name) if self._files else None
+
+    def additional_templates(self) -> list[str]:
+        return [name for name in self._changed if name.startswith(TEMPLATES_FOLDER)]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +76,7 @@ def test_crumb(crumb: Tokenizer) -> None:
     assert crumb.special_ids == {0, 1, 2}
     assert crumb.special_tokens["eos_token"] == "<|im_end|>"
     assert crumb.bos_id is None
-    assert "<|im_start|>" in (crumb.chat_template or "")
+    assert "<|im_start|>" in crumb.templates["default"]
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
@@ -149,13 +153,50 @@ def test_chat_template_places() -> None:
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     settings = {"tokenizer_config__json": {"chat_template": named}}
     in_json = {"chat_template__json": {"chat_template": "j"}}
-    tokenizer = Tokenizer(Files(**settings))
-    assert tokenizer.chat_template == tokenizer.template_for(None) == "d"
-    assert tokenizer.template_for([]) == "t"
-    assert Tokenizer(Files(**settings, **in_json)).chat_template == "j"
+    assert Tokenizer(Files(**settings)).templates == {"tool_use": "t", "default": "d"}
+    assert Tokenizer(Files(**settings, **in_json)).templates == {"default": "j"}
     in_file = {"chat_template__jinja": "ü".encode()}
-    assert Tokenizer(Files(**settings, **in_json, **in_file)).chat_template == "ü"
-    assert Tokenizer(Files(tokenizer_config__json=None)).chat_template is None
+    assert Tokenizer(Files(**settings, **in_json, **in_file)).templates == {"default": "ü"}
+    beside = {f"{TEMPLATES_FOLDER}/{name}__jinja": name.encode() for name in ("rag", "tool_use")}
+    named = {"rag": "rag", "tool_use": "tool_use"}
+    found = Tokenizer(Files(**settings, **in_json, **in_file, **beside)).templates
+    assert found == {"default": "ü", **named}
+    assert Tokenizer(Files(**settings, **beside)).templates == named  # as transformers has it
+    assert Tokenizer(Files(tokenizer_config__json={"chat_template": named})).templates == named
+    assert Tokenizer(Files(tokenizer_config__json=None)).templates == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "tools", "wanted", "chosen"),
+    [
+        (("rag", "default", "tool_use"), None, None, "default"),
+        (("rag", "default", "tool_use"), [], None, "tool_use"),
+        (("rag", "default", "tool_use"), [], "rag", "rag"),
+        (("rag", "default"), [], None, "default"),
+        (("rag", "tool_use"), [], None, "tool_use"),
+        ((), [], None, None),
+    ],
+)
+def test_the_template_of_a_prompt(
+    names: tuple, tools: list | None, wanted: str | None, chosen: str | None
+) -> None:
+    assert choose({name: name for name in names}, tools, wanted, "m") == chosen
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "said"),
+    [
+        (("tool_use", "rag"), None, "m: has no default chat template, but rag, tool_use"),
+        (("default", "rag"), "tools", "m: no chat template is called 'tools': it has default, rag"),
+        (("default",), 3, "m: no chat template is called '3': it has default"),
+        ((), "rag", "m: no chat template is called 'rag': it has none"),
+    ],
+)
+def test_no_such_template(names: tuple, wanted: object, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        choose(dict.fromkeys(names, ""), None, wanted, "m")
+    assert caught.value.message == said
+    assert (caught.value.hint is not None) == (wanted is None)
 
 
 def test_missing_tokenizer() -> None:
@@ -186,6 +227,8 @@ def test_broken_configs(name: str, data: bytes) -> None:
         {"tokenizer_config__json": {"chat_template": 3}},
         {"tokenizer_config__json": {"chat_template": [{"template": "x"}]}},
         {"tokenizer_config__json": {"chat_template": ["x"]}},
+        {"tokenizer_config__json": {"chat_template": [{"name": 1, "template": "x"}]}},
+        {f"{TEMPLATES_FOLDER}/a__jinja": b"\xff"},
     ],
 )
 def test_broken_chat_templates(changed: dict) -> None:

@@ -28,6 +28,9 @@ class Files:
     def read(self, name: str) -> bytes | None:
         return self._data if name == "tokenizer.json" else None
 
+    def additional_templates(self) -> list[str]:
+        return []
+
 
 def made(kind: str) -> tokenizers.Tokenizer:
     """Characters are tokens; special ones overlap, take blanks with them, or begin as others do."""

@@ -82,13 +82,13 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
 def fingerprint(files: ModelFiles) -> str:
     """32 hex digits that tell this checkpoint and tokenizer from any other.
 
-    Covers config.json, tokenizer.json and the chat template whole; of each weight file its size,
+    Covers config.json, tokenizer.json and the chat templates whole; of each weight file its size,
     its safetensors header and 64 samples of 4 KiB spread evenly, so that a 40 GB checkpoint costs
     milliseconds while a fine-tune of the same shapes still differs.
     """
     digest = hashlib.blake2b(digest_size=16)
     names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-    for name in names:
+    for name in [*names, *files.additional_templates()]:
         data = files.read(name)
         digest.update(b"%s %d\n" % (name.encode(), -1 if data is None else len(data)))
         digest.update(data or b"")

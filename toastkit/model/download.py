@@ -28,7 +28,7 @@ from toastkit.errors import (
     UnavailableError,
     from_os_error,
 )
-from toastkit.model.files import CONFIG_FILE, ModelFiles
+from toastkit.model.files import CONFIG_FILE, TEMPLATES_FOLDER, ModelFiles
 from toastkit.model.safetensors import read_header
 
 SUFFIXES = (".json", ".safetensors", ".jinja")  # all that inference reads; no Python, no pickle
@@ -107,7 +107,9 @@ def fetch(hub_id: str, revision: str, answer: Callable[..., NoReturn]) -> Path:
     path = download(revision, [*IGNORE, CONFIG_FILE], [f"*{suffix}" for suffix in SUFFIXES])
     if not path.is_dir():
         raise DataError(f"{hub_id} is not a model: none of its files are those of one")
-    wanted = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES]
+    download(path.name, [f"{TEMPLATES_FOLDER}/*/*"], [f"{TEMPLATES_FOLDER}/*.jinja"])
+    places = [path.iterdir(), (path / TEMPLATES_FOLDER).glob("*.jinja")]
+    wanted = sorted(file for place in places for file in place if file.suffix in SUFFIXES)
     with tqdm(
         desc="Checking", total=sum(file.stat().st_size for file in wanted), unit="B",
         unit_scale=True,

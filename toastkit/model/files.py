@@ -23,6 +23,8 @@ SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+TEMPLATES_FOLDER = "additional_chat_templates"  # of templates with names, beside the default
+MOST_TEMPLATES = 64
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
@@ -64,6 +66,32 @@ class ModelFiles:
         with open(self.path, "rb") as file:
             file.seek(entry.start)
             return file.read(entry.nbytes)
+
+    def small_files(self) -> list[str]:
+        """The names of the small files that there may be. Raises as additional_templates."""
+        return [*SMALL_FILES, *self.additional_templates()]
+
+    def additional_templates(self) -> list[str]:
+        """The names of the chat templates in their folder, sorted; hidden files are none.
+        Raises DataError for too many, what from_os_error gives."""
+        try:
+            if self.is_toast:
+                start = f"{toast_format.FILE_PREFIX}{TEMPLATES_FOLDER}/"
+                entries = self.headers[0].entries
+                found = [name[len(start) :] for name in entries if name.startswith(start)]
+            else:
+                found = os.listdir(self.path / TEMPLATES_FOLDER)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise from_os_error(error, f"cannot read {self.path / TEMPLATES_FOLDER}") from error
+        # What a .toast file says becomes a path where it is split.
+        names = [n for n in found if re.fullmatch(r"[^./][^/]*\.jinja", n) and n.isprintable()]
+        if len(names) > MOST_TEMPLATES:
+            raise DataError(
+                f"{self.name}: {len(names)} files in {TEMPLATES_FOLDER}, more than {MOST_TEMPLATES}"
+            )
+        return [f"{TEMPLATES_FOLDER}/{name}" for name in sorted(names)]
 
     def _check_size(self, name: str, size: int) -> None:
         limit = MAX_LARGER_FILE_BYTES if name in LARGER_FILES else MAX_SMALL_FILE_BYTES

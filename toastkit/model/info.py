@@ -12,6 +12,7 @@ from typing import Any
 from toastkit.model import toast_format
 from toastkit.model.config import ModelConfig, load_config
 from toastkit.model.files import ModelFiles
+from toastkit.text.chat_template import read_templates
 from toastkit.text.terminal import shown
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -44,7 +45,7 @@ def summary(files: ModelFiles) -> dict[str, Any]:
         "expert_major": files.is_expert_major,
         "context": config.context,
         "vocabulary": config.vocab,
-        "chat_template": _has_template(files),
+        "chat_template": bool(_templates(files)),
     }
 
 
@@ -69,11 +70,9 @@ def _quantization(config: ModelConfig) -> dict[str, Any] | None:
     return None
 
 
-def _has_template(files: ModelFiles) -> bool:
+def _templates(files: ModelFiles) -> dict[str, str]:
     names = ("chat_template.json", "tokenizer_config.json")
-    return files.read("chat_template.jinja") is not None or any(
-        (files.read_json(name) or {}).get("chat_template") for name in names
-    )
+    return read_templates(files, *(files.read_json(name) or {} for name in names))
 
 
 # ---------------------------------------------------------------------------- for people to read

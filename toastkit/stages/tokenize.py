@@ -93,21 +93,23 @@ class PromptTokenizer:
         """The text that is tokenised. Without a template, messages are joined by blank lines."""
         if prompt.messages is None:
             return prompt.text or ""
+        from toastkit.text.chat_template import CHOICE, choose, render
+
         options = self._options
-        template = self.tokenizer.template_for(options.tools)
+        arguments = dict(options.template_arguments)
+        wanted = arguments.pop(CHOICE, None)
+        template = choose(self.tokenizer.templates, options.tools, wanted, self.files.name)
         if template is None:
             tools = [] if options.tools is None else ["tools"]
-            for name in [*options.template_arguments, *tools]:
+            for name in [*arguments, *tools]:
                 self._note_once(f"{self.files.name} has no chat template to make use of {name!r}")
             return "\n\n".join(map(content_text, prompt.messages))
-        from toastkit.text.chat_template import render
-
         return render(
             template,
             prompt.messages,
             add_generation_prompt=options.generation_prompt,
             special_tokens=self.tokenizer.special_tokens,
-            arguments=options.template_arguments,
+            arguments=arguments,
             tools=options.tools,
             note=self._note_once,
         )
@@ -151,7 +153,7 @@ class PromptTokenizer:
     def _ids(self, prompt: Prompt, text: str | None = None, most: int | None = None) -> list[int]:
         """Ids of a prompt. text: what it is rendered to, where that is known. most: as of
         Tokenizer.encode."""
-        templated = prompt.messages is not None and self.tokenizer.chat_template is not None
+        templated = prompt.messages is not None and bool(self.tokenizer.templates)
         text = self.render(prompt) if text is None else text
         return self.tokenizer.encode_prompt(text, templated, most)
 
@@ -204,7 +206,7 @@ class PromptTokenizer:
         some drop what was thought in earlier turns. Found by rendering such prompts. Fewer where
         the template refuses them.
         """
-        if prompt.messages is None or self.tokenizer.chat_template is None:
+        if prompt.messages is None or not self.tokenizer.templates:
             return []
         *history, last = prompt.messages
         other = with_text(last, "x" if content_text(last)[:1] != "x" else "y")

@@ -23,7 +23,7 @@ from typing import Any
 import mlx.core as mx
 
 from toastkit.errors import DataError, UsageError
-from toastkit.model.files import SMALL_FILES
+from toastkit.model.files import TEMPLATES_FOLDER
 from toastkit.model.toast_format import (
     EXPERT_MAJOR_VERSION,
     EXPERTS_KEY,
@@ -40,7 +40,7 @@ from toastkit.model.toast_format import (
     describe_experts,
     new_digest,
 )
-from toastkit.private_files import replace_file
+from toastkit.private_files import replace_file, sync_directory
 from toastkit.store.dtypes import DTYPES
 from toastkit.store.partial import Partial
 from toastkit.store.pieces import (
@@ -119,8 +119,12 @@ def split(store: Store, out_directory: Path, progress: Progress | None = None) -
             done += sum(item.nbytes for p in pieces for item in p.planned)
         try:  # last, so that a process killed on the way leaves nothing that looks like a model
             for name, data in files.items():
-                replace_file(partial.beside / name, data, sync=True)
-                os.chmod(partial.beside / name, 0o666 & ~partial.mask)
+                path = partial.beside / name
+                path.parent.mkdir(exist_ok=True)
+                replace_file(path, data, sync=True)
+                os.chmod(path, 0o666 & ~partial.mask)
+            if (partial.beside / TEMPLATES_FOLDER).is_dir():
+                sync_directory(partial.beside / TEMPLATES_FOLDER)
         except OSError as error:
             raise partial.failure(error) from error
         partial.publish()
@@ -162,8 +166,9 @@ def metadata(store: Store) -> dict[str, str]:
 def small_files(contents: Contents) -> Iterator[tuple[str, bytes]]:
     """(name, content) of the small files that the checkpoint has, with config.json as it must be
     for what is written."""
-    for name in SMALL_FILES:
-        data = contents.config() if name == "config.json" else contents.store.files.read(name)
+    files = contents.store.files
+    for name in files.small_files():
+        data = contents.config() if name == "config.json" else files.read(name)
         if data is not None:
             yield name, data
 

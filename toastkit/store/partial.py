@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 from toastkit.errors import BusyError, CannotCreateError, from_os_error
@@ -80,8 +81,11 @@ class Partial:
         if not self._directory:
             os.ftruncate(fd, 0)
             return
-        for name in os.listdir(self.beside):
-            os.unlink(self.beside / name)
+        for path in self.beside.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def publish(self) -> None:
         """Makes it durable and gives it its name. Raises CannotCreateError, IOFailure."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from toastkit.errors import DataError, did_you_mean
 from toastkit.text.messages import content_text
@@ -18,6 +18,67 @@ MAX_SOURCE = 1 << 20  # characters of a template
 # SHA-256 of templates that may run in this process: the embedded model's.
 KNOWN = frozenset(("66edfb854931c933d3ac94f507626dd4fa2d5ca0a9b1036b11729d296a7392ac",))
 _HINT = "a template that comes with a checkpoint is code; --raw does without it"
+# Names that templates have: of the one that is taken, and of the one that is where there are tools.
+DEFAULT, FOR_TOOLS = "default", "tool_use"
+CHOICE = "chat_template"  # the argument that names another, as for transformers
+
+
+class SmallFiles(Protocol):
+    """What a tokenizer is read from. name: of the checkpoint, for messages."""
+
+    name: str
+
+    def read(self, name: str) -> bytes | None: ...
+
+    def additional_templates(self) -> list[str]: ...
+
+
+def read_templates(files: SmallFiles, *settings: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> source of the chat templates: those in files of their own; where there are none,
+    those of the first JSON object that has any. Raises DataError for what is not text."""
+    templates: dict[str, Any] = {}
+    for path in ("chat_template.jinja", *files.additional_templates()):
+        source = files.read(path)
+        if source is not None:
+            name = path.rpartition("/")[2].removesuffix(".jinja") if "/" in path else DEFAULT
+            try:
+                templates[name] = source.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                message = f"{files.name}: {path}: not UTF-8 at byte {error.start}"
+                raise DataError(message) from error
+    for place in settings:
+        if templates:
+            break
+        given = place.get("chat_template")
+        if isinstance(given, list):
+            try:
+                given = {entry["name"]: entry["template"] for entry in given}
+            except (TypeError, KeyError) as error:
+                raise DataError(f"{files.name}: a chat template without a name") from error
+        templates = given if isinstance(given, dict) else {DEFAULT: given}
+        templates = {name: source for name, source in templates.items() if source is not None}
+    for pair in templates.items():
+        if not all(isinstance(text, str) for text in pair):
+            raise DataError(f"{files.name}: the chat template is not a string")
+    return templates
+
+
+def choose(templates: Mapping[str, str], tools: list | None, name: Any, of: str) -> str | None:
+    """The source of the template of a prompt: the one with that name, else the one for tools where
+    there are tools, else the default; None where there are no templates at all. of: whose they are.
+    Raises DataError for a name that none has, and where nothing says which is meant."""
+    names = ", ".join(sorted(templates))[:300] or "none"
+    if name is not None:
+        if isinstance(name, str) and name in templates:
+            return templates[name]
+        raise DataError(f"{of}: no chat template is called {str(name)[:100]!r}: it has {names}")
+    for usual in (FOR_TOOLS,) * (tools is not None) + (DEFAULT,):
+        if usual in templates:
+            return templates[usual]
+    if templates:
+        hint = f"choose one with --template-arg {CHOICE}=NAME"
+        raise DataError(f"{of}: has no default chat template, but {names}", hint=hint)
+    return None
 
 
 def render(

@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from toastkit.errors import DataError, NoInputError
 from toastkit.text import library, pieces
 from toastkit.text.bounded_json import parse
+from toastkit.text.chat_template import SmallFiles, read_templates
 
 # End a turn where the checkpoint's template writes them, whether or not a config says so.
 _END_OF_TURN = (
@@ -24,14 +25,6 @@ MOST_SHARED = 1 << 24  # ids that are numbered: more are holes
 _SPECIAL_NAMES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 
 
-class SmallFiles(Protocol):
-    """What a tokenizer is read from. name: of the checkpoint, for messages."""
-
-    name: str
-
-    def read(self, name: str) -> bytes | None: ...
-
-
 class Tokenizer:
     """The tokenizer of a checkpoint.
 
@@ -39,7 +32,7 @@ class Tokenizer:
     eos_ids: ids that end a turn, sorted: the union of what config.json, generation_config.json and
     tokenizer_config.json name and of the end-of-turn markers in the chat template.
     special_ids: ids of the tokens flagged special. special_tokens: bos_token, ... -> text.
-    chat_template: Jinja source, or None. bos_id: None where there is none.
+    templates: name -> Jinja source of the chat templates. bos_id: None where there is none.
     Raises NoInputError where tokenizer.json is missing, DataError where a file is broken.
     """
 
@@ -52,14 +45,11 @@ class Tokenizer:
         generation = _read_json(files, "generation_config.json")
         settings = _read_json(files, "tokenizer_config.json")
         special_map = _read_json(files, "special_tokens_map.json")
-        self.chat_template, self._tool_template = _chat_templates(files, settings)
+        in_json = _read_json(files, "chat_template.json")
+        self.templates = read_templates(files, in_json, settings)
         self.special_tokens = _special_tokens({**special_map, **settings})
         self.bos_id = self._bos_id(config, generation)
         self.eos_ids = self._eos_ids(config, generation)
-
-    def template_for(self, tools: list | None) -> str | None:
-        """The template of a prompt: where there are tools, the one for these if there is one."""
-        return self.chat_template if tools is None else self._tool_template or self.chat_template
 
     @cached_property
     def vocab_size(self) -> int:
@@ -215,7 +205,7 @@ class Tokenizer:
         return sorted(found)
 
     def _end_of_turn_markers(self) -> list[str]:
-        templates = (self.chat_template or "") + (self._tool_template or "")
+        templates = "".join(self.templates.values())
         markers = [
             marker
             for marker in _END_OF_TURN
@@ -254,33 +244,6 @@ def _read_json(files: SmallFiles, name: str) -> dict:
     if not isinstance(document, dict):
         raise DataError(f"{files.name}: broken {name}: not an object")
     return document
-
-
-def _chat_templates(files: SmallFiles, settings: dict) -> tuple[str | None, str | None]:
-    """The source of the template for chat, and of one for tools if that is another, from the first
-    place that has one."""
-    source = files.read("chat_template.jinja")
-    if source is not None:
-        try:
-            return source.decode("utf-8-sig"), None
-        except UnicodeDecodeError as error:
-            message = f"{files.name}: chat_template.jinja: not UTF-8 at byte {error.start}"
-            raise DataError(message) from error
-    for place in (_read_json(files, "chat_template.json"), settings):
-        template, for_tools = place.get("chat_template"), None
-        if isinstance(template, list):
-            try:
-                named = {entry["name"]: entry["template"] for entry in template}
-            except (TypeError, KeyError) as error:
-                raise DataError(f"{files.name}: a chat template without a name") from error
-            template = named.get("default", next(iter(named.values()), None))
-            for_tools = named.get("tool_use")
-        if template is None:
-            continue
-        if not all(isinstance(source, (str, type(None))) for source in (template, for_tools)):
-            raise DataError(f"{files.name}: the chat template is not a string")
-        return template, for_tools
-    return None, None
 
 
 def _special_tokens(settings: dict) -> dict[str, str]:
