@@ -128,12 +128,13 @@ def test_a_missing_shard(toast: Toast, make: Make) -> None:
     places = {name: f"model-0000{1 + (name == NORM)}-of-00002.safetensors" for name in SHAPES}
     first = {name: value for name, value in random_tensors().items() if name != NORM}
     shard = {"model-00001-of-00002.safetensors": safetensors(first)}
-    path = make(
-        **{WEIGHTS: None, INDEX: json.dumps({"weight_map": places}).encode(), **shard},
-    )
-    said = "model-00002-of-00002.safetensors is missing, and model.safetensors.index.json needs it"
-    refused_by_all(toast, path, 66, str(path), said, whole=True)
+    path = make(**{WEIGHTS: None, INDEX: json.dumps({"weight_map": places}).encode(), **shard})
+    said = f"{path}: model-00002-of-00002.safetensors is missing"
+    refused_by_all(toast, path, 66, f"{said}, and {INDEX} needs it", whole=True)
     counts(toast, path)
+    (path / INDEX).unlink()
+    refused_by_all(toast, path, 66, said, whole=True)
+    refused(toast("model", "verify", path), 66, said)
 
 
 @pytest.mark.parametrize(

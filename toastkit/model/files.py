@@ -27,6 +27,7 @@ TEMPLATES_FOLDER = "additional_chat_templates"  # of templates with names, besid
 MOST_TEMPLATES = 64
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
+_SHARD = r"(.+-)([0-9]{1,9})(-of-([0-9]{1,9})\.safetensors)"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 MAX_SMALL_FILE_BYTES = 16 << 20
 MAX_LARGER_FILE_BYTES = 64 << 20  # of those that grow with the vocabulary or the tensors
@@ -112,8 +113,8 @@ class ModelFiles:
         return value
 
     def weight_files(self) -> list[Path]:
-        """The safetensors files. Raises NoInputError where there are none or a shard is missing,
-        DataError for an index that cannot be followed."""
+        """The safetensors files. Raises NoInputError where there are none or a shard is missing, by
+        the index or by the numbers in names; DataError for an index that cannot be followed."""
         if self.is_toast:
             return [self.path]
         index = self.read_json(INDEX_FILE)
@@ -129,7 +130,20 @@ class ModelFiles:
             files += [n for n in names if re.fullmatch(r"layer_\d{4,}\.safetensors", n)]
         if not files:
             raise self._no_weights()
+        self._check_numbers(files)
         return [self._regular(name) for name in files]
+
+    def _check_numbers(self, names: list[str]) -> None:
+        """Raises NoInputError where one is missing of shards whose names say how many there are."""
+        there = set(names)
+        numbered = (re.fullmatch(_SHARD, name) for name in names)
+        for before, width, of, count in {
+            (m[1], len(m[2]), m[3], int(m[4])) for m in numbered if m is not None
+        }:
+            for number in range(1, count + 1):  # ends at the first that is missing
+                name = f"{before}{number:0{width}}{of}"
+                if name not in there:
+                    raise NoInputError(f"{self.name}: {name[:100]} is missing")
 
     def _regular(self, name: str) -> Path:
         path = self.path / name
