@@ -228,6 +228,25 @@ def test_floats_that_json_lacks(tmp_path: Path) -> None:
     tagged = {**CONFIG, "limits": [{"__float__": "Infinity"}, {"__float__": "x"}]}
     raw = load_config(files_with(tmp_path, **{"config.json": tagged})).raw
     assert raw["limits"] == [float("inf"), {"__float__": "x"}]
+    tagged["rope_theta"] = {"__float__": "Infinity"}
+    with pytest.raises(DataError, match="^m: config.json: rope_theta is inf, no finite number$"):
+        load_config(files_with(tmp_path, **{"config.json": tagged}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ('"rope_theta": NaN', "rope_theta is nan"),
+        ('"rope_theta": 1e999', "rope_theta is inf"),
+        ('"text_config": {"rope_parameters": {"a": [0.5, -Infinity]}}',
+         "text_config.rope_parameters.a is -inf"),
+        ('"time_step_limit": [0.0, NaN]', "time_step_limit is nan"),
+    ],
+)  # fmt: skip
+def test_numbers_that_are_not_finite(tmp_path: Path, fields: str, said: str) -> None:
+    content = f'{{"model_type": "llama", "vocab_size": 9, {fields}}}'.encode()
+    with pytest.raises(DataError, match=f"^m: config.json: {said}, no finite number$"):
+        load_config(files_with(tmp_path, **{"config.json": content}))
 
 
 @pytest.mark.parametrize(

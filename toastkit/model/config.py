@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -36,10 +37,12 @@ class ModelConfig(NamedTuple):
 
 
 def load_config(files: ModelFiles) -> ModelConfig:
-    """Reads config.json. Raises DataError where a field that everything needs is missing."""
+    """Reads config.json. Raises DataError where a field that everything needs is missing, and for
+    numbers that are not finite."""
     raw = files.read_json("config.json")
     if raw is None:
         raise DataError(f"{files.name}: no config.json")
+    _check_finite(raw, files.name)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise DataError(f"{files.name}: config.json has no model_type")
@@ -54,6 +57,21 @@ def load_config(files: ModelFiles) -> ModelConfig:
     if context is not None and (type(context) is not int or not 1 <= context <= MOST):
         raise DataError(f"{files.name}: config.json has no usable {name}")
     return config._replace(vocab=vocab, context=context)
+
+
+def _check_finite(raw: dict, where: str) -> None:
+    """Raises DataError for NaN, and for infinity but in what sets no limit by it, as the
+    time_step_limit of Mamba2 does."""
+    left: list[tuple[str, object]] = [("", raw)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            if math.isnan(value) or "limit" not in name:
+                raise DataError(f"{where}: config.json: {name[:100]} is {value}, no finite number")
+        elif isinstance(value, dict):
+            left += [(f"{name}.{key}" if name else key, inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            left += [(name, inner) for inner in value]
 
 
 def digits(number: int) -> str:
