@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
+
+import pytest
+
+from tests.forked import executable
 
 SECONDS = 20
 PEAK_BYTES = 1 << 30
@@ -87,3 +93,26 @@ def run_hostile(
     )
     assert "Traceback" not in taken.error and "bug" not in taken.error, taken.error
     return taken
+
+
+def run_without_privileges(name: str, *arguments: object, stdin: bytes = b"") -> Any:
+    """Runs an installed command to its end as a user who may not read everything, which root may
+    elsewhere; skips the test where root cannot be held back."""
+    if os.geteuid() == 0 and not sys.platform.startswith("linux"):
+        pytest.skip("root reads everything here")
+    done = subprocess.run(
+        [executable(name), *map(str, arguments)], input=stdin,
+        capture_output=True, timeout=60, preexec_fn=_without_privileges,
+    )  # fmt: skip
+    if done.returncode == 99:
+        pytest.skip("root cannot be held back here")
+    return done
+
+
+def _without_privileges() -> None:
+    """Takes from root what lets it read everything, for the program that is started next."""
+    if os.geteuid() == 0:
+        drop = ctypes.CDLL(None).prctl
+        for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+            if drop(24, capability, 0, 0, 0):  # PR_CAPBSET_DROP
+                os._exit(99)

@@ -3,12 +3,9 @@ whichever command meets them first."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -18,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import Toast, executable
-from tests.hostile import run_hostile
+from tests.hostile import run_hostile, run_without_privileges
 from tests.pipes.test_bad_input import refused
 from toastkit.model.locate import locate
 
@@ -362,31 +359,15 @@ def test_what_is_no_file(toast: Toast, make: Make, name: str, kind: Callable) ->
         assert done.returncode in (65, 66)
 
 
-def without_privileges() -> None:
-    """Takes from root what lets it read everything, for the program that is started next."""
-    if os.geteuid() == 0:
-        drop = ctypes.CDLL(None).prctl
-        for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-            if drop(24, capability, 0, 0, 0):  # PR_CAPBSET_DROP
-                os._exit(99)
-
-
 @pytest.mark.parametrize("closed", ["", "config.json", WEIGHTS, "tokenizer.json"])
 def test_no_permission_to_read(make: Make, closed: str) -> None:
-    if os.geteuid() == 0 and not sys.platform.startswith("linux"):
-        pytest.skip("root reads everything here")
     path = make()
     mode = (path / closed).stat().st_mode
     (path / closed).chmod(0)
     early = closed in ("", "config.json")
     name, *arguments = ["model", "info"] if early else ["decode", "-n", "2", "hi", "-m"]
     try:
-        done = subprocess.run(
-            [executable(name), *arguments, path], stdin=subprocess.DEVNULL,
-            capture_output=True, timeout=60, preexec_fn=without_privileges,
-        )  # fmt: skip
-        if done.returncode == 99:
-            pytest.skip("root cannot be held back here")
+        done = run_without_privileges(name, *arguments, path)
         refused(done, 66, str(path), "permission denied")
     finally:
         (path / closed).chmod(mode)

@@ -6,12 +6,14 @@ import io
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("mlx.core")
 
+from tests.hostile import run_without_privileges
 from toastkit.frames import (
     End,
     Error,
@@ -223,6 +225,17 @@ def test_a_seed_of_its_own_choice_is_in_the_stream(toast, saved: bytes) -> None:
     assert record["seed"] != second[0].extra["sampling"]["seed"]
     again = drawn(toast, saved, "--temp", "1.5", "--seed", str(record["seed"]))
     assert only(Token, again) == only(Token, first)
+
+
+@pytest.mark.parametrize("name", ["entropy-gear", "sample", "detokenize"])
+def test_a_saved_run_from_where_we_may_not_look(saved: bytes, tmp_path: Path, name: str) -> None:
+    closed = tmp_path / "another's"
+    closed.mkdir(mode=0)
+    head, *others = frames_of(saved)
+    head = replace(head, session=str(closed / "session"), run=str(closed / "session/runs/1"))
+    done = run_without_privileges(name, stdin=b"".join(map(dumps, (head, *others))))
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout
 
 
 # ---------------------------------------------------------------------- errors travel downstream

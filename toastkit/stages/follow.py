@@ -6,6 +6,7 @@ has been read since, the next run goes on as if it had never stopped.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,8 +82,9 @@ class Follower:
     def begin(self, head: Head) -> None:
         """Takes the next run."""
         self._head, self._prefilled, self._selector, self._position = head, None, None, -1
-        # A stream from a file names a run that is over: nothing new is learnt of its session.
-        live = head.run is None or (isinstance(head.run, str) and Path(head.run).exists())
+        # A stream from a file names a run that is over: nothing new is learnt of its session. Nor
+        # is one of ours where we may not look.
+        live = head.run is None or (isinstance(head.run, str) and os.path.exists(head.run))
         self._session = Path(head.session) if live and head.session is not None else None
 
     def prefilled(self, frame: Prefilled) -> None:

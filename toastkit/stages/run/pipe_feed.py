@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from toastkit.errors import DataError, NoInputError
@@ -36,7 +37,8 @@ class PipeFeed:
         self.opened = True
         feeds = [feed_of(path) for path in ([run] if isinstance(run, str) else run or [])]
         if not self._insists:
-            self._paths = [path for path in feeds if path.exists()] if self._sends else []
+            # Where we may not look, as at another user's saved run, there is none of ours.
+            self._paths = list(filter(os.path.exists, feeds)) if self._sends else []
             return
         if not feeds:
             raise DataError("no run to feed: the stream has no head that names one")
