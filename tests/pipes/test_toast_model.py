@@ -62,6 +62,9 @@ def json_info(model: Model, name: object) -> dict:
         (["info", "--supported", "crumb"], "--supported takes no model", ""),
         (["bake", "crumb", "--group-size", "32"], "--group-size is for --quant", ""),
         (["bake", "crumb", "--gears", "low,top"], "no such gear to bake: 'top'", "low and mid"),
+        (["bake", "crumb", "--gears", "low,"], "no such gear to bake: ''", "low and mid"),
+        (["split", "crumb", "-o", "."], "-o takes the name of a directory to make, not '.'", ""),
+        (["split", "crumb", "-o", "/"], "-o takes the name of a directory to make, not '/'", ""),
         (["bake", "crumb", "-o", "x.bin"], "-o takes a name that ends in .toast", ""),
         (["bake", "crumb", "--dtype", "int8"], "'int8' is not one of", "bake --help"),
         (["pull", "crumb"], "not a hub id: 'crumb'", "org/name"),
@@ -285,6 +288,12 @@ def test_outputs_that_cannot_be(model: Model, tmp_path: Path) -> None:
     (tmp_path / "full" / "x").write_text("x")
     refused(model("split", "crumb", "-o", tmp_path / "full"), 73)
     assert (tmp_path / "full" / "x").read_text() == "x"
+    for name in ("link.toast", "link"):
+        (tmp_path / name).symlink_to("nothing")
+    refused(model("bake", "crumb", "-o", tmp_path / "link.toast"), 73, "exists")
+    refused(model("split", "crumb", "-o", tmp_path / "link"), 73, "is a symbolic link")
+    long = tmp_path / f"{'x' * 255}.toast"
+    refused(model("bake", "crumb", "-o", long), 73, f"cannot write {long}: file name too long")
 
 
 def test_a_flipped_byte_is_found(model: Model, tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def bake(source: str, **flags) -> int:
 
 
 def _gears(text: str | None) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in (text or "").split(",") if part.strip())
+    names = () if text is None else tuple(part.strip() for part in text.split(","))
     for name in names:
         if name not in ("low", "mid"):
             raise UsageError(f"no such gear to bake: {name[:40]!r}", hint="gears are low and mid")
@@ -243,9 +243,10 @@ def _bake_output(files, flags: dict[str, Any]) -> Path:
             make_private_directories(out.parent)
         except OSError as error:
             raise from_os_error(error, f"cannot create {out.parent}", creating=True) from error
-    if out.is_dir():
+    # These say no where we may not look: writing there says what is wrong.
+    if os.path.isdir(out):
         raise CannotCreateError(f"cannot write {out}: it is a directory")
-    if out.exists() and not flags["force"]:
+    if os.path.lexists(out) and not flags["force"]:
         raise CannotCreateError(f"{out} exists", hint="--force overwrites it")
     return out
 
@@ -256,13 +257,16 @@ def _bake_output(files, flags: dict[str, Any]) -> Path:
 def split(source: str, **flags) -> int:
     from toastkit.model.locate import find
 
+    out = Path(flags["output"])
+    if not out.name:  # it is made under another name beside this one
+        raise UsageError(f"-o takes the name of a directory to make, not {flags['output']!r}")
     files = find(source)
     _end_tidily()
     store = _open(files)
     from toastkit.store.bake import split as write
 
-    write(store, Path(flags["output"]), _bar(flags, "split"))
-    _print_path(Path(flags["output"]))
+    write(store, out, _bar(flags, "split"))
+    _print_path(out)
     return 0
 
 

@@ -38,6 +38,8 @@ class Partial:
         try:
             if not directory and path.is_dir():
                 raise CannotCreateError(f"cannot write {path}: is a directory")
+            if directory and path.is_symlink():
+                raise CannotCreateError(f"cannot make {path}: is a symbolic link")
             if directory and path.exists() and (not path.is_dir() or any(path.iterdir())):
                 raise CannotCreateError(f"cannot make {path}: exists and is not empty")
             self.fd = self._claim()
