@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -326,9 +327,15 @@ def test_a_full_disk_is_told_of_once(engines: Engines, homes: Path, monkeypatch)
     assert len(driver.said) == 1
 
 
-@pytest.mark.parametrize("error", [ValueError("no such layer"), PermissionError(13, "denied")])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("no such layer"), "no such layer"),
+        (PermissionError(13, "Denied", "x"), r"cannot write in /\S+: denied"),
+    ],
+)
 def test_a_write_that_fails_costs_nothing_else(
-    engines: Engines, homes: Path, monkeypatch, error: Exception
+    engines: Engines, homes: Path, monkeypatch, error: Exception, told: str
 ) -> None:
     """The conversation stays in memory, and the end of the daemon tries once more."""
     driver, chat = Driver(engines("llama")[0]), Chat(engines, "llama", LONG)
@@ -340,7 +347,8 @@ def test_a_write_that_fails_costs_nothing_else(
         patch.setattr(Session, "open", fails)
         chat.ask(driver)
     (line,) = driver.said
-    assert line.startswith("conversations are not kept on disk: ") and not directories(homes)
+    assert re.fullmatch(f"conversations are not kept on disk: {told}", line)
+    assert not directories(homes)
     driver.service.save_all()
     assert len(directories(homes)) == 1
     driver.restart()

@@ -227,3 +227,6 @@ def test_broken_thresholds(toast, calibrate, frames: bytes, cache_home: Path) ->
     assert done.stderr.decode() == f"toast-entropy-gear: removed {file}\n" and not file.exists()
     assert calibrate("off").stdout == b"crumb: no thresholds are stored\n"
     assert toast("entropy-gear", stdin=frames).returncode == 0
+    file.mkdir()
+    done = calibrate("off")
+    assert done.returncode == 73 and f"cannot remove {file}: " in done.stderr.decode()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toastkit.base_directories import own_directory
-from toastkit.errors import NoInputError, ToastError
+from toastkit.errors import NoInputError, ToastError, from_os_error
 from toastkit.prefix import common_prefix
 from toastkit.private_files import make_private_directories
 from toastkit.session.directory import Session
@@ -122,6 +122,8 @@ class Spill:
             os.utime(path)
         except Exception as error:  # whatever it is: the conversation is still in memory
             if self._say is not None:
+                if isinstance(error, OSError):
+                    error = from_os_error(error, f"cannot write in {self.root}", creating=True)
                 self._say(f"conversations are not kept on disk: {error}")
                 self._say = None
             return False

@@ -165,7 +165,7 @@ def rule(thresholds: Thresholds) -> str:
 
 def forget(fingerprint: str) -> bool:
     """Removes a model's stored thresholds, whole or broken; whether there were any. Raises
-    ToastError where they cannot be removed."""
+    CannotCreateError, IOFailure where they cannot be removed."""
     from toastkit.gears.thresholds import path
 
     file = path(fingerprint)
@@ -174,5 +174,5 @@ def forget(fingerprint: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        raise from_os_error(error, f"cannot remove {file}") from error
+        raise from_os_error(error, f"cannot remove {file}", creating=True) from error
     return True
