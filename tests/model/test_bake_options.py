@@ -16,9 +16,10 @@ from toastkit.errors import DataError, UsageError
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.model.safetensors import read_header
+from toastkit.native.library import BITS, GROUP_SIZES
 from toastkit.store.bake import bake, split
 from toastkit.store.precision import GEAR_BITS, dequantise_rows, quantise_rows
-from toastkit.store.quantising import QuantizationOptions
+from toastkit.store.quantising import MODES, QuantizationOptions
 from toastkit.store.store import Store
 from toastkit.store.verify import verify
 
@@ -135,6 +136,11 @@ def test_a_quantised_model_computes_what_mlx_lm_computes(sources: dict, tmp_path
         engine = open_engine(locate(str(path)), dtype="float32")
         logits = engine.prefill(ids, engine.new_cache())[1]
         assert mx.allclose(logits, expected, rtol=1e-4, atol=1e-4 * float(mx.abs(expected).max()))
+
+
+def test_what_can_be_baked_is_native() -> None:
+    """No number of bits has a model answer tens of times as slowly as its neighbours do."""
+    assert tuple(map(set, MODES["affine"])) == ({*GROUP_SIZES}, {*BITS})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -34,7 +34,7 @@ from tests.unit.native_kernels import (
 
 __all__ = ["instructions", "kernels"]
 pytestmark = [needed, pytest.mark.usefixtures("instructions")]
-BITS = (0, 2, 3, 4, 6, 8, "mxfp4")
+BITS = (0, 2, 3, 4, 5, 6, 8, "mxfp4")
 activation_bits = st.sampled_from((12, 16, 32))
 
 
@@ -242,7 +242,7 @@ def test_numbers_of_all_types_are_rounded_alike(kernels: Kernels) -> None:
 def test_matrices_of_no_known_kind_are_refused(kernels: Kernels) -> None:
     good = random_matrix(10, (1, 4, 64), 4, 64, "f32")
     x = vectors(1, 1, 64, "f32", 0)
-    for bad in ({"bits": 5}, {"group_size": 48}, {"group_size": 0}, {"bits": -4}):
+    for bad in ({"bits": 7}, {"group_size": 48}, {"group_size": 0}, {"bits": -4}):
         with pytest.raises(ValueError, match="1"):
             kernels.multiply(good._replace(**bad), x)
     powers = random_matrix(10, (1, 4, 64), "mxfp4", 32, "")

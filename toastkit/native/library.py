@@ -18,7 +18,7 @@ import mlx.core as mx
 from toastkit.native.machine import processors
 from toastkit.native.operands import Choice, Given, Operand
 
-BITS = (2, 3, 4, 6, 8)
+BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai", "finite", "relu2")

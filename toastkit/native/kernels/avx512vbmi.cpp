@@ -1,5 +1,5 @@
-// The code for processors with AVX-512 VBMI too: numbers of 2, 3 and 6 bits become bytes in
-// registers.
+// The code for processors with AVX-512 VBMI too: numbers of 2, 3, 5 and 6 bits become bytes
+// in registers.
 #define TILE_M 6
 #define TILE_N 4
 #include "digit_tiles.h"

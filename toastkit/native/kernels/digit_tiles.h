@@ -305,9 +305,9 @@ static bool multiply_blocks(const toast::Product &p, const toast::Group &group, 
 }
 
 #if defined(__AVX512VBMI__)
-// Numbers that become bytes in registers: of 3 bits, of 6, and of 2 in groups that are small.
+// Numbers that become bytes in registers: of 3, 5 and 6 bits, and of 2 in groups that are small.
 static bool is_narrow(const toast_matrix &m) {
-  return m.bits == 3 || m.bits == 6 || (m.bits == 2 && m.group_size <= 32);
+  return m.bits == 3 || m.bits == 5 || m.bits == 6 || (m.bits == 2 && m.group_size <= 32);
 }
 
 static bool multiply_narrow(const toast::Product &p, const toast::Group &group, int64_t first,
@@ -315,6 +315,7 @@ static bool multiply_narrow(const toast::Product &p, const toast::Group &group, 
   switch (p.matrix->bits) {
     case 2: return multiply_blocks<Block<2>>(p, group, first, end, false);
     case 3: return multiply_blocks<Block<3>>(p, group, first, end, false);
+    case 5: return multiply_blocks<Block<5>>(p, group, first, end, false);
     default: return multiply_blocks<Block<6>>(p, group, first, end, false);
   }
 }

@@ -38,7 +38,7 @@ bool is_known(const toast_matrix &m) {
   if (m.type < TOAST_F32 || m.type > TOAST_E8M0 || m.columns < 0 || m.rows < 0) return false;
   if (m.type == TOAST_E8M0 && (m.bits != 4 || m.group_size != 32)) return false;
   if (!m.bits) return true;
-  bool bits = m.bits == 2 || m.bits == 3 || m.bits == 4 || m.bits == 6 || m.bits == 8;
+  bool bits = (m.bits >= 2 && m.bits <= 6) || m.bits == 8;
   bool group = m.group_size == 32 || m.group_size == 64 || m.group_size == 128;
   return bits && group && m.columns % m.group_size == 0;
 }

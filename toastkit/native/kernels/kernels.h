@@ -25,7 +25,7 @@ typedef struct {
   const void *scales;  // packed: (experts, rows, columns / group_size), of `type`; else NULL
   const void *biases;  // likewise: a number q stands for scale * q + bias; NULL with TOAST_E8M0
   int64_t experts, rows, columns;
-  int32_t bits;        // 2, 3, 4, 6 or 8, as MLX packs its affine quantisation; 0: not packed
+  int32_t bits;        // 2, 3, 4, 5, 6 or 8, as MLX packs its affine quantisation; 0: not packed
   int32_t group_size;  // 32, 64 or 128 columns have a scale in common
   // TOAST_E8M0 (MLX's mxfp4): numbers of 4 bits in groups of 32 are codes of E2M1, which stand for
   // scale * 0, .5, 1, 1.5, 2, 3, 4, 6 and, from 8 on, -0, -.5 ...; scales of 2^125 and more are out

@@ -65,6 +65,7 @@ INLINE void unpack_bytes(const toast_matrix &m, const uint8_t *row, uint8_t *out
     case 4:
       spread<4>(row, m.columns, out);
       return m.type == TOAST_E8M0 ? double_bytes(out, m.columns) : void();
+    case 5: return spread<5>(row, m.columns, out);
     case 6: return spread<6>(row, m.columns, out);
     default: memcpy(out, row, m.columns);
   }
