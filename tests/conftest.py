@@ -21,6 +21,7 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_seta
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 import pytest
+from _pytest.runner import runtestprotocol
 from hypothesis import settings
 
 from tests.forked import SCRIPTS, SERVER, executable, start
@@ -55,6 +56,39 @@ settings.register_profile(
 settings.load_profile("toastkit")
 
 
+class FromTheEnd(pytest.Dir):
+    """A directory whose last file is collected first."""
+
+    def collect(self) -> list:
+        return list(super().collect())[::-1]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Every other test process begins at the end: of a fresh tree each then compiles half of the
+    files, and finds the other half compiled."""
+    if not worker or int(worker.removeprefix("gw")) % 2 == 0:
+        return None
+    return FromTheEnd.from_parent(parent, path=path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of them have the tests in one order."""
+    if worker:
+        items.sort(key=lambda item: item.path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """A test process tells of a test once, where it would six times, unless its set-up fails too or
+    is what is timed: that costs both processes half a millisecond each."""
+    if not worker or item.config.option.durations is not None:
+        return None
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
+
+
 @pytest.fixture(scope="session", autouse=True)
 def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A home for the whole run: no test reads or writes the user's, and none sees the user's
@@ -78,6 +112,7 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         gc.set_threshold(20_000, 10, 10)
         yield home
         SERVER.close()
+        gc.freeze()  # pytest has everything looked through five times before it ends
 
 
 @pytest.fixture

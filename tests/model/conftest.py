@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +22,14 @@ pytest.importorskip("mlx.core")
 def mlx_started(private_home: Path) -> None:
     """MLX as commands start it, before any test here computes: on the CPU it compiles nothing. Who
     turned that on again would have a compiler run for every shape in all tests that follow."""
+    from mlx_lm.models import base
+
     from toastkit.engine import device
     from toastkit.store import reader
 
     device.start()
     reader.IDLE_SECONDS = 0.5  # some tests wait for the threads of those before them
+    base.inspect = SimpleNamespace(signature=cache(inspect.signature))  # it asks at each name
 
 
 @pytest.fixture(scope="session")
