@@ -99,7 +99,10 @@ def attend(kernels: Kernels, asked: Asked, out_type: str = "f32") -> np.ndarray:
     return out
 
 
-def wanted(asked: Asked) -> tuple[np.ndarray, np.ndarray]:
+Wanted = tuple[np.ndarray, np.ndarray]
+
+
+def wanted(asked: Asked) -> Wanted:
     """In float64: (B, heads, N, value size), and how large the values are that it is made of."""
     q, k, v = (read(array, type_) for array, type_ in zip(asked[:3], asked.types))
     (batch, heads, n, size), (_, key_heads, m, _) = q.shape, k.shape

@@ -7,10 +7,11 @@ import fcntl
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from toastkit.native.building.ready import digest
 # As the compiler takes them: "address,undefined" or "thread" (make sanitize). Asked before the
 # tests' own surroundings are set up.
 SANITIZERS = os.environ.get("TOAST_TEST_SANITIZERS")
+Made = TypeVar("Made")
 AMX = Path(__file__).parents[1] / "amx_emulated.h"
 IN_FLOATS = ("avx2", "portable", "neon")  # instruction sets in which activations stay float32
 SETS = (
@@ -297,11 +299,21 @@ class Kernels:
         return error + abs(product) * ROUNDING[out_type] * 1.01 + 2.0**-25
 
 
+_in_common: list[Any] = []
+
+
+def for_all_sets(make: Callable[..., Made]) -> Callable[..., Made]:
+    """What is the same with each instruction set is made once, for arguments that can be keys, and
+    forgotten with the kernels of a module. Nobody writes to it."""
+    _in_common.append(cache(make))
+    return _in_common[-1]
+
+
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    if SANITIZERS:
-        return Kernels(compiled_apart())
-    return Kernels(native_path(native_cache(tmp_path_factory)))
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
+    yield Kernels(compiled_apart() if SANITIZERS else native_path(native_cache(tmp_path_factory)))
+    for made in _in_common:
+        made.cache_clear()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from tests.unit.native_kernels import (
     Kernels,
     Matrix,
     computed_by,
+    for_all_sets,
     instructions,
     kernels,
     mxfp4_matrix,
@@ -137,28 +138,39 @@ def test_several_give_what_each_gives(
         kernels.multiply_all([random_matrix(0, (1, 1, 32), 0, 0, "f32")] * 5, x[:, :32])
 
 
+@for_all_sets
+def shared_out(bits: int | str) -> tuple[Matrix, np.ndarray, np.ndarray]:
+    """A large matrix, vectors, and their products in float64; not to be written to."""
+    matrix, x = random_matrix(1, (1, 301, 2048), bits, 64, "f32"), vectors(2, 17, 2048, "f32", 0)
+    return matrix, x, x.astype(np.float64) @ matrix.exact[0].T
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_large_ones_are_shared_out(kernels: Kernels, bits: int | str) -> None:
-    matrix = random_matrix(1, (1, 301, 2048), bits, 64, "f32")
-    x = vectors(2, 17, 2048, "f32", 0)
-    wanted = x.astype(np.float64) @ matrix.exact[0].T
-    for rows in (x[:1], x):
-        out = kernels.multiply(matrix, rows)
-        most = kernels.most_error(matrix, rows.astype(np.float64), np.zeros(len(rows), int), False,
-                                  "f32")  # fmt: skip
-        assert (abs(out - wanted[: len(rows)]) <= most).all()
+    matrix, x, wanted = shared_out(bits)
+    most = kernels.most_error(matrix, x.astype(np.float64), np.zeros(17, int), False, "f32")
+    for rows in (1, 17):
+        out = kernels.multiply(matrix, x[:rows])
+        assert (abs(out - wanted[:rows]) <= most[:rows]).all()
+
+
+@for_all_sets
+def in_goes(bits: int | str, group_size: int) -> tuple[Matrix, np.ndarray, np.ndarray]:
+    """As `shared_out`, with more of everything than is computed at once."""
+    matrix = random_matrix(14, (1, 83, 4096 + 3 * group_size), bits, group_size, "bf16")
+    x = vectors(15, 67, matrix.exact.shape[2], "f32", 1)
+    return matrix, x, x.astype(np.float64) @ matrix.exact[0].T
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group_size", (32, 128))
 def test_more_than_is_computed_at_once(kernels: Kernels, bits: int | str, group_size: int) -> None:
     """Vectors and columns in several goes, all of them with odd ends: to the bit as one by one."""
-    matrix = random_matrix(14, (1, 83, 4096 + 3 * group_size), bits, group_size, "bf16")
-    x = vectors(15, 67, matrix.exact.shape[2], "f32", 1)
+    matrix, x, wanted = in_goes(bits, group_size)
     out = kernels.multiply(matrix, x)
     expert = np.zeros(len(x), int)
     most = kernels.most_error(matrix, x.astype(np.float64), expert, False, "f32")
-    assert (abs(out - x.astype(np.float64) @ matrix.exact[0].T) <= most).all()
+    assert (abs(out - wanted) <= most).all()
     for i in (0, 40, 63, 64, 66):
         assert np.array_equal(kernels.multiply(matrix, x[i : i + 1])[0], out[i])
 
@@ -305,7 +317,7 @@ def test_forks_while_others_compute(kernels: Kernels) -> None:
     others = threading.Thread(target=compute)
     others.start()
     try:
-        for _ in range(10):
+        for _ in range(5):
             child = os.fork()
             if not child:
                 os._exit(not computes_in_three(kernels, matrix, x, wanted))
