@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -13,6 +15,7 @@ from tests.model.moe_checkpoints import write_moe
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
+from toastkit.engine.savepoints import copy_caches
 from toastkit.engine.state import ModelState
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.model.locate import locate
@@ -52,6 +55,19 @@ def read(engine: Engine, ids: Sequence[int]) -> ModelState:
     for _ in engine.reading(state, ids, lambda: 16):
         pass
     return state
+
+
+_states: WeakKeyDictionary[Engine, dict[tuple[int, ...], ModelState]] = WeakKeyDictionary()
+
+
+def read_once(engine: Engine, ids: Sequence[int]) -> ModelState:
+    """As `read`, for tests that are about what follows a prompt: where this engine has read it
+    already, a state with copies of what that left."""
+    states = _states.setdefault(engine, {})
+    if tuple(ids) not in states:
+        states[tuple(ids)] = read(engine, ids)
+    state = states[tuple(ids)]
+    return replace(state, cache=copy_caches(state.cache), tokens=list(state.tokens))
 
 
 def batched_and_alone(

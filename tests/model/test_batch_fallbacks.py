@@ -18,7 +18,7 @@ from tests.model.moe_engines import (
     arrays,
     engines,
     prompt_of,
-    read,
+    read_once,
     same,
 )
 from tests.model.reference import OLD_MLX_LM
@@ -48,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Made:
 
 def joined(engine: Engine, lengths: Sequence[int] = LENGTHS) -> Batch:
     batch = Batch(engine)
-    batch.join([read(engine, prompt_of(engine, n)) for n in lengths])
+    batch.join([read_once(engine, prompt_of(engine, n)) for n in lengths])
     return batch
 
 
@@ -179,7 +179,7 @@ def test_a_row_is_what_it_is_alone(made: Made, name: str) -> None:
     falls = [one.fallback for row in passed for one in row]
     assert 0 < sum(falls) < len(falls)
     for row, length in enumerate(LENGTHS):
-        alone = read(engine, prompt_of(engine, length))
+        alone = read_once(engine, prompt_of(engine, length))
         for step in range(STEPS):
             engine.consume(alone, tokens_of(step)[row])
             expected = np.array(alone.logits)

@@ -21,6 +21,7 @@ from tests.model.moe_engines import (
     engines,
     prompt_of,
     read,
+    read_once,
     same,
 )
 from toastkit.engine.big_little import confidence
@@ -46,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Made:
 
 def answer(engine: Engine, ahead: bool = True, count: int = COUNT) -> tuple[list[int], list, Any]:
     """(tokens, logits of each step, the state at the end)."""
-    state = read(engine, prompt_of(engine))
+    state = read_once(engine, prompt_of(engine))
     engine.begin_run()
     tokens, logits = [], [np.array(state.logits)]
     for _ in range(count):
@@ -98,7 +99,7 @@ def test_big_is_the_model_without_a_policy(made: Made) -> None:
 def by_hand(big: Engine, little: Engine, gamma: float, tokens: Sequence[int]) -> tuple[list, Any]:
     """Algorithm 1 without taking back: the little pass runs on a copy. (whether each step fell
     back, the state)."""
-    state, fell = read(big, prompt_of(big)), []
+    state, fell = read_once(big, prompt_of(big)), []
     for token in tokens:
         twin = ModelState(copy_caches(state.cache), list(state.tokens))
         little.consume(twin, token)
@@ -123,7 +124,7 @@ def test_what_is_taken_back_leaves_nothing(made: Made, name: str, data: st.DataO
     tokens = data.draw(st.lists(st.integers(0, engine.vocab - 1), min_size=1, max_size=8))
     ahead = data.draw(st.booleans())
     object.__setattr__(engine.experts.options, "gamma", gamma)
-    state = read(engine, prompt_of(engine))
+    state = read_once(engine, prompt_of(engine))
     fell = []
     for token in tokens:
         if ahead:

@@ -30,6 +30,7 @@ from tests.model.moe_engines import (
     engines,
     prompt_of,
     read,
+    read_once,
     same,
 )
 from tests.model.reference import OLD_MLX_LM
@@ -94,7 +95,7 @@ def calls(engine: Engine) -> Iterator[list[str]]:
 def common_of(engine: Engine) -> tuple[Counter[str], set[str]]:
     """The calls that return before the first router in a pass, and the names of the parts of its
     block that everything goes through."""
-    state, block = read(engine, prompt_of(engine, 4)), engine.experts.blocks[0]
+    state, block = read_once(engine, prompt_of(engine, 4)), engine.experts.blocks[0]
     with calls(engine) as log:
         engine.step(3, state.cache)
     layer = engine.model.layers[block.layer]
@@ -110,7 +111,7 @@ def common_of(engine: Engine) -> tuple[Counter[str], set[str]]:
 def check(engine: Engine, plain: Engine, ahead: bool, kept: bool = True) -> None:
     """Steps that all fall back are those of the big model, and compute once what is common."""
     common, shared = common_of(plain)
-    state, big = (read(one, prompt_of(one)) for one in (engine, plain))
+    state, big = (read_once(one, prompt_of(one)) for one in (engine, plain))
     kinds = [type(module) for module in engine.model.modules()]
     for token in TOKENS:
         with calls(engine) as log:
@@ -173,7 +174,7 @@ def test_experts_in_slots(made: Made, name: str, data: st.DataObject) -> None:
     common is computed once a little pass."""
     engine, plain = made(name, "mobile", 1.0, expert_slots=SLOTS), made(name, "big")
     common, _ = common_of(plain)
-    state, big = (read(one, prompt_of(one)) for one in (engine, plain))
+    state, big = (read_once(one, prompt_of(one)) for one in (engine, plain))
     hopeful(engine).trusts = data.draw(st.booleans(), label="optimistic")
     counts = engine.holdings.slots.counts
     for token in data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=5), label="tokens"):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.model.moe_engines import read
+from tests.model.moe_engines import read, read_once
 from tests.model.published import write_published
 from tests.model.test_big_little import arrays, same
 from tests.model.test_expert_slots import CHOSEN, EXPERTS, NEXT, PROMPT, Lazily, opened
@@ -90,7 +90,7 @@ def test_nothing_of_a_miss_is_left(models, whole, name: str, data: st.DataObject
     of a model that is whole."""
     engine = opened(models[name], data.draw(st.integers(CHOSEN, EXPERTS - 1), label="slots"))
     hopeful(engine)
-    state, plain = read(engine, PROMPT), read(whole[name], PROMPT)
+    state, plain = read(engine, PROMPT), read_once(whole[name], PROMPT)
     for token in data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=5), label="tokens"):
         lost = data.draw(st.sets(st.tuples(st.integers(0, 3), st.integers(0, EXPERTS - 1))))
         spoil(engine, lambda place, expert, lost=lost: (place, expert) in lost)
@@ -113,7 +113,7 @@ def test_a_step_that_misses_all(models, whole) -> None:
     spoil(engine, lambda *_: True)
     engine.consume(state, 7)
     assert len(looked) == 1 and bool(mx.isnan(looked[0]).all().item())
-    plain = read(whole["qwen2_moe"], PROMPT)
+    plain = read_once(whole["qwen2_moe"], PROMPT)
     whole["qwen2_moe"].consume(plain, 7)
     assert alike([state.logits], [plain.logits])
     assert (counts.optimistic, counts.retried) == (before[0] + 1, before[1] + 1)
@@ -284,7 +284,7 @@ def test_a_second_run_that_fails_leaves_the_state_as_it_was(
     models, whole, name: str, disk: Disk
 ) -> None:
     engine = opened(models[name], EXPERTS - 2)
-    optimistic, state, plain = hopeful(engine), read(engine, PROMPT), read(whole[name], PROMPT)
+    optimistic, state, plain = hopeful(engine), read(engine, PROMPT), read_once(whole[name], PROMPT)
     before, held = arrays(state.cache), list(state.tokens)
     spoil(engine, lambda *_: True)
     disk.left = 3
