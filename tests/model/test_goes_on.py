@@ -301,7 +301,7 @@ def test_a_session_of_which_nothing_is_to_be_kept(start, tmp_path: Path) -> None
 
 def test_who_was_there_and_got_nothing_is_in_the_audit(start) -> None:
     running = start(parallel=1)
-    first = running.hold()
+    first = running.hold(50)
     waits, leaves = running.ask(), running.ask()
     until(lambda: not running.worker.preparing)
     leaves.gone = True

@@ -115,7 +115,7 @@ def test_a_daemon_takes_them_when_they_have_been_built(tmp_path: Path, monkeypat
     try:
         before = running.answer()
         assert "being built" in running.worker.status()["native"]
-        held = running.hold()
+        held = running.hold(80)
         there.append(found)
         until(lambda: held.is_done)
         until(lambda: running.worker.status()["loaded"] and running.said)

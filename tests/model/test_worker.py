@@ -222,7 +222,7 @@ def test_the_audit_records(start, plain: Plain) -> None:
 
 def test_a_drain_ends_what_has_begun_and_nothing_else(start) -> None:
     running = start(parallel=1)
-    first, second = running.ask(max_tokens=100, ignore_eos=True), None
+    first, second = running.ask(max_tokens=50, ignore_eos=True), None
     until(lambda: first.all_of("token"))
     second = running.ask()
     until(lambda: not running.worker.preparing)
@@ -235,7 +235,7 @@ def test_a_drain_ends_what_has_begun_and_nothing_else(start) -> None:
     with pytest.raises(UnavailableError):
         running.submit(op="health")
     done(first)
-    assert first.one("end")["n"] == 100
+    assert first.one("end")["n"] == 50
     until(running.worker.idle)
 
 
@@ -290,10 +290,10 @@ def test_an_idle_model_leaves_the_memory(start, plain: Plain) -> None:
 
 
 def test_a_model_in_use_does_not_leave(start) -> None:
-    running = start(idle_unload=0.05)
-    channel = running.ask(max_tokens=300, ignore_eos=True)
+    running = start(idle_unload=0.01)
+    channel = running.ask(max_tokens=80, ignore_eos=True)
     done(channel)
-    assert channel.one("end")["n"] == 300
+    assert channel.one("end")["n"] == 80
     assert not [p for p in channel.all_of("progress") if "loading" in p]
 
 

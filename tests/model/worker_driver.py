@@ -14,7 +14,6 @@ from toastkit.daemon.worker import Worker
 
 DEADLINE = 60  # seconds, of a machine that does much else
 PROMPT = "Who are you?"
-LONG = {"max_tokens": 400, "ignore_eos": True}
 
 
 class Audit:
@@ -50,9 +49,9 @@ class Running:
         done(channel)
         return answer_of(channel)
 
-    def hold(self) -> FakeChannel:
+    def hold(self, tokens: int = 400) -> FakeChannel:
         """A long answer that is under way."""
-        channel = self.ask(**LONG)
+        channel = self.ask(max_tokens=tokens, ignore_eos=True)
         until(lambda: len(channel.all_of("token")) > 1)
         return channel
 

@@ -69,6 +69,10 @@ def test_one_stage_is_told_to_end(stage: str, number: int, statuses: list[int]):
     pipeline = Pipeline(STORY, {**ENDLESS, "sample": ["--ignore-eos", "-n", "4000"]})
     pipeline.first_output()
     pipeline.process(stage).send_signal(number)
+    decode = pipeline.process("decode")
+    decode.send_signal(signal.SIGSTOP)  # its end is waited for: it need not compute meanwhile
+    pipeline.process(stage).wait(TIMEOUT)
+    decode.send_signal(signal.SIGCONT)
     result = pipeline.finish()
     assert result.statuses == statuses and result.errors == []
     assert result.out.endswith(b"\n")
