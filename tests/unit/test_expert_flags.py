@@ -151,7 +151,8 @@ def test_what_would_change_nothing(command: click.Command, needs: str) -> None:
     ("arguments", "setting"),
     [
         ("", None), ("--experts big", "big"), ("--experts mobile", "mobile:0.7"),
-        ("--experts mobile:0.70", "mobile:0.7"), ("--prefill-experts big", "big"),
+        ("--experts mobile:0.70", "mobile:0.7"), ("--experts mobile:0.1234567", "mobile:0.1234567"),
+        ("--prefill-experts big", "big"),
         ("--experts little --little-k 050.0%", "little --little-k 50%"),
         ("--experts mobile:1 --prefill-experts little --little-k 3",
          "mobile:1 --little-k 3 --prefill-experts little"),

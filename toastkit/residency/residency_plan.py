@@ -15,6 +15,7 @@ from toastkit.residency.sizing import (
     WINDOW,
     Sizes,
     adaptive,
+    adaptive_first,
     cache_reserve,
     fitting,
     least_budget,
@@ -86,12 +87,9 @@ def plan_residency(
         least += RUNTIME
     if memory.size < least:
         raise _refusal(name, memory, least, tokens)
-    count, filled = (
-        fitting(sizes, memory.size, room, placement)
-        if memory.given
-        else adaptive(sizes, memory.size, room, placement)
-        for room in (reserve, max(reserve, cache))
-    )
+    first, later = (fitting, fitting) if memory.given else (adaptive_first, adaptive)
+    count = first(sizes, memory.size, reserve, placement)
+    filled = later(sizes, memory.size, max(reserve, cache), placement)
     weights = needed(sizes, count, placement)
     spare = max(0, memory.size - weights - reserve)
     return ResidencyPlan(

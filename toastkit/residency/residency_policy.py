@@ -13,7 +13,7 @@ from toastkit.errors import UsageError
 from toastkit.holdings.forms import Form, streamed
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import Wish
-from toastkit.holdings.pressure import LOW, Checks, Pressure
+from toastkit.holdings.pressure import Checks, Pressure
 from toastkit.residency.memory import available_memory
 from toastkit.residency.model_sizes import cache_holds, movable, sizes_of
 from toastkit.residency.placement import placed
@@ -22,6 +22,7 @@ from toastkit.residency.sizing import (
     USUAL_CONTEXT,
     WINDOW,
     adaptive,
+    adaptive_first,
     cache_reserve,
     fitting,
     least_budget,
@@ -118,10 +119,7 @@ class ResidencyPolicy:
         reserve = cache_reserve(self.sizes, self.options.priority, self._context)
         if kind == "bytes":
             return fitting(self.sizes, int(amount), reserve, placement)
-        now = self._available()
-        # Not so many that the first of them would be given up at once.
-        most = fitting(self.sizes, now - LOW, reserve, placement)
-        return min(most, adaptive(self.sizes, now, reserve, placement))
+        return adaptive_first(self.sizes, self._available(), reserve, placement)
 
     @property
     def _context(self) -> int:

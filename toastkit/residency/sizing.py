@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from toastkit.errors import UsageError
+from toastkit.holdings.pressure import LOW
 from toastkit.residency.placement import placed
 from toastkit.residency.residency_options import PRIORITIES, RESERVED_TOKENS
 
@@ -97,6 +98,12 @@ def adaptive(sizes: Sizes, available: int, reserve: int, placement: str) -> int:
     room = available - sizes.outside - average - RUNTIME - reserve
     count = max(0, min(total, math.floor(SAFETY * room / average)))
     return _fitting(sizes, available - RUNTIME - reserve, count, placement)
+
+
+def adaptive_first(sizes: Sizes, available: int, reserve: int, placement: str) -> int:
+    """As `adaptive`, but not so many that the first of them would be given up at once."""
+    most = fitting(sizes, available - LOW, reserve, placement)
+    return min(most, adaptive(sizes, available, reserve, placement))
 
 
 def cache_reserve(sizes: Sizes, priority: str, context: int) -> int:
