@@ -40,8 +40,13 @@ def made(**parts: Any) -> Tokenizer:
     vocab = {character: i for i, character in enumerate("▁abcdefghijklmnopqrstuvwxyz")}
     document = {"added_tokens": [], "model": {"type": "BPE", "vocab": vocab, "merges": []}, **parts}
     data = json.dumps(document).encode()
-    files = SimpleNamespace(name="odd", read=lambda n: data if n == "tokenizer.json" else None)
-    return Tokenizer(files)
+    return loaded("odd", data)
+
+
+def loaded(name: str, data: bytes) -> Tokenizer:
+    """The tokenizer of a checkpoint that has only this tokenizer.json."""
+    read = {"tokenizer.json": data}.get
+    return Tokenizer(SimpleNamespace(name=name, read=read, additional_templates=list))
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +63,36 @@ def test_a_panic_is_an_error_in_the_data(capfd: pytest.CaptureFixture) -> None:
         tokenizer.encode("a" * 38 + "b", add_special=False)
     assert tokenizer.encode("ab", add_special=False) == [1, 2]
     assert "stack backtrace" not in capfd.readouterr().err
+
+
+def around(*pieces: dict, **special: dict) -> dict:
+    """A post-processor with these pieces. special: id -> what it stands for."""
+    both = [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}]
+    return {"type": "TemplateProcessing", "single": pieces, "pair": both, "special_tokens": special}
+
+
+@pytest.mark.parametrize(
+    ("piece", "said", "always"),
+    [
+        ({"SpecialToken": {"id": "<s>", "type_id": 0}}, "adds '<s>', which is not defined", False),
+        ({"Sequence": {"id": "B", "type_id": 0}}, "puts in a second text where there is one", True),
+    ],
+)
+def test_a_post_processor_without_its_token(
+    capfd: pytest.CaptureFixture, piece: dict, said: str, always: bool
+) -> None:
+    own = {"Sequence": {"id": "A", "type_id": 0}}
+    for post in (around(piece, own), sequence(around(piece, own), name="processors")):
+        tokenizer = made(post_processor=post)
+        for special in {True, not always}:
+            with pytest.raises(DataError) as caught:
+                tokenizer.encode("ab", add_special=special)
+            assert caught.value.message == f"odd: broken tokenizer.json: its post-processor {said}"
+        assert always or tokenizer.encode("ab", add_special=False) == [1, 2]
+    assert capfd.readouterr().err == ""
+    token = {"id": "<s>", "ids": [9], "tokens": ["<s>"]}
+    fine = around({"SpecialToken": {"id": "<s>", "type_id": 0}}, own, **{"<s>": token})
+    assert made(post_processor=fine).encode("ab", add_special=True) == [9, 1, 2]
 
 
 def test_a_search_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +157,7 @@ def llama_data() -> bytes:
 
 
 def llama_like() -> Tokenizer:
-    data = llama_data()
-    files = SimpleNamespace(name="llama", read=lambda n: data if n == "tokenizer.json" else None)
-    return Tokenizer(files)
+    return loaded("llama", llama_data())
 
 
 ALL = [Tokenizer(locate("crumb")), llama_like()]
@@ -196,9 +229,8 @@ def test_composed_characters_count() -> None:
     """Four characters become one: α with three marks."""
     plain, document = llama_like(), json.loads(llama_data())
     document["normalizer"] = sequence({"type": "NFC"}, document["normalizer"])
-    files = SimpleNamespace(name="nfc", read=lambda n: json.dumps(document).encode())
-    files.read = lambda n, read=files.read: read(n) if n == "tokenizer.json" else None
-    assert (Tokenizer(files).reach or 0) > 4 * ((plain.reach or 0) - 1)
+    composing = loaded("nfc", json.dumps(document).encode())
+    assert (composing.reach or 0) > 4 * ((plain.reach or 0) - 1)
 
 
 def test_a_long_line_of_one_letter(crumb: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

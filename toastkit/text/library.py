@@ -92,9 +92,23 @@ def load(data: bytes) -> Any:
 
 
 def section(tokenizer: Any, name: str) -> dict | None:
-    """A part of a tokenizer as tokenizer.json has it: normalizer, pre_tokenizer, decoder."""
+    """A part of a tokenizer as tokenizer.json has it: normalizer, pre_tokenizer, post_processor,
+    decoder."""
     part = getattr(tokenizer, name)
     return None if part is None else json.loads(part.__getstate__())
+
+
+def post_processor_fault(tokenizer: Any, add_special: bool) -> str | None:
+    """Of the template around a text, what it names and is not there, if anything: the library takes
+    such a template, and panics at the first text. add_special: its special tokens are added."""
+    for step in _steps(section(tokenizer, "post_processor")):
+        for piece in step["single"] if step.get("type") == "TemplateProcessing" else ():
+            token = piece.get("SpecialToken", {}).get("id")
+            if add_special and token is not None and token not in step["special_tokens"]:
+                return f"its post-processor adds {token[:100]!r}, which is not defined"
+            if piece.get("Sequence", {}).get("id", "A") != "A":
+                return "its post-processor puts in a second text where there is one"
+    return None
 
 
 # ------------------------------------------------------------------------------- a text's length
@@ -141,7 +155,8 @@ def _steps(part: Any) -> list[dict]:
         return []
     if part.get("type") != "Sequence":
         return [part]
-    lists = (part.get(name) for name in ("normalizers", "pretokenizers", "decoders"))
+    names = ("normalizers", "pretokenizers", "processors", "decoders")
+    lists = (part.get(name) for name in names)
     return [step for inner in lists for entry in inner or () for step in _steps(entry)]
 
 

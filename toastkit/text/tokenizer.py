@@ -98,6 +98,8 @@ class Tokenizer:
 
     def _encode_all(self, texts: list[str], add_special: bool, seconds: float) -> list[list[int]]:
         """The ids of each text, in one call: a call waits for a thread and for Python's lock."""
+        if fault := self._post_processor_faults[add_special]:
+            raise DataError(f"{self.name}: broken tokenizer.json: {fault}")
 
         def encode() -> list[list[int]]:
             # Not `encode`: that keeps Python's lock, and counts characters that nobody asks for.
@@ -113,6 +115,11 @@ class Tokenizer:
             if any(0xD800 <= ord(character) < 0xE000 for text in texts for character in text):
                 raise DataError("prompt: a lone surrogate is not text") from error
             raise
+
+    @cached_property
+    def _post_processor_faults(self) -> list[str | None]:
+        """Without and with special tokens."""
+        return [library.post_processor_fault(self._tokenizer, special) for special in (False, True)]
 
     def _around(self, text: str) -> tuple[list[int], list[int]]:
         """What the post-processor puts before and after a text."""
