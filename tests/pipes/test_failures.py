@@ -297,6 +297,30 @@ def test_a_recorded_error_is_told(tmp_path: Path):
     assert errors.startswith(b"toast-detokenize: toast-tokenize: the prompt has 9010 tokens")
 
 
+@pytest.mark.parametrize(
+    ("command", "code", "out"),
+    [
+        (["model", "info", "nope"], 66, b""),
+        (["tokenize", "--count", "--truncate", "a " * 9000], 0, b"7936\n"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["full", "gone"])
+def test_what_cannot_be_said_changes_nothing_else(
+    kind: str, command: list[str], code: int, out: bytes
+) -> None:
+    """The place for errors is on a full disk, or nobody reads them any more."""
+    if kind == "full":
+        end = os.open("/dev/full", os.O_WRONLY)
+    else:
+        other, end = os.pipe()
+        os.close(other)
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    process = start(*command, stdin=null, stdout=pipe, stderr=end)
+    os.close(end)
+    assert process.communicate(timeout=TIMEOUT)[0] == out
+    assert process.returncode == code
+
+
 def test_nothing_is_left_behind(state_home: Path):
     assert run_pipeline(WHO).statuses == [0] * 6
     assert list(state_home.iterdir()) == []

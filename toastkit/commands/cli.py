@@ -179,12 +179,18 @@ def say(line: str) -> None:
 
 def _tell(line: str) -> None:
     """The one place that writes lines for people: they may hold names and texts of others. A
-    progress bar makes room."""
+    progress bar makes room. Where it cannot be written, it is lost, and what comes after it: the
+    answer and the exit code are worth more."""
     bars = sys.modules.get("tqdm.std")
-    if bars is not None and bars.tqdm._instances:
-        bars.tqdm.write(shown(line), sys.stderr)
-    else:
-        print(shown(line), file=sys.stderr, flush=True)
+    try:
+        if bars is not None and bars.tqdm._instances:
+            bars.tqdm.write(shown(line), sys.stderr)
+        else:
+            print(shown(line), file=sys.stderr, flush=True)
+    except OSError:  # a full disk, or nobody reads any more
+        with suppress(OSError):
+            sys.stderr.close()
+        sys.stderr = open(os.devnull, "w")
 
 
 def _program(context: click.Context | None = None) -> str:
