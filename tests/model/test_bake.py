@@ -15,7 +15,7 @@ import pytest
 from tests.model.published import NAMES, write_published
 from tests.model.reference import OLD_MLX_LM
 from toastkit.engine.opening import open_engine
-from toastkit.errors import BusyError, CannotCreateError, DataError
+from toastkit.errors import BusyError, CannotCreateError, DataError, IOFailure
 from toastkit.model.config import load_config
 from toastkit.model.files import SMALL_FILES
 from toastkit.model.locate import locate
@@ -232,6 +232,19 @@ def test_a_full_disk(mixed: Path, tmp_path: Path, write: str) -> None:
     done = run(limit, write, mixed, tmp_path / "x.toast")
     assert done.stdout.startswith(b"74 cannot write"), done.stderr
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("write", "doing"), [(bake, "write"), (split, "make")])
+def test_a_disk_without_room_is_seen_before_anything_is_written(
+    mixed: Path, tmp_path: Path, monkeypatch, write, doing: str
+) -> None:
+    small = os.statvfs_result((4096, 4096, 300, 200, 200, 0, 0, 0, 0, 255))  # 200 blocks free
+    monkeypatch.setattr(os, "statvfs", lambda path: small)
+    written: list[int] = []
+    said = rf"^cannot {doing} /\S+/x.toast: no space left on device: 1.\d\d MB needed, 819 kB free$"
+    with pytest.raises(IOFailure, match=said):
+        write(open_store(mixed), tmp_path / "x.toast", progress=lambda *done: written.append(1))
+    assert not written and os.listdir(tmp_path) == []
 
 
 def test_interrupted(mixed: Path, tmp_path: Path) -> None:

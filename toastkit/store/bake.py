@@ -112,6 +112,7 @@ def split(store: Store, out_directory: Path, progress: Progress | None = None) -
             progress(done + written, total)
 
     with Partial(out_directory, directory=True) as partial:
+        partial.check_room(total + sum(map(len, files.values())))
         for name, pieces in parts.items():
             checksums = {FILES_GROUP: digests} if name == OUTSIDE_FILE else None
             path = partial.beside / name

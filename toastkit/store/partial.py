@@ -11,7 +11,8 @@ import os
 import shutil
 from pathlib import Path
 
-from toastkit.errors import BusyError, CannotCreateError, from_os_error
+from toastkit.errors import BusyError, CannotCreateError, IOFailure, from_os_error
+from toastkit.model.info import human
 from toastkit.private_files import sync_directory, try_lock
 
 SUFFIX = ".partial"
@@ -31,6 +32,7 @@ class Partial:
         self.path = path
         self.beside = path.with_name(path.name + SUFFIX)
         self._directory = directory
+        self._doing = "make" if directory else "write"
         self._published = False
         # There is no other way to ask; a file that another thread makes meanwhile is only private.
         self.mask = os.umask(0o077)
@@ -89,6 +91,19 @@ class Partial:
             else:
                 path.unlink()
 
+    def check_room(self, size: int) -> None:
+        """Sees at once, not after an hour, that so many bytes cannot fit. Raises IOFailure."""
+        try:
+            system = os.statvfs(self.beside)
+        except OSError:
+            return
+        free = system.f_bavail * system.f_frsize
+        if system.f_blocks and size > free:
+            raise IOFailure(
+                f"cannot {self._doing} {self.path}: no space left on device: {human(size)} needed, "
+                f"{human(free)} free"
+            )
+
     def publish(self) -> None:
         """Makes it durable and gives it its name. Raises CannotCreateError, IOFailure."""
         try:
@@ -102,8 +117,7 @@ class Partial:
 
     def failure(self, error: OSError) -> Exception:
         """What a failed write to it is called."""
-        doing = "make" if self._directory else "write"
-        return from_os_error(error, f"cannot {doing} {self.path}", creating=True)
+        return from_os_error(error, f"cannot {self._doing} {self.path}", creating=True)
 
     def discard(self) -> None:
         """Removes it, unless it is published. May be called again."""

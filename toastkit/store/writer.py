@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toastkit.errors import DataError, IOFailure
+from toastkit.errors import DataError
 from toastkit.model.safetensors import (
     ITEM_BYTES,
     LENGTH,
@@ -93,25 +92,12 @@ class TensorWriter:
         self._next, self._written, self._digest = 0, 0, new_digest()
         self._partial = Partial(path)
         try:
-            self._check_room()
+            last = self._entries[-1].stop if self._entries else 0
+            self._partial.check_room(self._data_start + last)
             self._skip_empty()
         except BaseException:
             self._partial.discard()
             raise
-
-    def _check_room(self) -> None:
-        """Sees at once, not after an hour, that a file cannot fit."""
-        size = self._data_start + (self._entries[-1].stop if self._entries else 0)
-        try:
-            system = os.statvfs(self._partial.beside)
-        except OSError:
-            return
-        free = system.f_bavail * system.f_frsize
-        if system.f_blocks and size > free:
-            raise IOFailure(
-                f"cannot write {self.path}: no space left on device: {size >> 20} MiB needed, "
-                f"{free >> 20} free"
-            )
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         """Takes the next bytes of the tensor whose turn it is. Raises ValueError for another tensor
