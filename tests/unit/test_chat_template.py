@@ -160,6 +160,25 @@ def test_null_content_is_left_out_for_a_template_that_fails_with_it() -> None:
     assert told == ["the chat template takes no content in parts: they are joined"]
 
 
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}{{ m.content | trim }}|{% endfor %}", "|None|hi|"),
+        ("{% for m in messages %}{{ m.content or 'a' }}|{% endfor %}", "a|None|hi|"),
+        ("{{ messages[0].content is none }}None", "TrueNone"),
+        ("{{ messages[0].content | trim }}{{ messages[2].content.upper() }}", "HI"),
+    ],
+)
+def test_null_content_is_never_written_out(template: str, text: str) -> None:
+    """As Llama 3 and GLM 4.6 do with the content of a message of tool calls."""
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}
+    messages = [calls, {"role": "user", "content": "None"}, {"role": "user", "content": "hi"}]
+    assert render(template, messages, special_tokens={}) == text
+    messages[2]["content"] = [{"type": "text", "text": "hi"}]
+    if "upper" in template:  # which fails with parts
+        assert render(template, messages, special_tokens={}) == text
+
+
 def test_what_a_template_makes_no_use_of_is_said() -> None:
     notes: list[str] = []
     template = (

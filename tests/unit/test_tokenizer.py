@@ -129,6 +129,20 @@ def test_a_special_token_that_is_no_text() -> None:
         llama_like(tokenizer_config__json={"bos_token": "\ud800"})
 
 
+def test_special_tokens_have_names_of_the_checkpoints_own() -> None:
+    """Of a tokenizer_config.json that transformers 5.24 gives these variables for."""
+    settings = {
+        "bos_token": {"__type": "AddedToken", "content": "<s>"}, "eos_token": "</s>",
+        "add_bos_token": True, "pad_token": None, "image_token": "<image>", "image_id": "x",
+        "extra_special_tokens": {"boi_token": {"content": "<boi>"}}, "model_max_length": 9,
+    }  # fmt: skip
+    assert llama_like(tokenizer_config__json=settings).special_tokens == {
+        "bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>", "boi_token": "<boi>",
+    }  # fmt: skip
+    listed = {"extra_special_tokens": ["<a>"], "additional_special_tokens": ["<b>"]}
+    assert llama_like(tokenizer_config__json=listed).special_tokens == {}
+
+
 def end_of_turn(template: str, special: list[str], plain: list[str]) -> list[str]:
     """The tokens that end a turn, of a tokenizer with these tokens and this template."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))

@@ -94,7 +94,8 @@ def render(
     """The prompt's text.
 
     template: Jinja source. messages: {role, content}, as the user wrote them; only for a template
-    that fails with them parts of content are joined, and content that is null is left out.
+    that fails with them parts of content are joined, and content that is null is left out, also for
+    one that writes it out as `None`.
     special_tokens: bos_token, eos_token, ... -> text. arguments: the user's own variables. tools:
     JSON schemas. note: is told a line for each of those that the template makes no use of, and when
     content was joined.
@@ -113,15 +114,9 @@ def render(
         "messages": [_as_transformers_has_it(message) for message in messages],
     }
     given = [*arguments, *([] if tools is None else ["tools"])]
-    reply = _answer(template, variables, given)
-    if "error" in reply and not reply.get("stopped"):
-        for other, line in _otherwise(variables["messages"]):
-            second = _answer(template, {**variables, "messages": other}, given)
-            if "error" not in second:
-                reply = second
-                if note is not None and line:
-                    note(line)
-                break
+    reply, line = _reply(template, variables, given)
+    if note is not None and line:
+        note(line)
     if "error" in reply:
         stopped = "stopped, " if reply.get("stopped") else ""
         hint = _HINT if stopped else None
@@ -157,6 +152,24 @@ def _as_transformers_has_it(message: dict) -> dict:
     return kept
 
 
+def _reply(template: str, variables: dict, given: list[str]) -> tuple[dict[str, Any], str]:
+    """The reply for the messages, or for what stands in for those that the template fails with or
+    writes null of as Python's word, beside a line about that."""
+    reply, said, messages = _answer(template, variables, given), "", variables["messages"]
+    if "error" in reply and not reply.get("stopped"):
+        for other, line in _otherwise(messages):
+            second = _answer(template, {**variables, "messages": other}, given)
+            if "error" not in second:
+                reply, said, messages = second, line, other
+                break
+    nones, bare = reply.get("text", "").count("None"), _without_null(messages)
+    if nones and bare != messages:
+        second = _answer(template, {**variables, "messages": bare}, given)
+        if second.get("text", reply["text"]).count("None") < nones:
+            reply = second
+    return reply, said
+
+
 def _otherwise(messages: list[dict]) -> Iterator[tuple[list[dict], str]]:
     """The messages with the parts of every content joined; with those, if there were any, and a
     content that is null left out, as Hugging Face has it, and with an empty one in its place. Each
@@ -171,8 +184,12 @@ def _otherwise(messages: list[dict]) -> Iterator[tuple[list[dict], str]]:
         yield messages, line
     null = [message.get("content", "") is None for message in messages]
     if any(null):
-        yield [{k: v for k, v in m.items() if v is not None} for m in messages], line
+        yield _without_null(messages), line
         yield [{**m, "content": ""} if is_null else m for m, is_null in zip(messages, null)], line
+
+
+def _without_null(messages: list[dict]) -> list[dict]:
+    return [{k: v for k, v in message.items() if v is not None} for message in messages]
 
 
 def _answer(source: str, variables: dict[str, Any], arguments: list[str]) -> dict[str, Any]:

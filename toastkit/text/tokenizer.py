@@ -22,7 +22,6 @@ _END_OF_TURN = (
     "<|END_OF_TURN_TOKEN|>",
 )  # fmt: skip
 MOST_SHARED = 1 << 24  # ids that are numbered: more are holes
-_SPECIAL_NAMES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 
 
 class Tokenizer:
@@ -254,16 +253,17 @@ def _read_json(files: SmallFiles, name: str) -> dict:
 
 
 def _special_tokens(settings: dict) -> dict[str, str]:
-    """bos_token, eos_token, ... -> text, for those that are set."""
+    """bos_token, eos_token, ... -> text, for those that are set, with those of names of the
+    checkpoint's own, such as image_token, which templates may use as well."""
     found = {}
-    for name in _SPECIAL_NAMES:
-        token = settings.get(f"{name}_token")
+    own = settings.get("extra_special_tokens")
+    for name, token in {**settings, **(own if isinstance(own, dict) else {})}.items():
         if isinstance(token, dict):
             token = token.get("content")
-        if isinstance(token, str):
+        if name.endswith("_token") and isinstance(token, str):
             if any("\ud800" <= character <= "\udfff" for character in token):
-                raise DataError(f"{name}_token: half of a character (a lone surrogate): {token!r}")
-            found[f"{name}_token"] = token
+                raise DataError(f"{name}: half of a character (a lone surrogate): {token!r}")
+            found[name] = token
     return found
 
 
