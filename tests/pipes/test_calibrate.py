@@ -121,6 +121,8 @@ BAD = {
     "no UTF-8": (["-"], b"\xff", 65, "cannot read calibration prompts: not UTF-8"),
     "frames": (["prompts", "--low", "1"], b"", 64, "--low is for frames"),
     "raw": (["prompts", "--raw"], b"", 64, "--raw is for --calibrate prefill"),
+    "nothing to compute": (["off", "--threads", "1"], b"", 64, "--threads is for measuring"),
+    "no name": ([""], b"", 66, "cannot read '': no such file"),
 }
 
 

@@ -11,7 +11,8 @@ from toastkit.commands.gear_flags import TELEMETRY_NAMES, gear_rules, telemetry
 from toastkit.errors import ToastError
 from toastkit.native.starting import NativeOptions
 
-CALIBRATION_NAMES = ("model", "raw", "device", "dtype", "kv_bits", *NativeOptions._fields)
+MEASURE_NAMES = ("device", "dtype", "kv_bits", *NativeOptions._fields)
+CALIBRATION_NAMES = ("model", "raw", *MEASURE_NAMES)
 
 
 @cli.command("entropy-gear")
@@ -53,11 +54,15 @@ def _filter(flags: dict[str, Any]) -> int:
 
 
 def _calibrate(context: click.Context, strategy: str, flags: dict[str, Any]) -> int:
-    from toastkit.commands.calibrate import PREFILL, calibrate
+    from toastkit.commands.calibrate import OFF, PREFILL, calibrate
 
     cli.refuse_together(context, "is for frames, and --calibrate reads none", *TELEMETRY_NAMES)
     if strategy != PREFILL:
         cli.refuse_together(context, "is for --calibrate prefill", "raw")
+    if strategy == OFF:
+        cli.refuse_together(
+            context, "is for measuring: --calibrate off loads no model", *MEASURE_NAMES
+        )
     return calibrate(strategy, flags)
 
 

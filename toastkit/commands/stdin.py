@@ -39,7 +39,7 @@ def read_input(name: str, what: str, most: int = MOST_BYTES) -> bytes:
         with open(name, "rb") as file:
             return _read(file, what, most)
     except OSError as error:
-        raise from_os_error(error, f"cannot read {name}") from error
+        raise from_os_error(error, f"cannot read {name or repr(name)}") from error
 
 
 def _read(stream: BinaryIO, what: str, most: int) -> bytes:
