@@ -115,10 +115,11 @@ def test_experts_of_16_bits_in_slots(tmp_path: Path, baked: bool) -> None:
         files = locate(str(path))
         bake(Store(files, load_config(files)), tmp_path / "moe.toast", expert_major=True)
         path = tmp_path / "moe.toast"
-    slots = SlotOptions("slots", 3, "1")
+    slots = SlotOptions("slots", 3, "off" if baked else "1")
     kept, wide = narrow_and_wide(path, lambda n: Wish(), expert_slots=slots)
     assert 2 * kept.ledger.of(EXPERTS) == wide.ledger.of(EXPERTS)
-    assert kept.holdings.slots.counts.read == wide.holdings.slots.counts.read
+    if baked:  # how much is read ahead is a matter of time
+        assert kept.holdings.slots.counts.read == wide.holdings.slots.counts.read
 
 
 def test_a_matrix_that_the_architecture_reads_is_widened(tmp_path: Path) -> None:

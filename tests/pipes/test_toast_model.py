@@ -68,6 +68,7 @@ def json_info(model: Model, name: object) -> dict:
         (["bake", "crumb", "-o", "x.bin"], "-o takes a name that ends in .toast", ""),
         (["bake", "crumb", "--dtype", "int8"], "'int8' is not one of", "bake --help"),
         (["pull", "crumb"], "not a hub id: 'crumb'", "org/name"),
+        (["pull", "org/name@dev"], "not a hub id: 'org/name@dev'", "--revision dev says"),
         (["rm", "--yes", "crumb"], "crumb is a part of toastkit and stays", ""),
     ],
     ids=" ".join,

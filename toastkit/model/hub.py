@@ -54,7 +54,9 @@ def fetch(hub_id: str, revision: str | None, progress: bool) -> Path:
     not go on, IOFailure where what came is damaged or the disk is full.
     """
     if not is_hub_id(hub_id):
-        raise UsageError(f"not a hub id: {hub_id[:100]!r}", hint="a hub id is org/name")
+        name, at, version = hub_id.partition("@")
+        hint = f"--revision {version} says which version" if at and is_hub_id(name) else None
+        raise UsageError(f"not a hub id: {hub_id[:100]!r}", hint=hint or "a hub id is org/name")
     if revision is not None and not re.fullmatch(r"\w[\w./-]{0,200}", revision):
         raise UsageError(f"not a revision: {revision[:100]!r}")
     here = cached_snapshot(hub_id, revision or "main")
