@@ -63,7 +63,7 @@ def test_piped_text_goes_before_the_words(
 
 @pytest.mark.parametrize(
     ("pieces", "out"),
-    [(["a\n"], b"a\n"), (["a", "\n\n"], b"a\n\n"), ([""], b""), (["é", "!"], "é!\n".encode())],
+    [(["a\n"], b"a\n"), (["a", "\n\n"], b"a\n\n"), ([""], b"\n"), (["é", "!"], "é!\n".encode())],
 )
 def test_an_answer_ends_with_a_newline(ask: Run, pieces: list[str], out: bytes) -> None:
     with FakeDaemon(answer(*pieces)) as daemon:
