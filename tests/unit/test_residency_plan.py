@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toastkit.errors import UsageError
-from toastkit.holdings.pressure import LOW
-from toastkit.residency.residency_options import PLACEMENTS, PRIORITIES
+from toastkit.holdings.pressure import Pressure
+from toastkit.residency.residency_options import PLACEMENTS, PRIORITIES, ResidencyOptions
 from toastkit.residency.residency_plan import Memory, ResidencyPlan, plan_residency
-from toastkit.residency.sizing import RUNTIME, Sizes, adaptive, cache_reserve, fitting, minimum
+from toastkit.residency.residency_policy import ResidencyPolicy
+from toastkit.residency.sizing import Sizes, minimum
 
 MB = 1 << 20
 MODEL = Sizes(100 * MB, (50 * MB,) * 8, 1000.0, MB)
@@ -41,17 +42,31 @@ def test_a_long_context_takes_the_place_of_layers() -> None:
     assert found.filled < found.resident
 
 
+def first_count(options: ResidencyOptions, memory: int) -> int:
+    """Layers that a run has stay to begin with."""
+    policy = ResidencyPolicy(options, lambda: memory)
+    policy.sizes = MODEL  # as of a model that it has taken on
+    return policy._first_count()
+
+
 def test_what_it_says_is_what_resident_does() -> None:
+    told = set()
     for where in PLACEMENTS:
         for priority in PRIORITIES:
-            reserve = cache_reserve(MODEL, priority, 32768)
-            for size in (350 * MB, 477 * MB, 3000 * MB):
-                found = planned(size, True, priority=priority, placement=where)
-                assert found.resident == fitting(MODEL, size, reserve, where)
-                free = size + RUNTIME
-                found = planned(free, False, priority=priority, placement=where)
-                spared = fitting(MODEL, free - LOW, reserve, where)
-                assert found.resident == min(spared, adaptive(MODEL, free, reserve, where))
+            for size in range(390 * MB, 900 * MB, 15 * MB):
+                for fixed, kind in ((True, "bytes"), (False, "auto")):
+                    options = ResidencyOptions(kind, size * fixed, where, priority, 32768)
+                    found = planned(size, fixed, priority=priority, placement=where)
+                    assert found.resident == first_count(options, size)
+                    told.add((fixed, found.resident))
+    assert len(told) > 9
+
+
+def test_no_layer_that_it_says_stays_is_given_up_at_once() -> None:
+    for size in range(390 * MB, 900 * MB, 15 * MB):
+        found = planned(size, False)
+        left = found.memory - found.weights - found.reserve
+        assert Pressure(found.layers).update(left, found.resident, 0) == found.resident
 
 
 @given(models, st.integers(1, 32768), st.booleans())

@@ -14,10 +14,8 @@ from toastkit.residency.sizing import (
     RUNTIME,
     WINDOW,
     Sizes,
-    adaptive,
-    adaptive_first,
     cache_reserve,
-    fitting,
+    first_count,
     least_budget,
     needed,
 )
@@ -87,9 +85,10 @@ def plan_residency(
         least += RUNTIME
     if memory.size < least:
         raise _refusal(name, memory, least, tokens)
-    first, later = (fitting, fitting) if memory.given else (adaptive_first, adaptive)
-    count = first(sizes, memory.size, reserve, placement)
-    filled = later(sizes, memory.size, max(reserve, cache), placement)
+    count, filled = (
+        first_count(sizes, memory.size, memory.given, room, placement)
+        for room in (reserve, max(reserve, cache))
+    )
     weights = needed(sizes, count, placement)
     spare = max(0, memory.size - weights - reserve)
     return ResidencyPlan(

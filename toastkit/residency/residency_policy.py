@@ -22,9 +22,8 @@ from toastkit.residency.sizing import (
     USUAL_CONTEXT,
     WINDOW,
     adaptive,
-    adaptive_first,
     cache_reserve,
-    fitting,
+    first_count,
     least_budget,
 )
 from toastkit.store.ledger import CACHE, SESSIONS
@@ -117,9 +116,9 @@ class ResidencyPolicy:
             return int(count * amount / 100 + 0.5)
         placement = self.options.placement
         reserve = cache_reserve(self.sizes, self.options.priority, self._context)
-        if kind == "bytes":
-            return fitting(self.sizes, int(amount), reserve, placement)
-        return adaptive_first(self.sizes, self._available(), reserve, placement)
+        given = kind == "bytes"
+        memory = int(amount) if given else self._available()
+        return first_count(self.sizes, memory, given, reserve, placement)
 
     @property
     def _context(self) -> int:

@@ -100,10 +100,17 @@ def adaptive(sizes: Sizes, available: int, reserve: int, placement: str) -> int:
     return _fitting(sizes, available - RUNTIME - reserve, count, placement)
 
 
-def adaptive_first(sizes: Sizes, available: int, reserve: int, placement: str) -> int:
-    """As `adaptive`, but not so many that the first of them would be given up at once."""
-    most = fitting(sizes, available - LOW, reserve, placement)
-    return min(most, adaptive(sizes, available, reserve, placement))
+def first_count(sizes: Sizes, memory: int, given: bool, reserve: int, placement: str) -> int:
+    """How many layers, 0..L, stay to begin with, of a run and of its plan.
+
+    memory: bytes; given: as a budget, else what is available with nothing of the model in memory
+    yet. reserve: bytes for caches. Of what is available no more than leaves `LOW` bytes: the first
+    of them would be given up at once else.
+    """
+    if given:
+        return fitting(sizes, memory, reserve, placement)
+    most = fitting(sizes, memory - LOW, reserve, placement)
+    return min(most, adaptive(sizes, memory, reserve, placement))
 
 
 def cache_reserve(sizes: Sizes, priority: str, context: int) -> int:
