@@ -69,7 +69,7 @@ def test_a_slice_is_short_while_others_answer(
 def test_what_attach_tells(client: Client) -> None:
     client = Client(client.service, client.preparer)
     told = {"vocab": 4096, "context": 8192, "device": "cpu", "dtype": "float32", "chunk": 256,
-            "resident": "all"}  # fmt: skip
+            "resident": "all", "counts": []}  # fmt: skip
     assert client.attach() == told
     assert client.attach(dtype=None) == told and len(client.channel.connection.on_close) == 1
     assert client.attach(device="auto")["device"] == "cpu"

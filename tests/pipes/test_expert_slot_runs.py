@@ -114,6 +114,7 @@ def test_a_daemon(private_home) -> None:
         for name in ("decode", "toast"):
             done = daemon.toast(name, "-v", "--expert-slots", "6", *GREEDY, "Who are you?")
             assert done.returncode == 0 and f"daemon at {daemon.socket}\n" in done.stderr.decode()
+            assert b": slots: 6 of 16 in slots; " in done.stderr
             done = daemon.toast(name, "--expert-slots", "7", *GREEDY, "Hi!")
             assert done.returncode == 64
             assert b"runs with --resident all --expert-slots 6, not --resident all" in done.stderr

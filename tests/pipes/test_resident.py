@@ -69,6 +69,29 @@ def test_a_daemon_with_the_same_settings_is_used(streaming: Daemon, whole: Daemo
     assert streaming.control("status")["answered"] > 0
 
 
+def test_an_attached_run_tells_what_it_took(streaming: Daemon) -> None:
+    """As a local one, of its own passes alone where nobody else asks; of a prompt and of an
+    answer."""
+    ends = []
+    for alone in ([], ["--no-daemon"]):
+        for _ in range(2):
+            done = streaming.toast("decode", "-v", "--json", *SAME, *alone, *ASKED)
+            ends.append(json.loads(done.stdout.splitlines()[-1]))
+            assert b"toast-decode: residency: 4 of 8 layers stay; " in done.stderr
+    told = [{**end, "residency": known(end)} for end in ends]
+    assert told[0] == told[1] == told[2] and known(ends[0])["passes"] > 0
+    frames = streaming.toast("tokenize", "Hi!").stdout
+    for alone in ([], ["--no-daemon"]):
+        done = streaming.toast("prefill", "-v", *alone, *SAME, stdin=frames)
+        assert b"toast-prefill: residency: 4 of 8 layers stay; " in done.stderr
+        assert b"; 0 B read" not in done.stderr
+
+
+def known(end: dict) -> dict:
+    """What of an end's residency is the same whenever it is run."""
+    return {name: end["residency"][name] for name in ("resident", "layers", "passes", "shed")}
+
+
 @pytest.mark.parametrize("name", ["decode", "toast"])
 def test_a_daemon_with_others_is_refused(streaming: Daemon, whole: Daemon, name: str) -> None:
     for daemon, flags, has, wants in (

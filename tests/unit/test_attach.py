@@ -260,6 +260,35 @@ def test_the_engine_lets_go_of_a_state_that_was_not_closed() -> None:
         assert len(daemon.requests) == 3
 
 
+def test_what_the_daemon_counted_is_told() -> None:
+    """Of what one of another version tells, only what a policy may have said."""
+    hello = {"attached": {**HELLO["attached"], "counts": ["residency"]}}
+    scripts = [[hello], restored(), [{"counting": {}}], [{"released": {"residency": {"read": 5}}}]]
+    with FakeDaemon(*scripts, restored(), [{"released": {"residency": 1}}]) as daemon:
+        engine = attached(daemon)
+        engine.begin_run()  # before there is a run
+        state, _ = engine.restore(None, [5])
+        engine.begin_run()
+        assert engine.run_report() == {}
+        state.close()
+        assert engine.run_report() == {"residency": {"read": 5}}
+        engine.begin_run()  # it is over
+        assert engine.run_report() == {}
+        engine.restore(None, [5])[0].close()
+        assert engine.run_report() == {}
+        asked = [request["op"] for request in daemon.requests]
+        assert asked == ["attach", "restore", "count", "release", "restore", "release"]
+
+
+def test_one_that_does_not_count_is_not_asked_to() -> None:
+    with FakeDaemon([HELLO], restored(), [{"released": {}}]) as daemon:
+        engine, state = running(daemon, [5])
+        engine.begin_run()
+        state.close()
+        assert engine.run_report() == {}
+        assert [request["op"] for request in daemon.requests] == ["attach", "restore", "release"]
+
+
 def test_closing_a_state_closes_its_session(tmp_path: Path) -> None:
     with FakeDaemon([HELLO], restored(), [DROP]) as daemon:
         session = Session.open(tmp_path / "s", MODEL)

@@ -24,18 +24,17 @@ def told(frames: Iterable[Frame]) -> Iterator[Frame]:
 
 
 def tell(reports: Mapping[str, Any]) -> None:
-    """A line on stderr for each policy's report among other things."""
+    """A line on stderr for each policy's report among other things. That of a daemon of another
+    version may say other things."""
     for name, counted in COUNTED.items():
-        if name in reports:
+        with suppress(KeyError, TypeError):
             say(f"{name}: {counted(reports[name])}")
 
 
 def tell_stats(stats: Mapping[str, Any]) -> None:
-    """The lines for residency, experts and slots in the stats of an answer. Those of a daemon of
-    another version may say other things."""
-    for name in ("residency", "experts", "slots"):
-        with suppress(KeyError, TypeError):
-            tell({name: stats[name]})
+    """The lines for residency, experts and slots in the stats of an answer, whose gears are no
+    policy's report."""
+    tell({name: told for name, told in stats.items() if name != "gears"})
 
 
 def counted_gears(report: Mapping[str, Any]) -> str:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from toastkit.engine.state import ModelState
 
 KEY = "attached"  # of the connection's store
+COUNTED = ("residency", "slots")  # policies whose reports a run gets
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -62,6 +63,12 @@ class Attached:
         self.service = service
         if self not in service.attached:
             service.attached.append(self)
+
+    def counted(self) -> dict[str, Any]:
+        """What there is to say of the run at its end, by the names of policies; nothing while the
+        model is not loaded."""
+        reports = {} if self.service is None else self.service.engine.run_report()
+        return {name: reports[name] for name in COUNTED if name in reports}
 
     def unplug(self) -> None:
         """Lets the weights go, for a model that is unloaded, and keeps the state."""
@@ -128,8 +135,9 @@ def serve(
     if attached is None:
         raise UsageError(f"{request.op}: attach comes first")
     if request.op == "release":
+        counted = attached.counted()
         attached.let_go()
-        channel.reply({"released": {}})
+        channel.reply({"released": counted})
         return
     if attached.fingerprint != preparer.fingerprint:
         attached.let_go()
@@ -209,6 +217,7 @@ def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -
             "dtype": engine.dtype,
             "chunk": service.settings.chunk or CHUNK[engine.device],
             "resident": service.settings.policies.resident,
+            "counts": [policy.name for policy in engine.policies if policy.name in COUNTED],
         }
     }
 
@@ -220,6 +229,7 @@ def _restore(attached: Attached, service: Service, request: Request) -> dict[str
     session = None if path is None else _lent_session(request, path, attached.fingerprint)
     read = None
     try:
+        service.engine.begin_run()
         if source is not None:
             read = Session.open(source, attached.fingerprint, create=False, write=False)
         state, cached = service.engine.restore(session, ids, read)
@@ -261,6 +271,12 @@ def _lent_session(request: Request, path: Path, fingerprint: str) -> Session:
     return Session.adopt(path, fingerprint, lock)
 
 
+def _count(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
+    """Counts from here on; what others have done since is counted too."""
+    service.engine.begin_run()
+    return {"counting": {}}
+
+
 def _read(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
     """One pass over the prompt, short while others answer. As in every prefill, the last token may
     be read by a step of its own."""
@@ -299,7 +315,9 @@ def _commit(attached: Attached, service: Service, request: Request) -> dict[str,
 
 
 OPERATIONS: dict[str, Callable[[Attached, Service, Request], dict[str, Any]]]
-OPERATIONS = {"restore": _restore, "read": _read, "step": _step, "commit": _commit}
+OPERATIONS = {
+    "restore": _restore, "count": _count, "read": _read, "step": _step, "commit": _commit,
+}  # fmt: skip
 
 
 def encoded(state: ModelState) -> str | None:

@@ -25,8 +25,8 @@ CONTROL_OPS = ("health", "status", "stop", "reload")
 # Of toast-prefill and toast-decode, and the fields of each; attached.py checks their values.
 ATTACH_OPS = {
     "attach": ("fingerprint", "device", "dtype", "kv_bits"),
-    "restore": ("session", "source", "ids"), "read": ("ids",), "step": ("token",), "commit": (),
-    "release": (),
+    "restore": ("session", "source", "ids"), "count": (), "read": ("ids",), "step": ("token",),
+    "commit": (), "release": (),
 }  # fmt: skip
 OPS = ("generate", *CONTROL_OPS)
 SAMPLING_NAMES = tuple(name for name in INTERVALS if name != "seed")

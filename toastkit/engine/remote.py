@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from toastkit.session.directory import Session
 
 ANSWERS = {
-    "attach": "attached", "restore": "restored", "read": "read", "step": "step",
-    "commit": "committed", "release": "released",
+    "attach": "attached", "restore": "restored", "count": "counting", "read": "read",
+    "step": "step", "commit": "committed", "release": "released",
 }  # fmt: skip
 
 
@@ -129,6 +129,8 @@ class RemoteEngine:
         self.device: str = attached.get("device", "")
         self.dtype: str | None = attached.get("dtype")
         self.resident: str = attached.get("resident", "all")
+        self._counts = bool(attached.get("counts"))  # that of another version may not know how
+        self._report: dict[str, Any] = {}
 
     def restore(
         self, session: Session | None, ids: Sequence[int], source: Session | None = None
@@ -167,7 +169,10 @@ class RemoteEngine:
             yield held
 
     def begin_run(self) -> None:
-        """Nothing: the daemon's model is not ours to count of."""
+        """As of StepEngine, of a run that has been restored; before that nothing is counted."""
+        self._report = {}
+        if self._counts and self._state is not None and self._state.open:
+            self._daemon.ask("count", {})
 
     def consume(self, state: RemoteState, token: int, wish: Wish = NO_WISH) -> None:
         """As of StepEngine: the answer is not waited for. A wish is not sent on."""
@@ -177,8 +182,13 @@ class RemoteEngine:
         """Nothing: the daemon does that by itself."""
 
     def run_report(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
+        """What the daemon's `residency` and `slots` took since the run began, others' runs
+        included; known once the run's state is closed."""
+        return self._report
+
+    def hold_report(self, answer: dict[str, Any]) -> None:
+        """Notes what the daemon says of a run that it has let go."""
+        self._report = {name: told for name, told in answer.items() if isinstance(told, dict)}
 
     def logits_of(self, answer: dict[str, Any]) -> memoryview[float] | None:
         """The logits in an answer, float32 (vocab,), read-only; None where there are none."""
@@ -209,7 +219,7 @@ class RemoteEngine:
 
 class RemoteState:
     """What the daemon's model has read for this process: see `step_engine.State`. session: opened
-    and locked here."""
+    and locked here. open: not released yet."""
 
     passed = None  # it is the daemon's to know
 
@@ -227,7 +237,7 @@ class RemoteState:
         self._daemon = daemon
         self._logits = logits
         self.experts: dict[str, Any] | None = None
-        self._open = True
+        self.open = True
 
     @property
     def logits(self) -> memoryview[float] | None:
@@ -283,10 +293,10 @@ class RemoteState:
     def release(self) -> None:
         """Has the daemon let the state go, and waits for that; not while an answer is due, when it
         was a signal that ended us: the end of the connection does it then. May be called again."""
-        if self._open and self._daemon.waiting is None:
-            self._open = False
+        if self.open and self._daemon.waiting is None:
+            self.open = False
             try:
-                self._daemon.ask("release", {})
+                self._engine.hold_report(self._daemon.ask("release", {}))
             except ToastError:
                 pass  # it has gone itself, and holds nothing
 
