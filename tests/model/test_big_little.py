@@ -309,7 +309,7 @@ def test_states_are_kept_apart_by_how_they_were_made(made: Made, tmp_path: Path)
     variants = [
         made("qwen3_next", "big"), made("qwen3_next", "little"), made("qwen3_next", "mobile"),
         made("qwen3_next", "mobile", MIDDLE), made("qwen3_next", "big", prompt="little"),
-        made("qwen3_next", "little", little_k=LittleK(1)),
+        made("qwen3_next", "little", little_k=LittleK(1)), made("qwen3_next", "mobile", 0.7000001),
     ]  # fmt: skip
     words = [engine.experts.variant for engine in variants]
     assert words[0] == "" and len(set(words)) == len(words)

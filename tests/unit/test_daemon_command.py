@@ -204,7 +204,7 @@ def test_systemd_needs_no_fork(home: Home) -> None:
 @pytest.mark.parametrize(
     ("text", "size"),
     [("0", 0), ("17", 17), ("4K", 4096), ("1.5k", 1536), ("2MiB", 2 << 20), ("2GB", 2 << 30),
-     (" 1T ", 1 << 40)],
+     (" 1T ", 1 << 40), (f"{2**53 + 1}", 2**53 + 1), ("0.000000001G", 1), ("1.1k", 1126)],
 )  # fmt: skip
 def test_sizes(text: str, size: int) -> None:
     assert Size().convert(text, None, None) == size
@@ -221,7 +221,12 @@ def test_durations(text: str, seconds: float) -> None:
     assert Duration().convert(seconds, None, None) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "x", "-1", "1e3", "1 K", "K", "1KK", "nan", "9" * 19, "1P"])
+KELVIN = "5\N{KELVIN SIGN}"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "-1", "1e3", "1 K", "K", "1KK", "nan", "9" * 19, "1P", KELVIN]
+)
 def test_no_sizes(text: str) -> None:
     with pytest.raises(click.BadParameter, match="is not a size"):
         Size().convert(text, None, None)

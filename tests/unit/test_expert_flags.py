@@ -151,7 +151,10 @@ def test_what_would_change_nothing(command: click.Command, needs: str) -> None:
     ("arguments", "setting"),
     [
         ("", None), ("--experts big", "big"), ("--experts mobile", "mobile:0.7"),
-        ("--experts mobile:0.70", "mobile:0.7"), ("--experts mobile:0.1234567", "mobile:0.1234567"),
+        ("--experts mobile:0.70", "mobile:0.7"),
+        ("--experts mobile:0.70000001", "mobile:0.70000001"),
+        ("--experts mobile:-0", "mobile:0"), ("--experts mobile:1e-7", "mobile:0.0000001"),
+        ("--experts little --little-k 33.3333333%", "little --little-k 33.3333333%"),
         ("--prefill-experts big", "big"),
         ("--experts little --little-k 050.0%", "little --little-k 50%"),
         ("--experts mobile:1 --prefill-experts little --little-k 3",
@@ -188,6 +191,7 @@ def test_a_report_in_words(capsys: pytest.CaptureFixture) -> None:
     assert counted_experts({**timed, "seconds": dict.fromkeys(seconds)}) == line
     none = {**REPORT, "steps": 0, "fallbacks": 0, "ratio": None}
     assert counted_experts(none) == "mobile, K 4 of 8, gamma 0.7; 0 steps, 0 fallbacks"
+    assert ", gamma 0.70000001; " in counted_experts({**none, "gamma": 0.70000001})
     assert counted_experts({**REPORT, "mode": "big"}) == "big, K 8 of 8; 200 steps"
     assert counted_experts({**REPORT, "mode": "little"}) == "little, K 4 of 8; 200 steps"
     tell_stats({"experts": REPORT})

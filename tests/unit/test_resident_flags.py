@@ -147,7 +147,9 @@ def test_what_makes_sense(arguments: str) -> None:
     ("arguments", "setting"),
     [
         ("", None), ("--resident all", "all"), ("--resident 12", "12"), ("--resident 012", "12"),
-        ("--resident 50.0%", "50%"), ("--resident AUTO --priority balanced", "auto"),
+        ("--resident 50.0%", "50%"), ("--resident 33.33333%", "33.33333%"),
+        ("--resident 1234567", "1234567"), ("--resident 0.00000001%", "0.00000001%"),
+        ("--resident AUTO --priority balanced", "auto"),
         ("--resident 1.5G", "1536M"), ("--resident 1536M", "1536M"),
         ("--resident auto --priority max-tps", "auto --priority max-tps"),
         ("--resident 4 --placement last", "4 --placement last"),

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from toastkit.commands.cli import say
+from toastkit.text.exact_numbers import exact_number
 
 if TYPE_CHECKING:
     from toastkit.frames import Frame
@@ -74,7 +75,8 @@ def counted_experts(report: Mapping[str, Any]) -> str:
         return f"{mode}, K {k if mode == 'big' else little_k} of {k}; {words}"
     fell = counted(report["fallbacks"], "fallback")
     ratio = "" if report["ratio"] is None else f", ratio {report['ratio']:.4f}"
-    line = f"mobile, K {little_k} of {k}, gamma {report['gamma']:g}; {words}, {fell}{ratio}"
+    gamma = exact_number(report["gamma"])
+    line = f"mobile, K {little_k} of {k}, gamma {gamma}; {words}, {fell}{ratio}"
     return line + _speed(report.get("seconds"), report.get("estimate"))
 
 

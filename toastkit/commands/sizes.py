@@ -11,6 +11,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SECONDS = {"ms": 0.001, "": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _LIMIT = 1 << 62
 _NUMBER = r"([0-9]{1,18}(?:\.[0-9]{1,9})?)"
+_DIGITS = 9  # behind the point, at most
 
 
 class Size(click.ParamType):
@@ -28,10 +29,12 @@ class Size(click.ParamType):
         """The number of bytes. A word that is none is a usage error."""
         if isinstance(value, int):
             return value
-        found = re.fullmatch(_NUMBER + r"([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+        form = _NUMBER + "([KMGT]?)(?:i?B)?"
+        found = re.fullmatch(form, value.strip(), re.IGNORECASE | re.ASCII)  # no Kelvin is a K
         if found is None:
             self.fail(f"{value!r} is not a size, such as 512M or 2G", param, ctx)
-        size = int(float(found[1]) * _UNITS[found[2].upper()])
+        whole, _, part = found[1].partition(".")  # no float, which has 53 bits
+        size = int(whole + part.ljust(_DIGITS, "0")) * _UNITS[found[2].upper()] // 10**_DIGITS
         if size < self._low:
             self.fail(f"{value!r} is less than {self._low} bytes", param, ctx)
         if size > _LIMIT:

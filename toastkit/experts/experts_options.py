@@ -6,15 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from toastkit.errors import UsageError
+from toastkit.text.exact_numbers import exact_number
 
 MODES = ("big", "little", "mobile")
 PROMPTS = ("big", "little")
 GAMMA = 0.7  # of the paper, for all models and tasks (section V)
-
-
-def _exact(number: float) -> str:
-    """As it may be typed: two that differ do not look the same."""
-    return repr(number).removesuffix(".0")
 
 
 class LittleK(NamedTuple):
@@ -25,7 +21,7 @@ class LittleK(NamedTuple):
 
     def __str__(self) -> str:
         """As the flag has it."""
-        return f"{_exact(self.amount)}%" if self.percent else _exact(self.amount)
+        return exact_number(self.amount) + "%" * self.percent
 
     def of(self, own_k: int) -> int:
         """The K that this is, where the model's own is `own_k`: a share is rounded up, and 1 at
@@ -57,7 +53,7 @@ class ExpertsOptions:
             if value not in known:
                 raise UsageError(f"no such experts {word}: {value[:40]} ({', '.join(known)})")
         if not 0 <= self.gamma <= 1:  # nor NaN
-            raise UsageError(f"gamma {_exact(self.gamma)} is not in [0, 1]")
+            raise UsageError(f"gamma {exact_number(self.gamma)} is not in [0, 1]")
         if self.little_k is not None and not self.little_k.amount > 0:
             raise UsageError(f"--little-k {self.little_k}: a token goes to one expert at least")
         if self.little_k is not None and self.little_k.percent and self.little_k.amount > 100:
@@ -85,7 +81,7 @@ class ExpertsOptions:
     def setting(self) -> str:
         """All that stands after --experts on the command line, defaults left out: two that are the
         same say the same."""
-        said = f"mobile:{_exact(self.gamma)}" if self.mode == "mobile" else self.mode
+        said = f"mobile:{exact_number(self.gamma)}" if self.mode == "mobile" else self.mode
         if self.runs_little and self.little_k is not None:
             said += f" --little-k {self.little_k}"
         if self.prompt != ExpertsOptions.prompt:

@@ -18,6 +18,7 @@ from toastkit.experts.routers import MoEBlock, moe_blocks
 from toastkit.holdings.forms import Form
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import Wish
+from toastkit.text.exact_numbers import exact_number
 
 
 class ExpertsPolicy:
@@ -59,7 +60,7 @@ class ExpertsPolicy:
         self.little_k = self.options.little_of(self.k)
         if self.options.runs_little:  # or it is the model as it is
             mode, gamma = self.options.mode, self.options.threshold
-            tried = "" if gamma is None else f"-{gamma:g}"
+            tried = "" if gamma is None else f"-{exact_number(gamma)}"
             self.variant = f"{mode}{tried}-{self.little_k}of{self.k}-{self.options.prompt}"
 
     # ------------------------------------------------------------------------------------ deciding

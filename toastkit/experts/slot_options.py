@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toastkit.errors import UsageError
-from toastkit.text.exact_size import exact_size
+from toastkit.text.exact_numbers import exact_size
 
 KINDS = ("auto", "slots", "bytes")
 PREFETCHES = ("off", "auto", "1", "2", "3")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toastkit.errors import UsageError
-from toastkit.text.exact_size import exact_size
+from toastkit.text.exact_numbers import exact_number, exact_size
 
 KINDS = ("all", "auto", "layers", "percent", "bytes")
+COUNTED = ("layers", "percent")
 PLACEMENTS = ("first", "last", "interleaved")
 PRIORITIES = ("max-tps", "balanced", "max-context")
 # Tokens whose keys and values have room kept for them (paper 001, section 3.4); None: as many as
@@ -38,7 +39,7 @@ class ResidencyOptions:
             if value not in known:
                 raise UsageError(f"no such {word}: {value[:40]} ({', '.join(known)})")
         if self.amount < 0 or (self.kind == "percent" and self.amount > 100):
-            raise UsageError(f"no such residency: {self.amount:g} {self.kind}")
+            raise UsageError(f"no such residency: {exact_number(self.amount)} {self.kind}")
 
     @property
     def on(self) -> bool:
@@ -49,8 +50,8 @@ class ResidencyOptions:
         """As the flag has it."""
         if self.kind == "bytes":
             return exact_size(int(self.amount))
-        words = {"layers": f"{self.amount:g}", "percent": f"{self.amount:g}%"}
-        return words.get(self.kind, self.kind)
+        share = "%" * (self.kind == "percent")
+        return exact_number(self.amount) + share if self.kind in COUNTED else self.kind
 
     @property
     def setting(self) -> str:

@@ -19,7 +19,7 @@ from toastkit.residency.sizing import (
     least_budget,
     needed,
 )
-from toastkit.text.exact_size import exact_size
+from toastkit.text.exact_numbers import exact_size
 
 
 @dataclass(frozen=True)
