@@ -190,10 +190,8 @@ def test_text_is_the_same(toast, sampling: list) -> None:
     mine, theirs = answers
     assert len(mine) == len(theirs) > 14
     for one, other in zip(mine, theirs):
-        for name in ("logprob", "entropy"):  # the device has another way to compute them
-            assert one.pop(name, None) == pytest.approx(other.pop(name, None), abs=1e-4)
-        tops = [dict(token.pop("top", [])) for token in (one, other)]
-        assert tops[0] == pytest.approx(tops[1], abs=1e-4)
+        # The model's own process has another way to compute it.
+        assert one.pop("entropy", None) == pytest.approx(other.pop("entropy", None), abs=1e-5)
         assert one == other
 
 
