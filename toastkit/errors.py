@@ -7,7 +7,7 @@
     ├── NoInputError               66   no such model, session, file
     ├── UnavailableError           69   a daemon, a provider or a helper program is not there
     ├── CannotCreateError          73   an output, a session or a FIFO cannot be made
-    ├── IOFailure                  74   disk full, read error
+    ├── IOFailure                  74   disk full, read error, no memory left
     ├── BusyError                  75   the session is locked by another writer
     └── Interrupted               130   Ctrl-C
 
@@ -99,9 +99,12 @@ class Misplaced(OSError):
 
 
 def as_toast_error(error: BaseException) -> ToastError:
-    """What is told of a failure: that of a ToastError, of any other that it is a bug."""
+    """What is told of a failure: that of a ToastError, of any other that it is a bug, but for a
+    lack of memory."""
     if isinstance(error, ToastError):
         return error
+    if isinstance(error, MemoryError):
+        return IOFailure("out of memory: there may be a limit of this process (ulimit -v)")
     return ToastError(f"bug: {type(error).__name__}: {error}")
 
 

@@ -352,3 +352,8 @@ def test_what_all_models_share_stays(tmp_path: Path) -> None:
     replacing.use_native(made.modules())
     assert type(made.activation) is switch_layers.SwiGLU
     assert type(switch_layers.SwitchGLU(8, 8, 2).up_proj) is switch_layers.SwitchLinear
+
+
+def test_memory_that_there_is_not(library: Library) -> None:
+    with pytest.raises(MemoryError):
+        library.memory(1 << 20, 1 << 30)  # more than there are addresses

@@ -14,8 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cgroups import memory_group
+from toastkit.commands import cli
+from toastkit.errors import as_toast_error
 from toastkit.residency import memory
-from toastkit.residency.memory import Allowance, available_memory, cgroup_allowance
+from toastkit.residency.memory import (
+    Allowance,
+    available_memory,
+    cgroup_allowance,
+    left_by_limits,
+)
 
 MB = 1 << 20
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
@@ -210,6 +217,51 @@ def test_the_least_of_machine_and_cgroup(monkeypatch: pytest.MonkeyPatch) -> Non
         assert 0 < available_memory() <= machine.total
     monkeypatch.setattr(memory, "cgroup_allowance", lambda: Allowance(70, 7))
     assert available_memory() == 7
+
+
+# A child that may have 300 MB more addresses, or memory of its own, than it has. It says what it
+# can have before and after it has taken 100 MB, and fails if 250 MB more can be had.
+LIMITED = """
+import resource, sys
+from toastkit.residency.memory import available_memory
+available_memory()
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0 if sys.argv[1] == "RLIMIT_AS" else 5]) * 4096
+resource.setrlimit(getattr(resource, sys.argv[1]), (used + (300 << 20), -1))
+lefts = [available_memory()]
+held = bytearray(100 << 20)
+lefts.append(available_memory())
+try:
+    bytearray(250 << 20)
+except MemoryError:
+    print(*lefts)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is used is in /proc")
+@pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_a_limit_of_the_process(kind: str) -> None:
+    child = [sys.executable, "-c", LIMITED, kind]
+    said = subprocess.run(child, capture_output=True, text=True, check=True).stdout
+    first, second = map(int, said.split())
+    assert 280 * MB < first <= 300 * MB and abs(first - second - 100 * MB) < 16 * MB
+
+
+def test_what_cannot_be_read_limits_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (1 << 30, 1 << 30))
+    for text in ("", "x 1 2", "-1 5 6 7 8 9 0"):
+        write(tmp_path / "proc/self/statm", text)
+        assert left_by_limits(tmp_path) is None
+    write(tmp_path / "proc/self/statm", f"{1 << 20} 5 6 7 8 9 0")
+    assert left_by_limits(tmp_path) == 0
+    assert left_by_limits(tmp_path / "nowhere") is None
+
+
+def test_a_lack_of_memory_is_no_bug() -> None:
+    for told in (cli._unexpected(MemoryError("x")), as_toast_error(MemoryError())):
+        assert told.code == 74 and told.message.startswith("out of memory")
 
 
 def test_psutil_is_imported_when_it_is_needed() -> None:

@@ -20,6 +20,7 @@ from toastkit.errors import (
     RemoteError,
     ToastError,
     UsageError,
+    as_toast_error,
     did_you_mean,
     from_os_error,
 )
@@ -324,7 +325,10 @@ def _stdin_is_live() -> bool:
 
 
 def _unexpected(error: Exception) -> ToastError:
-    """A bug, but where the system has no more threads for this user, as Python says it."""
+    """A bug, but where the system has no more memory, or no more threads for this user, as Python
+    says it."""
+    if isinstance(error, MemoryError):
+        return as_toast_error(error)
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
         return IOFailure("cannot start a thread: there may be no more of this user (ulimit -u)")
     text = f"bug: {type(error).__name__}: {error}".replace("\n", " ")

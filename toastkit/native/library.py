@@ -94,8 +94,12 @@ class Library:
     def memory(self, rows: int, columns: int, at: int = 0, old: mx.array | None = None) -> mx.array:
         """Memory of its own to read weights into, on large pages where the system has them: uint8
         (rows, columns), evaluated; nobody has written anything there. It begins where a page of a
-        file has byte `at`. old: such an array of that size, whose memory is to be used again."""
-        return _made(self._memory, rows, columns, at, _given(old))
+        file has byte `at`. old: such an array of that size, whose memory is to be used again.
+        Raises MemoryError where there is none."""
+        try:
+            return _made(self._memory, rows, columns, at, _given(old))
+        except ValueError as error:
+            raise error if old is not None else MemoryError(*error.args) from error
 
     def settle(self, array: mx.array) -> None:
         """Has an array (...) of any dtype, evaluated and of a MiB at least, lie on large pages from

@@ -1,4 +1,5 @@
-"""How much memory there is, and how much of it can be had: the machine's, and the cgroup's.
+"""How much memory there is, and how much of it can be had: the machine's, the cgroup's, and what
+the limits of this process leave (ulimit -v, -d), above which an allocation fails.
 
 In a container, or under systemd with a limit, the machine's free memory says nothing: what a cgroup
 allows is spent long before, and then the kernel kills. Limits hold for a group with all below it,
@@ -29,12 +30,27 @@ class Allowance(NamedTuple):
 
 def available_memory() -> int:
     """Bytes that can be allocated now without swapping: what the machine has available, or what the
-    cgroups leave, whichever is less. A snapshot."""
+    cgroups or this process's limits leave, whichever is less. A snapshot."""
     import psutil
 
-    left = cgroup_allowance().left
+    lefts = (cgroup_allowance().left, left_by_limits())
     machine = int(psutil.virtual_memory().available)
-    return machine if left is None else min(machine, left)
+    return min([machine, *(left for left in lefts if left is not None)])
+
+
+def left_by_limits(root: Path = Path("/")) -> int | None:
+    """Bytes that RLIMIT_AS and RLIMIT_DATA leave this process, whichever is less: of addresses, and
+    of what is not shared. None where neither limits, or nothing can be read. root: below which
+    proc/self is."""
+    import resource
+
+    used = [page * resource.getpagesize() for page in _pages(root)]
+    lefts = []
+    for kind, place in ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5)):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY and len(used) > place:
+            lefts.append(max(0, limit - used[place]))
+    return min(lefts, default=None)
 
 
 def cgroup_allowance(root: Path = Path("/")) -> Allowance:
@@ -131,6 +147,12 @@ def _stat(folder: Path) -> dict[str, int]:
     """A group's memory.stat, the lines of it that are a name and a number."""
     found = re.findall(r"^(\w+) ([0-9]{1,20})$", _text(folder / "memory.stat"), re.M | re.ASCII)
     return {name: int(value) for name, value in found}
+
+
+def _pages(root: Path) -> list[int]:
+    """Of proc_pid_statm(5)."""
+    text = _text(root / "proc/self/statm").strip()
+    return [int(x) for x in text.split()] if re.fullmatch("[0-9 ]+", text, re.ASCII) else []
 
 
 def _text(path: Path) -> str:
