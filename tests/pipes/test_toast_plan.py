@@ -258,7 +258,7 @@ def test_a_quantised_model_stays_in_high_gear(toast: Toast, tmp_path: Path) -> N
         (["--gears", "--gear-bits", "8,4"], 64, "no such gear bits: 8,4 (each of 2, 4, 6, 8; "),
         (["--gears", "--gear-bits", "four"], 64, "'four' is not two numbers, such as 4,8"),
         (["--gears", "--gear-scope", "mlp"], 64, "'mlp' is not one of "),
-        (["--gears", "--bandwidth", "0"], 64, "'0' is less than 1 bytes"),
+        (["--gears", "--bandwidth", "0"], 64, "'0' is less than 1B"),
         (["--gears", "nope"], 66, "no such model: nope"),
         (["--gears", "org/name"], 66, "no such model here: org/name"),
     ],

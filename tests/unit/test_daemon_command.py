@@ -176,7 +176,7 @@ def test_a_daemon_that_is_not_well(
         (["--no-audit", "--audit-text"], "--audit-text needs an audit log"),
         (["--socket", "x" * 200], "the socket's path has"),
         (["--cache", "2X"], "'2X' is not a size"),
-        (["--max-line", "1"], "'1' is less than 1024 bytes"),
+        (["--max-line", "1"], "'1' is less than 1K"),
         (["--drain", "soon"], "'soon' is not a duration"),
     ],
 )

@@ -97,7 +97,7 @@ def test_reports_in_words(capfd) -> None:
     assert "; 40 of 50 foreseen were wanted" in counted_slots(report | {"ahead": 50, "right": 40})
     hopeful = counted_slots(report | {"optimistic": 9, "retried": 1})
     assert hopeful == f"{line}; 9 optimistic steps, 1 retried"
-    assert "(0%)" in counted_slots(report | {"wanted": 0, "hit": 0})
+    assert "; none was looked for; " in counted_slots(report | {"wanted": 0, "hit": 0})
     tell_stats({"slots": {"another": "version"}})
     tell_stats({})
     assert capfd.readouterr().err == ""

@@ -150,7 +150,7 @@ def test_what_makes_sense(arguments: str) -> None:
         ("--resident 50.0%", "50%"), ("--resident 33.33333%", "33.33333%"),
         ("--resident 1234567", "1234567"), ("--resident 0.00000001%", "0.00000001%"),
         ("--resident AUTO --priority balanced", "auto"),
-        ("--resident 1.5G", "1536M"), ("--resident 1536M", "1536M"),
+        ("--resident 1.5G", "1536M"), ("--resident 0M", "0B"), ("--resident 1536M", "1536M"),
         ("--resident auto --priority max-tps", "auto --priority max-tps"),
         ("--resident 4 --placement last", "4 --placement last"),
         ("--resident 4 --placement interleaved", "4"),

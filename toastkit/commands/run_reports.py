@@ -98,11 +98,12 @@ def counted_slots(report: Mapping[str, Any]) -> str:
     wanted = report["wanted"]
     initial = report.get("initial", report["slots"])
     before = "" if initial == report["slots"] else f", {initial} at the beginning"
+    there = "none was looked for"
+    if wanted:
+        there = f"{report['hit']} of {wanted} were there ({100 * report['hit'] / wanted:.0f}%)"
     line = (
-        f"{report['slots']} of {report['experts']} in slots{before}; "
-        f"{report['hit']} of {wanted} were there "
-        f"({100 * report['hit'] / max(1, wanted):.0f}%); {human(report['read'])} read, "
-        f"waited {report['wait']:.1f} s"
+        f"{report['slots']} of {report['experts']} in slots{before}; {there}; "
+        f"{human(report['read'])} read, waited {report['wait']:.1f} s"
     )
     if report["ahead"]:
         line += f"; {report['right']} of {report['ahead']} foreseen were wanted"

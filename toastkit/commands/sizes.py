@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import click
 
+from toastkit.text.exact_numbers import exact_size
+
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SECONDS = {"ms": 0.001, "": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _LIMIT = 1 << 62
@@ -36,7 +38,7 @@ class Size(click.ParamType):
         whole, _, part = found[1].partition(".")  # no float, which has 53 bits
         size = int(whole + part.ljust(_DIGITS, "0")) * _UNITS[found[2].upper()] // 10**_DIGITS
         if size < self._low:
-            self.fail(f"{value!r} is less than {self._low} bytes", param, ctx)
+            self.fail(f"{value!r} is less than {exact_size(self._low)}", param, ctx)
         if size > _LIMIT:
             self.fail(f"{value!r} is too large", param, ctx)
         return size

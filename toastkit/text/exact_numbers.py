@@ -5,9 +5,9 @@ from __future__ import annotations
 
 def exact_size(count: int) -> str:
     """A number of bytes, with the largest of T, G, M and K (powers of 1,024) of which it is a whole
-    number, else with B."""
-    units = zip((40, 30, 20, 10, 0), "TGMKB")
-    shift, unit = next(x for x in units if count % (1 << x[0]) == 0)
+    number, else with B, as 0 is."""
+    units = zip((40, 30, 20, 10), "TGMK")
+    shift, unit = next((x for x in units if count and count % (1 << x[0]) == 0), (0, "B"))
     return f"{count >> shift}{unit}"
 
 
