@@ -25,7 +25,7 @@ from toastkit.daemon.connection import close_all
 from toastkit.daemon.service_settings import Limits
 
 LAST = {"end", "error", "health", "status", "stopping", "reloading", "attached", "released",
-        "restored", "read", "step", "committed"}  # fmt: skip
+        "restored", "counting", "read", "step", "committed"}  # fmt: skip
 MOST_LINE = 1 << 16
 Expected = Callable[[dict], None]
 
@@ -199,7 +199,8 @@ class Attack:
             {"op": "attach", "fingerprint": self.model, "device": "auto", "dtype": None,
              "kv_bits": None},
             {"op": "restore", "ids": [1, 5, 6], "session": None, "source": None},
-            {"op": "read", "ids": [1, 5, 6]}, {"op": "step", "token": 5}, {"op": "commit"},
+            {"op": "count"}, {"op": "read", "ids": [1, 5, 6]}, {"op": "step", "token": 5},
+            {"op": "commit"},
         ]  # fmt: skip
         maps = rng.choice(([json.loads(line)], [long], attached))
         for _ in range(rng.randint(1, 3)):

@@ -47,6 +47,7 @@ READ = [("restore", {"session": None, "source": None, "ids": PROMPT}), ("read", 
         (0, "read", {"ids": [1]}, "read: restore comes first"),
         (0, "step", {"token": 1}, "step: restore comes first"),
         (0, "commit", {}, "commit: restore comes first"),
+        (0, "count", {}, "count: restore comes first"),
         (0, "restore", {"session": None, "ids": [1]}, "restore needs the field 'source'"),
         (0, "restore", {"session": 5, "source": None, "ids": [1]}, "session: a number instead of"),
         (0, "restore", {"session": "s", "source": None, "ids": [1]}, "session: 's' is not an abs"),
@@ -78,7 +79,8 @@ def test_what_an_op_refuses(client: Client, before: int, op: str, fields: dict, 
 
 
 def test_attach_comes_first(client: Client) -> None:
-    for op, fields in (*READ, ("step", {"token": 1}), ("commit", {}), ("release", {})):
+    bare = [(op, {}) for op in ("count", "commit", "release")]
+    for op, fields in (*READ, ("step", {"token": 1}), *bare):
         with pytest.raises(UsageError, match="attach comes first"):
             Client(client.service, client.preparer).op(op, **fields)
 
