@@ -44,6 +44,10 @@ def test_models_that_cannot_have_them(toast, tmp_path: Path) -> None:
         (["--expert-slots", "3"], b"crumb needs 4 slots a layer at least"),
         (["--expert-slots", "0"], b"crumb needs 4 slots a layer at least"),
         (["--expert-slots", "1M", "--dtype", "float32"], b"crumb needs 5M at least"),
+        (
+            ["--expert-slots", "10", "--resident", "2M"],
+            b"hint: for slots for experts, what else lies outside its layers, two of them,",
+        ),
         (["--expert-slots", "auto", "-m", dense], b"is a dense model: it has no experts"),
     ):
         for command in (["decode", "Hi!"], ["perplexity", str(text)]):

@@ -84,9 +84,11 @@ class ResidencyPolicy:
     def _check_budget(self) -> None:
         if self.options.amount < self.least:
             name = self._store.files.name
+            slots = any(holding.slots for holding in self._holdings.modules.values())
+            what = "slots for experts, what else" if slots else "what"
             raise UsageError(
                 f"--resident {self.options}: {name} needs {_up(self.least)}M at least",
-                hint="for what lies outside its layers, two of them, and caches to begin with",
+                hint=f"for {what} lies outside its layers, two of them, and caches to begin with",
             )
 
     # ------------------------------------------------------------------------------------- deciding
