@@ -1,10 +1,10 @@
-// Where the arrays of Python's objects are found, and what lies in them.
+// Finds the mx::array inside a Python object, and makes lazy operations.
 //
-// mlx.core hands out no way to its C++ arrays but its own Python objects. So the objects themselves
-// come here, by ctypes, and their arrays are found where nanobind keeps them: 32 bits after the
-// object's head say how far from its beginning, and the third of the bits after that whether they
-// are there or only a pointer to them. A library that finds them elsewhere is never trusted: see
-// probe.py.
+// mlx.core offers no access to its C++ arrays other than its Python objects. So ctypes passes the
+// objects themselves, and the arrays are read where nanobind stores them: an int32 after the object
+// header holds the offset of the instance, and bit 2 of the byte after that tells whether the
+// instance itself or a pointer to it is there. probe.py checks this in a child process before a
+// library is trusted.
 #include "arrays.h"
 
 #include <string.h>
@@ -20,20 +20,20 @@
 namespace toast {
 namespace {
 
-constexpr uint8_t INSIDE = 4;
+constexpr uint8_t INSIDE = 4;  // nanobind: the instance is stored in the object
 constexpr int MOST_AXES = 8;
-int64_t head = 16;  // bytes of a Python object's head
-thread_local std::string said;
+int64_t head = 16;  // bytes of a Python object's header
+thread_local std::string last_error;
 
 class Operation : public mx::Primitive {
  public:
-  // Takes the weights from `inputs` where they are there.
-  Operation(const char *name, Arrays &inputs, Weights weights, Work work, LayOut lay_out)
+  // Moves the weights out of `inputs` if all of them are evaluated.
+  Operation(const char *name, Arrays &inputs, Weights weights, Work work, Allocate allocate)
       : mx::Primitive(mx::default_stream(mx::Device::cpu)),
         name_(name),
         first_(weights.first),
         work_(std::move(work)),
-        lay_out_(std::move(lay_out)) {
+        allocate_(std::move(allocate)) {
     const auto from = inputs.begin() + weights.first, to = inputs.begin() + weights.end;
     if (!std::all_of(from, to, [](auto &one) { return one.is_available(); })) return;
     weights_.assign(std::move_iterator(from), std::move_iterator(to));
@@ -41,8 +41,8 @@ class Operation : public mx::Primitive {
   }
 
   void eval_cpu(const Arrays &inputs, Arrays &outputs) override {
-    const bool again = outputs[0].is_tracer();  // it may be asked once more
-    Arrays arrays;  // whose memory MLX keeps until this has run, but for that of weights
+    const bool again = outputs[0].is_tracer();  // it may be evaluated once more
+    Arrays arrays;  // MLX keeps their buffers until this has run, except those of weights
     arrays.reserve(inputs.size() + weights_.size() + outputs.size());
     auto add = [&](size_t from, size_t to) {
       for (; from < to; from++) arrays.push_back(mx::array::unsafe_weak_copy(inputs[from]));
@@ -54,12 +54,12 @@ class Operation : public mx::Primitive {
       std::move(weights_.begin(), weights_.end(), std::back_inserter(arrays));
     }
     add(first_, inputs.size());
-    // Each output holds the inputs until all are there. That is one holder too many for an input in
-    // whose memory an output could lie.
+    // Every output refers to the inputs until all are evaluated, which would keep an input's buffer
+    // from being donated.
     for (auto &one : outputs)
       if (&one.inputs() != &inputs && !one.is_tracer()) one.inputs().clear();
-    if (lay_out_) {
-      lay_out_(inputs, outputs);
+    if (allocate_) {
+      allocate_(inputs, outputs);
     } else {
       for (auto &one : outputs) one.set_data(mx::allocator::malloc(one.nbytes()));
     }
@@ -82,10 +82,10 @@ class Operation : public mx::Primitive {
 
  private:
   const char *name_;
-  size_t first_;  // of weights among the inputs
+  size_t first_;  // index of the weights among the inputs
   Arrays weights_;
   Work work_;
-  LayOut lay_out_;
+  Allocate allocate_;
 };
 
 }  // namespace
@@ -107,9 +107,9 @@ int type_of(const mx::array &a) {
   throw std::invalid_argument("a number of a type that the kernels have not");
 }
 
-int kept_type(const mx::array &a) { return a.dtype() == mx::int8 ? TOAST_I8 : type_of(a); }
+int cache_type(const mx::array &a) { return a.dtype() == mx::int8 ? TOAST_I8 : type_of(a); }
 
-int row_size(const mx::array &a) {
+int head_size(const mx::array &a) {
   const int length = a.shape(-1);
   return a.dtype() == mx::int8 && length ? length - int(sizeof(float)) : length;
 }
@@ -118,26 +118,26 @@ void check(bool holds, const char *what) {
   if (!holds) throw std::invalid_argument(what);
 }
 
-const char *wrong_with(const char *what) {
-  said = what;
-  return said.c_str();
+const char *error_text(const char *what) {
+  last_error = what;
+  return last_error.c_str();
 }
 
 void need(int code) {
   if (code) throw std::runtime_error("no memory to compute in");
 }
 
-// An array is a shared pointer to its description and nothing else, which it hands to nobody.
-bool is_held_once(const mx::array &a) {
+// An mx::array is nothing but a shared pointer to its description, which it does not expose.
+bool is_sole_reference(const mx::array &a) {
   static_assert(sizeof(mx::array) == sizeof(std::shared_ptr<void>));
   return reinterpret_cast<const std::shared_ptr<void> &>(a).use_count() == 1;
 }
 
-bool is_sole(const mx::array &a) {
-  return is_held_once(a) && a.data_shared_ptr().use_count() == 1;
+bool is_sole_owner(const mx::array &a) {
+  return is_sole_reference(a) && a.data_shared_ptr().use_count() == 1;
 }
 
-bool lie_in_place(const mx::array &input, mx::array &output) {
+bool reuse_or_allocate(const mx::array &input, mx::array &output) {
   const bool may = input.is_donatable() && input.flags().row_contiguous &&
                    input.shape() == output.shape() && input.dtype() == output.dtype();
   if (may) {
@@ -148,7 +148,7 @@ bool lie_in_place(const mx::array &input, mx::array &output) {
   return may;
 }
 
-void lie_by_position(const Arrays &, Arrays &outputs) {
+void allocate_by_position(const Arrays &, Arrays &outputs) {
   for (mx::array &out : outputs) {
     const int64_t heads = out.shape(1), positions = out.shape(2), size = out.shape(3);
     out.set_data(mx::allocator::malloc(out.nbytes()), out.size(),
@@ -157,34 +157,34 @@ void lie_by_position(const Arrays &, Arrays &outputs) {
   }
 }
 
-Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
-            Arrays inputs, Work work, LayOut lay_out, Weights weights) {
-  auto operation = std::make_shared<Operation>(name, inputs, weights, std::move(work),
-                                               std::move(lay_out));
+Arrays lazy(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
+            Arrays inputs, Work work, Allocate allocate, Weights weights) {
+  auto operation =
+      std::make_shared<Operation>(name, inputs, weights, std::move(work), std::move(allocate));
   return mx::array::make_arrays(std::move(shapes), dtypes, operation, std::move(inputs));
 }
 
-Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
+Arrays lazy(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
             Arrays inputs, Work work, int in_place, Weights weights) {
-  LayOut lay_out;
+  Allocate allocate;
   if (in_place >= 0)
-    lay_out = [in_place](const Arrays &inputs, Arrays &outputs) {
+    allocate = [in_place](const Arrays &inputs, Arrays &outputs) {
       for (size_t i = 0; i + 1 < outputs.size(); i++)
         outputs[i].set_data(mx::allocator::malloc(outputs[i].nbytes()));
-      lie_in_place(inputs[in_place], outputs.back());
+      reuse_or_allocate(inputs[in_place], outputs.back());
     };
-  return made(name, std::move(shapes), dtypes, std::move(inputs), std::move(work),
-              std::move(lay_out), weights);
+  return lazy(name, std::move(shapes), dtypes, std::move(inputs), std::move(work),
+              std::move(allocate), weights);
 }
 
-mx::array made(const char *name, mx::Shape shape, mx::Dtype dtype, Arrays inputs, Work work,
-               LayOut lay_out, Weights weights) {
-  auto operation = std::make_shared<Operation>(name, inputs, weights, std::move(work),
-                                               std::move(lay_out));
+mx::array lazy(const char *name, mx::Shape shape, mx::Dtype dtype, Arrays inputs, Work work,
+               Allocate allocate, Weights weights) {
+  auto operation =
+      std::make_shared<Operation>(name, inputs, weights, std::move(work), std::move(allocate));
   return mx::array(std::move(shape), dtype, std::move(operation), std::move(inputs));
 }
 
-InOrder::InOrder(const mx::array &a) {
+Contiguous::Contiguous(const mx::array &a) {
   if (a.flags().row_contiguous || !a.size()) {
     data_ = a.data<char>();
     return;
@@ -217,8 +217,8 @@ extern "C" {
 
 TOAST_API void toast_set_head(int64_t bytes) { toast::head = bytes; }
 
-// What is found of an array: axes, and then sizes, the bytes of a number, their count. 0 where
-// there is nothing that could be one.
+// For the probe: writes the number of axes, the shape, the item size in bytes and the size of what
+// seems to be an array. Returns 0 if the object cannot hold one.
 TOAST_API int toast_describe(void *object, int64_t *about) {
   auto start = static_cast<char *>(object);
   int32_t offset;

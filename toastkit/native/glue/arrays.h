@@ -1,5 +1,4 @@
-// What all primitives of this folder have in common: arrays of Python's, their types, their
-// memory.
+// Shared by all primitives: access to mlx.core arrays, their dtypes and memory; lazy operations.
 #pragma once
 
 #include <stdint.h>
@@ -18,27 +17,27 @@ namespace mx = mlx::core;
 
 namespace toast {
 
-// The array that a Python object of mlx.core holds.
+// The mx::array inside a Python mlx.core.array object.
 mx::array &array_of(void *object);
-// The same; NULL for no object.
+// As array_of; NULL for a NULL object.
 inline const mx::array *array_if(void *object) { return object ? &array_of(object) : nullptr; }
 
-// The type of numbers that the kernels know it by. Raises std::invalid_argument for another.
+// The kernels' TOAST_ dtype of a float array. Throws std::invalid_argument for any other dtype.
 int type_of(const mx::array &a);
 
-// As `type_of`, and what keys and values alone may be: rows of bytes, TOAST_I8.
-int kept_type(const mx::array &a);
+// As type_of, and TOAST_I8 for an 8-bit KV cache (int8 rows, each followed by its scale).
+int cache_type(const mx::array &a);
 
-// The numbers of a row of keys or values, behind which there may be a scale.
-int row_size(const mx::array &a);
+// Size of a head of keys or values, without the float32 scale that ends a row of an 8-bit cache.
+int head_size(const mx::array &a);
 
-// Raises std::invalid_argument with `what`, unless it holds.
+// Throws std::invalid_argument(what) unless `holds`.
 void check(bool holds, const char *what);
 
-// The numbers of an array in their order: where they lie so, or else a copy.
-class InOrder {
+// Row-contiguous data of an array: the array's own if it is row contiguous, otherwise a copy.
+class Contiguous {
  public:
-  explicit InOrder(const mx::array &a);
+  explicit Contiguous(const mx::array &a);
   const char *data() const { return data_; }
   const float *floats() const { return reinterpret_cast<const float *>(data_); }
 
@@ -48,60 +47,62 @@ class InOrder {
 };
 
 using Arrays = std::vector<mx::array>;
-// Computes: arrays are the inputs, and then the outputs.
+// The computation of an operation. arrays: inputs, followed by outputs.
 using Work = std::function<void(const Arrays &)>;
-// Gives outputs memory, as they are to lie there. inputs: without weights that are there.
-using LayOut = std::function<void(const Arrays &inputs, Arrays &outputs)>;
+// Allocates the outputs and sets their strides. inputs: without the weights that the operation
+// holds itself.
+using Allocate = std::function<void(const Arrays &inputs, Arrays &outputs)>;
 
-// Whether nobody else has an array, or its memory. That is what MLX asks of one whose memory it is
-// to write to; it must own that memory too, which it does not where that is a region's.
-bool is_sole(const mx::array &a);
+// True if no other mx::array shares the array's description or its buffer: MLX's condition for
+// donating a buffer, besides owning it (a region's buffer is not owned).
+bool is_sole_owner(const mx::array &a);
 
-// Whether nobody else has an array; its memory somebody may have.
-bool is_held_once(const mx::array &a);
+// True if no other mx::array shares the description; the buffer may be shared.
+bool is_sole_reference(const mx::array &a);
 
-// Whether an array's memory is a region's: see regions.cpp.
+// True if the array's buffer belongs to a region, see regions.cpp.
 bool is_in_region(const mx::array &a);
 
-// Gives an output the memory of an input of its size, if nobody else has that; else its own, in
-// rows. Whether it could.
-bool lie_in_place(const mx::array &input, mx::array &output);
+// Donates the buffer of `input` to an output of the same shape and dtype if MLX may, otherwise
+// allocates one. Returns whether it was donated.
+bool reuse_or_allocate(const mx::array &input, mx::array &output);
 
-// Heads (batch, heads, positions, size) lie as (batch, positions, heads, size), as products give
-// and take them.
-void lie_by_position(const Arrays &inputs, Arrays &outputs);
+// Allocates outputs of shape (batch, heads, positions, size) in memory order (batch, positions,
+// heads, size), the order in which matrix products read and write heads.
+void allocate_by_position(const Arrays &inputs, Arrays &outputs);
 
-// Inputs side by side in whose memory nothing ever lies. Where all are there, the operation holds
-// them itself: MLX looks at each input of a graph, at each step, and keeps account of it.
+// A range of inputs that are weights. If all are evaluated, the operation holds them itself instead
+// of passing them to the graph: MLX visits every input of a graph at every step.
 struct Weights {
   size_t first = 0, end = 0;
 };
 
-// What an operation of the CPU gives, lazy. `work` runs on MLX's stream, when the inputs are there,
-// with memory for the outputs, in rows where no `lay_out` is given; not for outputs of no numbers.
-// in_place: an input before the weights, of the last output's size, in whose memory that may lie if
-// nobody else has it; -1 for none.
-Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
-            Arrays inputs, Work work, LayOut lay_out, Weights weights = {});
-Arrays made(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
+// Lazy outputs of an operation on MLX's CPU stream. `work` runs there once the inputs are evaluated
+// and the outputs allocated (row contiguous without `allocate`); it is skipped if all outputs are
+// empty. in_place: an input, before the weights, whose buffer the last output may take over; -1 for
+// none.
+Arrays lazy(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
+            Arrays inputs, Work work, Allocate allocate, Weights weights = {});
+Arrays lazy(const char *name, std::vector<mx::Shape> shapes, const std::vector<mx::Dtype> &dtypes,
             Arrays inputs, Work work, int in_place = -1, Weights weights = {});
-mx::array made(const char *name, mx::Shape shape, mx::Dtype dtype, Arrays inputs, Work work,
-               LayOut lay_out = nullptr, Weights weights = {});
+mx::array lazy(const char *name, mx::Shape shape, mx::Dtype dtype, Arrays inputs, Work work,
+               Allocate allocate = nullptr, Weights weights = {});
 
-// Of what a kernel returns. Raises std::runtime_error where it had no memory.
+// Checks the code that a kernel returned. Throws std::runtime_error if it was out of memory.
 void need(int code);
 
-// What a function of the C interface returns: what is wrong, or NULL where `make` does not raise.
-const char *wrong_with(const char *what);
+// Runs the body of a function of the C interface: NULL, or the message of what it threw, which is
+// valid until the thread's next call.
+const char *error_text(const char *what);
 template <class Make>
-const char *wrong(const Make &make) {
+const char *guarded(const Make &make) {
   try {
     make();
     return nullptr;
   } catch (const std::exception &error) {
-    return wrong_with(error.what());
+    return error_text(error.what());
   } catch (...) {
-    return wrong_with("it failed");
+    return error_text("it failed");
   }
 }
 

@@ -1,4 +1,5 @@
-// Attention of kernels/ as an MLX primitive. Caches are read where they lie.
+// Scaled dot-product attention as an MLX primitive. Caches are read in place, whatever their
+// strides.
 #include <optional>
 
 #include "arrays.h"
@@ -6,11 +7,11 @@
 namespace toast {
 namespace {
 
-// Rows (batch, heads, positions, size) in place, or copied where the numbers of one lie apart.
+// Rows (batch, heads, positions, size) in place, or copied if a row is not contiguous.
 class Rows {
  public:
   explicit Rows(const mx::array &a) {
-    rows_ = {nullptr, {}, kept_type(a)};
+    rows_ = {nullptr, {}, cache_type(a)};
     const bool in_place = a.shape(-1) == 1 || a.strides(-1) == 1;
     if (!in_place) copy_.emplace(a);
     rows_.data = in_place ? a.data<char>() : copy_->data();
@@ -24,10 +25,10 @@ class Rows {
 
  private:
   toast_rows rows_;
-  std::optional<InOrder> copy_;
+  std::optional<Contiguous> copy_;
 };
 
-// The mask of scores (batch, heads, positions, keys), which it is broadcast to.
+// A mask that is broadcast to scores (batch, heads, positions, keys).
 class Mask {
  public:
   Mask(const mx::array &a, toast_attention &call) {
@@ -46,7 +47,7 @@ class Mask {
   }
 
  private:
-  std::optional<InOrder> copy_;
+  std::optional<Contiguous> copy_;
 };
 
 void compute(const Arrays &arrays, float scale, float cap, int masking, bool sinks) {
@@ -55,11 +56,11 @@ void compute(const Arrays &arrays, float scale, float cap, int masking, bool sin
   toast_attention call = {
       queries.rows(), keys.rows(), values.rows(), arrays[0].shape(0), arrays[0].shape(1),
       arrays[1].shape(1), arrays[0].shape(2), arrays[1].shape(2), arrays[0].shape(3),
-      row_size(arrays[2]), scale, masking, nullptr, {}, 0, nullptr, cap,
+      head_size(arrays[2]), scale, masking, nullptr, {}, 0, nullptr, cap,
   };
   std::optional<Mask> mask;
   if (masking >= TOAST_VISIBLE) mask.emplace(arrays[3], call);
-  std::optional<InOrder> heads;
+  std::optional<Contiguous> heads;
   if (sinks) {
     heads.emplace(arrays[arrays.size() - 2]);
     call.sinks = heads->floats();
@@ -84,8 +85,8 @@ mx::array attention(const mx::array &q, const mx::array &k, const mx::array &v, 
   check(k.shape(1) == v.shape(1) && k.shape(1) && q.shape(1) % k.shape(1) == 0,
         "heads that cannot be shared");
   check(k.shape(2) == v.shape(2) && k.shape(2), "no keys, or not as many values");
-  check(q.shape(3) == row_size(k) && q.shape(3) && row_size(v) > 0, "keys of another size");
-  type_of(q), kept_type(k), kept_type(v);
+  check(q.shape(3) == head_size(k) && q.shape(3) && head_size(v) > 0, "keys of another size");
+  type_of(q), cache_type(k), cache_type(v);
   Arrays inputs = {q, k, v};
   if (mask) {
     check_mask(*mask, q, k);
@@ -99,11 +100,11 @@ mx::array attention(const mx::array &q, const mx::array &k, const mx::array &v, 
   auto fits = [&](const mx::array &a) { return a.dtype() == q.dtype() || a.dtype() == mx::int8; };
   const int masking = !mask ? causal ? TOAST_CAUSAL : TOAST_ALL
                             : mask->dtype() == mx::bool_ ? TOAST_VISIBLE : TOAST_ADDED;
-  return made("ToastAttention", {q.shape(0), q.shape(1), q.shape(2), row_size(v)},
+  return lazy("ToastAttention", {q.shape(0), q.shape(1), q.shape(2), head_size(v)},
               fits(k) && fits(v) ? q.dtype() : mx::float32, std::move(inputs),
               [scale, cap, masking, given = sinks != nullptr](const Arrays &arrays) {
     compute(arrays, scale, cap, masking, given);
-  }, lie_by_position);
+  }, allocate_by_position);
 }
 
 }  // namespace
@@ -111,12 +112,12 @@ mx::array attention(const mx::array &q, const mx::array &k, const mx::array &v, 
 
 extern "C" {
 
-// Makes `out`, an array that nobody else has, the attention. Lazy. mask, sinks: NULL for none.
-// Returns what is wrong; NULL where nothing is.
+// Sets `out`, an unshared array, to the attention output. Lazy. mask, sinks: or NULL. Returns an
+// error message or NULL.
 TOAST_API const char *toast_attend_array(void *out, void *q, void *k, void *v, void *mask,
                                          void *sinks, float scale, float cap, int causal) {
   using toast::array_if, toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     array_of(out) = toast::attention(array_of(q), array_of(k), array_of(v), scale, cap,
                                      array_if(mask), causal != 0, array_if(sinks));
   });

@@ -1,5 +1,5 @@
-// A number that is not known yet: what hangs on it can be handed to MLX's stream before it is, and
-// begins as soon as it is named.
+// A number that is not known yet, as an array: work that depends on it can be handed to MLX's
+// stream ahead of time, and starts the moment the number is named.
 #include <stdlib.h>
 
 #include <condition_variable>
@@ -15,7 +15,7 @@ namespace {
 
 std::mutex &naming = *new std::mutex;  // never destroyed: MLX's threads may outlive main
 std::condition_variable &named = *new std::condition_variable;
-bool leaving = false;  // the process ends: nobody is waited for
+bool leaving = false;  // the process is ending: do not wait any more
 
 struct Awaited {
   bool known = false;
@@ -40,21 +40,21 @@ void wait_for(const Shared &one, const Arrays &arrays) {
 
 extern "C" {
 
-// Makes `out`, an array that nobody else has, a number, uint32 (), that is awaited: MLX's stream
-// waits for it when it comes there. Lazy. *place is for toast_name_awaited.
+// Sets `out`, an unshared array, to a lazy uint32 scalar for which MLX's stream waits when it gets
+// there. *place: the handle for toast_name_awaited. Returns an error message or NULL.
 TOAST_API const char *toast_awaited_array(void *out, void **place) {
-  return toast::wrong([&] {
-    static const int once = atexit(toast::leave);  // before MLX waits for its threads
+  return toast::guarded([&] {
+    static const int once = atexit(toast::leave);  // runs before MLX joins its threads
     toast::check(once == 0, "no room to be told of the end");
     auto one = std::make_shared<toast::Awaited>();
     toast::array_of(out) =
-        toast::made("ToastAwaited", {}, mx::uint32, {},
+        toast::lazy("ToastAwaited", {}, mx::uint32, {},
                     [one](const toast::Arrays &arrays) { toast::wait_for(one, arrays); });
     *place = new toast::Shared(one);
   });
 }
 
-// Names it, once; the place is gone then.
+// Names the number and frees the handle.
 TOAST_API void toast_name_awaited(void *place, uint32_t number) {
   std::unique_ptr<toast::Shared> one(static_cast<toast::Shared *>(place));
   std::lock_guard<std::mutex> held(toast::naming);
@@ -62,10 +62,10 @@ TOAST_API void toast_name_awaited(void *place, uint32_t number) {
   toast::named.notify_all();
 }
 
-// The process ends: what is awaited is not waited for any more.
+// Ends all waiting because the process is ending.
 TOAST_API void toast_leave(void) { toast::leave(); }
 
-// Operations that are still to be handed over before an array is there.
+// The number of operations that must still be scheduled for an array to be evaluated.
 TOAST_API int toast_operations(void *x) {
   std::unordered_set<std::uintptr_t> seen;
   toast::Arrays open = {toast::array_of(x)};
@@ -79,8 +79,8 @@ TOAST_API int toast_operations(void *x) {
   return int(seen.size());
 }
 
-// Has MLX count so many unfinished tasks more. Its eval waits while there are many; where they wait
-// for a number that the caller is yet to name, that would be for ever.
+// Adds `more` to MLX's count of unfinished tasks. Its eval blocks while there are many, which would
+// be a deadlock if they wait for a number that the caller has yet to name.
 TOAST_API void toast_count_tasks(int more) {
   const auto stream = mx::default_stream(mx::Device::cpu);
   for (; more > 0; more--) mx::scheduler::notify_new_task(stream);

@@ -1,5 +1,5 @@
-// Layers of the common form, wherever they are a part of a primitive: what lies before attention,
-// and what behind.
+// Decoder layers of the common form as parts of primitives: the input norm and projections before
+// attention; output projection, residuals and feed-forward network after it.
 #pragma once
 
 #include "../kernels/rows.h"
@@ -7,29 +7,32 @@
 
 extern "C" {
 
-// What is the same whatever a layer is given. heads: of queries; of keys and values. network: its
-// parts. gated: by the sigmoids of as many numbers as heads of queries have is multiplied what they
-// attend to: 1, those that come behind each head's, or 2, of a part of their own. late: queries and
-// keys are normed, each head by itself, once they have been turned, and not before. joined: the
-// numbers of a head, where queries, keys and values are rows of one part, these behind those; else
-// 0. shares: it attends to what a layer before has kept, and its parts for keys and values are not
-// looked at. own: numbers of an input of its own that each position has, or 0: to what its network
-// gave is added a norm of a product of it, times what a gate makes of that sum. latent ... opened:
-// see latent.h; latent is 0 for other attention. centred: the norms of what attention and network
-// are given are layer norms (arXiv 1607.06450). parallel: the network is given a norm of x, as
-// attention is, and what comes out is what attention gave + what it gave + x. eps: of its norms,
-// which add `plus` to their weights. multiplier: a factor of what attention and network give. dims
-// ... factor: of the rotation, as toast_rotation has them; scale, cap: of attention.
+// The constants of a layer.
+//   heads, key_heads: of queries; of keys and values.
+//   gated: the attention output is multiplied by sigmoids of gates, one for each of its numbers: 1,
+//     gates are projected with the queries, behind those of each head; 2, by a part of their own.
+//   norm_after_rope: queries and keys are normed per head after RoPE instead of before it.
+//   fused_head: head size if one part projects queries, keys and values, in that order; else 0.
+//   shares_cache: attends to the KV cache of an earlier layer; has no parts for keys and values.
+//   layer_input: size of the per-layer input of each position (Gemma 4), or 0. The layer adds
+//     norm(projection(activation(gate(out)) * input)) to its output.
+//   network: number of its parts. activation: of the network, see feed_forward.h.
+//   latent, nope, query_rank, expanded: of latent attention, see latent.h; latent is 0 for others.
+//   layer_norms: the two input norms are layer norms (arXiv 1607.06450) instead of RMS norms.
+//   parallel: attention and network both read norms of x: out = attention + network + x.
+//   eps: of each norm. plus: added to the weights of RMS norms. multiplier: of what attention and
+//     network add to the residual stream.
+//   dims ... factor: of RoPE, see toast_rotation. scale, cap: of attention.
 //
-// Its operands: queries, keys, values, out, the network's parts, and the gate and the product of
-// its own input, or what latent attention has besides, or gates; the weights of the norms of what
-// attention and network are given, of queries, keys and values (of each head or of all heads of a
-// position, as these are long), of what attention and network give, and of what its own input adds;
-// frequencies; sinks; a factor of all that it gives, float32 (1,); and, of centred norms, what the
-// first and the second add, of the types of their weights. NULL for what it has not.
+// Parts: queries, keys, values, out, the network's; then gate and projection of the per-layer
+// input, or those of latent attention, or the gates'. Other arrays, NULL where absent: weights of
+// the norms below, where those of queries, keys and values are of one head or of all heads of a
+// position, as their length says; RoPE frequencies; sinks; a factor of the layer's output, float32
+// (1,); biases of the two layer norms.
 typedef struct {
-  int32_t heads, key_heads, gated, late, joined, shares, own, network, activation;
-  int32_t latent, still, narrow, opened, centred, parallel;
+  int32_t heads, key_heads, gated, norm_after_rope, fused_head, shares_cache, layer_input, network,
+      activation;
+  int32_t latent, nope, query_rank, expanded, layer_norms, parallel;
   float eps[8], plus, multiplier;
   int32_t dims, traditional, inverse;
   float rotation_scale, factor, scale, cap;
@@ -39,90 +42,89 @@ typedef struct {
 
 namespace toast {
 
-constexpr int HEADS = 3;  // parts that give queries, keys and values
-// What lies beside parts.
+constexpr int HEADS = 3;  // parts that project queries, keys and values
+// Indices of toast_operands.rest.
 enum {
-  FIRST_NORM, SECOND_NORM, QUERY_NORM, KEY_NORM, VALUE_NORM, ATTENDED_NORM, FED_NORM, OWN_NORM,
+  FIRST_NORM, SECOND_NORM, QUERY_NORM, KEY_NORM, VALUE_NORM, ATTENDED_NORM, FED_NORM, INPUT_NORM,
   NORMS,
 };
 enum { FREQUENCIES = NORMS, SINKS, FACTOR, NORM_BIASES };
-// Besides queries, keys and values.
-enum { OUT = HEADS, OWN_GATE, OWN_PRODUCT, NARROW, UNEMBED, GATES, OWN_PARTS };
+// Indices of parts after queries, keys and values, in Layer.
+enum { OUT = HEADS, INPUT_GATE, INPUT_PROJECTION, QUERY_DOWN, UNEMBED, GATES, LAYER_PARTS };
 
-// size: of a head of queries, of keys, of values, as attention takes them. value: of a head that
-// comes out, where that is made of what is attended to; else 0.
+// A layer and how its arrays are stored. size: of a head of queries, of keys, of values in
+// attention. value: size of a head of values that latent attention projects afterwards; else 0.
 struct Layer {
   toast_layer is;
   int activation_bits = 0;
-  Packing packing[OWN_PARTS] = {};
-  bool biased[OWN_PARTS] = {};
+  Packing packing[LAYER_PARTS] = {};
+  bool biased[LAYER_PARTS] = {};
   Network network = {};
   int size[HEADS] = {}, value = 0;
   bool has[NORMS] = {}, biased_norms[2] = {}, scaled = false;  // scaled: by a factor
 };
 
-// Raises std::invalid_argument unless x is (B, L, columns) float32.
-void check_rows(const mx::array &x);
+// Throws std::invalid_argument unless x is float32 (B, L, columns).
+void check_hidden_states(const mx::array &x);
 
-// The weight of norm i, if there is one, of rows of either length, and what it adds, added to
-// `inputs`.
+// Appends the weight and bias of norm i, if it has them. length, other: lengths the weight may
+// have.
 void add_norm(Arrays &inputs, Layer &layer, int i, const toast_operands &given, int64_t length,
               int64_t other);
 
-// Part i, which is none of the network's, and that one of those given, or such a stack, added to
-// `inputs`; its rows. Raise as add_matrix.
-int add_one(Arrays &inputs, Layer &layer, int i, const toast_operands &given, int place,
-            int64_t columns, int stack = 0);
+// Appends part `place` of `given` as part i of the layer; returns its rows. stack: its number of
+// matrices, 0 for a single one. Throws as add_matrix.
+int add_layer_part(Arrays &inputs, Layer &layer, int i, const toast_operands &given, int place,
+                   int64_t columns, int stack = 0);
 
-// Norm i of numbers in rows as long as its weight, which is the array at `at`; may be in place.
-// stride: numbers from one row to the next, or 0 where they lie side by side.
+// Applies norm i, whose arrays begin at `at`, to rows as long as its weight; out may be x. numbers:
+// of all rows. stride: floats from one row to the next; 0 for contiguous rows.
 void apply_norm(const Layer &layer, int i, const Arrays &arrays, size_t &at, const float *x,
                 int64_t numbers, float *out, int64_t stride = 0);
 
-// x = m norm i of x + y, or without a norm m x + y, (count, columns) each. m: multiplier.
-void add_to(const Layer &layer, int i, const Arrays &arrays, size_t &at, float *x, const float *y,
-            int64_t count, int64_t columns);
+// x = m norm_i(x) + y, (count, columns) each; without norm i, m x + y. m: the multiplier.
+void add_residual(const Layer &layer, int i, const Arrays &arrays, size_t &at, float *x,
+                  const float *y, int64_t count, int64_t columns);
 
-// Frequencies of its rotation, added to `inputs`. Raises std::invalid_argument for others.
+// Appends the RoPE frequencies. size: of a head. Throws std::invalid_argument if they do not fit.
 void add_rotation(Arrays &inputs, const Layer &layer, const toast_operands &given, int size);
 
-// That rotation, of positions that begin so in each of so many rows.
+// The RoPE of a layer. positions: of the first token in each of `rows` rows of the batch.
 toast_rotation rotation_of(const toast_layer &is, const float *frequencies,
                            const int32_t *positions, int64_t rows);
 
-// The arrays of what lies before attention, or behind it, added to `inputs`, of which the first is
-// x (B, L, columns): the weights of norms before those of parts. attended: numbers of a position.
-// Raise as add_matrix.
-void add_before(Arrays &inputs, Layer &layer, const toast_operands &given);
-void add_behind(Arrays &inputs, Layer &layer, const toast_operands &given, int64_t attended);
+// Append the arrays of project_heads and of finish_layer to `inputs`, of which the first is x (B,
+// L, columns). attended: size of the attention output of a position. Throw as add_matrix.
+void add_head_projections(Arrays &inputs, Layer &layer, const toast_operands &given);
+void add_finish(Arrays &inputs, Layer &layer, const toast_operands &given, int64_t attended);
 
-// Queries, keys and values of x (count, columns), (count, heads, size) each, or queries alone; and
-// gates, as queries, where there are any. at: where the arrays begin, and then where they end, or
-// norms that are late begin.
-void before(const Layer &layer, const Arrays &arrays, size_t &at, const float *x, int64_t count,
-            float *const (&outs)[HEADS], float *gates = nullptr);
+// Norm and projections of x (count, columns): queries, keys and values, (count, heads, size) each,
+// or queries alone; and gates, shaped as queries. at: index of the first array; advanced past the
+// last, except norms that come after RoPE.
+void project_heads(const Layer &layer, const Arrays &arrays, size_t &at, const float *x,
+                   int64_t count, float *const (&outs)[HEADS], float *gates = nullptr);
 
-// The norms of queries, keys and values, (count, heads, size) or so, in place. at: as above.
+// Norms of queries, keys and values, (count, heads, size) each, in place. at: as above.
 void norm_heads(const Layer &layer, const Arrays &arrays, size_t &at, int64_t count,
                 float *const (&heads)[HEADS]);
 
 // x += y, (count, columns) each, float32.
 void add_vectors(float *x, const float *y, int64_t count, int64_t columns);
 
-// sum = x + m norm(out(attended)), and m norm(network(norm(sum))) + sum; or norm(sum), where there
-// is no network; or, parallel, sum = out(attended), and sum + network(norm(x)) + x. m: multiplier.
-// All (count, columns) but attended; out may lie where x does. own: (count, own), its own input;
-// NULL for none.
-void behind(const Layer &layer, const Arrays &arrays, size_t &at, const float *x,
-            const float *attended, int64_t count, float *sum, float *out,
-            const float *own = nullptr);
+// The rest of a layer after attention, with m the multiplier:
+//   sum = x + m norm(out_projection(attended))
+//   out = m norm(network(norm(sum))) + sum, or norm(sum) without a network
+// or, parallel, sum = out_projection(attended), out = sum + network(norm(x)) + x. All (count,
+// columns) but attended; out may be x. own: per-layer input (count, layer_input) or NULL.
+void finish_layer(const Layer &layer, const Arrays &arrays, size_t &at, const float *x,
+                  const float *attended, int64_t count, float *sum, float *out,
+                  const float *own = nullptr);
 
-// Whether what attention gives, added to x, is all that a layer gives: there is no network, nor a
-// norm for one.
-bool is_all(const Layer &layer);
+// True for a layer that ends after the attention's residual: no network and no norm for one.
+bool is_attention_only(const Layer &layer);
 
-// The own input of x (B, L, columns), added to `inputs`: float32 (B, L, own); NULL where a layer
-// has none, and nothing is added. Raises std::invalid_argument for another.
-void add_own(Arrays &inputs, const Layer &layer, const mx::array *own);
+// Appends the per-layer input, float32 (B, L, layer_input), or nothing for NULL. Throws
+// std::invalid_argument if it does not fit the layer.
+void add_layer_input(Arrays &inputs, const Layer &layer, const mx::array *own);
 
 }  // namespace toast

@@ -1,4 +1,4 @@
-// Keys and values of new positions, into a cache, as an MLX primitive.
+// Appending keys and values to KV caches in place, as an MLX primitive.
 #include "caches.h"
 
 #include <sched.h>
@@ -12,48 +12,48 @@
 namespace toast {
 namespace {
 
-// Position by position, (positions, batch, heads, size), as a session's file has them; a cache made
-// here lies head by head.
+// True for memory order (positions, batch, heads, size), that of session files; caches allocated
+// here are (batch, heads, positions, size).
 bool is_by_position(const mx::array &cache) {
   const int64_t size = cache.shape(3), heads = cache.shape(1);
   return !cache.flags().row_contiguous && cache.strides(3) == 1 && cache.strides(1) == size &&
          cache.strides(0) == heads * size && cache.strides(2) == cache.shape(0) * heads * size;
 }
 
-// How many are in line to write to which memory. Who was the last leaves a 0, since MLX holds the
-// memory for a moment longer. Never destroyed: MLX's threads may outlive main.
-struct Line {
+// Registered writers by buffer. The last one leaves a count of 0, as MLX still holds the buffer for
+// a moment. Never destroyed: MLX's threads may outlive main.
+struct Writers {
   std::mutex mutex;
-  std::condition_variable moved;
-  std::unordered_map<const void *, int> writers;
+  std::condition_variable done;
+  std::unordered_map<const void *, int> count;
 
-  bool is_empty(const void *memory) const {
-    const auto some = writers.find(memory);
-    return some == writers.end() || !some->second;
+  bool none(const void *memory) const {
+    const auto some = count.find(memory);
+    return some == count.end() || !some->second;
   }
 };
-Line &line = *new Line;
+Writers &pending = *new Writers;
 
-constexpr int PATIENCE = 1000;  // looks at memory that MLX is about to let go of
-constexpr size_t MOST = 1 << 12;  // memories that are remembered when nobody is in line any more
-constexpr auto LONGEST = std::chrono::seconds(10);  // for who may have failed before he was in line
+constexpr int PATIENCE = 1000;    // polls of a buffer that MLX is about to release
+constexpr size_t MOST = 1 << 12;  // buffers without writers that are remembered
+constexpr auto LONGEST = std::chrono::seconds(10);  // waited for a writer, which may have failed
 
-// Whether a cache's memory may be written to: see lie_as_before.
-bool is_free(const mx::array &cache) {
-  if (!cache.size() || !is_held_once(cache)) return false;
+// True if a cache's buffer may be written to, once its registered writers are done.
+bool may_be_overwritten(const mx::array &cache) {
+  if (!cache.size() || !is_sole_reference(cache)) return false;
   if (!cache.data_shared_ptr()->is_owned() && !is_in_region(cache)) return false;
-  if (is_sole(cache)) return true;
-  std::unique_lock<std::mutex> lock(line.mutex);
+  if (is_sole_owner(cache)) return true;
+  std::unique_lock<std::mutex> lock(pending.mutex);
   const void *memory = cache.data<char>();
-  if (!line.writers.count(memory)) return false;
-  line.moved.wait_for(lock, LONGEST, [&] { return line.is_empty(memory); });
-  line.writers.erase(memory);
-  for (int looks = 0; looks < PATIENCE && !is_sole(cache); looks++) sched_yield();
-  return is_sole(cache);
+  if (!pending.count.count(memory)) return false;
+  pending.done.wait_for(lock, LONGEST, [&] { return pending.none(memory); });
+  pending.count.erase(memory);
+  for (int looks = 0; looks < PATIENCE && !is_sole_owner(cache); looks++) sched_yield();
+  return is_sole_owner(cache);
 }
 
-// What a cache holds up to a position, where it lies.
-void lay_out_part(const mx::array &cache, mx::array &part) {
+// Makes `part` a view of the first positions of a cache.
+void view_prefix(const mx::array &cache, mx::array &part) {
   const int64_t heads = int64_t(cache.shape(0)) * cache.shape(1), size = cache.shape(3);
   const int64_t positions = cache.shape(2), count = part.shape(2);
   if (is_by_position(cache)) {
@@ -65,18 +65,18 @@ void lay_out_part(const mx::array &cache, mx::array &part) {
                           {rows, rows, false}, ((heads - 1) * positions + count) * size);
 }
 
-// inputs: a cache of keys, one of values, new keys, new values. outputs: both caches, and both up
+// inputs: key cache, value cache, new keys, new values. outputs: both caches, and views of both up
 // to the last position.
 void append(const Arrays &arrays, int64_t first) {
   for (int i = 0; i < 2; i++) {
     const mx::array &x = arrays[2 + i];
     mx::array cache = arrays[4 + i];
-    const Written written(arrays[4 + i]);
-    std::unique_ptr<InOrder> copy;
+    const WriterGuard written(arrays[4 + i]);
+    std::unique_ptr<Contiguous> copy;
     toast_heads heads = {x.data<char>(), x.shape(0), x.shape(1), x.shape(2), x.shape(3),
                          {x.strides(0), x.strides(1), x.strides(2)}, type_of(x)};
     if (x.strides(3) != 1) {
-      copy = std::make_unique<InOrder>(x);
+      copy = std::make_unique<Contiguous>(x);
       const int64_t row = heads.size, head = heads.length * row;
       heads.data = copy->data();
       heads.strides[0] = heads.heads * head, heads.strides[1] = head, heads.strides[2] = row;
@@ -102,12 +102,12 @@ Arrays appended(const Arrays &inputs, int first) {
     shapes.push_back(std::move(shape));
     dtypes.push_back(dtypes[i]);
   }
-  return made("ToastAppend", std::move(shapes), dtypes, inputs,
-              [first](const Arrays &arrays) { append(arrays, first); },
-              [](const Arrays &inputs, Arrays &outputs) {
+  return lazy("ToastAppend", std::move(shapes), dtypes, inputs, [first](const Arrays &arrays) {
+    append(arrays, first);
+  }, [](const Arrays &inputs, Arrays &outputs) {
     for (int i = 0; i < 2; i++) {
-      lie_as_before(inputs[i], outputs[i]);
-      lay_out_part(outputs[i], outputs[2 + i]);
+      allocate_cache(inputs[i], outputs[i]);
+      view_prefix(outputs[i], outputs[2 + i]);
     }
   });
 }
@@ -116,15 +116,15 @@ Arrays appended(const Arrays &inputs, int first) {
 
 void check_cache(const mx::array &cache, const mx::Shape &heads, int first) {
   check(cache.ndim() == 4 && heads.size() == 4 && cache.shape(0) == heads[0] &&
-            cache.shape(1) == heads[1] && row_size(cache) == heads[3],
+            cache.shape(1) == heads[1] && head_size(cache) == heads[3],
         "a cache of another shape");
   check(first >= 0 && heads[2] <= cache.shape(2) - first, "a cache that is full");
-  kept_type(cache);
+  cache_type(cache);
 }
 
-void lie_as_before(const mx::array &before, mx::array &cache) {
+void allocate_cache(const mx::array &before, mx::array &cache) {
   const bool dense = before.flags().row_contiguous || is_by_position(before);
-  if (dense && is_free(before)) {
+  if (dense && may_be_overwritten(before)) {
     cache.copy_shared_buffer(before);
   } else if (!is_by_position(before)) {
     cache.set_data(mx::allocator::malloc(cache.nbytes()));
@@ -132,23 +132,23 @@ void lie_as_before(const mx::array &before, mx::array &cache) {
     cache.set_data(mx::allocator::malloc(cache.nbytes()), cache.size(), before.strides(),
                    {true, false, false});
   }
-  line_up(cache);
+  register_writer(cache);
 }
 
-void line_up(const mx::array &cache) {
+void register_writer(const mx::array &cache) {
   if (!cache.size()) return;
-  const std::lock_guard<std::mutex> lock(line.mutex);
-  if (line.writers.size() > MOST)
-    std::erase_if(line.writers, [](const auto &one) { return !one.second; });
-  line.writers[cache.data<char>()]++;
+  const std::lock_guard<std::mutex> lock(pending.mutex);
+  if (pending.count.size() > MOST)
+    std::erase_if(pending.count, [](const auto &one) { return !one.second; });
+  pending.count[cache.data<char>()]++;
 }
 
-Written::~Written() {
+WriterGuard::~WriterGuard() {
   if (!cache_.size()) return;
-  const std::lock_guard<std::mutex> lock(line.mutex);
-  const auto own = line.writers.find(cache_.data<char>());
-  if (own != line.writers.end() && own->second) own->second--;
-  line.moved.notify_all();
+  const std::lock_guard<std::mutex> lock(pending.mutex);
+  const auto own = pending.count.find(cache_.data<char>());
+  if (own != pending.count.end() && own->second) own->second--;
+  pending.done.notify_all();
 }
 
 void write_heads(const mx::array &before, mx::array &cache, const toast_heads &heads,
@@ -156,24 +156,23 @@ void write_heads(const mx::array &before, mx::array &cache, const toast_heads &h
   const bool holds = before.data_size() > 1 || before.size() == 1;
   if (holds && before.data<char>() != cache.data<char>()) {
     const bool same = before.strides() == cache.strides();
-    memcpy(cache.data<char>(), same ? before.data<char>() : InOrder(before).data(),
+    memcpy(cache.data<char>(), same ? before.data<char>() : Contiguous(before).data(),
            cache.nbytes());
   }
   const int64_t strides[3] = {cache.strides(0), cache.strides(1), cache.strides(2)};
-  need(toast_append(&heads, cache.shape(2), first, cache.data<char>(), strides,
-                    kept_type(cache)));
+  need(toast_append(&heads, cache.shape(2), first, cache.data<char>(), strides, cache_type(cache)));
 }
 
 }  // namespace toast
 
 extern "C" {
 
-// Makes `made`, four arrays that nobody else has, both caches with the new positions from `first`
-// on, and what they hold up to the last of these. Lazy. given: a cache of keys, one of values, new
-// keys, new values. Returns what is wrong; NULL where nothing is.
+// Sets `made`, four unshared arrays, to both caches with the new positions written from `first` on,
+// and views of them up to the last position. Lazy. given: key cache, value cache, new keys, new
+// values. Returns an error message or NULL.
 TOAST_API const char *toast_append_array(void **made, void **given, int first) {
   using toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     auto arrays = toast::appended({array_of(given[0]), array_of(given[1]), array_of(given[2]),
                                    array_of(given[3])}, first);
     for (int i = 0; i < 4; i++) array_of(made[i]) = arrays[i];

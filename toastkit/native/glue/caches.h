@@ -1,4 +1,4 @@
-// Caches of keys and values, wherever they are a part of a primitive.
+// KV caches that a primitive updates in place.
 #pragma once
 
 #include "../kernels/rows.h"
@@ -6,32 +6,32 @@
 
 namespace toast {
 
-// Raises std::invalid_argument unless heads (batch, heads, positions, size) can be written to a
+// Throws std::invalid_argument unless heads of shape (batch, heads, positions, size) fit into a
 // cache from position `first` on.
 void check_cache(const mx::array &cache, const mx::Shape &heads, int first);
 
-// Gives a cache memory: that of the one before, if nobody else has that; else its own, in the same
-// order. What is in line to write there counts as nobody, and is waited for: MLX holds its memory
-// until it has run, and who builds one step while another is computed would copy all caches.
-// Whoever computes it begins with a Written of it.
-void lie_as_before(const mx::array &before, mx::array &cache);
+// Gives the updated cache a buffer: that of the cache before, if nobody else holds it, otherwise a
+// new one in the same memory order. Registered writers do not count as holders, but are waited for:
+// MLX keeps a buffer until the operation that writes it has run, so that building a step while the
+// one before is computed would copy every cache. The operation's work begins with a WriterGuard.
+void allocate_cache(const mx::array &before, mx::array &cache);
 
-// Has who reads a cache stand in line with those who write there. Whoever reads it then begins with
-// a Written of it, too.
-void line_up(const mx::array &cache);
+// Registers an operation as a user of the cache's buffer, see allocate_cache. One that only reads
+// the cache registers too; its work also begins with a WriterGuard.
+void register_writer(const mx::array &cache);
 
-// While it is there, a cache is being written to; then it is not in line any more.
-class Written {
+// Unregisters the writer of a cache when it goes out of scope.
+class WriterGuard {
  public:
-  explicit Written(const mx::array &cache) : cache_(cache) {}
-  ~Written();
+  explicit WriterGuard(const mx::array &cache) : cache_(cache) {}
+  ~WriterGuard();
 
  private:
   const mx::array &cache_;
 };
 
-// Writes new heads from `first` on into a cache that lies so, and what was there before unless it
-// is there; one number for all places stands for nothing.
+// Writes new heads into a cache from position `first` on, after copying the cache before unless it
+// is the same buffer. A cache before that is one broadcast number is empty and not copied.
 void write_heads(const mx::array &before, mx::array &cache, const toast_heads &heads,
                  int64_t first);
 

@@ -1,4 +1,4 @@
-// Whole layers of gated delta rules (kernels/recurrent.h) as MLX primitives.
+// Whole layers of gated delta nets (Qwen3-Next; kernels/recurrent.h) as MLX primitives.
 #include "recurrent.h"
 
 #include <algorithm>
@@ -19,12 +19,13 @@ struct Sizes {
   int channels() const { return 2 * keys() + values(); }
 };
 
-// Arrays of a layer. REST: the weight, what came before, a_log, bias, the norm, the state.
+// Arrays of a layer. REST: the convolution's weight and state, a_log, bias, norm, the rule's state.
 constexpr int PROJECTIONS = 4, REST = 6;
 
-// The projections of a layer as they lie: queries, keys, values, z of each key head in one array,
-// and b and a of each in another; or queries, keys and values, z, b, a in arrays of their own.
-void lay_out(toast_delta_layer &l, const float *const (&at)[PROJECTIONS]) {
+// Sets pointers and strides into the projections: either two arrays, with queries, keys, values and
+// z of each key head, and b and a of each (Qwen3-Next); or four, with queries, keys and values; z;
+// b; a (Qwen3.5).
+void set_views(toast_delta_layer &l, const float *const (&at)[PROJECTIONS]) {
   const int64_t each = l.value_heads / l.key_heads, keys = l.key_size, values = each * l.value_size;
   const int64_t heads = l.key_heads;
   if (at[2]) {
@@ -40,13 +41,13 @@ void lay_out(toast_delta_layer &l, const float *const (&at)[PROJECTIONS]) {
   }
 }
 
-// Numbers of a step that each projection has, of so many projections.
+// Width of each of `count` projections.
 std::vector<int> widths(const Sizes &of, int count) {
   if (count == 2) return {of.channels() + of.values(), 2 * of.value_heads};
   return {of.channels(), of.values(), of.value_heads, of.value_heads};
 }
 
-// Raises std::invalid_argument unless what else a layer has, NULL for what is not given, fits.
+// Throws std::invalid_argument unless the REST arrays, NULL where absent, fit together.
 void check_rest(const mx::array *const (&rest)[REST], const Sizes &of, int batch) {
   check(of.key_heads > 0 && of.value_heads % of.key_heads == 0 && of.key_size > 0, "such heads");
   for (auto one : rest)
@@ -62,30 +63,30 @@ void check_rest(const mx::array *const (&rest)[REST], const Sizes &of, int batch
         "parameters or a state of another shape");
 }
 
-// Its steps, of its projections and of what else it has, NULL for what is not given. kernel:
-// positions of the convolution.
+// Convolution, delta rule and gated norm. projected, rest: NULL where absent. kernel: width of the
+// convolution. last, after: new states of convolution and rule.
 void step(const Sizes &of, const float *const (&projected)[PROJECTIONS],
           const float *const (&rest)[REST], int64_t batch, int64_t length, int64_t kernel,
           float eps, float *y, mx::array last, mx::array after) {
   toast_delta_layer l = {};
   l.batch = batch, l.length = length, l.key_heads = of.key_heads, l.value_heads = of.value_heads;
   l.key_size = of.key_size, l.value_size = of.value_size;
-  lay_out(l, projected);
+  set_views(l, projected);
   l.kernel = kernel, l.weight = rest[0], l.before = rest[1], l.a_log = rest[2], l.bias = rest[3];
   l.norm = rest[4], l.eps = eps, l.state = rest[5];
   need(toast_delta_layer_steps(&l, y, last.data<float>(), after.data<float>()));
 }
 
-// Of what it gives, the last rows that were convolved, and the state.
+// Shapes of the output and of both new states.
 std::vector<mx::Shape> shapes_of(const Sizes &of, const mx::Shape &y, int kernel) {
   return {y, {y[0], kernel - 1, of.channels()},
           {y[0], of.value_heads, of.value_size, of.key_size}};
 }
 
-// Of the projections, two or four; the weight, what came before, a_log, bias, the norm, the state.
+// objects: two or four projections, then the REST arrays. Returns y and both new states.
 Arrays delta_layer(void **objects, Sizes of, float eps) {
   Arrays inputs;
-  const auto given = taken(objects, PROJECTIONS + REST, inputs);
+  const auto given = collect_inputs(objects, PROJECTIONS + REST, inputs);
   check_floats(inputs);
   const int batch = inputs[0].shape(0), length = inputs[0].ndim() == 3 ? inputs[0].shape(1) : 0;
   const mx::array *rest[REST];
@@ -96,39 +97,39 @@ Arrays delta_layer(void **objects, Sizes of, float eps) {
   for (size_t i = 0; i < wide.size(); i++)
     check(inputs[i].shape() == mx::Shape{batch, length, wide[i]}, "projections of another shape");
   const int kernel = rest[0]->shape(1);
-  return made("ToastDeltaLayer", shapes_of(of, {batch, length, of.values()}, kernel),
+  return lazy("ToastDeltaLayer", shapes_of(of, {batch, length, of.values()}, kernel),
               {mx::float32, mx::float32, mx::float32}, std::move(inputs),
               [=](const Arrays &arrays) {
     mx::array y = arrays.end()[-3];
-    const Floats at(arrays, given);
+    const OptionalFloats at(arrays, given);
     step(of, {at(0), at(1), at(2), at(3)}, {at(4), at(5), at(6), at(7), at(8), at(9)}, batch,
          length, kernel, eps, y.data<float>(), arrays.end()[-2], arrays.back());
-  }, place_of(given, PROJECTIONS + REST - 1));
+  }, input_index(given, PROJECTIONS + REST - 1));
 }
 
-// A decoder layer: what is the same whatever it is given. network: of no parts where a mixture is.
+// Constants of a decoder layer. network.count: 0 if it has a mixture.
 struct Decoder {
   Sizes of;
-  float eps[3];  // of the norms before the rule, behind it, and in it
+  float eps[3];  // of the input norm, the norm after attention, the gated norm in the rule
   int projections, kernel;
-  bool begun;  // there is something before, and a state
-  Packing packing[PROJECTIONS + 1];  // and of the last product
+  bool begun;                        // there are states of earlier positions
+  Packing packing[PROJECTIONS + 1];  // the last is the output projection
   bool biased[PROJECTIONS + 1];
   Network network;
   Mixture mixture;
   int activation_bits;
 };
-// Arrays beside its parts: the weights of both norms; the weight, a_log, bias, the norm.
+// Arrays besides parts: weights of both norms; convolution's weight, a_log, bias, gated norm.
 constexpr int BESIDE = 6;
 
-// x + out(rule(norm(x))), and that + network(norm of that): x (B, L, columns) float32. arrays: x,
-// what came before and the state, if it has begun, what is beside its parts, and these.
+// sum = x + out_projection(rule(norm(x))), out = sum + network(norm(sum)); x float32 (B, L,
+// columns). arrays, in order: x; both states, if begun; the BESIDE arrays; those of parts.
 void decode(const Decoder &d, const Arrays &arrays) {
   const int64_t batch = arrays[0].shape(0), length = arrays[0].shape(1);
   const int64_t columns = arrays[0].shape(2), count = batch * length;
   std::vector<bool> given(3 + BESIDE, true);
   given[1] = given[2] = d.begun;
-  const Floats at(arrays, given);
+  const OptionalFloats at(arrays, given);
   const float *const x = at(0);
   mx::array y = arrays.end()[-3];
   float *out = y.data<float>();
@@ -137,7 +138,7 @@ void decode(const Decoder &d, const Arrays &arrays) {
     need(toast_rms_norm(&rows, columns, at(3 + i), TOAST_F32, 0, d.eps[i], out, TOAST_F32));
   };
   size_t next = 1 + 2 * d.begun + BESIDE;
-  // With some of its own products, which follow each other.
+  // Multiplies by consecutive parts of the layer.
   auto multiplied = [&](int first, int some, const float *x, int64_t numbers, Products *made) {
     const Vectors vectors = {{x, count, numbers, TOAST_F32}, count};
     std::vector<Part> parts;
@@ -169,7 +170,7 @@ void decode(const Decoder &d, const Arrays &arrays) {
   add_vectors(out, sum.get(), count, columns);
 }
 
-// before, state: NULL for one that has not begun. parts: of the network or mixture, for `d`.
+// before, state: NULL for both at the start of a sequence. parts: of the network or mixture.
 Arrays decoded(const mx::array &x, const mx::array *before, const mx::array *state, Decoder d,
                const toast_operands &own, const mx::array *const (*parts)[GIVEN]) {
   check(x.ndim() == 3 && x.dtype() == mx::float32, "positions of another shape");
@@ -200,7 +201,7 @@ Arrays decoded(const mx::array &x, const mx::array *before, const mx::array *sta
     add_mixture(inputs, parts, d.mixture, columns);
   }
   const Weights weights = {first, inputs.size()};
-  return made("ToastDecoder", shapes_of(d.of, x.shape(), d.kernel),
+  return lazy("ToastDecoder", shapes_of(d.of, x.shape(), d.kernel),
               {mx::float32, mx::float32, mx::float32}, std::move(inputs),
               [d](const Arrays &arrays) { decode(d, arrays); }, d.begun ? 2 : -1, weights);
 }
@@ -208,14 +209,14 @@ Arrays decoded(const mx::array &x, const mx::array *before, const mx::array *sta
 }  // namespace
 }  // namespace toast
 
-// Each makes its first objects, arrays that nobody else has, what kernels/recurrent.h gives. Lazy.
-// What is not given of the objects is NULL. Returns what is wrong; NULL where nothing is.
+// Each sets its first arguments, unshared arrays, to what kernels/recurrent.h computes. Lazy.
+// Absent objects are NULL. Returns an error message or NULL.
 extern "C" {
 
 TOAST_API const char *toast_delta_layer_array(void *y, void *last, void *after, void **objects,
                                               int key_heads, int value_heads, int key_size,
                                               int value_size, float eps) {
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     auto made = toast::delta_layer(objects, {key_heads, value_heads, key_size, value_size}, eps);
     toast::array_of(y) = made[0];
     toast::array_of(last) = made[1];
@@ -223,22 +224,21 @@ TOAST_API const char *toast_delta_layer_array(void *y, void *last, void *after, 
   });
 }
 
-// What of a decoder layer is the same whatever it is given. projections: 2 or 4. network: its
-// parts; none where it is a mixture. eps: of the norms before the rule, behind it, and in it.
-//
-// Its operands: the projections, the last product and the network's parts; the weights of both
-// norms, and what toast_delta_layer_array has beside projections, before and state.
+// Constants of a decoder layer. projections: 2 or 4. network: number of its parts, 0 for a mixture.
+// eps: of the input norm, the norm after attention, the gated norm in the rule. Parts: projections,
+// output projection, the network's. Other arrays: weights of both norms, convolution's weight,
+// a_log, bias, gated norm.
 typedef struct {
   int32_t key_heads, value_heads, key_size, value_size, projections, network, activation;
   float eps[3];
 } toast_decoder;
 
-// before, state: NULL for both where the layer has not begun. mixture: or NULL.
+// before, state: NULL for both at the start of a sequence. mixture: or NULL.
 TOAST_API const char *toast_decoder_array(void *y, void *last, void *after, void *x, void *before,
                                           void *state, const toast_operands *given,
                                           const toast_decoder *is, const toast_mixture *mixture) {
   using toast::array_if, toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     toast::check(is->projections == 2 || is->projections == 4, "other projections");
     toast::Decoder d = {};
     d.of = {is->key_heads, is->value_heads, is->key_size, is->value_size};

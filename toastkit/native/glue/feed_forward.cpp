@@ -1,17 +1,17 @@
-// A feed-forward network as one MLX primitive: down(activation(gate(x)) * up(x)), by the kernels
-// of products and gates, to the bit what these give one after another in float32.
+// A feed-forward network as one MLX primitive: down(activation(gate(x)) * up(x)), equal to the
+// single float32 operations to the bit.
 #include "../kernels/rows.h"
 #include "feed_forward.h"
 
 namespace toast {
 namespace {
 
-// Of vectors (n, columns); or of each of them with those experts of stacks that are chosen for it.
+// Of vectors (n, columns), each with the experts chosen for it if the parts are stacks.
 void compute(const Network &network, const Arrays &arrays) {
   const mx::array &x = arrays[0], &choice = arrays[arrays.size() - 2];
   const bool chosen = network.parts[0].stack;
   mx::array out = arrays.back();
-  InOrder rows(x), experts(chosen ? choice : x);
+  Contiguous rows(x), experts(chosen ? choice : x);
   const int64_t columns = x.shape(-1), count = out.size() / out.shape(-1);
   const uint32_t *expert = chosen ? reinterpret_cast<const uint32_t *>(experts.data()) : nullptr;
   std::vector<uint32_t> vector(chosen ? count : 0);
@@ -22,7 +22,7 @@ void compute(const Network &network, const Arrays &arrays) {
   feed(network, arrays, at, vectors, out.data<char>(), type_of(out));
 }
 
-// parts: the arrays of each; NULL for scales and biases where there are none, and for no bias.
+// parts: the arrays of each, NULL for those absent. choice: experts of each vector, or NULL.
 mx::array feed_forward(const mx::array &x, const mx::array *const (*parts)[GIVEN],
                        const mx::array *choice, const Network &network) {
   const int last = network.count - 1;
@@ -47,7 +47,7 @@ mx::array feed_forward(const mx::array &x, const mx::array *const (*parts)[GIVEN
     inputs.push_back(*choice);
   }
   shape.back() = down.shape(-2);
-  return made("ToastFeedForward", std::move(shape), dtype, std::move(inputs),
+  return lazy("ToastFeedForward", std::move(shape), dtype, std::move(inputs),
               [network](const Arrays &arrays) { compute(network, arrays); }, nullptr, weights);
 }
 
@@ -79,7 +79,8 @@ bool add_network(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const N
   return wide;
 }
 
-Feeding::Feeding(const Network &network, const Arrays &arrays, size_t &at, const Vectors &vectors)
+FeedForward::FeedForward(const Network &network, const Arrays &arrays, size_t &at,
+                         const Vectors &vectors)
     : network_(network),
       vectors_(vectors),
       gate_(arrays, at, network.parts[0], network.biased[0]),
@@ -90,17 +91,19 @@ Feeding::Feeding(const Network &network, const Arrays &arrays, size_t &at, const
       hidden_(gate_.matrix->rows / (up_ || network.alone ? 1 : 2)),
       gates_(new float[vectors.count * hidden_]),
       ups_(network.alone ? nullptr : new float[vectors.count * hidden_]),
-      inner_{{gates_.get(), vectors.count, hidden_, TOAST_F32}, vectors.count, nullptr,
+      inner_{{gates_.get(), vectors.count, hidden_, TOAST_F32},
+             vectors.count,
+             nullptr,
              vectors.expert} {}
 
-void Feeding::opens(std::vector<Result> &results) const {
+void FeedForward::add_first_products(std::vector<Result> &results) const {
   results.push_back({vectors_, gate_, gates_.get(), TOAST_F32, 0, hidden_});
   if (network_.alone) return;
   results.push_back(
       {vectors_, up_ ? *up_ : gate_, ups_.get(), TOAST_F32, up_ ? 0 : hidden_, hidden_});
 }
 
-Result Feeding::closes(void *out, int out_type) {
+Result FeedForward::last_product(void *out, int out_type) {
   need(toast_gate(gates_.get(), ups_.get(), vectors_.count * hidden_, TOAST_F32,
                   network_.activation, gates_.get()));
   return {inner_, down_, out, out_type};
@@ -108,23 +111,23 @@ Result Feeding::closes(void *out, int out_type) {
 
 void feed(const Network &network, const Arrays &arrays, size_t &at, const Vectors &vectors,
           void *out, int out_type) {
-  Feeding feeding(network, arrays, at, vectors);
+  FeedForward feeding(network, arrays, at, vectors);
   std::vector<Result> results;
-  feeding.opens(results);
+  feeding.add_first_products(results);
   multiply(network.activation_bits, results);
-  multiply(network.activation_bits, {feeding.closes(out, out_type)});
+  multiply(network.activation_bits, {feeding.last_product(out, out_type)});
 }
 
 }  // namespace toast
 
 extern "C" {
 
-// Makes `out`, an array that nobody else has, what a network of `count` parts gives. Lazy. choice:
-// NULL, or experts. Returns what is wrong; NULL where nothing is.
+// Sets `out`, an unshared array, to the output of a network of `count` parts. Lazy. choice: or
+// NULL. Returns an error message or NULL.
 TOAST_API const char *toast_feed_forward_array(void *out, void *x, const toast_operands *given,
                                                int count, void *choice, int activation) {
   using toast::array_if, toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     const mx::array *parts[toast::PARTS][toast::GIVEN];
     const toast::Network network =
         toast::network_of(*given, 0, count, choice, activation, parts);

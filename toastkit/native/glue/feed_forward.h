@@ -1,12 +1,12 @@
-// A feed-forward network, wherever it is a part of a primitive.
+// A feed-forward network (MLP) as a part of a primitive.
 #pragma once
 
 #include "matrices.h"
 
 namespace toast {
 
-constexpr int PARTS = 3;  // gate, up, down; or gate and up in one, and down; or up and down
-constexpr int ALONE = 64;  // added to an activation: the last, which is of what up gives
+constexpr int PARTS = 3;   // gate, up, down; or fused gate-up, down; or, ungated, up and down
+constexpr int ALONE = 64;  // flag in an activation: ungated, down(activation(up(x)))
 
 struct Network {
   int count;  // of parts
@@ -17,39 +17,39 @@ struct Network {
   int activation_bits;
 };
 
-// One of `count` parts of those that are given, from `first` on; their arrays become `parts`.
-// activation: and ALONE, if it is so.
+// The network of the `count` parts of `given` from `first` on; sets `parts` to their arrays.
+// activation: may have the flag ALONE.
 Network network_of(const toast_operands &given, int first, int count, bool stacks, int activation,
                    const mx::array *(*parts)[GIVEN]);
 
-// The arrays of its parts, for vectors of so many columns, added to `inputs`, of which the first
-// are these. Whether numbers of a part have another dtype than that. Raises as add_matrix.
+// Appends the arrays of its parts to `inputs`, of which the first is x with `columns` columns.
+// Returns whether any part has another dtype than x. Throws as add_matrix.
 bool add_network(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const Network &network,
                  int64_t columns);
 
-// One at work, in two runs of products that may go together with others: those that `opens` names,
-// and then what `closes` does. The arrays of its parts are those from `at` on, which becomes where
-// they end.
-class Feeding {
+// A network while it computes, in two rounds of products, so that each round can be computed
+// together with products of other networks. at: index of its first array; advanced past its last.
+class FeedForward {
  public:
-  Feeding(const Network &network, const Arrays &arrays, size_t &at, const Vectors &vectors);
-  // gate(x) and up(x), or the one there is.
-  void opens(std::vector<Result> &results) const;
-  // down of activation(gate(x)) * up(x), or of activation(up(x)): out is (count, rows of down).
-  Result closes(void *out, int out_type);
+  FeedForward(const Network &network, const Arrays &arrays, size_t &at, const Vectors &vectors);
+  // Round 1: appends gate(x) and up(x), ungated up(x) alone.
+  void add_first_products(std::vector<Result> &results) const;
+  // Round 2: down(activation(gate(x)) * up(x)), ungated down(activation(up(x))). out: (count, rows
+  // of down).
+  Result last_product(void *out, int out_type);
 
  private:
   const Network &network_;
   const Vectors &vectors_;
   Part gate_;
-  std::unique_ptr<Part> up_;  // NULL where the gate has both
+  std::unique_ptr<Part> up_;  // NULL for a fused gate-up, which is gate_
   Part down_;
   int64_t hidden_;
   std::unique_ptr<float[]> gates_, ups_;
   Vectors inner_;
 };
 
-// What a network gives, both runs.
+// Computes the network: both rounds.
 void feed(const Network &network, const Arrays &arrays, size_t &at, const Vectors &vectors,
           void *out, int out_type);
 

@@ -1,6 +1,5 @@
-// Layers of Kimi Delta Attention (arXiv 2510.26692) as MLX primitives: the gated delta rule with a
-// decay for each column (kernels/recurrent.h), where attention would be in a layer of the common
-// form.
+// Layers of Kimi Delta Attention (arXiv 2510.26692) as MLX primitives: layers of the common form
+// with the gated delta rule, one decay per key column (kernels/recurrent.h), in place of attention.
 #include <cmath>
 
 #include "blocks.h"
@@ -10,10 +9,10 @@
 namespace toast {
 namespace {
 
-// A layer's parts: queries, keys, values, out and the network's; and behind these what decays come
-// of, by two, b, and what gates of y come of, by two. Its norm of values is that of each head of y.
-// Beside norms, where others have a rotation and a factor: the convolutions' weights, of queries
-// and keys, and then of values, a_log and the bias of decays.
+// Parts: queries, keys, values, out and the network's; then two low-rank factors of the decays, b,
+// and two low-rank factors of the gates of y. VALUE_NORM is that of each head of y.
+// toast_operands.rest has the convolutions' weights of queries and keys in place of RoPE
+// frequencies and sinks; after FACTOR, that of values, a_log and the bias of decays.
 constexpr int SEQUENCES = 3;  // that are convolved: queries, keys, values
 enum { FIRST_DECAYS, SECOND_DECAYS, RATES, FIRST_GATES, SECOND_GATES, DELTA_PARTS };
 enum { BEFORE_FACTOR = NORMS, BEHIND_FACTOR = FACTOR + 1, DELTA_ARRAYS = SEQUENCES + 2 };
@@ -25,12 +24,11 @@ struct Kimi {
   bool biased[DELTA_PARTS];
   Mixture mixture;
   bool begun;
-  size_t outputs;  // of x: one, or, with a network that is left to itself, the sum and its norm
+  size_t outputs;  // 1; 2 if the network is computed elsewhere: the sum and its norm
   int numbers() const { return heads * size; }
 };
 
-// Of x (count, columns) all that the rule is given, (count, n) each; arrays as add_projections has
-// added them.
+// All projections of x (count, columns), (count, n) each. Arrays: as add_projections appends them.
 struct Projected {
   std::unique_ptr<float[]> memory;
   float *sequences[SEQUENCES], *decays, *rates, *gates;
@@ -65,8 +63,8 @@ Projected project(const Kimi &k, const Arrays &arrays, size_t &at, const float *
   return p;
 }
 
-// Queries, keys or values, convolved and through SiLU, to `out`; and to `last` the rows that the
-// next ones begin with. before: NULL for zeros.
+// out = silu(convolution(x)) of queries, keys or values. last: the convolution's new state. before:
+// its state; NULL for zeros.
 void convolve(const Kimi &k, const float *x, const float *weight, const float *before,
               int64_t batch, int64_t length, float *out, float *last) {
   const int64_t all = k.numbers(), rows = k.kernel - 1;
@@ -75,19 +73,19 @@ void convolve(const Kimi &k, const float *x, const float *weight, const float *b
       weight, nullptr, TOAST_F32, 1, all,
   };
   need(toast_convolve(&convolution, out, TOAST_F32));
-  keep_last(x, batch, length, all, before, rows, all, last);
+  save_last_rows(x, batch, length, all, before, rows, all, last);
 }
 
-// arrays: x, the rows that came before of each sequence and the state, if it has begun, the norm of
-// x, parts, arrays beside these, the norm of y, what lies behind, the mixture; what comes out, the
-// rows for what follows, the state after it.
+// arrays, in order: x; states of the three convolutions and of the rule, if begun; input norm;
+// those of add_projections; norm of y; those of finish_layer; the mixture's. Outputs: those of the
+// layer, the new states.
 void compute(const Kimi &k, const Arrays &arrays) {
   const Layer &layer = k.layer;
   const int64_t batch = arrays[0].shape(0), length = arrays[0].shape(1);
   const int64_t columns = arrays[0].shape(2), count = batch * length, all = k.numbers();
   mx::array after = arrays.back(), out = arrays.end()[-2 - SEQUENCES];
   mx::array first = arrays.end()[-1 - SEQUENCES - int(k.outputs)];
-  InOrder x(arrays[0]);
+  Contiguous x(arrays[0]);
   std::unique_ptr<float[]> memory(new float[count * (2 * columns + 4 * all)]);
   float *const normed = memory.get(), *const own = normed + count * columns;
   float *const y = own + count * columns;
@@ -96,15 +94,15 @@ void compute(const Kimi &k, const Arrays &arrays) {
   const Projected p = project(k, arrays, at, normed, count, columns);
   float *convolved[SEQUENCES];
   for (int i = 0; i < SEQUENCES; i++) {
-    InOrder weight(arrays[at++]), before(arrays[k.begun ? 1 + i : 0]);
+    Contiguous weight(arrays[at++]), before(arrays[k.begun ? 1 + i : 0]);
     mx::array last = arrays.end()[i - 1 - SEQUENCES];
     convolved[i] = y + (1 + i) * count * all;
     convolve(k, p.sequences[i], weight.floats(), k.begun ? before.floats() : nullptr, batch,
              length, convolved[i], last.data<float>());
   }
-  InOrder a_log(arrays[at++]), bias(arrays[at++]), state(arrays[k.begun ? 1 + SEQUENCES : 0]);
+  Contiguous a_log(arrays[at++]), bias(arrays[at++]), state(arrays[k.begun ? 1 + SEQUENCES : 0]);
   const double scale = std::pow(double(k.size), -0.5), square = scale * scale;
-  for (int i = 0; i < 2; i++) {  // to length size^-1/2 and 1, 1e-6 under the root
+  for (int i = 0; i < 2; i++) {  // L2 norms, eps 1e-6: queries to size^-1/2, keys to 1
     const toast_vectors heads = {convolved[i], count * k.heads, k.size, TOAST_F32};
     need(toast_rms_norm(&heads, k.size, nullptr, TOAST_F32, float(i ? scale : square),
                         float(1e-6 * square), convolved[i], TOAST_F32));
@@ -119,16 +117,17 @@ void compute(const Kimi &k, const Arrays &arrays) {
   need(toast_gate(p.gates, y, count * all, TOAST_F32, TOAST_SIGMOID, y));
   float *const to = out.data<float>();
   float *const sum = k.outputs == 2 ? first.data<float>() : own;
-  behind(layer, arrays, at, x.floats(), y, count, sum, to);
-  if (k.mixture.choice.chosen) mix_behind(layer, k.mixture, arrays, at, sum, count, to);
+  finish_layer(layer, arrays, at, x.floats(), y, count, sum, to);
+  if (k.mixture.choice.chosen) finish_with_mixture(layer, k.mixture, arrays, at, sum, count, to);
 }
 
-// The arrays of a layer's parts, and those beside them.
+// Appends the arrays of projections, convolutions, a_log and bias.
 void add_projections(Arrays &inputs, Kimi &k, const toast_operands &given) {
   const int64_t columns = inputs[0].shape(-1);
   const int all = k.numbers(), places = OUT + 1 + k.layer.is.network;
   for (int i = 0; i < SEQUENCES; i++)
-    check(add_one(inputs, k.layer, i, given, i, columns) == all, "sequences of other lengths");
+    check(add_layer_part(inputs, k.layer, i, given, i, columns) == all,
+          "sequences of other lengths");
   int64_t inner = columns;
   for (int i = 0; i < DELTA_PARTS; i++) {
     const mx::array *part[GIVEN];
@@ -150,11 +149,11 @@ void add_projections(Arrays &inputs, Kimi &k, const toast_operands &given) {
   }
 }
 
-// before: rows of each sequence, and then the state; NULL for all where it has not begun.
+// before: states of the convolutions, and of the rule; all NULL at the start of a sequence.
 Arrays kimi_layer(const mx::array &x, void **before, const toast_layer &is, int size,
                   const toast_operands &given, const toast_mixture *mixture) {
-  check_rows(x);
-  check(!is.centred && !is.parallel && is.heads > 0 && size > 0, "layer norms, or no heads");
+  check_hidden_states(x);
+  check(!is.layer_norms && !is.parallel && is.heads > 0 && size > 0, "layer norms, or no heads");
   Kimi k = {{is}, is.heads, size, 0, {}, {}, {}, before[0] != nullptr, 1};
   Layer &layer = k.layer;
   layer.activation_bits = given.activation_bits;
@@ -179,17 +178,17 @@ Arrays kimi_layer(const mx::array &x, void **before, const toast_layer &is, int 
   add_norm(inputs, layer, FIRST_NORM, given, columns, columns);
   add_projections(inputs, k, given);
   add_norm(inputs, layer, VALUE_NORM, given, size, size);
-  add_behind(inputs, layer, given, all);
+  add_finish(inputs, layer, given, all);
   check(is.network || layer.has[SECOND_NORM], "no network");
   if (mixture) {
-    k.mixture = add_mixture_behind(inputs, layer, given, *mixture);
+    k.mixture = add_mixture_network(inputs, layer, given, *mixture);
   } else if (!is.network) {
     k.outputs = 2;
   }
   const Weights weights = {first, inputs.size()};
   shapes.insert(shapes.begin(), k.outputs, x.shape());
   std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
-  return made("ToastKimiLayer", std::move(shapes), dtypes, std::move(inputs),
+  return lazy("ToastKimiLayer", std::move(shapes), dtypes, std::move(inputs),
               [k](const Arrays &arrays) { compute(k, arrays); }, k.begun ? 1 + SEQUENCES : -1,
               weights);
 }
@@ -199,17 +198,16 @@ Arrays kimi_layer(const mx::array &x, void **before, const toast_layer &is, int 
 
 extern "C" {
 
-// Makes `outs`, arrays that nobody else has, what a layer gives of x, one, or two where there is a
-// network that is left to itself, and what it keeps: the last rows of queries, keys and values that
-// were convolved, and the state. before: four of these, NULL for all where it has not begun. size:
-// of a head. mixture: which is its network; NULL for none. Lazy. Returns what is wrong; NULL where
-// nothing is.
+// Sets `outs`, unshared arrays, to the output of a layer (one array; two, the sum and its norm, if
+// its network is computed elsewhere) and its new states: of the convolutions of queries, keys and
+// values, and of the rule. before: the four states, all NULL at the start of a sequence. size: of a
+// head. mixture: its network, or NULL. Lazy. Returns an error message or NULL.
 TOAST_API const char *toast_kimi_layer_array(void **outs, void *x, void **before,
                                              const toast_operands *given,
                                              const toast_layer *layer, int size,
                                              const toast_mixture *mixture) {
   using toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     auto made = toast::kimi_layer(array_of(x), before, *layer, size, *given, mixture);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });

@@ -1,4 +1,4 @@
-// A layer of the common form as one MLX primitive, with the caches that it appends to.
+// A decoder layer of the common form as one MLX primitive, the update of its KV cache included.
 #include <optional>
 
 #include "caches.h"
@@ -8,7 +8,7 @@
 namespace toast {
 namespace {
 
-// Heads (batch, heads, length, size), which lie head by head; or position by position.
+// Heads (batch, heads, length, size) in that memory order, or (batch, length, heads, size).
 toast_heads heads_of(const float *data, int64_t batch, int64_t heads, int64_t length, int64_t size,
                      bool by_position) {
   const int64_t all = heads * length * size;
@@ -17,49 +17,49 @@ toast_heads heads_of(const float *data, int64_t batch, int64_t heads, int64_t le
 }
 
 toast_rows rows_of(const mx::array &cache) {
-  return {cache.data<char>(), {cache.strides(0), cache.strides(1), cache.strides(2)},
-          kept_type(cache)};
+  return {cache.data<char>(),
+          {cache.strides(0), cache.strides(1), cache.strides(2)},
+          cache_type(cache)};
 }
 
-// A layer, and the mixture that is its network, unless that has no experts. outputs: one, or, where
-// it has neither network nor mixture, the sum and its norm.
-struct Whole {
+// A layer and the mixture that is its network, if that has experts. outputs: 1; 2 without a network
+// or mixture: the sum and its norm.
+struct LayerOp {
   Layer layer;
   Mixture mixture;
   size_t outputs;
   bool sinks, scaled, summed;
 };
 
-// Where new positions go in the caches, or are in those of another layer, how many are attended to
-// then, and which they are.
-struct Place {
+// first: position in the caches where the new ones are written, or, with a shared cache, where they
+// are; length: positions attended to; position: of the first one for RoPE.
+struct CacheSpan {
   int first, length;
   int32_t position;
   bool causal;
 };
 
-// What a layer attends with, and to what: x (batch, length, columns), caches as they were and as
-// they become, and factors of queries; NULL for none.
-struct Attending {
+// x (batch, length, columns), the caches before and after the update, and factors of queries by
+// position, or NULL.
+struct AttentionCall {
   const float *x;
   int64_t batch, length;
-  const Place &place;
+  const CacheSpan &span;
   const mx::array &keys_before, &values_before;
   mx::array keys, values;
   const float *scales;
 
   int64_t count() const { return batch * length; }
-  // Queries (batch, heads, length, size), or with heads behind length, times their factors.
+  // Multiplies queries by their factors. row: floats of a position in memory order.
   void scale(float *queries, int64_t numbers, int64_t row) const {
     for (int64_t i = 0; scales && i < numbers; i++) queries[i] *= scales[i / row % length];
   }
 };
 
-// Of queries and keys that are turned when they have been made: (count, heads, value). at: as
-// `before` has it.
-void attend(const Whole &whole, const Arrays &arrays, size_t &at, const Attending &a,
+// Attention over keys and values of each head: (count, heads, value). at: as for project_heads.
+void attend(const LayerOp &op, const Arrays &arrays, size_t &at, const AttentionCall &a,
             float *attended) {
-  const Layer &layer = whole.layer;
+  const Layer &layer = op.layer;
   const toast_layer &is = layer.is;
   const int64_t batch = a.batch, length = a.length, count = a.count();
   const int64_t query = layer.size[0], value = layer.size[2];
@@ -69,31 +69,31 @@ void attend(const Whole &whole, const Arrays &arrays, size_t &at, const Attendin
   float *const q = memory.get(), *const k = q + wide, *const v = k + narrow;
   float *const turned_q = v + kept, *const turned_k = turned_q + wide;
   float *const gates = turned_k + narrow;
-  before(layer, arrays, at, a.x, count, {q, k, v}, is.gated ? gates : nullptr);
+  project_heads(layer, arrays, at, a.x, count, {q, k, v}, is.gated ? gates : nullptr);
 
   size_t norms = at;
-  if (is.late) at += layer.has[QUERY_NORM] + layer.has[KEY_NORM] + layer.has[VALUE_NORM];
-  InOrder frequencies(arrays[at++]);
-  const auto rotation = rotation_of(is, frequencies.floats(), &a.place.position, 1);
+  if (is.norm_after_rope) at += layer.has[QUERY_NORM] + layer.has[KEY_NORM] + layer.has[VALUE_NORM];
+  Contiguous frequencies(arrays[at++]);
+  const auto rotation = rotation_of(is, frequencies.floats(), &a.span.position, 1);
   const auto queries = heads_of(q, batch, is.heads, length, query, true);
   const auto new_keys = heads_of(k, batch, is.key_heads, length, query, true);
   need(toast_rotate(&queries, &rotation, turned_q));
-  if (!is.shares) need(toast_rotate(&new_keys, &rotation, turned_k));
-  if (is.late) norm_heads(layer, arrays, norms, count, {turned_q, turned_k, v});
+  if (!is.shares_cache) need(toast_rotate(&new_keys, &rotation, turned_k));
+  if (is.norm_after_rope) norm_heads(layer, arrays, norms, count, {turned_q, turned_k, v});
   a.scale(turned_q, wide, query);
   mx::array keys = a.keys, values = a.values;
-  if (!is.shares) {
+  if (!is.shares_cache) {
     const auto turned_keys = heads_of(turned_k, batch, is.key_heads, length, query, false);
     const auto new_values = heads_of(v, batch, is.key_heads, length, value, true);
-    write_heads(a.keys_before, keys, turned_keys, a.place.first);
-    write_heads(a.values_before, values, new_values, a.place.first);
+    write_heads(a.keys_before, keys, turned_keys, a.span.first);
+    write_heads(a.values_before, values, new_values, a.span.first);
   }
 
-  std::unique_ptr<InOrder> sinks(whole.sinks ? new InOrder(arrays[at++]) : nullptr);
+  std::unique_ptr<Contiguous> sinks(op.sinks ? new Contiguous(arrays[at++]) : nullptr);
   const toast_attention call = {
       {turned_q, {is.heads * length * query, length * query, query}, TOAST_F32},
-      rows_of(keys), rows_of(values), batch, is.heads, is.key_heads, length, a.place.length, query,
-      value, is.scale, a.place.causal ? TOAST_CAUSAL : TOAST_ALL, nullptr, {}, 0,
+      rows_of(keys), rows_of(values), batch, is.heads, is.key_heads, length, a.span.length, query,
+      value, is.scale, a.span.causal ? TOAST_CAUSAL : TOAST_ALL, nullptr, {}, 0,
       sinks ? sinks->floats() : nullptr, is.cap,
   };
   const int64_t strides[3] = {length * is.heads * value, value, is.heads * value};
@@ -102,8 +102,8 @@ void attend(const Whole &whole, const Arrays &arrays, size_t &at, const Attendin
   if (is.gated) need(toast_gate(gates, attended, joined, TOAST_F32, TOAST_SIGMOID, attended));
 }
 
-// The same of latent attention.
-void attend_latent(const Layer &layer, const Arrays &arrays, size_t &at, const Attending &a,
+// The same for latent attention.
+void attend_latent(const Layer &layer, const Arrays &arrays, size_t &at, const AttentionCall &a,
                    float *attended) {
   const toast_layer &is = layer.is;
   const int64_t batch = a.batch, length = a.length, count = a.count();
@@ -111,44 +111,44 @@ void attend_latent(const Layer &layer, const Arrays &arrays, size_t &at, const A
   const int64_t wide = count * is.heads * query, narrow = count * is.key_heads * key;
   std::unique_ptr<float[]> memory(new float[wide + narrow + count * is.key_heads * value]);
   float *const q = memory.get(), *const k = q + wide, *const v = k + narrow;
-  latent_before(layer, arrays, at, a.x, {batch, length, &a.place.position, 1}, {q, k, v});
+  project_latent_heads(layer, arrays, at, a.x, {batch, length, &a.span.position, 1}, {q, k, v});
   a.scale(q, wide, is.heads * query);
   mx::array keys = a.keys, values = a.values;
   const auto new_keys = heads_of(k, batch, is.key_heads, length, key, true);
   const auto new_values = heads_of(v, batch, is.key_heads, length, value, true);
-  write_heads(a.keys_before, keys, new_keys, a.place.first);
-  write_heads(a.values_before, values, new_values, a.place.first);
-  if (!is.opened) return attend_to_latent(layer, q, batch, keys, values, a.place.length, attended);
+  write_heads(a.keys_before, keys, new_keys, a.span.first);
+  write_heads(a.values_before, values, new_values, a.span.first);
+  if (!is.expanded) return attend_to_latent(layer, q, batch, keys, values, a.span.length, attended);
   const toast_attention call = {
       {q, {length * is.heads * query, query, is.heads * query}, TOAST_F32},
-      rows_of(keys), rows_of(values), batch, is.heads, is.key_heads, length, a.place.length, query,
-      value, is.scale, a.place.causal ? TOAST_CAUSAL : TOAST_ALL, nullptr, {}, 0, nullptr, 0,
+      rows_of(keys), rows_of(values), batch, is.heads, is.key_heads, length, a.span.length, query,
+      value, is.scale, a.span.causal ? TOAST_CAUSAL : TOAST_ALL, nullptr, {}, 0, nullptr, 0,
   };
   const int64_t strides[3] = {length * is.heads * value, value, is.heads * value};
   need(toast_attend(&call, attended, strides, TOAST_F32));
 }
 
-// arrays: x, those of what lies before, frequencies, sinks, those of what lies behind, those of a
-// mixture, factors of queries, its own input, a sum in place of x, both caches; and what comes out
-// of it, and, unless these are another layer's, both caches again.
-void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
-  const Layer &layer = whole.layer;
+// arrays, in order: x; those of project_heads; RoPE frequencies; sinks; those of finish_layer;
+// those of a mixture; factors of queries; per-layer input; residual in place of x; both caches.
+// Outputs: those of the layer and, unless the caches are shared, both updated caches.
+void compute(const LayerOp &op, const Arrays &arrays, const CacheSpan &span) {
+  const Layer &layer = op.layer;
   const toast_layer &is = layer.is;
   const mx::array &x = arrays[0];
   const int64_t columns = x.shape(2), count = x.shape(0) * x.shape(1);
-  const size_t all = arrays.size(), outs = whole.outputs + (is.shares ? 0 : 2);
-  const size_t caches = all - outs - 2, kept_in = is.shares ? caches : all - 2;
-  const Written keys_written(arrays[kept_in]), values_written(arrays[kept_in + 1]);
-  mx::array first_out = arrays[all - outs], out = arrays[all - outs + whole.outputs - 1];
-  InOrder in_order(x);
-  std::optional<InOrder> total, own, scales;  // which lie before the caches, in the other order
+  const size_t all = arrays.size(), outs = op.outputs + (is.shares_cache ? 0 : 2);
+  const size_t caches = all - outs - 2, kept_in = is.shares_cache ? caches : all - 2;
+  const WriterGuard keys_written(arrays[kept_in]), values_written(arrays[kept_in + 1]);
+  mx::array first_out = arrays[all - outs], out = arrays[all - outs + op.outputs - 1];
+  Contiguous contiguous(x);
+  std::optional<Contiguous> total, own, scales;  // before the caches, in reverse order
   size_t beside = caches;
-  if (whole.summed) total.emplace(arrays[--beside]);
-  if (is.own) own.emplace(arrays[--beside]);
-  if (whole.scaled) scales.emplace(arrays[--beside]);
+  if (op.summed) total.emplace(arrays[--beside]);
+  if (is.layer_input) own.emplace(arrays[--beside]);
+  if (op.scaled) scales.emplace(arrays[--beside]);
 
-  const Attending attending = {
-      in_order.floats(), x.shape(0), x.shape(1), place, arrays[caches], arrays[caches + 1],
+  const AttentionCall attention = {
+      contiguous.floats(), x.shape(0), x.shape(1), span, arrays[caches], arrays[caches + 1],
       arrays[kept_in], arrays[kept_in + 1], scales ? scales->floats() : nullptr,
   };
   const int64_t joined = count * is.heads * attended_size(layer);
@@ -156,59 +156,58 @@ void compute(const Whole &whole, const Arrays &arrays, const Place &place) {
   float *const attended = memory.get();
   size_t at = 1;
   if (is.latent) {
-    attend_latent(layer, arrays, at, attending, attended);
+    attend_latent(layer, arrays, at, attention, attended);
   } else {
-    attend(whole, arrays, at, attending, attended);
+    attend(op, arrays, at, attention, attended);
   }
-  const float *values = values_of(layer, arrays, at, attended, count, made);
+  const float *values = project_values(layer, arrays, at, attended, count, made);
   float *const to = out.data<float>();
-  float *const sum = whole.outputs == 2 ? first_out.data<float>()
-                     : is_all(layer)    ? to
-                                        : attended + joined;
-  behind(layer, arrays, at, total ? total->floats() : in_order.floats(), values, count, sum, to,
-         own ? own->floats() : nullptr);
-  if (whole.mixture.choice.chosen)
-    mix_behind(layer, whole.mixture, arrays, at, sum, count, to);
+  float *const sum = op.outputs == 2            ? first_out.data<float>()
+                     : is_attention_only(layer) ? to
+                                                : attended + joined;
+  finish_layer(layer, arrays, at, total ? total->floats() : contiguous.floats(), values, count, sum,
+               to, own ? own->floats() : nullptr);
+  if (op.mixture.choice.chosen) finish_with_mixture(layer, op.mixture, arrays, at, sum, count, to);
 }
 
-// What comes out of it, one or two, and both caches with the new positions.
+// The layer's outputs, one or two, and both updated caches.
 Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &values,
                 const mx::array *scales, const mx::array *own, const mx::array *sum,
-                const Place &place, const toast_layer &is, const toast_operands &given,
+                const CacheSpan &span, const toast_layer &is, const toast_operands &given,
                 const toast_mixture *mixture) {
-  check_rows(x);
-  Whole whole = {{is}, {}, 1, false, scales != nullptr, sum != nullptr};
-  Layer &layer = whole.layer;
+  check_hidden_states(x);
+  LayerOp op = {{is}, {}, 1, false, scales != nullptr, sum != nullptr};
+  Layer &layer = op.layer;
   Arrays inputs = {x};
   if (is.latent) {
     add_latent(inputs, layer, given);
-    check(is.opened || x.shape(1) == 1, "several positions, of which none sees what follows");
+    check(is.expanded || x.shape(1) == 1, "several positions, of which none sees what follows");
   } else {
-    add_before(inputs, layer, given);
+    add_head_projections(inputs, layer, given);
     check(layer.size[0] == layer.size[1] && is.heads % is.key_heads == 0, "heads of other sizes");
     check(!is.gated || layer.size[0] == layer.size[2], "gates of another size than values");
     add_rotation(inputs, layer, given, layer.size[0]);
-    if ((whole.sinks = given.rest[SINKS])) {
+    if ((op.sinks = given.rest[SINKS])) {
       const mx::array &sinks = rest_of(given, SINKS);
       check(sinks.dtype() == mx::float32 && sinks.shape() == mx::Shape{is.heads},
             "sinks of other heads");
       inputs.push_back(sinks);
     }
   }
-  add_values(inputs, layer, given);
-  add_behind(inputs, layer, given, int64_t(is.heads) * (layer.value ? layer.value : layer.size[2]));
+  add_value_projection(inputs, layer, given);
+  add_finish(inputs, layer, given, int64_t(is.heads) * (layer.value ? layer.value : layer.size[2]));
   if (mixture) {
-    whole.mixture = add_mixture_behind(inputs, layer, given, *mixture);
-  } else if (!is.network && !is_all(layer)) {
-    whole.outputs = 2;
+    op.mixture = add_mixture_network(inputs, layer, given, *mixture);
+  } else if (!is.network && !is_attention_only(layer)) {
+    op.outputs = 2;
   }
   mx::Shape shape = {x.shape(0), is.key_heads, x.shape(1), layer.size[1]};
-  check_cache(keys, shape, place.first);
+  check_cache(keys, shape, span.first);
   shape[3] = layer.size[2];
-  check_cache(values, shape, place.first);
-  check(place.length >= place.first + x.shape(1) && place.length <= keys.shape(2) &&
-            place.length <= values.shape(2) && place.position >= 0 &&
-            (!place.causal || place.length == place.first + x.shape(1)),
+  check_cache(values, shape, span.first);
+  check(span.length >= span.first + x.shape(1) && span.length <= keys.shape(2) &&
+            span.length <= values.shape(2) && span.position >= 0 &&
+            (!span.causal || span.length == span.first + x.shape(1)),
         "other positions");
   const Weights weights = {1, inputs.size()};
   if (scales) {
@@ -216,28 +215,29 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
           "factors of other positions");
     inputs.push_back(*scales);
   }
-  add_own(inputs, layer, own);
+  add_layer_input(inputs, layer, own);
   if (sum) {
     check(sum->shape() == x.shape() && sum->dtype() == mx::float32, "a sum of another shape");
     inputs.push_back(*sum);
   }
   inputs.push_back(keys), inputs.push_back(values);
-  std::vector<mx::Shape> shapes(whole.outputs, x.shape());
+  std::vector<mx::Shape> shapes(op.outputs, x.shape());
   std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
   for (auto cache : {&keys, &values})
-    if (!is.shares) shapes.push_back(cache->shape()), dtypes.push_back(cache->dtype());
-  return made("ToastLayer", std::move(shapes), dtypes, std::move(inputs),
-              [=](const Arrays &arrays) { compute(whole, arrays, place); },
-              [sums = whole.outputs, all = is_all(layer)](const Arrays &inputs, Arrays &outputs) {
-    if (all) {  // it is written to before x is added
+    if (!is.shares_cache) shapes.push_back(cache->shape()), dtypes.push_back(cache->dtype());
+  return lazy("ToastLayer", std::move(shapes), dtypes, std::move(inputs),
+              [=](const Arrays &arrays) {
+    compute(op, arrays, span);
+  }, [sums = op.outputs, all = is_attention_only(layer)](const Arrays &inputs, Arrays &outputs) {
+    if (all) {  // out is written before x is read for the last time
       outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
     } else {
-      lie_in_place(inputs[0], outputs[sums - 1]);
+      reuse_or_allocate(inputs[0], outputs[sums - 1]);
     }
     if (sums > 1) outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
     for (size_t i = 0; i < 2; i++) {
       const mx::array &cache = inputs.end()[int(i) - 2];
-      outputs.size() > sums ? lie_as_before(cache, outputs[sums + i]) : line_up(cache);
+      outputs.size() > sums ? allocate_cache(cache, outputs[sums + i]) : register_writer(cache);
     }
   }, weights);
 }
@@ -247,20 +247,19 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
 
 extern "C" {
 
-// Makes `outs`, arrays that nobody else has, what a layer gives of x, one, or two where there is no
-// network, and its caches of keys and values with the new positions from `first` on, of which so
-// many are attended to; one that shares those of another, which have them, gives none. Lazy.
-// scales: float32 (positions, 1), by which queries are multiplied once they are rotated; NULL for
-// none. own: its own input; NULL for none. sum: what attention's is added to, in place of x; NULL
-// for x. position: of the first, as it is rotated. mixture: which is its network; NULL for none.
-// Returns what is wrong; NULL where nothing is.
+// Sets `outs`, unshared arrays, to the output of a layer (one array, two without a network) and its
+// KV caches with the new positions from `first` on; no caches if it shares those of another layer.
+// length: positions attended to. position: of the first one for RoPE. scales: float32 (positions,
+// 1), factors of queries after RoPE; own: per-layer input; sum: residual that the attention output
+// is added to in place of x; mixture: the network; each may be NULL. Lazy. Returns an error message
+// or NULL.
 TOAST_API const char *toast_whole_array(void **outs, void *x, void *keys, void *values,
                                         void *scales, void *own, void *sum, int first,
                                         int length, int position, int causal,
                                         const toast_operands *given,
                                         const toast_layer *layer, const toast_mixture *mixture) {
   using toast::array_if, toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     auto made = toast::layer_of(array_of(x), array_of(keys), array_of(values),
                                 array_if(scales), array_if(own), array_if(sum),
                                 {first, length, position, causal != 0}, *layer, *given, mixture);

@@ -39,8 +39,8 @@ Matrix::Matrix(const Arrays &arrays, size_t first, const Packing &packing)
   const auto [bits, group_size, stack, powers] = packing;
   int64_t columns = weight.shape(-1);
   if (bits) {
-    scales_ = std::make_unique<InOrder>(arrays[first + 1]);
-    if (!powers) biases_ = std::make_unique<InOrder>(arrays[first + 2]);
+    scales_ = std::make_unique<Contiguous>(arrays[first + 1]);
+    if (!powers) biases_ = std::make_unique<Contiguous>(arrays[first + 2]);
     columns = columns * 32 / bits;
   }
   matrix_ = {
@@ -82,10 +82,10 @@ const mx::array &rest_of(const toast_operands &given, int i) { return array_of(g
 Part::Part(const Arrays &arrays, size_t &at, const Packing &packing, bool biased)
     : matrix(arrays, at, packing) {
   at += Matrix::count(packing);
-  if (biased) bias_ = std::make_unique<InOrder>(arrays[at++]);
+  if (biased) bias_ = std::make_unique<Contiguous>(arrays[at++]);
 }
 
-toast_matrix Part::from(int64_t first, int64_t rows) const {
+toast_matrix Part::slice(int64_t first, int64_t rows) const {
   toast_matrix some = *matrix.get();
   const int64_t packed = some.bits ? some.columns * some.bits / 8 : 0;
   const int64_t size = some.type == TOAST_F32 ? 4 : some.type == TOAST_E8M0 ? 1 : 2;
@@ -105,7 +105,7 @@ void multiply(int activation_bits, const std::vector<Result> &results) {
   matrices.reserve(results.size()), products.reserve(results.size());
   for (const Result &r : results) {
     const auto &[x, count, which, expert] = r.vectors;
-    matrices.push_back(r.part.from(r.first, r.rows ? r.rows : r.part.matrix->rows));
+    matrices.push_back(r.part.slice(r.first, r.rows ? r.rows : r.part.matrix->rows));
     products.push_back(
         {&matrices.back(), &x, count, which, expert, activation_bits, r.out, r.out_type});
   }

@@ -1,12 +1,12 @@
-// Matrices of weights as MLX arrays: one, or, where it is packed, three.
+// Weight matrices as MLX arrays: one array, or weight, scales and biases of a quantised matrix.
 #pragma once
 
 #include "arrays.h"
 
 extern "C" {
 
-// Arrays as Python gives them. parts: weight, scales, biases of groups and bias of each, NULL for
-// what it has not; packing: bits and group size of each. rest: what there is beside parts.
+// Operands as Python passes them. parts: weight, scales, group biases and bias of each matrix, NULL
+// for those it lacks; packing: bits and group size of each. rest: all other arrays.
 typedef struct {
   void *const *parts;
   const int *packing;
@@ -18,8 +18,9 @@ typedef struct {
 
 namespace toast {
 
-// bits: 0 for one that is not packed. stack: (experts, rows, columns), not (rows, columns). powers:
-// no biases; scales are powers of two (TOAST_E8M0).
+// How a matrix is stored. bits: 0 for a float matrix. stack: of shape (experts, rows, columns)
+// rather than (rows, columns). powers: mxfp4, with scales that are powers of two (TOAST_E8M0) and
+// no biases.
 struct Packing {
   Packing() = default;
   Packing(int bits, int group_size, bool stack, const void *biases)
@@ -28,14 +29,14 @@ struct Packing {
   bool stack, powers;
 };
 
-// The arrays of a matrix for vectors of so many columns, added to `inputs`. The last two of NULL
-// for one that is not packed. Returns the dtype of its numbers, of powers that of the
-// vectors, which are the first of inputs. Raises std::invalid_argument for arrays that are none.
+// Appends the arrays of a matrix with `columns` columns to `inputs`, of which the first is x.
+// scales, biases: NULL for a float matrix. Returns the matrix's dtype: that of the scales, for
+// mxfp4 that of x. Throws std::invalid_argument for arrays that do not fit together.
 mx::Dtype add_matrix(Arrays &inputs, const mx::array &weight,
                      const mx::array *scales, const mx::array *biases, const Packing &packing,
                      int64_t columns);
 
-// Such arrays where they lie, from `first` on, when they are computed.
+// The matrix that those arrays hold, from arrays[first] on, while it is computed with.
 class Matrix {
  public:
   Matrix(const Arrays &arrays, size_t first, const Packing &packing);
@@ -44,49 +45,49 @@ class Matrix {
   static size_t count(const Packing &packing) { return packing.bits ? 3 - packing.powers : 1; }
 
  private:
-  InOrder weight_;
-  std::unique_ptr<InOrder> scales_, biases_;
+  Contiguous weight_;
+  std::unique_ptr<Contiguous> scales_, biases_;
   toast_matrix matrix_;
 };
 
-constexpr int GIVEN = 4;  // arrays of a part
+constexpr int GIVEN = 4;  // arrays of a part: weight, scales, group biases, bias
 
-// As add_matrix, of a part; those that are not there are NULL. Its bias is float32.
+// As add_matrix, for a matrix and its float32 bias. Absent arrays are NULL.
 mx::Dtype add_part(Arrays &inputs, const mx::array *const (&part)[GIVEN], const Packing &packing,
                    int64_t columns);
 
-// Part i of those that are given; its arrays become `part`.
+// How part i of `given` is stored; sets `part` to its arrays.
 Packing part_of(const toast_operands &given, int i, bool &biased, const mx::array *(&part)[GIVEN],
                 bool stack = false);
 
-// Array i beside parts.
+// given.rest[i], which must not be NULL.
 const mx::array &rest_of(const toast_operands &given, int i);
 
-// A matrix with what is added to its products. at: where its arrays begin, and then where they end.
+// A matrix and its bias. at: index of its first array; advanced past its last.
 struct Part {
   Part(const Arrays &arrays, size_t &at, const Packing &packing, bool biased);
-  // So many of its rows, from `first` on.
-  toast_matrix from(int64_t first, int64_t rows) const;
-  // What is added; NULL for nothing.
+  // Rows [first, first + rows).
+  toast_matrix slice(int64_t first, int64_t rows) const;
+  // float32 (rows,); NULL without a bias.
   const float *bias() const {
     return bias_ ? bias_->floats() : nullptr;
   }
   Matrix matrix;
 
  private:
-  std::unique_ptr<InOrder> bias_;
+  std::unique_ptr<Contiguous> bias_;
 };
 
-// So many of `x` as products take them: those that `which` names, with what `expert` names of
-// stacks, `count` each; NULL for all, and for no stacks.
+// The `count` vectors of a product. which: the row of x of each; NULL for all rows in order.
+// expert: the matrix of a stack that each is multiplied by; NULL for a single matrix.
 struct Vectors {
   toast_vectors x;
   int64_t count;
   const uint32_t *which = nullptr, *expert = nullptr;
 };
 
-// Products with some of a part's rows, from `first` on; with all of them. out: (count, rows),
-// float32 where there is a bias, of which all rows are then `rows`.
+// Products of vectors with rows [first, first + rows) of a part; rows = 0 for all. out: (count,
+// rows), float32 if there is a bias.
 struct Result {
   const Vectors &vectors;
   const Part &part;
@@ -95,7 +96,7 @@ struct Result {
   int64_t first = 0, rows = 0;
 };
 
-// Those that wait for nothing of each other, as toast_multiply_all.
+// Computes independent products together, see toast_multiply_all.
 void multiply(int activation_bits, const std::vector<Result> &results);
 
 }  // namespace toast

@@ -1,5 +1,5 @@
-// Memory for weights: MLX's own, on pages as large as the system has them. And what becomes of a
-// process that reads mapped pages which their file has no longer.
+// Memory for weights: MLX buffers on huge pages. And a clean end for a process that reads mapped
+// pages which their file no longer has (SIGBUS).
 #include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -15,15 +15,15 @@
 namespace toast {
 namespace {
 
-constexpr int64_t LEAST = 128 << 10;  // bytes of an array that malloc maps by itself
-constexpr int64_t PAGE = 4096;        // of a file
-constexpr int64_t MOVED = 1 << 20;    // bytes of an array from which it moves onto large pages
-constexpr int COLLAPSE = 25;          // of madvise, since Linux 6.1
+constexpr int64_t LEAST = 128 << 10;  // bytes from which malloc uses a mapping of its own
+constexpr int64_t PAGE = 4096;        // alignment of arrays in files
+constexpr int64_t MOVED = 1 << 20;    // bytes from which an existing array moves onto huge pages
+constexpr int COLLAPSE = 25;          // MADV_COLLAPSE, since Linux 6.1
 
-// Asks for large pages, before anything is written there. All pages of the array, not only the
-// large ones that lie inside: maps that touch each other become one where both are asked for, and
-// a large page may then have the end of one array and the beginning of the next.
-// now: what is written already moves onto them. Where the system will not, nothing is lost.
+// Asks for huge pages, best before the memory is first written to; failure does no harm. The range
+// covers every page of the array, not only the huge pages inside it: adjacent mappings with the
+// same advice merge, and a huge page may then span the end of one array and the beginning of the
+// next. now: also moves memory that has been written to (MADV_COLLAPSE).
 void want_large_pages(const void *data, int64_t bytes, bool now) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   const uintptr_t page = sysconf(_SC_PAGESIZE), start = reinterpret_cast<uintptr_t>(data);
@@ -38,13 +38,13 @@ void want_large_pages(const void *data, int64_t bytes, bool now) {
 char last_line[256];
 int last_code = 0;
 
-// Nothing but system calls: the process was stopped anywhere.
+// Async-signal-safe: system calls only.
 void end_with_line(int signal, siginfo_t *about, void *) {
   if (about->si_code == BUS_ADRERR) {
     const ssize_t written = write(2, last_line, strlen(last_line));
     _exit(written < 0 ? 1 : last_code);
   }
-  ::signal(signal, SIG_DFL);  // and it is raised again
+  ::signal(signal, SIG_DFL);  // returning raises it again
 }
 
 }  // namespace
@@ -52,13 +52,12 @@ void end_with_line(int signal, siginfo_t *about, void *) {
 
 extern "C" {
 
-// Makes `out`, an array that nobody else has, uint8 (rows, columns) in memory of its own, of which
-// nobody has written anything; or in that of `old`, NULL or an array of as many bytes made here,
-// whose bytes are then of no use any more. at: where in a page of PAGE bytes it is to begin.
-// Returns what is wrong; NULL where nothing is.
+// Sets `out`, an unshared array, to an uninitialised uint8 array (rows, columns) that begins `at`
+// bytes into a page of PAGE bytes. It reuses the memory of `old`, an array of the same size made
+// here whose contents are lost, or allocates if `old` is NULL. Returns an error message or NULL.
 TOAST_API const char *toast_memory_array(void *out, int64_t rows, int64_t columns, int64_t at,
                                          void *old) {
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     const int64_t bytes = rows * columns, whole = bytes + toast::PAGE;
     const mx::Shape shape = {int(rows), int(columns)};
     mx::array memory = old ? toast::array_of(old)
@@ -76,8 +75,7 @@ TOAST_API const char *toast_memory_array(void *out, int64_t rows, int64_t column
   });
 }
 
-// Has the numbers of an evaluated array lie on large pages, where it is worth while and the system
-// has them.
+// Moves an evaluated array onto huge pages if it is large enough and the system can.
 TOAST_API void toast_settle_array(void *x) {
   const mx::array &array = toast::array_of(x);
   const int64_t bytes = array.data_size() * array.itemsize();
@@ -85,8 +83,8 @@ TOAST_API void toast_settle_array(void *x) {
     toast::want_large_pages(array.data<char>(), bytes, true);
 }
 
-// Has this process, where it reads a page that a mapped file has no longer or that cannot be read,
-// end with a line on stderr and an exit code, unless somebody else takes that signal.
+// Makes a read of a mapped page that its file no longer has, or that cannot be read, end this
+// process with a line on stderr and an exit code, unless SIGBUS has another handler.
 TOAST_API void toast_end_with_line(const char *line, int code) {
   struct sigaction now;
   if (sigaction(SIGBUS, nullptr, &now) || now.sa_handler != SIG_DFL) return;

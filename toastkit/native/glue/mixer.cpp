@@ -1,13 +1,13 @@
-// Mixers of Mamba-2 (kernels/recurrent.h) as MLX primitives: between their products, and as whole
-// layers of the common form, where attention would be.
+// Mamba-2 mixers (kernels/recurrent.h) as MLX primitives: between their projections, and as whole
+// layers of the common form in place of attention.
 #include "blocks.h"
 #include "mixture.h"
 #include "recurrent.h"
 
 extern "C" {
 
-// What of a mixer is the same at every step. numbers: of a state's rows. normed: of y that are
-// normed together, or 0 where none are. least, most: of a step.
+// Constants of a mixer. numbers: state size of a channel. normed: group size of the norm of y, 0
+// without a norm. least, most: limits of a time step.
 typedef struct {
   int32_t heads, groups, numbers, normed;
   float least, most;
@@ -18,7 +18,7 @@ typedef struct {
 namespace toast {
 namespace {
 
-// channels: of x, and of B and C of each group, which are convolved.
+// channels: that are convolved: x, and B and C of each group.
 struct Mixer {
   toast_mixer is;
   int channels, kernel;
@@ -26,11 +26,12 @@ struct Mixer {
   int all() const { return inner() + channels + is.heads; }
 };
 
-// What a mixer steps with: what steps are projected to, the convolution's weight and bias, what
-// came before, a_log, d, dt's bias, the state.
+// Arrays of a mixer: the input projection's output, the convolution's weight, bias and state,
+// a_log, d, dt's bias, the scan's state.
 enum { PROJECTED, CONVOLUTION, CONVOLUTION_BIAS, BEFORE, A_LOG, D, DT_BIAS, STATE, STEPS_WITH };
 
-// All steps: gates of y, which are left, what is convolved, and dt.
+// Convolution and scan of all steps. A projected row is (gates of y, which are not read here;
+// convolved channels; dt). last: the convolution's new state; after: the scan's.
 void mixer_steps(const Mixer &m, const float *const (&with)[STEPS_WITH], int64_t batch,
                  int64_t length, float *y, float *last, float *after) {
   const int64_t steps = batch * length, all = m.all(), inner = m.inner(), rows = m.kernel - 1;
@@ -59,11 +60,11 @@ void mixer_steps(const Mixer &m, const float *const (&with)[STEPS_WITH], int64_t
       with[STATE],
   };
   need(toast_scan_steps(&scan, y, after));
-  keep_last(projected + inner, batch, length, all, with[BEFORE], rows, m.channels, last);
+  save_last_rows(projected + inner, batch, length, all, with[BEFORE], rows, m.channels, last);
 }
 
-// A mixer with these arrays besides what steps are projected to, NULL for what is not given.
-// Raises std::invalid_argument where they do not fit together.
+// The mixer that has these arrays, NULL where absent. Throws std::invalid_argument if they do not
+// fit together.
 Mixer mixer_of(const toast_mixer &is, const mx::array *const (&with)[STEPS_WITH], int batch) {
   check(is.heads > 0 && is.groups > 0 && is.heads % is.groups == 0 && is.numbers > 0,
         "heads of other sizes");
@@ -83,16 +84,16 @@ Mixer mixer_of(const toast_mixer &is, const mx::array *const (&with)[STEPS_WITH]
   return m;
 }
 
-// Of what it gives, the last rows that were convolved, and the state.
+// Shapes of the output, of the convolution's state and of the scan's.
 std::vector<mx::Shape> shapes_of(const Mixer &m, const mx::Shape &y) {
   return {y, {y[0], m.kernel - 1, m.channels},
           {y[0], m.is.heads, m.inner() / m.is.heads, m.is.numbers}};
 }
 
-// Objects as STEPS_WITH has them: y, the last rows that were convolved, the state after it.
+// objects: in the order of STEPS_WITH. Returns y and both new states.
 Arrays mixed(void **objects, const toast_mixer &is) {
   Arrays inputs;
-  const auto given = taken(objects, STEPS_WITH, inputs);
+  const auto given = collect_inputs(objects, STEPS_WITH, inputs);
   const mx::array &projected = inputs[0];
   check(projected.ndim() == 3, "steps of another shape");
   const mx::array *with[STEPS_WITH];
@@ -100,19 +101,19 @@ Arrays mixed(void **objects, const toast_mixer &is) {
   const int batch = projected.shape(0), length = projected.shape(1);
   const Mixer m = mixer_of(is, with, batch);
   check(projected.shape(2) == m.all(), "steps of another shape");
-  return made("ToastMixer", shapes_of(m, {batch, length, m.inner()}),
+  return lazy("ToastMixer", shapes_of(m, {batch, length, m.inner()}),
               {mx::float32, mx::float32, mx::float32}, std::move(inputs),
               [=](const Arrays &arrays) {
     mx::array y = arrays.end()[-3], last = arrays.end()[-2], after = arrays.back();
-    const Floats at(arrays, given);
+    const OptionalFloats at(arrays, given);
     mixer_steps(m, {at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)}, batch, length,
                 y.data<float>(), last.data<float>(), after.data<float>());
-  }, place_of(given, STATE));
+  }, input_index(given, STATE));
 }
 
-// A layer: its mixer's norm is that of values, its parts are those that project, at the first
-// place, and out. Beside norms, where others have a rotation and a factor: the convolution's
-// weight and bias, and then a_log, d and dt's bias.
+// A layer whose part 0 is the input projection; VALUE_NORM is the mixer's norm. toast_operands.rest
+// has the convolution's weight and bias where other layers have RoPE frequencies and sinks; a_log,
+// d and dt's bias follow FACTOR.
 enum { KERNEL = NORMS, KERNEL_BIAS, AFTER_FACTOR = FACTOR + 1 };
 
 struct MixerLayer {
@@ -120,11 +121,11 @@ struct MixerLayer {
   Mixer mixer;
   Mixture mixture;
   bool biased, begun;
-  size_t outputs;  // of x: one, or, with a network that is left to itself, the sum and its norm
+  size_t outputs;  // 1; 2 if the network is computed elsewhere: the sum and its norm
 };
 
-// silu(gate) y of steps that are projected to gates and more, and its norm, in place: (count,
-// inner). weight: of the norm, NULL for none.
+// y = norm(silu(gate) * y), (count, inner), with gates from the projected rows. weight: of the
+// norm; NULL without one.
 void gate_steps(const MixerLayer &m, const float *projected, int64_t count, const float *weight,
                 float *y) {
   const int64_t inner = m.mixer.inner(), all = m.mixer.all(), size = m.mixer.is.normed;
@@ -140,16 +141,16 @@ void gate_steps(const MixerLayer &m, const float *projected, int64_t count, cons
   for (int64_t i = 0; !whole && i < count * inner; i++) y[i] *= weight[i % inner];
 }
 
-// arrays: x, what came before and the state, if it has begun, the norm of x, what projects, the
-// convolution's, a_log, d, dt's bias, the mixer's norm, what lies behind, the mixture; what comes
-// out, the rows for what follows, the state after it.
+// arrays, in order: x; both states, if begun; input norm; input projection; the convolution's;
+// a_log, d, dt's bias; the mixer's norm; those of finish_layer; the mixture's. Outputs: those of
+// the layer, both new states.
 void compute(const MixerLayer &m, const Arrays &arrays) {
   const int64_t batch = arrays[0].shape(0), length = arrays[0].shape(1);
   const int64_t columns = arrays[0].shape(2), count = batch * length, inner = m.mixer.inner();
   const Layer &layer = m.layer;
   mx::array after = arrays.back(), last = arrays.end()[-2], out = arrays.end()[-3];
   mx::array first = arrays.end()[-2 - int(m.outputs)];
-  InOrder x(arrays[0]), before(arrays[m.begun]), state(arrays[2 * m.begun]);
+  Contiguous x(arrays[0]), before(arrays[m.begun]), state(arrays[2 * m.begun]);
   std::unique_ptr<float[]> memory(
       new float[count * (columns + m.mixer.all() + inner + columns)]);
   float *const normed = memory.get(), *const projected = normed + count * columns;
@@ -162,28 +163,29 @@ void compute(const MixerLayer &m, const Arrays &arrays) {
       {layer.has[FIRST_NORM] ? normed : x.floats(), count, columns, TOAST_F32}, count};
   multiply(layer.activation_bits, {{vectors, part, projected}});
   const float *with[STEPS_WITH] = {projected};
-  std::vector<InOrder> floats;
+  std::vector<Contiguous> floats;
   floats.reserve(STEPS_WITH);
   for (int i : {CONVOLUTION, CONVOLUTION_BIAS, A_LOG, D, DT_BIAS})
     if (i != CONVOLUTION_BIAS || m.biased) with[i] = floats.emplace_back(arrays[at++]).floats();
   if (m.begun) with[BEFORE] = before.floats(), with[STATE] = state.floats();
   mixer_steps(m.mixer, {with[0], with[1], with[2], with[3], with[4], with[5], with[6], with[7]},
               batch, length, y, last.data<float>(), after.data<float>());
-  std::unique_ptr<InOrder> weight(layer.has[VALUE_NORM] ? new InOrder(arrays[at++]) : nullptr);
+  std::unique_ptr<Contiguous> weight(layer.has[VALUE_NORM] ? new Contiguous(arrays[at++])
+                                                           : nullptr);
   gate_steps(m, projected, count, weight ? weight->floats() : nullptr, y);
   float *const to = out.data<float>();
-  float *const sum = m.outputs == 2 ? first.data<float>() : is_all(layer) ? to : own;
-  behind(layer, arrays, at, x.floats(), y, count, sum, to);
-  if (m.mixture.choice.chosen) mix_behind(layer, m.mixture, arrays, at, sum, count, to);
+  float *const sum = m.outputs == 2 ? first.data<float>() : is_attention_only(layer) ? to : own;
+  finish_layer(layer, arrays, at, x.floats(), y, count, sum, to);
+  if (m.mixture.choice.chosen) finish_with_mixture(layer, m.mixture, arrays, at, sum, count, to);
 }
 
-// before, state: NULL for both where it has not begun.
+// before, state: of the convolution and the scan; NULL for both at the start of a sequence.
 Arrays mixer_layer(const mx::array &x, const mx::array *before, const mx::array *state,
                    const toast_layer &is, const toast_mixer &mixer, const toast_operands &given,
                    const toast_mixture *mixture) {
-  check_rows(x);
+  check_hidden_states(x);
   check(!before == !state, "a layer that has half begun");
-  check(!is.centred && !is.parallel, "layer norms, which mixers have not");
+  check(!is.layer_norms && !is.parallel, "layer norms, which mixers have not");
   const int64_t columns = x.shape(2);
   MixerLayer m = {{is}, {}, {}, given.rest[KERNEL_BIAS] != nullptr, before != nullptr, 1};
   Layer &layer = m.layer;
@@ -200,22 +202,23 @@ Arrays mixer_layer(const mx::array &x, const mx::array *before, const mx::array 
   check(mixer.normed ? mixer.normed > 0 && inner % mixer.normed == 0 : !given.rest[VALUE_NORM],
         "a norm of other numbers");
   add_norm(inputs, layer, FIRST_NORM, given, columns, columns);
-  check(add_one(inputs, layer, 0, given, 0, columns) == m.mixer.all(), "steps of another shape");
+  check(add_layer_part(inputs, layer, 0, given, 0, columns) == m.mixer.all(),
+        "steps of another shape");
   for (int i : {CONVOLUTION, CONVOLUTION_BIAS, A_LOG, D, DT_BIAS})
     if (with[i]) inputs.push_back(*with[i]);
   add_norm(inputs, layer, VALUE_NORM, given, inner, inner);
   check(!layer.has[VALUE_NORM] || inputs.back().dtype() == mx::float32, "a norm in 16 bits");
-  add_behind(inputs, layer, given, inner);
+  add_finish(inputs, layer, given, inner);
   if (mixture) {
-    m.mixture = add_mixture_behind(inputs, layer, given, *mixture);
-  } else if (!is_all(layer) && !is.network) {
+    m.mixture = add_mixture_network(inputs, layer, given, *mixture);
+  } else if (!is_attention_only(layer) && !is.network) {
     m.outputs = 2;
   }
   const Weights weights = {first, inputs.size()};
   auto shapes = shapes_of(m.mixer, x.shape());
   if (m.outputs == 2) shapes.insert(shapes.begin(), x.shape());
   std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
-  return made("ToastMixerLayer", std::move(shapes), dtypes, std::move(inputs),
+  return lazy("ToastMixerLayer", std::move(shapes), dtypes, std::move(inputs),
               [m](const Arrays &arrays) { compute(m, arrays); }, m.begun ? 2 : -1, weights);
 }
 
@@ -224,11 +227,11 @@ Arrays mixer_layer(const mx::array &x, const mx::array *before, const mx::array 
 
 extern "C" {
 
-// Makes y and what a mixer keeps, arrays that nobody else has, of objects as STEPS_WITH has them,
-// NULL for what is not given. Lazy. Returns what is wrong; NULL where nothing is.
+// Sets y, last and after, unshared arrays, to the output of a mixer and its new states. objects: in
+// the order of STEPS_WITH, NULL where absent. Lazy. Returns an error message or NULL.
 TOAST_API const char *toast_mixer_array(void *y, void *last, void *after, void **objects,
                                         const toast_mixer *is) {
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     auto made = toast::mixed(objects, *is);
     toast::array_of(y) = made[0];
     toast::array_of(last) = made[1];
@@ -236,15 +239,15 @@ TOAST_API const char *toast_mixer_array(void *y, void *last, void *after, void *
   });
 }
 
-// Makes `outs`, arrays that nobody else has, what a layer gives of x, one, or two where there is a
-// network that is left to itself, and what its mixer keeps. before, state: NULL for both where it
-// has not begun. mixture: which is its network; NULL for none. Lazy. Returns as above.
+// Sets `outs`, unshared arrays, to the output of a layer (one array; two, the sum and its norm, if
+// its network is computed elsewhere) and its mixer's new states. before, state: NULL for both at
+// the start of a sequence. mixture: its network, or NULL. Lazy. Returns as above.
 TOAST_API const char *toast_mixer_layer_array(void **outs, void *x, void *before, void *state,
                                               const toast_operands *given,
                                               const toast_layer *layer, const toast_mixer *is,
                                               const toast_mixture *mixture) {
   using toast::array_if, toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     auto made = toast::mixer_layer(array_of(x), array_if(before), array_if(state), *layer, *is,
                                    *given, mixture);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];

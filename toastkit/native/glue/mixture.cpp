@@ -1,22 +1,21 @@
-// A mixture of experts as one MLX primitive: the router's product, its choice, the experts, their
-// weighted sum, and an expert that all vectors go through with a gate; to the bit what these give
-// as operations.
+// A mixture of experts as one MLX primitive: router, top-k choice, experts, weighted sum, and the
+// gated shared expert; equal to the single operations to the bit.
 #include "mixture.h"
 
 namespace toast {
 namespace {
 
-// Of x (..., columns).
+// The mixture of x (..., columns).
 mx::array mixed(const mx::array &x, const mx::array *const (*parts)[GIVEN],
                 const Mixture &mixture) {
   check(x.ndim() >= 1 && x.dtype() == mx::float32, "vectors that are no float32");
   Arrays inputs = {x};
   add_mixture(inputs, parts, mixture, x.shape(-1));
   const Weights weights = {1, inputs.size()};
-  return made("ToastMixture", x.shape(), mx::float32, std::move(inputs),
+  return lazy("ToastMixture", x.shape(), mx::float32, std::move(inputs),
               [mixture](const Arrays &arrays) {
     mx::array out = arrays.back();
-    InOrder rows(arrays[0]);
+    Contiguous rows(arrays[0]);
     const int64_t columns = out.shape(-1);
     size_t at = 1;
     mix(mixture, arrays, at, rows.floats(),
@@ -77,7 +76,8 @@ void add_mixture(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const M
   gives(gate, 1);
 }
 
-// In three runs of products: what x alone meets; what the router has chosen; both networks' last.
+// Three rounds of products: router, shared gate and up; gate and up of the chosen experts; all down
+// projections.
 void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int64_t count,
          int64_t columns, float *out) {
   const int64_t experts = arrays[at].shape(-2), chosen = m.choice.chosen, all = count * chosen;
@@ -90,19 +90,19 @@ void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int
   const Vectors each = {rows, count}, some_experts = {rows, all, which.get(), expert.get()};
 
   const Part router(arrays, at, m.router, m.router_biased);
-  std::unique_ptr<InOrder> bias;
-  if (m.choice_biased) bias = std::make_unique<InOrder>(arrays[at++]);
-  Feeding few(m.experts, arrays, at, some_experts);
-  std::unique_ptr<Feeding> shared;
+  std::unique_ptr<Contiguous> bias;
+  if (m.choice_biased) bias = std::make_unique<Contiguous>(arrays[at++]);
+  FeedForward few(m.experts, arrays, at, some_experts);
+  std::unique_ptr<FeedForward> shared;
   std::unique_ptr<Part> gate;
   std::vector<Result> results = {{each, router, logits.get()}};
   if (m.shared.count) {
-    shared = std::make_unique<Feeding>(m.shared, arrays, at, each);
+    shared = std::make_unique<FeedForward>(m.shared, arrays, at, each);
     if (m.gated) {
       gate = std::make_unique<Part>(arrays, at, m.gate, m.gate_biased);
       results.push_back({each, *gate, gates.get()});
     }
-    shared->opens(results);
+    shared->add_first_products(results);
   }
   multiply(m.activation_bits, results);
 
@@ -111,12 +111,12 @@ void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int
                    bias ? bias->floats() : nullptr, expert.get(),
                    shares.get()));
   results.clear();
-  few.opens(results);
+  few.add_first_products(results);
   multiply(m.activation_bits, results);
 
   results.clear();
-  results.push_back(few.closes(given.get(), TOAST_F32));
-  if (shared) results.push_back(shared->closes(more.get(), TOAST_F32));
+  results.push_back(few.last_product(given.get(), TOAST_F32));
+  if (shared) results.push_back(shared->last_product(more.get(), TOAST_F32));
   multiply(m.activation_bits, results);
   const toast_vectors groups = {given.get(), all, columns, TOAST_F32};
   if (m.gated) {
@@ -127,8 +127,8 @@ void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int
   if (shared) add_vectors(out, more.get(), count, columns);
 }
 
-Mixture add_mixture_behind(Arrays &inputs, Layer &layer, const toast_operands &given,
-                           const toast_mixture &is) {
+Mixture add_mixture_network(Arrays &inputs, Layer &layer, const toast_operands &given,
+                            const toast_mixture &is) {
   check(!layer.is.network && layer.has[SECOND_NORM] && is.choice.chosen > 0,
         "two networks, or no experts, or no norm");
   const mx::array *parts[MIXED][GIVEN];
@@ -139,29 +139,29 @@ Mixture add_mixture_behind(Arrays &inputs, Layer &layer, const toast_operands &g
   return mixture;
 }
 
-void mix_behind(const Layer &layer, const Mixture &mixture, const Arrays &arrays, size_t &at,
-                const float *sum, int64_t count, float *out) {
+void finish_with_mixture(const Layer &layer, const Mixture &mixture, const Arrays &arrays,
+                         size_t &at, const float *sum, int64_t count, float *out) {
   const int64_t columns = arrays[0].shape(-1);
   mix(mixture, arrays, at, out, count, columns, out);
-  add_to(layer, FED_NORM, arrays, at, out, sum, count, columns);
+  add_residual(layer, FED_NORM, arrays, at, out, sum, count, columns);
 }
 
 namespace {
 
-// x + m network(norm(x)) of x (B, L, columns), of a layer that is nothing else: the parts that are
-// given are the network's, unless that is a mixture. m: multiplier.
+// A layer without attention: x + m network(norm(x)) of x (B, L, columns), m the multiplier. The
+// parts of `given` are the network's, unless that is a mixture.
 mx::array fed(const mx::array &x, const toast_layer &is, const toast_operands &given,
               const toast_mixture *mixture) {
-  check_rows(x);
+  check_hidden_states(x);
   const int64_t columns = x.shape(-1);
   Layer layer = {is};
   Mixture of = {};
   Arrays inputs = {x};
   add_norm(inputs, layer, SECOND_NORM, given, columns, columns);
-  check(layer.has[SECOND_NORM] && !mixture == (is.network != 0) && !is.centred,
+  check(layer.has[SECOND_NORM] && !mixture == (is.network != 0) && !is.layer_norms,
         "no norm, or not one network");
   if (mixture) {
-    of = add_mixture_behind(inputs, layer, given, *mixture);
+    of = add_mixture_network(inputs, layer, given, *mixture);
   } else {
     const mx::array *parts[PARTS][GIVEN];
     layer.network = network_of(given, 0, is.network, false, is.activation, parts);
@@ -169,18 +169,19 @@ mx::array fed(const mx::array &x, const toast_layer &is, const toast_operands &g
     check(parts[is.network - 1][0]->shape(-2) == columns, "rows of another length");
   }
   const Weights weights = {1, inputs.size()};
-  return made("ToastFed", x.shape(), mx::float32, std::move(inputs),
+  return lazy("ToastFed", x.shape(), mx::float32, std::move(inputs),
               [layer, of](const Arrays &arrays) {
     const int64_t columns = arrays[0].shape(-1), count = int64_t(arrays[0].size()) / columns;
     mx::array y = arrays.back();
     float *const out = y.data<float>();
-    InOrder rows(arrays[0]);
+    Contiguous rows(arrays[0]);
     size_t at = 1;
     apply_norm(layer, SECOND_NORM, arrays, at, rows.floats(), count * columns, out);
-    if (of.choice.chosen) return mix_behind(layer, of, arrays, at, rows.floats(), count, out);
+    if (of.choice.chosen)
+      return finish_with_mixture(layer, of, arrays, at, rows.floats(), count, out);
     const Vectors vectors = {{out, count, columns, TOAST_F32}, count};
     feed(layer.network, arrays, at, vectors, out, TOAST_F32);
-    add_to(layer, FED_NORM, arrays, at, out, rows.floats(), count, columns);
+    add_residual(layer, FED_NORM, arrays, at, out, rows.floats(), count, columns);
   }, nullptr, weights);
 }
 
@@ -189,25 +190,23 @@ mx::array fed(const mx::array &x, const toast_layer &is, const toast_operands &g
 
 extern "C" {
 
-// Makes `out`, an array that nobody else has, what a mixture gives. Lazy. Returns what is wrong;
-// NULL where nothing is.
+// Sets `out`, an unshared array, to the output of a mixture. Lazy. Returns an error message or
+// NULL.
 TOAST_API const char *toast_mixture_array(void *out, void *x, const toast_mixture *is) {
   using toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     const mx::array *parts[toast::MIXED][toast::GIVEN];
     const toast::Mixture mixture = toast::mixture_of(*is, parts);
     array_of(out) = toast::mixed(array_of(x), parts, mixture);
   });
 }
 
-// Makes `out`, an array that nobody else has, what a layer that is a network alone gives of x.
-// mixture: which is that; NULL for none. Lazy. Returns as above.
+// Sets `out`, an unshared array, to the output of a layer without attention. mixture: its network,
+// or NULL. Lazy. Returns as above.
 TOAST_API const char *toast_fed_array(void *out, void *x, const toast_operands *given,
                                       const toast_layer *layer, const toast_mixture *mixture) {
   using toast::array_of;
-  return toast::wrong([&] {
-    array_of(out) = toast::fed(array_of(x), *layer, *given, mixture);
-  });
+  return toast::guarded([&] { array_of(out) = toast::fed(array_of(x), *layer, *given, mixture); });
 }
 
 }  // extern "C"

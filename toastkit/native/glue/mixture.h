@@ -1,4 +1,4 @@
-// A mixture of experts, wherever it is a part of a primitive.
+// A mixture of experts (MoE) as a part of a primitive.
 #pragma once
 
 #include "../kernels/rows.h"
@@ -6,10 +6,10 @@
 
 extern "C" {
 
-// One as Python gives it. Its operands: the router; gate, up and down of the experts; `shared`
-// parts of what all vectors go through, if there is any, and its gate, if it is gated; and what is
-// added to what is chosen by, NULL for nothing. experts: parts of these, gate, up and down, or up
-// and down. activations: of the experts, and of what all vectors go through.
+// A mixture as Python passes it. Parts: the router, the experts' stacks, the `shared` parts of a
+// shared expert (0: there is none) and, if `gated`, its gate. rest[0]: bias of the router's choice
+// (not of its weights), or NULL. experts: number of stacks, 3 with gate, up and down, 2 with up and
+// down. activations: of the experts, of the shared expert.
 typedef struct {
   const toast_operands *given;
   toast_choice choice;
@@ -20,41 +20,42 @@ typedef struct {
 
 namespace toast {
 
-constexpr int MIXED = 2 * PARTS + 3;  // parts: the router; experts; what all vectors go through,
-                                      // and its gate; the choice's bias
+// Router, experts, shared expert and its gate, bias of the choice.
+constexpr int MIXED = 2 * PARTS + 3;
 struct Mixture {
   Packing router, gate;
   bool router_biased, gate_biased;
   bool gated, choice_biased;
-  Network experts, shared;  // shared: of no parts where there is none
+  Network experts, shared;  // shared.count: 0 without a shared expert
   toast_choice choice;
   int activation_bits;
 };
 
-// Raises std::invalid_argument for a choice among so many experts that cannot be. bias: NULL for
-// none.
+// Throws std::invalid_argument for a routing that is impossible with so many experts. bias: or
+// NULL.
 void check_choice(const toast_choice &choice, const mx::array *bias, int experts);
 
-// One as Python gives it, whose arrays become `parts`, the last of which is the choice's bias.
+// The mixture that Python passed; sets `parts` to its arrays, the last to the bias of the choice.
 Mixture mixture_of(const toast_mixture &is, const mx::array *(*parts)[GIVEN]);
 
-// The arrays of its parts, for float32 vectors of so many columns, which are the first of inputs,
-// added to these. It gives vectors of as many. Raises as add_matrix.
+// Appends its arrays to `inputs`, of which the first is x, float32 with `columns` columns; the
+// result has as many. Throws as add_matrix.
 void add_mixture(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const Mixture &mixture,
                  int64_t columns);
 
-// What it gives of x (count, columns), with the arrays of its parts from `at` on, which becomes
-// where they end. out: (count, columns); may lie where x does.
+// Computes the mixture of x (count, columns). at: index of its first array; advanced past its last.
+// out: (count, columns); may be x.
 void mix(const Mixture &mixture, const Arrays &arrays, size_t &at, const float *x, int64_t count,
          int64_t columns, float *out);
 
-// A mixture that is a layer's network, its arrays and its norm's added to `inputs`. Raises as
-// add_matrix.
-Mixture add_mixture_behind(Arrays &inputs, Layer &layer, const toast_operands &given,
-                           const toast_mixture &is);
+// The mixture that is a layer's network; appends its arrays and those of the norm after it. Throws
+// as add_matrix.
+Mixture add_mixture_network(Arrays &inputs, Layer &layer, const toast_operands &given,
+                            const toast_mixture &is);
 
-// out = m norm(mixture(out)) + sum, (count, columns) each, of what `behind` left. m: multiplier.
-void mix_behind(const Layer &layer, const Mixture &mixture, const Arrays &arrays, size_t &at,
-                const float *sum, int64_t count, float *out);
+// Ends a layer that finish_layer left at out = norm(sum): out = m norm(mixture(out)) + sum, (count,
+// columns) each. m: the layer's multiplier.
+void finish_with_mixture(const Layer &layer, const Mixture &mixture, const Arrays &arrays,
+                         size_t &at, const float *sum, int64_t count, float *out);
 
 }  // namespace toast

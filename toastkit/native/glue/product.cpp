@@ -1,5 +1,4 @@
-// Products of kernels/ as an MLX primitive: lazy, on MLX's own stream, in its own arrays; and rows
-// of their matrices.
+// Matrix products and embedding lookups of (quantised) matrices as MLX primitives.
 #include <algorithm>
 #include <limits>
 
@@ -8,8 +7,8 @@
 namespace toast {
 namespace {
 
-// The place in an array's leading axes, as in one string, of each place in axes that they are
-// broadcast to. skip: axes of it that are not led by.
+// For each index of `shape`, the flat index of the element of `a` that is broadcast to it. skip:
+// trailing axes of `a` that do not take part.
 std::vector<uint32_t> places_of(const mx::array &a, size_t skip, const std::vector<int> &shape) {
   const size_t axes = a.ndim() - skip, more = shape.size() - axes;
   size_t count = 1;
@@ -33,7 +32,7 @@ void multiply(const Arrays &arrays, const Packing &packing, bool biased, int act
   const mx::array &x = arrays[0];
   const bool chosen = packing.stack;
   mx::array out = arrays.back();
-  InOrder rows(x);
+  Contiguous rows(x);
   size_t next = 1;
   const Part part(arrays, next, packing, biased);
   const Matrix &matrix = part.matrix;
@@ -47,7 +46,7 @@ void multiply(const Arrays &arrays, const Packing &packing, bool biased, int act
   std::vector<uint32_t> vector, expert;
   if (chosen) {
     const mx::array &choice = arrays[arrays.size() - 2];
-    InOrder experts(choice);
+    Contiguous experts(choice);
     auto of = reinterpret_cast<const uint32_t *>(experts.data());
     auto places = places_of(x, 2, batch), choices = places_of(choice, 0, batch);
     const uint32_t each = x.shape(-2);
@@ -74,9 +73,9 @@ std::vector<int> broadcast(const mx::array &x, const mx::array &choice) {
   return shape;
 }
 
-// Of an input x (..., columns) with a matrix (rows, columns), and perhaps a bias (rows) where both
-// are float32; or of x (..., m, columns) with those of a stack (experts, rows, columns) that are
-// chosen, uint32 (...), both broadcast.
+// x (..., columns) times a matrix (rows, columns), transposed, plus an optional bias (rows,), both
+// then float32. Or x (..., m, columns) times the matrices of a stack (experts, rows, columns) named
+// by choice, uint32 (...); the leading axes are broadcast.
 mx::array product(const mx::array &x, const mx::array &weight, const mx::array *scales,
                   const mx::array *biases, const mx::array *bias, const mx::array *choice,
                   int bits, int group_size, int activation_bits) {
@@ -101,11 +100,11 @@ mx::array product(const mx::array &x, const mx::array &weight, const mx::array *
   }
   shape.back() = weight.shape(-2);
   auto dtype = x.dtype() == numbers ? x.dtype() : mx::float32;
-  return made("ToastProduct", std::move(shape), dtype, std::move(inputs),
-              [packing, biased = bias != nullptr, activation_bits,
-               batch = std::move(batch)](const Arrays &arrays) {
-    multiply(arrays, packing, biased, activation_bits, batch);
-  }, nullptr, weights);
+  return lazy(
+      "ToastProduct", std::move(shape), dtype, std::move(inputs),
+      [packing, biased = bias != nullptr, activation_bits, batch = std::move(batch)](
+          const Arrays &arrays) { multiply(arrays, packing, biased, activation_bits, batch); },
+      nullptr, weights);
 }
 
 float number_at(const toast_matrix &m, const void *numbers, int64_t i) {
@@ -115,7 +114,7 @@ float number_at(const toast_matrix &m, const void *numbers, int64_t i) {
   return float(reinterpret_cast<const mx::bfloat16_t &>(bits));
 }
 
-// A row of a matrix as it stands for: rounded as MLX does, after the factor and after the sum.
+// Dequantises a row, rounding as MLX does: after the product with the scale and after the sum.
 void widen(const toast_matrix &m, int64_t row, float *out) {
   const int64_t first = row * m.columns;
   if (!m.bits) {
@@ -137,7 +136,7 @@ void widen(const toast_matrix &m, int64_t row, float *out) {
   }
 }
 
-// Rows (..., columns) of a matrix, float32; what is not there is NaN.
+// Embedding lookup: float32 rows (..., columns) of a matrix; NaN for places beyond its rows.
 mx::array rows_at(const mx::array &places, const mx::array &weight, const mx::array *scales,
                   const mx::array *biases, int bits, int group_size) {
   check(places.dtype() == mx::uint32, "places that are no uint32");
@@ -148,10 +147,10 @@ mx::array rows_at(const mx::array &places, const mx::array &weight, const mx::ar
   add_matrix(inputs, weight, scales, biases, packing, columns);
   auto shape = places.shape();
   shape.push_back(int(columns));
-  return made("ToastRows", std::move(shape), mx::float32, std::move(inputs),
+  return lazy("ToastRows", std::move(shape), mx::float32, std::move(inputs),
               [packing](const Arrays &arrays) {
     const Matrix matrix(arrays, 1, packing);
-    InOrder places(arrays[0]);
+    Contiguous places(arrays[0]);
     auto rows = reinterpret_cast<const uint32_t *>(places.data());
     mx::array out = arrays.back();
     float *to = out.data<float>();
@@ -170,26 +169,25 @@ mx::array rows_at(const mx::array &places, const mx::array &weight, const mx::ar
 
 extern "C" {
 
-// Makes `out`, an array that nobody else has, the product. Lazy. scales, biases: of a packed
-// matrix. bias: NULL, or what is added. choice: NULL, or experts. Returns what is wrong; NULL where
-// nothing is.
+// Sets `out`, an unshared array, to the product. Lazy. scales, biases: NULL for a float matrix.
+// bias, choice: or NULL. Returns an error message or NULL.
 TOAST_API const char *toast_product_array(void *out, void *x, void *weight, void *scales,
                                           void *biases, void *bias, void *choice, int bits,
                                           int group_size, int activation_bits) {
   using toast::array_if, toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     array_of(out) =
         toast::product(array_of(x), array_of(weight), array_if(scales), array_if(biases),
                        array_if(bias), array_if(choice), bits, group_size, activation_bits);
   });
 }
 
-// Makes `out`, an array that nobody else has, rows of a matrix, float32. Lazy. scales, biases: NULL
-// for one that is not packed. Returns as above.
+// Sets `out`, an unshared array, to float32 rows of a matrix. Lazy. scales, biases: NULL for a
+// float matrix. Returns as above.
 TOAST_API const char *toast_rows_array(void *out, void *places, void *weight, void *scales,
                                        void *biases, int bits, int group_size) {
   using toast::array_if, toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     array_of(out) = toast::rows_at(array_of(places), array_of(weight),
                                    array_if(scales), array_if(biases), bits, group_size);
   });

@@ -1,4 +1,5 @@
-// The recurrences of kernels/recurrent.h as MLX primitives.
+// The recurrences of kernels/recurrent.h as MLX primitives: gated delta rule, selective scans, WKV,
+// linear recurrence.
 #include "recurrent.h"
 
 #include "../kernels/rows.h"
@@ -11,11 +12,11 @@ void check_mask(const mx::array *mask, int batch, int length) {
         "a mask of another shape");
 }
 
-// Of q, k, v, a, b, a_log, bias, the state, the mask: y and the state after it. Without a_log and
-// bias a has decays. These, and gates, may be of columns.
+// objects: q, k, v, a, b, a_log, bias, state, mask. Returns y and the new state. Without a_log and
+// bias, a holds the decays. Decays, a and bias may be given for each column of a key.
 Arrays gated_delta(void **objects, float factor) {
   Arrays inputs;
-  const auto given = taken(objects, 9, inputs);
+  const auto given = collect_inputs(objects, 9, inputs);
   const mx::array &q = inputs[0], &k = inputs[1], &v = inputs[2];
   check(k.ndim() == 4 && q.shape() == k.shape() && v.ndim() == 4 && k.shape(0) == v.shape(0) &&
             k.shape(1) == v.shape(1) && k.shape(2) > 0 && v.shape(2) % k.shape(2) == 0 &&
@@ -35,24 +36,24 @@ Arrays gated_delta(void **objects, float factor) {
   check_mask(given[8] ? &inputs.back() : nullptr, v.shape(0), v.shape(1));
   const int64_t batch = v.shape(0), length = v.shape(1), key_heads = k.shape(2);
   const int64_t value_heads = v.shape(2), key_size = k.shape(3), value_size = v.shape(3);
-  return made("ToastGatedDelta", {v.shape(), state}, {mx::float32, mx::float32}, std::move(inputs),
+  return lazy("ToastGatedDelta", {v.shape(), state}, {mx::float32, mx::float32}, std::move(inputs),
               [=](const Arrays &arrays) {
     mx::array y = arrays.end()[-2], after = arrays.back();
-    const Floats at(arrays, given);
+    const OptionalFloats at(arrays, given);
     const toast_delta delta = {
         batch, length, key_heads, value_heads, key_size, value_size,
         at(0), at(1), at(2), at(3), at(4), at(5), at(6), factor, columns,
         at.operator()<uint8_t>(8), at(7),
     };
     need(toast_gated_delta(&delta, y.data<float>(), after.data<float>()));
-  }, place_of(given, 7));
+  }, input_index(given, 7));
 }
 
-// Of x, b, c, dt, a_log, d, bias, the state, the mask: y and the state after it. A selective scan
-// is of one head, which is not among the axes.
+// objects: x, b, c, dt, a_log, d, bias, state, mask. Returns y and the new state. x of 3 axes is
+// Mamba-1's selective scan (one head, no axis for it), of 4 axes Mamba-2's.
 Arrays scanned(void **objects, float least, float most) {
   Arrays inputs;
-  const auto given = taken(objects, 9, inputs);
+  const auto given = collect_inputs(objects, 9, inputs);
   const mx::array &x = inputs[0], &b = inputs[1];
   const bool selective = x.ndim() == 3;
   const int size = x.shape(-1), numbers = b.shape(-1), heads = selective ? 1 : x.shape(2);
@@ -72,23 +73,23 @@ Arrays scanned(void **objects, float least, float most) {
   check(!given[7] || inputs[6 + given[6]].shape() == state, "a state of another shape");
   check_mask(given[8] ? &inputs.back() : nullptr, x.shape(0), x.shape(1));
   const int64_t batch = x.shape(0), length = x.shape(1);
-  return made("ToastScan", {x.shape(), state}, {mx::float32, mx::float32}, std::move(inputs),
+  return lazy("ToastScan", {x.shape(), state}, {mx::float32, mx::float32}, std::move(inputs),
               [=](const Arrays &arrays) {
     mx::array y = arrays.end()[-2], after = arrays.back();
-    const Floats at(arrays, given);
+    const OptionalFloats at(arrays, given);
     const toast_scan scan = {
         batch, length, heads, size, groups, numbers,
         at(0), at(1), at(2), at(3), at(4), at(5), at(6), least, most, selective,
         at.operator()<uint8_t>(8), at(7),
     };
     need(toast_scan_steps(&scan, y.data<float>(), after.data<float>()));
-  }, place_of(given, 7));
+  }, input_index(given, 7));
 }
 
-// Of r, w, k, v, a, b, the state: y and the state after it.
+// objects: r, w, k, v, a, b, state. Returns y and the new state (RWKV-7).
 Arrays wkv(void **objects) {
   Arrays inputs;
-  const auto given = taken(objects, 7, inputs);
+  const auto given = collect_inputs(objects, 7, inputs);
   const mx::array &r = inputs[0];
   check(r.ndim() == 4 && r.shape(3) > 0, "steps of another shape");
   for (int i = 1; i < 6; i++)
@@ -97,27 +98,27 @@ Arrays wkv(void **objects) {
   const mx::Shape state = {r.shape(0), r.shape(2), r.shape(3), r.shape(3)};
   check(!given[6] || inputs[6].shape() == state, "a state of another shape");
   const mx::Shape of = r.shape();
-  return made("ToastWkv", {of, state}, {mx::float32, mx::float32}, std::move(inputs),
+  return lazy("ToastWkv", {of, state}, {mx::float32, mx::float32}, std::move(inputs),
               [=](const Arrays &arrays) {
     mx::array y = arrays.end()[-2], after = arrays.back();
-    const Floats at(arrays, given);
+    const OptionalFloats at(arrays, given);
     const toast_wkv steps = {of[0], of[1], of[2], of[3],
                              at(0), at(1), at(2), at(3), at(4), at(5), at(6)};
     need(toast_wkv_steps(&steps, y.data<float>(), after.data<float>()));
-  }, place_of(given, 6));
+  }, input_index(given, 6));
 }
 
-// Of the decays, x, the state: h after each step.
+// objects: decays, x, state. Returns h after each step.
 mx::array linear(void **objects) {
   Arrays inputs;
-  const auto given = taken(objects, 3, inputs);
+  const auto given = collect_inputs(objects, 3, inputs);
   const mx::Shape of = inputs[1].shape();
   check(of.size() == 3 && inputs[0].shape() == of, "steps of another shape");
   check_floats(inputs);
   check(!given[2] || inputs[2].shape() == mx::Shape{of[0], of[2]}, "a state of another shape");
-  return made("ToastLinear", of, mx::float32, std::move(inputs), [=](const Arrays &arrays) {
+  return lazy("ToastLinear", of, mx::float32, std::move(inputs), [=](const Arrays &arrays) {
     mx::array h = arrays.back();
-    const Floats at(arrays, given);
+    const OptionalFloats at(arrays, given);
     const toast_linear steps = {of[0], of[1], of[2], at(0), at(1), at(2)};
     toast_linear_steps(&steps, h.data<float>());
   });
@@ -126,12 +127,12 @@ mx::array linear(void **objects) {
 }  // namespace
 }  // namespace toast
 
-// Each makes its first objects, arrays that nobody else has, what kernels/recurrent.h gives. Lazy.
-// What is not given of the objects is NULL. Returns what is wrong; NULL where nothing is.
+// Each sets its first arguments, unshared arrays, to what kernels/recurrent.h computes. Lazy.
+// Absent objects are NULL. Returns an error message or NULL.
 extern "C" {
 
 TOAST_API const char *toast_gated_delta_array(void *y, void *after, void **objects, float factor) {
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     auto made = toast::gated_delta(objects, factor);
     toast::array_of(y) = made[0];
     toast::array_of(after) = made[1];
@@ -140,7 +141,7 @@ TOAST_API const char *toast_gated_delta_array(void *y, void *after, void **objec
 
 TOAST_API const char *toast_scan_array(void *y, void *after, void **objects, float least,
                                        float most) {
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     auto made = toast::scanned(objects, least, most);
     toast::array_of(y) = made[0];
     toast::array_of(after) = made[1];
@@ -148,7 +149,7 @@ TOAST_API const char *toast_scan_array(void *y, void *after, void **objects, flo
 }
 
 TOAST_API const char *toast_wkv_array(void *y, void *after, void **objects) {
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     auto made = toast::wkv(objects);
     toast::array_of(y) = made[0];
     toast::array_of(after) = made[1];
@@ -156,7 +157,7 @@ TOAST_API const char *toast_wkv_array(void *y, void *after, void **objects) {
 }
 
 TOAST_API const char *toast_linear_array(void *h, void **objects) {
-  return toast::wrong([&] { toast::array_of(h) = toast::linear(objects); });
+  return toast::guarded([&] { toast::array_of(h) = toast::linear(objects); });
 }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// What glue of recurrent layers has in common: float32 arrays, of which some may not be given.
+// Shared by primitives of recurrent layers: float32 arrays, of which some are optional.
 #pragma once
 
 #include <algorithm>
@@ -8,10 +8,11 @@
 
 namespace toast {
 
-// Float32 in their order; NULL for what is not given. given: which of them are.
-class Floats {
+// Row-contiguous float32 data of arrays by their number; NULL for one that is absent. given: which
+// are present; `arrays` has these alone.
+class OptionalFloats {
  public:
-  Floats(const Arrays &arrays, const std::vector<bool> &given) : at_(given.size(), -1) {
+  OptionalFloats(const Arrays &arrays, const std::vector<bool> &given) : at_(given.size(), -1) {
     data_.reserve(given.size());
     for (size_t i = 0, next = 0; i < given.size(); i++)
       if (given[i]) at_[i] = int(next), data_.emplace_back(arrays[next++]);
@@ -23,11 +24,11 @@ class Floats {
 
  private:
   std::vector<int> at_;
-  std::vector<InOrder> data_;
+  std::vector<Contiguous> data_;
 };
 
-// What is given of the objects; the arrays among them to `inputs`.
-inline std::vector<bool> taken(void **objects, int count, Arrays &inputs) {
+// Which of the objects are not NULL; appends their arrays to `inputs`.
+inline std::vector<bool> collect_inputs(void **objects, int count, Arrays &inputs) {
   std::vector<bool> given;
   for (int i = 0; i < count; i++) {
     given.push_back(objects[i]);
@@ -36,17 +37,18 @@ inline std::vector<bool> taken(void **objects, int count, Arrays &inputs) {
   return given;
 }
 
-// Where an input is among those that are given; -1 for one that is not.
-inline int place_of(const std::vector<bool> &given, int i) {
+// Index of input i among those present; -1 if it is absent.
+inline int input_index(const std::vector<bool> &given, int i) {
   int before = 0;
   for (int k = 0; k < i; k++) before += given[k];
   return given[i] ? before : -1;
 }
 
-// Of what is convolved, (batch, length, channels), `step` numbers from one row to the next, and of
-// the rows before, (batch, rows, channels), NULL for zeros: the rows that the next ones begin with.
-inline void keep_last(const float *x, int64_t batch, int64_t length, int64_t step,
-                      const float *before, int64_t rows, int64_t channels, float *last) {
+// Saves the last `rows` rows of a convolution's input, its state for the next positions, to `last`
+// (batch, rows, channels). x: (batch, length, channels) with rows `step` floats apart. before: the
+// state before x, for inputs shorter than `rows`; NULL for zeros.
+inline void save_last_rows(const float *x, int64_t batch, int64_t length, int64_t step,
+                           const float *before, int64_t rows, int64_t channels, float *last) {
   for (int64_t n = 0; n < batch; n++)
     for (int64_t i = 0; i < rows; i++, last += channels) {
       const int64_t at = length - rows + i;

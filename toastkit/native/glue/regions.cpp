@@ -1,8 +1,8 @@
-// Ranges of memory that files are mapped into, and MLX arrays over them.
+// Regions: address ranges into which files are mapped, and MLX arrays over them.
 //
-// A region lives as long as its handle or one of its arrays. MLX writes a result over an input only
-// in memory that it owns, and a region's is not. What is written there all the same is a private
-// copy of the page; no file ever sees it.
+// A region lives as long as its handle or any of its arrays. MLX reuses an input's buffer for a
+// result only if it owns it, which it does not here. Pages that are written to all the same are
+// private copies (MAP_PRIVATE), and never reach a file.
 #include <errno.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -21,15 +21,15 @@ namespace {
 
 const int64_t SYSTEM_PAGE = sysconf(_SC_PAGESIZE);
 
-// A process has 65,530 by default, which whoever wants memory needs too.
+// Half of the 65,530 mappings that Linux allows a process: allocators need some as well.
 constexpr int MOST_MAPS = 1 << 15;
 
 int64_t pages(int64_t bytes) { return (bytes + SYSTEM_PAGE - 1) / SYSTEM_PAGE * SYSTEM_PAGE; }
 
 class Region {
  public:
-  // A page before the first byte is where MLX's allocator looks for the size of what it is given.
-  // Raises an errno.
+  // Reserves address space and, before it, a page where MLX's allocator looks for a buffer's size.
+  // Throws an errno.
   explicit Region(int64_t bytes) : bytes_(pages(bytes)) {
     void *there = mmap(nullptr, SYSTEM_PAGE + bytes_, PROT_NONE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -62,7 +62,7 @@ class Region {
     return at >= 0 && count >= 0 && count <= bytes_ && at <= bytes_ - count;
   }
 
-  // An errno, 0 where it is done.
+  // Returns an errno or 0.
   int map(int64_t at, int64_t count, int fd, int64_t offset) {
     if (!has(at, count) || at % SYSTEM_PAGE || offset < 0 || offset % SYSTEM_PAGE) return EINVAL;
     if (!count) return 0;
@@ -73,7 +73,7 @@ class Region {
     return there == MAP_FAILED ? errno : 0;
   }
 
-  // Closes a descriptor when it ends.
+  // The region closes the descriptor when it is destroyed.
   void keep(int fd) { kept_ = fd; }
 
   static bool has_array(const mx::array &a) {
@@ -100,11 +100,11 @@ class Region {
 
 using Held = std::shared_ptr<Region>;
 
-// An array over memory that `hold` keeps.
+// An array over `memory`, which `hold` keeps alive. offset: in bytes.
 mx::array array_over(char *memory, int64_t offset, const mx::Shape &shape, mx::Dtype dtype,
                      Held hold) {
   using mx::allocator::Buffer;
-  // What MLX takes for a buffer lies a little before its first byte.
+  // An MLX buffer points a little before its first byte.
   const auto lead = static_cast<char *>(Buffer(memory).raw_ptr()) - memory;
   const Buffer buffer(memory - lead);
   mx::array made(shape, dtype, nullptr, {});
@@ -126,8 +126,8 @@ bool is_in_region(const mx::array &a) { return a.size() && Region::has_array(a);
 
 extern "C" {
 
-// Makes `out` a region of so many bytes, rounded up to whole pages, which nothing may read yet.
-// Returns an errno, 0 where that is done, as those that follow.
+// Sets `out` to the handle of a region of `bytes` bytes, rounded up to whole pages, that must not
+// be read before something is mapped into it. Returns an errno or 0, as do the next functions.
 TOAST_API int toast_region(int64_t bytes, void **out) {
   if (bytes <= 0 || bytes > INT64_MAX / 2) return EINVAL;
   try {
@@ -140,31 +140,30 @@ TOAST_API int toast_region(int64_t bytes, void **out) {
   }
 }
 
-// Lets go of the handle.
+// Closes the handle; arrays keep the region alive.
 TOAST_API void toast_region_close(void *region) { delete static_cast<toast::Held *>(region); }
 
-// Maps bytes of a file from `offset` on, copied where they are written to; of no file, -1, zeros.
+// Maps a file from `offset` on to byte `at` of the region, copy on write; zeros for fd -1.
 TOAST_API int toast_region_map(void *region, int64_t at, int64_t bytes, int fd, int64_t offset) {
   return (*static_cast<toast::Held *>(region))->map(at, bytes, fd, offset);
 }
 
-// Has the region close a descriptor, which is its own from now on, when it ends; one at most.
+// Gives the region ownership of a descriptor, one at most.
 TOAST_API void toast_region_keep(void *region, int fd) {
   (*static_cast<toast::Held *>(region))->keep(fd);
 }
 
-// As madvise.
+// madvise on bytes of the region.
 TOAST_API int toast_region_advise(void *region, int64_t at, int64_t bytes, int how) {
   return (*static_cast<toast::Held *>(region))->advise(at, bytes, how);
 }
 
-// Makes `out`, an array that nobody else has, one of a shape of so many axes, of the dtype that
-// `like` has, whose numbers are in rows from byte `at` of the region on. Returns what is wrong;
-// NULL where nothing is.
+// Sets `out`, an unshared array, to a row-contiguous array over the region from byte `at` on, with
+// the dtype of `like`. Returns an error message or NULL.
 TOAST_API const char *toast_region_array(void *out, void *region, int64_t at, void *like,
                                          const int32_t *shape, int axes) {
   using namespace toast;
-  return wrong([&] {
+  return guarded([&] {
     const Held &held = *static_cast<Held *>(region);
     const mx::Dtype dtype = array_of(like).dtype();
     int64_t bytes = mx::size_of(dtype);

@@ -1,4 +1,4 @@
-// What kernels/rows.h does to rows as MLX primitives.
+// The row-wise functions of kernels/rows.h as MLX primitives.
 #include "../kernels/rows.h"
 
 #include "arrays.h"
@@ -8,12 +8,12 @@
 namespace toast {
 namespace {
 
-toast_vectors rows_of(const mx::array &x, const InOrder &data) {
+toast_vectors rows_of(const mx::array &x, const Contiguous &data) {
   const int64_t columns = x.shape(-1);
   return {data.data(), int64_t(x.size()) / columns, columns, type_of(x)};
 }
 
-// centred: by its mean too, and no weight stands for ones. bias: beside a weight, of its dtype.
+// RMS norm, or layer norm if `centred`. No weight: ones. bias: only with a weight, of its dtype.
 mx::array norm(const mx::array &x, const mx::array *weight, const mx::array *bias, bool centred,
                float plus, float eps) {
   const mx::Shape own = {x.ndim() ? x.shape(-1) : 0};
@@ -25,10 +25,10 @@ mx::array norm(const mx::array &x, const mx::array *weight, const mx::array *bia
   Arrays inputs = {x};
   if (weight) type_of(*weight), inputs.push_back(*weight);
   if (bias) inputs.push_back(*bias);
-  return made("ToastNorm", x.shape(), dtype, std::move(inputs), [=](const Arrays &arrays) {
+  return lazy("ToastNorm", x.shape(), dtype, std::move(inputs), [=](const Arrays &arrays) {
     const bool weighted = arrays.size() > 2, biased = arrays.size() > 3;
     mx::array out = arrays.back();
-    InOrder data(arrays[0]), weights(arrays[weighted]), biases(arrays[2 * biased]);
+    Contiguous data(arrays[0]), weights(arrays[weighted]), biases(arrays[2 * biased]);
     const toast_vectors rows = rows_of(arrays[0], data);
     const void *by = weighted ? weights.data() : nullptr, *and_ = biased ? biases.data() : nullptr;
     const int type = type_of(arrays[weighted]), to = type_of(out);
@@ -38,28 +38,28 @@ mx::array norm(const mx::array &x, const mx::array *weight, const mx::array *bia
   });
 }
 
-// What is the same for all arrays. offset: where none is given by an array.
-struct Turning {
+// Constants of a RoPE. offset: position of the first token if no array of offsets is given.
+struct RopeOptions {
   int dims, traditional, inverse, offset;
   float scale, factor;
 };
 
-void turn(const Turning &how, const Arrays &arrays) {
+void rotate(const RopeOptions &how, const Arrays &arrays) {
   const mx::array &x = arrays[0];
   mx::array out = arrays.back();
   const int axes = int(x.ndim());
-  std::unique_ptr<InOrder> copy;
+  std::unique_ptr<Contiguous> copy;
   toast_heads heads = {x.data<char>(), x.shape(0), axes == 4 ? x.shape(1) : 1, x.shape(-2),
                        x.shape(-1), {x.strides(0), axes == 4 ? x.strides(1) : 0, x.strides(-2)},
                        type_of(x)};
   if (x.strides(-1) != 1) {
-    copy = std::make_unique<InOrder>(x);
+    copy = std::make_unique<Contiguous>(x);
     heads.data = copy->data();
     heads.strides[2] = heads.size;
     heads.strides[1] = heads.length * heads.size;
     heads.strides[0] = heads.heads * heads.strides[1];
   }
-  InOrder frequencies(arrays[1]), offsets(arrays[arrays.size() > 3 ? 2 : 1]);
+  Contiguous frequencies(arrays[1]), offsets(arrays[arrays.size() > 3 ? 2 : 1]);
   const bool given = arrays.size() > 3;
   const toast_rotation rotation = {
       how.dims,
@@ -75,7 +75,7 @@ void turn(const Turning &how, const Arrays &arrays) {
 }
 
 mx::array rotated(const mx::array &x, const mx::array &frequencies, const mx::array *offsets,
-                  const Turning &how) {
+                  const RopeOptions &how) {
   check(x.ndim() == 3 || x.ndim() == 4, "heads of another shape");
   check(how.dims > 0 && how.dims % 2 == 0 && how.dims <= x.shape(-1), "so many numbers of a head");
   check(frequencies.dtype() == mx::float32 && frequencies.shape() == mx::Shape{how.dims / 2},
@@ -88,8 +88,8 @@ mx::array rotated(const mx::array &x, const mx::array &frequencies, const mx::ar
           "offsets of another shape");
     inputs.push_back(*offsets);
   }
-  return made("ToastRope", x.shape(), x.dtype(), std::move(inputs),
-              [how](const Arrays &arrays) { turn(how, arrays); });
+  return lazy("ToastRope", x.shape(), x.dtype(), std::move(inputs),
+              [how](const Arrays &arrays) { rotate(how, arrays); });
 }
 
 mx::array gated(const mx::array &gate, const mx::array *x, int activation) {
@@ -98,11 +98,11 @@ mx::array gated(const mx::array &gate, const mx::array *x, int activation) {
   type_of(gate);
   Arrays inputs = {gate};
   if (x) inputs.push_back(*x);
-  return made("ToastGate", gate.shape(), gate.dtype(), std::move(inputs),
+  return lazy("ToastGate", gate.shape(), gate.dtype(), std::move(inputs),
               [=](const Arrays &arrays) {
     const bool given = arrays.size() > 2;
     mx::array out = arrays.back();
-    InOrder gates(arrays[0]), data(arrays[given]);
+    Contiguous gates(arrays[0]), data(arrays[given]);
     need(toast_gate(gates.data(), given ? data.data() : nullptr, out.size(), type_of(out),
                     activation, out.data<char>()));
   });
@@ -111,24 +111,24 @@ mx::array gated(const mx::array &gate, const mx::array *x, int activation) {
 mx::array softmax(const mx::array &x) {
   check(x.ndim() >= 1, "no rows");
   type_of(x);
-  return made("ToastSoftmax", x.shape(), x.dtype(), {x}, [](const Arrays &arrays) {
+  return lazy("ToastSoftmax", x.shape(), x.dtype(), {x}, [](const Arrays &arrays) {
     mx::array out = arrays.back();
-    InOrder data(arrays[0]);
+    Contiguous data(arrays[0]);
     const toast_vectors rows = rows_of(arrays[0], data);
     need(toast_softmax(&rows, rows.stride, out.data<char>(), type_of(out)));
   });
 }
 
-// Numbers of each row, as many as `compute` gives.
+// A reduction of each row to `count` float32 numbers.
 mx::array summed(const char *name, const mx::array &x, int count,
                  decltype(toast_log_sum_exp) *compute) {
   check(x.ndim() >= 1 && x.shape(-1), "no rows");
   type_of(x);
   auto shape = x.shape();
   shape.back() = count;
-  return made(name, std::move(shape), mx::float32, {x}, [=](const Arrays &arrays) {
+  return lazy(name, std::move(shape), mx::float32, {x}, [=](const Arrays &arrays) {
     mx::array out = arrays.back();
-    InOrder data(arrays[0]);
+    Contiguous data(arrays[0]);
     const toast_vectors rows = rows_of(arrays[0], data);
     need(compute(&rows, rows.stride, out.data<float>()));
   });
@@ -139,9 +139,9 @@ mx::array largest(const mx::array &x) {
   type_of(x);
   auto shape = x.shape();
   shape.pop_back();
-  return made("ToastLargest", std::move(shape), mx::uint32, {x}, [](const Arrays &arrays) {
+  return lazy("ToastLargest", std::move(shape), mx::uint32, {x}, [](const Arrays &arrays) {
     mx::array out = arrays.back();
-    InOrder data(arrays[0]);
+    Contiguous data(arrays[0]);
     const toast_vectors rows = rows_of(arrays[0], data);
     need(toast_largest(&rows, rows.stride, out.data<uint32_t>()));
   });
@@ -150,37 +150,37 @@ mx::array largest(const mx::array &x) {
 mx::array partitioned(const mx::array &x, int kth) {
   check(x.ndim() >= 1 && kth >= 0 && kth < x.shape(-1), "no such place in rows");
   type_of(x);
-  return made("ToastPartition", x.shape(), mx::uint32, {x}, [=](const Arrays &arrays) {
+  return lazy("ToastPartition", x.shape(), mx::uint32, {x}, [=](const Arrays &arrays) {
     mx::array out = arrays.back();
-    InOrder data(arrays[0]);
+    Contiguous data(arrays[0]);
     const toast_vectors rows = rows_of(arrays[0], data);
     need(toast_partition(&rows, rows.stride, kth, out.data<uint32_t>()));
   });
 }
 
-// Rows of bytes, each with its scale behind them.
+// Rows of an 8-bit KV cache: int8, each followed by its float32 scale.
 mx::array quantised(const mx::array &x) {
   check(x.ndim() >= 1 && x.shape(-1), "no rows");
   type_of(x);
   auto shape = x.shape();
   shape.back() += int(sizeof(float));
-  return made("ToastQuantise", std::move(shape), mx::int8, {x}, [](const Arrays &arrays) {
+  return lazy("ToastQuantise", std::move(shape), mx::int8, {x}, [](const Arrays &arrays) {
     mx::array out = arrays.back();
-    InOrder data(arrays[0]);
+    Contiguous data(arrays[0]);
     const toast_vectors rows = rows_of(arrays[0], data);
     need(toast_quantise(&rows, rows.stride, out.data<char>()));
   });
 }
 
-// The numbers of such.
+// The float32 numbers of such rows.
 mx::array dequantised(const mx::array &rows) {
   constexpr int SCALE = sizeof(float);
   check(rows.ndim() >= 1 && rows.shape(-1) > SCALE && rows.dtype() == mx::int8, "no such rows");
   auto shape = rows.shape();
   shape.back() -= SCALE;
-  return made("ToastDequantise", std::move(shape), mx::float32, {rows}, [](const Arrays &arrays) {
+  return lazy("ToastDequantise", std::move(shape), mx::float32, {rows}, [](const Arrays &arrays) {
     mx::array out = arrays.back();
-    InOrder data(arrays[0]);
+    Contiguous data(arrays[0]);
     const int64_t columns = out.shape(-1);
     need(toast_dequantise(data.data(), int64_t(out.size()) / columns, columns,
                           out.data<float>()));
@@ -196,10 +196,10 @@ mx::array weighed(const mx::array &x, const mx::array &weights) {
   const int64_t group = shape.back();
   shape.back() = columns;
   type_of(x);
-  return made("ToastWeightedSum", std::move(shape), mx::float32, {x, weights},
+  return lazy("ToastWeightedSum", std::move(shape), mx::float32, {x, weights},
               [=](const Arrays &arrays) {
     mx::array out = arrays.back();
-    InOrder data(arrays[0]), factors(arrays[1]);
+    Contiguous data(arrays[0]), factors(arrays[1]);
     const toast_vectors rows = rows_of(arrays[0], data);
     need(toast_weighted_sums(&rows, columns, group,
                              factors.floats(), out.data<char>(),
@@ -207,7 +207,7 @@ mx::array weighed(const mx::array &x, const mx::array &weights) {
   });
 }
 
-// The places of the k that are chosen of each row, and their shares.
+// Indices of the k experts chosen for each row, and their weights.
 Arrays routed(const mx::array &x, const mx::array *bias, const toast_choice &choice) {
   const int k = choice.chosen;
   check(x.ndim() >= 1 && k > 0 && k <= x.shape(-1), "no rows, or too few numbers in them");
@@ -217,10 +217,10 @@ Arrays routed(const mx::array &x, const mx::array *bias, const toast_choice &cho
   shape.back() = k;
   Arrays inputs = {x};
   if (bias) inputs.push_back(*bias);
-  return made("ToastRoute", {shape, shape}, {mx::uint32, mx::float32}, std::move(inputs),
+  return lazy("ToastRoute", {shape, shape}, {mx::uint32, mx::float32}, std::move(inputs),
               [choice, biased = bias != nullptr](const Arrays &arrays) {
     mx::array which = arrays[arrays.size() - 2], shares = arrays.back();
-    InOrder data(arrays[0]), added(arrays[biased ? 1 : 0]);
+    Contiguous data(arrays[0]), added(arrays[biased ? 1 : 0]);
     const toast_vectors rows = rows_of(arrays[0], data);
     need(toast_route(&rows, rows.stride, &choice,
                      biased ? added.floats() : nullptr,
@@ -228,7 +228,8 @@ Arrays routed(const mx::array &x, const mx::array *bias, const toast_choice &cho
   });
 }
 
-// Of x (..., k, n), weights (..., k), one more vector (..., n), its gate (..., 1).
+// Weighted sums plus a gated vector. inputs: x (..., k, n), weights (..., k), vector (..., n), its
+// gate (..., 1).
 mx::array blended(const Arrays &inputs) {
   const mx::array &x = inputs[0];
   check(x.ndim() >= 2 && x.shape(-2) > 0 && x.shape(-1) > 0, "no groups of vectors");
@@ -240,17 +241,16 @@ mx::array blended(const Arrays &inputs) {
         "weights, vectors or gates of another shape");
   for (auto &one : inputs) check(one.dtype() == mx::float32, "numbers that are no float32");
   const int64_t group = x.shape(-2);
-  return made("ToastBlend", more, mx::float32, inputs, [=](const Arrays &arrays) {
+  return lazy("ToastBlend", more, mx::float32, inputs, [=](const Arrays &arrays) {
     mx::array out = arrays.back();
-    InOrder data(arrays[0]), factors(arrays[1]), others(arrays[2]), gates(arrays[3]);
+    Contiguous data(arrays[0]), factors(arrays[1]), others(arrays[2]), gates(arrays[3]);
     const toast_vectors rows = rows_of(arrays[0], data);
     need(toast_blend(&rows, rows.stride, group, factors.floats(), others.floats(), gates.floats(),
                      out.data<float>()));
   });
 }
 
-// Of x, the weight, and the bias where there is one: positions of x that have kernel - 1 before
-// them.
+// Causal depthwise convolution. The first kernel - 1 rows of x are the state: they have no output.
 mx::array convolved(const mx::array &x, const mx::array &weight, const mx::array *bias, int silu) {
   check(x.ndim() == 3 && weight.ndim() == 3 && weight.shape(0) == x.shape(2) &&
             weight.shape(2) == 1 && x.shape(1) >= weight.shape(1) && weight.shape(1) > 0 &&
@@ -262,11 +262,11 @@ mx::array convolved(const mx::array &x, const mx::array &weight, const mx::array
   const int kept = weight.shape(1) - 1;
   Arrays inputs = {x, weight};
   if (bias) inputs.push_back(*bias);
-  return made("ToastConvolution", {x.shape(0), x.shape(1) - kept, x.shape(2)}, x.dtype(),
+  return lazy("ToastConvolution", {x.shape(0), x.shape(1) - kept, x.shape(2)}, x.dtype(),
               std::move(inputs), [=](const Arrays &arrays) {
     const mx::array &x = arrays[0];
     mx::array out = arrays.back();
-    InOrder data(x), weights(arrays[1]), biases(arrays[arrays.size() > 3 ? 2 : 1]);
+    Contiguous data(x), weights(arrays[1]), biases(arrays[arrays.size() > 3 ? 2 : 1]);
     const int64_t channels = x.shape(2), all = channels * x.shape(1);
     const toast_convolution c = {
         x.shape(0), out.shape(1), channels, kept + 1,
@@ -281,14 +281,14 @@ mx::array convolved(const mx::array &x, const mx::array &weight, const mx::array
 }  // namespace
 }  // namespace toast
 
-// Each makes `out`, an array that nobody else has, what the function of kernels/rows.h gives. Lazy.
-// An object that is not given is NULL. Returns what is wrong; NULL where nothing is.
+// Each sets `out`, an unshared array, to what the function of kernels/rows.h computes. Lazy. Absent
+// objects are NULL. Returns an error message or NULL.
 extern "C" {
 
 TOAST_API const char *toast_norm_array(void *out, void *x, void *weight, void *bias, int centred,
                                        float plus, float eps) {
   using toast::array_if, toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     array_of(out) = toast::norm(array_of(x), array_if(weight), array_if(bias), centred, plus, eps);
   });
 }
@@ -297,7 +297,7 @@ TOAST_API const char *toast_rotate_array(void *out, void *x, void *frequencies, 
                                          int offset, int dims, int traditional, int inverse,
                                          float scale, float factor) {
   using toast::array_if, toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     array_of(out) = toast::rotated(array_of(x), array_of(frequencies), array_if(offsets),
                                    {dims, traditional, inverse, offset, scale, factor});
   });
@@ -305,14 +305,13 @@ TOAST_API const char *toast_rotate_array(void *out, void *x, void *frequencies, 
 
 TOAST_API const char *toast_gate_array(void *out, void *gate, void *x, int activation) {
   using toast::array_if, toast::array_of;
-  return toast::wrong([&] {
-    array_of(out) = toast::gated(array_of(gate), array_if(x), activation);
-  });
+  return toast::guarded(
+      [&] { array_of(out) = toast::gated(array_of(gate), array_if(x), activation); });
 }
 
 TOAST_API const char *toast_convolve_array(void *out, void *x, void *weight, void *bias, int silu) {
   using toast::array_if, toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     const mx::array *biases = array_if(bias);
     array_of(out) = toast::convolved(array_of(x), array_of(weight), biases, silu);
   });
@@ -320,47 +319,46 @@ TOAST_API const char *toast_convolve_array(void *out, void *x, void *weight, voi
 
 TOAST_API const char *toast_softmax_array(void *out, void *x) {
   using toast::array_of;
-  return toast::wrong([&] { array_of(out) = toast::softmax(array_of(x)); });
+  return toast::guarded([&] { array_of(out) = toast::softmax(array_of(x)); });
 }
 
 TOAST_API const char *toast_log_sum_exp_array(void *out, void *x) {
   using toast::array_of;
-  return toast::wrong([&] {
-    array_of(out) = toast::summed("ToastLogSumExp", array_of(x), 1, toast_log_sum_exp);
-  });
+  return toast::guarded(
+      [&] { array_of(out) = toast::summed("ToastLogSumExp", array_of(x), 1, toast_log_sum_exp); });
 }
 
 TOAST_API const char *toast_distribution_array(void *out, void *x) {
   using toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     array_of(out) = toast::summed("ToastDistribution", array_of(x), 3, toast_distribution);
   });
 }
 
 TOAST_API const char *toast_largest_array(void *out, void *x) {
   using toast::array_of;
-  return toast::wrong([&] { array_of(out) = toast::largest(array_of(x)); });
+  return toast::guarded([&] { array_of(out) = toast::largest(array_of(x)); });
 }
 
 TOAST_API const char *toast_partition_array(void *out, void *x, int kth) {
   using toast::array_of;
-  return toast::wrong([&] { array_of(out) = toast::partitioned(array_of(x), kth); });
+  return toast::guarded([&] { array_of(out) = toast::partitioned(array_of(x), kth); });
 }
 
 TOAST_API const char *toast_quantise_array(void *out, void *x) {
   using toast::array_of;
-  return toast::wrong([&] { array_of(out) = toast::quantised(array_of(x)); });
+  return toast::guarded([&] { array_of(out) = toast::quantised(array_of(x)); });
 }
 
 TOAST_API const char *toast_dequantise_array(void *out, void *rows) {
   using toast::array_of;
-  return toast::wrong([&] { array_of(out) = toast::dequantised(array_of(rows)); });
+  return toast::guarded([&] { array_of(out) = toast::dequantised(array_of(rows)); });
 }
 
 TOAST_API const char *toast_route_array(void *which, void *shares, void *x, void *bias,
                                         const toast_choice *choice) {
   using toast::array_if, toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     auto made = toast::routed(array_of(x), array_if(bias), *choice);
     array_of(which) = made[0];
     array_of(shares) = made[1];
@@ -370,7 +368,7 @@ TOAST_API const char *toast_route_array(void *which, void *shares, void *x, void
 TOAST_API const char *toast_blend_array(void *out, void *x, void *weights, void *more,
                                         void *gates) {
   using toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     array_of(out) =
         toast::blended({array_of(x), array_of(weights), array_of(more), array_of(gates)});
   });
@@ -378,7 +376,7 @@ TOAST_API const char *toast_blend_array(void *out, void *x, void *weights, void 
 
 TOAST_API const char *toast_weighted_sum_array(void *out, void *x, void *weights) {
   using toast::array_of;
-  return toast::wrong([&] { array_of(out) = toast::weighed(array_of(x), array_of(weights)); });
+  return toast::guarded([&] { array_of(out) = toast::weighed(array_of(x), array_of(weights)); });
 }
 
 }  // extern "C"

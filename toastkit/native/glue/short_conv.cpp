@@ -1,5 +1,5 @@
-// A layer of a gated short convolution (LFM 2's) as one MLX primitive: a layer of the common form,
-// of which queries, keys and values are the gates b and c and the numbers v of a position.
+// A layer with a gated short convolution (LFM2) as one MLX primitive: a layer of the common form,
+// with gates b and c and values v in place of queries, keys and values.
 #include "../kernels/rows.h"
 #include "blocks.h"
 #include "recurrent.h"
@@ -7,23 +7,23 @@
 namespace toast {
 namespace {
 
-enum { WEIGHT = NORMS, BIAS };  // of the convolution: they lie where others have a rotation
+enum { WEIGHT = NORMS, BIAS };  // of the convolution, in place of RoPE frequencies and sinks
 
 struct ShortConv {
   Layer layer;
   int64_t kernel;
   bool biased, begun;
-  size_t outputs;  // one, or, without a network, the sum and its norm
+  size_t outputs;  // 1; 2 without a network: the sum and its norm
 };
 
-// c * convolution(b * v), to v; and to `last` the rows of b * v that the next ones begin with.
+// v = c * convolution(b * v). last: the convolution's new state, the last rows of b * v.
 void convolve(const ShortConv &s, const Arrays &arrays, size_t &at, const float *b, const float *c,
               float *v, int64_t batch, int64_t length, int64_t columns, float *last) {
   const int64_t count = batch * length * columns, kept = (s.kernel - 1) * columns;
-  InOrder weight(arrays[at++]);
-  std::unique_ptr<InOrder> bias(s.biased ? new InOrder(arrays[at++]) : nullptr);
-  std::unique_ptr<InOrder> before(
-      s.begun ? new InOrder(arrays[arrays.size() - s.outputs - 2]) : nullptr);
+  Contiguous weight(arrays[at++]);
+  std::unique_ptr<Contiguous> bias(s.biased ? new Contiguous(arrays[at++]) : nullptr);
+  std::unique_ptr<Contiguous> before(s.begun ? new Contiguous(arrays[arrays.size() - s.outputs - 2])
+                                             : nullptr);
   const float *earlier = before ? before->floats() : nullptr;
   std::unique_ptr<float[]> gated(new float[count]);
   for (int64_t i = 0; i < count; i++) gated[i] = b[i] * v[i];
@@ -34,36 +34,37 @@ void convolve(const ShortConv &s, const Arrays &arrays, size_t &at, const float 
   };
   need(toast_convolve(&convolution, v, TOAST_F32));
   for (int64_t i = 0; i < count; i++) v[i] = c[i] * v[i];
-  keep_last(gated.get(), batch, length, columns, earlier, s.kernel - 1, columns, last);
+  save_last_rows(gated.get(), batch, length, columns, earlier, s.kernel - 1, columns, last);
 }
 
-// arrays: x, those of what lies before, the convolution's, those of what lies behind, the rows that
-// came before if it has begun; and what comes out, one or two, and the rows for what follows.
+// arrays, in order: x; those of project_heads; the convolution's; those of finish_layer; the
+// convolution's state, if begun. Outputs: those of the layer, the new state.
 void compute(const ShortConv &s, const Arrays &arrays) {
   const mx::array &x = arrays[0];
   const int64_t batch = x.shape(0), length = x.shape(1), columns = x.shape(2);
   const int64_t count = batch * length, all = count * columns;
   mx::array last = arrays.back(), out = arrays.end()[-2], first = arrays.end()[-1 - int(s.outputs)];
-  InOrder in_order(x);
-  const float *rows = in_order.floats();
+  Contiguous contiguous(x);
+  const float *rows = contiguous.floats();
   std::unique_ptr<float[]> memory(new float[4 * all]);
   float *const b = memory.get(), *const c = b + all, *const v = c + all, *const own = v + all;
   size_t at = 1;
-  before(s.layer, arrays, at, rows, count, {b, c, v});
+  project_heads(s.layer, arrays, at, rows, count, {b, c, v});
   convolve(s, arrays, at, b, c, v, batch, length, columns, last.data<float>());
-  behind(s.layer, arrays, at, rows, v, count, s.outputs == 1 ? own : first.data<float>(),
-         out.data<float>());
+  finish_layer(s.layer, arrays, at, rows, v, count, s.outputs == 1 ? own : first.data<float>(),
+               out.data<float>());
 }
 
 Arrays short_conv(const mx::array &x, const mx::array *before, const toast_layer &is,
                   const toast_operands &given) {
-  check_rows(x);
+  check_hidden_states(x);
   ShortConv s = {{is}, 0, given.rest[BIAS] != nullptr, before != nullptr, is.network ? 1u : 2u};
   const int columns = x.shape(2);
-  check(is.heads == 1 && is.key_heads == 1 && is.joined == columns && !is.shares && !is.own,
+  check(is.heads == 1 && is.key_heads == 1 && is.fused_head == columns && !is.shares_cache &&
+            !is.layer_input,
         "gates of another size");
   Arrays inputs = {x};
-  add_before(inputs, s.layer, given);
+  add_head_projections(inputs, s.layer, given);
   const mx::array &weight = rest_of(given, WEIGHT);
   s.kernel = weight.ndim() == 3 ? weight.shape(1) : 0;
   check(s.kernel > 1 && s.kernel <= MOST_KERNEL && weight.dtype() == mx::float32 &&
@@ -76,7 +77,7 @@ Arrays short_conv(const mx::array &x, const mx::array *before, const toast_layer
           "a bias of another shape");
     inputs.push_back(bias);
   }
-  add_behind(inputs, s.layer, given, columns);
+  add_finish(inputs, s.layer, given, columns);
   const Weights weights = {1, inputs.size()};
   const mx::Shape kept = {x.shape(0), int(s.kernel) - 1, columns};
   if (before) {
@@ -85,7 +86,7 @@ Arrays short_conv(const mx::array &x, const mx::array *before, const toast_layer
   }
   std::vector<mx::Shape> shapes(s.outputs, x.shape());
   shapes.push_back(kept);
-  return made("ToastShortConv", shapes, std::vector<mx::Dtype>(shapes.size(), mx::float32),
+  return lazy("ToastShortConv", shapes, std::vector<mx::Dtype>(shapes.size(), mx::float32),
               std::move(inputs), [s](const Arrays &arrays) { compute(s, arrays); }, -1, weights);
 }
 
@@ -94,14 +95,14 @@ Arrays short_conv(const mx::array &x, const mx::array *before, const toast_layer
 
 extern "C" {
 
-// Makes `outs`, arrays that nobody else has, what a layer gives of x, one, or two where there is no
-// network, and the rows that its next convolution begins with. before: those of the last; NULL for
-// zeros. Lazy. Returns what is wrong; NULL where nothing is.
+// Sets `outs`, unshared arrays, to the output of a layer (one array, two without a network) and its
+// convolution's new state. before: the state; NULL for zeros. Lazy. Returns an error message or
+// NULL.
 TOAST_API const char *toast_short_conv_array(void **outs, void *x, void *before,
                                              const toast_operands *given,
                                              const toast_layer *layer) {
   using toast::array_if, toast::array_of;
-  return toast::wrong([&] {
+  return toast::guarded([&] {
     auto made = toast::short_conv(array_of(x), array_if(before), *layer, *given);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
