@@ -99,13 +99,15 @@ class Misplaced(OSError):
 
 
 def as_toast_error(error: BaseException) -> ToastError:
-    """What is told of a failure: that of a ToastError, of any other that it is a bug, but for a
-    lack of memory."""
+    """What is told of a failure: that of a ToastError, of any other that it is a bug, but where the
+    system has no more memory, or no more threads for this user, as Python says it."""
     if isinstance(error, ToastError):
         return error
     if isinstance(error, MemoryError):
         return IOFailure("out of memory: there may be a limit of this process (ulimit -v)")
-    return ToastError(f"bug: {type(error).__name__}: {error}")
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        return IOFailure("cannot start a thread: there may be no more of this user (ulimit -u)")
+    return ToastError(f"bug: {type(error).__name__}: {error}".replace("\n", " "))
 
 
 def did_you_mean(

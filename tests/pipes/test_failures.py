@@ -301,6 +301,7 @@ def test_a_recorded_error_is_told(tmp_path: Path):
     ("command", "code", "out"),
     [
         (["model", "info", "nope"], 66, b""),
+        (["frames", "--debug", "--slice", "x"], 64, b""),
         (["tokenize", "--count", "--truncate", "a " * 9000], 0, b"7936\n"),
     ],
 )

@@ -259,9 +259,14 @@ def test_what_cannot_be_read_limits_nothing(
     assert left_by_limits(tmp_path / "nowhere") is None
 
 
-def test_a_lack_of_memory_is_no_bug() -> None:
-    for told in (cli._unexpected(MemoryError("x")), as_toast_error(MemoryError())):
-        assert told.code == 74 and told.message.startswith("out of memory")
+def test_what_the_system_lacks_is_no_bug() -> None:
+    """Neither in a command nor where the daemon answers."""
+    lack = {"out of memory": MemoryError, "cannot start a thread": RuntimeError}
+    for tell in (cli._unexpected, as_toast_error):
+        for said, kind in lack.items():
+            told = tell(kind("can't start new thread"))
+            assert told.code == 74 and told.message.startswith(said) and told.hint is None
+        assert tell(RuntimeError("a\nb")).message == "bug: RuntimeError: a b"
 
 
 def test_psutil_is_imported_when_it_is_needed() -> None:

@@ -295,7 +295,9 @@ def _report(
     if debug:
         import traceback
 
-        traceback.print_exception(cause or error.__cause__ or error)
+        for part in traceback.format_exception(cause or error.__cause__ or error):
+            for line in part.splitlines():
+                _tell(line)
     if not isinstance(error, RemoteError):
         print_error(error, name)
     elif not _stdin_is_live():
@@ -325,14 +327,11 @@ def _stdin_is_live() -> bool:
 
 
 def _unexpected(error: Exception) -> ToastError:
-    """A bug, but where the system has no more memory, or no more threads for this user, as Python
-    says it."""
-    if isinstance(error, MemoryError):
-        return as_toast_error(error)
-    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
-        return IOFailure("cannot start a thread: there may be no more of this user (ulimit -u)")
-    text = f"bug: {type(error).__name__}: {error}".replace("\n", " ")
-    return ToastError(text, hint="--debug shows where")
+    """As as_toast_error, with a hint at where to look for a bug."""
+    told = as_toast_error(error)
+    if type(told) is ToastError:
+        told.hint = "--debug shows where"
+    return told
 
 
 def _misuse(error: click.ClickException, name: str) -> UsageError:
