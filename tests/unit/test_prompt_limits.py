@@ -10,6 +10,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, normalizers
+from tokenizers.processors import TemplateProcessing
 
 from tests.unit.test_turns import Files
 from toastkit.errors import DataError
@@ -109,3 +110,19 @@ def test_what_does_not_fit_is_read_no_further(monkeypatch: pytest.MonkeyPatch) -
         stage = PromptTokenizer(files, config, PromptOptions(raw=True), tokenizer)
         with pytest.raises(DataError, match=f"the prompt has at least [0-9]{{3}} tokens.*{said}"):
             stage.encode(Prompt("a bear " * 10_000))
+
+
+def test_tokens_that_the_model_has_not() -> None:
+    """Added ones and those of the post-processor may be such: refused where the text is known."""
+    whole = tokenizers.Tokenizer.from_buffer(locate("crumb").read("tokenizer.json"))
+    whole.add_special_tokens(["<beyond>"])
+    files = locate("crumb")
+    options = PromptOptions(raw=True)
+    plain = PromptTokenizer(files, load_config(files), options, Tokenizer(Files(whole)))
+    fine = plain.encode(Prompt("hi"))
+    whole.post_processor = TemplateProcessing(single="x $A", special_tokens=[("x", 2**32 - 1)])
+    around = PromptTokenizer(files, load_config(files), options, Tokenizer(Files(whole)))
+    for stage, text, bad in ((plain, "hi<beyond>", 4096), (around, "hi", 2**32 - 1)):
+        with pytest.raises(DataError, match=f"token {bad} is outside the vocabulary of 4096"):
+            stage.encode(Prompt(text))
+    assert 0 < max(fine) < 4096

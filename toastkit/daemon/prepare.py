@@ -14,7 +14,13 @@ from toastkit.daemon.history import conversation_hash
 from toastkit.daemon.requests import Request
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.errors import DataError, NoInputError, ToastError, UsageError
-from toastkit.model.config import ModelConfig, fingerprint, load_config, sampling_defaults
+from toastkit.model.config import (
+    ModelConfig,
+    check_ids,
+    fingerprint,
+    load_config,
+    sampling_defaults,
+)
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import for_stream, locate
 from toastkit.sampling.sampling_options import SamplingOptions
@@ -151,8 +157,7 @@ class Preparer:
         limit = self._config.context
         if limit is not None and len(ids) > limit:
             raise DataError(f"the prompt has {len(ids)} tokens, the model's context is {limit}")
-        if max(ids) >= self._config.vocab:
-            raise DataError(f"token {max(ids)} is outside the vocabulary of {self._config.vocab}")
+        check_ids(ids, self._config.vocab)
 
     def _sampling(self, request: Request) -> SamplingOptions:
         options = request.options

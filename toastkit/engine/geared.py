@@ -18,7 +18,6 @@ import numpy as np
 from toastkit.engine.engine import Engine
 from toastkit.engine.perplexity import (
     Scores,
-    check_ids,
     checked,
     default_chunk,
     score,
@@ -29,6 +28,7 @@ from toastkit.engine.state import ModelState
 from toastkit.gears.monitor import EntropyMeter
 from toastkit.gears.selector import GearSelector
 from toastkit.holdings.policy import NO_WISH, Wish
+from toastkit.model.config import check_ids
 
 FIRST = "high"  # gear of a window's first pass
 DIGITS = 6  # of an entropy that a gear is chosen by: what a frame says, so that all ways agree
@@ -89,7 +89,7 @@ def score_in_gears(
     Raises DataError for an id that the model does not have, and for logits that are not numbers;
     what Engine.decide raises.
     """
-    check_ids(engine, ids)
+    check_ids(ids, engine.vocab)
     for start, part in windows(ids, window):
         if engine.gears is None and not falls_back(engine):
             yield from _watched(engine, start, part, chooser_for())
@@ -100,7 +100,7 @@ def score_in_gears(
 def score_in_steps(engine: Engine, ids: Sequence[int], window: int) -> Iterator[Scores]:
     """As perplexity.score, in the gear that the engine is in, a token at a time: each is predicted
     by the pass that counts where a step may take two (see engine.big_little)."""
-    check_ids(engine, ids)
+    check_ids(ids, engine.vocab)
     for start, part in windows(ids, window):
         yield from _stepping(engine, start, part, None)
 

@@ -21,6 +21,7 @@ from toastkit.engine.engine import CHUNK, Engine
 from toastkit.errors import DataError
 from toastkit.holdings.policy import NO_WISH
 from toastkit.holdings.streams import arrays_in
+from toastkit.model.config import check_ids
 from toastkit.native.operations import distribution
 
 LOGITS_BYTES = 256 << 20  # that the float32 logits of one pass may take, unless --chunk is given
@@ -124,15 +125,9 @@ def score(
     as suit the device and the vocabulary; it changes memory and speed, and no result.
     Raises DataError for an id that the model does not have, and for logits that are not numbers.
     """
-    check_ids(engine, ids)
+    check_ids(ids, engine.vocab)
     for start, part in windows(ids, window):
         yield from score_window(engine, start, part, chunk or default_chunk(engine))
-
-
-def check_ids(engine: Engine, ids: Sequence[int]) -> None:
-    """Raises DataError for an id that the model does not have."""
-    if ids and max(ids) >= engine.vocab:
-        raise DataError(f"token {max(ids)} is outside the vocabulary of {engine.vocab}")
 
 
 def score_window(engine: Engine, start: int, part: Sequence[int], size: int) -> Iterator[Scores]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,6 +73,12 @@ def _check_finite(raw: dict, where: str) -> None:
             left += [(f"{name}.{key}" if name else key, inner) for key, inner in value.items()]
         elif isinstance(value, list):
             left += [(name, inner) for inner in value]
+
+
+def check_ids(ids: Collection[int], vocab: int) -> None:
+    """Raises DataError for a token that a model of `vocab` entries does not have."""
+    if ids and max(ids) >= vocab:
+        raise DataError(f"token {max(ids)} is outside the vocabulary of {vocab}")
 
 
 def digits(number: int) -> str:

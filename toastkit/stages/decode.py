@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from toastkit.engine.step_engine import State, StepEngine, Wish
-from toastkit.errors import DataError, NoInputError
+from toastkit.errors import NoInputError
 from toastkit.frames import End, Frame, Head, Prefilled, Tokens, unpack_ids
 from toastkit.interrupts import Interrupt
+from toastkit.model.config import check_ids
 from toastkit.stages.run.protocol import DecodeRun, DecodeRuns
 from toastkit.stages.run.settings import StepOptions
 from toastkit.stages.streams import whole_runs
@@ -114,8 +115,8 @@ def _steps(
             return End(end or "interrupt", drawn)
         started = time.perf_counter()
         drawn += 1
-        if isinstance(token, int) and token >= engine.vocab:
-            raise DataError(f"token {token} is outside the vocabulary of {engine.vocab}")
+        if isinstance(token, int):
+            check_ids((token,), engine.vocab)
         full = context is not None and len(state.tokens) >= context
         if end is None and (full or last or drawn == options.max_tokens):
             end = "length"

@@ -10,6 +10,7 @@ from toastkit.engine.step_engine import StepEngine
 from toastkit.errors import DataError
 from toastkit.frames import End, Frame, Head, Prefilled, Tokens, unpack_ids
 from toastkit.interrupts import Interrupt
+from toastkit.model.config import check_ids
 from toastkit.stages.run.protocol import PrefillRuns, check_vocab, open_fork
 from toastkit.stages.run.settings import ReadOptions
 from toastkit.stages.streams import whole_runs
@@ -89,8 +90,7 @@ def check_prompt(ids: list[int], engine: StepEngine) -> None:
     """Raises DataError for a prompt that the model cannot read."""
     if not ids:
         raise DataError("empty prompt")
-    if max(ids) >= engine.vocab:
-        raise DataError(f"token {max(ids)} is outside the vocabulary of {engine.vocab}")
+    check_ids(ids, engine.vocab)
     context = engine.context
     if context is not None and len(ids) > context:
         raise DataError(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from toastkit.errors import DataError
 from toastkit.frames import Frame, Head, Tokens, pack_ids
-from toastkit.model.config import ModelConfig, fingerprint
+from toastkit.model.config import ModelConfig, check_ids, fingerprint
 from toastkit.model.files import ModelFiles
 from toastkit.prefix import common_prefix
 from toastkit.text import pieces
@@ -152,10 +152,13 @@ class PromptTokenizer:
 
     def _ids(self, prompt: Prompt, text: str | None = None, most: int | None = None) -> list[int]:
         """Ids of a prompt. text: what it is rendered to, where that is known. most: as of
-        Tokenizer.encode."""
+        Tokenizer.encode. Raises DataError for one that the model has not, which added tokens and
+        the post-processor may give."""
         templated = prompt.messages is not None and bool(self.tokenizer.templates)
         text = self.render(prompt) if text is None else text
-        return self.tokenizer.encode_prompt(text, templated, most)
+        ids = self.tokenizer.encode_prompt(text, templated, most)
+        check_ids(ids, self.vocab)
+        return ids
 
     def _check_size(self, text: str, limit: int) -> None:
         """Raises DataError for a text that cannot fit, whatever its tokens are."""

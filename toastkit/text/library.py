@@ -10,7 +10,8 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from toastkit.errors import DataError
@@ -38,18 +39,39 @@ def call(doing: str, act: Callable[[], T], seconds: float | None = None) -> T:
     nothing else can end a search that has begun.
     """
     if seconds is None:
-        return _outcome(doing, *_tried(act))
+        with _unheard():
+            value, error = _tried(act)
+        return _outcome(doing, value, error)
     _left[:] = [thread for thread in _left if thread.is_alive()]
     if len(_left) >= MOST_LEFT:
         raise DataError(f"{doing}: the tokenizer is busy with texts that take it too long")
     result: list[tuple[Any, BaseException | None]] = []
     thread = threading.Thread(target=lambda: result.append(_tried(act)), daemon=True)
-    thread.start()
-    thread.join(max(seconds, 0))
+    with _unheard():
+        thread.start()
+        thread.join(max(seconds, 0))
     if not result:
         _left.append(thread)
         raise DataError(f"{doing}: it takes over {SECONDS:g} s")
     return _outcome(doing, *result[0])
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Meanwhile nothing gets to stderr, where the library tells of a panic before we do. Only for
+    the main thread, which waits: where there are others that have something to say, as in the
+    daemon, none of them does the library's work."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _tried(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
@@ -73,7 +95,7 @@ def load(data: bytes) -> Any:
     """The `tokenizers.Tokenizer` of a tokenizer.json, with truncation and padding off. Raises
     DataError for one that is broken, or whose rules make a text very much longer."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or it warns after a fork
-    os.environ["RUST_BACKTRACE"] = "0"  # a panic tells stderr of itself: one line, no stack
+    os.environ["RUST_BACKTRACE"] = "0"  # where a panic is heard: two lines, no stack
     import tokenizers
 
     # Loading runs the rules already, over the added tokens. The file is not parsed for this.
