@@ -13,7 +13,7 @@ from gears_report import percent, table, title
 from gears_scores import HIGH, WINDOW, Scored, Scorer, Text, Way, same_both_ways
 
 from toastkit.errors import DataError
-from toastkit.gears import GEARS
+from toastkit.frames import GEARS
 from toastkit.gears.calibration import from_prefill
 from toastkit.gears.cost import mean_bits
 from toastkit.gears.monitor import MonitorOptions

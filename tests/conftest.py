@@ -122,6 +122,13 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state" / "toastkit" / "sessions"
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's directory with a feed."""
+    os.mkfifo(tmp_path / "feed", 0o600)
+    return tmp_path
+
+
 Toast = Callable[..., subprocess.CompletedProcess]
 
 

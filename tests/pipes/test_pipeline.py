@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -289,10 +288,9 @@ def test_prompts_that_cannot_be_read(pipeline, ids: list[int], message: str) -> 
 @pytest.mark.parametrize(
     "text", [b"43 565", b"\n 43\n\n565\n", b'\n {"k": "token", "pos": 3, "id": 43}']
 )
-def test_what_is_fed_may_begin_with_blanks(toast, tmp_path: Path, text: bytes) -> None:
-    os.mkfifo(tmp_path / "feed", 0o600)
-    reader = FeedReader(tmp_path / "feed")
-    assert toast("feed", "--run", str(tmp_path), stdin=text).returncode == 0
+def test_what_is_fed_may_begin_with_blanks(toast, run: Path, text: bytes) -> None:
+    reader = FeedReader(run / "feed")
+    assert toast("feed", "--run", str(run), stdin=text).returncode == 0
     ids = [message.id for message in reader.read_available() if message.id is not None]
     reader.close()
     assert ids == ([43] if b"k" in text else [43, 565])

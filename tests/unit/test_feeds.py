@@ -17,13 +17,6 @@ from toastkit.stages.feed import bare_ids, feed_tokens
 from toastkit.stages.run.pipe_feed import PipeFeed
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run's directory with a feed."""
-    os.mkfifo(tmp_path / "feed", 0o600)
-    return tmp_path
-
-
 def test_a_pipe_feed_reaches_decode(run: Path) -> None:
     reader = FeedReader(run / "feed")
     feed = PipeFeed()

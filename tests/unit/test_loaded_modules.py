@@ -112,14 +112,13 @@ JOBS = [
     ("name", "arguments", "arrays", "free"), JOBS, ids=[" ".join([j[0], *j[1]]) for j in JOBS]
 )
 def test_jobs_that_need_no_weights(
-    tmp_path: Path, name: str, arguments: list, arrays: bool | None, free: set
+    run: Path, name: str, arguments: list, arrays: bool | None, free: set
 ) -> None:
     stdin = b"" if arrays is None else stream(arrays)
     if name == "feed":
-        os.mkfifo(tmp_path / "feed", 0o600)
-        reader = FeedReader(tmp_path / "feed")
-        arguments = [*arguments, "--run", str(tmp_path)]
-    modules, out = loaded(tmp_path, name, *arguments, stdin=stdin)
+        reader = FeedReader(run / "feed")
+        arguments = [*arguments, "--run", str(run)]
+    modules, out = loaded(run, name, *arguments, stdin=stdin)
     assert out, "the job did nothing"
     assert sorted(modules & free) == []
     if name == "feed":
@@ -138,10 +137,9 @@ def test_the_stages_before_the_sampler_import_no_numpy(tmp_path: Path) -> None:
     assert sorted(modules & free) == []
 
 
-def test_feeding_ids_imports_nothing_heavy(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "feed", 0o600)
-    reader = FeedReader(tmp_path / "feed")
-    modules, _ = loaded(tmp_path, "feed", "--run", str(tmp_path), "--end", "5", "6")
+def test_feeding_ids_imports_nothing_heavy(run: Path) -> None:
+    reader = FeedReader(run / "feed")
+    modules, _ = loaded(run, "feed", "--run", str(run), "--end", "5", "6")
     assert [(m.id, m.end) for m in reader.read_available()] == [(5, False), (6, True)]
     assert sorted(modules & PROMPT_FREE) == []
     reader.close()

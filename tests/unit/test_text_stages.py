@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 
 import pytest
@@ -211,13 +210,6 @@ def test_special_tokens_are_printed_on_demand(tokenizer: Tokenizer) -> None:
 
 
 # ------------------------------------------------------------------------------- what fits together
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run's directory with a feed."""
-    os.mkfifo(tmp_path / "feed", 0o600)
-    return tmp_path
 
 
 PROMPT = [head(run="RUN"), Tokens(pack_ids([1, 2]))]

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toastkit.gears import GEARS
+from toastkit.frames import GEARS
 from toastkit.stages.tally import counted
 from toastkit.text.terminal import shown
 

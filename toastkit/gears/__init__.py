@@ -1,3 +1,1 @@
 """Policy 3: in which precision modules are, and what asks for it."""
-
-GEARS = ("low", "mid", "high")

@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from toastkit.gears import GEARS
+from toastkit.frames import GEARS
 
 HIGH_SCORE = 4.0
 MID_SCORE = 1.5

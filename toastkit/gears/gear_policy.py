@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toastkit.errors import UsageError
-from toastkit.gears import GEARS
+from toastkit.frames import GEARS
 from toastkit.gears.discovery import discover
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.forms import ORIGINAL, Form, packed

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, UsageError
-from . import GEARS
+from ..frames import GEARS
 
 if TYPE_CHECKING:
     import numpy as np

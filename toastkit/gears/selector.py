@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from toastkit.errors import DataError, UsageError
-from toastkit.gears import GEARS
+from toastkit.frames import GEARS
 from toastkit.gears.classifier import Difficulty, short
 from toastkit.gears.monitor import EntropyMonitor, MonitorOptions, Reading, check_whole
 

@@ -6,8 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from toastkit.frames import End, Frame, Head, Logits
-from toastkit.gears import GEARS
+from toastkit.frames import GEARS, End, Frame, Head, Logits
 
 
 def tallied(frames: Iterable[Frame], say: Callable[[str], None]) -> Iterator[Frame]:
