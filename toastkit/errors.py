@@ -98,6 +98,11 @@ class Misplaced(OSError):
     says what, after the name."""
 
 
+class SecondName(Misplaced):
+    """A file of ours that is to be written has a second name, whose owner would lose what it
+    was."""
+
+
 def as_toast_error(error: BaseException) -> ToastError:
     """What is told of a failure: that of a ToastError, of any other that it is a bug, but where the
     system has no more memory, or no more threads for this user, as Python says it."""
@@ -130,7 +135,8 @@ def from_os_error(error: OSError, doing: str, creating: bool = False) -> ToastEr
 
     if isinstance(error, Misplaced):
         text = f"{doing}: {error.strerror}"
-        return CannotCreateError(text) if creating else DataError(text)
+        created = creating or isinstance(error, SecondName)
+        return CannotCreateError(text) if created else DataError(text)
     reason = (error.strerror or str(error)).lower()
     text = f"{doing}: {reason}"
     if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO):

@@ -18,7 +18,7 @@ import struct
 import sys
 from typing import TYPE_CHECKING
 
-from toastkit.errors import Misplaced, from_os_error
+from toastkit.errors import Misplaced, SecondName, from_os_error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,15 +61,16 @@ def open_private(
 def _check(path: Path | str, about: os.stat_result, kind: int, flags: int) -> None:
     """Raises Misplaced for a file that is not of this kind, and this user's."""
     found = stat.S_IFMT(about.st_mode)
-    problem = ""
+    problem, error = "", Misplaced
     if found != kind:
         problem = f"is {_KINDS.get(found, 'no file')}"
     elif about.st_uid != os.geteuid():
         problem = "is another user's"
     elif kind == stat.S_IFREG and flags & (os.O_WRONLY | os.O_RDWR) and about.st_nlink > 1:
-        problem = "is a file of another name too (a hard link)"
+        problem = "is to be written and has a second name (a hard link)"
+        error = SecondName
     if problem:
-        raise Misplaced(errno.EEXIST, f"{os.path.basename(path)} {problem}")
+        raise error(errno.EEXIST, f"{os.path.basename(path)} {problem}")
 
 
 def open_directory(path: Path | str, at: int | None = None, follow: bool = False) -> int:
