@@ -11,6 +11,7 @@ run() {
 }
 
 # The python3 beside toast-decode is the one that has toastkit's modules.
-PATH="$(dirname "$(readlink -f "$(command -v toast-decode)")"):$PATH"
+decode=$(command -v toast-decode) || { echo "mix.sh: toast-decode is not on PATH" >&2; exit 127; }
+PATH="$(dirname "$(readlink -f "$decode")"):$PATH"
 
 python3 "$(dirname "$0")/mix.py" <(run "$a") <(run "$b") | toast-sample --temp 0 | toast-detokenize

@@ -2,7 +2,13 @@
 #   -v temperature=T   0 takes the most likely token
 #   -v k=K             how many of the most likely tokens to choose from
 #   -v seed=N          the same seed draws the same tokens (with the same awk)
-BEGIN { srand(seed) }
+BEGIN {
+    if (temperature !~ /^[0-9]*\.?[0-9]+$/ || k !~ /^[1-9][0-9]*$/) {
+        print "sampler.awk: T is a decimal number, 0 or more, and K a whole one" > "/dev/stderr"
+        exit 64
+    }
+    srand(seed)
+}
 
 !/^."k": "logits"/ { print; fflush(); next }  # toast-feed wants the head, toast-detokenize the end
 

@@ -152,6 +152,14 @@ def test_awk_draws_in_proportion(shell: Shell) -> None:
     assert draw(1) == ids != draw(2)
 
 
+@pytest.mark.parametrize(("temperature", "k"), [("0,5", "3"), ("nan", "3"), ("1", "0")])
+def test_awk_takes_numbers(shell: Shell, temperature: str, k: str) -> None:
+    """Anything else counts as 0 in a division."""
+    settings = ["-v", f"temperature={temperature}", "-v", f"k={k}"]
+    done = shell("awk", *settings, "-f", EXAMPLES / "sampler.awk", "/dev/null", code=64)
+    assert done.stdout == "" and done.stderr.startswith("sampler.awk: T is a decimal number")
+
+
 # ------------------------------------------------------------------------------------------- replay
 
 
@@ -262,6 +270,11 @@ def test_mixed_logits_are_the_average(shell: Shell) -> None:
         np.testing.assert_allclose(to_numpy(m.logits), average, atol=1e-5)
         assert token.id == average.argmax()
     assert not np.allclose(to_numpy(one[0].logits), to_numpy(other[0].logits), atol=0.1)
+
+
+def test_mix_without_the_commands(shell: Shell) -> None:
+    failed = shell("bash", EXAMPLES / "mix.sh", code=127, PATH="/usr/bin:/bin")
+    assert failed.stderr == "mix.sh: toast-decode is not on PATH\n"
 
 
 def test_mix_ends_with_the_decode_that_fails(shell: Shell) -> None:
