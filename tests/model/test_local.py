@@ -174,7 +174,7 @@ def test_a_recurrent_state_is_resumed_at_its_end_or_not_at_all(
     assert (missed.cached, missed.read.n_new) == (0, len(ids))
     same(missed, Run(crumb, ids, count=3))
     assert stored(tmp_path / "s") == ids + missed.ids
-    with pytest.raises(NoInputError, match="do not begin this prompt"):
+    with pytest.raises(NoInputError, match="with which this prompt does not begin"):
         Run(crumb, PROMPT[:5] + MORE, session=tmp_path / "s", require_hit=True)
     assert stored(tmp_path / "s") == ids + missed.ids
 

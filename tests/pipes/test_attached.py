@@ -155,7 +155,7 @@ def test_a_fork_and_what_it_has_to_hold(pipeline, prompt_of, tmp_path: Path) -> 
         streams.append(without_times(done.out))
     assert streams[0] == streams[1]
     refused = pipeline(["prefill", "--fork", str(source), "--require-hit"], stdin=prompt_of(WHO))
-    assert refused.codes == [66] and "do not begin this prompt" in refused.errors[0]
+    assert refused.codes == [66] and "with which this prompt does not begin" in refused.errors[0]
     assert files_of(source) == before
 
 

@@ -127,7 +127,7 @@ def test_limits_of_the_command_line(home: Home) -> None:
     client = home.client()
     assert client.ask({"prompt": "kept"})["end"]["text"] == "kept"
     busy = home.run("health")
-    assert busy.returncode == 75 and "there are 1 connections" in busy.stderr
+    assert busy.returncode == 75 and "there is 1 connection" in busy.stderr
     assert client.ask({"prompt": "x" * 2048})["error"]["code"] == 65
     assert json.loads((home.state / "audit.jsonl").read_text())["text"] == "kept"
 

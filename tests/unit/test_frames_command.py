@@ -59,6 +59,9 @@ def test_frames_are_checked_and_counted(toast) -> None:
     assert toast("frames", "--validate", stdin=STREAM + dumps(RUN[0])).stdout == (
         b"ok: 6 frames, 2 runs, the last one without an end\n"
     )
+    assert toast("frames", "--validate", stdin=dumps(RUN[0])).stdout == (
+        b"ok: 1 frame, 1 run, the last one without an end\n"
+    )
     message, _ = lines_of(toast("frames", "--validate", stdin=STREAM[:-1]), "frames", 65)
     assert message == f"cannot read frame 5 at byte {len(STREAM) - len(dumps(RUN[4]))}: truncated"
     lines_of(toast("frames", "--validate", stdin=dumps(RUN[1])), "frames", 65)

@@ -10,6 +10,7 @@ from toastkit.client.chats import Chat
 from toastkit.client.output import Output, Progress, Reply, write_text
 from toastkit.errors import DataError, ToastError, UnavailableError
 from toastkit.interrupts import Signals
+from toastkit.text.exact_numbers import counted
 from toastkit.wire import remote_error
 
 
@@ -156,7 +157,7 @@ class Turns:
         if settings.extract and answer.reason is not None:
             _print_block(answer.text)
         if settings.fail_on_length and answer.reason == "length":
-            raise DataError(f"the answer was cut off after {answer.tokens} tokens")
+            raise DataError(f"the answer was cut off after {counted(answer.tokens, 'token')}")
 
 
 def _check(reply: Reply) -> None:

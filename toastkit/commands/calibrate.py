@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from toastkit.commands.cli import say
 from toastkit.errors import DataError, NoInputError, did_you_mean
+from toastkit.text.exact_numbers import counted
 from toastkit.text.terminal import shown
 
 if TYPE_CHECKING:
@@ -123,5 +124,5 @@ def _print(name: str, found: Calibration) -> None:
     now = found.thresholds
     print(
         f"{shown(name)}: low {now.low:.2f}, high {now.high:.2f} bits "
-        f"({now.strategy}, {now.samples} samples)"
+        f"({now.strategy}, {counted(now.samples, 'sample')})"
     )

@@ -7,6 +7,7 @@ import click
 from toastkit.client.output import TextOutput
 from toastkit.commands import cli, options
 from toastkit.frames import End, Frame, Head, Text
+from toastkit.text.exact_numbers import counted
 
 
 @cli.command("detokenize")
@@ -70,7 +71,7 @@ def check_length(outcome, fail_on_length: bool) -> int:
     from toastkit.errors import DataError
 
     if fail_on_length and "length" in outcome.reasons:
-        raise DataError(f"the answer was cut off after {outcome.tokens} tokens")
+        raise DataError(f"the answer was cut off after {counted(outcome.tokens, 'token')}")
     return 0
 
 

@@ -14,6 +14,7 @@ from toastkit.commands import cli, options
 from toastkit.descriptors import is_pipe
 from toastkit.errors import FrameError, UsageError, did_you_mean
 from toastkit.frames import KINDS, End, Frame, Head
+from toastkit.text.exact_numbers import counted
 from toastkit.text.terminal import shown
 
 
@@ -170,7 +171,7 @@ def _validate(flags: dict[str, Any]) -> int:
         elif isinstance(frame, End):
             inside = False
     still_open = ", the last one without an end" if inside else ""
-    print(f"ok: {count} frames, {runs} runs{still_open}")
+    print(f"ok: {counted(count, 'frame')}, {counted(runs, 'run')}{still_open}")
     return 0
 
 

@@ -16,6 +16,7 @@ from toastkit.commands import cli, completion, plan
 from toastkit.commands.models import as_json, table, whisper
 from toastkit.commands.progress import ProgressBar, watched
 from toastkit.errors import DataError, ToastError, UsageError
+from toastkit.text.exact_numbers import counted
 from toastkit.text.terminal import shown
 
 
@@ -294,7 +295,7 @@ def verify(name: str, **flags) -> int:
     tensors = [n for header in files.headers for n in header.entries if is_model_tensor(n)]
     size = sum(header.size for header in files.headers)
     more = "" if checks.has_checksums(files) else ", whole; there are no checksums to compare with"
-    print(f"ok: {len(tensors)} tensors, {human(size)}{more}")
+    print(f"ok: {counted(len(tensors), 'tensor')}, {human(size)}{more}")
     return 0
 
 

@@ -18,10 +18,10 @@ from toastkit.commands.score_reports import (
     Report,
     Text,
     TextReport,
-    counted,
     line,
 )
 from toastkit.errors import DataError, UsageError
+from toastkit.text.exact_numbers import counted
 
 if TYPE_CHECKING:
     from toastkit.engine.engine import Engine

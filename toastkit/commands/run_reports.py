@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from toastkit.commands.cli import say
-from toastkit.text.exact_numbers import exact_number
+from toastkit.text.exact_numbers import counted, exact_number
 
 if TYPE_CHECKING:
     from toastkit.frames import Frame
@@ -27,9 +27,9 @@ def told(frames: Iterable[Frame]) -> Iterator[Frame]:
 def tell(reports: Mapping[str, Any]) -> None:
     """A line on stderr for each policy's report among other things. That of a daemon of another
     version may say other things."""
-    for name, counted in COUNTED.items():
+    for name, told in COUNTED.items():
         with suppress(KeyError, TypeError):
-            say(f"{name}: {counted(reports[name])}")
+            say(f"{name}: {told(reports[name])}")
 
 
 def tell_stats(stats: Mapping[str, Any]) -> None:
@@ -41,7 +41,6 @@ def tell_stats(stats: Mapping[str, Any]) -> None:
 def counted_gears(report: Mapping[str, Any]) -> str:
     """A GearPolicy's report in words."""
     from toastkit.model.info import human
-    from toastkit.stages.tally import counted
 
     steps = ", ".join(f"{gear} {report[gear]}" for gear in ("low", "mid", "high"))
     return (
@@ -56,8 +55,8 @@ def counted_residency(report: Mapping[str, Any]) -> str:
 
     wait, total = report["wait"], report["wait"] + report["compute"]
     line = (
-        f"{report['resident']} of {report['layers']} layers stay; {human(report['read'])} read, "
-        f"waited {wait:.1f} s of {total:.1f} s"
+        f"{report['resident']} of {counted(report['layers'], 'layer')} stay; "
+        f"{human(report['read'])} read, waited {wait:.1f} s of {total:.1f} s"
     )
     moved = [(report["shed"], "given up"), (report["grown"], "taken back")]
     if any(count for count, _ in moved):
@@ -67,7 +66,6 @@ def counted_residency(report: Mapping[str, Any]) -> str:
 
 def counted_experts(report: Mapping[str, Any]) -> str:
     """An ExpertsPolicy's report in words."""
-    from toastkit.stages.tally import counted
 
     k, little_k, mode = report["k"], report["little_k"], report["mode"]
     words = counted(report["steps"], "step") if "steps" in report else "no steps"
@@ -93,7 +91,6 @@ def _speed(seconds: Mapping[str, Any] | None, estimate: float | None) -> str:
 def counted_slots(report: Mapping[str, Any]) -> str:
     """A SlotPolicy's report in words."""
     from toastkit.model.info import human
-    from toastkit.stages.tally import counted
 
     wanted = report["wanted"]
     initial = report.get("initial", report["slots"])

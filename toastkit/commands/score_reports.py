@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toastkit.frames import GEARS
-from toastkit.stages.tally import counted
+from toastkit.text.exact_numbers import counted
 from toastkit.text.terminal import shown
 
 if TYPE_CHECKING:

@@ -32,6 +32,7 @@ from toastkit.session.directory import Session
 from toastkit.session.lock import WriterLock
 from toastkit.session.names import display_name
 from toastkit.store.kv_bits import KV_DTYPES, kv_dtype
+from toastkit.text.exact_numbers import counted
 from toastkit.text.messages import kind
 
 if TYPE_CHECKING:
@@ -302,7 +303,7 @@ def _step(attached: Attached, service: Service, request: Request) -> dict[str, A
     if state.logits is None:
         raise UsageError("step: the prompt has not been read to its end")
     if engine.context is not None and len(state.tokens) >= engine.context:
-        raise DataError(f"the model's context of {engine.context} tokens is full")
+        raise DataError(f"the model's context of {counted(engine.context, 'token')} is full")
     engine.consume(state, token)
     state.submit()
     told = {} if state.experts is None else {"experts": state.experts}

@@ -25,6 +25,7 @@ from toastkit.model.files import ModelFiles
 from toastkit.model.locate import for_stream, locate
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, difficulty
+from toastkit.text.exact_numbers import counted
 from toastkit.text.turns import TurnTokenizer
 
 RECALLED = 1 << 17  # tokens of conversations, 0.3 s of a processor
@@ -156,7 +157,8 @@ class Preparer:
     def _check(self, ids: list[int]) -> None:
         limit = self._config.context
         if limit is not None and len(ids) > limit:
-            raise DataError(f"the prompt has {len(ids)} tokens, the model's context is {limit}")
+            count = counted(len(ids), "token")
+            raise DataError(f"the prompt has {count}, the model's context is {limit}")
         check_ids(ids, self._config.vocab)
 
     def _sampling(self, request: Request) -> SamplingOptions:

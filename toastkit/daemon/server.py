@@ -24,6 +24,7 @@ from toastkit.daemon.requests import ATTACH_OPS, Request, make_request, parse_ob
 from toastkit.daemon.service_settings import Limits
 from toastkit.descriptors import GONE
 from toastkit.errors import BusyError, ToastError, UnavailableError, as_toast_error
+from toastkit.text.exact_numbers import are, counted
 from toastkit.wire import may_connect, peer_of
 
 if TYPE_CHECKING:
@@ -182,7 +183,8 @@ class Server:
         connection = Connection(new, peer, self._limits.line_bytes, self._attend)
         self._connections[connection.fileno()] = connection
         if crowd >= self._limits.connections:
-            many = f"busy: there are {self._limits.connections} connections"
+            limit = self._limits.connections
+            many = f"busy: there {are(limit)} {counted(limit, 'connection')}"
             self._dismiss(connection, BusyError(many, hint="try again later"))
         else:
             self._sweep_by(connection.touched + self._limits.idle_seconds)

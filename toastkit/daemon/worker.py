@@ -26,6 +26,7 @@ from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.engine.device import wait_for_end
 from toastkit.errors import BusyError, ToastError, UnavailableError, as_toast_error
 from toastkit.native.building.libraries import find
+from toastkit.text.exact_numbers import are, counted
 
 if TYPE_CHECKING:
     from toastkit.daemon.conversation import Channel, Conversation
@@ -97,9 +98,9 @@ class Worker:
                 self._refuse(prepared.request, channel, None)
         self._waiting = [entry for entry in self._waiting if not entry[-1].gone]
         heapq.heapify(self._waiting)
-        count = self.preparing + len(self._waiting)
-        if count >= most:
-            raise BusyError(f"busy: {count} requests are waiting", hint="try again later")
+        if (count := self.preparing + len(self._waiting)) >= most:
+            some = f"{counted(count, 'request')} {are(count)} waiting"
+            raise BusyError(f"busy: {some}", hint="try again later")
 
     def _do(self, job: Callable[[], None]) -> None:
         with self._condition:

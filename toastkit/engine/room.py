@@ -24,6 +24,7 @@ from toastkit.residency.sizing import (
     least_budget,
 )
 from toastkit.store.ledger import CACHE, SESSIONS
+from toastkit.text.exact_numbers import counted
 
 
 def room_for_experts(
@@ -97,7 +98,7 @@ def fitted(
             return Fitted(replace(plan(slotted), least=least), slotted, planned, slots)
         except UsageError as error:
             slots.set_slots(planned.experts)
-            hint = f"that is with {planned.slots} slots for experts in each layer"
+            hint = f"that is with {counted(planned.slots, 'slot')} for experts in each layer"
             refused.append((least_budget(slotted), UsageError(error.message, hint)))
     if layers is None:
         raise min(refused, key=lambda one: one[0])[1]

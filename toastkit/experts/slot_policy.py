@@ -18,6 +18,7 @@ from toastkit.holdings.forms import Form, slotted
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import Wish
 from toastkit.holdings.pressure import Checks, Pressure
+from toastkit.text.exact_numbers import counted
 
 
 class SlotPolicy:
@@ -76,16 +77,17 @@ class SlotPolicy:
 
     def _check(self) -> None:
         name, least = self._holdings.store.files.name, self.sizes.least
+        slots = counted(least, "slot")
         if self.options.kind == "slots" and self._amount < least:
             raise UsageError(
-                f"--expert-slots {self._amount}: {name} needs {least} slots a layer at least",
+                f"--expert-slots {self._amount}: {name} needs {slots} a layer at least",
                 hint="as many as a token chooses experts",
             )
         size = least * self.sizes.slot_bytes()
         if self.options.kind == "bytes" and self._amount < size:
             raise UsageError(
                 f"--expert-slots {self.options}: {name} needs {-(-size // (1 << 20))}M at least",
-                hint=f"that is {least} slots in each of {len(self.sizes.switches)} layers",
+                hint=f"that is {slots} in each of {counted(len(self.sizes.switches), 'layer')}",
             )
 
     def _count(self, bits: int) -> int:

@@ -16,6 +16,7 @@ from toastkit.base_directories import own_directory
 from toastkit.errors import DataError, from_os_error
 from toastkit.gears.calibration import Thresholds
 from toastkit.gears.monitor import MonitorOptions
+from toastkit.text.exact_numbers import counted
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 4096
@@ -104,7 +105,7 @@ def monitor_options(
     stored = load(fingerprint)
     if stored is not None and stored.vocab == vocab:
         found = replace(base, low=stored.low, high=stored.high, scale_to_vocab=False)
-        return found, f"calibrated ({stored.strategy}, {stored.samples} samples)"
+        return found, f"calibrated ({stored.strategy}, {counted(stored.samples, 'sample')})"
     return base, origin_of(base, vocab)
 
 

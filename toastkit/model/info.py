@@ -13,6 +13,7 @@ from toastkit.model import toast_format
 from toastkit.model.config import ModelConfig, load_config
 from toastkit.model.files import ModelFiles
 from toastkit.text.chat_template import read_templates
+from toastkit.text.exact_numbers import counted
 from toastkit.text.terminal import shown
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -98,7 +99,8 @@ def summary_lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "gears", f"{', '.join(map(shown, facts['gears']))}: {human(facts['gear_bytes'])}"
     if facts["expert_major"]:
         yield "layout", "expert after expert"
-    yield "context", f"{facts['context']:,} tokens" if facts["context"] else "no limit given"
+    longest = facts["context"]
+    yield "context", counted(longest, "token", ",") if longest else "no limit given"
     yield "vocabulary", f"{facts['vocabulary']:,}"
     yield "chat template", "yes" if facts["chat_template"] else "no"
 
@@ -108,12 +110,12 @@ def _quantised(settings: Mapping[str, Any] | None) -> str:
         return "no"
     words = []
     if "bits" in settings:
-        words.append(f"{settings['bits']} bits")
+        words.append(counted(settings["bits"], "bit"))
     if "group_size" in settings:
         words.append(f"groups of {settings['group_size']}")
     words += [shown(settings[key]) for key in ("mode", "quant_method") if key in settings]
     if settings["exceptions"]:
-        words.append(f"{settings['exceptions']} modules otherwise")
+        words.append(f"{counted(settings['exceptions'], 'module')} otherwise")
     return ", ".join(words) or "yes"
 
 
@@ -135,8 +137,8 @@ def anatomy_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"  {PART_NAMES.get(part, part)}", human(size)
         elif part == "head" and found["tied_head"]:
             yield f"  {part}", "is the embedding"
-    if found["window_not_kept"]:
-        yield "window", f"{found['window_not_kept']:,} tokens, which mlx_lm does not keep to"
+    if window := found["window_not_kept"]:
+        yield "window", f"{counted(window, 'token', ',')}, which mlx_lm does not keep to"
     for caution in found["cautions"]:
         yield "caution", f"mlx_lm {caution}"
     cache = found.get("cache")

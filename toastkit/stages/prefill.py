@@ -14,6 +14,7 @@ from toastkit.model.config import check_ids
 from toastkit.stages.run.protocol import PrefillRuns, check_vocab, open_fork
 from toastkit.stages.run.settings import ReadOptions
 from toastkit.stages.streams import whole_runs
+from toastkit.text.exact_numbers import counted
 
 
 def prefill(
@@ -94,6 +95,6 @@ def check_prompt(ids: list[int], engine: StepEngine) -> None:
     context = engine.context
     if context is not None and len(ids) > context:
         raise DataError(
-            f"the prompt has {len(ids)} tokens, the model's context is {context}",
+            f"the prompt has {counted(len(ids), 'token')}, the model's context is {context}",
             hint="shorten it, or let toast-tokenize --truncate do so",
         )

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from toastkit.frames import GEARS, End, Frame, Head, Logits
+from toastkit.text.exact_numbers import counted
 
 
 def tallied(frames: Iterable[Frame], say: Callable[[str], None]) -> Iterator[Frame]:
@@ -31,8 +32,3 @@ def tallied(frames: Iterable[Frame], say: Callable[[str], None]) -> Iterator[Fra
                 f"{counted(shifts, 'shift')}; mean entropy {mean:.2f} bits"
             )
         yield frame
-
-
-def counted(number: int, thing: str) -> str:
-    """1 token, 2 tokens."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -14,6 +14,7 @@ from toastkit.model.config import ModelConfig, check_ids, fingerprint
 from toastkit.model.files import ModelFiles
 from toastkit.prefix import common_prefix
 from toastkit.text import pieces
+from toastkit.text.exact_numbers import are, counted
 from toastkit.text.messages import content_text, with_text
 from toastkit.text.tokenizer import Tokenizer
 
@@ -137,16 +138,16 @@ class PromptTokenizer:
         if len(ids) <= limit:
             return ids
         exact = prompt is whole and (truncate or len(text) <= pieces.PIECE)
-        count = f"the prompt has {'' if exact else 'at least '}{len(ids)} tokens"
+        count = f"the prompt has {'' if exact else 'at least '}{counted(len(ids), 'token')}"
         if not truncate:
             raise self._too_long(count, limit)
         wanted = self._options.max_tokens or ANSWER_ROOM
         room = max(limit - min(wanted, limit // 2), 1)
         short = self._truncate(prompt, whole, ids, room)
         if self._options.note is not None:
+            left = f"{counted(len(short), 'token')} {are(len(short))} left"
             self._options.note(
-                f"{count}, the model's context is {limit}: "
-                f"its beginning is cut off, {len(short)} tokens are left"
+                f"{count}, the model's context is {limit}: its beginning is cut off, {left}"
             )
         return short
 
@@ -250,7 +251,7 @@ class PromptTokenizer:
             text = content_text(messages[longest])
             content = self.tokenizer.encode(text, add_special=False)
             if not content:
-                raise DataError(f"the prompt cannot be cut down to {room} tokens")
+                raise DataError(f"the prompt cannot be cut down to {counted(room, 'token')}")
             # Half a character has more tokens than it had: it goes with the rest.
             left = self.tokenizer.decode(content[excess + more :]).lstrip("\ufffd")
             if len(left) >= len(text):  # what sentencepiece puts before any text comes again

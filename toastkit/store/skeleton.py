@@ -18,6 +18,7 @@ from toastkit.model.architecture import import_architecture
 from toastkit.model.config import ModelConfig, digits
 from toastkit.model.files import ModelFiles
 from toastkit.model.normalise import Fitted, fit
+from toastkit.text.exact_numbers import counted
 
 # What the code of an architecture raises for a configuration that it was not written for.
 MISFITS = (
@@ -109,7 +110,7 @@ def fit_config(files: ModelFiles, config: ModelConfig) -> Fitted:
             if name in LAYER_COUNTS and most > len(entries):
                 raise DataError(
                     f"{files.name}: config.json has {name} {digits(most)}, "
-                    f"the weights {len(entries)} tensors"
+                    f"the weights {counted(len(entries), 'tensor')}"
                 )
             if SIZES.search(name) and not NO_SIZES.search(name) and most > max(largest, 4096):
                 raise DataError(

@@ -51,6 +51,7 @@ from toastkit.store.skeleton import (
 )
 from toastkit.store.tied import has_own_head, untied
 from toastkit.store.waiting import NOW
+from toastkit.text.exact_numbers import counted
 
 
 class Store:
@@ -140,7 +141,7 @@ class Store:
                 raise ValueError(f"{name} is stored as {kind}, which are no weights")
         missing = sorted(set(expected) - set(self.names))
         if missing:
-            more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+            more = f" and {counted(len(missing) - 1, 'other')}" if len(missing) > 1 else ""
             raise ValueError(
                 f"{missing[0]}{more} are missing" if more else f"{missing[0]} is missing"
             )

@@ -1,4 +1,5 @@
-"""Numbers as the command line takes them, to the last digit: two that differ never look alike."""
+"""Numbers as the command line takes them, to the last digit: two that differ never look alike. And
+numbers of things, which a sentence tells."""
 
 from __future__ import annotations
 
@@ -19,3 +20,13 @@ def exact_number(value: float) -> str:
     from decimal import Decimal
 
     return f"{Decimal(said):f}"
+
+
+def counted(number: int, thing: str, form: str = "") -> str:
+    """1 token, 2 tokens; with the form "," 1,024 tokens."""
+    return f"{number:{form}} {thing}{'' if number == 1 else 's'}"
+
+
+def are(number: int) -> str:
+    """What so many things do."""
+    return "is" if number == 1 else "are"

@@ -14,6 +14,7 @@ from toastkit.errors import DataError, NoInputError
 from toastkit.text import library, pieces
 from toastkit.text.bounded_json import parse
 from toastkit.text.chat_template import SmallFiles, read_templates
+from toastkit.text.exact_numbers import counted
 
 # End a turn where the checkpoint's template writes them, whether or not a config says so.
 _END_OF_TURN = (
@@ -61,7 +62,7 @@ class Tokenizer:
         size = self._tokenizer.get_vocab_size(with_added_tokens=False)
         if size > vocab:
             raise DataError(
-                f"{self.name}: the tokenizer has {size} tokens, the model {vocab}",
+                f"{self.name}: the tokenizer has {counted(size, 'token')}, the model {vocab}",
                 hint="config.json and tokenizer.json belong to two models",
             )
 

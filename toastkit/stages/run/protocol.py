@@ -15,6 +15,7 @@ from toastkit.engine.step_engine import State, StepEngine, Wish
 from toastkit.errors import DataError, NoInputError, UsageError
 from toastkit.frames import Array, Frame, Head
 from toastkit.stages.run.settings import ReadOptions
+from toastkit.text.exact_numbers import counted
 
 if TYPE_CHECKING:
     from toastkit.session.directory import Session
@@ -190,6 +191,7 @@ def _require_hit(session_name: str, cached: int, stored: int) -> None:
         raise NoInputError(f"session {session_name} is empty", hint="--require-hit was given")
     if cached < stored:
         raise NoInputError(
-            f"session {session_name} holds {stored} tokens that do not begin this prompt",
+            f"session {session_name} holds {counted(stored, 'token')} with which this prompt "
+            "does not begin",
             hint="--require-hit was given; without it the prompt is read anew",
         )
