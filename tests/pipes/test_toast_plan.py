@@ -70,7 +70,9 @@ def test_what_fits(toast: Toast, tmp_path: Path) -> None:
     all_stay = told(toast("model", "plan", "--no-calibration"))
     assert "all 8 layers" in all_stay[5] and "available now" in all_stay[1]
     llama = write_published(tmp_path / "llama", "llama")
-    dense = said(told(toast("model", "plan", "--mem", "5M", "--no-calibration", llama)))
+    one = ("--mem", "5M", "--context", "1", "--no-calibration")
+    dense = said(told(toast("model", "plan", *one, llama)))
+    assert dense["cache"].endswith(" for 1 token")
     assert list(dense) == [name for name in found if "experts" not in name and "slot" not in name]
 
 
@@ -188,19 +190,19 @@ def test_they_are_measured_anew(monkeypatch, capsys) -> None:
 
 
 def test_the_table(toast: Toast) -> None:
-    lines = told(toast(*GEARS, "--dtype", "bfloat16", "--mem", "9M", "--context", "100"))
+    lines = told(toast(*GEARS, "--mem", "14M", "--context", "100"))
     head, *rows, share, shift = lines[TABLE + SLOTS + 1 :]
     assert lines[TABLE + SLOTS] == ""
     assert re.search(r"resident in gears +\d in mid gear, \d in low gear", lines[9])
     assert re.search(r"slots in gears +\d in mid gear, \d in low gear", lines[10])
     assert head.split() == ["GEAR", "BITS", "DEVICE", "MANAGED", "TOKEN", "RATIO", "SPEEDUP"]
-    assert [row.split()[:2] for row in rows] == [["high", "16"], ["mid", "8"], ["low", "4"]]
+    assert [row.split()[:2] for row in rows] == [["high", "32"], ["mid", "8"], ["low", "4"]]
     assert {len(line) for line in (head, *rows)} == {len(head)}  # all flush right
-    assert rows[0].endswith("15.4 MB  3.16 MB  8.36 MB  1.000     1.00")
-    assert rows[2].endswith("13.2 MB   878 kB  6.07 MB  0.727     1.38")
+    assert rows[0].endswith("30.9 MB  6.33 MB  16.7 MB  1.000     1.00")
+    assert rows[2].endswith("25.5 MB   964 kB  11.4 MB  0.679     1.47")
     assert share.startswith("26 matrices, 1.58 M parameters change gear: 37.8% of the bytes of a ")
-    assert share.endswith(" token, with weights in bfloat16")
-    assert shift == "the first shift moves 4.04 MB into low, 4.83 MB into mid, 6.33 MB into high"
+    assert share.endswith(" token, with weights in float32")
+    assert shift == "the first shift moves 7.29 MB into low, 8.08 MB into mid, 9.49 MB into high"
 
 
 def test_a_bandwidth_tells_times(toast: Toast) -> None:
@@ -220,13 +222,14 @@ def test_a_bandwidth_tells_times(toast: Toast) -> None:
         assert gear["break_even_tokens"] == pytest.approx(tokens)
 
 
-def test_json_has_what_the_table_has(toast: Toast) -> None:
-    found = planned(toast, "crumb", "--gear-bits", "2,6", env={"TOAST_DTYPE": "float16"})
+def test_json_has_what_the_table_has(toast: Toast, tmp_path: Path) -> None:
+    llama = write_published(tmp_path / "llama", "llama")
+    found = planned(toast, llama, "--gear-bits", "2,6", env={"TOAST_DTYPE": "float16"})
     assert list(found) == [
         "name", "scope", "dtype", "narrow", "modules", "parameters", "share", "gears", "note",
         "bandwidth", "residency",
     ]  # fmt: skip
-    assert (found["name"], found["scope"], found["dtype"]) == ("crumb", "attention", "float16")
+    assert (found["name"], found["scope"], found["dtype"]) == (str(llama), "attention", "float16")
     assert (found["note"], found["bandwidth"]) == (None, None)
     assert [gear["bits"] for gear in found["gears"]] == [16, 6, 2]
     assert all(isinstance(gear["token"], int) for gear in found["gears"])
@@ -253,6 +256,7 @@ def test_a_quantised_model_stays_in_high_gear(toast: Toast, tmp_path: Path) -> N
         (["--calibrate", "--no-calibration"], 64, "exclude each other"),
         (["--mem", "1M", "--priority", "max-context"], 64, "--mem 1M: crumb needs "),
         (["--mem", "some"], 64, "'some' is not a size"),
+        (["--dtype", "bfloat16"], 64, "MLX computes experts in float32 only"),
         (["--context", "0"], 64, "0 is not in the range"),
         (["--context", "1000000"], 64, "--context 1000000: crumb reads 8,192"),
         (["--gears", "--gear-bits", "8,4"], 64, "no such gear bits: 8,4 (each of 2, 4, 6, 8; "),

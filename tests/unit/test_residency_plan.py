@@ -84,5 +84,13 @@ def test_the_number_of_a_refusal_works(model: Sizes, context: int, fixed: bool) 
 def test_a_refusal_says_what_there_is() -> None:
     with pytest.raises(UsageError, match="^--mem 100M: m needs 202M at least, with 10 tokens"):
         planned(100 * MB, context=10)
-    with pytest.raises(UsageError, match="^100M of memory are available: m needs 352M at least"):
+    with pytest.raises(UsageError, match="^100M of memory are available: m needs 202M at least"):
         planned(100 * MB, False, context=10)
+    with pytest.raises(UsageError, match="with 1 token of context$"):
+        planned(100 * MB, context=1)
+
+
+def test_where_a_run_would_have_no_layer_stay_so_has_the_plan() -> None:
+    """--resident auto refuses no memory; what it keeps free is none that a model needs."""
+    found = planned(210 * MB, False, context=10)
+    assert (found.resident, found.least) == (0, planned(210 * MB, context=10).least)

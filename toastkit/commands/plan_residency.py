@@ -13,6 +13,7 @@ from toastkit.commands.options import native_options, together
 from toastkit.commands.sizes import Size
 from toastkit.errors import ToastError, UsageError
 from toastkit.native.starting import NativeOptions
+from toastkit.text.exact_numbers import are, counted
 
 if TYPE_CHECKING:
     from toastkit.engine.room import Fitted
@@ -77,7 +78,7 @@ class _Model(NamedTuple):
 
 def work_out(files, flags: dict[str, Any]) -> dict[str, Any]:
     """The plan as plain data, with a prediction, which is None without a calibration, and slots,
-    None where experts need none. Raises UsageError where nothing fits."""
+    None where experts need none. Raises UsageError where nothing fits, or nothing would run."""
     from toastkit.residency.memory import available_memory
     from toastkit.residency.model_sizes import cache_holds
     from toastkit.residency.residency_plan import Memory
@@ -142,6 +143,7 @@ def _unloaded(files, flags: dict[str, Any]) -> _Model:
     native = device.native_products(wanted, on)
     types = loading(flags["dtype"], on == "cpu", native, flags["kv_bits"])
     store = Store(files, load_config(files))
+    device.check_dtype(types.dtype, on, store.model)
     holdings = Holdings(store, types, Ledger())
     wanted = wanted._replace(native="require" if native.on else "off")
     why = native.why if native.on else None
@@ -208,23 +210,15 @@ def _measured(model: _Model, available: int, flags: dict[str, Any]) -> Calibrati
     if measured is not None or flags["no_calibration"]:
         return measured
     if available < minimum(model.sizes) + RUNTIME:
-        _say_untold("too little memory is available to measure it", flags)
+        if not flags["quiet"]:
+            cli.say("warning: no times are told: too little memory is available to measure it")
         return None
-    try:
-        measured = _measure(model, flags)
-    except UsageError as error:  # of a dtype that it cannot be run in here
-        _say_untold(error.message, flags)
-        return None
+    measured = _measure(model, flags)
     try:
         save(of, measured)
     except ToastError as error:
         cli.say(f"warning: {error.message}")
     return measured
-
-
-def _say_untold(why: str, flags: dict[str, Any]) -> None:
-    if not flags["quiet"]:
-        cli.say(f"warning: no times are told: {why}")
 
 
 def _measure(model: _Model, flags: dict[str, Any]) -> Calibration:
@@ -287,12 +281,13 @@ def lines(name: str, told: dict[str, Any]) -> list[tuple[str, str]]:
     from toastkit.model.info import human
 
     count, total, slots = told["resident"], told["layers"], told["slots"]
+    layers, context = counted(total, "layer"), counted(told["context"], "token", ",")
     where = "given" if told["given"] else "available now"
-    stay = f"all {total} layers" if count == total else f"{count} of {total} layers"
+    stay = f"all {layers}" if count == total else f"{count} of {layers}"
     if count < total:
         stay += f", {told['placement']}; the others are read as they run"
     if told["filled"] < count:
-        stay += f"; {told['filled']} once {told['context']:,} tokens are there"
+        stay += f"; {told['filled']} once {context} {are(told['context'])} there"
     outside, beside = told["outside"], ""
     if slots is not None:
         outside, beside = outside - slots["size"], ", but for experts"
@@ -301,7 +296,7 @@ def lines(name: str, told: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory", f"{human(told['memory'])} {where}, {human(told['least'])} needed at least"),
         ("outside layers", human(outside)),
         ("layers", f"{total}, {human(told['layers_size'])}{beside}"),
-        ("cache", f"{human(told['cache'])} for {told['context']:,} tokens"),
+        ("cache", f"{human(told['cache'])} for {context}"),
         ("resident", stay),
         *(_experts(slots) if slots is not None else ()),
         ("on the device", f"{human(told['weights'])}, and caches"),
@@ -317,7 +312,7 @@ def _experts(told: dict[str, Any]) -> list[tuple[str, str]]:
     """The slots, as --expert-slots has them, and what it costs to find an expert in none."""
     from toastkit.model.info import human
 
-    where = f"{told['slots']} of {told['experts']} in each of {told['layers']} layers"
+    where = f"{told['slots']} of {told['experts']} in each of {counted(told['layers'], 'layer')}"
     miss = f"{human(told['miss'])} each"
     if told["miss_seconds"] is not None:
         miss += f", {told['miss_seconds']:.2g} s"

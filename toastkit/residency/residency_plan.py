@@ -11,7 +11,6 @@ from toastkit.holdings.read_ahead import MOST_AHEAD
 from toastkit.residency.placement import placed
 from toastkit.residency.residency_options import RESERVED_TOKENS
 from toastkit.residency.sizing import (
-    RUNTIME,
     WINDOW,
     Sizes,
     cache_reserve,
@@ -19,7 +18,7 @@ from toastkit.residency.sizing import (
     least_budget,
     needed,
 )
-from toastkit.text.exact_numbers import exact_size
+from toastkit.text.exact_numbers import counted, exact_size
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,6 @@ def plan_residency(
     reserve = cache_reserve(sizes, priority, context or longest)
     cache = sizes.cache_fixed + math.ceil(sizes.cache_per_token * tokens)
     least = least_budget(sizes, tokens)
-    if not memory.given:
-        least += RUNTIME
     if memory.size < least:
         raise _refusal(name, memory, least, tokens)
     count, filled = (
@@ -106,6 +103,6 @@ def _refusal(name: str, memory: Memory, least: int, tokens: int) -> UsageError:
     if memory.given:
         what = f"--mem {exact_size(memory.size)}"
     return UsageError(
-        f"{what}: {name} needs {up}M at least, with {tokens:,} tokens of context",
+        f"{what}: {name} needs {up}M at least, with {counted(tokens, 'token', ',')} of context",
         hint="that is what lies outside its layers, two of them, and caches",
     )
