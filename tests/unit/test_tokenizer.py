@@ -216,7 +216,13 @@ def test_no_such_template(names: tuple, wanted: object, said: str) -> None:
 def test_missing_tokenizer() -> None:
     with pytest.raises(NoInputError, match="crumb: no tokenizer.json") as caught:
         Tokenizer(Files(None))
-    assert caught.value.hint
+    assert caught.value.hint and "convert it" in caught.value.hint
+    for name, pull in (("org/name", True), ("/org/name", False)):
+        files = Files(None)
+        files.name = name
+        with pytest.raises(NoInputError) as caught:
+            Tokenizer(files)
+        assert ("toast-model pull org/name" in (caught.value.hint or "")) == pull
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b"\xff", b'{"model": {"type": "X"}}'])

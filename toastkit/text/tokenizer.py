@@ -228,10 +228,10 @@ def _load(files: SmallFiles) -> Any:
     """The `tokenizers.Tokenizer`. Raises as Tokenizer."""
     data = files.read("tokenizer.json")
     if data is None:
-        raise NoInputError(
-            f"{files.name}: no tokenizer.json",
-            hint="the checkpoint needs the tokenizers-library format; convert it with transformers",
-        )
+        hint = "the checkpoint needs the tokenizers-library format; convert it with transformers"
+        if "/" in files.name and not files.name.startswith("/"):  # it is the hub's, no path
+            hint = f"toast-model pull {files.name} fetches it where the hub has one"
+        raise NoInputError(f"{files.name}: no tokenizer.json", hint)
     try:
         return library.load(data)
     except DataError as error:
