@@ -18,7 +18,8 @@ class FakeHub(ThreadingHTTPServer):
 
     stop_after: bytes of a file after which the connection breaks, None for never. missing: bytes of
     the weights that are promised, never sent and waited for; then it cannot go on in mid-file
-    either. damaged: the weights that are sent have a wrong byte."""
+    either. damaged: the weights that are sent have a wrong byte. refusing: what HTTP answer, an
+    error, the weights get, 0 for them. headers: of that answer."""
 
     daemon_threads = True
 
@@ -30,6 +31,8 @@ class FakeHub(ThreadingHTTPServer):
         self.stop_after: int | None = None
         self.missing = 0
         self.damaged = False
+        self.refusing = 0
+        self.headers: dict[str, str] = {}
         self.closing = threading.Event()
 
     @property
@@ -101,6 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             hub.sent.append((name, start))
         weights = name.endswith(".safetensors")
+        if hub.refusing and weights:
+            return self._answer(hub.refusing, b"", hub.headers)
         if hub.damaged and weights:
             data = data[:-1] + bytes([data[-1] ^ 1])
         missing = hub.missing if weights else 0

@@ -37,12 +37,14 @@ def weights() -> bytes:
 
 
 class Stalled(NamedTuple):
-    """A pull that stands still. env: its environment, with folders of its own in `folder`."""
+    """A pull that stands still. env: its environment, with folders of its own in `folder`.
+    refused: another, which is told to ask again in five minutes."""
 
     hub: FakeHub
     env: dict[str, str]
     process: subprocess.Popen | Process
     folder: Path
+    refused: subprocess.Popen | Process
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,17 +53,22 @@ def stalled(
 ) -> Iterator[Stalled]:
     """Begun before the tests here, the last of which waits for its end."""
     folder = tmp_path_factory.mktemp("stalled")
-    with serving({**FILES, "model.safetensors": weights}) as hub:
+    files = {**FILES, "model.safetensors": weights}
+    with serving(files) as hub, serving(files) as busy:
         hub.missing = 1000
+        busy.refusing, busy.headers = 429, {"Retry-After": "300"}
         env = {
             "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HUB_DOWNLOAD_TIMEOUT": "1",
             "XDG_DATA_HOME": str(folder / "data"), "HF_HOME": str(folder / "hf"),
         }  # fmt: skip
         pipe = subprocess.PIPE
         process = start("model", "pull", "org/name", env=env, stdout=pipe, stderr=pipe)
-        yield Stalled(hub, env, process, folder)
-        process.kill()
-        process.wait()
+        elsewhere = {"HF_ENDPOINT": busy.url, "HF_HOME": str(folder / "busy")}
+        refused = start("model", "pull", "org/name", env={**env, **elsewhere}, stderr=pipe)
+        yield Stalled(hub, env, process, folder, refused)
+        for one in (process, refused):
+            one.kill()
+            one.wait()
 
 
 def test_pull(model: Model, weights: bytes, tmp_path: Path) -> None:
@@ -142,11 +149,17 @@ def test_pull_offline(model: Model) -> None:
 
 def test_a_pull_that_stalls(stalled: Stalled) -> None:
     """Six times the library's timeout, which is a second at least; then it can be interrupted."""
-    hub, env, process, folder = stalled
+    hub, env, process, folder, busy = stalled
     out, said = process.communicate(timeout=60)
     done = subprocess.CompletedProcess([], process.wait(), out.decode(), said.decode())
     hint = refused(done, 69, "cannot fetch org/name: nothing new has come for 6 s")
     assert "HF_HUB_DOWNLOAD_TIMEOUT" in hint
+    _, said = busy.communicate(timeout=60)
+    assert busy.wait() == 69 and said.splitlines() == [
+        b"toast-model: cannot fetch org/name: nothing new has come for 6 s; "
+        b"the hub has answered 429 Too Many Requests",
+        b"  hint: the files that are whole are kept: run it again later",
+    ]
     left = blobs(folder)
     assert not any("incomplete" in name for name in left)
     hub.sent.clear()

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import http.client
 import json
+import logging
 import os
 import re
 import sys
@@ -37,6 +38,8 @@ IGNORE = ["*/*", "consolidated*"]
 CHUNK_BYTES = 1 << 18  # what is noticed as progress, and the most that a broken connection loses
 TAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 RETRIES = 5  # of the library, each after its timeout
+LIBRARY = "huggingface_hub"
+REFUSED = re.compile(r"HTTP Error ([0-9]{3}) ")  # what it logs of an answer before it asks again
 KEPT = "the files that are whole are kept: run it again when the network is back"
 LATER = "the files that are whole are kept: run it again later"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -78,13 +81,16 @@ def fetch(hub_id: str, revision: str, answer: Callable[..., NoReturn]) -> Path:
     patience = (1 + RETRIES) * constants.HF_HUB_DOWNLOAD_TIMEOUT
 
     def give_up() -> NoReturn:
-        answer(
-            code=UnavailableError.code,
-            message=f"cannot fetch {hub_id}: nothing new has come for {patience} s",
-            hint=f"{KEPT}; HF_HUB_DOWNLOAD_TIMEOUT sets the patience",
-        )
+        message = f"cannot fetch {hub_id}: nothing new has come for {patience} s"
+        hint = f"{KEPT}; HF_HUB_DOWNLOAD_TIMEOUT sets the patience"
+        if watch.refused:
+            message, hint = f"{message}; the hub has answered {_named(watch.refused)}", LATER
+        answer(code=UnavailableError.code, message=message, hint=hint)
 
     watch = _Watch(patience, give_up)
+    log = logging.getLogger(f"{LIBRARY}.utils._http")
+    log.setLevel(min(logging.WARNING, logging.getLogger(LIBRARY).getEffectiveLevel()))
+    log.addFilter(watch.listen)
 
     class Bar(tqdm):
         """A progress bar that the watch sees."""
@@ -127,13 +133,15 @@ def fetch(hub_id: str, revision: str, answer: Callable[..., NoReturn]) -> Path:
 
 class _Watch:
     """Calls give_up when, inside its `with`, the most that there has been has not grown for some
-    seconds. A file that is begun anew again and again does not count as growing."""
+    seconds. A file that is begun anew again and again does not count as growing. refused: the HTTP
+    status of the last answer that was an error after which the library asks again, 0 for none."""
 
     def __init__(self, seconds: float, give_up: Callable[[], NoReturn]):
         self._seconds = seconds
         self._give_up = give_up
         self._lock = threading.Lock()
         self._now = self._most = 0.0
+        self.refused = 0
 
     def add(self, count: float) -> None:
         """count: bytes that have come, less than 0 where they were thrown away."""
@@ -141,6 +149,12 @@ class _Watch:
             self._now += count
             if self._now > self._most:
                 self._most, self._since = self._now, time.monotonic()
+
+    def listen(self, record: logging.LogRecord) -> bool:
+        """A filter of the library's log, which alone hears of them. Whether it is shown."""
+        if found := REFUSED.search(record.getMessage()):
+            self.refused = int(found[1])
+        return logging.getLogger(LIBRARY).isEnabledFor(record.levelno)
 
     def _run(self, done: threading.Event) -> None:
         while not done.wait(0.5):
@@ -247,12 +261,14 @@ def what_failed(hub_id: str, revision: str, error: Exception) -> ToastError:
 
 def _refused(hub_id: str, status: int) -> UnavailableError:
     """Of an answer of HTTP that is an error."""
-    phrase = http.client.responses.get(status, "")
     hint = None
     if status in (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN):
         hint = "hf auth login says who you are"
     elif status == http.HTTPStatus.TOO_MANY_REQUESTS or status >= 500:
         hint = LATER
-    return UnavailableError(
-        f"cannot fetch {hub_id}: the hub answered {status} {phrase}".rstrip(), hint=hint
-    )
+    return UnavailableError(f"cannot fetch {hub_id}: the hub answered {_named(status)}", hint=hint)
+
+
+def _named(status: int) -> str:
+    """A status of HTTP with its phrase, where it has one."""
+    return f"{status} {http.client.responses.get(status, '')}".rstrip()
