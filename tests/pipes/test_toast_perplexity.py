@@ -88,6 +88,21 @@ def test_json_of_two_texts(toast: Toast, tmp_path: Path) -> None:
     assert totals[2]["bytes"] == totals[0]["bytes"] + totals[1]["bytes"]
 
 
+def test_a_text_may_begin_and_end_with_a_part_of_a_character(toast: Toast, tmp_path: Path) -> None:
+    """crumb has a token for each byte of these: the first is not scored, its byte not counted."""
+    texts = {"fox": "\U0001f98a\U0001f43b", "euro": "\u20ac\u20ac", "unknown": "\ufffd\ufffd"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    files = [str(tmp_path / name) for name in texts]
+    for more, counts in (([], [7, 5, 5, 17]), (["--limit", "4"], [4, 4, 4, 12])):
+        found = objects(toast("perplexity", "--json", *more, *files))
+        totals = [total for total in found if "perplexity" in total]
+        assert [total["bytes"] for total in totals] == counts
+        assert [total["tokens"] for total in totals] == counts
+        for total in totals:
+            assert total["bits_per_byte"] == pytest.approx(total["loss"] / math.log(2))
+
+
 def test_a_text_is_taken_as_it_stands(toast: Toast) -> None:
     """No template around it, special tokens are seen, chunks change nothing."""
     text = b"<|im_start|>user\nHi<|im_end|>\n"

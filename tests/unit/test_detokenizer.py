@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from toastkit.errors import DataError
-from toastkit.text.detokenizer import StreamingDetokenizer, byte_alphabet
+from toastkit.text.detokenizer import StreamingDetokenizer, byte_alphabet, count_bytes
 from toastkit.text.emoji import LONGEST
 from toastkit.text.tokenizer import Tokenizer
 
@@ -247,3 +247,24 @@ def test_byte_alphabet_is_the_library_s() -> None:
     assert set(byte_alphabet()) == alphabet and len(alphabet) == 256
     assert byte_alphabet()[ord("A")] == "A"
     assert unicodedata.name(byte_alphabet()[0x20]) == "LATIN CAPITAL LETTER G WITH DOT ABOVE"
+
+
+# -------------------------------------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("kind", [*STREAMED, *FALLBACK, "suffix", "ctc"])
+@given(data=st.data())
+def test_bytes_of_whole_characters_are_those_of_the_text(kind: str, data: st.DataObject) -> None:
+    tokenizer = {**STREAMED, **FALLBACK, **WHOLE}[kind]
+    ids = data.draw(ids_of(tokenizer))
+    text = tokenizer.decode(ids, keep_special=True)
+    if "\ufffd" not in text:
+        assert count_bytes(tokenizer, ids) == len(text.encode())
+
+
+def test_a_part_of_a_character_counts_its_own_bytes() -> None:
+    for kind, tokenizer in (("byte level", STREAMED["byte level"]), ("llama", FALLBACK["llama"])):
+        spelt = byte_alphabet() if kind == "byte level" else [f"<0x{b:02X}>" for b in range(256)]
+        ids = [tokenizer.token_id(spelt[byte]) for byte in "é🦊".encode()]
+        counts = [count_bytes(tokenizer, ids[:n]) for n in range(len(ids) + 1)]
+        assert counts == [0, 1, 2, 3, 4, 5, 6]

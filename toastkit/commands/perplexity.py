@@ -131,12 +131,22 @@ def _tokenize(name: str, tokenizer: Tokenizer, limit: int | None) -> Text:
     ids = tokenizer.encode_prompt(text, templated=False, most=limit and limit + 1)
     if len(ids) < 2:
         raise DataError(f"{label}: a text of one token, and nothing before it to predict it from")
-    first = tokenizer.decode(ids[:1], keep_special=True)
-    if limit is not None and limit < len(ids) - 1:
-        ids = ids[: limit + 1]
-        text = tokenizer.decode(ids, keep_special=True)
-    unscored = len(first.encode()) if text.startswith(first) else 0
-    return Text(name, ids, len(text.encode()) - unscored)
+    whole = len(ids)
+    ids = ids[: whole if limit is None else limit + 1]
+    return Text(name, ids, _scored_bytes(tokenizer, text, ids, len(ids) < whole))
+
+
+def _scored_bytes(tokenizer: Tokenizer, text: str, ids: list[int], cut: bool) -> int:
+    """Bytes of UTF-8 that all ids but the first stand for. cut: they are not all of the text."""
+    from toastkit.text.detokenizer import count_bytes
+
+    before = 0  # ids that the tokenizer has put before the text
+    while ids[before : before + 1] and ids[before] in tokenizer.special_ids:
+        if text.startswith(tokenizer.decode([ids[before]], keep_special=True)):
+            break
+        before += 1
+    size = count_bytes(tokenizer, ids[before:]) if cut else len(text.encode())
+    return size if before else max(size - count_bytes(tokenizer, ids[:1]), 0)
 
 
 def _choosers(checkpoint: ModelFiles, vocab: int, flags: dict[str, Any]) -> Callable[[], Chooser]:

@@ -67,6 +67,15 @@ def decode_pieces(tokenizer: Tokenizer, ids: Iterable[int], keep_special: bool) 
     return "".join([*map(stream.add, ids), stream.finish()])
 
 
+def count_bytes(tokenizer: Tokenizer, ids: list[int]) -> int:
+    """Bytes of UTF-8 that the ids stand for as a text of their own, special tokens as they are
+    written. Those of a character's half are counted as they are."""
+    chain = _chain(tokenizer, keep_special=True)
+    if isinstance(chain, _Whole):
+        return len(tokenizer.decode_as_library(ids, keep_special=True).encode())
+    return chain.count_bytes((token_id, tokenizer.token(token_id)) for token_id in ids)
+
+
 # ------------------------------------------------------------------------------------------- chains
 
 
@@ -83,19 +92,31 @@ class _Chain:
         self._left = strip[1]
 
     def add(self, token_id: int, token: str) -> str:
-        if self._first:
-            self._first = False
-            piece = self._prepare([token])
-        else:
-            piece = self._pieces.get(token_id)
-            if piece is None:
-                piece = self._pieces[token_id] = self._prepare(["", token])
-        return self._stripped(self._to_text.add(piece))
+        return self._stripped(self._to_text.add(self._piece(token_id, token)))
 
     def finish(self) -> str:
         text = self._stripped(self._to_text.finish())
         self._first, self._left = True, self._strip[1]
         return text
+
+    def count_bytes(self, tokens: Iterable[tuple[int, str]]) -> int:
+        """Of a whole text, by (id, token); the chain is new and is not used for anything else."""
+        pieces = (self._piece(*token) for token in tokens)
+        data = b"".join(p if isinstance(p, bytes) else p.encode() for p in pieces)
+        character, most = self._strip
+        for _ in range(most):
+            data = data.removeprefix(character.encode())
+        return len(data)
+
+    def _piece(self, token_id: int, token: str) -> Any:
+        """What a token is to the next link: bytes or text."""
+        if self._first:
+            self._first = False
+            return self._prepare([token])
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._prepare(["", token])
+        return piece
 
     def _prepare(self, tokens: list[str]) -> Any:
         piece = tokens[-1] if self._per_token is None else self._per_token.decode(tokens)
