@@ -16,6 +16,7 @@ from toastkit.errors import DataError, UsageError
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.model.safetensors import read_header
+from toastkit.model.toast_format import GEAR_PREFIX
 from toastkit.native.library import BITS, GROUP_SIZES
 from toastkit.store.bake import bake, split
 from toastkit.store.precision import GEAR_BITS, dequantise_rows, quantise_rows
@@ -186,12 +187,13 @@ def test_gears_lie_beside_the_weights(sources: dict, tmp_path: Path) -> None:
     for gear, bits in GEAR_BITS.items():
         for path in paths:
             weight = store.tensor(f"{path}.weight")
-            stored = store.module(path, gear)
+            stored = store.read(store.baked(path, gear))
             expected = quantise_rows(weight, bits)
-            assert set(stored) == {f"{path}.{part}" for part in expected._fields}
-            for part, array in expected._asdict().items():
-                assert stored[f"{path}.{part}"].dtype == array.dtype
-                assert mx.array_equal(stored[f"{path}.{part}"], array)
+            names = {f"{GEAR_PREFIX}{gear}.{path}.{part}": part for part in expected._fields}
+            assert stored.keys() == names.keys()
+            for name, part in names.items():
+                assert stored[name].dtype == getattr(expected, part).dtype
+                assert mx.array_equal(stored[name], getattr(expected, part))
             near = mx.abs(dequantise_rows(expected, bits) - weight.astype(mx.float32))
             limit = mx.repeat(expected.scales, weight.shape[-1] // expected.scales.shape[-1], -1)
             assert (near <= 0.50001 * limit.astype(mx.float32)).all()

@@ -106,7 +106,7 @@ def test_every_way_to_read_gives_the_same(models, name: str) -> None:
             jobs, make = two.rows_of(tensor, [(6, 7), (0, 1)])
             found = mx.concatenate(two.reader.request(jobs, make, NOW).result())
             assert bits(found) == bits(lazy[tensor][mx.array([6, 0])])
-        assert two.expert(index, 3).keys() == one.expert(index, 3).keys()
+        assert set(two.expert_names(index)) == set(one.expert_names(index))
 
 
 @pytest.mark.parametrize("name", OPTIONS)

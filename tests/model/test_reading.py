@@ -290,14 +290,6 @@ def test_a_device_that_the_host_cannot_write_to(llama: Path, monkeypatch) -> Non
         assert all(same(array, expected[name]) for name, array in store.layer(1).items())
 
 
-def test_names_by_module(llama: Path) -> None:
-    with open_store(llama) as store:
-        for path in ("model.layers.1", "model.layers.1.mlp", "model", "model.norm"):
-            expected = sorted(name for name in store.names if name.startswith(f"{path}."))
-            assert store.parameters(path) == expected and expected
-        assert store.parameters("model.layers.1.ml") == store.baked("model.norm", "low") == []
-
-
 def test_preparing_for_high_gear_reads_the_managed_matrices(llama: Path) -> None:
     options = GearOptions("auto", "all")
     engine = open_engine(locate(str(llama)), dtype="float32", gear_options=options)

@@ -79,7 +79,8 @@ class RawTensors:
 
     def below(self, prefix: str) -> list[str]:
         """The stored names that begin with a prefix, which ends with a dot."""
-        return below(self._sorted, prefix)
+        names, last = self._sorted, prefix[:-1] + chr(ord(".") + 1)
+        return names[bisect_left(names, prefix) : bisect_left(names, last)]
 
     @property
     def paths(self) -> list[Path]:
@@ -266,12 +267,6 @@ def _before(views: list[memoryview], count: int) -> list[memoryview]:
             return [*views[:n], view[:count]]
         count -= len(view)
     return views
-
-
-def below(names: list[str], prefix: str) -> list[str]:
-    """Those of sorted names that begin with a prefix. prefix: ends with a dot."""
-    last = prefix[:-1] + chr(ord(".") + 1)
-    return names[bisect_left(names, prefix) : bisect_left(names, last)]
 
 
 def _identity(path: Path) -> tuple[int, int, int]:

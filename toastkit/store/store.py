@@ -34,7 +34,7 @@ from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import GEAR_PREFIX
 from toastkit.store.jobs import Job, Piece
 from toastkit.store.mapping import MappedFiles
-from toastkit.store.raw import DTYPES, RawTensors, below
+from toastkit.store.raw import DTYPES, RawTensors
 from toastkit.store.reader import Reader
 from toastkit.store.request import Request
 from toastkit.store.rows import WIDENED, RowReading, Rows
@@ -90,7 +90,6 @@ class Store:
         self._by_layer: dict[int | None, list[str]] = {}
         for name in self.names:
             self._by_layer.setdefault(self.layer_of(name), []).append(name)
-        self._sorted = sorted(self.names)
         # For whoever loads the whole model next, in the thread that these arrays belong to.
         self._unread: tuple[int, dict[str, mx.array]] | None = (threading.get_ident(), tensors)
 
@@ -315,11 +314,6 @@ class Store:
         """The tensors of a layer, evaluated."""
         return self.read(self.layer_names(index))
 
-    def parameters(self, path: str) -> list[str]:
-        """The tensors below a module path, in alphabetical order; none where there is no such
-        module."""
-        return below(self._sorted, f"{path}.")
-
     def baked(self, path: str, gear: str) -> list[str]:
         """The stored names of a module's parameters in a gear ("low", "mid"), which `read` and
         `request` take too; none where it was not baked in that gear."""
@@ -330,17 +324,6 @@ class Store:
         """Whether any gear is stored beside the originals."""
         return bool(self._raw.below(GEAR_PREFIX))
 
-    def module(self, path: str, precision: str | None = None) -> dict[str, mx.array]:
-        """The parameters below a module path, by full name, evaluated. precision: "low" or "mid"
-        gives them as they were baked in that gear. Raises KeyError where there are none."""
-        if precision is None:
-            names, skip = self.parameters(path), 0
-        else:
-            names, skip = self.baked(path, precision), len(f"{GEAR_PREFIX}{precision}.")
-        if not names:
-            raise KeyError(path if precision is None else f"{path} in {precision} gear")
-        return {name[skip:]: array for name, array in self.read(names).items()}
-
     # ------------------------------------------------------------------------------- by expert
 
     def expert_names(self, layer: int) -> list[str]:
@@ -348,12 +331,6 @@ class Store:
         modules, own = self.model.layers[layer].named_modules(), f"{self.layers_path}.{layer}."
         paths = {own + path for path, module in modules if holds_experts(module)}
         return [name for name in self.layer_names(layer) if name.rpartition(".")[0] in paths]
-
-    def expert(self, layer: int, start: int, stop: int | None = None) -> dict[str, mx.array]:
-        """Experts start:stop (one without stop) of a layer: (stop - start, ...) by tensor name,
-        evaluated."""
-        stop = start + 1 if stop is None else stop
-        return {name: self.rows(name, start, stop) for name in self.expert_names(layer)}
 
     def rows(self, name: str, start: int, stop: int) -> mx.array:
         """tensor(name)[start:stop], evaluated; reads only those rows where the files allow it.
