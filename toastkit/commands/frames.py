@@ -14,6 +14,7 @@ from toastkit.commands import cli, options
 from toastkit.descriptors import is_pipe
 from toastkit.errors import FrameError, UsageError, did_you_mean
 from toastkit.frames import KINDS, End, Frame, Head
+from toastkit.stages.arrays import LogitsReader
 from toastkit.text.exact_numbers import counted
 from toastkit.text.terminal import shown
 
@@ -53,12 +54,12 @@ def frames(context: click.Context, **flags) -> int:
     kinds = _kinds(flags["kinds"])
     start, stop = _span(flags["span"])
 
-    reader = ArrayReader()
+    reader = LogitsReader()
 
     def chosen(source: Iterable[Frame]) -> Iterator[Frame]:
         from toastkit.stages.inspect import choose, make_inline
 
-        source = reader.listen(source)
+        source = _listened(source, reader)
         if flags["inline"]:
             source = make_inline(source)
         return choose(source, kinds, start, stop)
@@ -92,7 +93,15 @@ def _span(text: str | None) -> tuple[int, int | None]:
     return int(match[1] or 0), int(match[2]) if match[2] else None
 
 
-def _copy(flags: dict[str, Any], chosen: Callable, reader: ArrayReader) -> int:
+def _listened(frames: Iterable[Frame], reader: LogitsReader) -> Iterator[Frame]:
+    """The frames, after the reader's look at their heads, which say where the arrays are."""
+    for frame in frames:
+        if isinstance(frame, Head):
+            reader.begin(frame)
+        yield frame
+
+
+def _copy(flags: dict[str, Any], chosen: Callable, reader: LogitsReader) -> int:
     from toastkit.commands.pipes import WatchedInput, run_filter
     from toastkit.stages.jsonl import json_frames
 
@@ -106,32 +115,7 @@ def _copy(flags: dict[str, Any], chosen: Callable, reader: ArrayReader) -> int:
     return run_filter(build, "frames", write=write)
 
 
-class ArrayReader:
-    """Reads the arrays of a stream's frames; numpy is imported when the first one is wanted."""
-
-    def __init__(self) -> None:
-        self._head: Head | None = None
-        self._reader: Any = None
-
-    def listen(self, frames: Iterable[Frame]) -> Iterator[Frame]:
-        """The frames, after a look at their heads, which say where the arrays are."""
-        for frame in frames:
-            if isinstance(frame, Head):
-                self._head, self._reader = frame, None
-            yield frame
-
-    def read(self, logits: Any) -> Any:
-        """Logits (vocab,) float32 of a frame of the run."""
-        if self._reader is None:
-            from toastkit.stages.arrays import LogitsReader
-
-            self._reader = LogitsReader()
-            if self._head is not None:
-                self._reader.begin(self._head)
-        return self._reader.read(logits)
-
-
-def _json_writer(flags: dict[str, Any], reader: ArrayReader) -> Callable[[Frame], None]:
+def _json_writer(flags: dict[str, Any], reader: LogitsReader) -> Callable[[Frame], None]:
     from toastkit.stages.jsonl import to_json
 
     def write(frame: Frame) -> None:
