@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from toastkit.commands import cli, completion, plan
 from toastkit.commands.models import as_json, table, whisper
 from toastkit.commands.progress import ProgressBar, watched
 from toastkit.errors import DataError, ToastError, UsageError
+from toastkit.interrupts import Signals
 from toastkit.text.exact_numbers import counted
 from toastkit.text.terminal import shown
 
@@ -130,7 +130,7 @@ def _supported(flags: dict[str, Any]) -> int:
 def pull(hub_id: str, **flags) -> int:
     from toastkit.model.hub import fetch
 
-    _end_tidily()
+    Signals()  # SIGTERM and SIGHUP unwind the stack too: no half-written file stays behind
     _print_path(fetch(hub_id, flags["revision"], progress=watched(flags)))
     return 0
 
@@ -195,7 +195,7 @@ def bake(source: str, **flags) -> int:
 
     files = find(source)
     out = _bake_output(files, flags)
-    _end_tidily()
+    Signals()
     store = _open(files)
     from toastkit.store.bake import bake as write
     from toastkit.store.quantising import QuantizationOptions
@@ -262,7 +262,7 @@ def split(source: str, **flags) -> int:
     if not out.name:  # it is made under another name beside this one
         raise UsageError(f"-o takes the name of a directory to make, not {flags['output']!r}")
     files = find(source)
-    _end_tidily()
+    Signals()
     store = _open(files)
     from toastkit.store.bake import split as write
 
@@ -325,17 +325,6 @@ def _print_path(path: Path) -> None:
 def _bar(flags: dict[str, Any], label: str):
     """progress(done, total) for a person, None where nobody looks."""
     return ProgressBar(label, "B") if watched(flags) else None
-
-
-def _end_tidily() -> None:
-    """Lets SIGTERM and SIGHUP unwind the stack, so that no half-written file stays behind."""
-
-    def end(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, end)
 
 
 def main() -> None:
