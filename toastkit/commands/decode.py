@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -130,6 +129,7 @@ def _answer(
     from toastkit.commands.detokenize import TextWriter, check_length
     from toastkit.commands.prompt import prompt_tokenizer, prompts
     from toastkit.interrupts import Signals
+    from toastkit.model.config import sampling_defaults
     from toastkit.stages.run.settings import Outcome
 
     wanted = prompts(prompt, flags, first)
@@ -139,52 +139,51 @@ def _answer(
     tokenizer = prompt_tokenizer(flags, later=True)
     outcome = Outcome()
     put = JsonWriter() if flags["as_json"] else TextWriter(not flags["no_newline"])
-    stage = _stages(wanted, tokenizer, flags, signals, outcome, insisted)
-    signals.patient = True
-    try:
-        for frame in stage:
-            put(frame)
-    except BrokenPipeError:
-        stage.close()
-        if signals:
-            return signals.code
-        raise
-    finally:
-        stage.close()
+    chain = options.sampling_options(flags, sampling_defaults(tokenizer.files), None)
+    chain.validate(tokenizer.vocab)
+    # The model is opened before the tokenizer is read: another thread brings its pages meanwhile.
+    engine, here = _open(tokenizer, flags, signals, insisted)
+    with closing(engine):
+        stage = _stages(wanted, tokenizer, flags, chain, engine, here, signals, outcome)
+        signals.patient = True
+        try:
+            with closing(run_reports.told(stage) if flags["verbose"] else stage) as frames:
+                for frame in frames:
+                    put(frame)
+        except BrokenPipeError:
+            if signals:
+                return signals.code
+            raise
     return signals.code or check_length(outcome, flags["fail_on_length"])
 
 
-def _stages(wanted, tokenizer, flags, signals, outcome, insisted):
-    """The generator of all stages, as the flags ask for them. The model is opened first: another
-    thread brings its pages while tokenizer and stages are made ready."""
+def _open(tokenizer, flags, signals, insisted) -> tuple[Any, bool]:
+    """The engine, and whether it is this process's own, which is not loaded yet."""
     from toastkit.commands.engines import attach, open_unloaded
-    from toastkit.model.config import sampling_defaults
 
-    chain = options.sampling_options(flags, sampling_defaults(tokenizer.files), None)
-    chain.validate(tokenizer.vocab)
     policies = policy_flags.policy_options(flags)
     if policies.gives_up:
         signals.on_memory_warning()
-    engine: Any = None
     if not policies.changes_results:
         engine = attach(flags, tokenizer.fingerprint, insisted)
-    here = engine is None
-    if here:
-        engine = open_unloaded(tokenizer.files, flags, policies, signals)
-    try:
-        stage = _answering(wanted, tokenizer, flags, chain, engine, here, signals, outcome)
-    except BaseException:
-        engine.close()
-        raise
-    return _closing(engine, run_reports.told(stage) if flags["verbose"] else stage)
+        if engine is not None:
+            return engine, False
+    return open_unloaded(tokenizer.files, flags, policies, signals), True
 
 
-def _answering(wanted, tokenizer, flags, chain, engine, here, signals, outcome):
-    """The stages over an engine. here: it is this process's own, and not loaded yet."""
-    from toastkit.commands.engines import load, start_device
+def _stages(wanted, tokenizer, flags, chain, engine, here, signals, outcome):
+    """All stages over an engine, as the flags ask for them. here: as of _open."""
+    from toastkit.commands.engines import load
     from toastkit.commands.progress import read_options
     from toastkit.descriptors import reader_gone
-    from toastkit.stages.answer import AnswerOptions, answer, gear_answer_options, xtc_special_ids
+    from toastkit.engine import device
+    from toastkit.stages.answer import (
+        AnswerOptions,
+        answer,
+        draws_on_device,
+        gear_answer_options,
+        xtc_special_ids,
+    )
     from toastkit.stages.detokenize import TextOptions
     from toastkit.stages.run.one_process import LocalRuns
     from toastkit.stages.sample import DrawOptions
@@ -201,11 +200,8 @@ def _answering(wanted, tokenizer, flags, chain, engine, here, signals, outcome):
         **gear_answer_options(gear_flags.gear_settings(flags)),
         xtc_special_ids=xtc_special_ids(chain, tokenizer.tokenizer),
     )
-    # A GPU computes while the host goes on. A CPU does not, and numpy draws faster on it, and takes
-    # the entropy faster; logits of a daemon are on the host anyway.
-    waits = experts is not None and experts.threshold is not None
-    plain = chain.temperature == 0 and not (settings.telemetry or settings.follow or waits)
-    deferred = here and (start_device(flags) == "gpu" or plain)
+    # The logits of a daemon are on the host.
+    deferred = here and draws_on_device(device.start(flags["device"]), settings, experts)
     runs = LocalRuns(flags["session"], signals, reader_gone, deferred)
     unloaded = [engine] if here else []
 
@@ -216,12 +212,6 @@ def _answering(wanted, tokenizer, flags, chain, engine, here, signals, outcome):
 
     frames = tokenize(wanted, tokenizer, rated=settings.follow)
     return answer(frames, tokenizer.tokenizer, engine_for, runs, settings, signals, outcome)
-
-
-def _closing(engine: Any, frames: Iterator[Frame]) -> Iterator[Frame]:
-    """The frames; the engine is closed after them, however they end."""
-    with closing(engine):
-        yield from frames
 
 
 class JsonWriter:

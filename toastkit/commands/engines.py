@@ -112,13 +112,6 @@ def _daemon_socket() -> str | None:
     return path if os.path.exists(path) else None
 
 
-def start_device(flags: dict[str, Any]) -> str:
-    """Starts MLX on the device of the flags; "cpu" or "gpu"."""
-    from toastkit.engine import device
-
-    return device.start(flags["device"])
-
-
 def open_unloaded(
     files,
     flags: dict[str, Any],

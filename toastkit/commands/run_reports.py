@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from toastkit.frames import Frame
 
 
-def told(frames: Iterable[Frame]) -> Iterator[Frame]:
+def told(frames: Iterable[Frame]) -> Generator[Frame, None, None]:
     """The frames; after each run, whose answer has then been ended, a line on stderr for what each
     policy did in it."""
     from toastkit.frames import End

@@ -17,7 +17,13 @@ from toastkit.engine.savepoints import copy_caches
 from toastkit.errors import ToastError
 from toastkit.frames import End, Frame, Prefilled, Text, Token, Tokens, pack_ids
 from toastkit.interrupts import Interrupt
-from toastkit.stages.answer import AnswerOptions, answer, gear_answer_options, xtc_special_ids
+from toastkit.stages.answer import (
+    AnswerOptions,
+    answer,
+    draws_on_device,
+    gear_answer_options,
+    xtc_special_ids,
+)
 from toastkit.stages.detokenize import TextOptions
 from toastkit.stages.run.protocol import Pause
 from toastkit.stages.run.settings import Outcome, ReadOptions
@@ -62,20 +68,16 @@ class Conversation:
         self._first: float | None = None
         self._told = 0.0
         self._early: Kept | None = None
-        self._gears = gears = service.settings.gears
+        self._gears = service.settings.gears
         self._gear_tokens: Counter[str] = Counter()
-        follow = gears is not None and gears.options.mode == "auto"
-        tokens = prepared.request.options.tokens
-        experts = service.settings.policies.experts
-        waits = experts is not None and experts.threshold is not None
-        plain = prepared.sampling.temperature == 0 and not (tokens or follow or waits)
-        deferred = service.engine.device == "gpu" or plain
+        options, experts = self._options(), service.settings.policies.experts
+        deferred = draws_on_device(service.engine.device, options, experts)
         self.runs = ScheduledRuns(service, prepared, lambda: channel.gone, deferred)
         head = replace(service.preparer.head, extra=dict(prepared.extra))
         frames: list[Frame] = [head, Tokens(pack_ids(prepared.ids))]
         self._frames: Iterator[Any] = answer(
             frames, service.preparer.tokenizer, lambda head: service.engine, self.runs,
-            self._options(), Interrupt(), Outcome(),
+            options, Interrupt(), Outcome(),
         )  # fmt: skip
 
     def _options(self) -> AnswerOptions:

@@ -20,6 +20,7 @@ from toastkit.stages.streams import Stage, compose
 from toastkit.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from toastkit.experts.experts_options import ExpertsOptions
     from toastkit.stages.follow import GearRules, GearSettings
 
 
@@ -45,6 +46,16 @@ def gear_answer_options(gears: GearSettings | None) -> dict[str, Any]:
         return {}
     follow = gears.options.mode == "auto"
     return {"rules": gears.rules, "follow": follow, "fixed": gears.options.fixed}
+
+
+def draws_on_device(device: str, options: AnswerOptions, experts: ExpertsOptions | None) -> bool:
+    """Whether tokens are to be drawn where the logits are. A GPU computes while the host goes on. A
+    CPU does not, and numpy draws faster on it, and takes the entropy faster; but for the likeliest
+    token, where nothing else is asked of a step. device: "cpu" or "gpu"."""
+    assert options.draw is not None
+    waits = experts is not None and experts.threshold is not None
+    plain = options.draw.sampling.temperature == 0
+    return device == "gpu" or (plain and not (options.telemetry or options.follow or waits))
 
 
 def answer(
