@@ -7,7 +7,7 @@ not confident is for engine.big_little, which can take a state back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,13 +15,12 @@ from toastkit.experts.common_part import CommonPart
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.experts.pass_times import PassTimes, with_steps
 from toastkit.experts.routers import MoEBlock, moe_blocks
-from toastkit.holdings.forms import Form
 from toastkit.holdings.holdings import Holdings
-from toastkit.holdings.policy import Wish
+from toastkit.holdings.policy import Policy, Wish
 from toastkit.text.exact_numbers import exact_number
 
 
-class ExpertsPolicy:
+class ExpertsPolicy(Policy):
     """Sets K for each pass: for a prompt as `options.prompt` says, else the little one or, with
     "big", the checkpoint's own. See holdings.policy.Policy; it moves no weights.
 
@@ -32,14 +31,11 @@ class ExpertsPolicy:
     """
 
     name = "experts"
-    changes_forms = False
     steps_together = True  # with MoBiLE, too: see batch.Batch.step
-    tells_steps = True
 
     def __init__(self, options: ExpertsOptions):
         self.options = options
         self.paths: list[str] = []
-        self.variant = ""
         self.blocks: list[MoEBlock] = []
         self.k = self.little_k = 0
         self.steps = self.fallbacks = 0
@@ -117,23 +113,6 @@ class ExpertsPolicy:
     def waits(self) -> bool:
         """Whether the host waits for the layers of a pass, which read what they run with."""
         return self._holdings.reads_in_passes
-
-    def form(self, path: str, form: Form) -> Form:
-        """As it is: this moves nothing."""
-        return form
-
-    def changed(self, seconds: float, made: int) -> None:
-        """Nothing: no forms are decided on."""
-
-    def failed(self) -> None:
-        """Nothing."""
-
-    def expect(self, wish: Wish) -> Mapping[str, Form]:
-        """Nothing."""
-        return {}
-
-    def memory_warning(self) -> None:
-        """Nothing."""
 
     # ------------------------------------------------------------------------------------ counting
 

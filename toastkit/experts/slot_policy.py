@@ -8,7 +8,7 @@ expert in a slot of its own there is nothing to decide, and the stacks stay whol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from toastkit.errors import UsageError
@@ -16,20 +16,18 @@ from toastkit.experts.slot_options import SlotOptions
 from toastkit.experts.slot_sizes import Room, SlotSizes
 from toastkit.holdings.forms import Form, slotted
 from toastkit.holdings.holdings import Holdings
-from toastkit.holdings.policy import Wish
+from toastkit.holdings.policy import Policy, Wish
 from toastkit.holdings.pressure import Checks, Pressure
 from toastkit.text.exact_numbers import counted
 
 
-class SlotPolicy:
+class SlotPolicy(Policy):
     """See holdings.policy.Policy. room(holdings): what slots can have, where the options do not
     say. notify: is told a line where no expert can be fetched without all others of its layer."""
 
     name = "slots"
     variant = ""  # the results are those of a model that is whole, to the bit
     changes_forms = True
-    steps_together = True
-    tells_steps = True
 
     def __init__(
         self,
@@ -145,10 +143,6 @@ class SlotPolicy:
         if now.slots and now.bits == form.bits:
             count = min(count, experts - 1)
         return slotted(form, count) if count < experts else form
-
-    def expect(self, wish: Wish) -> Mapping[str, Form]:
-        """Nothing: experts are fetched by themselves."""
-        return {}
 
     def changed(self, seconds: float, made: int) -> None:
         """The slots are there: empty, or with what was in those before."""

@@ -19,7 +19,7 @@ from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.forms import ORIGINAL, Form, packed
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.packed import PathCounts
-from toastkit.holdings.policy import Wish
+from toastkit.holdings.policy import Policy, Wish
 from toastkit.store.store import Store
 
 
@@ -32,18 +32,17 @@ class ShiftTimes:
     again: list[float]
 
 
-class GearPolicy:
+class GearPolicy(Policy):
     """Chooses the gear of each pass: high for a prompt (section 7.2), else the fixed one, the one
     that is wished for, or as before. See holdings.policy.Policy.
 
     gear: the one the model is in. tokens: steps run, by gear. times: of shifts, by gear.
     """
 
+    name = "gears"
     changes_forms = True
-    tells_steps = True
 
     def __init__(self, options: GearOptions):
-        self.name = "gears"
         low, mid = options.bits
         self.variant = f"{options.mode}-{options.scope}-{low}-{mid}"
         self.options = options
@@ -100,9 +99,6 @@ class GearPolicy:
     def failed(self) -> None:
         """It is in the gear that it was in."""
         self._wanted = self.gear
-
-    def memory_warning(self) -> None:
-        """Nothing: a gear is not chosen for memory's sake."""
 
     # ------------------------------------------------------------------------------------- counting
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toastkit.holdings.forms import Form
 
@@ -24,8 +24,9 @@ NO_WISH = Wish()
 PROMPT = Wish(prompt=True)
 
 
-class Policy(Protocol):
-    """Decides forms, and nothing else; `Holdings` makes them come about, `Engine` asks.
+class Policy:
+    """Decides forms, and nothing else; `Holdings` makes them come about, `Engine` asks. This one
+    decides nothing: what a policy has no use for it leaves as it is here.
 
     name: of its report. variant: what it does to the results, in a word that can be part of a
     directory's name. paths: of the modules that it decides about; policies that decide about the
@@ -37,11 +38,11 @@ class Policy(Protocol):
     """
 
     name: str
-    variant: str
+    variant = ""
     paths: list[str]
-    changes_forms: bool
-    steps_together: bool
-    tells_steps: bool
+    changes_forms = False
+    steps_together = True
+    tells_steps = True
 
     def attach(self, holdings: Holdings) -> None:
         """Takes on a model. Raises UsageError where there is nothing to decide."""
@@ -49,9 +50,11 @@ class Policy(Protocol):
     def decide(self, wish: Wish) -> bool:
         """Whether the pass that comes is to find other forms than the last one. Asked before each
         pass: what is no matter of forms, such as how many experts run, is settled here too."""
+        return False
 
     def form(self, path: str, form: Form) -> Form:
         """The form of a module in that pass. form: what it would be without this policy."""
+        return form
 
     def changed(self, seconds: float, made: int) -> None:
         """The forms have come about; so many modules had to be read or made."""
@@ -61,6 +64,7 @@ class Policy(Protocol):
 
     def expect(self, wish: Wish) -> Mapping[str, Form]:
         """The forms that may be wanted soon, to prepare; empty where none are."""
+        return {}
 
     def memory_warning(self) -> None:
         """Memory is short: what can be given up leaves before the next pass. May be called by a
@@ -74,9 +78,11 @@ class Policy(Protocol):
 
     def run_report(self) -> dict[str, Any]:
         """Of the run since `begin_run`."""
+        return {}
 
     def report(self) -> dict[str, Any]:
         """Of all runs so far, for a daemon's status."""
+        return {}
 
 
 def warn_of_memory(policies: Sequence[Policy]) -> None:

@@ -7,23 +7,24 @@ used. Products read it about as fast as memory of their own: see docs/decisions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 from toastkit.holdings.forms import MAPPED, ORIGINAL, Form
 from toastkit.holdings.holding import Holding
 from toastkit.holdings.holdings import Holdings
-from toastkit.holdings.policy import Wish
+from toastkit.holdings.policy import Policy, Wish
 from toastkit.native.library import in_use
 from toastkit.store.ledger import EMBEDDING
 from toastkit.store.mapping import Place
 from toastkit.store.skeleton import holds_experts
 
 
-class MappingPolicy:
+class MappingPolicy(Policy):
     """Has originals lie in their files. See holdings.policy.Policy. For models of which nothing is
-    streamed and no expert in a slot: those are read, into memory that is used again.
+    streamed and no expert in a slot: those are read, into memory that is used again. Where memory
+    is short the system takes mapped pages back by itself.
 
     paths: of the modules that are mapped; none where products are not native, or the system will
     not map a file.
@@ -31,8 +32,6 @@ class MappingPolicy:
 
     name = "mapping"
     variant = ""  # the results are the same to the bit
-    changes_forms = False
-    steps_together = True
     tells_steps = False
 
     def __init__(self) -> None:
@@ -73,29 +72,9 @@ class MappingPolicy:
         """Mapped, if it is an original that stays."""
         return MAPPED if form == ORIGINAL else form
 
-    def expect(self, wish: Wish) -> Mapping[str, Form]:
-        """Nothing: what is mapped need not be prepared."""
-        return {}
-
     def changed(self, seconds: float, made: int) -> None:
         """It is loaded."""
         self._loaded = True
-
-    def failed(self) -> None:
-        """Nothing: it is tried again."""
-
-    def memory_warning(self) -> None:
-        """Nothing: the system takes mapped pages back by itself."""
-
-    def begin_run(self) -> None:
-        """Nothing is counted."""
-
-    def count_step(self) -> None:
-        """Nor here."""
-
-    def run_report(self) -> dict[str, Any]:
-        """Nothing: it is no matter of a run."""
-        return {}
 
     def report(self) -> dict[str, Any]:
         """Bytes of the modules that lie in their files now."""

@@ -6,13 +6,13 @@ memory that there is, looked at again every 64 tokens; with a budget it gives wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from toastkit.errors import UsageError
 from toastkit.holdings.forms import Form, streamed
 from toastkit.holdings.holdings import Holdings
-from toastkit.holdings.policy import Wish
+from toastkit.holdings.policy import Policy, Wish
 from toastkit.holdings.pressure import Checks, Pressure
 from toastkit.residency.memory import available_memory
 from toastkit.residency.model_sizes import cache_holds, movable, sizes_of
@@ -31,7 +31,7 @@ from toastkit.store.ledger import CACHE, SESSIONS
 SPARE_LAYERS = 2  # read ahead beside the first, where a number of layers stays
 
 
-class ResidencyPolicy:
+class ResidencyPolicy(Policy):
     """Keeps some layers and has the others streamed. See holdings.policy.Policy.
 
     available(): bytes of memory that are free for this process. notify: is told a line when caches
@@ -41,7 +41,6 @@ class ResidencyPolicy:
     name = "residency"
     variant = ""  # the results are those of a model that stays, to the bit
     changes_forms = True
-    steps_together = True
     tells_steps = False
 
     def __init__(
@@ -169,10 +168,6 @@ class ResidencyPolicy:
         """As it is, or streamed so."""
         wanted = self._wanted or frozenset()
         return form if self._layer_of[path] in wanted else streamed(form)
-
-    def expect(self, wish: Wish) -> Mapping[str, Form]:
-        """Nothing: the streams themselves read ahead."""
-        return {}
 
     def changed(self, seconds: float, made: int) -> None:
         """Those layers stay now that were to."""
