@@ -128,6 +128,12 @@ def did_you_mean(
     return f"did you mean {near[0]}?" if near else otherwise
 
 
+def check_choice(what: str, value: str, known: Iterable[str]) -> None:
+    """Raises UsageError for a value that is none of those known. what: "gear scope", say."""
+    if value not in known:
+        raise UsageError(f"no such {what}: {value[:40]} ({', '.join(known)})")
+
+
 def from_os_error(error: OSError, doing: str, creating: bool = False) -> ToastError:
     """The ToastError for an OSError. doing: what failed, e.g. "cannot read x". creating: something
     was to be made or written, so that what is missing or forbidden is an output, not an input."""

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toastkit.errors import UsageError
 from toastkit.residency.placement import placed
 from toastkit.residency.residency_options import PLACEMENTS
 
@@ -55,8 +54,5 @@ def test_interleaved_layers_are_spread_evenly(data: st.DataObject, total: int) -
     assert max(held) - min(held) <= 1
 
 
-@pytest.mark.parametrize("placement", ["", "middle", "x" * 99])
-def test_an_unknown_placement(placement: str) -> None:
-    with pytest.raises(UsageError, match="no such placement"):
-        placed(1, range(4), placement)
+def test_of_no_layers_none_stays() -> None:
     assert placed(0, [], "interleaved") == frozenset()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from toastkit.errors import UsageError
+from toastkit.errors import UsageError, check_choice
 from toastkit.text.exact_numbers import exact_number
 
 MODES = ("big", "little", "mobile")
@@ -49,9 +49,8 @@ class ExpertsOptions:
 
     def __post_init__(self) -> None:
         """Raises UsageError."""
-        for word, value, known in (("mode", self.mode, MODES), ("prompt", self.prompt, PROMPTS)):
-            if value not in known:
-                raise UsageError(f"no such experts {word}: {value[:40]} ({', '.join(known)})")
+        check_choice("experts mode", self.mode, MODES)
+        check_choice("experts prompt", self.prompt, PROMPTS)
         if not 0 <= self.gamma <= 1:  # nor NaN
             raise UsageError(f"gamma {exact_number(self.gamma)} is not in [0, 1]")
         if self.little_k is not None and not self.little_k.amount > 0:

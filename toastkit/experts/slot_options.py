@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toastkit.errors import UsageError
+from toastkit.errors import UsageError, check_choice
 from toastkit.text.exact_numbers import exact_size
 
 KINDS = ("auto", "slots", "bytes")
@@ -23,11 +23,8 @@ class SlotOptions:
 
     def __post_init__(self) -> None:
         """Raises UsageError."""
-        for word, value, known in (
-            ("kind of slots", self.kind, KINDS), ("prefetch", self.prefetch, PREFETCHES),
-        ):  # fmt: skip
-            if value not in known:
-                raise UsageError(f"no such {word}: {value[:40]} ({', '.join(known)})")
+        check_choice("kind of slots", self.kind, KINDS)
+        check_choice("prefetch", self.prefetch, PREFETCHES)
         if self.amount < 0:
             raise UsageError(f"no such number of slots: {self.amount}")
 

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
-from toastkit.errors import UsageError
-from toastkit.gears.gear_options import SCOPES
 from toastkit.store.skeleton import is_matrix
 
 ATTENTION = ("attn", "attention")  # how the last word of a container's name ends
@@ -34,10 +32,8 @@ def discover(model: nn.Module, scope: str) -> list[Managed]:
 
     scope: "attention", or "all" for every matrix of the decoder layers: MLPs, experts and routers
     too. Embedding, head, and what is quantised already are never among them. A module that several
-    layers share is named once. Raises UsageError for another scope.
+    layers share is named once.
     """
-    if scope not in SCOPES:
-        raise UsageError(f"no such gear scope: {scope[:40]} ({', '.join(SCOPES)})")
     found = []
     for path, module in _matrices(model, "", set()):
         layer = layer_of(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toastkit.errors import UsageError
+from toastkit.errors import UsageError, check_choice
 
 MODES = ("auto", "low", "mid", "high", "off")
 SCOPES = ("attention", "all")
@@ -29,12 +29,9 @@ class GearOptions:
 
     def __post_init__(self) -> None:
         """Raises UsageError."""
-        for word, value, known in (
-            ("gear", self.mode, MODES), ("gear scope", self.scope, SCOPES),
-            ("gear path", self.path, PATHS),
-        ):  # fmt: skip
-            if value not in known:
-                raise UsageError(f"no such {word}: {value[:40]} ({', '.join(known)})")
+        check_choice("gear", self.mode, MODES)
+        check_choice("gear scope", self.scope, SCOPES)
+        check_choice("gear path", self.path, PATHS)
         low, mid = self.bits
         if low not in WIDTHS or mid not in WIDTHS or low > mid:
             raise UsageError(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toastkit.errors import UsageError
-from toastkit.residency.residency_options import PLACEMENTS
-
 
 def placed(count: int, layers: Sequence[int], placement: str) -> frozenset[int]:
     """The layers that stay on the device.
@@ -15,8 +12,7 @@ def placed(count: int, layers: Sequence[int], placement: str) -> frozenset[int]:
     the order in which they run. placement: "first" and "last" are nested, so that one more or one
     fewer moves one layer. "interleaved" spreads them: any two stretches of as many layers, taken
     round from the last to the first, hold as many that stay, give or take one. So do they of those
-    that are absent, and none is read while there is nothing else to compute. Raises UsageError for
-    a placement that is none.
+    that are absent, and none is read while there is nothing else to compute.
     """
     total = len(layers)
     count = max(0, min(count, total))
@@ -24,7 +20,5 @@ def placed(count: int, layers: Sequence[int], placement: str) -> frozenset[int]:
         return frozenset(layers[:count])
     if placement == "last":
         return frozenset(layers[total - count :])
-    if placement == "interleaved":
-        # Bresenham's line. It begins with a layer that stays: during that the first one is read.
-        return frozenset(layer for i, layer in enumerate(layers) if i * count % total < count)
-    raise UsageError(f"no such placement: {placement[:40]} ({', '.join(PLACEMENTS)})")
+    # Bresenham's line. It begins with a layer that stays: during that the first one is read.
+    return frozenset(layer for i, layer in enumerate(layers) if i * count % total < count)

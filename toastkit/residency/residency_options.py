@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toastkit.errors import UsageError
+from toastkit.errors import UsageError, check_choice
 from toastkit.text.exact_numbers import exact_number, exact_size
 
 KINDS = ("all", "auto", "layers", "percent", "bytes")
@@ -32,12 +32,9 @@ class ResidencyOptions:
 
     def __post_init__(self) -> None:
         """Raises UsageError."""
-        for word, value, known in (
-            ("residency", self.kind, KINDS), ("placement", self.placement, PLACEMENTS),
-            ("priority", self.priority, PRIORITIES),
-        ):  # fmt: skip
-            if value not in known:
-                raise UsageError(f"no such {word}: {value[:40]} ({', '.join(known)})")
+        check_choice("residency", self.kind, KINDS)
+        check_choice("placement", self.placement, PLACEMENTS)
+        check_choice("priority", self.priority, PRIORITIES)
         if self.amount < 0 or (self.kind == "percent" and self.amount > 100):
             raise UsageError(f"no such residency: {exact_number(self.amount)} {self.kind}")
 

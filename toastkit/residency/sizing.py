@@ -11,10 +11,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from toastkit.errors import UsageError
 from toastkit.holdings.pressure import LOW
 from toastkit.residency.placement import placed
-from toastkit.residency.residency_options import PRIORITIES, RESERVED_TOKENS
+from toastkit.residency.residency_options import RESERVED_TOKENS
 
 RUNTIME = 150 << 20  # bytes; R_runtime of equation 2: activations, the allocator's slack
 SAFETY = 0.9  # of equation 2
@@ -116,9 +115,7 @@ def first_count(sizes: Sizes, memory: int, given: bool, reserve: int, placement:
 def cache_reserve(sizes: Sizes, priority: str, context: int) -> int:
     """Bytes to keep for caches (section 3.4). priority: "max-tps" reserves 512 tokens, "balanced"
     1,024, "max-context" all of the context. context: tokens that are expected, or that the model
-    can read; a shorter one is all that is reserved. Raises UsageError."""
-    if priority not in PRIORITIES:
-        raise UsageError(f"no such priority: {priority[:40]} ({', '.join(PRIORITIES)})")
+    can read; a shorter one is all that is reserved."""
     reserved = RESERVED_TOKENS[priority]
     tokens = context if reserved is None else min(reserved, context)
     return sizes.cache_fixed + math.ceil(sizes.cache_per_token * max(0, tokens))
