@@ -18,7 +18,7 @@ from tests.model.reference import held_by
 from tests.native_library import built, cache, library, needed
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
-from toastkit.engine.savepoints import leaves, take_savepoint
+from toastkit.engine.savepoints import take_savepoint
 from toastkit.engine.state import ModelState
 from toastkit.errors import UsageError
 from toastkit.holdings.holdings import Holdings
@@ -88,7 +88,11 @@ def check_close(found: list[np.ndarray], expected: list[np.ndarray], close: floa
 
 def keys_of(caches: list) -> list[mx.array]:
     """Keys and values."""
-    found = [getattr(leaf, name, None) for leaf in leaves(caches) for name in ("keys", "values")]
+    found = [
+        getattr(leaf, name, None)
+        for leaf in kv_caches.leaves(caches)
+        for name in ("keys", "values")
+    ]
     return [array for array in found if array is not None]
 
 
@@ -237,7 +241,7 @@ def test_models(tmp_path: Path, name: str, bits: int) -> None:
     theirs, ours = read(wide, 45), read(kept, 45)
     dtypes = {array.dtype for array in keys_of(ours.cache)}
     assert dtypes == {KEPT[bits]} and {a.dtype for a in keys_of(theirs.cache)} == {mx.float32}
-    for a, b in zip(leaves(ours.cache), leaves(theirs.cache)):
+    for a, b in zip(kv_caches.leaves(ours.cache), kv_caches.leaves(theirs.cache)):
         if hasattr(a, "cache"):  # recurrent
             assert [x.dtype for x in a.cache] == [x.dtype for x in b.cache]
     assert ours.logits is not None and ours.logits.dtype == mx.float32

@@ -18,10 +18,11 @@ import mlx.core as mx
 
 from toastkit.engine.big_little import unsure_rows
 from toastkit.engine.engine import Engine
-from toastkit.engine.savepoints import copy_caches, leaves, put_back, ways_forward
+from toastkit.engine.savepoints import copy_caches, put_back, ways_forward
 from toastkit.engine.state import ModelState, Passed
 from toastkit.holdings.policy import NO_WISH
 from toastkit.holdings.streams import arrays_in
+from toastkit.native.kv_caches import leaves
 
 # How far the logits of a batch may be from those of each state alone, of their spread, for the
 # architecture to count as one that can be batched: rounding in float32, and in 16 bits.

@@ -21,6 +21,7 @@ from toastkit.engine.savepoints import always_cut
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.streams import arrays_in
 from toastkit.model.supported import reads_on_host
+from toastkit.native.kv_caches import leaves
 from toastkit.native.replacing import last_position_only
 from toastkit.store.skeleton import MISFITS
 
@@ -68,7 +69,7 @@ class LastToken:
         one. caches: as these tokens find them. chunk: tokens that a pass may have, None for what is
         usual."""
         along = 1 < left <= (chunk or usual + 1) and self.possible
-        if along and all(_keeps_order(layer, left) for layer in caches):
+        if along and all(_keeps_order(one, left) for one in leaves(caches)):
             return left
         return max(1, min(chunk or usual, left - 1))
 
@@ -110,7 +111,7 @@ def _is_by_row(holdings: Holdings, heads: Sequence[Any]) -> bool:
     if reads_on_host(type(holdings.store.model).__module__.rpartition(".")[2]):
         return False  # it would compute
     caches = holdings.new_caches()
-    if not all(_keeps_order(layer, 1) for layer in caches):
+    if not all(_keeps_order(one, 1) for one in leaves(caches)):
         return False
     windows = [getattr(layer, "max_size", MANY) for layer in caches]
     try:
@@ -142,8 +143,6 @@ def _keeps_order(layer: Any, count: int) -> bool:
     """Whether a cache is, after so many more tokens, what it is when the last comes by itself: a
     window that is full goes round when it takes one, and not when it takes several. Recurrent
     states are what their operations make of them."""
-    if (parts := getattr(layer, "caches", None)) is not None:
-        return all(_keeps_order(part, count) for part in parts)
     if type(layer).__name__ == "RotatingKVCache":
         return layer.offset + count <= layer.max_size
     return type(layer).__name__ == "ArraysCache" or always_cut([layer])

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.native.kv_caches import place_in_ring
+from toastkit.native.kv_caches import leaves, place_in_ring
 from toastkit.session.savepoints import ALWAYS_CUT, Savepoint
 
 
@@ -49,15 +49,6 @@ def put_back(caches: Sequence[Any], copies: Sequence[Any]) -> None:
             vars(layer).update(vars(twin))
 
 
-def leaves(caches: Sequence[Any]) -> Iterator[Any]:
-    """Caches, those that are made of several part by part."""
-    for layer in caches:
-        if (parts := getattr(layer, "caches", None)) is not None:
-            yield from leaves(parts)
-        else:
-            yield layer
-
-
 class _Row(NamedTuple):
     """What one more token overwrites in a ring that is full. settings: its offset and index. keys,
     values: (B, H, 1, D), of the position that is written next."""
@@ -76,30 +67,25 @@ def take_savepoint(
 
     one_step: to come back, by `roll_back`, after at most one more token: then no keys and values
     are held, and so none copied when that token is run, but for the row that it overwrites in a
-    ring. Waits for that row. own: these are copies, which may be kept as they are.
+    ring. Waits for that row. What is kept is of the caches' leaves. own: these are copies, which
+    may be kept as they are.
     """
     if not one_step:
-        return Savepoint(count, [None if _always_cuts(x) else _copy(x) for x in caches])
-    layers = [_before_a_step(layer, (lambda x: x) if own else _copy) for layer in caches]
-    if rows := [x[2:] for x in _flat(layers) if isinstance(x, _Row)]:
+        return Savepoint(count, [None if always_cut([x]) else _copy(x) for x in caches])
+    kept = [_before_a_step(leaf, (lambda x: x) if own else _copy) for leaf in leaves(caches)]
+    if rows := [x[2:] for x in kept if isinstance(x, _Row)]:
         mx.eval(rows)
-    return Savepoint(count, layers)
+    return Savepoint(count, kept)
 
 
 def _before_a_step(layer: Any, keep: Callable[[Any], Any] = _copy) -> Any:
     """What one more token changes in a cache for good: None where it can be cut off again."""
-    if (parts := getattr(layer, "caches", None)) is not None:
-        return [_before_a_step(part, keep) for part in parts]
     name = type(layer).__name__
     if name == "RotatingKVCache" and layer.keys is not None:
         if layer.keys.shape[2] > layer.max_size:
             return keep(layer)  # the step makes another array: this one may be held
         if layer.offset >= layer.max_size:
-            place = place_in_ring(layer)
-            rows = slice(place, place + 1)
-            settings = {"offset": layer.offset, "_idx": layer._idx}
-            keys, values = layer.keys[..., rows, :], layer.values[..., rows, :]
-            return _Row(settings, place, mx.contiguous(keys), mx.contiguous(values))
+            return _row(layer, place_in_ring(layer))
     # Some versions of mlx_lm cut a chunk's room, others what it holds.
     cut = name == "ChunkedKVCache" and layer.keys is not None
     cut = cut and layer.keys.shape[2] >= layer.chunk_size
@@ -108,26 +94,22 @@ def _before_a_step(layer: Any, keep: Callable[[Any], Any] = _copy) -> Any:
     return None
 
 
-def _flat(layers: Sequence[Any]) -> Iterator[Any]:
-    for layer in layers:
-        if isinstance(layer, list):
-            yield from _flat(layer)
-        else:
-            yield layer
+def _row(layer: Any, place: int) -> _Row:
+    """That one of a ring, as it is now."""
+    rows = slice(place, place + 1)
+    keys, values = (mx.contiguous(x[..., rows, :]) for x in (layer.keys, layer.values))
+    return _Row({"offset": layer.offset, "_idx": layer._idx}, place, keys, values)
 
 
 def roll_back(caches: Sequence[Any], held: int, point: Savepoint) -> None:
     """Takes caches that have read `held` tokens back to a savepoint of `one_step`, which is used
     up. The caches are then, to the bit, as if they had read no further."""
-    for layer, before in zip(caches, point.layers):
-        _roll_back(layer, held - point.count, before)
+    for leaf, before in zip(leaves(caches), point.layers):
+        _roll_back(leaf, held - point.count, before)
 
 
 def _roll_back(layer: Any, count: int, before: Any) -> None:
-    if isinstance(before, list):
-        for part, kept in zip(layer.caches, before):
-            _roll_back(part, count, kept)
-    elif isinstance(before, _Row):
+    if isinstance(before, _Row):
         if count:
             rows = slice(before.place, before.place + 1)
             layer.keys[..., rows, :], layer.values[..., rows, :] = before.keys, before.values
@@ -144,24 +126,15 @@ def ways_forward(
     """Of some of the caches' leaves, by id: what gives them back, to the bit, what they hold now,
     one token after a savepoint of `one_step`, once they were rolled back to it; as often as they
     are. point: that one; None for caches of a batch, whose keys and values nobody takes back."""
-    befores = repeat(None) if point is None else _flat(point.layers)
+    befores = repeat(None) if point is None else point.layers
     chosen = {id(leaf) for leaf in some}
     now = {
-        id(leaf): (leaf, _after_a_step(leaf, before))
+        id(leaf): (leaf, _row(leaf, before.place) if isinstance(before, _Row) else _copy(leaf))
         for leaf, before in zip(leaves(caches), befores)
         if id(leaf) in chosen
     }
     mx.eval([x[2:] for _, x in now.values() if isinstance(x, _Row)])
     return {key: partial(_bring_forward, *value) for key, value in now.items()}
-
-
-def _after_a_step(layer: Any, before: Any) -> Any:
-    """What `_before_a_step` took note of, as it is now."""
-    if not isinstance(before, _Row):
-        return _copy(layer)
-    rows = slice(before.place, before.place + 1)
-    keys, values = (mx.contiguous(x[..., rows, :]) for x in (layer.keys, layer.values))
-    return _Row({key: getattr(layer, key) for key in before.settings}, before.place, keys, values)
 
 
 def _bring_forward(layer: Any, now: Any) -> None:
@@ -173,13 +146,14 @@ def undone_on_failure(caches: Sequence[Any], tokens: int) -> Iterator[None]:
     """A pass of so many tokens over the caches of one state: where it raises after some layers have
     run, these are put back, to the bit. Keys and values are not held, and so not copied, but for
     what a window loses."""
-    before = [_position(layer, tokens == 1) for layer in caches]
-    mx.eval([x.kept[2:] for x in _flat(before) if isinstance(x.kept, _Row)])
+    before = [_position(leaf, tokens == 1) for leaf in leaves(caches)]
+    mx.eval([x.kept[2:] for x in before if isinstance(x.kept, _Row)])
     try:
         yield
     except BaseException:
-        for layer, position in zip(caches, before):
-            _put_back_to(layer, position)
+        for leaf, (offset, kept) in zip(leaves(caches), before):
+            if leaf is not None:
+                _roll_back(leaf, leaf.offset - offset if kept is None else 1, kept)
         raise
 
 
@@ -190,36 +164,18 @@ class _Position(NamedTuple):
     kept: Any
 
 
-def _position(layer: Any, one_step: bool) -> Any:
-    if (parts := getattr(layer, "caches", None)) is not None:
-        return [_position(part, one_step) for part in parts]
+def _position(layer: Any, one_step: bool) -> _Position:
     offset = getattr(layer, "offset", 0)
     if layer is None or not isinstance(offset, int):  # of a batch
         return _Position(0, _copy(layer))
     if one_step:
         return _Position(offset, _before_a_step(layer))
-    return _Position(offset, None if _always_cuts(layer) else _copy(layer))
-
-
-def _put_back_to(layer: Any, position: Any) -> None:
-    if isinstance(position, list):
-        for part, own in zip(layer.caches, position):
-            _put_back_to(part, own)
-    elif layer is not None:
-        count = layer.offset - position.offset if position.kept is None else 1
-        _roll_back(layer, count, position.kept)
+    return _Position(offset, None if always_cut([layer]) else _copy(layer))
 
 
 def always_cut(caches: Sequence[Any]) -> bool:
     """Whether caches can be cut back whatever they read from now on: savepoints are moot."""
-    return all(_always_cuts(layer) for layer in caches)
-
-
-def _always_cuts(layer: Any) -> bool:
-    parts = getattr(layer, "caches", None)
-    if parts is not None:
-        return always_cut(parts)
-    return type(layer).__name__ in ALWAYS_CUT
+    return all(type(leaf).__name__ in ALWAYS_CUT for leaf in leaves(caches))
 
 
 def resume_at(

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from toastkit.engine.lookahead import Lookahead
 from toastkit.gears.entropy_graph import NativeEntropy
+from toastkit.native.kv_caches import nbytes_of
 
 if TYPE_CHECKING:
     from toastkit.session.directory import Session
@@ -22,14 +23,7 @@ class Caches(list):
     @property
     def nbytes(self) -> int:
         """Bytes of their arrays on the device."""
-        return sum(map(_nbytes, self))
-
-
-def _nbytes(layer: Any) -> int:
-    try:
-        return 0 if layer is None else layer.nbytes
-    except (AttributeError, TypeError):
-        return 0  # another thread is just filling it
+        return sum(map(nbytes_of, self))
 
 
 class Passed(NamedTuple):

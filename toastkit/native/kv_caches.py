@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -37,16 +37,31 @@ SCALE_BYTES = 4
 _kept: dict[int, tuple[weakref.ref, mx.array]] = {}
 
 
+def leaves(caches: Iterable[Any]) -> Iterator[Any]:
+    """The caches of layers, those that are made of several part by part. Some may be None."""
+    for layer in caches:
+        if (parts := getattr(layer, "caches", None)) is not None:
+            yield from leaves(parts)
+        else:
+            yield layer
+
+
+def nbytes_of(layer: Any) -> int:
+    """Bytes of a cache's arrays; 0 of None, of one that was not used, and while another thread is
+    just filling it."""
+    try:
+        return 0 if layer is None else layer.nbytes
+    except (AttributeError, TypeError):
+        return 0
+
+
 def keep_in(dtype: mx.Dtype, caches: Iterable[Any]) -> set[str]:
     """Has fresh caches keep their keys and values in a dtype. The names of classes that are not
     known here: those of architectures that have their own."""
     unknown: set[str] = set()
-    for layer in caches:
+    for layer in leaves(caches):
         cls: type = type(layer)
-        parts = getattr(layer, "caches", None)
-        if parts is not None:
-            unknown |= keep_in(dtype, parts)
-        elif cls.__module__ == MODULE and cls.__name__ in CLASSES:
+        if cls.__module__ == MODULE and cls.__name__ in CLASSES:
             layer.__class__ = _keeping(cls, dtype)
         elif layer is not None and cls.__module__ != MODULE:
             unknown.add(cls.__name__)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Collection
 
 import mlx.core as mx
 
 from toastkit.holdings.forms import ABSENT
 from toastkit.holdings.holdings import Holdings
+from toastkit.native.kv_caches import leaves, nbytes_of
 from toastkit.residency.sizing import Sizes
 
 
@@ -63,33 +63,20 @@ def _cache_bytes(holdings: Holdings) -> tuple[float, int]:
     a token, and one more, are built and not computed: shapes are known without. A window that is
     full does not grow."""
     model, caches = holdings.store.model, holdings.new_caches()
-    token = mx.zeros((1, 1), mx.uint32)
+    token, parts = mx.zeros((1, 1), mx.uint32), [p for p in leaves(caches) if p is not None]
     sizes = []
     with holdings.shapes_only():
-        for part in _parts(caches):
+        for part in parts:
             part.step = 1  # they grow by 256 positions else
         for _ in range(2):
             model(token, cache=caches)
-            sizes.append([_nbytes(part) for part in _parts(caches)])
+            sizes.append([nbytes_of(part) for part in parts])
     growth = [after - before for before, after in zip(*sizes)]
     fixed = per_token = 0
-    for part, after, grown in zip(_parts(caches), sizes[1], growth):
+    for part, after, grown in zip(parts, sizes[1], growth):
         window = getattr(part, "max_size", None)
         if grown and window is None:
             per_token, fixed = per_token + grown, fixed + after - 2 * grown
         else:
             fixed += after if not grown else grown * window
     return float(per_token), fixed
-
-
-def _parts(caches: list[Any]) -> Iterator[Any]:
-    for layer in caches:
-        if layer is not None:
-            yield from getattr(layer, "caches", None) or (layer,)
-
-
-def _nbytes(part: Any) -> int:
-    try:
-        return part.nbytes
-    except (AttributeError, TypeError):
-        return 0  # it was not used
