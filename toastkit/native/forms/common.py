@@ -117,10 +117,13 @@ class Known(Native):
 
 
 class KnownAttention(Known):
-    """Attention that says what it calls its parts, but for what attends."""
+    """Attention that says what it calls its parts, but for what attends. _parts: where it is the
+    same for all of a class."""
+
+    _parts = HEADS
 
     def parts(self) -> Heads:
-        return HEADS
+        return self._parts
 
     def heads(self) -> Heads | None:
         """Its parts, with ours to attend; None where somebody stands before it."""

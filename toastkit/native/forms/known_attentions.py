@@ -27,13 +27,11 @@ class AfmoeAttention(KnownAttention):
 class CohereAttention(KnownAttention):
     """Cohere 2's, whose heads are turned where it slides."""
 
-    def parts(self) -> Heads:
-        return HEADS._replace(turning="use_sliding_window")
+    _parts = HEADS._replace(turning="use_sliding_window")
 
 
 class FalconAttention(KnownAttention):
-    def parts(self) -> Heads:
-        return HEADS._replace(heads="num_heads", key_heads="num_kv_heads")
+    _parts = HEADS._replace(heads="num_heads", key_heads="num_kv_heads")
 
 
 class GemmaAttention(KnownAttention):
@@ -53,17 +51,15 @@ class GraniteAttention(KnownAttention):
 
 
 class NemotronAttention(KnownAttention):
-    def parts(self) -> Heads:
-        return HEADS._replace(heads="num_heads", key_heads="num_key_value_heads", turn=None)
+    _parts = HEADS._replace(heads="num_heads", key_heads="num_key_value_heads", turn=None)
 
 
 class PhiAttention(KnownAttention):
+    _parts = HEADS._replace(
+        heads="num_heads", key_heads="num_key_value_heads", out="dense", scale="root"
+    )
+
     @property
     def root(self: Any) -> float:
         """What scores are multiplied by."""
         return sqrt(1 / self.head_dim)
-
-    def parts(self) -> Heads:
-        return HEADS._replace(
-            heads="num_heads", key_heads="num_key_value_heads", out="dense", scale="root"
-        )

@@ -34,7 +34,7 @@ class LatentAttention(KnownAttention):
     _parts = KEPT
 
     def parts(self: Any) -> Heads:
-        own: Heads = self._parts
+        own = self._parts
         return own._replace(q="q_proj", narrow=None, q_norm=None) if "q_proj" in self else own
 
 
