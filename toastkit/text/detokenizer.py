@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from toastkit.text import library
 from toastkit.text.emoji import EmojiKeeper
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def _chain(tokenizer: Tokenizer, keep_special: bool) -> _Chain | _Whole:
     decoder = json.loads(tokenizer.decoder_json)
     if decoder is None:
         return _Chain(_Joined(), _Characters(), ("", 0))
-    steps = _flatten(decoder)
+    steps = library.steps(decoder)
     per_token = []
     while steps and steps[0]["type"] in _PER_TOKEN:
         per_token.append(steps.pop(0))
@@ -175,12 +176,6 @@ def _chain(tokenizer: Tokenizer, keep_special: bool) -> _Chain | _Whole:
     if steps or (pieces is not None and pieces.decode([""])):
         return _Whole(tokenizer, keep_special)
     return _Chain(pieces, to_text, strip)
-
-
-def _flatten(decoder: dict) -> list[dict]:
-    if decoder["type"] != "Sequence":
-        return [decoder]
-    return [step for inner in decoder["decoders"] for step in _flatten(inner)]
 
 
 def _library_decoder(steps: list[dict]) -> Any:

@@ -123,7 +123,7 @@ def section(tokenizer: Any, name: str) -> dict | None:
 def post_processor_fault(tokenizer: Any, add_special: bool) -> str | None:
     """Of the template around a text, what it names and is not there, if anything: the library takes
     such a template, and panics at the first text. add_special: its special tokens are added."""
-    for step in _steps(section(tokenizer, "post_processor")):
+    for step in steps(section(tokenizer, "post_processor")):
         for piece in step["single"] if step.get("type") == "TemplateProcessing" else ():
             token = piece.get("SpecialToken", {}).get("id")
             if add_special and token is not None and token not in step["special_tokens"]:
@@ -148,7 +148,7 @@ def growth(part: Any) -> tuple[float, float]:
     characters more. What Unicode's normal forms do is left out: it is bounded, and not theirs to
     choose."""
     times, added = 1.0, 0.0
-    for step in _steps(part):
+    for step in steps(part):
         if step.get("type") == "Replace":
             factor = _replace_growth(step.get("pattern"), step.get("content"))
             times, added = times * factor, added * factor
@@ -171,15 +171,15 @@ def _replace_growth(pattern: Any, content: Any) -> float:
     return 1.0 + size if empty else max(1.0, size)
 
 
-def _steps(part: Any) -> list[dict]:
-    """The steps of a part in their order, out of the sequences that they are in."""
+def steps(part: Any) -> list[dict]:
+    """The steps of a part, see `section`, in their order, out of the sequences that they are in."""
     if not isinstance(part, dict):
         return []
     if part.get("type") != "Sequence":
         return [part]
     names = ("normalizers", "pretokenizers", "processors", "decoders")
     lists = (part.get(name) for name in names)
-    return [step for inner in lists for entry in inner or () for step in _steps(entry)]
+    return [step for inner in lists for entry in inner or () for step in steps(entry)]
 
 
 def reach(tokenizer: Any) -> int | None:
@@ -189,8 +189,8 @@ def reach(tokenizer: Any) -> int | None:
 
     model = tokenizer.model
     vocab = tokenizer.get_vocab()
-    splits = _steps(section(tokenizer, "pre_tokenizer"))
-    forms = _steps(section(tokenizer, "normalizer"))
+    splits = steps(section(tokenizer, "pre_tokenizer"))
+    forms = steps(section(tokenizer, "normalizer"))
     added = tokenizer.get_added_tokens_decoder().values()
     if not isinstance(model, tokenizers.models.BPE) or not _spells_all(
         model, vocab, splits + forms
