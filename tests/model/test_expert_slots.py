@@ -25,7 +25,7 @@ from toastkit.experts.slot_options import SlotOptions
 from toastkit.experts.slot_policy import SlotPolicy
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings import slot_memory
-from toastkit.holdings.forms import ORIGINAL, slotted
+from toastkit.holdings.forms import ORIGINAL
 from toastkit.holdings.policy import NO_WISH, Wish
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
@@ -198,7 +198,7 @@ def test_the_account_has_the_slots_and_nothing_else(models) -> None:
         name: engine.ledger.of(name) for name in ("cache", "reading") if engine.ledger.of(name)
     }
     assert alike(answer(engine), answer(whole)) and not engine.holdings.slots.layers
-    engine.holdings.change(dict.fromkeys(paths, slotted(ORIGINAL, 4)))
+    engine.holdings.change(dict.fromkeys(paths, ORIGINAL._replace(slots=4)))
     assert engine.ledger.of("experts") == 4 * of_experts
     assert alike(answer(engine), answer(whole))
 

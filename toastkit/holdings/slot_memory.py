@@ -88,7 +88,7 @@ class SlotMemory:
             self.expert_bytes += sum(stack.row for stack in stacks)
             there = [s for s in stacks if self._piece(s, 0, memoryview(bytearray(s.row)))]
             self._direct += there
-            self.read_bytes += sum(self._read_size(stack) for stack in there)
+            self.read_bytes += sum(self._pieces[id(stack), 0].stored_bytes for stack in there)
             made = {stack.key: stack.name for stack in stacks}
             for stack in there:
                 del made[stack.key]
@@ -120,9 +120,6 @@ class SlotMemory:
             self._pieces[id(stack), expert] = known._replace(view=memoryview(b""))
         return known._replace(view=view)
 
-    def _read_size(self, stack: _Stack) -> int:
-        return self._pieces[id(stack), 0].stored_bytes
-
     # ----------------------------------------------------------------------------------- fetching
 
     def begin(self, experts: list[int], slots: list[int], priority: int) -> Fetch:
@@ -143,7 +140,8 @@ class SlotMemory:
         made = self._rows_of(experts)
         for rows in made:
             jobs.update(rows.jobs)
-        request = self._store.reader.request(jobs, _as_read, priority, priority == NOW)
+        # Rows are made of what was read when their slots are at hand.
+        request = self._store.reader.request(jobs, lambda read: read, priority, priority == NOW)
         return Fetch(experts, slots, request, staged, made)
 
     def _grouped(self, expert: int, views: list[memoryview]) -> list[list[Piece]]:
@@ -206,11 +204,6 @@ def _stack(holding: Holding, key: str, name: str, host: bool) -> _Stack:
     array = holding.module[key]
     view = _bytes_of(array) if host else None
     return _Stack(holding, key, name, array.nbytes // array.shape[0], view)
-
-
-def _as_read(arrays: dict[Any, mx.array]) -> dict[Any, mx.array]:
-    """What was read, of which rows are made when their slots are at hand."""
-    return arrays
 
 
 def _bytes_of(array: Any) -> memoryview:
