@@ -64,7 +64,6 @@ from toastkit.experts import slot_policy
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.experts.pass_times import estimated_speedup
 from toastkit.experts.slot_options import SlotOptions
-from toastkit.holdings.forms import slotted
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.text.tokenizer import Tokenizer
@@ -138,7 +137,7 @@ class Divided(slot_policy.SlotPolicy):
         if count >= self.sizes.of[path].experts:
             return form
         self._holdings.modules[path].slots = count
-        return slotted(form, count)
+        return form._replace(slots=count)
 
 
 @contextmanager

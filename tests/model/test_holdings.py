@@ -39,12 +39,13 @@ def opened(path: Path | str = "crumb", **rest) -> Holdings:
 
 def matrices(holdings: Holdings, layer: int) -> list[str]:
     """Paths of a layer's modules that can be packed."""
-    return [h.path for h in holdings.of_layer(layer) if h.weight is not None]
+    return [h.path for h in holdings.modules.values() if h.layer == layer and h.weight is not None]
 
 
 def layer(holdings: Holdings, index: int, form: Form) -> dict[str, Form]:
     """Every module of a layer in a form, of those that can have it."""
-    forms = {h.path: ORIGINAL if form.kind == "packed" else form for h in holdings.of_layer(index)}
+    usual = ORIGINAL if form.kind == "packed" else form
+    forms = {h.path: usual for h in holdings.modules.values() if h.layer == index}
     if form.kind == "packed":
         forms.update(dict.fromkeys(matrices(holdings, index), form))
     return forms

@@ -14,7 +14,7 @@ from typing import Any
 from toastkit.errors import UsageError
 from toastkit.experts.slot_options import SlotOptions
 from toastkit.experts.slot_sizes import Room, SlotSizes
-from toastkit.holdings.forms import Form, slotted
+from toastkit.holdings.forms import Form
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import Policy, Wish
 from toastkit.holdings.pressure import Checks, Pressure
@@ -142,7 +142,7 @@ class SlotPolicy(Policy):
         now = self._holdings.modules[path].form
         if now.slots and now.bits == form.bits:
             count = min(count, experts - 1)
-        return slotted(form, count) if count < experts else form
+        return form._replace(slots=count) if count < experts else form
 
     def changed(self, seconds: float, made: int) -> None:
         """The slots are there: empty, or with what was in those before."""

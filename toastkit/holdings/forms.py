@@ -9,7 +9,8 @@ class Form(NamedTuple):
     """kind: "absent", "original" or "packed". bits: of a packed weight, 2, 4, 6 or 8. fused:
     multiply packed weights as they are, where MLX computes that exactly; else from a dequantised
     copy. streamed: it is so while its layer runs, and absent else. slots: of the experts of a stack
-    as many are on the device at a time; 0 for all. mapped: an original that lies in its file."""
+    as many are on the device at a time, fetched when a token wants them; 0 for all. mapped: an
+    original that lies in its file."""
 
     kind: str
     bits: int = 0
@@ -41,13 +42,3 @@ MAPPED = ORIGINAL._replace(mapped=True)
 def packed(bits: int, fused: bool = True) -> Form:
     """The form of weights in so many bits with one scale a row (store.precision)."""
     return Form("packed", bits, fused)
-
-
-def streamed(form: Form) -> Form:
-    """That form, brought before its layer runs and dropped after it."""
-    return form._replace(streamed=True)
-
-
-def slotted(form: Form, slots: int) -> Form:
-    """That form, of so many experts at a time, which are fetched when a token wants them."""
-    return form._replace(slots=slots)

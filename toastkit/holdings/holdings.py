@@ -131,10 +131,6 @@ class Holdings:
         """Of a parameter on the device."""
         return self._weights.loaded_dtype(name)
 
-    def of_layer(self, index: int) -> list[Holding]:
-        """The modules of a decoder layer."""
-        return [holding for holding in self.modules.values() if holding.layer == index]
-
     def kept(self, path: str) -> list[Form]:
         """Forms in which a module is kept beside the one in use, the longest unused first."""
         return [form for holding, form in self._kept if holding.path == path]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,8 +59,7 @@ class SlotCounts:
 
     def as_map(self) -> dict[str, Any]:
         """For a report."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**values, "wait": round(self.wait, 6)}
+        return {**asdict(self), "wait": round(self.wait, 6)}
 
 
 class LayerSlots:

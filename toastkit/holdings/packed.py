@@ -10,7 +10,7 @@ than its dense product for 64 of them, so a pass over many tokens is fused too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -39,7 +39,7 @@ class PathCounts:
 
     def as_map(self) -> dict[str, int]:
         """For a report."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
 
 class Kind(NamedTuple):

@@ -1,7 +1,7 @@
 """A configuration as the class of its architecture reads it: the one place between config.json and
 mlx_lm's ModelArgs.
 
-    fitted = fit(config, module)
+    fitted = fit(config, where)
     ModelArgs.from_dict(fitted.config)
 
 Both generations of names become those that the class has fields for. A field that means something
@@ -100,13 +100,10 @@ class Fitted(NamedTuple):
         return [f"warning: {where}: {self.module} of mlx_lm {one}" for one in self.cautions]
 
 
-def fit(config: ModelConfig, where: str, module: str | None = None) -> Fitted:
-    """The configuration for the class of its architecture.
-
-    where: names the checkpoint in messages. module: the file in mlx_lm/models, found by the model
-    type where it is not given. Raises DataError for what the architecture does not compute.
-    """
-    module = module or module_name(config.model_type, config.raw.get("architectures"))
+def fit(config: ModelConfig, where: str) -> Fitted:
+    """The configuration for the class of its architecture. where: names the checkpoint in messages.
+    Raises DataError for what the architecture does not compute."""
+    module = module_name(config.model_type, config.raw.get("architectures"))
     try:
         return _fit(config, where, module)
     except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:

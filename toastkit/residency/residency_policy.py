@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from toastkit.errors import UsageError
-from toastkit.holdings.forms import Form, streamed
+from toastkit.holdings.forms import Form
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import Policy, Wish
 from toastkit.holdings.pressure import Checks, Pressure
@@ -167,7 +167,7 @@ class ResidencyPolicy(Policy):
     def form(self, path: str, form: Form) -> Form:
         """As it is, or streamed so."""
         wanted = self._wanted or frozenset()
-        return form if self._layer_of[path] in wanted else streamed(form)
+        return form if self._layer_of[path] in wanted else form._replace(streamed=True)
 
     def changed(self, seconds: float, made: int) -> None:
         """Those layers stay now that were to."""
