@@ -44,7 +44,7 @@ from toastkit.engine.savepoints import roll_back, take_savepoint, ways_forward
 from toastkit.errors import IOFailure
 from toastkit.experts.common_part import CommonPart, Kept
 from toastkit.experts.experts_options import ExpertsOptions
-from toastkit.experts.routers import CHOSEN, MoEBlock, Router
+from toastkit.experts.routers import MoEBlock
 from toastkit.experts.slot_options import SlotOptions
 from toastkit.holdings.derived import derived
 from toastkit.model.locate import locate
@@ -52,6 +52,7 @@ from toastkit.residency.residency_options import ResidencyOptions
 
 __all__ = ["disk"]  # a fixture
 TOKENS = (5, 9, 6)
+SHARED = ("shared_experts", "shared_expert", "shared_mlp")  # what all tokens go through
 SLOTS = SlotOptions("slots", 5, "off")
 
 
@@ -102,7 +103,7 @@ def common_of(engine: Engine) -> tuple[Counter[str], set[str]]:
     alone = {f"{block.layer}.{name}" for name, m in layer.named_modules() if not m.children()}
     alone = {path for path in alone if path.count(".") == 1}  # norms: not worth it
     before = [path for path in log[: log.index(f"{block.layer}.(block)")] if path not in alone]
-    shared = block.router.shared and getattr(block.module, block.router.shared, None)
+    shared = next((block.module[name] for name in SHARED if name in block.module), None)
     inside = {f"{block.layer}.{path}" for path, m in layer.named_modules() if m is shared}
     assert before and len(inside) == (shared is not None)
     return Counter(before), inside
@@ -346,7 +347,7 @@ WAYS = {
 def test_what_cannot_be_kept_is_computed_again(way: str) -> None:
     model, plain = Toy(way), Toy(way)
     layer = model.layers[0]
-    block = MoEBlock("layers.0.mlp", 0, layer.mlp, Router("top_k", CHOSEN), 4, 2)
+    block = MoEBlock(0, layer.mlp, "top_k", 2)
     common = CommonPart(model, [block], SimpleNamespace(layers=[]))
     caches, theirs = ([CacheList(ArraysCache(1), ArraysCache(1))] for _ in range(2))
     for n in range(3):
@@ -373,7 +374,7 @@ def test_what_cannot_be_kept_is_computed_again(way: str) -> None:
 
 def test_a_block_that_is_not_in_its_layer_keeps_nothing() -> None:
     model = Toy("plainly")
-    block = MoEBlock("mlp", 0, Block(), Router("top_k", CHOSEN), 4, 2)
+    block = MoEBlock(0, Block(), "top_k", 2)
     common, kept = CommonPart(model, [block], SimpleNamespace(layers=[])), Kept()
     with common.recorded(kept):
         model(mx.ones(1), [CacheList(ArraysCache(1), ArraysCache(1))])
@@ -382,7 +383,7 @@ def test_a_block_that_is_not_in_its_layer_keeps_nothing() -> None:
 
 def test_nothing_is_noted_while_few_steps_fall_back() -> None:
     model = Toy("plainly")
-    block = MoEBlock("layers.0.mlp", 0, model.layers[0].mlp, Router("top_k", CHOSEN), 4, 2)
+    block = MoEBlock(0, model.layers[0].mlp, "top_k", 2)
     common = CommonPart(model, [block], SimpleNamespace(layers=[]))
 
     def keeps() -> bool:

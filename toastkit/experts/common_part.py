@@ -28,7 +28,7 @@ from mlx.utils import tree_flatten
 
 from toastkit.experts.routers import MoEBlock
 from toastkit.holdings.derived import derived
-from toastkit.holdings.layer_slots import PARENTS
+from toastkit.holdings.layer_slots import is_switch
 from toastkit.holdings.streams import Streams
 
 # Share of steps that fall back from which on taking note pays (benchmarks/experts_shared.py), and
@@ -199,12 +199,12 @@ def _classes(model: nn.Module, block: MoEBlock) -> list[tuple[nn.Module, type]]:
     if all(module is not block.module for _, module in layer.named_modules()):
         return []
     # A router that holds K by itself depends on it.
-    router = getattr(block.module, block.router.k.partition(".")[0], None)
+    router = getattr(block.module, block.k_name.partition(".")[0], None)
     first = router if layer is block.module else block.module
     if not isinstance(first, nn.Module):
         return []
     parts = [*model.layers[: block.layer], *_children(layer), *_children(block.module)]
-    found = {id(module): (module, _Part) for module in parts if not _is_experts(module)}
+    found = {id(module): (module, _Part) for module in parts if not is_switch(module)}
     if isinstance(router, nn.Module):
         found.pop(id(router), None)
     return [*(found | {id(first): (first, _First)}).values(), (model, _Pass)]
@@ -219,10 +219,6 @@ def _children(module: nn.Module) -> list[nn.Module]:
 def _set_class(module: nn.Module, cls: type) -> None:
     # By object's way: a Module's own looks for a parameter of the name, which takes its time.
     object.__setattr__(module, "__class__", cls)
-
-
-def _is_experts(module: nn.Module) -> bool:
-    return any(base.__name__ in PARENTS for base in type(module).__mro__)
 
 
 def _caches(values: Sequence[Any]) -> list[Any] | None:

@@ -144,32 +144,33 @@ def by_last_use(chosen: np.ndarray) -> list[int]:
     return list(dict.fromkeys(chosen.reshape(-1)[::-1].tolist()))[::-1]
 
 
+def is_switch(module: Any) -> bool:
+    """Whether a module is one of mlx_lm's that hold a layer's experts, whatever else it does."""
+    return any(base.__name__ in PARENTS for base in type(module).__mro__)
+
+
 def find_switches(holdings: Holdings) -> Iterable[Switch]:
     """Those whose matrices are all stacks of experts, in a decoder layer."""
-    modules = {holding.path: holding for holding in holdings.modules.values()}
-    for path, module in holdings.store.model.named_modules():
-        if not any(base.__name__ in PARENTS for base in type(module).__mro__):
+    modules = dict(holdings.store.model.named_modules())
+    for path, module in modules.items():
+        if not is_switch(module):
             continue
-        below = [h for p, h in modules.items() if p.startswith(f"{path}.")]
+        below = [h for p, h in holdings.modules.items() if p.startswith(f"{path}.")]
         stacks = [h for h in below if holds_experts(h.module)]
         layer = holdings.store.layer_of(f"{path}.")
         if stacks and layer is not None:
             counts = {holdings.store.shape(name)[0] for h in stacks for name in h.names}
             if len(counts) == 1:
-                around, above = _block(holdings.store.model, path), path.rpartition(".")[0]
-                rest = [h for p, h in modules.items() if p.startswith(f"{above}.")]
+                above = path.rpartition(".")[0]
+                rest = [h for p, h in holdings.modules.items() if p.startswith(f"{above}.")]
                 rest = [holding for holding in rest if holding not in stacks]
-                yield Switch(path, layer, module, stacks, counts.pop(), around, rest)
+                around = modules.get(above)
+                block = around if around is not None and _is_block(around) else None
+                yield Switch(path, layer, module, stacks, counts.pop(), block, rest)
 
 
-def _block(model: nn.Module, path: str) -> nn.Module | None:
-    """The module around a switch, where its one required argument is what a router looks at. (The
-    layer itself would be called with masks and caches.)"""
-    node: Any = model
-    for word in path.split(".")[:-1]:
-        node = node[int(word)] if isinstance(node, (list, tuple)) else node[word]
-    if not isinstance(node, nn.Module):
-        return None
-    _, *given = signature(type(node).__call__).parameters.values()
-    needed = [one for one in given if one.default is one.empty and one.kind not in VARIADIC]
-    return node if len(needed) == 1 and len(given) == 1 else None
+def _is_block(module: nn.Module) -> bool:
+    """Whether the one argument of the module around a switch is what a router looks at. (A layer
+    would be called with masks and caches.)"""
+    _, *given = signature(type(module).__call__).parameters.values()
+    return [(one.default, one.kind in VARIADIC) for one in given] == [(Parameter.empty, False)]
