@@ -18,9 +18,8 @@ from toastkit.commands import cli
 from toastkit.errors import as_toast_error
 from toastkit.residency import memory
 from toastkit.residency.memory import (
-    Allowance,
     available_memory,
-    cgroup_allowance,
+    left_by_cgroups,
     left_by_limits,
 )
 
@@ -65,48 +64,48 @@ def group_2(
 def test_a_limit_of_version_2(tmp_path: Path) -> None:
     member(tmp_path, "0::/app")
     group_2(tmp_path / V2 / "app", 1000, 700, "anon 500\nfile 200\ninactive_file 150\nslab 9")
-    assert cgroup_allowance(tmp_path) == Allowance(1000, 450)
+    assert left_by_cgroups(tmp_path) == 450
 
 
 def test_cached_files_can_be_had_unless_they_are_mapped(tmp_path: Path) -> None:
     member(tmp_path, "0::/app", "4:memory:/old")
     app, old = tmp_path / V2 / "app", tmp_path / V1 / "old"
     group_2(app, 1000, 900, "active_file 400\ninactive_file 150\nfile_mapped 50")
-    assert cgroup_allowance(tmp_path) == Allowance(1000, 600)
+    assert left_by_cgroups(tmp_path) == 600
     group_2(app, 1000, 900, "inactive_file 20\nfile_mapped 50")  # it counts shared memory as well
-    assert cgroup_allowance(tmp_path) == Allowance(1000, 100)
+    assert left_by_cgroups(tmp_path) == 100
     stat = "total_active_file 400\ntotal_inactive_file 150\nactive_file 7\ntotal_mapped_file 530"
     group_1(old, 1000, 990, stat)
-    assert cgroup_allowance(tmp_path) == Allowance(1000, 30)
+    assert left_by_cgroups(tmp_path) == 30
 
 
 def test_high_is_a_limit_too(tmp_path: Path) -> None:
     member(tmp_path, "0::/app")
     group_2(tmp_path / V2 / "app", "max", 700, high=900)
-    assert cgroup_allowance(tmp_path) == Allowance(900, 200)
+    assert left_by_cgroups(tmp_path) == 200
     group_2(tmp_path / V2 / "app", 800, 700, high=900)
-    assert cgroup_allowance(tmp_path) == Allowance(800, 100)
+    assert left_by_cgroups(tmp_path) == 100
     group_2(tmp_path / V2 / "app", 800, 700, high=600)  # over it: nothing, not less
-    assert cgroup_allowance(tmp_path) == Allowance(600, 0)
+    assert left_by_cgroups(tmp_path) == 0
 
 
 def test_no_limit(tmp_path: Path) -> None:
     member(tmp_path, "0::/app")
     group_2(tmp_path / V2 / "app", "max", 700)
-    assert cgroup_allowance(tmp_path) == Allowance(None, None)
-    assert cgroup_allowance(tmp_path / "nowhere") == Allowance(None, None)
+    assert left_by_cgroups(tmp_path) is None
+    assert left_by_cgroups(tmp_path / "nowhere") is None
 
 
 def test_every_ancestor_counts(tmp_path: Path) -> None:
-    """The least limit and the least that is left, which may be of two groups."""
+    """The least that is left, which need not be of the least limit."""
     member(tmp_path, "0::/user.slice/app.scope/own")
     group_2(tmp_path / V2 / "user.slice", 5000, 4950)
     group_2(tmp_path / V2 / "user.slice/app.scope", 1000, 600)
     group_2(tmp_path / V2 / "user.slice/app.scope/own", "max", 600)
     group_2(tmp_path / V2 / "user.slice/app.scope/sibling", 10, 10)
-    assert cgroup_allowance(tmp_path) == Allowance(1000, 50)
-    group_2(tmp_path / V2, 300, 100)  # a container's mount begins at a group with limits
-    assert cgroup_allowance(tmp_path) == Allowance(300, 50)
+    assert left_by_cgroups(tmp_path) == 50
+    group_2(tmp_path / V2, 300, 260)  # a container's mount begins at a group with limits
+    assert left_by_cgroups(tmp_path) == 40
 
 
 # --------------------------------------------------------------------------------------- version 1
@@ -118,9 +117,9 @@ def test_a_limit_of_version_1(tmp_path: Path) -> None:
     group_1(tmp_path / V1, UNLIMITED_1, 9000)
     group_1(tmp_path / V1 / "app", 2000, 1900, "inactive_file 5\ntotal_inactive_file 300")
     group_1(tmp_path / V1 / "app/own", UNLIMITED_1, 800)
-    assert cgroup_allowance(tmp_path) == Allowance(2000, 400)
+    assert left_by_cgroups(tmp_path) == 400
     group_1(tmp_path / V1 / "app/own", 1000, 800, "total_inactive_file 50")
-    assert cgroup_allowance(tmp_path) == Allowance(1000, 250)
+    assert left_by_cgroups(tmp_path) == 250
 
 
 def test_both_versions_at_once(tmp_path: Path) -> None:
@@ -134,7 +133,7 @@ def test_both_versions_at_once(tmp_path: Path) -> None:
     )
     write(tmp_path / V2 / "unified/app/cgroup.procs", "1")
     group_1(tmp_path / V1 / "app", 2000, 1500)
-    assert cgroup_allowance(tmp_path) == Allowance(2000, 500)
+    assert left_by_cgroups(tmp_path) == 500
 
 
 # ------------------------------------------------------------------------------------------ mounts
@@ -145,7 +144,7 @@ def test_in_a_container_the_mount_begins_at_its_group(tmp_path: Path) -> None:
     mounted(tmp_path, "35 20 0:31 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory")
     group_1(tmp_path / V1, 1000, 400)
     group_1(tmp_path / V1 / "own", 500, 400)
-    assert cgroup_allowance(tmp_path) == Allowance(500, 100)
+    assert left_by_cgroups(tmp_path) == 100
 
 
 @pytest.mark.parametrize("path", ["/../other", "/somewhere/else"])
@@ -155,7 +154,7 @@ def test_a_group_out_of_sight(tmp_path: Path, path: str) -> None:
     mounted(tmp_path, "35 20 0:31 /docker/abc /sys/fs/cgroup ro - cgroup2 cgroup rw")
     group_2(tmp_path / V2, 1000, 400)
     group_2(tmp_path / "sys/fs/other", 5, 5)
-    assert cgroup_allowance(tmp_path) == Allowance(1000, 600)
+    assert left_by_cgroups(tmp_path) == 600
 
 
 def test_an_unusual_mount(tmp_path: Path) -> None:
@@ -168,7 +167,7 @@ def test_an_unusual_mount(tmp_path: Path) -> None:
     )
     group_2(tmp_path / "mnt/all groups/a", 1000, 400)
     group_2(tmp_path / "mnt/all groups/a/b", "max", 400)
-    assert cgroup_allowance(tmp_path) == Allowance(1000, 600)
+    assert left_by_cgroups(tmp_path) == 600
 
 
 # --------------------------------------------------------------------------------------- malformed
@@ -182,19 +181,19 @@ def test_a_malformed_number_is_no_limit(tmp_path: Path, text: str | bytes) -> No
     group_2(tmp_path / V2 / "outer", 1000, 400)
     group_2(tmp_path / V2 / "outer/own", 500, 400)
     write(tmp_path / V2 / "outer/own/memory.max", text)
-    assert cgroup_allowance(tmp_path) == Allowance(1000, 600)
+    assert left_by_cgroups(tmp_path) == 600
     group_2(tmp_path / V2 / "outer/own", 500, 400)
     write(tmp_path / V2 / "outer/own/memory.current", text)
-    assert cgroup_allowance(tmp_path) == Allowance(500, 600)  # the limit is known, the rest not
+    assert left_by_cgroups(tmp_path) == 600  # the limit is known, the rest not
     group_2(tmp_path / V2 / "outer/own", 500, 400)
     write(tmp_path / V2 / "outer/own/memory.stat", b"inactive_file " + str(text).encode())
-    assert cgroup_allowance(tmp_path) == Allowance(500, 100)
+    assert left_by_cgroups(tmp_path) == 100
 
 
 def test_more_to_reclaim_than_is_used_counts_once(tmp_path: Path) -> None:
     member(tmp_path, "0::/own")
     group_2(tmp_path / V2 / "own", 500, 400, "inactive_file 900")
-    assert cgroup_allowance(tmp_path) == Allowance(500, 500)
+    assert left_by_cgroups(tmp_path) == 500
 
 
 @given(st.binary(max_size=80), st.binary(max_size=120))
@@ -204,7 +203,7 @@ def test_any_bytes_at_all(
     root = tmp_path_factory.mktemp("root")
     write(root / "proc/self/cgroup", b"0::/" + groups + b"\n4:memory:/" + groups)
     write(root / "proc/self/mountinfo", b"1 1 0:1 / /" + mounts + b" rw - cgroup2 a rw\n" + mounts)
-    assert cgroup_allowance(root) == Allowance(None, None)
+    assert left_by_cgroups(root) is None
 
 
 # ------------------------------------------------------------------------------------- the machine
@@ -212,10 +211,10 @@ def test_any_bytes_at_all(
 
 def test_the_least_of_machine_and_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = psutil.virtual_memory()
-    for allowance in Allowance(None, None), Allowance(1 << 62, 1 << 62):
-        monkeypatch.setattr(memory, "cgroup_allowance", lambda allowance=allowance: allowance)
+    for left in None, 1 << 62:
+        monkeypatch.setattr(memory, "left_by_cgroups", lambda left=left: left)
         assert 0 < available_memory() <= machine.total
-    monkeypatch.setattr(memory, "cgroup_allowance", lambda: Allowance(70, 7))
+    monkeypatch.setattr(memory, "left_by_cgroups", lambda: 7)
     assert available_memory() == 7
 
 
@@ -278,10 +277,10 @@ def test_psutil_is_imported_when_it_is_needed() -> None:
 # reads a file at its name twice, and says each time what it can have then.
 CHILD = """
 import os, sys
-from toastkit.residency.memory import available_memory, cgroup_allowance
+from toastkit.residency.memory import available_memory
 open(sys.argv[1], "w").write(str(os.getpid()))
 held = []
-print(cgroup_allowance().limit, available_memory(), flush=True)
+print(available_memory(), flush=True)
 for line in map(str.strip, sys.stdin):
     if line == "0":
         held.clear()
@@ -292,7 +291,7 @@ for line in map(str.strip, sys.stdin):
             with open(line, "rb", buffering=0) as file:
                 while file.read(1 << 20):
                     pass
-    print(cgroup_allowance().limit, available_memory(), flush=True)
+    print(available_memory(), flush=True)
 """
 
 
@@ -303,9 +302,9 @@ def limited_group() -> Iterator[Path]:
         yield group
 
 
-def in_group(group: Path, *told: str) -> tuple[set[int], list[int]]:
-    """What a child in a group says: the group's limit, and what it can have at first and after each
-    thing that it is told."""
+def in_group(group: Path, *told: str) -> list[int]:
+    """What a child in a group says that it can have, at first and after each thing that it is
+    told."""
     pipe = subprocess.PIPE
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(group / "cgroup.procs")],
@@ -320,15 +319,14 @@ def in_group(group: Path, *told: str) -> tuple[set[int], list[int]]:
     if child.returncode and "PermissionError" in err:
         pytest.skip("no process can be moved into the cgroup")
     assert child.returncode == 0, err
-    readings = [tuple(map(int, line.split())) for line in out.splitlines()]
-    return {limit for limit, _ in readings}, [left for _, left in readings]
+    return [*map(int, out.splitlines())]
 
 
 def test_a_hog_in_a_real_cgroup(limited_group: Path) -> None:
     """The reading falls by what is taken, and rises when it is given back."""
     steps = 100 * MB, 60 * MB, 0
-    limits, lefts = in_group(limited_group, *map(str, steps))
-    assert limits == {256 * MB} and 200 * MB < lefts[0] <= 256 * MB
+    lefts = in_group(limited_group, *map(str, steps))
+    assert 200 * MB < lefts[0] <= 256 * MB
     for before, after, taken in zip(lefts, lefts[1:], (100 * MB, 60 * MB, -160 * MB)):
         assert abs(before - after - taken) < 16 * MB
 
@@ -345,5 +343,5 @@ def test_files_that_are_read_in_a_real_cgroup(limited_group: Path, tmp_path: Pat
         os.fsync(file.fileno())
         # Out of the cache: what is there belongs to the group that wrote it.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    _, lefts = in_group(limited_group, str(path), str(60 * MB))
+    lefts = in_group(limited_group, str(path), str(60 * MB))
     assert abs(lefts[0] - lefts[1]) < 16 * MB and abs(lefts[1] - lefts[2] - 60 * MB) < 16 * MB

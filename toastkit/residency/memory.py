@@ -13,19 +13,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 MOST_READ = 1 << 20  # bytes of a file of /proc or /sys
 # Where cgroups are mounted when nothing says so, by version.
 USUAL = {1: "/sys/fs/cgroup/memory", 2: "/sys/fs/cgroup"}
-
-
-class Allowance(NamedTuple):
-    """Bytes that cgroups allow. limit: in all. left: that can still be allocated. None where
-    nothing limits, or nothing can be read."""
-
-    limit: int | None
-    left: int | None
 
 
 def available_memory() -> int:
@@ -33,7 +24,7 @@ def available_memory() -> int:
     cgroups or this process's limits leave, whichever is less. A snapshot."""
     import psutil
 
-    lefts = (cgroup_allowance().left, left_by_limits())
+    lefts = (left_by_cgroups(), left_by_limits())
     machine = int(psutil.virtual_memory().available)
     return min([machine, *(left for left in lefts if left is not None)])
 
@@ -53,18 +44,17 @@ def left_by_limits(root: Path = Path("/")) -> int | None:
     return min(lefts, default=None)
 
 
-def cgroup_allowance(root: Path = Path("/")) -> Allowance:
-    """What the memory cgroups of this process allow, version 1 or 2: the least of the own one and
-    its ancestors. root: below which proc/self and the mounted cgroups are. A file that is missing
-    or malformed is one that says nothing."""
-    limits, lefts = [], []
+def left_by_cgroups(root: Path = Path("/")) -> int | None:
+    """Bytes that the memory cgroups of this process leave it, version 1 or 2: the least of the own
+    one and its ancestors. None where nothing limits, or nothing can be read. root: below which
+    proc/self and the mounted cgroups are. A file that is missing or malformed is one that says
+    nothing."""
+    lefts = []
     for version, folder in _groups(root):
         limit, used, reclaimable = _read_1(folder) if version == 1 else _read_2(folder)
-        if limit is not None:
-            limits.append(limit)
-            if used is not None:
-                lefts.append(max(0, limit - used + min(used, reclaimable)))
-    return Allowance(min(limits, default=None), min(lefts, default=None))
+        if limit is not None and used is not None:
+            lefts.append(max(0, limit - used + min(used, reclaimable)))
+    return min(lefts, default=None)
 
 
 def _read_2(folder: Path) -> tuple[int | None, int | None, int]:
