@@ -136,7 +136,7 @@ def noisy_state(engine: Any, length: int) -> Any:
 
     ids = [5 + i % 4000 for i in range(64)]
     cache = engine.new_cache()
-    _, logits = engine.prefill(ids, cache)
+    logits = engine.prefill(ids, cache)
     for layer in cache:
         if hasattr(layer, "keys"):
             batch, heads, _, size = layer.keys.shape

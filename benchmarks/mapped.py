@@ -88,7 +88,7 @@ def steps(model: Path, rounds: int) -> None:
         store = Store(files, load_config(files))
         engine = Engine(store, policies, native=NativeOptions("require"))
         cache = engine.new_cache()
-        state = ModelState(cache, [5, 6, 7], logits=engine.prefill([5, 6, 7], cache)[1])
+        state = ModelState(cache, [5, 6, 7], logits=engine.prefill([5, 6, 7], cache))
         engines[way] = engine, state
     text = Path("/proc/self/smaps").read_text()
     large = sum(int(line.split()[1]) for line in text.splitlines() if line[:8] == "FilePmdM")

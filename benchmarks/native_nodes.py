@@ -78,7 +78,7 @@ def _forget() -> None:
 def nodes(engine: Engine) -> int:
     """Operations of one token's graph, without its sampling."""
     caches = engine.new_cache()
-    _, logits = engine.prefill(list(range(5, 21)), caches)
+    logits = engine.prefill(list(range(5, 21)), caches)
     logits = engine.step(mx.argmax(logits), caches)  # some caches grow then
     mx.eval(logits)
     with tempfile.NamedTemporaryFile("r", suffix=".dot") as file:
@@ -91,7 +91,7 @@ def nodes(engine: Engine) -> int:
 def decode(engine: Engine, count: int) -> float:
     """Tokens a second, greedy, after a prompt of 16, each built while the one before runs."""
     caches = engine.new_cache()
-    _, logits = engine.prefill(list(range(5, 21)), caches)
+    logits = engine.prefill(list(range(5, 21)), caches)
     token = mx.argmax(engine.step(mx.argmax(logits), caches))
     mx.eval(token)
     start = time.perf_counter()

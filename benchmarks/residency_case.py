@@ -269,7 +269,8 @@ class Model:
 
         cache = self.engine.new_cache()
         ids = [7 + 13 * n % 1000 for n in range(count)]
-        found = self._timed(lambda: self.engine.prefill(ids, cache, chunk=chunk)[0])
+        found = self._timed(lambda: self.engine.prefill(ids, cache, chunk))
+        found["parts"] = count
         return {**found, "chunk": chunk or CHUNK[self.device], "cache": cache.nbytes}
 
     def passes(self, count: int, width: int) -> dict[str, Any]:

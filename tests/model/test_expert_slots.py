@@ -310,7 +310,7 @@ def test_rows_of_a_batch(models) -> None:
         states = []
         for n in (6, 9, 12):
             cache = made.new_cache()
-            states.append(ModelState(cache, PROMPT[:n], made.prefill(PROMPT[:n], cache)[1]))
+            states.append(ModelState(cache, PROMPT[:n], made.prefill(PROMPT[:n], cache)))
         batch = Batch(made)
         batch.join(states)
         for token in (3, 4):

@@ -150,7 +150,7 @@ def test_each_pass_is_computed_in_its_gear(lively: dict) -> None:
     again = geared("auto", scope="all")
     assert again.gears is not None
     cache = again.new_cache()
-    _, logits = again.prefill(PROMPT, cache)
+    logits = again.prefill(PROMPT, cache)
     assert np.abs(np.array(logits) - found.logits[0]).max() == 0
     for token, gear_of, wanted in zip(found.ids, found.gears[1:], found.logits[1:]):
         again.shift(gear_of)

@@ -125,7 +125,7 @@ def answer_of(engine: Engine, form: Form, drop: int | None) -> list[bytes]:
     holdings = engine.holdings
     holdings.change({k: v for i in (2, 3) for k, v in layer(holdings, i, form).items()})
     cache = engine.new_cache()
-    state = ModelState(cache, list(IDS), engine.prefill(IDS, cache)[1])
+    state = ModelState(cache, list(IDS), engine.prefill(IDS, cache))
     found = []
     for step in range(6):
         found.append(state.values().tobytes())
@@ -165,7 +165,7 @@ def test_caches_are_counted_as_they_grow(tmp_path: Path, name: str) -> None:
     """Step by step past 256 tokens, where MLX makes a cache larger; a window slides before."""
     engine = open_engine(locate(str(write_published(tmp_path / "x", name))), dtype="float32")
     cache, ids = engine.new_cache(), 10 * IDS
-    state = ModelState(cache, list(ids), engine.prefill(ids, cache)[1])
+    state = ModelState(cache, list(ids), engine.prefill(ids, cache))
     sizes = set()
     for token in range(30):
         engine.consume(state, token + 5)

@@ -45,11 +45,9 @@ def opened(folder: Path, name: str, **rest) -> Engine:
 
 def passes(engine: Engine, count: int, chunk: int | None = None) -> tuple[list[int], list]:
     """Where passes over a prompt end; logits after it, and after two more tokens."""
-    cache, ends = engine.new_cache(), []
-    _, logits = engine.prefill(
-        PROMPT[:count], cache, chunk=chunk, progress=lambda done, _: bool(ends.append(done))
-    )
-    found = [logits, *(engine.step(token, cache) for token in (7, 11))]
+    state = ModelState(engine.new_cache())
+    ends = [*engine.reading(state, PROMPT[:count], lambda: chunk)]
+    found = [state.logits, *(engine.step(token, state.cache) for token in (7, 11))]
     mx.eval(found)
     return ends, found
 

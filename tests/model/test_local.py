@@ -136,10 +136,10 @@ def test_a_restored_state_is_the_one_that_was_never_saved(name, request, tmp_pat
     assert stored(tmp_path / "s") == ids + second.ids
 
     cache = engine.new_cache()
-    _, logits = engine.prefill(PROMPT, cache)
+    logits = engine.prefill(PROMPT, cache)
     for token in first.ids:
         logits = engine.step(token, cache)
-    _, logits = engine.prefill(MORE, cache)
+    logits = engine.prefill(MORE, cache)
     assert np.array_equal(np.array(logits), second.logits[0])
     same(second, Run(engine, ids))
 

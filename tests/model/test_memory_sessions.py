@@ -57,7 +57,7 @@ def stored(engine, path: Path) -> list[int]:
         state, count = engine.restore(session, tokens)
         assert count == len(tokens)
         cache = engine.new_cache()
-        _, logits = engine.prefill(tokens, cache)
+        logits = engine.prefill(tokens, cache)
         for expected, found in (
             (logits, state.logits),
             (engine.step(9, cache), engine.step(9, state.cache)),

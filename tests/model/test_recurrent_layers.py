@@ -171,7 +171,7 @@ def read(engine: Engine, chunk: int | None = None) -> list[mx.array]:
     """Logits after a prompt and after three more tokens; and all that the caches hold then."""
     layers = engine.new_cache()
     ids = [(37 * n + 5) % 4096 for n in range(41)]
-    found = [engine.prefill(ids, layers, chunk=chunk)[1]]
+    found = [engine.prefill(ids, layers, chunk=chunk)]
     found += [engine.step(token, layers) for token in (7, 11, 13)]
     mx.eval(found)
     arrays = [array for layer in layers for array in held_by(layer)]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from reference import PROMPTS
 
+from toastkit.engine.state import ModelState
 from toastkit.frames import End, Prefilled, Text, Token, Tokens, unpack_ids
 from toastkit.interrupts import Interrupt
 from toastkit.model.config import load_config
@@ -54,8 +55,7 @@ def check_top20(logits, prompt: dict) -> None:
 @pytest.mark.parametrize("prompt", PROMPTS[::3], ids=[p["name"] for p in PROMPTS[::3]])
 def test_prefill_and_steps(crumb, prompt: dict) -> None:
     cache = crumb.new_cache()
-    count, logits = crumb.prefill(prompt["token_ids"], cache)
-    assert count == len(prompt["token_ids"])
+    logits = crumb.prefill(prompt["token_ids"], cache)
     check_top20(logits, prompt)
     tokens = []
     while len(tokens) < STEPS:
@@ -74,20 +74,12 @@ BY_CHUNK = {1: RAW[:1], 7: RAW[1:], 48: LONGER[:1], 10_000: SHORT[:1]}
 @pytest.mark.parametrize("engine", ["crumb", "crumb_by_mlx"])
 def test_chunks_change_nothing(engine: str, chunk: int, request: pytest.FixtureRequest) -> None:
     crumb = request.getfixturevalue(engine)
-    passes: list[tuple[int, int]] = []
-
-    def note(done: int, total: int) -> bool:
-        passes.append((done, total))
-        return False
-
     for prompt in BY_CHUNK[chunk]:
-        passes.clear()
-        ids = prompt["token_ids"]
-        count, logits = crumb.prefill(ids, crumb.new_cache(), chunk=chunk, progress=note)
-        assert count == len(ids)
-        check_top20(logits, prompt)
-        steps = [after - before for (before, _), (after, _) in zip([(0, 0), *passes], passes)]
-        assert passes[-1] == (count, count) and max(steps) <= chunk
+        ids, state = prompt["token_ids"], ModelState(crumb.new_cache())
+        ends = [0, *crumb.reading(state, ids, lambda: chunk)]
+        check_top20(state.logits, prompt)
+        steps = [after - before for before, after in zip(ends, ends[1:])]
+        assert ends[-1] == len(ids) and max(steps) <= chunk
         assert steps[-1] == 1 or crumb.last_token.possible
 
 
@@ -98,7 +90,7 @@ def test_score_is_prefill_at_every_position(crumb) -> None:
     assert scores.shape == (len(ids), crumb.vocab) and scores.dtype == np.float32
     check_top20(scores[-1], prompt)
     for length in (1, 9, len(ids) - 1):
-        _, logits = crumb.prefill(ids[:length], crumb.new_cache())
+        logits = crumb.prefill(ids[:length], crumb.new_cache())
         assert np.abs(log_softmax(logits) - log_softmax(scores[length - 1])).max() < 1e-4
 
 

@@ -51,7 +51,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Callable:
 
 
 def read(engine, cache: list, ids: list[int]) -> np.ndarray:
-    return np.array(engine.prefill(ids, cache)[1])
+    return np.array(engine.prefill(ids, cache))
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ engine = open_engine(locate(sys.argv[1]), dtype=sys.argv[2])
 before = mx.get_active_memory()
 weights = engine.ledger.total()
 cache = engine.new_cache()
-count, logits = engine.prefill([1 + i % 4000 for i in range(100)], cache)
+logits = engine.prefill([1 + i % 4000 for i in range(100)], cache)
 del logits
 mx.clear_cache()
 print(weights, before, engine.ledger.total(), mx.get_active_memory())

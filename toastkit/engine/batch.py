@@ -204,7 +204,7 @@ def _states(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[ModelState
     states = []
     for ids in prompts:
         cache = engine.new_cache()
-        states.append(ModelState(cache, list(ids), engine.prefill(ids, cache)[1]))
+        states.append(ModelState(cache, list(ids), engine.prefill(ids, cache)))
     return states
 
 

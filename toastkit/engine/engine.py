@@ -293,25 +293,15 @@ class Engine:
 
     # ------------------------------------------------------------------------------------ passes
 
-    def prefill(
-        self,
-        ids: Sequence[int],
-        cache: list,
-        *,
-        chunk: int | None = None,
-        progress: Callable[[int, int], bool] | None = None,
-    ) -> tuple[int, mx.array | None]:
-        """Reads prompt tokens into the cache.
+    def prefill(self, ids: Sequence[int], cache: list, chunk: int | None = None) -> mx.array:
+        """Reads prompt tokens into the cache; logits (vocab,) float32 after the last. No others are
+        computed: the last token is a step, or see last_token.py.
 
-        ids: at least one. chunk: tokens per pass. progress(done, total) is called after each pass;
-        when it returns True, reading stops there.
-        Returns (tokens read, logits (vocab,) float32 after the last), logits None if it was stopped
-        early. No others are computed: the last token is a step, or see last_token.py.
+        ids: at least one. chunk: tokens per pass, None for what suits the device.
         """
-        for done, logits in self._passes(ids, cache, lambda: chunk):
-            if progress is not None and progress(done, len(ids)) and logits is None:
-                break
-        return done, logits
+        *_, (_, logits) = self._passes(ids, cache, lambda: chunk)
+        assert logits is not None  # it was the last pass
+        return logits
 
     def _passes(
         self, ids: Sequence[int], cache: list, chunk: Callable[[], int | None]
