@@ -49,6 +49,7 @@ ONE = '{"role": "user", "content": "x"}'
         ('{"messages": []}', "the list is empty"),
         ('{"model": "x"}', "no field 'messages'"),
         (f'{{"messages": [{ONE}], "tools": []}}', "unexpected field 'tools'"),
+        (f'{{"messages": [{ONE}], "documents": []}}', "unexpected field 'documents'"),
         (f"[{ONE}, 3]", "message 2: a number instead of an object"),
         ('[{"content": "x"}]', "message 1: no role"),
         ('[{"role": 1, "content": "x"}]', "message 1: the role is a number"),

@@ -88,6 +88,46 @@ def test_content_in_parts() -> None:
     assert difficulty(Prompt(messages=[call])) == classify("").as_map()
 
 
+IN_PARTS = (
+    "{% for m in messages %}<|im_start|>{% for p in m.content %}"
+    "{{ p.text or '[' ~ p.document.data ~ ']' }}{% endfor %}{% endfor %}"
+)
+SPEC = {"type": "document", "document": {"data": "A bear."}}
+
+
+def asked(text: str) -> Prompt:
+    """About a document."""
+    message = parts(text)
+    message["content"].insert(0, SPEC)
+    return Prompt(messages=[message])
+
+
+def test_documents_in_content_are_the_templates() -> None:
+    prompts = prompt_tokenizer(IN_PARTS, truncate=True, max_tokens=1)
+    assert prompts.render(asked("Who?")) == "<|im_start|>[A bear.]Who?"
+    assert difficulty(asked("Who?")) == classify("Who?").as_map()
+    cut = prompts.tokenizer.decode(prompts.encode(asked("Hello there " * 5000)))
+    assert cut.startswith("[A bear.]")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            "{% for m in messages %}{{ m.content[-1].text }}{% endfor %}",
+            "does nothing with documen",
+        ),
+        ("{{ 'x' + messages[0].content }}", "can only concatenate"),
+        (None, "crumb has no chat template for documents"),
+    ],
+)
+def test_documents_are_not_dropped(template: str | None, said: str) -> None:
+    """Nor joined with the texts."""
+    with pytest.raises(DataError, match=said) as caught:
+        prompt_tokenizer(template).render(asked("Who?"))
+    assert caught.value.hint.startswith("give documents as text")
+
+
 def test_turning_points_and_cutting_keep_the_shape_of_content() -> None:
     """A template that takes nothing but parts is asked with parts."""
     template = "{% for m in messages %}<|im_start|>{{ m.content[0].text }}{% endfor %}"

@@ -15,7 +15,7 @@ from toastkit.model.files import ModelFiles
 from toastkit.prefix import common_prefix
 from toastkit.text import pieces
 from toastkit.text.exact_numbers import are, counted
-from toastkit.text.messages import content_text, with_text
+from toastkit.text.messages import AS_TEXT, content_text, documents, with_text
 from toastkit.text.tokenizer import Tokenizer
 
 # Room that --truncate leaves for the answer when --max-tokens does not say how much it needs.
@@ -104,6 +104,8 @@ class PromptTokenizer:
             tools = [] if options.tools is None else ["tools"]
             for name in [*arguments, *tools]:
                 self._note_once(f"{self.files.name} has no chat template to make use of {name!r}")
+            if any(map(documents, prompt.messages)):
+                raise DataError(f"{self.files.name} has no chat template for documents", AS_TEXT)
             return "\n\n".join(map(content_text, prompt.messages))
         return render(
             template,
@@ -187,7 +189,9 @@ class PromptTokenizer:
         if texts == contents:
             return prompt
         short = zip(prompt.messages, texts, contents)
-        messages = [m if text == content else with_text(m, text) for m, text, content in short]
+        messages = [
+            m if text == content else with_text(m, text, True) for m, text, content in short
+        ]
         return Prompt(messages=messages)
 
     def _ends(self, text: str, limit: int) -> str:
@@ -257,7 +261,8 @@ class PromptTokenizer:
             if len(left) >= len(text):  # what sentencepiece puts before any text comes again
                 more += 1
                 continue
-            messages[longest], lengths[longest] = with_text(messages[longest], left), len(left)
+            messages[longest] = with_text(messages[longest], left, keep=True)
+            lengths[longest] = len(left)
             excess -= len(content)
             if excess <= 0:
                 ids = self._ids(Prompt(messages=messages))

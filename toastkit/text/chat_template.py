@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from toastkit.errors import DataError, did_you_mean
-from toastkit.text.messages import content_text
+from toastkit.text.messages import AS_TEXT, DOCUMENT, content_text, documents
 
 SECONDS = 5.0  # for one prompt
 MAX_SOURCE = 1 << 20  # characters of a template
@@ -119,8 +119,9 @@ def render(
         note(line)
     if "error" in reply:
         stopped = "stopped, " if reply.get("stopped") else ""
-        hint = _HINT if stopped else None
+        hint = _HINT if stopped else AS_TEXT if any(map(documents, messages)) else None
         raise DataError(f"chat template: {stopped}{reply['error']}", hint=hint)
+    _check_documents(template, variables, reply["text"])
     number = reply.get("number")
     if number is not None:
         word = "true" if arguments[number] else "false"
@@ -140,6 +141,19 @@ def _check_arguments(arguments: Mapping[str, Any], tools: list | None) -> None:
         raise DataError("template argument 'messages' would replace the prompt")
     if "tools" in arguments and tools is not None:
         raise DataError("template argument 'tools' would replace the tools")
+
+
+def _check_documents(template: str, variables: dict, text: str) -> None:
+    """Raises DataError where the text is the same without the documents in the messages."""
+    messages = variables["messages"]
+    if any(map(documents, messages)):
+        bare = [
+            {**m, "content": [part for part in m["content"] if part["type"] != DOCUMENT]}
+            if documents(m) else m
+            for m in messages
+        ]  # fmt: skip
+        if _answer(template, {**variables, "messages": bare}, []).get("text") == text:
+            raise DataError("the chat template does nothing with documents in content", AS_TEXT)
 
 
 def _as_transformers_has_it(message: dict) -> dict:
@@ -175,7 +189,8 @@ def _otherwise(messages: list[dict]) -> Iterator[tuple[list[dict], str]]:
     content that is null left out, as Hugging Face has it, and with an empty one in its place. Each
     only if there are such, beside a line about joined parts."""
     line = ""
-    if any(isinstance(message.get("content"), list) for message in messages):
+    listed = any(isinstance(message.get("content"), list) for message in messages)
+    if listed and not any(map(documents, messages)):  # for which nothing can stand in
         messages = [
             {**m, "content": content_text(m)} if isinstance(m.get("content"), list) else m
             for m in messages

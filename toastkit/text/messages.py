@@ -10,6 +10,12 @@ from toastkit.errors import DataError
 
 _SHAPE = 'a list of {"role": ..., "content": ...}, or an object with it under "messages"'
 _TOOLS_SHAPE = 'a list of JSON schemas, or an object with it under "tools"'
+_ELSEWHERE = {
+    "tools": "tools are in a file of their own: --tools",
+    "documents": "documents are a variable of the template: --template-arg documents=JSON",
+}
+AS_TEXT = "give documents as text, or as the template's variable of that name"
+TEXT, DOCUMENT = "text", "document"  # types of a part
 MAX_DEPTH = 100  # lists in lists
 MAX_VALUES = 1 << 20  # in messages, beside texts
 
@@ -37,8 +43,9 @@ def load_tools(data: str | bytes) -> list[dict]:
 def check_messages(document: Any) -> list[dict]:
     """Messages from what was read from JSON, as they are.
 
-    Content is a string or a list of text parts. An assistant message with tool calls may have no
-    content, or null. Fields beyond role and content are for the template.
+    Content is a string or a list of parts: texts, and documents in whatever form the template has
+    for them. An assistant message with tool calls may have no content, or null. Fields beyond role
+    and content are for the template.
     Raises DataError, which names the message (counted from 1), for anything else.
     """
     if not isinstance(document, list):
@@ -81,17 +88,25 @@ def check_size(value: Any, what: str) -> None:
 
 
 def content_text(message: dict) -> str:
-    """A message's content as one text: its parts joined, nothing where it has none."""
+    """A message's content as one text: its text parts joined, nothing where it has none."""
     content = message.get("content")
     if isinstance(content, list):
-        return "".join(part["text"] for part in content)
+        return "".join(part["text"] for part in content if part["type"] == TEXT)
     return content or ""
 
 
-def with_text(message: dict, text: str) -> dict:
-    """The message with another content, which is a list where the message's is one."""
+def documents(message: dict) -> list[dict]:
+    """The parts of a message's content that are documents."""
+    content = message.get("content")
+    return [p for p in content if p["type"] == DOCUMENT] if isinstance(content, list) else []
+
+
+def with_text(message: dict, text: str, keep: bool = False) -> dict:
+    """The message with another content, which is a list where the message's is one. keep: the
+    documents stay before the text."""
     listed = isinstance(message.get("content"), list)
-    return {**message, "content": [{"type": "text", "text": text}] if listed else text}
+    kept = documents(message) if keep else []
+    return {**message, "content": [*kept, {"type": TEXT, "text": text}] if listed else text}
 
 
 def _unwrapped(document: Any, name: str, shape: str) -> Any:
@@ -102,7 +117,7 @@ def _unwrapped(document: Any, name: str, shape: str) -> Any:
         raise DataError(f"{name}: the object has no field {name!r}", hint=f"give {shape}")
     unexpected = sorted(set(document) - {name})
     if unexpected:
-        hint = "tools are in a file of their own: --tools" if unexpected == ["tools"] else None
+        hint = _ELSEWHERE.get(unexpected[0])
         raise DataError(f"{name}: unexpected field {unexpected[0]!r} beside {name!r}", hint=hint)
     return document[name]
 
@@ -167,7 +182,9 @@ def _check_part(part: Any, where: str) -> None:
     form = part.get("type")
     if not isinstance(form, str):
         raise DataError(f"{where}: no type")
-    if form != "text":
+    if form == DOCUMENT:
+        return
+    if form != TEXT:
         raise DataError(f"{where}: cannot take content of type {form[:40]!r}, only text")
     if not isinstance(part.get("text"), str):
         raise DataError(f"{where}: the text is {kind(part.get('text'))} instead of a string")
