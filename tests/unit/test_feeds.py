@@ -95,6 +95,14 @@ def test_a_decode_hears_of_a_stream_that_cannot_be_read(run: Path, sent: list) -
     reader.close()
 
 
+@pytest.mark.parametrize("stream", [[], [End("eos", 0)]])
+def test_a_decode_hears_of_an_end_without_tokens(run: Path, stream: list) -> None:
+    reader = FeedReader(run / "feed")
+    assert list(feed_tokens(stream, str(run), False)) == []
+    assert reader.read_available() == [OVER]
+    reader.close()
+
+
 def test_a_decode_hears_where_nobody_reads_on(run: Path) -> None:
     reader = FeedReader(run / "feed")
     stage = feed_tokens([head(run=str(run)), Token(1, 3), Token(2, 4)], None, False)

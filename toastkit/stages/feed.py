@@ -66,6 +66,8 @@ def _fed(
             head = None
         elif isinstance(frame, Tokens) and head is not None:
             yield frame
+    if run is not None and not feed.opened:  # the input's end is told, where nothing else was
+        feed.open(run)
     feed.close("stop")
     feed.finish()
     if head is not None:
