@@ -100,6 +100,10 @@ USAGE = [
     ("tokenize", ["--template-arg", "a=1", "--template-arg", "a=2", "hi"], "a is given twice"),
     ("tokenize", ["--raw", "--template-arg", "a=1", "hi"], "--raw has no template"),
     ("tokenize", ["--raw", "--tools", "x", "hi"], "--raw has no template"),
+    *(
+        (name, ["--messages", "-", "--tools", "-"], "--messages and --tools cannot both be")
+        for name in ("tokenize", "decode")
+    ),
     ("decode", ["--session", "", "hi"], "invalid session name '': it is empty"),
     ("prefill", ["--session", ".x"], "invalid session name '.x'"),
     ("tokenize", ["--session", "-x", "hi"], "invalid session name '-x'"),

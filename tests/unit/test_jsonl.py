@@ -236,6 +236,12 @@ def test_garbage_is_refused(line: str | bytes) -> None:
     assert caught.value.message and "\n" not in caught.value.message
 
 
+def test_json_that_is_none_is_told_as_elsewhere() -> None:
+    """The line is known; the place in it is."""
+    with pytest.raises(DataError, match="^not JSON: column 9: expecting value$"):
+        from_json('{"pos": x}')
+
+
 json_values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3)),
     lambda inner: st.one_of(

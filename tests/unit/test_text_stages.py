@@ -157,6 +157,23 @@ def test_what_is_not_used_is_told_once() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages[0].content }}", "the chat template makes no use of 'tool_calls' in messages"),
+        ("{{ messages[1] | tojson }}", None),
+        ("{{ messages[1]['tool_' + 'calls'][0] }}", None),
+        (None, "crumb has no chat template to make use of 'tool_calls'"),
+    ],
+)
+def test_calls_that_are_not_used_are_told(template: str | None, said: str | None) -> None:
+    told: list[str] = []
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    prompts = prompt_tokenizer(template, note=told.append)
+    prompts.render(Prompt(messages=[*user_messages("hi"), call]))
+    assert told == ([] if said is None else [said])
+
+
 # --------------------------------------------------------------------------------------- detokenize
 
 

@@ -28,6 +28,7 @@ def prompt_tokenizer(flags: dict[str, Any], later: bool = False) -> PromptTokeni
 
     if flags["raw"] and (flags["template_arg"] or flags["tools"] is not None):
         raise UsageError("--raw has no template: leave --template-arg and --tools out")
+    _check_stdin(flags)
     files = locate(flags["model"] or "crumb")
     options = PromptOptions(
         raw=flags["raw"],
@@ -79,8 +80,15 @@ def _conversation(argument: str, flags: dict[str, Any]) -> Prompt:
 
     if argument or flags["system"] is not None or flags["each_line"]:
         raise UsageError("--messages is the whole conversation: no PROMPT, --system, --each-line")
+    _check_stdin(flags)
     data = read_input(flags["messages"], "messages", MAX_JSON_BYTES)
     return Prompt(messages=load_messages(data))
+
+
+def _check_stdin(flags: dict[str, Any]) -> None:
+    """Either file may be read first."""
+    if flags["messages"] == flags["tools"] == "-":
+        raise UsageError("--messages and --tools cannot both be standard input")
 
 
 def _prompt(text: str, argument: str, flags: dict[str, Any]) -> Prompt:

@@ -66,7 +66,8 @@ def from_json(line: str | bytes) -> Frame:
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"not JSON: {error}") from error
+        reason = error.msg[:1].lower() + error.msg[1:]
+        raise DataError(f"not JSON: column {error.pos + 1}: {reason}") from error
     except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits
         raise DataError("not JSON that can be read") from error
     if not isinstance(fields, dict):

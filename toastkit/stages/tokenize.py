@@ -94,15 +94,16 @@ class PromptTokenizer:
         """The text that is tokenised. Without a template, messages are joined by blank lines."""
         if prompt.messages is None:
             return prompt.text or ""
-        from toastkit.text.chat_template import CHOICE, choose, render
+        from toastkit.text.chat_template import CALLS, CHOICE, choose, render
 
         options = self._options
         arguments = dict(options.template_arguments)
         wanted = arguments.pop(CHOICE, None)
         template = choose(self.tokenizer.templates, options.tools, wanted, self.files.name)
         if template is None:
-            tools = [] if options.tools is None else ["tools"]
-            for name in [*arguments, *tools]:
+            unused = [*arguments, *([] if options.tools is None else ["tools"])]
+            unused += [CALLS] * any(message.get(CALLS) for message in prompt.messages)
+            for name in unused:
                 self._note_once(f"{self.files.name} has no chat template to make use of {name!r}")
             if any(map(documents, prompt.messages)):
                 raise DataError(f"{self.files.name} has no chat template for documents", AS_TEXT)

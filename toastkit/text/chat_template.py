@@ -20,6 +20,7 @@ KNOWN = frozenset(("66edfb854931c933d3ac94f507626dd4fa2d5ca0a9b1036b11729d296a73
 _HINT = "a template that comes with a checkpoint is code; --raw does without it"
 # Names that templates have: of the one that is taken, and of the one that is where there are tools.
 DEFAULT, FOR_TOOLS = "default", "tool_use"
+CALLS = "tool_calls"  # of a message
 CHOICE = "chat_template"  # the argument that names another, as for transformers
 
 
@@ -133,6 +134,10 @@ def render(
     if note is not None:
         for line in _unmentioned(given, reply.get("mentions", given)):
             note(line)
+        if CALLS not in template and any(message.get(CALLS) for message in messages):
+            bare = [{k: v for k, v in m.items() if k != CALLS} for m in variables["messages"]]
+            if _same(template, {**variables, "messages": bare}, reply["text"]):
+                note(f"the chat template makes no use of {CALLS!r} in messages")
     return reply["text"]
 
 
@@ -152,8 +157,13 @@ def _check_documents(template: str, variables: dict, text: str) -> None:
             if documents(m) else m
             for m in messages
         ]  # fmt: skip
-        if _answer(template, {**variables, "messages": bare}, []).get("text") == text:
+        if _same(template, {**variables, "messages": bare}, text):
             raise DataError("the chat template does nothing with documents in content", AS_TEXT)
+
+
+def _same(template: str, variables: dict, text: str) -> bool:
+    """Whether the text is the same with other variables."""
+    return _answer(template, variables, []).get("text") == text
 
 
 def _as_transformers_has_it(message: dict) -> dict:
