@@ -145,6 +145,9 @@ def test_pull_offline(model: Model) -> None:
         "pull", "org/name", env={"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
     )
     refused(done, 69, "cannot fetch org/name: the hub cannot be reached")
+    env = {"HF_HUB_OFFLINE": "0", "HF_HUB_DOWNLOAD_TIMEOUT": "-5"}
+    done = model("pull", "org/name", env=env)
+    refused(done, 64, "HF_HUB_DOWNLOAD_TIMEOUT: '-5' is no number of seconds")
 
 
 def test_a_pull_that_stalls(stalled: Stalled) -> None:

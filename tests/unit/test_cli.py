@@ -91,6 +91,8 @@ USAGE = [
     ("decode", ["-n", "0", "hi"], "0 is not in the range x>=1"),
     ("decode", ["--seed", "-1", "hi"], "-1 is not in the range"),
     ("decode", ["--logit-bias", "x", "hi"], "--logit-bias takes ID=B, not 'x'"),
+    ("decode", ["--logit-bias", "1_0=2", "hi"], "--logit-bias takes ID=B, not '1_0=2'"),
+    ("decode", ["--logit-bias", "1=2_0", "hi"], "--logit-bias takes ID=B, not '1=2_0'"),
     ("sample", ["--logit-bias", "1=nan"], "invalid logit bias: nan for id 1"),
     ("decode", ["--ban", "4096", "hi"], r"id 4096 is not in \[0, 4095\]"),
     ("decode", ["--device", "tpu", "hi"], "'tpu' is not one of 'auto', 'cpu', 'gpu'"),
@@ -265,7 +267,8 @@ def options() -> list[tuple[str, object]]:
     for name in NAMES:
         module = import_module(f"toastkit.commands.{name.replace('-', '_')}")
         command = getattr(module, name.replace("-", "_"))
-        found += [(name, p) for p in command.params if p.param_type_name == "option"]
+        for one in (command, *getattr(command, "commands", {}).values()):
+            found += [(name, p) for p in one.params if p.param_type_name == "option"]
     return found
 
 
@@ -283,6 +286,29 @@ def test_variables_are_called_like_the_options() -> None:
             if option.expose_value and found != option.allow_from_autoenv:
                 wrong.append(f"{name}: TOAST_{longest}")
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("given", "number"),
+    [(" 5 ", 5), ("+5", 5), ("1_0", None), ("\uff15", None), ("\u0665", None), ("5.", None),
+     ("0x5", None), ("9" * 5000, None), ("", None)],
+)  # fmt: skip
+def test_numbers_are_digits(given: str, number: int | None) -> None:
+    """Not what Python takes for them; and no option is of a type that asks Python."""
+    import click
+
+    from toastkit.commands.sizes import Float, Integer, IntegerRange
+
+    for kind, high in ((Integer(), None), (IntegerRange(0, 9), None), (Float(), 5.0)):
+        read = high if given == "5." else number
+        if read is None:
+            with pytest.raises(click.BadParameter, match=r"is not a valid (integer|float)") as said:
+                kind.convert(given, None, None)
+            assert len(said.value.message) < 100
+        else:
+            assert kind.convert(given, None, None) == read
+    kinds = {type(option.type).__name__ for _, option in options()}
+    assert not kinds & {"IntRange", "IntParamType", "FloatRange", "FloatParamType"}
 
 
 def test_variables_set_options(toast) -> None:

@@ -11,6 +11,7 @@ import click
 
 from toastkit.client.output import write_text
 from toastkit.commands import cli, gear_flags, options, policy_flags, run_reports
+from toastkit.commands.sizes import IntegerRange
 from toastkit.errors import UsageError
 from toastkit.frames import End, Frame, Text, Token, starts_frames
 
@@ -43,7 +44,7 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
     metavar="FILE|-",
     help="Frames: follow the token ids of a file, or of stdin's frames.",
 )
-@click.option("--steps", type=click.IntRange(1), metavar="N", help="Frames: stop after N steps.")
+@click.option("--steps", type=IntegerRange(1), metavar="N", help="Frames: stop after N steps.")
 @options.inline
 @policy_flags.policies
 @options.engine

@@ -9,11 +9,10 @@ import click
 
 from toastkit.commands.cli import given, refuse_together
 from toastkit.commands.options import together
+from toastkit.commands.sizes import is_number
 
 if TYPE_CHECKING:
     from toastkit.experts.experts_options import ExpertsOptions, LittleK
-
-NUMBER = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20}|nan|inf)(e-?[0-9]{1,3})?")
 
 
 class Chosen(NamedTuple):
@@ -37,7 +36,7 @@ class Experts(click.ParamType):
         mode, colon, gamma = value.strip().lower().partition(":")
         if mode in ("big", "little", "mobile") and not colon:
             return Chosen(mode)
-        if mode == "mobile" and NUMBER.fullmatch(gamma):
+        if mode == "mobile" and is_number(gamma):
             return Chosen(mode, float(gamma))
         self.fail(
             f"{value[:40]!r} is not big, little, mobile, or mobile with a gamma such as mobile:0.7",

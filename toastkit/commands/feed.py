@@ -7,12 +7,13 @@ import os
 import click
 
 from toastkit.commands import cli, completion
+from toastkit.commands.sizes import IntegerRange
 from toastkit.errors import ToastError, UsageError
 from toastkit.frames import starts_frames
 
 
 @cli.command("feed")
-@click.argument("ids", nargs=-1, type=click.IntRange(0, 2**32 - 1), metavar="[ID]...")
+@click.argument("ids", nargs=-1, type=IntegerRange(0, 2**32 - 1), metavar="[ID]...")
 @click.option("--run", metavar="DIR", help="The run to feed (default: the one that a head names).")
 @click.option(
     "--session", metavar="DIR|NAME", shell_complete=completion.sessions,

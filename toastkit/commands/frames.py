@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from toastkit.commands import cli, options
+from toastkit.commands.sizes import IntegerRange
 from toastkit.descriptors import is_pipe
 from toastkit.errors import FrameError, UsageError, did_you_mean
 from toastkit.frames import KINDS, End, Frame, Head
@@ -35,7 +36,7 @@ from toastkit.text.terminal import shown
 )
 @click.option(
     "--top",
-    type=click.IntRange(1),
+    type=IntegerRange(1),
     default=10,
     show_default=True,
     metavar="N",

@@ -10,7 +10,7 @@ import click
 
 from toastkit.commands.cli import refuse_together
 from toastkit.commands.options import defaulted, together
-from toastkit.commands.sizes import Size
+from toastkit.commands.sizes import Float, Integer, Size
 
 
 class Bits(click.ParamType):
@@ -57,14 +57,15 @@ gears = together(
     ),
 )  # fmt: skip
 telemetry = together(
-    defaulted("--window", type=int, metavar="N", default=5, help="Tokens in the rolling mean"),
-    defaulted("--low", type=float, metavar="BITS", default=1.8, source=CALIBRATED,
+    defaulted("--window", type=Integer(), metavar="N", default=5,
+              help="Tokens in the rolling mean"),
+    defaulted("--low", type=Float(), metavar="BITS", default=1.8, source=CALIBRATED,
               help="Mean entropy up to which the gear is low, for a vocabulary of 32,768"),
-    defaulted("--high", type=float, metavar="BITS", default=3.5, source=CALIBRATED,
+    defaulted("--high", type=Float(), metavar="BITS", default=3.5, source=CALIBRATED,
               help="Mean entropy from which the gear is high"),
-    defaulted("--hysteresis", type=float, metavar="BITS", default=0.1,
+    defaulted("--hysteresis", type=Float(), metavar="BITS", default=0.1,
               help="How far past a threshold the mean must go to leave low or high"),
-    defaulted("--min-duration", type=int, metavar="N", default=4,
+    defaulted("--min-duration", type=Integer(), metavar="N", default=4,
               help="Tokens that a gear is held at least"),
     click.option("--no-calibration", is_flag=True,
                  help="Leave stored thresholds of the model aside."),

@@ -14,6 +14,7 @@ import click
 from toastkit.commands import cli, completion, plan
 from toastkit.commands.models import as_json, table, whisper
 from toastkit.commands.progress import ProgressBar, watched
+from toastkit.commands.sizes import Integer
 from toastkit.errors import DataError, ToastError, UsageError
 from toastkit.interrupts import Signals
 from toastkit.text.exact_numbers import counted
@@ -169,11 +170,11 @@ def rm(name: str, **flags) -> int:
     help="Where to (default: toastkit's folder, NAME.toast).",
 )
 @click.option(
-    "--quant", type=int, metavar="BITS", allow_from_autoenv=False,
+    "--quant", type=Integer(), metavar="BITS", allow_from_autoenv=False,
     help="Quantise to so many bits a weight.",
 )  # fmt: skip
 @click.option(
-    "--group-size", type=int, metavar="G", allow_from_autoenv=False,
+    "--group-size", type=Integer(), metavar="G", allow_from_autoenv=False,
     help="Weights that share a scale.",
 )  # fmt: skip
 @click.option(

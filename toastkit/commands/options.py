@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
 import click
 
 from toastkit.commands import cli, completion
+from toastkit.commands.sizes import Float, Integer, IntegerRange, is_number
 from toastkit.errors import UsageError
 from toastkit.native.starting import MOST_THREADS, SETTINGS, NativeOptions
 from toastkit.store.kv_bits import KV_DTYPES
@@ -88,7 +90,7 @@ inline = click.option(
     "--inline", is_flag=True, help="Put logits into the stream itself, to save or to move it."
 )
 max_tokens = click.option(
-    "-n", "--max-tokens", type=click.IntRange(1), metavar="N",
+    "-n", "--max-tokens", type=IntegerRange(1), metavar="N",
     help="Most tokens of an answer (default: as many as the context holds).",
 )  # fmt: skip
 stop = click.option(
@@ -129,7 +131,7 @@ native = together(
         "--native-exact", is_flag=True, help="Compute these with float32 activations throughout."
     ),
     click.option(
-        "--threads", type=click.IntRange(1, MOST_THREADS), metavar="N",
+        "--threads", type=IntegerRange(1, MOST_THREADS), metavar="N",
         help="Threads that compute these (default: as many processors as may be used).",
     ),
 )  # fmt: skip
@@ -158,7 +160,7 @@ no_daemon = click.option(
     "--no-daemon", is_flag=True, help="Load the model here, even if a daemon runs it."
 )
 reading = together(
-    click.option("--chunk", type=click.IntRange(1), metavar="N", help="Prompt tokens per pass."),
+    click.option("--chunk", type=IntegerRange(1), metavar="N", help="Prompt tokens per pass."),
     click.option(
         "--fork", metavar="DIR|NAME", callback=_session_name,
         shell_complete=completion.sessions,
@@ -193,40 +195,40 @@ prompting = together(
     click.option("--each-line", is_flag=True, help="Each line of stdin is a prompt of its own."),
 )  # fmt: skip
 sampling = together(
-    defaulted("--temp", "--temperature", "temperature", type=float,
+    defaulted("--temp", "--temperature", "temperature", type=Float(),
               metavar="T", default=0, source=CHECKPOINT,
               help="Temperature; 0 takes the most likely token"),
-    defaulted("--top-k", type=int, metavar="K", default=0, source=CHECKPOINT,
+    defaulted("--top-k", type=Integer(), metavar="K", default=0, source=CHECKPOINT,
               help="Keep the K most likely tokens; 0 is off"),
-    defaulted("--top-p", type=float, metavar="P", default=1, source=CHECKPOINT,
+    defaulted("--top-p", type=Float(), metavar="P", default=1, source=CHECKPOINT,
               help="Keep the most likely tokens that hold probability P; 1 is off"),
-    defaulted("--min-p", type=float, metavar="P", default=0, source=CHECKPOINT,
+    defaulted("--min-p", type=Float(), metavar="P", default=0, source=CHECKPOINT,
               help="Drop tokens less likely than P times the most likely; 0 is off"),
-    defaulted("--min-tokens-to-keep", type=int, metavar="N", default=1,
+    defaulted("--min-tokens-to-keep", type=Integer(), metavar="N", default=1,
               help="Least that min-p keeps"),
-    defaulted("--typical-p", type=float, metavar="P", default=1, source=CHECKPOINT,
+    defaulted("--typical-p", type=Float(), metavar="P", default=1, source=CHECKPOINT,
               help="Keep the most typical tokens that hold probability P; 1 is off"),
-    defaulted("--xtc-probability", type=float, metavar="P", default=0,
+    defaulted("--xtc-probability", type=Float(), metavar="P", default=0,
               help="How often to exclude the top choices"),
-    defaulted("--xtc-threshold", type=float, metavar="P", default=0.1,
+    defaulted("--xtc-threshold", type=Float(), metavar="P", default=0.1,
               help="Probability that makes a token a top choice"),
-    defaulted("--repetition-penalty", "--repeat-penalty", "repetition_penalty", type=float,
+    defaulted("--repetition-penalty", "--repeat-penalty", "repetition_penalty", type=Float(),
               metavar="X", default=1, source=CHECKPOINT,
               help="Divide the logits of recent tokens by X; 1 is off"),
-    defaulted("--presence-penalty", type=float, metavar="X", default=0,
+    defaulted("--presence-penalty", type=Float(), metavar="X", default=0,
               help="Subtract X from the logit of each recent token"),
-    defaulted("--frequency-penalty", type=float, metavar="X", default=0,
+    defaulted("--frequency-penalty", type=Float(), metavar="X", default=0,
               help="Subtract X for each time a token is among the recent ones"),
-    defaulted("--penalty-context", "--repeat-last-n", "penalty_context", type=int,
+    defaulted("--penalty-context", "--repeat-last-n", "penalty_context", type=Integer(),
               metavar="N", default=20,
               help="How many tokens are recent"),
     click.option("--logit-bias", multiple=True, metavar="ID=B",
                  help="Add B to the logit of token ID. Repeatable."),
-    click.option("--ban", multiple=True, type=int, metavar="ID", help="Never draw token ID."),
-    click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N",
+    click.option("--ban", multiple=True, type=Integer(), metavar="ID", help="Never draw token ID."),
+    click.option("--seed", type=IntegerRange(0, 2**64 - 1), metavar="N",
                  help="Seed of the draws (default: a new one, written into the stream)."),
     click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-turn token."),
-    click.option("--top", type=click.IntRange(0, 1000), metavar="N", default=0,
+    click.option("--top", type=IntegerRange(0, 1000), metavar="N", default=0,
                  help="List the N most likely alternatives of each token."),
 )  # fmt: skip
 SAMPLING_NAMES = (
@@ -261,11 +263,10 @@ def sampling_options(flags: dict[str, Any], defaults: dict[str, Any], seed: int 
 
 def bias(text: str) -> tuple[int, float]:
     """Token id and nats of a --logit-bias. Raises UsageError."""
-    name, equals, value = text.partition("=")
-    try:
-        return int(name), float(value)
-    except ValueError as error:
-        raise UsageError(f"--logit-bias takes ID=B, not {text!r}") from error
+    name, _, value = text.partition("=")
+    if not re.fullmatch("[0-9]{1,20}", name) or not is_number(value):
+        raise UsageError(f"--logit-bias takes ID=B, not {text!r}")
+    return int(name), float(value)
 
 
 # Python's spelling of three values of JSON, which is Hugging Face's own in its documentation.

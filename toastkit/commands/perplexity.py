@@ -20,6 +20,7 @@ from toastkit.commands.score_reports import (
     TextReport,
     line,
 )
+from toastkit.commands.sizes import IntegerRange
 from toastkit.errors import DataError, UsageError
 from toastkit.text.exact_numbers import counted
 
@@ -38,12 +39,12 @@ STDIN = "-"
 @click.argument("files", nargs=-1, type=click.Path(allow_dash=True))
 @options.model
 @click.option(
-    "--context", "window_tokens", type=click.IntRange(1), metavar="N",
+    "--context", "window_tokens", type=IntegerRange(1), metavar="N",
     help=f"Most tokens that a token is predicted from (default: {WINDOW}).",
 )  # fmt: skip
-@click.option("--chunk", type=click.IntRange(1), metavar="N", help="Tokens of a window per pass.")
+@click.option("--chunk", type=IntegerRange(1), metavar="N", help="Tokens of a window per pass.")
 @click.option(
-    "--limit", type=click.IntRange(1), metavar="N", help="Score the first N tokens of each text."
+    "--limit", type=IntegerRange(1), metavar="N", help="Score the first N tokens of each text."
 )
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object per token.")
 @policy_flags.scoring_policies

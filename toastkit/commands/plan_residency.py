@@ -10,7 +10,7 @@ import click
 
 from toastkit.commands import cli
 from toastkit.commands.options import native_options, together
-from toastkit.commands.sizes import Size
+from toastkit.commands.sizes import IntegerRange, Size
 from toastkit.errors import ToastError, UsageError
 from toastkit.native.starting import NativeOptions
 from toastkit.text.exact_numbers import are, counted
@@ -32,7 +32,7 @@ residency_flags = together(
         help="Memory for the model, as of --resident SIZE (default: what is available now).",
     ),
     click.option(
-        "--context", type=click.IntRange(1, 1 << 30), metavar="N",
+        "--context", type=IntegerRange(1, 1 << 30), metavar="N",
         help="Tokens of context that must fit (default: what --priority keeps room for).",
     ),
     click.option(

@@ -1,4 +1,4 @@
-"""Sizes and durations on the command line: 2G, 512M, 16K; 30s, 5m, 1h."""
+"""Numbers, sizes and durations on the command line: 5, 0.7; 2G, 512M, 16K; 30s, 5m, 1h."""
 
 from __future__ import annotations
 
@@ -14,6 +14,43 @@ _SECONDS = {"ms": 0.001, "": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _LIMIT = 1 << 62
 _NUMBER = r"([0-9]{1,18}(?:\.[0-9]{1,9})?)"
 _DIGITS = 9  # behind the point, at most
+_INTEGER = re.compile("[+-]?[0-9]{1,30}")
+_FLOAT = re.compile(
+    r"[+-]?([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})(e[+-]?[0-9]{1,3})?|[+-]?(nan|inf)",
+    re.IGNORECASE | re.ASCII,
+)
+
+
+def is_number(text: str) -> bool:
+    """Whether it is one as people and other programs write it. Python takes 1_0 too, and digits of
+    any script."""
+    return _FLOAT.fullmatch(text) is not None
+
+
+class _Written(click.ParamType):
+    """Refuses what is not written as a number before the class that is mixed with it reads it."""
+
+    form = _INTEGER
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; blanks around it do not matter. Anything else is a usage error."""
+        if isinstance(value, str) and self.form.fullmatch(value.strip()) is None:
+            self.fail(f"{value[:40]!r} is not a valid {self.name}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Integer(_Written, click.types.IntParamType):
+    """Any whole number."""
+
+
+class IntegerRange(_Written, click.IntRange):
+    """A whole number between two, see click.IntRange."""
+
+
+class Float(_Written, click.types.FloatParamType):
+    """Any number; whether NaN and infinity will do is for others to say."""
+
+    form = _FLOAT
 
 
 class Size(click.ParamType):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from toastkit.commands import cli, gear_flags, options, policy_flags, run_reports
-from toastkit.commands.sizes import Duration, Size
+from toastkit.commands.sizes import Duration, IntegerRange, Size
 from toastkit.errors import (
     ToastError,
     UnavailableError,
@@ -54,21 +54,21 @@ def _actions(context: click.Context, parameter: click.Parameter, incomplete: str
 )  # fmt: skip
 @options.engine
 @policy_flags.policies
-@click.option("--chunk", type=click.IntRange(1), metavar="N", help="Prompt tokens per pass.")
+@click.option("--chunk", type=IntegerRange(1), metavar="N", help="Prompt tokens per pass.")
 @click.option(
-    "--parallel", type=click.IntRange(1), default=8, show_default=True, metavar="N",
+    "--parallel", type=IntegerRange(1), default=8, show_default=True, metavar="N",
     help="Conversations answered at once.",
 )  # fmt: skip
 @click.option(
-    "--batch", type=click.IntRange(1), default=8, show_default=True, metavar="N",
+    "--batch", type=IntegerRange(1), default=8, show_default=True, metavar="N",
     help="How many of them take their steps together; 1: in turn.",
 )  # fmt: skip
 @click.option(
-    "--max-queue", type=click.IntRange(0), default=64, show_default=True, metavar="N",
+    "--max-queue", type=IntegerRange(0), default=64, show_default=True, metavar="N",
     help="Requests that may wait.",
 )  # fmt: skip
 @click.option(
-    "--max-connections", type=click.IntRange(1), default=256, show_default=True, metavar="N",
+    "--max-connections", type=IntegerRange(1), default=256, show_default=True, metavar="N",
     help="Connections at a time.",
 )  # fmt: skip
 @click.option(

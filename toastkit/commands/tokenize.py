@@ -8,6 +8,7 @@ import click
 
 from toastkit.client.output import write_text
 from toastkit.commands import cli, options
+from toastkit.commands.sizes import IntegerRange
 from toastkit.errors import UsageError
 
 
@@ -17,7 +18,7 @@ from toastkit.errors import UsageError
 @options.session
 @options.prompting
 @click.option(
-    "-n", "--max-tokens", type=click.IntRange(1), metavar="N",
+    "-n", "--max-tokens", type=IntegerRange(1), metavar="N",
     help="With --truncate: leave room for an answer of N tokens (default: 256).",
 )  # fmt: skip
 @click.option("--count", is_flag=True, help="Print the number of tokens instead.")

@@ -49,9 +49,9 @@ def fetch(hub_id: str, revision: str | None, progress: bool) -> Path:
     whole are kept. One that another program has fetched without its tokenizer is completed.
 
     revision: branch, tag or commit. progress: show bars on stderr.
-    Raises UsageError for what is no hub id, NoInputError where the hub has no such model,
-    DataError where it has no usable weights, UnavailableError where the hub cannot be asked or does
-    not go on, IOFailure where what came is damaged or the disk is full.
+    Raises UsageError for what is no hub id, or no time to wait, NoInputError where the hub has no
+    such model, DataError where it has no usable weights, UnavailableError where the hub cannot be
+    asked or does not go on, IOFailure where what came is damaged or the disk is full.
     """
     if not is_hub_id(hub_id):
         name, at, version = hub_id.partition("@")
@@ -69,6 +69,9 @@ def fetch(hub_id: str, revision: str | None, progress: bool) -> Path:
         )
     if offline:
         raise UnavailableError(f"cannot fetch {hub_id}: huggingface_hub is not installed")
+    patience = os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT", "")
+    if not re.fullmatch("[0-9]{0,9}", patience):
+        raise UsageError(f"HF_HUB_DOWNLOAD_TIMEOUT: {patience[:40]!r} is no number of seconds")
     return _download(hub_id, revision, progress)
 
 
