@@ -314,8 +314,12 @@ class DataFiles:
         if self._ahead is None or not self._ahead.is_alive():
             from threading import Thread
 
-            self._ahead = Thread(target=self._sync_one, args=(self.fd(name),), daemon=True)
-            self._ahead.start()
+            thread = Thread(target=self._sync_one, args=(self.fd(name),), daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # there are no more of this user: `sync` does it all
+                return
+            self._ahead = thread
 
     def _sync_one(self, fd: int) -> None:
         try:

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import sys
+import threading
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ from toastkit.store import raw as raw_module
 from toastkit.store.jobs import Job
 from toastkit.store.raw import RawTensors, Span
 from toastkit.store.reader import WIDENED_BYTES, Reader
-from toastkit.store.waiting import NOW
+from toastkit.store.waiting import AHEAD, NOW
 
 PAGE = mmap.PAGESIZE
 
@@ -85,6 +86,22 @@ def test_memory_is_read_into_again(tmp_path: Path) -> None:
     assert reader.held_bytes == 2 * size
     reader.drop_spare()
     assert reader.held_bytes == 0
+    reader.close()
+
+
+def test_without_threads_who_waits_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there may be no more of them (ulimit -u), or no room for stacks (ulimit -v)."""
+
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    arrays = {f"model.{name}": mx.full((1000, 30), n) for n, name in enumerate("abc")}
+    raw = RawTensors(locate(str(write(tmp_path, arrays))))
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    reader = Reader(raw)
+    ahead = reader.request(jobs_of(raw, "model.b", "model.c"), dict, AHEAD)
+    found = {**reader.request(jobs_of(raw, "model.a"), dict, NOW).result(), **ahead.result()}
+    assert all(mx.array_equal(found[name], arrays[name]).item() for name in arrays)
     reader.close()
 
 

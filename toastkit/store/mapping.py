@@ -88,8 +88,12 @@ class MappedFiles:
         ]
         self._ahead.reverse()
         if self._thread is None and self._ahead:
-            self._thread = threading.Thread(target=self._bring, name="pages", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._bring, name="pages", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # there are no more of this user: products wait
+                return
+            self._thread = thread
 
     def _bring(self) -> None:
         advise = ctypes.CDLL(None, use_errno=True).madvise  # without Python's lock

@@ -94,8 +94,11 @@ class Reader:
             self._work.notify(fresh)
             for _ in range(min(fresh - self._idle, self._threads - len(self._running))):
                 thread = threading.Thread(target=self._run, name="reader", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # there are no more of this user: who waits reads too
+                    break
                 self._running.add(thread)
-                thread.start()
         return Request(self, flights, finish)
 
     def _join(self, job: Job | Filling, priority: int) -> Flight:
