@@ -121,6 +121,13 @@ def test_slots_are_as_many_as_fit(toast: Toast, tmp_path: Path) -> None:
     assert few["slots"]["slots"] in (2, 3) and few["slots"]["experts"] == 8
 
 
+def test_a_model_that_cannot_run_has_no_plan(toast: Toast, tmp_path: Path) -> None:
+    config = write_published(tmp_path / "olmoe", "olmoe") / "config.json"
+    config.write_text(config.read_text().replace('_per_tok": 2', '_per_tok": null'))
+    done = toast("model", "plan", config.parent)
+    assert done.returncode == 65 and b"mlx_lm cannot run a model with this config" in done.stderr
+
+
 def test_times_are_measured_once(toast: Toast, tmp_path: Path) -> None:
     """On a device of one core crumb takes 18 s of processor, and this model 2."""
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -39,6 +39,16 @@ def changed(**fields: Any) -> Fitted:
     return fitted({**LLAMA, **fields})
 
 
+@pytest.mark.parametrize("chosen", [0, -1, 9, 2.0, "2", True])
+def test_a_token_goes_to_some_of_the_experts(chosen: object) -> None:
+    moe = {**LLAMA, "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 8}
+    assert fitted(moe)
+    said = f"^m: config.json has num_experts_per_tok {chosen!r} of 8 experts$"
+    with pytest.raises(DataError, match=said):
+        fitted({**moe, "num_experts_per_tok": chosen})
+    assert fitted({**moe, "num_experts": 0, "num_experts_per_tok": chosen})  # it has none
+
+
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_both_generations_of_names_are_one(path: Path) -> None:
     """To the fields that the class has; what is refused is refused in both."""

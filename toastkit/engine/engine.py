@@ -24,7 +24,6 @@ from toastkit.engine.last_token import LastToken
 from toastkit.engine.run_again import run_step
 from toastkit.engine.savepoints import longest, take_savepoint, undone_on_failure
 from toastkit.engine.state import Caches, ModelState
-from toastkit.errors import DataError
 from toastkit.holdings.forms import ORIGINAL, Form
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import NO_WISH, PROMPT, Policy, Wish, decided
@@ -34,7 +33,7 @@ from toastkit.native.starting import OFF, NativeOptions
 from toastkit.store.dtypes import loading
 from toastkit.store.jobs import host_writes
 from toastkit.store.ledger import CACHE, Ledger
-from toastkit.store.skeleton import MISFITS
+from toastkit.store.skeleton import MISFITS, cannot_run
 from toastkit.store.store import Store
 
 if TYPE_CHECKING:
@@ -370,9 +369,7 @@ class Engine:
         except MISFITS as error:
             if self._has_run:
                 raise
-            raise DataError(
-                f"{self.files.name}: mlx_lm cannot run a model with this config.json: {error}"
-            ) from error
+            raise cannot_run(self.files.name, error) from error
         self._has_run = True
         if not self._window_told and (warning := self.window_warning(longest(cache))):
             self._say(f"warning: {warning}")

@@ -21,10 +21,13 @@ from toastkit.model.config import ModelConfig
 from toastkit.model.source import Source, source_of
 from toastkit.model.supported import CAUTIONS, module_name
 
-# Names for one thing: a class that reads one of them is given it from any other.
+# Names for one thing: a class that reads one of them is given it from any other. Of experts those
+# of a layer, and those that a token goes to.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 SYNONYMS = (
-    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"),
+    EXPERTS,
+    CHOSEN,
     ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     ("n_group", "num_expert_group"),
     ("norm_topk_prob", "moe_renormalize"),
@@ -221,11 +224,27 @@ def _check(config: dict[str, Any], source: Source, where: str) -> None:
     score = config.get("scoring_func")
     if isinstance(score, str) and not source.reads("scoring_func") and score not in source.text:
         raise DataError(f"{where}: {source.module} of mlx_lm does not score experts by {score}")
+    _check_experts(config, source, where)
     _check_pattern(config, source, where)
     word = _activation(config, source)
     family = "silu" if word == "swish" else "gelu" if "gelu" in word else word
     if word and not any(code in source.text for code in FAMILIES.get(family, (family,))):
         raise DataError(f"{where}: {source.module} of mlx_lm does not compute hidden_act {word}")
+
+
+def _check_experts(config: dict[str, Any], source: Source, where: str) -> None:
+    """A token goes to one expert at least, and to no more than there are."""
+    counts = [config[name] for name in EXPERTS if type(config.get(name)) is int]
+    idle = config.get("zero_expert_num")  # that give back what they are given
+    most = max(counts, default=0)
+    for name in CHOSEN if most > 1 else ():
+        chosen = config.get(name)
+        if chosen is None or isinstance(chosen, list) or not source.reads(name):
+            continue
+        if type(chosen) is not int or not 1 <= chosen <= most + (idle if type(idle) is int else 0):
+            raise DataError(
+                f"{where}: config.json has {name} {repr(chosen)[:40]} of {most} experts"
+            )
 
 
 def _activation(config: dict[str, Any], source: Source) -> str:

@@ -10,6 +10,7 @@ from toastkit.holdings.forms import ABSENT
 from toastkit.holdings.holdings import Holdings
 from toastkit.native.kv_caches import leaves, nbytes_of
 from toastkit.residency.sizing import Sizes
+from toastkit.store.skeleton import MISFITS, cannot_run
 
 
 def movable(holdings: Holdings) -> dict[str, int]:
@@ -29,7 +30,8 @@ def movable(holdings: Holdings) -> dict[str, int]:
 
 
 def sizes_of(holdings: Holdings) -> Sizes:
-    """The sizes of a model of which nothing is loaded."""
+    """The sizes of a model of which nothing is loaded. Raises DataError for one that mlx_lm cannot
+    run."""
     layer_of = movable(holdings)
     layers, outside = [0] * holdings.store.layer_count, 0
     for path in holdings.modules:
@@ -65,12 +67,15 @@ def _cache_bytes(holdings: Holdings) -> tuple[float, int]:
     model, caches = holdings.store.model, holdings.new_caches()
     token, parts = mx.zeros((1, 1), mx.uint32), [p for p in leaves(caches) if p is not None]
     sizes = []
-    with holdings.shapes_only():
-        for part in parts:
-            part.step = 1  # they grow by 256 positions else
-        for _ in range(2):
-            model(token, cache=caches)
-            sizes.append([nbytes_of(part) for part in parts])
+    try:
+        with holdings.shapes_only():
+            for part in parts:
+                part.step = 1  # they grow by 256 positions else
+            for _ in range(2):
+                model(token, cache=caches)
+                sizes.append([nbytes_of(part) for part in parts])
+    except MISFITS as error:
+        raise cannot_run(holdings.store.files.name, error) from error
     growth = [after - before for before, after in zip(*sizes)]
     fixed = per_token = 0
     for part, after, grown in zip(parts, sizes[1], growth):

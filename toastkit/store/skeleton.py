@@ -40,6 +40,12 @@ SAME_BYTES = {
 MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 
 
+def cannot_run(name: str, error: Exception) -> DataError:
+    """What a first pass that fails is called. name: of the checkpoint. error: one of MISFITS."""
+    reason = str(error).strip().split("\n")[0]
+    return DataError(f"{name}: mlx_lm cannot run a model with this config.json: {reason}")
+
+
 def new_model(files: ModelFiles, config: ModelConfig, fitted: Fitted) -> nn.Module:
     """The architecture of a configuration; its parameters are lazy and never to be evaluated.
     Raises DataError where config.json does not describe a model that mlx_lm has."""
