@@ -210,6 +210,8 @@ def test_rm(model: Model, home: Path, tmp_path: Path) -> None:
     env = {"XDG_DATA_HOME": str(tmp_path / "data")}
     code, shown = at_a_terminal(command, b"\n", env)
     assert code == 0 and "[y/N]" in shown and (home / "copy").is_dir()
+    code, shown = at_a_terminal(command, b"\x04", env)  # Ctrl-D
+    assert code == 130 and shown.endswith("\r\n") and (home / "copy").is_dir()
     code, shown = at_a_terminal(command, b"y\n", env)
     assert code == 0 and "removed copy" in shown and not (home / "copy").exists()
     unpack(home / "copy")

@@ -150,7 +150,12 @@ def rm(name: str, **flags) -> int:
             raise UsageError(
                 f"will not remove {told}: there is no terminal to ask at", hint="--yes removes it"
             )
-        if not click.confirm(f"remove {told}?", err=True):
+        try:
+            sure = click.confirm(f"remove {told}?", err=True)
+        except click.Abort:  # Ctrl-C, Ctrl-D: the line with the question has no end
+            click.echo(err=True)
+            raise
+        if not sure:
             return 0
     remove(what)
     if not flags["quiet"]:
