@@ -253,6 +253,9 @@ def test_a_quantised_model_stays_in_high_gear(toast: Toast, tmp_path: Path) -> N
     assert [re.split(r"\s+", line)[0] for line in lines[:2]] == ["GEAR", "high"]
     assert lines[2:] == ["it is quantised already: gears are told, and nothing is replaced"]
     assert planned(toast, path)["share"] == 0
+    # Nor do the layers of one whose attention is in 16 bits: it is quantised all the same.
+    done = toast(*GEARS, write_published(tmp_path / "gpt_oss", "gpt_oss"), "--gear-scope", "all")
+    assert "in gears" not in done.stdout.decode() and done.returncode == 0
 
 
 @pytest.mark.parametrize(

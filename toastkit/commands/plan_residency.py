@@ -173,10 +173,10 @@ def _geared(
     would stay, and `geared_slots`, slots of a layer; None where none does, and without slots."""
     from dataclasses import replace
 
-    from toastkit.gears.discovery import discover
+    from toastkit.gears.discovery import changing
 
     holdings, loaded = model.holdings, model.holdings.loaded
-    managed = discover(model.store.model, flags["gear_scope"])
+    managed = changing(model.store, flags["gear_scope"])
     stacks = any(holdings.modules[one.path].slots for one in managed)
     low, mid = flags["gear_bits"]
     resident, slots = {}, {}

@@ -9,11 +9,14 @@ Nemotron-H, is out of the paper's scope and in that of all layers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.nn as nn
 
 from toastkit.store.skeleton import is_matrix
+
+if TYPE_CHECKING:
+    from toastkit.store.store import Store
 
 ATTENTION = ("attn", "attention")  # how the last word of a container's name ends
 
@@ -25,6 +28,11 @@ class Managed(NamedTuple):
     path: str
     module: nn.Module
     layer: int | None
+
+
+def changing(store: Store, scope: str) -> list[Managed]:
+    """As `discover`, of a checkpoint: none where it is quantised already (section 12.2)."""
+    return [] if store.quantization is not None else discover(store.model, scope)
 
 
 def discover(model: nn.Module, scope: str) -> list[Managed]:

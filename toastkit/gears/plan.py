@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toastkit.gears.cost import whole_speedup
-from toastkit.gears.discovery import discover
+from toastkit.gears.discovery import changing
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.holdings import Holdings
 from toastkit.model.toast_format import GEAR_PREFIX
@@ -82,8 +82,7 @@ def plan(
     """
     options = GearOptions(scope=scope, bits=bits)
     weights = _weights(store, types, explain)
-    found = [] if store.quantization is not None else discover(store.model, scope)
-    paths = [one.path for one in found]
+    paths = [one.path for one in changing(store, scope)]
     managed = [weights[f"{path}.weight"] for path in paths]
     high = [one.nbytes for one in managed]
     read = sum(one.token for one in managed)
