@@ -353,6 +353,7 @@ def test_shards_that_number_themselves(tmp_path: Path, names: tuple, missing: st
              "typical_p": True, "repetition_penalty": "1.1", "max_length": 3},
             {"temperature": 0.6, "top_k": 20, "top_p": 1.0},
         ),
+        ({"do_sample": True, "top_k": -1}, {"temperature": 1.0, "top_k": 0}),
     ],
 )  # fmt: skip
 def test_sampling_defaults(tmp_path: Path, content: dict | None, expected: dict) -> None:
@@ -366,3 +367,21 @@ def test_sampling_defaults_that_are_no_numbers(tmp_path: Path, value: str) -> No
     content = f'{{"do_sample": true, "top_k": {value}}}'.encode()
     with pytest.raises(DataError):
         sampling_defaults(files_with(tmp_path, **{"generation_config.json": content}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("top_p", 1.5, "top-p: 1.5 is not in [0, 1]"),
+        ("temperature", -1, "temperature: -1.0 is not in [0, 1e+06]"),
+        ("repetition_penalty", 0, "repetition-penalty: 0.0 is not in [1e-06, 1e+06]"),
+    ],
+)
+def test_sampling_defaults_out_of_their_range(
+    tmp_path: Path, name: str, value: float, said: str
+) -> None:
+    """The checkpoint is broken, not the command line."""
+    files = files_with(tmp_path, **{"generation_config.json": {"do_sample": True, name: value}})
+    with pytest.raises(DataError) as error:
+        sampling_defaults(files)
+    assert error.value.message == f"{files.name}: generation_config.json: invalid {said}"

@@ -7,10 +7,11 @@ import math
 import struct
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from toastkit.errors import DataError, from_os_error
+from toastkit.errors import DataError, UsageError, from_os_error
 from toastkit.model.files import ModelFiles
+from toastkit.sampling.sampling_options import SamplingOptions
 
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
@@ -90,17 +91,22 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
     """The sampling settings that generation_config.json sets, which are called as our options.
 
     As in transformers, they hold only where `do_sample` is true: a checkpoint without it is greedy.
+    A top_k below 0 is off, as in vLLM and llama.cpp. Raises DataError for what they cannot be.
     """
     generation = files.read_json("generation_config.json") or {}
     if generation.get("do_sample") is not True:
         return {}
-    found: dict[str, float | int] = {"temperature": 1.0}
+    found: dict[str, Any] = {"temperature": 1.0}
     for name in SAMPLING:
         value = generation.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if not -MOST <= value <= MOST:  # nor NaN
                 raise DataError(f"{files.name}: generation_config.json has no usable {name}")
-            found[name] = int(value) if name == "top_k" else float(value)
+            found[name] = max(int(value), 0) if name == "top_k" else float(value)
+    try:
+        SamplingOptions(**found).validate()
+    except UsageError as error:
+        raise DataError(f"{files.name}: generation_config.json: {error.message}") from error
     return found
 
 
