@@ -9,7 +9,8 @@ import re
 import pytest
 
 from tests.unit.test_cli import RUN, STREAM, lines_of
-from toastkit.frames import FrameReader, Unknown, dumps
+from toastkit.frames import FrameReader, Logits, Token, Unknown, dumps
+from toastkit.stages.inspect import Statistics
 
 USAGE = [
     (["--slice", "a"], "--slice takes A:B, not 'a'"),
@@ -71,3 +72,19 @@ def test_frames_are_checked_and_counted(toast) -> None:
     assert counts["ends"] == {"eos": 2} and counts["mean_logprob"] == -0.5
     plain = toast("frames", "--stat", stdin=STREAM).stdout.decode()
     assert re.search(r"^frames +5$", plain, re.M) and "eos 1" in plain
+
+
+def test_a_step_is_counted_once() -> None:
+    """A sampler leaves tokens in place of logits; decode --greedy writes both."""
+    annotated = {"gear": "low", "entropy": 1.5}
+    for with_logits, with_tokens in ((True, False), (False, True), (True, True)):
+        statistics = Statistics()
+        for pos in (7, 8, 7):  # the last one is of another run
+            if with_logits:
+                statistics.add(Logits(pos, b"", seconds=0.25, **annotated))
+            if with_tokens:
+                statistics.add(Token(pos, 3, -0.5, **annotated))
+        found = statistics.summary()
+        assert (found["gears"], found["mean_entropy_bits"]) == ({"low": 3}, 1.5)
+        assert found["seconds"] == (0.75 if with_logits else 0)
+        assert not [name for name in found if name.startswith("_")]

@@ -57,7 +57,8 @@ def make_inline(frames: Iterable[Frame]) -> Iterator[Frame]:
 
 @dataclass
 class Statistics:
-    """Counts over a stream. bytes: of all frames as they are on a pipe. seconds: of decode."""
+    """Counts over a stream. bytes: of all frames as they are on a pipe. seconds: of decode. Gears
+    and entropies are those of logits, and where a sampler took them out, of the tokens."""
 
     frames: int = 0
     bytes: int = 0
@@ -71,6 +72,7 @@ class Statistics:
     entropy_count: int = 0
     logprob_sum: float = 0.0
     logprob_count: int = 0
+    _measured: int | None = field(default=None, repr=False)  # position of the logits before
 
     def add(self, frame: Frame) -> None:
         """Counts one frame."""
@@ -83,18 +85,27 @@ class Statistics:
             self.seconds += frame.seconds
         elif isinstance(frame, Logits):
             self.seconds += frame.seconds or 0.0
-            if frame.gear is not None:
-                self.gears[frame.gear] += 1
-            if isinstance(frame.entropy, (int, float)):
-                self.entropy_sum += frame.entropy
-                self.entropy_count += 1
-        elif isinstance(frame, Token) and frame.logprob is not None:
-            self.logprob_sum += frame.logprob
-            self.logprob_count += 1
+            self._measure(frame)
+            self._measured = None if frame.entropy is None else frame.pos
+        elif isinstance(frame, Token):
+            if frame.logprob is not None:
+                self.logprob_sum += frame.logprob
+                self.logprob_count += 1
+            if frame.pos != self._measured:
+                self._measure(frame)
+            self._measured = None
         elif isinstance(frame, End):
             self.ends[frame.reason] += 1
         elif isinstance(frame, Error):
             self.ends["error"] += 1
+
+    def _measure(self, frame: Logits | Token) -> None:
+        """Counts a step's gear and entropy."""
+        if frame.gear is not None:
+            self.gears[frame.gear] += 1
+        if isinstance(frame.entropy, (int, float)):
+            self.entropy_sum += frame.entropy
+            self.entropy_count += 1
 
     def summary(self) -> dict:
         """The counts as plain data, means where there was something to take one of."""
@@ -102,7 +113,8 @@ class Statistics:
         def mean(total: float, count: int) -> float | None:
             return round(total / count, 6) if count else None
 
-        counts = {n: v for n, v in vars(self).items() if not n.endswith(("_sum", "_count"))}
+        left_out = ("_sum", "_count", "_measured")
+        counts = {n: v for n, v in vars(self).items() if not n.endswith(left_out)}
         return {
             **counts,
             "seconds": round(self.seconds, 6),
