@@ -1,13 +1,15 @@
-"""Completion, as bash does it at a terminal after a press of Tab, and what other shells ask."""
+"""Completion, as shells do it at a terminal after a press of Tab, and what they ask for it."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
 import select
 import shutil
 import subprocess
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,29 +19,50 @@ import pytest
 from tests.forked import SCRIPTS, SERVER
 from toastkit.commands import program_name
 
-SECONDS = 20  # until a bash that says nothing is given up
-# Its arguments, and what it reads where that is no terminal.
-PRINT = "printf '<%s>' \"$@\"; [[ -t 0 ]] || printf '<%s>' \"$(cat)\"; printf '!!%s\\n' end"
+SECONDS = 20  # until a shell that says nothing is given up
 NAMES = ("toast-decode", "toast-prefill", "toast", "toast-model")
+# Of each shell how it is begun, what it is told first, how it takes a script, and a function in the
+# place of a command, which prints its arguments and what it reads where that is no terminal.
+PRINT = "printf '<%s>' \"$@\"; [[ -t 0 ]] || printf '<%s>' \"$(cat)\"; printf '!!%s\\n' end"
+SHELLS = {
+    "bash": (
+        ["--norc", "--noprofile", "-i"], "", 'eval "$({} --completion bash)"',
+        f"{{}}() {{{{ {PRINT}; }}}}",
+    ),
+    "zsh": (
+        ["-f", "-i"], "autoload -Uz compinit; compinit -u -D", 'eval "$({} --completion zsh)"',
+        f"{{}}() {{{{ {PRINT}; }}}}",
+    ),
+    "fish": (
+        ["--private", "-N", "-i"], "function fish_prompt; end", "{} --completion fish | source",
+        "function {}; printf '<%s>' $argv; isatty stdin; or begin; read -lz text;"
+        " printf '<%s>' $text; end; printf '!!%s\\n' end; end",
+    ),
+}  # fmt: skip
 
 
-class Bash:
-    """A bash at a terminal, with the completion of some commands; the commands themselves are
+class Shell:
+    """A shell at a terminal, with the completion of some commands; the commands themselves are
     functions that print their arguments."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, name: str, folder: Path):
         self._main, tty = pty.openpty()
         path = os.pathsep.join([SERVER.stubs(), str(SCRIPTS), os.environ["PATH"]])
-        environment = {**os.environ, "PATH": path, "TERM": "dumb", "PS1": "", "INPUTRC": os.devnull}
+        environment = {
+            **os.environ, "PATH": path, "TERM": "dumb", "PS1": "", "INPUTRC": os.devnull,
+            "LC_ALL": "C.UTF-8",
+        }  # fmt: skip
+        arguments, begin, evaluate, function = SHELLS[name]
         self._process = subprocess.Popen(
-            ["bash", "--norc", "--noprofile", "-i"], stdin=tty, stdout=tty, stderr=tty, cwd=folder,
-            env=environment, start_new_session=True,
+            [name, *arguments], stdin=tty, stdout=tty, stderr=tty, cwd=folder, env=environment,
+            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )  # fmt: skip
         os.close(tty)
         self._data = ""
-        for name in NAMES:
-            self._send(f'eval "$({name} --completion bash)"\n')
-            self._send(f"{name}() {{ {PRINT}; }}\n")
+        self._send(f"{begin}\n")
+        for command in NAMES:
+            self._send(f"{evaluate.format(command)}\n")
+            self._send(f"{function.format(command)}\n")
         self._send("printf '!!%s\\n' ready\n")
         self._wait("!!ready")
 
@@ -52,7 +75,7 @@ class Bash:
         while mark not in self._data:
             left = deadline - time.monotonic()
             assert left > 0 and select.select([self._main], [], [], left)[0], self._data
-            self._data += os.read(self._main, 4096).decode()
+            self._data += os.read(self._main, 4096).decode(errors="replace")
         before, _, self._data = self._data.partition(mark)
         return before
 
@@ -79,19 +102,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "state" / "toastkit" / "sessions" / "novel").mkdir(parents=True)
     (folder / "state" / "toastkit" / "sessions" / ".ephemeral-x").mkdir()
     (folder / "state" / "toastkit" / "chats").mkdir(parents=True)
-    (folder / "state" / "toastkit" / "chats" / "garden.jsonl").touch()
+    for name in ("garden", "my chat", "7,5"):
+        (folder / "state" / "toastkit" / "chats" / f"{name}.jsonl").touch()
     (folder / "hub" / "models--some--llama").mkdir(parents=True)
     return folder
 
 
-@pytest.fixture(scope="module")
-def bash(folder: Path, private_home: Path) -> Iterator[Bash]:
-    if shutil.which("bash") is None:
-        pytest.skip("there is no bash")
+@pytest.fixture(scope="module", params=SHELLS)
+def shell(request, folder: Path, private_home: Path) -> Iterator[Shell]:
+    if shutil.which(request.param) is None:
+        pytest.skip(f"there is no {request.param}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(folder / "state"))
         patch.setenv("HF_HUB_CACHE", str(folder / "hub"))
-        made = Bash(folder)
+        made = Shell(request.param, folder)
         yield made
         made.close()
 
@@ -109,12 +133,16 @@ def bash(folder: Path, private_home: Path) -> Iterator[Bash]:
         ("toast-prefill -q < ru", "<-q><logits>"),
         ("toast-decode -m cru", "<-m><crumb>"),
         ("toast-decode --model=cru", "<--model=crumb>"),
+        ("toast-decode --model=some/", "<--model=some/llama>"),
+        ("toast-decode --messages=my", "<--messages=my story.txt>"),
         ("toast-decode -m some/", "<-m><some/llama>"),
         ("toast-decode -m models/sm", "<-m><models/small.toast>"),
         ("toast-prefill --session nov", "<--session><novel>"),
         ("toast-prefill --session sta", "<--session><state/>"),
         ("toast-decode --fork nov", "<--fork><novel>"),
         ("toast --session gar", "<--session><garden>"),
+        ("toast --session my", "<--session><my chat>"),
+        ("toast --session=7", "<--session=7,5>"),
         ("toast-model inf", "<info>"),
         ("toast-model info mod", "<info><models/>"),
         ("toast-decode --device g", "<--device><gpu>"),
@@ -122,8 +150,9 @@ def bash(folder: Path, private_home: Path) -> Iterator[Bash]:
         ("toast --placement in", "<--placement><interleaved>"),
     ],
 )
-def test_bash(bash: Bash, line: str, arguments: str) -> None:
-    assert bash.complete(line) == arguments
+def test_shell(shell: Shell, line: str, arguments: str) -> None:
+    # zsh takes the slash that it has put after a directory away again.
+    assert shell.complete(line) in (arguments, arguments.replace("/>", ">"))
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -143,3 +172,12 @@ def test_completion(toast, name: str, shell: str) -> None:
     }
     found = toast(name, env=env).stdout
     assert (b"--hysteresis" in found) == (name == "entropy-gear")
+
+
+@pytest.mark.parametrize("words", ["toast-model nosuch x", "toast-model info 'a", None])
+def test_completion_says_nothing(toast, words: str | None) -> None:
+    """Of a line that makes no sense, or none: it would stand in the middle of what is typed."""
+    env = {"_TOAST_MODEL_COMPLETE": "bash_complete", "COMP_CWORD": "2"}
+    if words is not None:
+        env["COMP_WORDS"] = words
+    assert not toast("model", env=env).stderr

@@ -14,7 +14,7 @@ import click
 
 from toastkit import __version__
 from toastkit.commands import COMMANDS, program_name
-from toastkit.commands.completion import files
+from toastkit.commands.completion import complete, files, script
 from toastkit.errors import (
     IOFailure,
     RemoteError,
@@ -147,8 +147,6 @@ def _show_page(context: click.Context, parameter: click.Parameter, value: bool) 
 
 def _show_completion(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
     if value and not context.resilient_parsing:
-        from toastkit.commands.completion import script
-
         name = _program(context)
         click.echo(script(context.command, name, _completes(name), value))
         context.exit()
@@ -271,9 +269,7 @@ def _outcome(entry: click.Command, name: str, closed: set[int]) -> int:
 def _invoke(entry: click.Command, name: str) -> int:
     """What click's own main does, without its opinion on closed pipes and exit codes."""
     if instruction := os.environ.get(_completes(name)):
-        from click.shell_completion import shell_complete
-
-        return shell_complete(entry, {}, name, _completes(name), instruction)
+        return complete(entry, name, _completes(name), instruction)
     with entry.make_context(name, sys.argv[1:]) as context:
         code = entry.invoke(context)
     return code if isinstance(code, int) else 0

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from toastkit.errors import ToastError
+
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-# click's own function leaves the shell's completion out: of prompts, and of what is redirected.
+# click's own functions leave the shell's completion out, of prompts and of what is redirected, and
+# the option out of --option=value. What a shell asks is no place for messages: stderr is closed.
 # bash takes --option=value apart at the sign; `filenames` has it quote names and mark directories.
 BASH = """\
 %(complete_func)s() {
@@ -22,29 +25,86 @@ BASH = """\
     COMPREPLY=()
     while IFS=, read -r type value; do
         case $type in
-        plain) COMPREPLY+=("$value") ;;
+        plain)
+            [[ $value == *[!a-zA-Z0-9_./=-]* ]] && compopt -o filenames
+            COMPREPLY+=("$value")
+            ;;
         file | dir)
             compopt -o filenames
             mapfile -t -O ${#COMPREPLY[@]} COMPREPLY < <(compgen -${type:0:1} -- "$current")
             ;;
         esac
     done < <(env COMP_WORDS="${words[*]}"$'\\n'"$current" COMP_CWORD=${#words[@]} \\
-        %(complete_var)s=bash_complete "$1")
+        %(complete_var)s=bash_complete "${1/#\\~\\//$HOME/}" 2> /dev/null)
 }
 complete -o nosort -o bashdefault -o default -F %(complete_func)s %(prog_name)s
 """
+# compset: what stands before the value stays as it is.
+ZSH = """\
+#compdef %(prog_name)s
+
+%(complete_func)s() {
+    local -a names told
+    local type value help
+    compset -P 1 '--[^=]##='
+    for type value help in "${(@f)$(env COMP_WORDS="${words[*]}" COMP_CWORD=$((CURRENT-1)) \\
+        %(complete_var)s=zsh_complete %(prog_name)s 2> /dev/null)}"; do
+        case $type in
+        plain) if [[ $help == _ ]]; then names+=("$value"); else told+=("$value:$help"); fi ;;
+        file) _path_files -f ;;
+        dir) _path_files -/ ;;
+        esac
+    done
+    (( $#told )) && _describe -V unsorted told
+    (( $#names )) && compadd -V unsorted -a names
+}
+
+if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
+    %(complete_func)s "$@"
+else
+    compdef %(complete_func)s %(prog_name)s
+fi
+"""
+FISH = """\
+function %(complete_func)s
+    set -l token (commandline -ct | string collect)
+    set -l option (string match -r -- '^--[^=]+=' "$token")
+    for line in (env COMP_WORDS=(commandline -cp | string collect) "COMP_CWORD=$token" \\
+            %(complete_var)s=fish_complete %(prog_name)s 2> /dev/null)
+        set -l parts (string split -m 1 , -- $line)
+        switch $parts[1]
+            case plain
+                echo "$option$parts[2]"
+            case file dir
+                for name in (complete -C "'' "(string replace -- "$option" '' "$token"))
+                    echo "$option$name"
+                end
+        end
+    end
+end
+complete --no-files --command %(prog_name)s --arguments "(%(complete_func)s)"
+"""
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
 def script(command: click.Command, name: str, variable: str, shell: str) -> str:
     """What a shell has to evaluate. variable: the one that asks a command for completions."""
-    from click.shell_completion import BashComplete, get_completion_class
+    from click.shell_completion import get_completion_class
 
-    class Bash(BashComplete):
-        source_template = BASH
-
-    kind = Bash if shell == "bash" else get_completion_class(shell)
+    kind = get_completion_class(shell)
     assert kind is not None  # click knows the three that --completion takes
-    return kind(command, {}, name, variable).source()
+    asked = kind(command, {}, name, variable)
+    return SCRIPTS[shell] % asked.source_vars()
+
+
+def complete(command: click.Command, name: str, variable: str, instruction: str) -> int:
+    """Answers a shell; gives the exit code. A line that makes no sense yet is no error."""
+    from click.shell_completion import shell_complete
+
+    try:
+        return shell_complete(command, {}, name, variable, instruction)
+    except (click.ClickException, ToastError, LookupError, ValueError):
+        return 1
 
 
 def files(
