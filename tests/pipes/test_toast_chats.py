@@ -346,6 +346,18 @@ def test_a_line_goes_on_after_ctrl_z(terminal, home: Path) -> None:
     assert asked(daemon) == [["größe"]]
 
 
+def test_a_line_in_the_c_locale(terminal, monkeypatch) -> None:
+    monkeypatch.setenv("LC_ALL", "C")
+    with FakeDaemon(ONE) as daemon:
+        chat = terminal(daemon)
+        chat.expect("> ")
+        chat.type("été\x7f\x7f\r")
+        chat.expect("one\r\n> ")
+        chat.type("\x04")
+        assert chat.end() == 0
+    assert asked(daemon) == [["é"]]
+
+
 def test_a_line_that_is_not_text(terminal, tmp_path: Path) -> None:
     with FakeDaemon(ONE) as daemon, open(tmp_path / "out", "wb") as out:
         chat = terminal(daemon, stdout=out.fileno())

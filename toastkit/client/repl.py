@@ -103,6 +103,7 @@ class Editor:
                 raise from_os_error(error, doing, creating=True) from error
 
     def _start_readline(self) -> None:
+        _types_utf8()
         try:
             import readline
         except ImportError:
@@ -112,6 +113,20 @@ class Editor:
         if self._history is not None:
             with suppress(OSError):  # none yet; one that cannot be written is told of at the end
                 readline.read_history_file(str(self._history))
+
+
+def _types_utf8() -> None:
+    """Has readline take what is typed for UTF-8 under LC_ALL=C too, as Python does; else it would
+    take the bytes of a letter for commands. It looks at the environment with every line."""
+    import locale
+
+    if locale.setlocale(locale.LC_CTYPE) not in ("C", "POSIX"):
+        return
+    for name in ("C.UTF-8", "UTF-8"):  # Linux, macOS
+        with suppress(locale.Error):
+            locale.setlocale(locale.LC_CTYPE, name)
+            os.environ["LC_ALL"] = name
+            return
 
 
 def _make_private(path: Path) -> None:
