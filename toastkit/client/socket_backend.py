@@ -51,7 +51,8 @@ class SocketBackend:
                     return
                 begun = True
             if self._interrupts is None or not self._interrupts.signal:
-                raise _lost(begun, self.name)
+                closed = f"{self.name} closed the connection"
+                raise UnavailableError("the daemon went away in mid-answer" if begun else closed)
         finally:
             wire.close()
 
@@ -69,10 +70,7 @@ class SocketBackend:
         if connection is not None and _is_over(connection):  # it was open for long: a chat
             connection.close()
             connection = None
-        connection = connection or connect_socket(self.path)
-        if connection is None:
-            raise UnavailableError(f"no daemon answers at {self.path}")
-        return connection
+        return connection or _connected(self.path)
 
 
 def connect(
@@ -95,9 +93,7 @@ def control(
     connection, which it does last of all. Raises the error that the daemon replies with, and
     UnavailableError where none answers, or not in time; to_end: BusyError.
     """
-    connection = connect_socket(path)
-    if connection is None:
-        raise UnavailableError(f"no daemon answers at {path}")
+    connection = _connected(path)
     deadline = None if timeout is None else time.monotonic() + timeout
     wire = Wire(connection, path, deadline=deadline)
     last: dict[str, Any] | None = None
@@ -120,10 +116,11 @@ def control(
     return last
 
 
-def _lost(begun: bool, name: str) -> UnavailableError:
-    if begun:
-        return UnavailableError("the daemon went away in mid-answer")
-    return UnavailableError(f"{name} closed the connection")
+def _connected(path: str) -> socket.socket:
+    connection = connect_socket(path)
+    if connection is None:
+        raise UnavailableError(f"no daemon answers at {path}")
+    return connection
 
 
 def _is_over(connection: socket.socket) -> bool:

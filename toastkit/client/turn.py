@@ -97,14 +97,9 @@ class Turns:
         }
         if self._chat.name is not None and settings.keep:
             request["session"] = self._chat.name
-        if settings.tools is not None:
-            request["tools"] = settings.tools
-        if settings.model is not None:
-            request["model"] = settings.model
-        if settings.resident is not None:
-            request["resident"] = settings.resident
-        if settings.experts is not None:
-            request["experts"] = settings.experts
+        for name in ("tools", "model", "resident", "experts"):
+            if (value := getattr(settings, name)) is not None:
+                request[name] = value
         if not settings.keep:
             request["keep"] = False
         return request
