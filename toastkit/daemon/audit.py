@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from toastkit.errors import from_os_error
-from toastkit.private_files import make_private_directories, open_private
+from toastkit.private_files import Descriptor, make_private_directories, open_private
 
 MAX_BYTES = 10 << 20  # of a file
 MAX_FILES = 5  # the one that is written and its predecessors, FILE.1 to FILE.4
 
 
-class Audit:
+class Audit(Descriptor):
     """The log at a path, mode 0600. keep_text: what was asked and answered is kept too. say: is
     told of the first line that could not be written.
 
@@ -74,17 +74,12 @@ class Audit:
     def close(self) -> None:
         """Closes the file. May be called again."""
         with self._lock:
-            self._shut()
+            super().close()
 
     def _open(self) -> None:
-        self._shut()
+        super().close()
         self._fd = open_private(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         os.fchmod(self._fd, 0o600)
-
-    def _shut(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
 
     def _follow(self) -> None:
         """Opens the file where that has not been done, or another program has moved it away."""

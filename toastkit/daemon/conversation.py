@@ -138,7 +138,7 @@ class Conversation:
         """Lets go of the state and of a named session, whatever happened."""
         state, self.runs.state = self.runs.state, None
         if state is not None:
-            self._service.leave(state)
+            self._service.stepper.leave(state)
             state.cache, state.savepoints = [], []
         if self.runs.named is not None:
             self.runs.named.close()
@@ -170,7 +170,7 @@ class Conversation:
             return
         if self.end is None and len(state.tokens) - self.runs.cached < WORTH_KEEPING:
             return
-        self._service.leave(state)
+        self._service.stepper.leave(state)
         state.take_back()
         if named is not None and named.tokens != state.read_tokens():
             named = None  # it was not committed

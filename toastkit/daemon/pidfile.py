@@ -11,12 +11,12 @@ import os
 from contextlib import suppress
 
 from toastkit.errors import BusyError, CannotCreateError, from_os_error
-from toastkit.private_files import open_private
+from toastkit.private_files import Descriptor, open_private
 
 _MAX_BYTES = 64
 
 
-class Pidfile:
+class Pidfile(Descriptor):
     """A pidfile that is locked by this process. Two processes must not share it: take it after the
     last fork."""
 
@@ -68,10 +68,8 @@ class Pidfile:
 
     def remove(self) -> None:
         """Removes the file and lets go of the lock. May be called again."""
-        if self._fd < 0:
-            return
-        with suppress(OSError):  # gone already, or in a directory that is
-            if os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
-                os.unlink(self.path)
-        os.close(self._fd)
-        self._fd = -1
+        if self._fd >= 0:
+            with suppress(OSError):  # gone already, or in a directory that is
+                if os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
+                    os.unlink(self.path)
+            self.close()

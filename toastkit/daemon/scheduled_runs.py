@@ -167,7 +167,7 @@ class ScheduledRuns(LocalRuns):
 
     def finish(self, state: State) -> None:
         """Brings the state to where its tokens are, and a named session up to date."""
-        self._service.leave(self._held)
+        self._service.stepper.leave(self._held)
         if self._held.waiting is not None:
             self._held.take_step(self._engine)
         self._held.take_back()

@@ -23,7 +23,6 @@ from toastkit.daemon.stepper import Stepper
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.savepoints import always_cut
-from toastkit.engine.state import ModelState
 from toastkit.errors import ToastError, as_toast_error
 from toastkit.holdings.policy import NO_WISH, warn_of_memory
 
@@ -180,10 +179,6 @@ class Service:
         rate = self.rate or FIRST_SLICE / SLICE_SECONDS
         size = max(int(rate * self._slice_seconds), LEAST_SLICE)
         return size if self.settings.chunk is None else min(size, self.settings.chunk)
-
-    def leave(self, state: ModelState) -> None:
-        """Takes a state out of its batch."""
-        self.stepper.leave(state)
 
     # -------------------------------------------------------------------------------------- upkeep
 
