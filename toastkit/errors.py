@@ -48,8 +48,8 @@ class DataError(ToastError):
 class FrameError(DataError):
     """A broken stream. offset: bytes from the start of the stream to the frame that is broken."""
 
-    def __init__(self, message: str, offset: int, hint: str | None = None):
-        super().__init__(message, hint)
+    def __init__(self, message: str, offset: int):
+        super().__init__(message)
         self.offset = offset
 
 

@@ -73,12 +73,12 @@ def _check(path: Path | str, about: os.stat_result, kind: int, flags: int) -> No
         raise error(errno.EEXIST, f"{os.path.basename(path)} {problem}")
 
 
-def open_directory(path: Path | str, at: int | None = None, follow: bool = False) -> int:
+def open_directory(path: Path | str, follow: bool = False) -> int:
     """A descriptor of a directory of this user's. follow: it was named by the user, who may name a
     link, and another's. Raises OSError, Misplaced."""
     if follow:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
-    return open_private(path, os.O_RDONLY | os.O_DIRECTORY, at, stat.S_IFDIR)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return open_private(path, os.O_RDONLY | os.O_DIRECTORY, kind=stat.S_IFDIR)
 
 
 def pwrite_all(fd: int, data: bytes | memoryview, offset: int) -> None:

@@ -115,12 +115,12 @@ class Outbox:
 
 
 class Channel:
-    """The way back of one request. connection: that it came by. identity: comes with every
-    reply."""
+    """The way back of one request. connection: that it came by. identity: of the request, which
+    comes with every reply."""
 
-    def __init__(self, connection: Connection, identity: str | int | None = None):
+    def __init__(self, connection: Connection):
         self.connection = connection
-        self.identity = identity
+        self.identity: str | int | None = None
         self.over = False
 
     @property

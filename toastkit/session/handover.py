@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ from toastkit.errors import ToastError, UnavailableError, from_os_error
 from toastkit.private_files import open_directory
 from toastkit.session.lock import WriterLock
 from toastkit.session.run import HANDOVER_FILE
+from toastkit.wire import peer_of
 
 MAX_ADDRESS_BYTES = 100  # sun_path has 108 bytes on Linux and 104 on macOS
 CONNECT_SECONDS = 5.0
@@ -111,7 +111,8 @@ class HandoverServer:
             client, _ = self._listener.accept()
         except OSError:
             return  # it went away again
-        if _same_user(client):
+        # Elsewhere than on Linux the directory's mode has to do.
+        if not hasattr(socket, "SO_PEERCRED") or peer_of(client).uid == os.geteuid():
             client.setblocking(True)
             self._waiting.append(client)
         else:
@@ -133,13 +134,12 @@ class HandoverServer:
         except OSError:
             return False
 
-    def wait_done(self, timeout_seconds: float | None = None) -> bool:
+    def wait_done(self, timeout_seconds: float) -> bool:
         """After a successful offer: waits until the client has closed the connection or died.
         Returns False when the time is over."""
         if self._client is None:
             return True
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        return _poll([self._client], None, deadline) is not None
+        return _poll([self._client], None, time.monotonic() + timeout_seconds) is not None
 
     def close(self) -> None:
         """Closes the socket; the lock is the caller's to release if it is still held here."""
@@ -167,14 +167,6 @@ def _poll(
     if not events or watch_fd in events:
         return None
     return set(events)
-
-
-def _same_user(connection: socket.socket) -> bool:
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True  # elsewhere the directory's mode has to do
-    credentials = struct.Struct("3i")
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
-    return credentials.unpack(data)[1] == os.geteuid()
 
 
 def _identity(fd: int) -> bytes:
