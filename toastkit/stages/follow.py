@@ -73,23 +73,18 @@ class Follower:
     def learn(self, frame: Frame) -> None:
         """Learns from a frame where runs begin and end, and what of a prompt was new."""
         if isinstance(frame, Head):
-            self.begin(frame)
+            self._begin(frame)
         elif isinstance(frame, Prefilled):
-            self.prefilled(frame)
+            self._prefilled = frame
         elif isinstance(frame, End):
             self.end()
 
-    def begin(self, head: Head) -> None:
-        """Takes the next run."""
+    def _begin(self, head: Head) -> None:
         self._head, self._prefilled, self._selector, self._position = head, None, None, -1
         # A stream from a file names a run that is over: nothing new is learnt of its session. Nor
         # is one of ours where we may not look.
         live = head.run is None or (isinstance(head.run, str) and os.path.exists(head.run))
         self._session = Path(head.session) if live and head.session is not None else None
-
-    def prefilled(self, frame: Prefilled) -> None:
-        """Learns what of the prompt was new to the session."""
-        self._prefilled = frame
 
     def _start(self, head: Head) -> GearSelector:
         """A selector for the run; the one that the session kept, where it holds the prompt and
