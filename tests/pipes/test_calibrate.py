@@ -118,7 +118,12 @@ BAD = {
     "no file": (["promts"], b"", 66, "cannot read promts: no such file"),
     "a directory": (["."], b"", 66, "cannot read ."),
     "no JSON": (["-"], b"easy", 65, "cannot read calibration prompts: not JSON"),
-    "no UTF-8": (["-"], b"\xff", 65, "cannot read calibration prompts: not UTF-8"),
+    "no UTF-8": (
+        ["-"],
+        b"\xef\xbb\xbfa\xff",
+        65,
+        "cannot read calibration prompts: not UTF-8: byte 0xff",
+    ),  # fmt: skip
     "frames": (["prompts", "--low", "1"], b"", 64, "--low is for frames"),
     "raw": (["prompts", "--raw"], b"", 64, "--raw is for --calibrate prefill"),
     "nothing to compute": (["off", "--threads", "1"], b"", 64, "--threads is for measuring"),

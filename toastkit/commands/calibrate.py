@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toastkit.commands.cli import say
-from toastkit.errors import DataError, NoInputError, did_you_mean
+from toastkit.errors import NoInputError, did_you_mean
 from toastkit.text.exact_numbers import counted
 from toastkit.text.terminal import shown
 
@@ -93,7 +93,7 @@ def _measure(strategy: str, tokenizer: PromptTokenizer, flags: dict[str, Any]) -
 
 def _text_of_file(name: str) -> str:
     """A file, or stdin, as text. Raises NoInputError, with the word that may have been meant."""
-    from toastkit.commands.stdin import read_input
+    from toastkit.commands.stdin import not_utf8, read_input
 
     try:
         data = read_input(name, name)
@@ -105,10 +105,7 @@ def _text_of_file(name: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"cannot read calibration prompts: not UTF-8: byte 0x{data[error.start]:02x} at "
-            f"offset {error.start}"
-        ) from error
+        raise not_utf8("cannot read calibration prompts:", error) from error
 
 
 def _explain(found: Calibration, stored: Path) -> None:

@@ -116,16 +116,14 @@ def _tokenize(name: str, tokenizer: Tokenizer, limit: int | None) -> Text:
 
     limit: tokens to score. Raises NoInputError, DataError.
     """
-    from toastkit.commands.stdin import read_input
+    from toastkit.commands.stdin import not_utf8, read_input
 
     label = "standard input" if name == STDIN else name
     data = read_input(name, label)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{label} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}"
-        ) from error
+        raise not_utf8(f"{label} is", error) from error
     if not text:
         raise DataError(f"{label}: empty text")
     del data

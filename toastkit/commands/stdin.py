@@ -70,9 +70,13 @@ def text_of(data: bytes) -> str:
             raise DataError(
                 "the prompt is frames, not text", hint="toast-detokenize makes text of it"
             ) from error
-        raise DataError(
-            f"the prompt is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}"
-        ) from error
+        raise not_utf8("the prompt is", error) from error
+
+
+def not_utf8(what: str, error: UnicodeDecodeError) -> DataError:
+    """The error for bytes that are no text. what: said before that."""
+    byte = error.object[error.start]
+    return DataError(f"{what} not UTF-8: byte 0x{byte:02x} at offset {error.start}")
 
 
 def user_turn(text: str, words: str) -> str:
