@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import click
@@ -122,7 +123,7 @@ def models(
     """The models on this machine, and files."""
     from toastkit.model.locate import names_here
 
-    return _beginning(incomplete, names_here()) + files(context, parameter, incomplete)
+    return beginning(incomplete, names_here()) + files(context, parameter, incomplete)
 
 
 def sessions(
@@ -131,7 +132,7 @@ def sessions(
     """Named sessions, and directories."""
     from toastkit.session.names import sessions_root
 
-    return _beginning(incomplete, _listed(sessions_root())) + files(context, parameter, incomplete)
+    return beginning(incomplete, _listed(sessions_root())) + files(context, parameter, incomplete)
 
 
 def chats(
@@ -141,7 +142,7 @@ def chats(
     from toastkit.client.chats import SUFFIX, chats_root
 
     names = [name for name in _listed(chats_root()) if name.endswith(SUFFIX)]
-    return _beginning(incomplete, [name.removesuffix(SUFFIX) for name in names])
+    return beginning(incomplete, [name.removesuffix(SUFFIX) for name in names])
 
 
 def _listed(folder: os.PathLike[str]) -> list[str]:
@@ -152,7 +153,8 @@ def _listed(folder: os.PathLike[str]) -> list[str]:
         return []
 
 
-def _beginning(incomplete: str, names: list[str]) -> list[CompletionItem]:
+def beginning(incomplete: str, names: Iterable[str]) -> list[CompletionItem]:
+    """Those of some names that begin like what was typed."""
     from click.shell_completion import CompletionItem
 
     # A line of the answer is a name.

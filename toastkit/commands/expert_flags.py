@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from toastkit.commands import completion
 from toastkit.commands.cli import given, refuse_together
 from toastkit.commands.options import together
 from toastkit.commands.sizes import is_number
 
 if TYPE_CHECKING:
     from toastkit.experts.experts_options import ExpertsOptions, LittleK
+
+MODES = ("big", "little", "mobile")
 
 
 class Chosen(NamedTuple):
@@ -34,7 +37,7 @@ class Experts(click.ParamType):
         if isinstance(value, Chosen):
             return value
         mode, colon, gamma = value.strip().lower().partition(":")
-        if mode in ("big", "little", "mobile") and not colon:
+        if mode in MODES and not colon:
             return Chosen(mode)
         if mode == "mobile" and is_number(gamma):
             return Chosen(mode, float(gamma))
@@ -46,10 +49,7 @@ class Experts(click.ParamType):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str):
         """The three words."""
-        from click.shell_completion import CompletionItem
-
-        words = ("big", "little", "mobile")
-        return [CompletionItem(w) for w in words if w.startswith(incomplete)]
+        return completion.beginning(incomplete, MODES)
 
 
 class Little(click.ParamType):
@@ -100,13 +100,12 @@ def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
     no sense."""
     options = expert_options(flags)
     if options is None or not options.runs_little:
-        known = [p.name for p in context.command.params]
         wanted = [
             f"--{name.replace('_', '-')} {words}"
             for name, words in (
                 ("experts", "little or mobile"), ("prefill_experts", "little"),
             )
-            if name in known
+            if name in flags
         ]  # fmt: skip
         refuse_together(context, f"needs {' or '.join(wanted)}", "little_k")
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from toastkit.commands import completion
 from toastkit.text.exact_numbers import exact_size
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -121,9 +122,7 @@ class HowMany(click.ParamType):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str):
         """The words; of numbers there are too many."""
-        from click.shell_completion import CompletionItem
-
-        return [CompletionItem(w) for w in self._words if w.startswith(incomplete)]
+        return completion.beginning(incomplete, self._words)
 
 
 class Duration(click.ParamType):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 ACTIONS = ("status", "stop", "reload", "health")  # of one that runs
 STARTS = ("start", "restart")
+ALL = (*STARTS, *ACTIONS)
 ANSWER_SECONDS = 60.0  # for a daemon to answer an action
 STOP_SECONDS = 35.0  # for it to be gone: the usual --drain, and some more
 ONLY_DAEMON = (
@@ -39,7 +41,7 @@ ONLY_DAEMON = (
 
 def _actions(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """For completion."""
-    return [action for action in (*STARTS, *ACTIONS) if action.startswith(incomplete)]
+    return [action for action in ALL if action.startswith(incomplete)]
 
 
 @cli.command("toasted")
@@ -98,7 +100,8 @@ def toasted(context: click.Context, action: str | None, **flags) -> int:
     flags["socket"] = socket_path(flags["socket"])
     if action in STARTS:
         if action == "restart":
-            _stop_if_any(flags["socket"])
+            with suppress(UnavailableError):  # there is none to stop
+                _stop(flags["socket"])
         action, flags["daemon"] = None, True
     if action is not None:
         _check_action(action)
@@ -115,8 +118,7 @@ def toasted(context: click.Context, action: str | None, **flags) -> int:
 
 def _check_action(action: str) -> None:
     if action not in ACTIONS:
-        known = (*STARTS, *ACTIONS)
-        hint = did_you_mean(action, known, f"actions are {', '.join(known)}")
+        hint = did_you_mean(action, ALL, f"actions are {', '.join(ALL)}")
         raise UsageError(f"no such action: {action[:100]!r}", hint=hint)
 
 
@@ -245,13 +247,6 @@ def _stop(path: str) -> dict[str, Any]:
     from toastkit.client.socket_backend import control
 
     return control(path, "stop", STOP_SECONDS, True)
-
-
-def _stop_if_any(path: str) -> None:
-    from contextlib import suppress
-
-    with suppress(UnavailableError):
-        _stop(path)
 
 
 def _lines(action: str, told: dict[str, Any]) -> Iterator[str]:
