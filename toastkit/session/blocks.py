@@ -193,26 +193,21 @@ class Stored:
     held: bool = False
 
     def __call__(self, tensor: Tensor) -> bytearray:
-        """As load_tensor."""
-        return load_tensor(self.fd, tensor)
+        """A tensor's rows, axis first, in a buffer with room for whole blocks of rows (the rest is
+        unspecified); a whole tensor as it is. Every range read is checked. The tensor may have been
+        cut back: then it has more ranges, or longer ones, than its rows need.
 
-
-def load_tensor(fd: int, tensor: Tensor) -> bytearray:
-    """A tensor's rows, axis first, in a buffer with room for whole blocks of rows (the rest is
-    unspecified); a whole tensor as it is. Every range read is checked. The tensor may have been cut
-    back: then it has more ranges, or longer ones, than its rows need.
-
-    Raises Damaged for a wrong checksum or a file that is too short, OSError.
-    """
-    step, row = tensor.block_rows, tensor.row_bytes
-    blocks = -(-tensor.rows // step) if row else 0
-    buffer = bytearray(blocks * step * row)
-    view = memoryview(buffer)
-    for index in range(blocks):
-        offset, length, crc = tensor.ranges[index]
-        piece = view[index * step * row :][:length]
-        if not pread_into(fd, piece, offset):
-            raise Damaged(f"{tensor.name} ends before its range")
-        if zlib.crc32(piece) != crc:
-            raise Damaged(f"the checksum of {tensor.name} is wrong")
-    return buffer
+        Raises Damaged for a wrong checksum or a file that is too short, OSError.
+        """
+        step, row = tensor.block_rows, tensor.row_bytes
+        blocks = -(-tensor.rows // step) if row else 0
+        buffer = bytearray(blocks * step * row)
+        view = memoryview(buffer)
+        for index in range(blocks):
+            offset, length, crc = tensor.ranges[index]
+            piece = view[index * step * row :][:length]
+            if not pread_into(self.fd, piece, offset):
+                raise Damaged(f"{tensor.name} ends before its range")
+            if zlib.crc32(piece) != crc:
+                raise Damaged(f"the checksum of {tensor.name} is wrong")
+        return buffer
