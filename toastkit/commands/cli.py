@@ -30,8 +30,7 @@ from toastkit.text.terminal import shown
 # of 700 finds none in what modules are made of, and takes a tenth of a start.
 YOUNG_OBJECTS = 50_000
 SUMMARIES = {command.name: command.summary for command in COMMANDS}
-WRITERS = {command.program for command in COMMANDS if command.writes}
-FRAME_WRITERS = {command.program: command.writes == "frames" for command in COMMANDS}
+WRITES = {command.program: command.writes for command in COMMANDS}
 
 
 def command(name: str, under: click.Group | None = None, **settings: Any):
@@ -245,7 +244,7 @@ def open_standard_streams() -> set[int]:
 def _outcome(entry: click.Command, name: str, closed: set[int]) -> int:
     debug = "--debug" in sys.argv[1:] or os.environ.get("TOAST_DEBUG", "0") not in ("", "0")
     try:
-        if 1 in closed and name in WRITERS:
+        if 1 in closed and WRITES.get(name):
             raise IOFailure("cannot write: standard output is closed")
         code = _invoke(entry, name)
         sys.stdout.flush()
@@ -304,7 +303,7 @@ def _report(
 def _writes_frames(name: str) -> bool:
     """Whether stdout is a stream of frames, as far as a command that failed early can tell."""
     as_text = {"--count", "--template-only", "--calibrate"}.intersection(sys.argv[1:])
-    return FRAME_WRITERS.get(name, False) and not as_text and not os.isatty(1)
+    return WRITES.get(name) == "frames" and not as_text and not os.isatty(1)
 
 
 def print_error(error: ToastError, name: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from toastkit.commands import program_name
-from toastkit.commands.cli import die_by_sigpipe
+from toastkit.commands.cli import die_by_sigpipe, print_error
 from toastkit.descriptors import GONE
 from toastkit.errors import (
     FrameError,
@@ -176,14 +176,10 @@ def _ended(frames: Iterable[Frame], signals: Signals) -> Iterator[Frame]:
 
 def _close(stage: Iterator[Frame]) -> None:
     """Lets the stage commit and clean up; a second failure there must not hide the first."""
-    close = getattr(stage, "close", None)
-    if close is not None:
-        try:
-            close()
-        except ToastError as error:
-            from toastkit.commands.cli import print_error
-
-            print_error(error, os.path.basename(sys.argv[0]))
+    try:
+        stage.close()  # type: ignore[attr-defined]  # all stages are generators
+    except ToastError as error:
+        print_error(error, os.path.basename(sys.argv[0]))
 
 
 def send_error(error: ToastError, name: str) -> None:

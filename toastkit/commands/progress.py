@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from toastkit.commands.cli import say
@@ -114,14 +114,12 @@ def watched(flags: dict[str, Any]) -> bool:
 @contextmanager
 def waiting(label: str, flags: dict[str, Any]) -> Iterator[None]:
     """Says what is being done, where a person watches and it takes long."""
-    bar = ProgressBar(label) if watched(flags) else None
-    if bar is not None:
-        bar()
-    try:
+    if not watched(flags):
         yield
-    finally:
-        if bar is not None:
-            bar.close()
+        return
+    with closing(ProgressBar(label)) as bar:
+        bar()
+        yield
 
 
 def read_options(flags: dict[str, Any]) -> ReadOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from toastkit.client.chats import Chat
     from toastkit.client.turn import TurnSettings
 
-INFINITE = float("inf")
 # A daemon's model has its own.
 OF_THIS_PROCESS = ("device", "dtype", "kv_bits", *NativeOptions._fields, "gear")
 
@@ -101,20 +101,18 @@ def _check(context: click.Context, flags: dict[str, Any]) -> None:
 
 def _request_options(flags: dict[str, Any]) -> dict[str, Any]:
     """What the flags set, as toasted(7) has it; the rest is left to the checkpoint."""
-    values = {name: flags[name] for name in (*options.SAMPLING_NAMES, "seed", "max_tokens")}
-    values = {name: value for name, value in values.items() if value is not None}
-    if flags["stop"]:
-        values["stop"] = list(flags["stop"])
-    if flags["ignore_eos"]:
-        values["ignore_eos"] = True
-    if flags["logit_bias"]:
-        values["logit_bias"] = _biases(flags["logit_bias"])
-    if flags["ban"]:
-        values["ban"] = list(flags["ban"])
+    names = (*options.SAMPLING_NAMES, "seed", "max_tokens")
+    values = {name: flags[name] for name in names if flags[name] is not None}
+    more = {
+        "stop": list(flags["stop"]),
+        "ignore_eos": flags["ignore_eos"],
+        "logit_bias": _biases(flags["logit_bias"]),
+        "ban": list(flags["ban"]),
+        "template": options.template_arguments(flags["template_arg"]),
+    }
+    values.update((name, value) for name, value in more.items() if value)
     if flags["top"] and flags["as_json"]:
         values.update(top=flags["top"], tokens=True)
-    if flags["template_arg"]:
-        values["template"] = options.template_arguments(flags["template_arg"])
     for name, value in values.items():
         _refuse_infinite(name, value)
     return values
@@ -133,7 +131,7 @@ def _biases(texts: tuple[str, ...]) -> dict[str, float]:
 
 def _refuse_infinite(name: str, value: Any) -> None:
     """JSON has no such numbers."""
-    if isinstance(value, float) and (value != value or value in (INFINITE, -INFINITE)):
+    if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(f"invalid {name.replace('_', '-')}: {value} is not a number in reach")
 
 

@@ -31,17 +31,15 @@ def tokenize(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
         raise UsageError("--count and --template-only exclude each other")
     if not flags["truncate"]:
         cli.refuse_together(context, "is only for --truncate here", "max_tokens")
-    if flags["template_only"]:
-        tokenizer = prompt_tokenizer(flags)
-        for one in prompts(prompt, flags):
-            write_text(tokenizer.render(one))
-        return 0
-    if flags["count"]:
-        tokenizer = prompt_tokenizer(flags)
-        for one in prompts(prompt, flags):
+    if not (flags["count"] or flags["template_only"]):
+        return _frames(prompt, flags)
+    tokenizer = prompt_tokenizer(flags)
+    for one in prompts(prompt, flags):
+        if flags["count"]:
             print(len(tokenizer.encode(one)), flush=True)
-        return 0
-    return _frames(prompt, flags)
+        else:
+            write_text(tokenizer.render(one))
+    return 0
 
 
 def _frames(prompt: tuple[str, ...], flags: dict[str, Any]) -> int:
@@ -53,8 +51,7 @@ def _frames(prompt: tuple[str, ...], flags: dict[str, Any]) -> int:
     writer = frame_writer()
     session = flags["session"]
     path = None if session is None else str(resolve(session))
-    frames = stage(prompts(prompt, flags), prompt_tokenizer(flags), path)
-    for frame in frames:
+    for frame in stage(prompts(prompt, flags), prompt_tokenizer(flags), path):
         writer.write(frame)
     return 0
 
