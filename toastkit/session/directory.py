@@ -192,7 +192,7 @@ class Session(LastCommit):
             layers = layers_at(self.header, n)
             if layers is None:
                 raise Damaged("it was changed while it was being read")
-            stored = self._stored(in_place=True)
+            stored = self._stored()
             result = rebuild(layers, stored)
             self._check_held(stored)
             return result
@@ -210,7 +210,7 @@ class Session(LastCommit):
         from toastkit.session import caches
 
         def rebuilt() -> list[Savepoint]:
-            stored = self._stored(in_place=True)
+            stored = self._stored()
             found = [
                 Savepoint(count, caches.fill(make_cache(), layers, stored))
                 for count, layers in stored_layers(self.header, n)
@@ -294,7 +294,7 @@ class Session(LastCommit):
         (path, generation, n, room), self._origin = self._origin, None
         try:
             with Session.open(path, self._expected, create=False, write=False) as source:
-                layers, lent = layers_at(source.header, n), source._stored(in_place=True)
+                layers, lent = layers_at(source.header, n), source._stored()
                 if source.generation != generation or not layers or not lent.reopen:
                     return
                 fd = self._files.fd(CACHE_FILE)

@@ -15,43 +15,12 @@ from toastkit.private_files import DataFiles
 from toastkit.session.blocks import Stored
 from toastkit.session.commit import damage
 from toastkit.session.header import MAX_HEADER_BYTES, decode_header
-from toastkit.session.layout import Damaged, Header, LogitsRecord, NewerSchema
+from toastkit.session.layout import Damaged, Header, NewerSchema
 from toastkit.session.lock import WriterLock
 from toastkit.session.names import HEADER_FILE, display_name
 from toastkit.session.upkeep import CACHE_FILE, LOGITS_FILE, TOKENS_FILE, gone
 
 Result = TypeVar("Result")
-
-
-def read_commit(name: str, files: DataFiles, fingerprint: str | None) -> tuple[Header, list[int]]:
-    """The last commit of a session, and its tokens. name: for messages. fingerprint: of the model
-    that it must belong to, or None.
-
-    Raises FileNotFoundError where there has been no commit, Damaged, DataError for another model's
-    session, OSError.
-    """
-    header = decode_header(files.whole(HEADER_FILE, MAX_HEADER_BYTES))
-    if fingerprint is not None and header.fingerprint != fingerprint:
-        raise DataError(
-            f"session {name} belongs to another model "
-            f"({header.fingerprint[:12]}, not {fingerprint[:12]})",
-            hint="give the model it was made with, or another --session",
-        )
-    problem = damage(header, files.size)
-    if problem:
-        raise Damaged(problem)
-    return header, _read_tokens(files, header)
-
-
-def _read_tokens(files: DataFiles, header: Header) -> list[int]:
-    buffer = bytearray(4 * header.count)
-    view = memoryview(buffer)
-    for first, count in header.tokens.slices:
-        _read(files, TOKENS_FILE, view[: 4 * count], 4 * first)
-        view = view[4 * count :]
-    if zlib.crc32(buffer) != header.tokens.crc:
-        raise Damaged("the checksum of the tokens is wrong")
-    return unpack_ids(bytes(buffer))
 
 
 def seal(fd: int) -> str | None:
@@ -70,20 +39,6 @@ def _boot() -> str | None:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return None
-
-
-def read_logits(files: DataFiles, record: LogitsRecord) -> bytearray:
-    """The bytes of the logits, float32 (record.count,). Raises Damaged, OSError."""
-    buffer = bytearray(4 * record.count)
-    _read(files, LOGITS_FILE, memoryview(buffer), record.offset)
-    if zlib.crc32(buffer) != record.crc:
-        raise Damaged("the checksum of the logits is wrong")
-    return buffer
-
-
-def _read(files: DataFiles, name: str, buffer: memoryview, offset: int) -> None:
-    if not files.read(name, buffer, offset):
-        raise Damaged(f"{name} is too short")
 
 
 class LastCommit:
@@ -116,7 +71,9 @@ class LastCommit:
             if self.tokens != wanted:
                 raise Damaged("it was changed while it was being read")
             record = self.header.logits
-            return None if record is None else read_logits(self._files, record)
+            if record is None:
+                return None
+            return self._checked(LOGITS_FILE, [(record.offset // 4, record.count)], record.crc)
 
         buffer = self._guarded(attempt)
         return None if buffer is None else memoryview(buffer).cast("f")
@@ -135,15 +92,44 @@ class LastCommit:
 
         return self._guarded(attempt)
 
-    def _stored(self, in_place: bool = False) -> Stored:
-        """What cache.bin has. in_place: where it lies, if nobody has written to it since."""
+    def _read_commit(self) -> tuple[Header, list[int]]:
+        """The last commit and its tokens. Raises FileNotFoundError where there has been none,
+        Damaged, DataError for another model's session, OSError."""
+        header = decode_header(self._files.whole(HEADER_FILE, MAX_HEADER_BYTES))
+        if self._expected is not None and header.fingerprint != self._expected:
+            raise DataError(
+                f"session {self.name} belongs to another model "
+                f"({header.fingerprint[:12]}, not {self._expected[:12]})",
+                hint="give the model it was made with, or another --session",
+            )
+        problem = damage(header, self._files.size)
+        if problem:
+            raise Damaged(problem)
+        tokens = self._checked(TOKENS_FILE, header.tokens.slices, header.tokens.crc)
+        return header, unpack_ids(bytes(tokens))
+
+    def _checked(self, name: str, slices: list[tuple[int, int]], crc: int) -> bytearray:
+        """Slices of a file, each the first number of 4 bytes and how many, one after another.
+        Raises Damaged where they do not have that checksum, OSError."""
+        buffer = bytearray(4 * sum(count for _, count in slices))
+        view = memoryview(buffer)
+        for first, count in slices:
+            if not self._files.read(name, view[: 4 * count], 4 * first):
+                raise Damaged(f"{name} is too short")
+            view = view[4 * count :]
+        if zlib.crc32(buffer) != crc:
+            raise Damaged(f"the checksum of the {name.partition('.')[0]} is wrong")
+        return buffer
+
+    def _stored(self) -> Stored:
+        """What cache.bin has, to be read where it lies if nobody has written to it since."""
         fd, sealed = self._files.fd(CACHE_FILE), self.header.seal
-        whole = in_place and sealed is not None and sealed == seal(fd)
+        whole = sealed is not None and sealed == seal(fd)
         return Stored(fd, partial(self._files.again, CACHE_FILE) if whole else None)
 
     def _check_last(self) -> None:
         """Raises Damaged if there has been another commit since the header was read."""
-        header, _ = read_commit(self.name, self._files, self._expected)
+        header, _ = self._read_commit()
         if header.generation != self.header.generation:
             raise Damaged("it was changed while it was being read")
 
@@ -174,7 +160,7 @@ class LastCommit:
         """Reads header and tokens of the last commit. Raises Damaged, DataError for another model,
         NoInputError if a reader finds no session, OSError."""
         try:
-            header, tokens = read_commit(self.name, self._files, self._expected)
+            header, tokens = self._read_commit()
         except FileNotFoundError:
             if self.lock is not None:
                 return  # created, and not yet committed to
