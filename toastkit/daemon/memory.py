@@ -72,7 +72,8 @@ class Memory:
         session that the request is about, whose own state is preferred among equals.
         """
         wanted = array("I", ids)
-        best, best_rank = Match(None, 0, self._nothing()), (0, False, 0)
+        why = "no conversation that begins like this is kept" if self.kept else "nothing is kept"
+        best, best_rank = Match(None, 0, why), (0, False, 0)
         for kept, common in self._candidates(key, wanted):
             most = min(common, len(ids) - 1)
             if most < best.count:
@@ -94,9 +95,6 @@ class Memory:
         yield from ((k, common_prefix(k.tokens, wanted)) for k in self.kept if k.key == key)
         others = [(k, common_prefix(k.tokens, wanted)) for k in self.kept if k.key != key]
         yield from sorted(others, key=lambda pair: -pair[1])
-
-    def _nothing(self) -> str:
-        return "no conversation that begins like this is kept" if self.kept else "nothing is kept"
 
     def _usable(self, kept: Kept, most: int) -> int:
         """How many tokens of a state can be taken, of at most `most`."""
@@ -167,7 +165,8 @@ class Memory:
             new.own = new.saved = True
         for old in list(self.kept):
             alike = old is parent or old.key == key
-            if old.key == history or (alike and _begins(old.tokens, new.tokens)):
+            goes_on = alike and common_prefix(old.tokens, new.tokens) == len(old.tokens)
+            if old.key == history or goes_on:
                 self._replace(old, new)
         self.kept.append(new)
         self.unsaved.append(new)
@@ -244,11 +243,6 @@ class Memory:
             "budget": self._budget,
             "on_disk": sum(kept.path is not None for kept in self.kept),
         }
-
-
-def _begins(a: array, b: array) -> bool:
-    """Whether b begins with all of a."""
-    return len(a) <= len(b) and common_prefix(a, b) == len(a)
 
 
 def _why(kept: Kept, common: int, count: int, total: int) -> str:

@@ -140,10 +140,13 @@ class Service:
         try:
             act()
         except Exception as error:
-            conversation.error = as_toast_error(error)
-            with suppress(Exception):  # the first failure is the one to tell of
-                conversation.abort()
-            self._tell(error)
+            self._abort(conversation, error)
+
+    def _abort(self, conversation: Conversation, error: Exception) -> None:
+        conversation.error = as_toast_error(error)
+        with suppress(Exception):  # the first failure is the one to tell of
+            conversation.abort()
+        self._tell(error)
 
     def _tell(self, error: Exception) -> None:
         if self.settings.debug:
@@ -155,11 +158,7 @@ class Service:
 
     def _fail(self, conversation: Conversation, error: Exception) -> None:
         """Ends a conversation with an error."""
-
-        def fail() -> None:
-            raise error
-
-        self._guarded(conversation, fail)
+        self._abort(conversation, error)
         self._retire(conversation)
 
     def _retire(self, conversation: Conversation) -> None:
