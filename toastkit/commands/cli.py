@@ -141,7 +141,7 @@ def _show_page(context: click.Context, parameter: click.Parameter, value: bool) 
     if value and not context.resilient_parsing:
         from toastkit.commands.man import open_page
 
-        open_page(_program(context), 1)
+        open_page(_program(context))
 
 
 def _show_completion(context: click.Context, parameter: click.Parameter, value: str | None) -> None:

@@ -13,20 +13,20 @@ from typing import NoReturn
 from toastkit.errors import NoInputError, UnavailableError
 
 
-def find_page(name: str, section: int) -> Path:
-    """The page NAME(SECTION). Raises NoInputError where it is not installed."""
-    file = f"man{section}/{name}.{section}"
+def find_page(name: str) -> Path:
+    """The page NAME(1). Raises NoInputError where it is not installed."""
+    file = f"man1/{name}.1"
     checkout = Path(__file__).parents[2] / "man"
     prefixes = {sysconfig.get_path("data"), sys.prefix, os.path.expanduser("~/.local")}
     for base in (checkout, *(Path(p) / "share" / "man" for p in sorted(prefixes))):
         if (base / file).is_file():
             return base / file
-    raise NoInputError(f"the manual page {name}({section}) is not installed")
+    raise NoInputError(f"the manual page {name}(1) is not installed")
 
 
-def open_page(name: str, section: int) -> NoReturn:
+def open_page(name: str) -> NoReturn:
     """Becomes man(1), or mandoc(1) where there is no man."""
-    page = find_page(name, section)
+    page = find_page(name)
     for program in ("man", "mandoc"):
         if shutil.which(program):
             sys.stdout.flush()
