@@ -163,6 +163,26 @@ def try_lock(fd: int) -> bool:
     return True
 
 
+def lock_file(path: Path | str) -> int | None:
+    """A descriptor that holds the lock of a file, which is made where there is none; None where
+    another process holds it. A lock on a file that was removed meanwhile is no lock: the next who
+    comes would make a new file and lock that. Raises OSError, Misplaced."""
+    while True:
+        fd = open_private(path, os.O_RDWR | os.O_CREAT)
+        try:
+            if not try_lock(fd):
+                os.close(fd)
+                return None
+            if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                return fd
+        except FileNotFoundError:
+            pass
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
 def hold_bytes(fd: int, first: int, count: int) -> None:
     """Asks every writer to leave bytes of a file as they are, for as long as this opening of it
     lasts, here or in a process that has inherited it. Raises OSError where the system has no such

@@ -6,12 +6,11 @@ a crash the lock is free, whatever the number says.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from contextlib import suppress
 
 from toastkit.errors import BusyError, CannotCreateError, from_os_error
-from toastkit.private_files import Descriptor, open_private
+from toastkit.private_files import Descriptor, lock_file, read_file
 
 _MAX_BYTES = 64
 
@@ -28,43 +27,30 @@ class Pidfile(Descriptor):
     def take(cls, path: str) -> Pidfile:
         """Makes or takes over the file. Raises BusyError while another daemon has it,
         CannotCreateError where it cannot be made or is no pidfile."""
-        while True:
-            try:
-                fd = open_private(path, os.O_RDWR | os.O_CREAT)
-            except OSError as error:
-                raise from_os_error(error, f"cannot make {path}", creating=True) from error
-            try:
-                found = cls._locked(path, fd)
-            except BaseException:
-                os.close(fd)
-                raise
-            if found is not None:
-                return found
-            os.close(fd)  # it was removed between open and lock
-
-    @classmethod
-    def _locked(cls, path: str, fd: int) -> Pidfile | None:
-        content = os.pread(fd, _MAX_BYTES, 0).strip()
-        if content and not content.isdigit():
-            raise CannotCreateError(f"{path} is not a pidfile", hint="--pidfile is written over")
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            by = f" (process {content.decode()})" if content else ""
-            raise BusyError(f"already running{by}", hint="toasted stop ends it") from None
+            fd = lock_file(path)
         except OSError as error:
-            raise from_os_error(error, f"cannot lock {path}", creating=True) from error
+            raise from_os_error(error, f"cannot make {path}", creating=True) from error
+        pidfile = cls(path, -1 if fd is None else fd)
         try:
-            if not os.path.samestat(os.fstat(fd), os.stat(path)):
-                return None
-        except FileNotFoundError:
-            return None
-        try:
+            content = b""
+            with suppress(OSError):  # who had it has just removed it
+                content = read_file(path, _MAX_BYTES).strip()
+            if content and not content.isdigit():
+                hint = "--pidfile is written over"
+                raise CannotCreateError(f"{path} is not a pidfile", hint=hint)
+            if fd is None:
+                by = f" (process {content.decode()})" if content else ""
+                raise BusyError(f"already running{by}", hint="toasted stop ends it")
             os.ftruncate(fd, 0)
             os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+            return pidfile
         except OSError as error:
+            pidfile.close()
             raise from_os_error(error, f"cannot write {path}", creating=True) from error
-        return cls(path, fd)
+        except BaseException:
+            pidfile.close()
+            raise
 
     def remove(self) -> None:
         """Removes the file and lets go of the lock. May be called again."""

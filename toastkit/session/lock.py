@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from toastkit.errors import BusyError, DataError, from_os_error
-from toastkit.private_files import Descriptor, open_private, read_file, try_lock
+from toastkit.private_files import Descriptor, lock_file, read_file
 from toastkit.session.names import display_name
 
 LOCK_FILE = "lock"
@@ -38,7 +38,7 @@ class WriterLock(Descriptor):
         """Takes the lock, without waiting. Raises BusyError if another process holds it, otherwise
         what from_os_error gives."""
         try:
-            fd = _try_lock(path / LOCK_FILE)
+            fd = lock_file(path / LOCK_FILE)
         except OSError as error:
             doing = f"cannot lock session {display_name(path)}"
             raise from_os_error(error, doing, creating=True) from error
@@ -71,25 +71,6 @@ class WriterLock(Descriptor):
         return self._fd
 
     release = Descriptor.close  # this process's copy of the lock
-
-
-def _try_lock(file: Path) -> int | None:
-    """A descriptor that holds the lock, or None. A lock on a file that was removed meanwhile is no
-    lock: the next writer would make a new file and lock that."""
-    while True:
-        fd = open_private(file, os.O_RDWR | os.O_CREAT)
-        try:
-            if not try_lock(fd):
-                os.close(fd)
-                return None
-            if os.path.samestat(os.fstat(fd), os.lstat(file)):
-                return fd
-        except FileNotFoundError:
-            pass
-        except OSError:
-            os.close(fd)
-            raise
-        os.close(fd)
 
 
 def _busy(path: Path) -> BusyError:
