@@ -60,8 +60,7 @@ def info(context: click.Context, name: str, **flags) -> int:
     for instead, tell in (("supported", _supported), ("device", _device)):
         if not flags[instead]:
             continue
-        source = context.get_parameter_source("name")
-        if source is click.core.ParameterSource.COMMANDLINE:
+        if cli.given(context, "name"):
             raise UsageError(f"--{instead} takes no model")
         return tell(flags)
     from toastkit.model import info as facts

@@ -9,6 +9,7 @@ a ring.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from toastkit.engine.step_engine import State, StepEngine, Wish
@@ -151,17 +152,13 @@ class SessionRuns:
     ) -> tuple[State, int]:
         """The fork's, else the session's own, else an empty one."""
         session = self.session()
-        if options.fork is None:
-            state, cached = engine.restore(session, ids)
-            if options.require_hit:
-                if session is None or session.ephemeral:
-                    raise UsageError("--require-hit needs a --session or a --fork")
-                _require_hit(session.path.name, cached, session.n_past)
-            return state, cached
-        with open_fork(options.fork, head) as source:
+        with nullcontext() if options.fork is None else open_fork(options.fork, head) as source:
             state, cached = engine.restore(session, ids, source)
             if options.require_hit:
-                _require_hit(source.path.name, cached, source.n_past)
+                stored = source or session
+                if stored is None or (source is None and stored.ephemeral):
+                    raise UsageError("--require-hit needs a --session or a --fork")
+                _require_hit(stored.path.name, cached, stored.n_past)
         return state, cached
 
     def pass_size(self, state: State) -> int | None:

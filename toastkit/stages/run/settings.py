@@ -11,8 +11,8 @@ class ReadOptions(NamedTuple):
     """How a prompt is read into a session.
 
     chunk: tokens per pass, None for the device's default. require_hit: fail unless all that the
-    session holds is reused. fork: session to start from and leave as it is. progress(done, total,
-    cached) is told of every pass. report(cached, total) is told once, before reading begins.
+    session holds is reused. fork: session to start from and leave as it is. progress(done, total)
+    is told of every pass. report(cached, total) is told once, before reading begins.
     """
 
     chunk: int | None = None
