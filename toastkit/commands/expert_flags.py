@@ -10,7 +10,7 @@ import click
 from toastkit.commands import completion
 from toastkit.commands.cli import given, refuse_together
 from toastkit.commands.options import together
-from toastkit.commands.sizes import is_number
+from toastkit.commands.sizes import Word, is_number
 
 if TYPE_CHECKING:
     from toastkit.experts.experts_options import ExpertsOptions, LittleK
@@ -25,26 +25,20 @@ class Chosen(NamedTuple):
     gamma: float | None = None
 
 
-class Experts(click.ParamType):
+class Experts(Word):
     """big, little, or mobile with a gamma of its own."""
 
     name = "experts"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Chosen:
+    def parse(self, word: str) -> Chosen:
         """What was asked for. Whether there is such a gamma is for ExpertsOptions to say."""
-        if isinstance(value, Chosen):
-            return value
-        mode, colon, gamma = value.strip().lower().partition(":")
+        mode, colon, gamma = word.strip().lower().partition(":")
         if mode in MODES and not colon:
             return Chosen(mode)
         if mode == "mobile" and is_number(gamma):
             return Chosen(mode, float(gamma))
-        self.fail(
-            f"{value[:40]!r} is not big, little, mobile, or mobile with a gamma such as mobile:0.7",
-            param,
-            ctx,
+        raise ValueError(
+            f"{word[:40]!r} is not big, little, mobile, or mobile with a gamma such as mobile:0.7"
         )
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str):
@@ -52,25 +46,21 @@ class Experts(click.ParamType):
         return completion.beginning(incomplete, MODES)
 
 
-class Little(click.ParamType):
+class Little(Word):
     """A number of experts, or a share in per cent."""
 
     name = "little-k"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> LittleK:
+    def parse(self, word: str) -> LittleK:
         """What was asked for. Whether it is too few or too many is for ExpertsOptions to say."""
-        if not isinstance(value, str):
-            return value
         from toastkit.experts.experts_options import LittleK
 
-        if re.fullmatch(r"[0-9]{1,9}", value.strip()):
-            return LittleK(int(value))
-        if found := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)%", value.strip()):
+        if re.fullmatch(r"[0-9]{1,9}", word.strip()):
+            return LittleK(int(word))
+        if found := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)%", word.strip()):
             return LittleK(float(found[1]), True)
-        self.fail(
-            f"{value[:40]!r} is not a number of experts, or a share of them such as 50%", param, ctx
+        raise ValueError(
+            f"{word[:40]!r} is not a number of experts, or a share of them such as 50%"
         )
 
 

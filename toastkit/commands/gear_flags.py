@@ -10,23 +10,19 @@ import click
 
 from toastkit.commands.cli import refuse_together
 from toastkit.commands.options import defaulted, together
-from toastkit.commands.sizes import Float, Integer, Size
+from toastkit.commands.sizes import Float, Integer, Size, Word
 
 
-class Bits(click.ParamType):
+class Bits(Word):
     """Bits of the low and the mid gear: LOW,MID."""
 
     name = "bits"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
+    def parse(self, word: str) -> tuple[int, int]:
         """The two numbers; whether there are such gears is for GearOptions to say."""
-        if isinstance(value, tuple):
-            return value
-        found = re.fullmatch(r"\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*", value)
+        found = re.fullmatch(r"\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*", word)
         if found is None:
-            self.fail(f"{value[:40]!r} is not two numbers, such as 4,8", param, ctx)
+            raise ValueError(f"{word[:40]!r} is not two numbers, such as 4,8")
         return int(found[1]), int(found[2])
 
 

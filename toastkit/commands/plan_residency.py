@@ -10,6 +10,7 @@ import click
 
 from toastkit.commands import cli
 from toastkit.commands.options import native_options, together
+from toastkit.commands.resident_flags import placement
 from toastkit.commands.sizes import IntegerRange, Size
 from toastkit.errors import ToastError, UsageError
 from toastkit.native.starting import NativeOptions
@@ -39,10 +40,7 @@ residency_flags = together(
         "--priority", type=click.Choice(["max-tps", "balanced", "max-context"]),
         default="balanced", show_default=True, help="What room is kept for.",
     ),
-    click.option(
-        "--placement", type=click.Choice(["first", "last", "interleaved"]), default="interleaved",
-        show_default=True, help="Which of the layers stay.",
-    ),
+    placement,
     click.option(
         "--calibrate", is_flag=True, allow_from_autoenv=False,
         help="Measure this device anew, also where it was measured.",

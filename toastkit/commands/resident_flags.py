@@ -18,15 +18,16 @@ RESIDENT = HowMany(
     ("all", "auto"), "layers",
     "all, auto, a number of layers, a share of them such as 50%, or a size such as 6G", share=True,
 )  # fmt: skip
+placement = click.option(
+    "--placement", type=click.Choice(["first", "last", "interleaved"]), default="interleaved",
+    show_default=True, help="Which of the layers stay.",
+)  # fmt: skip
 residency = together(
     click.option(
         "--resident", type=RESIDENT, metavar="all|auto|N|P%|SIZE", default="all",
         show_default=True, help="Layers that stay on the device; the others are read as they run.",
     ),
-    click.option(
-        "--placement", type=click.Choice(["first", "last", "interleaved"]), default="interleaved",
-        show_default=True, help="Which of the layers stay.",
-    ),
+    placement,
     click.option(
         "--priority", type=click.Choice(["max-tps", "balanced", "max-context"]),
         default="balanced", show_default=True,

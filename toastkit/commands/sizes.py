@@ -1,4 +1,5 @@
-"""Numbers, sizes and durations on the command line: 5, 0.7; 2G, 512M, 16K; 30s, 5m, 1h."""
+"""Words of the command line that stand for something: numbers, 5, 0.7; sizes and durations, 2G,
+512M, 16K; 30s, 5m, 1h; and what other modules add."""
 
 from __future__ import annotations
 
@@ -54,7 +55,24 @@ class Float(_Written, click.types.FloatParamType):
     form = _FLOAT
 
 
-class Size(click.ParamType):
+class Word(click.ParamType):
+    """A word that stands for something, which `parse` says."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """What a word stands for. A word that stands for nothing is a usage error."""
+        if not isinstance(value, str):
+            return value  # click converts what has been converted again
+        try:
+            return self.parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+    def parse(self, word: str) -> Any:
+        """What it stands for. Raises ValueError, which says why it is nothing."""
+        raise NotImplementedError
+
+
+class Size(Word):
     """Bytes: a number, with K, M, G or T for powers of 1024; an iB or B after it changes nothing.
     low: the least that makes sense."""
 
@@ -63,22 +81,18 @@ class Size(click.ParamType):
     def __init__(self, low: int = 0):
         self._low = low
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | None:
-        """The number of bytes. A word that is none is a usage error."""
-        if isinstance(value, int):
-            return value
+    def parse(self, word: str) -> int:
+        """The number of bytes."""
         form = _NUMBER + "([KMGT]?)(?:i?B)?"
-        found = re.fullmatch(form, value.strip(), re.IGNORECASE | re.ASCII)  # no Kelvin is a K
+        found = re.fullmatch(form, word.strip(), re.IGNORECASE | re.ASCII)  # no Kelvin is a K
         if found is None:
-            self.fail(f"{value!r} is not a size, such as 512M or 2G", param, ctx)
+            raise ValueError(f"{word!r} is not a size, such as 512M or 2G")
         whole, _, part = found[1].partition(".")  # no float, which has 53 bits
         size = int(whole + part.ljust(_DIGITS, "0")) * _UNITS[found[2].upper()] // 10**_DIGITS
         if size < self._low:
-            self.fail(f"{value!r} is less than {exact_size(self._low)}", param, ctx)
+            raise ValueError(f"{word!r} is less than {exact_size(self._low)}")
         if size > _LIMIT:
-            self.fail(f"{value!r} is too large", param, ctx)
+            raise ValueError(f"{word!r} is too large")
         return size
 
 
@@ -89,7 +103,7 @@ class Amount(NamedTuple):
     amount: float = 0
 
 
-class HowMany(click.ParamType):
+class HowMany(Word):
     """One of some words, a number of things, or a size with its unit.
 
     name: of the type. words: that mean something by themselves. count: the things, in the plural.
@@ -100,46 +114,38 @@ class HowMany(click.ParamType):
         self.name = count
         self._words, self._count, self._said, self._share = words, count, said, share
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Amount:
-        """What was asked for. A word that is none of these is a usage error."""
-        if isinstance(value, Amount):
-            return value
-        word = value.strip().lower()
-        if word in self._words:
-            return Amount(word)
-        if re.fullmatch(r"[0-9]{1,9}", word):
-            return Amount(self._count, int(word))
-        found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)%", word) if self._share else None
+    def parse(self, word: str) -> Amount:
+        """What was asked for."""
+        lower = word.strip().lower()
+        if lower in self._words:
+            return Amount(lower)
+        if re.fullmatch(r"[0-9]{1,9}", lower):
+            return Amount(self._count, int(lower))
+        found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)%", lower) if self._share else None
         if found:
             if float(found[1]) > 100:
-                self.fail(f"{value!r} is more than 100%", param, ctx)
+                raise ValueError(f"{word!r} is more than 100%")
             return Amount("percent", float(found[1]))
-        if re.fullmatch(r"[0-9.]+[kmgtib]+", word):
-            return Amount("bytes", Size().convert(value, param, ctx) or 0)
-        self.fail(f"{value[:40]!r} is not {self._said}", param, ctx)
+        if re.fullmatch(r"[0-9.]+[kmgtib]+", lower):
+            return Amount("bytes", Size().parse(word))
+        raise ValueError(f"{word[:40]!r} is not {self._said}")
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str):
         """The words; of numbers there are too many."""
         return completion.beginning(incomplete, self._words)
 
 
-class Duration(click.ParamType):
+class Duration(Word):
     """Seconds: a number, with ms, s, m, h or d for its unit."""
 
     name = "duration"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float | None:
-        """The seconds. A word that is none is a usage error."""
-        if isinstance(value, (int, float)):
-            return float(value)
-        found = re.fullmatch(_NUMBER + r"(ms|[smhd]?)", value.strip())
+    def parse(self, word: str) -> float:
+        """The seconds."""
+        found = re.fullmatch(_NUMBER + r"(ms|[smhd]?)", word.strip())
         if found is None:
-            self.fail(f"{value!r} is not a duration, such as 30s or 5m", param, ctx)
+            raise ValueError(f"{word!r} is not a duration, such as 30s or 5m")
         seconds = float(found[1]) * _SECONDS[found[2]]
         if seconds > _LIMIT:
-            self.fail(f"{value!r} is too long", param, ctx)
+            raise ValueError(f"{word!r} is too long")
         return seconds
