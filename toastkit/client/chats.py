@@ -135,7 +135,7 @@ def _read(path: Path) -> list[Message]:
 
 
 def _message(line: bytes) -> Message:
-    """Raises ValueError that says what is wrong."""
+    """The message in a line. Raises ValueError that says what is wrong."""
     try:
         message = json.loads(line.decode("utf-8"))
         json.dumps(message, ensure_ascii=False).encode()  # a lone surrogate is not text

@@ -49,7 +49,7 @@ class TextOutput(Output):
         self._last = ""
 
     def write(self, text: str) -> None:
-        """Some of the text."""
+        """Writes a part of the text."""
         if text:
             self._last = text
             write_text(text)

@@ -21,7 +21,7 @@ HISTORY_LINES = 1000
 
 
 class _Stopped(Exception):
-    """Ctrl-Z at a line of which so much was there."""
+    """Ctrl-Z was pressed. The text is what the line held."""
 
 
 class Editor:

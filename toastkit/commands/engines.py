@@ -102,7 +102,7 @@ def attach(
 
 
 def _daemon_socket() -> str | None:
-    """Where a daemon listens, perhaps."""
+    """The path of a socket at which a daemon may listen; None where there is none."""
     from toastkit.daemon.paths import socket_path
 
     try:

@@ -27,5 +27,5 @@ def table(
 
 
 def whisper(flags: dict[str, Any]) -> Callable[[str], None]:
-    """Says a line with -v."""
+    """What says a line with -v, and nothing without it."""
     return cli.say if flags["verbose"] else lambda line: None

@@ -69,7 +69,7 @@ class WatchedInput:
 
 
 def frame_writer() -> FrameWriter:
-    """Of frames to stdout. Raises UsageError where that is a terminal."""
+    """A writer of frames to stdout. Raises UsageError where that is a terminal."""
     if os.isatty(1):
         raise UsageError(
             "frames are not for a terminal",

@@ -114,7 +114,7 @@ def _rows(found: Plan, bandwidth: int | None) -> list[dict[str, Any]]:
 
 
 def _show(found: Plan, rows: list[dict[str, Any]]) -> None:
-    """For people to read."""
+    """Prints the plan of the gears for people."""
     from toastkit.model.info import count, human
     from toastkit.text.terminal import shown
 

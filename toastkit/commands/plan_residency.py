@@ -115,7 +115,7 @@ def _fitted(model: _Model, memory: Memory, flags: dict[str, Any]) -> Fitted:
 
 
 def _slots(found: SlotPlan, measured: Calibration | None, cached: bool) -> dict[str, Any]:
-    """As plain data. miss_seconds: of an expert that is fetched, None where nothing was
+    """The slots as plain data. miss_seconds: of an expert that is fetched, None where nothing was
     measured."""
     seconds = None if measured is None else found.miss / _rate(measured, cached)
     return {**asdict(found), "miss_seconds": seconds}

@@ -56,7 +56,7 @@ class ProgressBar:
             atexit.register(self.close)
 
     def close(self) -> None:
-        """Takes the line away."""
+        """Removes the line."""
         atexit.unregister(self.close)
         if self._timer is not None:
             self._timer.cancel()

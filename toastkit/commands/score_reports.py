@@ -38,7 +38,7 @@ class Gearing:
     widths: dict[str, float] | None
 
     def words(self, totals: Totals) -> list[str]:
-        """The parts that a line gets."""
+        """What a line says of the gears, in parts."""
         if self.mode != "auto":
             if self.widths is None:
                 return [f"{self.mode} gear"]
@@ -53,7 +53,7 @@ class Gearing:
         ]
 
     def facts(self, totals: Totals) -> dict[str, Any]:
-        """The fields that an object of JSON gets."""
+        """What an object of JSON says of the gears, by field."""
         return {
             "gear": self.mode,
             "gear_scope": self.scope,
@@ -94,7 +94,7 @@ class TextReport:
         """Nothing: tokens are not shown."""
 
     def total(self, of: Text | int, totals: Totals, told: dict[str, Any] | None = None) -> None:
-        """The line of a text, or of so many together."""
+        """Prints the line of a text, or of so many together."""
         name = "total" if isinstance(of, int) else of.name
         fell = (told or {}).get("experts", {})
         more = f", fallback ratio {fell['ratio']:.4f}" if fell.get("mode") == "mobile" else ""
@@ -111,7 +111,7 @@ class JsonReport:
         self._stream: Any = None
 
     def tokens(self, text: Text, scores: Scores) -> None:
-        """The objects of some tokens."""
+        """Writes an object for each of some tokens."""
         if scores.position == 1:
             from toastkit.text.detokenizer import StreamingDetokenizer
 
@@ -133,7 +133,7 @@ class JsonReport:
         sys.stdout.flush()
 
     def total(self, of: Text | int, totals: Totals, told: dict[str, Any] | None = None) -> None:
-        """The totals of a text, or of so many together. told: more fields for its object."""
+        """Writes the totals of a text, or of so many together. told: more fields for its object."""
         what = {"files": of} if isinstance(of, int) else {"file": of.name}
         values = {
             "perplexity": _finite(totals.perplexity),
@@ -158,5 +158,5 @@ Report = TextReport | JsonReport
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no infinity."""
+    """The number; None for infinity and NaN, which JSON has not."""
     return value if value is not None and math.isfinite(value) else None

@@ -130,7 +130,7 @@ def _biases(texts: tuple[str, ...]) -> dict[str, float]:
 
 
 def _refuse_infinite(name: str, value: Any) -> None:
-    """JSON has no such numbers."""
+    """Raises UsageError for infinity and NaN, which JSON has not."""
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(f"invalid {name.replace('_', '-')}: {value} is not a number in reach")
 

@@ -40,7 +40,7 @@ ONLY_DAEMON = (
 
 
 def _actions(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """For completion."""
+    """The actions that begin like what was typed, for completion."""
     return [action for action in ALL if action.startswith(incomplete)]
 
 
@@ -157,7 +157,7 @@ def _make_absolute(flags: dict[str, Any]) -> None:
 
 
 def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | None = None) -> int:
-    """The daemon, up to its exit code."""
+    """Runs the daemon to its end; the exit code."""
     from toastkit.daemon.life import Settings, serve
     from toastkit.daemon.paths import pidfile_path
     from toastkit.daemon.service_settings import Limits
@@ -250,7 +250,7 @@ def _stop(path: str) -> dict[str, Any]:
 
 
 def _lines(action: str, told: dict[str, Any]) -> Iterator[str]:
-    """A reply for a person."""
+    """A reply as lines for a person."""
     if action == "status":
         try:
             yield from list(_summary(told))

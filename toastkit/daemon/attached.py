@@ -295,7 +295,7 @@ def _read(attached: Attached, service: Service, request: Request) -> dict[str, A
 
 
 def _step(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
-    """One more token."""
+    """Runs the model on one more token."""
     state, engine = _state(attached), service.engine
     token = request.raw["token"]
     if type(token) is not int or not 0 <= token < engine.vocab:

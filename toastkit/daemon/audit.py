@@ -104,7 +104,7 @@ class Audit(Descriptor):
         self._open()
 
     def _append(self, line: bytes) -> None:
-        """All of the line or nothing of it."""
+        """Appends all of the line, or nothing of it."""
         written = os.write(self._fd, line)
         if written < len(line):
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)

@@ -31,13 +31,13 @@ class Starter:
         self._fd = fd
 
     def ready(self) -> None:
-        """Lets it go. Raises UnavailableError if it has gone already: whoever interrupts the start
-        wants no daemon."""
+        """Says that the daemon is ready. Raises UnavailableError if it has gone already: whoever
+        interrupts the start wants no daemon."""
         if not self._tell({"ready": os.getpid()}):
             raise UnavailableError("whoever started the daemon has gone")
 
     def failed(self, error: ToastError) -> None:
-        """Passes on what it is to say and to exit with."""
+        """Sends the error that it is to report and to exit with."""
         self._tell({"code": error.code, "message": error.message, "hint": error.hint})
 
     def _tell(self, what: dict) -> bool:
@@ -108,7 +108,7 @@ def _detach_from_shell(errors: int, pipe: int) -> None:
 
 
 def _wait(read: int, child: int, log: str) -> int:
-    """What the daemon says."""
+    """The process id of the daemon that was started. Raises the error that it has sent."""
     os.waitpid(child, 0)
     data = b""
     while piece := os.read(read, _MAX_BYTES):
@@ -125,7 +125,7 @@ def _wait(read: int, child: int, log: str) -> int:
 
 
 def say_with_time(line: str) -> None:
-    """One line for the log file."""
+    """Writes one line into the log file, with the time."""
     print(
         f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} toasted: {shown(line)}",
         file=sys.stderr,

@@ -43,7 +43,7 @@ class Outbox:
 
     @property
     def pending(self) -> int:
-        """Bytes that wait."""
+        """Number of bytes that wait to be sent."""
         return len(self._waiting)
 
     def put(self, data: bytes) -> None:
@@ -159,7 +159,7 @@ def encode(message: dict[str, Any], identity: str | int | None) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy and MLX, paths and the like."""
+    """What json cannot write: numbers of numpy and MLX as numbers, all else as text."""
     item = getattr(value, "item", None)
     return _finite(item()) if callable(item) else str(value)
 

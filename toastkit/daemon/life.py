@@ -110,7 +110,7 @@ class Signals:
         self._before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
     def restore(self) -> None:
-        """Gives the signals back."""
+        """Restores the handlers that were there before."""
         while self._before:
             number, before = self._before.popitem()
             signal.signal(number, before)
@@ -160,7 +160,7 @@ class Life:
         self.loading = False
 
     def run(self, make_worker: Callable[[], Worker]) -> int:
-        """From the socket to the exit code."""
+        """Runs the daemon, from its socket to its exit code."""
         with self._signals.noted():  # or what has just been made would be left
             self._take_place()
         worker = make_worker()
@@ -223,7 +223,7 @@ class Life:
     # -------------------------------------------------------------------------------- serving
 
     def _serve(self, server: Server, worker: Worker) -> None:
-        """Until it is time to end."""
+        """Serves until a signal or a request asks for the end."""
         while not (self._stop_asked or self._signals.ends):
             server.step()
             self._check(server, worker)

@@ -53,8 +53,8 @@ class LocalService:
                 self._service.turn()
 
     def _give_up_old(self) -> None:
-        """Of a model that was loaded while native products were being built, once they are there:
-        what is remembered and not on disk is read again, many times as fast."""
+        """Closes a model that was loaded while native products were being built, once they are
+        there: what is remembered and not on disk is read again, many times as fast."""
         if self._service is not None and self._service.engine.native.awaited and find().path:
             self._service.close()
             self._service = None
@@ -84,6 +84,6 @@ class _Replies:
         """Nothing: the one who asks sees the end by itself."""
 
     def take(self) -> list[dict]:
-        """What was said since the last time."""
+        """The replies since the last call."""
         waiting, self._waiting = self._waiting, []
         return waiting

@@ -174,7 +174,7 @@ class Memory:
         return new
 
     def has_moved_on(self, path: Path) -> None:
-        """Lets go what is kept of a user's session: that was an earlier state of it."""
+        """Forgets the kept state of a user's session, which has another by now."""
         self.kept = [old for old in self.kept if old.path != path]
 
     def _replace(self, old: Kept, new: Kept) -> None:

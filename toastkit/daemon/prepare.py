@@ -177,8 +177,8 @@ class Preparer:
 
 
 def find_model(name: str, resident: str = "all", experts: str = "big") -> Preparer:
-    """Of the model that -m would take. resident, experts: as of Preparer. Raises NoInputError,
-    DataError for its files."""
+    """The Preparer of the model that -m would take. resident, experts: as of Preparer. Raises
+    NoInputError, DataError for its files."""
     files = locate(name)
     return Preparer(files, load_config(files), resident, experts)
 
@@ -186,8 +186,8 @@ def find_model(name: str, resident: str = "all", experts: str = "big") -> Prepar
 def current_model(
     settings: ServiceSettings, threads: Executor, known: Preparer | None = None
 ) -> Preparer:
-    """That of the settings as its files are now: `known` where they have not changed, else one that
-    gets ready for its first request on these threads. Raises as find_model."""
+    """The Preparer of the settings' model as its files are now: `known` where they are the same,
+    else one that gets ready for its first request on these threads. Raises as find_model."""
     policies = settings.policies
     preparer = find_model(settings.model, policies.resident, policies.chosen_experts)
     if known is not None and known.fingerprint == preparer.fingerprint:

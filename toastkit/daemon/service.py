@@ -69,7 +69,7 @@ class Service:
     # ------------------------------------------------------------------------------------- rounds
 
     def begin(self, prepared: Prepared, channel: Channel) -> Conversation:
-        """Gives a request its place at the device."""
+        """Begins a conversation for a request."""
         conversation = Conversation(prepared, channel, self)
         self.active.append(conversation)
         return conversation
@@ -202,7 +202,7 @@ class Service:
         warn_of_memory(self.engine.policies)
 
     def make_room(self) -> None:
-        """The same, at once."""
+        """Has what may leave the device do so at once."""
         self.memory_warning()
         self.engine.decide(NO_WISH)
 

@@ -37,7 +37,7 @@ NATIVE_SECONDS = 3.0  # between two looks for native products that are being bui
 
 
 class Worker:
-    """See the module. notify: called from the worker's threads when something has changed.
+    """The thread and its queue. notify: called from its threads when something has changed.
     preparing: requests whose prompts are being tokenised."""
 
     def __init__(self, settings: ServiceSettings):
@@ -165,7 +165,7 @@ class Worker:
         return self._draining and not (busy or self.preparing or self._waiting or self._jobs)
 
     def cancel_all(self) -> None:
-        """Ends what is under way, soon."""
+        """Has the worker's thread end all that is under way."""
         self._do(self._give_up_all)
 
     def reload(self) -> None:
@@ -232,7 +232,7 @@ class Worker:
         mx.clear_cache()
 
     def _round(self) -> None:
-        """Waits for work, and does some."""
+        """One round of the worker's thread: waits for work, and does some."""
         with self._condition:
             work = self._jobs or self._waiting or self._closing or self._reloading
             if not self._busy() and not work:

@@ -101,7 +101,7 @@ def describe(caches: Sequence[Any]) -> list[LayerSource]:
 
 
 def describe_one(cache: Any) -> LayerSource:
-    """The same for one cache."""
+    """Of one cache what `describe` gives of each."""
     kind = _kind(cache)
     if kind == "CacheList":
         return LayerSource(kind, {}, [], describe(cache.caches))

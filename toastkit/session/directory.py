@@ -287,8 +287,9 @@ class Session(LastCommit):
         self._origin = source.path, source.generation, n, room
 
     def _copy_ahead(self) -> None:
-        """Does that: fewer steps than to write rows, and on some file systems none. What cannot be
-        copied, or is not known to be as it was committed, is left to the commit."""
+        """Copies the rows that `goes_on_from` told of: fewer steps than to write them, and on some
+        file systems none. What cannot be copied, or is not known to be as it was committed, is left
+        to the commit."""
         if self._origin is None or self.generation or self._ahead is not None:
             return
         (path, generation, n, room), self._origin = self._origin, None

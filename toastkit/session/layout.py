@@ -91,7 +91,7 @@ class Tensor:
 
     @property
     def block_bytes(self) -> int:
-        """Room of one extent."""
+        """Size in bytes of one extent."""
         return align(self.block_rows * self.row_bytes)
 
 
@@ -163,7 +163,7 @@ class Header:
         ]
 
     def all_tensors(self) -> list[Tensor]:
-        """Those of the layers and of the savepoints."""
+        """All tensors of the layers and of the savepoints."""
         found: list[Tensor] = []
         parts: list[Part] = [*(self.layers or ()), *(point.layers for point in self.savepoints)]
         while parts:

@@ -63,7 +63,7 @@ def _fitting(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes of whole pages."""
+    """Bytes of the map of a tensor, in whole pages."""
     rows = 1 if tensor.axis is None else _positions(tensor)
     return -(-rows * tensor.row_bytes // PAGE) * PAGE
 
@@ -92,7 +92,7 @@ def _pieces(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
 def _mapped(
     library: Library, stored: Stored, tensors: Sequence[Tensor], dtypes: Mapping[str, mx.Dtype]
 ) -> dict[int, mx.array]:
-    """Raises OSError where the system will not."""
+    """The arrays, by the id of their tensors. Raises OSError where the system cannot map them."""
     assert stored.reopen is not None
     sizes = [_size(tensor) for tensor in tensors]
     region = Region(library, sum(sizes))

@@ -127,7 +127,7 @@ def _kinds(store: Store, parts: dict[str, str], cache: list | None) -> dict[str,
 
 
 def _looks_back(cache: Any) -> str:
-    """By the class of the layer's cache."""
+    """How a layer looks back on earlier tokens, by the class of its cache."""
     name = type(cache).__name__
     if hasattr(cache, "caches"):
         return " and ".join(sorted({_looks_back(part) for part in cache.caches}))

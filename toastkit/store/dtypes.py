@@ -37,7 +37,7 @@ class Loading(NamedTuple):
 
     @property
     def kept(self) -> mx.Dtype | None:
-        """That of keys and values, likewise."""
+        """The dtype of keys and values as MLX has it."""
         return None if self.kv_dtype is None else getattr(mx, self.kv_dtype)
 
 

@@ -30,7 +30,7 @@ class Job:
 
     @property
     def stored_bytes(self) -> int:
-        """Size in the files."""
+        """Size in bytes in the files."""
         return sum(span.stop - span.start for span in self.spans)
 
     @property
@@ -40,7 +40,7 @@ class Job:
 
     @property
     def result_dtype(self) -> mx.Dtype:
-        """Of the array."""
+        """Dtype of the array."""
         return mx.float32 if self.widened else DTYPES[self.dtype][1]
 
     def array(self, memory: mx.array) -> mx.array:
@@ -60,7 +60,7 @@ class Piece(NamedTuple):
 
     @property
     def stored_bytes(self) -> int:
-        """Size in the files."""
+        """Size in bytes in the files."""
         return sum(span.stop - span.start for span in self.spans)
 
 
@@ -75,7 +75,7 @@ class Filling:
 
     @property
     def stored_bytes(self) -> int:
-        """Size in the files."""
+        """Size in bytes in the files."""
         return sum(piece.stored_bytes for piece in self.pieces)
 
     @property
@@ -84,4 +84,4 @@ class Filling:
         return sum(len(piece.view) for piece in self.pieces)
 
     def array(self, memory: object) -> None:
-        """There is none."""
+        """No array is made of it."""

@@ -116,7 +116,7 @@ class Partial:
             raise self.failure(error) from error
 
     def failure(self, error: OSError) -> Exception:
-        """What a failed write to it is called."""
+        """The error for a failed write to it."""
         return from_os_error(error, f"cannot {self._doing} {self.path}", creating=True)
 
     def discard(self) -> None:

@@ -63,7 +63,7 @@ class Recipe(NamedTuple):
 
 
 def literal(name: str, data: bytes, group: str) -> Piece:
-    """Bytes at hand, such as config.json."""
+    """A piece of bytes at hand, such as config.json."""
     planned = [Planned(name, "U8", (len(data),), group)]
     return Piece(planned, lambda writer: writer.write(name, data) if data else None)
 

@@ -43,7 +43,7 @@ class QuantizationOptions:
                 raise UsageError(f"{self.mode} quantisation has no {word} {value}, only {names}")
 
     def settings(self) -> dict[str, Any]:
-        """As config.json has them."""
+        """The settings as config.json has them."""
         groups, bits = MODES[self.mode]
         return {
             "group_size": self.group_size or groups[0],

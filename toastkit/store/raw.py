@@ -84,7 +84,7 @@ class RawTensors:
 
     @property
     def paths(self) -> list[Path]:
-        """Of the files."""
+        """Paths of the files."""
         return list(self._identities)
 
     def place(self, name: str) -> tuple[Path, Entry]:
@@ -194,7 +194,8 @@ class RawTensors:
                 raise from_os_error(error, f"cannot read {path}") from error
 
     def descriptor(self, path: Path) -> int:
-        """Of a file, opened when first asked for. Raises OSError, DataError for another file."""
+        """The descriptor of a file, opened when first asked for. Raises OSError, DataError for
+        another file."""
         with self._lock:
             fd = self._opened.get(path)
             if fd is None:
@@ -212,7 +213,7 @@ class RawTensors:
                 raise self.changed()
 
     def changed(self) -> DataError:
-        """What is to be said of files that are no longer those that were opened."""
+        """The error for files that are no longer those that were opened."""
         return DataError(
             f"{self._files.name}: its files have changed since the model was loaded",
             hint="start again; toasted reload has a daemon do so",
@@ -252,7 +253,7 @@ def _ranges(
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """The memory that is left when so many bytes have been read."""
+    """The memory that is left when `count` bytes have been read."""
     for n, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[n + 1 :]]
@@ -261,7 +262,7 @@ def _after(views: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _before(views: list[memoryview], count: int) -> list[memoryview]:
-    """The memory of the first so many bytes."""
+    """The memory of the first `count` bytes."""
     for n, view in enumerate(views):
         if count <= len(view):
             return [*views[:n], view[:count]]

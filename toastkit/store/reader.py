@@ -62,7 +62,7 @@ class Reader:
 
     @property
     def ahead_bytes(self) -> int:
-        """How much may be held."""
+        """Most bytes that may be held."""
         return self._ahead_bytes
 
     @ahead_bytes.setter
@@ -112,7 +112,7 @@ class Reader:
         return flight
 
     def _next(self) -> list[Flight]:
-        """What this thread is to begin with."""
+        """The flights that this thread is to read next."""
         spare = sum(array.nbytes for array in self._spare)  # makes room where it does not fit
         room = self.ahead_bytes - self.held_bytes + spare
         return self._waiting.take_now() or self._waiting.take_ahead(room)
@@ -282,7 +282,7 @@ class Reader:
             del self._flights[flight.job]
 
     def _drop(self, flight: Flight) -> None:
-        """Nobody wants it: it is not begun, or thrown away."""
+        """Forgets a flight that no request wants: it is not begun, or its memory is let go."""
         self._forget(flight)
         self._waiting.drop(flight)
         if flight.outcome is not None:

@@ -66,7 +66,7 @@ class RowReading:
         return self._sanitizing.by_row(name) is None
 
     def rows(self, name: str, spans: Sequence[Range]) -> Rows:
-        """What it takes to have those rows of a tensor."""
+        """The jobs that read those rows of a tensor, and what makes the rows of them."""
         origin, sanitizing = self._origin(name), self._sanitizing
         if isinstance(origin, (Stored, Stacked)):
             keys = [(*origin, *span) for span in spans]

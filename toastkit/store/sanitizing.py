@@ -127,7 +127,7 @@ class Sanitizing:
         return subset if same.issuperset(names) else self._names
 
     def _recorded(self) -> dict[str, int]:
-        """The graph of all, by tensor."""
+        """The node of each tensor in the graph of all, which the first call records."""
         with self._lock:
             if self._whole is None:
                 numbers = {name: NUMBER.search(name) for name in self._names}

@@ -56,15 +56,15 @@ class Waiting:
 
     @property
     def now_bytes(self) -> int:
-        """Of what somebody waits for."""
+        """Bytes that somebody waits for."""
         return sum(flight.nbytes for flight in self._queues[NOW])
 
     def add(self, flight: Flight, priority: int) -> None:
-        """Puts it last."""
+        """Puts a flight last into the queue of its priority."""
         self._queues[priority][flight] = None
 
     def drop(self, flight: Flight) -> None:
-        """Nobody wants it."""
+        """Takes a flight that nobody wants out of its queue."""
         for queue in self._queues:
             queue.pop(flight, None)
 
@@ -76,12 +76,12 @@ class Waiting:
             self._wake()
 
     def take_now(self) -> list[Flight]:
-        """What this thread is to begin with of what somebody waits for."""
+        """The flights that this thread is to read next, of those that somebody waits for."""
         queue = self._queues[NOW]
         return self._begin(queue, next(filter(self._may_take, queue), None))
 
     def take_ahead(self, room: int) -> list[Flight]:
-        """Likewise of what is read ahead: the first that there is room for, in bytes."""
+        """The same of what is read ahead: the first that there is room for, in bytes."""
         queue = self._queues[AHEAD]
         first = next((f for f in queue if f.held <= room and self._may_take(f)), None)
         found = self._begin(queue, first, room)

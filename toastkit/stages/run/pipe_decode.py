@@ -58,7 +58,7 @@ class DecodeEnd:
 
 
 class PipeRun:
-    """One of them: see `protocol.DecodeRun`. session_path: where the state comes from."""
+    """A run on decode's side: see `protocol.DecodeRun`. session_path: where the state is from."""
 
     deferred = False
 
