@@ -17,7 +17,8 @@ the subject in it, no full stop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class ToastError(Exception):
@@ -151,3 +152,12 @@ def from_os_error(error: OSError, doing: str, creating: bool = False) -> ToastEr
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, *missing):
         return CannotCreateError(text) if creating else NoInputError(text)
     return IOFailure(text)
+
+
+@contextmanager
+def reported_as(doing: str, creating: bool = False) -> Iterator[None]:
+    """Raises what from_os_error gives in place of an OSError from inside."""
+    try:
+        yield
+    except OSError as error:
+        raise from_os_error(error, doing, creating) from error

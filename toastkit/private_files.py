@@ -18,7 +18,7 @@ import struct
 import sys
 from typing import TYPE_CHECKING
 
-from toastkit.errors import Misplaced, SecondName, from_os_error
+from toastkit.errors import Misplaced, SecondName, reported_as
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -250,11 +250,9 @@ def make_private_directories(path: str | os.PathLike[str]) -> None:
 def keep_text(path: Path, text: str, what: str) -> None:
     """Puts a file of ASCII text, named `what` in errors, in the place of what was there, and makes
     its directories. Raises CannotCreateError, IOFailure; what was there is then as it was."""
-    try:
+    with reported_as(f"cannot save {what} in {path}", creating=True):
         make_private_directories(path.parent)
         replace_file(path, text.encode("ascii"), sync=True, contended=True)
-    except OSError as error:
-        raise from_os_error(error, f"cannot save {what} in {path}", creating=True) from error
 
 
 def not_private(directory: str) -> str | None:

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from toastkit.base_directories import own_directory
-from toastkit.errors import DataError, NoInputError, ToastError, UsageError, from_os_error
+from toastkit.errors import (
+    DataError,
+    NoInputError,
+    ToastError,
+    UsageError,
+    from_os_error,
+    reported_as,
+)
 from toastkit.private_files import make_private_directories, read_file, replace_file
 from toastkit.session.names import resolve
 
@@ -150,9 +157,6 @@ def _message(line: bytes) -> Message:
 
 def _replace(path: Path, text: str) -> None:
     """Puts text in the place of a file in one step."""
-    try:
+    with reported_as(f"cannot keep the conversation in {path}", creating=True):
         make_private_directories(path.parent)
         replace_file(path, text.encode(), sync=False, contended=True)
-    except OSError as error:
-        doing = f"cannot keep the conversation in {path}"
-        raise from_os_error(error, doing, creating=True) from error

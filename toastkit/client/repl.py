@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from toastkit.client.turn import Turns
-from toastkit.errors import ToastError, from_os_error
+from toastkit.errors import ToastError, reported_as
 from toastkit.interrupts import Signals
 from toastkit.text.terminal import typed
 
@@ -95,12 +95,9 @@ class Editor:
     def close(self) -> None:
         """Writes the history. Raises CannotCreateError or IOFailure."""
         if self._readline is not None and self._history is not None:
-            try:
+            with reported_as(f"cannot keep the history in {self._history}", creating=True):
                 _make_private(self._history)
                 self._readline.write_history_file(str(self._history))
-            except OSError as error:
-                doing = f"cannot keep the history in {self._history}"
-                raise from_os_error(error, doing, creating=True) from error
 
     def _start_readline(self) -> None:
         _types_utf8()

@@ -228,7 +228,7 @@ def _gears(text: str | None) -> tuple[str, ...]:
 
 def _bake_output(files, flags: dict[str, Any]) -> Path:
     """Where the file goes. Refuses one that exists unless --force."""
-    from toastkit.errors import CannotCreateError, from_os_error
+    from toastkit.errors import CannotCreateError, reported_as
     from toastkit.model.locate import OWN_NAME, models_home
     from toastkit.model.toast_format import SUFFIX
     from toastkit.private_files import make_private_directories
@@ -245,10 +245,8 @@ def _bake_output(files, flags: dict[str, Any]) -> Path:
                 f"-m would not find a model called {stem[:200]!r}", hint="give -o FILE"
             )
         out = models_home() / f"{stem}{SUFFIX}"
-        try:
+        with reported_as(f"cannot create {out.parent}", creating=True):
             make_private_directories(out.parent)
-        except OSError as error:
-            raise from_os_error(error, f"cannot create {out.parent}", creating=True) from error
     # These say no where we may not look: writing there says what is wrong.
     if os.path.isdir(out):
         raise CannotCreateError(f"cannot write {out}: it is a directory")

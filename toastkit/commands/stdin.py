@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from toastkit.errors import DataError, from_os_error
+from toastkit.errors import DataError, reported_as
 
 # Of a text: no context holds more, and a corpus of this size is scored for days.
 MOST_BYTES = 32 << 20
@@ -33,13 +33,11 @@ def read_input(name: str, what: str, most: int = MOST_BYTES) -> bytes:
     """All of a file, or of stdin where the name is "-". what: for the message of the DataError
     that is raised for more than `most` bytes. Raises as from_os_error does where it cannot be
     read."""
-    try:
+    with reported_as(f"cannot read {name or repr(name)}"):
         if name == "-":
             return read_stdin(what, most)
         with open(name, "rb") as file:
             return _read(file, what, most)
-    except OSError as error:
-        raise from_os_error(error, f"cannot read {name or repr(name)}") from error
 
 
 def _read(stream: BinaryIO, what: str, most: int) -> bytes:

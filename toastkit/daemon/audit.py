@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from toastkit.errors import from_os_error
+from toastkit.errors import from_os_error, reported_as
 from toastkit.private_files import Descriptor, make_private_directories, open_private
 
 MAX_BYTES = 10 << 20  # of a file
@@ -42,11 +42,9 @@ class Audit(Descriptor):
         self._lock = threading.Lock()
         self._warned = False
         self._fd = -1
-        try:
+        with reported_as(f"cannot write {path}", creating=True):
             make_private_directories(Path(path).parent)
             self._open()
-        except OSError as error:
-            raise from_os_error(error, f"cannot write {path}", creating=True) from error
 
     def write(self, record: dict[str, Any], texts: dict[str, Any] | None = None) -> None:
         """Appends a record, after the time in UTC, with its texts where those are kept. Raises

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from toastkit.errors import ToastError, UnavailableError, from_os_error
+from toastkit.errors import ToastError, UnavailableError, reported_as
 from toastkit.private_files import make_private_directories, open_private
 from toastkit.text.terminal import shown
 
@@ -83,11 +83,9 @@ def detach(log: str) -> Starter | int:
 
 
 def _open_log(log: str) -> int:
-    try:
+    with reported_as(f"cannot write {log}", creating=True):
         make_private_directories(Path(log).parent)
         return open_private(Path(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    except OSError as error:
-        raise from_os_error(error, f"cannot write {log}", creating=True) from error
 
 
 def _detach_from_shell(errors: int, pipe: int) -> None:

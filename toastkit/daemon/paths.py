@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 from toastkit.base_directories import given_directory, runtime_directory
-from toastkit.errors import CannotCreateError, UsageError, from_os_error
+from toastkit.errors import CannotCreateError, UsageError, reported_as
 from toastkit.private_files import not_private
 
 SOCKET_NAME = "toasted.sock"
@@ -48,12 +49,8 @@ def check_length(path: str) -> None:
 
 def make_private(directory: str) -> None:
     """Makes the directory, mode 0700, unless it is there. Raises CannotCreateError, IOFailure."""
-    try:
+    with reported_as(f"cannot make {directory}", creating=True), suppress(FileExistsError):
         os.mkdir(directory, 0o700)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise from_os_error(error, f"cannot make {directory}", creating=True) from error
     check_private(directory)
 
 

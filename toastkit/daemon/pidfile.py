@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from toastkit.errors import BusyError, CannotCreateError, from_os_error
+from toastkit.errors import BusyError, CannotCreateError, reported_as
 from toastkit.private_files import Descriptor, lock_file, read_file
 
 _MAX_BYTES = 64
@@ -27,10 +27,8 @@ class Pidfile(Descriptor):
     def take(cls, path: str) -> Pidfile:
         """Makes or takes over the file. Raises BusyError while another daemon has it,
         CannotCreateError where it cannot be made or is no pidfile."""
-        try:
+        with reported_as(f"cannot make {path}", creating=True):
             fd = lock_file(path)
-        except OSError as error:
-            raise from_os_error(error, f"cannot make {path}", creating=True) from error
         pidfile = cls(path, -1 if fd is None else fd)
         try:
             content = b""
@@ -42,12 +40,10 @@ class Pidfile(Descriptor):
             if fd is None:
                 by = f" (process {content.decode()})" if content else ""
                 raise BusyError(f"already running{by}", hint="toasted stop ends it")
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+            with reported_as(f"cannot write {path}", creating=True):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, b"%d\n" % os.getpid(), 0)
             return pidfile
-        except OSError as error:
-            pidfile.close()
-            raise from_os_error(error, f"cannot write {path}", creating=True) from error
         except BaseException:
             pidfile.close()
             raise

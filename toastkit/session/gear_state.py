@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from toastkit.errors import DataError, from_os_error
+from toastkit.errors import DataError, reported_as
 from toastkit.private_files import read_file, replace_file
 from toastkit.session.names import HEADER_FILE, display_name
 
@@ -44,12 +44,9 @@ def save(session_dir: Path, count: int, tokens_crc: int, state: dict[str, Any]) 
     doing = f"cannot save the gears of session {display_name(session_dir)}"
     if len(data) > MAX_BYTES:
         raise DataError(f"{doing}: their state takes {len(data)} bytes, of {MAX_BYTES} at most")
-    file = session_dir / GEAR_FILE
-    try:
+    with reported_as(doing, creating=True):
         # Streams that are replayed may name one session at the same time.
-        replace_file(file, data, sync=False, contended=True)
-    except OSError as error:
-        raise from_os_error(error, doing, creating=True) from error
+        replace_file(session_dir / GEAR_FILE, data, sync=False, contended=True)
 
 
 def load(session_dir: Path, count: int, tokens_crc: int) -> dict[str, Any] | None:

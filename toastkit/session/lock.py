@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from toastkit.errors import BusyError, DataError, from_os_error
+from toastkit.errors import BusyError, DataError, reported_as
 from toastkit.private_files import Descriptor, lock_file, read_file
 from toastkit.session.names import display_name
 
@@ -37,11 +37,8 @@ class WriterLock(Descriptor):
     def acquire(cls, path: Path) -> WriterLock:
         """Takes the lock, without waiting. Raises BusyError if another process holds it, otherwise
         what from_os_error gives."""
-        try:
+        with reported_as(f"cannot lock session {display_name(path)}", creating=True):
             fd = lock_file(path / LOCK_FILE)
-        except OSError as error:
-            doing = f"cannot lock session {display_name(path)}"
-            raise from_os_error(error, doing, creating=True) from error
         if fd is None:
             raise _busy(path)
         return cls(path, fd)

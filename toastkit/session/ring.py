@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toastkit.errors import DataError, IOFailure, from_os_error
+from toastkit.errors import DataError, IOFailure, from_os_error, reported_as
 from toastkit.frames import MAX_VOCAB, Reference
 from toastkit.private_files import Descriptor, open_private, pwrite_all
 
@@ -54,7 +54,7 @@ class RingWriter:
         self._stride = _stride(vocab)
         self._number = 0
         self._size = size = LINE_BYTES + slots * self._stride
-        try:
+        with reported_as(f"cannot make the logits ring {path}", creating=True):
             self._fd = fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 _fill(fd, size)
@@ -64,10 +64,6 @@ class RingWriter:
                 os.unlink(path)
                 os.close(fd)
                 raise
-        except OSError as error:
-            raise from_os_error(
-                error, f"cannot make the logits ring {path}", creating=True
-            ) from error
 
     def write(self, logits: Any, entropy: Callable[[], float | None] | None = None) -> Reference:
         """Copies one step's logits, any contiguous buffer of float32 (vocab,), into the next slot.

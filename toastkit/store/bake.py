@@ -118,7 +118,8 @@ def split(store: Store, out_directory: Path, progress: Progress | None = None) -
             path = partial.beside / name
             write_pieces(path, pieces, metadata(store), checksums=checksums, progress=report)
             done += sum(item.nbytes for p in pieces for item in p.planned)
-        try:  # last, so that a process killed on the way leaves nothing that looks like a model
+        # Last, so that a process killed on the way leaves nothing that looks like a model.
+        with partial.reported():
             for name, data in files.items():
                 path = partial.beside / name
                 path.parent.mkdir(exist_ok=True)
@@ -126,8 +127,6 @@ def split(store: Store, out_directory: Path, progress: Progress | None = None) -
                 os.chmod(path, 0o666 & ~partial.mask)
             if (partial.beside / TEMPLATES_FOLDER).is_dir():
                 sync_directory(partial.beside / TEMPLATES_FOLDER)
-        except OSError as error:
-            raise partial.failure(error) from error
         partial.publish()
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from toastkit.errors import BusyError, CannotCreateError, IOFailure, from_os_error
+from toastkit.errors import BusyError, CannotCreateError, IOFailure, reported_as
 from toastkit.model.info import human
 from toastkit.private_files import sync_directory, try_lock
 
@@ -37,7 +38,7 @@ class Partial:
         # There is no other way to ask; a file that another thread makes meanwhile is only private.
         self.mask = os.umask(0o077)
         os.umask(self.mask)
-        try:
+        with self.reported():
             if not directory and path.is_dir():
                 raise CannotCreateError(f"cannot write {path}: is a directory")
             if directory and path.is_symlink():
@@ -45,8 +46,6 @@ class Partial:
             if directory and path.exists() and (not path.is_dir() or any(path.iterdir())):
                 raise CannotCreateError(f"cannot make {path}: exists and is not empty")
             self.fd = self._claim()
-        except OSError as error:
-            raise self.failure(error) from error
 
     def _claim(self) -> int:
         """A descriptor of the empty output, locked."""
@@ -106,18 +105,16 @@ class Partial:
 
     def publish(self) -> None:
         """Makes it durable and gives it its name. Raises CannotCreateError, IOFailure."""
-        try:
+        with self.reported():
             os.fchmod(self.fd, (0o777 if self._directory else 0o666) & ~self.mask)
             os.fsync(self.fd)
             os.replace(self.beside, self.path)
             self._published = True
             sync_directory(self.path.absolute().parent)
-        except OSError as error:
-            raise self.failure(error) from error
 
-    def failure(self, error: OSError) -> Exception:
-        """The error for a failed write to it."""
-        return from_os_error(error, f"cannot {self._doing} {self.path}", creating=True)
+    def reported(self) -> AbstractContextManager[None]:
+        """For writes to it: an OSError inside is raised as its CannotCreateError or IOFailure."""
+        return reported_as(f"cannot {self._doing} {self.path}", creating=True)
 
     def discard(self) -> None:
         """Removes it, unless it is published. May be called again."""

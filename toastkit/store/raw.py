@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.errors import DataError, from_os_error
+from toastkit.errors import DataError, from_os_error, reported_as
 from toastkit.model.files import ModelFiles
 from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import ITEM_ALIGNMENT, is_model_tensor
@@ -187,11 +187,9 @@ class RawTensors:
         """Has the system's cache of files forget what lies there, where it can be told to: on macOS
         what is read past it is. Raises DataError for another file, and what from_os_error gives."""
         for path, entry in places if hasattr(os, "posix_fadvise") else ():
-            try:
+            with reported_as(f"cannot read {path}"):
                 fd = self.descriptor(path)
                 os.posix_fadvise(fd, entry.start, entry.stop - entry.start, os.POSIX_FADV_DONTNEED)
-            except OSError as error:
-                raise from_os_error(error, f"cannot read {path}") from error
 
     def descriptor(self, path: Path) -> int:
         """The descriptor of a file, opened when first asked for. Raises OSError, DataError for
@@ -272,10 +270,8 @@ def _before(views: list[memoryview], count: int) -> list[memoryview]:
 
 def _identity(path: Path) -> tuple[int, int, int]:
     """What tells a file from another that took its name, and from one that was written to."""
-    try:
+    with reported_as(f"cannot read {path}"):
         about = os.stat(path)
-    except OSError as error:
-        raise from_os_error(error, f"cannot read {path}") from error
     return about.st_ino, about.st_size, about.st_mtime_ns
 
 

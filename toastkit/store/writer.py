@@ -101,7 +101,7 @@ class TensorWriter:
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         """Takes the next bytes of the tensor whose turn it is. Raises ValueError for another tensor
-        or too many bytes, which is a bug, and what Partial.failure gives."""
+        or too many bytes, which is a bug, and as Partial.reported does."""
         item = self._plan[self._next] if self._next < len(self._plan) else None
         view = memoryview(data).cast("B")
         if item is None or item.name != name:
@@ -109,10 +109,8 @@ class TensorWriter:
         if self._written + view.nbytes > item.nbytes:
             raise ValueError(f"tensor {name} has more than its {item.nbytes} bytes")
         offset = self._data_start + self._places[name].start + self._written
-        try:
+        with self._partial.reported():
             pwrite_all(self._partial.fd, view, offset)
-        except OSError as error:
-            raise self._partial.failure(error) from error
         self._digest.update(view)
         self._written += view.nbytes
         self._done += view.nbytes
@@ -140,18 +138,16 @@ class TensorWriter:
 
     def finish(self) -> None:
         """Writes the padding and the header, and gives the file its name. Raises ValueError where
-        tensors are missing, which is a bug, and what Partial.failure gives."""
+        tensors are missing, which is a bug, and as Partial.reported does."""
         if self._next < len(self._plan):
             raise ValueError(f"tensor {self._plan[self._next].name} is missing")
         fd = self._partial.fd
-        try:
+        with self._partial.reported():
             for entry in self._entries:
                 if entry.name.startswith(PAD_PREFIX):
                     pwrite_all(fd, bytes(entry.nbytes), self._data_start + entry.start)
             header = self._header()
             pwrite_all(fd, LENGTH.pack(len(header)) + header, 0)
-        except OSError as error:
-            raise self._partial.failure(error) from error
         self._partial.publish()
         self._partial.discard()
 
