@@ -106,7 +106,8 @@ def service(monkeypatch: pytest.MonkeyPatch) -> type[FakeService]:
 
 
 def test_this_process_loads_at_the_first_request(service: type[FakeService]) -> None:
-    backend = LocalBackend(Wanted(model="m", device="cpu", dtype="float16", quiet=True))
+    settings = {"model": "m", "device": "cpu", "dtype": "float16"}
+    backend = LocalBackend(Wanted(settings=settings, quiet=True))
     assert service.made == []
     assert list(backend.ask({**ASK, "model": "absolute m"})) == answer("here")
     assert list(backend.ask(ASK)) == answer("here")
@@ -120,7 +121,7 @@ def test_this_process_loads_at_the_first_request(service: type[FakeService]) -> 
 def test_the_residency_is_that_of_this_process(service: type[FakeService]) -> None:
     """What a daemon would be held to is no part of the request here."""
     wanted = ResidencyOptions("layers", 3)
-    backend = LocalBackend(Wanted(policies=PolicyOptions(residency=wanted)))
+    backend = LocalBackend(Wanted(settings={"policies": PolicyOptions(residency=wanted)}))
     backend.memory_warning()  # there is nothing yet that could leave
     assert list(backend.ask({**ASK, "resident": "3"})) == answer("here")
     (made,) = service.made
@@ -220,7 +221,8 @@ def test_a_socket_that_cannot_be(tmp_path: Path) -> None:
 def test_a_daemon_with_another_model_is_left_for_this_process(service: type[FakeService]) -> None:
     said: list[str] = []
     with FakeDaemon(failure(66, "this daemon runs crumb, not m")) as daemon:
-        wanted = Wanted(model="m", say=said.append, verbose=True, socket=daemon.path)
+        settings = {"model": "m"}
+        wanted = Wanted("m", settings, say=said.append, verbose=True, socket=daemon.path)
         backend = choose_backend(wanted)
         assert isinstance(backend, OtherModel)
         asked = {**ASK, "model": "m"}

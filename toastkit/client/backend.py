@@ -3,14 +3,14 @@ not know whether a daemon, this process or, one day, a provider elsewhere is beh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from toastkit.descriptors import is_pipe
 from toastkit.errors import CannotCreateError, NoInputError, UnavailableError
 from toastkit.interrupts import Signals
-from toastkit.native.starting import NativeOptions
 
 STDOUT = 1
 
@@ -39,25 +39,20 @@ class Backend(Protocol):
 class Wanted(NamedTuple):
     """What the flags say about who shall answer.
 
-    model: as -m had it, or None. device, dtype, kv_bits, native, gears (stages.follow.GearSettings)
-    and policies (engine.policy_options.PolicyOptions): for a model in this process.
-    here: no daemon is to be asked. socket: where it listens, None for the usual place.
-    insist: only a daemon will do. say: takes a line for stderr. verbose, quiet: as the flags.
+    model: as -m had it, or None. settings: fields of daemon.service_settings.ServiceSettings, for a
+    model in this process. here: no daemon is to be asked. socket: where it listens, None for the
+    usual place. insist: only a daemon will do. say: takes a line for stderr. verbose, quiet: as the
+    flags.
     """
 
     model: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    kv_bits: int | None = None
-    native: NativeOptions = NativeOptions()
+    settings: Mapping[str, Any] = MappingProxyType({})
     here: bool = False
     socket: str | None = None
     insist: bool = False
     say: Callable[[str], None] = print
     verbose: bool = False
     quiet: bool = False
-    gears: Any = None
-    policies: Any = None
 
 
 def choose_backend(wanted: Wanted, interrupts: Signals | None = None) -> Backend:

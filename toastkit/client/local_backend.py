@@ -11,8 +11,6 @@ from toastkit.interrupts import Signals
 if TYPE_CHECKING:
     from toastkit.client.backend import Wanted
 
-EMBEDDED = "crumb"
-
 
 class LocalBackend:
     """A model of this process. wanted: which one, on which device. interrupts, watch: as of
@@ -58,18 +56,8 @@ class LocalBackend:
         if self._service is None:
             from toastkit.daemon.local_service import LocalService
             from toastkit.daemon.service_settings import ServiceSettings
-            from toastkit.engine.policy_options import NO_POLICIES
 
             wanted = self._wanted
-            settings = ServiceSettings(
-                model=wanted.model or EMBEDDED,
-                device=wanted.device or "auto",
-                dtype=wanted.dtype,
-                kv_bits=wanted.kv_bits,
-                native=wanted.native,
-                say=wanted.say,
-                gears=wanted.gears,
-                policies=wanted.policies or NO_POLICIES,
-            )
+            settings = ServiceSettings(say=wanted.say, **wanted.settings)
             self._service = LocalService(settings, wanted.quiet)
         return self._service

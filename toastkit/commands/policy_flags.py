@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from toastkit.commands import expert_flags, expert_slot_flags, gear_flags, resident_flags
-from toastkit.commands.options import together
+from toastkit.commands.options import native_options, together
 
 if TYPE_CHECKING:
     from toastkit.engine.policy_options import PolicyOptions
@@ -47,6 +47,17 @@ def policy_options(flags: dict[str, Any]) -> PolicyOptions:
         expert_slot_flags.slot_options(flags),
         resident_flags.residency_options(flags),
     )
+
+
+def service_settings(flags: dict[str, Any]) -> dict[str, Any]:
+    """The fields of ServiceSettings that say which model is run, and how. Raises UsageError."""
+    return {
+        "model": flags["model"] or "crumb",
+        **{name: flags[name] for name in ("device", "dtype", "kv_bits")},
+        "gears": gear_flags.gear_settings(flags),
+        "policies": policy_options(flags),
+        "native": native_options(flags),
+    }
 
 
 def insisted(context: click.Context, flags: dict[str, Any]) -> str | None:

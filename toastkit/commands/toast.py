@@ -13,7 +13,6 @@ from toastkit.commands import (
     cli,
     completion,
     expert_flags,
-    gear_flags,
     options,
     policy_flags,
     run_reports,
@@ -183,18 +182,13 @@ def _wanted(context: click.Context, flags: dict[str, Any]) -> Wanted:
 
     return Wanted(
         model=flags["model"],
-        device=flags["device"],
-        dtype=flags["dtype"],
-        kv_bits=flags["kv_bits"],
-        native=options.native_options(flags),
+        settings=policy_flags.service_settings(flags),
         here=flags["no_daemon"] or bool(cli.given(context, *OF_THIS_PROCESS)),
         socket=flags["socket"],
         insist=bool(cli.given(context, "socket")),
         say=cli.say,
         verbose=flags["verbose"],
         quiet=flags["quiet"],
-        gears=gear_flags.gear_settings(flags),
-        policies=policy_flags.policy_options(flags),
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, gear_flags, options, policy_flags, run_reports
+from toastkit.commands import cli, options, policy_flags, run_reports
 from toastkit.commands.sizes import Duration, IntegerRange, Size
 from toastkit.errors import (
     ToastError,
@@ -163,8 +163,7 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
     from toastkit.daemon.service_settings import Limits
 
     told = None if flags["quiet"] else say
-    gears, policies = gear_flags.gear_settings(flags), policy_flags.policy_options(flags)
-    native = options.native_options(flags)
+    model = policy_flags.service_settings(flags)
     audit = _audit(flags, say)
     settings = Settings(
         socket=flags["socket"],
@@ -177,27 +176,22 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
         debug=flags["debug"],
         audit=audit,
         on_ready=starter.ready if starter is not None else None,
-        memory_warnings=policies.gives_up,
+        memory_warnings=model["policies"].gives_up,
     )
 
     def make_worker():
         from toastkit.daemon.service_settings import ServiceSettings
         from toastkit.daemon.worker import Worker
 
-        same = (
-            "device", "dtype", "kv_bits", "chunk", "parallel", "batch", "max_queue", "debug"
-        )  # fmt: skip
+        same = ("chunk", "parallel", "batch", "max_queue", "debug")
         return Worker(
             ServiceSettings(
-                model=flags["model"] or "crumb",
                 idle_unload=flags["idle_unload"] or None,
                 cache_bytes=flags["cache"],
                 spill_bytes=flags["spill"],
                 audit=audit,
                 say=told,
-                native=native,
-                gears=gears,
-                policies=policies,
+                **model,
                 **{name: flags[name] for name in same},
             )
         )
