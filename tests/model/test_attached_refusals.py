@@ -88,7 +88,7 @@ def test_attach_comes_first(client: Client) -> None:
 def test_no_more_than_the_context_holds(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     client.restore(PROMPT)
     client.read(PROMPT)
-    monkeypatch.setattr(type(client.service.engine), "context", 25)
+    monkeypatch.setattr(client.service.engine, "context", 25)
     client.op("step", token=1)
     with pytest.raises(DataError, match="context of 25 tokens is full"):
         client.op("step", token=1)

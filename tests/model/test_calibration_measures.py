@@ -87,9 +87,9 @@ def test_an_answer_ends_in_time(crumb, tokenizer: PromptTokenizer, greedy, monke
     third = greedy("Tell me a story.", 3)[-1].id
     assert len(answer_entropies(crumb, ids, 8, [third])) == 3
     assert len(answer_entropies(crumb, ids, 1, [])) == 1
-    monkeypatch.setattr(type(crumb), "context", len(ids) + 1)
+    monkeypatch.setattr(crumb, "context", len(ids) + 1)
     assert len(answer_entropies(crumb, ids, 8, [])) == 2
-    monkeypatch.setattr(type(crumb), "context", len(ids))
+    monkeypatch.setattr(crumb, "context", len(ids))
     assert len(answer_entropies(crumb, ids, 8, [])) == 1
 
 

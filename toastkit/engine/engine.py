@@ -58,8 +58,11 @@ class Engine:
     that is not kept to; and when logits come out as NaN. native: see NativeOptions. kv_bits: see
     store/kv_bits.py.
 
-    ledger: who keeps how many bytes on the device. reads_on_host: the graph of a step depends on
-    its token's value. last_token: of prompts. Raises UsageError for what it cannot have.
+    model: the architecture, an mlx_lm module, whose weights the holdings put into it. vocab:
+    entries in the logits. context: tokens that it can read, None where its config does not say.
+    gears, residency, experts: the policies of these names. ledger: who keeps how many bytes on the
+    device. reads_on_host: the graph of a step depends on its token's value. last_token: of prompts.
+    Raises UsageError for what it cannot have.
     """
 
     def __init__(
@@ -77,17 +80,22 @@ class Engine:
         self.device = device.start(device_name)
         self.native = device.native_products(native, self.device, notify)
         self.files, self.config = store.files, store.config
+        self.vocab, self.context = store.config.vocab, store.config.context
         types = loading(dtype, self.device == "cpu", self.native, kv_bits)
         self.dtype, self.kv_dtype = types.dtype, types.kv_dtype
         self.ledger = Ledger()
-        self._notify, self._model = notify, store.model
+        self._notify, self.model = notify, store.model
         self._window = store.fitted.window
         self._window_told = self._window is None  # then nothing is looked at in a step
         self._say(*store.fitted.warnings(self.files.name))
-        device.check_dtype(self.dtype, self.device, self._model)
-        self.reads_on_host = reads_on_host(type(self._model).__module__.rpartition(".")[2])
+        device.check_dtype(self.dtype, self.device, self.model)
+        self.reads_on_host = reads_on_host(type(self.model).__module__.rpartition(".")[2])
         self.holdings = Holdings(store, types, self.ledger, cache_bytes, notify)
         self.policies = tuple(policies)
+        named: dict[str, Any] = {policy.name: policy for policy in policies}
+        self.gears: GearPolicy | None = named.get("gears")
+        self.residency: ResidencyPolicy | None = named.get("residency")
+        self.experts: ExpertsPolicy | None = named.get("experts")
         for policy in self.policies:
             policy.attach(self.holdings)
         self._caches: WeakValueDictionary[int, Caches] = WeakValueDictionary()
@@ -100,39 +108,6 @@ class Engine:
         if self._notify is not None:
             for line in lines:
                 self._notify(line)
-
-    @property
-    def model(self) -> Any:
-        """The architecture, an mlx_lm module, whose weights the holdings put into it."""
-        return self._model
-
-    @property
-    def gears(self) -> GearPolicy | None:
-        """The policy of that name."""
-        return self._policy("gears")
-
-    @property
-    def residency(self) -> ResidencyPolicy | None:
-        """Likewise."""
-        return self._policy("residency")
-
-    @property
-    def experts(self) -> ExpertsPolicy | None:
-        """Likewise."""
-        return self._policy("experts")
-
-    def _policy(self, name: str) -> Any:
-        return next((policy for policy in self.policies if policy.name == name), None)
-
-    @property
-    def vocab(self) -> int:
-        """Entries in the logits."""
-        return self.config.vocab
-
-    @property
-    def context(self) -> int | None:
-        """Tokens that the model can read, None where its config does not say."""
-        return self.config.context
 
     def close(self) -> None:
         """Lets go of the checkpoint's files. What is loaded stays usable."""
@@ -365,7 +340,7 @@ class Engine:
             # One that reads can fail half way. (The caches of a batch are then given up.)
             reads = self.holdings.reads_in_passes and ids.shape[0] == 1
             with undone_on_failure(cache, ids.shape[1]) if reads else nullcontext():
-                logits = self._model(ids, cache=cache)
+                logits = self.model(ids, cache=cache)
         except MISFITS as error:
             if self._has_run:
                 raise
