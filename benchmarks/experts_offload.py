@@ -175,8 +175,8 @@ class Way:
             self.engine: Engine = open_engine(
                 model.files, dtype="float32", expert_slots=options, experts=experts, native=native
             )
-        if self.engine.experts is not None:
-            self.engine.experts.prefetches = "alone" not in self.more
+        if "alone" in self.more:
+            self.engine.holdings.slots.foresight.last_choices = lambda rows: {}
         self.state = ModelState(self.engine.new_cache())
         self.seconds: list[float] = []
         self.fell: list[bool] = []

@@ -26,8 +26,8 @@ class ExpertsPolicy(Policy):
 
     k, little_k: experts that a token goes to in the big and in the little model; where layers
     differ, in those with the most. steps, fallbacks: of all runs. A step that the big model did
-    again is one step and one fallback. prefetches: whether that is begun by reading its experts.
-    common: what both passes of such a step have in common, which is kept of the first.
+    again is one step and one fallback. common: what both passes of such a step have in common,
+    which is kept of the first.
     """
 
     name = "experts"
@@ -40,7 +40,6 @@ class ExpertsPolicy(Policy):
         self.k = self.little_k = 0
         self.steps = self.fallbacks = 0
         self._little = False  # in force
-        self.prefetches = True
         self.times = PassTimes()
         self._before = (0, 0)
 
@@ -73,18 +72,12 @@ class ExpertsPolicy(Policy):
         batch, None for all. Where experts are in slots, those are read ahead that the routers of
         all layers name, asked with its K about what they saw: among them those that the little
         model wanted (section III-B)."""
-        with self.big():
-            if self.prefetches and self._slots.layers:
-                foresight = self._slots.foresight
-                foresight.tell(foresight.last_choices(rows))
-            yield
-
-    @contextmanager
-    def big(self) -> Iterator[None]:
-        """Passes have the checkpoint's own K meanwhile."""
         before = self._little
         self._set(False)
         try:
+            if self._slots.layers:
+                foresight = self._slots.foresight
+                foresight.tell(foresight.last_choices(rows))
             yield
         finally:
             self._set(before)
