@@ -43,7 +43,8 @@ def native(cls: type) -> type:
         return cls
     if mixin := MIXINS.get((cls.__module__, cls.__name__)):
         return _derived(mixin, cls)
-    made = _anew(cls) if methods_anew(cls) else cls
+    methods = methods_anew(cls)  # that call our functions
+    made = _under_its_name(cls, Native, **methods) if methods else cls
     from toastkit.native.known import layer_of
     from toastkit.native.layers.blocks import Layer, ScaledLayer  # which are made of modules
 
@@ -127,14 +128,7 @@ def _derived(mixin: type, base: type) -> type:
 
 
 @cache
-def _anew(base: type) -> type:
-    """Its methods call our functions (functions.py)."""
-    own = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (Native, base), {**methods_anew(base), **own})
-
-
-@cache
-def _under_its_name(base: type, *mixins: type, **own: Any) -> type:
+def _under_its_name(base: type, /, *mixins: type, **own: Any) -> type:
     """Of the module of the architecture, too."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (*mixins, base), {**names, **own})
