@@ -61,7 +61,7 @@ class _Times(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Of all of it."""
+        """Seconds of the whole pass."""
         return sum(self.waits) + sum(self.computes) + self.rest
 
 

@@ -46,8 +46,7 @@ OURS = "Toast"  # what native operations begin with there
 
 
 class LastToken:
-    """The last token of a model's prompts. possible: it may go along with others; False until the
-    model has been examined."""
+    """The last token of a model's prompts. Nothing is possible until the model was examined."""
 
     def __init__(self) -> None:
         self._heads: list[Any] = []
@@ -60,7 +59,7 @@ class LastToken:
 
     @property
     def possible(self) -> bool:
-        """See above."""
+        """Whether a prompt's last token may go along with those before it."""
         return bool(self._heads)
 
     def pass_size(self, left: int, caches: Sequence[Any], chunk: int | None, usual: int) -> int:

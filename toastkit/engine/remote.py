@@ -267,7 +267,7 @@ class RemoteState:
         """Nothing: it knows best what else it has to do."""
 
     def entropy(self) -> None:
-        """It is not sent along."""
+        """None: the daemon does not send it."""
 
     def values(self) -> memoryview[float]:
         """The logits (vocab,) float32 after the last token; waits for them."""

@@ -95,7 +95,7 @@ def _before_a_step(layer: Any, keep: Callable[[Any], Any] = _copy) -> Any:
 
 
 def _row(layer: Any, place: int) -> _Row:
-    """That one of a ring, as it is now."""
+    """A copy of one row of a ring, as it is now."""
     rows = slice(place, place + 1)
     keys, values = (mx.contiguous(x[..., rows, :]) for x in (layer.keys, layer.values))
     return _Row({"offset": layer.offset, "_idx": layer._idx}, place, keys, values)

@@ -164,7 +164,7 @@ class SlotPolicy(Policy):
         self._holdings.store.keeps_cached = self._room.caches()
 
     def failed(self) -> None:
-        """They are as they were."""
+        """The slots are as they were."""
         if self._made is not None:
             self._amount = self._made
 

@@ -282,7 +282,7 @@ class ExpertSlots:
         return failed
 
     def _note(self, layer: LayerSlots, experts: Iterable[int]) -> None:
-        """They are being read."""
+        """Notes experts that are being read, for `_check_files`."""
         self._unchecked += ((layer, expert) for expert in experts)
 
     def _begin(

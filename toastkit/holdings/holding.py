@@ -122,7 +122,7 @@ class Holding:
 
     @property
     def names(self) -> list[str]:
-        """Likewise, by name in the store."""
+        """Names of all parameters in the store, the matrix first."""
         return [tensor.name for tensor in self.tensors]
 
     @property

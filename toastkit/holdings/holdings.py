@@ -111,7 +111,7 @@ class Holdings:
 
     @cached_property
     def slots(self) -> ExpertSlots:
-        """Those of experts: made for who asks, and few models have any."""
+        """Slots of experts, made when they are first asked for: few models have any."""
         from toastkit.holdings.expert_slots import ExpertSlots
 
         return ExpertSlots(self, self._weights)

@@ -121,7 +121,7 @@ class LayerSlots:
         return wrong
 
     def drop(self, expert: int) -> None:
-        """It is not in its slot, nor on its way."""
+        """Marks an expert as neither in its slot nor on its way."""
         self._cancel(expert)
         if expert in self.table:
             self.table.drop(expert)

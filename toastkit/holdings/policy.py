@@ -60,7 +60,7 @@ class Policy:
         """The forms have come about; so many modules had to be read or made."""
 
     def failed(self) -> None:
-        """They have not; what was there before still is."""
+        """The forms have not come about: those before are still there."""
 
     def expect(self, wish: Wish) -> Mapping[str, Form]:
         """The forms that may be wanted soon, to prepare; empty where none are."""

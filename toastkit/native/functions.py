@@ -157,14 +157,14 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _operators(code: CodeType) -> Iterator[Instruction]:
-    """Of two operands: likewise."""
+    """Binary operations of code, with that of functions within it: see BINARY."""
     for one in _codes(code):
         pairs = zip(one.co_code[::2], one.co_code[1::2])
         yield from (pair for pair in pairs if pair[0] in BINARY)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """It, and that of functions within it."""
+    """Code, and that of functions within it."""
     yield code
     for value in code.co_consts:
         if isinstance(value, CodeType):

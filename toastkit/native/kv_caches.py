@@ -300,7 +300,7 @@ class _Keeping:
         return super().update_and_fetch(*own)  # type: ignore[misc]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The same, for layers that share them with one before."""
+        """What is kept, widened, for layers that share it with one before."""
         keys, values = super().keys_and_values()  # type: ignore[misc]
         appended = getattr(mx, self.appended)
         return _widened(keys, appended), _widened(values, appended)

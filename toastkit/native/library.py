@@ -378,7 +378,7 @@ def use(library: Library | None) -> None:
 
 
 def in_use() -> Library | None:
-    """It, where there is one."""
+    """The library that modules of this process compute with; None without one."""
     return _in_use
 
 

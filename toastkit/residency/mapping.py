@@ -73,7 +73,7 @@ class MappingPolicy(Policy):
         return MAPPED if form == ORIGINAL else form
 
     def changed(self, seconds: float, made: int) -> None:
-        """It is loaded."""
+        """The model is loaded."""
         self._loaded = True
 
     def report(self) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class Played(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All of them."""
+        """Of the whole pass."""
         return self.waiting + self.computing
 
 

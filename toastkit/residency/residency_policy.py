@@ -86,7 +86,7 @@ class ResidencyPolicy(Policy):
             slots = any(holding.slots for holding in self._holdings.modules.values())
             what = "slots for experts, what else" if slots else "what"
             raise UsageError(
-                f"--resident {self.options}: {name} needs {_up(self.least)}M at least",
+                f"--resident {self.options}: {name} needs {-(-self.least // (1 << 20))}M at least",
                 hint=f"for {what} lies outside its layers, two of them, and caches to begin with",
             )
 
@@ -230,8 +230,3 @@ class ResidencyPolicy(Policy):
             "shed": self.shed,
             "grown": self.grown,
         }
-
-
-def _up(count: int) -> int:
-    """Bytes in MiB, rounded up."""
-    return -(-count // (1 << 20))

@@ -158,7 +158,7 @@ def copies(x: Any, count: int) -> list[Any]:
 def _in_two(
     library: Library, plan: Plan, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
 ) -> tuple[list[mx.array], Kept]:
-    """The same."""
+    """As `_in_one`, in two operations around attention."""
     kept, length = beside.kept, x.shape[1]
     offset = kept.offset if kept else offset_of(cache)
     queries, *new = _projected(library, plan, x, offset, beside)

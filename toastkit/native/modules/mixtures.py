@@ -278,7 +278,7 @@ class MixtureChosenOfPart(MixtureChosen):
 
 
 class MixtureOfPart(Mixture):
-    """The same without these."""
+    """By a router of its own, without experts for all tokens."""
 
     _router = "router"
 
@@ -296,7 +296,7 @@ class MixtureBiased(Mixture):
 
 
 class MixtureBiasedAhead(Mixture):
-    """Likewise (MiniMax)."""
+    """By sigmoids and a bias, and shares that add up to 1 (MiniMax)."""
 
     _bias = "e_score_correction_bias"
 

@@ -65,7 +65,7 @@ class LongRope(Rotary):
 
 
 class YarnRope(FreqsRope):
-    """Likewise, and back again."""
+    """With a factor, and back again (inverse)."""
 
     def how(self: Any, size: int) -> dict[str, Any]:
         return super().how(size) | {"factor": self.mscale}
