@@ -17,6 +17,13 @@ from pathlib import Path, PurePosixPath
 MOST_READ = 1 << 20  # bytes of a file of /proc or /sys
 # Where cgroups are mounted when nothing says so, by version.
 USUAL = {1: "/sys/fs/cgroup/memory", 2: "/sys/fs/cgroup"}
+# By version, a group's files of limits and of usage, and names in memory.stat. Above memory.high a
+# process is not killed, but slowed down until it is of no use: that is a limit too. The usage of
+# version 1 is of all below it: so are the statistics in total.
+FILES = {
+    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_", "total_mapped_file"),
+    2: (("memory.max", "memory.high"), "memory.current", "", "file_mapped"),
+}
 
 
 def available_memory() -> int:
@@ -51,30 +58,20 @@ def left_by_cgroups(root: Path = Path("/")) -> int | None:
     nothing."""
     lefts = []
     for version, folder in _groups(root):
-        limit, used, reclaimable = _read_1(folder) if version == 1 else _read_2(folder)
+        limit, used, reclaimable = _read(version, folder)
         if limit is not None and used is not None:
             lefts.append(max(0, limit - used + min(used, reclaimable)))
     return min(lefts, default=None)
 
 
-def _read_2(folder: Path) -> tuple[int | None, int | None, int]:
-    """(limit, used, reclaimable) bytes of a group of version 2. Above memory.high a process is not
-    killed, but slowed down until it is of no use: that is a limit too."""
-    said = [_number(folder / name) for name in ("memory.max", "memory.high")]
-    limit = min((n for n in said if n is not None), default=None)
+def _read(version: int, folder: Path) -> tuple[int | None, int | None, int]:
+    """(limit, used, reclaimable) bytes of a group."""
+    limits, usage, kind, mapped = FILES[version]
+    said = [n for name in limits if (n := _number(folder / name)) is not None]
     stat = _stat(folder)
-    cached = stat.get("active_file", 0) + stat.get("inactive_file", 0)
-    reclaimable = max(0, cached - stat.get("file_mapped", 0))
-    return limit, _number(folder / "memory.current"), reclaimable
-
-
-def _read_1(folder: Path) -> tuple[int | None, int | None, int]:
-    """The same of version 1, whose usage is of all below it: so are the statistics in total."""
-    stat = _stat(folder)
-    cached = stat.get("total_active_file", 0) + stat.get("total_inactive_file", 0)
-    reclaimable = max(0, cached - stat.get("total_mapped_file", 0))
-    used = _number(folder / "memory.usage_in_bytes")
-    return _number(folder / "memory.limit_in_bytes"), used, reclaimable
+    cached = stat.get(f"{kind}active_file", 0) + stat.get(f"{kind}inactive_file", 0)
+    reclaimable = max(0, cached - stat.get(mapped, 0))
+    return min(said, default=None), _number(folder / usage), reclaimable
 
 
 def _groups(root: Path) -> Iterator[tuple[int, Path]]:
