@@ -33,7 +33,7 @@ def preload() -> None:
     from toastkit.model.architecture import import_architecture
     from toastkit.model.config import load_config
     from toastkit.model.locate import locate
-    from toastkit.native.functions import methods_anew
+    from toastkit.native.functions import rebuilt_methods
     from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer
 
     for module in pkgutil.walk_packages(toastkit.__path__, "toastkit."):
@@ -43,7 +43,7 @@ def preload() -> None:
     architecture = import_architecture(config)
     for one in vars(architecture).values():
         if isinstance(one, type) and issubclass(one, architecture.nn.Module):
-            methods_anew(one)
+            rebuilt_methods(one)
     greeting = [{"role": "user", "content": "Hi!"}]
     PromptTokenizer(crumb, config, PromptOptions()).render(Prompt(messages=greeting))
     assert not NOT_PRELOADED & set(sys.modules)

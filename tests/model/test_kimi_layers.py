@@ -103,7 +103,7 @@ def test_what_does_not_fit_together(library: Any) -> None:
     """The library says so."""
     layer, x, cache = made()[1].layers[0], mx.random.normal((1, 3, 64)), ArraysCache(4)
     layer(x, None, cache)
-    plan, given = vars(layer)["_kept"], list(cache.cache)
+    plan, given = vars(layer)["_step_plan"], list(cache.cache)
 
     def one(x: mx.array = x, kept: list[Any] = given, size: int = 32) -> Any:
         outs = (py_object * 5)(*(mx.array(0) for _ in range(5)))
@@ -118,7 +118,8 @@ def test_what_does_not_fit_together(library: Any) -> None:
         for other in (None, given[i][:, 1:], given[i][..., 1:], given[i].astype(mx.float16)):
             assert one(kept=[*given[:i], other, *given[i + 1 :]])
     assert one(size=16) and one(size=0)
-    for name, value in {"heads": 2, "network": 1, "centred": 1, "parallel": 1, "own": 1}.items():
+    others = {"heads": 2, "network": 1, "layer_norms": 1, "parallel": 1, "layer_input": 1}
+    for name, value in others.items():
         before = getattr(plan.shape, name)
         setattr(plan.shape, name, value)
         assert one()

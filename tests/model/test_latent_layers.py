@@ -246,19 +246,20 @@ def test_what_does_not_fit_together(library: Library, case: tuple) -> None:
     layer(x, None, cache)
     plan = layer._plan
     other = {
-        "dims": 64, "heads": 5, "key_heads": 3, "network": 1, "latent": 40, "still": 48,
-        "narrow": 16, "opened": 1 - plan.shape.opened, "gated": 1, "shares": 1, "joined": 16,
+        "dims": 64, "heads": 5, "key_heads": 3, "network": 1, "latent": 40, "nope": 48,
+        "query_rank": 16, "expanded": 1 - plan.shape.expanded, "gated": 1, "shares_cache": 1,
+        "fused_head": 16,
     }  # fmt: skip
 
     def one(x: mx.array = x, **more: Any) -> None:
         with pytest.raises(ValueError):
             own = {"keys": cache.keys, "values": cache.values, "offset": 1} | more
             room = Room(own["offset"], own["offset"] + x.shape[1])
-            blocks._in_one(library, plan, x, False, SimpleNamespace(**own), room)
+            blocks._one_node(library, plan, x, False, SimpleNamespace(**own), room)
 
     for wrong in (x[0], x[..., :32], x.astype(mx.float16)):
         one(wrong)
-    if not plan.shape.opened:
+    if not plan.shape.expanded:
         one(mx.zeros((1, 2, 64)))
     one(keys=cache.values[..., :4])
     one(values=cache.keys[..., :4])
@@ -268,7 +269,7 @@ def test_what_does_not_fit_together(library: Library, case: tuple) -> None:
         one()
         if name != "key_heads":
             with pytest.raises(ValueError):
-                blocks._in_two(library, plan, x, None, KVCache())
+                blocks._two_nodes(library, plan, x, None, KVCache())
         setattr(plan.shape, name, before)
     given = {id(a): a for _, a in tree_flatten(layer.parameters())}
     given |= {id(a): a for a in plan.operands._fixed}
@@ -278,4 +279,4 @@ def test_what_does_not_fit_together(library: Library, case: tuple) -> None:
                 places[i] = id(wrong)
                 one()
             places[i] = id(array)
-    blocks._in_one(library, plan, x, False, cache, Room(1, 2))
+    blocks._one_node(library, plan, x, False, cache, Room(1, 2))

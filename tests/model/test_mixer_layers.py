@@ -85,7 +85,7 @@ def test_mixers_that_do_not_fit_together(library: Any) -> None:
     fits = [projected, conv.weight, conv.bias, before, mixer.A_log, mixer.D, mixer.dt_bias, state]
 
     def one(arrays: list[Any], heads: int = 4, groups: int = 2, numbers: int = 8) -> str | None:
-        given = recurrent._objects(*arrays)
+        given = recurrent._float32(*arrays)
         three = [mx.array(0) for _ in range(3)]
         shape = byref(recurrent.MixerShape(heads, groups, numbers, 0, 0.0, 1.0))
         return recurrent._mixer(library)(*three, given, shape)
@@ -210,11 +210,11 @@ def test_layers_that_do_not_fit_together(library: Any) -> None:
     for layer, own in ((mixes, cache), (feeds, None), (attends, KVCache()), (chooses, None)):
         layer(x, None, own)
     layer, fed = mixer._functions(library)
-    plan, made_of = vars(mixes)["_kept"], vars(feeds)["_kept"]
+    plan, made_of = vars(mixes)["_step_plan"], vars(feeds)["_step_plan"]
 
     def mixed(x: mx.array = x, before: Any = cache[0], state: Any = cache[1]) -> Any:
         objects = (py_object * 3)(*(mx.array(0) for _ in range(3)))
-        places = byref(plan.operands), byref(plan.shape), byref(plan.of), None
+        places = byref(plan.operands), byref(plan.shape), byref(plan.recurrence), None
         given = (NONE if one is None else one for one in (before, state))
         return layer(objects, x, *given, *places)
 
@@ -225,8 +225,8 @@ def test_layers_that_do_not_fit_together(library: Any) -> None:
     for wrong in (x[0], x[..., :16], x.astype(mx.float16)):
         assert mixed(wrong) and one_fed(wrong)
     assert mixed(before=None) and mixed(state=cache[0]) and mixed(before=cache[0][:, 1:])
-    for shape, other in ((plan.of, {"heads": 3, "groups": 3, "numbers": 9, "normed": 7}),
-                         (plan.shape, {"network": 1, "own": 1})):  # fmt: skip
+    for shape, other in ((plan.recurrence, {"heads": 3, "groups": 3, "numbers": 9, "normed": 7}),
+                         (plan.shape, {"network": 1, "layer_input": 1})):  # fmt: skip
         for name, value in other.items():
             before = getattr(shape, name)
             setattr(shape, name, value)

@@ -121,8 +121,8 @@ def passes(own: list[Any], batch: int, kept: mx.Dtype = mx.float32) -> list[mx.a
 def counted() -> Iterator[dict[str, int]]:
     """How often layers are one operation meanwhile, and how often two."""
     with (
-        patch.object(blocks, "_in_one", wraps=blocks._in_one) as one,
-        patch.object(blocks, "_in_two", wraps=blocks._in_two) as two,
+        patch.object(blocks, "_one_node", wraps=blocks._one_node) as one,
+        patch.object(blocks, "_two_nodes", wraps=blocks._two_nodes) as two,
     ):
         counts: dict[str, int] = {}
         yield counts
@@ -368,7 +368,7 @@ def test_what_does_not_fit_together(library: Library, case: tuple) -> None:
         with pytest.raises(ValueError):
             own = {"keys": kept, "values": kept, "offset": 2} | more
             room = Room(own["offset"], more.pop("length", own["offset"] + 2))
-            blocks._in_one(library, plan, x, True, SimpleNamespace(**own), room)
+            blocks._one_node(library, plan, x, True, SimpleNamespace(**own), room)
 
     for wrong in (x[0], x[..., :32], x.astype(mx.float16)):
         one(wrong)
@@ -392,9 +392,9 @@ def test_what_does_not_fit_together(library: Library, case: tuple) -> None:
                 places[i] = id(wrong)
                 one()
             places[i] = id(array)
-    blocks._in_one(library, plan, x, True, cache, Room(2, 4))
+    blocks._one_node(library, plan, x, True, cache, Room(2, 4))
     for shape in ((1, 3, 2, 32), (1, 4, 1, 32), (4, 2, 32)):
         attended = mx.zeros(shape)
         own = plan._replace(heads=plan.heads._replace(attend=lambda *_, a=attended, **__: a))
         with pytest.raises(ValueError):
-            blocks._in_two(library, own, x, "causal", KVCache())
+            blocks._two_nodes(library, own, x, "causal", KVCache())

@@ -91,12 +91,12 @@ def test_gates_of_their_own(bits: int) -> None:
     del vars(own[0])["_last_only"]
     whole = passes(own[:1], 2)[: len(LENGTHS)]
     assert all(mx.array_equal(a, b[:, -1:]) for a, b in zip(last, whole, strict=True))
-    with patch.object(type(own[1].mlp), "whole", lambda *_: None):  # left to itself
+    with patch.object(type(own[1].mlp), "as_shape", lambda *_: None):  # left to itself
         assert all(map(mx.array_equal, passes(own, 2), wanted))
     layer, x, cache = own[1], mx.random.normal((1, 2, 64)), KVCache()
     layer(x, "causal", cache)
     layer(x, "causal", cache)
-    layer._plan.shape.own = 1
+    layer._plan.shape.layer_input = 1
     with pytest.raises(ValueError):
         layer(x, "causal", cache)
 

@@ -76,7 +76,7 @@ def architecture(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setitem(sys.modules, "an_architecture", made)
     exec(SOURCE, vars(made))
     yield made
-    functions._forget()
+    functions._clear_caches()
 
 
 def test_methods_call_ours(architecture: ModuleType) -> None:
@@ -162,8 +162,8 @@ def test_expressions(
     assert "raise" in EXPRESSIONS.splitlines()[error.traceback[-1].lineno]
     (tmp_path / "an_expression.py").write_text(EXPRESSIONS.replace("y", "z"))  # since imported
     linecache.clearcache()
-    functions._forget()
-    assert functions.methods_anew(made.Weighs) == {}
+    functions._clear_caches()
+    assert functions.rebuilt_methods(made.Weighs) == {}
 
 
 def test_classes_that_call_none_stay(architecture: ModuleType) -> None:

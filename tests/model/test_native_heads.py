@@ -54,10 +54,10 @@ def test_what_is_left_to_mlx() -> None:
 
 def test_architectures_multiply_so() -> None:
     """Scores of latent attention, and routers, by their own source."""
-    anew = functions.methods_anew(deepseek_v3.MoEGate)
-    assert "_toastkit_matmul" in anew["__call__"].__code__.co_names
-    anew = functions.methods_anew(deepseek_v3.DeepseekV3Attention)
-    assert "_toastkit_matmul" in anew["__call__"].__code__.co_names
+    rebuilt = functions.rebuilt_methods(deepseek_v3.MoEGate)
+    assert "_toastkit_matmul" in rebuilt["__call__"].__code__.co_names
+    rebuilt = functions.rebuilt_methods(deepseek_v3.DeepseekV3Attention)
+    assert "_toastkit_matmul" in rebuilt["__call__"].__code__.co_names
     assert "_toastkit_matmul" not in deepseek_v3.MoEGate.__call__.__code__.co_names
 
 

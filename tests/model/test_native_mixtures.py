@@ -121,7 +121,7 @@ def made(kind: tuple, seed: int, k: int = 2, normed: bool = True, bits: int = 0)
 
 
 def one_by_one(block: Any, x: mx.array) -> mx.array:
-    with patch.object(mixtures.Mixture, "whole", lambda *_: None):
+    with patch.object(mixtures.Mixture, "as_shape", lambda *_: None):
         return block(x)
 
 
@@ -186,7 +186,7 @@ def test_what_changes_is_seen(kind: tuple) -> None:
     with patch.object(mixtures, "_mixed") as mixed:
         ours(x)
         router = ours[ours._router]
-        router = router.get(getattr(router, "_part", None) or ours._within, router)
+        router = router.get(getattr(router, "_part", None) or ours._projection, router)
         router.weight = router.weight.astype(mx.float16)
         ours(x.astype(mx.float16))
     assert not mixed.called
@@ -237,7 +237,7 @@ def test_models_use_it(tmp_path: Path, name: str) -> None:
     with patch.object(mixtures, "_mixed", wraps=mixtures._mixed) as mixed:
         whole = read(engine)
         assert mixed.called
-        with patch.object(mixtures.Mixture, "whole", lambda *_: None):
+        with patch.object(mixtures.Mixture, "as_shape", lambda *_: None):
             assert all(map(mx.array_equal, read(engine), whole))
         some = open_engine(path, native="require", dtype="float32", expert_slots=slots(6))
         mixed.reset_mock()
@@ -256,7 +256,7 @@ def test_layers_that_are_known() -> None:
 
 def test_what_does_not_fit_together(library: Library) -> None:
     _, ours = made(BLOCKS[0], 8)
-    mixture, x = ours.whole(), numbers(4, (1, 3, 32), mx.float32)
+    mixture, x = ours.as_shape(), numbers(4, (1, 3, 32), mx.float32)
     for y, mixture.choice.chosen in ((x, 0), (x, 7), (x[..., :31], 2), (x.astype(mx.float16), 2)):
         with pytest.raises(ValueError):
             mixtures._mixed(library, y, mixture)

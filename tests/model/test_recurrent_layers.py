@@ -202,10 +202,10 @@ def test_a_decoder_layer_is_one_node(tmp_path: Path, name: str) -> None:
     """With its network, a mixture or not: to the bit what its parts give."""
     engine = opened(tmp_path, name)
     recurrent = sum(layer.is_linear for layer in engine.model.layers)
-    with patch.object(decoder, "_decoded", wraps=decoder._decoded) as decoded:
+    with patch.object(decoder, "_run", wraps=decoder._run) as decoded:
         whole = read(engine)
     assert decoded.call_count == 4 * recurrent > 0
-    with patch.object(decoder.Decoder, "_in_one", lambda *_: None):
+    with patch.object(decoder.Decoder, "_one_node", lambda *_: None):
         assert all(map(mx.array_equal, read(engine), whole))
 
 
@@ -232,7 +232,7 @@ def test_attention_with_gates_is_one_node(tmp_path: Path, name: str, bits: int) 
 
     for batch in (1, 3):
         for kept in (mx.float32, mx.float16, mx.int8):
-            with patch.object(blocks, "_in_one", wraps=blocks._in_one) as one:
+            with patch.object(blocks, "_one_node", wraps=blocks._one_node) as one:
                 whole = passes(batch, kept)
             assert one.call_count == 4  # the first pass finds no room, and one has 33 positions
             with patch.object(decoder.Decoder, "natively", lambda *_: None):
@@ -262,10 +262,10 @@ def steps(layer: Any, seed: int) -> list[mx.array]:
 
 def compared(layer: Any, one: bool = True) -> list[mx.array]:
     """Both ways; one: whether it is one node."""
-    with patch.object(decoder, "_decoded", wraps=decoder._decoded) as decoded:
+    with patch.object(decoder, "_run", wraps=decoder._run) as decoded:
         found = steps(layer, 1)
     assert decoded.call_count == 2 * one
-    with patch.object(decoder.Decoder, "_in_one", lambda *_: None):
+    with patch.object(decoder.Decoder, "_one_node", lambda *_: None):
         assert all(map(mx.array_equal, steps(layer, 1), found))
     return found
 
@@ -315,7 +315,7 @@ def test_what_a_layer_leaves_to_its_parts(tmp_path: Path) -> None:
     x = mx.ones((1, 2, layer.input_layernorm.weight.size))
     lengths = ArraysCache(2)
     lengths.lengths = mx.array([2])
-    with patch.object(decoder, "_decoded") as decoded:
+    with patch.object(decoder, "_run") as decoded:
         for given in (
             (x, mx.ones((1, 2), mx.bool_), ArraysCache(2)), (x, None, lengths), (x, None, None),
             (x.astype(mx.float16), None, ArraysCache(2)),

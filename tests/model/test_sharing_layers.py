@@ -26,7 +26,7 @@ from tests.native_library import built, cache, needed, operations_of
 from toastkit.engine.last_token import _last_layers
 from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
-from toastkit.native.kv_caches import Kept, keep_in
+from toastkit.native.kv_caches import LayerKV, keep_in
 from toastkit.native.layers import blocks
 from toastkit.native.replacing import last_position_only, use_native
 
@@ -103,7 +103,7 @@ def test_one_operation_or_two_are_many(case: str, batch: int, bits: int) -> None
     assert sum(counts.values()) == len(LENGTHS) * len(model.layers)
     # The others are long, or their caches have no room yet, or slide and take several positions.
     assert counts["one"] >= 2 * len(model.layers)
-    with patch.object(blocks.Layer, "passed", in_many):
+    with patch.object(blocks.Layer, "forward", in_many):
         wanted = passes(model, batch)
     assert all(map(mx.array_equal, made, wanted))
 
@@ -157,7 +157,7 @@ def test_caches_that_keep_fewer_bits(kept: mx.Dtype) -> None:
     with counted() as counts:
         made = passes(model, 2, kept)
     assert counts["one"] >= 3 * len(model.layers)
-    with patch.object(blocks.Layer, "passed", in_many):
+    with patch.object(blocks.Layer, "forward", in_many):
         wanted = passes(model, 2, kept)
     assert all(map(mx.array_equal, made, wanted))
 
@@ -170,7 +170,7 @@ def test_rows_of_a_batch_that_begin_at_other_places() -> None:
         caches = [BatchKVCache([0, 2]) for _ in model.make_cache()]
         with (
             counted() as counts,
-            patch.object(blocks.Layer, "passed", blocks.Layer.passed if ours else in_many),
+            patch.object(blocks.Layer, "forward", blocks.Layer.forward if ours else in_many),
         ):
             made = [model(mx.concatenate(rows), caches), model(mx.array([[7], [8]]), caches)]
         assert counts == {"one": 0, "two": 10 if ours else 0}
@@ -185,7 +185,7 @@ def test_rows_of_a_batch_that_begin_at_other_places() -> None:
 def test_a_layer_that_is_left_to_itself_shares_too() -> None:
     """It hands on, and takes, what mlx_lm's would."""
     model = made_of(CASES["both"], 4)
-    with patch.object(blocks.Layer, "passed", in_many):
+    with patch.object(blocks.Layer, "forward", in_many):
         wanted = passes(model)
 
     for alone in (1, 4):  # who keeps them, and who asks for them
@@ -257,27 +257,27 @@ def test_what_does_not_fit_together(library: Any) -> None:
     model(mx.array([[1, 2]]), caches)
     layer, x, own = model.layers[4], mx.zeros((1, 2, 64)), mx.zeros((1, 2, 32))
     keys, values = caches[1].keys, caches[1].values
-    shares = blocks.Beside(own=own, kept=Kept(keys, values, 0, 2, 2))
-    plan = layer.planned(64)
+    shares = blocks.Extras(layer_input=own, shared_kv=LayerKV(keys, values, 0, 2, 2))
+    plan = layer.current_plan(64)
 
-    def one(beside: Any) -> Any:
-        kept = beside.kept
-        return blocks._in_one(library, plan, x, True, None, kept.room(), beside)
+    def one(extras: Any) -> Any:
+        kept = extras.shared_kv
+        return blocks._one_node(library, plan, x, True, None, kept.room(), extras)
 
     assert one(shares)[0][0].shape == x.shape
     for wrong in (None, own[..., :31], own[:, :1], own.astype(mx.float16), own[0]):
         with pytest.raises(ValueError):
-            one(shares._replace(own=wrong))
+            one(shares._replace(layer_input=wrong))
         with pytest.raises(ValueError):
-            blocks._in_two(library, plan, x, "causal", None, shares._replace(own=wrong))
+            blocks._two_nodes(library, plan, x, "causal", None, shares._replace(layer_input=wrong))
     for wrong in (keys[:, :1], keys[..., :31], keys[0], keys.astype(mx.int32)):
         for which in ({"keys": wrong}, {"values": wrong}):
             with pytest.raises(ValueError):
-                one(shares._replace(kept=shares.kept._replace(**which)))
+                one(shares._replace(shared_kv=shares.shared_kv._replace(**which)))
     for length in (1, 257):
         with pytest.raises(ValueError):
-            one(shares._replace(kept=shares.kept._replace(length=length)))
-    for name in ("shares", "own", "network"):
+            one(shares._replace(shared_kv=shares.shared_kv._replace(length=length)))
+    for name in ("shares_cache", "layer_input", "network"):
         before = getattr(plan.shape, name)
         setattr(plan.shape, name, 0 if before else 1)
         with pytest.raises(ValueError):

@@ -1,9 +1,9 @@
-"""A token that is not known yet, for a step that is handed to the device before it is.
+"""A placeholder for a token that is not known yet, so that a step can be submitted before it is.
 
 awaited = Awaited(library)
 logits = step(awaited.array)
 with awaited.handing_over(logits):
-    mx.async_eval(logits)  # waits in MLX's stream, and so does all that comes after it
+    mx.async_eval(logits)  # blocks MLX's stream at the token, and with it all later work
 awaited.name(token)
 """
 
@@ -19,38 +19,39 @@ import mlx.core as mx
 
 from toastkit.native.library import Library, need
 
-SPARE = 16  # tasks for what is handed over with an array
+SPARE_TASKS = 16  # margin for the few operations besides
 
 
 class Awaited:
-    """One of them. array: uint32 (), lazy. Once it was handed over nothing may be waited for that
-    comes later, before it is named. One that goes without a name, or with its process, is 0."""
+    """A token to be named later. array: uint32 (), lazy. Once it is submitted, nothing submitted
+    later may be waited for before the token is named. If never named, or the process ends, it is
+    0."""
 
     def __init__(self, library: Library):
-        make, self._name, self._operations, self._count = _functions(library)
+        make, self._name, self._operations, self._add_tasks = _functions(library)
         self.array = mx.array(0, mx.uint32)
-        self._place: ctypes.c_void_p | None = ctypes.c_void_p()
-        need(make(self.array, ctypes.byref(self._place)))
+        self._handle: ctypes.c_void_p | None = ctypes.c_void_p()
+        need(make(self.array, ctypes.byref(self._handle)))
 
     def name(self, token: int) -> None:
-        """Says which it is; the first one counts."""
-        place, self._place = self._place, None
-        if place is not None:
-            self._name(place, token)
+        """Name the token; only the first call counts."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._name(handle, token)
 
     @contextmanager
-    def handing_over(self, hanging: mx.array) -> Iterator[None]:
-        """Where an array (...) of any dtype that hangs on it is handed over, and little besides:
-        MLX, which else waits while much is unfinished, does not."""
-        tasks = self._operations(hanging) + SPARE  # one has room for what few operations dispatch
-        self._count(-tasks)
+    def handing_over(self, waiting: mx.array) -> Iterator[None]:
+        """Context in which an array (...) of any dtype that depends on the token, and little else,
+        is submitted: without it MLX would block while many tasks are unfinished."""
+        tasks = self._operations(waiting) + SPARE_TASKS
+        self._add_tasks(-tasks)
         try:
             yield
         finally:
-            self._count(tasks)
+            self._add_tasks(tasks)
 
     def __del__(self) -> None:
-        if getattr(self, "_place", None):
+        if getattr(self, "_handle", None):
             self.name(0)
 
 

@@ -1,13 +1,12 @@
-"""Functions that architectures call by name: `scaled_dot_product_attention(queries, keys, ...)`;
-and expressions that they have no name for: `(y * scores[..., None]).sum(axis=-2)`.
+"""Replace functions that architectures call, `scaled_dot_product_attention(queries, keys, ...)`,
+and expressions that have no name, `(y * scores[..., None]).sum(axis=-2)`.
 
-A class whose methods have one of them gets a class derived from it, with these methods made anew:
-the same code, over a copy of its module's globals in which the names stand for ours; compiled from
-its source where an expression becomes a call. The module, mlx_lm and MLX stay as they are. What a
-method calls by way of functions of its own module is made anew with it, also of what mx.compile
-makes of them, which is nothing on the CPU: engines turn it off there. What any other decorator has
-wrapped goes on calling MLX's.
-"""
+A class whose methods have one of them gets a subclass with rebuilt methods: the same code over a
+copy of its module's globals, in which the names refer to our functions; recompiled from source
+where an expression becomes a call. The module, mlx_lm and MLX are not changed. Functions of the
+module that a method calls are rebuilt with it, also those wrapped by mx.compile, which does nothing
+on the CPU: engines turn it off there. What other decorators wrap goes on calling MLX's
+functions."""
 
 from __future__ import annotations
 
@@ -24,22 +23,22 @@ from typing import Any, NamedTuple, TypeGuard
 import mlx.core as mx
 import mlx.nn as nn
 
-Space = dict[str, Any]  # globals of a module
-Instruction = tuple[int, int]  # with what it is about
-# Of (module, name in it), by what is called instead, with the same parameters: see `stands_for`.
+Globals = dict[str, Any]  # globals of a module
+Instruction = tuple[int, int]  # opcode and argument
+# Our functions by (module, name in it) of what they replace, see `stands_for`.
 _OURS: dict[tuple[str, str], Callable[..., Any]] = {}
-_spaces: dict[int, tuple[Space, Space]] = {}  # by the id of the first
+_patched: dict[int, tuple[Globals, Globals]] = {}  # original and patched, by the id of the former
 
 
 class Native:
-    """What all classes that compute natively are known by."""
+    """Base of all classes that compute natively."""
 
 
 class _Expression(NamedTuple):
-    """form: the parameters, each once, stand for anything. names, constants, operators: that code
-    with it has, the second as they are written, the last as instructions."""
+    """pattern: its parameters, each used once, match anything. names, constants, operators: those
+    of any code that contains it, constants by repr, operators as instructions."""
 
-    form: ast.expr
+    pattern: ast.expr
     parameters: tuple[str, ...]
     names: frozenset[str]
     constants: frozenset[str]
@@ -49,31 +48,31 @@ class _Expression(NamedTuple):
 
 _EXPRESSIONS: dict[str, _Expression] = {}  # by the name of the global that is called
 COMPILED = type(mx.compile(lambda x: x))
-# Before a function: of what is imported beside it Python makes other instructions.
+# Put before a recompiled function: names imported in the same module compile differently.
 IMPORTS = ast.parse("import mlx.core as mx, mlx.nn as nn").body
 BINARY = frozenset(code for name, code in opmap.items() if name.startswith("BINARY_"))
 
 
 def stands_for(module: str, name: str) -> Callable[[Any], Any]:
-    """Has a function called in place of one of mlx or mlx_lm, by its module and its name there,
-    which may be of one in it: stands_for("mlx.core", "fast.rms_norm")."""
+    """Decorate a function that is called in place of one of mlx or mlx_lm, given its module and its
+    name there, which may be dotted: stands_for("mlx.core", "fast.rms_norm"). Same parameters."""
 
     def register(ours: Any) -> Any:
         _OURS[module, name] = ours
-        _forget()
+        _clear_caches()
         return ours
 
     return register
 
 
 def our_function(module: str, name: str) -> Callable[..., Any] | None:
-    """What is called in place of one of mlx or mlx_lm; None for nothing."""
+    """Return what is called in place of a function of mlx or mlx_lm, or None."""
     return _OURS.get((module, name))
 
 
 def replaces(expression: str) -> Callable[[Any], Any]:
-    """Has a function called in place of an expression, in which its parameters are anything and
-    `mx` is mlx.core: replaces("mx.exp(x) - 1") of a function of x."""
+    """Decorate a function that is called in place of an expression, in which its parameters match
+    anything and `mx` is mlx.core: replaces("mx.exp(x) - 1") for a function of x."""
 
     def register(ours: Any) -> Any:
         code, parameters = (
@@ -85,45 +84,44 @@ def replaces(expression: str) -> Callable[[Any], Any]:
             ast.parse(expression, mode="eval").body, parameters, names,
             frozenset(map(repr, code.co_consts)), frozenset(_operators(code)), ours,
         )  # fmt: skip
-        _forget()
+        _clear_caches()
         return ours
 
     return register
 
 
-def _forget() -> None:
-    methods_anew.cache_clear()
-    _code_anew.cache_clear()
+def _clear_caches() -> None:
+    rebuilt_methods.cache_clear()
+    _rebuilt_code.cache_clear()
     _definitions.cache_clear()
-    _spaces.clear()
+    _patched.clear()
 
 
 @cache
-def methods_anew(cls: type[nn.Module]) -> dict[str, FunctionType]:
-    """The methods of a class of an architecture that call what we have, made anew, by name. Empty
-    where there are none."""
-    made: dict[str, FunctionType] = {}
+def rebuilt_methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
+    """Rebuild the methods of an architecture's class that call functions we replace; by name."""
+    rebuilt: dict[str, FunctionType] = {}
     for base in reversed(cls.__mro__):
         if not issubclass(base, nn.Module) or base.__module__.startswith("mlx."):
             continue
         for name, method in vars(base).items():
-            made.pop(name, None)  # overridden
-            if isinstance(method, FunctionType) and _calls_ours(method):
-                made[name] = _over(method, _space_of(method.__globals__))
-    return made
+            rebuilt.pop(name, None)  # overridden
+            if isinstance(method, FunctionType) and _needs_rebuilding(method):
+                rebuilt[name] = _with_globals(method, _patched_globals(method.__globals__))
+    return rebuilt
 
 
-def _calls_ours(function: FunctionType) -> bool:
-    """By itself, or through functions of its module."""
-    return _names_ours(function) or any(map(_names_ours, functions_of([function])))
+def _needs_rebuilding(function: FunctionType) -> bool:
+    """True if it, or a function of its module that it calls, has something to replace."""
+    return _uses_ours(function) or any(map(_uses_ours, functions_of([function])))
 
 
-def _names_ours(function: FunctionType) -> bool:
-    """Whether it has an expression or a name that ours stands for."""
-    if _code_anew(function) is not function.__code__:
+def _uses_ours(function: FunctionType) -> bool:
+    """True if its own code has an expression or a name that we replace."""
+    if _rebuilt_code(function) is not function.__code__:
         return True
-    names, space = {*_names(function.__code__)}, function.__globals__
-    values = [space[name] for name in names if name in space]
+    names, namespace = {*_names(function.__code__)}, function.__globals__
+    values = [namespace[name] for name in names if name in namespace]
     originals = _originals()
     return any(id(value) in originals for value in values) or any(
         any(value is sys.modules.get(module) for value in values)
@@ -132,39 +130,39 @@ def _names_ours(function: FunctionType) -> bool:
     )
 
 
-def _is_of(space: Space, value: Any) -> TypeGuard[FunctionType]:
-    """Whether it is a function of a module's own, plain or compiled."""
-    return isinstance(value, (FunctionType, COMPILED)) and value.__globals__ is space
+def _is_own_function(namespace: Globals, value: Any) -> TypeGuard[FunctionType]:
+    """True for a plain or compiled function of the module itself."""
+    return isinstance(value, (FunctionType, COMPILED)) and value.__globals__ is namespace
 
 
 def functions_of(callers: Sequence[FunctionType]) -> list[FunctionType]:
-    """What they call of their own module's functions, and these of others, each once."""
+    """Functions of their own module that these call, directly or not, each once."""
     found: list[FunctionType] = []
     pending = [*callers]
     while pending:
-        space = (caller := pending.pop(0)).__globals__
+        namespace = (caller := pending.pop(0)).__globals__
         for name in dict.fromkeys(_names(caller.__code__)):
-            called: Any = space.get(name)
-            if _is_of(space, called) and called not in (*found, *callers):
+            called: Any = namespace.get(name)
+            if _is_own_function(namespace, called) and called not in (*found, *callers):
                 found.append(called)
                 pending.append(called)
     return found
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Globals and attributes that code names, that of functions within it included."""
+    """Globals and attributes named in code and in functions nested in it."""
     return (name for one in _codes(code) for name in one.co_names)
 
 
 def _operators(code: CodeType) -> Iterator[Instruction]:
-    """Binary operations of code, with that of functions within it: see BINARY."""
+    """Binary operators of the code and of functions nested in it, see BINARY."""
     for one in _codes(code):
         pairs = zip(one.co_code[::2], one.co_code[1::2])
         yield from (pair for pair in pairs if pair[0] in BINARY)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Code, and that of functions within it."""
+    """The code and that of functions nested in it."""
     yield code
     for value in code.co_consts:
         if isinstance(value, CodeType):
@@ -172,122 +170,129 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _originals() -> dict[int, Callable[..., Any]]:
-    """Ours by the id of what they stand for, as far as its module is imported."""
-    found = {}
+    """Our functions by the id of what they replace, for modules that are imported."""
+    originals = {}
     for (module, name), ours in _OURS.items():
         value: Any = sys.modules.get(module)
         for word in name.split("."):
             value = getattr(value, word, None)
         if value is not None:
-            found[id(value)] = ours
-    return found
+            originals[id(value)] = ours
+    return originals
 
 
-def _space_of(theirs: Space) -> Space:
-    """The globals that stand for those of an architecture's module."""
-    if id(theirs) not in _spaces:
-        originals, made = _originals(), dict(theirs)
-        made.update({name: expression.ours for name, expression in _EXPRESSIONS.items()})
-        _spaces[id(theirs)] = theirs, made
-        for name, value in theirs.items():
+def _patched_globals(original: Globals) -> Globals:
+    """A copy of the globals of an architecture's module that refers to our functions."""
+    if id(original) not in _patched:
+        originals, patched = _originals(), dict(original)
+        patched.update({name: expression.ours for name, expression in _EXPRESSIONS.items()})
+        _patched[id(original)] = original, patched
+        for name, value in original.items():
             if id(value) in originals:
-                made[name] = originals[id(value)]
+                patched[name] = originals[id(value)]
             elif isinstance(value, ModuleType):
-                made[name] = _module_anew(value)
-            elif _is_of(theirs, value) and _calls_ours(value):
-                made[name] = _over(value, made)
-    return _spaces[id(theirs)][1]
+                patched[name] = _patched_module(value)
+            elif _is_own_function(original, value) and _needs_rebuilding(value):
+                patched[name] = _with_globals(value, patched)
+    return _patched[id(original)][1]
 
 
-def _module_anew(module: ModuleType) -> ModuleType:
-    """A copy of a module of MLX in which ours are; the module where it has none of them."""
+def _patched_module(module: ModuleType) -> ModuleType:
+    """A copy of a module of MLX with our functions; the module itself if it has none of them."""
     ours = {name: f for (where, name), f in _OURS.items() if where == module.__name__}
-    return _copied(module, ours) if ours else module
+    return _patched_copy(module, ours) if ours else module
 
 
-def _copied(module: ModuleType, ours: Mapping[str, Callable[..., Any]]) -> ModuleType:
+def _patched_copy(module: ModuleType, ours: Mapping[str, Callable[..., Any]]) -> ModuleType:
     copy = ModuleType(module.__name__, module.__doc__)
     vars(copy).update(vars(module))
     for name, function in ours.items():
         first, _, rest = name.partition(".")
-        setattr(copy, first, _copied(getattr(copy, first), {rest: function}) if rest else function)
+        setattr(
+            copy, first, _patched_copy(getattr(copy, first), {rest: function}) if rest else function
+        )
     return copy
 
 
-def _over(function: FunctionType, space: Space) -> FunctionType:
+def _with_globals(function: FunctionType, namespace: Globals) -> FunctionType:
     """The same function over other globals."""
-    code = _code_anew(function)
-    made = FunctionType(code, space, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__qualname__, made.__doc__ = function.__qualname__, function.__doc__
-    vars(made).update(function.__dict__)
-    return made
+    code = _rebuilt_code(function)
+    rebuilt = FunctionType(
+        code, namespace, function.__name__, function.__defaults__, function.__closure__
+    )
+    rebuilt.__kwdefaults__ = function.__kwdefaults__
+    rebuilt.__qualname__, rebuilt.__doc__ = function.__qualname__, function.__doc__
+    vars(rebuilt).update(function.__dict__)
+    return rebuilt
 
 
 @cache
-def _code_anew(function: FunctionType) -> CodeType:
-    """With calls of ours for expressions; its code where it has none, or no source that says what
-    it does, or where it is part of another function."""
+def _rebuilt_code(function: FunctionType) -> CodeType:
+    """The function's code with expressions replaced by calls; its own code if it has none of them,
+    is nested in another function, or has no source that compiles to the same."""
     code = function.__code__
     names, constants = {*_names(code)}, {*map(repr, code.co_consts)}
     operators = {*_operators(code)}
-    found = {
+    candidates = {
         name: e
         for name, e in _EXPRESSIONS.items()
         if e.names <= names and e.constants <= constants and e.operators <= operators
     }
-    space = function.__globals__
-    theirs = space.get("mx") is mx and space.get("nn", nn) is nn
-    if not found or not theirs or code.co_freevars:
+    namespace = function.__globals__
+    plain_modules = namespace.get("mx") is mx and namespace.get("nn", nn) is nn
+    if not candidates or not plain_modules or code.co_freevars:
         return code
     if (definition := definition_of(code)) is None:
         return code
     definition.tree.decorator_list = []
-    changed = _Replaced(found)
+    changed = _Replacer(candidates)
     tree = ast.Module([*IMPORTS, changed.visit(definition.tree)], [])
     compiled = compile(ast.fix_missing_locations(tree), code.co_filename, "exec")
     consts = (c for c in compiled.co_consts if isinstance(c, CodeType))
-    made = next(c for c in consts if c.co_name == code.co_name)
-    stale = {*made.co_names} - {*code.co_names, *found} or made.co_varnames != code.co_varnames
-    return made if changed.count and not stale else code
+    rebuilt = next(c for c in consts if c.co_name == code.co_name)
+    stale = {*rebuilt.co_names} - {
+        *code.co_names,
+        *candidates,
+    } or rebuilt.co_varnames != code.co_varnames
+    return rebuilt if changed.count and not stale else code
 
 
 class Definition(NamedTuple):
-    """Of a function. text: its lines, those of decorators included."""
+    """The definition of a function. text: its lines, those of decorators included."""
 
     tree: ast.FunctionDef
     text: str
 
 
 def definition_of(code: CodeType) -> Definition | None:
-    """Where a function's code was compiled from; None where there is no source that has it."""
-    found = _definitions(code.co_filename).get(code.co_firstlineno)
-    return found if found is not None and found.tree.name == code.co_name else None
+    """Find the source of a function's code; None if there is none."""
+    definition = _definitions(code.co_filename).get(code.co_firstlineno)
+    return definition if definition is not None and definition.tree.name == code.co_name else None
 
 
 @cache
 def _definitions(path: str) -> dict[int, Definition]:
-    """Those in a file, by the line in which they begin. inspect.getsource would look at all modules
-    for each of them, and split it into tokens."""
+    """Definitions in a file by their first line. inspect.getsource would search all modules for
+    each of them, and tokenise it."""
     try:
         with tokenize.open(path) as file:
             lines = file.readlines()
         pending: list[ast.AST] = [ast.parse("".join(lines))]
     except (OSError, SyntaxError, ValueError):
         return {}
-    found = {}
+    definitions = {}
     while pending:
         node = pending.pop()
         if isinstance(node, ast.FunctionDef):
             first = min([node.lineno, *(word.lineno for word in node.decorator_list)])
-            found[first] = Definition(node, "".join(lines[first - 1 : node.end_lineno]))
+            definitions[first] = Definition(node, "".join(lines[first - 1 : node.end_lineno]))
         for block in ("body", "orelse", "handlers", "finalbody"):  # of statements, not expressions
             pending += getattr(node, block, ())
-    return found
+    return definitions
 
 
-class _Replaced(ast.NodeTransformer):
-    """Puts calls in place of expressions. count: of them."""
+class _Replacer(ast.NodeTransformer):
+    """Replaces expressions by calls. count: of replacements."""
 
     def __init__(self, expressions: Mapping[str, _Expression]):
         self.count = 0
@@ -297,24 +302,25 @@ class _Replaced(ast.NodeTransformer):
         node = super().visit(node)
         for name, expression in self._expressions.items():
             parameters: dict[str, Any] = dict.fromkeys(expression.parameters)
-            if isinstance(node, ast.expr) and _matches(expression.form, node, parameters):
+            if isinstance(node, ast.expr) and _matches(expression.pattern, node, parameters):
                 self.count += 1
                 called = ast.Name(name, ast.Load())
                 return ast.copy_location(ast.Call(called, [*parameters.values()], []), node)
         return node
 
 
-def _matches(form: Any, node: Any, parameters: dict[str, Any]) -> bool:
-    """Whether a part of a tree has a form. parameters: take what stands in their places."""
-    if isinstance(form, ast.Name) and form.id in parameters:
-        parameters[form.id] = node
+def _matches(pattern: Any, node: Any, parameters: dict[str, Any]) -> bool:
+    """True if a subtree matches a pattern; sets `parameters` to the nodes in their place."""
+    if isinstance(pattern, ast.Name) and pattern.id in parameters:
+        parameters[pattern.id] = node
         return True
-    if isinstance(form, list):
-        return len(form) == len(node) and all(
-            _matches(a, b, parameters) for a, b in zip(form, node)
+    if isinstance(pattern, list):
+        return len(pattern) == len(node) and all(
+            _matches(a, b, parameters) for a, b in zip(pattern, node)
         )
-    if not isinstance(form, ast.AST):
-        return type(form) is type(node) and form == node
-    return type(form) is type(node) and all(
-        _matches(getattr(form, field), getattr(node, field), parameters) for field in form._fields
+    if not isinstance(pattern, ast.AST):
+        return type(pattern) is type(node) and pattern == node
+    return type(pattern) is type(node) and all(
+        _matches(getattr(pattern, field), getattr(node, field), parameters)
+        for field in pattern._fields
     )

@@ -1,4 +1,5 @@
-"""Classes of mlx_lm that are known by their source, and what computes in their place."""
+"""Classes of mlx_lm that are recognised by their source, and the mixins that compute in their
+place."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ from toastkit.native.layers.decoder import (
 )
 from toastkit.native.layers.kimi import KimiLayer
 from toastkit.native.layers.latent_attention import (
+    ExpandedAttention,
     LatentAttention,
-    OpenedAttention,
-    OpenedAttentionOfMiniCPM,
+    MiniCPMAttention,
+    NoRopeLatentAttention,
     ScaledLatentAttention,
-    UnturnedLatentAttention,
 )
 from toastkit.native.layers.mixer import (
     GatedNorm,
@@ -71,8 +72,8 @@ from toastkit.native.modules.recurrent import (
     SelectiveScanNormed,
 )
 
-# What computes in place of a class of mlx_lm.models, with the digests of the sources of the methods
-# that it stands for: of 0.31 and of 0.32, where they differ and both are known.
+# The mixin for each class of mlx_lm.models, and the digests of the sources that it replaces: of
+# mlx_lm 0.31 and 0.32, where they differ and both are known.
 _KNOWN: list[tuple[type, str, str]] = [
     (TwoProjections, "qwen3_next.Qwen3NextGatedDeltaNet", "2a2aee87b09300db"),
     (Decoder, "qwen3_next.Qwen3NextDecoderLayer", "f10022c1d06a8172"),
@@ -90,13 +91,13 @@ _KNOWN: list[tuple[type, str, str]] = [
     (LatentAttention, "deepseek_v3.DeepseekV3Attention", "410c4c4877a47726"),
     (LatentAttention, "glm4_moe_lite.Glm4MoeLiteAttention", "5012a87eb0a3b345"),
     (ScaledLatentAttention, "mistral4.Mistral4Attention", "a6a93f1af760a550"),
-    (UnturnedLatentAttention, "kimi_linear.KimiMLAAttention", "aef564308e14efa4"),
+    (NoRopeLatentAttention, "kimi_linear.KimiMLAAttention", "aef564308e14efa4"),
     (KimiLayer, "kimi_linear.KimiDecoderLayer", "c29e4676476657e0"),
     (Known, "kimi_linear.KimiDeltaAttention", "410df2781a61b71c"),
     (Known, "kimi_linear.ShortConv1d", "da5985368dd76c88"),
-    (OpenedAttention, "deepseek_v2.DeepseekV2Attention", "9be64f9b69c630ed"),
-    (OpenedAttention, "youtu_llm.YoutuLLMAttention", "8d6eec3b3f0b20b5"),
-    (OpenedAttentionOfMiniCPM, "minicpm3.Attention", "367b597110cc3533"),
+    (ExpandedAttention, "deepseek_v2.DeepseekV2Attention", "9be64f9b69c630ed"),
+    (ExpandedAttention, "youtu_llm.YoutuLLMAttention", "8d6eec3b3f0b20b5"),
+    (MiniCPMAttention, "minicpm3.Attention", "367b597110cc3533"),
     (MixtureScored, "deepseek_v32.DeepseekV32MoE", "5c396b22d20c5274"),
     (RouterScored, "deepseek_v32.MoEGate", "b570948493299a05 477b6059456d1d80"),
     (MixtureScored, "glm4_moe.MoE", "5c396b22d20c5274"),
@@ -165,7 +166,7 @@ _KNOWN: list[tuple[type, str, str]] = [
     (PhiAttention, "phi.PhiAttention", "40fde0a6df234612"),
     (MixtureBiasedAhead, "minimax.MiniMaxSparseMoeBlock", "f95a6d46996d86bb 8d15d094b115016c"),
 ]
-# By module and name.
+# Mixin and digests by module and name.
 LAYERS: dict[tuple[str, str], tuple[type, frozenset[str]]] = {
     (f"mlx_lm.models.{module}", name): (mixin, frozenset(digests.split()))
     for mixin, place, digests in _KNOWN
@@ -175,17 +176,17 @@ LAYERS: dict[tuple[str, str], tuple[type, frozenset[str]]] = {
 
 @cache
 def layer_of(cls: type[nn.Module]) -> type | None:
-    """What computes a whole layer of a class of an architecture, as a mixin; None for a class, or a
-    version of it, that is not known."""
+    """Return the mixin for a class of an architecture; None for a class or version that is not
+    known."""
     mixin, known = LAYERS.get((cls.__module__, cls.__name__), (None, frozenset()))
     return mixin if mixin is not None and digest(cls) in known else None
 
 
 def digest(cls: type) -> str | None:
-    """Of the source of a class's own methods but the one that makes it, and of the functions of its
-    module that they call; None where there is no source."""
+    """Digest of the source of a class's own methods, except __init__, and of the functions of its
+    module that they call; None without source."""
     methods = [f for name, f in sorted(vars(cls).items()) if inspect.isfunction(f)]
     methods = [f for f in methods if f.__name__ != "__init__"]
-    found = [definition_of(f.__code__) for f in (*methods, *functions_of(methods))]
-    text = "".join(definition.text for definition in found if definition is not None)
-    return None if None in found else hashlib.sha256(text.encode()).hexdigest()[:16]
+    definitions = [definition_of(f.__code__) for f in (*methods, *functions_of(methods))]
+    text = "".join(definition.text for definition in definitions if definition is not None)
+    return None if None in definitions else hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,13 +1,11 @@
-"""Keys and values that are kept in another dtype than activations have, and read as they lie.
+"""KV caches that are kept in another dtype than activations, and read as stored.
 
-A cache of mlx_lm changes its class, as native modules do: what is appended is rounded, what comes
-back has the dtype of what was appended, so that no architecture sees another one. It is widened
-only if something asks for it: native attention takes the kept array in its place.
+A cache of mlx_lm changes its class, as native modules do: what is appended is rounded, and what is
+returned has the dtype of what was appended, so that architectures notice nothing. It is lazily
+widened, only if used: native attention reads the kept array instead.
 
-In 8 bits a row is its numbers as int8 and behind them, in four more bytes, the float32 that they
-are multiplied by. It is one row still: caches move, cut and join it, and sessions save it, as any
-other.
-"""
+In 8 bits a row is its numbers as int8, followed by their float32 scale in four bytes. It is still
+one row: caches move, trim and concatenate it, and sessions save it, as any other."""
 
 from __future__ import annotations
 
@@ -29,11 +27,11 @@ CLASSES = (
 )  # fmt: skip
 ROTATIONS = frozenset({"c35f2b94adeaab86", "557d06348de18238"})  # of 0.31, 0.32: see _rotating
 LARGEST = mx.finfo(mx.float16).max
-MOST_KEPT = 3e38  # in 8 bits: 127 scales of it are finite
+MOST_KEPT = 3e38  # in 8 bits: 127 times its scale is finite
 SCALE_BYTES = 4
 
-# The kept array by the id of the wide one, for as long as that lives. MLX gives arrays no
-# attributes, and compares them by their numbers.
+# The kept array by the id of the wide one, while that lives: arrays of MLX take no attributes, and
+# compare by their numbers.
 _kept: dict[int, tuple[weakref.ref, mx.array]] = {}
 
 
@@ -56,8 +54,8 @@ def nbytes_of(layer: Any) -> int:
 
 
 def keep_in(dtype: mx.Dtype, caches: Iterable[Any]) -> set[str]:
-    """Has fresh caches keep their keys and values in a dtype. The names of classes that are not
-    known here: those of architectures that have their own."""
+    """Make fresh caches keep keys and values in a dtype. Returns the names of classes that are not
+    known here: caches of an architecture's own."""
     unknown: set[str] = set()
     for layer in leaves(caches):
         cls: type = type(layer)
@@ -69,18 +67,18 @@ def keep_in(dtype: mx.Dtype, caches: Iterable[Any]) -> set[str]:
 
 
 def as_kept(array: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Keys or values (B, heads, positions, size), or such as they were kept in any dtype, in the
-    one that they are to be kept in. Numbers beyond the range of float16 become its largest."""
+    """Convert keys or values (B, heads, positions, size), of any dtype or as kept, to the dtype
+    that they are to be kept in. Beyond the range of float16 they become its largest number."""
     return _rounded(array, _kept_dtype(array.dtype, dtype))
 
 
 def is_kept(given: mx.Dtype, dtype: mx.Dtype) -> bool:
-    """Whether `as_kept` leaves keys and values of a dtype as they are."""
+    """True if `as_kept` leaves keys and values of a dtype as they are."""
     return _kept_dtype(given, dtype) == given
 
 
 def _kept_dtype(given: mx.Dtype, dtype: mx.Dtype) -> mx.Dtype:
-    """float16 is for what has more or fewer bits: bfloat16 stays as it is."""
+    """float16 replaces dtypes with more or fewer bits: bfloat16 stays as it is."""
     return given if dtype == mx.float16 and given == mx.bfloat16 else dtype
 
 
@@ -97,8 +95,8 @@ def _rounded(array: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def quantise(x: mx.array) -> mx.array:
-    """Rows x (..., n) of floats in 8 bits, int8 (..., n + 4), lazy; of no numbers, no bytes. See
-    Library.quantise, which gives the same to the bit."""
+    """Quantise rows x (..., n) of floats to 8 bits, int8 (..., n + 4), lazy; rows of no numbers
+    have no bytes. The same as Library.quantise, to the bit."""
     if not x.shape[-1]:
         return x.astype(mx.int8)
     if (library := in_use()) is not None:
@@ -106,13 +104,13 @@ def quantise(x: mx.array) -> mx.array:
     x = mx.clip(x.astype(mx.float32), -MOST_KEPT, MOST_KEPT)
     scale = mx.max(mx.abs(x), -1, keepdims=True) / 127
     numbers = mx.clip(mx.round(x / scale), -127, 127)
-    bytes_ = mx.where(scale > 0, numbers, 0).astype(mx.int8)  # not where it is 0 or NaN
+    bytes_ = mx.where(scale > 0, numbers, 0).astype(mx.int8)  # scale may be 0 or NaN
     return mx.concatenate([bytes_, scale.view(mx.int8)], -1)
 
 
 def dequantise(rows: mx.array) -> mx.array:
-    """What such rows (..., n + 4) stand for, float32 (..., n), lazy. Raises ValueError for fewer
-    bytes than a scale has."""
+    """The numbers of such rows (..., n + 4), float32 (..., n), lazy. Raises ValueError for rows
+    that are no longer than a scale."""
     if not rows.shape[-1]:
         return rows.astype(mx.float32)
     if rows.shape[-1] <= SCALE_BYTES:
@@ -124,24 +122,24 @@ def dequantise(rows: mx.array) -> mx.array:
 
 
 def kept_of(array: mx.array) -> mx.array:
-    """The array that is kept, (B, heads, positions, size) of any dtype, where this one is what a
-    cache gave for it; else this one."""
+    """The kept array, (B, heads, positions, size) of any dtype, for one that a cache returned in
+    its place; else the array itself."""
     found = _kept.get(id(array))
     return array if found is None else found[1]
 
 
 class Room(NamedTuple):
-    """Where new positions go in the arrays of a cache, and how many are attended to then, from the
-    first on."""
+    """Where new positions go in the arrays of a cache, and how many are attended to afterwards,
+    from the first one."""
 
     first: int
     length: int
 
 
-class Kept(NamedTuple):
-    """What a layer attends to, for others that attend to the same: keys and values (B, heads, M,
-    size) as they lie. positions: of this pass, the last of `length`. offset: of the first of them,
-    in each row of a batch."""
+class LayerKV(NamedTuple):
+    """What a layer attended to, for later layers that share its cache: keys and values (B, heads,
+    M, size) as kept. positions: of this pass, the last of `length`. offset: position of the first
+    of them, per row of a batch if an array."""
 
     keys: mx.array
     values: mx.array
@@ -150,31 +148,31 @@ class Kept(NamedTuple):
     length: int
 
     def room(self) -> Room | None:
-        """Where these positions are; None where rows differ."""
+        """The place of these positions; None if it differs between rows."""
         one = isinstance(self.offset, int)
         return Room(self.length - self.positions, self.length) if one else None
 
-    def last(self) -> Kept:
-        """For the last position alone."""
+    def last(self) -> LayerKV:
+        """The same for the last position alone."""
         return self._replace(positions=1, offset=self.offset + self.positions - 1)
 
     def fetched(self) -> tuple[mx.array, mx.array]:
-        """(B, heads, length, size) float32, as update_and_fetch gives them."""
+        """(B, heads, length, size) float32, as update_and_fetch returns them."""
         some = (a if a.shape[2] == self.length else a[:, :, : self.length] for a in self[:2])
         keys, values = (_widened(array, mx.float32) for array in some)
         return keys, values
 
 
 def offset_of(layer: Any) -> Any:
-    """Of a cache, int or int32 (B,), as it is now: it may be added to in place."""
+    """A copy of a cache's offset, int or int32 (B,): caches add to it in place."""
     offset = layer.offset
     return offset if isinstance(offset, int) else offset.__copy__()
 
 
 def room_in(layer: Any, positions: int) -> Room | None:
-    """The room for keys and values of float32 activations, of so many positions more, in a cache of
-    mlx_lm's usual class, or of one position in one that rotates; None where they have none, or are
-    not kept as they are to be."""
+    """The room for keys and values of float32 activations, of so many more positions, in mlx_lm's
+    KVCache, or of a single position in its RotatingKVCache; None if there is none, or their dtype
+    is another."""
     cls: Any = type(layer)
     if (wanted := _usual(cls) or _rotating(cls)) is None or (keys := layer.keys) is None:
         return None
@@ -184,19 +182,18 @@ def room_in(layer: Any, positions: int) -> Room | None:
     if _usual(cls) is not None:
         return Room(first, first + positions) if first + positions <= size else None
     if positions != 1 or size > layer.max_size or (first >= size < layer.max_size):
-        return None  # to be cut, or to grow
+        return None  # it would be trimmed, or grow
     return Room(place_in_ring(layer), min(first + 1, size))
 
 
 def place_in_ring(layer: Any) -> int:
-    """Where a rotating cache of mlx_lm's puts its next position, once its arrays are full."""
+    """Where mlx_lm's rotating cache puts its next position, once its arrays are full."""
     return layer.keep if layer._idx == layer.max_size else layer._idx
 
 
 def appended_first(layer: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, ...] | None:
-    """What update_and_fetch gives of float32 (B, heads, positions, size) for a cache of mlx_lm's
-    usual class that holds nothing yet, in one operation, which leaves the room that is not used as
-    it finds it; None for another."""
+    """update_and_fetch of float32 (B, heads, positions, size) for an empty KVCache of mlx_lm, in
+    one operation, which leaves unused room uninitialised; None for another cache."""
     cls: Any = type(layer)
     wanted, library = _usual(cls), in_use()
     if library is None or wanted is None or layer.keys is not None or layer.offset:
@@ -212,13 +209,13 @@ def appended_first(layer: Any, keys: mx.array, values: mx.array) -> tuple[mx.arr
 
 
 def _width(size: int, dtype: mx.Dtype) -> int:
-    """Of a row, as it is kept."""
+    """Size of a row as kept."""
     return size + SCALE_BYTES if dtype == mx.int8 else size
 
 
 def set_appended(layer: Any, arrays: Iterable[mx.array], positions: int, first: int) -> None:
-    """Gives such a cache its arrays (B, heads, M, size), of its dtype, with so many positions
-    more, of which the first is in that place."""
+    """Set the arrays (B, heads, M, size) of a cache, of its dtype, after appending so many
+    positions, of which the first is at that place."""
     layer.keys, layer.values = arrays
     layer.offset += positions
     cls: Any = type(layer)
@@ -230,14 +227,13 @@ def set_appended(layer: Any, arrays: Iterable[mx.array], positions: int, first: 
 
 @cache
 def _usual(cls: type) -> mx.Dtype | None:
-    """The dtype in which mlx_lm's usual class keeps what float32 activations append; None for
-    another class."""
+    """The dtype in which mlx_lm's KVCache keeps float32 keys and values; None for another class."""
     return _kept_by(cls) if (cls.__module__, cls.__qualname__) == (MODULE, "KVCache") else None
 
 
 @cache
 def _rotating(cls: Any) -> mx.Dtype | None:
-    """The same of its class that rotates, where a position is put as it was read to be."""
+    """The same of its RotatingKVCache, if the source of its update is known."""
     if (cls.__module__, cls.__qualname__) != (MODULE, "RotatingKVCache"):
         return None
     code = cls._update_in_place.__code__
@@ -252,7 +248,7 @@ def _kept_by(cls: type) -> mx.Dtype:
 
 
 def _widened(kept: mx.array, dtype: mx.Dtype) -> mx.array:
-    """An array in a dtype of activations, lazy, that `kept_of` knows."""
+    """Convert a kept array lazily to a dtype of activations, and register it for `kept_of`."""
     if kept.dtype == dtype:
         return kept
     wide = _rounded(kept, dtype)
@@ -262,9 +258,9 @@ def _widened(kept: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 class _Keeping:
-    """What such classes have in common. kv_dtype: of keys and values (B, heads, positions, size);
-    these are None before the first. appended: the dtype of what was, last, by its name in MLX: a
-    Dtype cannot be copied, as caches are."""
+    """Base of caches that keep another dtype. kv_dtype: of keys and values (B, heads, positions,
+    size), which are None at first. appended: dtype of the last appended, by its name in MLX: caches
+    are copied, and a Dtype cannot be."""
 
     kv_dtype: mx.Dtype
     appended: str = "float32"
@@ -272,7 +268,7 @@ class _Keeping:
     values: Any
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """As of the class below: (B, heads, positions, size), of the dtype of activations."""
+        """As the base class: (B, heads, positions, size), of the dtype of activations."""
         self.appended = str(keys.dtype).rpartition(".")[2]  # MLX's asks for keys_and_values
         fetched = self._append(keys, values)
         if fetched is None:
@@ -280,7 +276,7 @@ class _Keeping:
         return _widened(fetched[0], keys.dtype), _widened(fetched[1], values.dtype)
 
     def _append(self: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, ...] | None:
-        """In one operation; None where there is none, or no room."""
+        """Append in one operation; None if there is none, or no room."""
         library, after = in_use(), self.offset + keys.shape[2]
         if library is None or type(self).__name__ != "KVCache" or self.keys is None:
             return None
@@ -300,14 +296,14 @@ class _Keeping:
         return super().update_and_fetch(*own)  # type: ignore[misc]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What is kept, widened, for layers that share it with one before."""
+        """The cache's arrays, widened, for layers that share the cache of an earlier one."""
         keys, values = super().keys_and_values()  # type: ignore[misc]
         appended = getattr(mx, self.appended)
         return _widened(keys, appended), _widened(values, appended)
 
 
 def _widened_state(base: Any, layer: Any) -> Any:
-    """The state of a cache as its class has it, its keys and values in the dtype of activations."""
+    """The state of a cache as its class has it, keys and values in the dtype of activations."""
     keys, values, *rest = base.state.fget(layer)
     appended = getattr(mx, layer.appended)
     return _widened(keys, appended), _widened(values, appended), *rest
@@ -315,8 +311,8 @@ def _widened_state(base: Any, layer: Any) -> Any:
 
 @cache
 def _keeping(base: type, dtype: mx.Dtype) -> type:
-    """Under the name of the class: sessions and savepoints ask for it. What a batch is made of, and
-    what is taken out of one, keeps the same dtype."""
+    """The class that keeps a dtype, under the name of its base: sessions and savepoints look for
+    it. Batches made of such caches, and rows taken out of them, keep the same dtype."""
     if issubclass(base, _Keeping):
         base = base.__mro__[2]
     own: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What of the machine native products may use, as the system says."""
+"""What native products may use of the machine."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ from pathlib import Path, PurePath
 
 
 def processors(root: str = "/") -> int:
-    """Threads that this process may run at a time: its processors, as far as the shares of its
-    cgroups (version 1 or 2) and of those above them go. root: below which proc and sys are."""
+    """Threads that this process can run at a time: its processors, limited by the CPU quotas of its
+    cgroups (version 1 or 2) and their parents. root: of proc and sys."""
     count = len(os.sched_getaffinity(0))
     lines: list[str] = []
     with suppress(OSError, ValueError):
         lines = Path(root, "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    # 0::FOLDER is of version 2, NUMBER:CONTROLLERS:FOLDER of version 1. In a container FOLDER may
-    # be the host's name for what lies at the top.
-    of = {controllers: folder for _, controllers, folder in (x.split(":", 2) for x in lines)}
-    one = next((f for controllers, f in of.items() if "cpu" in controllers.split(",")), "/")
+    # 0::FOLDER is version 2, NUMBER:CONTROLLERS:FOLDER version 1. In a container FOLDER may be the
+    # host's path of what is mounted at the top.
+    folders = {controllers: folder for _, controllers, folder in (x.split(":", 2) for x in lines)}
+    cpu = next((f for controllers, f in folders.items() if "cpu" in controllers.split(",")), "/")
     for mounted, folder, files in (
-        ("", of.get("", "/"), ("cpu.max",)),
-        ("cpu", one, ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+        ("", folders.get("", "/"), ("cpu.max",)),
+        ("cpu", cpu, ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
     ):
         place = PurePath("/", folder)
         for group in (place, *place.parents):
             with suppress(OSError, ValueError, ArithmeticError):
-                beside = Path(root, "sys/fs/cgroup", mounted, group.relative_to("/"))
-                told = " ".join((beside / file).read_text(encoding="ascii") for file in files)
-                share, period = map(int, told.split())
-                if share > 0:  # -1 of version 1 and max of version 2 are no limit
+                folder_path = Path(root, "sys/fs/cgroup", mounted, group.relative_to("/"))
+                limits = " ".join(
+                    (folder_path / file).read_text(encoding="ascii") for file in files
+                )
+                share, period = map(int, limits.split())
+                if share > 0:  # no limit: -1 in version 1, max in version 2
                     count = min(count, max(1, share // period))
     return count
 
 
 def large_pages(root: str = "/") -> bool:
-    """Whether the system gives large pages to whoever asks. root: below which sys is."""
+    """True if the system gives huge pages on request. root: of sys."""
     with suppress(OSError):
         folder = Path(root, "sys/kernel/mm/transparent_hugepage")
         return "[never]" not in (folder / "enabled").read_text(encoding="ascii")

@@ -1,5 +1,5 @@
-"""What architectures do to rows of numbers, by the functions of MLX that they call, natively. What
-the kernels have not goes to MLX's own."""
+"""Native versions of MLX's functions on rows that architectures call. What the kernels do not
+support is passed on to MLX."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from toastkit.native.kv_caches import kept_of
 from toastkit.native.library import FLOATS, in_use
 from toastkit.sampling.draws import GUARD
 
-ROW = 256  # numbers that are added up by themselves
+ROW = 256  # numbers that are added up first, see `total`
 
 
 def fits(*arrays: Any) -> bool:
-    """Whether they are arrays of the kernels' dtypes."""
+    """True if all are arrays of the kernels' dtypes."""
     return all(isinstance(array, mx.array) and array.dtype in FLOATS for array in arrays)
 
 
@@ -38,9 +38,9 @@ def layer_norm(
     x: mx.array, weight: mx.array | None, bias: mx.array | None, eps: float, **rest: Any
 ) -> mx.array:
     """As mx.fast.layer_norm: x (..., n), weight and bias (n,), of any floating dtype."""
-    library, one = in_use(), x if weight is None else weight
-    alike = bias is None or (weight is not None and bias.dtype == weight.dtype)
-    if library is None or rest or not alike or not fits(x, one):
+    library, weight_or_x = in_use(), x if weight is None else weight
+    same_dtype = bias is None or (weight is not None and bias.dtype == weight.dtype)
+    if library is None or rest or not same_dtype or not fits(x, weight_or_x):
         return mx.fast.layer_norm(x, weight, bias, eps, **rest)
     return library.layer_norm(x, weight, bias, eps)
 
@@ -56,7 +56,7 @@ def rms_norm_plus_one(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
 @lru_cache(64)
 def _frequencies(base: float, dims: int) -> mx.array:
-    """Of the pairs of `dims` numbers: as mx.fast.rope makes them, to the bit."""
+    """RoPE frequencies of `dims` numbers, as mx.fast.rope computes them, to the bit."""
     step = mx.array(math.log(base), mx.float32) / (dims // 2)
     made = mx.exp(mx.arange(0, -(dims // 2), -1, dtype=mx.float32) * step)
     mx.eval(made)
@@ -64,7 +64,7 @@ def _frequencies(base: float, dims: int) -> mx.array:
 
 
 class Rotation(NamedTuple):
-    """How queries and keys are turned, as Library.rope has it. frequencies: float32 (pairs,)."""
+    """RoPE as Library.rope takes it. frequencies: float32 (pairs,)."""
 
     dims: int
     frequencies: mx.array
@@ -83,7 +83,7 @@ def rotation(
     freqs: mx.array | None = None,
     factor: float = 1.0,
 ) -> Rotation:
-    """What `rope` does with these. freqs: (pairs,), of any floating dtype."""
+    """Return what `rope` does with these arguments. freqs: (pairs,), of any floating dtype."""
     pairs = _frequencies(base, dims) if base is not None else freqs
     assert pairs is not None
     if pairs.dtype != mx.float32:
@@ -104,11 +104,11 @@ def rope(
     factor: float = 1.0,
     **rest: Any,
 ) -> mx.array:
-    """As mx.fast.rope: x (batch, heads, length, n) of any floating dtype. factor: that the `dims`
-    numbers are multiplied by, besides."""
+    """As mx.fast.rope: x (batch, heads, length, n) of any floating dtype. factor: of the `dims`
+    rotated numbers."""
     library = in_use()
     heads = x.ndim in (3, 4) and fits(x) and 0 < dims <= x.shape[-1] and dims % 2 == 0
-    # Either of both; MLX says what is wrong.
+    # Exactly one of base and freqs; else MLX reports the error.
     if library is None or rest or not heads or (base is None) is (freqs is None):
         return mx.fast.rope(
             x if factor == 1 else x.at[..., :dims].multiply(factor), dims,
@@ -126,7 +126,7 @@ def rope(
 
 
 def gated(gate: mx.array, x: mx.array, activation: str) -> mx.array | None:
-    """activation(gate) * x, (..., n) of one dtype; None where that is to be left to MLX."""
+    """activation(gate) * x, (..., n) of one dtype; None if MLX must do it."""
     library = in_use()
     same = fits(gate, x) and gate.shape == x.shape and gate.dtype == x.dtype
     return library.gate(gate, x, activation) if library is not None and same else None
@@ -141,18 +141,18 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 @stands_for("mlx_lm.models.activations", "precise_swiglu")
 def precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
-    """The same of (..., n), in float32; of the dtype of h."""
+    """The same of (..., n), computed in float32, of the dtype of h."""
     return swiglu(gate.astype(mx.float32), x.astype(mx.float32)).astype(h.dtype)
 
 
-def _activation(module: str, name: str, theirs: Any, kind: str) -> Any:
-    """What stands for a function of one array of MLX."""
+def _activation(module: str, name: str, upstream: Any, activation: str) -> Any:
+    """Replace a function of one array of MLX."""
 
     def ours(x: mx.array, **rest: Any) -> mx.array:
         library = in_use()
         if library is None or rest or not fits(x):
-            return theirs(x, **rest)
-        return library.gate(x, None, kind)
+            return upstream(x, **rest)
+        return library.gate(x, None, activation)
 
     return stands_for(module, name)(ours)
 
@@ -187,8 +187,8 @@ def logsumexp(x: mx.array, axis: Any = None, keepdims: bool = False, **rest: Any
 
 
 def distribution(logits: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Of softmax(logits), (..., n) of any floating dtype: the largest logit, the logarithm of the
-    sum of exp(logits - the largest), and the entropy in nats; float32 (...) each."""
+    """Of softmax(logits), (..., n) of any floating dtype: the largest logit, log of the sum of
+    exp(logits - largest), and the entropy in nats; float32 (...) each."""
     library = in_use()
     if library is not None and fits(logits) and logits.shape[-1]:
         found = library.distribution(logits)
@@ -198,29 +198,28 @@ def distribution(logits: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     weights = mx.exp(values)
     mass = total(weights)
     log_mass = mx.log(mass)
-    # What is ruled out (-inf) adds nothing to the entropy, and 0 times -inf is no number.
+    # Logits of -inf add nothing to the entropy, but 0 * -inf is NaN.
     surprise = total(mx.where(values > -math.inf, weights * values, 0.0))
     return most[..., 0], log_mass, log_mass - surprise / mass
 
 
 def total(values: mx.array) -> mx.array:
-    """Sums of float32 (..., n) over the last axis, (...), in rows first.
-
-    MLX on the CPU adds one after another: at 151,936 probabilities the logarithm of such a sum is
-    off by 2e-4, that of a sum of row sums by 1e-7.
-    """
+    """Sum float32 (..., n) over the last axis, (...), in two stages: MLX on the CPU adds
+    sequentially, and at 151,936 probabilities the logarithm of such a sum is off by 2e-4, of a sum
+    of row sums by 1e-7."""
     return in_rows(values).sum(axis=-1).sum(axis=-1)
 
 
 def in_rows(values: mx.array) -> mx.array:
-    """Of any dtype, (..., n) -> (..., rows, ROW), the last row filled up with zeros."""
+    """Split the last axis, of any dtype, (..., n) -> (..., rows, ROW), padding with zeros."""
     *outer, count = values.shape
     padding = [(0, 0)] * len(outer) + [(0, -count % ROW)]
     return mx.pad(values, padding).reshape(*outer, -1, ROW)
 
 
 def finite(logits: mx.array) -> mx.array:
-    """Logits, float32 (...), with 0 for NaN and GUARD for infinity (paper 003, section 10.1)."""
+    """Logits, float32 (...), with 0 for NaN and +-GUARD for infinities (paper 003, section
+    10.1)."""
     library = in_use()
     if library is None:
         return mx.nan_to_num(logits, nan=0.0, posinf=GUARD, neginf=-GUARD)
@@ -228,7 +227,7 @@ def finite(logits: mx.array) -> mx.array:
 
 
 def argmax(values: mx.array) -> mx.array:
-    """The first place of the largest of float32 (..., n), none of them NaN: uint32 (...)."""
+    """First index of the maximum of float32 (..., n) without NaN: uint32 (...)."""
     library = in_use()
     if library is None or not values.shape[-1]:
         return mx.argmax(values, axis=-1)
@@ -237,8 +236,8 @@ def argmax(values: mx.array) -> mx.array:
 
 @stands_for("mlx.core", "argpartition")
 def argpartition(x: mx.array, kth: int, axis: Any = -1, **rest: Any) -> mx.array:
-    """As mx.argpartition, of (..., n) and any dtype; in its order, too, where both are compiled
-    with the same standard library."""
+    """As mx.argpartition, of (..., n) and any dtype; in the same order if both are compiled with
+    the same standard library."""
     library = in_use()
     known = fits(x) and _is_last(x, axis) and -x.shape[-1] <= kth < x.shape[-1]
     if library is None or rest or not known:
@@ -256,7 +255,7 @@ def topk(x: mx.array, k: int, axis: Any = -1, **rest: Any) -> mx.array:
 
 @replaces("(y * scores[..., None]).sum(axis=-2)")
 def weighted_sum(y: mx.array, scores: mx.array) -> mx.array:
-    """What experts gave, (..., k, n), each times its score (..., k), added up in float32."""
+    """Outputs of experts, (..., k, n), times their weights (..., k), added up in float32."""
     library = in_use()
     if library is None or not fits(y, scores) or y.shape[:-1] != scores.shape or not scores.size:
         return (y * scores[..., None]).sum(axis=-2)
@@ -266,24 +265,24 @@ def weighted_sum(y: mx.array, scores: mx.array) -> mx.array:
 
 @lru_cache(64)
 def numbered(shape: tuple[int, ...]) -> mx.array:
-    """uint32 (...) of such a shape: 0, 1, 2 ... It is there, and nothing was waited for."""
+    """0, 1, 2, ... as uint32 (...) of a shape, evaluated without waiting for the device."""
     numbers: Any = memoryview(array("I", range(math.prod(shape)))).cast("B")
     return mx.array(numbers.cast("I", shape))
 
 
 @replaces("a @ b")
 def matmul(a: Any, b: Any) -> Any:
-    """As MLX's of arrays (..., m, k) and (..., k, n); of anything else, as that has it."""
+    """As MLX's for arrays (..., m, k) and (..., k, n); other operands go to their own @."""
     library = in_use()
     if library is None or not fits(a, b) or min(a.ndim, b.ndim) < 2 or not (a.size and b.size):
         return a @ b
     if a.shape[-1] != b.shape[-2]:
-        return a @ b  # MLX says what is wrong
-    turned, dtype = b.swapaxes(-1, -2), mx.result_type(a, b)
+        return a @ b  # MLX reports the error
+    transposed, dtype = b.swapaxes(-1, -2), mx.result_type(a, b)
     if b.ndim == 2:
-        return library.multiply(a, turned).astype(dtype)
-    stack, which = turned.reshape(-1, *turned.shape[-2:]), numbered(b.shape[:-2])
-    return library.multiply(a, stack, experts=which).astype(dtype)
+        return library.multiply(a, transposed).astype(dtype)
+    stack, matrices = transposed.reshape(-1, *transposed.shape[-2:]), numbered(b.shape[:-2])
+    return library.multiply(a, stack, experts=matrices).astype(dtype)
 
 
 @stands_for("mlx_lm.models.base", "scaled_dot_product_attention")
@@ -296,7 +295,7 @@ def attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """As mlx_lm's, of float rows (B, heads, positions, size); that is asked for quantised
+    """As mlx_lm's, for float rows (B, heads, positions, size); mlx_lm's is called for quantised
     caches."""
     if hasattr(cache, "bits"):
         from mlx_lm.models.base import scaled_dot_product_attention
@@ -306,7 +305,7 @@ def attention(
 
 
 def is_mask(mask: Any) -> bool:
-    """Whether it is one of those that native attention takes."""
+    """True for masks that native attention takes."""
     if isinstance(mask, mx.array):
         return mask.dtype in (mx.bool_, *FLOATS)
     return mask in (None, "causal")
@@ -323,8 +322,8 @@ def fast_attention(
     sinks: mx.array | None = None,
     **rest: Any,
 ) -> mx.array:
-    """As MLX's, of float32, float16 or bfloat16 (B, heads, positions, size); that is asked for all
-    that ours has not, and says what is wrong."""
+    """As MLX's, for float32, float16 or bfloat16 (B, heads, positions, size); MLX's is called for
+    what ours does not support, and reports errors."""
     library = in_use()
     known = all(a.dtype in FLOATS and a.ndim == 4 for a in (q, k, v)) and k.shape[2] > 0
     if isinstance(mask, mx.array):

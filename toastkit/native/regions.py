@@ -1,21 +1,19 @@
-"""Ranges of memory that files are mapped into, and MLX arrays over them.
+"""Address ranges that files are mapped into, and MLX arrays over them.
 
-    region = Region(library, nbytes)          addresses; nothing may be read there yet
-    region.map_file(0, fd, offset, nbytes)    bytes of a file, copied where they are written to
+    region = Region(library, nbytes)          addresses, not readable yet
+    region.map_file(0, fd, offset, nbytes)    bytes of a file, copy on write
     region.room(at, nbytes)                   zeros
     array = region.array(0, mx.float32, shape)
 
-A region is there until both it and its arrays are gone. What is mapped costs no memory but the
-system's cached pages of the file, which all processes have in common, until a page is written to;
-then that page is this process's own. No file is ever written to by way of a region. Unwritten pages
-go on to show what the file has there, whoever writes it. A file that ends before what is mapped
-of it ends the process that reads there (SIGBUS), with a line and exit code 74 where nobody else
-takes that signal: map files only that nobody makes shorter. Those of models and sessions are put in
-place whole, or have a lock while they are mapped.
+A region lives as long as it or any of its arrays. A mapping costs no memory but the file's page
+cache, shared by all processes, until a page is written to: then this process has its own copy.
+Files are never written to. Unwritten pages keep showing the file as others write to it. Reading
+beyond the end of a file that was truncated ends the process (SIGBUS), with a line and exit code 74
+unless someone else handles that signal: map only files that nobody truncates. Those of models and
+sessions are moved into place whole, or locked while mapped.
 
-MLX reads such an array as any other, and never writes to its memory. Operations of the glue may,
-where nobody else has the array: see glue/arrays.h.
-"""
+MLX reads such an array as any other, and never writes to its memory. Operations of the glue may, if
+the array is unshared: see glue/arrays.h."""
 
 from __future__ import annotations
 
@@ -32,14 +30,14 @@ LOST = (
     "toastkit: a file of the model, or of a session, became shorter while it was in use, "
     "or cannot be read\n"
 )
-PAGE = os.sysconf("SC_PAGE_SIZE")  # bytes; where maps, and what is mapped of files, begin
+PAGE = os.sysconf("SC_PAGE_SIZE")  # bytes; the alignment of mappings and file offsets
 
 
 class Region:
-    """So many bytes of addresses, in whole pages of PAGE bytes. Raises OSError where the system has
-    none (RLIMIT_AS).
+    """An address range, rounded up to whole pages of PAGE bytes. Raises OSError if the system has
+    none left (RLIMIT_AS).
 
-    nbytes: of all of it. A process that is forked has its own, as it was."""
+    nbytes: of all of it. A forked process has its own, with the same content."""
 
     def __init__(self, library: Library, nbytes: int):
         loaded = library.loaded
@@ -47,45 +45,45 @@ class Region:
         make, self._close = loaded.toast_region, loaded.toast_region_close
         make.argtypes = [ctypes.c_int64, ctypes.c_void_p]
         self._close.restype, self._close.argtypes = None, [ctypes.c_void_p]
-        whole, number = ctypes.c_int64, ctypes.c_int
+        integer, integer32 = ctypes.c_int64, ctypes.c_int
         self._keep = loaded.toast_region_keep
-        self._keep.restype, self._keep.argtypes = None, [ctypes.c_void_p, number]
+        self._keep.restype, self._keep.argtypes = None, [ctypes.c_void_p, integer32]
         self._map, self._advise = loaded.toast_region_map, loaded.toast_region_advise
-        self._map.argtypes = [ctypes.c_void_p, whole, whole, number, whole]
-        self._advise.argtypes = [ctypes.c_void_p, whole, whole, number]
+        self._map.argtypes = [ctypes.c_void_p, integer, integer, integer32, integer]
+        self._advise.argtypes = [ctypes.c_void_p, integer, integer, integer32]
         self._array, array = loaded.toast_region_array, ctypes.py_object
         self._array.restype = ctypes.c_char_p
-        self._array.argtypes = [array, ctypes.c_void_p, whole, array, ctypes.c_void_p, number]
+        self._array.argtypes = [array, ctypes.c_void_p, integer, array, ctypes.c_void_p, integer32]
         self.nbytes = -(-nbytes // PAGE) * PAGE
         self._handle = ctypes.c_void_p()
         self._need(make(nbytes, ctypes.byref(self._handle)))
 
     def map_file(self, at: int, fd: int, offset: int, nbytes: int) -> None:
-        """Maps nbytes of a file, of which the descriptor may be closed then, from byte `offset` on
-        to byte `at` of the region, both where pages begin; what was there before is gone. Raises
-        OSError; EINVAL for places that are none, ENOMEM for too many maps."""
+        """Map nbytes of a file from byte `offset` on to byte `at` of the region, both multiples of
+        PAGE, in place of what was there. The descriptor may be closed afterwards. Raises OSError:
+        EINVAL for misplaced bytes, ENOMEM for too many mappings."""
         if fd < 0:
             raise ValueError(f"no descriptor: {fd}")
         self._need(self._map(self._handle, at, nbytes, fd, offset))
 
     def room(self, at: int, nbytes: int) -> None:
-        """Has nbytes from byte `at` on, where a page begins, be zeros that may be written to. They
-        take memory where they are. Raises OSError."""
+        """Make nbytes from byte `at`, a multiple of PAGE, writable zeros; they take memory when
+        touched. Raises OSError."""
         self._need(self._map(self._handle, at, nbytes, -1, 0))
 
     def keep(self, fd: int) -> None:
-        """Has a descriptor closed when the region ends; one at most."""
+        """Close a descriptor, one at most, when the region ends."""
         self._keep(self._handle, fd)
 
     def advise(self, at: int, nbytes: int, how: int) -> None:
-        """Tells the system about pages in which these bytes are; how: as of mmap.MADV_WILLNEED and
-        others. Raises OSError."""
+        """Advise the system about the pages of these bytes; how: mmap.MADV_WILLNEED or others.
+        Raises OSError."""
         self._need(self._advise(self._handle, at, nbytes, how))
 
     def array(self, at: int, dtype: mx.Dtype, shape: Sequence[int]) -> mx.array:
-        """An array (...) of any dtype over what lies there, in rows from byte `at` on, a multiple
-        of a number's bytes; evaluated. All of it must be mapped. Raises ValueError for one beyond
-        the region."""
+        """Return an array (...) of any dtype over the bytes from `at` on, a multiple of the item
+        size, in row-major order; evaluated. All of it must be mapped. Raises ValueError beyond the
+        region."""
         out, sizes = mx.array(0), (ctypes.c_int32 * len(shape))(*shape)
         need(self._array(out, self._handle, at, mx.zeros((), dtype), sizes, len(shape)))
         return out

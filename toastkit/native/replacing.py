@@ -1,5 +1,5 @@
-"""Modules whose products are native: they change their class, as all modules that change their form
-do, and nothing else of them. Nothing of MLX is changed, and no module that is not ours."""
+"""Make modules native by changing their class, as all modules that change form do, and nothing else
+of them. Neither MLX nor modules that are not ours are changed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import mlx.nn as nn
 
 from toastkit.native.forms.common import block_of, form_of
-from toastkit.native.functions import Native, methods_anew
+from toastkit.native.functions import Native, rebuilt_methods
 from toastkit.native.library import BITS, GROUP_SIZES
 from toastkit.native.modules.feed_forward import FeedForward, SwitchGLU, SwitchMLP
-from toastkit.native.modules.norms import CentredNorm, Norm
+from toastkit.native.modules.norms import LayerNorm, Norm
 from toastkit.native.modules.products import Embedding, Linear, PerHead, Product, Switch
 from toastkit.native.modules.recurrent import Convolution
 from toastkit.native.modules.rotary import (
@@ -25,41 +25,41 @@ from toastkit.native.modules.rotary import (
     DeepseekRope,
     FreqsRope,
     LongRope,
+    NoRope,
     Rope,
-    Unturned,
     YarnRope,
 )
 
-# Where an architecture reads a parameter of one of its modules, and does not call the module.
+# Source that reads a parameter of a module instead of calling the module.
 READ_ELSEWHERE = re.compile(
     r"\bself\.(?:[\w\[\]]+\.)*(\w+)(?:\[\w+\])*(?:\.|\[[\"'])(?:weight|scales|biases)\b"
 )
 
 
 def native(cls: type) -> type:
-    """The class that computes natively in place of one of mlx or mlx_lm; the class itself where
-    there is none, or it is native."""
+    """Return the native class for one of mlx or mlx_lm; the class itself if there is none, or it is
+    native."""
     if is_native(cls):
         return cls
     if mixin := MIXINS.get((cls.__module__, cls.__name__)):
-        return _derived(mixin, cls)
-    methods = methods_anew(cls)  # that call our functions
-    made = _under_its_name(cls, Native, **methods) if methods else cls
+        return _mixed_in(mixin, cls)
+    methods = rebuilt_methods(cls)  # that call our functions
+    rebuilt = _under_its_name(cls, Native, **methods) if methods else cls
     from toastkit.native.known import layer_of
-    from toastkit.native.layers.blocks import Layer, ScaledLayer  # which are made of modules
+    from toastkit.native.layers.blocks import Layer, ScaledLayer  # they import modules/
 
     if layer := layer_of(cls):
-        return _under_its_name(made, layer)
+        return _under_its_name(rebuilt, layer)
     if block := block_of(cls):
-        return _under_its_name(made, ScaledLayer if block.scaled else Layer, _block=block)
+        return _under_its_name(rebuilt, ScaledLayer if block.scaled else Layer, _block=block)
     form = form_of(cls)
-    return made if form is None else _under_its_name(made, FeedForward, _form=form)
+    return rebuilt if form is None else _under_its_name(rebuilt, FeedForward, _form=form)
 
 
 def use_native(modules: Iterable[nn.Module]) -> None:
-    """Has modules compute natively that hold no weights of their own, or none that ever leave."""
+    """Make modules native that have no weights of their own, or whose weights are never evicted."""
     modules = list(modules)
-    # What a class has its modules be by default is one for all models of the process.
+    # Modules that are default arguments of __init__ are shared by all models of the process.
     shared = {id(part) for module in modules for part in _defaults(type(module))}
     for module in modules:
         if id(module) not in shared and (cls := native(type(module))) is not type(module):
@@ -67,13 +67,13 @@ def use_native(modules: Iterable[nn.Module]) -> None:
 
 
 def is_native(cls: type) -> bool:
-    """Whether it is such a class."""
+    """True for a native class."""
     return issubclass(cls, Native)
 
 
 def narrow_keys(module: Any) -> tuple[str, ...]:
-    """The parameters that a native module multiplies as they are stored, in 16 bits or in float32:
-    the weight, or, of a packed one, scales and biases; none where MLX multiplies."""
+    """Parameters that a native module can multiply by as stored, in 16 bits or float32: the weight,
+    or the scales and biases of a quantised one; none if MLX multiplies."""
     if not isinstance(module, Product):
         return ()
     if not hasattr(module, "bits"):
@@ -84,8 +84,8 @@ def narrow_keys(module: Any) -> tuple[str, ...]:
 
 @contextmanager
 def last_position_only(modules: Iterable[Any]) -> Iterator[None]:
-    """While native modules multiply the last position of x (..., positions, columns) alone. Those
-    that are not, and what only MLX has, go on with all."""
+    """Context in which native modules multiply only the last position of x (..., positions,
+    columns). Other modules go on with all positions."""
     modules = [module for module in modules if hasattr(type(module), "_last_only")]
     try:
         for module in modules:
@@ -97,8 +97,8 @@ def last_position_only(modules: Iterable[Any]) -> Iterator[None]:
 
 
 def read_elsewhere(model: Any) -> frozenset[str] | None:
-    """The last words of the paths of modules whose parameters others than themselves read: a head
-    that is `x @ self.embed_tokens.weight.T`, say. None where the sources are not there to tell."""
+    """Last words of the paths of modules whose parameters are read by others, such as a head that
+    is `x @ self.embed_tokens.weight.T`. None if there is no source to tell."""
     classes = {cls for kind in {*map(type, model.modules())} for cls in kind.__mro__}
     origins = {cls.__module__ for cls in classes if cls.__module__.startswith("mlx_lm.")}
     try:
@@ -109,7 +109,7 @@ def read_elsewhere(model: Any) -> frozenset[str] | None:
 
 @cache
 def _read_in(name: str) -> frozenset[str]:
-    """Raises OSError where there is no source."""
+    """Raises OSError if there is no source."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None:
         raise FileNotFoundError(name)
@@ -117,30 +117,30 @@ def _read_in(name: str) -> frozenset[str]:
 
 
 def _defaults(cls: type[nn.Module]) -> tuple[Any, ...]:
-    given = [vars(base).get("__init__") for base in cls.__mro__]
-    return tuple(v for f in given for v in getattr(f, "__defaults__", None) or ())
+    initialisers = [vars(base).get("__init__") for base in cls.__mro__]
+    return tuple(v for f in initialisers for v in getattr(f, "__defaults__", None) or ())
 
 
 @cache
-def _derived(mixin: type, base: type) -> type:
-    """Under the name of the class: architectures ask for it."""
+def _mixed_in(mixin: type, base: type) -> type:
+    """Has the name of the class: architectures look for it."""
     return type(base.__name__, (mixin, base), {"__module__": __name__})
 
 
 @cache
 def _under_its_name(base: type, /, *mixins: type, **own: Any) -> type:
-    """Of the module of the architecture, too."""
+    """Has the module of the architecture, too."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (*mixins, base), {**names, **own})
 
 
-MIXINS: dict[tuple[str, str], type] = {  # by name: mlx_lm's are imported where they are used
+MIXINS: dict[tuple[str, str], type] = {  # by module and name, so that mlx_lm is not imported here
     ("mlx.nn.layers.linear", "Linear"): Linear,
     ("mlx.nn.layers.quantized", "QuantizedLinear"): Linear,
     ("mlx.nn.layers.embedding", "Embedding"): Embedding,
     ("mlx.nn.layers.quantized", "QuantizedEmbedding"): Embedding,
     ("mlx.nn.layers.normalization", "RMSNorm"): Norm,
-    ("mlx.nn.layers.normalization", "LayerNorm"): CentredNorm,
+    ("mlx.nn.layers.normalization", "LayerNorm"): LayerNorm,
     ("mlx.nn.layers.positional_encoding", "RoPE"): Rope,
     ("mlx.nn.layers.convolution", "Conv1d"): Convolution,
     ("mlx_lm.models.gemma4_text", "RMSNormNoScale"): Norm,
@@ -149,7 +149,7 @@ MIXINS: dict[tuple[str, str], type] = {  # by name: mlx_lm's are imported where 
     ("mlx_lm.models.rope_utils", "Llama3RoPE"): FreqsRope,
     ("mlx_lm.models.rope_utils", "ProportionalRoPE"): FreqsRope,
     ("mlx_lm.models.deepseek_v2", "DeepseekV2YarnRotaryEmbedding"): DeepseekRope,
-    ("mlx_lm.models.smollm3", "NoPE"): Unturned,
+    ("mlx_lm.models.smollm3", "NoPE"): NoRope,
     ("mlx_lm.models.hunyuan_v1_dense", "DynamicNTKAlphaRoPE"): AlphaRope,
     ("mlx_lm.models.hunyuan", "DynamicNTKAlphaRoPE"): AlphaRope,
     ("mlx_lm.models.mla", "MultiLinear"): PerHead,

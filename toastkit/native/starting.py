@@ -1,4 +1,4 @@
-"""Whether modules of this process are to be native, and how they compute."""
+"""Load the native library for the modules of this process."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 from toastkit.errors import UnavailableError
 
 SETTINGS = ("auto", "off", "require")
-MOST_THREADS = 256  # as the pool has it
+MOST_THREADS = 256  # as in kernels/pool.cpp
 
 
 class NativeOptions(NamedTuple):
-    """native: one of SETTINGS, see `start`. threads: that compute the products of this process,
-    None for as many as it may run. native_exact: activations stay float32 in products with packed
-    weights, see kernels.h."""
+    """native: one of SETTINGS, see `start`. threads: of this process's products, None for as many
+    as it can run. native_exact: activations stay float32 in products with quantised weights, see
+    kernels.h."""
 
     native: str = "off"
     threads: int | None = None
@@ -25,8 +25,8 @@ OFF = NativeOptions()
 
 
 class Status(NamedTuple):
-    """on: products are native. why: by which instruction set, in how many threads; or why they are
-    not. exact: as of NativeOptions. awaited: the library is being built."""
+    """on: products are native. why: instruction set and threads, or why they are off. exact: as in
+    NativeOptions. awaited: the library is being built."""
 
     on: bool
     why: str
@@ -34,12 +34,12 @@ class Status(NamedTuple):
     awaited: bool = False
 
     def __str__(self) -> str:
-        """As it is said to a user."""
+        """As shown to users."""
         return f"on ({self.why})" if self.on else f"off: {self.why}"
 
 
 def status() -> Status:
-    """What `start` would come to now, "auto" being its setting; nothing is built for it."""
+    """The status that `start` would return now for "auto", without starting a build."""
     from toastkit.native.building.libraries import find
 
     found = find()
@@ -47,11 +47,11 @@ def status() -> Status:
 
 
 def start(options: NativeOptions, say: Callable[[str], None] | None = None) -> Status:
-    """Has the library loaded for the modules of this process, where it is there. options.native:
-    "auto": what is not there is built meanwhile, for later; "require": now; "off": nothing is
-    asked. options.threads count for all engines of the process; None leaves them as they are.
-    say: takes a line where a compiler is waited for.
-    Raises UnavailableError, CannotCreateError, IOFailure where it is required and cannot be."""
+    """Load the library for the modules of this process. options.native: "auto": a missing library
+    is built in the background, for later; "require": at once; "off": not at all. options.threads
+    applies to all engines of the process; None changes nothing. say: takes a line while a compiler
+    is waited for. Raises UnavailableError, CannotCreateError, IOFailure if required and
+    impossible."""
     if options.native == "off":
         return Status(False, "they are turned off")
     from toastkit.native.building.libraries import PATIENCE, build, build_meanwhile, find
@@ -62,7 +62,7 @@ def start(options: NativeOptions, say: Callable[[str], None] | None = None) -> S
             return Status(False, "they are being built in the background, for later", awaited=True)
         return _loaded(found.path, options) if found.path else Status(False, found.why)
     made = _loaded(found.path or build(PATIENCE, say), options)
-    if not made.on and found.path:  # by another compiler's library, say
+    if not made.on and found.path:  # e.g. another compiler's library
         made = _loaded(build(PATIENCE, say, useless=found.path), options)
     if not made.on:
         raise UnavailableError(f"no native products: {made.why}")
@@ -70,7 +70,7 @@ def start(options: NativeOptions, say: Callable[[str], None] | None = None) -> S
 
 
 def _loaded(path: str, options: NativeOptions | None = None) -> Status:
-    """options: None looks, and changes nothing."""
+    """options: None only looks, and changes nothing."""
     from toastkit.native.library import load, use
 
     try:

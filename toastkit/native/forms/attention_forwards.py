@@ -1,5 +1,5 @@
-"""Forwards of attentions that are known, as forwards.py has those of other modules: never called,
-and compared instruction by instruction."""
+"""Known forwards of attentions, as forwards.py has those of other modules: never called, and
+compared instruction by instruction."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 
-# What they call is looked up by those that they are compared with.
+# Globals of the forwards; those of the architectures' forwards are looked up instead.
 scaled_dot_product_attention: Any = None
 _get_llama_4_attn_scale: Any = None
 _toastkit_matmul: Any = None
-# What an attention calls is looked up by that name.
+# Module and name of the function that every attention calls.
 BASE, ATTEND = "mlx_lm.models.base", "scaled_dot_product_attention"
 
 
@@ -22,12 +22,12 @@ def _heads(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
     values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
     if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, values)
     else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
+        queries = self.rope(queries)
+        keys = self.rope(keys)
     output = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=self.scale, mask=mask
     )
@@ -42,12 +42,12 @@ def _heads_normed(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any
     keys = self.k_norm(keys.reshape(B, L, self.key_heads, -1)).transpose(0, 2, 1, 3)
     values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
     if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, values)
     else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
+        queries = self.rope(queries)
+        keys = self.rope(keys)
     output = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=self.scale, mask=mask
     )
@@ -62,12 +62,12 @@ def _heads_normed_masked_first(self: Any, x: Any, mask: Any = None, cache: Any =
     keys = self.k_norm(keys.reshape(B, L, self.key_heads, -1)).transpose(0, 2, 1, 3)
     values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
     if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, values)
     else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
+        queries = self.rope(queries)
+        keys = self.rope(keys)
     output = scaled_dot_product_attention(
         queries, keys, values, cache=cache, mask=mask, scale=self.scale
     )
@@ -84,12 +84,12 @@ def _heads_normed_together(self: Any, x: Any, mask: Any = None, cache: Any = Non
     keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
     values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
     if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, values)
     else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
+        queries = self.rope(queries)
+        keys = self.rope(keys)
     output = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=self.scale, mask=mask
     )
@@ -106,12 +106,12 @@ def _heads_normed_later(self: Any, x: Any, mask: Any = None, cache: Any = None) 
     queries = self.q_norm(queries)
     keys = self.k_norm(keys)
     if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, values)
     else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
+        queries = self.rope(queries)
+        keys = self.rope(keys)
     output = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=self.scale, mask=mask
     )
@@ -124,19 +124,19 @@ def _heads_normed_or_not(self: Any, x: Any, mask: Any = None, cache: Any = None)
     queries, keys, values = self.q(x), self.k(x), self.v(x)
     queries = queries.reshape(B, L, self.heads, -1)
     keys = keys.reshape(B, L, self.key_heads, -1)
-    if self.normed:
+    if self.use_norms:
         queries = self.q_norm(queries)
         keys = self.k_norm(keys)
     queries = queries.transpose(0, 2, 1, 3)
     keys = keys.transpose(0, 2, 1, 3)
     values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
     if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, values)
     else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
+        queries = self.rope(queries)
+        keys = self.rope(keys)
     output = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=self.scale, mask=mask
     )
@@ -144,20 +144,20 @@ def _heads_normed_or_not(self: Any, x: Any, mask: Any = None, cache: Any = None)
     return self.out(output)
 
 
-def _heads_normed_turned_or_not(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+def _heads_normed_rope_or_not(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     B, L, D = x.shape
     queries, keys, values = self.q(x), self.k(x), self.v(x)
     queries = self.q_norm(queries.reshape(B, L, self.heads, -1)).transpose(0, 2, 1, 3)
     keys = self.k_norm(keys.reshape(B, L, self.key_heads, -1)).transpose(0, 2, 1, 3)
     values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
     if cache is not None:
-        if self.turning:
-            queries = self.turn(queries, offset=cache.offset)
-            keys = self.turn(keys, offset=cache.offset)
+        if self.use_rope:
+            queries = self.rope(queries, offset=cache.offset)
+            keys = self.rope(keys, offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, values)
-    elif self.turning:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
+    elif self.use_rope:
+        queries = self.rope(queries)
+        keys = self.rope(keys)
     output = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=self.scale, mask=mask
     )
@@ -165,19 +165,19 @@ def _heads_normed_turned_or_not(self: Any, x: Any, mask: Any = None, cache: Any 
     return self.out(output)
 
 
-def _heads_turned_before_norms(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+def _heads_norm_after_rope(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     B, L, D = x.shape
     queries, keys, values = self.q(x), self.k(x), self.v(x)
     queries = queries.reshape(B, L, self.heads, self.size).transpose(0, 2, 1, 3)
     keys = keys.reshape(B, L, self.key_heads, self.size).transpose(0, 2, 1, 3)
     values = values.reshape(B, L, self.key_heads, self.size).transpose(0, 2, 1, 3)
     if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
     else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
-    if self.normed:
+        queries = self.rope(queries)
+        keys = self.rope(keys)
+    if self.use_norms:
         queries = self.q_norm(queries)
         keys = self.k_norm(keys)
     if cache is not None:
@@ -198,12 +198,12 @@ def _heads_normed_at_once(self: Any, x: Any, mask: Any = None, cache: Any = None
     keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
     values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
     if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, values)
     else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
+        queries = self.rope(queries)
+        keys = self.rope(keys)
     output = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=self.scale, mask=mask
     )
@@ -222,12 +222,12 @@ def _heads_split(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
     values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
     if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, values)
     else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
+        queries = self.rope(queries)
+        keys = self.rope(keys)
     output = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=self.scale, mask=mask
     )
@@ -244,16 +244,16 @@ def _heads_split_normed_or_not(self: Any, x: Any, mask: Any = None, cache: Any =
     queries = q.reshape(B, L, self.heads, self.size).transpose(0, 2, 1, 3)
     keys = k.reshape(B, L, self.key_heads, self.size).transpose(0, 2, 1, 3)
     values = v.reshape(B, L, self.key_heads, self.size).transpose(0, 2, 1, 3)
-    if self.normed:
+    if self.use_norms:
         queries = self.q_norm(queries)
         keys = self.k_norm(keys)
     if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, values)
     else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
+        queries = self.rope(queries)
+        keys = self.rope(keys)
     output = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=self.scale, mask=mask
     )
@@ -268,12 +268,12 @@ def _heads_with_sinks(self: Any, x: Any, mask: Any, cache: Any = None) -> Any:
     k = self.k(x).reshape(B, L, -1, D).swapaxes(1, 2)
     v = self.v(x).reshape(B, L, -1, D).swapaxes(1, 2)
     if cache is not None:
-        q = self.turn(q, offset=cache.offset)
-        k = self.turn(k, offset=cache.offset)
+        q = self.rope(q, offset=cache.offset)
+        k = self.rope(k, offset=cache.offset)
         k, v = cache.update_and_fetch(k, v)
     else:
-        q = self.turn(q)
-        k = self.turn(k)
+        q = self.rope(q)
+        k = self.rope(k)
     v_hat = scaled_dot_product_attention(q, k, v, cache, self.scale, mask=mask, sinks=self.sinks)
     return self.out(v_hat.swapaxes(1, 2).reshape(B, L, -1))
 
@@ -289,12 +289,12 @@ def _heads_scaled(
     offset = 0
     if cache is not None:
         offset = cache.offset
-        queries = self.turn(queries, offset=offset)
-        keys = self.turn(keys, offset=offset)
+        queries = self.rope(queries, offset=offset)
+        keys = self.rope(keys, offset=offset)
         keys, values = cache.update_and_fetch(keys, values)
     else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
+        queries = self.rope(queries)
+        keys = self.rope(keys)
     if attn_scale is None:
         attn_scale = _get_llama_4_attn_scale(
             L,
@@ -320,12 +320,12 @@ def _heads_gated(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     keys = self.k_norm(keys.reshape(B, L, self.key_heads, -1)).transpose(0, 2, 1, 3)
     values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
     if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, values)
     else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
+        queries = self.rope(queries)
+        keys = self.rope(keys)
     output = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=self.scale, mask=mask
     )
@@ -341,12 +341,12 @@ def _heads_capped(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any
     keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
     values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
     if cache is not None:
-        queries = self.turn(queries, offset=cache.offset)
-        keys = self.turn(keys, offset=cache.offset)
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, values)
     else:
-        queries = self.turn(queries)
-        keys = self.turn(keys)
+        queries = self.rope(queries)
+        keys = self.rope(keys)
     queries = queries * self.scale
     if self.repeats > 1:
         queries = queries.reshape(
@@ -376,7 +376,8 @@ def _heads_capped(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any
 HEADS = (
     _heads, _heads_normed, _heads_normed_masked_first, _heads_normed_together, _heads_normed_later,
     _heads_normed_at_once,
-    _heads_normed_or_not, _heads_normed_turned_or_not, _heads_split, _heads_split_normed_or_not,
-    _heads_turned_before_norms, _heads_with_sinks, _heads_scaled, _heads_gated, _heads_capped,
+    _heads_normed_or_not, _heads_normed_rope_or_not, _heads_split, _heads_split_normed_or_not,
+    _heads_norm_after_rope, _heads_with_sinks, _heads_scaled, _heads_gated, _heads_capped,
 )  # fmt: skip
-GATED, SCALED, CAPPED, LATE = _heads_gated, _heads_scaled, _heads_capped, _heads_turned_before_norms
+GATED, SCALED, CAPPED = _heads_gated, _heads_scaled, _heads_capped
+NORM_AFTER_ROPE = _heads_norm_after_rope

@@ -1,7 +1,7 @@
-"""Forwards of networks, layers and norms that are known; those of attentions are beside it. Those
-of architectures are compared with them, instruction by instruction (common.py): they are never
-called, and stand as the architectures have them, however much they have in common; since Python
-3.13 also line by line, where two names that are loaded in one line are one instruction."""
+"""Known forwards of networks, layers and norms; those of attentions are in attention_forwards.py.
+The forwards of architectures are compared with these, instruction by instruction (common.py). They
+are never called, and are written as in the architectures, whatever they share; since Python 3.13
+line breaks matter too: two names loaded in one line are one instruction."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-# What the forwards call is looked up by those that they are compared with.
+# Globals of the forwards; those of the architectures' forwards are looked up instead.
 swiglu: Any = None
 clip_residual: Any = None
 _toastkit_rms_norm_plus_one: Any = None
-PARTS = ("gate", "up", "both", "down")  # theirs may have any name
+PARTS = ("gate", "up", "both", "down")  # architectures may name them differently
 
 
 def _gated(self: Any, x: Any) -> Any:
@@ -80,7 +80,7 @@ def _alone_gelu_erf(self: Any, x: Any) -> Any:
     return self.down(nn.gelu(self.up(x)))
 
 
-# Each with what `swiglu` stands for in it, by module and name.
+# Each with what `swiglu` stands for, by module and name, and its activation.
 SWIGLU = ("mlx_lm.models.activations", "swiglu")
 NETWORKS: list[tuple[Callable, tuple[str, str], str]] = [
     (_gated, SWIGLU, "silu"),
@@ -232,7 +232,7 @@ BLOCKS = (
 )  # fmt: skip
 SCALED = (_block_scaled, _block_scaled_returned)
 PARALLEL = (_block_beside,)
-# Which clips in float16, and adds up in float32.
+# It clips in float16, and is a plain sum in float32.
 CLIP = ("mlx_lm.models.gemma3_text", "clip_residual")
 
 

@@ -1,4 +1,4 @@
-"""Attentions that are known by their source (known.py), and what each calls its parts."""
+"""Attentions recognised by their source (known.py), and the names of their parts."""
 
 from __future__ import annotations
 
@@ -7,27 +7,25 @@ from typing import Any
 
 from toastkit.native.forms.common import HEADS, Heads, KnownAttention
 
-KEPT_OF_GEMMA = HEADS._replace(q_norm="q_norm", k_norm="k_norm", v_norm="v_norm", size="head_dim")
-# Of its own it has queries: they stand for the others, which nobody looks at.
-SHARED_OF_GEMMA = KEPT_OF_GEMMA._replace(
-    k="q_proj", v="q_proj", k_norm=None, v_norm=None, shares=True
-)
+GEMMA = HEADS._replace(q_norm="q_norm", k_norm="k_norm", v_norm="v_norm", size="head_dim")
+# It has no projections of keys and values: q_proj is a placeholder that is never used.
+GEMMA_SHARING = GEMMA._replace(k="q_proj", v="q_proj", k_norm=None, v_norm=None, shares_cache=True)
 
 
 class AfmoeAttention(KnownAttention):
-    """Trinity's, whose heads are turned where it slides."""
+    """Trinity's: RoPE in sliding-window layers only."""
 
     def parts(self: Any) -> Heads:
-        turn = "rope" if self.is_local_attention and self.rope is not None else None
+        rope = "rope" if self.is_local_attention and self.rope is not None else None
         return HEADS._replace(
-            q_norm="q_norm", k_norm="k_norm", turn=turn, gated=True, gate="gate_proj"
+            q_norm="q_norm", k_norm="k_norm", rope=rope, gated=True, gate="gate_proj"
         )
 
 
 class CohereAttention(KnownAttention):
-    """Cohere 2's, whose heads are turned where it slides."""
+    """Cohere 2's: RoPE in sliding-window layers only."""
 
-    _parts = HEADS._replace(turning="use_sliding_window")
+    _parts = HEADS._replace(use_rope="use_sliding_window")
 
 
 class FalconAttention(KnownAttention):
@@ -39,19 +37,19 @@ class GemmaAttention(KnownAttention):
 
     def parts(self: Any) -> Heads:
         if not self.has_kv:
-            return SHARED_OF_GEMMA
-        return KEPT_OF_GEMMA._replace(v="k_proj" if self.use_k_eq_v else "v_proj")
+            return GEMMA_SHARING
+        return GEMMA._replace(v="k_proj" if self.use_k_eq_v else "v_proj")
 
 
 class GraniteAttention(KnownAttention):
-    """Of a Granite 4, which may turn nothing."""
+    """Granite 4's, which may have no RoPE."""
 
     def parts(self: Any) -> Heads:
-        return HEADS._replace(turn=None if self.rope is None else "rope")
+        return HEADS._replace(rope=None if self.rope is None else "rope")
 
 
 class NemotronAttention(KnownAttention):
-    _parts = HEADS._replace(heads="num_heads", key_heads="num_key_value_heads", turn=None)
+    _parts = HEADS._replace(heads="num_heads", key_heads="num_key_value_heads", rope=None)
 
 
 class PhiAttention(KnownAttention):
@@ -61,5 +59,5 @@ class PhiAttention(KnownAttention):
 
     @property
     def root(self: Any) -> float:
-        """What scores are multiplied by."""
+        """The scale of scores."""
         return sqrt(1 / self.head_dim)

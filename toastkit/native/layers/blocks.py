@@ -1,7 +1,6 @@
-"""Layers of the common form (forms/common.py): a few positions in one operation, with the cache
-that they go to; many, or with other caches, masks and rotations, in two beside attention, what lies
-before it and what lies behind. What is not as it says here goes to the architecture's own
-forward."""
+"""Layers of the common form (forms/common.py). For a few positions a layer is one node of MLX's
+graph, its KV cache included. For many positions, or other caches, masks and RoPEs, it is two nodes,
+with attention between them. Anything else is left to the architecture's own forward."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import mlx.core as mx
 from toastkit.native.forms.common import Block, Heads, KnownAttention, heads_of
 from toastkit.native.functions import Native
 from toastkit.native.kv_caches import (
-    Kept,
+    LayerKV,
     Room,
     appended_first,
     kept_of,
@@ -24,18 +23,18 @@ from toastkit.native.kv_caches import (
     set_appended,
 )
 from toastkit.native.layers import latent_attention
-from toastkit.native.layers.plans import NOTHING, Beside, Plan, multiplier_of, planned
+from toastkit.native.layers.plans import NO_EXTRAS, Extras, Plan, multiplier_of, plan_of
 from toastkit.native.library import NONE, Library, in_use, need
 from toastkit.native.modules.mixtures import Mixture, MixtureShape
 from toastkit.native.operations import is_mask
 
-FEW = 16  # positions that are one operation
+FEW = 16  # most positions, over all rows of a batch, that are one node
 
 
 class Layer(Native):
-    """One of that form. _block: what its class calls its parts. _plan: of the last step.
-    _last_only: of all positions, which it keeps, only the last goes on (see last_position_only):
-    for the last layer, where nobody asks for the others."""
+    """A decoder layer of the common form. _block: its class's names of its parts. _plan: of the
+    last step. _last_only: all positions go into the KV cache, but only the last one's output is
+    computed (see last_position_only); for the last layer, when no other output is used."""
 
     _block: Block
     _plan: Plan | None = None
@@ -46,194 +45,200 @@ class Layer(Native):
         return super().__call__(x, mask, cache) if y is None else y  # type: ignore[misc]
 
     def natively(
-        self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
+        self: Any, x: mx.array, mask: Any, cache: Any, extras: Extras = NO_EXTRAS
     ) -> mx.array | None:
-        """What it gives of x (B, L, columns) float32; None where a part is not as it has to be."""
-        passed = self.passed(x, mask, cache, beside)
-        if passed is None:
+        """Return the output for x (B, L, columns) float32; None if the library cannot compute
+        it."""
+        result = self.forward(x, mask, cache, extras)
+        if result is None:
             return None
-        y, *normed = passed[0]
-        return y + self._fed(self._plan.left, *normed) if normed else y
+        y, *normed = result[0]
+        return y + self._feed_forward(self._plan.network, *normed) if normed else y
 
-    def _fed(self: Any, network: Any, normed: mx.array) -> mx.array:
-        """What is added behind a network that is left to itself, (B, L, columns)."""
+    def _feed_forward(self: Any, network: Any, normed: mx.array) -> mx.array:
+        """The network's branch of the residual, (B, L, columns), for a network that is not part of
+        the node."""
         y, multiplier = network(normed), multiplier_of(self)
         if self._block.fed_norm is not None:
             y = self[self._block.fed_norm](y)
         return y if multiplier == 1 else y * multiplier
 
-    def _whole(self: Any, mixture: Mixture) -> MixtureShape | None:
-        """A mixture that is its network, where it is a part of the layer's node."""
-        return mixture.whole()
+    def _mixture_shape(self: Any, mixture: Mixture) -> MixtureShape | None:
+        """The layer's mixture for a node that includes it, or None."""
+        return mixture.as_shape()
 
-    def passed(
-        self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside
-    ) -> tuple[list[mx.array], Kept] | None:
-        """The same, or, where its network is left to itself, what that is added to and a norm of
-        it, (B, L, columns) float32 each, or (B, 1, columns) of the last; and what it attended
-        to."""
-        library, kept = in_use(), beside.kept
-        if library is None or (cache is None and kept is None) or x.dtype != mx.float32:
+    def forward(
+        self: Any, x: mx.array, mask: Any, cache: Any, extras: Extras
+    ) -> tuple[list[mx.array], LayerKV] | None:
+        """Return the output, or, if the network is not part of the node, its residual input and the
+        norm of that: float32 (B, L, columns) each, or (B, 1, columns) of the last position; and the
+        keys and values attended to. None as for `natively`."""
+        library, kv = in_use(), extras.shared_kv
+        if library is None or (cache is None and kv is None) or x.dtype != mx.float32:
             return None
-        plan = self.planned(x.shape[-1]) if x.ndim == 3 else None
-        if plan is None or not (plan.plain if beside is NOTHING else plan.fits(beside)):
+        plan = self.current_plan(x.shape[-1]) if x.ndim == 3 else None
+        if plan is None or not (plan.takes_only_x if extras is NO_EXTRAS else plan.accepts(extras)):
             return None
         batch, length, _ = x.shape
-        known, room = mask is None or (isinstance(mask, str) and mask == "causal"), None
-        if known and batch * length <= FEW and plan.is_one(length):
-            room = kept.room() if kept else room_in(cache, length)
-        if room is None and not _may_be_two(plan, mask, cache):
+        plain_mask, room = mask is None or (isinstance(mask, str) and mask == "causal"), None
+        if plain_mask and batch * length <= FEW and plan.is_one_node(length):
+            room = kv.room() if kv else room_in(cache, length)
+        if room is None and not _allows_two_nodes(plan, mask, cache):
             return None
-        plan.operands.were_used()
+        plan.operands.mark_used()
         if self._last_only and length > 1:
-            beside = beside._replace(last=True)
+            extras = extras._replace(last_only=True)
         if room is None:
-            return _in_two(library, plan, x, mask, cache, beside)
-        mixture = self._whole(plan.left) if plan.mixes else None
-        outs, kept = _in_one(library, plan, x, mask is not None, cache, room, beside, mixture)
-        return [out[:, -1:] for out in outs] if beside.last else outs, kept
+            return _two_nodes(library, plan, x, mask, cache, extras)
+        mixture = self._mixture_shape(plan.network) if plan.network_is_mixture else None
+        outs, kv = _one_node(library, plan, x, mask is not None, cache, room, extras, mixture)
+        return [out[:, -1:] for out in outs] if extras.last_only else outs, kv
 
-    def planned(self: Any, columns: int) -> Plan | None:
-        """How it is computed, for x of so many columns; None where a part is not as it has to
-        be."""
+    def current_plan(self: Any, columns: int) -> Plan | None:
+        """Return the plan for x (..., columns), made anew if it is no longer valid; None as for
+        `plan_of`."""
         plan = self._plan
-        if plan is None or plan.columns != columns or not plan.operands.hold():
-            plan = vars(self)["_plan"] = planned(self, columns)
+        if plan is None or plan.columns != columns or not plan.operands.is_valid():
+            plan = vars(self)["_plan"] = plan_of(self, columns)
         return plan
 
     def _heads(self: Any, attention: Any) -> Heads | None:
-        """What its attention calls its parts; None for one of another form."""
+        """The attention's names of its parts; None for one of another form."""
         kind: Any = type(attention)
         return attention.heads() if issubclass(kind, KnownAttention) else heads_of(kind)
 
 
 class ScaledLayer(Layer):
-    """One that is given what queries are multiplied by."""
+    """A layer that is also passed a factor of its queries."""
 
     def __call__(  # type: ignore[override]
         self: Any, x: mx.array, attn_scale: Any = None, mask: Any = None, cache: Any = None
     ) -> mx.array:
-        known = getattr(attn_scale, "shape", None) == (x.shape[1], 1)
-        known = known and attn_scale.dtype == mx.float32
-        y = self.natively(x, mask, cache, Beside(attn_scale)) if known else None
+        expected = getattr(attn_scale, "shape", None) == (x.shape[1], 1)
+        expected = expected and attn_scale.dtype == mx.float32
+        y = self.natively(x, mask, cache, Extras(attn_scale)) if expected else None
         if y is not None:
             return y
         return super(Layer, self).__call__(x, attn_scale, mask, cache)  # type: ignore[misc]
 
 
-def _may_be_two(plan: Plan, mask: Any, cache: Any) -> bool:
-    """Whether it may be two operations beside attention, which is native, or, unless scores are
-    capped or there is a latent, whatever else is asked for."""
+def _allows_two_nodes(plan: Plan, mask: Any, cache: Any) -> bool:
+    """True if the layer can be two nodes around attention: native attention, or the architecture's
+    function unless that has capped scores or a latent."""
     heads = plan.heads
-    native = not hasattr(cache, "bits") and is_mask(mask) and (plan.turns or heads.latent is None)
+    native = (
+        not hasattr(cache, "bits") and is_mask(mask) and (plan.rope_known or heads.latent is None)
+    )
     return native or heads.cap is heads.latent is None
 
 
-def _in_one(
+def _one_node(
     library: Library, plan: Plan, x: mx.array, causal: bool, cache: Any, room: Room,
-    beside: Beside = NOTHING, mixture: MixtureShape | None = None,
-) -> tuple[list[mx.array], Kept]:  # fmt: skip
-    """What a layer gives, and the norm of it, where its network is left to itself; lazy, (B, L,
-    columns) each; and what it attended to. causal: a position sees none behind it."""
-    outs = copies(x, 1 if plan.left is None or mixture else 2)
-    scales, own, kept, sum_, _ = beside
-    keys, values, offset = kept[:3] if kept else (cache.keys, cache.values, cache.offset)
-    caches = [] if kept else [*copies(keys, 1), *copies(values, 1)]
-    made = (ctypes.py_object * (len(outs) + len(caches)))(*outs, *caches)
-    places = byref(plan.operands), byref(plan.shape), byref(mixture) if mixture else None
+    extras: Extras = NO_EXTRAS, mixture: MixtureShape | None = None,
+) -> tuple[list[mx.array], LayerKV]:  # fmt: skip
+    """Compute a layer in one node: lazily its output, or, if its network is separate, the residual
+    and its norm, (B, L, columns) each; and the keys and values attended to. causal: positions are
+    masked causally."""
+    outs = unshared(x, 1 if plan.network is None or mixture else 2)
+    query_scales, layer_input, kv, residual, _ = extras
+    keys, values, offset = kv[:3] if kv else (cache.keys, cache.values, cache.offset)
+    caches = [] if kv else [*unshared(keys, 1), *unshared(values, 1)]
+    pointers = (ctypes.py_object * (len(outs) + len(caches)))(*outs, *caches)
+    layer = byref(plan.operands), byref(plan.shape), byref(mixture) if mixture else None
     call = _functions(library)[0]
-    given = (NONE if one is None else one for one in (scales, own, sum_))
-    need(call(made, x, keys, values, *given, *room, offset, causal, *places))
-    if kept:
-        return outs, kept
+    optional = (NONE if one is None else one for one in (query_scales, layer_input, residual))
+    need(call(pointers, x, keys, values, *optional, *room, offset, causal, *layer))
+    if kv:
+        return outs, kv
     set_appended(cache, caches, x.shape[1], room.first)
-    return outs, Kept(caches[0], caches[1], offset, x.shape[1], room.length)
+    return outs, LayerKV(caches[0], caches[1], offset, x.shape[1], room.length)
 
 
-def copies(x: Any, count: int) -> list[Any]:
-    """Arrays that nobody else has: less work than new ones."""
+def unshared(x: Any, count: int) -> list[Any]:
+    """Copies of an array object for the library to set; cheaper than new arrays."""
     return [x.__copy__() for _ in range(count)]
 
 
-def _in_two(
-    library: Library, plan: Plan, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
-) -> tuple[list[mx.array], Kept]:
-    """As `_in_one`, in two operations around attention."""
-    kept, length = beside.kept, x.shape[1]
-    offset = kept.offset if kept else offset_of(cache)
-    queries, *new = _projected(library, plan, x, offset, beside)
-    gates = new.pop() if plan.heads.gated else NONE
-    if beside.last:
-        x, mask, beside = last_of(x, mask, beside)
-    if kept:
-        keys, values = kept.fetched()
+def _two_nodes(
+    library: Library, plan: Plan, x: mx.array, mask: Any, cache: Any, extras: Extras = NO_EXTRAS
+) -> tuple[list[mx.array], LayerKV]:
+    """As _one_node, in two nodes around attention."""
+    kv, length = extras.shared_kv, x.shape[1]
+    offset = kv.offset if kv else offset_of(cache)
+    queries, *projected = _project_heads(library, plan, x, offset, extras)
+    gates = projected.pop() if plan.heads.gated else NONE
+    if extras.last_only:
+        x, mask, extras = last_position(x, mask, extras)
+    if kv:
+        keys, values = kv.fetched()
     else:
-        keys, values = appended_first(cache, *new) or cache.update_and_fetch(*new)
-        kept = Kept(kept_of(keys), kept_of(values), offset, length, keys.shape[2])
-    del new
-    if beside.scales is not None:
-        queries = queries * beside.scales
-    attended = _attended(library, plan, queries, keys, values, mask, cache)
-    outs = copies(x, 1 if plan.left is None else 2)
-    made = (ctypes.py_object * len(outs))(*outs)
-    x = x if beside.sum is None else beside.sum
-    own = NONE if beside.own is None else beside.own
-    closed = _functions(library)[2]
-    need(closed(made, x, attended, gates, own, byref(plan.operands), byref(plan.shape)))
-    return outs, kept
+        keys, values = appended_first(cache, *projected) or cache.update_and_fetch(*projected)
+        kv = LayerKV(kept_of(keys), kept_of(values), offset, length, keys.shape[2])
+    del projected
+    if extras.query_scales is not None:
+        queries = queries * extras.query_scales
+    attended = _attend(library, plan, queries, keys, values, mask, cache)
+    outs = unshared(x, 1 if plan.network is None else 2)
+    pointers = (ctypes.py_object * len(outs))(*outs)
+    x = x if extras.residual is None else extras.residual
+    layer_input = NONE if extras.layer_input is None else extras.layer_input
+    finish = _functions(library)[2]
+    need(finish(pointers, x, attended, gates, layer_input, byref(plan.operands), byref(plan.shape)))
+    return outs, kv
 
 
-def _projected(
-    library: Library, plan: Plan, x: mx.array, offset: int | mx.array, beside: Beside
+def _project_heads(
+    library: Library, plan: Plan, x: mx.array, offset: int | mx.array, extras: Extras
 ) -> list[mx.array]:
-    """Queries, keys and values of x (B, L, columns), turned and normed, and gates if there are any:
-    (B, heads, L, size) each; queries alone, where they meet others' keys, and of the last position,
-    as gates, where that is wanted."""
-    heads = copies(x, 1 if beside.kept else 3 + plan.heads.gated)
-    places, starts = (byref(plan.operands), byref(plan.shape)), [offset, offset]
+    """Queries, keys and values of x (B, L, columns) after norms and RoPE, then gates if any: (B,
+    heads, L, size) each. Queries alone if keys and values are shared. With last_only, queries and
+    gates of the last position."""
+    heads = unshared(x, 1 if extras.shared_kv else 3 + plan.heads.gated)
+    layer, offsets = (byref(plan.operands), byref(plan.shape)), [offset, offset]
     if plan.heads.latent is not None:
-        latent_attention.latent_heads(library, heads, x, offset, *places)
-        return [heads[0][:, :, -1:], *heads[1:]] if beside.last else heads
-    need(_functions(library)[1]((ctypes.py_object * len(heads))(*heads), x, *places))
-    if beside.last:
-        heads[0], starts[0] = heads[0][:, :, -1:], offset + x.shape[1] - 1
+        latent_attention.latent_heads(library, heads, x, offset, *layer)
+        return [heads[0][:, :, -1:], *heads[1:]] if extras.last_only else heads
+    need(_functions(library)[1]((ctypes.py_object * len(heads))(*heads), x, *layer))
+    if extras.last_only:
+        heads[0], offsets[0] = heads[0][:, :, -1:], offset + x.shape[1] - 1
         heads[3:] = [gates[:, :, -1:] for gates in heads[3:]]
-    turned = [plan.turn(one, offset=at) for one, at in zip(heads[:2], starts)]
-    if plan.late is not None:
-        turned = [norm(one) for norm, one in zip(plan.late, turned)]
-    return [*turned, *heads[2:]]
+    rotated = [plan.rope(one, offset=start) for one, start in zip(heads[:2], offsets)]
+    if plan.norms_after_rope is not None:
+        rotated = [norm(one) for norm, one in zip(plan.norms_after_rope, rotated)]
+    return [*rotated, *heads[2:]]
 
 
-def _attended(
+def _attend(
     library: Library, plan: Plan, queries: mx.array, keys: mx.array, values: mx.array, mask: Any,
     cache: Any,
 ) -> mx.array:  # fmt: skip
-    """What queries (B, heads, L, size) attend to, lazy, (B, heads, L, value)."""
-    scale, cap, own = plan.shape.scale, plan.shape.cap, plan.heads
-    if own.unembed is not None:
+    """Attention of queries (B, heads, L, size), lazy, (B, heads, L, value)."""
+    scale, cap, heads = plan.shape.scale, plan.shape.cap, plan.heads
+    if heads.unembed is not None:
         return latent_attention.attend(library, queries, keys, values, scale, mask)
     if cap:
         return library.attend(queries, kept_of(keys), kept_of(values), scale, mask, cap=cap)
-    sinks = {} if own.sinks is None else {"sinks": plan.attention[own.sinks]}
-    return own.attend(queries, keys, values, cache=cache, scale=scale, mask=mask, **sinks)
+    sinks = {} if heads.sinks is None else {"sinks": plan.attention[heads.sinks]}
+    return heads.attend(queries, keys, values, cache=cache, scale=scale, mask=mask, **sinks)
 
 
-def last_of(x: mx.array, mask: Any, beside: Beside) -> tuple[mx.array, Any, Beside]:
-    """What a layer is given, x (B, L, columns) float32, of the last position, which sees all."""
-    scales, own, kept, total, _ = beside
-    beside = beside._replace(
-        scales=None if scales is None else scales[-1:],
-        own=None if own is None else own[:, -1:],
-        kept=None if kept is None else kept.last(),
-        sum=None if total is None else total[:, -1:],
+def last_position(x: mx.array, mask: Any, extras: Extras) -> tuple[mx.array, Any, Extras]:
+    """Restrict the inputs of a layer, x (B, L, columns) float32, to the last position, which sees
+    all."""
+    query_scales, layer_input, shared_kv, residual, _ = extras
+    extras = extras._replace(
+        query_scales=None if query_scales is None else query_scales[-1:],
+        layer_input=None if layer_input is None else layer_input[:, -1:],
+        shared_kv=None if shared_kv is None else shared_kv.last(),
+        residual=None if residual is None else residual[:, -1:],
     )
-    return x[:, -1:], mask[..., -1:, :] if isinstance(mask, mx.array) else None, beside
+    return x[:, -1:], mask[..., -1:, :] if isinstance(mask, mx.array) else None, extras
 
 
 @cache
 def _functions(library: Library) -> tuple[Any, Any, Any]:
-    array, whole, place = ctypes.py_object, ctypes.c_int, ctypes.c_void_p
-    one = library.function("whole", place, *[array] * 6, *[whole] * 4, *[place] * 3)
-    projected = library.function("projected", place, array, place, place)
-    closed = library.function("closed", place, *[array] * 4, place, place)
-    return one, projected, closed
+    array, integer, pointer = ctypes.py_object, ctypes.c_int, ctypes.c_void_p
+    whole = library.function("whole", pointer, *[array] * 6, *[integer] * 4, *[pointer] * 3)
+    projected = library.function("projected", pointer, array, pointer, pointer)
+    closed = library.function("closed", pointer, *[array] * 4, pointer, pointer)
+    return whole, projected, closed

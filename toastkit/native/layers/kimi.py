@@ -1,5 +1,5 @@
-"""Layers of Kimi Linear: of Kimi Delta Attention (arXiv 2510.26692), or of latent attention. Known
-by what their forwards are (known.py)."""
+"""Layers of Kimi Linear: of Kimi Delta Attention (arXiv 2510.26692), or of latent attention.
+Recognised by their source (known.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from toastkit.native.forms.common import Block, Known
 from toastkit.native.layers.mixer import MixerLayer, StepPlan, norms_of, step_plan
-from toastkit.native.layers.plans import NOTHING, Beside
+from toastkit.native.layers.plans import NO_EXTRAS, Extras
 from toastkit.native.library import Library
 from toastkit.native.modules.norms import Norm
 from toastkit.native.modules.recurrent import Convolution
@@ -27,26 +27,26 @@ class KimiLayer(MixerLayer):
     _block = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
 
     def natively(
-        self: Any, x: mx.array, mask: Any, cache: Any, beside: Beside = NOTHING
+        self: Any, x: mx.array, mask: Any, cache: Any, extras: Extras = NO_EXTRAS
     ) -> mx.array | None:
         if self.is_linear:
-            return self._stepped(x, mask, cache)
-        return super().natively(x, mask, cache, beside)
+            return self._recurrent_step(x, mask, cache)
+        return super().natively(x, mask, cache, extras)
 
     def _plan_of(self: Any, columns: int) -> StepPlan | None:
         return _delta_plan(self, columns)
 
     def _make(
-        self: Any, library: Library, made: Any, x: mx.array, kept: list[Any], plan: StepPlan,
-        more: Any,
+        self: Any, library: Library, outs: Any, x: mx.array, given: list[Any], plan: StepPlan,
+        mixture: Any,
     ) -> bytes | None:  # fmt: skip
-        before = (ctypes.py_object * len(kept))(*kept)
-        places = byref(plan.operands), byref(plan.shape)
-        return _function(library)(made, x, before, *places, plan.of, more)
+        states = (ctypes.py_object * len(given))(*given)
+        layer = byref(plan.operands), byref(plan.shape)
+        return _function(library)(outs, x, states, *layer, plan.recurrence, mixture)
 
 
 def _delta_plan(layer: Any, columns: int) -> StepPlan | None:
-    """None where a part is not as it has to be for x (..., columns)."""
+    """The plan for x (..., columns); None if the library cannot compute a part."""
     rule, network = layer["self_attn"], layer["mlp"]
     short = [rule[f"{name}_conv"] for name in SEQUENCES]
     convs, norm = [one["conv"] for one in short], rule["o_norm"]
@@ -57,13 +57,13 @@ def _delta_plan(layer: Any, columns: int) -> StepPlan | None:
     norms = norms_of(layer, norm)
     if norms is None or type(norm).__call__ is not Norm.__call__:
         return None
-    own = [(convs[0], "weight"), (convs[1], "weight"), None, (convs[2], "weight")]
-    own += [(rule, "A_log"), (rule, "dt_bias")]
-    if any(one[0][one[1]].dtype != mx.float32 for one in own if one is not None):
+    arrays = [(convs[0], "weight"), (convs[1], "weight"), None, (convs[2], "weight")]
+    arrays += [(rule, "A_log"), (rule, "dt_bias")]
+    if any(one[0][one[1]].dtype != mx.float32 for one in arrays if one is not None):
         return None
     parts = [*(rule[f"{name}_proj"] for name in SEQUENCES), rule["o_proj"]]
-    more, around = [rule[name] for name in GATES], (layer, rule, *short, *convs)
-    plan = step_plan(layer, columns, around, parts, network, more, norms, own, rule.head_dim)
+    gates, modules = [rule[name] for name in GATES], (layer, rule, *short, *convs)
+    plan = step_plan(layer, columns, modules, parts, network, gates, norms, arrays, rule.head_dim)
     if plan is not None:
         plan.shape.heads = rule.num_heads
     return plan
@@ -71,5 +71,7 @@ def _delta_plan(layer: Any, columns: int) -> StepPlan | None:
 
 @cache
 def _function(library: Library) -> Any:
-    array, place, whole = ctypes.py_object, ctypes.c_void_p, ctypes.c_int
-    return library.function("kimi_layer", place, array, place, place, place, whole, place)
+    array, pointer, integer = ctypes.py_object, ctypes.c_void_p, ctypes.c_int
+    return library.function(
+        "kimi_layer", pointer, array, pointer, pointer, pointer, integer, pointer
+    )

@@ -1,6 +1,6 @@
-"""Mixtures of experts, each one node, of architectures whose forward was read (known.py). Their
-products stay modules, and leave and come back as ever. What a node has not goes to the
-architecture's forward, made of native operations as far as there are any."""
+"""Mixtures of experts (MoE), each one node, of architectures whose forward was read (known.py).
+Their projections remain modules, which are evicted and loaded as ever. What the node does not
+support goes to the architecture's forward, made of native operations as far as possible."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from toastkit.native.modules.products import Linear, operands_of
 from toastkit.native.operands import AHEAD, BEST, CHOSEN, NORMED, SCORED, Choice, Operand, Operands
 from toastkit.native.operations import matmul, weighted_sum
 
-LEAST = 1e-20  # what some add to the sum of shares, and others do not, who would divide by 0
+SUM_EPS = 1e-20  # that some architectures add to the sum of weights, against division by 0
 
 
-def _in_groups(k: int, how: int, normed: Any, groups: int, kept: int, factor: float) -> Choice:
-    """As DeepSeek-V3 chooses. normed: whether shares of several experts add up to the factor."""
+def _grouped_choice(k: int, how: int, normed: Any, groups: int, kept: int, factor: float) -> Choice:
+    """The choice of DeepSeek-V3. normed: the weights of several experts add up to the factor."""
     how |= NORMED * bool(normed and k > 1)
-    if groups < 2:  # of one, how many are kept may be anything
+    if groups < 2:  # with a single group, any number may be kept
         groups = kept = 0
-    return Choice(k, how, groups=groups, kept=kept, eps=LEAST, factor=factor)
+    return Choice(k, how, groups=groups, kept=kept, eps=SUM_EPS, factor=factor)
 
 
 class Router(Native):
-    """Which experts a vector goes to, where a module of its own says that. _part: what asks it, a
-    product; None where the module has the matrix. _bias: that is added to what is chosen by."""
+    """A router that is a module of its own: returns experts and weights of each vector. _part: its
+    projection; None if the module holds the matrix. _bias: the attribute of the bias that is added
+    for the choice."""
 
     _part: str | None = None
     _bias: str | None = None
@@ -48,43 +49,43 @@ class Router(Native):
         return library.route(logits, self.choice(), bias)
 
     def choice(self: Any) -> Choice:
-        """How it chooses at this moment."""
+        """The settings of the choice as they are now."""
         return Choice(vars(self)["top_k"], CHOSEN)
 
     def operand(self: Any) -> Operand | None:
-        """What it multiplies with, where it has that itself."""
+        """Its matrix, if the module holds that itself."""
         weight = self["weight"]
         return Operand(weight) if weight.dtype == mx.float32 else None
 
 
 class RouterOfPart(Router):
-    """As Granite's: by the logits that are chosen alone."""
+    """Granite's: softmax over the chosen logits."""
 
     _part = "layer"
 
 
 class RouterScored(Router):
-    """As DeepSeek-V3's: by sigmoids and a bias, in the best groups."""
+    """DeepSeek-V3's: sigmoids and a bias, in the best groups."""
 
     _bias = "e_score_correction_bias"
 
     def choice(self: Any) -> Choice:
         own = vars(self)
-        return _in_groups(
+        return _grouped_choice(
             own["top_k"], AHEAD | SCORED, own["norm_topk_prob"], own["n_group"], own["topk_group"],
             own["routed_scaling_factor"],
         )  # fmt: skip
 
 
 class RouterOfPartInGroups(Router):
-    """As Ling's: in groups, by sigmoids or shares of all."""
+    """Ling's: in groups, by sigmoids or a softmax."""
 
     _part, _bias = "gate_proj", "expert_bias"
     _how = 0
 
     def choice(self: Any) -> Choice:
         own = vars(self)
-        return _in_groups(
+        return _grouped_choice(
             own["top_k"], self._how | SCORED * (own["score_function"] == "sigmoid"),
             own["norm_topk_prob"], own["n_group"], own["topk_group"], own["routed_scaling_factor"],
         )  # fmt: skip
@@ -95,7 +96,7 @@ class RouterOfPartInGroupsAhead(RouterOfPartInGroups):
 
 
 class RouterInGroups(Router):
-    """As DeepSeek-V2's."""
+    """DeepSeek-V2's."""
 
     def choice(self: Any) -> Choice:
         own = vars(self)
@@ -107,115 +108,117 @@ class RouterInGroups(Router):
 
 
 class RouterAhead(Router):
-    """As DeepSeek's first."""
+    """The first DeepSeek's."""
 
     def choice(self: Any) -> Choice:
         return Choice(vars(self)["top_k"], AHEAD)
 
 
 class Mixture(Native):
-    """Experts, and perhaps one that all tokens go through, which may have a gate: one node, unless
-    somebody stands before its parts (slots, who asks for a choice), who is called as ever.
+    """Routed experts and, in some architectures, a shared expert, which may have a gate: one node,
+    unless the class of a part was replaced (by expert slots, which need the chosen experts): then
+    the parts are called as ever.
 
-    _router, _experts, _shared, _gate: what they are called. _k: the attribute that holds how many.
-    _normed: that says whether their shares add up to 1. _bias: that is added to what is chosen by.
-    _how: see kernels/rows.h. _within: the product of a router that is nothing else."""
+    _router, _experts, _shared, _gate: attributes of the parts. _k: of the number of chosen experts.
+    _normed: of the flag that their weights add up to 1. _bias: of the bias that is added for the
+    choice. _how: see kernels/rows.h. _projection: of the projection in a router that has nothing
+    else."""
 
     _router, _experts, _shared, _gate = "gate", "switch_mlp", "shared_expert", "shared_expert_gate"
     _k, _normed, _how = "top_k", "norm_topk_prob", 0
     _bias: str | None = None
-    _within: str | None = None
+    _projection: str | None = None
 
     def __call__(self: Any, x: mx.array) -> mx.array:
-        library, alone = in_use(), vars(self).get("sharding_group") is None
-        if library is None or not alone or x.dtype != mx.float32:
+        library, unsharded = in_use(), vars(self).get("sharding_group") is None
+        if library is None or not unsharded or x.dtype != mx.float32:
             return super().__call__(x)  # type: ignore[misc]
-        if (whole := self.whole()) is not None:
-            return _mixed(library, x, whole)
+        if (shape := self.as_shape()) is not None:
+            return _mixed(library, x, shape)
         router = self[self._router]
         if isinstance(router, Router):
             return super().__call__(x)  # type: ignore[misc]
         logits, bias = router(x), self.get(self._bias)
         if not _are_wide(logits, bias):
             return super().__call__(x)  # type: ignore[misc]
-        which, shares = library.route(logits, self.choice(), bias)
-        y = self[self._experts](x, which)
+        experts, weights = library.route(logits, self.choice(), bias)
+        y = self[self._experts](x, experts)
         if self._shared not in self:
-            return weighted_sum(y, shares)
-        more = self[self._shared](x)
+            return weighted_sum(y, weights)
+        shared = self[self._shared](x)
         if self._gate not in self:
-            return weighted_sum(y, shares) + more
+            return weighted_sum(y, weights) + shared
         gate = self[self._gate](x)
-        if not all(part.dtype == mx.float32 for part in (y, more, gate)):
-            return (y * shares[..., None]).sum(axis=-2) + mx.sigmoid(gate) * more
-        return library.blend(y, shares, more, gate)
+        if not all(part.dtype == mx.float32 for part in (y, shared, gate)):
+            return (y * weights[..., None]).sum(axis=-2) + mx.sigmoid(gate) * shared
+        return library.blend(y, weights, shared, gate)
 
     def choice(self: Any) -> Choice:
-        """How experts are chosen at this moment."""
+        """The settings of the choice as they are now."""
         own = vars(self)
         return Choice(own[self._k], self._how | bool(own.get(self._normed)))
 
-    def whole(self: Any, beside: Any = None) -> MixtureShape | None:
-        """What the library takes it as, for a primitive that is made now: its parts count as used.
-        None where it is to be called, or they are one by one. beside: a network that all tokens go
-        through, where that is none of its parts."""
-        kept, alone = vars(self).get("_kept"), vars(self).get("sharding_group") is None
-        if alone and (kept is None or kept[3] is not beside or not kept[0].hold()):
-            kept = vars(self)["_kept"] = self._found(beside)
-        if not alone or kept is None:
+    def as_shape(self: Any, outer: Any = None) -> MixtureShape | None:
+        """Return the mixture as the library takes it, for a primitive made now: its parts are
+        marked as used. None if the parts must be called one by one. outer: a shared expert that is
+        not one of its parts."""
+        plan, unsharded = vars(self).get("_plan"), vars(self).get("sharding_group") is None
+        if unsharded and (plan is None or plan[3] is not outer or not plan[0].is_valid()):
+            plan = vars(self)["_plan"] = self._find_parts(outer)
+        if not unsharded or plan is None:
             return None
-        operands, shape, chooses, _ = kept
-        operands.were_used()
-        shape.choice = chooses.choice()
+        operands, shape, chooser, _ = plan
+        operands.mark_used()
+        shape.choice = chooser.choice()
         return shape
 
-    def _found(self: Any, beside: Any) -> tuple[Operands, MixtureShape, Any, Any] | None:
-        """With who says how experts are chosen, and what is beside it."""
+    def _find_parts(self: Any, outer: Any) -> tuple[Operands, MixtureShape, Any, Any] | None:
+        """Operands and constants, the module that holds the settings of the choice, and `outer`."""
         switch, shared, router = self[self._experts], self.get(self._shared), self[self._router]
-        shared = shared if beside is None else beside
-        own = isinstance(router, Router)
-        known = type(switch).__call__ is SwitchNetwork.__call__
-        if not known or (experts := switch.form()) is None:
+        shared = shared if outer is None else outer
+        own_router = isinstance(router, Router)
+        known_experts = type(switch).__call__ is SwitchNetwork.__call__
+        if not known_experts or (experts := switch.form()) is None:
             return None
-        plain: Any = Router.__call__ if own else Known.__call__
-        if (own or self._within) and type(router).__call__ is not plain:
+        expected: Any = Router.__call__ if own_router else Known.__call__
+        if (own_router or self._projection) and type(router).__call__ is not expected:
             return None
-        part = router._part if own else self._within
-        asked = router[part] if part else router
+        part = router._part if own_router else self._projection
+        projection = router[part] if part else router
         parts, kinds = [switch[name] for name in experts.parts], [experts.kind]
-        around, names, gate = [self, router, switch], (), self.get(self._gate)
+        modules, names, gate = [self, router, switch], (), self.get(self._gate)
         if shared is not None:
             if type(shared).__call__ is not FeedForward.__call__:
                 return None
             form = type(shared)._form
             names = form.parts
             parts += [*(shared[name] for name in names), *([] if gate is None else [gate])]
-            kinds, around = [*kinds, form.kind], [*around, shared]
-        found, first = operands_of(parts), _asked(asked)
-        calls = gate is None or isinstance(gate, Linear)
-        if found is None or first is None or not calls:
+            kinds, modules = [*kinds, form.kind], [*modules, shared]
+        found, router_operand = operands_of(parts), _router_operand(projection)
+        known_gate = gate is None or isinstance(gate, Linear)
+        if found is None or router_operand is None or not known_gate:
             return None
-        chooses = router if own else self
-        bias = chooses.get(chooses._bias)
+        chooser = router if own_router else self
+        bias = chooser.get(chooser._bias)
         if not _are_wide(bias):
             return None
-        biases = [None if bias is None else (chooses, chooses._bias)]
-        operands = Operands([asked, *parts], [first, *found], biases, around)
+        biases = [None if bias is None else (chooser, chooser._bias)]
+        operands = Operands([projection, *parts], [router_operand, *found], biases, modules)
         shape = MixtureShape(
             ctypes.addressof(operands), experts=len(experts.parts), shared=len(names),
             gated=gate is not None,
         )  # fmt: skip
         shape.activations[: len(kinds)] = kinds
-        return operands, shape, chooses, beside
+        return operands, shape, chooser, outer
 
 
 def _are_wide(*arrays: mx.array | None) -> bool:
-    """Whether all that are given are float32."""
+    """True if all arrays that are given are float32."""
     return all(array is None or array.dtype == mx.float32 for array in arrays)
 
 
-def _asked(router: Any) -> Operand | None:
-    """What a router's product is with; None where it is not to be taken so."""
+def _router_operand(router: Any) -> Operand | None:
+    """The router's matrix; None if the library cannot use it."""
     if isinstance(router, Router):
         return router.operand()
     found = operands_of([router]) if isinstance(router, Linear) else None
@@ -240,8 +243,8 @@ def _mixed(library: Library, x: mx.array, mixture: MixtureShape) -> mx.array:
 
 @cache
 def _function(library: Library) -> Any:
-    array, place = ctypes.py_object, ctypes.c_void_p
-    return library.function("mixture", array, array, place)
+    array, pointer = ctypes.py_object, ctypes.c_void_p
+    return library.function("mixture", array, array, pointer)
 
 
 class MixtureAhead(Mixture):
@@ -257,7 +260,7 @@ class MixtureRouted(Mixture):
 
 
 class MixtureScored(Mixture):
-    """By a router of its own, with experts for all tokens that have no gate."""
+    """With a router module, and shared experts without a gate."""
 
     _shared = "shared_experts"
 
@@ -267,10 +270,10 @@ class MixtureScoredOfExperts(MixtureScored):
 
 
 class MixtureScoredOfNarrow(MixtureScored):
-    """Whose experts may be given fewer numbers (Nemotron-H): then it is its parts."""
+    """With experts that may read a narrower latent (Nemotron-H): then its parts are called."""
 
-    def whole(self: Any, beside: Any = None) -> MixtureShape | None:
-        return super().whole(beside) if self.moe_latent_size is None else None
+    def as_shape(self: Any, outer: Any = None) -> MixtureShape | None:
+        return super().as_shape(outer) if self.moe_latent_size is None else None
 
 
 class MixtureChosenOfPart(MixtureChosen):
@@ -278,13 +281,13 @@ class MixtureChosenOfPart(MixtureChosen):
 
 
 class MixtureOfPart(Mixture):
-    """By a router of its own, without experts for all tokens."""
+    """A router of its own, without shared experts."""
 
     _router = "router"
 
 
 class MixtureBiased(Mixture):
-    """By sigmoids and a bias (LFM 2)."""
+    """Sigmoids and a bias (LFM2)."""
 
     _bias = "expert_bias"
 
@@ -301,11 +304,11 @@ class MixtureBiasedAhead(Mixture):
     _bias = "e_score_correction_bias"
 
     def choice(self: Any) -> Choice:
-        return Choice(vars(self)["num_experts_per_tok"], AHEAD | SCORED | NORMED, eps=LEAST)
+        return Choice(vars(self)["num_experts_per_tok"], AHEAD | SCORED | NORMED, eps=SUM_EPS)
 
 
 class MixtureOfActivation(Mixture):
-    """By shares of all, or by sigmoids, as one of its modules has it (ERNIE 4.5)."""
+    """Softmax or sigmoids, as one of its modules says (ERNIE 4.5)."""
 
     _shared = "shared_experts"
 
@@ -315,27 +318,27 @@ class MixtureOfActivation(Mixture):
 
 
 class MixtureOfWrapped(Mixture):
-    """By a product that a module of its own has (Trinity)."""
+    """With a router module around a projection (Trinity)."""
 
     _router, _experts, _shared, _bias = "router", "experts", "shared_experts", "expert_bias"
-    _within = "gate"
+    _projection = "gate"
 
     def choice(self: Any) -> Choice:
         own = vars(self)
-        return _in_groups(
+        return _grouped_choice(
             own["num_experts_per_tok"], AHEAD | SCORED * (own["score_func"] == "sigmoid"),
             own["route_norm"], own["n_group"], own["topk_group"], own["route_scale"],
         )  # fmt: skip
 
 
 class MixtureInGroups(Mixture):
-    """By scores of its own, in the best groups (Kimi Linear)."""
+    """Scores of its own, in the best groups (Kimi Linear)."""
 
     _shared, _bias = "shared_experts", "e_score_correction_bias"
 
     def choice(self: Any) -> Choice:
         args = self.args
-        return _in_groups(
+        return _grouped_choice(
             args.num_experts_per_token,
             AHEAD | SCORED * (args.moe_router_activation_func == "sigmoid"), args.moe_renormalize,
             args.num_expert_group, args.topk_group, args.routed_scaling_factor,

@@ -1,4 +1,4 @@
-"""Norms of the last axis."""
+"""RMS norms and layer norms."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from toastkit.native.functions import Native
 
 
 class Norm(Native):
-    """An RMS norm; one without a weight, too."""
+    """An RMS norm, with or without a weight."""
 
     def __call__(self: Any, x: mx.array) -> mx.array:
         return operations.rms_norm(x, self.get("weight"), self.eps)
 
 
-class CentredNorm(Native):
+class LayerNorm(Native):
     """A layer norm."""
 
     def __call__(self: Any, x: mx.array) -> mx.array:

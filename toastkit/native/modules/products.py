@@ -1,4 +1,4 @@
-"""Modules that multiply: their products are native, and their parameters MLX's."""
+"""Modules that multiply by weights: native products with MLX's parameters."""
 
 from __future__ import annotations
 
@@ -27,26 +27,25 @@ NARROW = (mx.float16, mx.bfloat16)
 
 
 class Product(Native):
-    """What those that multiply have in common. They are modules of MLX, with its parameters.
+    """Base of modules that multiply, with the parameters of MLX's.
 
-    _wide: the dtype that activations have, and parameters for everybody but the products, where
-    these meet them in 16 bits; None where parameters are in the dtype of the activations.
-    _activation_bits: that packed weights meet, see kernels.h. _last_only: see last_position_only.
-    They are of a module and not of the library: two engines of a process may differ.
-    """
+    _wide: the dtype of activations, and of parameters as others see them, if products read 16-bit
+    parameters as stored; None if parameters have the dtype of activations. _activation_bits: with
+    quantised weights, see kernels.h. _last_only: see last_position_only. They belong to a module
+    rather than the library: two engines of a process may differ."""
 
     _wide: mx.Dtype | None = None
     _activation_bits: int = DIGITS
     _last_only: bool = False
 
     def __getattr__(self, key: str) -> Any:
-        """A parameter, for whoever else reads it, as if it had been widened when it was loaded."""
+        """A parameter as other readers see it: as if widened when it was loaded."""
         value = super().__getattr__(key)  # type: ignore[misc]
-        narrow = self._wide is not None and isinstance(value, mx.array) and value.dtype in NARROW
-        return value.astype(self._wide) if narrow else value
+        widen = self._wide is not None and isinstance(value, mx.array) and value.dtype in NARROW
+        return value.astype(self._wide) if widen else value
 
     def operand(self: Any) -> Operand | None:
-        """What it multiplies with; None for what only MLX has, or where more is to be done."""
+        """The matrix it multiplies by; None if only MLX supports it, or more is to be done."""
         weight, scales = self["weight"], self.get("scales")
         if scales is None:
             return Operand(weight) if weight.dtype in FLOATS else None
@@ -61,46 +60,46 @@ class Product(Native):
     def _multiply(
         self: Any, x: mx.array, experts: mx.array | None = None, bias: mx.array | None = None
     ) -> mx.array | None:
-        """Products (..., rows) of x, (..., columns), or of x (..., m, columns) with the experts
-        that are chosen, uint32 (...). bias: as of Library.multiply. None for what only MLX has:
-        other dtypes, other packings."""
+        """Products (..., rows) of x (..., columns), or of x (..., m, columns) with the chosen
+        experts, uint32 (...). bias: as in Library.multiply. None if only MLX supports it: other
+        dtypes, other quantisations."""
         if self._wide is not None:
             x = x.astype(self._wide)
-        library, own = in_use(), self.operand()
-        if library is None or own is None or x.dtype not in FLOATS:
+        library, operand = in_use(), self.operand()
+        if library is None or operand is None or x.dtype not in FLOATS:
             return None
         if experts is not None and experts.dtype != mx.uint32:
             experts = experts.astype(mx.uint32)
-        if own.columns != x.shape[-1]:
+        if operand.columns != x.shape[-1]:
             return None
         if self._last_only:
             x = x[..., -1:, :]
-        weight, scales, biases, bits, group_size = own
+        weight, scales, biases, bits, group_size = operand
         return library.multiply(
             x, weight, scales, biases, experts, bits, group_size, self._activation_bits, bias
         )
 
 
 class Linear(Product):
-    """A matrix, and a bias if it has one."""
+    """A matrix with an optional bias."""
 
     def __call__(self: Any, x: mx.array) -> mx.array:
         bias = self.get("bias")
-        wide = bias is not None and (self._wide or x.dtype) == bias.dtype == mx.float32
-        y = self._multiply(x, bias=bias if wide else None)
+        fused_bias = bias is not None and (self._wide or x.dtype) == bias.dtype == mx.float32
+        y = self._multiply(x, bias=bias if fused_bias else None)
         if y is None:
             return super().__call__(x)  # type: ignore[misc]
-        return y if wide or bias is None else y + bias
+        return y if fused_bias or bias is None else y + bias
 
 
 @cache
 def _rows(library: Library) -> Any:
-    array, whole = ctypes.py_object, ctypes.c_int
-    return library.function("rows", *[array] * 5, whole, whole)
+    array, integer = ctypes.py_object, ctypes.c_int
+    return library.function("rows", *[array] * 5, integer, integer)
 
 
 class Embedding(Product):
-    """Rows (..., columns) of a matrix, by uint32 places (...), float32 from any dtype."""
+    """Rows (..., columns) of a matrix by uint32 ids (...), float32 from any dtype."""
 
     def __call__(self: Any, x: mx.array) -> mx.array:
         if (y := self._float_rows(x)) is not None:
@@ -114,16 +113,17 @@ class Embedding(Product):
         return mx.dequantize(rows, scales, biases, self.group_size, self.bits, self.mode)
 
     def _float_rows(self: Any, x: mx.array) -> mx.array | None:
-        """In one operation, to the bit as below, where they become float32 from something else."""
-        library, own = in_use(), self.operand()
-        if library is None or own is None or x.dtype != mx.uint32:
+        """The rows in one operation, to the bit as below, if they become float32 from another
+        dtype."""
+        library, operand = in_use(), self.operand()
+        if library is None or operand is None or x.dtype != mx.uint32:
             return None
-        weight, scales, biases, bits, group_size = own
+        weight, scales, biases, bits, group_size = operand
         wide = self._wide or (None if scales is None else scales.dtype)
         if wide is None or wide != mx.float32 or (scales is None) is not (biases is None):
             return None
-        out, more = mx.array(0), [NONE if array is None else array for array in (scales, biases)]
-        need(_rows(library)(out, x, weight, *more, bits, group_size))
+        out, rest = mx.array(0), [NONE if array is None else array for array in (scales, biases)]
+        need(_rows(library)(out, x, weight, *rest, bits, group_size))
         return out
 
     def as_linear(self: Any, x: mx.array) -> mx.array:
@@ -132,7 +132,7 @@ class Embedding(Product):
 
 
 class Switch(Product):
-    """A stack of matrices, of which each vector is multiplied with those that are chosen."""
+    """A stack of matrices (experts); each vector is multiplied by the chosen ones."""
 
     def __call__(
         self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False
@@ -144,34 +144,35 @@ class Switch(Product):
 
 
 class PerHead(Product):
-    """A stack of matrices, one for each head."""
+    """A stack of matrices, one per head."""
 
     def __call__(self: Any, x: mx.array, transpose: bool = True) -> mx.array:
-        """x: (B, heads or 1, positions, columns); (..., rows) instead where not to be transposed.
-        Gives (B, heads, positions, rows), or (..., columns)."""
+        """x: (B, heads or 1, positions, columns), or (..., rows) if not transposed. Returns (B,
+        heads, positions, rows), or (..., columns)."""
         heads = operations.numbered(self["weight"].shape[:1])
-        y = self._multiply(x, heads) if transpose else self._turned(x)
+        y = self._multiply(x, heads) if transpose else self._multiply_untransposed(x)
         return super().__call__(x, transpose) if y is None else y  # type: ignore[misc]
 
-    def _turned(self: Any, x: mx.array) -> mx.array | None:
+    def _multiply_untransposed(self: Any, x: mx.array) -> mx.array | None:
         if self.operand() is None or in_use() is None:
             return None
         weight = self["weight"]
         if "scales" in self:
             biases = None if self.get("biases") is None else self.biases
-            how = self.group_size, self.bits, self.mode
-            weight = mx.dequantize(weight, self.scales, biases, *how)
+            packing = self.group_size, self.bits, self.mode
+            weight = mx.dequantize(weight, self.scales, biases, *packing)
         return operations.matmul(x, weight)
 
 
 def operands_of(parts: Sequence[Any]) -> list[Operand] | None:
-    """What parts multiply float32 vectors with; None where one is not to be multiplied so."""
-    found = []
+    """The matrices by which parts multiply float32 vectors; None if the library cannot do one of
+    them."""
+    operands = []
     for part in parts:
         known = isinstance(part, (Linear, Switch, PerHead))
-        wide = known and (part._wide or mx.float32) == mx.float32
-        operand = part.operand() if wide else None
+        is_float32 = known and (part._wide or mx.float32) == mx.float32
+        operand = part.operand() if is_float32 else None
         if operand is None or ("bias" in part and part["bias"].dtype != mx.float32):
             return None
-        found.append(operand)
-    return found
+        operands.append(operand)
+    return operands

@@ -1,6 +1,6 @@
-"""Recurrent layers: what they do between their products, natively. Convolutions, the gated delta
-rule, the scans of Mamba, RWKV-7's and others' recurrences, wherever an architecture has them. For
-whole layers: decoder.py."""
+"""Recurrent layers, natively: what they compute between their projections. Convolutions, the gated
+delta rule, the scans of Mamba, the recurrences of RWKV-7 and others, in any architecture. Whole
+layers are in layers/decoder.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toastkit.native.functions import Native, replaces, stands_for
 from toastkit.native.library import NONE, Library, in_use, need
 from toastkit.native.operations import fits, rms_norm, silu, swiglu
 
-MOST_KERNEL = 16  # positions of a convolution
+MOST_KERNEL = 16  # width of a convolution, as the kernels have it
 
 DELTA = "mlx_lm.models.gated_delta"
 
@@ -46,8 +46,8 @@ def gated_delta_update(
     mask: mx.array | None = None,
     **rest: Any,
 ) -> tuple[mx.array, mx.array]:
-    """As gated_delta.gated_delta_update, of any dtype: gates (B, T, heads), or of columns, (B, T,
-    heads, n). What those with a lower bound are is asked there."""
+    """As gated_delta.gated_delta_update, of any dtype: gates (B, T, heads), or per key column, (B,
+    T, heads, n). Gates with a lower bound are computed by mlx_lm."""
     library, arrays = in_use(), (q, k, v, a, b, A_log, dt_bias)
     plain = rest.keys() <= {"use_kernel", "allow_neg_eigval", "lower_bound"} and a.ndim in (3, 4)
     bound = rest.get("lower_bound")
@@ -59,17 +59,17 @@ def gated_delta_update(
     if library is None or not (plain and known and fits(*arrays)):
         return sys.modules[DELTA].gated_delta_update(*arrays, state, mask, **rest)
     factor = 2.0 if rest.get("allow_neg_eigval") else 1.0
-    wide: list[mx.array | None] = [array.astype(mx.float32) for array in arrays]
+    inputs: list[mx.array | None] = [array.astype(mx.float32) for array in arrays]
     if bound is not None:
-        wide[3:] = [_decays(a, A_log, dt_bias, bound, k.shape[-1]), wide[4], None, None]
+        inputs[3:] = [_decays(a, A_log, dt_bias, bound, k.shape[-1]), inputs[4], None, None]
     elif a.ndim == 4:
-        wide[5:] = [A_log.astype(mx.float32).reshape(-1), dt_bias.astype(mx.float32)]
-    y, after = library.gated_delta(wide, state, mask, factor)
-    return y.astype(q.dtype), after
+        inputs[5:] = [A_log.astype(mx.float32).reshape(-1), dt_bias.astype(mx.float32)]
+    y, new_state = library.gated_delta(inputs, state, mask, factor)
+    return y.astype(q.dtype), new_state
 
 
 def _decays(a: mx.array, A_log: mx.array, dt_bias: mx.array, bound: float, size: int) -> mx.array:
-    """Of each column of a state, float32 (B, T, heads, size)."""
+    """Decay of each column of a state, float32 (B, T, heads, size)."""
     made = sys.modules[DELTA].compute_lower_bound_g(A_log, a, dt_bias, bound).astype(mx.float32)
     return made if a.ndim == 4 else mx.broadcast_to(made[..., None], (*made.shape, size))
 
@@ -89,8 +89,8 @@ def ssm_update(
     lengths: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """As ssm.ssm_update, of any floating dtype: hidden_states (B, T, heads, n), B and C (B, T,
-    groups, state size), dt (B, T, heads), a state of float32 (B, heads, n, state size). lengths: of
-    rows whose mask, bool (B, T), says where they end."""
+    groups, state size), dt (B, T, heads), state float32 (B, heads, n, state size). lengths: of
+    padded rows, which the mask, bool (B, T), describes too."""
     library, x = in_use(), hidden_states
     arrays = (x, B, C, dt, A_log, D, dt_bias)
     known = (state is None or state.dtype == mx.float32) and (
@@ -100,23 +100,23 @@ def ssm_update(
     if library is None or not (
         known and fits(*arrays) and dt.shape == x.shape[:3] and A_log.shape == D.shape == heads
     ):
-        theirs = sys.modules["mlx_lm.models.ssm"].ssm_update
-        return theirs(x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths)
-    wide = tuple(array.astype(mx.float32) for array in arrays)
-    y, after = library.scan(wide, state, mask, time_step_limit)
-    return y.astype(mx.result_type(x, D)), after
+        upstream = sys.modules["mlx_lm.models.ssm"].ssm_update
+        return upstream(x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths)
+    inputs = tuple(array.astype(mx.float32) for array in arrays)
+    y, new_state = library.scan(inputs, state, mask, time_step_limit)
+    return y.astype(mx.result_type(x, D)), new_state
 
 
 class Convolution(Native):
-    """In place of mlx.nn.Conv1d, where each channel is for itself."""
+    """mlx.nn.Conv1d, if depthwise."""
 
     def __call__(self: Any, x: mx.array) -> mx.array:
         y = self.convolved(x)
         return super().__call__(x) if y is None else y  # type: ignore[misc]
 
     def convolved(self: Any, x: mx.array, silu: bool = False) -> mx.array | None:
-        """Of x (B, T, channels) of any floating dtype, with SiLU after it; None for what only MLX
-        has."""
+        """The convolution of x (B, T, channels) of any floating dtype, then SiLU on request; None
+        if only MLX supports it."""
         library, weight, bias = in_use(), self["weight"], self.get("bias")
         if library is None or not self.is_plain() or not fits(x, weight):
             return None
@@ -127,7 +127,7 @@ class Convolution(Native):
         return library.convolve(x, weight, bias, silu)
 
     def is_plain(self: Any) -> bool:
-        """Whether each of its channels is for itself, and as the kernels have it."""
+        """True if it is depthwise, and as the kernels have it."""
         channels, kernel, each = self["weight"].shape
         kind = self.stride, self.padding, self.dilation, self.groups, each
         return kind == (1, 0, 1, channels, 1) and kernel <= MOST_KERNEL
@@ -135,7 +135,7 @@ class Convolution(Native):
 
 @replaces("nn.silu(module(x))")
 def convolved_silu(module: Any, x: mx.array) -> mx.array:
-    """SiLU of what a module gives for x, (B, T, channels) of any dtype: in one operation where it
+    """SiLU of a module's output for x, (B, T, channels) of any dtype: one operation if the module
     is a convolution."""
     y = module.convolved(x, silu=True) if isinstance(module, Convolution) else None
     return silu(module(x)) if y is None else y
@@ -145,28 +145,28 @@ def convolved_silu(module: Any, x: mx.array) -> mx.array:
 def recurrent_gla(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, scale: float, h: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """As bailing_moe_linear.recurrent_gla: q, k, v (B, heads, T, n) of any floating dtype, g below
-    0, (heads,), a state h (B, heads, n, n): Mamba-2's scan, whose steps are all 1, and whose state
-    has rows for v."""
+    """As bailing_moe_linear.recurrent_gla: q, k, v (B, heads, T, n) of any floating dtype, g
+    (heads,) below 0, state h (B, heads, n, n). It is Mamba-2's scan with steps of 1, and a state
+    with rows for v."""
     library, heads = in_use(), q.shape[1:2]
     if library is None or not fits(q, k, v, g) or g.shape != heads:
         return sys.modules["mlx_lm.models.bailing_moe_linear"].recurrent_gla(q, k, v, g, scale, h)
     x, b, c = (one.astype(mx.float32).transpose(0, 2, 1, 3) for one in (v, k, q * scale))
-    none, state = mx.zeros(heads), None if h is None else h.astype(mx.float32).swapaxes(2, 3)
+    zeros, state = mx.zeros(heads), None if h is None else h.astype(mx.float32).swapaxes(2, 3)
     a_log = mx.log(-g.astype(mx.float32))
-    dt = mx.broadcast_to(none, x.shape[:3])
-    y, after = library.scan((x, b, c, dt, a_log, none, none), state, None, (1.0, 1.0))
+    dt = mx.broadcast_to(zeros, x.shape[:3])
+    y, after = library.scan((x, b, c, dt, a_log, zeros, zeros), state, None, (1.0, 1.0))
     return y.transpose(0, 2, 1, 3).astype(q.dtype), after.swapaxes(2, 3).astype(q.dtype)
 
 
 @cache
-def _steps(library: Library, name: str, made: int, given: int) -> Any:
-    """A recurrence that is given so many arrays."""
-    return library.function(name, *[ctypes.py_object] * made, ctypes.py_object * given)
+def _recurrence(library: Library, name: str, outputs: int, inputs: int) -> Any:
+    """A recurrence of the library with so many outputs and inputs."""
+    return library.function(name, *[ctypes.py_object] * outputs, ctypes.py_object * inputs)
 
 
-def _objects(*arrays: mx.array | None) -> ctypes.Array[ctypes.py_object]:
-    """In float32."""
+def _float32(*arrays: mx.array | None) -> ctypes.Array[ctypes.py_object]:
+    """The arrays in float32, as the library takes them."""
     some: list[Any] = [NONE if one is None else one.astype(mx.float32) for one in arrays]
     return (ctypes.py_object * len(some))(*some)
 
@@ -179,29 +179,29 @@ def rnn_scan(x: mx.array, a: mx.array, h0: mx.array | None) -> tuple[mx.array, m
     if library is None or not fits(x, a, x if h0 is None else h0) or a.shape != x.shape:
         return sys.modules["mlx_lm.models.recurrent_gemma"].rnn_scan(x, a, h0)
     h = mx.array(0)
-    need(_steps(library, "linear", 1, 3)(h, _objects(a, x, h0)))
+    need(_recurrence(library, "linear", 1, 3)(h, _float32(a, x, h0)))
     h = h.astype(x.dtype)
     return h, h[:, -1]
 
 
 class GeneralisedDelta(Native):
-    """The recurrence of RWKV-7's time mixing, whose class calls it as its method."""
+    """The recurrence of RWKV-7's time mixing, a method of its class."""
 
     def _wkv7(
         self: Any, r: mx.array, w: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array,
         state: mx.array | None,
     ) -> tuple[mx.array, mx.array]:  # fmt: skip
-        """All (B, T, heads, n) of any floating dtype, a state (B, heads, n, n)."""
+        """All (B, T, heads, n) of any floating dtype, state (B, heads, n, n)."""
         library, arrays = in_use(), (r, w, k, v, a, b)
         if library is None or not fits(*arrays, r if state is None else state):
             return super()._wkv7(*arrays, state)  # type: ignore[misc]
-        y, after = mx.array(0), mx.array(0)
-        need(_steps(library, "wkv", 2, 7)(y, after, _objects(*arrays, state)))
-        return y.astype(r.dtype), after.astype(r.dtype)
+        y, new_state = mx.array(0), mx.array(0)
+        need(_recurrence(library, "wkv", 2, 7)(y, new_state, _float32(*arrays, state)))
+        return y.astype(r.dtype), new_state.astype(r.dtype)
 
 
 class Mixer(Native):
-    """Mamba-2's, one operation between its products but for the gate behind it: of x (B, T,
+    """Mamba-2's mixer: one operation between its projections, apart from the output gate. x (B, T,
     columns) float32."""
 
     def __call__(self: Any, hidden_states: mx.array, mask: Any, cache: Any = None) -> mx.array:
@@ -210,26 +210,30 @@ class Mixer(Native):
         return super().__call__(hidden_states, mask, cache)  # type: ignore[misc]
 
     def mixed(self: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
-        """Of x (B, T, columns) float32; None for what only the architecture has."""
+        """The output for x (B, T, columns) float32; None if only the architecture supports it."""
         library, conv = in_use(), self["conv1d"]
         if library is None or mask is not None or cache is None or cache.lengths is not None:
             return None
-        own = [conv["weight"], conv.get("bias"), cache[0], self["A_log"], self["D"]]
-        own += [self["dt_bias"], cache[1]]
-        narrow = any(one is not None and one.dtype != mx.float32 for one in (x, *own))
-        if narrow or type(conv).__call__ is not Convolution.__call__ or not conv.is_plain():
+        arrays = [conv["weight"], conv.get("bias"), cache[0], self["A_log"], self["D"]]
+        arrays += [self["dt_bias"], cache[1]]
+        unsupported = any(one is not None and one.dtype != mx.float32 for one in (x, *arrays))
+        if unsupported or type(conv).__call__ is not Convolution.__call__ or not conv.is_plain():
             return None
         if (projected := self["in_proj"](x)).dtype != mx.float32:
             return None
-        y, *kept = (mx.array(0) for _ in range(3))
-        need(_mixer(library)(y, *kept, _objects(projected, *own), ctypes.byref(self.shape())))
-        cache[0], cache[1] = kept
+        y, *new_states = (mx.array(0) for _ in range(3))
+        need(
+            _mixer(library)(
+                y, *new_states, _float32(projected, *arrays), ctypes.byref(self.shape())
+            )
+        )
+        cache[0], cache[1] = new_states
         cache.advance(x.shape[1])
         gate = projected[..., : y.shape[2]]
         return self["out_proj"](self["norm"](y, gate) if "norm" in self else swiglu(gate, y))
 
     def shape(self: Any, normed: int = 0) -> MixerShape:
-        """What of it is the same at every step. normed: numbers that its norm takes together."""
+        """Its constants. normed: numbers per group of its norm."""
         sizes = self.num_heads, self.n_groups, self.ssm_state_size, normed
         return MixerShape(*sizes, *self.time_step_limit)
 
@@ -244,7 +248,7 @@ class MixerShape(ctypes.Structure):
 
 
 class MixerGivenCacheFirst(Mixer):
-    """Falcon-H1's, as above."""
+    """Falcon-H1's, with the cache before the mask."""
 
     def __call__(  # type: ignore[override]
         self: Any, input_states: mx.array, cache: Any = None, mask: Any = None
@@ -257,38 +261,38 @@ class MixerGivenCacheFirst(Mixer):
 
 @cache
 def _mixer(library: Library) -> Any:
-    array, place = ctypes.py_object, ctypes.c_void_p
-    return library.function("mixer", *[array] * 3, array * 8, place)
+    array, pointer = ctypes.py_object, ctypes.c_void_p
+    return library.function("mixer", *[array] * 3, array * 8, pointer)
 
 
 class SelectiveScan(Native):
-    """Mamba's block: all positions at once. _norms: of delta, B and C, the attributes that have
-    them, of an architecture that always has them."""
+    """Mamba's block: all positions at once. _norms: the attributes of the norms of delta, B and C,
+    in an architecture that always has them."""
 
     _norms: Sequence[str] = ()
 
     def _process_sequence(
         self: Any, x: mx.array, conv_state: mx.array | None, state: mx.array | None
     ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
-        """Of x (B, T, hidden size) of any floating dtype, with the last rows that were convolved,
-        and a state (B, channels, state size); and both after it."""
+        """The output for x (B, T, hidden size) of any floating dtype, and the new states.
+        conv_state: the last rows convolved; state: (B, channels, state size)."""
         library, floats = in_use(), (x, self.A_log, self.D, x if state is None else state)
-        twice = hasattr(self, "mixer_norm")  # is delta, B and C normalised, in mlx_lm 0.31
-        if library is None or twice or not fits(*floats):
+        normed_twice = hasattr(self, "mixer_norm")  # mlx_lm 0.31 normalises delta, B and C twice
+        if library is None or normed_twice or not fits(*floats):
             return super()._process_sequence(x, conv_state, state)  # type: ignore[misc]
         x, z = self.in_proj(x).split(2, axis=-1)
-        before = self.conv_kernel_size - 1
+        kept = self.conv_kernel_size - 1
         if conv_state is None:
-            conv_state = mx.zeros((x.shape[0], before, x.shape[2]), x.dtype)
+            conv_state = mx.zeros((x.shape[0], kept, x.shape[2]), x.dtype)
         rows = mx.concatenate([conv_state, x], axis=1)
         x = convolved_silu(self.conv1d, rows)
-        places = self.time_step_rank, self.time_step_rank + self.ssm_state_size
-        delta, b, c = self._normed(mx.split(self.x_proj(x), places, axis=-1))
-        steps = (x, b, c, self.dt_proj(delta), self.A_log, self.D)
-        wide = [*(one.astype(mx.float32) for one in steps), None]
-        y, after = library.scan(wide, None if state is None else state.astype(mx.float32))
-        y, after = y.astype(x.dtype), after.astype(x.dtype)
-        return self.out_proj(swiglu(z, y)), (rows[:, -before:], after)
+        splits = self.time_step_rank, self.time_step_rank + self.ssm_state_size
+        delta, b, c = self._normed(mx.split(self.x_proj(x), splits, axis=-1))
+        arrays = (x, b, c, self.dt_proj(delta), self.A_log, self.D)
+        wide = [*(one.astype(mx.float32) for one in arrays), None]
+        y, new_state = library.scan(wide, None if state is None else state.astype(mx.float32))
+        y, new_state = y.astype(x.dtype), new_state.astype(x.dtype)
+        return self.out_proj(swiglu(z, y)), (rows[:, -kept:], new_state)
 
     def _normed(self: Any, parts: Sequence[mx.array]) -> Sequence[mx.array]:
         if self._norms:

@@ -1,4 +1,4 @@
-"""Rotary positions: modules that turn queries and keys, and say how they do."""
+"""RoPE modules: they rotate queries and keys, and say how."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import mlx.nn as nn
 from toastkit.native import operations
 from toastkit.native.functions import Native
 
-STILL = mx.array([0.0])
+ZERO_FREQUENCY = mx.array([0.0])
 
 
 class Rotary(Native):
-    """Turns queries and keys."""
+    """A module that rotates queries and keys."""
 
-    def how(self, size: int) -> dict[str, Any]:
-        """Heads of so many numbers: what operations.rope is called with."""
+    def rope_arguments(self, size: int) -> dict[str, Any]:
+        """The arguments of operations.rope for heads of `size` numbers."""
         raise NotImplementedError
 
     def rotation(self, size: int) -> operations.Rotation:
-        """The same, for the library."""
-        return operations.rotation(**self.how(size))
+        """The same as the library takes it."""
+        return operations.rotation(**self.rope_arguments(size))
 
     def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        return operations.rope(x, offset=offset, **self.how(x.shape[-1]))
+        return operations.rope(x, offset=offset, **self.rope_arguments(x.shape[-1]))
 
 
 class Rope(Rotary):
     """MLX's."""
 
-    def how(self: Any, size: int) -> dict[str, Any]:
+    def rope_arguments(self: Any, size: int) -> dict[str, Any]:
         return {
             "dims": self.dims, "traditional": self.traditional, "base": self.base,
             "scale": self.scale,
@@ -39,9 +39,9 @@ class Rope(Rotary):
 
 
 class FreqsRope(Rotary):
-    """Whose frequencies are its own."""
+    """RoPE with given frequencies."""
 
-    def how(self: Any, size: int) -> dict[str, Any]:
+    def rope_arguments(self: Any, size: int) -> dict[str, Any]:
         return {
             "dims": self.dims, "traditional": self.traditional, "base": None, "scale": 1.0,
             "freqs": self._freqs,
@@ -49,15 +49,15 @@ class FreqsRope(Rotary):
 
 
 class AlphaRope(FreqsRope):
-    """Hunyuan's, which takes a head's halves together."""
+    """Hunyuan's, which rotates the two halves of a head."""
 
     traditional = False
 
 
 class LongRope(Rotary):
-    """With frequencies and a factor."""
+    """RoPE with given frequencies and a factor."""
 
-    def how(self: Any, size: int) -> dict[str, Any]:
+    def rope_arguments(self: Any, size: int) -> dict[str, Any]:
         return {
             "dims": self.dim, "traditional": False, "base": None, "scale": 1.0,
             "freqs": self._freqs, "factor": self._scale,
@@ -65,10 +65,10 @@ class LongRope(Rotary):
 
 
 class YarnRope(FreqsRope):
-    """With a factor, and back again (inverse)."""
+    """RoPE with a factor, and its inverse."""
 
-    def how(self: Any, size: int) -> dict[str, Any]:
-        return super().how(size) | {"factor": self.mscale}
+    def rope_arguments(self: Any, size: int) -> dict[str, Any]:
+        return super().rope_arguments(size) | {"factor": self.mscale}
 
     def __call__(
         self: Any,
@@ -77,39 +77,39 @@ class YarnRope(FreqsRope):
         scale: float = 1.0,
         inverse: bool = False,
     ) -> mx.array:
-        how = self.how(x.shape[-1]) | {"scale": scale}
+        arguments = self.rope_arguments(x.shape[-1]) | {"scale": scale}
         if inverse:
-            how |= {"factor": 1 / self.mscale, "freqs": -self._freqs}
-        return operations.rope(x, offset=offset, **how)
+            arguments |= {"factor": 1 / self.mscale, "freqs": -self._freqs}
+        return operations.rope(x, offset=offset, **arguments)
 
 
 class DeepseekRope(Rotary):
-    """Of whole heads."""
+    """RoPE of whole heads."""
 
-    def how(self: Any, size: int) -> dict[str, Any]:
+    def rope_arguments(self: Any, size: int) -> dict[str, Any]:
         return {
             "dims": size, "traditional": True, "base": None, "scale": 1.0, "freqs": self._freqs,
             "factor": self.mscale,
         }  # fmt: skip
 
 
-class Unturned(Rotary):
-    """Leaves heads as they are (SmolLM3): a pair of their numbers is turned by nothing."""
+class NoRope(Rotary):
+    """Leaves heads as they are (SmolLM3): for the library, one pair rotated by zero."""
 
     def rotation(self, size: int) -> operations.Rotation:
-        return operations.Rotation(2, STILL, False, 1.0, 1.0, False)
+        return operations.Rotation(2, ZERO_FREQUENCY, False, 1.0, 1.0, False)
 
     def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         return x
 
 
-class _Still(Unturned, nn.Module):
-    """For attentions that have none to leave them so."""
+class _NoRopeModule(NoRope, nn.Module):
+    """For attentions that have no such module."""
 
 
-UNTURNED = _Still()
+NO_ROPE = _NoRopeModule()
 
 
 def is_rotary(module: Any) -> bool:
-    """Whether a module turns queries and keys as its `rotation` says, and does nothing else."""
-    return type(module).__call__ in (Rotary.__call__, YarnRope.__call__, Unturned.__call__)
+    """True for a module that does what its `rotation` says, and nothing else."""
+    return type(module).__call__ in (Rotary.__call__, YarnRope.__call__, NoRope.__call__)
