@@ -81,7 +81,7 @@ def test_a_compiler_that_says_much(cache: Path, cxx) -> None:
     with pytest.raises(UnavailableError, match="failed: error: too much"):
         libraries.build()
     reading, writing = os.pipe()
-    said = compiling._Said(open(reading, "rb"))
+    said = compiling._Reader(open(reading, "rb"))
     with open(writing, "wb") as stream:
         for _ in range(64):
             stream.write(bytes(1 << 16))
@@ -198,7 +198,7 @@ def test_compilers_have_arguments_and_folders(
 
 
 def test_where_it_is_cannot_be_said(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(libraries, "_give_way", lambda: None)
+    monkeypatch.setattr(libraries, "_lower_priority", lambda: None)
     monkeypatch.setattr(libraries, "Signals", lambda: None)
     monkeypatch.setattr(libraries, "build", lambda *rest: "here")
     full = open("/dev/full", "wb", buffering=0)

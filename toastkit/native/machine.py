@@ -25,10 +25,8 @@ def processors(root: str = "/") -> int:
         place = PurePath("/", folder)
         for group in (place, *place.parents):
             with suppress(OSError, ValueError, ArithmeticError):
-                folder_path = Path(root, "sys/fs/cgroup", mounted, group.relative_to("/"))
-                limits = " ".join(
-                    (folder_path / file).read_text(encoding="ascii") for file in files
-                )
+                at = Path(root, "sys/fs/cgroup", mounted, group.relative_to("/"))
+                limits = " ".join((at / file).read_text(encoding="ascii") for file in files)
                 share, period = map(int, limits.split())
                 if share > 0:  # no limit: -1 in version 1, max in version 2
                     count = min(count, max(1, share // period))

@@ -1,14 +1,13 @@
-"""The library of native products: where it lies, and how it comes to be there.
+"""Find and build the library of native products.
 
-    python -m toastkit.native.building.libraries      builds it now, and says so (make native)
+    python -m toastkit.native.building.libraries      build now, and say so (make native)
 
-What a wheel brings (ready.py) is taken in place of a compiler's work, as far as it goes. Nobody
-waits for a compiler: `find` says what there is, `build_meanwhile` has it built by a process
-of its own, at the lowest priority, and the next command finds it. It lies in a folder that nobody
-else can write to, under a name that says what it was made from, for which MLX, by which compiler,
-and what its bytes add up to; it gets that name once it has been compiled and a process that loaded
-it has found it right. A file of that name with other bytes is none.
-"""
+What a wheel brings (ready.py) saves compiling, as far as it goes. Nobody waits for a compiler:
+`find` reports what there is, `build_meanwhile` builds in a process of its own, at the lowest
+priority, and the next command finds the result. Libraries are in a private folder. A file's name
+has a digest of the sources, MLX and compiler that it was made from, and one of its content; it gets
+that name once it has been compiled, loaded in another process, and found right. A file whose
+content does not match is ignored."""
 
 from __future__ import annotations
 
@@ -46,17 +45,16 @@ from toastkit.private_files import (
 )
 
 MOST_BYTES = 64 << 20
-MAKING = ".making"  # in the names of what is not done
-KEPT = 8  # files of other versions, for other environments of this user
+MAKING = ".making"  # in the names of unfinished files
+KEPT = 8  # files of other versions and environments of this user
 PROBE_SECONDS = 120.0
-PATIENCE = 120.0  # seconds that who needs a library waits for another process that builds it
-LOWEST = 19  # of priorities
-LOW = 10  # of a session's: a tenth of a busy core, so that it comes to an end
+PATIENCE = 120.0  # seconds to wait for another process that builds the library
+LOWEST = 19  # nice value
+LOW = 10  # nice value of the session: a tenth of a busy core, so that the build finishes
 
 
 class Found(NamedTuple):
-    """path: of the library; None where there is none, for the reason `why`. pending: it could be
-    built."""
+    """path: of the library, or None, for the reason `why`. pending: it could be built."""
 
     path: str | None
     why: str = ""
@@ -64,12 +62,12 @@ class Found(NamedTuple):
 
 
 def folder() -> str:
-    """Where libraries lie."""
+    """The folder of libraries."""
     return own_directory("CACHE", "native")
 
 
 def find() -> Found:
-    """What there is. Writes nothing."""
+    """Find the library. Writes nothing."""
     if problem := unsupported():
         return Found(None, problem)
     cxx, mlx = compiler(), installed_mlx()
@@ -95,24 +93,23 @@ def find() -> Found:
         pass
     except OSError as error:
         return Found(None, f"{folder()}: {error.strerror}")
-    if not _can_be_kept():
+    if not _is_writable():
         return Found(None, f"nothing can be kept in {folder()}")
     return Found(None, "they are not built yet", pending=True)
 
 
-def _can_be_kept() -> bool:
-    """Whether the folder may be written to, or made."""
+def _is_writable() -> bool:
+    """True if the folder can be written to, or made."""
     place = Path(folder())
     return os.access(next(p for p in (place, *place.parents) if p.exists()), os.W_OK)
 
 
 def build_meanwhile() -> bool:
-    """Begins to build what `find` has not found, unless another process is at it, and returns at
-    once. What comes of it is found by whoever asks next, or not: nobody is told. False where
-    no process can be had for it."""
+    """Start building what `find` has not found, unless another process does, and return at once.
+    The next command may find the result: nobody is told. False if no process can be started."""
     import subprocess
 
-    cxx = compiler()  # as it is called from here
+    cxx = compiler()  # resolved in this working directory
     with suppress(OSError):
         subprocess.Popen(
             [sys.executable, "-m", "toastkit.native.building.libraries", "--quiet"],
@@ -125,7 +122,7 @@ def build_meanwhile() -> bool:
 
 
 def _unusable() -> str | None:
-    """Why nothing may be loaded from the folder, which is there. Raises OSError."""
+    """Why nothing may be loaded from the folder, which exists. Raises OSError."""
     if problem := not_private(folder()):
         return f"{folder()} {problem}"
     if os.statvfs(folder()).f_flag & os.ST_NOEXEC:
@@ -136,10 +133,10 @@ def _unusable() -> str | None:
 def build(
     patience: float = 0.0, say: Callable[[str], None] | None = None, useless: str | None = None
 ) -> str:
-    """Builds the library unless it is there; its path. patience: seconds that another process which
-    is at it is waited for. say: takes a line about what takes long. useless: the path of one that
-    is there, and cannot be loaded: in its place. Raises UnavailableError for a machine that cannot,
-    and where the other takes longer; CannotCreateError, IOFailure."""
+    """Build the library unless it exists; return its path. patience: seconds to wait for another
+    process that builds it. say: takes a line about what takes long. useless: path of an existing
+    library that cannot be loaded, and is replaced. Raises UnavailableError if the machine cannot,
+    or the other process takes longer; CannotCreateError, IOFailure."""
     found = find()
     if found.path not in (None, useless):
         return found.path
@@ -155,12 +152,12 @@ def build(
     except OSError as error:
         raise from_os_error(error, f"cannot build in {folder()}", creating=True) from error
     try:
-        until, waits = time.monotonic() + patience, False
+        deadline, waiting = time.monotonic() + patience, False
         while not try_lock(lock):
-            if say is not None and not waits:
+            if say is not None and not waiting:
                 say("native products: another process builds them, waiting for it")
-            waits = True
-            if time.monotonic() >= until:
+            waiting = True
+            if time.monotonic() >= deadline:
                 raise UnavailableError("no native products: another process is building them")
             time.sleep(0.1)
         if useless is not None:
@@ -176,17 +173,18 @@ def build(
 def _build(
     name: str, cxx: Sequence[str] | None, mlx: Path, say: Callable[[str], None] | None
 ) -> str:
-    """Makes, probes and places; what fails is not tried again for this name unless asked."""
+    """Make, probe and install it; a failure is recorded, and not tried again for this name unless
+    asked."""
     made = Path(folder(), f"{name}{MAKING}")
     failed = os.path.join(folder(), f"{name}.failed")
     try:
-        _forget_beginnings()
+        _remove_unfinished()
         with suppress(FileNotFoundError):
             os.unlink(failed)
         _make(made, cxx, mlx, say)
         path = os.path.join(folder(), f"{name}-{digest(made.read_bytes())}.so")
         os.replace(made, path)
-        _forget_old()
+        _remove_old()
         return path
     except ToastError as error:
         with suppress(OSError):
@@ -202,12 +200,12 @@ def _build(
 def _make(
     made: Path, cxx: Sequence[str] | None, mlx: Path, say: Callable[[str], None] | None
 ) -> None:
-    """Of what came with toastkit as much as is of use, and can be trusted. Raises ToastError,
+    """Use as much of what came with toastkit as possible and trustworthy. Raises ToastError,
     OSError."""
-    if came := ready.library(mlx):
+    if ready_library := ready.library(mlx):
         from shutil import copyfile
 
-        copyfile(came, made)
+        copyfile(ready_library, made)
         if is_trustworthy(made):
             return
     if cxx is None:
@@ -229,12 +227,12 @@ def _make(
 
 
 def glue_flags(mlx: Path) -> list[str]:
-    """What the MLX primitives are compiled and linked with."""
+    """Flags to compile and link the MLX primitives."""
     return ["-isystem", str(mlx / "include"), f"-L{mlx / 'lib'}", "-lmlx"]
 
 
 def is_trustworthy(path: Path) -> bool:
-    """Asked in a process of its own, which may die."""
+    """Probe a library in a child process, which may crash."""
     import subprocess
 
     command = [sys.executable, "-m", "toastkit.native.building.probe", str(path)]
@@ -248,7 +246,7 @@ def is_trustworthy(path: Path) -> bool:
 
 
 def installed_mlx() -> Path | None:
-    """The folder of MLX, with headers and library."""
+    """The folder of MLX, if it has headers and library."""
     spec = find_spec("mlx")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if Path(place, "include/mlx/array.h").is_file() and Path(place, "lib/libmlx.so").is_file():
@@ -257,8 +255,8 @@ def installed_mlx() -> Path | None:
 
 
 def _key(cxx: Sequence[str] | None, mlx: Path) -> str:
-    """What a library is made from and for, as part of its name. The instruction sets are chosen
-    where it runs."""
+    """Digest of what a library is made from and for, as part of its name. Instruction sets are not
+    in it: they are chosen at run time."""
     words = cxx or ()
     programs = [os.path.realpath(word) for word in words if os.path.isfile(word)]
     parts = [sys.implementation.cache_tag or "", *(w for w in words if not os.path.isfile(w))]
@@ -268,16 +266,16 @@ def _key(cxx: Sequence[str] | None, mlx: Path) -> str:
     return digest(sources() + "\0".join(parts).encode())
 
 
-def _forget_old() -> None:
-    """Removes the oldest of many libraries, and reasons for which there were none."""
+def _remove_old() -> None:
+    """Remove the oldest of many libraries and records of failures."""
     files = [e for e in os.scandir(folder()) if e.name.endswith((".so", ".failed"))]
     files.sort(key=lambda entry: entry.stat(follow_symlinks=False).st_mtime)
     for entry in files[:-KEPT]:
         os.unlink(entry.path)
 
 
-def _forget_beginnings() -> None:
-    """Removes what is left of builds that were killed; nobody else is building."""
+def _remove_unfinished() -> None:
+    """Remove what killed builds left; nobody else is building."""
     from shutil import rmtree
 
     for entry in os.scandir(folder()):
@@ -287,12 +285,12 @@ def _forget_beginnings() -> None:
             os.unlink(entry.path)
 
 
-def _give_way() -> None:
-    """Lets others compute. Linux weighs sessions against each other before the processes in them
-    (autogroup, sched(7)): a session of our own gives way as a whole."""
+def _lower_priority() -> None:
+    """Yield to other processes. Linux weighs sessions against each other before the processes in
+    them (autogroup, sched(7)): a session of our own yields as a whole."""
     os.nice(LOWEST)
     if os.getsid(0) == os.getpid():
-        with suppress(OSError):  # not this kernel, or too soon after somebody else's
+        with suppress(OSError):  # not supported, or changed too often
             Path("/proc/self/autogroup").write_text(str(LOW))
 
 
@@ -301,9 +299,9 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Builds it and says where it is, or why there is none. One that is there and cannot be loaded
-    is built again, as is one that could not be built, unless it is done in the background."""
-    _give_way()
+    """Build it and print its path, or why there is none. A library that cannot be loaded, or a
+    recorded failure, is built again, unless in the background."""
+    _lower_priority()
     Signals()
     quiet = "--quiet" in sys.argv[1:]
     try:
@@ -329,5 +327,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout = None  # has been flushed, or cannot be
+    sys.stdout = None  # flushed already, or it cannot be
     sys.exit(code)

@@ -1,7 +1,6 @@
-"""Whether a library that was just built is to be trusted: asked in a process of its own, which may
-die of the answer.
+"""Check in a process of its own, which may crash, that a library just built can be trusted.
 
-    python -m toastkit.native.building.probe PATH
+python -m toastkit.native.building.probe PATH
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from toastkit.native.regions import Region
 
 
 def trustworthy(library: Library) -> bool:
-    """Whether it finds arrays where they are, and computes as MLX does."""
+    """True if it finds arrays where they are, and computes as MLX does."""
     arrays = [
         mx.zeros((3, 5)), mx.array(7, mx.uint32), mx.ones((2, 3, 4), mx.bfloat16)[:, 1:],
         mx.zeros((0, 6), mx.uint8), mx.arange(10) * 2,
@@ -48,7 +47,7 @@ def trustworthy(library: Library) -> bool:
     rows = mx.quantize(weight, group_size=64, bits=4)
     ours = library.multiply(x, *rows, bits=4, group_size=64, activation_bits=PAIRS)
     theirs = mx.quantized_matmul(x, *rows, transpose=True, group_size=64, bits=4)
-    pairs.append((ours / 8, theirs / 8))  # of 12 bits, off by more
+    pairs.append((ours / 8, theirs / 8))  # 12-bit activations: a larger error
     rows = mx.quantize(weight, mode="mxfp4")
     ours = library.multiply(x, *rows, bits=4, group_size=32)
     pairs.append((ours, mx.quantized_matmul(x, *rows, transpose=True, mode="mxfp4")))
@@ -66,7 +65,7 @@ def trustworthy(library: Library) -> bool:
 
 
 def _operations(library: Library) -> list[tuple[mx.array, mx.array]]:
-    """What it does to rows, and what MLX does."""
+    """Operations on rows, by the library and by MLX."""
     x, y = mx.random.normal((2, 5, 3, 70)), mx.random.normal((2, 3, 5, 70))
     heads, row, offsets = x.swapaxes(1, 2), x[0, 0, 0], mx.array([2, 1000])
     speeds, sigmoid = 1 / mx.arange(1.0, 17.0), mx.sigmoid(y)
@@ -105,7 +104,7 @@ def _operations(library: Library) -> list[tuple[mx.array, mx.array]]:
 
 
 def _distribution(x: mx.array) -> mx.array:
-    """Its numbers, added up."""
+    """The sum of its three numbers."""
     log_sum = mx.logsumexp(x, -1, keepdims=True)
     return 2 * log_sum - (mx.softmax(x, -1) * x).sum(-1, keepdims=True)
 
@@ -129,7 +128,7 @@ def _attention(library: Library) -> list[tuple[mx.array, mx.array]]:
 
 
 def _recurrence(library: Library) -> list[tuple[mx.array, mx.array]]:
-    """The gated delta rule: two steps of one head, from nothing."""
+    """The gated delta rule: two steps of one head from a zero state."""
     q, k, v = (mx.random.normal((1, 2, 1, n)) / 4 for n in (20, 20, 3))
     a, b, a_log, bias = (mx.random.normal(shape) for shape in ((1, 2, 1), (1, 2, 1), (1,), (1,)))
     kept = mx.exp(-mx.exp(a_log) * mx.logaddexp(a + bias, 0.0))[0]
@@ -149,7 +148,7 @@ def _recurrence(library: Library) -> list[tuple[mx.array, mx.array]]:
 
 
 def _scan(library: Library, arrays: tuple[mx.array, ...]) -> list[tuple[mx.array, mx.array]]:
-    """Mamba-2's, of those steps and that head."""
+    """Mamba-2's scan, of the same steps and head."""
     x, b, c, dt, a_log, d, bias = arrays
     state, wanted, dt = mx.zeros((3, 20)), [], mx.logaddexp(dt + bias, 0.0)
     for t in range(2):
@@ -161,7 +160,7 @@ def _scan(library: Library, arrays: tuple[mx.array, ...]) -> list[tuple[mx.array
 
 
 def _selective_scan(library: Library, *steps: mx.array) -> list[tuple[mx.array, mx.array]]:
-    """Mamba's, of those steps and three channels."""
+    """Mamba's, of the same steps and three channels."""
     (x, b, c), a_log, d = steps, mx.random.normal((3, 20)), mx.random.normal((3,))
     state, wanted, dt = mx.zeros((3, 20)), [], mx.logaddexp(x, 0.0)[0, ..., None]
     for t in range(2):
@@ -172,7 +171,7 @@ def _selective_scan(library: Library, *steps: mx.array) -> list[tuple[mx.array, 
 
 
 def _delta_layer(library: Library, gates: tuple[mx.array, ...]) -> list[tuple[mx.array, mx.array]]:
-    """A convolution; and a layer with it, as its parts."""
+    """A convolution; and a gated delta net, against its parts."""
     (a, b, *rest), z, norm = gates, mx.random.normal((1, 2, 3)), mx.random.normal((3,))
     x, weight = mx.random.normal((1, 5, 43)), mx.random.normal((43, 4, 1))
     rows = library.convolve(x, weight, silu=True)
@@ -189,7 +188,7 @@ def _delta_layer(library: Library, gates: tuple[mx.array, ...]) -> list[tuple[mx
 
 
 def _networks(library: Library) -> list[tuple[mx.array, mx.array]]:
-    """Packed and not, one and such as are chosen of some."""
+    """Networks with and without quantised weights, single and of chosen experts."""
     gate, up = mx.random.normal((2, 4, 48, 64)) / 8
     down, x = mx.random.normal((4, 64, 48)), mx.random.normal((3, 64))
     rows = [mx.quantize(w[0], group_size=32, bits=4) for w in (gate, up)]
@@ -213,7 +212,7 @@ def _network(x: mx.array, gate: mx.array, up: mx.array, down: mx.array) -> mx.ar
 
 
 def main() -> int:
-    """Exits with 0 for a library that can be trusted."""
+    """Exit with 0 for a library that can be trusted."""
     mx.set_default_device(mx.cpu)
     mx.disable_compile()
     return 0 if trustworthy(Library(sys.argv[1])) else 1

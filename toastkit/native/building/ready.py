@@ -1,10 +1,9 @@
-"""What a wheel for one platform brings of native products: then less is compiled, or nothing.
+"""Prebuilt native products in a platform wheel: then less is compiled, or nothing.
 
-It is an object file with the kernels, which know no MLX, and a library for that MLX which was
-there when the wheel was made. Their names say what they were made from, for which MLX, and what
-their bytes add up to. They are not loaded where they lie: libraries.py takes them in place of a
-compiler's work, and asks in a process of its own whether what comes of it is to be trusted.
-"""
+They are an object file of the kernels, which do not depend on MLX, and a library for the MLX that
+was installed when the wheel was made. Their names have digests of sources, MLX and content. They
+are not loaded from here: libraries.py takes them in place of a compiler's output, and probes the
+result in a child process."""
 
 from __future__ import annotations
 
@@ -18,24 +17,24 @@ READY = FOLDER / "ready"
 
 
 def digest(data: bytes) -> str:
-    """Of what lies in a file, or of what it is made from; for names of files."""
+    """Digest of a file's content or sources, for names of files."""
     return hashlib.sha256(data).hexdigest()[:24]
 
 
 def kernels() -> Path | None:
-    """The object file of these sources."""
-    return _brought(name_of_kernels(), ".o")
+    """The object file of these sources, if present."""
+    return _intact(name_of_kernels(), ".o")
 
 
 def library(mlx: Path) -> Path | None:
-    """The library of these sources for an MLX, of which this is the folder."""
+    """The library of these sources for the MLX in a folder, if present."""
     name = name_of_library(mlx)
-    return _brought(name, ".so") if name else None
+    return _intact(name, ".so") if name else None
 
 
-def _brought(name: str, end: str) -> Path | None:
-    """The file NAME-DIGESTEND, if it has the bytes that it had."""
-    with suppress(OSError):  # it may not be read: then it is not there
+def _intact(name: str, end: str) -> Path | None:
+    """The file NAME-DIGESTEND, if its content matches."""
+    with suppress(OSError):  # unreadable counts as missing
         for path in READY.glob(f"{name}-*{end}"):
             if path.name == f"{name}-{digest(path.read_bytes())}{end}":
                 return path
@@ -43,13 +42,13 @@ def _brought(name: str, end: str) -> Path | None:
 
 
 def name_of_kernels() -> str:
-    """How the name of that object file begins."""
+    """First part of the object file's name."""
     return f"kernels-{digest(sources())}"
 
 
 def name_of_library(mlx: Path) -> str | None:
-    """Likewise of that library. What is installed says of each of its files what its bytes add up
-    to: that of libmlx.so, of 21 MB, need not be read for it. None where nothing does."""
+    """First part of the library's name. It has the digest of libmlx.so (21 MB) from MLX's
+    installation record, so that the file need not be read; None without a record."""
     for record in mlx.parent.glob("mlx*.dist-info/RECORD"):
         for line in record.read_text("utf-8", errors="replace").splitlines():
             if line.startswith("mlx/lib/libmlx.so,"):

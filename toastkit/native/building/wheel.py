@@ -1,9 +1,8 @@
-"""Makes what a wheel for one platform brings of native products: see ready.py.
+"""Make the prebuilt native products of a platform wheel, see ready.py.
 
     python -m toastkit.native.building.wheel      for this machine and its MLX (make wheel)
 
-Nothing of toastkit imports it.
-"""
+Nothing in toastkit imports it."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from toastkit.native.building.compiling import compile_library, compiler, unsupp
 
 
 def make() -> list[Path]:
-    """Makes both where they are sought. Raises ToastError, OSError."""
+    """Make both files in the folder `ready`. Raises ToastError, OSError."""
     cxx, mlx = compiler(), libraries.installed_mlx()
     name = ready.name_of_library(mlx) if mlx else None
     if unsupported() or cxx is None or mlx is None or name is None:
@@ -35,13 +34,13 @@ def make() -> list[Path]:
 
 
 def main() -> int:
-    """Makes it, and prints for what platforms: a wheel's tag."""
+    """Make them, and print the wheel's platform tag."""
     try:
         make()
     except (ToastError, OSError) as error:
         print(f"no library for a wheel: {error}", file=sys.stderr)
         return 1
-    # Nobody has a symbol of the C library that this machine has not.
+    # Only symbols of this machine's C library are used: its version is the lowest that works.
     libc = (os.confstr("CS_GNU_LIBC_VERSION") or "").removeprefix("glibc ").replace(".", "_")
     print(f"manylinux_{libc}_{os.uname().machine}" if libc else f"linux_{os.uname().machine}")
     return 0

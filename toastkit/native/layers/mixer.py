@@ -70,10 +70,8 @@ class MixerLayer(Layer):
             return None
         plan.operands.mark_used()
         mixture = self._mixture_shape(plan.network) if _is_mixture(plan.network) else None
-        outs, last = (
-            unshared(x, 1 if plan.network is None or mixture else 2),
-            unshared(x, len(states)),
-        )
+        outs = unshared(x, 1 if plan.network is None or mixture else 2)
+        last = unshared(x, len(states))
         pointers = (ctypes.py_object * (len(outs) + len(last)))(*outs, *last)
         optional = [NONE if one is None else one for one in states]
         need(self._make(library, pointers, x, optional, plan, byref(mixture) if mixture else None))

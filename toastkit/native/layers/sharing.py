@@ -53,10 +53,8 @@ class SharingLayer(Layer):
         offset: Any = None,
     ) -> tuple[mx.array, Any, Any]:
         ours = isinstance(shared_kv, LayerKV)
-        extras, result = (
-            Extras(layer_input=per_layer_input, shared_kv=shared_kv if ours else None),
-            None,
-        )
+        extras = Extras(layer_input=per_layer_input, shared_kv=shared_kv if ours else None)
+        result = None
         if ours and (x.shape[1] < shared_kv.positions or self._last_only):
             x, mask, extras = last_position(x, mask, extras)
         if ours or shared_kv is None:
