@@ -148,7 +148,7 @@ def form_of(cls: type) -> Form | None:
             for name, there in names.items()
         ):
             parts = tuple(names[part] for part in forwards.PARTS if part in names)
-            return Form(parts, activation, not names.keys() & {"gate", "both"})
+            return Form(parts, activation, not names.keys() & {"gate", "gate_up"})
     return None
 
 

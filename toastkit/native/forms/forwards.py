@@ -15,14 +15,14 @@ import mlx.nn as nn
 swiglu: Any = None
 clip_residual: Any = None
 _toastkit_rms_norm_plus_one: Any = None
-PARTS = ("gate", "up", "both", "down")  # architectures may name them differently
+PARTS = ("gate", "up", "gate_up", "down")  # architectures may name them differently
 
 
 def _gated(self: Any, x: Any) -> Any:
     return self.down(swiglu(self.gate(x), self.up(x)))
 
 
-def _gated_and_kept(self: Any, x: Any) -> Any:
+def _gated_and_named(self: Any, x: Any) -> Any:
     y = self.down(swiglu(self.gate(x), self.up(x)))
     return y
 
@@ -51,32 +51,32 @@ def _multiplied_gelu_erf(self: Any, x: Any) -> Any:
     return self.down(nn.gelu(self.gate(x)) * self.up(x))
 
 
-def _halved(self: Any, x: Any) -> Any:
-    x = self.both(x)
+def _fused(self: Any, x: Any) -> Any:
+    x = self.gate_up(x)
     gate, x = mx.split(x, 2, axis=-1)
     return self.down(swiglu(gate, x))
 
 
-def _halved_by_names(self: Any, x: Any) -> Any:
-    x = self.both(x)
+def _fused_by_names(self: Any, x: Any) -> Any:
+    x = self.gate_up(x)
     gate, up = mx.split(x, 2, axis=-1)
     return self.down(swiglu(gate, up))
 
 
-def _halved_at_once(self: Any, x: Any) -> Any:
-    gate, up = mx.split(self.both(x), 2, axis=-1)
+def _fused_at_once(self: Any, x: Any) -> Any:
+    gate, up = mx.split(self.gate_up(x), 2, axis=-1)
     return self.down(swiglu(gate, up))
 
 
-def _alone(self: Any, x: Any) -> Any:
+def _ungated(self: Any, x: Any) -> Any:
     return self.down(nn.relu2(self.up(x)))
 
 
-def _alone_gelu(self: Any, x: Any) -> Any:
+def _ungated_gelu(self: Any, x: Any) -> Any:
     return self.down(nn.gelu_approx(self.up(x)))
 
 
-def _alone_gelu_erf(self: Any, x: Any) -> Any:
+def _ungated_gelu_erf(self: Any, x: Any) -> Any:
     return self.down(nn.gelu(self.up(x)))
 
 
@@ -85,18 +85,18 @@ SWIGLU = ("mlx_lm.models.activations", "swiglu")
 NETWORKS: list[tuple[Callable, tuple[str, str], str]] = [
     (_gated, SWIGLU, "silu"),
     (_gated, ("mlx_lm.models.gemma4_text", "geglu"), "gelu"),
-    (_gated_and_kept, SWIGLU, "silu"),
+    (_gated_and_named, SWIGLU, "silu"),
     (_gated_up_later, SWIGLU, "silu"),
     (_gated_in_steps, SWIGLU, "silu"),
     (_multiplied, SWIGLU, "silu"),
     (_multiplied_gelu, SWIGLU, "gelu"),
     (_multiplied_gelu_erf, SWIGLU, "gelu_erf"),
-    (_halved, SWIGLU, "silu"),
-    (_halved_by_names, SWIGLU, "silu"),
-    (_halved_at_once, SWIGLU, "silu"),
-    (_alone, SWIGLU, "relu2"),
-    (_alone_gelu, SWIGLU, "gelu"),
-    (_alone_gelu_erf, SWIGLU, "gelu_erf"),
+    (_fused, SWIGLU, "silu"),
+    (_fused_by_names, SWIGLU, "silu"),
+    (_fused_at_once, SWIGLU, "silu"),
+    (_ungated, SWIGLU, "relu2"),
+    (_ungated_gelu, SWIGLU, "gelu"),
+    (_ungated_gelu_erf, SWIGLU, "gelu_erf"),
 ]
 
 
@@ -121,7 +121,7 @@ def _block_added(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     return x
 
 
-def _block_normed_twice(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+def _block_sandwich_normed(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     r = self.attention(self.first_norm(x), mask, cache)
     h = x + self.attended_norm(r)
     r = self.network(self.second_norm(h))
@@ -129,7 +129,7 @@ def _block_normed_twice(self: Any, x: Any, mask: Any = None, cache: Any = None) 
     return out
 
 
-def _block_normed_in_turn(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+def _block_sandwich_normed_in_turn(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     r = self.attention(self.first_norm(x), mask, cache)
     r = self.attended_norm(r)
     h = x + r
@@ -154,7 +154,7 @@ def _block_with_residual(self: Any, x: Any, mask: Any = None, cache: Any = None)
     return x
 
 
-def _block_normed_behind(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+def _block_post_normed(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     r = self.attended_norm(self.attention(x, mask, cache))
     h = x + r
     r = self.fed_norm(self.network(h))
@@ -162,7 +162,7 @@ def _block_normed_behind(self: Any, x: Any, mask: Any = None, cache: Any = None)
     return out
 
 
-def _block_normed_later(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+def _block_post_normed_later(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     r = self.attention(x, mask, cache)
     h = x + self.attended_norm(r)
     r = self.network(h)
@@ -217,7 +217,7 @@ def _block_scaled_returned(
     return h + r
 
 
-def _block_beside(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+def _block_parallel(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     h = self.first_norm(x)
     attn_h = self.attention(h, mask, cache)
     ff_h = self.network(h)
@@ -225,13 +225,13 @@ def _block_beside(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any
 
 
 BLOCKS = (
-    _block, _block_returned, _block_added, _block_normed_twice, _block_clipped,
-    _block_with_residual, _block_normed_behind, _block_normed_later, _block_multiplied,
+    _block, _block_returned, _block_added, _block_sandwich_normed, _block_clipped,
+    _block_with_residual, _block_post_normed, _block_post_normed_later, _block_multiplied,
     _block_multiplied_by_depth, _block_step_by_step, _block_scaled, _block_scaled_returned,
-    _block_beside, _block_normed_in_turn,
+    _block_parallel, _block_sandwich_normed_in_turn,
 )  # fmt: skip
 SCALED = (_block_scaled, _block_scaled_returned)
-PARALLEL = (_block_beside,)
+PARALLEL = (_block_parallel,)
 # It clips in float16, and is a plain sum in float32.
 CLIP = ("mlx_lm.models.gemma3_text", "clip_residual")
 
