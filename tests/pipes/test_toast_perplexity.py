@@ -14,6 +14,7 @@ import pytest
 
 from tests.conftest import Toast
 from tests.forked import start
+from tests.model.published import write_published
 
 TEXTS = Path(__file__).parents[1] / "texts"
 STORY, CHAT = str(TEXTS / "story.txt"), str(TEXTS / "chat.txt")
@@ -158,6 +159,15 @@ def test_a_file_that_is_not_utf8(toast: Toast, tmp_path: Path) -> None:
     file = tmp_path / "latin.txt"
     file.write_bytes(b"ab\xff")
     refused(toast("perplexity", str(file)), 65, f"{file} is not UTF-8: byte 0xff at offset 2")
+
+
+def test_a_text_that_the_tokenizer_drops(toast: Toast, tmp_path: Path) -> None:
+    path = write_published(tmp_path / "model", "llama_tied")
+    tokenizer = json.loads((path / "tokenizer.json").read_bytes())
+    tokenizer["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    done = toast("perplexity", "-m", path, stdin=b"  ")
+    refused(done, 65, "standard input: a text of no token")
 
 
 # -------------------------------------------------------------------------------------------- gears

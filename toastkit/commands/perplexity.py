@@ -129,7 +129,8 @@ def _tokenize(name: str, tokenizer: Tokenizer, limit: int | None) -> Text:
     del data
     ids = tokenizer.encode_prompt(text, templated=False, most=limit and limit + 1)
     if len(ids) < 2:
-        raise DataError(f"{label}: a text of one token, and nothing before it to predict it from")
+        what = "one token, and nothing before it to predict it from" if ids else "no token"
+        raise DataError(f"{label}: a text of {what}")
     whole = len(ids)
     ids = ids[: whole if limit is None else limit + 1]
     return Text(name, ids, _scored_bytes(tokenizer, text, ids, len(ids) < whole))
