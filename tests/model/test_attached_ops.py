@@ -109,6 +109,16 @@ def test_the_lock_is_shared_until_both_let_go(client: Client, tmp_path: Path) ->
     assert free(tmp_path / "s")
 
 
+def test_a_run_that_the_daemon_ends_is_in_its_session(client: Client, tmp_path: Path) -> None:
+    with Session.open(tmp_path / "s", client.preparer.fingerprint) as session:
+        client.restore(PROMPT, session)
+        client.read(PROMPT)
+        client.op("step", token=5)
+        client.service.end_attached(UnavailableError("no more"))
+    assert client.restore([*PROMPT, 5], source=str(tmp_path / "s"))["cached"] == len(PROMPT) + 1
+    client.op("step", token=7)
+
+
 @pytest.mark.parametrize("way", ["release", "restore", "hang up", "hang up at work", "cancel"])
 def test_every_end_frees_the_session(client: Client, tmp_path: Path, way: str) -> None:
     session = Session.open(tmp_path / "s", client.preparer.fingerprint)
@@ -133,9 +143,10 @@ def test_every_end_frees_the_session(client: Client, tmp_path: Path, way: str) -
             assert not free(tmp_path / "s")
         client.jobs.pop()()
     else:
-        client.service.let_attached_go()
-        with pytest.raises(UsageError):
-            client.op("step", token=5)
+        client.service.end_attached(UnavailableError("no more"))
+        for op, fields in (("step", {"token": 5}), ("commit", {})):
+            with pytest.raises(UnavailableError, match="no more"):
+                client.op(op, **fields)
     assert free(tmp_path / "s")
     assert (way == "restore") == bool(client.service.attached)
     session.close()

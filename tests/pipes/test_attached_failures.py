@@ -137,6 +137,22 @@ def test_the_daemon_is_killed_in_mid_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert done.stdout == WHO_ANSWER and b"loaded crumb" in done.stderr
 
 
+def test_the_daemon_is_told_to_end_at_once_in_mid_run(tmp_path: Path, monkeypatch):
+    session = tmp_path / "session"
+    with Daemon("crumb", "--no-audit", "--spill", "0") as daemon:
+        monkeypatch.setenv("TOAST_SOCKET", str(daemon.socket))
+        process = begin(*ENDLESS, "--session", str(session), STORY)
+        assert process.stdout is not None and process.stdout.read(40)
+        assert daemon.process is not None
+        daemon.process.terminate()
+        eventually(lambda: not daemon.socket.exists())  # the first signal has been seen
+        daemon.process.terminate()
+        _, errors = process.communicate(timeout=TIMEOUT)
+        assert daemon.process.wait(TIMEOUT) == 0
+    assert (process.returncode, errors) == (69, b"toast-decode: the daemon is shutting down\n")
+    assert len(stored(session)[0]) > 19
+
+
 def test_an_idle_daemon_unloads_and_a_run_goes_on(monkeypatch: pytest.MonkeyPatch):
     """The model leaves the memory while a run waits for its token; a drain waits for the run."""
     with Daemon("crumb", "--no-audit", "--spill", "0", "--idle-unload", "300ms") as daemon:

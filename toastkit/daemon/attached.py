@@ -48,13 +48,15 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 class Attached:
     """What one connection has here. service: whose weights are used, while they are loaded.
-    prompt: ids of the run's prompt. state: what has been read, None between two runs."""
+    prompt: ids of the run's prompt. state: what has been read, None between two runs. ended: why
+    the daemon has ended the run."""
 
     def __init__(self, fingerprint: str):
         self.fingerprint = fingerprint
         self.service: Service | None = None
         self.prompt: list[int] = []
         self.state: ModelState | None = None
+        self.ended: ToastError | None = None
         self.at_work = threading.Lock()  # the session's files are in use
 
     def plug(self, service: Service) -> None:
@@ -91,6 +93,15 @@ class Attached:
                 self.state.cache = []
             self.state, self.prompt = None, []
         self._unplug()
+
+    def end(self, why: ToastError) -> None:
+        """Ends a run for the daemon's own reasons: the session gets what has been read, and the
+        next op is told why."""
+        with self.at_work, suppress(Exception):  # it is no worse than without that commit
+            if self.state is not None:
+                self.state.commit()
+        self.let_go()
+        self.ended = why
 
     def hang_up(self, later: Callable[[Callable[[], None]], None]) -> None:
         """The connection has ended; on the front's thread. The session is free at once, unless it
@@ -145,8 +156,9 @@ def serve(
         raise UnavailableError(f"the daemon runs {preparer.files.name} now")
     if request.op == "restore":
         attached.let_go()
+        attached.ended = None
     elif attached.state is None:
-        raise UsageError(f"{request.op}: restore comes first")
+        raise attached.ended or UsageError(f"{request.op}: restore comes first")
     service = load()
     attached.plug(service)
     channel.reply(_done(attached, service, request))

@@ -221,10 +221,10 @@ class Service:
 
         mx.eval(self.engine.step(0, self.engine.new_cache()))
 
-    def let_attached_go(self) -> None:
-        """Ends the runs of other processes: their next op fails."""
+    def end_attached(self, why: ToastError) -> None:
+        """Ends the runs of other processes: their next op is told why."""
         for attached in list(self.attached):
-            attached.let_go()
+            attached.end(why)
 
     def unplug_attached(self) -> None:
         """Has the runs of other processes let the weights go; they keep their states."""

@@ -343,7 +343,7 @@ class Worker:
         if self._service is not None:
             for conversation in list(self._service.active):
                 self._service.give_up(conversation)
-            self._service.let_attached_go()
+            self._service.end_attached(UnavailableError("the daemon is shutting down"))
 
     def _make_room(self) -> None:
         if self._service is not None:
@@ -358,7 +358,7 @@ class Worker:
             if preparer is self._preparer and not (self._service and self._service.has_moved()):
                 return self._say(f"{preparer.files.name} has not changed")
             if self._service is not None:
-                self._service.let_attached_go()
+                self._service.end_attached(UnavailableError("the daemon loads its model again"))
             self._load_again(preparer)
         except Exception as error:
             self._say(f"cannot reload: {as_toast_error(error).message}")
