@@ -155,6 +155,17 @@ def test_a_prompt_is_refused_with_frames(toast) -> None:
     assert lines_of(done, "decode", 64)[0] == "--greedy and --force exclude each other"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["hi"], 64), (["--top=3"], 64), (["--force", "nowhere"], 66)]
+)
+def test_what_fails_before_the_run_travels_too(toast, arguments: list[str], code: int) -> None:
+    """Or those behind it would look for a missing toast-tokenize."""
+    done = toast("decode", *arguments, stdin=STREAM)
+    (error,) = FrameReader(io.BytesIO(done.stdout))
+    assert (done.returncode, error.code, error.stage) == (code, code, "toast-decode")
+    assert done.stderr.decode().splitlines()[0] == f"toast-decode: {error.message}"
+
+
 MISSING = [
     ("decode", ["-m", "nope", "hi"], "no such model: nope"),
     ("tokenize", ["-m", "nope", "hi"], "no such model: nope"),

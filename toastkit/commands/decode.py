@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from toastkit.client.output import write_text
-from toastkit.commands import cli, gear_flags, options, policy_flags, run_reports
+from toastkit.commands import cli, gear_flags, options, policy_flags, program_name, run_reports
 from toastkit.commands.sizes import IntegerRange
-from toastkit.errors import UsageError
+from toastkit.errors import ToastError, UsageError
 from toastkit.frames import End, Frame, Text, Token, starts_frames
 
 ONLY_TEXT = (
@@ -55,15 +55,15 @@ def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     insisted = policy_flags.insisted(context, flags)
     first = _first_byte(prompt, flags)
     if starts_frames(first):
-        if prompt:
-            raise UsageError("stdin holds frames: there is no room for a prompt")
-        cli.refuse_together(context, "is for text, but stdin holds frames", *ONLY_TEXT)
-        if not flags["greedy"] and flags["force"] is None:
-            cli.refuse_together(
-                context, "is not for the middle of a pipe: give it to toast-entropy-gear",
-                *gear_flags.TELEMETRY_NAMES,
-            )  # fmt: skip
-        return _filter(flags, first, insisted)
+        try:
+            _refuse_text(context, prompt, flags)
+            return _filter(flags, first, insisted)
+        except ToastError as error:
+            if not error.sent and not os.isatty(1):
+                from toastkit.commands.pipes import send_error
+
+                send_error(error, program_name("decode"))
+            raise
     cli.refuse_together(context, "is for frames, but there are none on stdin", *ONLY_FRAMES)
     if flags["as_json"]:
         cli.refuse_together(context, "is for text, not with --json", "no_newline")
@@ -72,6 +72,18 @@ def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     if flags["require_hit"] and flags["session"] is None and flags["fork"] is None:
         raise UsageError("--require-hit needs a --session or a --fork")
     return _answer(prompt, flags, first, insisted)
+
+
+def _refuse_text(context: click.Context, prompt: tuple[str, ...], flags: dict[str, Any]) -> None:
+    """Raises UsageError for what makes no sense between frames and frames."""
+    if prompt:
+        raise UsageError("stdin holds frames: there is no room for a prompt")
+    cli.refuse_together(context, "is for text, but stdin holds frames", *ONLY_TEXT)
+    if not flags["greedy"] and flags["force"] is None:
+        cli.refuse_together(
+            context, "is not for the middle of a pipe: give it to toast-entropy-gear",
+            *gear_flags.TELEMETRY_NAMES,
+        )  # fmt: skip
 
 
 def _first_byte(prompt: tuple[str, ...], flags: dict[str, Any]) -> bytes:
