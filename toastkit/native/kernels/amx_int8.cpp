@@ -11,53 +11,54 @@
 
 namespace toast {
 
-static bool there() {
-  static const bool granted = avx512vbmi.there() && tiles_are_granted();
+static bool is_available() {
+  static const bool granted = avx512vbmi.is_available() && tiles_are_granted();
   return granted;
 }
 
-constexpr int64_t LEAST_MEMBERS = 8;  // fewer are over sooner without tiles
+constexpr int64_t MIN_BATCH = 8;  // fewer are over sooner without tiles
 
 // Those are as they were prepared. Where this is tested alone, there is nobody else.
-static bool multiply_tiled(const Product &p, const Group &group, int64_t first, int64_t end) {
+static bool multiply_amx(const Product &p, const ExpertBatch &batch, int64_t first, int64_t end) {
   const auto few = avx512vbmi.multiply;
-  return (few && group.members < LEAST_MEMBERS ? few : multiply)(p, group, first, end);
+  return (few && batch.size < MIN_BATCH ? few : multiply)(p, batch, first, end);
 }
 
-constexpr int64_t LEAST_QUERIES = 3;  // to a key; fewer wait for memory, and longer with tiles
+constexpr int64_t MIN_QUERIES = 3;  // to a key; fewer wait for memory, and longer with tiles
 
 // Whether keys and values are met in tiles. Others go on as they do without, but where this is
 // tested alone.
-static bool is_tiled(const Attention &a) {
-  return in_bytes(a.call->keys) && in_bytes(a.call->values) &&
-         (a.rows >= LEAST_QUERIES || !avx512_attention.attend);
+static bool uses_amx(const Attention &a) {
+  return is_int8(a.call->keys) && is_int8(a.call->values) &&
+         (a.rows >= MIN_QUERIES || !avx512_attention.attend);
 }
 
-static const AttentionCode tiled_attention = {
+static const AttentionCode amx_attention = {
     [](const Attention &a) {
-      return is_tiled(a) ? std::min<int64_t>(a.rows, WIDE) : avx512_attention.tile_rows(a);
+      return uses_amx(a) ? std::min<int64_t>(a.rows, TILE_QUERIES) : avx512_attention.tile_rows(a);
     },
     [](const Attention &a) {
-      return is_tiled(a) ? std::max<int64_t>(WIDE / a.rows, 1) : avx512_attention.tile_heads(a);
+      return uses_amx(a) ? std::max<int64_t>(TILE_QUERIES / a.rows, 1)
+                        : avx512_attention.tile_heads(a);
     },
     row_floats,
     [](const Attention &a, int64_t tile_rows, int64_t tile_heads) {
-      return is_tiled(a) ? columns_bytes(tile_heads, tile_rows, a.call->key_size)
+      return uses_amx(a) ? columns_bytes(tile_heads, tile_rows, a.call->key_size)
                              : avx512_attention.prepared_bytes(a, tile_rows, tile_heads);
     },
     [](const Attention &a, const Tile &tile, char *to) {
-      (is_tiled(a) ? prepare_columns : avx512_attention.prepare)(a, tile, to);
+      (uses_amx(a) ? prepare_columns : avx512_attention.prepare)(a, tile, to);
     },
-    [](const Attention &a, const Tile &tile, int64_t begin, int64_t end, Sums out) {
-      return (is_tiled(a) ? attend_in_tiles : avx512_attention.attend)(a, tile, begin, end, out);
+    [](const Attention &a, const Tile &tile, int64_t begin, int64_t end, Partial out) {
+      return (uses_amx(a) ? attend_in_tiles : avx512_attention.attend)(a, tile, begin, end, out);
     },
-    add_sums,
+    merge_partials,
     finish_rows,
 };
 
 const Instructions amx_int8 = {
-    "amx_int8",     there,        prepared_bytes,   prepare,
-    multiply_tiled, &avx512_rows, &tiled_attention, MOST_MEMBERS};
+    "amx_int8",     is_available,        prepared_bytes,   prepare,
+    multiply_amx, &avx512_rows, &amx_attention, MAX_BATCH};
 
 }  // namespace toast
 

@@ -10,7 +10,8 @@ namespace {
 
 // Which tile holds what: numbers; of pairs the bytes as they are, which the lower digits meet;
 // digits; sums, and two tiles on those of the next step.
-enum { NUMBERS = 0, BYTES = 1, UPPER = 2, LOWER = 3, UPPER_SUMS = 4, LOWER_SUMS = 5 };
+enum { WEIGHT_TILE = 0, BYTE_TILE = 1, UPPER_TILE = 2, LOWER_TILE = 3, UPPER_SUMS = 4,
+       LOWER_SUMS = 5 };
 
 // 256 n. Beside tiles floats have one port only, which shifts would take; bytes move on the other.
 INLINE I32 times_256(I32 n) {
@@ -36,7 +37,7 @@ class Tiles {
     float step, total;
   };
   // Sums of 16 vectors with 64 rows that are to be scaled, and what with.
-  struct Scaled {
+  struct PendingScale {
     const float *scales, *biases;
     const char *step;
     int64_t total, stride, first;  // first: of the vectors, those before have had it
@@ -44,59 +45,59 @@ class Tiles {
   };
 
   const char *const *vectors;
-  int64_t members, stride;
-  bool apart = false;  // whether some have another stride
-  bool two;            // times 64 columns
-  int rows;            // of a tile of digits
+  int64_t batch, stride;
+  bool uneven = false;                         // whether some have another stride
+  bool two_blocks;                             // times 64 columns
+  int rows;                                    // of a tile of digits
   alignas(64) int32_t sums[2][2][SIDE][SIDE];  // of two steps; of upper digits, of lower ones
   Gathered gathered[2][SIDE];
 
-  Digits digits_of(const Crosswise &c, int64_t first, int turn) {
+  Digits digits_of(const TransposedGroup &c, int64_t first, int slot) {
     const char *at = vectors[first];
-    const int64_t second = two ? c.offsets[16] : 0;
-    if (!apart) return {at + c.digits, c.lower, second, at + c.step, c.total - c.step, stride};
+    const int64_t second = two_blocks ? c.offsets[16] : 0;
+    if (!uneven) return {at + c.digits, c.lower, second, at + c.step, c.total - c.step, stride};
     for (int i = 0; i < rows; i++) {
       at = vectors[first + i];
-      Gathered &to = gathered[turn][i];
-      for (int k = 0; k < (two ? 2 : 1); k++)
+      Gathered &to = gathered[slot][i];
+      for (int k = 0; k < (two_blocks ? 2 : 1); k++)
         for (int part = 0; part < 2; part++)
           store(to.digits[part * 2 + k], load<I32>(at + c.digits + k * second + part * c.lower));
       memcpy(&to.step, at + c.step, sizeof(float));
       memcpy(&to.total, at + c.total, sizeof(float));
     }
-    const Gathered &g = gathered[turn][0];
+    const Gathered &g = gathered[slot][0];
     return {g.digits[0], 128, 64, reinterpret_cast<const char *>(&g.step), sizeof(float), sizeof g};
   }
 
   // A group's digits meet the j-th 16 rows, into the sums of TURN. What these hold, of the step
   // before the last one, is stored first; `stored`: whether there was one.
-  template <int N, bool PAIRED, int TURN>
-  INLINE void multiply(const Crosswise &c, const Digits &d, int j, bool two, bool stored,
-                       int32_t (*sums)[2][SIDE][SIDE]) {
-    constexpr int UPPERS = UPPER_SUMS + TURN * 2, LOWERS = LOWER_SUMS + TURN * 2;
-    const char *numbers = c.numbers + j * 64;
-    load_tile<NUMBERS>(numbers, N * 64);
-    if (!j || two) load_tile<UPPER>(d.upper, d.stride);
-    if (PAIRED) load_tile<BYTES>(numbers + c.fours * N * 64, N * 64);
-    if (!j || (two && !PAIRED)) load_tile<LOWER>(d.upper + d.lower, d.stride);
-    if (stored) store_tile<UPPERS>(sums[TURN][0], 64);
+  template <int N, bool PAIRED, int SLOT>
+  INLINE void multiply(const TransposedGroup &c, const Digits &d, int j, bool two_blocks,
+                       bool stored, int32_t (*sums)[2][SIDE][SIDE]) {
+    constexpr int UPPERS = UPPER_SUMS + SLOT * 2, LOWERS = LOWER_SUMS + SLOT * 2;
+    const char *weights = c.weights + j * 64;
+    load_tile<WEIGHT_TILE>(weights, N * 64);
+    if (!j || two_blocks) load_tile<UPPER_TILE>(d.upper, d.stride);
+    if (PAIRED) load_tile<BYTE_TILE>(weights + c.words * N * 64, N * 64);
+    if (!j || (two_blocks && !PAIRED)) load_tile<LOWER_TILE>(d.upper + d.lower, d.stride);
+    if (stored) store_tile<UPPERS>(sums[SLOT][0], 64);
     clear_tile<UPPERS>();
-    multiply_tiles<LEFT_SIGNED, UPPERS, UPPER, NUMBERS>();
-    if (stored) store_tile<LOWERS>(sums[TURN][1], 64);
+    multiply_tiles<LEFT_SIGNED, UPPERS, UPPER_TILE, WEIGHT_TILE>();
+    if (stored) store_tile<LOWERS>(sums[SLOT][1], 64);
     clear_tile<LOWERS>();
-    multiply_tiles<LEFT_SIGNED, LOWERS, LOWER, PAIRED ? BYTES : NUMBERS>();
-    if (!two) return;
-    load_tile<NUMBERS>(numbers + 16 * N * 64, N * 64);
-    load_tile<UPPER>(d.upper + d.second, d.stride);
-    multiply_tiles<LEFT_SIGNED, UPPERS, UPPER, NUMBERS>();
+    multiply_tiles<LEFT_SIGNED, LOWERS, LOWER_TILE, PAIRED ? BYTE_TILE : WEIGHT_TILE>();
+    if (!two_blocks) return;
+    load_tile<WEIGHT_TILE>(weights + 16 * N * 64, N * 64);
+    load_tile<UPPER_TILE>(d.upper + d.second, d.stride);
+    multiply_tiles<LEFT_SIGNED, UPPERS, UPPER_TILE, WEIGHT_TILE>();
     if (PAIRED) return;
-    load_tile<LOWER>(d.upper + d.second + d.lower, d.stride);
-    multiply_tiles<LEFT_SIGNED, LOWERS, LOWER, NUMBERS>();
+    load_tile<LOWER_TILE>(d.upper + d.second + d.lower, d.stride);
+    multiply_tiles<LEFT_SIGNED, LOWERS, LOWER_TILE, WEIGHT_TILE>();
   }
 
   // What a step has stored, scaled and added to the results of its j-th 16 rows.
   template <int N>
-  INLINE void scale(const int32_t (*sums)[SIDE][SIDE], const Scaled &s, int j, int rows) {
+  INLINE void scale(const int32_t (*sums)[SIDE][SIDE], const PendingScale &s, int j, int rows) {
     const F32 scales = load<F32>(s.scales + j * SIDE), biases = load<F32>(s.biases + j * SIDE);
     const char *step = s.step + s.first * s.stride;
     const int64_t total = s.total, stride = s.stride;
@@ -118,15 +119,19 @@ class Tiles {
   }
 
  public:
-  Tiles(const char *const *vectors, int64_t members, int group_size, bool pairs)
-      : vectors(vectors), members(members), stride(members > 1 ? vectors[1] - vectors[0] : 64),
-        two(group_size > 64), rows(int(std::min<int64_t>(members, SIDE))) {
-    for (int64_t i = 2; i < members; i++) apart |= vectors[i] - vectors[i - 1] != stride;
+  Tiles(const char *const *vectors, int64_t batch, int group_size, bool pairs)
+      : vectors(vectors), batch(batch), stride(batch > 1 ? vectors[1] - vectors[0] : 64),
+        two_blocks(group_size > 64), rows(int(std::min<int64_t>(batch, SIDE))) {
+    for (int64_t i = 2; i < batch; i++) uneven |= vectors[i] - vectors[i - 1] != stride;
     const int columns = std::min(group_size, 64);
     TileShapes shapes;
     for (int i = 0; i < 8; i++)
-      shapes.set(i, i < UPPER ? columns / 4 : rows, i < UPPER || i >= UPPER_SUMS ? 64 : columns);
-    if (pairs) shapes.set(BYTES, group_size / 8, 64), shapes.set(LOWER, rows, group_size / 2);
+      shapes.set(i, i < UPPER_TILE ? columns / 4 : rows,
+                 i < UPPER_TILE || i >= UPPER_SUMS ? 64 : columns);
+    if (pairs) {
+      shapes.set(BYTE_TILE, group_size / 8, 64);
+      shapes.set(LOWER_TILE, rows, group_size / 2);
+    }
     shape_tiles(shapes);
   }
   ~Tiles() { release_tiles(); }
@@ -135,35 +140,35 @@ class Tiles {
   // What some groups give, added to y[i][j] of all members and 16 * N rows. What each step needs is
   // kept in registers: loads may have to wait for tiles that are stored.
   template <int N, bool PAIRED>
-  __attribute__((noinline)) void add(const Crosswise *groups, int64_t count, float *y,
-                                     Coming &ahead) {
+  __attribute__((noinline)) void add(const TransposedGroup *groups, int64_t count, float *y,
+                                     Prefetcher &ahead) {
     static_assert(N == 4);
     const int rows = this->rows;
-    const bool two = this->two;
+    const bool two_blocks = this->two_blocks;
     int32_t(*const sums)[2][SIDE][SIDE] = this->sums;
-    Scaled s = {};
-    const int64_t steps = (members + SIDE - 1) / SIDE * N, goes = goes_of(members);
-    bool begun = false;
-    int turn = 0;
-    for (int64_t i = 0; i < members; i += SIDE) {
-      const int64_t at = std::min(i, members - rows);  // with some that have been added before
-      for (const Crosswise *c = groups; c < groups + count; c++, turn ^= 1) {
-        const Digits d = digits_of(*c, at, turn);
-        const int64_t lines = c->fours * goes / steps;
+    PendingScale s = {};
+    const int64_t steps = (batch + SIDE - 1) / SIDE * N, passes = passes_of(batch);
+    bool pending = false;
+    int slot = 0;
+    for (int64_t i = 0; i < batch; i += SIDE) {
+      const int64_t at = std::min(i, batch - rows);  // with some that have been added before
+      for (const TransposedGroup *c = groups; c < groups + count; c++, slot ^= 1) {
+        const Digits d = digits_of(*c, at, slot);
+        const int64_t lines = c->words * passes / steps;
         ahead.fetch(lines);
-        multiply<N, PAIRED, 0>(*c, d, 0, two, begun, sums);
-        if (begun) scale<N>(sums[1], s, 1, rows);
+        multiply<N, PAIRED, 0>(*c, d, 0, two_blocks, pending, sums);
+        if (pending) scale<N>(sums[1], s, 1, rows);
         ahead.fetch(lines);
-        multiply<N, PAIRED, 1>(*c, d, 1, two, begun, sums);
-        if (begun) scale<N>(sums[0], s, 2, rows);
+        multiply<N, PAIRED, 1>(*c, d, 1, two_blocks, pending, sums);
+        if (pending) scale<N>(sums[0], s, 2, rows);
         ahead.fetch(lines);
-        multiply<N, PAIRED, 0>(*c, d, 2, two, true, sums);
-        if (begun) scale<N>(sums[1], s, 3, rows);
+        multiply<N, PAIRED, 0>(*c, d, 2, two_blocks, true, sums);
+        if (pending) scale<N>(sums[1], s, 3, rows);
         ahead.fetch(lines);
-        multiply<N, PAIRED, 1>(*c, d, 3, two, true, sums);
+        multiply<N, PAIRED, 1>(*c, d, 3, two_blocks, true, sums);
         s = {c->scales, c->biases, d.step, d.total, d.stride, i - at, y + at * N * SIDE};
         scale<N>(sums[0], s, 0, rows);
-        begun = true;
+        pending = true;
       }
     }
     store_tile<UPPER_SUMS>(sums[0][0], 64);

@@ -16,17 +16,17 @@
 namespace toast {
 namespace {
 
-constexpr int64_t FEW_TILES = 64;          // whose spans are work of their own
-constexpr int64_t FEW_PRODUCTS = 1 << 17;  // that are not worth a second thread
-constexpr int64_t FEW_QUERIES = 16;        // tiles of them, likewise, to be prepared
+constexpr int64_t MIN_TILES = 64;           // whose spans are work of their own
+constexpr int64_t SERIAL_MACS = 1 << 17;    // that are not worth a second thread
+constexpr int64_t SERIAL_QUERY_TILES = 16;  // tiles of them, likewise, to be prepared
 
 bool is_float(const toast_rows &rows) {
   return rows.type >= TOAST_F32 && rows.type <= TOAST_BF16;
 }
 
-bool is_kept(const toast_rows &rows) { return is_float(rows) || rows.type == TOAST_I8; }
+bool is_cacheable(const toast_rows &rows) { return is_float(rows) || rows.type == TOAST_I8; }
 
-bool is_known(const toast_attention &a) {
+bool is_supported(const toast_attention &a) {
   const bool sizes = a.batch >= 0 && a.positions >= 0 && a.key_positions > 0 &&
                      a.key_positions < INT32_MAX && a.key_size > 0 && a.value_size > 0;
   const bool heads = a.key_heads > 0 && a.heads >= 0 && a.heads % a.key_heads == 0;
@@ -34,11 +34,12 @@ bool is_known(const toast_attention &a) {
                     (a.masking < TOAST_VISIBLE || a.mask) &&
                     (a.masking != TOAST_ADDED ||
                      (a.mask_type >= TOAST_F32 && a.mask_type <= TOAST_BF16));
-  return sizes && heads && mask && is_float(a.queries) && is_kept(a.keys) && is_kept(a.values);
+  return sizes && heads && mask && is_float(a.queries) && is_cacheable(a.keys) &&
+         is_cacheable(a.values);
 }
 
 // Whether a number that is added to a score hides its key: no number of its type is smaller.
-bool hides(int type, const void *p, int64_t i) {
+bool is_mask_minimum(int type, const void *p, int64_t i) {
   if (type == TOAST_F32)
     return static_cast<const float *>(p)[i] <= std::numeric_limits<float>::lowest();
   const uint16_t bits = static_cast<const uint16_t *>(p)[i];
@@ -47,54 +48,55 @@ bool hides(int type, const void *p, int64_t i) {
 
 Range range_of(const toast_attention &a, int64_t batch, int64_t head, int64_t position) {
   const int64_t keys = a.key_positions;
-  if (a.masking == TOAST_ALL) return {0, int32_t(keys - 1), Range::WHOLE};
+  if (a.masking == TOAST_ALL) return {0, int32_t(keys - 1), Range::DENSE};
   if (a.masking == TOAST_CAUSAL) {
     const int64_t last = std::max<int64_t>(keys - a.positions, 0) + position;
-    return {0, int32_t(std::min(last, keys - 1)), Range::WHOLE};
+    return {0, int32_t(std::min(last, keys - 1)), Range::DENSE};
   }
   const int64_t at = batch * a.mask_strides[0] + head * a.mask_strides[1] +
                      position * a.mask_strides[2];
   auto bytes = static_cast<const uint8_t *>(a.mask) + at;
   auto is_hidden = [&](int64_t key) {
-    return a.masking == TOAST_VISIBLE ? !bytes[key] : hides(a.mask_type, a.mask, at + key);
+    return a.masking == TOAST_VISIBLE ? !bytes[key]
+                                     : is_mask_minimum(a.mask_type, a.mask, at + key);
   };
   int64_t first = 0, last = keys - 1;
   while (first < keys && is_hidden(first)) first++;
-  const bool nothing = first == keys;
-  if (nothing) return {0, int32_t(last), Range::BLIND};
+  const bool empty = first == keys;
+  if (empty) return {0, int32_t(last), Range::EMPTY};
   while (is_hidden(last)) last--;
   const bool holes = a.masking == TOAST_VISIBLE && memchr(bytes + first, 0, last - first);
-  return {int32_t(first), int32_t(last), holes ? Range::HOLES : Range::WHOLE};
+  return {int32_t(first), int32_t(last), holes ? Range::HOLES : Range::DENSE};
 }
 
 template <class Work>
-void share(bool little, int64_t count, const Work &work) {
-  if (!little) return run_apart(count, work);
+void share(bool serial, int64_t count, const Work &work) {
+  if (!serial) return run_stealing(count, work);
   for (int64_t i = 0; i < count; i++) work(i);
 }
 
 // Whether all of it could be done.
 template <class Work>
-bool share_whole(bool little, int64_t count, const Work &work) {
+bool share_checked(bool serial, int64_t count, const Work &work) {
   std::atomic<bool> failed{false};
-  share(little, count, [&](int64_t i) {
+  share(serial, count, [&](int64_t i) {
     if (!work(i)) failed.store(true, std::memory_order_relaxed);
   });
   return !failed.load(std::memory_order_relaxed);
 }
 
 // What all queries see, and where the spans of each batch begin.
-struct Seen {
+struct Visibility {
   std::vector<Range> ranges;
   std::vector<int64_t> origin;
   int64_t batches, heads;
 
-  Seen(const toast_attention &a, bool little) {
+  Visibility(const toast_attention &a, bool serial) {
     const bool mask = a.masking >= TOAST_VISIBLE;
     batches = mask && a.mask_strides[0] ? a.batch : 1;
     heads = mask && a.mask_strides[1] ? a.heads : 1;
     ranges.resize(batches * heads * a.positions);
-    share(little || !mask, batches * heads * a.positions, [&](int64_t i) {
+    share(serial || !mask, batches * heads * a.positions, [&](int64_t i) {
       const int64_t position = i % a.positions, rest = i / a.positions;
       ranges[i] = range_of(a, rest / heads, rest % heads, position);
     });
@@ -103,7 +105,7 @@ struct Seen {
       const int64_t begin = batches > 1 ? batch * each : 0;
       int64_t first = a.key_positions;
       for (int64_t i = begin; i < begin + each; i++)
-        if (ranges[i].kind != Range::BLIND) first = std::min<int64_t>(first, ranges[i].first);
+        if (ranges[i].kind != Range::EMPTY) first = std::min<int64_t>(first, ranges[i].first);
       origin.push_back(first == a.key_positions ? 0 : first);
     }
   }
@@ -117,7 +119,8 @@ struct Spans {
 
   int64_t begin_of(int64_t span) const {
     const int64_t begin = std::max<int64_t>(origin + span * SPAN, 0);
-    return begin + std::max<int64_t>(from - begin, 0) / SUMMED * SUMMED;  // in the same chains
+    return begin + std::max<int64_t>(from - begin, 0) / SUM_CHAINS * SUM_CHAINS;  // in the same
+                                                                                  // chains
   }
   int64_t end_of(int64_t span) const { return std::min(origin + (span + 1) * SPAN, to); }
 };
@@ -138,7 +141,7 @@ Spans spans_of(const Attention &a, const Tile &tile) {
 }
 
 // Whether the rows of all heads of a position lie side by side, as a session's file has them.
-bool lie_by_position(const toast_rows &rows, int64_t heads, int64_t size) {
+bool is_position_major(const toast_rows &rows, int64_t heads, int64_t size) {
   const int64_t row = size + (rows.type == TOAST_I8 ? int64_t(sizeof(float)) : 0);
   return rows.strides[1] == row && rows.strides[2] >= heads * row;
 }
@@ -147,8 +150,8 @@ bool lie_by_position(const toast_rows &rows, int64_t heads, int64_t size) {
 // it lies, as long as there is work for all threads.
 int64_t heads_of_tile(const Attention &a, const AttentionCode &code) {
   const toast_attention &call = *a.call;
-  if (a.range_strides[1] || !lie_by_position(call.keys, call.key_heads, call.key_size) ||
-      !lie_by_position(call.values, call.key_heads, call.value_size))
+  if (a.range_strides[1] || !is_position_major(call.keys, call.key_heads, call.key_size) ||
+      !is_position_major(call.values, call.key_heads, call.value_size))
     return 1;
   int64_t heads = std::min(code.tile_heads(a), call.key_heads);
   const int64_t spans = call.batch * (call.key_positions / SPAN);
@@ -159,21 +162,21 @@ int64_t heads_of_tile(const Attention &a, const AttentionCode &code) {
 struct Work {
   Tile tile;
   Spans spans;
-  int64_t before;  // spans of all tiles that come before
+  int64_t spans_before;  // spans of all tiles that come before
 };
 
 // All tiles of a call, and the memory that they need.
 struct Plan {
   const Attention &a;
   const AttentionCode &code;
-  bool little;
+  bool serial;
   std::vector<Work> work;
-  int64_t spans = 0;         // of all
-  int64_t rows, floats;      // of a tile, and of its sums
-  int64_t query_bytes;       // of a tile, prepared; or 0
+  int64_t spans = 0;     // of all
+  int64_t rows, floats;  // of a tile, and of its sums
+  int64_t query_bytes;   // of a tile, prepared; or 0
 
-  Plan(const Attention &a, const AttentionCode &code, bool little)
-      : a(a), code(code), little(little) {
+  Plan(const Attention &a, const AttentionCode &code, bool serial)
+      : a(a), code(code), serial(serial) {
     const toast_attention &call = *a.call;
     const int64_t tile_rows = code.tile_rows(a), tile_heads = heads_of_tile(a, code);
     for (int64_t batch = 0; batch < call.batch; batch++)
@@ -189,9 +192,9 @@ struct Plan {
   }
 
   int64_t tiles() const { return int64_t(work.size()); }
-  Sums sums(float *memory) const { return {memory, memory + rows}; }
+  Partial partial(float *memory) const { return {memory, memory + rows}; }
 
-  bool attend(const Work &one, int64_t span, Sums out) const {
+  bool attend(const Work &one, int64_t span, Partial out) const {
     return code.attend(a, one.tile, one.spans.begin_of(span), one.spans.end_of(span), out);
   }
 };
@@ -206,11 +209,11 @@ bool attend_tile(const Plan &plan, Work one) {
     plan.code.prepare(plan.a, one.tile, queries);
     one.tile.queries = queries;
   }
-  const Sums to = plan.sums(memory), from = plan.sums(memory + plan.floats);
+  const Partial to = plan.partial(memory), from = plan.partial(memory + plan.floats);
   for (int64_t span = one.spans.first; span < one.spans.end; span++) {
     const bool later = span > one.spans.first;
     if (!plan.attend(one, span, later ? from : to)) return false;
-    if (later) plan.code.add(plan.a, one.tile.heads * one.tile.rows, to, from);
+    if (later) plan.code.merge(plan.a, one.tile.heads * one.tile.rows, to, from);
   }
   plan.code.finish(plan.a, one.tile, to);
   return true;
@@ -223,7 +226,7 @@ bool attend_spans(Plan &plan) {
   auto memory = static_cast<float *>(scratch(PARTS, plan.spans * floats * sizeof(float)));
   auto queries = static_cast<char *>(bytes ? scratch(QUERIES, tiles * bytes) : nullptr);
   if (!memory || (bytes && !queries)) return false;
-  share(plan.little || tiles < FEW_QUERIES, bytes ? tiles : 0, [&](int64_t i) {
+  share(plan.serial || tiles < SERIAL_QUERY_TILES, bytes ? tiles : 0, [&](int64_t i) {
     plan.code.prepare(a, plan.work[i].tile, queries + i * bytes);
     plan.work[i].tile.queries = queries + i * bytes;
   });
@@ -233,29 +236,30 @@ bool attend_spans(Plan &plan) {
   const int64_t each = first.end - first.first;
   const toast_rows &keys = a.call->keys;
   const bool by_position = keys.strides[2] > keys.strides[1] && plan.spans == tiles * each;
-  const bool done = share_whole(plan.little, plan.spans, [&](int64_t n) {
+  const bool done = share_checked(plan.serial, plan.spans, [&](int64_t n) {
     const int64_t i = by_position ? n % tiles * each + n / tiles : n;
     auto one = std::upper_bound(plan.work.begin(), plan.work.end(), i,
-                                [](int64_t n, const Work &w) { return n < w.before; }) - 1;
-    const int64_t span = one->spans.first + i - one->before;
-    return plan.attend(*one, span, plan.sums(memory + i * floats));
+                                [](int64_t n, const Work &w) { return n < w.spans_before; }) - 1;
+    const int64_t span = one->spans.first + i - one->spans_before;
+    return plan.attend(*one, span, plan.partial(memory + i * floats));
   });
   if (!done) return false;
-  share(plan.little, tiles, [&](int64_t i) {
+  share(plan.serial, tiles, [&](int64_t i) {
     const Work &one = plan.work[i];
-    float *all = memory + one.before * floats;
+    float *all = memory + one.spans_before * floats;
     for (int64_t s = 1; s < one.spans.end - one.spans.first; s++)
-      plan.code.add(a, one.tile.heads * one.tile.rows, plan.sums(all), plan.sums(all + s * floats));
-    plan.code.finish(a, one.tile, plan.sums(all));
+      plan.code.merge(a, one.tile.heads * one.tile.rows, plan.partial(all),
+                      plan.partial(all + s * floats));
+    plan.code.finish(a, one.tile, plan.partial(all));
   });
   return true;
 }
 
-bool attend(const Attention &a, const AttentionCode &code, bool little) {
-  Plan plan(a, code, little);
-  if (plan.tiles() < FEW_TILES && plan.spans > plan.tiles()) return attend_spans(plan);
-  return share_whole(little, plan.tiles(),
-                     [&](int64_t i) { return attend_tile(plan, plan.work[i]); });
+bool attend(const Attention &a, const AttentionCode &code, bool serial) {
+  Plan plan(a, code, serial);
+  if (plan.tiles() < MIN_TILES && plan.spans > plan.tiles()) return attend_spans(plan);
+  return share_checked(serial, plan.tiles(),
+                       [&](int64_t i) { return attend_tile(plan, plan.work[i]); });
 }
 
 }  // namespace
@@ -264,15 +268,15 @@ bool attend(const Attention &a, const AttentionCode &code, bool little) {
 extern "C" int toast_attend(const toast_attention *call, void *out, const int64_t *out_strides,
                             int32_t out_type) {
   using namespace toast;
-  if (!is_known(*call) || out_type < TOAST_F32 || out_type > TOAST_BF16) return 1;
+  if (!is_supported(*call) || out_type < TOAST_F32 || out_type > TOAST_BF16) return 1;
   const int64_t repeats = call->heads / call->key_heads, rows = repeats * call->positions;
   if (!rows || !call->batch) return 0;
   try {
     const AttentionCode &code = *instructions().attention;
-    const double products = double(call->batch) * call->heads * call->positions *
+    const double macs = double(call->batch) * call->heads * call->positions *
                             call->key_positions * (call->key_size + call->value_size);
-    const bool little = products < FEW_PRODUCTS;
-    const Seen seen(*call, little);
+    const bool serial = macs < SERIAL_MACS;
+    const Visibility seen(*call, serial);
     const Attention a = {
         call, out, out_type, out_strides, repeats, rows, code.row_floats(call->value_size),
         seen.ranges.data(),
@@ -280,7 +284,7 @@ extern "C" int toast_attend(const toast_attention *call, void *out, const int64_
          seen.heads > 1 ? call->positions : 0},
         seen.origin.data(),
     };
-    return attend(a, code, little) ? 0 : 2;
+    return attend(a, code, serial) ? 0 : 2;
   } catch (const std::bad_alloc &) {
     return 2;
   }

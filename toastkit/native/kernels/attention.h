@@ -10,14 +10,15 @@
 
 namespace toast {
 
-constexpr int64_t SPAN = 512;   // keys
-constexpr int64_t SUMMED = 16;  // chains that a span's weights are added up in, key by key in turn
+constexpr int64_t SPAN = 512;       // keys
+constexpr int64_t SUM_CHAINS = 16;  // chains that a span's weights are added up in, key by key in
+                                    // turn
 
 // The keys that a query sees: from first to last. HOLES: but not all of them. BLIND: none, and all
 // weigh the same.
 struct Range {
   int32_t first, last;
-  enum Kind : int32_t { WHOLE, HOLES, BLIND } kind;
+  enum Kind : int32_t { DENSE, HOLES, EMPTY } kind;
 };
 
 // A tile is some rows of a key head in a batch; row r is query r / repeats of head r % repeats. Or
@@ -27,12 +28,12 @@ struct Attention {
   void *out;
   int32_t out_type;
   const int64_t *out_strides;
-  int64_t repeats;       // heads of queries to one of keys
-  int64_t rows;          // of a key head
-  int64_t row_floats;    // of a row that is summed up: the values, and their weights
-  const Range *ranges;   // (batches, heads, positions) of the mask, where it is one of each
+  int64_t repeats;      // heads of queries to one of keys
+  int64_t rows;         // of a key head
+  int64_t row_floats;   // of a row that is summed up: the values, and their weights
+  const Range *ranges;  // (batches, heads, positions) of the mask, where it is one of each
   int64_t range_strides[2];
-  const int64_t *origin; // (batch): the key that spans are counted from
+  const int64_t *origin;  // (batch): the key that spans are counted from
 
   Range range(int64_t batch, int64_t head, int64_t position) const {
     return ranges[batch * range_strides[0] + head * range_strides[1] + position];
@@ -41,8 +42,8 @@ struct Attention {
 
 // What comes of a tile's rows in some spans: their largest score; sums of weighted values and
 // weights.
-struct Sums {
-  float *most;  // (heads * rows)
+struct Partial {
+  float *max;   // (heads * rows)
   float *sums;  // (heads * rows, row_floats)
 };
 
@@ -63,10 +64,10 @@ struct AttentionCode {
   int64_t (*prepared_bytes)(const Attention &, int64_t tile_rows, int64_t tile_heads);
   void (*prepare)(const Attention &, const Tile &, char *to);
   // Sets `out` to what comes of the keys from begin up to end; false for no memory.
-  bool (*attend)(const Attention &, const Tile &, int64_t begin, int64_t end, Sums out);
+  bool (*attend)(const Attention &, const Tile &, int64_t begin, int64_t end, Partial out);
   // Puts what comes of a later span, which is lost, to what came before.
-  void (*add)(const Attention &, int64_t rows, Sums to, Sums from);
-  void (*finish)(const Attention &, const Tile &, Sums);
+  void (*merge)(const Attention &, int64_t rows, Partial to, Partial from);
+  void (*finish)(const Attention &, const Tile &, Partial);
 };
 
 }  // namespace toast

@@ -25,7 +25,7 @@ INLINE int64_t group_tiles(int64_t rows) { return 2 * rows > SIDE ? 2 : 1; }
 // then the lower ones. Both are in one tile, 8 columns apart, where a head has no more queries.
 // steps: (heads * rows).
 struct Columns {
-  int64_t parts, words;  // of a key, and of four numbers in each
+  int64_t parts, words;   // of a key, and of four numbers in each
   int64_t tiles, groups;  // of a group, and of those
   char *digits;
   float *steps;
@@ -52,8 +52,8 @@ static void prepare_columns(const toast::Attention &a, const toast::Tile &tile, 
   const Columns to = Columns::at(memory, tile.heads, rows, size);
   for (int64_t i = 0; i < tile.heads * rows; i++) {
     const int64_t h = i / rows, r = i % rows;
-    const Query query = put_query(a, tile.of_head(h), r, padded_row(size),
-                                  [&](int64_t d, int part, I8 sixteen) {
+    const QuantisedQuery query = quantise_query(a, tile.of_head(h), r, padded_row(size),
+                                                [&](int64_t d, int part, I8 sixteen) {
       const int64_t column = to.tiles > 1 ? r % SIDE : part * 8 + r;
       const int64_t tiles = (to.tiles - 1) * part * to.parts;
       char *at = const_cast<char *>(to.of(h, r / SIDE)) + tiles * TILE + column * 4;
@@ -70,35 +70,37 @@ static void prepare_columns(const toast::Attention &a, const toast::Tile &tile, 
 // where those of a cache end. weights: digits, upper ones of all rows and then lower, (2 * rows,
 // SPAN). values: of 64 numbers of a block, four tiles for each 64 keys. weighted: for each 64
 // numbers, (2 * rows, 64).
-struct TileRoom {
+struct TileWorkspace {
   float *scores, *scales;
   int32_t (*step_sums)[2][SIDE][SIDE], (*weighted)[64];
   uint8_t *keys, *weights, *values;
   int64_t rows;  // of digits, in whole tiles
 };
 
-INLINE bool make_tile_room(const toast::Attention &a, const toast::Tile &tile, TileRoom *room) {
+INLINE bool make_tile_workspace(const toast::Attention &a, const toast::Tile &tile,
+                                TileWorkspace *space) {
   constexpr int64_t S = toast::SPAN;
   const int64_t keys = SIDE * padded_row(a.call->key_size), scores = tile.heads * tile.rows * S * 4;
-  room->rows = (2 * tile.rows + SIDE - 1) / SIDE * SIDE;
-  const int64_t weighted = room->rows * padded_row(a.call->value_size) * 4;
+  space->rows = (2 * tile.rows + SIDE - 1) / SIDE * SIDE;
+  const int64_t weighted = space->rows * padded_row(a.call->value_size) * 4;
   const int64_t bytes =
-      scores + 4 * S + 4 * TILE + weighted + keys + room->rows * S + BLOCK_VALUES * 64;
+      scores + 4 * S + 4 * TILE + weighted + keys + space->rows * S + BLOCK_VALUES * 64;
   auto memory = static_cast<char *>(toast::scratch(toast::BYTES, bytes));
   if (!memory) return false;
-  take(memory, room->scores, scores / 4);
-  take(memory, room->scales, S);
-  take(memory, room->step_sums, 2);
-  take(memory, room->weighted, weighted / 256);
-  take(memory, room->keys, keys);
-  take(memory, room->weights, room->rows * S);
-  take(memory, room->values, BLOCK_VALUES * 64);
+  carve(memory, space->scores, scores / 4);
+  carve(memory, space->scales, S);
+  carve(memory, space->step_sums, 2);
+  carve(memory, space->weighted, weighted / 256);
+  carve(memory, space->keys, keys);
+  carve(memory, space->weights, space->rows * S);
+  carve(memory, space->values, BLOCK_VALUES * 64);
   return true;
 }
 
 // How long things take, about, in hundredths of a microsecond: memory is asked evenly meanwhile.
 // SOFTMAX and WEIGHTS: for LANES of a row. TURN: of four keys. MEET: of a block.
-enum { STEP_TIME = 16, SOFTMAX_TIME = 1, WEIGHTS_TIME = 1, TURN_TIME = 1, MEET_TIME = 20 };
+enum { STEP_TIME = 16, SOFTMAX_TIME = 1, WEIGHTS_TIME = 1, INTERLEAVE_TIME = 1,
+       MULTIPLY_TIME = 20 };
 
 // Which tile holds what while queries meet keys: sums of two steps, with upper and with lower
 // digits; keys and queries, two of each in turn, so that one is loaded while the other is read.
@@ -107,8 +109,8 @@ enum { KEY_SUMS = 0, KEYS = 4, QUERIES = 6 };
 static void shape_for_keys(int64_t words) {
   TileShapes shapes;
   for (int tile = 0; tile < 8; tile++) shapes.set(tile, SIDE, 64);
-  for (int turn = 0; turn < 2; turn++)
-    shapes.set(KEYS + turn, SIDE, 4 * words), shapes.set(QUERIES + turn, words, 64);
+  for (int slot = 0; slot < 2; slot++)
+    shapes.set(KEYS + slot, SIDE, 4 * words), shapes.set(QUERIES + slot, words, 64);
   shape_tiles(shapes);
 }
 
@@ -133,31 +135,31 @@ INLINE int64_t steps_of(const toast::Tile &tile, int64_t keys) {
 
 // The queries of a step meet its keys.
 template <int SUMS, int TILES>
-INLINE void meet_keys(const char *keys, int64_t stride, const Columns &queries,
-                      const char *columns) {
+INLINE void multiply_keys(const char *keys, int64_t stride, const Columns &queries,
+                          const char *columns) {
   const int64_t lower = queries.parts * TILE;
   clear_tile<SUMS>();
   if (TILES > 1) clear_tile<SUMS + 1>();
-  auto meet = [&]<int TURN>(int64_t part) __attribute__((always_inline)) {
-    constexpr int QUERY = TILES > 1 ? QUERIES : QUERIES + TURN;
-    load_tile<KEYS + TURN>(keys + part * queries.words * 4, stride);
+  auto multiply = [&]<int SLOT>(int64_t part) __attribute__((always_inline)) {
+    constexpr int QUERY = TILES > 1 ? QUERIES : QUERIES + SLOT;
+    load_tile<KEYS + SLOT>(keys + part * queries.words * 4, stride);
     load_tile<QUERY>(columns + part * TILE, 64);
-    multiply_tiles<BOTH_SIGNED, SUMS, KEYS + TURN, QUERY>();
+    multiply_tiles<BOTH_SIGNED, SUMS, KEYS + SLOT, QUERY>();
     if (TILES == 1) return;
     load_tile<QUERIES + 1>(columns + lower + part * TILE, 64);
-    multiply_tiles<BOTH_SIGNED, SUMS + 1, KEYS + TURN, QUERIES + 1>();
+    multiply_tiles<BOTH_SIGNED, SUMS + 1, KEYS + SLOT, QUERIES + 1>();
   };
   for (int64_t part = 0; part < queries.parts; part += 2) {
-    meet.template operator()<0>(part);
-    if (part + 1 < queries.parts) meet.template operator()<1>(part + 1);
+    multiply.template operator()<0>(part);
+    if (part + 1 < queries.parts) multiply.template operator()<1>(part + 1);
   }
 }
 
 // What a step's sums, (keys, columns), give: its scores.
 template <int TILES>
-INLINE void put_scores(const int32_t (*sums)[SIDE][SIDE], const KeyStep &step, int64_t stride,
-                       const Columns &queries, const toast::Tile &tile, int64_t size,
-                       float *scores) {
+INLINE void store_scores(const int32_t (*sums)[SIDE][SIDE], const KeyStep &step, int64_t stride,
+                         const Columns &queries, const toast::Tile &tile, int64_t size,
+                         float *scores) {
   F32 scales;
   for (int i = 0; i < LANES; i++)
     scales[i] = scale_of(step.rows + (i < step.count ? i : step.count - 1) * stride, size);
@@ -169,54 +171,54 @@ INLINE void put_scores(const int32_t (*sums)[SIDE][SIDE], const KeyStep &step, i
 #pragma GCC unroll 8
     for (int k = 0; k < 8; k++) {
       const I32 a = load<I32>(sums[0][k]), b = load<I32>(sums[0][k + 8]);
-      of[k] = of_digits(quarters<0x44>(a, b), quarters<0xee>(a, b));
+      of[k] = from_digits(quarters<0x44>(a, b), quarters<0xee>(a, b));
     }
     transpose_halves(of);
   } else {
 #pragma GCC unroll 16
     for (int k = 0; k < SIDE; k++)
-      of[k] = of_digits(load<I32>(sums[0][k]), load<I32>(sums[1][k]));
+      of[k] = from_digits(load<I32>(sums[0][k]), load<I32>(sums[1][k]));
     transpose(of);
   }
 #pragma GCC unroll 16
   for (int n = 0; n < SIDE / (3 - TILES); n++)
-    if (n < count) store(to + n * SCORES_STRIDE, of[n] * (all(steps[n]) * scales));
+    if (n < count) store(to + n * SCORES_STRIDE, of[n] * (splat(steps[n]) * scales));
 }
 
 // The scores of a span. While one step is multiplied, those come of the one before the last.
 template <int TILES>
 static void scores_in_tiles(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
-                            int64_t end, const TileRoom &room, Later *later) {
+                            int64_t end, const TileWorkspace &space, PacedPrefetch *prefetch) {
   const toast_attention &call = *a.call;
   const int64_t size = call.key_size, stride = call.keys.strides[2];
   const int64_t row = row_bytes<TOAST_I8>(size), steps = steps_of(tile, end - begin);
   const Columns queries = Columns::at(tile.queries, tile.heads, tile.rows, size);
-  const bool too_long = queries.parts * queries.words * 4 > row;  // parts, together
+  const bool overlaps = queries.parts * queries.words * 4 > row;  // parts, together
   KeyStep now = {row_of(call.keys, tile.batch, tile.head, begin), end - begin, 0, 0, 0}, past[2];
-  auto step = [&]<int TURN>(int64_t s) __attribute__((always_inline)) {
-    constexpr int SUMS = KEY_SUMS + 2 * TURN, OTHERS = KEY_SUMS + 2 - 2 * TURN;
-    const KeyStep before = past[TURN];
+  auto step = [&]<int SLOT>(int64_t s) __attribute__((always_inline)) {
+    constexpr int SUMS = KEY_SUMS + 2 * SLOT, OTHERS = KEY_SUMS + 2 - 2 * SLOT;
+    const KeyStep before = past[SLOT];
     if (s < steps) {
       const char *rows = now.rows;
       int64_t apart = stride;
-      if (now.count < SIDE + too_long) {  // a tile would go on behind the last one
+      if (now.count < SIDE + overlaps) {  // a tile would go on behind the last one
         apart = padded_row(size);
         for (int64_t i = 0; i < now.count && i < SIDE && !now.group; i++)
-          memcpy(room.keys + i * apart, rows + i * stride, size);
-        rows = reinterpret_cast<const char *>(room.keys);
+          memcpy(space.keys + i * apart, rows + i * stride, size);
+        rows = reinterpret_cast<const char *>(space.keys);
       }
-      later->fetch(STEP_TIME / 2);
-      meet_keys<SUMS, TILES>(rows, apart, queries, queries.of(now.head, now.group));
-      past[TURN] = now;
+      prefetch->fetch(STEP_TIME / 2);
+      multiply_keys<SUMS, TILES>(rows, apart, queries, queries.of(now.head, now.group));
+      past[SLOT] = now;
       now.advance(queries.groups, tile.heads, row, stride);
     }
-    later->fetch(STEP_TIME / 2);
+    prefetch->fetch(STEP_TIME / 2);
     if (s > 0 && s <= steps) {
-      store_tile<OTHERS>(room.step_sums[1 - TURN][0], 64);
-      if (TILES > 1) store_tile<OTHERS + 1>(room.step_sums[1 - TURN][1], 64);
+      store_tile<OTHERS>(space.step_sums[1 - SLOT][0], 64);
+      if (TILES > 1) store_tile<OTHERS + 1>(space.step_sums[1 - SLOT][1], 64);
     }
     if (s > 1 && s < steps + 2)
-      put_scores<TILES>(room.step_sums[TURN], before, stride, queries, tile, size, room.scores);
+      store_scores<TILES>(space.step_sums[SLOT], before, stride, queries, tile, size, space.scores);
   };
   shape_for_keys(queries.words);
   for (int64_t s = 0; s < steps + 2; s += 2) {
@@ -227,19 +229,19 @@ static void scores_in_tiles(const toast::Attention &a, const toast::Tile &tile, 
 
 // The weights of a span. Its values are fetched meanwhile.
 static void weights_in_tiles(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
-                             int64_t end, const TileRoom &room, toast::Sums out) {
+                             int64_t end, const TileWorkspace &space, toast::Partial out) {
   const int64_t keys = end - begin, rows = tile.heads * tile.rows;
   const int64_t time = steps_of(tile, keys) * STEP_TIME + rows * (keys / LANES) * SOFTMAX_TIME;
-  Later later = later_of(a, a.call->values, tile, begin, end, time);
+  PacedPrefetch prefetch = prefetch_of(a, a.call->values, tile, begin, end, time);
   auto scores = group_tiles(tile.rows) > 1 ? scores_in_tiles<2> : scores_in_tiles<1>;
-  scores(a, tile, begin, end, room, &later);
+  scores(a, tile, begin, end, space, &prefetch);
   for (int64_t h = 0; h < tile.heads; h++)
-    mask_scores(a, tile.of_head(h), begin, end, room.scores + h * tile.rows * SCORES_STRIDE,
+    mask_scores(a, tile.of_head(h), begin, end, space.scores + h * tile.rows * SCORES_STRIDE,
                 SCORES_STRIDE, 1);
   float *totals = out.sums + value_floats(a.call->value_size);
   for (int64_t i = 0; i < rows; i++)
-    weights_of_row(room.scores + i * SCORES_STRIDE, keys, out.most + i, totals + i * a.row_floats,
-                   [&] { later.fetch(SOFTMAX_TIME); });
+    weights_of_row(space.scores + i * SCORES_STRIDE, keys, out.max + i, totals + i * a.row_floats,
+                   [&] { prefetch.fetch(SOFTMAX_TIME); });
 }
 
 // Which tile holds what while weights meet values: sums of 16 numbers each.
@@ -253,36 +255,38 @@ static void shape_for_values(int64_t rows) {
 }
 
 // Of 64 numbers of some values, or as many as are left of a row, those of four keys side by side.
-static void turn_numbers(const char *values, int64_t stride, int64_t left, int64_t keys,
-                         uint8_t *to, Later *later) {
-  Later fetched = *later;
-  auto turn = [&](int64_t j, const int64_t *at, __mmask64 some) __attribute__((always_inline)) {
+static void interleave_block(const char *values, int64_t stride, int64_t left, int64_t keys,
+                             uint8_t *to, PacedPrefetch *prefetch) {
+  PacedPrefetch paced = *prefetch;
+  auto interleave = [&](int64_t j, const int64_t *at,
+                        __mmask64 some) __attribute__((always_inline)) {
     I32 fours[4];
-    turn_values<false>(values + j * stride, at, some, fours);
-    turn_values<true>(values + j * stride, at, some, fours + 2);
+    interleave_values<false>(values + j * stride, at, some, fours);
+    interleave_values<true>(values + j * stride, at, some, fours + 2);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
       store(to + j / 64 * 4 * TILE + i * TILE + j % 64 / 4 * 64, fours[i]);
   };
   const int64_t at[4] = {0, stride, 2 * stride, 3 * stride}, fours = keys / 4 * 4;
   if (left >= REGISTER) {
-    for (int64_t j = 0; j < fours; j += 4) turn(j, at, ~uint64_t(0)), fetched.fetch(TURN_TIME);
+    for (int64_t j = 0; j < fours; j += 4)
+      interleave(j, at, ~uint64_t(0)), paced.fetch(INTERLEAVE_TIME);
   } else {
     for (int64_t j = 0; j < fours; j += 4)
-      turn(j, at, some_bytes(left)), fetched.fetch(TURN_TIME);
+      interleave(j, at, byte_mask(left)), paced.fetch(INTERLEAVE_TIME);
   }
   if (const int64_t rest = keys % 4) {  // the last one again after it: its weight is 0 there
     const int64_t these[4] = {0, std::min(rest - 1, int64_t(1)) * stride, (rest - 1) * stride,
                               (rest - 1) * stride};
-    turn(fours, these, some_bytes(left));
+    interleave(fours, these, byte_mask(left));
   }
-  *later = fetched;
+  *prefetch = paced;
 }
 
 // 16 rows of weights' digits, (rows, SPAN), meet 64 numbers of some values: to `out`, or added to
 // what is there.
-static void meet_values(const uint8_t *weights, const uint8_t *values, int64_t keys, bool added,
-                        int32_t (*out)[64]) {
+static void multiply_values(const uint8_t *weights, const uint8_t *values, int64_t keys, bool added,
+                            int32_t (*out)[64]) {
   if (added) {
     load_tile<VALUE_SUMS>(out[0], 256);
     load_tile<VALUE_SUMS + 1>(out[0] + SIDE, 256);
@@ -312,52 +316,52 @@ static void meet_values(const uint8_t *weights, const uint8_t *values, int64_t k
 // The values of a span, weighted, of all heads of a tile; the next span's keys are fetched
 // meanwhile.
 static void values_in_tiles(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
-                            int64_t keys, const TileRoom &room, float *out) {
+                            int64_t keys, const TileWorkspace &space, float *out) {
   const toast_rows &values = a.call->values;
   const int64_t size = a.call->value_size, stride = values.strides[2], rows = tile.rows;
   const int64_t blocks = (keys + BLOCK_VALUES - 1) / BLOCK_VALUES;
-  const int64_t part = keys / 4 * TURN_TIME + blocks * room.rows / SIDE * MEET_TIME;
+  const int64_t part = keys / 4 * INTERLEAVE_TIME + blocks * space.rows / SIDE * MULTIPLY_TIME;
   const int64_t time = rows * (keys / LANES) * WEIGHTS_TIME + padded_row(size) / REGISTER * part;
-  Later later = keys_after(a, tile, begin + keys, tile.heads * time);
+  PacedPrefetch prefetch = prefetch_next_keys(a, tile, begin + keys, tile.heads * time);
   shape_for_values(rows);
   for (int64_t h = 0; h < tile.heads; h++, out += rows * a.row_floats) {
     const char *from = row_of(values, tile.batch, tile.head + h, begin);
-    put_scales(from, stride, size, keys, room.scales);
-    float steps[WIDE];
+    load_scales(from, stride, size, keys, space.scales);
+    float steps[TILE_QUERIES];
     for (int64_t r = 0; r < rows; r++) {
-      uint8_t *upper = room.weights + r * toast::SPAN, *lower = upper + rows * toast::SPAN;
+      uint8_t *upper = space.weights + r * toast::SPAN, *lower = upper + rows * toast::SPAN;
       for (int64_t j = (keys + LANES - 1) / LANES * LANES; j % 64; j += LANES)
         store(upper + j, U8{}), store(lower + j, U8{});
-      steps[r] = put_weights_of_row(room.scores + (h * rows + r) * SCORES_STRIDE, room.scales,
-                                    keys, upper, lower, [&] { later.fetch(WEIGHTS_TIME); });
+      steps[r] = quantise_weights(space.scores + (h * rows + r) * SCORES_STRIDE, space.scales,
+                                  keys, upper, lower, [&] { prefetch.fetch(WEIGHTS_TIME); });
     }
     for (int64_t j = 0; j < keys; j += BLOCK_VALUES) {
       const int64_t some = keys - j < BLOCK_VALUES ? keys - j : BLOCK_VALUES;
       for (int64_t d = 0; d < size; d += REGISTER) {
-        turn_numbers(from + j * stride + d, stride, size - d, some, room.values, &later);
+        interleave_block(from + j * stride + d, stride, size - d, some, space.values, &prefetch);
         for (int64_t r = 0; r < 2 * rows; r += SIDE) {
-          meet_values(room.weights + r * toast::SPAN + j, room.values, some, j > 0,
-                      room.weighted + d / REGISTER * room.rows + r);
-          later.fetch(MEET_TIME);
+          multiply_values(space.weights + r * toast::SPAN + j, space.values, some, j > 0,
+                          space.weighted + d / REGISTER * space.rows + r);
+          prefetch.fetch(MULTIPLY_TIME);
         }
       }
     }
     for (int64_t d = 0; d < size; d += REGISTER) {
-      const int32_t(*weighted)[64] = room.weighted + d / REGISTER * room.rows;
+      const int32_t(*weighted)[64] = space.weighted + d / REGISTER * space.rows;
       for (int64_t r = 0; r < rows; r++)
-        put_values(weighted[r], 2 * LANES, rows * 64, steps[r], size - d,
-                   out + r * a.row_floats + d);
+        store_values(weighted[r], 2 * LANES, rows * 64, steps[r], size - d,
+                     out + r * a.row_floats + d);
     }
   }
 }
 
 static bool attend_in_tiles(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
-                            int64_t end, toast::Sums out) {
-  TileRoom room;
-  if (!make_tile_room(a, tile, &room)) return false;
+                            int64_t end, toast::Partial out) {
+  TileWorkspace space;
+  if (!make_tile_workspace(a, tile, &space)) return false;
   memset(out.sums, 0, tile.heads * tile.rows * a.row_floats * sizeof(float));
-  weights_in_tiles(a, tile, begin, end, room, out);
-  values_in_tiles(a, tile, begin, end - begin, room, out.sums);
+  weights_in_tiles(a, tile, begin, end, space, out);
+  values_in_tiles(a, tile, begin, end - begin, space, out.sums);
   release_tiles();
   return true;
 }

@@ -7,13 +7,13 @@ namespace {
 
 #if defined(__AVX512VNNI__)
 // Adds up products of unsigned bytes and signed ones, four at a time.
-INLINE I32 plus_fours(I32 sum, I32 bytes, I32 signed_bytes) {
+INLINE I32 dpbusd(I32 sum, I32 bytes, I32 signed_bytes) {
   return (I32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes, (__m512i)signed_bytes);
 }
 
-INLINE I32 word(const void *p) { return load<int32_t>(p) - I32{}; }  // the same in all lanes
+INLINE I32 splat_word(const void *p) { return load<int32_t>(p) - I32{}; }  // the same in all lanes
 
-INLINE I32 plus_128(I32 signed_bytes) { return signed_bytes ^ int32_t(0x80808080); }
+INLINE I32 to_unsigned(I32 signed_bytes) { return signed_bytes ^ int32_t(0x80808080); }
 
 // Few queries of a tile as they are prepared, `count` with those of zeros. digits: for each
 // QUERIES_AT_ONCE of them and each word i of each register of a key (see `turn_four`), upper and
@@ -36,16 +36,16 @@ struct FewQueries {
   }
 };
 
-constexpr int QUERIES_AT_ONCE = 4;  // queries that meet keys at a time, at most
+constexpr int QUERY_TILE = 4;  // queries that meet keys at a time, at most
 
 template <int N>
 static void prepare_few(const toast::Attention &a, const toast::Tile &tile, char *memory) {
-  constexpr int M = N < QUERIES_AT_ONCE ? N : QUERIES_AT_ONCE;
+  constexpr int M = N < QUERY_TILE ? N : QUERY_TILE;
   const auto to = FewQueries::at(memory, tile.heads * N, a.call->key_size);
   for (int64_t r = 0; r < to.count; r++) {
     char *digits = to.digits + r / M * M * 8 * to.stride + r % M * 2 * REGISTER;
-    const Query query = put_query(a, tile.of_head(r / N), r % N, to.stride,
-                                  [&](int64_t d, int part, I8 sixteen) {
+    const QuantisedQuery query = quantise_query(a, tile.of_head(r / N), r % N, to.stride,
+                                                [&](int64_t d, int part, I8 sixteen) {
       const __m128i words = (__m128i)sixteen;
       char *at = digits + (d / REGISTER * 8 * M + part) * REGISTER + d % REGISTER;
       store(at, _mm_shuffle_epi32(words, 0x00)), at += 2 * M * REGISTER;
@@ -59,25 +59,25 @@ static void prepare_few(const toast::Attention &a, const toast::Tile &tile, char
 }
 
 static int64_t prepared_bytes(const toast::Attention &a, int64_t tile_rows, int64_t tile_heads) {
-  if (!in_bytes(a.call->keys) || !are_few(a.rows)) return 0;
-  return FewQueries::bytes(tile_heads * computed(tile_rows), a.call->key_size);
+  if (!is_int8(a.call->keys) || !are_few(a.rows)) return 0;
+  return FewQueries::bytes(tile_heads * padded_rows(tile_rows), a.call->key_size);
 }
 
 static void prepare(const toast::Attention &a, const toast::Tile &tile, char *to) {
-  with_rows(tile.rows, [&]<int N>() { prepare_few<N>(a, tile, to); });
+  dispatch_rows(tile.rows, [&]<int N>() { prepare_few<N>(a, tile, to); });
 }
 
 // Where quarters of registers come from: rows, and are not needed again; rows, and are left in
 // memory; or from there.
-enum Source { ONCE, FIRST, AGAIN };
+enum Source { LOAD, LOAD_AND_KEEP, REUSE };
 
 // Of four keys words i of each quarter of REGISTER bytes, plus 128: lane 4 * q + k of to[i] is word
 // 4 * q + i of key k. left: bytes of a row from d on.
-INLINE void turn_four(const char *const *rows, int64_t d, int64_t left, I32 *to) {
+INLINE void transpose_four_keys(const char *const *rows, int64_t d, int64_t left, I32 *to) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++)
-    to[i] = plus_128(left < REGISTER
-                         ? (I32)_mm512_maskz_loadu_epi8(some_bytes(left), rows[i] + d)
+    to[i] = to_unsigned(left < REGISTER
+                         ? (I32)_mm512_maskz_loadu_epi8(byte_mask(left), rows[i] + d)
                          : load<I32>(rows[i] + d));
   transpose_quarters(to);
 }
@@ -85,9 +85,10 @@ INLINE void turn_four(const char *const *rows, int64_t d, int64_t left, I32 *to)
 // out[n][key] = the score of query first + n with each of LANES keys, which are where rows are.
 // kept: (stride / 4) registers. scales: of the keys.
 template <int N, Source SOURCE>
-static void cross_key_bytes(const FewQueries &queries, int64_t first, const char *const *rows,
-                            int64_t size, uint8_t *kept, F32 scales, Later *later, float *out) {
-  Later fetched = *later;
+static void dot_keys_int8(const FewQueries &queries, int64_t first, const char *const *rows,
+                          int64_t size, uint8_t *cached, F32 scales, PacedPrefetch *prefetch,
+                          float *out) {
+  PacedPrefetch paced = *prefetch;
   I32 sums[N][2][4];  // of each four keys
 #pragma GCC unroll 1
   for (int half = 0; half < 2; half++) {
@@ -101,14 +102,14 @@ static void cross_key_bytes(const FewQueries &queries, int64_t first, const char
       I32 keys[2][4];
 #pragma GCC unroll 2
       for (int g = 0; g < 2; g++)
-        if (SOURCE != AGAIN) turn_four(rows + 8 * half + 4 * g, d, size - d, keys[g]);
+        if (SOURCE != REUSE) transpose_four_keys(rows + 8 * half + 4 * g, d, size - d, keys[g]);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
-        fetched.fetch();
+        paced.fetch();
 #pragma GCC unroll 2
-        for (int g = 0; g < 2; g++, kept += REGISTER) {
-          if (SOURCE == AGAIN) keys[g][i] = load<I32>(kept);
-          if (SOURCE == FIRST) store(kept, keys[g][i]);
+        for (int g = 0; g < 2; g++, cached += REGISTER) {
+          if (SOURCE == REUSE) keys[g][i] = load<I32>(cached);
+          if (SOURCE == LOAD_AND_KEEP) store(cached, keys[g][i]);
         }
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++)
@@ -118,7 +119,7 @@ static void cross_key_bytes(const FewQueries &queries, int64_t first, const char
             asm("" : "+v"(query));  // a compiler would load it twice
 #pragma GCC unroll 2
             for (int g = 0; g < 2; g++)
-              now[n][part][g] = plus_fours(now[n][part][g], keys[g][i], query);
+              now[n][part][g] = dpbusd(now[n][part][g], keys[g][i], query);
           }
       }
     }
@@ -129,7 +130,7 @@ static void cross_key_bytes(const FewQueries &queries, int64_t first, const char
 #pragma GCC unroll 2
         for (int g = 0; g < 2; g++) sums[n][part][2 * half + g] = now[n][part][g];
   }
-  *later = fetched;
+  *prefetch = paced;
 #pragma GCC unroll 4
   for (int n = 0; n < N; n++) {
     I32 both[2];
@@ -137,23 +138,24 @@ static void cross_key_bytes(const FewQueries &queries, int64_t first, const char
     for (int part = 0; part < 2; part++)
       both[part] = sums_of_quarters(sums[n][part]) - queries.offsets[part][first + n];
     store(out + n * SCORES_STRIDE,
-          of_digits(both[0], both[1]) * (all(queries.steps[first + n]) * scales));
+          from_digits(both[0], both[1]) * (splat(queries.steps[first + n]) * scales));
   }
 }
 
 // N: queries of a head, of which those after the tile's are zeros. The values of the span are
 // fetched meanwhile.
 template <int N>
-static void scores_of_few_bytes(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
-                                int64_t end, const Room &room, const Digits &digits) {
-  constexpr int M = N < QUERIES_AT_ONCE ? N : QUERIES_AT_ONCE;
+static void scores_of_few_int8(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
+                               int64_t end, const Workspace &space, const Int8Workspace &digits) {
+  constexpr int M = N < QUERY_TILE ? N : QUERY_TILE;
   const toast_attention &call = *a.call;
   const int64_t size = call.key_size, stride = call.keys.strides[2];
   const auto queries = FewQueries::at(tile.queries, tile.heads * N, size);
   const char *keys = row_of(call.keys, tile.batch, tile.head, begin);
   const int64_t row = row_bytes<TOAST_I8>(size), count = end - begin;
   const int64_t blocks = (count + LANES - 1) / LANES * tile.heads * (N / M);
-  Later later = later_of(a, call.values, tile, begin, end, blocks * digits.stride / 8);
+  PacedPrefetch prefetch = prefetch_of(a, call.values, tile, begin, end,
+                                       blocks * digits.stride / 8);
   for (int64_t j = 0; j < count; j += LANES)
     for (int64_t h = 0; h < tile.heads; h++) {
       const char *rows[LANES];  // the last one again after it
@@ -162,20 +164,20 @@ static void scores_of_few_bytes(const toast::Attention &a, const toast::Tile &ti
         rows[i] = keys + (j + i < count ? j + i : count - 1) * stride + h * row;
         scales[i] = scale_of(rows[i], size);
       }
-      auto cross = [&]<Source SOURCE>(int64_t n) {
-        cross_key_bytes<M, SOURCE>(queries, n, rows, size, digits.keys, scales, &later,
-                                   room.scores + n * SCORES_STRIDE + j);
+      auto dot = [&]<Source SOURCE>(int64_t n) {
+        dot_keys_int8<M, SOURCE>(queries, n, rows, size, digits.keys, scales, &prefetch,
+                                 space.scores + n * SCORES_STRIDE + j);
       };
-      cross.template operator()<N == M ? ONCE : FIRST>(h * N);
-      for (int n = M; n < N; n += M) cross.template operator()<AGAIN>(h * N + n);
+      dot.template operator()<N == M ? LOAD : LOAD_AND_KEEP>(h * N);
+      for (int n = M; n < N; n += M) dot.template operator()<REUSE>(h * N + n);
     }
 }
 
 // sums[n][lane] = columns[:, lane] . rows[n], of V * LANES lanes. columns: (count, V * LANES) words
 // of digits. rows: bytes plus 128, a stride apart.
 template <int V, int N>
-static void cross_bytes(const int32_t *columns, const uint8_t *rows, int64_t stride, int64_t count,
-                        int32_t *out) {
+static void dot_columns_int8(const int32_t *columns, const uint8_t *rows, int64_t stride,
+                             int64_t count, int32_t *out) {
   I32 sums[N][V];
 #pragma GCC unroll 8
   for (int n = 0; n < N; n++)
@@ -187,9 +189,9 @@ static void cross_bytes(const int32_t *columns, const uint8_t *rows, int64_t str
     for (int v = 0; v < V; v++) column[v] = load<I32>(columns + (k * V + v) * LANES);
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) {
-      const I32 bytes = word(rows + n * stride + 4 * k);
+      const I32 bytes = splat_word(rows + n * stride + 4 * k);
 #pragma GCC unroll 8
-      for (int v = 0; v < V; v++) sums[n][v] = plus_fours(sums[n][v], bytes, column[v]);
+      for (int v = 0; v < V; v++) sums[n][v] = dpbusd(sums[n][v], bytes, column[v]);
     }
   }
 #pragma GCC unroll 8
@@ -198,13 +200,14 @@ static void cross_bytes(const int32_t *columns, const uint8_t *rows, int64_t str
     for (int v = 0; v < V; v++) store(out + (n * V + v) * LANES, sums[n][v]);
 }
 
-static void scores_of_many_bytes(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
-                                 int64_t end, int vectors, const Room &room,
-                                 const Digits &digits) {
+static void scores_of_many_int8(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
+                                int64_t end, int vectors, const Workspace &space,
+                                const Int8Workspace &digits) {
   const toast_attention &call = *a.call;
   const int64_t size = call.key_size, lanes = vectors * LANES, stride = digits.stride;
   for (int64_t r = 0; r < lanes; r++) {
-    const Query query = put_query(a, tile, r, stride, [&](int64_t d, int part, I8 sixteen) {
+    const QuantisedQuery query = quantise_query(a, tile, r, stride,
+                                                [&](int64_t d, int part, I8 sixteen) {
       store(digits.queries[part] + r * stride + d, sixteen);
     });
     digits.query_steps[r] = query.step;
@@ -227,17 +230,17 @@ static void scores_of_many_bytes(const toast::Attention &a, const toast::Tile &t
       keys[n] = row_of(call.keys, tile.batch, tile.head, j + n);
       for (int64_t d = 0; d < stride; d += REGISTER)
         store(digits.keys + n * stride + d,
-              plus_128((I32)_mm512_maskz_loadu_epi8(some_bytes(size - d), keys[n] + d)));
+              to_unsigned((I32)_mm512_maskz_loadu_epi8(byte_mask(size - d), keys[n] + d)));
     }
     for (int part = 0; part < 2; part++)
-      in_tiles(count, [&]<int N>(int64_t n) {
+      by_row_tiles(count, [&]<int N>(int64_t n) {
         const int32_t *columns = digits.columns[part];
         const uint8_t *from = digits.keys + n * stride;
         int32_t *to = digits.sums[part] + n * lanes;
         const int64_t words = (size + 3) / 4;
-        if (vectors == 1) return cross_bytes<1, N>(columns, from, stride, words, to);
-        if (vectors == 2) return cross_bytes<2, N>(columns, from, stride, words, to);
-        cross_bytes<4, N>(columns, from, stride, words, to);
+        if (vectors == 1) return dot_columns_int8<1, N>(columns, from, stride, words, to);
+        if (vectors == 2) return dot_columns_int8<2, N>(columns, from, stride, words, to);
+        dot_columns_int8<4, N>(columns, from, stride, words, to);
       });
     for (int64_t n = 0; n < count; n++)
       for (int64_t r = 0; r < lanes; r += LANES) {
@@ -245,28 +248,29 @@ static void scores_of_many_bytes(const toast::Attention &a, const toast::Tile &t
         for (int part = 0; part < 2; part++)
           sums[part] = load<I32>(digits.sums[part] + n * lanes + r) -
                        load<I32>(digits.offsets[part] + r);
-        const F32 steps = load<F32>(digits.query_steps + r) * all(scale_of(keys[n], size));
-        store(room.scores + (j - begin + n) * lanes + r, of_digits(sums[0], sums[1]) * steps);
+        const F32 steps = load<F32>(digits.query_steps + r) * splat(scale_of(keys[n], size));
+        store(space.scores + (j - begin + n) * lanes + r, from_digits(sums[0], sums[1]) * steps);
       }
   }
 }
 
 // vectors: 0 where queries are few.
-static void scores_in_bytes(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
-                            int64_t end, int vectors, const Room &room, const Digits &digits) {
-  if (vectors) return scores_of_many_bytes(a, tile, begin, end, vectors, room, digits);
-  with_rows(tile.rows,
-            [&]<int N>() { scores_of_few_bytes<N>(a, tile, begin, end, room, digits); });
+static void scores_int8(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
+                        int64_t end, int vectors, const Workspace &space,
+                        const Int8Workspace &digits) {
+  if (vectors) return scores_of_many_int8(a, tile, begin, end, vectors, space, digits);
+  dispatch_rows(tile.rows,
+                [&]<int N>() { scores_of_few_int8<N>(a, tile, begin, end, space, digits); });
 }
 #else
 // What other processors multiply is floats.
-struct Digits {};
-INLINE bool in_bytes(const toast_rows &) { return false; }
-INLINE bool make_digits(const toast::Attention &, Digits *) { return false; }
+struct Int8Workspace {};
+INLINE bool is_int8(const toast_rows &) { return false; }
+INLINE bool make_int8_workspace(const toast::Attention &, Int8Workspace *) { return false; }
 static int64_t prepared_bytes(const toast::Attention &, int64_t, int64_t) { return 0; }
 static void prepare(const toast::Attention &, const toast::Tile &, char *) {}
 template <class... Rest>
-INLINE void scores_in_bytes(const Rest &...) {}
+INLINE void scores_int8(const Rest &...) {}
 #endif
 
 }  // namespace

@@ -16,36 +16,36 @@
 namespace {
 
 #if defined(__AVX512VNNI__)
-INLINE bool in_bytes(const toast_rows &rows) { return rows.type == TOAST_I8; }
+INLINE bool is_int8(const toast_rows &rows) { return rows.type == TOAST_I8; }
 
-constexpr float MOST_QUERY = 127 * 256 + 127;      // digits from -127 to 127 and from -128 to 127
-constexpr float MOST_WEIGHT = 255 * 256 + 255;     // both from 0 to 255
-constexpr float LEAST_NUMBER = 0x1p-100f;          // a row without anything larger is zeros
+constexpr float MAX_QUERY = 127 * 256 + 127;   // digits from -127 to 127 and from -128 to 127
+constexpr float MAX_WEIGHT = 255 * 256 + 255;  // both from 0 to 255
+constexpr float MIN_ROW_PEAK = 0x1p-100f;      // a row without anything larger is zeros
 
-INLINE I32 whole(F32 v) { return (I32)_mm512_cvtps_epi32((__m512)v); }
+INLINE I32 round_to_int(F32 v) { return (I32)_mm512_cvtps_epi32((__m512)v); }
 
-INLINE F32 of_digits(I32 upper, I32 lower) {
-  return multiply_add(__builtin_convertvector(upper, F32), all(256),
+INLINE F32 from_digits(I32 upper, I32 lower) {
+  return multiply_add(__builtin_convertvector(upper, F32), splat(256),
                       __builtin_convertvector(lower, F32));
 }
 
 // Bytes that are a row's, of those in a register.
-INLINE __mmask64 some_bytes(int64_t left) {
+INLINE __mmask64 byte_mask(int64_t left) {
   return left < REGISTER ? (uint64_t(1) << left) - 1 : ~uint64_t(0);
 }
 
 // Numbers whose largest is `most`: how far apart whole ones are, and one over that, or 0 where all
 // become zeros. nothing: 0, or NaN where one is NaN or infinite.
 struct Step {
-  float step, per_step;
-  INLINE Step of(float most, float nothing, float largest) {
-    const bool some = most > LEAST_NUMBER && most <= FLT_MAX;
-    return {(some ? most / largest : 0) + nothing, some ? largest / most : 0};
+  float step, inverse_step;
+  INLINE Step of(float max, float nan, float largest) {
+    const bool some = max > MIN_ROW_PEAK && max <= FLT_MAX;
+    return {(some ? max / largest : 0) + nan, some ? largest / max : 0};
   }
 };
 
 // Of a query its step, and what its upper and its lower digits add up to.
-struct Query {
+struct QuantisedQuery {
   float step;
   int32_t sums[2];
 };
@@ -53,18 +53,19 @@ struct Query {
 // Query r of a tile to its digits: put(d, part, digits d and following, upper or lower), as many as
 // there are up to `stride`.
 template <class Put>
-INLINE Query put_query(const toast::Attention &a, const toast::Tile &tile, int64_t r,
-                       int64_t stride, const Put &put) {
-  F32 most = {}, nothing = {};
+INLINE QuantisedQuery quantise_query(const toast::Attention &a, const toast::Tile &tile, int64_t r,
+                                     int64_t stride, const Put &put) {
+  F32 max = {}, nan = {};
   for (int64_t d = 0; d < a.call->key_size; d += LANES) {
-    const F32 v = query_numbers(a, tile, r, d), magnitude = (F32)((U32)v & 0x7fffffff);
-    most = larger(magnitude, most);
-    nothing += v - v;
+    const F32 v = query_floats(a, tile, r, d), magnitude = (F32)((U32)v & 0x7fffffff);
+    max = maximum(magnitude, max);
+    nan += v - v;
   }
-  const Step step = Step::of(_mm512_reduce_max_ps((__m512)most), sum(nothing), MOST_QUERY);
+  const Step step = Step::of(_mm512_reduce_max_ps((__m512)max), horizontal_sum(nan), MAX_QUERY);
   I32 uppers = {}, lowers = {};
   for (int64_t d = 0; d < stride; d += LANES) {
-    const I32 v = step.per_step ? whole(query_numbers(a, tile, r, d) * step.per_step) : I32{};
+    const I32 v =
+        step.inverse_step ? round_to_int(query_floats(a, tile, r, d) * step.inverse_step) : I32{};
     const I32 upper = (v + 128) >> 8, lower = v - (upper << 8);
     put(d, 0, __builtin_convertvector(upper, I8));
     put(d, 1, __builtin_convertvector(lower, I8));
@@ -78,19 +79,19 @@ INLINE Query put_query(const toast::Attention &a, const toast::Tile &tile, int64
 // LANES, as weights and scales are. A number that is none becomes 0. between() is called for every
 // LANES keys.
 template <class Between>
-INLINE float put_weights_of_row(float *weights, const float *scales, int64_t keys, uint8_t *upper,
-                                uint8_t *lower, const Between &between) {
-  F32 most = {}, nothing = {};
+INLINE float quantise_weights(float *weights, const float *scales, int64_t keys, uint8_t *upper,
+                              uint8_t *lower, const Between &between) {
+  F32 max = {}, nan = {};
   for (int64_t j = 0; j < keys; j += LANES) {
     const F32 v = load<F32>(weights + j) * load<F32>(scales + j);
     store(weights + j, v);
-    most = larger(v, most);
-    nothing = multiply_add(v, F32{}, nothing);
+    max = maximum(v, max);
+    nan = multiply_add(v, F32{}, nan);
   }
-  const Step step = Step::of(_mm512_reduce_max_ps((__m512)most), sum(nothing), MOST_WEIGHT);
+  const Step step = Step::of(_mm512_reduce_max_ps((__m512)max), horizontal_sum(nan), MAX_WEIGHT);
   for (int64_t j = 0; j < keys; j += LANES) {
     between();
-    const I32 v = whole(load<F32>(weights + j) * step.per_step);
+    const I32 v = round_to_int(load<F32>(weights + j) * step.inverse_step);
     store(upper + j, __builtin_convertvector(v >> 8, U8));
     store(lower + j, __builtin_convertvector(v, U8));
   }
@@ -98,7 +99,7 @@ INLINE float put_weights_of_row(float *weights, const float *scales, int64_t key
 }
 
 // The scales of a head's rows, with zeros up to a multiple of LANES.
-INLINE void put_scales(const char *rows, int64_t stride, int64_t size, int64_t count, float *to) {
+INLINE void load_scales(const char *rows, int64_t stride, int64_t size, int64_t count, float *to) {
   for (int64_t j = 0; j < count; j++) to[j] = scale_of(rows + j * stride, size);
   for (int64_t j = count; j % LANES; j++) to[j] = 0;
 }
@@ -109,14 +110,14 @@ constexpr int64_t BLOCK_VALUES = 128;
 
 // Eight of each sixteen of REGISTER numbers, of four keys, to two registers of fours: the first
 // eight or, if LATTER, the second. at: what lies between the first key and each.
-template <bool LATTER>
-INLINE void turn_values(const char *values, const int64_t *at, __mmask64 some, I32 *fours) {
+template <bool HIGH>
+INLINE void interleave_values(const char *values, const int64_t *at, __mmask64 some, I32 *fours) {
   __m512i row[4], pairs[2];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) row[i] = _mm512_maskz_loadu_epi8(some, values + at[i]);
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++)
-    pairs[i] = LATTER ? _mm512_unpackhi_epi8(row[2 * i], row[2 * i + 1])
+    pairs[i] = HIGH ? _mm512_unpackhi_epi8(row[2 * i], row[2 * i + 1])
                       : _mm512_unpacklo_epi8(row[2 * i], row[2 * i + 1]);
   fours[0] = (I32)_mm512_unpacklo_epi16(pairs[0], pairs[1]);
   fours[1] = (I32)_mm512_unpackhi_epi16(pairs[0], pairs[1]);
@@ -125,13 +126,13 @@ INLINE void turn_values(const char *values, const int64_t *at, __mmask64 some, I
 // out[d] = step * sums of a row, for 64 numbers or those that are left. sums: two registers of
 // upper digits, as `turn_values` has them, of the first eight of each sixteen; `latter` words on
 // those of the second eight, and `lower` words on from each those of lower digits.
-INLINE void put_values(const int32_t *sums, int64_t latter, int64_t lower, float step, int64_t left,
-                       float *out) {
+INLINE void store_values(const int32_t *sums, int64_t high, int64_t lower, float step, int64_t left,
+                         float *out) {
   I32 r[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
-    const int32_t *from = sums + i / 2 * latter + i % 2 * LANES;
-    r[i] = (I32)(of_digits(load<I32>(from), load<I32>(from + lower)) * step);
+    const int32_t *from = sums + i / 2 * high + i % 2 * LANES;
+    r[i] = (I32)(from_digits(load<I32>(from), load<I32>(from + lower)) * step);
   }
   const I32 a = quarters<0x44>(r[0], r[1]), b = quarters<0x44>(r[2], r[3]);
   const I32 c = quarters<0xee>(r[0], r[1]), d = quarters<0xee>(r[2], r[3]);

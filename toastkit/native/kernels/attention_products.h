@@ -19,14 +19,14 @@ INLINE int64_t keys_ahead(int64_t heads) {
 // fetching has it; into the second cache, which takes more requests at a time than the first. Of
 // rows that lie apart (a cache that lies position by position) it is their bytes, row by row: the
 // processor by itself would begin anew with each.
-struct Ahead {
+struct RowPrefetch {
   const char *from;
   int64_t bytes;       // at a time
   int64_t row, apart;  // bytes of a row, and from one to the next
   int64_t at = 0;      // of the row at `from`
 
   // From a byte of all bytes of the rows on.
-  static Ahead of(const char *rows, int64_t byte, int64_t bytes, int64_t row, int64_t apart) {
+  static RowPrefetch of(const char *rows, int64_t byte, int64_t bytes, int64_t row, int64_t apart) {
     if (row == apart) return {rows + byte, bytes, row, apart};
     return {rows + byte / row * apart, bytes, row, apart, byte % row};
   }
@@ -48,12 +48,12 @@ struct Ahead {
 // Bytes that are needed next, fetched while something else is computed with: evenly, so that memory
 // has never more to do than it can, nor nothing. None is asked for twice: to be found in the second
 // cache takes of the first one's requests too.
-struct Later {
+struct PacedPrefetch {
   const char *next, *due;
   int64_t bytes;  // at a time
 
   // times: that `fetch` is called.
-  static Later over(const char *from, int64_t bytes, int64_t times) {
+  static PacedPrefetch over(const char *from, int64_t bytes, int64_t times) {
     return {from, from, (bytes + times - 1) / times};
   }
 
@@ -70,8 +70,9 @@ struct Later {
 // Calls work(d, column) for number d of LANES rows side by side, from the first to the last. What
 // lies in 32 bits is turned as one number, and then widened.
 template <int TYPE, class Work>
-INLINE void turn(const char *const *rows, int64_t size, Ahead ahead, const Work &work) {
-  constexpr int PARTS = 4 / Numbers<TYPE>::SIZE, AT_A_TIME = PARTS * LANES;  // numbers of a row
+INLINE void transpose_rows(const char *const *rows, int64_t size, RowPrefetch ahead,
+                           const Work &work) {
+  constexpr int PARTS = 4 / Dtype<TYPE>::SIZE, AT_A_TIME = PARTS * LANES;  // numbers of a row
   F32 r[LANES], scales = {};
   if constexpr (TYPE == TOAST_I8)
     for (int i = 0; i < LANES; i++) scales[i] = scale_of(rows[i], size);
@@ -81,23 +82,23 @@ INLINE void turn(const char *const *rows, int64_t size, Ahead ahead, const Work 
   int64_t d = 0;
   for (; d + AT_A_TIME <= size; d += AT_A_TIME) {
 #pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) r[i] = load<F32>(rows[i] + d * Numbers<TYPE>::SIZE);
+    for (int i = 0; i < LANES; i++) r[i] = load<F32>(rows[i] + d * Dtype<TYPE>::SIZE);
     ahead.fetch();
     transpose(r);
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
       const int64_t at = d + PARTS * i;
-      give(at, Numbers<TYPE>::template part<0>(r[i]));
-      if constexpr (PARTS > 1) give(at + 1, Numbers<TYPE>::template part<1>(r[i]));
-      if constexpr (PARTS > 2) give(at + 2, Numbers<TYPE>::template part<2>(r[i]));
-      if constexpr (PARTS > 2) give(at + 3, Numbers<TYPE>::template part<3>(r[i]));
+      give(at, Dtype<TYPE>::template part<0>(r[i]));
+      if constexpr (PARTS > 1) give(at + 1, Dtype<TYPE>::template part<1>(r[i]));
+      if constexpr (PARTS > 2) give(at + 2, Dtype<TYPE>::template part<2>(r[i]));
+      if constexpr (PARTS > 2) give(at + 3, Dtype<TYPE>::template part<3>(r[i]));
     }
   }
   for (; d < size; d += LANES) {
     const int numbers = size - d < LANES ? int(size - d) : LANES;
     for (int i = 0; i < LANES; i++)
-      r[i] = numbers < LANES ? Numbers<TYPE>::some(rows[i], d, numbers)
-                             : Numbers<TYPE>::at(rows[i], d);
+      r[i] = numbers < LANES ? Dtype<TYPE>::some(rows[i], d, numbers)
+                             : Dtype<TYPE>::at(rows[i], d);
     transpose(r);
     for (int i = 0; i < numbers; i++) give(d + i, r[i]);
   }
@@ -106,22 +107,23 @@ INLINE void turn(const char *const *rows, int64_t size, Ahead ahead, const Work 
 // Whether so many queries lie crosswise, number by number: as a register takes them, and GCC, who
 // otherwise looks for half a minute at where they all lie.
 template <int N>
-constexpr bool CROSSWISE = N == LANES;
+constexpr bool TRANSPOSED = N == LANES;
 
 // out[n][lane] = queries[n] . keys[lane], a chain each. keys: LANES rows. queries, out: a stride
 // apart, if they do not lie crosswise.
 template <int TYPE, int N>
-static void cross_keys(const char *const *keys, Ahead ahead, const float *queries,
-                       int64_t stride, int64_t size, float *out, int64_t out_stride) {
+static void dot_keys(const char *const *keys, RowPrefetch ahead, const float *queries,
+                     int64_t stride, int64_t size, float *out, int64_t out_stride) {
   F32 sums[N];
 #pragma GCC unroll 16
   for (int n = 0; n < N; n++) sums[n] = F32{};
-  turn<TYPE>(keys, size, ahead, [&](int64_t d, F32 column) __attribute__((always_inline)) {
-    const float *at = queries + (CROSSWISE<N> ? d * N : d);
-    if (CROSSWISE<N>) asm("" : "+r"(at));
+  transpose_rows<TYPE>(keys, size, ahead,
+                       [&](int64_t d, F32 column) __attribute__((always_inline)) {
+    const float *at = queries + (TRANSPOSED<N> ? d * N : d);
+    if (TRANSPOSED<N>) asm("" : "+r"(at));
 #pragma GCC unroll 16
     for (int n = 0; n < N; n++)
-      sums[n] = multiply_add(all(at[CROSSWISE<N> ? n : n * stride]), column, sums[n]);
+      sums[n] = multiply_add(splat(at[TRANSPOSED<N> ? n : n * stride]), column, sums[n]);
   });
 #pragma GCC unroll 16
   for (int n = 0; n < N; n++) store(out + n * out_stride, sums[n]);
@@ -130,8 +132,8 @@ static void cross_keys(const char *const *keys, Ahead ahead, const float *querie
 // out[n][lane] = columns[:, lane] . rows[n], a chain each. V: vectors of lanes. columns:
 // (size, V * LANES). rows, out: a stride apart.
 template <int V, int N>
-static void cross(const float *columns, const float *rows, int64_t stride, int64_t size,
-                  float *out) {
+static void dot_columns(const float *columns, const float *rows, int64_t stride, int64_t size,
+                        float *out) {
   F32 sums[N][V];
 #pragma GCC unroll 8
   for (int n = 0; n < N; n++)
@@ -143,7 +145,7 @@ static void cross(const float *columns, const float *rows, int64_t stride, int64
     for (int v = 0; v < V; v++) column[v] = load<F32>(columns + (d * V + v) * LANES);
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) {
-      F32 number = all(rows[n * stride + d]);
+      F32 number = splat(rows[n * stride + d]);
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) sums[n][v] = multiply_add(number, column[v], sums[n][v]);
     }
@@ -156,7 +158,7 @@ static void cross(const float *columns, const float *rows, int64_t stride, int64
 
 // Calls work<N>(first) for the largest N there is, from count rows on.
 template <class Work>
-INLINE void in_tiles(int64_t count, const Work &work) {
+INLINE void by_row_tiles(int64_t count, const Work &work) {
   int64_t n = 0;
   for (; n + TILE_M <= count; n += TILE_M) work.template operator()<TILE_M>(n);
   if (TILE_M > 4 && n + 4 <= count) work.template operator()<4>(n), n += 4;
@@ -164,14 +166,14 @@ INLINE void in_tiles(int64_t count, const Work &work) {
   if (n < count) work.template operator()<1>(n);
 }
 
-INLINE void cross_all(int vectors, const float *columns, const float *rows, int64_t stride,
-                      int64_t count, int64_t size, float *out) {
-  in_tiles(count, [&]<int N>(int64_t n) {
+INLINE void dot_all(int vectors, const float *columns, const float *rows, int64_t stride,
+                    int64_t count, int64_t size, float *out) {
+  by_row_tiles(count, [&]<int N>(int64_t n) {
     const float *from = rows + n * stride;
     float *to = out + n * vectors * LANES;
-    if (vectors == 1) return cross<1, N>(columns, from, stride, size, to);
-    if (vectors == 2) return cross<2, N>(columns, from, stride, size, to);
-    cross<4, N>(columns, from, stride, size, to);
+    if (vectors == 1) return dot_columns<1, N>(columns, from, stride, size, to);
+    if (vectors == 2) return dot_columns<2, N>(columns, from, stride, size, to);
+    dot_columns<4, N>(columns, from, stride, size, to);
   });
 }
 
@@ -179,9 +181,9 @@ INLINE void cross_all(int vectors, const float *columns, const float *rows, int6
 // numbers; the last one only in part where V is 1 and `numbers` are fewer. left: of a row, numbers
 // from the first of these to its end.
 template <int TYPE, int M, int V>
-static void weigh(const float *weights, int64_t weight_stride, int64_t key_stride,
-                  const char *values, int64_t stride, int64_t left, Ahead ahead, int64_t keys,
-                  float *out, int64_t out_stride) {
+static void weigh_tile(const float *weights, int64_t weight_stride, int64_t key_stride,
+                       const char *values, int64_t stride, int64_t left, RowPrefetch ahead,
+                       int64_t keys, float *out, int64_t out_stride) {
   const int numbers = int(left < LANES ? left : LANES);
   F32 sums[M][V];
 #pragma GCC unroll 8
@@ -194,13 +196,13 @@ static void weigh(const float *weights, int64_t weight_stride, int64_t key_strid
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
       const bool part = V == 1 && numbers < LANES;
-      value[v] = part ? Numbers<TYPE>::some(row, 0, numbers) : Numbers<TYPE>::at(row, v * LANES);
+      value[v] = part ? Dtype<TYPE>::some(row, 0, numbers) : Dtype<TYPE>::at(row, v * LANES);
       if constexpr (TYPE == TOAST_I8) value[v] *= scale_of(row, left);
     }
     ahead.fetch();
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
-      F32 weight = all(weights[j * key_stride + m * weight_stride]);
+      F32 weight = splat(weights[j * key_stride + m * weight_stride]);
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) sums[m][v] = multiply_add(weight, value[v], sums[m][v]);
     }
@@ -217,27 +219,27 @@ template <int TYPE>
 static void weigh_all(const float *weights, int64_t weight_stride, int64_t key_stride,
                       int64_t head_weights, const char *values, int64_t stride, int64_t keys,
                       int64_t heads, int64_t rows, int64_t size, float *out, int64_t out_stride) {
-  constexpr int64_t WIDE = TILE_N * LANES, SIZE = Numbers<TYPE>::SIZE;
+  constexpr int64_t WIDTH = TILE_N * LANES, SIZE = Dtype<TYPE>::SIZE;
   const int64_t row = row_bytes<TYPE>(size);
   for (int64_t n = 0; n < (keys + BLOCK_KEYS - 1) / BLOCK_KEYS * heads; n++) {
     const int64_t j = n / heads * BLOCK_KEYS, h = n % heads;
     const int64_t some = keys - j < BLOCK_KEYS ? keys - j : BLOCK_KEYS;
-    in_tiles(rows, [&]<int M>(int64_t m) {
+    by_row_tiles(rows, [&]<int M>(int64_t m) {
       const float *from = weights + h * head_weights + j * key_stride + m * weight_stride;
       const char *next = values + (j + some) * stride, *block = values + j * stride + h * row;
       float *to = out + (h * rows + m) * out_stride;
       // Of the next ones, as much as these rows and numbers are of all.
       auto ahead = [&](int64_t d, int64_t width) {
-        return Ahead::of(next, h * row * some + (size * m + d * M) * SIZE * some / rows,
-                         width * SIZE * M / rows, heads * row, stride);
+        return RowPrefetch::of(next, h * row * some + (size * m + d * M) * SIZE * some / rows,
+                               width * SIZE * M / rows, heads * row, stride);
       };
       int64_t d = 0;
-      for (; d + WIDE <= size; d += WIDE)
-        weigh<TYPE, M, TILE_N>(from, weight_stride, key_stride, block + d * SIZE, stride, size - d,
-                               ahead(d, WIDE), some, to + d, out_stride);
+      for (; d + WIDTH <= size; d += WIDTH)
+        weigh_tile<TYPE, M, TILE_N>(from, weight_stride, key_stride, block + d * SIZE, stride,
+                                    size - d, ahead(d, WIDTH), some, to + d, out_stride);
       for (; d < size; d += LANES)
-        weigh<TYPE, M, 1>(from, weight_stride, key_stride, block + d * SIZE, stride, size - d,
-                          ahead(d, LANES), some, to + d, out_stride);
+        weigh_tile<TYPE, M, 1>(from, weight_stride, key_stride, block + d * SIZE, stride, size - d,
+                               ahead(d, LANES), some, to + d, out_stride);
     });
   }
 }

@@ -7,17 +7,17 @@
 
 namespace {
 
-constexpr int WIDE = 4 * LANES;  // queries side by side
+constexpr int TILE_QUERIES = 4 * LANES;         // queries side by side
 constexpr int64_t SCORES_STRIDE = toast::SPAN;  // of a query, where queries are few
 
-INLINE int64_t number_bytes(int type) {
+INLINE int64_t type_bytes(int type) {
   return type == TOAST_F32 ? 4 : type == TOAST_I8 ? 1 : 2;
 }
 
 // work.operator()<TYPE>() for the type of keys or values, which become floats. Bytes do not where
 // bytes are multiplied (attention_bytes.h); code for that took a minute to compile.
 template <class Work>
-INLINE void with_type(int type, const Work &work) {
+INLINE void dispatch_type(int type, const Work &work) {
   if (type == TOAST_F32) return work.template operator()<TOAST_F32>();
   if (type == TOAST_F16) return work.template operator()<TOAST_F16>();
   if (type == TOAST_BF16) return work.template operator()<TOAST_BF16>();
@@ -28,14 +28,14 @@ INLINE void with_type(int type, const Work &work) {
 
 INLINE const char *row_of(const toast_rows &rows, int64_t batch, int64_t head, int64_t position) {
   const int64_t at = batch * rows.strides[0] + head * rows.strides[1] + position * rows.strides[2];
-  return static_cast<const char *>(rows.data) + at * number_bytes(rows.type);
+  return static_cast<const char *>(rows.data) + at * type_bytes(rows.type);
 }
 
 // So few that keys are turned for them; which costs more where vectors have few numbers.
 INLINE bool are_few(int64_t rows) { return rows <= (LANES > 4 ? LANES : 2); }
 
 // As many queries as are computed for so few.
-INLINE int64_t computed(int64_t rows) {
+INLINE int64_t padded_rows(int64_t rows) {
   int64_t n = 1;
   while (n < rows) n *= 2;
   return n;
@@ -43,8 +43,8 @@ INLINE int64_t computed(int64_t rows) {
 
 // work.operator()<N>() for that number.
 template <class Work>
-INLINE void with_rows(int64_t rows, const Work &work) {
-  const int64_t n = computed(rows);
+INLINE void dispatch_rows(int64_t rows, const Work &work) {
+  const int64_t n = padded_rows(rows);
   if (n == 1) return work.template operator()<1>();
   if (n == 2) return work.template operator()<2>();
   if constexpr (LANES >= 8) {
@@ -58,23 +58,23 @@ INLINE int64_t value_floats(int64_t size) { return (size + LANES - 1) / LANES * 
 
 // A thread's memory for a span. queries: rows where they are few, else columns. keys: TILE_M,
 // widened. scores: (rows, SPAN) where rows are few, else (SPAN, lanes).
-struct Room {
+struct Workspace {
   float *queries, *scores, *keys;
 };
 
-INLINE bool make_room(const toast::Attention &a, Room *room) {
+INLINE bool make_workspace(const toast::Attention &a, Workspace *space) {
   const int64_t row = value_floats(a.call->key_size) + LANES;
-  const int64_t queries = row * WIDE, scores = toast::SPAN * WIDE;
+  const int64_t queries = row * TILE_QUERIES, scores = toast::SPAN * TILE_QUERIES;
   const int64_t floats = queries + scores + TILE_M * row;
   auto memory = static_cast<float *>(toast::scratch(toast::SCORES, floats * sizeof(float)));
   if (!memory) return false;
-  *room = {memory, memory + queries, memory + queries + scores};
+  *space = {memory, memory + queries, memory + queries + scores};
   return true;
 }
 
 #if defined(__AVX512VNNI__)
-constexpr int64_t REGISTER = 4 * LANES;     // bytes of one
-constexpr int64_t FOURS = toast::SPAN / 4;  // words of a span's weights
+constexpr int64_t REGISTER = 4 * LANES;          // bytes of one
+constexpr int64_t SPAN_WORDS = toast::SPAN / 4;  // words of a span's weights
 
 // A thread's memory for a span in bytes. queries, where they are many: (WIDE, stride) bytes, upper
 // digits and then lower ones, with zeros behind a row. columns: the same crosswise, (stride / 4,
@@ -82,7 +82,7 @@ constexpr int64_t FOURS = toast::SPAN / 4;  // words of a span's weights
 // and then lower. keys: plus 128, (TILE_M, stride) or, turned for few queries, (LANES, stride).
 // values: two registers of fours, of every four keys. weighted: registers, of each half of the
 // numbers that a register of a value's bytes has four for each row.
-struct Digits {
+struct Int8Workspace {
   int64_t stride;
   int8_t *queries[2];
   int32_t *columns[2], *offsets[2], *sums[2], *weights[2], *weighted;
@@ -92,36 +92,38 @@ struct Digits {
 
 // The next so many numbers of a thread's memory are a place's.
 template <class Number>
-INLINE void take(char *&memory, Number *&place, int64_t numbers) {
+INLINE void carve(char *&memory, Number *&place, int64_t numbers) {
   place = reinterpret_cast<Number *>(memory);
   memory += numbers * sizeof *place;
 }
 
 INLINE int64_t padded_row(int64_t size) { return (size + REGISTER - 1) / REGISTER * REGISTER; }
 
-INLINE bool make_digits(const toast::Attention &a, Digits *digits) {
+INLINE bool make_int8_workspace(const toast::Attention &a, Int8Workspace *digits) {
   constexpr int KEYS = LANES > TILE_M ? LANES : TILE_M;
   const int64_t stride = padded_row(a.call->key_size);
-  const int64_t each = WIDE * (2 * stride + 4 * (1 + TILE_M + FOURS));
+  const int64_t each = TILE_QUERIES * (2 * stride + 4 * (1 + TILE_M + SPAN_WORDS));
   const int64_t values = toast::SPAN / 4 * 2 * REGISTER;
-  const int64_t weighted = WIDE * 2 * padded_row(a.call->value_size) * 4;
-  const int64_t bytes = 2 * each + KEYS * stride + values + weighted + 4 * (2 * WIDE + toast::SPAN);
+  const int64_t weighted = TILE_QUERIES * 2 * padded_row(a.call->value_size) * 4;
+  const int64_t bytes =
+      2 * each + KEYS * stride + values + weighted + 4 * (2 * TILE_QUERIES + toast::SPAN);
   auto memory = static_cast<char *>(toast::scratch(toast::BYTES, bytes));
   if (!memory) return false;
   digits->stride = stride;
-  for (int part = 0; part < 2; part++) take(memory, digits->columns[part], WIDE * stride / 4);
+  for (int part = 0; part < 2; part++)
+    carve(memory, digits->columns[part], TILE_QUERIES * stride / 4);
   for (int part = 0; part < 2; part++) {
-    take(memory, digits->queries[part], WIDE * stride);
-    take(memory, digits->offsets[part], WIDE);
-    take(memory, digits->sums[part], WIDE * TILE_M);
-    take(memory, digits->weights[part], WIDE * FOURS);
+    carve(memory, digits->queries[part], TILE_QUERIES * stride);
+    carve(memory, digits->offsets[part], TILE_QUERIES);
+    carve(memory, digits->sums[part], TILE_QUERIES * TILE_M);
+    carve(memory, digits->weights[part], TILE_QUERIES * SPAN_WORDS);
   }
-  take(memory, digits->keys, KEYS * stride);
-  take(memory, digits->values, values);
-  take(memory, digits->weighted, weighted / 4);
-  take(memory, digits->query_steps, WIDE);
-  take(memory, digits->weight_steps, WIDE);
-  take(memory, digits->scales, toast::SPAN);
+  carve(memory, digits->keys, KEYS * stride);
+  carve(memory, digits->values, values);
+  carve(memory, digits->weighted, weighted / 4);
+  carve(memory, digits->query_steps, TILE_QUERIES);
+  carve(memory, digits->weight_steps, TILE_QUERIES);
+  carve(memory, digits->scales, toast::SPAN);
   return true;
 }
 #endif
@@ -133,31 +135,33 @@ INLINE const char *query_of(const toast::Attention &a, const toast::Tile &tile, 
 
 // A tile's rows of keys or values from `first` up to `end`. Of heads that lie side by side it is a
 // part of the memory of all, which neighbouring tiles come to.
-INLINE Later later_of(const toast::Attention &a, const toast_rows &rows, const toast::Tile &tile,
-                      int64_t first, int64_t end, int64_t times) {
-  const int64_t bytes = (end - first) * rows.strides[2] * number_bytes(rows.type);
+INLINE PacedPrefetch prefetch_of(const toast::Attention &a, const toast_rows &rows,
+                                 const toast::Tile &tile, int64_t first, int64_t end,
+                                 int64_t times) {
+  const int64_t bytes = (end - first) * rows.strides[2] * type_bytes(rows.type);
   if (rows.strides[2] <= rows.strides[1])
-    return Later::over(row_of(rows, tile.batch, tile.head, first), bytes, times);
-  return Later::over(row_of(rows, tile.batch, 0, first) + bytes * tile.head / a.call->key_heads,
-                     bytes * tile.heads / a.call->key_heads, times);
+    return PacedPrefetch::over(row_of(rows, tile.batch, tile.head, first), bytes, times);
+  return PacedPrefetch::over(
+      row_of(rows, tile.batch, 0, first) + bytes * tile.head / a.call->key_heads,
+      bytes * tile.heads / a.call->key_heads, times);
 }
 
 // Those keys that the thread probably comes to next: of the next span, or of the next heads.
-INLINE Later keys_after(const toast::Attention &a, const toast::Tile &tile, int64_t first,
-                        int64_t times) {
+INLINE PacedPrefetch prefetch_next_keys(const toast::Attention &a, const toast::Tile &tile,
+                                        int64_t first, int64_t times) {
   const toast_attention &call = *a.call;
   toast::Tile next = tile;
   if (first == call.key_positions) first = 0, next.head += tile.heads;
   const int64_t end = first + toast::SPAN < call.key_positions ? first + toast::SPAN
                                                                : call.key_positions;
-  return later_of(a, call.keys, next, first, next.head < call.key_heads ? end : first, times);
+  return prefetch_of(a, call.keys, next, first, next.head < call.key_heads ? end : first, times);
 }
 
 // Numbers d and following of query r of a tile, scaled, with zeros after its last; or zeros.
-INLINE F32 query_numbers(const toast::Attention &a, const toast::Tile &tile, int64_t r, int64_t d) {
+INLINE F32 query_floats(const toast::Attention &a, const toast::Tile &tile, int64_t r, int64_t d) {
   const toast_attention &call = *a.call;
   if (r >= tile.rows || d >= call.key_size) return F32{};
-  return some_numbers_at(call.queries.type, query_of(a, tile, r), d, int(call.key_size - d)) *
+  return some_floats_at(call.queries.type, query_of(a, tile, r), d, int(call.key_size - d)) *
          call.scale;
 }
 

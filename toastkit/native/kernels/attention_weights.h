@@ -9,9 +9,9 @@
 
 namespace {
 
-constexpr int SUMMED = toast::SUMMED;  // on every processor
+constexpr int SUM_CHAINS = toast::SUM_CHAINS;  // on every processor
 
-INLINE float exponential(float x) { return exponential(all(x))[0]; }
+INLINE float exponential(float x) { return exponential(splat(x))[0]; }
 
 // cap * tanh(score / cap), in place. Where keys are apart, rows are side by side.
 static void cap_scores(float cap, int64_t rows, int64_t keys, float *scores, int64_t row_stride,
@@ -21,8 +21,8 @@ static void cap_scores(float cap, int64_t rows, int64_t keys, float *scores, int
     float *line = scores + i * (stride == 1 ? row_stride : stride);
     for (int64_t j = 0; j < count; j += LANES) {
       const int some = int(count - j < LANES ? count - j : LANES);
-      const F32 power = exponential(some_numbers_at(TOAST_F32, line, j, some) * all(2 / cap));
-      put_some(TOAST_F32, line, j, all(cap) - all(2 * cap) / (power + all(1.0f)), some);
+      const F32 power = exponential(some_floats_at(TOAST_F32, line, j, some) * splat(2 / cap));
+      put_some(TOAST_F32, line, j, splat(cap) - splat(2 * cap) / (power + splat(1.0f)), some);
     }
   }
 }
@@ -50,8 +50,8 @@ static void mask_scores(const toast::Attention &a, const toast::Tile &tile, int6
       const bool wide = call.mask_type == TOAST_F32;
       const char *added = static_cast<const char *>(call.mask) + at * (wide ? 4 : 2);
       for (int64_t j = first; j < after; j++)
-        of[(j - begin) * stride] += some_numbers_at(call.mask_type, added, j, 1)[0];
-    } else if (range.kind == toast::Range::BLIND) {
+        of[(j - begin) * stride] += some_floats_at(call.mask_type, added, j, 1)[0];
+    } else if (range.kind == toast::Range::EMPTY) {
       for (int64_t j = begin; j < end; j++) of[(j - begin) * stride] = -FLT_MAX;
     } else if (range.kind == toast::Range::HOLES) {
       auto visible = static_cast<const uint8_t *>(call.mask) + at;
@@ -62,62 +62,63 @@ static void mask_scores(const toast::Attention &a, const toast::Tile &tile, int6
 }
 
 // Sixteen sums of every sixteenth weight, in their order.
-INLINE float in_order(const float *sums) {
+INLINE float sum_chains(const float *sums) {
   float sum = sums[0];
-  for (int i = 1; i < SUMMED; i++) sum += sums[i];
+  for (int i = 1; i < SUM_CHAINS; i++) sum += sums[i];
   return sum;
 }
 
 // Scores of one row to weights, (keys,); the largest score, and the sum of the weights. between()
 // is called for every SUMMED keys.
 template <class Between>
-INLINE void weights_of_row(float *scores, int64_t keys, float *most, float *total,
+INLINE void weights_of_row(float *scores, int64_t keys, float *max, float *total,
                            const Between &between) {
-  int64_t padded = (keys + SUMMED - 1) / SUMMED * SUMMED;
+  int64_t padded = (keys + SUM_CHAINS - 1) / SUM_CHAINS * SUM_CHAINS;
   for (int64_t j = keys; j < padded; j++) scores[j] = -INFINITY;
-  F32 peaks = all(-FLT_MAX);
+  F32 peaks = splat(-FLT_MAX);
   for (int64_t j = 0; j < padded; j += LANES) {
     F32 score = load<F32>(scores + j);
-    peaks = larger(score, peaks);
+    peaks = maximum(score, peaks);
   }
-  const float peak = largest(peaks);
-  constexpr int PARTS = SUMMED / LANES;
+  const float peak = horizontal_max(peaks);
+  constexpr int PARTS = SUM_CHAINS / LANES;
   F32 sums[PARTS];
 #pragma GCC unroll 4
   for (int i = 0; i < PARTS; i++) sums[i] = F32{};
-  for (int64_t j = 0; j < padded; j += SUMMED) {
+  for (int64_t j = 0; j < padded; j += SUM_CHAINS) {
     between();
 #pragma GCC unroll 4
     for (int i = 0; i < PARTS; i++) {
-      F32 weight = exponential(load<F32>(scores + j + i * LANES) - all(peak));
+      F32 weight = exponential(load<F32>(scores + j + i * LANES) - splat(peak));
       store(scores + j + i * LANES, weight);
       sums[i] += weight;
     }
   }
-  float all_sums[SUMMED];
+  float all_sums[SUM_CHAINS];
 #pragma GCC unroll 4
   for (int i = 0; i < PARTS; i++) store(all_sums + i * LANES, sums[i]);
-  *most = peak;
-  *total = in_order(all_sums);
+  *max = peak;
+  *total = sum_chains(all_sums);
 }
 
 static int64_t row_floats(int64_t value_size) { return value_floats(value_size) + LANES; }
 
 // In two loops, so that there is one way to round it.
-static void add_sums(const toast::Attention &a, int64_t rows, toast::Sums to, toast::Sums from) {
+static void merge_partials(const toast::Attention &a, int64_t rows, toast::Partial to,
+                           toast::Partial from) {
   for (int64_t r = 0; r < rows; r++) {
-    const float most = to.most[r] < from.most[r] ? from.most[r] : to.most[r];
-    const F32 before = all(exponential(to.most[r] - most));
-    const F32 after = all(exponential(from.most[r] - most));
+    const float max = to.max[r] < from.max[r] ? from.max[r] : to.max[r];
+    const F32 before = splat(exponential(to.max[r] - max));
+    const F32 after = splat(exponential(from.max[r] - max));
     float *sums = to.sums + r * a.row_floats, *more = from.sums + r * a.row_floats;
     for (int64_t d = 0; d < a.row_floats; d += LANES) store(more + d, load<F32>(more + d) * after);
     for (int64_t d = 0; d < a.row_floats; d += LANES)
       store(sums + d, multiply_add(load<F32>(sums + d), before, load<F32>(more + d)));
-    to.most[r] = most;
+    to.max[r] = max;
   }
 }
 
-static void finish_rows(const toast::Attention &a, const toast::Tile &tile, toast::Sums sums) {
+static void finish_rows(const toast::Attention &a, const toast::Tile &tile, toast::Partial sums) {
   const toast_attention &call = *a.call;
   const int64_t total = value_floats(call.value_size);
   for (int64_t i = 0; i < tile.heads * tile.rows; i++) {
@@ -126,9 +127,9 @@ static void finish_rows(const toast::Attention &a, const toast::Tile &tile, toas
     float *of = sums.sums + i * a.row_floats;
     float weight = of[total], factor = 1;
     if (call.sinks) {
-      const float sink = call.sinks[head], most = sums.most[i] < sink ? sink : sums.most[i];
-      factor = exponential(sums.most[i] - most);
-      weight = weight * factor + exponential(sink - most);
+      const float sink = call.sinks[head], max = sums.max[i] < sink ? sink : sums.max[i];
+      factor = exponential(sums.max[i] - max);
+      weight = weight * factor + exponential(sink - max);
     }
     const int64_t at = tile.batch * a.out_strides[0] + head * a.out_strides[1] +
                        row / a.repeats * a.out_strides[2];

@@ -15,12 +15,12 @@ static bool has_f16c() {
   return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
 }
 
-static bool there() {
+static bool is_available() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c() &&
          __builtin_cpu_supports("bmi2");
 }
 
-const Instructions avx2 = {"avx2",          there,           floats_bytes,
+const Instructions avx2 = {"avx2",          is_available,           float_bytes,
                            prepare_floats,  multiply_floats, &row_functions, &attention};
 
 }  // namespace toast

@@ -7,15 +7,17 @@
 namespace toast {
 
 // All others are compiled for VNNI already, to the same instructions.
-static bool multiply_here(const Product &p, const Group &group, int64_t first, int64_t end) {
+static bool multiply_here(const Product &p, const ExpertBatch &batch, int64_t first, int64_t end) {
   const bool own = !in_floats(p) && is_narrow(*p.matrix);
-  return (own ? multiply_narrow : avx512vnni.multiply)(p, group, first, end);
+  return (own ? multiply_narrow : avx512vnni.multiply)(p, batch, first, end);
 }
 
-static bool there() { return avx512vnni.there() && __builtin_cpu_supports("avx512vbmi"); }
+static bool is_available() {
+  return avx512vnni.is_available() && __builtin_cpu_supports("avx512vbmi");
+}
 
 const Instructions avx512vbmi = {
-    "avx512vbmi",      there,        prepared_bytes,    prepare,
-    multiply_here, &avx512_rows, &avx512_attention, MOST_MEMBERS};
+    "avx512vbmi",  is_available, prepared_bytes,    prepare,
+    multiply_here, &avx512_rows, &avx512_attention, MAX_BATCH};
 
 }  // namespace toast

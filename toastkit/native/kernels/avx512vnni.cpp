@@ -7,16 +7,16 @@
 
 namespace toast {
 
-static bool there() {
-  return avx2.there() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512vnni");
+static bool is_available() {
+  return avx2.is_available() && __builtin_cpu_supports("avx512f") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
 }
 
 const RowInstructions avx512_rows = row_functions;
 const AttentionCode avx512_attention = attention;
 const Instructions avx512vnni = {
-    "avx512vnni",      there,        prepared_bytes,    prepare,
-    multiply, &avx512_rows, &avx512_attention, MOST_MEMBERS};
+    "avx512vnni", is_available, prepared_bytes,    prepare,
+    multiply,     &avx512_rows, &avx512_attention, MAX_BATCH};
 
 }  // namespace toast

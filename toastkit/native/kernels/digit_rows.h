@@ -10,7 +10,7 @@ template <int BITS, int PLANES_ = 1>
 struct Block {
   static constexpr int PLANES = PLANES_;
   static constexpr int BYTES = BLOCK / 8 * BITS * PLANES;  // as they are stored
-  static constexpr int LARGEST = (1 << BITS) - 1;
+  static constexpr int MAX_CODE = (1 << BITS) - 1;
   static constexpr int DIGITS = BLOCK * PLANES * 2;
   static constexpr bool PAIRED = false;
   // bytes: what is left of the row.
@@ -18,7 +18,7 @@ struct Block {
     const int64_t here = bytes < BYTES ? bytes : BYTES;
     return _mm512_maskz_loadu_epi8(here >= 64 ? ~0ull : (1ull << here) - 1, at);
   }
-  INLINE void spread(__m512i stored, I32 *planes) {
+  INLINE void unpack(__m512i stored, I32 *planes) {
     if constexpr (PLANES > 1) {
 #pragma GCC unroll 4
       for (int i = 0; i < PLANES; i++)
@@ -47,26 +47,26 @@ struct Block {
 };
 
 // Those whose activations share a lower digit, see digits.h.
-struct Pairs : Block<4, 2> {
+struct PairedBlock : Block<4, 2> {
   static constexpr int DIGITS = BLOCK * 3;
   static constexpr bool PAIRED = true;
 };
 
 // Numbers of E2M1, as unpack.h has them.
-struct Doubled : Block<4, 2> {
-  static constexpr int LARGEST = 24;
-  INLINE void spread(__m512i stored, I32 *planes) {
-    const auto table = reinterpret_cast<const __m128i *>(DOUBLED);
-    const __m512i doubled = _mm512_broadcast_i32x4(_mm_load_si128(table));
-    Block<4, 2>::spread(stored, planes);
+struct E2M1Block : Block<4, 2> {
+  static constexpr int MAX_CODE = 24;
+  INLINE void unpack(__m512i stored, I32 *planes) {
+    const auto table = reinterpret_cast<const __m128i *>(E2M1_CODES);
+    const __m512i codes = _mm512_broadcast_i32x4(_mm_load_si128(table));
+    Block<4, 2>::unpack(stored, planes);
 #pragma GCC unroll 2
     for (int i = 0; i < PLANES; i++)
-      planes[i] = (I32)_mm512_shuffle_epi8(doubled, (__m512i)planes[i]);
+      planes[i] = (I32)_mm512_shuffle_epi8(codes, (__m512i)planes[i]);
   }
 };
 
 // Of four rows: each quarter holds what its lanes add up to in row a, b, c, d.
-INLINE I32 four_rows(I32 a, I32 b, I32 c, I32 d) {
+INLINE I32 reduce_four_rows(I32 a, I32 b, I32 c, I32 d) {
   auto low = [](I32 a, I32 b) { return (I32)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b); };
   auto high = [](I32 a, I32 b) { return (I32)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b); };
   const __m512i x = (__m512i)(low(a, b) + high(a, b)), y = (__m512i)(low(c, d) + high(c, d));
@@ -75,7 +75,7 @@ INLINE I32 four_rows(I32 a, I32 b, I32 c, I32 d) {
 
 // What products of upper digits and of lower ones add up to, of two rows: each quarter holds two
 // sums of lanes side by side of row a, and then two of row b. All fit into 16 bits.
-INLINE I32 two_rows(I32 upper_a, I32 lower_a, I32 upper_b, I32 lower_b) {
+INLINE I32 reduce_two_rows(I32 upper_a, I32 lower_a, I32 upper_b, I32 lower_b) {
   auto words = [](I32 a, I32 b) { return _mm512_packs_epi32((__m512i)a, (__m512i)b); };
   const __m512i lower = words(lower_a, lower_b), one = _mm512_set1_epi16(1);
   const __m512i sums = _mm512_dpwssd_epi32(_mm512_setzero_si512(), lower, one);
@@ -84,16 +84,18 @@ INLINE I32 two_rows(I32 upper_a, I32 lower_a, I32 upper_b, I32 lower_b) {
 
 // Of each quarter two numbers of a and two of b: those that the constant names.
 template <int WHICH>
-INLINE I32 picked(I32 a, I32 b) {
+INLINE I32 shuffle_words(I32 a, I32 b) {
   return (I32)_mm512_shuffle_ps((__m512)a, (__m512)b, WHICH);
 }
 
 // As above, of what two_rows gives.
-INLINE I32 four_rows(I32 ab, I32 cd) { return picked<0x88>(ab, cd) + picked<0xdd>(ab, cd); }
+INLINE I32 reduce_four_rows(I32 ab, I32 cd) {
+  return shuffle_words<0x88>(ab, cd) + shuffle_words<0xdd>(ab, cd);
+}
 
 // r: of four rows each; out[g]: what the lanes of group g add up to in 16 rows.
 template <int QUARTERS>  // of a group: 1, 2 or 4
-INLINE void by_group(const I32 *r, I32 *out) {
+INLINE void reduce_by_group(const I32 *r, I32 *out) {
   if constexpr (QUARTERS == 1) {
     I32 a = quarters<0x44>(r[0], r[1]), b = quarters<0xee>(r[0], r[1]);
     I32 c = quarters<0x44>(r[2], r[3]), d = quarters<0xee>(r[2], r[3]);
@@ -110,7 +112,7 @@ INLINE void by_group(const I32 *r, I32 *out) {
 
 // What comes after the rows that are multiplied, fetched meanwhile, some bytes a step: requests
 // that come all at once would hold up what is at work.
-struct Coming {
+struct Prefetcher {
   const uint8_t *at;
   int64_t pace;
   // That of so many steps.
@@ -128,9 +130,9 @@ struct Coming {
 };
 
 // Scales and biases from a row on, those of so many groups a step.
-struct ComingNumbers {
-  Coming scales, biases;
-  INLINE ComingNumbers of(const toast_matrix &m, int64_t row, int64_t pace) {
+struct ScalePrefetcher {
+  Prefetcher scales, biases;
+  INLINE ScalePrefetcher of(const toast_matrix &m, int64_t row, int64_t pace) {
     const int64_t size = m.type == TOAST_F32 ? 4 : m.type == TOAST_E8M0 ? 1 : 2;
     const int64_t from = row * (m.columns / m.group_size) * size;
     return {{static_cast<const uint8_t *>(m.scales) + from, pace * size},
@@ -142,24 +144,25 @@ struct ComingNumbers {
 
 // The digits of block b and of those behind it that belong to its group, upper and lower, as planes
 // meet them; of pairs one lower one.
-template <class B, int LANES_>
+template <class B, int GROUP_LANES>
 INLINE void load_digits(const char *digits, int64_t b, I32 (*v)[2]) {
-  constexpr int COUNT = B::PLANES * (LANES_ > 16 ? LANES_ / 16 : 1), NUMBERS = BLOCK * B::PLANES;
-  if constexpr (B::PAIRED) v[0][1] = load<I32>(digits + b * B::DIGITS + NUMBERS);
+  constexpr int COUNT = B::PLANES * (GROUP_LANES > 16 ? GROUP_LANES / 16 : 1);
+  constexpr int BLOCK_WEIGHTS = BLOCK * B::PLANES;
+  if constexpr (B::PAIRED) v[0][1] = load<I32>(digits + b * B::DIGITS + BLOCK_WEIGHTS);
 #pragma GCC unroll 2
   for (int part = 0; part < (B::PAIRED ? 1 : 2); part++) {
     I32 r[COUNT];
 #pragma GCC unroll 8
     for (int i = 0; i < COUNT; i++)
-      r[i] = load<I32>(digits + (b + i / B::PLANES) * B::DIGITS + part * NUMBERS +
+      r[i] = load<I32>(digits + (b + i / B::PLANES) * B::DIGITS + part * BLOCK_WEIGHTS +
                        i % B::PLANES * BLOCK);
-    if constexpr (B::PLANES == 4 && LANES_ == 4) {  // planes of a group, of one after another
+    if constexpr (B::PLANES == 4 && GROUP_LANES == 4) {  // planes of a group, of one after another
       I32 planes[4];
-      by_group<1>(r, planes);
+      reduce_by_group<1>(r, planes);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) r[i] = planes[i];
-    } else if constexpr (B::PLANES > 1 && LANES_ < 16) {
-      constexpr int FIRST = LANES_ == 8 ? 0x44 : 0x88, SECOND = LANES_ == 8 ? 0xee : 0xdd;
+    } else if constexpr (B::PLANES > 1 && GROUP_LANES < 16) {
+      constexpr int FIRST = GROUP_LANES == 8 ? 0x44 : 0x88, SECOND = GROUP_LANES == 8 ? 0xee : 0xdd;
       constexpr int HALF = COUNT / 2;
 #pragma GCC unroll 2
       for (int i = 0; i < HALF; i++) {
@@ -175,8 +178,8 @@ INLINE void load_digits(const char *digits, int64_t b, I32 (*v)[2]) {
 
 // BYTES of each row, of which so many are left, side by side, with zeros after them.
 template <int BYTES>
-static __attribute__((noinline)) void copy_rows(const uint8_t *rows, int64_t stride, int count,
-                                                int64_t left, uint8_t *out) {
+static __attribute__((noinline)) void copy_padded(const uint8_t *rows, int64_t stride, int count,
+                                                  int64_t left, uint8_t *out) {
   memset(out, 0, 16 * BYTES);
   for (int j = 0; j < count; j++)
     memcpy(out + j * BYTES, rows + j * stride, left < BYTES ? left : BYTES);
@@ -185,38 +188,39 @@ static __attribute__((noinline)) void copy_rows(const uint8_t *rows, int64_t str
 // The results of M members and `count` rows, 16 at most, of numbers in blocks B. LANES_: of a
 // group (see Layout). next: of the rows that come after these, what is fetched meanwhile;
 // row_ahead: which of the stack they are.
-template <class B, int LANES_, int M>
-static void digit_rows(const toast::Product &p, const uint32_t *places, const uint8_t *rows,
+template <class B, int GROUP_LANES, int M>
+static void digit_rows(const toast::Product &p, const uint32_t *outputs, const uint8_t *rows,
                        int64_t stride, int64_t expert, int64_t first, int count,
-                       const uint8_t *next, int64_t row_ahead) {
-  constexpr int PLANES = B::PLANES, BLOCKS = LANES_ > 16 ? LANES_ / 16 : 1;
-  constexpr int GROUPS = LANES_ > 16 ? 1 : 16 / LANES_;  // of a step of so many blocks
-  constexpr int NUMBERS = BLOCK * PLANES, BYTES = B::BYTES * BLOCKS;
+                       const uint8_t *next, int64_t next_row) {
+  constexpr int PLANES = B::PLANES, BLOCKS = GROUP_LANES > 16 ? GROUP_LANES / 16 : 1;
+  constexpr int GROUPS = GROUP_LANES > 16 ? 1 : 16 / GROUP_LANES;  // of a step of so many blocks
+  constexpr int BLOCK_WEIGHTS = BLOCK * PLANES, BYTES = B::BYTES * BLOCKS;
   // Whether sums of so many bytes' products fit into 16 bits, and there are registers for them.
-  constexpr bool SHORT = M == 1 && !B::PAIRED && 4 * PLANES * BLOCKS * B::LARGEST * 128 <= 0x7fff;
+  constexpr bool FITS_INT16 =
+      M == 1 && !B::PAIRED && 4 * PLANES * BLOCKS * B::MAX_CODE * 128 <= 0x7fff;
   const toast_matrix &m = *p.matrix;
   const auto layout = Layout::of(p);
   const char *digits[M];
-  for (int i = 0; i < M; i++) digits[i] = digits_of(p, places[i]);
+  for (int i = 0; i < M; i++) digits[i] = digits_of(p, outputs[i]);
   F32 y[M] = {}, scales[16], biases[16];
   const int64_t row = expert * m.rows + first;
-  const int64_t most = m.columns * B::BYTES / NUMBERS;
+  const int64_t row_bytes_left = m.columns * B::BYTES / BLOCK_WEIGHTS;
   constexpr int ROWS = B::BYTES > 32 ? 1 : B::BYTES > 16 ? 2 : 4;  // that have a line
   alignas(64) uint8_t copy[16 * BYTES + 64];
-  Coming ahead = {next, BYTES};
+  Prefetcher ahead = {next, BYTES};
   asm("" : "+r"(ahead.pace));  // a compiler that knew it would ask for all lines at once
-  auto numbers_ahead = ComingNumbers::of(m, row_ahead, 16 * GROUPS);
+  auto next_scales = ScalePrefetcher::of(m, next_row, 16 * GROUPS);
   int64_t g = 0;
   for (int64_t b = 0; b < layout.blocks; b += BLOCKS, g += GROUPS) {
-    if (g % 16 == 0) numbers_by_group(m, row, count, g, scales, biases);
-    numbers_ahead.fetch();
-    I32 v[M][PLANES * BLOCKS][2], fours[M][4], out[4];
+    if (g % 16 == 0) scales_by_group(m, row, count, g, scales, biases);
+    next_scales.fetch();
+    I32 v[M][PLANES * BLOCKS][2], reduced[M][4], out[4];
 #pragma GCC unroll 4
-    for (int n = 0; n < M; n++) load_digits<B, LANES_>(digits[n], b, v[n]);
+    for (int n = 0; n < M; n++) load_digits<B, GROUP_LANES>(digits[n], b, v[n]);
     const uint8_t *from = rows + b * B::BYTES;
     int64_t pitch = stride;
-    if (count < 16 || most - b * B::BYTES < BYTES - B::BYTES + 64) {
-      copy_rows<BYTES>(from, stride, count, most - b * B::BYTES, copy);
+    if (count < 16 || row_bytes_left - b * B::BYTES < BYTES - B::BYTES + 64) {
+      copy_padded<BYTES>(from, stride, count, row_bytes_left - b * B::BYTES, copy);
       from = copy, pitch = BYTES;
     }
 #pragma GCC unroll 4
@@ -230,7 +234,7 @@ static void digit_rows(const toast::Product &p, const uint32_t *places, const ui
         for (int i = 0; i < BLOCKS; i++) {
           stored = load<__m512i>(from + j * pitch + i * B::BYTES);
           if constexpr (B::BYTES == 64) ahead.fetch_line(stored);
-          B::spread(stored, q[i]);
+          B::unpack(stored, q[i]);
         }
         if (B::BYTES < 64 && j % ROWS == 0) ahead.fetch(ROWS);
 #pragma GCC unroll 4
@@ -238,13 +242,13 @@ static void digit_rows(const toast::Product &p, const uint32_t *places, const ui
           I32 sum = {};
 #pragma GCC unroll 2
           for (int part = 0; part < 2; part++) {
-            if (part) sum = SHORT ? I32{} : sum * 256;
+            if (part) sum = FITS_INT16 ? I32{} : sum * 256;
             if (part && B::PAIRED) {
-              add_fours(sum, (I32)stored, v[n][0][1]);
+              add_dpbusd(sum, (I32)stored, v[n][0][1]);
             } else
 #pragma GCC unroll 4
             for (int k = 0; k < PLANES * BLOCKS; k++)
-              add_fours(sum, q[k / PLANES][k % PLANES], v[n][k][part]);
+              add_dpbusd(sum, q[k / PLANES][k % PLANES], v[n][k][part]);
             sums[n][part][j] = sum;
           }
         }
@@ -252,11 +256,11 @@ static void digit_rows(const toast::Product &p, const uint32_t *places, const ui
 #pragma GCC unroll 4
       for (int n = 0; n < M; n++) {
         const I32 *upper = sums[n][0], *all = sums[n][1];
-        if constexpr (SHORT) {
-          fours[n][four] = four_rows(two_rows(upper[0], all[0], upper[1], all[1]),
-                                     two_rows(upper[2], all[2], upper[3], all[3]));
+        if constexpr (FITS_INT16) {
+          reduced[n][four] = reduce_four_rows(reduce_two_rows(upper[0], all[0], upper[1], all[1]),
+                                              reduce_two_rows(upper[2], all[2], upper[3], all[3]));
         } else {
-          fours[n][four] = four_rows(all[0], all[1], all[2], all[3]);
+          reduced[n][four] = reduce_four_rows(all[0], all[1], all[2], all[3]);
         }
       }
     }
@@ -264,13 +268,13 @@ static void digit_rows(const toast::Product &p, const uint32_t *places, const ui
     for (int n = 0; n < M; n++) {
       auto steps = reinterpret_cast<const float *>(digits[n] + layout.steps) + g;
       auto sums = reinterpret_cast<const float *>(digits[n] + layout.sums) + g;
-      by_group<(LANES_ > 16 ? 16 : LANES_) / 4>(fours[n], out);
+      reduce_by_group<(GROUP_LANES > 16 ? 16 : GROUP_LANES) / 4>(reduced[n], out);
 #pragma GCC unroll 4
       for (int i = 0; i < GROUPS; i++)  // of groups that are not there: zeros
         y[n] = add_group(y[n], out[i], scales[g % 16 + i], biases[g % 16 + i], steps + i, sums + i);
     }
   }
-  for (int n = 0; n < M; n++) put_sixteen(p, places[n], first, count, y[n]);
+  for (int n = 0; n < M; n++) store_rows(p, outputs[n], first, count, y[n]);
 }
 
 }  // namespace

@@ -9,32 +9,32 @@
 
 namespace {
 
-constexpr int TILE_ROWS = 4;      // of 16 rows each
-constexpr int64_t AT_ONCE = 256;  // columns brought crosswise, which stay in the first cache
+constexpr int TILE_ROWS = 4;            // of 16 rows each
+constexpr int64_t BLOCK_COLUMNS = 256;  // columns brought crosswise, which stay in the first cache
 
 // A group of numbers of 16 * N rows, and the vectors that meet it.
-struct Crosswise {
-  const char *numbers;           // (planes, lanes, N, 16 rows, 4); of pairs as BYTE_PLANES says
+struct TransposedGroup {
+  const char *weights;           // (planes, lanes, N, 16 rows, 4); of pairs as BYTE_PLANES says
   const float *scales, *biases;  // (N, 16 rows)
   const int32_t *offsets;        // (planes, lanes): from `digits` to the upper ones of four numbers
-  int64_t fours, lower;          // planes * lanes, of bytes lanes; from upper digits to lower ones
+  int64_t words, lower;          // planes * lanes, of bytes lanes; from upper digits to lower ones
   int64_t digits, step, total;   // from a vector's beginning
 };
 
 // Of numbers that are multiplied in pairs: what is brought crosswise, bytes as they are, which
 // become numbers when vectors meet them; tiles have to have both.
 #if defined(__AMX_INT8__)
-constexpr int BYTE_PLANES = 3;  // both planes, and bytes
-constexpr int LEAST_TILE_ROWS = TILE_ROWS;  // which two pairs of sums take in turn
+constexpr int BYTE_PLANES = 3;            // both planes, and bytes
+constexpr int MIN_TILE_ROWS = TILE_ROWS;  // which two pairs of sums take in turn
 #else
 constexpr int BYTE_PLANES = 1;
-constexpr int LEAST_TILE_ROWS = 1;  // where no more are left
+constexpr int MIN_TILE_ROWS = 1;  // where no more are left
 #endif
 template <class B>
-constexpr int KEPT = B::PAIRED ? BYTE_PLANES : B::PLANES;
+constexpr int STORED = B::PAIRED ? BYTE_PLANES : B::PLANES;
 
 // In which members meet rows, at most two at a time.
-INLINE int goes_of(int64_t members) { return int(members + 1) / 2; }
+INLINE int passes_of(int64_t batch) { return int(batch + 1) / 2; }
 
 }  // namespace
 
@@ -49,9 +49,9 @@ namespace {
 // Adds to sums what a group gives of M members and 16 * N rows. each: whether lines are asked for
 // at every step.
 template <int M, int N, bool PAIRED>
-INLINE void add_products(const Crosswise &c, const char *const *vectors, bool each, Coming &next,
-                         I32 (&upper)[M][N], I32 (&lower)[M][N]) {
-  const char *digits[M], *numbers = c.numbers;
+INLINE void add_products(const TransposedGroup &c, const char *const *vectors, bool per_step,
+                         Prefetcher &next, I32 (&upper)[M][N], I32 (&lower)[M][N]) {
+  const char *digits[M], *weights = c.weights;
   for (int i = 0; i < M; i++) digits[i] = vectors[i] + c.digits;
   auto add = [&](I32 (&sums)[M][N], const I32 *rows, int64_t place) __attribute__((always_inline)) {
 #pragma GCC unroll 8
@@ -60,25 +60,26 @@ INLINE void add_products(const Crosswise &c, const char *const *vectors, bool ea
       memcpy(&four, digits[i] + place, 4);
       const I32 all = I32{} + four;
 #pragma GCC unroll 8
-      for (int j = 0; j < N; j++) add_fours(sums[i][j], rows[j], all);
+      for (int j = 0; j < N; j++) add_dpbusd(sums[i][j], rows[j], all);
     }
   };
-  auto meet = [&](I32 (&sums)[M][N], int64_t place, auto &&some) __attribute__((always_inline)) {
+  auto multiply = [&](I32 (&sums)[M][N], int64_t place,
+                      auto &&unpack) __attribute__((always_inline)) {
     I32 rows[N];
 #pragma GCC unroll 8
-    for (int j = 0; j < N; j++) rows[j] = some(load<I32>(numbers + j * 64));
+    for (int j = 0; j < N; j++) rows[j] = unpack(load<I32>(weights + j * 64));
     add(sums, rows, place);
   };
-  for (int64_t at = 0; at < c.fours; at++, numbers += 64 * N) {
-    if (each) next.fetch(1);
+  for (int64_t at = 0; at < c.words; at++, weights += 64 * N) {
+    if (per_step) next.fetch(1);
     if constexpr (PAIRED) {
-      meet(upper, at * 4, [](I32 q) { return q & 0x0f0f0f0f; });
-      meet(upper, (c.fours + at) * 4, [](I32 q) { return (I32)((U32)q >> 4) & 0x0f0f0f0f; });
-      meet(lower, c.lower + at * 4, [](I32 q) { return q; });
+      multiply(upper, at * 4, [](I32 q) { return q & 0x0f0f0f0f; });
+      multiply(upper, (c.words + at) * 4, [](I32 q) { return (I32)((U32)q >> 4) & 0x0f0f0f0f; });
+      multiply(lower, c.lower + at * 4, [](I32 q) { return q; });
     } else {
       I32 rows[N];
 #pragma GCC unroll 8
-      for (int j = 0; j < N; j++) rows[j] = load<I32>(numbers + j * 64);
+      for (int j = 0; j < N; j++) rows[j] = load<I32>(weights + j * 64);
       add(upper, rows, c.offsets[at]);
       add(lower, rows, c.offsets[at] + c.lower);
     }
@@ -89,20 +90,20 @@ INLINE void add_products(const Crosswise &c, const char *const *vectors, bool ea
 // sixteen sums and eight results, which all stay in registers: while a group's sums are scaled, the
 // next one's are begun.
 template <int M, int N, bool PAIRED>
-static __attribute__((noinline)) void digit_tile(const Crosswise *groups, int64_t count,
+static __attribute__((noinline)) void digit_tile(const TransposedGroup *groups, int64_t count,
                                                  const char *const *vectors, float *y,
-                                                 Coming &ahead) {
+                                                 Prefetcher &ahead) {
   F32 results[M][N];
 #pragma GCC unroll 8
   for (int i = 0; i < M * N; i++) results[i / N][i % N] = load<F32>(y + i * 16);
-  Coming next = ahead;
-  const bool each = next.pace >= 64;  // lines at every step; else a few behind them all
-  for (const Crosswise *c = groups; c < groups + count; c++) {
+  Prefetcher next = ahead;
+  const bool per_step = next.pace >= 64;  // lines at every step; else a few behind them all
+  for (const TransposedGroup *c = groups; c < groups + count; c++) {
     I32 upper[M][N], lower[M][N];
 #pragma GCC unroll 8
     for (int i = 0; i < M * N; i++) upper[i / N][i % N] = lower[i / N][i % N] = I32{};
-    add_products<M, N, PAIRED>(*c, vectors, each, next, upper, lower);
-    if (!each) next.fetch(c->fours);
+    add_products<M, N, PAIRED>(*c, vectors, per_step, next, upper, lower);
+    if (!per_step) next.fetch(c->words);
 #pragma GCC unroll 8
     for (int i = 0; i < M; i++) {
       auto step = reinterpret_cast<const float *>(vectors[i] + c->step);
@@ -121,66 +122,66 @@ static __attribute__((noinline)) void digit_tile(const Crosswise *groups, int64_
 
 struct Tiles {
   const char *const *vectors;
-  int64_t members;
-  Tiles(const char *const *vectors, int64_t members, int, bool)
-      : vectors(vectors), members(members) {}
+  int64_t batch;
+  Tiles(const char *const *vectors, int64_t batch, int, bool)
+      : vectors(vectors), batch(batch) {}
 
   // What some groups give, added to y[i][j] of all members and 16 * N rows.
   template <int N, bool PAIRED>
-  void add(const Crosswise *groups, int64_t count, float *y, Coming &ahead) const {
+  void add(const TransposedGroup *groups, int64_t count, float *y, Prefetcher &ahead) const {
     int64_t i = 0;
-    for (; members - i > 1; i += 2)
+    for (; batch - i > 1; i += 2)
       digit_tile<2, N, PAIRED>(groups, count, vectors + i, y + i * N * 16, ahead);
-    if (i < members) digit_tile<1, N, PAIRED>(groups, count, vectors + i, y + i * N * 16, ahead);
+    if (i < batch) digit_tile<1, N, PAIRED>(groups, count, vectors + i, y + i * N * 16, ahead);
   }
 };
 
 #endif
 
 // Where numbers that are brought crosswise go, and digits are looked up, by group.
-struct Places {
+struct Offsets {
   int32_t digits[32];   // (planes, lanes) of a group, from its first upper digit
-  int32_t numbers[64];  // (planes, 16 lanes) of a block
-  INLINE Places of(const Layout &layout, int planes, int n) {
-    Places places;
+  int32_t weights[64];  // (planes, 16 lanes) of a block
+  INLINE Offsets of(const Layout &layout, int planes, int n) {
+    Offsets offsets;
     for (int i = 0; i < layout.lanes * layout.planes; i++)
-      places.digits[i] = int32_t(layout.place(i * 4));
+      offsets.digits[i] = int32_t(layout.offset(i * 4));
     const int lanes = std::min(layout.lanes, 16);
     for (int i = 0; i < 16 * planes; i++) {
-      const int lane = i % 16, plane = i / 16, group = lane / lanes * planes + plane;
-      places.numbers[i] = (group * lanes + lane % lanes) * n * 64;
+      const int lane = i % 16, plane = i / 16, plane_group = lane / lanes * planes + plane;
+      offsets.weights[i] = (plane_group * lanes + lane % lanes) * n * 64;
     }
-    return places;
+    return offsets;
   }
 };
 
 // Brings blocks of 16 * N rows crosswise. left: bytes of a row from the first on. What lies two or
 // four in a byte is spread out when it is crosswise: half the work, or a quarter.
 template <class B, int N>
-static __attribute__((noinline)) void bring_crosswise(const uint8_t *const *rows, int64_t block,
-                                                      int64_t blocks, int64_t left,
-                                                      const Places &places, char *out) {
-  for (int64_t b = 0; b < blocks; b++, out += KEPT<B> * 16 * N * 64) {
+static __attribute__((noinline)) void transpose_blocks(const uint8_t *const *rows, int64_t block,
+                                                       int64_t blocks, int64_t left,
+                                                       const Offsets &offsets, char *out) {
+  for (int64_t b = 0; b < blocks; b++, out += STORED<B> * 16 * N * 64) {
     for (int j = 0; j < N; j++) {
-      I32 fours[16];
+      I32 words[16];
 #pragma GCC unroll 16
       for (int i = 0; i < 16; i++) {
         const uint8_t *at = rows[j * 16 + i] + (block + b) * B::BYTES;
         const __m512i stored = B::load(at, left - b * B::BYTES);
         if constexpr (B::PLANES == 1) {
-          B::spread(stored, &fours[i]);
+          B::unpack(stored, &words[i]);
         } else {
-          fours[i] = (I32)stored;
+          words[i] = (I32)stored;
         }
       }
-      transpose(fours);
+      transpose(words);
 #pragma GCC unroll 16
       for (int i = 0; i < 16; i++) {
-        I32 q[KEPT<B>] = {fours[i]};
-        if constexpr (KEPT<B> > 1) B::spread((__m512i)fours[i], q);
-        if constexpr (KEPT<B> > B::PLANES) q[B::PLANES] = fours[i];
+        I32 q[STORED<B>] = {words[i]};
+        if constexpr (STORED<B> > 1) B::unpack((__m512i)words[i], q);
+        if constexpr (STORED<B> > B::PLANES) q[B::PLANES] = words[i];
 #pragma GCC unroll 4
-        for (int k = 0; k < KEPT<B>; k++) store(out + places.numbers[k * 16 + i] + j * 64, q[k]);
+        for (int k = 0; k < STORED<B>; k++) store(out + offsets.weights[k * 16 + i] + j * 64, q[k]);
       }
     }
   }
@@ -188,117 +189,120 @@ static __attribute__((noinline)) void bring_crosswise(const uint8_t *const *rows
 
 // The results of a group's members and up to 16 * N rows. ahead, row_ahead: as of digit_rows.
 template <class B, int N>
-static void many_digits(const toast::Product &p, const toast::Group &group, int64_t first,
-                        int count, const uint8_t *rows, int64_t stride, const uint8_t *ahead,
-                        int64_t row_ahead, char *room) {
+static void multiply_many(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
+                          int count, const uint8_t *rows, int64_t stride, const uint8_t *ahead,
+                          int64_t next_row, char *buffer) {
   const toast_matrix &m = *p.matrix;
   const auto layout = Layout::of(p);
-  const auto places = Places::of(layout, KEPT<B>, N);
-  const char *vectors[toast::MOST_MEMBERS];
-  const uint8_t *lying[16 * N];  // what is not there: the last one again
-  for (int i = 0; i < group.members; i++) vectors[i] = digits_of(p, group.places[i]);
-  for (int i = 0; i < 16 * N; i++) lying[i] = rows + std::min(i, count - 1) * stride;
-  float *y = reinterpret_cast<float *>(room), *scales = y + toast::MOST_MEMBERS * N * 16;
+  const auto offsets = Offsets::of(layout, STORED<B>, N);
+  const char *vectors[toast::MAX_BATCH];
+  const uint8_t *row_pointers[16 * N];  // what is not there: the last one again
+  for (int i = 0; i < batch.size; i++) vectors[i] = digits_of(p, batch.outputs[i]);
+  for (int i = 0; i < 16 * N; i++) row_pointers[i] = rows + std::min(i, count - 1) * stride;
+  float *y = reinterpret_cast<float *>(buffer), *scales = y + toast::MAX_BATCH * N * 16;
   float *biases = scales + 16 * N * 16;
-  char *numbers = reinterpret_cast<char *>(biases + 16 * N * 16);
-  memset(y, 0, group.members * N * 64);
-  Tiles tiles(vectors, group.members, m.group_size, B::PAIRED);
-  const int64_t fours = layout.lanes * std::min(KEPT<B>, B::PLANES), size = sizeof(float);
+  char *weights = reinterpret_cast<char *>(biases + 16 * N * 16);
+  memset(y, 0, batch.size * N * 64);
+  Tiles tiles(vectors, batch.size, m.group_size, B::PAIRED);
+  const int64_t words = layout.lanes * std::min(STORED<B>, B::PLANES), size = sizeof(float);
   const bool half = BYTE_PLANES > 2 && B::PLANES == 2;  // which is faster beside tiles, of 4 bits
-  const int64_t some = AT_ONCE / (half ? 2 : 1) / m.group_size;
-  const int64_t bytes = m.group_size * B::BYTES / layout.numbers;  // of a row's group
-  Coming next = {ahead, 16 * N * bytes / (fours * goes_of(group.members)) + 1};
-  auto numbers_ahead = ComingNumbers::of(m, row_ahead, 16 * N);
-  for (int64_t g = 0; g < layout.groups; g += some) {
-    const int64_t end = std::min(layout.groups, g + some);
-    const int64_t block = g * m.group_size / layout.numbers;
-    const int64_t blocks = (end * m.group_size + layout.numbers - 1) / layout.numbers - block;
-    bring_crosswise<B, N>(lying, block, blocks, (layout.groups - g) * bytes, places, numbers);
+  const int64_t block_groups = BLOCK_COLUMNS / (half ? 2 : 1) / m.group_size;
+  const int64_t bytes = m.group_size * B::BYTES / layout.weights;  // of a row's group
+  Prefetcher next = {ahead, 16 * N * bytes / (words * passes_of(batch.size)) + 1};
+  auto next_scales = ScalePrefetcher::of(m, next_row, 16 * N);
+  for (int64_t g = 0; g < layout.groups; g += block_groups) {
+    const int64_t end = std::min(layout.groups, g + block_groups);
+    const int64_t block = g * m.group_size / layout.weights;
+    const int64_t blocks = (end * m.group_size + layout.weights - 1) / layout.weights - block;
+    transpose_blocks<B, N>(row_pointers, block, blocks, (layout.groups - g) * bytes, offsets,
+                           weights);
     for (int j = 0; j < N && g % 16 == 0; j++) {
-      const int64_t row = group.expert * m.rows + first + std::min(j * 16, count - 1);
+      const int64_t row = batch.expert * m.rows + first + std::min(j * 16, count - 1);
       F32 r[2][16];
-      numbers_by_group(m, row, std::clamp(count - j * 16, 1, 16), g, r[0], r[1]);
+      scales_by_group(m, row, std::clamp(count - j * 16, 1, 16), g, r[0], r[1]);
       for (int64_t l = 0; l < 16; l++) {
         store(scales + (l * N + j) * 16, r[0][l]);
         store(biases + (l * N + j) * 16, r[1][l]);
       }
     }
-    Crosswise groups[AT_ONCE / 32];
+    TransposedGroup groups[BLOCK_COLUMNS / 32];
     for (int64_t at = g; at < end; at++) {
-      numbers_ahead.fetch();
+      next_scales.fetch();
       groups[at - g] = {
-          numbers + (at - g) * layout.lanes * KEPT<B> * N * 64, scales + at % 16 * N * 16,
-          biases + at % 16 * N * 16, places.digits, fours, layout.lower(at * m.group_size),
-          layout.place(at * m.group_size), layout.steps + at * size, layout.sums + at * size};
+          weights + (at - g) * layout.lanes * STORED<B> * N * 64, scales + at % 16 * N * 16,
+          biases + at % 16 * N * 16, offsets.digits, words, layout.lower(at * m.group_size),
+          layout.offset(at * m.group_size), layout.steps + at * size, layout.sums + at * size};
     }
     tiles.add<N, B::PAIRED>(groups, end - g, y, next);
   }
-  for (int i = 0; i < group.members; i++)
+  for (int i = 0; i < batch.size; i++)
     for (int j = 0; j * 16 < count; j++)
-      put_sixteen(p, group.places[i], first + j * 16, std::min(count - j * 16, 16),
-                  load<F32>(y + (i * N + j) * 16));
+      store_rows(p, batch.outputs[i], first + j * 16, std::min(count - j * 16, 16),
+                 load<F32>(y + (i * N + j) * 16));
 }
 
-constexpr int64_t ROOM = (toast::MOST_MEMBERS * 64 + 2 * 16 * 64 + AT_ONCE * 16) * TILE_ROWS;
+constexpr int64_t BUFFER_BYTES =
+    (toast::MAX_BATCH * 64 + 2 * 16 * 64 + BLOCK_COLUMNS * 16) * TILE_ROWS;
 
 // Members that meet rows as they lie: of numbers that are dear to spread out, fewer; none beside
 // tiles of AMX, where others go (amx_int8.cpp).
 #if defined(__AMX_INT8__)
 template <class B>
-constexpr int FEW = 0;
+constexpr int MAX_FEW = 0;
 #else
 template <class B>
-constexpr int FEW = B::BYTES == BLOCK ? 3 : 2;
+constexpr int MAX_FEW = B::BYTES == BLOCK ? 3 : 2;
 #endif
 
 // The results of a group's members, M at most, and up to 16 rows. ahead, row_ahead: as of
 // digit_rows.
 template <class B, int M>
-static void few_digits(const toast::Product &p, const toast::Group &group, int64_t first,
-                       int count, const uint8_t *rows, int64_t stride, const uint8_t *ahead,
-                       int64_t row_ahead) {
+static void multiply_few(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
+                         int count, const uint8_t *rows, int64_t stride, const uint8_t *ahead,
+                         int64_t next_row) {
   if constexpr (M > 1)
-    if (group.members < M)
-      return few_digits<B, M - 1>(p, group, first, count, rows, stride, ahead, row_ahead);
-  constexpr int LANES_ = B::PLANES == 4 ? 4 : 8 / B::PLANES;  // of the smallest group
-  const int64_t size = p.matrix->group_size / (LANES_ * B::PLANES * 4);  // times that
-  auto few = digit_rows<B, LANES_, M>;
-  if constexpr (!std::is_same_v<B, Doubled>) {  // which has no other groups
-    if (size == 2) few = digit_rows<B, LANES_ * 2, M>;
+    if (batch.size < M)
+      return multiply_few<B, M - 1>(p, batch, first, count, rows, stride, ahead, next_row);
+  constexpr int GROUP_LANES = B::PLANES == 4 ? 4 : 8 / B::PLANES;  // of the smallest group
+  const int64_t size = p.matrix->group_size / (GROUP_LANES * B::PLANES * 4);  // times that
+  auto few = digit_rows<B, GROUP_LANES, M>;
+  if constexpr (!std::is_same_v<B, E2M1Block>) {  // which has no other groups
+    if (size == 2) few = digit_rows<B, GROUP_LANES * 2, M>;
     if constexpr (B::PLANES < 4)
-      if (size == 4) few = digit_rows<B, LANES_ * 4, M>;
+      if (size == 4) few = digit_rows<B, GROUP_LANES * 4, M>;
   }
-  few(p, group.places, rows, stride, group.expert, first, count, ahead, row_ahead);
+  few(p, batch.outputs, rows, stride, batch.expert, first, count, ahead, next_row);
 }
 
 template <class B>
-static bool multiply_blocks(const toast::Product &p, const toast::Group &group, int64_t first,
-                            int64_t end, bool spread) {
+static bool multiply_blocks(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
+                            int64_t end, bool unpack) {
   const toast_matrix &m = *p.matrix;
-  const bool few = group.members <= FEW<B>;
+  const bool few = batch.size <= MAX_FEW<B>;
   const int most = few ? 16 : TILE_ROWS * 16;
-  char *room = nullptr;
+  char *buffer = nullptr;
   uint8_t *bytes = nullptr;
-  if (!few && !(room = static_cast<char *>(toast::scratch(toast::ROWS, ROOM)))) return false;
-  if (spread) {
+  if (!few && !(buffer = static_cast<char *>(toast::scratch(toast::ROWS, BUFFER_BYTES))))
+    return false;
+  if (unpack) {
     bytes = static_cast<uint8_t *>(toast::scratch(toast::BYTES, most * m.columns));
     if (!bytes) return false;
   }
   for (int64_t n = first; n < end; n += most) {
     const int count = int(end - n < most ? end - n : most);
-    const uint8_t *rows = row_at(m, group.expert * m.rows + n);
+    const uint8_t *rows = row_at(m, batch.expert * m.rows + n);
     int64_t stride = row_bytes(m);
-    if (spread) {
+    if (unpack) {
       for (int j = 0; j < count; j++) unpack_bytes(m, rows + j * stride, bytes + j * m.columns);
       rows = bytes, stride = m.columns;
     }
-    const int64_t next = n + most >= m.rows ? group.after : group.expert * m.rows + n + most;
-    const uint8_t *ahead = spread ? rows + most * stride : row_at(m, next);
-    if (room) {
-      auto many = count > 16 ? many_digits<B, TILE_ROWS> : many_digits<B, LEAST_TILE_ROWS>;
-      many(p, group, n, count, rows, stride, ahead, next, room);
-    } else if constexpr (FEW<B> > 0) {
-      few_digits<B, FEW<B>>(p, group, n, count, rows, stride, ahead, next);
+    const int64_t next = n + most >= m.rows ? batch.next_row : batch.expert * m.rows + n + most;
+    const uint8_t *ahead = unpack ? rows + most * stride : row_at(m, next);
+    if (buffer) {
+      auto many = count > 16 ? multiply_many<B, TILE_ROWS> : multiply_many<B, MIN_TILE_ROWS>;
+      many(p, batch, n, count, rows, stride, ahead, next, buffer);
+    } else if constexpr (MAX_FEW<B> > 0) {
+      multiply_few<B, MAX_FEW<B>>(p, batch, n, count, rows, stride, ahead, next);
     }
   }
   return true;
@@ -310,44 +314,44 @@ static bool is_narrow(const toast_matrix &m) {
   return m.bits == 3 || m.bits == 5 || m.bits == 6 || (m.bits == 2 && m.group_size <= 32);
 }
 
-static bool multiply_narrow(const toast::Product &p, const toast::Group &group, int64_t first,
+static bool multiply_narrow(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                             int64_t end) {
   switch (p.matrix->bits) {
-    case 2: return multiply_blocks<Block<2>>(p, group, first, end, false);
-    case 3: return multiply_blocks<Block<3>>(p, group, first, end, false);
-    case 5: return multiply_blocks<Block<5>>(p, group, first, end, false);
-    default: return multiply_blocks<Block<6>>(p, group, first, end, false);
+    case 2: return multiply_blocks<Block<2>>(p, batch, first, end, false);
+    case 3: return multiply_blocks<Block<3>>(p, batch, first, end, false);
+    case 5: return multiply_blocks<Block<5>>(p, batch, first, end, false);
+    default: return multiply_blocks<Block<6>>(p, batch, first, end, false);
   }
 }
 #endif
 
-static bool multiply_digits(const toast::Product &p, const toast::Group &group, int64_t first,
+static bool multiply_digits(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                             int64_t end) {
   const toast_matrix &m = *p.matrix;
 #if defined(__AVX512VBMI__)
-  if (is_narrow(m)) return multiply_narrow(p, group, first, end);
+  if (is_narrow(m)) return multiply_narrow(p, batch, first, end);
 #endif
   if (m.bits == 4 && m.type == TOAST_E8M0)
-    return multiply_blocks<Doubled>(p, group, first, end, false);
-  if (m.bits == 4 && in_pairs(p)) return multiply_blocks<Pairs>(p, group, first, end, false);
-  if (m.bits == 4) return multiply_blocks<Block<4, 2>>(p, group, first, end, false);
+    return multiply_blocks<E2M1Block>(p, batch, first, end, false);
+  if (m.bits == 4 && in_pairs(p)) return multiply_blocks<PairedBlock>(p, batch, first, end, false);
+  if (m.bits == 4) return multiply_blocks<Block<4, 2>>(p, batch, first, end, false);
   if (m.bits == 2 && m.group_size > 32)
-    return multiply_blocks<Block<2, 4>>(p, group, first, end, false);
-  return multiply_blocks<Block<8>>(p, group, first, end, m.bits != 8);
+    return multiply_blocks<Block<2, 4>>(p, batch, first, end, false);
+  return multiply_blocks<Block<8>>(p, batch, first, end, m.bits != 8);
 }
 
 static int64_t prepared_bytes(const toast::Product &p) {
-  return toast::in_floats(p) ? floats_bytes(p) : Layout::of(p).bytes;
+  return toast::in_floats(p) ? float_bytes(p) : Layout::of(p).bytes;
 }
 
 static void prepare(const toast::Product &p, int64_t row) {
   return toast::in_floats(p) ? prepare_floats(p, row) : prepare_digits(p, row);
 }
 
-[[maybe_unused]] static bool multiply(const toast::Product &p, const toast::Group &group,
+[[maybe_unused]] static bool multiply(const toast::Product &p, const toast::ExpertBatch &batch,
                                       int64_t first, int64_t end) {
-  return toast::in_floats(p) ? multiply_floats(p, group, first, end)
-                             : multiply_digits(p, group, first, end);
+  return toast::in_floats(p) ? multiply_floats(p, batch, first, end)
+                             : multiply_digits(p, batch, first, end);
 }
 
 }  // namespace

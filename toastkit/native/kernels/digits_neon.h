@@ -13,27 +13,27 @@
 
 namespace {
 
-constexpr float LARGEST = 127 * 256 + 127;
-constexpr float LEAST = 0x1p-100f;  // a group without anything larger is zeros
+constexpr float MAX_DIGITS = 127 * 256 + 127;
+constexpr float MIN_PEAK = 0x1p-100f;  // a group without anything larger is zeros
 constexpr int TILE_ROWS = 4;
-constexpr int64_t AHEAD = 2048;  // bytes that are fetched before they are multiplied
+constexpr int64_t PREFETCH_BYTES = 2048;  // bytes that are fetched before they are multiplied
 
 // What a vector is prepared as: blocks, each of 16 bytes of weights, with their upper digits and
 // then their lower ones (of numbers two a byte the even ones' before the odd ones'); then, for each
 // group, d, d times the sum of v, and the sum of v itself.
 template <bool NIBBLES>
 struct Layout {
-  static constexpr int NUMBERS = NIBBLES ? 32 : 16;
-  static constexpr int DIGITS = 2 * NUMBERS;
-  int64_t groups, steps, sums, wholes, bytes;
+  static constexpr int WEIGHTS = NIBBLES ? 32 : 16;
+  static constexpr int DIGITS = 2 * WEIGHTS;
+  int64_t groups, steps, sums, int_sums, bytes;
   INLINE Layout of(const toast_matrix &m) {
     Layout l;
     l.groups = m.columns / m.group_size;
-    l.steps = m.columns / NUMBERS * DIGITS;
+    l.steps = m.columns / WEIGHTS * DIGITS;
     const int64_t floats = (l.groups + LANES - 1) / LANES * LANES * int64_t(sizeof(float));
     l.sums = l.steps + floats;
-    l.wholes = l.sums + floats;
-    l.bytes = (l.wholes + floats + 63) / 64 * 64 + 64;  // see float_row
+    l.int_sums = l.sums + floats;
+    l.bytes = (l.int_sums + floats + 63) / 64 * 64 + 64;  // see float_row
     return l;
   }
 };
@@ -60,29 +60,30 @@ static void prepare_digits(const toast::Product &p, int64_t row) {
   char *out = p.prepared + row * p.prepared_stride;
   auto steps = reinterpret_cast<float *>(out + layout.steps);
   auto sums = reinterpret_cast<float *>(out + layout.sums);
-  auto wholes = reinterpret_cast<int32_t *>(out + layout.wholes);
+  auto int_sums = reinterpret_cast<int32_t *>(out + layout.int_sums);
   memset(out + layout.steps, 0, layout.bytes - layout.steps);
   auto digits = reinterpret_cast<int8_t *>(out);
   for (int64_t g = 0; g < layout.groups; g++) {
     const int64_t start = row * x.stride + g * m.group_size;
     // Compared as whole numbers: there, infinity is above all others and NaN above it.
-    U32 most = {};
+    U32 max_bits = {};
     for (int k = 0; k < m.group_size; k += LANES) {
-      U32 size = (U32)numbers_at(x.type, x.data, start + k) & 0x7fffffff;
-      most = (U32)vmaxq_u32((uint32x4_t)most, (uint32x4_t)size);
+      U32 size = (U32)floats_at(x.type, x.data, start + k) & 0x7fffffff;
+      max_bits = (U32)vmaxq_u32((uint32x4_t)max_bits, (uint32x4_t)size);
     }
-    const uint32_t peak = vmaxvq_u32((uint32x4_t)most);
-    float step = of_bits(peak) / LARGEST, per_step = LARGEST / of_bits(peak);
+    const uint32_t peak = vmaxvq_u32((uint32x4_t)max_bits);
+    float step = of_bits(peak) / MAX_DIGITS, inverse_step = MAX_DIGITS / of_bits(peak);
     if (peak >= 0x7f800000) step = of_bits(0x7fc00000);
-    if (peak >= 0x7f800000 || of_bits(peak) < LEAST) per_step = 0;
+    if (peak >= 0x7f800000 || of_bits(peak) < MIN_PEAK) inverse_step = 0;
     int32_t total = 0;
-    for (int k = 0; k < m.group_size; k += Layout<NIBBLES>::NUMBERS) {
+    for (int k = 0; k < m.group_size; k += Layout<NIBBLES>::WEIGHTS) {
       Digits both[2];
       for (int half = 0; half < (NIBBLES ? 2 : 1); half++) {
         int32x4_t v[4];
         for (int i = 0; i < 4; i++) {
-          F32 value = numbers_at(x.type, x.data, start + k + 16 * half + 4 * i);
-          v[i] = per_step ? vcvtnq_s32_f32((float32x4_t)(value * per_step)) : vdupq_n_s32(0);
+          F32 value = floats_at(x.type, x.data, start + k + 16 * half + 4 * i);
+          v[i] = inverse_step ? vcvtnq_s32_f32((float32x4_t)(value * inverse_step))
+                              : vdupq_n_s32(0);
           total += vaddvq_s32(v[i]);
         }
         both[half] = Digits::of(v);
@@ -100,45 +101,45 @@ static void prepare_digits(const toast::Product &p, int64_t row) {
     }
     steps[g] = step;
     sums[g] = step * float(total);
-    wholes[g] = total;
+    int_sums[g] = total;
   }
 }
 
 // The weights of a block as bytes: of numbers two a byte, the even ones and the odd ones.
 // E2M1: as unpack.h doubles them.
 template <bool NIBBLES, bool E2M1>
-INLINE void bytes_at(const uint8_t *p, uint8x16_t *out) {
+INLINE void unpack_block(const uint8_t *p, uint8x16_t *out) {
   uint8x16_t q = vld1q_u8(p);
   out[0] = NIBBLES ? vandq_u8(q, vdupq_n_u8(15)) : q;
   if (NIBBLES) out[1] = vshrq_n_u8(q, 4);
-  for (int i = 0; E2M1 && i < 2; i++) out[i] = vqtbl1q_u8(vld1q_u8(DOUBLED), out[i]);
+  for (int i = 0; E2M1 && i < 2; i++) out[i] = vqtbl1q_u8(vld1q_u8(E2M1_CODES), out[i]);
 }
 
 // Bytes of weights with digits, four at a time. Without i8mm both have signs: numbers that need all
 // eight bits, `whole`, are 128 less here, which `missing` gives back, from the sum of v.
-INLINE int32x4_t dot(int32x4_t sum, uint8x16_t weights, int8x16_t digits, bool whole) {
+INLINE int32x4_t dot(int32x4_t sum, uint8x16_t weights, int8x16_t digits, bool is_8bit) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-  (void)whole;
+  (void)is_8bit;
   return vusdotq_s32(sum, weights, digits);
 #else
-  if (whole) weights = veorq_u8(weights, vdupq_n_u8(128));
+  if (is_8bit) weights = veorq_u8(weights, vdupq_n_u8(128));
   return vdotq_s32(sum, vreinterpretq_s8_u8(weights), digits);
 #endif
 }
 
-INLINE int32_t missing(int32_t total, bool whole) {
+INLINE int32_t sign_correction(int32_t total, bool is_8bit) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-  (void)total, (void)whole;
+  (void)total, (void)is_8bit;
   return 0;
 #else
-  return whole ? 128 * total : 0;
+  return is_8bit ? 128 * total : 0;
 #endif
 }
 
 // The sum of q * v over the blocks of a group, for M vectors and four rows, a lane each.
 template <bool NIBBLES, bool E2M1, int M>
 INLINE void group_sums(const char *const *vectors, const uint8_t *const *rows, int64_t first,
-                       int64_t end, bool whole, int32x4_t *out) {
+                       int64_t end, bool is_8bit, int32x4_t *out) {
   constexpr int PARTS = NIBBLES ? 2 : 1;
   int32x4_t upper[M][TILE_ROWS], lower[M][TILE_ROWS];
   for (int i = 0; i < M; i++)
@@ -146,16 +147,16 @@ INLINE void group_sums(const char *const *vectors, const uint8_t *const *rows, i
   for (int64_t b = first; b < end; b++) {
     uint8x16_t weights[TILE_ROWS][2];
     for (int j = 0; j < TILE_ROWS; j++) {
-      bytes_at<NIBBLES, E2M1>(rows[j] + b * 16, weights[j]);
-      if (M == 1) __builtin_prefetch(rows[j] + b * 16 + AHEAD);
+      unpack_block<NIBBLES, E2M1>(rows[j] + b * 16, weights[j]);
+      if (M == 1) __builtin_prefetch(rows[j] + b * 16 + PREFETCH_BYTES);
     }
     for (int i = 0; i < M; i++) {
       auto digits = reinterpret_cast<const int8_t *>(vectors[i]) + b * Layout<NIBBLES>::DIGITS;
       for (int part = 0; part < PARTS; part++) {
         int8x16_t high = vld1q_s8(digits + 16 * part), low = vld1q_s8(digits + 16 * (PARTS + part));
         for (int j = 0; j < TILE_ROWS; j++) {
-          upper[i][j] = dot(upper[i][j], weights[j][part], high, whole);
-          lower[i][j] = dot(lower[i][j], weights[j][part], low, whole);
+          upper[i][j] = dot(upper[i][j], weights[j][part], high, is_8bit);
+          lower[i][j] = dot(lower[i][j], weights[j][part], low, is_8bit);
         }
       }
     }
@@ -169,8 +170,8 @@ INLINE void group_sums(const char *const *vectors, const uint8_t *const *rows, i
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-INLINE int64x2_t words(int8x16_t v) { return vreinterpretq_s64_s8(v); }
-INLINE int64x2_t words(uint8x16_t v) { return vreinterpretq_s64_u8(v); }
+INLINE int64x2_t as_i64(int8x16_t v) { return vreinterpretq_s64_s8(v); }
+INLINE int64x2_t as_i64(uint8x16_t v) { return vreinterpretq_s64_u8(v); }
 
 // Likewise for four vectors, by products of 2 x 8 with 8 x 2 numbers.
 template <bool NIBBLES, bool E2M1>
@@ -180,11 +181,11 @@ INLINE void group_sums_of_four(const char *const *vectors, const uint8_t *const 
   int32x4_t sums[2][2][2] = {};  // by digit, pair of rows, pair of vectors
   for (int64_t b = first; b < end; b++) {
     uint8x16_t weights[TILE_ROWS][2];
-    for (int j = 0; j < TILE_ROWS; j++) bytes_at<NIBBLES, E2M1>(rows[j] + b * 16, weights[j]);
+    for (int j = 0; j < TILE_ROWS; j++) unpack_block<NIBBLES, E2M1>(rows[j] + b * 16, weights[j]);
     for (int part = 0; part < PARTS; part++) {
       uint8x16_t pairs[2][2];  // of rows: their first eight numbers, their last
       for (int j = 0; j < 2; j++) {
-        int64x2_t one = words(weights[2 * j][part]), two = words(weights[2 * j + 1][part]);
+        int64x2_t one = as_i64(weights[2 * j][part]), two = as_i64(weights[2 * j + 1][part]);
         pairs[j][0] = vreinterpretq_u8_s64(vzip1q_s64(one, two));
         pairs[j][1] = vreinterpretq_u8_s64(vzip2q_s64(one, two));
       }
@@ -193,7 +194,7 @@ INLINE void group_sums_of_four(const char *const *vectors, const uint8_t *const 
         for (int i = 0; i < 2; i++) {
           auto a = reinterpret_cast<const int8_t *>(vectors[2 * i] + at);
           auto c = reinterpret_cast<const int8_t *>(vectors[2 * i + 1] + at);
-          int64x2_t one = words(vld1q_s8(a)), two = words(vld1q_s8(c));
+          int64x2_t one = as_i64(vld1q_s8(a)), two = as_i64(vld1q_s8(c));
           int8x16_t low = vreinterpretq_s8_s64(vzip1q_s64(one, two));
           int8x16_t high = vreinterpretq_s8_s64(vzip2q_s64(one, two));
           for (int j = 0; j < 2; j++) {
@@ -205,20 +206,21 @@ INLINE void group_sums_of_four(const char *const *vectors, const uint8_t *const 
     }
   }
   for (int i = 0; i < 2; i++) {
-    int32x4_t whole[2];  // row 0 with vectors 0 and 1, row 1 with them
-    for (int j = 0; j < 2; j++) whole[j] = vaddq_s32(vshlq_n_s32(sums[0][j][i], 8), sums[1][j][i]);
-    out[2 * i] = vuzp1q_s32(whole[0], whole[1]);
-    out[2 * i + 1] = vuzp2q_s32(whole[0], whole[1]);
+    int32x4_t combined[2];  // row 0 with vectors 0 and 1, row 1 with them
+    for (int j = 0; j < 2; j++)
+      combined[j] = vaddq_s32(vshlq_n_s32(sums[0][j][i], 8), sums[1][j][i]);
+    out[2 * i] = vuzp1q_s32(combined[0], combined[1]);
+    out[2 * i + 1] = vuzp2q_s32(combined[0], combined[1]);
   }
 }
 #endif
 
 // Scales or biases of four rows in four groups, by group: a lane is a row.
-INLINE void by_group(const toast_matrix &m, const void *p, const int64_t *rows, int64_t groups,
-                     int64_t g, float32x4_t *out) {
+INLINE void scales_by_group(const toast_matrix &m, const void *p, const int64_t *rows,
+                            int64_t groups, int64_t g, float32x4_t *out) {
   float32x4_t of[TILE_ROWS];
   for (int j = 0; j < TILE_ROWS; j++)
-    of[j] = (float32x4_t)group_numbers(m, p, rows[j] * groups + g, int(groups - g));
+    of[j] = (float32x4_t)scales_at(m, p, rows[j] * groups + g, int(groups - g));
   float64x2_t even[2], odd[2];
   for (int j = 0; j < 2; j++) {
     even[j] = vreinterpretq_f64_f32(vtrn1q_f32(of[2 * j], of[2 * j + 1]));
@@ -232,45 +234,46 @@ INLINE void by_group(const toast_matrix &m, const void *p, const int64_t *rows, 
 
 // The results of M members with `count` rows, four at most, that are from `first` on.
 template <bool NIBBLES, bool E2M1, int M>
-static void digit_tile(const toast::Product &p, const toast::Group &group, const uint32_t *places,
-                       const uint8_t *const *at, int64_t first, int count) {
+static void digit_tile(const toast::Product &p, const toast::ExpertBatch &batch,
+                       const uint32_t *outputs, const uint8_t *const *at, int64_t first,
+                       int count) {
   const toast_matrix &m = *p.matrix;
   const auto layout = Layout<NIBBLES>::of(m);
-  const int64_t blocks = m.group_size / Layout<NIBBLES>::NUMBERS;
-  const bool whole = m.bits == 8;
+  const int64_t blocks = m.group_size / Layout<NIBBLES>::WEIGHTS;
+  const bool is_8bit = m.bits == 8;
   const char *vectors[M];
   const uint8_t *rows[TILE_ROWS];
   int64_t numbers[TILE_ROWS];
   for (int i = 0; i < M; i++)
-    vectors[i] = p.prepared + (p.vector ? p.vector[places[i]] : places[i]) * p.prepared_stride;
+    vectors[i] = p.prepared + (p.vector ? p.vector[outputs[i]] : outputs[i]) * p.prepared_stride;
   for (int j = 0; j < TILE_ROWS; j++) {  // what is not there is computed as the last, and dropped
-    const int there = j < count ? j : count - 1;
-    rows[j] = at[there];
-    numbers[j] = group.expert * m.rows + first + there;
+    const int row = j < count ? j : count - 1;
+    rows[j] = at[row];
+    numbers[j] = batch.expert * m.rows + first + row;
   }
   float32x4_t sums[M];
   for (int i = 0; i < M; i++) sums[i] = vdupq_n_f32(0);
   for (int64_t g = 0; g < layout.groups; g += 4) {
     float32x4_t scales[4], biases[4];
-    by_group(m, m.scales, numbers, layout.groups, g, scales);
-    if (!E2M1) by_group(m, m.biases, numbers, layout.groups, g, biases);
-    for (int i = 0; E2M1 && i < 4; i++) biases[i] = vmulq_n_f32(scales[i], DOUBLED_BIAS);
+    scales_by_group(m, m.scales, numbers, layout.groups, g, scales);
+    if (!E2M1) scales_by_group(m, m.biases, numbers, layout.groups, g, biases);
+    for (int i = 0; E2M1 && i < 4; i++) biases[i] = vmulq_n_f32(scales[i], E2M1_BIAS);
     for (int64_t n = g; n < g + 4 && n < layout.groups; n++) {
       int32x4_t exact[M];
 #if defined(__ARM_FEATURE_MATMUL_INT8)
       if constexpr (M == 4) {
         group_sums_of_four<NIBBLES, E2M1>(vectors, rows, n * blocks, (n + 1) * blocks, exact);
       } else {
-        group_sums<NIBBLES, E2M1, M>(vectors, rows, n * blocks, (n + 1) * blocks, whole, exact);
+        group_sums<NIBBLES, E2M1, M>(vectors, rows, n * blocks, (n + 1) * blocks, is_8bit, exact);
       }
 #else
-      group_sums<NIBBLES, E2M1, M>(vectors, rows, n * blocks, (n + 1) * blocks, whole, exact);
+      group_sums<NIBBLES, E2M1, M>(vectors, rows, n * blocks, (n + 1) * blocks, is_8bit, exact);
 #endif
       for (int i = 0; i < M; i++) {
         auto steps = reinterpret_cast<const float *>(vectors[i] + layout.steps);
         auto totals = reinterpret_cast<const float *>(vectors[i] + layout.sums);
-        auto wholes = reinterpret_cast<const int32_t *>(vectors[i] + layout.wholes);
-        exact[i] = vaddq_s32(exact[i], vdupq_n_s32(missing(wholes[n], whole)));
+        auto int_sums = reinterpret_cast<const int32_t *>(vectors[i] + layout.int_sums);
+        exact[i] = vaddq_s32(exact[i], vdupq_n_s32(sign_correction(int_sums[n], is_8bit)));
         sums[i] = vfmaq_f32(sums[i], vcvtq_f32_s32(exact[i]), vmulq_n_f32(scales[n - g], steps[n]));
         sums[i] = vfmaq_n_f32(sums[i], biases[n - g], totals[n]);
       }
@@ -278,11 +281,11 @@ static void digit_tile(const toast::Product &p, const toast::Group &group, const
   }
   for (int i = 0; i < M; i++)
     for (int j = 0; j < count; j++)
-      put(p.out_type, p.out, places[i] * m.rows + first + j, ((F32)sums[i])[j]);
+      put(p.out_type, p.out, outputs[i] * m.rows + first + j, ((F32)sums[i])[j]);
 }
 
 template <bool NIBBLES, bool E2M1>
-static bool multiply_digits(const toast::Product &p, const toast::Group &group, int64_t first,
+static bool multiply_digits(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                             int64_t end) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
   constexpr int MANY = 4;
@@ -290,9 +293,9 @@ static bool multiply_digits(const toast::Product &p, const toast::Group &group, 
   constexpr int MANY = 2;
 #endif
   const toast_matrix &m = *p.matrix;
-  const bool stored = NIBBLES || m.bits == 8;
+  const bool packed_as_is = NIBBLES || m.bits == 8;
   uint8_t *bytes = nullptr;
-  if (!stored) {
+  if (!packed_as_is) {
     bytes = static_cast<uint8_t *>(toast::scratch(toast::BYTES, TILE_ROWS * m.columns));
     if (!bytes) return false;
   }
@@ -300,23 +303,23 @@ static bool multiply_digits(const toast::Product &p, const toast::Group &group, 
     const uint8_t *rows[TILE_ROWS];
     const int count = int(end - n < TILE_ROWS ? end - n : TILE_ROWS);
     for (int j = 0; j < count; j++) {
-      rows[j] = row_at(m, group.expert * m.rows + n + j);
-      if (!stored) {
+      rows[j] = row_at(m, batch.expert * m.rows + n + j);
+      if (!packed_as_is) {
         unpack_bytes(m, rows[j], bytes + j * m.columns);
         rows[j] = bytes + j * m.columns;
       }
     }
     int64_t i = 0;
-    for (; i + MANY <= group.members; i += MANY)
-      digit_tile<NIBBLES, E2M1, MANY>(p, group, group.places + i, rows, n, count);
-    for (; i < group.members; i++)
-      digit_tile<NIBBLES, E2M1, 1>(p, group, group.places + i, rows, n, count);
+    for (; i + MANY <= batch.size; i += MANY)
+      digit_tile<NIBBLES, E2M1, MANY>(p, batch, batch.outputs + i, rows, n, count);
+    for (; i < batch.size; i++)
+      digit_tile<NIBBLES, E2M1, 1>(p, batch, batch.outputs + i, rows, n, count);
   }
   return true;
 }
 
 static int64_t prepared_bytes(const toast::Product &p) {
-  if (toast::in_floats(p)) return floats_bytes(p);
+  if (toast::in_floats(p)) return float_bytes(p);
   return p.matrix->bits == 4 ? Layout<true>::of(*p.matrix).bytes
                              : Layout<false>::of(*p.matrix).bytes;
 }
@@ -326,12 +329,12 @@ static void prepare(const toast::Product &p, int64_t row) {
   return p.matrix->bits == 4 ? prepare_digits<true>(p, row) : prepare_digits<false>(p, row);
 }
 
-static bool multiply(const toast::Product &p, const toast::Group &group, int64_t first,
+static bool multiply(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                      int64_t end) {
-  if (toast::in_floats(p)) return multiply_floats(p, group, first, end);
-  if (p.matrix->type == TOAST_E8M0) return multiply_digits<true, true>(p, group, first, end);
-  return p.matrix->bits == 4 ? multiply_digits<true, false>(p, group, first, end)
-                             : multiply_digits<false, false>(p, group, first, end);
+  if (toast::in_floats(p)) return multiply_floats(p, batch, first, end);
+  if (p.matrix->type == TOAST_E8M0) return multiply_digits<true, true>(p, batch, first, end);
+  return p.matrix->bits == 4 ? multiply_digits<true, false>(p, batch, first, end)
+                             : multiply_digits<false, false>(p, batch, first, end);
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ typedef int32_t I32 __attribute__((vector_size(4 * LANES)));
 typedef double F64 __attribute__((vector_size(8 * LANES)));
 typedef int64_t I64 __attribute__((vector_size(8 * LANES)));
 
-INLINE float largest(F32 v) {
+INLINE float horizontal_max(F32 v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);
 #endif
@@ -23,60 +23,60 @@ INLINE float largest(F32 v) {
 // NaN stays; what is too small comes out denormal, and then 0: which is not computed, since Intel's
 // processors take 200 clocks where a result is too small.
 INLINE F32 exponential(F32 x) {
-  constexpr float WHOLE = 0x1.8p23f;  // what is added to it is rounded
-  x = smaller(all(100.0f), x);        // infinity from there on; not NaN
-  const auto none = x < all(-104.0f);
-  x = none ? F32{} : x;
-  F32 rounded = multiply_add(x, all(0x1.715476p0f), all(WHOLE));
-  F32 n = rounded - WHOLE;
-  F32 r = multiply_add(n, all(-0x1.63p-1f), x);  // n times so few digits of log 2 is exact
-  r = multiply_add(n, all(0x1.bd0106p-13f), r);
-  F32 p = multiply_add(r, all(1.9875691500e-4f), all(1.3981999507e-3f));  // as in Cephes
-  p = multiply_add(p, r, all(8.3334519073e-3f));
-  p = multiply_add(p, r, all(4.1665795894e-2f));
-  p = multiply_add(p, r, all(1.6666665459e-1f));
-  p = multiply_add(p, r, all(5.0000001201e-1f));
-  const F32 y = times_power(multiply_add(p * r, r, r) + 1.0f, n);
-  return none ? F32{} : y;
+  constexpr float MAGIC = 0x1.8p23f;  // what is added to it is rounded
+  x = minimum(splat(100.0f), x);      // infinity from there on; not NaN
+  const auto underflows = x < splat(-104.0f);
+  x = underflows ? F32{} : x;
+  F32 rounded = multiply_add(x, splat(0x1.715476p0f), splat(MAGIC));
+  F32 n = rounded - MAGIC;
+  F32 r = multiply_add(n, splat(-0x1.63p-1f), x);  // n times so few digits of log 2 is exact
+  r = multiply_add(n, splat(0x1.bd0106p-13f), r);
+  F32 p = multiply_add(r, splat(1.9875691500e-4f), splat(1.3981999507e-3f));  // as in Cephes
+  p = multiply_add(p, r, splat(8.3334519073e-3f));
+  p = multiply_add(p, r, splat(4.1665795894e-2f));
+  p = multiply_add(p, r, splat(1.6666665459e-1f));
+  p = multiply_add(p, r, splat(5.0000001201e-1f));
+  const F32 y = times_power_of_two(multiply_add(p * r, r, r) + 1.0f, n);
+  return underflows ? F32{} : y;
 }
 
 // log(1 + exp(x)): with z = exp(-|x|), which is at most 1, log(1 + z) is 2 artanh(z / (2 + z)).
 INLINE F32 softplus(F32 x) {
   const auto positive = x > F32{};
   const F32 z = exponential(positive ? -x : x), s = z / (z + 2.0f), square = s * s;
-  F32 p = multiply_add(square, all(1.0f / 15), all(1.0f / 13));  // s is at most 1 / 3
-  p = multiply_add(p, square, all(1.0f / 11));
-  p = multiply_add(p, square, all(1.0f / 9));
-  p = multiply_add(p, square, all(1.0f / 7));
-  p = multiply_add(p, square, all(1.0f / 5));
-  p = multiply_add(p, square, all(1.0f / 3));
+  F32 p = multiply_add(square, splat(1.0f / 15), splat(1.0f / 13));  // s is at most 1 / 3
+  p = multiply_add(p, square, splat(1.0f / 11));
+  p = multiply_add(p, square, splat(1.0f / 9));
+  p = multiply_add(p, square, splat(1.0f / 7));
+  p = multiply_add(p, square, splat(1.0f / 5));
+  p = multiply_add(p, square, splat(1.0f / 3));
   const F32 more = multiply_add(p * square, s + s, s + s);
   return positive ? x + more : more;
 }
 
-struct Turn {
+struct SinCos {
   F32 sin, cos;
 };
 
 // Of angles in radians below MOST_ANGLE: so many quarters of a turn, times QUARTER's digits, are
 // exact in float64, in which they are taken off.
-constexpr float MOST_ANGLE = 0x1p20f;
-INLINE Turn turned(F32 angle) {
-  constexpr double WHOLE = 0x1.8p52;
+constexpr float MAX_ANGLE = 0x1p20f;
+INLINE SinCos sin_cos(F32 angle) {
+  constexpr double MAGIC = 0x1.8p52;
   constexpr double QUARTER = 0x1.921fb544p0, REST = 0x1.0b4611a626331p-34;  // of pi / 2
   F64 x = __builtin_convertvector(angle, F64);
-  F64 rounded = x * 0x1.45f306dc9c883p-1 + WHOLE;
-  F64 n = rounded - WHOLE;
+  F64 rounded = x * 0x1.45f306dc9c883p-1 + MAGIC;
+  F64 n = rounded - MAGIC;
   F32 r = __builtin_convertvector(x - n * QUARTER - n * REST, F32), s = r * r;
-  I32 quarter = __builtin_convertvector((I64)rounded, I32);  // its lowest bits
-  F32 sin = multiply_add(s, all(-1.9515295891e-4f), all(8.3321608736e-3f));  // as in Cephes
-  sin = multiply_add(sin, s, all(-1.6666654611e-1f));
+  I32 quarter = __builtin_convertvector((I64)rounded, I32);                      // its lowest bits
+  F32 sin = multiply_add(s, splat(-1.9515295891e-4f), splat(8.3321608736e-3f));  // as in Cephes
+  sin = multiply_add(sin, s, splat(-1.6666654611e-1f));
   sin = multiply_add(sin * s, r, r);
-  F32 cos = multiply_add(s, all(2.443315711809948e-5f), all(-1.388731625493765e-3f));
-  cos = multiply_add(cos, s, all(4.166664568298827e-2f));
-  cos = multiply_add(cos * s, s, multiply_add(s, all(-0.5f), all(1.0f)));
+  F32 cos = multiply_add(s, splat(2.443315711809948e-5f), splat(-1.388731625493765e-3f));
+  cos = multiply_add(cos, s, splat(4.166664568298827e-2f));
+  cos = multiply_add(cos * s, s, multiply_add(s, splat(-0.5f), splat(1.0f)));
   const I32 odd = (quarter & 1) != 0;
-  Turn t = {odd ? cos : sin, odd ? sin : cos};
+  SinCos t = {odd ? cos : sin, odd ? sin : cos};
   t.sin = (F32)((I32)t.sin ^ (quarter & 2) << 30);
   t.cos = (F32)((I32)t.cos ^ ((quarter + 1) & 2) << 30);
   return t;

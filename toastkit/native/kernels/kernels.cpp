@@ -22,31 +22,31 @@ const Instructions *const ALL[] = {&neon_i8mm, &neon_dotprod, &neon};
 const Instructions *const ALL[] = {&portable};
 #endif
 
-constexpr int64_t MOST_BYTES = 256 << 10;  // of weights in a chunk, for one vector
-constexpr int64_t LEAST_BYTES = 64 << 10;  // likewise
-constexpr int CHUNKS = 8;                  // for each thread, where they are between the two
-constexpr int64_t CHUNK_ROWS = 64;         // for many; less of little matrices
-constexpr int64_t MANY_CHUNKS = 32;        // of these for each thread, where there can be
-constexpr int64_t LEAST_ROWS = 16;         // a multiple of all tiles
-constexpr int64_t LITTLE = 1 << 18;        // products of numbers that are not worth a second thread
+constexpr int64_t MAX_BYTES = 256 << 10;         // of weights in a chunk, for one vector
+constexpr int64_t MIN_BYTES = 64 << 10;          // likewise
+constexpr int CHUNKS_PER_THREAD = 8;             // for each thread, where they are between the two
+constexpr int64_t CHUNK_ROWS = 64;               // for many; less of little matrices
+constexpr int64_t BATCH_CHUNKS_PER_THREAD = 32;  // of these for each thread, where there can be
+constexpr int64_t MIN_ROWS = 16;                 // a multiple of all tiles
+constexpr int64_t SERIAL_MACS = 1 << 18;  // products of numbers that are not worth a second thread
 
-constexpr int MOST_PRODUCTS = 4;           // at a time
+constexpr int MAX_PRODUCTS = 4;  // at a time
 
 std::atomic<const Instructions *> chosen{nullptr};
 
-bool is_known(const toast_matrix &m) {
+bool is_supported(const toast_matrix &m) {
   if (m.type < TOAST_F32 || m.type > TOAST_E8M0 || m.columns < 0 || m.rows < 0) return false;
   if (m.type == TOAST_E8M0 && (m.bits != 4 || m.group_size != 32)) return false;
   if (!m.bits) return true;
   bool bits = (m.bits >= 2 && m.bits <= 6) || m.bits == 8;
-  bool group = m.group_size == 32 || m.group_size == 64 || m.group_size == 128;
-  return bits && group && m.columns % m.group_size == 0;
+  bool group_size = m.group_size == 32 || m.group_size == 64 || m.group_size == 128;
+  return bits && group_size && m.columns % m.group_size == 0;
 }
 
 // What cannot be computed: NaN in float32, float16 and bfloat16.
-void spoil(const Product &p, int64_t place) {
+void fill_nan(const Product &p, int64_t output) {
   const int64_t rows = p.matrix->rows;
-  for (int64_t n = place * rows; n < (place + 1) * rows; n++) {
+  for (int64_t n = output * rows; n < (output + 1) * rows; n++) {
     if (p.out_type == TOAST_F32) {
       static_cast<uint32_t *>(p.out)[n] = 0x7fc00000;
     } else {
@@ -56,20 +56,20 @@ void spoil(const Product &p, int64_t place) {
 }
 
 // Places by expert, in their order within one. begin: (experts + 1).
-void sort_places(const Product &p, int64_t count, const uint32_t *expert, int64_t *begin,
-                 uint32_t *places) {
+void sort_by_expert(const Product &p, int64_t count, const uint32_t *expert, int64_t *begin,
+                    uint32_t *outputs) {
   const int64_t experts = p.matrix->experts, vectors = p.x->count;
-  auto is_there = [&](int64_t i) {
+  auto exists = [&](int64_t i) {
     return (!expert || expert[i] < experts) && (p.vector ? p.vector[i] : i) < vectors;
   };
   for (int64_t i = 0; i < count; i++)
-    if (is_there(i)) begin[(expert ? expert[i] : 0) + 1]++;
+    if (exists(i)) begin[(expert ? expert[i] : 0) + 1]++;
   for (int64_t e = 0; e < experts; e++) begin[e + 1] += begin[e];
   for (int64_t i = 0; i < count; i++) {
-    if (is_there(i)) {
-      places[begin[expert ? expert[i] : 0]++] = uint32_t(i);
+    if (exists(i)) {
+      outputs[begin[expert ? expert[i] : 0]++] = uint32_t(i);
     } else {
-      spoil(p, i);
+      fill_nan(p, i);
     }
   }
   for (int64_t e = experts; e > 0; e--) begin[e] = begin[e - 1];
@@ -78,19 +78,19 @@ void sort_places(const Product &p, int64_t count, const uint32_t *expert, int64_
 
 // A product, and how it is shared out.
 struct Task {
-  const toast_product *asked;
+  const toast_product *request;
   Product p;
   Memory<int64_t> begin;
-  Memory<uint32_t> places;
+  Memory<uint32_t> outputs;
   Memory<char> prepared;
-  Memory<Group> groups;
-  int64_t all, rows, chunks;  // groups; rows of a chunk; chunks of a group
+  Memory<ExpertBatch> batches;
+  int64_t batch_count, rows, chunks;  // groups; rows of a chunk; chunks of a group
 };
 
 // As run_apart does; or one after another, what is little.
 template <class Work>
-void share(bool little, int64_t count, const Work &work) {
-  if (!little) return run_apart(count, work);
+void share(bool serial, int64_t count, const Work &work) {
+  if (!serial) return run_stealing(count, work);
   for (int64_t i = 0; i < count; i++) work(i);
 }
 
@@ -102,9 +102,9 @@ bool is_prepared_as(const toast_product &a, const toast_product &b) {
 }
 
 // Prepares its vectors, unless the task before has done that. Whether there was memory.
-bool prepare(Task &task, const Task *before, bool little) {
+bool prepare(Task &task, const Task *before, bool serial) {
   Product &p = task.p;
-  if (before && is_prepared_as(*task.asked, *before->asked)) {
+  if (before && is_prepared_as(*task.request, *before->request)) {
     p.prepared = before->p.prepared, p.prepared_stride = before->p.prepared_stride;
     return true;
   }
@@ -112,45 +112,45 @@ bool prepare(Task &task, const Task *before, bool little) {
   p.prepared_stride = code.prepared_bytes(p);
   task.prepared = memory<char>(p.x->count * p.prepared_stride);
   if (!(p.prepared = task.prepared.get())) return false;
-  share(little || p.x->count < 8, p.x->count, [&](int64_t row) { code.prepare(p, row); });
+  share(serial || p.x->count < 8, p.x->count, [&](int64_t row) { code.prepare(p, row); });
   return true;
 }
 
 // Cuts it into chunks. Whether there was memory.
-bool cut(Task &task) {
-  const toast_product &asked = *task.asked;
+bool split_into_chunks(Task &task) {
+  const toast_product &request = *task.request;
   const Product &p = task.p;
   const toast_matrix &m = *p.matrix;
-  const int64_t count = asked.count;
-  task.begin = memory<int64_t>(m.experts + 1), task.places = memory<uint32_t>(count);
-  if (!task.begin || !task.places) return false;
+  const int64_t count = request.count;
+  task.begin = memory<int64_t>(m.experts + 1), task.outputs = memory<uint32_t>(count);
+  if (!task.begin || !task.outputs) return false;
   int64_t *begin = task.begin.get();
   memset(begin, 0, (m.experts + 1) * sizeof(int64_t));
-  sort_places(p, count, asked.expert, begin, task.places.get());
+  sort_by_expert(p, count, request.expert, begin, task.outputs.get());
   // A chunk is some rows with some of the results that an expert gives: of few rows with fewer, so
   // that there are chunks enough.
-  const int64_t parts = MANY_CHUNKS * threads() * CHUNK_ROWS / (m.rows + 1) + 1;
-  const int64_t members = in_floats(p) ? MEMBERS : instructions().members;
-  const int64_t most = std::clamp((count + parts - 1) / parts, MEMBERS, members);
-  const int64_t most_groups = m.experts + count / most;
-  task.groups = memory<Group>(most_groups < count ? most_groups : count);
-  Group *groups = task.groups.get();
-  if (!groups) return false;
-  int64_t &all = task.all, &rows = task.rows;
+  const int64_t parts = BATCH_CHUNKS_PER_THREAD * threads() * CHUNK_ROWS / (m.rows + 1) + 1;
+  const int64_t max_batch = in_floats(p) ? BATCH : instructions().max_batch;
+  const int64_t size = std::clamp((count + parts - 1) / parts, BATCH, max_batch);
+  const int64_t max_batches = m.experts + count / size;
+  task.batches = memory<ExpertBatch>(max_batches < count ? max_batches : count);
+  ExpertBatch *batches = task.batches.get();
+  if (!batches) return false;
+  int64_t &batch_count = task.batch_count, &rows = task.rows;
   bool many = false;
   for (int64_t e = 0; e < m.experts; e++)
-    for (int64_t i = begin[e]; i < begin[e + 1]; i += most) {
-      const int64_t left = begin[e + 1] - i, some = left < most ? left : most;
-      if (all) groups[all - 1].after = e * m.rows;
-      groups[all++] = {e, some, task.places.get() + i, (e + 1) * m.rows};
+    for (int64_t i = begin[e]; i < begin[e + 1]; i += size) {
+      const int64_t left = begin[e + 1] - i, some = left < size ? left : size;
+      if (batch_count) batches[batch_count - 1].next_row = e * m.rows;
+      batches[batch_count++] = {e, some, task.outputs.get() + i, (e + 1) * m.rows};
       many |= some > 1;
     }
   rows = CHUNK_ROWS;
   if (!many) {
     const int64_t row = m.columns * (m.bits ? m.bits : m.type == TOAST_F32 ? 32 : 16) / 8 + 1;
-    const int64_t share_bytes = all * m.rows * row / (CHUNKS * threads());
-    rows = std::clamp(share_bytes, LEAST_BYTES, MOST_BYTES) / row / LEAST_ROWS * LEAST_ROWS;
-    if (rows < LEAST_ROWS) rows = LEAST_ROWS;
+    const int64_t share_bytes = batch_count * m.rows * row / (CHUNKS_PER_THREAD * threads());
+    rows = std::clamp(share_bytes, MIN_BYTES, MAX_BYTES) / row / MIN_ROWS * MIN_ROWS;
+    if (rows < MIN_ROWS) rows = MIN_ROWS;
   }
   task.chunks = (m.rows + rows - 1) / rows;
   return true;
@@ -158,31 +158,31 @@ bool cut(Task &task) {
 
 // All of them. Returns as toast_multiply.
 int multiply(const toast_product *products, int32_t n) {
-  Task tasks[MOST_PRODUCTS] = {};
-  int64_t ends[MOST_PRODUCTS], all = 0;
-  double numbers = 0;
+  Task tasks[MAX_PRODUCTS] = {};
+  int64_t ends[MAX_PRODUCTS], all = 0;
+  double macs = 0;
   for (int32_t i = 0; i < n; i++)
-    numbers += double(products[i].count) * products[i].matrix->rows * products[i].matrix->columns;
-  const bool little = numbers < LITTLE;
+    macs += double(products[i].count) * products[i].matrix->rows * products[i].matrix->columns;
+  const bool serial = macs < SERIAL_MACS;
   for (int32_t i = 0; i < n; i++) {
-    const toast_product &asked = products[i];
+    const toast_product &request = products[i];
     Task &task = tasks[i];
-    task.asked = &asked;
-    task.p = {asked.matrix, asked.x,        asked.vector, asked.activation_bits,
-              asked.out,    asked.out_type, nullptr,      0};
-    if (!prepare(task, i ? &tasks[i - 1] : nullptr, little) || !cut(task)) return 2;
-    ends[i] = all += task.all * task.chunks;
+    task.request = &request;
+    task.p = {request.matrix, request.x,        request.vector, request.activation_bits,
+              request.out,    request.out_type, nullptr,      0};
+    if (!prepare(task, i ? &tasks[i - 1] : nullptr, serial) || !split_into_chunks(task)) return 2;
+    ends[i] = all += task.batch_count * task.chunks;
   }
   std::atomic<bool> failed{false};
   const Instructions &code = instructions();
-  share(little, all, [&](int64_t i) {
+  share(serial, all, [&](int64_t i) {
     int32_t which = 0;
     while (i >= ends[which]) which++;
     const Task &task = tasks[which];
     if (which) i -= ends[which - 1];
     const int64_t first = i % task.chunks * task.rows, rows = task.p.matrix->rows;
     const int64_t end = first + task.rows < rows ? first + task.rows : rows;
-    if (!code.multiply(task.p, task.groups[i / task.chunks], first, end))
+    if (!code.multiply(task.p, task.batches[i / task.chunks], first, end))
       failed.store(true, std::memory_order_relaxed);
   });
   return failed.load(std::memory_order_relaxed) ? 2 : 0;
@@ -194,25 +194,25 @@ const Instructions &instructions() {
   const Instructions *now = chosen.load(std::memory_order_relaxed);
   if (now) return *now;
   auto one = ALL;
-  while (!(*one)->there()) one++;
+  while (!(*one)->is_available()) one++;
   chosen.store(*one, std::memory_order_relaxed);
   return **one;
 }
 
 void *scratch(int kind, int64_t bytes) {
-  static thread_local struct Kept {
+  static thread_local struct Buffers {
     void *memory[KINDS] = {};
     int64_t bytes[KINDS] = {};
-    ~Kept() {
+    ~Buffers() {
       for (void *one : memory) free(one);
     }
-  } kept;
-  if (!kept.memory[kind] || kept.bytes[kind] < bytes) {  // also of no bytes
-    free(kept.memory[kind]);
-    kept.memory[kind] = aligned_alloc(64, (bytes + 127) / 64 * 64);
-    kept.bytes[kind] = kept.memory[kind] ? bytes : 0;
+  } buffers;
+  if (!buffers.memory[kind] || buffers.bytes[kind] < bytes) {  // also of no bytes
+    free(buffers.memory[kind]);
+    buffers.memory[kind] = aligned_alloc(64, (bytes + 127) / 64 * 64);
+    buffers.bytes[kind] = buffers.memory[kind] ? bytes : 0;
   }
-  return kept.memory[kind];
+  return buffers.memory[kind];
 }
 
 }  // namespace toast
@@ -227,10 +227,10 @@ int toast_multiply(const toast_matrix *matrix, const toast_vectors *x, int64_t c
 }
 
 int toast_multiply_all(const toast_product *products, int32_t n) {
-  if (n < 0 || n > toast::MOST_PRODUCTS) return 1;
+  if (n < 0 || n > toast::MAX_PRODUCTS) return 1;
   for (int32_t i = 0; i < n; i++) {
     const toast_product &p = products[i];
-    if (!toast::is_known(*p.matrix) || p.x->type < TOAST_F32 || p.x->type > TOAST_BF16 ||
+    if (!toast::is_supported(*p.matrix) || p.x->type < TOAST_F32 || p.x->type > TOAST_BF16 ||
         p.out_type < TOAST_F32 || p.out_type > TOAST_BF16 || p.count >= UINT32_MAX)
       return 1;
   }
@@ -241,7 +241,7 @@ const char *toast_instructions(void) { return toast::instructions().name; }
 
 int toast_choose_instructions(const char *name) {
   for (auto one : toast::ALL) {
-    if (!strcmp(one->name, name) && one->there()) {
+    if (!strcmp(one->name, name) && one->is_available()) {
       toast::chosen.store(one);
       return 0;
     }

@@ -16,8 +16,10 @@ extern "C" {
 
 enum { TOAST_F32 = 0, TOAST_F16 = 1, TOAST_BF16 = 2 };  // types of numbers
 enum { TOAST_E8M0 = 3 };  // of scales alone: a byte e stands for 2^(e - 127), 255 for NaN
-enum { TOAST_I8 = 4 };  // of keys and values alone: signed bytes, and behind those of a row, in the
-                        // next four, the float32 that they are multiplied by
+enum { TOAST_I8 = 4 };                                  // of keys and values alone: signed bytes,
+                                                        // and behind those of a row, in the next
+                                                        // four, the float32 that they are
+                                                        // multiplied by
 
 // A stack of matrices (experts, rows, columns), contiguous; one matrix is a stack of one.
 typedef struct {
@@ -83,13 +85,13 @@ typedef struct {
   toast_rows values;   // (batch, key_heads, key_positions, value_size)
   int64_t batch, heads, key_heads, positions, key_positions, key_size, value_size;
   float scale;
-  int32_t masking;      // TOAST_CAUSAL: the last query sees all keys, each one before it one less
-  const void *mask;     // (batch, heads, positions, key_positions): bytes, of which 0 hides a key;
-                        // or numbers that are added to scores, the least of their type hiding it
+  int32_t masking;   // TOAST_CAUSAL: the last query sees all keys, each one before it one less
+  const void *mask;  // (batch, heads, positions, key_positions): bytes, of which 0 hides a key; or
+                     // numbers that are added to scores, the least of their type hiding it
   int64_t mask_strides[3];
   int32_t mask_type;
-  const float *sinks;   // (heads): a score whose value is zero; NULL for none
-  float cap;            // scores are cap * tanh of what they are over cap, before any mask; 0: not
+  const float *sinks;  // (heads): a score whose value is zero; NULL for none
+  float cap;           // scores are cap * tanh of what they are over cap, before any mask; 0: not
 } toast_attention;
 
 // out: (batch, heads, positions, value_size) of out_type, strides as above. A query that sees no

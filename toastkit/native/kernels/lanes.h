@@ -61,7 +61,7 @@ INLINE Vector load_some(const Number *p, int n) {  // n <= LANES; zeros after th
 }
 
 // One instruction: less zero changes no number, where plus zero would -0.
-INLINE F32 all(float x) { return x - F32{}; }
+INLINE F32 splat(float x) { return x - F32{}; }
 
 // Compiled with -ffp-contract=fast: one rounding where the processor has an instruction for it. GCC
 // finds that only where both stand in one block, which branches of load_some may part.
@@ -74,7 +74,7 @@ INLINE F32 multiply_add(F32 a, F32 b, F32 c) {
 }
 
 // b where one is NaN, as the instructions have it, which GCC does not find for 512 bits.
-INLINE F32 larger(F32 a, F32 b) {
+INLINE F32 maximum(F32 a, F32 b) {
 #if defined(__AVX512F__)
   return (F32)_mm512_max_ps((__m512)a, (__m512)b);
 #else
@@ -82,7 +82,7 @@ INLINE F32 larger(F32 a, F32 b) {
 #endif
 }
 
-INLINE F32 smaller(F32 a, F32 b) {
+INLINE F32 minimum(F32 a, F32 b) {
 #if defined(__AVX512F__)
   return (F32)_mm512_min_ps((__m512)a, (__m512)b);
 #else
@@ -91,18 +91,18 @@ INLINE F32 smaller(F32 a, F32 b) {
 }
 
 // x times 2 to the n, a whole number from -160 to 145, rounded once.
-INLINE F32 times_power(F32 x, F32 n) {
+INLINE F32 times_power_of_two(F32 x, F32 n) {
 #if defined(__AVX512F__)
   return (F32)_mm512_scalef_ps((__m512)x, (__m512)n);
 #else
-  constexpr float WHOLE = 0x1.8p23f;  // the lowest bits of n + WHOLE are n's
-  const I32 power = (I32)(n + WHOLE) - (I32)all(WHOLE);
+  constexpr float MAGIC = 0x1.8p23f;  // the lowest bits of n + WHOLE are n's
+  const I32 power = (I32)(n + MAGIC) - (I32)splat(MAGIC);
   const I32 half = power >> 1;  // either is a normal number
   return x * (F32)((half + 127) << 23) * (F32)((power - half + 127) << 23);
 #endif
 }
 
-INLINE float sum(F32 v) {
+INLINE float horizontal_sum(F32 v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);
 #elif defined(__aarch64__)  // as below, in registers
@@ -127,7 +127,7 @@ INLINE U32 widened(U16 v) {
 #endif
 }
 
-INLINE F32 from_bytes(const uint8_t *p) {
+INLINE F32 from_u8(const uint8_t *p) {
 #if defined(__AVX512F__)
   return (F32)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load<__m128i>(p)));
 #elif defined(__AVX2__)
@@ -169,7 +169,7 @@ INLINE F32 from_f16(U16 v) {
 
 // Numbers of one of the types; of TOAST_I8 without their scale.
 template <int TYPE>
-struct Numbers {
+struct Dtype {
   static constexpr int SIZE = TYPE == TOAST_F32 ? 4 : TYPE == TOAST_I8 ? 1 : 2;
   INLINE F32 at(const void *p, int64_t i) {
     if constexpr (TYPE == TOAST_F32) return load<F32>(static_cast<const float *>(p) + i);
@@ -188,15 +188,15 @@ struct Numbers {
     return from_bf16(v);
   }
   // The one at PLACE of as many as lie in 32 bits, of each lane.
-  template <int PLACE>
+  template <int INDEX>
   INLINE F32 part(F32 v) {
     if constexpr (TYPE == TOAST_F32) return v;
     if constexpr (TYPE == TOAST_I8) {
-      const I32 bytes = (I32)v << (24 - 8 * PLACE) >> 24;
+      const I32 bytes = (I32)v << (24 - 8 * INDEX) >> 24;
       return __builtin_convertvector(bytes, F32);
     }
-    if constexpr (TYPE == TOAST_F16) return from_f16(narrow((U32)v >> 16 * PLACE));
-    return (F32)(PLACE ? (U32)v & 0xffff0000 : (U32)v << 16);
+    if constexpr (TYPE == TOAST_F16) return from_f16(narrow((U32)v >> 16 * INDEX));
+    return (F32)(INDEX ? (U32)v & 0xffff0000 : (U32)v << 16);
   }
   INLINE U16 narrow(U32 v) { return __builtin_convertvector(v, U16); }
 };
@@ -204,30 +204,30 @@ struct Numbers {
 // Of a row of so many numbers. TOAST_I8: with the scale behind them.
 template <int TYPE>
 INLINE int64_t row_bytes(int64_t size) {
-  return size * Numbers<TYPE>::SIZE + (TYPE == TOAST_I8 ? int64_t(sizeof(float)) : 0);
+  return size * Dtype<TYPE>::SIZE + (TYPE == TOAST_I8 ? int64_t(sizeof(float)) : 0);
 }
 
 INLINE float scale_of(const void *row, int64_t size) {
   return load<float>(static_cast<const char *>(row) + size);
 }
 
-INLINE F32 numbers_at(int type, const void *p, int64_t i) {
-  if (type == TOAST_F32) return Numbers<TOAST_F32>::at(p, i);
-  return type == TOAST_F16 ? Numbers<TOAST_F16>::at(p, i) : Numbers<TOAST_BF16>::at(p, i);
+INLINE F32 floats_at(int type, const void *p, int64_t i) {
+  if (type == TOAST_F32) return Dtype<TOAST_F32>::at(p, i);
+  return type == TOAST_F16 ? Dtype<TOAST_F16>::at(p, i) : Dtype<TOAST_BF16>::at(p, i);
 }
 
-INLINE F32 some_numbers_at(int type, const void *p, int64_t i, int n) {
-  if (n >= LANES) return numbers_at(type, p, i);
-  if (type == TOAST_F32) return Numbers<TOAST_F32>::some(p, i, n);
-  return type == TOAST_F16 ? Numbers<TOAST_F16>::some(p, i, n)
-                           : Numbers<TOAST_BF16>::some(p, i, n);
+INLINE F32 some_floats_at(int type, const void *p, int64_t i, int n) {
+  if (n >= LANES) return floats_at(type, p, i);
+  if (type == TOAST_F32) return Dtype<TOAST_F32>::some(p, i, n);
+  return type == TOAST_F16 ? Dtype<TOAST_F16>::some(p, i, n)
+                           : Dtype<TOAST_BF16>::some(p, i, n);
 }
 
 // Those of a row of so many numbers, of any type that one may have, from d on.
-INLINE F32 numbers_of_row(int type, const void *row, int64_t size, int64_t d) {
+INLINE F32 floats_of_row(int type, const void *row, int64_t size, int64_t d) {
   const int n = int(size - d < LANES ? size - d : LANES);
-  if (type != TOAST_I8) return some_numbers_at(type, row, d, n);
-  return (n < LANES ? Numbers<TOAST_I8>::some(row, d, n) : Numbers<TOAST_I8>::at(row, d)) *
+  if (type != TOAST_I8) return some_floats_at(type, row, d, n);
+  return (n < LANES ? Dtype<TOAST_I8>::some(row, d, n) : Dtype<TOAST_I8>::at(row, d)) *
          scale_of(row, size);
 }
 

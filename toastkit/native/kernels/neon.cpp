@@ -19,11 +19,11 @@ bool has(ArmFeature feature) {
 #endif
 }
 
-static bool there() { return true; }
+static bool is_available() { return true; }
 
 const RowInstructions neon_rows = row_functions;
 const AttentionCode neon_attention = attention;
-const Instructions neon = {"neon",         there,           floats_bytes,
+const Instructions neon = {"neon",         is_available,           float_bytes,
                            prepare_floats, multiply_floats, &neon_rows, &neon_attention};
 
 }  // namespace toast

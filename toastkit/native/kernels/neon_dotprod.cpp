@@ -5,9 +5,9 @@
 
 namespace toast {
 
-static bool there() { return has(DOTPROD); }
+static bool is_available() { return has(DOTPROD); }
 
 const Instructions neon_dotprod = {
-    "neon_dotprod", there, prepared_bytes, prepare, multiply, &neon_rows, &neon_attention};
+    "neon_dotprod", is_available, prepared_bytes, prepare, multiply, &neon_rows, &neon_attention};
 
 }  // namespace toast

@@ -5,9 +5,9 @@
 
 namespace toast {
 
-static bool there() { return has(DOTPROD) && has(I8MM); }
+static bool is_available() { return has(DOTPROD) && has(I8MM); }
 
 const Instructions neon_i8mm = {
-    "neon_i8mm", there, prepared_bytes, prepare, multiply, &neon_rows, &neon_attention};
+    "neon_i8mm", is_available, prepared_bytes, prepare, multiply, &neon_rows, &neon_attention};
 
 }  // namespace toast

@@ -29,10 +29,11 @@ using std::memory_order_release;
 using std::memory_order_seq_cst;
 
 constexpr auto SPIN = std::chrono::microseconds(50);  // measured with other processes busy: best
-constexpr int LOOKS = 32;                             // between two looks at the clock
-constexpr int PATIENCE = 2000;  // looks at the last indices of others, before the core is offered
+constexpr int SPINS_PER_CHECK = 32;                   // between two looks at the clock
+constexpr int SPINS_BEFORE_YIELD = 2000;              // looks at the last indices of others, before
+                                                      // the core is offered
 
-inline void relax() {
+inline void cpu_pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -47,7 +48,7 @@ void sleep_while(atomic<uint32_t> &number, uint32_t seen) {
           nullptr, 0);
 }
 void wake_all(atomic<uint32_t> &number) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t *>(&number), FUTEX_WAKE_PRIVATE, MOST_THREADS,
+  syscall(SYS_futex, reinterpret_cast<uint32_t *>(&number), FUTEX_WAKE_PRIVATE, MAX_THREADS,
           nullptr, nullptr, 0);
 }
 #else
@@ -59,14 +60,14 @@ void wake_all(atomic<uint32_t> &number) { number.notify_all(); }
 // claims an index knows that it is this job's, and that the job is not over before it is done.
 struct Pool {
   alignas(64) atomic<uint64_t> ticket{0};
-  alignas(64) atomic<uint32_t> left{0};
+  alignas(64) atomic<uint32_t> remaining{0};
   alignas(64) atomic<uint32_t> job{0};  // its number; what idle threads watch
   atomic<uint32_t> sleepers{0};
   atomic<uint32_t> wanted{1};  // threads, the caller's included
   atomic<uint32_t> count{0};
   atomic<void (*)(void *, int64_t)> work{nullptr};
   atomic<void *> context{nullptr};
-  std::mutex in_use;
+  std::mutex busy;
   uint32_t started = 1;
 
   bool claim(uint32_t number) {
@@ -74,12 +75,12 @@ struct Pool {
     for (;;) {
       if (uint32_t(now >> 32) != number) return false;
       // Of this job, or of a later one; then the exchange fails.
-      auto do_it = work.load(memory_order_relaxed);
-      void *with = context.load(memory_order_relaxed);
+      auto function = work.load(memory_order_relaxed);
+      void *argument = context.load(memory_order_relaxed);
       if (uint32_t(now) >= count.load(memory_order_relaxed)) return false;
       if (!ticket.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) continue;
-      do_it(with, uint32_t(now));
-      left.fetch_sub(1, memory_order_release);
+      function(argument, uint32_t(now));
+      remaining.fetch_sub(1, memory_order_release);
       return true;
     }
   }
@@ -87,9 +88,9 @@ struct Pool {
   void wait_for_job(uint32_t seen) {
     auto until = std::chrono::steady_clock::now() + SPIN;
     do {
-      for (int i = 0; i < LOOKS; i++) {
+      for (int i = 0; i < SPINS_PER_CHECK; i++) {
         if (job.load(memory_order_acquire) != seen) return;
-        relax();
+        cpu_pause();
       }
     } while (std::chrono::steady_clock::now() < until);
     sleepers.fetch_add(1, memory_order_seq_cst);
@@ -97,7 +98,7 @@ struct Pool {
     sleepers.fetch_sub(1, memory_order_relaxed);
   }
 
-  void help(uint32_t place) {
+  void worker(uint32_t place) {
     for (uint32_t seen = 0;;) {
       wait_for_job(seen);
       seen = job.load(memory_order_acquire);
@@ -115,30 +116,30 @@ struct Pool {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
       for (; started < wanted.load(memory_order_relaxed); started++)
-        std::thread([this, place = started] { help(place); }).detach();
+        std::thread([this, place = started] { worker(place); }).detach();
     } catch (...) {  // a limit on threads: those that there are do it, and no more are tried
       wanted.store(started, memory_order_relaxed);
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
-  void share(uint32_t indices, void (*do_it)(void *, int64_t), void *with) {
+  void share(uint32_t indices, void (*function)(void *, int64_t), void *argument) {
     start();
     uint32_t number = job.load(memory_order_relaxed) + 1;
     // Closed while what belongs to it is written: a thread that is late sees no index of it.
     ticket.store(uint64_t(number) << 32 | UINT32_MAX, memory_order_release);
-    left.store(indices, memory_order_relaxed);
-    work.store(do_it, memory_order_relaxed);
-    context.store(with, memory_order_relaxed);
+    remaining.store(indices, memory_order_relaxed);
+    work.store(function, memory_order_relaxed);
+    context.store(argument, memory_order_relaxed);
     count.store(indices, memory_order_relaxed);
     ticket.store(uint64_t(number) << 32, memory_order_release);
     job.store(number, memory_order_seq_cst);
     if (sleepers.load(memory_order_seq_cst)) wake_all(job);
     while (claim(number)) {
     }
-    for (int looks = 0; left.load(memory_order_acquire); looks++) {
-      if (looks < PATIENCE) {
-        relax();
+    for (int spins = 0; remaining.load(memory_order_acquire); spins++) {
+      if (spins < SPINS_BEFORE_YIELD) {
+        cpu_pause();
       } else {
         sched_yield();
       }
@@ -148,11 +149,11 @@ struct Pool {
 
 // Never destroyed: its threads may outlive main. A forked child has none of them, and perhaps a job
 // of theirs that nobody ends: its pool is a new one.
-Pool *const only = [] {
+Pool *const pool = [] {
   pthread_atfork(nullptr, nullptr, [] {
-    const uint32_t wanted = only->wanted.load(memory_order_relaxed);
-    new (only) Pool;
-    only->wanted.store(wanted, memory_order_relaxed);
+    const uint32_t wanted = pool->wanted.load(memory_order_relaxed);
+    new (pool) Pool;
+    pool->wanted.store(wanted, memory_order_relaxed);
   });
   return new Pool;
 }();
@@ -160,21 +161,21 @@ Pool *const only = [] {
 }  // namespace
 
 void run(int64_t count, void (*work)(void *, int64_t), void *context) {
-  Pool &all = *only;
-  bool alone = count <= 1 || count >= UINT32_MAX || all.wanted.load(memory_order_relaxed) <= 1;
-  if (alone || !all.in_use.try_lock()) {
+  Pool &p = *pool;
+  bool serial = count <= 1 || count >= UINT32_MAX || p.wanted.load(memory_order_relaxed) <= 1;
+  if (serial || !p.busy.try_lock()) {
     for (int64_t i = 0; i < count; i++) work(context, i);
     return;
   }
-  all.share(uint32_t(count), work, context);
-  all.in_use.unlock();
+  p.share(uint32_t(count), work, context);
+  p.busy.unlock();
 }
 
 void set_threads(int count) {
-  only->wanted.store(count < 1 ? 1 : count > MOST_THREADS ? MOST_THREADS : count,
+  pool->wanted.store(count < 1 ? 1 : count > MAX_THREADS ? MAX_THREADS : count,
                      memory_order_relaxed);
 }
 
-int threads() { return int(only->wanted.load(memory_order_relaxed)); }
+int threads() { return int(pool->wanted.load(memory_order_relaxed)); }
 
 }  // namespace toast

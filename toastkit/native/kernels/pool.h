@@ -5,7 +5,7 @@
 
 namespace toast {
 
-constexpr int MOST_THREADS = 256;
+constexpr int MAX_THREADS = 256;
 
 // work(context, i) for all i < count, on the pool's threads and the caller's, in any order; back
 // when all are done. A pool that is at work for another caller leaves all of it to this one.

@@ -8,7 +8,7 @@
 namespace toast {
 
 const Instructions portable = {
-    "portable",     [] { return true; }, floats_bytes, prepare_floats,
+    "portable",     [] { return true; }, float_bytes, prepare_floats,
     multiply_floats, &row_functions,      &attention};
 
 }  // namespace toast

@@ -24,15 +24,15 @@ inline bool in_floats(const Product &p) {
   return !p.matrix->bits || p.activation_bits >= TOAST_FLOATS;
 }
 
-constexpr int64_t MEMBERS = 64;        // of a group, but where Instructions say more:
-constexpr int64_t MOST_MEMBERS = 128;
+constexpr int64_t BATCH = 64;  // of a group, but where Instructions say more:
+constexpr int64_t MAX_BATCH = 128;
 
 // Some results that one expert gives: places[i] < count, for i < members, MOST_MEMBERS at most.
 // after: the row of the stack that comes after its last one, to be fetched ahead.
-struct Group {
-  int64_t expert, members;
-  const uint32_t *places;
-  int64_t after;
+struct ExpertBatch {
+  int64_t expert, size;
+  const uint32_t *outputs;
+  int64_t next_row;
 };
 
 // One instruction set's code, which one that is not there has not. prepared_bytes: of a vector, a
@@ -40,13 +40,13 @@ struct Group {
 // members of a group; false for no memory. rows: see rows.h.
 struct Instructions {
   const char *name;
-  bool (*there)();
+  bool (*is_available)();
   int64_t (*prepared_bytes)(const Product &) = nullptr;
   void (*prepare)(const Product &, int64_t row) = nullptr;
-  bool (*multiply)(const Product &, const Group &, int64_t first, int64_t end) = nullptr;
+  bool (*multiply)(const Product &, const ExpertBatch &, int64_t first, int64_t end) = nullptr;
   const RowInstructions *rows = nullptr;
   const AttentionCode *attention = nullptr;
-  int64_t members = MEMBERS;  // of a group, at most, where packed numbers meet digits
+  int64_t max_batch = BATCH;  // of a group, at most, where packed numbers meet digits
 };
 
 // The set in use.

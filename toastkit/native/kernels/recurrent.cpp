@@ -13,13 +13,15 @@
 namespace toast {
 namespace {
 
-constexpr int64_t NEIGHBOURS = 16;  // rows at a time: what they give at a step is a line of a cache
-constexpr int64_t PAST = 1 << 18;  // numbers of a state that no cache holds until the next step
+constexpr int64_t ROWS_PER_TASK = 16;      // rows at a time: what they give at a step is a line of
+                                           // a cache
+constexpr int64_t MIN_STREAMED = 1 << 18;  // numbers of a state that no cache holds until the next
+                                           // step
 
 // Whether what a state of so many numbers is after some steps is written past the caches: where it
 // lies apart, each line would be read to be written.
-bool goes_past(int64_t length, int64_t numbers, const float *state, const float *after) {
-  return length == 1 && numbers >= PAST && state && state != after;
+bool should_stream(int64_t length, int64_t numbers, const float *state, const float *after) {
+  return length == 1 && numbers >= MIN_STREAMED && state && state != after;
 }
 
 float softplus(float x) { return (x > 0 ? x : 0) + log1pf(expf(-fabsf(x))); }
@@ -33,14 +35,14 @@ float rate_of(float factor, float b) { return factor / (1 + expf(-b)); }
 template <class Work>
 bool share_rows(int64_t heads, int64_t rows, int64_t size, const Work &work) {
   std::atomic<bool> failed{false};
-  const int64_t each = (rows + NEIGHBOURS - 1) / NEIGHBOURS, all = heads * each;
+  const int64_t each = (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK, all = heads * each;
   auto some = [&](int64_t i) {
-    const int64_t row = i % each * NEIGHBOURS;
-    if (!work(i / each, row, std::min(row + NEIGHBOURS, rows)))
+    const int64_t row = i % each * ROWS_PER_TASK;
+    if (!work(i / each, row, std::min(row + ROWS_PER_TASK, rows)))
       failed.store(true, std::memory_order_relaxed);
   };
-  if (heads * rows * size >= LITTLE) {
-    run_apart(all, some);
+  if (heads * rows * size >= SERIAL_WORK) {
+    run_stealing(all, some);
   } else {
     for (int64_t i = 0; i < all; i++) some(i);
   }
@@ -67,7 +69,7 @@ int gated_delta(const toast_delta &d, float *y, float *after) {
   });
   const float *const decays = d.a_log ? made.get() : d.a;
   const auto code = instructions().rows->recurrent.delta;
-  const bool past = goes_past(d.length, heads * d.value_size * d.key_size, d.state, after);
+  const bool streaming = should_stream(d.length, heads * d.value_size * d.key_size, d.state, after);
   const int64_t key_step = d.key_heads * d.key_size, value_step = d.value_heads * d.value_size;
   const bool all = share_rows(
       heads, d.value_size, d.key_size * (d.length + 1),
@@ -76,7 +78,7 @@ int gated_delta(const toast_delta &d, float *y, float *after) {
         const int64_t key = step * key_step + h / (d.value_heads / d.key_heads) * d.key_size;
         const int64_t value = step * value_step + h * d.value_size, gate = step * d.value_heads + h;
         const int64_t state = head * d.value_size * d.key_size;
-        return code({d.length, d.key_size, past, d.q + key, d.k + key, key_step, d.v + value,
+        return code({d.length, d.key_size, streaming, d.q + key, d.k + key, key_step, d.v + value,
                      value_step, decays + gate * each,
                      rates.get() + gate, d.value_heads, columns,
                      d.mask ? d.mask + step : nullptr, d.state ? d.state + state : nullptr,
@@ -96,8 +98,8 @@ class LayerHead {
   // False for no memory.
   bool steps(float *y, float *last, float *after) {
     const int64_t count = l.length * (width_ + 2) + 1;
-    room_ = static_cast<float *>(scratch(HEADS, count * int64_t(sizeof(float))));
-    if (!room_) return false;
+    buffer_ = static_cast<float *>(scratch(HEADS, count * int64_t(sizeof(float))));
+    if (!buffer_) return false;
     const int64_t keys = l.key_size, values = each_ * l.value_size;
     const int64_t all_keys = l.key_heads * keys;
     convolve(l.q, keys, h_ * keys, 0, last);
@@ -121,9 +123,9 @@ class LayerHead {
     const toast_convolution c = {
         1, l.length, count, l.kernel, from, {0, x.step}, before, {0, channels_}, TOAST_F32,
         l.weight + channel * l.kernel, nullptr, TOAST_F32, 1, width_};
-    for (int64_t first = 0; first < count; first += CONVOLVED)
-      code_.convolve(c, 0, first, first + CONVOLVED < count ? first + CONVOLVED : count,
-                     room_ + at, TOAST_F32);
+    for (int64_t first = 0; first < count; first += CHANNEL_BLOCK)
+      code_.convolve(c, 0, first, first + CHANNEL_BLOCK < count ? first + CHANNEL_BLOCK : count,
+                     buffer_ + at, TOAST_F32);
     for (int64_t i = 0; i < kept; i++) {
       const int64_t t = l.length - kept + i;
       const float *row = t >= 0 ? from + t * x.step : before ? before + (t + kept) * channels_ : 0;
@@ -134,7 +136,7 @@ class LayerHead {
 
   // Keys or queries, in their places.
   void normalise(int64_t at, float factor, float eps) {
-    float *rows = room_ + at;
+    float *rows = buffer_ + at;
     const toast_vectors x = {rows, l.length, width_, TOAST_F32};
     for (int64_t t = 0; t < l.length; t++)
       code_.norm({&x, l.key_size, nullptr, TOAST_F32, factor, eps, rows + t * (width_ - l.key_size),
@@ -145,16 +147,16 @@ class LayerHead {
   bool apply(int64_t i, float *y, float *after) {
     const int64_t head = h_ * each_ + i, size = l.value_size, y_step = l.value_heads * size;
     const int64_t state = (b_ * l.value_heads + head) * size * l.key_size;
-    float *decays = room_ + l.length * width_, *rates = decays + l.length;
+    float *decays = buffer_ + l.length * width_, *rates = decays + l.length;
     y += b_ * l.length * y_step + head * size;
     for (int64_t t = 0; t < l.length; t++) {
       decays[t] = decay_of(l.a_log[head], l.bias[head], *at(l.a, t, i));
       rates[t] = rate_of(1, *at(l.b, t, i));
     }
     const int64_t numbers = l.batch * l.value_heads * size * l.key_size;
-    const bool past = goes_past(l.length, numbers, l.state, after);
-    const DeltaHead rule = {l.length, l.key_size, past, room_, room_ + l.key_size, width_,
-                            room_ + 2 * l.key_size + i * size, width_, decays, rates, 1, false,
+    const bool streaming = should_stream(l.length, numbers, l.state, after);
+    const DeltaHead rule = {l.length, l.key_size, streaming, buffer_, buffer_ + l.key_size, width_,
+                            buffer_ + 2 * l.key_size + i * size, width_, decays, rates, 1, false,
                             nullptr, l.state ? l.state + state : nullptr, y, y_step, after + state};
     if (!code_.recurrent.delta(rule, 0, size)) return false;
     for (int64_t t = 0; t < l.length; t++) {
@@ -173,7 +175,7 @@ class LayerHead {
   const toast_delta_layer &l;
   const RowInstructions &code_ = *instructions().rows;
   const int64_t b_, h_, each_, channels_, width_;
-  float *room_ = nullptr;  // queries, keys, values of each step; then decays and rates of a head
+  float *buffer_ = nullptr;  // queries, keys, values of each step; then decays and rates of a head
 };
 
 int layer_steps(const toast_delta_layer &l, float *y, float *last, float *after) {
@@ -200,7 +202,7 @@ int scan_steps(const toast_scan &s, float *y, float *after) {
   });
   const auto code = instructions().rows->recurrent.scan;
   const int64_t numbers = s.batch * s.heads * s.size * s.state_size;
-  const bool past = goes_past(s.length, numbers, s.state, after);
+  const bool streaming = should_stream(s.length, numbers, s.state, after);
   const int64_t x_step = s.heads * s.size, group_step = s.groups * s.state_size;
   const bool all = share_rows(
       s.batch * s.heads, s.size, s.state_size * (s.length + 1),
@@ -210,7 +212,7 @@ int scan_steps(const toast_scan &s, float *y, float *after) {
         const int64_t x = step * x_step + h * s.size;
         const int64_t gate = s.selective ? 0 : step * s.heads + h;
         const int64_t state = head * s.size * s.state_size;
-        ScanHead of = {s.length, s.state_size, past, s.x + x, s.b + group, s.c + group, x_step,
+        ScanHead of = {s.length, s.state_size, streaming, s.x + x, s.b + group, s.c + group, x_step,
                        group_step, decays.get() + gate, dts.get() + gate, s.heads, s.d + h,
                        s.mask ? s.mask + step : nullptr, s.state ? s.state + state : nullptr,
                        y + x, after + state};
@@ -226,13 +228,13 @@ int scan_steps(const toast_scan &s, float *y, float *after) {
 int wkv_steps(const toast_wkv &w, float *y, float *after) {
   const auto code = instructions().rows->recurrent.wkv;
   const int64_t of_state = w.size * w.size, step = w.heads * w.size;
-  const bool past = goes_past(w.length, w.batch * w.heads * of_state, w.state, after);
+  const bool streaming = should_stream(w.length, w.batch * w.heads * of_state, w.state, after);
   const bool all = share_rows(
       w.batch * w.heads, w.size, w.size * (w.length + 1),
       [&](int64_t head, int64_t first, int64_t end) {
         const int64_t at = head / w.heads * w.length * step + head % w.heads * w.size;
-        return code({w.length, w.size, step, past, w.r + at, w.w + at, w.k + at, w.v + at, w.a + at,
-                     w.b + at, w.state ? w.state + head * of_state : nullptr, y + at,
+        return code({w.length, w.size, step, streaming, w.r + at, w.w + at, w.k + at, w.v + at,
+                     w.a + at, w.b + at, w.state ? w.state + head * of_state : nullptr, y + at,
                      after + head * of_state}, first, end);
       });
   return all ? 0 : 2;

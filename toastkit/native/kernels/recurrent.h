@@ -22,14 +22,14 @@ extern "C" {
 // All contiguous, float32.
 typedef struct {
   int64_t batch, length, key_heads, value_heads, key_size, value_size;
-  const float *q, *k;          // (batch, length, key_heads, key_size)
-  const float *v;              // (batch, length, value_heads, value_size)
-  const float *a, *b;          // (batch, length, value_heads)
-  const float *a_log, *bias;   // (value_heads); NULL where a has decays
+  const float *q, *k;         // (batch, length, key_heads, key_size)
+  const float *v;             // (batch, length, value_heads, value_size)
+  const float *a, *b;         // (batch, length, value_heads)
+  const float *a_log, *bias;  // (value_heads); NULL where a has decays
   float rate_factor;
-  int32_t columns;             // a and bias, and decays always, have an axis key_size more
-  const uint8_t *mask;         // (batch, length): steps that change the state; NULL for all
-  const float *state;          // (batch, value_heads, value_size, key_size); NULL for zeros
+  int32_t columns;      // a and bias, and decays always, have an axis key_size more
+  const uint8_t *mask;  // (batch, length): steps that change the state; NULL for all
+  const float *state;   // (batch, value_heads, value_size, key_size); NULL for zeros
 } toast_delta;
 
 // y: (batch, length, value_heads, value_size). after: of the shape of the state; may lie there.
@@ -49,16 +49,16 @@ typedef struct {
 // is normalised head by head (toast_rms_norm), times SiLU of z.
 typedef struct {
   int64_t batch, length, key_heads, value_heads, key_size, value_size;
-  toast_projection q, k;     // n: key_size
-  toast_projection v, z;     // value_heads / key_heads * value_size
-  toast_projection a, b;     // value_heads / key_heads
-  int64_t kernel;            // positions of the convolution
-  const float *weight;       // (channels, kernel): of all queries, keys, values
-  const float *before;       // (batch, kernel - 1, channels): what came before; NULL for zeros
+  toast_projection q, k;  // n: key_size
+  toast_projection v, z;  // value_heads / key_heads * value_size
+  toast_projection a, b;  // value_heads / key_heads
+  int64_t kernel;         // positions of the convolution
+  const float *weight;    // (channels, kernel): of all queries, keys, values
+  const float *before;    // (batch, kernel - 1, channels): what came before; NULL for zeros
   const float *a_log, *bias;
-  const float *norm;         // (value_size)
+  const float *norm;  // (value_size)
   float eps;
-  const float *state;        // as in toast_delta
+  const float *state;  // as in toast_delta
 } toast_delta_layer;
 
 // y: (batch, length, value_heads, value_size). last: as `before`, for the next steps; may not lie
@@ -76,14 +76,14 @@ TOAST_API int toast_delta_layer_steps(const toast_delta_layer *layer, float *y, 
 // each row has its dt and d, each number of a state its a_log. All contiguous, float32.
 typedef struct {
   int64_t batch, length, heads, size, groups, state_size;
-  const float *x;                // (batch, length, heads, size)
-  const float *b, *c;            // (batch, length, groups, state_size)
-  const float *dt;               // (batch, length, heads); selective: with an axis `size` more
-  const float *a_log, *d, *bias; // (heads); selective: (heads, size), a_log with state_size more
+  const float *x;                 // (batch, length, heads, size)
+  const float *b, *c;             // (batch, length, groups, state_size)
+  const float *dt;                // (batch, length, heads); selective: with an axis `size` more
+  const float *a_log, *d, *bias;  // (heads); selective: (heads, size), a_log with state_size more
   float least, most;
   int32_t selective;
-  const uint8_t *mask;           // as in toast_delta
-  const float *state;            // (batch, heads, size, state_size); NULL for zeros
+  const uint8_t *mask;  // as in toast_delta
+  const float *state;   // (batch, heads, size, state_size); NULL for zeros
 } toast_scan;
 
 // y: of the shape of x. after: of the shape of the state; may lie there. Returns as
@@ -125,7 +125,7 @@ namespace toast {
 // caches, and does not lie where the state does.
 struct DeltaHead {
   int64_t length, key_size;
-  bool past;
+  bool streaming;
   const float *q, *k;
   int64_t key_step;
   const float *v;
@@ -142,7 +142,7 @@ struct DeltaHead {
 
 struct ScanHead {
   int64_t length, state_size;
-  bool past;
+  bool streaming;
   const float *x, *b, *c;
   int64_t x_step, group_step;  // of x and y; of b and c
   const float *decays, *dt;
@@ -158,7 +158,7 @@ struct ScanHead {
 
 struct WkvHead {
   int64_t length, size, step;  // of all that it is given and gives
-  bool past;
+  bool streaming;
   const float *r, *w, *k, *v, *a, *b, *state;
   float *y, *after;
 };

@@ -11,14 +11,14 @@
 
 namespace {
 
-constexpr int STATE_ROWS = 16;  // at a time: what they are given and give at a step is a line
-constexpr int IN_REGISTERS = 4;  // of these
-constexpr int MORE = 5;          // rows beside them that a step copies, where they are not whole
+constexpr int STATE_ROWS = 16;    // at a time: what they are given and give at a step is a line
+constexpr int REGISTER_ROWS = 4;  // of these
+constexpr int SCRATCH_ROWS = 5;   // rows beside them that a step copies, where they are not whole
 
 // One step of some rows, `stride` numbers apart, from s to `to`, which may be the same. k, q: zeros
 // from their size on. decay: of columns from i on.
 template <int ROWS, class Decay>
-INLINE void delta_some(const float *s, float *to, int64_t stride, const float *k, const float *q,
+INLINE void delta_step(const float *s, float *to, int64_t stride, const float *k, const float *q,
                        const float *v, const Decay &decay, float rate, float *y) {
   F32 sums[ROWS] = {};
   for (int64_t i = 0; i < stride; i += LANES) {
@@ -30,7 +30,7 @@ INLINE void delta_some(const float *s, float *to, int64_t stride, const float *k
   F32 change[ROWS];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++) {
-    change[r] = all((v[r] - sum(sums[r])) * rate);
+    change[r] = splat((v[r] - horizontal_sum(sums[r])) * rate);
     sums[r] = F32{};
   }
   for (int64_t i = 0; i < stride; i += LANES) {
@@ -43,18 +43,18 @@ INLINE void delta_some(const float *s, float *to, int64_t stride, const float *k
     }
   }
 #pragma GCC unroll 4
-  for (int r = 0; r < ROWS; r++) y[r] = sum(sums[r]);
+  for (int r = 0; r < ROWS; r++) y[r] = horizontal_sum(sums[r]);
 }
 
 // Likewise; b, c: zeros from their size on. x, y: of the rows. decay(r, i), dt(r), d(r): of row r,
 // and columns from i on.
 template <int ROWS, class Decay, class Each, class Through>
-INLINE void scan_some(const float *s, float *to, int64_t stride, const float *b, const float *c,
+INLINE void scan_step(const float *s, float *to, int64_t stride, const float *b, const float *c,
                       const float *x, const Decay &decay, const Each &dt, const Through &d,
                       float *y) {
   F32 sums[ROWS] = {}, added[ROWS];
 #pragma GCC unroll 4
-  for (int r = 0; r < ROWS; r++) added[r] = all(x[r] * dt(r));
+  for (int r = 0; r < ROWS; r++) added[r] = splat(x[r] * dt(r));
   for (int64_t i = 0; i < stride; i += LANES) {
     const F32 in = load<F32>(b + i), out = load<F32>(c + i);
 #pragma GCC unroll 4
@@ -65,12 +65,12 @@ INLINE void scan_some(const float *s, float *to, int64_t stride, const float *b,
     }
   }
 #pragma GCC unroll 4
-  for (int r = 0; r < ROWS; r++) y[r] = sum(sums[r]) + d(r) * x[r];
+  for (int r = 0; r < ROWS; r++) y[r] = horizontal_sum(sums[r]) + d(r) * x[r];
 }
 
 // Likewise, of RWKV-7. v, y: of the rows; the rest: zeros from their size on.
 template <int ROWS>
-INLINE void wkv_some(const float *s, float *to, int64_t stride, const float *const (&of)[5],
+INLINE void wkv_step(const float *s, float *to, int64_t stride, const float *const (&of)[5],
                      const float *v, float *y) {
   const float *const r_ = of[0], *const w = of[1], *const k = of[2], *const a = of[3];
   const float *const b = of[4];
@@ -84,7 +84,7 @@ INLINE void wkv_some(const float *s, float *to, int64_t stride, const float *con
   F32 found[ROWS], added[ROWS];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++) {
-    found[r] = all(sum(sums[r])), added[r] = all(v[r]);
+    found[r] = splat(horizontal_sum(sums[r])), added[r] = splat(v[r]);
     sums[r] = F32{};
   }
   for (int64_t i = 0; i < stride; i += LANES) {
@@ -99,35 +99,35 @@ INLINE void wkv_some(const float *s, float *to, int64_t stride, const float *con
     }
   }
 #pragma GCC unroll 4
-  for (int r = 0; r < ROWS; r++) y[r] = sum(sums[r]);
+  for (int r = 0; r < ROWS; r++) y[r] = horizontal_sum(sums[r]);
 }
 
 template <int ROWS>
-constexpr int SOME = ROWS < IN_REGISTERS ? ROWS : IN_REGISTERS;
+constexpr int BLOCK_ROWS = ROWS < REGISTER_ROWS ? ROWS : REGISTER_ROWS;
 
 // work(r, x, y) for all rows, from r on as many as registers hold. What is read from x, and
 // what goes to y, lies between by itself: a processor takes memory that lies alike in pages for the
 // same, and would have each step wait for the one before.
 template <int ROWS, class Work>
-INLINE void some_in_registers(const float *x, float *y, const Work &work) {
-  float given[ROWS], gives[ROWS];
-  memcpy(given, x, sizeof given);
-  for (int r = 0; r < ROWS; r += SOME<ROWS>) work(r, given + r, gives + r);
-  memcpy(y, gives, sizeof gives);
+INLINE void by_register_tiles(const float *x, float *y, const Work &work) {
+  float in[ROWS], out[ROWS];
+  memcpy(in, x, sizeof in);
+  for (int r = 0; r < ROWS; r += BLOCK_ROWS<ROWS>) work(r, in + r, out + r);
+  memcpy(y, out, sizeof out);
 }
 
 INLINE int64_t state_stride(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
 // A row as it lies, or copied to where zeros are behind it, up to whole registers.
-INLINE const float *whole_row(float *room, const float *from, int64_t size, int64_t stride) {
+INLINE const float *zero_padded(float *buffer, const float *from, int64_t size, int64_t stride) {
   if (size == stride) return from;
   for (int64_t i = 0; i < size; i += LANES)
-    store(room + i, some_numbers_at(TOAST_F32, from, i, int(size - i)));
-  return room;
+    store(buffer + i, some_floats_at(TOAST_F32, from, i, int(size - i)));
+  return buffer;
 }
 
 // Numbers to memory, past the caches where the processor can; to be seen after wrote_past.
-INLINE void write_past(float *to, const float *from, int64_t count) {
+INLINE void stream_row(float *to, const float *from, int64_t count) {
 #if defined(__x86_64__)
   int64_t i = 0;
   auto one_by_one = [&](int64_t end) {
@@ -148,7 +148,7 @@ INLINE void write_past(float *to, const float *from, int64_t count) {
 #endif
 }
 
-INLINE void wrote_past() {
+INLINE void stream_fence() {
 #if defined(__x86_64__)
   _mm_sfence();
 #endif
@@ -157,25 +157,25 @@ INLINE void wrote_past() {
 // Steps of some rows: step(t, the rows before it, and after it, from one to the next, room for two
 // more and the rows). Where rows are whole registers they are worked on where they lie.
 template <int ROWS, class Step>
-INLINE void over_steps(const float *state, float *after, int64_t size, int64_t length, bool past,
-                       const uint8_t *mask, float *room, const Step &step) {
+INLINE void run_steps(const float *state, float *after, int64_t size, int64_t length,
+                      bool streaming, const uint8_t *mask, float *buffer, const Step &step) {
   const int64_t stride = state_stride(size);
   const bool whole = size == stride;
-  float *const unused = room + (STATE_ROWS + MORE) * stride;
-  float *const to = whole && !past ? after : room;
+  float *const unused = buffer + (STATE_ROWS + SCRATCH_ROWS) * stride;
+  float *const to = whole && !streaming ? after : buffer;
   const float *from = whole && state ? state : to;
   if (!whole || !state) memset(to, 0, ROWS * stride * sizeof(float));
   for (int r = 0; !whole && state && r < ROWS; r++)
-    memcpy(room + r * stride, state + r * size, size * sizeof(float));
+    memcpy(buffer + r * stride, state + r * size, size * sizeof(float));
   for (int64_t t = 0; t < length; t++) {
-    const bool passing = mask && !mask[t];
-    step(t, from, passing ? unused : to, stride, room + STATE_ROWS * stride);
-    if (!passing) from = to;
+    const bool masked = mask && !mask[t];
+    step(t, from, masked ? unused : to, stride, buffer + STATE_ROWS * stride);
+    if (!masked) from = to;
   }
   if (from == after) return;
   for (int r = 0; r < ROWS; r++) {
-    if (past) {
-      write_past(after + r * size, from + r * stride, size);
+    if (streaming) {
+      stream_row(after + r * size, from + r * stride, size);
     } else {
       memcpy(after + r * size, from + r * stride, size * sizeof(float));
     }
@@ -183,65 +183,66 @@ INLINE void over_steps(const float *state, float *after, int64_t size, int64_t l
 }
 
 template <int ROWS>
-static void delta_block(const toast::DeltaHead &h, int64_t row, float *room) {
+static void delta_block(const toast::DeltaHead &h, int64_t row, float *buffer) {
   const int64_t size = h.key_size;
-  over_steps<ROWS>(
-      h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.past,
-      h.mask, room,
+  run_steps<ROWS>(
+      h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.streaming,
+      h.mask, buffer,
       [&](int64_t t, const float *s, float *to, int64_t stride, float *more) {
-        const float *k = whole_row(more, h.k + t * h.key_step, size, stride);
-        const float *q = whole_row(more + stride, h.q + t * h.key_step, size, stride);
+        const float *k = zero_padded(more, h.k + t * h.key_step, size, stride);
+        const float *q = zero_padded(more + stride, h.q + t * h.key_step, size, stride);
         const float *const decays = h.decays + t * h.gate_step * (h.columns ? size : 1);
         const float rate = h.rates[t * h.gate_step], *v = h.v + t * h.value_step + row;
         float *const out = h.y + t * h.y_step + row;
         auto with = [&](const auto &decay) {
-          some_in_registers<ROWS>(v, out, [&](int r, const float *x, float *y) {
-            delta_some<SOME<ROWS>>(s + r * stride, to + r * stride, stride, k, q, x, decay, rate,
-                                   y);
+          by_register_tiles<ROWS>(v, out, [&](int r, const float *x, float *y) {
+            delta_step<BLOCK_ROWS<ROWS>>(s + r * stride, to + r * stride, stride, k, q, x, decay,
+                                         rate, y);
           });
         };
         if (h.columns) {
-          const float *own = whole_row(more + 2 * stride, decays, size, stride);
+          const float *own = zero_padded(more + 2 * stride, decays, size, stride);
           with([&](int64_t i) { return load<F32>(own + i); });
         } else {
-          with([&](int64_t) { return all(*decays); });
+          with([&](int64_t) { return splat(*decays); });
         }
       });
 }
 
 // Of rows of a selective scan: how fast each number decays.
-INLINE void rates_of(const float *a_log, int64_t size, int64_t stride, int rows, float *rates) {
+INLINE void decay_rates(const float *a_log, int64_t size, int64_t stride, int rows, float *rates) {
   for (int r = 0; r < rows; r++)
     for (int64_t i = 0; i < stride; i += LANES) {
-      const F32 some = some_numbers_at(TOAST_F32, a_log + r * size, i, int(size - i));
+      const F32 some = some_floats_at(TOAST_F32, a_log + r * size, i, int(size - i));
       store(rates + r * stride + i, -exponential(some));
     }
 }
 
 // And dt of `rows` of them, no more than STATE_ROWS.
-INLINE void steps_of(const toast::ScanHead &h, const float *dt, int64_t row, int rows, float *to) {
+INLINE void time_steps(const toast::ScanHead &h, const float *dt, int64_t row, int rows,
+                       float *to) {
   for (int i = 0; i < rows; i += LANES) {
-    F32 some = some_numbers_at(TOAST_F32, dt, i, rows - i);
-    if (h.bias) some += some_numbers_at(TOAST_F32, h.bias + row, i, rows - i);
-    store(to + i, smaller(all(h.most), larger(all(h.least), softplus(some))));
+    F32 some = some_floats_at(TOAST_F32, dt, i, rows - i);
+    if (h.bias) some += some_floats_at(TOAST_F32, h.bias + row, i, rows - i);
+    store(to + i, minimum(splat(h.most), maximum(splat(h.least), softplus(some))));
   }
 }
 
 template <int ROWS>
-static void scan_block(const toast::ScanHead &h, int64_t row, float *room) {
+static void scan_block(const toast::ScanHead &h, int64_t row, float *buffer) {
   const int64_t size = h.state_size, whole = state_stride(size);
-  float *const rates = room + (2 * STATE_ROWS + MORE) * whole;
-  if (h.a_log) rates_of(h.a_log + row * size, size, whole, ROWS, rates);
-  over_steps<ROWS>(
-      h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.past,
-      h.mask, room,
+  float *const rates = buffer + (2 * STATE_ROWS + SCRATCH_ROWS) * whole;
+  if (h.a_log) decay_rates(h.a_log + row * size, size, whole, ROWS, rates);
+  run_steps<ROWS>(
+      h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.streaming,
+      h.mask, buffer,
       [&](int64_t t, const float *s, float *to, int64_t stride, float *more) {
-        const float *b = whole_row(more, h.b + t * h.group_step, size, stride);
-        const float *c = whole_row(more + stride, h.c + t * h.group_step, size, stride);
+        const float *b = zero_padded(more, h.b + t * h.group_step, size, stride);
+        const float *c = zero_padded(more + stride, h.c + t * h.group_step, size, stride);
         const int64_t at = t * h.x_step + row;
         auto with = [&](const auto &decay, const auto &dt, const auto &d) {
-          some_in_registers<ROWS>(h.x + at, h.y + at, [&](int r, const float *x, float *y) {
-            scan_some<SOME<ROWS>>(
+          by_register_tiles<ROWS>(h.x + at, h.y + at, [&](int r, const float *x, float *y) {
+            scan_step<BLOCK_ROWS<ROWS>>(
                 s + r * stride, to + r * stride, stride, b, c, x,
                 [&](int k, int64_t i) { return decay(r + k, i); },
                 [&](int k) { return dt(r + k); }, [&](int k) { return d(r + k); }, y);
@@ -249,77 +250,78 @@ static void scan_block(const toast::ScanHead &h, int64_t row, float *room) {
         };
         if (h.a_log) {
           alignas(64) float dts[STATE_ROWS];
-          steps_of(h, h.dt + at, row, ROWS, dts);
+          time_steps(h, h.dt + at, row, ROWS, dts);
           with([&](int r, int64_t i) {
                  return exponential(load<F32>(rates + r * stride + i) * dts[r]);
                },
                [&](int r) { return dts[r]; }, [&](int r) { return h.d[row + r]; });
         } else {
           const float kept = h.decays[t * h.gate_step], each = h.dt[t * h.gate_step];
-          with([&](int, int64_t) { return all(kept); }, [&](int) { return each; },
+          with([&](int, int64_t) { return splat(kept); }, [&](int) { return each; },
                [&](int) { return *h.d; });
         }
       });
 }
 
 template <int ROWS>
-static void wkv_block(const toast::WkvHead &h, int64_t row, float *room) {
+static void wkv_block(const toast::WkvHead &h, int64_t row, float *buffer) {
   const int64_t size = h.size;
-  over_steps<ROWS>(
-      h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.past,
-      nullptr, room,
+  run_steps<ROWS>(
+      h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.streaming,
+      nullptr, buffer,
       [&](int64_t t, const float *s, float *to, int64_t stride, float *more) {
         const float *of[] = {h.r, h.w, h.k, h.a, h.b};
         for (int i = 0; i < 5; i++)
-          of[i] = whole_row(more + i * stride, of[i] + t * h.step, size, stride);
+          of[i] = zero_padded(more + i * stride, of[i] + t * h.step, size, stride);
         const int64_t at = t * h.step + row;
-        some_in_registers<ROWS>(h.v + at, h.y + at, [&](int r, const float *v, float *y) {
-          wkv_some<SOME<ROWS>>(s + r * stride, to + r * stride, stride, of, v, y);
+        by_register_tiles<ROWS>(h.v + at, h.y + at, [&](int r, const float *v, float *y) {
+          wkv_step<BLOCK_ROWS<ROWS>>(s + r * stride, to + r * stride, stride, of, v, y);
         });
       });
 }
 
 template <class Block, class One>
-INLINE bool some_rows(int64_t size, bool past, int64_t first, int64_t end, const Block &block,
+INLINE bool by_blocks(int64_t size, bool streaming, int64_t first, int64_t end, const Block &block,
                       const One &one) {
-  const int64_t bytes = (3 * STATE_ROWS + MORE) * state_stride(size) * int64_t(sizeof(float));
-  auto room = static_cast<float *>(toast::scratch(toast::ROWS, bytes));
-  if (!room) return false;
+  const int64_t bytes =
+      (3 * STATE_ROWS + SCRATCH_ROWS) * state_stride(size) * int64_t(sizeof(float));
+  auto buffer = static_cast<float *>(toast::scratch(toast::ROWS, bytes));
+  if (!buffer) return false;
   int64_t row = first;
-  for (; row + STATE_ROWS <= end; row += STATE_ROWS) block(row, room);
-  for (; row < end; row++) one(row, room);
-  if (past) wrote_past();
+  for (; row + STATE_ROWS <= end; row += STATE_ROWS) block(row, buffer);
+  for (; row < end; row++) one(row, buffer);
+  if (streaming) stream_fence();
   return true;
 }
 
 static bool delta_rows(const toast::DeltaHead &h, int64_t first, int64_t end) {
-  return some_rows(
-      h.key_size, h.past, first, end,
-      [&](int64_t row, float *room) { delta_block<STATE_ROWS>(h, row, room); },
-      [&](int64_t row, float *room) { delta_block<1>(h, row, room); });
+  return by_blocks(
+      h.key_size, h.streaming, first, end,
+      [&](int64_t row, float *buffer) { delta_block<STATE_ROWS>(h, row, buffer); },
+      [&](int64_t row, float *buffer) { delta_block<1>(h, row, buffer); });
 }
 
 static bool scan_rows(const toast::ScanHead &h, int64_t first, int64_t end) {
-  return some_rows(
-      h.state_size, h.past, first, end,
-      [&](int64_t row, float *room) { scan_block<STATE_ROWS>(h, row, room); },
-      [&](int64_t row, float *room) { scan_block<1>(h, row, room); });
+  return by_blocks(
+      h.state_size, h.streaming, first, end,
+      [&](int64_t row, float *buffer) { scan_block<STATE_ROWS>(h, row, buffer); },
+      [&](int64_t row, float *buffer) { scan_block<1>(h, row, buffer); });
 }
 
 static bool wkv_rows(const toast::WkvHead &h, int64_t first, int64_t end) {
-  return some_rows(
-      h.size, h.past, first, end,
-      [&](int64_t row, float *room) { wkv_block<STATE_ROWS>(h, row, room); },
-      [&](int64_t row, float *room) { wkv_block<1>(h, row, room); });
+  return by_blocks(
+      h.size, h.streaming, first, end,
+      [&](int64_t row, float *buffer) { wkv_block<STATE_ROWS>(h, row, buffer); },
+      [&](int64_t row, float *buffer) { wkv_block<1>(h, row, buffer); });
 }
 
 static void column_decays(const float *a, const float *bias, float a_log, int64_t count,
                           float *out) {
-  const F32 rate = -exponential(all(a_log));
+  const F32 rate = -exponential(splat(a_log));
   for (int64_t i = 0; i < count; i += LANES) {
     const int there = int(count - i < LANES ? count - i : LANES);
-    const F32 x = some_numbers_at(TOAST_F32, a, i, there) +
-                  some_numbers_at(TOAST_F32, bias, i, there);
+    const F32 x = some_floats_at(TOAST_F32, a, i, there) +
+                  some_floats_at(TOAST_F32, bias, i, there);
     put_some(TOAST_F32, out, i, exponential(rate * softplus(x)), there);
   }
 }
@@ -330,11 +332,11 @@ static void linear_rows(const toast_linear &l, int64_t batch, int64_t first, int
   for (int64_t i = first; i < end; i += LANES) {
     const int there = int(end - i < LANES ? end - i : LANES);
     F32 now = {};
-    if (l.state) now = some_numbers_at(TOAST_F32, l.state + batch * l.channels, i, there);
+    if (l.state) now = some_floats_at(TOAST_F32, l.state + batch * l.channels, i, there);
     for (int64_t t = 0; t < l.length; t++) {
       const int64_t at = (batch * l.length + t) * l.channels;
-      const F32 kept = some_numbers_at(TOAST_F32, l.decays + at, i, there);
-      now = multiply_add(kept, now, some_numbers_at(TOAST_F32, l.x + at, i, there));
+      const F32 kept = some_floats_at(TOAST_F32, l.decays + at, i, there);
+      now = multiply_add(kept, now, some_floats_at(TOAST_F32, l.x + at, i, there));
       put_some(TOAST_F32, h + at, i, now, there);
     }
   }

@@ -18,43 +18,43 @@ INLINE float mean_over(const toast::Norm &n, int64_t start, F32 mean, const Add 
   for (int64_t k = 0; k < n.columns; k += CHAINS * LANES)
     for (int i = 0; i < CHAINS && k + i * LANES < n.columns; i++) {
       const int64_t at = k + i * LANES;
-      F32 x = some_numbers_at(n.x->type, n.x->data, start + at, int(n.columns - at));
+      F32 x = some_floats_at(n.x->type, n.x->data, start + at, int(n.columns - at));
       if (n.centred) {
         x -= mean;
         for (int64_t over = n.columns - at; over < LANES; over++) x[over] = 0;
       }
       sums[i] = add(x, sums[i]);
     }
-  return sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / float(n.columns);
+  return horizontal_sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / float(n.columns);
 }
 
 static void norm_row(const toast::Norm &n, int64_t row) {
   const int64_t start = row * n.x->stride, to = row * n.columns;
   F32 mean = {};
-  if (n.centred) mean = all(mean_over(n, start, mean, [](F32 x, F32 s) { return x + s; }));
+  if (n.centred) mean = splat(mean_over(n, start, mean, [](F32 x, F32 s) { return x + s; }));
   const float variance =
       mean_over(n, start, mean, [](F32 x, F32 s) { return multiply_add(x, x, s); });
-  const F32 scale = all(1.0f / sqrtf(variance + n.eps));
+  const F32 scale = splat(1.0f / sqrtf(variance + n.eps));
   for (int64_t k = 0; k < n.columns; k += LANES) {
     const int some = int(n.columns - k < LANES ? n.columns - k : LANES);
-    F32 y = some_numbers_at(n.x->type, n.x->data, start + k, some);
+    F32 y = some_floats_at(n.x->type, n.x->data, start + k, some);
     y = (n.centred ? y - mean : y) * scale;
-    y *= n.weight ? some_numbers_at(n.weight_type, n.weight, k, some) + n.plus : all(n.plus);
-    if (n.bias) y += some_numbers_at(n.weight_type, n.bias, k, some);
+    y *= n.weight ? some_floats_at(n.weight_type, n.weight, k, some) + n.plus : splat(n.plus);
+    if (n.bias) y += some_floats_at(n.weight_type, n.bias, k, some);
     put_some(n.out_type, n.out, to + k, y, some);
   }
 }
 
-static void turns_at(const toast_rotation &r, float position, float *cos, float *sin) {
+static void rotation_at(const toast_rotation &r, float position, float *cos, float *sin) {
   const int64_t half = r.dims / 2;
   const float scaled = position * r.scale;
   for (int64_t i = 0; i < half; i += LANES) {
     const int some = int(half - i < LANES ? half - i : LANES);
-    F32 angle = some_numbers_at(TOAST_F32, r.frequencies, i, some);
+    F32 angle = some_floats_at(TOAST_F32, r.frequencies, i, some);
     angle = (r.inverse ? 1.0f / angle : angle) * scaled;  // not contracted: MLX's angles
     float c[LANES], s[LANES];
-    if (largest((F32)((U32)angle & 0x7fffffff)) < MOST_ANGLE) {
-      Turn t = turned(angle);
+    if (horizontal_max((F32)((U32)angle & 0x7fffffff)) < MAX_ANGLE) {
+      SinCos t = sin_cos(angle);
       store(c, t.cos);
       store(s, t.sin);
     } else {
@@ -77,17 +77,17 @@ INLINE F32 swapped(F32 v) {  // the numbers of each pair
 static void rotate_head(const toast_heads &x, const toast_rotation &r, const float *cos,
                         const float *sin, int64_t from, int64_t to, void *out) {
   auto turn = [&](int64_t k, F32 a, F32 partner, int some) {
-    F32 c = some_numbers_at(TOAST_F32, cos, k, some), s = some_numbers_at(TOAST_F32, sin, k, some);
+    F32 c = some_floats_at(TOAST_F32, cos, k, some), s = some_floats_at(TOAST_F32, sin, k, some);
     put_some(x.type, out, to + k, multiply_add(a, c, partner * s), some);
   };
   const int64_t half = r.dims / 2, parts = r.traditional ? r.dims : half;
   for (int64_t k = 0; k < parts; k += LANES) {
     const int some = int(parts - k < LANES ? parts - k : LANES);
-    F32 a = some_numbers_at(x.type, x.data, from + k, some);
+    F32 a = some_floats_at(x.type, x.data, from + k, some);
     if (r.traditional) {
       turn(k, a, swapped(a), some);
     } else {
-      F32 b = some_numbers_at(x.type, x.data, from + half + k, some);
+      F32 b = some_floats_at(x.type, x.data, from + half + k, some);
       turn(k, a, b, some);
       turn(half + k, b, a, some);
     }
@@ -99,37 +99,38 @@ static void rotate_head(const toast_heads &x, const toast_rotation &r, const flo
 
 // x times the share of the normal distribution below it (Abramowitz and Stegun 7.1.26, to 1e-7).
 INLINE F32 erf_gelu(F32 x) {
-  F32 size = (F32)((U32)x & 0x7fffffff), t = 1.0f / multiply_add(size, all(0.23164189f), all(1.0f));
-  F32 p = multiply_add(t, all(0.5307027145f), all(-0.7265760135f));
-  p = multiply_add(p, t, all(0.7107068705f));
-  p = multiply_add(p, t, all(-0.142248368f));
-  p = multiply_add(p, t, all(0.1274147955f));
+  F32 size = (F32)((U32)x & 0x7fffffff);
+  F32 t = 1.0f / multiply_add(size, splat(0.23164189f), splat(1.0f));
+  F32 p = multiply_add(t, splat(0.5307027145f), splat(-0.7265760135f));
+  p = multiply_add(p, t, splat(0.7107068705f));
+  p = multiply_add(p, t, splat(-0.142248368f));
+  p = multiply_add(p, t, splat(0.1274147955f));
   F32 beyond = p * t * exponential(x * x * -0.5f);
   return x * (x > 0 ? 1.0f - beyond : beyond);
 }
 
 INLINE F32 activated(int activation, F32 x) {
   if (activation == TOAST_FINITE) {
-    F32 size = (F32)((U32)x & 0x7fffffff), guard = all(1e4f);
+    F32 size = (F32)((U32)x & 0x7fffffff), guard = splat(1e4f);
     F32 y = size == INFINITY ? (x > 0 ? guard : -guard) : x;
     return x == x ? y : F32{};
   }
   if (activation == TOAST_ERF) return erf_gelu(x);
   if (activation == TOAST_RELU2) return x > 0 || x != x ? x * x : F32{};
   F32 y = x;
-  if (activation == TOAST_OAI) x = smaller(all(7.0f), x), y = x * 1.702f;
+  if (activation == TOAST_OAI) x = minimum(splat(7.0f), x), y = x * 1.702f;
   if (activation == TOAST_GELU)  // (1 + tanh(z)) / 2 is 1 / (1 + exp(-2 z))
-    y = multiply_add(x * x * x, all(0.044715f), x) * 1.5957691216057308f;
-  return (activation == TOAST_SIGMOID ? all(1.0f) : x) / (exponential(-y) + 1.0f);
+    y = multiply_add(x * x * x, splat(0.044715f), x) * 1.5957691216057308f;
+  return (activation == TOAST_SIGMOID ? splat(1.0f) : x) / (exponential(-y) + 1.0f);
 }
 
 static void gate_numbers(const toast::Gate &g, int64_t first, int64_t end) {
   for (int64_t k = first; k < end; k += LANES) {
     const int some = int(end - k < LANES ? end - k : LANES);
-    F32 y = activated(g.activation, some_numbers_at(g.type, g.gate, k, some));
+    F32 y = activated(g.activation, some_floats_at(g.type, g.gate, k, some));
     if (g.x) {
-      F32 x = some_numbers_at(g.type, g.x, k, some);
-      y *= g.activation == TOAST_OAI ? smaller(all(7.0f), larger(all(-7.0f), x)) + 1.0f : x;
+      F32 x = some_floats_at(g.type, g.x, k, some);
+      y *= g.activation == TOAST_OAI ? minimum(splat(7.0f), maximum(splat(-7.0f), x)) + 1.0f : x;
     }
     put_some(g.type, g.out, k, y, some);
   }
@@ -137,25 +138,25 @@ static void gate_numbers(const toast::Gate &g, int64_t first, int64_t end) {
 
 // Lanes of the last ones that are not there: so low that exp of it is 0.
 INLINE F32 some_or_least(int type, const void *x, int64_t at, int some) {
-  F32 v = some_numbers_at(type, x, at, some);
+  F32 v = some_floats_at(type, x, at, some);
   for (int i = some; i < LANES; i++) v[i] = -INFINITY;
   return v;
 }
 
-static float most(int type, const void *x, int64_t first, int64_t count) {
-  F32 most = all(-INFINITY);
+static float row_max(int type, const void *x, int64_t first, int64_t count) {
+  F32 max = splat(-INFINITY);
   for (int64_t k = 0; k < count; k += LANES) {
     const int some = int(count - k < LANES ? count - k : LANES);
-    most = larger(some_or_least(type, x, first + k, some), most);
+    max = maximum(some_or_least(type, x, first + k, some), max);
   }
-  return largest(most);
+  return horizontal_max(max);
 }
 
-static int64_t place(int type, const void *x, int64_t first, int64_t count, float number) {
+static int64_t find_value(int type, const void *x, int64_t first, int64_t count, float number) {
   for (int64_t k = 0; k < count; k += LANES) {
     const int some = int(count - k < LANES ? count - k : LANES);
-    F32 v = some_numbers_at(type, x, first + k, some);
-    if (!sum(v == number ? all(1) : F32{})) continue;
+    F32 v = some_floats_at(type, x, first + k, some);
+    if (!horizontal_sum(v == number ? splat(1) : F32{})) continue;
     for (int i = 0; i < some; i++)
       if (v[i] == number) return k + i;
   }
@@ -164,11 +165,11 @@ static int64_t place(int type, const void *x, int64_t first, int64_t count, floa
 
 static toast::Exponentials exponentials(int type, const void *x, int64_t first, int64_t count) {
   F32 totals = {}, products = {};
-  const float top = most(type, x, first, count);
+  const float top = row_max(type, x, first, count);
   if (top == -INFINITY) {  // all of them, or NaN
     float total = 0;
     for (int64_t k = 0; k < count; k += LANES)
-      total += sum(some_numbers_at(type, x, first + k, int(count - k)));
+      total += horizontal_sum(some_floats_at(type, x, first + k, int(count - k)));
     return {top, total == total ? 0 : total, 0};
   }
   constexpr int64_t BLOCK = 512;  // added up by themselves: fewer roundings one after another
@@ -178,56 +179,58 @@ static toast::Exponentials exponentials(int type, const void *x, int64_t first, 
       const int some = int(count - k < LANES ? count - k : LANES);
       F32 apart = some_or_least(type, x, first + k, some) - top, of = exponential(apart);
       part += of;
-      product = multiply_add(of, larger(apart, all(toast::FARTHEST)), product);
+      product = multiply_add(of, maximum(apart, splat(toast::MIN_EXPONENT)), product);
     }
     totals += part;
     products += product;
   }
-  return {top, sum(totals), sum(products)};
+  return {top, horizontal_sum(totals), horizontal_sum(products)};
 }
 
-static void shares(int type, const void *x, int64_t first, int64_t count, toast::Exponentials of,
-                   void *out, int out_type, int64_t to) {
+static void softmax_part(int type, const void *x, int64_t first, int64_t count,
+                         toast::Exponentials of, void *out, int out_type, int64_t to) {
   for (int64_t k = 0; k < count; k += LANES) {
     const int some = int(count - k < LANES ? count - k : LANES);
-    F32 y = exponential(some_numbers_at(type, x, first + k, some) - of.most) / of.sum;
+    F32 y = exponential(some_floats_at(type, x, first + k, some) - of.max) / of.sum;
     put_some(out_type, out, to + k, y, some);
   }
 }
 
-static void weigh_row(const toast::Weighing &w, int64_t row) {
+static void weighted_sum(const toast::WeightedSum &w, int64_t row) {
   for (int64_t k = 0; k < w.columns; k += LANES) {
     const int some = int(w.columns - k < LANES ? w.columns - k : LANES);
     F32 total = {};
     for (int64_t i = row * w.group; i < (row + 1) * w.group; i++) {
-      F32 x = some_numbers_at(w.x->type, w.x->data, i * w.x->stride + k, some);
-      total = multiply_add(x, all(w.weights[i]), total);
+      F32 x = some_floats_at(w.x->type, w.x->data, i * w.x->stride + k, some);
+      total = multiply_add(x, splat(w.weights[i]), total);
     }
     put_some(w.out_type, w.out, row * w.columns + k, total, some);
   }
 }
 
-constexpr float MOST_KEPT = 3e38f;  // 127 scales of it are finite
+constexpr float MAX_QUANTISED = 3e38f;  // 127 scales of it are finite
 
 // Divided by the scale and rounded to the nearest, ties to even, as MLX's operations would.
 static void quantise_row(int type, const void *x, int64_t from, int64_t count, void *row) {
   auto numbers = [&](int64_t k) __attribute__((always_inline)) {
-    F32 v = some_numbers_at(type, x, from + k, int(count - k < LANES ? count - k : LANES));
-    return v > MOST_KEPT ? all(MOST_KEPT) : v < -MOST_KEPT ? all(-MOST_KEPT) : v;
+    F32 v = some_floats_at(type, x, from + k, int(count - k < LANES ? count - k : LANES));
+    return v > MAX_QUANTISED    ? splat(MAX_QUANTISED)
+           : v < -MAX_QUANTISED ? splat(-MAX_QUANTISED)
+                                : v;
   };
-  F32 most = {}, none = {};
+  F32 max = {}, nan = {};
   for (int64_t k = 0; k < count; k += LANES) {
     F32 v = numbers(k);
-    most = larger((F32)((U32)v & 0x7fffffff), most);
-    none += v * 0.0f;  // NaN where one is
+    max = maximum((F32)((U32)v & 0x7fffffff), max);
+    nan += v * 0.0f;  // NaN where one is
   }
-  const float scale = largest(most) / 127.0f + sum(none);
+  const float scale = horizontal_max(max) / 127.0f + horizontal_sum(nan);
   auto out = static_cast<int8_t *>(row);
   for (int64_t k = 0; k < count; k += LANES) {
     F32 v = scale > 0 ? numbers(k) / scale : F32{};
-    v = smaller(all(127.0f), larger(all(-127.0f), v));
-    constexpr float WHOLE = 0x1.8p23f;  // above it numbers are whole
-    const I8 bytes = __builtin_convertvector(v + WHOLE - WHOLE, I8);
+    v = minimum(splat(127.0f), maximum(splat(-127.0f), v));
+    constexpr float MAGIC = 0x1.8p23f;  // above it numbers are whole
+    const I8 bytes = __builtin_convertvector(v + MAGIC - MAGIC, I8);
     memcpy(out + k, &bytes, count - k < LANES ? count - k : LANES);
   }
   memcpy(out + count, &scale, sizeof scale);
@@ -235,43 +238,44 @@ static void quantise_row(int type, const void *x, int64_t from, int64_t count, v
 
 static void dequantise_row(const void *row, int64_t count, float *out) {
   for (int64_t k = 0; k < count; k += LANES)
-    put_some(TOAST_F32, out, k, numbers_of_row(TOAST_I8, row, count, k),
+    put_some(TOAST_F32, out, k, floats_of_row(TOAST_I8, row, count, k),
              int(count - k < LANES ? count - k : LANES));
 }
 
-static void keep(int type, const void *x, int64_t from, int64_t count, void *out, int out_type,
-                 int64_t to) {
+static void store_row(int type, const void *x, int64_t from, int64_t count, void *out, int out_type,
+                      int64_t to) {
   if (out_type == TOAST_I8)
     return quantise_row(type, x, from, count, static_cast<int8_t *>(out) + to);
-  const F32 most = all(out_type == TOAST_F16 ? 65504.0f : INFINITY);
+  const F32 max = splat(out_type == TOAST_F16 ? 65504.0f : INFINITY);
   for (int64_t k = 0; k < count; k += LANES) {
     const int some = int(count - k < LANES ? count - k : LANES);
-    F32 v = smaller(most, some_numbers_at(type, x, from + k, some));  // NaN stays
-    put_some(out_type, out, to + k, larger(-most, v), some);
+    F32 v = minimum(max, some_floats_at(type, x, from + k, some));  // NaN stays
+    put_some(out_type, out, to + k, maximum(-max, v), some);
   }
 }
 
-INLINE float number_at(int type, const void *p, int64_t i) {
+INLINE float float_at(int type, const void *p, int64_t i) {
   if (type == TOAST_F32) return static_cast<const float *>(p)[i];
-  return some_numbers_at(type, p, i, 1)[0];
+  return some_floats_at(type, p, i, 1)[0];
 }
 
 // Rows before there are any have zeros.
 INLINE F32 position_at(const toast_convolution &c, int64_t batch, int64_t t, int64_t channel,
                        int some) {
   if (t >= 0)
-    return some_numbers_at(c.type, c.x, batch * c.strides[0] + t * c.strides[1] + channel, some);
+    return some_floats_at(c.type, c.x, batch * c.strides[0] + t * c.strides[1] + channel, some);
   const int64_t row = batch * c.before_strides[0] + (t + c.kernel - 1) * c.before_strides[1];
-  return c.before ? some_numbers_at(c.type, c.before, row + channel, some) : F32{};
+  return c.before ? some_floats_at(c.type, c.before, row + channel, some) : F32{};
 }
 
 static void convolve_channels(const toast_convolution &c, int64_t batch, int64_t first,
                               int64_t end, void *out, int out_type) {
-  float weights[toast::MOST_KERNEL + 1][toast::CONVOLVED];  // position by position; then the bias
+  float weights[toast::MOST_KERNEL + 1][toast::CHANNEL_BLOCK];  // position by position; then the
+                                                                // bias
   for (int64_t i = 0; i < end - first; i++) {
     for (int64_t j = 0; j < c.kernel; j++)
-      weights[j][i] = number_at(c.weight_type, c.weight, (first + i) * c.kernel + j);
-    weights[c.kernel][i] = c.bias ? number_at(c.weight_type, c.bias, first + i) : 0;
+      weights[j][i] = float_at(c.weight_type, c.weight, (first + i) * c.kernel + j);
+    weights[c.kernel][i] = c.bias ? float_at(c.weight_type, c.bias, first + i) : 0;
   }
   const float *x = static_cast<const float *>(c.x) + batch * c.strides[0];  // if it is of floats
   for (int64_t t = 0; t < c.length; t++) {
@@ -281,7 +285,7 @@ static void convolve_channels(const toast_convolution &c, int64_t batch, int64_t
       const int some = int(end - i < LANES ? end - i : LANES);
       const int64_t at = (batch * c.length + t) * c.out_step + i;
       const bool whole = plain && some == LANES;
-      F32 y = some_numbers_at(TOAST_F32, weights[c.kernel], i - first, some);
+      F32 y = some_floats_at(TOAST_F32, weights[c.kernel], i - first, some);
       if (whole) {
         for (int64_t j = 0; j < c.kernel; j++)
           y = multiply_add(load<F32>(x + (from + j) * c.strides[1] + i),
@@ -289,7 +293,7 @@ static void convolve_channels(const toast_convolution &c, int64_t batch, int64_t
       } else {
         for (int64_t j = 0; j < c.kernel; j++)
           y = multiply_add(position_at(c, batch, from + j, i, some),
-                           some_numbers_at(TOAST_F32, weights[j], i - first, some), y);
+                           some_floats_at(TOAST_F32, weights[j], i - first, some), y);
       }
       if (c.silu) y = activated(TOAST_SILU, y);
       if (whole) {
@@ -302,8 +306,9 @@ static void convolve_channels(const toast_convolution &c, int64_t batch, int64_t
 }
 
 const toast::RowInstructions row_functions = {
-    norm_row, turns_at, rotate_head, gate_numbers,      most,
-    place,    exponentials, shares,  weigh_row, keep, dequantise_row, convolve_channels,
+    norm_row,     rotation_at,  rotate_head, gate_numbers,   row_max,
+    find_value,   exponentials, softmax_part, weighted_sum,  store_row,
+    dequantise_row, convolve_channels,
     {delta_rows, scan_rows, wkv_rows, linear_rows, column_decays}};
 
 }  // namespace

@@ -19,19 +19,19 @@ bool is_type(int type) { return type >= TOAST_F32 && type <= TOAST_BF16; }
 int rotate(const toast_heads &x, const toast_rotation &r, void *out) {
   const RowInstructions &code = *instructions().rows;
   const int64_t tables = r.offset_count, positions = tables * x.length;
-  auto turns = memory<float>(positions * 2 * r.dims);
-  if (!turns) return 2;
+  auto table = memory<float>(positions * 2 * r.dims);
+  if (!table) return 2;
   share(positions, r.dims * 4, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i++) {
-      float *cos = turns.get() + i * 2 * r.dims;
+      float *cos = table.get() + i * 2 * r.dims;
       const float position = float(i % x.length) + float(r.offsets[i / x.length]);
-      code.turns(r, position, cos, cos + r.dims);
+      code.rotation_table(r, position, cos, cos + r.dims);
     }
   });
   share(x.batch * x.heads * x.length, x.size, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i++) {
       const int64_t l = i % x.length, h = i / x.length % x.heads, b = i / x.length / x.heads;
-      const float *cos = turns.get() + ((tables > 1 ? b : 0) * x.length + l) * 2 * r.dims;
+      const float *cos = table.get() + ((tables > 1 ? b : 0) * x.length + l) * 2 * r.dims;
       const int64_t from = b * x.strides[0] + h * x.strides[1] + l * x.strides[2];
       code.rotate(x, r, cos, cos + r.dims, from, i * x.size, out);
     }
@@ -40,13 +40,13 @@ int rotate(const toast_heads &x, const toast_rotation &r, void *out) {
 }
 
 // Of parts of a row, in their order. All threads cut rows alike.
-Exponentials together(const Exponentials *parts, int64_t count) {
+Exponentials combine(const Exponentials *parts, int64_t count) {
   Exponentials all = {-INFINITY, 0, 0};
   for (int64_t i = 0; i < count; i++)
-    if (parts[i].most > all.most) all.most = parts[i].most;
+    if (parts[i].max > all.max) all.max = parts[i].max;
   for (int64_t i = 0; i < count; i++) {
-    const bool none = parts[i].most == all.most;  // both may be infinite
-    const float apart = none ? 0 : fmaxf(parts[i].most - all.most, FARTHEST), scale = expf(apart);
+    const bool none = parts[i].max == all.max;  // both may be infinite
+    const float apart = none ? 0 : fmaxf(parts[i].max - all.max, MIN_EXPONENT), scale = expf(apart);
     all.sum += parts[i].sum * scale;
     all.weighted += (parts[i].weighted + parts[i].sum * apart) * scale;
   }
@@ -55,7 +55,7 @@ Exponentials together(const Exponentials *parts, int64_t count) {
 
 // done(row, the exponentials of it) for all rows; false for no memory.
 template <class Done>
-bool sum_up(const toast_vectors &x, int64_t columns, const Done &done) {
+bool reduce_rows(const toast_vectors &x, int64_t columns, const Done &done) {
   const RowInstructions &code = *instructions().rows;
   const int64_t parts = (columns + CHUNK - 1) / CHUNK;
   auto found = memory<Exponentials>(x.count * parts);
@@ -67,7 +67,7 @@ bool sum_up(const toast_vectors &x, int64_t columns, const Done &done) {
       found[i] = code.exponentials(x.type, x.data, row * x.stride + from, count);
     }
   });
-  for (int64_t row = 0; row < x.count; row++) done(row, together(&found[row * parts], parts));
+  for (int64_t row = 0; row < x.count; row++) done(row, combine(&found[row * parts], parts));
   return true;
 }
 
@@ -75,14 +75,14 @@ int softmax(const toast_vectors &x, int64_t columns, void *out, int out_type) {
   const RowInstructions &code = *instructions().rows;
   auto rows = memory<Exponentials>(x.count);
   if (!rows) return 2;
-  if (!sum_up(x, columns, [&](int64_t row, Exponentials of) { rows[row] = of; })) return 2;
+  if (!reduce_rows(x, columns, [&](int64_t row, Exponentials of) { rows[row] = of; })) return 2;
   const int64_t parts = (columns + CHUNK - 1) / CHUNK;
   share(x.count * parts, columns < CHUNK ? columns : CHUNK, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i++) {
       const int64_t row = i / parts, from = i % parts * CHUNK;
       const int64_t count = columns - from < CHUNK ? columns - from : CHUNK;
-      code.shares(x.type, x.data, row * x.stride + from, count, rows[row], out, out_type,
-                  row * columns + from);
+      code.softmax(x.type, x.data, row * x.stride + from, count, rows[row], out, out_type,
+                   row * columns + from);
     }
   });
   return 0;
@@ -91,23 +91,23 @@ int softmax(const toast_vectors &x, int64_t columns, void *out, int out_type) {
 int largest(const toast_vectors &x, int64_t columns, uint32_t *out) {
   const RowInstructions &code = *instructions().rows;
   const int64_t parts = (columns + CHUNK - 1) / CHUNK;
-  auto most = memory<float>(x.count * parts);
-  if (!most) return 2;
+  auto max = memory<float>(x.count * parts);
+  if (!max) return 2;
   auto in_part = [&](int64_t i, auto &&work) {
     const int64_t from = i % parts * CHUNK;
     return work(i / parts * x.stride + from, columns - from < CHUNK ? columns - from : CHUNK);
   };
   share(x.count * parts, columns < CHUNK ? columns : CHUNK, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i++)
-      most[i] = in_part(i, [&](int64_t at, int64_t n) { return code.most(x.type, x.data, at, n); });
+      max[i] = in_part(i, [&](int64_t at, int64_t n) { return code.max(x.type, x.data, at, n); });
   });
   for (int64_t row = 0; row < x.count; row++) {
-    const float *own = &most[row * parts], number = *std::max_element(own, own + parts);
+    const float *own = &max[row * parts], number = *std::max_element(own, own + parts);
     int64_t found = -1;
     for (int64_t part = 0; part < parts && found < 0; part++) {
       if (own[part] != number) continue;  // NaN hides what is -inf only
       found = in_part(row * parts + part, [&](int64_t at, int64_t n) {
-        return code.place(x.type, x.data, at, n, number);
+        return code.find(x.type, x.data, at, n, number);
       });
       if (found >= 0) found += part * CHUNK;
     }
@@ -147,7 +147,7 @@ int scores_of(const toast_vectors &x, int64_t columns, int32_t how, float *out) 
   if (!(how & (TOAST_CHOSEN | TOAST_SCORED))) return softmax(x, columns, out, TOAST_F32);
   const RowInstructions &code = *instructions().rows;
   for (int64_t row = 0; row < x.count; row++)  // to float32: nothing is beyond it
-    code.keep(x.type, x.data, row * x.stride, columns, out, TOAST_F32, row * columns);
+    code.store(x.type, x.data, row * x.stride, columns, out, TOAST_F32, row * columns);
   if (how & TOAST_SCORED)
     code.gate({out, nullptr, TOAST_F32, TOAST_SIGMOID, out}, 0, x.count * columns);
   return 0;
@@ -176,7 +176,7 @@ void drop_groups(const toast_choice &choice, int64_t columns, float *numbers) {
     std::fill_n(numbers + groups[i].second * size, size, 0.0f);
 }
 
-int norms(const Norm &norm) {
+int normalise(const Norm &norm) {
   if (!is_type(norm.x->type) || !is_type(norm.weight_type) || !is_type(norm.out_type)) return 1;
   const RowInstructions &code = *instructions().rows;
   share(norm.x->count, norm.columns, [&](int64_t first, int64_t end) {
@@ -192,13 +192,14 @@ extern "C" {
 
 int toast_rms_norm(const toast_vectors *x, int64_t columns, const void *weight,
                    int32_t weight_type, float plus, float eps, void *out, int32_t out_type) {
-  return toast::norms({x, columns, weight, weight_type, plus, eps, out, out_type, false, nullptr});
+  return toast::normalise({x, columns, weight, weight_type, plus, eps, out, out_type, false,
+                           nullptr});
 }
 
 int toast_layer_norm(const toast_vectors *x, int64_t columns, const void *weight, const void *bias,
                      int32_t weight_type, float eps, void *out, int32_t out_type) {
   const float plus = weight ? 0 : 1;
-  return toast::norms({x, columns, weight, weight_type, plus, eps, out, out_type, true, bias});
+  return toast::normalise({x, columns, weight, weight_type, plus, eps, out, out_type, true, bias});
 }
 
 int toast_rotate(const toast_heads *x, const toast_rotation *rotation, void *out) {
@@ -223,7 +224,7 @@ int toast_append(const toast_heads *x, int64_t positions, int64_t first, void *o
       const int64_t l = i % length, h = i / length % heads, b = i / length / heads;
       const int64_t from = b * x->strides[0] + h * x->strides[1] + l * x->strides[2];
       const int64_t to = b * out_strides[0] + h * out_strides[1] + (first + l) * out_strides[2];
-      code.keep(x->type, x->data, from, x->size, out, out_type, to);
+      code.store(x->type, x->data, from, x->size, out, out_type, to);
     }
   });
   return 0;
@@ -257,11 +258,12 @@ int toast_convolve(const toast_convolution *convolution, void *out, int32_t out_
   const bool known = is_type(c.type) && is_type(c.weight_type) && is_type(out_type);
   if (!known || c.kernel <= 0 || c.kernel > MOST_KERNEL) return 1;
   const RowInstructions &code = *instructions().rows;
-  const int64_t parts = (c.channels + CONVOLVED - 1) / CONVOLVED;
-  share(c.batch * parts, CONVOLVED * c.kernel * (c.length + 1), [&](int64_t first, int64_t end) {
+  const int64_t parts = (c.channels + CHANNEL_BLOCK - 1) / CHANNEL_BLOCK;
+  share(c.batch * parts, CHANNEL_BLOCK * c.kernel * (c.length + 1),
+        [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i++) {
-      const int64_t from = i % parts * CONVOLVED, left = c.channels - from;
-      code.convolve(c, i / parts, from, from + (left < CONVOLVED ? left : CONVOLVED), out,
+      const int64_t from = i % parts * CHANNEL_BLOCK, left = c.channels - from;
+      code.convolve(c, i / parts, from, from + (left < CHANNEL_BLOCK ? left : CHANNEL_BLOCK), out,
                     out_type);
     }
   });
@@ -275,17 +277,17 @@ int toast_softmax(const toast_vectors *x, int64_t columns, void *out, int32_t ou
 
 int toast_log_sum_exp(const toast_vectors *x, int64_t columns, float *out) {
   if (!toast::is_type(x->type)) return 1;
-  return toast::sum_up(*x, columns, [&](int64_t row, toast::Exponentials of) {
-    const bool ends = of.most == INFINITY || !of.sum;
-    out[row] = ends ? of.most : of.most + logf(of.sum);
+  return toast::reduce_rows(*x, columns, [&](int64_t row, toast::Exponentials of) {
+    const bool ends = of.max == INFINITY || !of.sum;
+    out[row] = ends ? of.max : of.max + logf(of.sum);
   }) ? 0 : 2;
 }
 
 int toast_distribution(const toast_vectors *x, int64_t columns, float *out) {
   if (!toast::is_type(x->type)) return 1;
-  return toast::sum_up(*x, columns, [&](int64_t row, toast::Exponentials of) {
+  return toast::reduce_rows(*x, columns, [&](int64_t row, toast::Exponentials of) {
     const float log_sum = of.sum ? logf(of.sum) : NAN;
-    out[3 * row] = of.most;
+    out[3 * row] = of.max;
     out[3 * row + 1] = log_sum;
     out[3 * row + 2] = log_sum - of.weighted / of.sum;
   }) ? 0 : 2;
@@ -362,11 +364,11 @@ int toast_blend(const toast_vectors *x, int64_t columns, int64_t group, const fl
                 const float *more, const float *gates, float *out) {
   using namespace toast;
   if (!is_type(x->type) || group <= 0 || x->count % group) return 1;
-  const Weighing all = {x, columns, group, weights, out, TOAST_F32};
+  const WeightedSum all = {x, columns, group, weights, out, TOAST_F32};
   const RowInstructions &code = *instructions().rows;
   share(x->count / group, columns * (group + 1), [&](int64_t first, int64_t end) {
     for (int64_t row = first; row < end; row++) {
-      code.weigh(all, row);
+      code.weighted_sum(all, row);
       const float gate = 1 / (1 + expf(-gates[row]));
       for (int64_t k = row * columns; k < (row + 1) * columns; k++) out[k] += gate * more[k];
     }
@@ -378,10 +380,10 @@ int toast_weighted_sums(const toast_vectors *x, int64_t columns, int64_t group,
                         const float *weights, void *out, int32_t out_type) {
   using namespace toast;
   if (!is_type(x->type) || !is_type(out_type) || group <= 0 || x->count % group) return 1;
-  const Weighing all = {x, columns, group, weights, out, out_type};
+  const WeightedSum all = {x, columns, group, weights, out, out_type};
   const RowInstructions &code = *instructions().rows;
   share(x->count / group, columns * group, [&](int64_t first, int64_t end) {
-    for (int64_t row = first; row < end; row++) code.weigh(all, row);
+    for (int64_t row = first; row < end; row++) code.weighted_sum(all, row);
   });
   return 0;
 }

@@ -132,14 +132,14 @@ TOAST_API int toast_append(const toast_heads *x, int64_t positions, int64_t firs
 // position does not know of how many there are: what it gives is the same in any chunk.
 typedef struct {
   int64_t batch, length, channels, kernel;  // kernel: 16 at most
-  const void *x;              // (batch, length, channels), channels side by side
-  int64_t strides[2];         // numbers from one batch, and from one position, to the next
-  const void *before;         // (batch, kernel - 1, channels): the positions before; NULL for zeros
+  const void *x;                            // (batch, length, channels), channels side by side
+  int64_t strides[2];  // numbers from one batch, and from one position, to the next
+  const void *before;  // (batch, kernel - 1, channels): the positions before; NULL for zeros
   int64_t before_strides[2];
   int32_t type;               // of x and before
   const void *weight, *bias;  // (channels, kernel); (channels), or NULL for zeros
   int32_t weight_type, silu;
-  int64_t out_step;           // numbers of out from one position to the next
+  int64_t out_step;  // numbers of out from one position to the next
 } toast_convolution;
 
 TOAST_API int toast_convolve(const toast_convolution *convolution, void *out, int32_t out_type);
@@ -167,7 +167,7 @@ struct Gate {
   void *out;
 };
 
-struct Weighing {
+struct WeightedSum {
   const toast_vectors *x;
   int64_t columns, group;
   const float *weights;
@@ -178,33 +178,33 @@ struct Weighing {
 // A part of a row of exp: its largest number, the sum of exp of what its numbers lie above it, and
 // the sum of these, each times what its number lies above it.
 struct Exponentials {
-  float most, sum, weighted;
+  float max, sum, weighted;
 };
-constexpr float FARTHEST = -200;  // from the largest: exp of it is 0, and times 0 it is 0
+constexpr float MIN_EXPONENT = -200;  // from the largest: exp of it is 0, and times 0 it is 0
 
-constexpr int MOST_KERNEL = 16, CONVOLVED = 128;
+constexpr int MOST_KERNEL = 16, CHANNEL_BLOCK = 128;
 
 // One instruction set's code.
 struct RowInstructions {
   void (*norm)(const Norm &, int64_t row);
   // What each number (dims) is multiplied by at a position, and what its partner in the pair is.
-  void (*turns)(const toast_rotation &, float position, float *cos, float *sin);
+  void (*rotation_table)(const toast_rotation &, float position, float *cos, float *sin);
   // One head, (size) at `from` of x, to `to` of out.
   void (*rotate)(const toast_heads &, const toast_rotation &, const float *cos, const float *sin,
                  int64_t from, int64_t to, void *out);
   void (*gate)(const Gate &, int64_t first, int64_t end);
   // The largest number; -inf where there is only NaN. The first place of a number, -1 for none.
-  float (*most)(int type, const void *x, int64_t first, int64_t count);
-  int64_t (*place)(int type, const void *x, int64_t first, int64_t count, float number);
+  float (*max)(int type, const void *x, int64_t first, int64_t count);
+  int64_t (*find)(int type, const void *x, int64_t first, int64_t count, float number);
   Exponentials (*exponentials)(int type, const void *x, int64_t first, int64_t count);
   // exp(x - most) * share, from `first` on of x to `to` on of out.
-  void (*shares)(int type, const void *x, int64_t first, int64_t count, Exponentials of, void *out,
-                 int out_type, int64_t to);
-  void (*weigh)(const Weighing &, int64_t row);
+  void (*softmax)(int type, const void *x, int64_t first, int64_t count, Exponentials of, void *out,
+                  int out_type, int64_t to);
+  void (*weighted_sum)(const WeightedSum &, int64_t row);
   // (count) numbers at `from` of x, to `to` of out, of TOAST_I8 with their scale behind them;
   // numbers from such a row.
-  void (*keep)(int type, const void *x, int64_t from, int64_t count, void *out, int out_type,
-               int64_t to);
+  void (*store)(int type, const void *x, int64_t from, int64_t count, void *out, int out_type,
+                int64_t to);
   void (*dequantise)(const void *row, int64_t count, float *out);
   // Channels of one batch, CONVOLVED at most.
   void (*convolve)(const toast_convolution &, int64_t batch, int64_t first, int64_t end, void *out,

@@ -9,13 +9,13 @@
 
 namespace toast {
 
-constexpr int64_t CHUNK = 1 << 14;   // numbers that a thread takes at a time
-constexpr int64_t LITTLE = 1 << 17;  // that are not worth a second thread
+constexpr int64_t CHUNK = 1 << 14;        // numbers that a thread takes at a time
+constexpr int64_t SERIAL_WORK = 1 << 17;  // that are not worth a second thread
 
 // work(first, end) over all rows, some at a time. size: numbers of a row.
 template <class Work>
 void share(int64_t rows, int64_t size, const Work &work) {
-  if (rows * size < LITTLE) return work(0, rows);
+  if (rows * size < SERIAL_WORK) return work(0, rows);
   const int64_t each = size < CHUNK ? CHUNK / (size ? size : 1) : 1;
   run((rows + each - 1) / each, [&](int64_t i) {
     work(i * each, (i + 1) * each < rows ? (i + 1) * each : rows);
@@ -25,12 +25,12 @@ void share(int64_t rows, int64_t size, const Work &work) {
 // work(i) for all i < count. Each thread takes neighbours one after another, so that what it has
 // fetched ahead is what it comes to; who has no more of its own takes what others have left.
 template <class Work>
-void run_apart(int64_t count, const Work &work) {
+void run_stealing(int64_t count, const Work &work) {
   struct alignas(64) Part {
     std::atomic<int64_t> next;
     int64_t end;
   };
-  Part parts[MOST_THREADS];
+  Part parts[MAX_THREADS];
   const int64_t all = std::min<int64_t>(count, threads());
   for (int64_t i = 0; i < all; i++) {
     parts[i].next.store(count * i / all, std::memory_order_relaxed);

@@ -19,7 +19,7 @@ INLINE const uint8_t *row_at(const toast_matrix &m, int64_t row) {
 // Packed rows are one string of bits, the first number in the lowest of the first byte: eight
 // numbers fill `BITS` bytes.
 template <int BITS>
-INLINE void spread(const uint8_t *packed, int64_t columns, uint8_t *out) {
+INLINE void unpack_bits(const uint8_t *packed, int64_t columns, uint8_t *out) {
   constexpr uint64_t ONES = 0x0101010101010101u * ((1u << BITS) - 1);
   for (int64_t k = 0; k < columns; k += 8, packed += BITS, out += 8) {
     uint64_t bits = 0, bytes = 0;
@@ -40,66 +40,66 @@ INLINE void spread(const uint8_t *packed, int64_t columns, uint8_t *out) {
 // What E2M1's numbers, of 4 bits, become: twice what they stand for, plus 12, so that all of them
 // are whole numbers from 0 on, and a row of them is one of any packing, with biases of -12 scales
 // where scales are half as large.
-alignas(16) constexpr uint8_t DOUBLED[16] = {12, 13, 14, 15, 16, 18, 20, 24,
-                                             12, 11, 10, 9,  8,  6,  4,  0};
-constexpr float DOUBLED_BIAS = -12;
+alignas(16) constexpr uint8_t E2M1_CODES[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                12, 11, 10, 9,  8,  6,  4,  0};
+constexpr float E2M1_BIAS = -12;
 
-INLINE void double_bytes(uint8_t *bytes, int64_t columns) {
+INLINE void decode_e2m1(uint8_t *bytes, int64_t columns) {
 #if defined(__AVX2__)
-  const __m256i doubled = _mm256_broadcastsi128_si256(load<__m128i>(DOUBLED));
+  const __m256i codes = _mm256_broadcastsi128_si256(load<__m128i>(E2M1_CODES));
   for (int64_t k = 0; k < columns; k += 32)
-    store(bytes + k, _mm256_shuffle_epi8(doubled, load<__m256i>(bytes + k)));
+    store(bytes + k, _mm256_shuffle_epi8(codes, load<__m256i>(bytes + k)));
 #elif defined(__aarch64__)
   for (int64_t k = 0; k < columns; k += 16)
-    vst1q_u8(bytes + k, vqtbl1q_u8(vld1q_u8(DOUBLED), vld1q_u8(bytes + k)));
+    vst1q_u8(bytes + k, vqtbl1q_u8(vld1q_u8(E2M1_CODES), vld1q_u8(bytes + k)));
 #else
-  for (int64_t k = 0; k < columns; k++) bytes[k] = DOUBLED[bytes[k]];
+  for (int64_t k = 0; k < columns; k++) bytes[k] = E2M1_CODES[bytes[k]];
 #endif
 }
 
 // The numbers of a packed row, a byte each. columns: a multiple of 32.
 INLINE void unpack_bytes(const toast_matrix &m, const uint8_t *row, uint8_t *out) {
   switch (m.bits) {
-    case 2: return spread<2>(row, m.columns, out);
-    case 3: return spread<3>(row, m.columns, out);
+    case 2: return unpack_bits<2>(row, m.columns, out);
+    case 3: return unpack_bits<3>(row, m.columns, out);
     case 4:
-      spread<4>(row, m.columns, out);
-      return m.type == TOAST_E8M0 ? double_bytes(out, m.columns) : void();
-    case 5: return spread<5>(row, m.columns, out);
-    case 6: return spread<6>(row, m.columns, out);
+      unpack_bits<4>(row, m.columns, out);
+      return m.type == TOAST_E8M0 ? decode_e2m1(out, m.columns) : void();
+    case 5: return unpack_bits<5>(row, m.columns, out);
+    case 6: return unpack_bits<6>(row, m.columns, out);
     default: memcpy(out, row, m.columns);
   }
 }
 
 // Halves of scales of E8M0. The first is below the normal numbers, the last is NaN: both have the
 // same bit besides.
-INLINE F32 half_of(U32 e) {
+INLINE F32 half_e8m0(U32 e) {
   return (F32)(e << 23 | ((U32)((e == 0) | (e == 255)) & 0x400000)) * 0.5f;
 }
 
 // Scales of groups, or biases, from `at` on, n of them there; of E8M0 halves of scales.
-INLINE F32 group_numbers(const toast_matrix &m, const void *numbers, int64_t at, int n) {
-  if (m.type != TOAST_E8M0) return some_numbers_at(m.type, numbers, at, n);
+INLINE F32 scales_at(const toast_matrix &m, const void *numbers, int64_t at, int n) {
+  if (m.type != TOAST_E8M0) return some_floats_at(m.type, numbers, at, n);
   U8 bytes = load_some<U8>(static_cast<const uint8_t *>(numbers) + at, n < LANES ? n : LANES);
-  return half_of(__builtin_convertvector(bytes, U32));
+  return half_e8m0(__builtin_convertvector(bytes, U32));
 }
 
 // A row as float32, with zeros up to a multiple of LANES. bytes: room for a packed row's numbers.
-INLINE void widen_row(const toast_matrix &m, int64_t row, uint8_t *bytes, float *out) {
+INLINE void dequantise_weights(const toast_matrix &m, int64_t row, uint8_t *bytes, float *out) {
   const uint8_t *from = row_at(m, row);
   if (!m.bits) {
     for (int64_t k = 0; k < m.columns; k += LANES)
-      store(out + k, some_numbers_at(m.type, from, k, int(m.columns - k)));
+      store(out + k, some_floats_at(m.type, from, k, int(m.columns - k)));
     return;
   }
   unpack_bytes(m, from, bytes);
   const int64_t groups = m.columns / m.group_size;
   for (int64_t g = 0; g < groups; g++) {
     const int64_t at = row * groups + g;
-    F32 scale = all(group_numbers(m, m.scales, at, 1)[0]), bias = scale * DOUBLED_BIAS;
-    if (m.type != TOAST_E8M0) bias = all(group_numbers(m, m.biases, at, 1)[0]);
+    F32 scale = splat(scales_at(m, m.scales, at, 1)[0]), bias = scale * E2M1_BIAS;
+    if (m.type != TOAST_E8M0) bias = splat(scales_at(m, m.biases, at, 1)[0]);
     for (int64_t k = g * m.group_size; k < (g + 1) * m.group_size; k += LANES)
-      store(out + k, multiply_add(from_bytes(bytes + k), scale, bias));
+      store(out + k, multiply_add(from_u8(bytes + k), scale, bias));
   }
 }
 
