@@ -1,5 +1,6 @@
-// Products in float32. Activations are copied, widened; weights are widened as they are multiplied,
-// but packed ones before, a few rows at a time, which is the same.
+// Products in float32. Activations are converted to float32 beforehand. Float weights are converted
+// as they are multiplied; quantised ones are dequantised a few rows at a time, with the same
+// results.
 #pragma once
 
 #include "unpack.h"
@@ -11,14 +12,14 @@ constexpr int REGISTERS = 32;
 #else
 constexpr int REGISTERS = 16;
 #endif
-constexpr int MAX_VECTORS = REGISTERS == 32 ? 6 : 4;  // that meet rows at a time
-constexpr int64_t PREFETCH = 4096;                    // bytes ahead of what is multiplied
-constexpr int64_t BLOCK_BYTES = 256 << 10;  // bytes of rows that many vectors meet in turn
+constexpr int MAX_VECTORS = REGISTERS == 32 ? 6 : 4;  // vectors (M) per micro-kernel
+constexpr int64_t PREFETCH = 4096;                    // bytes ahead
+constexpr int64_t BLOCK_BYTES = 256 << 10;  // of rows that all vectors of a batch meet while cached
 constexpr int MAX_BLOCK_ROWS = 16;                    // a multiple of TILE_N
 
 INLINE int64_t padded(int64_t columns) { return (columns + LANES - 1) / LANES * LANES; }
 
-// One odd cache line more: rows that are a power of two apart would fall into the same places.
+// One cache line of padding: rows a power of two apart would map to the same cache sets.
 INLINE int64_t float_stride(int64_t columns) { return padded(columns) + LANES; }
 
 INLINE int rows_per_block(int64_t stride) {
@@ -42,9 +43,9 @@ INLINE void prepare_floats(const toast::Product &p, int64_t row) {
     store(out + k, some_floats_at(x.type, x.data, row * x.stride + k, int(columns - k)));
 }
 
-// out[i][j] = a[i] . b[j] for M x N rows: each a chain of its own, lane by lane, then over lanes.
-// b: rows `stride` bytes apart. What comes next is fetched ahead: of these, then of the N after. Of
-// float32 the processor finds enough by itself once there are a few products for each number.
+// out[i][j] = a[i] . b[j], M x N: one accumulator each, reduced at the end. b: rows `stride` bytes
+// apart. Prefetches PREFETCH bytes ahead in these rows, and at their end the next N rows. The
+// hardware prefetcher suffices for float32 rows once M >= 3.
 template <int TYPE, int M, int N>
 INLINE void dot_products(const float *const *a, const char *b, int64_t stride, int64_t columns,
                          float (*out)[N]) {
@@ -87,13 +88,13 @@ INLINE void dot_products(const float *const *a, const char *b, int64_t stride, i
     for (int j = 0; j < N; j++) out[i][j] = horizontal_sum(sums[i][j]);
 }
 
-// Rows of numbers from `first` up to `end`, `stride` bytes apart.
+// Rows [first, end), `stride` bytes apart.
 struct Rows {
   const char *data;
   int64_t stride, first, end;
 };
 
-// M members of a group with the next N rows.
+// M vectors times the next N rows.
 template <int TYPE, int M, int N>
 INLINE void micro_kernel(const toast::Product &p, const uint32_t *outputs, const Rows &rows) {
   const toast_matrix &m = *p.matrix;
@@ -107,7 +108,8 @@ INLINE void micro_kernel(const toast::Product &p, const uint32_t *outputs, const
       put(p.out_type, p.out, outputs[i] * m.rows + rows.first + j, out[i][j]);
 }
 
-// M members with rows, as many at a time as leave registers for all sums, and for a vector.
+// M vectors times all rows, N at a time: as many as leave registers for M * N accumulators, N rows
+// and a vector.
 template <int TYPE, int M>
 static void row_tiles(const toast::Product &p, const uint32_t *outputs, Rows rows) {
   constexpr int N_MAX = (REGISTERS - 1) / (M + 1), N = N_MAX < TILE_N ? N_MAX : TILE_N;
@@ -117,7 +119,7 @@ static void row_tiles(const toast::Product &p, const uint32_t *outputs, Rows row
     for (int i = 0; i < M; i++) micro_kernel<TYPE, 1, 1>(p, outputs + i, rows);
 }
 
-// `members` of them, M at most.
+// Calls row_tiles for count <= M vectors.
 template <int TYPE, int M>
 INLINE void dispatch_tiles(int64_t count, const toast::Product &p, const uint32_t *outputs,
                            const Rows &rows) {
@@ -126,7 +128,7 @@ INLINE void dispatch_tiles(int64_t count, const toast::Product &p, const uint32_
   row_tiles<TYPE, M>(p, outputs, rows);
 }
 
-// All members, in as few goes as can be, of which none is much smaller than another.
+// All vectors of a batch, in as few passes as possible, of even size.
 template <int TYPE>
 static void multiply_block(const toast::Product &p, const toast::ExpertBatch &batch,
                            const Rows &rows) {

@@ -1,4 +1,4 @@
-// exp, log(1 + exp), sin and cos of some numbers at a time, within some units in the last place.
+// Vectorised exp, softplus, sin and cos, to within a few units in the last place.
 #pragma once
 
 #include "lanes.h"
@@ -20,18 +20,18 @@ INLINE float horizontal_max(F32 v) {
   return part[0];
 }
 
-// NaN stays; what is too small comes out denormal, and then 0: which is not computed, since Intel's
-// processors take 200 clocks where a result is too small.
+// NaN stays NaN. Underflows gradually, then to 0; that is not left to the arithmetic, as Intel's
+// processors take 200 clocks where a result underflows.
 INLINE F32 exponential(F32 x) {
-  constexpr float MAGIC = 0x1.8p23f;  // what is added to it is rounded
-  x = minimum(splat(100.0f), x);      // infinity from there on; not NaN
+  constexpr float MAGIC = 0x1.8p23f;  // adding it rounds to an integer
+  x = minimum(splat(100.0f), x);      // infinity from there on; keeps NaN
   const auto underflows = x < splat(-104.0f);
   x = underflows ? F32{} : x;
   F32 rounded = multiply_add(x, splat(0x1.715476p0f), splat(MAGIC));
   F32 n = rounded - MAGIC;
-  F32 r = multiply_add(n, splat(-0x1.63p-1f), x);  // n times so few digits of log 2 is exact
+  F32 r = multiply_add(n, splat(-0x1.63p-1f), x);  // Cody-Waite: n * these few digits is exact
   r = multiply_add(n, splat(0x1.bd0106p-13f), r);
-  F32 p = multiply_add(r, splat(1.9875691500e-4f), splat(1.3981999507e-3f));  // as in Cephes
+  F32 p = multiply_add(r, splat(1.9875691500e-4f), splat(1.3981999507e-3f));  // Cephes
   p = multiply_add(p, r, splat(8.3334519073e-3f));
   p = multiply_add(p, r, splat(4.1665795894e-2f));
   p = multiply_add(p, r, splat(1.6666665459e-1f));
@@ -40,11 +40,11 @@ INLINE F32 exponential(F32 x) {
   return underflows ? F32{} : y;
 }
 
-// log(1 + exp(x)): with z = exp(-|x|), which is at most 1, log(1 + z) is 2 artanh(z / (2 + z)).
+// log(1 + exp(x)): with z = exp(-|x|) <= 1, log(1 + z) = 2 artanh(z / (2 + z)).
 INLINE F32 softplus(F32 x) {
   const auto positive = x > F32{};
   const F32 z = exponential(positive ? -x : x), s = z / (z + 2.0f), square = s * s;
-  F32 p = multiply_add(square, splat(1.0f / 15), splat(1.0f / 13));  // s is at most 1 / 3
+  F32 p = multiply_add(square, splat(1.0f / 15), splat(1.0f / 13));  // s <= 1 / 3
   p = multiply_add(p, square, splat(1.0f / 11));
   p = multiply_add(p, square, splat(1.0f / 9));
   p = multiply_add(p, square, splat(1.0f / 7));
@@ -58,18 +58,17 @@ struct SinCos {
   F32 sin, cos;
 };
 
-// Of angles in radians below MOST_ANGLE: so many quarters of a turn, times QUARTER's digits, are
-// exact in float64, in which they are taken off.
+// Angles in radians below MAX_ANGLE. Reduced in float64, where n * QUARTER is exact for these.
 constexpr float MAX_ANGLE = 0x1p20f;
 INLINE SinCos sin_cos(F32 angle) {
   constexpr double MAGIC = 0x1.8p52;
-  constexpr double QUARTER = 0x1.921fb544p0, REST = 0x1.0b4611a626331p-34;  // of pi / 2
+  constexpr double QUARTER = 0x1.921fb544p0, REST = 0x1.0b4611a626331p-34;  // sum: pi / 2
   F64 x = __builtin_convertvector(angle, F64);
   F64 rounded = x * 0x1.45f306dc9c883p-1 + MAGIC;
   F64 n = rounded - MAGIC;
   F32 r = __builtin_convertvector(x - n * QUARTER - n * REST, F32), s = r * r;
-  I32 quarter = __builtin_convertvector((I64)rounded, I32);                      // its lowest bits
-  F32 sin = multiply_add(s, splat(-1.9515295891e-4f), splat(8.3321608736e-3f));  // as in Cephes
+  I32 quarter = __builtin_convertvector((I64)rounded, I32);  // quadrant, in the low bits
+  F32 sin = multiply_add(s, splat(-1.9515295891e-4f), splat(8.3321608736e-3f));  // Cephes
   sin = multiply_add(sin, s, splat(-1.6666654611e-1f));
   sin = multiply_add(sin * s, r, r);
   F32 cos = multiply_add(s, splat(2.443315711809948e-5f), splat(-1.388731625493765e-3f));

@@ -1,4 +1,4 @@
-// The C interface: which instruction set, and how a product is shared out among the threads.
+// The C interface: instruction-set dispatch, and how products are split among threads.
 #include "kernels.h"
 
 #include <stdlib.h>
@@ -22,15 +22,15 @@ const Instructions *const ALL[] = {&neon_i8mm, &neon_dotprod, &neon};
 const Instructions *const ALL[] = {&portable};
 #endif
 
-constexpr int64_t MAX_BYTES = 256 << 10;         // of weights in a chunk, for one vector
+constexpr int64_t MAX_BYTES = 256 << 10;         // weights per chunk, for GEMV
 constexpr int64_t MIN_BYTES = 64 << 10;          // likewise
-constexpr int CHUNKS_PER_THREAD = 8;             // for each thread, where they are between the two
-constexpr int64_t CHUNK_ROWS = 64;               // for many; less of little matrices
-constexpr int64_t BATCH_CHUNKS_PER_THREAD = 32;  // of these for each thread, where there can be
-constexpr int64_t MIN_ROWS = 16;                 // a multiple of all tiles
-constexpr int64_t SERIAL_MACS = 1 << 18;  // products of numbers that are not worth a second thread
+constexpr int CHUNKS_PER_THREAD = 8;             // target for GEMV, within those bounds
+constexpr int64_t CHUNK_ROWS = 64;               // for GEMM
+constexpr int64_t BATCH_CHUNKS_PER_THREAD = 32;  // target for GEMM
+constexpr int64_t MIN_ROWS = 16;                 // a multiple of every tile height
+constexpr int64_t SERIAL_MACS = 1 << 18;         // too few multiply-adds for a second thread
 
-constexpr int MAX_PRODUCTS = 4;  // at a time
+constexpr int MAX_PRODUCTS = 4;  // per call
 
 std::atomic<const Instructions *> chosen{nullptr};
 
@@ -43,7 +43,7 @@ bool is_supported(const toast_matrix &m) {
   return bits && group_size && m.columns % m.group_size == 0;
 }
 
-// What cannot be computed: NaN in float32, float16 and bfloat16.
+// NaN in float32, float16 or bfloat16.
 void fill_nan(const Product &p, int64_t output) {
   const int64_t rows = p.matrix->rows;
   for (int64_t n = output * rows; n < (output + 1) * rows; n++) {
@@ -55,7 +55,8 @@ void fill_nan(const Product &p, int64_t output) {
   }
 }
 
-// Places by expert, in their order within one. begin: (experts + 1).
+// Sorts results by expert, stably (a counting sort). begin: (experts + 1), zeroed on entry; results
+// of expert e are outputs[begin[e]] up to outputs[begin[e + 1]]. Invalid ones are set to NaN.
 void sort_by_expert(const Product &p, int64_t count, const uint32_t *expert, int64_t *begin,
                     uint32_t *outputs) {
   const int64_t experts = p.matrix->experts, vectors = p.x->count;
@@ -76,7 +77,7 @@ void sort_by_expert(const Product &p, int64_t count, const uint32_t *expert, int
   begin[0] = 0;
 }
 
-// A product, and how it is shared out.
+// A product and how it is split: batch_count batches, each of `chunks` chunks of `rows` rows.
 struct Task {
   const toast_product *request;
   Product p;
@@ -84,24 +85,24 @@ struct Task {
   Memory<uint32_t> outputs;
   Memory<char> prepared;
   Memory<ExpertBatch> batches;
-  int64_t batch_count, rows, chunks;  // groups; rows of a chunk; chunks of a group
+  int64_t batch_count, rows, chunks;
 };
 
-// As run_apart does; or one after another, what is little.
+// run_stealing, or a plain loop for little work.
 template <class Work>
 void share(bool serial, int64_t count, const Work &work) {
   if (!serial) return run_stealing(count, work);
   for (int64_t i = 0; i < count; i++) work(i);
 }
 
-// Whether vectors are prepared for one as for the other.
+// Whether both want the same prepared vectors.
 bool is_prepared_as(const toast_product &a, const toast_product &b) {
   const toast_matrix &m = *a.matrix, &n = *b.matrix;
   return a.x == b.x && a.activation_bits == b.activation_bits && m.type == n.type &&
          m.columns == n.columns && m.bits == n.bits && m.group_size == n.group_size;
 }
 
-// Prepares its vectors, unless the task before has done that. Whether there was memory.
+// Prepares the vectors, or takes those of the previous task. False if out of memory.
 bool prepare(Task &task, const Task *before, bool serial) {
   Product &p = task.p;
   if (before && is_prepared_as(*task.request, *before->request)) {
@@ -116,7 +117,7 @@ bool prepare(Task &task, const Task *before, bool serial) {
   return true;
 }
 
-// Cuts it into chunks. Whether there was memory.
+// Groups the results by expert into batches, and rows into chunks. False if out of memory.
 bool split_into_chunks(Task &task) {
   const toast_product &request = *task.request;
   const Product &p = task.p;
@@ -127,8 +128,8 @@ bool split_into_chunks(Task &task) {
   int64_t *begin = task.begin.get();
   memset(begin, 0, (m.experts + 1) * sizeof(int64_t));
   sort_by_expert(p, count, request.expert, begin, task.outputs.get());
-  // A chunk is some rows with some of the results that an expert gives: of few rows with fewer, so
-  // that there are chunks enough.
+  // A chunk is some rows of an expert times a batch of vectors: the fewer the rows, the smaller the
+  // batches, so that there are enough chunks for all threads.
   const int64_t parts = BATCH_CHUNKS_PER_THREAD * threads() * CHUNK_ROWS / (m.rows + 1) + 1;
   const int64_t max_batch = in_floats(p) ? BATCH : instructions().max_batch;
   const int64_t size = std::clamp((count + parts - 1) / parts, BATCH, max_batch);
@@ -156,7 +157,7 @@ bool split_into_chunks(Task &task) {
   return true;
 }
 
-// All of them. Returns as toast_multiply.
+// Returns as toast_multiply.
 int multiply(const toast_product *products, int32_t n) {
   Task tasks[MAX_PRODUCTS] = {};
   int64_t ends[MAX_PRODUCTS], all = 0;
@@ -207,7 +208,7 @@ void *scratch(int kind, int64_t bytes) {
       for (void *one : memory) free(one);
     }
   } buffers;
-  if (!buffers.memory[kind] || buffers.bytes[kind] < bytes) {  // also of no bytes
+  if (!buffers.memory[kind] || buffers.bytes[kind] < bytes) {  // also for 0 bytes
     free(buffers.memory[kind]);
     buffers.memory[kind] = aligned_alloc(64, (bytes + 127) / 64 * 64);
     buffers.bytes[kind] = buffers.memory[kind] ? bytes : 0;

@@ -1,8 +1,9 @@
-// Products of weight matrices with vectors, for CPUs: the C interface. Plain memory in and out.
+// The C interface of the CPU kernels: quantised and float GEMV/GEMM, and attention. Plain pointers
+// in and out.
 //
-// Every number of a result is computed by the same operations in the same order, however many
-// vectors there are, whichever thread computes it and whatever else is computed beside it: a batch
-// gives, to the bit, what its vectors give one by one.
+// Reproducible: every output is computed by the same operations in the same order, whatever the
+// batch size, the thread that computes it, and whatever else is computed beside it. A batch gives,
+// to the bit, what its vectors give one by one.
 #pragma once
 
 #include <stddef.h>
@@ -14,31 +15,28 @@ extern "C" {
 
 #define TOAST_API __attribute__((visibility("default")))
 
-enum { TOAST_F32 = 0, TOAST_F16 = 1, TOAST_BF16 = 2 };  // types of numbers
-enum { TOAST_E8M0 = 3 };  // of scales alone: a byte e stands for 2^(e - 127), 255 for NaN
-enum { TOAST_I8 = 4 };                                  // of keys and values alone: signed bytes,
-                                                        // and behind those of a row, in the next
-                                                        // four, the float32 that they are
-                                                        // multiplied by
+enum { TOAST_F32 = 0, TOAST_F16 = 1, TOAST_BF16 = 2 };  // element types
+enum { TOAST_E8M0 = 3 };  // scales only: byte e is 2^(e - 127), 255 is NaN
+enum { TOAST_I8 = 4 };  // KV cache only: a row's int8 values, then its float32 scale
 
-// A stack of matrices (experts, rows, columns), contiguous; one matrix is a stack of one.
+// A stack of matrices (experts, rows, columns), contiguous; a single matrix has experts = 1.
 typedef struct {
-  const void *weight;  // packed: uint32 (experts, rows, columns * bits / 32); else of `type`
-  const void *scales;  // packed: (experts, rows, columns / group_size), of `type`; else NULL
-  const void *biases;  // likewise: a number q stands for scale * q + bias; NULL with TOAST_E8M0
+  const void *weight;  // quantised: uint32 (experts, rows, columns * bits / 32); else of `type`
+  const void *scales;  // quantised: (experts, rows, columns / group_size) of `type`; else NULL
+  const void *biases;  // likewise: code q stands for scale * q + bias; NULL with TOAST_E8M0
   int64_t experts, rows, columns;
-  int32_t bits;        // 2, 3, 4, 5, 6 or 8, as MLX packs its affine quantisation; 0: not packed
-  int32_t group_size;  // 32, 64 or 128 columns have a scale in common
-  // TOAST_E8M0 (MLX's mxfp4): numbers of 4 bits in groups of 32 are codes of E2M1, which stand for
-  // scale * 0, .5, 1, 1.5, 2, 3, 4, 6 and, from 8 on, -0, -.5 ...; scales of 2^125 and more are out
-  // of reach, and give infinities or NaN.
+  int32_t bits;  // 2, 3, 4, 5, 6 or 8, packed as by MLX's affine quantisation; 0: not quantised
+  int32_t group_size;  // columns that share a scale and a bias: 32, 64 or 128
+  // TOAST_E8M0 is MLX's mxfp4: 4-bit E2M1 codes in groups of 32, scale * {0, .5, 1, 1.5, 2, 3, 4,
+  // 6} and, from code 8 on, the negatives. Scales of 2^125 and more are out of range: infinities or
+  // NaN.
   int32_t type;
 } toast_matrix;
 
 // Vectors (count, columns), each contiguous.
 typedef struct {
   const void *data;
-  int64_t count, stride;  // stride: numbers from one to the next
+  int64_t count, stride;  // stride: elements from one vector to the next
   int32_t type;
 } toast_vectors;
 
@@ -46,18 +44,19 @@ enum { TOAST_PAIRS = 12, TOAST_DIGITS = 16, TOAST_FLOATS = 32 };
 
 // out[i] = matrix[expert[i]] x[vector[i]] for i < count: (count, rows) of out_type, contiguous.
 //
-// vector: NULL for 0, 1, 2 ...; expert: NULL for 0. activation_bits: at least so many that packed
-// weights meet where the processor multiplies bytes, with a scale a group: TOAST_PAIRS, which only
-// weights of 4 bits gain by, or TOAST_DIGITS; or TOAST_FLOATS, float32 activations.
-// What an expert or a vector that is not there would give is NaN, and so are all products of a
-// vector that holds NaN or, with a scale a group, infinity.
-// Returns 0; 1 for a matrix of another kind than above, 2 for no memory.
+// vector: NULL for 0, 1, 2, ...; expert: NULL for 0 (no mixture). activation_bits: the minimum
+// precision of activations against quantised weights, used where the processor has int8 dot
+// products: TOAST_PAIRS (12 bits; faster only with 4-bit weights) or TOAST_DIGITS (16 bits), with
+// one scale per group; or TOAST_FLOATS, float32 activations.
+//
+// NaN comes out for an expert or a vector out of range, and for a vector that holds NaN or, with
+// group scales, infinity. Returns 0; 1 for an unsupported matrix or type, 2 if out of memory.
 TOAST_API int toast_multiply(const toast_matrix *matrix, const toast_vectors *x, int64_t count,
                    const uint32_t *vector, const uint32_t *expert, int32_t activation_bits,
                    void *out, int32_t out_type);
 
-// Such products, up to four, none of which waits for another, shared out together. What several do
-// with the same x, one after another, is done once. To the bit what each gives by itself.
+// Up to four independent products, scheduled together. Consecutive ones with the same x (and the
+// same quantisation) prepare its vectors once. To the bit what each gives alone.
 typedef struct {
   const toast_matrix *matrix;
   const toast_vectors *x;
@@ -69,48 +68,50 @@ typedef struct {
 } toast_product;
 TOAST_API int toast_multiply_all(const toast_product *products, int32_t n);
 
-// Rows of numbers (batch, heads, positions, size), those of one row side by side.
+// Rows (batch, heads, positions, size), contiguous along the last axis.
 typedef struct {
   const void *data;
-  int64_t strides[3];  // numbers from one batch, head, position to the next; 0: all are one
+  int64_t strides[3];  // elements per batch, head and position; 0 broadcasts
   int32_t type;        // TOAST_I8: strides are in bytes
 } toast_rows;
 
-enum { TOAST_ALL = 0, TOAST_CAUSAL = 1, TOAST_VISIBLE = 2, TOAST_ADDED = 3 };  // kinds of masks
+enum { TOAST_ALL = 0, TOAST_CAUSAL = 1, TOAST_VISIBLE = 2, TOAST_ADDED = 3 };  // kinds of mask
 
-// Attention: for each query, the values weighted by softmax(scale * keys . query).
+// softmax(scale * q . k) v for every query (scaled dot-product attention, GQA).
 typedef struct {
   toast_rows queries;  // (batch, heads, positions, key_size)
-  toast_rows keys;     // (batch, key_heads, key_positions, key_size); each for heads / key_heads
+  toast_rows keys;     // (batch, key_heads, key_positions, key_size); key_heads divides heads
   toast_rows values;   // (batch, key_heads, key_positions, value_size)
   int64_t batch, heads, key_heads, positions, key_positions, key_size, value_size;
   float scale;
-  int32_t masking;   // TOAST_CAUSAL: the last query sees all keys, each one before it one less
-  const void *mask;  // (batch, heads, positions, key_positions): bytes, of which 0 hides a key; or
-                     // numbers that are added to scores, the least of their type hiding it
+  int32_t masking;   // TOAST_CAUSAL: aligned to the end, the last query sees all keys
+  const void *mask;  // (batch, heads, positions, key_positions). TOAST_VISIBLE: bytes, 0 hides a
+                     // key. TOAST_ADDED: added to scores; the lowest number of its type, or -inf,
+                     // hides a key
   int64_t mask_strides[3];
   int32_t mask_type;
-  const float *sinks;  // (heads): a score whose value is zero; NULL for none
-  float cap;           // scores are cap * tanh of what they are over cap, before any mask; 0: not
+  const float *sinks;  // (heads): attention sinks, a logit per head with a value of zero; or NULL
+  float cap;           // logit soft-cap, applied before the mask: cap * tanh(score / cap); 0: none
 } toast_attention;
 
-// out: (batch, heads, positions, value_size) of out_type, strides as above. A query that sees no
-// key has the mean of all values, or zero with a sink; where numbers are added that hide all keys,
-// what float32 makes of them. Results depend on what a query sees from the first key on that any
-// query of its batch sees, and on nothing else: they are the same bits in any batch, with any
-// padding before, and however many queries are asked at a time. Where the processor multiplies
-// bytes, what meets TOAST_I8 has 16 bits: queries with a step each, and weights in a span.
-// Returns 0; 1 for what is not as above, or no keys; 2 for no memory.
+// out: (batch, heads, positions, value_size) of out_type, with strides as in toast_rows. A query
+// that sees no key gets the mean of all values, or zero if there are sinks; with TOAST_ADDED, what
+// float32 arithmetic gives. A result depends only on what its query sees, counted from the first
+// key that any query of its batch sees: the same bits in any batch, with any left padding, and
+// however many queries there are per call. Where the processor has int8 dot products, int8 keys and
+// values meet 16-bit fixed-point operands: queries with a scale each, softmax weights with one per
+// query and span. Returns 0; 1 for unsupported arguments or no keys; 2 if out of memory.
 TOAST_API int toast_attend(const toast_attention *call, void *out, const int64_t *out_strides,
                            int32_t out_type);
 
-// The instruction sets in use: "amx_int8", "avx512vbmi", "avx512vnni", "avx2", "portable"; on
-// 64-bit ARM "neon_i8mm", "neon_dotprod", "neon". Choosing one that the processor has not, or the
-// system does not grant, returns 1, and changes nothing. Not while anybody computes.
+// The instruction set in use: "amx_int8", "avx512vbmi", "avx512vnni", "avx2", "portable"; on
+// AArch64 "neon_i8mm", "neon_dotprod", "neon". Choosing one that the processor lacks or the kernel
+// does not grant returns 1 and changes nothing. Neither may be called while another thread
+// computes.
 TOAST_API const char *toast_instructions(void);
 TOAST_API int toast_choose_instructions(const char *name);
 
-// Threads that compute, the caller's included; 1 at least. Not while anybody computes.
+// Number of compute threads, the caller included; at least 1. Not while another thread computes.
 TOAST_API void toast_set_threads(int32_t count);
 TOAST_API int32_t toast_threads(void);
 

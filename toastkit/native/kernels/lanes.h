@@ -1,6 +1,6 @@
-// Some numbers at a time, as many as a register holds, in the compiler's vector types: one text for
-// all instruction sets. Everything here is inlined, and nothing has a name that a linker sees: the
-// same functions exist once for each instruction set.
+// SIMD over LANES elements, a register's worth, in GCC vector types: one source for all instruction
+// sets. Everything is inlined and has internal linkage, as the same functions are compiled once per
+// instruction set.
 #pragma once
 
 #include <stdint.h>
@@ -27,8 +27,8 @@ constexpr int LANES = 4;
 #endif
 
 typedef float F32 __attribute__((vector_size(4 * LANES)));
-// Arrays of these stay in registers, where those of the processor's own types do not: GCC takes
-// such a type to lie in memory under any other.
+// GCC keeps arrays of these in registers, but not of the intrinsics' types, which may alias any
+// other.
 typedef int32_t I32 __attribute__((vector_size(4 * LANES)));
 typedef uint32_t U32 __attribute__((vector_size(4 * LANES)));
 typedef uint16_t U16 __attribute__((vector_size(2 * LANES)));
@@ -48,9 +48,9 @@ INLINE void store(void *p, Vector v) {
 }
 
 template <class Vector, class Number>
-INLINE Vector load_some(const Number *p, int n) {  // n <= LANES; zeros after them
+INLINE Vector load_some(const Number *p, int n) {  // n <= LANES, then zeros
   Vector v = {};
-#if defined(__aarch64__)  // a call would have all registers that hold sums be memory
+#if defined(__aarch64__)  // a memcpy call would spill all accumulators
 #pragma GCC unroll 4
   for (int i = 0; i < LANES; i++)
     if (i < n) v[i] = p[i];
@@ -60,11 +60,11 @@ INLINE Vector load_some(const Number *p, int n) {  // n <= LANES; zeros after th
   return v;
 }
 
-// One instruction: less zero changes no number, where plus zero would -0.
+// A broadcast. x - 0 is x for every x, so it costs nothing, while -0 + 0 would be +0.
 INLINE F32 splat(float x) { return x - F32{}; }
 
-// Compiled with -ffp-contract=fast: one rounding where the processor has an instruction for it. GCC
-// finds that only where both stand in one block, which branches of load_some may part.
+// Fused (one rounding) where the processor has FMA, by -ffp-contract=fast. Explicit on ARM: GCC
+// contracts only within a basic block, which the branches of load_some split.
 INLINE F32 multiply_add(F32 a, F32 b, F32 c) {
 #if defined(__aarch64__)
   return (F32)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
@@ -73,7 +73,7 @@ INLINE F32 multiply_add(F32 a, F32 b, F32 c) {
 #endif
 }
 
-// b where one is NaN, as the instructions have it, which GCC does not find for 512 bits.
+// b if either is NaN, as the x86 instructions do it, which GCC does not find for 512 bits.
 INLINE F32 maximum(F32 a, F32 b) {
 #if defined(__AVX512F__)
   return (F32)_mm512_max_ps((__m512)a, (__m512)b);
@@ -90,14 +90,14 @@ INLINE F32 minimum(F32 a, F32 b) {
 #endif
 }
 
-// x times 2 to the n, a whole number from -160 to 145, rounded once.
+// x * 2^n, rounded once; n: integers from -160 to 145.
 INLINE F32 times_power_of_two(F32 x, F32 n) {
 #if defined(__AVX512F__)
   return (F32)_mm512_scalef_ps((__m512)x, (__m512)n);
 #else
-  constexpr float MAGIC = 0x1.8p23f;  // the lowest bits of n + WHOLE are n's
+  constexpr float MAGIC = 0x1.8p23f;  // the low bits of n + MAGIC are n
   const I32 power = (I32)(n + MAGIC) - (I32)splat(MAGIC);
-  const I32 half = power >> 1;  // either is a normal number
+  const I32 half = power >> 1;  // both factors are normal numbers
   return x * (F32)((half + 127) << 23) * (F32)((power - half + 127) << 23);
 #endif
 }
@@ -105,7 +105,7 @@ INLINE F32 times_power_of_two(F32 x, F32 n) {
 INLINE float horizontal_sum(F32 v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);
-#elif defined(__aarch64__)  // as below, in registers
+#elif defined(__aarch64__)  // the order of the loop below, in registers
   const float32x2_t half = vadd_f32(vget_low_f32((float32x4_t)v), vget_high_f32((float32x4_t)v));
   return vget_lane_f32(half, 0) + vget_lane_f32(half, 1);
 #else
@@ -161,13 +161,13 @@ INLINE F32 from_f16(U16 v) {
   return (F32)vcvt_f32_f16((float16x4_t)v);
 #else
   U32 bits = widened(v), size = (bits & 0x7fff) << 13;
-  U32 scaled = (U32)((F32)size * 0x1p112f);          // exact, for the smallest too
-  scaled |= (U32)(size >= 0x0f800000) & 0x7f800000;  // infinities and NaN
+  U32 scaled = (U32)((F32)size * 0x1p112f);          // exact, for subnormals too
+  scaled |= (U32)(size >= 0x0f800000) & 0x7f800000;  // infinity and NaN
   return (F32)(scaled | (bits & 0x8000) << 16);
 #endif
 }
 
-// Numbers of one of the types; of TOAST_I8 without their scale.
+// Loads of a type as float32; TOAST_I8 without its scale.
 template <int TYPE>
 struct Dtype {
   static constexpr int SIZE = TYPE == TOAST_F32 ? 4 : TYPE == TOAST_I8 ? 1 : 2;
@@ -187,7 +187,7 @@ struct Dtype {
     if constexpr (TYPE == TOAST_F16) return from_f16(v);
     return from_bf16(v);
   }
-  // The one at PLACE of as many as lie in 32 bits, of each lane.
+  // Element INDEX of those packed in each 32-bit lane.
   template <int INDEX>
   INLINE F32 part(F32 v) {
     if constexpr (TYPE == TOAST_F32) return v;
@@ -201,7 +201,7 @@ struct Dtype {
   INLINE U16 narrow(U32 v) { return __builtin_convertvector(v, U16); }
 };
 
-// Of a row of so many numbers. TOAST_I8: with the scale behind them.
+// Bytes of a row of `size` elements, with the scale of TOAST_I8.
 template <int TYPE>
 INLINE int64_t row_bytes(int64_t size) {
   return size * Dtype<TYPE>::SIZE + (TYPE == TOAST_I8 ? int64_t(sizeof(float)) : 0);
@@ -223,7 +223,7 @@ INLINE F32 some_floats_at(int type, const void *p, int64_t i, int n) {
                            : Dtype<TOAST_BF16>::some(p, i, n);
 }
 
-// Those of a row of so many numbers, of any type that one may have, from d on.
+// Up to LANES elements of a row, from d on, zero-padded; TOAST_I8 with its scale.
 INLINE F32 floats_of_row(int type, const void *row, int64_t size, int64_t d) {
   const int n = int(size - d < LANES ? size - d : LANES);
   if (type != TOAST_I8) return some_floats_at(type, row, d, n);
@@ -243,7 +243,7 @@ INLINE float of_bits(uint32_t bits) {
   return x;
 }
 
-// Rounded to the nearest, ties to even.
+// Round to nearest, ties to even.
 INLINE uint16_t to_bf16(float x) {
   uint32_t bits = bits_of(x);
   if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
@@ -254,7 +254,7 @@ INLINE uint16_t to_f16(float x) {
   uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
   if (size > 0x7f800000) return uint16_t(sign | 0x7e00);
   if (size >= 0x477ff000) return uint16_t(sign | 0x7c00);  // 65520 and more
-  if (size < 0x38800000)  // below the normal ones, which lie as far apart as floats at a half
+  if (size < 0x38800000)  // subnormal halves have the spacing of floats at 0.5
     return uint16_t(sign | (bits_of(of_bits(size) + 0.5f) - bits_of(0.5f)));
   return uint16_t(sign | (size + 0xfff + (size >> 13 & 1) - 0x38000000) >> 13);
 }
@@ -267,7 +267,7 @@ INLINE void put(int type, void *p, int64_t i, float x) {
   }
 }
 
-// Sixteen bits of each, rounded likewise.
+// To 16 bits, rounded likewise.
 INLINE U16 narrowed(int type, F32 v) {
   if (type == TOAST_BF16) {
     U32 bits = (U32)v, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -284,7 +284,7 @@ INLINE U16 narrowed(int type, F32 v) {
 #endif
 }
 
-// The first n of them.
+// Stores the first n elements.
 INLINE void put_some(int type, void *p, int64_t i, F32 v, int n) {
   if (type == TOAST_F32) {
     float *to = static_cast<float *>(p) + i;
@@ -299,13 +299,13 @@ INLINE void put_some(int type, void *p, int64_t i, F32 v, int n) {
 }
 
 #if defined(__AVX512F__)
-// Quarters of two registers: those that the constant names, two of each.
+// Two 128-bit quarters of a, then two of b, as selected by the constant.
 template <int WHICH>
 INLINE I32 quarters(I32 a, I32 b) {
   return (I32)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, WHICH);
 }
 
-// Four registers of sixteen 32 bits, crosswise within each quarter.
+// Transposes 4 x 4 blocks of 32 bits: within each quarter of four registers.
 template <class Vector>
 INLINE void transpose_quarters(Vector *r) {
   auto low = [&](int i) { return _mm512_unpacklo_epi32((__m512i)r[i], (__m512i)r[i + 1]); };
@@ -315,14 +315,14 @@ INLINE void transpose_quarters(Vector *r) {
   r[2] = (Vector)_mm512_unpacklo_epi64(b, d), r[3] = (Vector)_mm512_unpackhi_epi64(b, d);
 }
 
-// What the quarters of four registers add up to, one after another.
+// Horizontal sums of quarters: quarter i of the result is the sum of the quarters of r[i].
 INLINE I32 sums_of_quarters(const I32 *r) {
   const I32 x = quarters<0x88>(r[0], r[1]) + quarters<0xdd>(r[0], r[1]);
   const I32 y = quarters<0x88>(r[2], r[3]) + quarters<0xdd>(r[2], r[3]);
   return quarters<0x88>(x, y) + quarters<0xdd>(x, y);
 }
 
-// Eight registers, each half of them crosswise.
+// Transposes 8 x 8 blocks of 32 bits: within each half of eight registers.
 INLINE void transpose_halves(F32 *r) {
   transpose_quarters(r), transpose_quarters(r + 4);
 #pragma GCC unroll 4
@@ -335,7 +335,7 @@ INLINE void transpose_halves(F32 *r) {
   }
 }
 
-// LANES registers of 32 bits each, crosswise: rows become columns.
+// Transposes LANES registers of 32-bit lanes.
 template <class Vector>
 INLINE void transpose(Vector *r) {
 #pragma GCC unroll 4

@@ -1,4 +1,4 @@
-// Memory that ends with whoever holds it.
+// Owned, aligned memory.
 #pragma once
 
 #include <stdint.h>
@@ -14,7 +14,7 @@ struct Free {
 template <class T>
 using Memory = std::unique_ptr<T[], Free>;
 
-// Room for so many, aligned to 64 bytes; NULL where there is none.
+// Uninitialised room for `count` elements, aligned to 64 bytes; NULL if out of memory.
 template <class T>
 Memory<T> memory(int64_t count) {
   return Memory<T>(static_cast<T *>(aligned_alloc(64, (count * sizeof(T) + 127) / 64 * 64)));

@@ -1,6 +1,6 @@
-// The pool. Work is claimed index by index from one counter, so that a thread that the system has
-// put aside holds up the one index it has, and no share of the work. Idle threads look for work for
-// a short while, as the next product is near, and then sleep; the caller never sleeps.
+// The thread pool. Indices are claimed one at a time from a shared counter, so a descheduled thread
+// delays the one index it holds, not a whole share. Idle threads spin briefly, as the next
+// operation is usually near, then sleep on a futex; the caller never sleeps.
 #include "pool.h"
 
 #include <pthread.h>
@@ -28,10 +28,9 @@ using std::memory_order_relaxed;
 using std::memory_order_release;
 using std::memory_order_seq_cst;
 
-constexpr auto SPIN = std::chrono::microseconds(50);  // measured with other processes busy: best
-constexpr int SPINS_PER_CHECK = 32;                   // between two looks at the clock
-constexpr int SPINS_BEFORE_YIELD = 2000;              // looks at the last indices of others, before
-                                                      // the core is offered
+constexpr auto SPIN = std::chrono::microseconds(50);  // the best, with other processes busy
+constexpr int SPINS_PER_CHECK = 32;                   // before looking at the clock
+constexpr int SPINS_BEFORE_YIELD = 2000;              // while others finish their last indices
 
 inline void cpu_pause() {
 #if defined(__x86_64__)
@@ -41,7 +40,7 @@ inline void cpu_pause() {
 #endif
 }
 
-// Sleeps until the number is another one than that, or somebody wakes; may come back for nothing.
+// Sleeps until number != seen or a wake-up; may wake spuriously.
 #ifdef __linux__
 void sleep_while(atomic<uint32_t> &number, uint32_t seen) {
   syscall(SYS_futex, reinterpret_cast<uint32_t *>(&number), FUTEX_WAIT_PRIVATE, seen, nullptr,
@@ -56,14 +55,15 @@ void sleep_while(atomic<uint32_t> &number, uint32_t seen) { number.wait(seen); }
 void wake_all(atomic<uint32_t> &number) { number.notify_all(); }
 #endif
 
-// What is being worked on. A ticket is the job's number and the next index in one word: whoever
-// claims an index knows that it is this job's, and that the job is not over before it is done.
+// The job at work. A ticket holds the job's number (upper half) and its next index (lower half) in
+// one word: who claims an index knows that it belongs to this job, and that the job cannot end
+// before the index is done.
 struct Pool {
   alignas(64) atomic<uint64_t> ticket{0};
   alignas(64) atomic<uint32_t> remaining{0};
-  alignas(64) atomic<uint32_t> job{0};  // its number; what idle threads watch
+  alignas(64) atomic<uint32_t> job{0};  // number; idle threads watch it
   atomic<uint32_t> sleepers{0};
-  atomic<uint32_t> wanted{1};  // threads, the caller's included
+  atomic<uint32_t> wanted{1};  // threads, the caller included
   atomic<uint32_t> count{0};
   atomic<void (*)(void *, int64_t)> work{nullptr};
   atomic<void *> context{nullptr};
@@ -74,7 +74,7 @@ struct Pool {
     uint64_t now = ticket.load(memory_order_acquire);
     for (;;) {
       if (uint32_t(now >> 32) != number) return false;
-      // Of this job, or of a later one; then the exchange fails.
+      // These may be a later job's; then the exchange fails.
       auto function = work.load(memory_order_relaxed);
       void *argument = context.load(memory_order_relaxed);
       if (uint32_t(now) >= count.load(memory_order_relaxed)) return false;
@@ -110,14 +110,14 @@ struct Pool {
 
   void start() {
     if (started >= wanted.load(memory_order_relaxed)) return;
-    sigset_t all, before;  // a signal is for those who wait for something
+    sigset_t all, before;  // signals go to threads that wait for them
     sigfillset(&all);
-    sigdelset(&all, SIGBUS);  // but this is of who reads what is not there
+    sigdelset(&all, SIGBUS);  // but SIGBUS is for the thread that faults
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
       for (; started < wanted.load(memory_order_relaxed); started++)
         std::thread([this, place = started] { worker(place); }).detach();
-    } catch (...) {  // a limit on threads: those that there are do it, and no more are tried
+    } catch (...) {  // thread limit: make do with those started, and do not try again
       wanted.store(started, memory_order_relaxed);
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -126,7 +126,7 @@ struct Pool {
   void share(uint32_t indices, void (*function)(void *, int64_t), void *argument) {
     start();
     uint32_t number = job.load(memory_order_relaxed) + 1;
-    // Closed while what belongs to it is written: a thread that is late sees no index of it.
+    // Closed (index UINT32_MAX) while the job is written, so that a late thread claims nothing.
     ticket.store(uint64_t(number) << 32 | UINT32_MAX, memory_order_release);
     remaining.store(indices, memory_order_relaxed);
     work.store(function, memory_order_relaxed);
@@ -148,7 +148,7 @@ struct Pool {
 };
 
 // Never destroyed: its threads may outlive main. A forked child has none of them, and perhaps a job
-// of theirs that nobody ends: its pool is a new one.
+// of theirs that nobody ends, so it gets a new pool.
 Pool *const pool = [] {
   pthread_atfork(nullptr, nullptr, [] {
     const uint32_t wanted = pool->wanted.load(memory_order_relaxed);

@@ -1,4 +1,4 @@
-// Threads that share work out among themselves.
+// The thread pool.
 #pragma once
 
 #include <stdint.h>
@@ -7,8 +7,9 @@ namespace toast {
 
 constexpr int MAX_THREADS = 256;
 
-// work(context, i) for all i < count, on the pool's threads and the caller's, in any order; back
-// when all are done. A pool that is at work for another caller leaves all of it to this one.
+// Calls work(context, i) for all i < count on the pool's threads and the caller's, in any order,
+// and returns when all are done. If the pool is busy with another caller, this thread does all of
+// it.
 void run(int64_t count, void (*work)(void *context, int64_t index), void *context);
 
 template <class Work>

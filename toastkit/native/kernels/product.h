@@ -1,4 +1,4 @@
-// A product on its way: what an instruction set's code is handed.
+// What a product kernel is given, and the table of kernels of each instruction set.
 #pragma once
 
 #include "attention.h"
@@ -7,7 +7,8 @@
 
 namespace toast {
 
-// What a call of toast_multiply asks for. prepared: the vectors as `prepare` has left them.
+// The arguments of toast_multiply. prepared: the vectors as `prepare` has stored them, in float32
+// or quantised.
 struct Product {
   const toast_matrix *matrix;
   const toast_vectors *x;
@@ -16,28 +17,28 @@ struct Product {
   void *out;
   int32_t out_type;
   char *prepared;
-  int64_t prepared_stride;  // bytes of one vector in it
+  int64_t prepared_stride;  // bytes per prepared vector
 };
 
-// Whether a product is of floats, and not of whole numbers where a set has these.
+// Whether a product is computed in float32, rather than with int8 dot products where available.
 inline bool in_floats(const Product &p) {
   return !p.matrix->bits || p.activation_bits >= TOAST_FLOATS;
 }
 
-constexpr int64_t BATCH = 64;  // of a group, but where Instructions say more:
+constexpr int64_t BATCH = 64;  // default of Instructions::max_batch, the most vectors per batch
 constexpr int64_t MAX_BATCH = 128;
 
-// Some results that one expert gives: places[i] < count, for i < members, MOST_MEMBERS at most.
-// after: the row of the stack that comes after its last one, to be fetched ahead.
+// Results of one expert, outputs[i] for i < size. next_row: the row of the stack that is read after
+// the expert's last one, to prefetch.
 struct ExpertBatch {
   int64_t expert, size;
   const uint32_t *outputs;
   int64_t next_row;
 };
 
-// One instruction set's code, which one that is not there has not. prepared_bytes: of a vector, a
-// multiple of 64. prepare: vector `row`. multiply: rows first up to `end` of an expert with all
-// members of a group; false for no memory. rows: see rows.h.
+// The kernels of one instruction set; NULL where the compiler lacks it. prepared_bytes: per vector,
+// a multiple of 64. prepare: converts vector `row`. multiply: rows [first, end) of an expert times
+// all vectors of a batch; false if out of memory. rows: see rows.h.
 struct Instructions {
   const char *name;
   bool (*is_available)();
@@ -46,28 +47,28 @@ struct Instructions {
   bool (*multiply)(const Product &, const ExpertBatch &, int64_t first, int64_t end) = nullptr;
   const RowInstructions *rows = nullptr;
   const AttentionCode *attention = nullptr;
-  int64_t max_batch = BATCH;  // of a group, at most, where packed numbers meet digits
+  int64_t max_batch = BATCH;  // of quantised products on int8 dot products
 };
 
 // The set in use.
 const Instructions &instructions();
 
-// Those of x86-64, of 64-bit ARM, and of all others. Each has a source of its own. Who adds to
-// Instructions adds to each of these: code in lanes.h's vectors (the compiler's) compiles for all.
+// One source file each. A new kernel goes into every set; code in lanes.h's portable vector types
+// compiles for all of them.
 extern const Instructions amx_int8, avx512vbmi, avx512vnni, avx2;
 extern const Instructions neon_i8mm, neon_dotprod, neon;
 extern const Instructions portable;
 
-// What sets that differ in packed products have in common.
+// Shared by the sets that differ in quantised products only.
 extern const RowInstructions avx512_rows, neon_rows;
 extern const AttentionCode avx512_attention, neon_attention;
 
-// Whether an ARM processor has them.
+// Whether an ARM processor has the feature.
 enum ArmFeature { DOTPROD, I8MM };
 bool has(ArmFeature feature);
 
-// Memory of the calling thread, aligned to 64 bytes, that lasts until it asks for more of that
-// kind; NULL where there is none.
+// Thread-local scratch of a kind, aligned to 64 bytes, valid until the next request for that kind;
+// NULL if out of memory.
 enum { ROWS, BYTES, SCORES, SUMS, PARTS, HEADS, QUERIES, KINDS };
 void *scratch(int kind, int64_t bytes);
 

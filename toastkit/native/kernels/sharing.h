@@ -1,4 +1,4 @@
-// How rows are shared out among the threads.
+// How loops are split among threads.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 
 namespace toast {
 
-constexpr int64_t CHUNK = 1 << 14;        // numbers that a thread takes at a time
-constexpr int64_t SERIAL_WORK = 1 << 17;  // that are not worth a second thread
+constexpr int64_t CHUNK = 1 << 14;        // elements per task
+constexpr int64_t SERIAL_WORK = 1 << 17;  // too few elements for a second thread
 
-// work(first, end) over all rows, some at a time. size: numbers of a row.
+// Calls work(first, end) on ranges that cover all rows. size: elements per row.
 template <class Work>
 void share(int64_t rows, int64_t size, const Work &work) {
   if (rows * size < SERIAL_WORK) return work(0, rows);
@@ -22,8 +22,8 @@ void share(int64_t rows, int64_t size, const Work &work) {
   });
 }
 
-// work(i) for all i < count. Each thread takes neighbours one after another, so that what it has
-// fetched ahead is what it comes to; who has no more of its own takes what others have left.
+// Calls work(i) for all i < count. Each thread walks a contiguous range, so that what it prefetches
+// is what it comes to next, and then steals from the ranges of others.
 template <class Work>
 void run_stealing(int64_t count, const Work &work) {
   struct alignas(64) Part {

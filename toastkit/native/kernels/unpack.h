@@ -1,4 +1,4 @@
-// Rows of a matrix as float32, and packed numbers as bytes.
+// Dequantisation of weights: packed codes to bytes, and rows to float32.
 #pragma once
 
 #include "lanes.h"
@@ -6,7 +6,7 @@
 
 namespace {
 
-// Bytes from one packed row to the next.
+// Bytes per stored row.
 INLINE int64_t row_bytes(const toast_matrix &m) {
   if (m.bits) return m.columns * m.bits / 8;
   return m.columns * (m.type == TOAST_F32 ? 4 : 2);
@@ -16,14 +16,14 @@ INLINE const uint8_t *row_at(const toast_matrix &m, int64_t row) {
   return static_cast<const uint8_t *>(m.weight) + row * row_bytes(m);
 }
 
-// Packed rows are one string of bits, the first number in the lowest of the first byte: eight
-// numbers fill `BITS` bytes.
+// A packed row is a little-endian bit string, the first code in the lowest bits: eight codes fill
+// BITS bytes.
 template <int BITS>
 INLINE void unpack_bits(const uint8_t *packed, int64_t columns, uint8_t *out) {
   constexpr uint64_t ONES = 0x0101010101010101u * ((1u << BITS) - 1);
   for (int64_t k = 0; k < columns; k += 8, packed += BITS, out += 8) {
     uint64_t bits = 0, bytes = 0;
-    if ((columns - k) * BITS >= 64) {  // what comes after the eight is cut off below
+    if ((columns - k) * BITS >= 64) {  // bits beyond the eight codes are masked below
       memcpy(&bits, packed, 8);
     } else {
       memcpy(&bits, packed, BITS);
@@ -37,9 +37,8 @@ INLINE void unpack_bits(const uint8_t *packed, int64_t columns, uint8_t *out) {
   }
 }
 
-// What E2M1's numbers, of 4 bits, become: twice what they stand for, plus 12, so that all of them
-// are whole numbers from 0 on, and a row of them is one of any packing, with biases of -12 scales
-// where scales are half as large.
+// E2M1 codes become twice their value plus 12: integers from 0 on, which makes mxfp4 an affine
+// quantisation with half the scale and a bias of -12 such scales.
 alignas(16) constexpr uint8_t E2M1_CODES[16] = {12, 13, 14, 15, 16, 18, 20, 24,
                                                 12, 11, 10, 9,  8,  6,  4,  0};
 constexpr float E2M1_BIAS = -12;
@@ -57,7 +56,7 @@ INLINE void decode_e2m1(uint8_t *bytes, int64_t columns) {
 #endif
 }
 
-// The numbers of a packed row, a byte each. columns: a multiple of 32.
+// A packed row to a byte per code. columns: a multiple of 32.
 INLINE void unpack_bytes(const toast_matrix &m, const uint8_t *row, uint8_t *out) {
   switch (m.bits) {
     case 2: return unpack_bits<2>(row, m.columns, out);
@@ -71,20 +70,19 @@ INLINE void unpack_bytes(const toast_matrix &m, const uint8_t *row, uint8_t *out
   }
 }
 
-// Halves of scales of E8M0. The first is below the normal numbers, the last is NaN: both have the
-// same bit besides.
+// 2^(e - 127) / 2. Exponent 0 is subnormal and 255 is NaN: both need the same extra bit.
 INLINE F32 half_e8m0(U32 e) {
   return (F32)(e << 23 | ((U32)((e == 0) | (e == 255)) & 0x400000)) * 0.5f;
 }
 
-// Scales of groups, or biases, from `at` on, n of them there; of E8M0 halves of scales.
+// Group scales or biases at [at, at + n), zero-padded; half of E8M0 scales.
 INLINE F32 scales_at(const toast_matrix &m, const void *numbers, int64_t at, int n) {
   if (m.type != TOAST_E8M0) return some_floats_at(m.type, numbers, at, n);
   U8 bytes = load_some<U8>(static_cast<const uint8_t *>(numbers) + at, n < LANES ? n : LANES);
   return half_e8m0(__builtin_convertvector(bytes, U32));
 }
 
-// A row as float32, with zeros up to a multiple of LANES. bytes: room for a packed row's numbers.
+// Dequantises a row to float32, zero-padded to a multiple of LANES. bytes: scratch, (columns).
 INLINE void dequantise_weights(const toast_matrix &m, int64_t row, uint8_t *bytes, float *out) {
   const uint8_t *from = row_at(m, row);
   if (!m.bits) {
