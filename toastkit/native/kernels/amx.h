@@ -1,11 +1,11 @@
-// Tiles of bytes (AMX), eight a thread: the instructions, and whether they may be used.
+// AMX int8 tiles, eight per thread: the instructions, and whether they may be used.
 #pragma once
 
 #include <stdint.h>
 
 namespace {
 
-// What LDTILECFG reads: of each tile how many rows it has, and bytes in a row.
+// The operand of LDTILECFG: rows, and bytes per row, of each tile.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, first_row = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
@@ -16,13 +16,13 @@ struct alignas(64) TileShapes {
   }
 };
 
-constexpr int SIDE = 16;  // rows of a tile, and its sums in a row, at most
+constexpr int SIDE = 16;  // most rows of a tile, and most int32 per row
 
-enum Bytes { BOTH_SIGNED, LEFT_SIGNED, RIGHT_SIGNED };  // that are multiplied
+enum Bytes { BOTH_SIGNED, LEFT_SIGNED, RIGHT_SIGNED };  // signedness of the operands
 
 }  // namespace
 
-#if defined(TOAST_AMX_EMULATED)  // a header of tests that stands for the instructions
+#if defined(TOAST_AMX_EMULATED)  // tests include a header that emulates the instructions
 #include TOAST_AMX_EMULATED
 #else
 
@@ -32,12 +32,12 @@ enum Bytes { BOTH_SIGNED, LEFT_SIGNED, RIGHT_SIGNED };  // that are multiplied
 
 namespace {
 
-// By hand: the compilers' own functions do not say what memory they read.
+// In asm, as the compilers' intrinsics do not tell what memory they read.
 static inline void shape_tiles(const TileShapes &shapes) {
   asm volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
-// There is nothing in them after this that a change of threads would have to save.
+// Leaves no tile state for a context switch to save.
 static inline void release_tiles() { asm volatile("tilerelease"); }
 
 template <int TILE>
@@ -45,7 +45,7 @@ static inline void clear_tile() {
   asm volatile("tilezero %%tmm%c0" ::"i"(TILE));
 }
 
-// stride: bytes from one row to the next.
+// stride: bytes per row.
 template <int TILE>
 static inline void load_tile(const void *from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(TILE) : "memory");
@@ -56,8 +56,7 @@ static inline void store_tile(void *to, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(TILE) : "memory");
 }
 
-// SUMS, of 32 bits, (rows, 16) += bytes LEFT (rows, 4 k) times bytes RIGHT (k, 16, 4), added up
-// over k and fours.
+// SUMS int32 (rows, 16) += LEFT bytes (rows, 4 k) times RIGHT bytes (k, 16, 4).
 template <Bytes KIND, int SUMS, int LEFT, int RIGHT>
 static inline void multiply_tiles() {
   if (KIND == BOTH_SIGNED)
@@ -68,11 +67,11 @@ static inline void multiply_tiles() {
     asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(LEFT), "i"(RIGHT));
 }
 
-// Whether the processor has them, the system saves them, and, asked for this process once, allows
-// them: what a thread's registers take on its stack for a signal becomes 8 KB more.
+// Whether the processor has AMX, the system saves its state, and permits it when asked, once per
+// process: a thread's signal frame then takes 8 KB more.
 static bool tiles_are_granted() {
-  constexpr unsigned TILES = 1u << 24, INT8 = 1u << 25;  // of leaf 7
-  constexpr unsigned SAVED = 3u << 17;                   // of XCR0: shapes and data
+  constexpr unsigned TILES = 1u << 24, INT8 = 1u << 25;  // of CPUID leaf 7
+  constexpr unsigned SAVED = 3u << 17;                   // of XCR0: configuration and data
   constexpr int ASK = 0x1023, DATA = 18;                 // ARCH_REQ_XCOMP_PERM
   unsigned a, b, c, d, state, upper;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || ~d & (TILES | INT8)) return false;

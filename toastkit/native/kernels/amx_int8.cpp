@@ -1,4 +1,4 @@
-// The code for processors with AMX for bytes too: many vectors meet packed numbers in tiles.
+// Kernels for AMX int8: GEMM, and attention over int8 keys and values.
 #include "product.h"
 
 #if defined(__AMX_INT8__)
@@ -16,18 +16,19 @@ static bool is_available() {
   return granted;
 }
 
-constexpr int64_t MIN_BATCH = 8;  // fewer are over sooner without tiles
+constexpr int64_t MIN_BATCH = 8;  // fewer vectors are faster without tiles
 
-// Those are as they were prepared. Where this is tested alone, there is nobody else.
+// Small batches use VBMI's kernel, on the same prepared vectors; a test of this file alone has
+// none.
 static bool multiply_amx(const Product &p, const ExpertBatch &batch, int64_t first, int64_t end) {
   const auto few = avx512vbmi.multiply;
   return (few && batch.size < MIN_BATCH ? few : multiply)(p, batch, first, end);
 }
 
-constexpr int64_t MIN_QUERIES = 3;  // to a key; fewer wait for memory, and longer with tiles
+constexpr int64_t MIN_QUERIES = 3;  // per key head; fewer are memory-bound, and more so with tiles
 
-// Whether keys and values are met in tiles. Others go on as they do without, but where this is
-// tested alone.
+// Whether this attention runs on tiles; else it takes AVX-512's code, which a test of this file
+// alone has not.
 static bool uses_amx(const Attention &a) {
   return is_int8(a.call->keys) && is_int8(a.call->values) &&
          (a.rows >= MIN_QUERIES || !avx512_attention.attend);
@@ -62,7 +63,7 @@ const Instructions amx_int8 = {
 
 }  // namespace toast
 
-#else  // a compiler that does not know them
+#else  // the compiler lacks AMX
 
 namespace toast {
 

@@ -1,55 +1,54 @@
-// Many vectors, where the processor multiplies tiles of bytes (AMX): the digits of 16 vectors meet
-// the numbers of 16 rows, 64 columns of a group at a time, or the 32 that it has.
+// GEMM on AMX: the digits of 16 vectors times 16 rows, 64 columns of a group at a time (32 in
+// groups of 32).
 //
-// Sums are there 52 clocks after they are begun, and a tile of them cannot be begun again before it
-// is stored: so there are two pairs. While one is multiplied, the other one is stored, and what was
-// stored before is scaled.
+// A tile of sums is ready 52 clocks after its product starts and cannot be reused before it is
+// stored, so accumulators are double-buffered: while one pair is multiplied, the other is stored
+// and the previous one scaled.
 #pragma once
 
 namespace {
 
-// Which tile holds what: numbers; of pairs the bytes as they are, which the lower digits meet;
-// digits; sums, and two tiles on those of the next step.
+// Tile registers: weight codes; for pairs the packed bytes, which lower digits meet; digits; sums,
+// with the second buffer two tiles on.
 enum { WEIGHT_TILE = 0, BYTE_TILE = 1, UPPER_TILE = 2, LOWER_TILE = 3, UPPER_SUMS = 4,
        LOWER_SUMS = 5 };
 
-// 256 n. Beside tiles floats have one port only, which shifts would take; bytes move on the other.
+// 256 n by a byte shuffle: beside AMX, float code has one port only, which shifts would take.
 INLINE I32 times_256(I32 n) {
   const __m128i up =
       _mm_setr_epi8(-128, 0, 1, 2, -128, 4, 5, 6, -128, 8, 9, 10, -128, 12, 13, 14);
   return (I32)_mm512_shuffle_epi8((__m512i)n, _mm512_broadcast_i32x4(up));
 }
 
-// The tiles of this thread, for some vectors, while it lives.
+// Configures this thread's tiles for a batch while it lives.
 class Tiles {
-  // Where a group's digits lie: upper ones, from these on the lower ones, and from both on those of
-  // the second 64 columns; and by what sums of upper and of lower ones are scaled.
+  // A group's upper digits; from these to lower ones; from either to the second 64 columns; and d.
   struct Digits {
     const char *upper;
     int64_t lower, second;
     const char *step;
-    int64_t total;   // from there on
-    int64_t stride;  // bytes from one vector to the next
+    int64_t total;   // from `step` to d * sum of v
+    int64_t stride;  // bytes per vector
   };
-  // As they are gathered, where vectors do not lie evenly.
+  // The same, gathered, where vectors are not evenly spaced.
   struct Gathered {
-    alignas(64) char digits[4][64];  // upper, their second; lower, their second
+    alignas(64) char digits[4][64];  // upper (first and second 64 columns), then lower
     float step, total;
   };
-  // Sums of 16 vectors with 64 rows that are to be scaled, and what with.
+  // Sums of 16 vectors and 64 rows that are still to be scaled.
   struct PendingScale {
     const float *scales, *biases;
     const char *step;
-    int64_t total, stride, first;  // first: of the vectors, those before have had it
+    int64_t total, stride, first;  // first: vectors before it have been added already
     float *y;
   };
 
   const char *const *vectors;
   int64_t batch, stride;
-  bool uneven = false;                         // whether some have another stride
-  bool two_blocks;                             // times 64 columns
+  bool uneven = false;                         // whether spacing varies
+  bool two_blocks;                             // of 64 columns
   int rows;                                    // of a tile of digits
-  alignas(64) int32_t sums[2][2][SIDE][SIDE];  // of two steps; of upper digits, of lower ones
+  alignas(64) int32_t sums[2][2][SIDE][SIDE];  // [buffer][upper, lower]
   Gathered gathered[2][SIDE];
 
   Digits digits_of(const TransposedGroup &c, int64_t first, int slot) {
@@ -69,8 +68,8 @@ class Tiles {
     return {g.digits[0], 128, 64, reinterpret_cast<const char *>(&g.step), sizeof(float), sizeof g};
   }
 
-  // A group's digits meet the j-th 16 rows, into the sums of TURN. What these hold, of the step
-  // before the last one, is stored first; `stored`: whether there was one.
+  // A group's digits times the j-th 16 rows, into accumulators SLOT; these, of two steps ago, are
+  // stored first if `stored`.
   template <int N, bool PAIRED, int SLOT>
   INLINE void multiply(const TransposedGroup &c, const Digits &d, int j, bool two_blocks,
                        bool stored, int32_t (*sums)[2][SIDE][SIDE]) {
@@ -95,7 +94,7 @@ class Tiles {
     multiply_tiles<LEFT_SIGNED, LOWERS, LOWER_TILE, WEIGHT_TILE>();
   }
 
-  // What a step has stored, scaled and added to the results of its j-th 16 rows.
+  // Scales a step's stored sums and adds them to y of its j-th 16 rows.
   template <int N>
   INLINE void scale(const int32_t (*sums)[SIDE][SIDE], const PendingScale &s, int j, int rows) {
     const F32 scales = load<F32>(s.scales + j * SIDE), biases = load<F32>(s.biases + j * SIDE);
@@ -137,8 +136,8 @@ class Tiles {
   ~Tiles() { release_tiles(); }
   Tiles(const Tiles &) = delete;
 
-  // What some groups give, added to y[i][j] of all members and 16 * N rows. What each step needs is
-  // kept in registers: loads may have to wait for tiles that are stored.
+  // Adds `count` groups to y[i][j] of all vectors and 16 * N rows. Members are copied to locals:
+  // loads may have to wait for tile stores.
   template <int N, bool PAIRED>
   __attribute__((noinline)) void add(const TransposedGroup *groups, int64_t count, float *y,
                                      Prefetcher &ahead) {
@@ -151,7 +150,7 @@ class Tiles {
     bool pending = false;
     int slot = 0;
     for (int64_t i = 0; i < batch; i += SIDE) {
-      const int64_t at = std::min(i, batch - rows);  // with some that have been added before
+      const int64_t at = std::min(i, batch - rows);  // the last tile overlaps the one before
       for (const TransposedGroup *c = groups; c < groups + count; c++, slot ^= 1) {
         const Digits d = digits_of(*c, at, slot);
         const int64_t lines = c->words * passes / steps;

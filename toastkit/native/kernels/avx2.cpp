@@ -1,4 +1,4 @@
-// The code for processors with AVX2, FMA, F16C and BMI2.
+// Kernels for AVX2, FMA, F16C and BMI2.
 #include <cpuid.h>
 
 #define TILE_M 2
@@ -9,7 +9,7 @@
 
 namespace toast {
 
-// Some versions of clang (14) have no name for it.
+// Some versions of clang (14) have no __builtin_cpu_supports("f16c").
 static bool has_f16c() {
   unsigned a, b, c = 0, d;
   return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;

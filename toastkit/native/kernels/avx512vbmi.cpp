@@ -1,12 +1,11 @@
-// The code for processors with AVX-512 VBMI too: numbers of 2, 3, 5 and 6 bits become bytes
-// in registers.
+// Kernels for AVX-512 VBMI: codes of 2, 3, 5 and 6 bits are unpacked in registers.
 #define TILE_M 6
 #define TILE_N 4
 #include "digit_tiles.h"
 
 namespace toast {
 
-// All others are compiled for VNNI already, to the same instructions.
+// All others take VNNI's code, compiled to the same instructions.
 static bool multiply_here(const Product &p, const ExpertBatch &batch, int64_t first, int64_t end) {
   const bool own = !in_floats(p) && is_narrow(*p.matrix);
   return (own ? multiply_narrow : avx512vnni.multiply)(p, batch, first, end);

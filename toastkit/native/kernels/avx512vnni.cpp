@@ -1,4 +1,4 @@
-// The code for processors with AVX-512 F, BW, DQ, VL and VNNI.
+// Kernels for AVX-512 F, BW, DQ, VL and VNNI.
 #define TILE_M 6
 #define TILE_N 4
 #include "attention_tile.h"

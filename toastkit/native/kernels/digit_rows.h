@@ -1,19 +1,19 @@
-// Few vectors: 16 rows at a time, as they lie in memory, whose sums are brought crosswise.
+// GEMV and small batches: 16 rows at a time, dotted in storage order, then reduced across lanes.
 #pragma once
 
 #include "digits.h"
 
 namespace {
 
-// The numbers of a block, a byte each: of its planes, which are `PLANES`.
+// Unpacks a block of codes to bytes, PLANES registers.
 template <int BITS, int PLANES_ = 1>
 struct Block {
   static constexpr int PLANES = PLANES_;
-  static constexpr int BYTES = BLOCK / 8 * BITS * PLANES;  // as they are stored
+  static constexpr int BYTES = BLOCK / 8 * BITS * PLANES;  // as stored
   static constexpr int MAX_CODE = (1 << BITS) - 1;
   static constexpr int DIGITS = BLOCK * PLANES * 2;
   static constexpr bool PAIRED = false;
-  // bytes: what is left of the row.
+  // bytes: left in the row.
   INLINE __m512i load(const uint8_t *at, int64_t bytes) {
     const int64_t here = bytes < BYTES ? bytes : BYTES;
     return _mm512_maskz_loadu_epi8(here >= 64 ? ~0ull : (1ull << here) - 1, at);
@@ -28,7 +28,8 @@ struct Block {
       planes[0] = (I32)stored;
     } else {
 #if defined(__AVX512VBMI__)
-      // Eight numbers are BITS bytes: these go to eight bytes, and each byte takes its bits there.
+      // BITS bytes hold eight codes: copy them to each eight bytes, then shift every code to its
+      // byte.
       constexpr int B = BITS;
       alignas(64) static constexpr struct Bytes {
         uint8_t at[64];
@@ -46,13 +47,13 @@ struct Block {
   }
 };
 
-// Those whose activations share a lower digit, see digits.h.
+// Pairs of activations share a lower digit, see digits.h.
 struct PairedBlock : Block<4, 2> {
   static constexpr int DIGITS = BLOCK * 3;
   static constexpr bool PAIRED = true;
 };
 
-// Numbers of E2M1, as unpack.h has them.
+// mxfp4, see E2M1_CODES.
 struct E2M1Block : Block<4, 2> {
   static constexpr int MAX_CODE = 24;
   INLINE void unpack(__m512i stored, I32 *planes) {
@@ -65,7 +66,7 @@ struct E2M1Block : Block<4, 2> {
   }
 };
 
-// Of four rows: each quarter holds what its lanes add up to in row a, b, c, d.
+// Lane i of each quarter: the horizontal sum of that quarter of a, b, c or d.
 INLINE I32 reduce_four_rows(I32 a, I32 b, I32 c, I32 d) {
   auto low = [](I32 a, I32 b) { return (I32)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b); };
   auto high = [](I32 a, I32 b) { return (I32)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b); };
@@ -73,8 +74,8 @@ INLINE I32 reduce_four_rows(I32 a, I32 b, I32 c, I32 d) {
   return (I32)_mm512_unpacklo_epi64(x, y) + (I32)_mm512_unpackhi_epi64(x, y);
 }
 
-// What products of upper digits and of lower ones add up to, of two rows: each quarter holds two
-// sums of lanes side by side of row a, and then two of row b. All fit into 16 bits.
+// 256 * upper + lower of two rows, partially reduced: each quarter holds two sums of lane pairs of
+// a, then two of b. The sums must fit into int16.
 INLINE I32 reduce_two_rows(I32 upper_a, I32 lower_a, I32 upper_b, I32 lower_b) {
   auto words = [](I32 a, I32 b) { return _mm512_packs_epi32((__m512i)a, (__m512i)b); };
   const __m512i lower = words(lower_a, lower_b), one = _mm512_set1_epi16(1);
@@ -82,19 +83,19 @@ INLINE I32 reduce_two_rows(I32 upper_a, I32 lower_a, I32 upper_b, I32 lower_b) {
   return (I32)_mm512_dpwssd_epi32(sums, words(upper_a, upper_b), _mm512_set1_epi16(256));
 }
 
-// Of each quarter two numbers of a and two of b: those that the constant names.
+// VSHUFPS: in each quarter two lanes of a, then two of b.
 template <int WHICH>
 INLINE I32 shuffle_words(I32 a, I32 b) {
   return (I32)_mm512_shuffle_ps((__m512)a, (__m512)b, WHICH);
 }
 
-// As above, of what two_rows gives.
+// As above, from reduce_two_rows.
 INLINE I32 reduce_four_rows(I32 ab, I32 cd) {
   return shuffle_words<0x88>(ab, cd) + shuffle_words<0xdd>(ab, cd);
 }
 
-// r: of four rows each; out[g]: what the lanes of group g add up to in 16 rows.
-template <int QUARTERS>  // of a group: 1, 2 or 4
+// r: four rows each; out[g]: the sums of group g of 16 rows.
+template <int QUARTERS>  // per group: 1, 2 or 4
 INLINE void reduce_by_group(const I32 *r, I32 *out) {
   if constexpr (QUARTERS == 1) {
     I32 a = quarters<0x44>(r[0], r[1]), b = quarters<0xee>(r[0], r[1]);
@@ -110,26 +111,26 @@ INLINE void reduce_by_group(const I32 *r, I32 *out) {
   }
 }
 
-// What comes after the rows that are multiplied, fetched meanwhile, some bytes a step: requests
-// that come all at once would hold up what is at work.
+// Prefetches the next rows while these are multiplied, some bytes per step: all requests at once
+// would stall the loads.
 struct Prefetcher {
   const uint8_t *at;
   int64_t pace;
-  // That of so many steps.
+  // For so many steps.
   inline __attribute__((always_inline)) void fetch(int64_t steps) {
     const uint8_t *end = at + steps * pace;
     for (; at < end; at += 64) _mm_prefetch(reinterpret_cast<const char *>(at), _MM_HINT_T1);
     at = end;
   }
-  // One line, when what was loaded is used for the first time: a compiler would ask for all of them
-  // at once, and load twice.
+  // One line, when `loaded` is first used: otherwise the compiler would issue all prefetches at
+  // once, and load twice.
   inline __attribute__((always_inline)) void fetch_line(__m512i &loaded) {
     asm volatile("prefetcht1 %1" : "+v"(loaded) : "m"(*at));
     at += 64;
   }
 };
 
-// Scales and biases from a row on, those of so many groups a step.
+// Prefetches scales and biases from `row` on, `pace` groups per step.
 struct ScalePrefetcher {
   Prefetcher scales, biases;
   INLINE ScalePrefetcher of(const toast_matrix &m, int64_t row, int64_t pace) {
@@ -142,8 +143,8 @@ struct ScalePrefetcher {
   inline __attribute__((always_inline)) void fetch() { scales.fetch(1), biases.fetch(1); }
 };
 
-// The digits of block b and of those behind it that belong to its group, upper and lower, as planes
-// meet them; of pairs one lower one.
+// Upper and lower digits of block b, and of the following blocks of its group, as unpacked planes
+// meet them: v[plane][upper or lower]. Pairs have one lower register.
 template <class B, int GROUP_LANES>
 INLINE void load_digits(const char *digits, int64_t b, I32 (*v)[2]) {
   constexpr int COUNT = B::PLANES * (GROUP_LANES > 16 ? GROUP_LANES / 16 : 1);
@@ -156,7 +157,7 @@ INLINE void load_digits(const char *digits, int64_t b, I32 (*v)[2]) {
     for (int i = 0; i < COUNT; i++)
       r[i] = load<I32>(digits + (b + i / B::PLANES) * B::DIGITS + part * BLOCK_WEIGHTS +
                        i % B::PLANES * BLOCK);
-    if constexpr (B::PLANES == 4 && GROUP_LANES == 4) {  // planes of a group, of one after another
+    if constexpr (B::PLANES == 4 && GROUP_LANES == 4) {  // group-major to plane-major
       I32 planes[4];
       reduce_by_group<1>(r, planes);
 #pragma GCC unroll 4
@@ -176,7 +177,7 @@ INLINE void load_digits(const char *digits, int64_t b, I32 (*v)[2]) {
   }
 }
 
-// BYTES of each row, of which so many are left, side by side, with zeros after them.
+// Copies BYTES of each row, zero-padded; left: bytes of a row that exist.
 template <int BYTES>
 static __attribute__((noinline)) void copy_padded(const uint8_t *rows, int64_t stride, int count,
                                                   int64_t left, uint8_t *out) {
@@ -185,17 +186,16 @@ static __attribute__((noinline)) void copy_padded(const uint8_t *rows, int64_t s
     memcpy(out + j * BYTES, rows + j * stride, left < BYTES ? left : BYTES);
 }
 
-// The results of M members and `count` rows, 16 at most, of numbers in blocks B. LANES_: of a
-// group (see Layout). next: of the rows that come after these, what is fetched meanwhile;
-// row_ahead: which of the stack they are.
+// y of M vectors and `count` <= 16 rows in blocks B. GROUP_LANES: see Layout::lanes. next: address
+// of the rows to prefetch; next_row: their index in the stack.
 template <class B, int GROUP_LANES, int M>
 static void digit_rows(const toast::Product &p, const uint32_t *outputs, const uint8_t *rows,
                        int64_t stride, int64_t expert, int64_t first, int count,
                        const uint8_t *next, int64_t next_row) {
   constexpr int PLANES = B::PLANES, BLOCKS = GROUP_LANES > 16 ? GROUP_LANES / 16 : 1;
-  constexpr int GROUPS = GROUP_LANES > 16 ? 1 : 16 / GROUP_LANES;  // of a step of so many blocks
+  constexpr int GROUPS = GROUP_LANES > 16 ? 1 : 16 / GROUP_LANES;  // per step of BLOCKS blocks
   constexpr int BLOCK_WEIGHTS = BLOCK * PLANES, BYTES = B::BYTES * BLOCKS;
-  // Whether sums of so many bytes' products fit into 16 bits, and there are registers for them.
+  // Whether the sums of a step fit into int16, and registers suffice.
   constexpr bool FITS_INT16 =
       M == 1 && !B::PAIRED && 4 * PLANES * BLOCKS * B::MAX_CODE * 128 <= 0x7fff;
   const toast_matrix &m = *p.matrix;
@@ -205,10 +205,10 @@ static void digit_rows(const toast::Product &p, const uint32_t *outputs, const u
   F32 y[M] = {}, scales[16], biases[16];
   const int64_t row = expert * m.rows + first;
   const int64_t row_bytes_left = m.columns * B::BYTES / BLOCK_WEIGHTS;
-  constexpr int ROWS = B::BYTES > 32 ? 1 : B::BYTES > 16 ? 2 : 4;  // that have a line
+  constexpr int ROWS = B::BYTES > 32 ? 1 : B::BYTES > 16 ? 2 : 4;  // rows per prefetched line
   alignas(64) uint8_t copy[16 * BYTES + 64];
   Prefetcher ahead = {next, BYTES};
-  asm("" : "+r"(ahead.pace));  // a compiler that knew it would ask for all lines at once
+  asm("" : "+r"(ahead.pace));  // were it a known constant, GCC would issue all prefetches at once
   auto next_scales = ScalePrefetcher::of(m, next_row, 16 * GROUPS);
   int64_t g = 0;
   for (int64_t b = 0; b < layout.blocks; b += BLOCKS, g += GROUPS) {
@@ -270,7 +270,7 @@ static void digit_rows(const toast::Product &p, const uint32_t *outputs, const u
       auto sums = reinterpret_cast<const float *>(digits[n] + layout.sums) + g;
       reduce_by_group<(GROUP_LANES > 16 ? 16 : GROUP_LANES) / 4>(reduced[n], out);
 #pragma GCC unroll 4
-      for (int i = 0; i < GROUPS; i++)  // of groups that are not there: zeros
+      for (int i = 0; i < GROUPS; i++)  // missing groups have zero scales
         y[n] = add_group(y[n], out[i], scales[g % 16 + i], biases[g % 16 + i], steps + i, sums + i);
     }
   }

@@ -1,4 +1,5 @@
-// Many vectors: rows are brought crosswise once, 16 to a register, and meet all vectors.
+// GEMM: weights are unpacked and transposed once, 16 rows to a register, and meet all vectors of a
+// batch.
 #pragma once
 
 #include <algorithm>
@@ -10,30 +11,29 @@
 namespace {
 
 constexpr int TILE_ROWS = 4;            // of 16 rows each
-constexpr int64_t BLOCK_COLUMNS = 256;  // columns brought crosswise, which stay in the first cache
+constexpr int64_t BLOCK_COLUMNS = 256;  // transposed at a time, to stay in L1
 
-// A group of numbers of 16 * N rows, and the vectors that meet it.
+// A group of weights of 16 * N rows, transposed, and where its activations are.
 struct TransposedGroup {
-  const char *weights;           // (planes, lanes, N, 16 rows, 4); of pairs as BYTE_PLANES says
+  const char *weights;           // (planes, lanes, N, 16 rows, 4) bytes; pairs: (BYTE_PLANES, ...)
   const float *scales, *biases;  // (N, 16 rows)
-  const int32_t *offsets;        // (planes, lanes): from `digits` to the upper ones of four numbers
-  int64_t words, lower;          // planes * lanes, of bytes lanes; from upper digits to lower ones
-  int64_t digits, step, total;   // from a vector's beginning
+  const int32_t *offsets;        // (planes, lanes): from `digits` to the upper digits of a lane
+  int64_t words, lower;          // words per row (packed bytes: lanes); from upper to lower digits
+  int64_t digits, step, total;   // byte offsets in a prepared vector
 };
 
-// Of numbers that are multiplied in pairs: what is brought crosswise, bytes as they are, which
-// become numbers when vectors meet them; tiles have to have both.
+// What is transposed for pairs: packed bytes, unpacked when vectors meet them; AMX needs all three.
 #if defined(__AMX_INT8__)
-constexpr int BYTE_PLANES = 3;            // both planes, and bytes
-constexpr int MIN_TILE_ROWS = TILE_ROWS;  // which two pairs of sums take in turn
+constexpr int BYTE_PLANES = 3;            // both planes and packed bytes
+constexpr int MIN_TILE_ROWS = TILE_ROWS;  // double-buffered accumulators need four
 #else
 constexpr int BYTE_PLANES = 1;
-constexpr int MIN_TILE_ROWS = 1;  // where no more are left
+constexpr int MIN_TILE_ROWS = 1;  // for the last rows
 #endif
 template <class B>
 constexpr int STORED = B::PAIRED ? BYTE_PLANES : B::PLANES;
 
-// In which members meet rows, at most two at a time.
+// Passes over the rows: two vectors each.
 INLINE int passes_of(int64_t batch) { return int(batch + 1) / 2; }
 
 }  // namespace
@@ -46,8 +46,7 @@ namespace {
 
 #if !defined(__AMX_INT8__)
 
-// Adds to sums what a group gives of M members and 16 * N rows. each: whether lines are asked for
-// at every step.
+// Adds a group's integer sums for M vectors and 16 * N rows. per_step: prefetch at every step.
 template <int M, int N, bool PAIRED>
 INLINE void add_products(const TransposedGroup &c, const char *const *vectors, bool per_step,
                          Prefetcher &next, I32 (&upper)[M][N], I32 (&lower)[M][N]) {
@@ -86,9 +85,8 @@ INLINE void add_products(const TransposedGroup &c, const char *const *vectors, b
   }
 }
 
-// What some groups give, added to y[i][j] of M members and 16 * N rows. Two members and 64 rows are
-// sixteen sums and eight results, which all stay in registers: while a group's sums are scaled, the
-// next one's are begun.
+// Adds `count` groups to y[i][j] of M vectors and 16 * N rows. M = 2, N = 4: 16 accumulators and 8
+// results all stay in registers, so a group is scaled while the next one is begun.
 template <int M, int N, bool PAIRED>
 static __attribute__((noinline)) void digit_tile(const TransposedGroup *groups, int64_t count,
                                                  const char *const *vectors, float *y,
@@ -97,7 +95,7 @@ static __attribute__((noinline)) void digit_tile(const TransposedGroup *groups, 
 #pragma GCC unroll 8
   for (int i = 0; i < M * N; i++) results[i / N][i % N] = load<F32>(y + i * 16);
   Prefetcher next = ahead;
-  const bool per_step = next.pace >= 64;  // lines at every step; else a few behind them all
+  const bool per_step = next.pace >= 64;  // lines at every step, or a few at the end
   for (const TransposedGroup *c = groups; c < groups + count; c++) {
     I32 upper[M][N], lower[M][N];
 #pragma GCC unroll 8
@@ -126,7 +124,7 @@ struct Tiles {
   Tiles(const char *const *vectors, int64_t batch, int, bool)
       : vectors(vectors), batch(batch) {}
 
-  // What some groups give, added to y[i][j] of all members and 16 * N rows.
+  // Adds `count` groups to y[i][j] of all vectors and 16 * N rows.
   template <int N, bool PAIRED>
   void add(const TransposedGroup *groups, int64_t count, float *y, Prefetcher &ahead) const {
     int64_t i = 0;
@@ -138,9 +136,9 @@ struct Tiles {
 
 #endif
 
-// Where numbers that are brought crosswise go, and digits are looked up, by group.
+// Byte offsets of digits and transposed weights within a group.
 struct Offsets {
-  int32_t digits[32];   // (planes, lanes) of a group, from its first upper digit
+  int32_t digits[32];   // (planes, lanes), from the group's first upper digit
   int32_t weights[64];  // (planes, 16 lanes) of a block
   INLINE Offsets of(const Layout &layout, int planes, int n) {
     Offsets offsets;
@@ -155,8 +153,8 @@ struct Offsets {
   }
 };
 
-// Brings blocks of 16 * N rows crosswise. left: bytes of a row from the first on. What lies two or
-// four in a byte is spread out when it is crosswise: half the work, or a quarter.
+// Transposes blocks of 16 * N rows. left: bytes of a row from `block` on. Packed bytes are unpacked
+// after transposing: half the work, or a quarter.
 template <class B, int N>
 static __attribute__((noinline)) void transpose_blocks(const uint8_t *const *rows, int64_t block,
                                                        int64_t blocks, int64_t left,
@@ -187,7 +185,7 @@ static __attribute__((noinline)) void transpose_blocks(const uint8_t *const *row
   }
 }
 
-// The results of a group's members and up to 16 * N rows. ahead, row_ahead: as of digit_rows.
+// All vectors of a batch times up to 16 * N rows. ahead, next_row: as in digit_rows.
 template <class B, int N>
 static void multiply_many(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                           int count, const uint8_t *rows, int64_t stride, const uint8_t *ahead,
@@ -196,7 +194,7 @@ static void multiply_many(const toast::Product &p, const toast::ExpertBatch &bat
   const auto layout = Layout::of(p);
   const auto offsets = Offsets::of(layout, STORED<B>, N);
   const char *vectors[toast::MAX_BATCH];
-  const uint8_t *row_pointers[16 * N];  // what is not there: the last one again
+  const uint8_t *row_pointers[16 * N];  // missing ones repeat the last
   for (int i = 0; i < batch.size; i++) vectors[i] = digits_of(p, batch.outputs[i]);
   for (int i = 0; i < 16 * N; i++) row_pointers[i] = rows + std::min(i, count - 1) * stride;
   float *y = reinterpret_cast<float *>(buffer), *scales = y + toast::MAX_BATCH * N * 16;
@@ -205,9 +203,9 @@ static void multiply_many(const toast::Product &p, const toast::ExpertBatch &bat
   memset(y, 0, batch.size * N * 64);
   Tiles tiles(vectors, batch.size, m.group_size, B::PAIRED);
   const int64_t words = layout.lanes * std::min(STORED<B>, B::PLANES), size = sizeof(float);
-  const bool half = BYTE_PLANES > 2 && B::PLANES == 2;  // which is faster beside tiles, of 4 bits
+  const bool half = BYTE_PLANES > 2 && B::PLANES == 2;  // faster beside AMX, with 4 bits
   const int64_t block_groups = BLOCK_COLUMNS / (half ? 2 : 1) / m.group_size;
-  const int64_t bytes = m.group_size * B::BYTES / layout.weights;  // of a row's group
+  const int64_t bytes = m.group_size * B::BYTES / layout.weights;  // of a group of one row
   Prefetcher next = {ahead, 16 * N * bytes / (words * passes_of(batch.size)) + 1};
   auto next_scales = ScalePrefetcher::of(m, next_row, 16 * N);
   for (int64_t g = 0; g < layout.groups; g += block_groups) {
@@ -244,8 +242,8 @@ static void multiply_many(const toast::Product &p, const toast::ExpertBatch &bat
 constexpr int64_t BUFFER_BYTES =
     (toast::MAX_BATCH * 64 + 2 * 16 * 64 + BLOCK_COLUMNS * 16) * TILE_ROWS;
 
-// Members that meet rows as they lie: of numbers that are dear to spread out, fewer; none beside
-// tiles of AMX, where others go (amx_int8.cpp).
+// Largest batch that takes digit_rows: fewer where unpacking is expensive. None with AMX:
+// amx_int8.cpp sends small batches elsewhere.
 #if defined(__AMX_INT8__)
 template <class B>
 constexpr int MAX_FEW = 0;
@@ -254,8 +252,7 @@ template <class B>
 constexpr int MAX_FEW = B::BYTES == BLOCK ? 3 : 2;
 #endif
 
-// The results of a group's members, M at most, and up to 16 rows. ahead, row_ahead: as of
-// digit_rows.
+// A batch of M vectors at most times up to 16 rows. ahead, next_row: as in digit_rows.
 template <class B, int M>
 static void multiply_few(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                          int count, const uint8_t *rows, int64_t stride, const uint8_t *ahead,
@@ -264,9 +261,9 @@ static void multiply_few(const toast::Product &p, const toast::ExpertBatch &batc
     if (batch.size < M)
       return multiply_few<B, M - 1>(p, batch, first, count, rows, stride, ahead, next_row);
   constexpr int GROUP_LANES = B::PLANES == 4 ? 4 : 8 / B::PLANES;  // of the smallest group
-  const int64_t size = p.matrix->group_size / (GROUP_LANES * B::PLANES * 4);  // times that
+  const int64_t size = p.matrix->group_size / (GROUP_LANES * B::PLANES * 4);  // in such groups
   auto few = digit_rows<B, GROUP_LANES, M>;
-  if constexpr (!std::is_same_v<B, E2M1Block>) {  // which has no other groups
+  if constexpr (!std::is_same_v<B, E2M1Block>) {  // mxfp4 has groups of 32 only
     if (size == 2) few = digit_rows<B, GROUP_LANES * 2, M>;
     if constexpr (B::PLANES < 4)
       if (size == 4) few = digit_rows<B, GROUP_LANES * 4, M>;
@@ -309,7 +306,7 @@ static bool multiply_blocks(const toast::Product &p, const toast::ExpertBatch &b
 }
 
 #if defined(__AVX512VBMI__)
-// Numbers that become bytes in registers: of 3, 5 and 6 bits, and of 2 in groups that are small.
+// Widths that VBMI unpacks in registers: 3, 5 and 6 bits, and 2 bits in groups of 32.
 static bool is_narrow(const toast_matrix &m) {
   return m.bits == 3 || m.bits == 5 || m.bits == 6 || (m.bits == 2 && m.group_size <= 32);
 }

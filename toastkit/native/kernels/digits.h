@@ -1,19 +1,20 @@
-// Products of packed weights with activations in 16 or 12 bits, for processors that multiply bytes:
-// what a vector becomes.
+// Quantised weights times 16- or 12-bit activations, on int8 dot products (AVX-512 VNNI): how
+// activations are quantised and laid out.
 //
-// A group of activations is d * v, v whole numbers of 16 bits: two digits in base 256, the upper
-// from -127 to 127, the lower from -128 to 127. Half the unit of v is 2^-16 of the largest of its
-// group. The processor multiplies unsigned bytes (numbers of packed weights) by signed ones
-// (digits) and adds up four at a time in 32 bits, which hold what a group adds up to: 128 * 255 *
-// 2^15 at most. Whole numbers add up to the same in any order: so those below may each take them
-// as it likes. Then a result is, one group after another and each sum rounded,
+// A group of activations is d * v, v int16, as two base-256 digits: upper in [-127, 127], lower in
+// [-128, 127]. Half a step of v is 2^-16 of the group's largest magnitude. VPDPBUSD multiplies
+// unsigned bytes (weight codes q) by signed bytes (digits) and adds four products to an int32,
+// which holds any group's sum: 128 * 255 * 2^15 at most. Integer sums are exact in any order, so
+// every kernel here may choose its own and gives the same bits. Then, group by group, each sum
+// rounded:
 //   y += (scale * d) * (sum of q * v);  y += bias * (d * sum of v).
 //
-// Numbers of 4 bits lie two in a byte, and that byte, q + 16 q', may be multiplied as it is: three
-// products do for four where both share a lower digit, v = 256 u + l and v' = 256 u' + 16 l:
+// 4-bit codes lie two to a byte, q + 16 q', and such a byte may be multiplied as it is. Three
+// products do the work of four if a pair of activations shares a lower digit, v = 256 u + l, v' =
+// 256 u' + 16 l:
 //   q v + q' v' = 256 (q u + q' u') + (q + 16 q') l.
-// Of l's eight bits four are what v' needs, and four what v does: both have 12 bits, and are off by
-// 8 at most.
+// Of l's eight bits, four are those that v' needs and four those of v: both are 12-bit, with an
+// error of 8 at most (TOAST_PAIRS).
 #pragma once
 
 #include <utility>
@@ -22,24 +23,26 @@
 
 namespace {
 
-constexpr int BLOCK = 64;  // bytes of a row that are multiplied at a time
+constexpr int BLOCK = 64;  // bytes of a row per step
 constexpr float MAX_DIGITS = 127 * 256 + 127;
-constexpr float MAX_PAIR_DIGITS = 119 * 256;  // 16 l takes eight of v' upper digits
-constexpr float MIN_PEAK = 0x1p-100f;         // a group without anything larger is zeros
+constexpr float MAX_PAIR_DIGITS = 119 * 256;  // 127 - 8: 16 l takes up to 8 of v' upper digit
+constexpr float MIN_PEAK = 0x1p-100f;  // groups whose largest magnitude is below become zeros
 
 INLINE bool in_pairs(const toast::Product &p) {
-  const bool whole = p.matrix->bits == 4 && p.matrix->type != TOAST_E8M0;
-  return whole && p.activation_bits <= TOAST_PAIRS;
+  const bool affine = p.matrix->bits == 4 && p.matrix->type != TOAST_E8M0;
+  return affine && p.activation_bits <= TOAST_PAIRS;
 }
 
-// What a vector is prepared as: of each block of numbers, its upper digits and then its lower ones;
-// then d of each group; then d times the sum of v. Of numbers that lie two or four in a byte (so
-// many planes), a group's digits are first those of the lowest bits and at last those of the
-// highest; 2 bits in groups of 32 are one plane. Lower digits of pairs are as the bytes are.
+// A prepared vector: for each block, its upper digits, then its lower ones; then d of each group;
+// then d * sum of v of each group. With 2 or 4 codes per byte (as many planes), the digits of a
+// group are ordered by plane, lowest bits first, as they meet unpacked codes; 2 bits in groups of
+// 32 are one plane. Lower digits of pairs are in the order of bytes.
 struct Layout {
-  int planes, lanes;  // lanes: 32 bits of a block, or of more than one, that belong to a group
+  int planes, lanes;  // lanes: 32-bit lanes of a block (or of several) per group
   bool pairs;
-  int64_t weights, digits, blocks, groups, steps, sums, bytes;  // numbers, digits: of a block
+  int64_t weights, digits;  // of a block
+  int64_t blocks, groups;
+  int64_t steps, sums, bytes;  // byte offsets of d and of d * sum of v; of the end
   INLINE Layout of(const toast::Product &p) {
     const toast_matrix &m = *p.matrix;
     Layout l;
@@ -53,18 +56,18 @@ struct Layout {
     const int64_t some = (l.groups + LANES - 1) / LANES * 64;
     l.steps = l.blocks * l.digits;
     l.sums = l.steps + some;
-    // As in floats.h, one cache line more.
+    // A cache line of padding, see float_stride.
     l.bytes = l.sums + some + 64;
     return l;
   }
-  // Where the n-th upper digit lies, as they lie; n: a multiple of four.
+  // Byte offset of the n-th upper digit in storage order; n: a multiple of four.
   int64_t offset(int64_t n) const { return n / weights * digits + n % weights; }
-  // From there to the lower one.
+  // From there to its lower digit.
   int64_t lower(int64_t n) const { return pairs ? weights - n % weights / 2 : weights; }
 };
 
-// Sixteen v as pairs can have them: of each two the second a multiple of 16, the first, in its
-// lowest four bits, that many.
+// Rounds 16 v to what pairs can represent: the second of each two to a multiple of 16, the first to
+// that sixteenth in its low four bits.
 INLINE __m512i round_to_pairs(__m512i v) {
   const __m512i eight = _mm512_set1_epi32(8), fifteen = _mm512_set1_epi32(15);
   auto sixteens = [&](__m512i n) {
@@ -76,12 +79,12 @@ INLINE __m512i round_to_pairs(__m512i v) {
   return _mm512_mask_blend_epi32(0xaaaa, first, second);
 }
 
-// Sixteen v into their places.
+// Stores the digits of 16 v, whose first is activation `index`.
 INLINE void store_digits(const Layout &layout, char *digits, int64_t index, __m512i v) {
   __m512i upper = _mm512_add_epi32(v, _mm512_set1_epi32(128));
   if (layout.pairs) {
     const __m512i lower = _mm512_slli_epi32(_mm512_shuffle_epi32(v, _MM_PERM_CCAA), 24);
-    upper = _mm512_mask_sub_epi32(upper, 0xaaaa, v, _mm512_srai_epi32(lower, 20));  // 16 l
+    upper = _mm512_mask_sub_epi32(upper, 0xaaaa, v, _mm512_srai_epi32(lower, 20));  // minus 16 l
   }
   upper = _mm512_srai_epi32(upper, 8);
   __m128i parts[2] = {_mm512_cvtepi32_epi8(upper), _mm512_cvtepi32_epi8(v)};  // v - upper * 256
@@ -122,7 +125,7 @@ static void prepare_digits(const toast::Product &p, int64_t row) {
   auto sums = reinterpret_cast<float *>(out + layout.sums);
   for (int64_t g = 0; g < layout.groups; g++) {
     const int64_t start = row * x.stride + g * m.group_size;
-    // Compared as whole numbers: there, infinity is above all others and NaN above it.
+    // Float bits compare as integers: infinity above all finite numbers, NaN above infinity.
     __m512i max_bits = _mm512_setzero_si512();
     for (int k = 0; k < m.group_size; k += LANES) {
       __m512i bits = _mm512_castps_si512((__m512)floats_at(x.type, x.data, start + k));
@@ -149,25 +152,25 @@ INLINE const char *digits_of(const toast::Product &p, uint32_t output) {
   return p.prepared + (p.vector ? p.vector[output] : output) * p.prepared_stride;
 }
 
-// Adds up products of unsigned bytes and signed ones, four at a time.
+// VPDPBUSD: sum += weights (u8) . digits (s8), four at a time.
 INLINE void add_dpbusd(I32 &sum, I32 weights, I32 digits) {
   sum = (I32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)digits);
 }
 
-// What y, of 16 rows, becomes with the next group, whose sums these are.
+// y of 16 rows plus a group, given its integer sums.
 INLINE F32 add_group(F32 y, I32 sum, F32 scale, F32 bias, const float *step, const float *total) {
   y = multiply_add(__builtin_convertvector(sum, F32), scale * *step, y);
   return multiply_add(bias, splat(*total), y);
 }
 
-// Scales and biases of 16 rows, of groups from g on: the i-th are group g + i's, of groups that are
-// not there zeros. Rows from `count` on are the last one again.
+// Scales and biases of 16 rows, transposed: scales[i] is that of group g + i of each row, zeros
+// beyond the last group. Rows from `count` on repeat the last.
 template <int TYPE>
 static __attribute__((noinline)) void scales_by_group(const toast_matrix &m, int64_t row,
                                                       int count, int64_t g, F32 *scales,
                                                       F32 *biases) {
   const int64_t groups = m.columns / m.group_size, left = groups - g;
-  const __mmask16 there = __mmask16(left < LANES ? (1u << left) - 1 : 0xffff);
+  const __mmask16 valid = __mmask16(left < LANES ? (1u << left) - 1 : 0xffff);
   auto load_transposed = [&](I32 *r, auto &&at) __attribute__((always_inline)) {
 #pragma GCC unroll 16
     for (int j = 0; j < 16; j++)
@@ -178,21 +181,21 @@ static __attribute__((noinline)) void scales_by_group(const toast_matrix &m, int
   if constexpr (TYPE == TOAST_F32) {
     for (auto [from, to] : {std::pair(m.scales, scales), std::pair(m.biases, biases)}) {
       auto numbers = static_cast<const float *>(from);
-      load_transposed(r, [&](int64_t at) { return _mm512_maskz_loadu_ps(there, numbers + at); });
+      load_transposed(r, [&](int64_t at) { return _mm512_maskz_loadu_ps(valid, numbers + at); });
 #pragma GCC unroll 16
       for (int i = 0; i < 16; i++) to[i] = (F32)r[i];
     }
   } else if constexpr (TYPE == TOAST_E8M0) {
     auto bytes = static_cast<const uint8_t *>(m.scales);
     load_transposed(r, [&](int64_t at) {
-      return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, bytes + at));
+      return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(valid, bytes + at));
     });
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) {
       scales[i] = half_e8m0((U32)r[i]);
       biases[i] = scales[i] * E2M1_BIAS;
     }
-  } else {  // a scale and its bias are brought crosswise as one number of 32 bits
+  } else {  // a scale and its bias are transposed as one 32-bit lane
     alignas(64) static constexpr struct Interleave {
       uint16_t at[32];
       constexpr Interleave() : at() {
@@ -203,7 +206,7 @@ static __attribute__((noinline)) void scales_by_group(const toast_matrix &m, int
     auto high = static_cast<const uint16_t *>(m.biases);
     load_transposed(r, [&](int64_t at) {
       auto both = [&](const uint16_t *from) {
-        return _mm512_castsi256_si512(_mm256_maskz_loadu_epi16(there, from + at));
+        return _mm512_castsi256_si512(_mm256_maskz_loadu_epi16(valid, from + at));
       };
       return _mm512_permutex2var_epi16(both(low), _mm512_load_si512(interleave.at), both(high));
     });

@@ -1,10 +1,9 @@
-// Products of packed weights with activations in 16 bits, for ARM processors with dot products of
-// bytes (dotprod), and with matrix products of them (i8mm).
+// Quantised weights times 16-bit activations, on ARM int8 dot products (dotprod) and matrix
+// products (i8mm).
 //
-// As in digits.h, a group of activations is d * v, v whole numbers in two digits of base 256. What
-// a group gives, the sum of q * v, is a whole number of 31 bits at most (128 * 255 * 2^15): exact,
-// however it is added up. A lane is a row of the matrix; its groups follow one another. So both
-// instruction sets and all tiles give the same to the bit.
+// As in digits.h a group of activations is d * v, v int16 in two base-256 digits. A group's sum of
+// q * v fits into int32 (128 * 255 * 2^15 at most), so it is exact in any order. Lanes are rows,
+// and groups are added in order: both instruction sets and all tiles give the same bits.
 #pragma once
 
 #include <arm_neon.h>
@@ -14,13 +13,12 @@
 namespace {
 
 constexpr float MAX_DIGITS = 127 * 256 + 127;
-constexpr float MIN_PEAK = 0x1p-100f;  // a group without anything larger is zeros
+constexpr float MIN_PEAK = 0x1p-100f;  // groups whose largest magnitude is below become zeros
 constexpr int TILE_ROWS = 4;
-constexpr int64_t PREFETCH_BYTES = 2048;  // bytes that are fetched before they are multiplied
+constexpr int64_t PREFETCH_BYTES = 2048;  // bytes ahead
 
-// What a vector is prepared as: blocks, each of 16 bytes of weights, with their upper digits and
-// then their lower ones (of numbers two a byte the even ones' before the odd ones'); then, for each
-// group, d, d times the sum of v, and the sum of v itself.
+// A prepared vector: blocks that each meet 16 bytes of weights, upper digits, then lower ones
+// (nibbles: those of even columns before odd ones); then, per group, d, d * sum of v, and sum of v.
 template <bool NIBBLES>
 struct Layout {
   static constexpr int WEIGHTS = NIBBLES ? 32 : 16;
@@ -33,12 +31,12 @@ struct Layout {
     const int64_t floats = (l.groups + LANES - 1) / LANES * LANES * int64_t(sizeof(float));
     l.sums = l.steps + floats;
     l.int_sums = l.sums + floats;
-    l.bytes = (l.int_sums + floats + 63) / 64 * 64 + 64;  // see float_row
+    l.bytes = (l.int_sums + floats + 63) / 64 * 64 + 64;  // see float_stride
     return l;
   }
 };
 
-// Sixteen v as digits.
+// The digits of 16 v.
 struct Digits {
   int8x16_t upper, lower;
   INLINE Digits of(const int32x4_t *v) {
@@ -65,7 +63,7 @@ static void prepare_digits(const toast::Product &p, int64_t row) {
   auto digits = reinterpret_cast<int8_t *>(out);
   for (int64_t g = 0; g < layout.groups; g++) {
     const int64_t start = row * x.stride + g * m.group_size;
-    // Compared as whole numbers: there, infinity is above all others and NaN above it.
+    // Float bits compare as integers: infinity above all finite numbers, NaN above infinity.
     U32 max_bits = {};
     for (int k = 0; k < m.group_size; k += LANES) {
       U32 size = (U32)floats_at(x.type, x.data, start + k) & 0x7fffffff;
@@ -105,8 +103,7 @@ static void prepare_digits(const toast::Product &p, int64_t row) {
   }
 }
 
-// The weights of a block as bytes: of numbers two a byte, the even ones and the odd ones.
-// E2M1: as unpack.h doubles them.
+// The 16 bytes of a block as codes; nibbles: even columns, then odd ones. E2M1: see E2M1_CODES.
 template <bool NIBBLES, bool E2M1>
 INLINE void unpack_block(const uint8_t *p, uint8x16_t *out) {
   uint8x16_t q = vld1q_u8(p);
@@ -115,8 +112,8 @@ INLINE void unpack_block(const uint8_t *p, uint8x16_t *out) {
   for (int i = 0; E2M1 && i < 2; i++) out[i] = vqtbl1q_u8(vld1q_u8(E2M1_CODES), out[i]);
 }
 
-// Bytes of weights with digits, four at a time. Without i8mm both have signs: numbers that need all
-// eight bits, `whole`, are 128 less here, which `missing` gives back, from the sum of v.
+// sum += weights . digits, four at a time. dotprod alone has signed bytes only: 8-bit codes have
+// 128 subtracted, which sign_correction restores from the sum of v.
 INLINE int32x4_t dot(int32x4_t sum, uint8x16_t weights, int8x16_t digits, bool is_8bit) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
   (void)is_8bit;
@@ -136,7 +133,7 @@ INLINE int32_t sign_correction(int32_t total, bool is_8bit) {
 #endif
 }
 
-// The sum of q * v over the blocks of a group, for M vectors and four rows, a lane each.
+// The sums of q * v over blocks [first, end) for M vectors; lanes are four rows.
 template <bool NIBBLES, bool E2M1, int M>
 INLINE void group_sums(const char *const *vectors, const uint8_t *const *rows, int64_t first,
                        int64_t end, bool is_8bit, int32x4_t *out) {
@@ -173,17 +170,17 @@ INLINE void group_sums(const char *const *vectors, const uint8_t *const *rows, i
 INLINE int64x2_t as_i64(int8x16_t v) { return vreinterpretq_s64_s8(v); }
 INLINE int64x2_t as_i64(uint8x16_t v) { return vreinterpretq_s64_u8(v); }
 
-// Likewise for four vectors, by products of 2 x 8 with 8 x 2 numbers.
+// The same for four vectors, by 2 x 8 times 8 x 2 matrix products.
 template <bool NIBBLES, bool E2M1>
 INLINE void group_sums_of_four(const char *const *vectors, const uint8_t *const *rows,
                                int64_t first, int64_t end, int32x4_t *out) {
   constexpr int PARTS = NIBBLES ? 2 : 1;
-  int32x4_t sums[2][2][2] = {};  // by digit, pair of rows, pair of vectors
+  int32x4_t sums[2][2][2] = {};  // [digit][pair of rows][pair of vectors]
   for (int64_t b = first; b < end; b++) {
     uint8x16_t weights[TILE_ROWS][2];
     for (int j = 0; j < TILE_ROWS; j++) unpack_block<NIBBLES, E2M1>(rows[j] + b * 16, weights[j]);
     for (int part = 0; part < PARTS; part++) {
-      uint8x16_t pairs[2][2];  // of rows: their first eight numbers, their last
+      uint8x16_t pairs[2][2];  // [pair of rows][first or last eight codes]
       for (int j = 0; j < 2; j++) {
         int64x2_t one = as_i64(weights[2 * j][part]), two = as_i64(weights[2 * j + 1][part]);
         pairs[j][0] = vreinterpretq_u8_s64(vzip1q_s64(one, two));
@@ -206,7 +203,7 @@ INLINE void group_sums_of_four(const char *const *vectors, const uint8_t *const 
     }
   }
   for (int i = 0; i < 2; i++) {
-    int32x4_t combined[2];  // row 0 with vectors 0 and 1, row 1 with them
+    int32x4_t combined[2];  // row 0 with vectors 0 and 1, then row 1
     for (int j = 0; j < 2; j++)
       combined[j] = vaddq_s32(vshlq_n_s32(sums[0][j][i], 8), sums[1][j][i]);
     out[2 * i] = vuzp1q_s32(combined[0], combined[1]);
@@ -215,16 +212,16 @@ INLINE void group_sums_of_four(const char *const *vectors, const uint8_t *const 
 }
 #endif
 
-// Scales or biases of four rows in four groups, by group: a lane is a row.
+// Scales or biases of four rows and four groups, transposed: out[group], lanes are rows.
 INLINE void scales_by_group(const toast_matrix &m, const void *p, const int64_t *rows,
                             int64_t groups, int64_t g, float32x4_t *out) {
-  float32x4_t of[TILE_ROWS];
+  float32x4_t loaded[TILE_ROWS];
   for (int j = 0; j < TILE_ROWS; j++)
-    of[j] = (float32x4_t)scales_at(m, p, rows[j] * groups + g, int(groups - g));
+    loaded[j] = (float32x4_t)scales_at(m, p, rows[j] * groups + g, int(groups - g));
   float64x2_t even[2], odd[2];
   for (int j = 0; j < 2; j++) {
-    even[j] = vreinterpretq_f64_f32(vtrn1q_f32(of[2 * j], of[2 * j + 1]));
-    odd[j] = vreinterpretq_f64_f32(vtrn2q_f32(of[2 * j], of[2 * j + 1]));
+    even[j] = vreinterpretq_f64_f32(vtrn1q_f32(loaded[2 * j], loaded[2 * j + 1]));
+    odd[j] = vreinterpretq_f64_f32(vtrn2q_f32(loaded[2 * j], loaded[2 * j + 1]));
   }
   out[0] = vreinterpretq_f32_f64(vzip1q_f64(even[0], even[1]));
   out[1] = vreinterpretq_f32_f64(vzip1q_f64(odd[0], odd[1]));
@@ -232,7 +229,7 @@ INLINE void scales_by_group(const toast_matrix &m, const void *p, const int64_t 
   out[3] = vreinterpretq_f32_f64(vzip2q_f64(odd[0], odd[1]));
 }
 
-// The results of M members with `count` rows, four at most, that are from `first` on.
+// M vectors times `count` <= 4 rows from `first` on.
 template <bool NIBBLES, bool E2M1, int M>
 static void digit_tile(const toast::Product &p, const toast::ExpertBatch &batch,
                        const uint32_t *outputs, const uint8_t *const *at, int64_t first,
@@ -246,7 +243,7 @@ static void digit_tile(const toast::Product &p, const toast::ExpertBatch &batch,
   int64_t numbers[TILE_ROWS];
   for (int i = 0; i < M; i++)
     vectors[i] = p.prepared + (p.vector ? p.vector[outputs[i]] : outputs[i]) * p.prepared_stride;
-  for (int j = 0; j < TILE_ROWS; j++) {  // what is not there is computed as the last, and dropped
+  for (int j = 0; j < TILE_ROWS; j++) {  // missing rows repeat the last, and are dropped
     const int row = j < count ? j : count - 1;
     rows[j] = at[row];
     numbers[j] = batch.expert * m.rows + first + row;

@@ -1,4 +1,4 @@
-// The code for any 64-bit ARM processor: all have vectors of 128 bits (NEON).
+// Kernels for any AArch64 processor (128-bit NEON).
 #define TILE_M 4
 #define TILE_N 4
 #include "attention_tile.h"
@@ -12,7 +12,7 @@
 namespace toast {
 
 bool has(ArmFeature feature) {
-#ifdef __linux__  // the kernel's names for them: HWCAP_ASIMDDP, HWCAP2_I8MM
+#ifdef __linux__  // HWCAP_ASIMDDP and HWCAP2_I8MM
   return feature == DOTPROD ? getauxval(AT_HWCAP) >> 20 & 1 : getauxval(AT_HWCAP2) >> 13 & 1;
 #else
   return false;

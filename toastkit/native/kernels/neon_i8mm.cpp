@@ -1,4 +1,4 @@
-// The code for ARM processors with matrix products of bytes: ARMv8.6, or i8mm before it.
+// Kernels for ARM int8 matrix products: ARMv8.6, or earlier with i8mm.
 #define TILE_M 4
 #define TILE_N 4
 #include "digits_neon.h"

@@ -1,4 +1,4 @@
-// The code for any processor.
+// Kernels for any processor.
 #define TILE_M 2
 #define TILE_N 4
 #include "attention_tile.h"
