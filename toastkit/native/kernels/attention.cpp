@@ -1,4 +1,4 @@
-// Attention: what each query sees, and how the work is shared out among the threads.
+// Attention: which keys each query sees, and how the work is split among threads.
 #include "attention.h"
 
 #include <stdlib.h>
@@ -16,9 +16,9 @@
 namespace toast {
 namespace {
 
-constexpr int64_t MIN_TILES = 64;           // whose spans are work of their own
-constexpr int64_t SERIAL_MACS = 1 << 17;    // that are not worth a second thread
-constexpr int64_t SERIAL_QUERY_TILES = 16;  // tiles of them, likewise, to be prepared
+constexpr int64_t MIN_TILES = 64;           // fewer tiles are split by span too (Flash-Decoding)
+constexpr int64_t SERIAL_MACS = 1 << 17;    // too few multiply-adds for a second thread
+constexpr int64_t SERIAL_QUERY_TILES = 16;  // fewer tiles are prepared serially
 
 bool is_float(const toast_rows &rows) {
   return rows.type >= TOAST_F32 && rows.type <= TOAST_BF16;
@@ -38,7 +38,7 @@ bool is_supported(const toast_attention &a) {
          is_cacheable(a.values);
 }
 
-// Whether a number that is added to a score hides its key: no number of its type is smaller.
+// Whether an additive mask hides the key: the most negative finite number of its type, or -inf.
 bool is_mask_minimum(int type, const void *p, int64_t i) {
   if (type == TOAST_F32)
     return static_cast<const float *>(p)[i] <= std::numeric_limits<float>::lowest();
@@ -75,7 +75,7 @@ void share(bool serial, int64_t count, const Work &work) {
   for (int64_t i = 0; i < count; i++) work(i);
 }
 
-// Whether all of it could be done.
+// False if any work(i) is.
 template <class Work>
 bool share_checked(bool serial, int64_t count, const Work &work) {
   std::atomic<bool> failed{false};
@@ -85,7 +85,7 @@ bool share_checked(bool serial, int64_t count, const Work &work) {
   return !failed.load(std::memory_order_relaxed);
 }
 
-// What all queries see, and where the spans of each batch begin.
+// What every query sees, and where each batch's spans begin.
 struct Visibility {
   std::vector<Range> ranges;
   std::vector<int64_t> origin;
@@ -111,16 +111,16 @@ struct Visibility {
   }
 };
 
-// The spans that a tile's rows see anything of, from `first` up to `end`; that of the origin is 0.
-// Of each the keys from the first one that a row sees, or a few before it, to the last.
+// The spans [first, end) that any row of a tile sees; span 0 begins at the origin. A span starts at
+// the first key that a row sees, or a few before it, and ends at the last.
 struct Spans {
   int64_t first, end, origin;
-  int64_t from, to;  // the keys that any row sees
+  int64_t from, to;  // keys that any row sees
 
   int64_t begin_of(int64_t span) const {
     const int64_t begin = std::max<int64_t>(origin + span * SPAN, 0);
-    return begin + std::max<int64_t>(from - begin, 0) / SUM_CHAINS * SUM_CHAINS;  // in the same
-                                                                                  // chains
+    // By whole rounds of SUM_CHAINS, so that keys stay in their chains.
+    return begin + std::max<int64_t>(from - begin, 0) / SUM_CHAINS * SUM_CHAINS;
   }
   int64_t end_of(int64_t span) const { return std::min(origin + (span + 1) * SPAN, to); }
 };
@@ -134,20 +134,20 @@ Spans spans_of(const Attention &a, const Tile &tile) {
     last = std::max<int64_t>(last, range.last);
   }
   const int64_t origin = a.origin[tile.batch];
-  auto span = [&](int64_t key) {  // rounded down, below the origin too
+  auto span = [&](int64_t key) {  // floor, also below the origin
     return key >= origin ? (key - origin) / SPAN : -((origin - key + SPAN - 1) / SPAN);
   };
   return {span(first), span(last) + 1, origin, first, last + 1};
 }
 
-// Whether the rows of all heads of a position lie side by side, as a session's file has them.
+// Whether the heads of a position are adjacent in memory, as in a session file.
 bool is_position_major(const toast_rows &rows, int64_t heads, int64_t size) {
   const int64_t row = size + (rows.type == TOAST_I8 ? int64_t(sizeof(float)) : 0);
   return rows.strides[1] == row && rows.strides[2] >= heads * row;
 }
 
-// Heads that a tile has. Those that lie side by side are taken together, so that memory is read as
-// it lies, as long as there is work for all threads.
+// Key heads per tile. Adjacent ones share a tile, so that memory is read sequentially, as long as
+// all threads have work.
 int64_t heads_of_tile(const Attention &a, const AttentionCode &code) {
   const toast_attention &call = *a.call;
   if (a.range_strides[1] || !is_position_major(call.keys, call.key_heads, call.key_size) ||
@@ -162,18 +162,18 @@ int64_t heads_of_tile(const Attention &a, const AttentionCode &code) {
 struct Work {
   Tile tile;
   Spans spans;
-  int64_t spans_before;  // spans of all tiles that come before
+  int64_t spans_before;  // of earlier tiles
 };
 
-// All tiles of a call, and the memory that they need.
+// The tiles of a call, and their memory.
 struct Plan {
   const Attention &a;
   const AttentionCode &code;
   bool serial;
   std::vector<Work> work;
-  int64_t spans = 0;     // of all
-  int64_t rows, floats;  // of a tile, and of its sums
-  int64_t query_bytes;   // of a tile, prepared; or 0
+  int64_t spans = 0;     // of all tiles
+  int64_t rows, floats;  // per tile; floats: of its Partial
+  int64_t query_bytes;   // per tile, prepared; or 0
 
   Plan(const Attention &a, const AttentionCode &code, bool serial)
       : a(a), code(code), serial(serial) {
@@ -199,7 +199,7 @@ struct Plan {
   }
 };
 
-// Who takes a tile takes all its spans, one after another.
+// A thread takes all spans of a tile, in order.
 bool attend_tile(const Plan &plan, Work one) {
   auto memory = static_cast<float *>(scratch(SUMS, 2 * plan.floats * sizeof(float)));
   if (!memory) return false;
@@ -219,7 +219,7 @@ bool attend_tile(const Plan &plan, Work one) {
   return true;
 }
 
-// Spans are shared out, and put together at the end.
+// Spans are shared out and merged at the end.
 bool attend_spans(Plan &plan) {
   const Attention &a = plan.a;
   const int64_t tiles = plan.tiles(), floats = plan.floats, bytes = plan.query_bytes;
@@ -230,8 +230,8 @@ bool attend_spans(Plan &plan) {
     plan.code.prepare(a, plan.work[i].tile, queries + i * bytes);
     plan.work[i].tile.queries = queries + i * bytes;
   });
-  // Keys that lie position by position are taken so where they are several tiles: all heads of a
-  // span, which have its pages in common, and then the next.
+  // With position-major keys and several tiles, take a span of all heads, which share its pages,
+  // before the next span.
   const Spans &first = plan.work[0].spans;
   const int64_t each = first.end - first.first;
   const toast_rows &keys = a.call->keys;

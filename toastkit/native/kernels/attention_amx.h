@@ -1,8 +1,7 @@
-// Keys and values in 8 bits, where the processor multiplies tiles of bytes (AMX): the same whole
-// numbers as in attention_digits.h, so the same bits.
+// Attention over int8 keys and values on AMX: the integers of attention_digits.h, so the same bits.
 //
-// Keys lie as a tile wants them: 16 of them meet the digits of up to 16 queries. Of values four
-// keys' bytes have to lie side by side, which is done once for the weights of all queries.
+// Keys are used as stored: 16 of them times the digits of up to 16 queries. Values have to be
+// interleaved by four keys, once for the weights of all queries.
 #pragma once
 
 #include <algorithm>
@@ -15,18 +14,17 @@ namespace {
 
 constexpr int64_t TILE = SIDE * 64;  // bytes
 
-// Of a head's rows up to 16 meet keys at a time, a group. Its digits take one tile where upper and
-// lower ones have room there, else two.
+// Up to 16 rows of a head meet keys at a time: a group. Its upper and lower digits share a tile if
+// they fit, else take two.
 INLINE int64_t groups_of(int64_t rows) { return (rows + SIDE - 1) / SIDE; }
 INLINE int64_t group_tiles(int64_t rows) { return 2 * rows > SIDE ? 2 : 1; }
 
-// A tile's queries as they are prepared, digits as columns: for each head, up to 16 queries at a
-// time, and some numbers at a time, (words of four numbers, 16 columns); first the upper digits and
-// then the lower ones. Both are in one tile, 8 columns apart, where a head has no more queries.
-// steps: (heads * rows).
+// A tile's prepared queries, digits as columns: per head and group, and per part of a key, (words
+// of four elements, 16 columns), upper digits before lower ones. If a head's rows fit, both are in
+// one tile, 8 columns apart. steps: (heads * rows).
 struct Columns {
-  int64_t parts, words;   // of a key, and of four numbers in each
-  int64_t tiles, groups;  // of a group, and of those
+  int64_t parts, words;   // parts per key, words per part
+  int64_t tiles, groups;  // tiles per group, groups per head
   char *digits;
   float *steps;
 
@@ -66,10 +64,9 @@ static void prepare_columns(const toast::Attention &a, const toast::Tile &tile, 
   }
 }
 
-// A thread's memory for a span. scores: (heads * rows, SPAN). step_sums: of two steps. keys: 16,
-// where those of a cache end. weights: digits, upper ones of all rows and then lower, (2 * rows,
-// SPAN). values: of 64 numbers of a block, four tiles for each 64 keys. weighted: for each 64
-// numbers, (2 * rows, 64).
+// Workspace of a span. scores: (heads * rows, SPAN). step_sums: double-buffered. keys: 16, at the
+// cache's end. weights: digits, upper of all rows then lower, (2 * rows, SPAN). values: 64 elements
+// of a block, four tiles per 64 keys. weighted: per 64 elements, (2 * rows, 64).
 struct TileWorkspace {
   float *scores, *scales;
   int32_t (*step_sums)[2][SIDE][SIDE], (*weighted)[64];
@@ -97,13 +94,13 @@ INLINE bool make_tile_workspace(const toast::Attention &a, const toast::Tile &ti
   return true;
 }
 
-// How long things take, about, in hundredths of a microsecond: memory is asked evenly meanwhile.
-// SOFTMAX and WEIGHTS: for LANES of a row. TURN: of four keys. MEET: of a block.
+// Rough durations in units of 10 ns, to pace prefetches. SOFTMAX and WEIGHTS: LANES of a row.
+// INTERLEAVE: four keys. MULTIPLY: a block.
 enum { STEP_TIME = 16, SOFTMAX_TIME = 1, WEIGHTS_TIME = 1, INTERLEAVE_TIME = 1,
        MULTIPLY_TIME = 20 };
 
-// Which tile holds what while queries meet keys: sums of two steps, with upper and with lower
-// digits; keys and queries, two of each in turn, so that one is loaded while the other is read.
+// Tile registers for Q K^T: two double-buffered pairs of sums (upper and lower digits); two tiles
+// of keys and of queries, so that one loads while the other is read.
 enum { KEY_SUMS = 0, KEYS = 4, QUERIES = 6 };
 
 static void shape_for_keys(int64_t words) {
@@ -114,12 +111,12 @@ static void shape_for_keys(int64_t words) {
   shape_tiles(shapes);
 }
 
-// A step: 16 keys of a head, of which there are `count`, and a group of its queries.
+// A step: 16 keys of a head (`count` left) times a group of its queries.
 struct KeyStep {
   const char *rows;
   int64_t count, head, first, group;
 
-  // The next group; or head, whose row is so many bytes away; or the next keys.
+  // To the next group; else the next head, `row` bytes on; else the next keys.
   void advance(int64_t groups, int64_t heads, int64_t row, int64_t stride) {
     if (++group < groups) return;
     group = 0, rows += row;
@@ -133,7 +130,7 @@ INLINE int64_t steps_of(const toast::Tile &tile, int64_t keys) {
   return (keys + SIDE - 1) / SIDE * tile.heads * groups_of(tile.rows);
 }
 
-// The queries of a step meet its keys.
+// Multiplies a step's keys by its queries.
 template <int SUMS, int TILES>
 INLINE void multiply_keys(const char *keys, int64_t stride, const Columns &queries,
                           const char *columns) {
@@ -155,7 +152,7 @@ INLINE void multiply_keys(const char *keys, int64_t stride, const Columns &queri
   }
 }
 
-// What a step's sums, (keys, columns), give: its scores.
+// Scores from a step's sums, (keys, columns).
 template <int TILES>
 INLINE void store_scores(const int32_t (*sums)[SIDE][SIDE], const KeyStep &step, int64_t stride,
                          const Columns &queries, const toast::Tile &tile, int64_t size,
@@ -166,26 +163,26 @@ INLINE void store_scores(const int32_t (*sums)[SIDE][SIDE], const KeyStep &step,
   const float *steps = queries.steps + step.head * tile.rows + step.group * SIDE;
   float *to = scores + (step.head * tile.rows + step.group * SIDE) * SCORES_STRIDE + step.first;
   const int64_t count = tile.rows - step.group * SIDE;
-  F32 of[SIDE];
+  F32 query_scores[SIDE];
   if (TILES == 1) {  // keys k and k + 8 side by side
 #pragma GCC unroll 8
     for (int k = 0; k < 8; k++) {
       const I32 a = load<I32>(sums[0][k]), b = load<I32>(sums[0][k + 8]);
-      of[k] = from_digits(quarters<0x44>(a, b), quarters<0xee>(a, b));
+      query_scores[k] = from_digits(quarters<0x44>(a, b), quarters<0xee>(a, b));
     }
-    transpose_halves(of);
+    transpose_halves(query_scores);
   } else {
 #pragma GCC unroll 16
     for (int k = 0; k < SIDE; k++)
-      of[k] = from_digits(load<I32>(sums[0][k]), load<I32>(sums[1][k]));
-    transpose(of);
+      query_scores[k] = from_digits(load<I32>(sums[0][k]), load<I32>(sums[1][k]));
+    transpose(query_scores);
   }
 #pragma GCC unroll 16
   for (int n = 0; n < SIDE / (3 - TILES); n++)
-    if (n < count) store(to + n * SCORES_STRIDE, of[n] * (splat(steps[n]) * scales));
+    if (n < count) store(to + n * SCORES_STRIDE, query_scores[n] * (splat(steps[n]) * scales));
 }
 
-// The scores of a span. While one step is multiplied, those come of the one before the last.
+// The scores of a span, software-pipelined: multiply step s, store s - 1, scale s - 2.
 template <int TILES>
 static void scores_in_tiles(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                             int64_t end, const TileWorkspace &space, PacedPrefetch *prefetch) {
@@ -193,7 +190,7 @@ static void scores_in_tiles(const toast::Attention &a, const toast::Tile &tile, 
   const int64_t size = call.key_size, stride = call.keys.strides[2];
   const int64_t row = row_bytes<TOAST_I8>(size), steps = steps_of(tile, end - begin);
   const Columns queries = Columns::at(tile.queries, tile.heads, tile.rows, size);
-  const bool overlaps = queries.parts * queries.words * 4 > row;  // parts, together
+  const bool overlaps = queries.parts * queries.words * 4 > row;  // parts together exceed the row
   KeyStep now = {row_of(call.keys, tile.batch, tile.head, begin), end - begin, 0, 0, 0}, past[2];
   auto step = [&]<int SLOT>(int64_t s) __attribute__((always_inline)) {
     constexpr int SUMS = KEY_SUMS + 2 * SLOT, OTHERS = KEY_SUMS + 2 - 2 * SLOT;
@@ -201,7 +198,7 @@ static void scores_in_tiles(const toast::Attention &a, const toast::Tile &tile, 
     if (s < steps) {
       const char *rows = now.rows;
       int64_t apart = stride;
-      if (now.count < SIDE + overlaps) {  // a tile would go on behind the last one
+      if (now.count < SIDE + overlaps) {  // a tile would read past the last key
         apart = padded_row(size);
         for (int64_t i = 0; i < now.count && i < SIDE && !now.group; i++)
           memcpy(space.keys + i * apart, rows + i * stride, size);
@@ -227,7 +224,7 @@ static void scores_in_tiles(const toast::Attention &a, const toast::Tile &tile, 
   }
 }
 
-// The weights of a span. Its values are fetched meanwhile.
+// The softmax weights of a span. Its values are prefetched meanwhile.
 static void weights_in_tiles(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                              int64_t end, const TileWorkspace &space, toast::Partial out) {
   const int64_t keys = end - begin, rows = tile.heads * tile.rows;
@@ -244,7 +241,7 @@ static void weights_in_tiles(const toast::Attention &a, const toast::Tile &tile,
                    [&] { prefetch.fetch(SOFTMAX_TIME); });
 }
 
-// Which tile holds what while weights meet values: sums of 16 numbers each.
+// Tile registers for P V: sums of 16 elements each, weights, values.
 enum { VALUE_SUMS = 0, WEIGHTS = 4, VALUES = 5 };
 
 static void shape_for_values(int64_t rows) {
@@ -254,7 +251,7 @@ static void shape_for_values(int64_t rows) {
   shape_tiles(shapes);
 }
 
-// Of 64 numbers of some values, or as many as are left of a row, those of four keys side by side.
+// Interleaves 64 elements of values (or those left) by four keys.
 static void interleave_block(const char *values, int64_t stride, int64_t left, int64_t keys,
                              uint8_t *to, PacedPrefetch *prefetch) {
   PacedPrefetch paced = *prefetch;
@@ -275,16 +272,15 @@ static void interleave_block(const char *values, int64_t stride, int64_t left, i
     for (int64_t j = 0; j < fours; j += 4)
       interleave(j, at, byte_mask(left)), paced.fetch(INTERLEAVE_TIME);
   }
-  if (const int64_t rest = keys % 4) {  // the last one again after it: its weight is 0 there
-    const int64_t these[4] = {0, std::min(rest - 1, int64_t(1)) * stride, (rest - 1) * stride,
+  if (const int64_t rest = keys % 4) {  // repeat the last, with weights of 0
+    const int64_t offsets[4] = {0, std::min(rest - 1, int64_t(1)) * stride, (rest - 1) * stride,
                               (rest - 1) * stride};
-    interleave(fours, these, byte_mask(left));
+    interleave(fours, offsets, byte_mask(left));
   }
   *prefetch = paced;
 }
 
-// 16 rows of weights' digits, (rows, SPAN), meet 64 numbers of some values: to `out`, or added to
-// what is there.
+// 16 rows of weight digits, (rows, SPAN), times 64 elements of values; sets or adds to `out`.
 static void multiply_values(const uint8_t *weights, const uint8_t *values, int64_t keys, bool added,
                             int32_t (*out)[64]) {
   if (added) {
@@ -313,7 +309,7 @@ static void multiply_values(const uint8_t *weights, const uint8_t *values, int64
   store_tile<VALUE_SUMS + 3>(out[0] + 3 * SIDE, 256);
 }
 
-// The values of a span, weighted, of all heads of a tile; the next span's keys are fetched
+// Weighted values of a span, for all heads of a tile; the next span's keys are prefetched
 // meanwhile.
 static void values_in_tiles(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                             int64_t keys, const TileWorkspace &space, float *out) {

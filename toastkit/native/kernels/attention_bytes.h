@@ -1,4 +1,4 @@
-// Queries meet keys in 8 bits, bytes by bytes: see attention_digits.h.
+// Queries times int8 keys, on int8 dot products: see attention_digits.h.
 #pragma once
 
 #include "attention_digits.h"
@@ -6,18 +6,18 @@
 namespace {
 
 #if defined(__AVX512VNNI__)
-// Adds up products of unsigned bytes and signed ones, four at a time.
+// VPDPBUSD: sum + bytes (u8) . signed_bytes (s8), four at a time.
 INLINE I32 dpbusd(I32 sum, I32 bytes, I32 signed_bytes) {
   return (I32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes, (__m512i)signed_bytes);
 }
 
-INLINE I32 splat_word(const void *p) { return load<int32_t>(p) - I32{}; }  // the same in all lanes
+INLINE I32 splat_word(const void *p) { return load<int32_t>(p) - I32{}; }  // broadcast to all lanes
 
 INLINE I32 to_unsigned(I32 signed_bytes) { return signed_bytes ^ int32_t(0x80808080); }
 
-// Few queries of a tile as they are prepared, `count` with those of zeros. digits: for each
-// QUERIES_AT_ONCE of them and each word i of each register of a key (see `turn_four`), upper and
-// then lower digits of each query: word i of each quarter, four times.
+// A tile's prepared queries if few, `count` with padding. digits: for each QUERY_TILE of them, and
+// each word i of a quarter (see transpose_four_keys), upper then lower digits of each query: word i
+// of each quarter, repeated four times.
 struct FewQueries {
   int64_t count, stride;
   char *digits;
@@ -36,7 +36,7 @@ struct FewQueries {
   }
 };
 
-constexpr int QUERY_TILE = 4;  // queries that meet keys at a time, at most
+constexpr int QUERY_TILE = 4;  // queries per pass over the keys
 
 template <int N>
 static void prepare_few(const toast::Attention &a, const toast::Tile &tile, char *memory) {
@@ -67,12 +67,11 @@ static void prepare(const toast::Attention &a, const toast::Tile &tile, char *to
   dispatch_rows(tile.rows, [&]<int N>() { prepare_few<N>(a, tile, to); });
 }
 
-// Where quarters of registers come from: rows, and are not needed again; rows, and are left in
-// memory; or from there.
+// How transposed keys are obtained: from rows; from rows and kept for reuse; or from what was kept.
 enum Source { LOAD, LOAD_AND_KEEP, REUSE };
 
-// Of four keys words i of each quarter of REGISTER bytes, plus 128: lane 4 * q + k of to[i] is word
-// 4 * q + i of key k. left: bytes of a row from d on.
+// Transposes 4 x 4 words of four keys, plus 128: lane 4 * q + k of to[i] is word 4 * q + i of key
+// k. left: bytes of a row from d on.
 INLINE void transpose_four_keys(const char *const *rows, int64_t d, int64_t left, I32 *to) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++)
@@ -82,14 +81,14 @@ INLINE void transpose_four_keys(const char *const *rows, int64_t d, int64_t left
   transpose_quarters(to);
 }
 
-// out[n][key] = the score of query first + n with each of LANES keys, which are where rows are.
-// kept: (stride / 4) registers. scales: of the keys.
+// out[n][key] = scores of queries first + n with LANES keys. cached: transposed keys, (stride / 4)
+// registers. scales: of the keys.
 template <int N, Source SOURCE>
 static void dot_keys_int8(const FewQueries &queries, int64_t first, const char *const *rows,
                           int64_t size, uint8_t *cached, F32 scales, PacedPrefetch *prefetch,
                           float *out) {
   PacedPrefetch paced = *prefetch;
-  I32 sums[N][2][4];  // of each four keys
+  I32 sums[N][2][4];  // by four keys
 #pragma GCC unroll 1
   for (int half = 0; half < 2; half++) {
     I32 now[N][2][2];
@@ -116,7 +115,7 @@ static void dot_keys_int8(const FewQueries &queries, int64_t first, const char *
 #pragma GCC unroll 2
           for (int part = 0; part < 2; part++, digits += REGISTER) {
             I32 query = load<I32>(digits);
-            asm("" : "+v"(query));  // a compiler would load it twice
+            asm("" : "+v"(query));  // GCC would load it twice
 #pragma GCC unroll 2
             for (int g = 0; g < 2; g++)
               now[n][part][g] = dpbusd(now[n][part][g], keys[g][i], query);
@@ -142,8 +141,7 @@ static void dot_keys_int8(const FewQueries &queries, int64_t first, const char *
   }
 }
 
-// N: queries of a head, of which those after the tile's are zeros. The values of the span are
-// fetched meanwhile.
+// Few queries; N: padded_rows of a head. The span's values are prefetched meanwhile.
 template <int N>
 static void scores_of_few_int8(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                                int64_t end, const Workspace &space, const Int8Workspace &digits) {
@@ -158,7 +156,7 @@ static void scores_of_few_int8(const toast::Attention &a, const toast::Tile &til
                                        blocks * digits.stride / 8);
   for (int64_t j = 0; j < count; j += LANES)
     for (int64_t h = 0; h < tile.heads; h++) {
-      const char *rows[LANES];  // the last one again after it
+      const char *rows[LANES];  // missing ones repeat the last
       F32 scales;
       for (int i = 0; i < LANES; i++) {
         rows[i] = keys + (j + i < count ? j + i : count - 1) * stride + h * row;
@@ -173,8 +171,8 @@ static void scores_of_few_int8(const toast::Attention &a, const toast::Tile &til
     }
 }
 
-// sums[n][lane] = columns[:, lane] . rows[n], of V * LANES lanes. columns: (count, V * LANES) words
-// of digits. rows: bytes plus 128, a stride apart.
+// sums[n][lane] = columns[:, lane] . rows[n] in int32. columns: (count, V * LANES) words of digits.
+// rows: keys plus 128, `stride` apart.
 template <int V, int N>
 static void dot_columns_int8(const int32_t *columns, const uint8_t *rows, int64_t stride,
                              int64_t count, int32_t *out) {
@@ -254,7 +252,7 @@ static void scores_of_many_int8(const toast::Attention &a, const toast::Tile &ti
   }
 }
 
-// vectors: 0 where queries are few.
+// vectors: 0 if queries are few.
 static void scores_int8(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                         int64_t end, int vectors, const Workspace &space,
                         const Int8Workspace &digits) {
@@ -263,7 +261,7 @@ static void scores_int8(const toast::Attention &a, const toast::Tile &tile, int6
                 [&]<int N>() { scores_of_few_int8<N>(a, tile, begin, end, space, digits); });
 }
 #else
-// What other processors multiply is floats.
+// Other processors read int8 as floats.
 struct Int8Workspace {};
 INLINE bool is_int8(const toast_rows &) { return false; }
 INLINE bool make_int8_workspace(const toast::Attention &, Int8Workspace *) { return false; }

@@ -1,11 +1,11 @@
-// Keys and values in 8 bits, for processors that multiply bytes. What these meet has 16: whole
-// numbers with a step a row, which are two digits in base 256. Digits and bytes add up to whole
-// numbers, the same in any order, for few queries and for many.
+// int8 keys and values on int8 dot products. Their counterparts have 16 bits: integers with a scale
+// per row, as two base-256 digits. Integer sums are exact in any order, so few queries, many
+// queries and AMX all give the same bits.
 //
-//   score = (256 * sum of upper * key + sum of lower * key) * (query's step * key's scale)
+//   score = (256 * sum of upper * key + sum of lower * key) * (query scale * key scale)
 //
-// A weight is multiplied by the scale of its value before it becomes digits. Half a step is 2^-16
-// of a query's largest number, and 2^-17 of the largest of those weights in a span.
+// A softmax weight is multiplied by its value's scale before it is quantised. Half a step is 2^-16
+// of a query's largest magnitude, and 2^-17 of the largest such weight of a span.
 #pragma once
 
 #include <float.h>
@@ -18,9 +18,9 @@ namespace {
 #if defined(__AVX512VNNI__)
 INLINE bool is_int8(const toast_rows &rows) { return rows.type == TOAST_I8; }
 
-constexpr float MAX_QUERY = 127 * 256 + 127;   // digits from -127 to 127 and from -128 to 127
-constexpr float MAX_WEIGHT = 255 * 256 + 255;  // both from 0 to 255
-constexpr float MIN_ROW_PEAK = 0x1p-100f;      // a row without anything larger is zeros
+constexpr float MAX_QUERY = 127 * 256 + 127;   // digits in [-127, 127] and [-128, 127]
+constexpr float MAX_WEIGHT = 255 * 256 + 255;  // both in [0, 255]
+constexpr float MIN_ROW_PEAK = 0x1p-100f;      // rows whose largest magnitude is below become zeros
 
 INLINE I32 round_to_int(F32 v) { return (I32)_mm512_cvtps_epi32((__m512)v); }
 
@@ -29,13 +29,13 @@ INLINE F32 from_digits(I32 upper, I32 lower) {
                       __builtin_convertvector(lower, F32));
 }
 
-// Bytes that are a row's, of those in a register.
+// Mask of the first `left` bytes of a register.
 INLINE __mmask64 byte_mask(int64_t left) {
   return left < REGISTER ? (uint64_t(1) << left) - 1 : ~uint64_t(0);
 }
 
-// Numbers whose largest is `most`: how far apart whole ones are, and one over that, or 0 where all
-// become zeros. nothing: 0, or NaN where one is NaN or infinite.
+// Quantisation step for numbers up to `max`, and its inverse, 0 if all become zeros. nan: 0, or NaN
+// if any is NaN or infinite, which the step becomes.
 struct Step {
   float step, inverse_step;
   INLINE Step of(float max, float nan, float largest) {
@@ -44,14 +44,13 @@ struct Step {
   }
 };
 
-// Of a query its step, and what its upper and its lower digits add up to.
+// A query's step, and the sums of its upper and lower digits.
 struct QuantisedQuery {
   float step;
   int32_t sums[2];
 };
 
-// Query r of a tile to its digits: put(d, part, digits d and following, upper or lower), as many as
-// there are up to `stride`.
+// Quantises query r of a tile: put(d, part, digits d and following), zero-padded to `stride`.
 template <class Put>
 INLINE QuantisedQuery quantise_query(const toast::Attention &a, const toast::Tile &tile, int64_t r,
                                      int64_t stride, const Put &put) {
@@ -75,9 +74,9 @@ INLINE QuantisedQuery quantise_query(const toast::Attention &a, const toast::Til
           {_mm512_reduce_add_epi32((__m512i)uppers), _mm512_reduce_add_epi32((__m512i)lowers)}};
 }
 
-// Weights of a row, (keys), to digits, bytes, and their step; which are zeros up to a multiple of
-// LANES, as weights and scales are. A number that is none becomes 0. between() is called for every
-// LANES keys.
+// Quantises a row's weights, (keys), times `scales` (in place) to digits; returns the step.
+// weights, scales and digits are padded with zeros to a multiple of LANES. NaN becomes 0, and the
+// step NaN. between() is called once per LANES keys.
 template <class Between>
 INLINE float quantise_weights(float *weights, const float *scales, int64_t keys, uint8_t *upper,
                               uint8_t *lower, const Between &between) {
@@ -98,18 +97,18 @@ INLINE float quantise_weights(float *weights, const float *scales, int64_t keys,
   return step.step;
 }
 
-// The scales of a head's rows, with zeros up to a multiple of LANES.
+// Scales of a head's rows, zero-padded to a multiple of LANES.
 INLINE void load_scales(const char *rows, int64_t stride, int64_t size, int64_t count, float *to) {
   for (int64_t j = 0; j < count; j++) to[j] = scale_of(rows + j * stride, size);
   for (int64_t j = count; j % LANES; j++) to[j] = 0;
 }
 
-// Keys whose values stay in the first cache while one part of them is met after another: by queries
-// that go at once, who would wait for the second cache.
+// Keys whose values stay in L1 while their parts are met in turn by one tile of queries, which
+// would otherwise wait for L2.
 constexpr int64_t BLOCK_VALUES = 128;
 
-// Eight of each sixteen of REGISTER numbers, of four keys, to two registers of fours: the first
-// eight or, if LATTER, the second. at: what lies between the first key and each.
+// Interleaves four keys' values bytewise, to words of four keys: the first eight (HIGH: last eight)
+// of each 16 of REGISTER elements, in two registers. at: offsets of the keys.
 template <bool HIGH>
 INLINE void interleave_values(const char *values, const int64_t *at, __mmask64 some, I32 *fours) {
   __m512i row[4], pairs[2];
@@ -123,9 +122,9 @@ INLINE void interleave_values(const char *values, const int64_t *at, __mmask64 s
   fours[1] = (I32)_mm512_unpackhi_epi16(pairs[0], pairs[1]);
 }
 
-// out[d] = step * sums of a row, for 64 numbers or those that are left. sums: two registers of
-// upper digits, as `turn_values` has them, of the first eight of each sixteen; `latter` words on
-// those of the second eight, and `lower` words on from each those of lower digits.
+// out[d] = step * sums, for 64 elements or those left. sums: two registers of upper digits, in
+// interleave_values' order; those of HIGH are `high` words on, those of lower digits `lower` words
+// on from each.
 INLINE void store_values(const int32_t *sums, int64_t high, int64_t lower, float step, int64_t left,
                          float *out) {
   I32 r[4];

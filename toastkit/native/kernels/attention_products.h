@@ -1,31 +1,30 @@
-// The products of attention: keys with queries, weights with values. Each number is one chain, from
-// the first number of a key to the last, or from the first key to the last; lanes are side by side.
+// Q K^T and P V in float32. Every output is a single chain of multiply-adds, over the key's
+// elements or over the keys in order; chains are side by side in lanes.
 #pragma once
 
 #include "lanes.h"
 
 namespace {
 
-constexpr int64_t LINE = 64;        // bytes that memory gives at a time
-constexpr int64_t BLOCK_KEYS = 32;  // whose values all queries meet in turn
-constexpr int64_t KEYS_AHEAD = 64;  // of those that are multiplied, others are fetched: of one head
+constexpr int64_t LINE = 64;        // bytes per cache line
+constexpr int64_t BLOCK_KEYS = 32;  // keys whose values all queries meet while cached
+constexpr int64_t KEYS_AHEAD = 64;  // prefetch distance in keys, with one head
 
-// Of several heads whose keys lie side by side, so many positions.
+// Positions, with several adjacent heads.
 INLINE int64_t keys_ahead(int64_t heads) {
   return KEYS_AHEAD / heads > LANES ? KEYS_AHEAD / heads : LANES;
 }
 
-// Fetches what is needed later, in the order in which it lies in memory, as the processor's own
-// fetching has it; into the second cache, which takes more requests at a time than the first. Of
-// rows that lie apart (a cache that lies position by position) it is their bytes, row by row: the
-// processor by itself would begin anew with each.
+// Prefetches rows in memory order, as hardware prefetchers expect, to L2, which allows more
+// outstanding requests than L1. With a stride (a position-major cache) it fetches row by row, where
+// the hardware prefetcher would restart with each row.
 struct RowPrefetch {
   const char *from;
-  int64_t bytes;       // at a time
-  int64_t row, apart;  // bytes of a row, and from one to the next
-  int64_t at = 0;      // of the row at `from`
+  int64_t bytes;       // per fetch
+  int64_t row, apart;  // bytes per row, and stride
+  int64_t at = 0;      // in the row at `from`
 
-  // From a byte of all bytes of the rows on.
+  // Starts at `byte` of the rows' concatenated bytes.
   static RowPrefetch of(const char *rows, int64_t byte, int64_t bytes, int64_t row, int64_t apart) {
     if (row == apart) return {rows + byte, bytes, row, apart};
     return {rows + byte / row * apart, bytes, row, apart, byte % row};
@@ -45,34 +44,33 @@ struct RowPrefetch {
   }
 };
 
-// Bytes that are needed next, fetched while something else is computed with: evenly, so that memory
-// has never more to do than it can, nor nothing. None is asked for twice: to be found in the second
-// cache takes of the first one's requests too.
+// Prefetches memory that is needed next while something else is computed: evenly, to keep memory
+// busy but not saturated. No line is requested twice, as hits in L2 take L1's request slots too.
 struct PacedPrefetch {
   const char *next, *due;
-  int64_t bytes;  // at a time
+  int64_t bytes;  // per fetch
 
-  // times: that `fetch` is called.
+  // times: number of calls of `fetch`.
   static PacedPrefetch over(const char *from, int64_t bytes, int64_t times) {
     return {from, from, (bytes + times - 1) / times};
   }
 
-  void fetch() {  // so many lines at most
+  void fetch() {  // three lines at most
     due += bytes;
     for (int i = 0; i < 3 && next < due; i++, next += LINE) __builtin_prefetch(next, 0, 2);
   }
 
-  void fetch(int64_t times) {  // as if called so often, and without that bound
+  void fetch(int64_t times) {  // as so many calls, without that limit
     for (due += times * bytes; next < due; next += LINE) __builtin_prefetch(next, 0, 2);
   }
 };
 
-// Calls work(d, column) for number d of LANES rows side by side, from the first to the last. What
-// lies in 32 bits is turned as one number, and then widened.
+// Calls work(d, column) for each element d of LANES rows, in order. 32 bits are transposed as one
+// element, then widened.
 template <int TYPE, class Work>
 INLINE void transpose_rows(const char *const *rows, int64_t size, RowPrefetch ahead,
                            const Work &work) {
-  constexpr int PARTS = 4 / Dtype<TYPE>::SIZE, AT_A_TIME = PARTS * LANES;  // numbers of a row
+  constexpr int PARTS = 4 / Dtype<TYPE>::SIZE, AT_A_TIME = PARTS * LANES;  // elements per row
   F32 r[LANES], scales = {};
   if constexpr (TYPE == TOAST_I8)
     for (int i = 0; i < LANES; i++) scales[i] = scale_of(rows[i], size);
@@ -104,13 +102,13 @@ INLINE void transpose_rows(const char *const *rows, int64_t size, RowPrefetch ah
   }
 }
 
-// Whether so many queries lie crosswise, number by number: as a register takes them, and GCC, who
-// otherwise looks for half a minute at where they all lie.
+// Whether N queries are stored transposed: a register's worth is, and with other layouts GCC spends
+// half a minute on addressing.
 template <int N>
 constexpr bool TRANSPOSED = N == LANES;
 
-// out[n][lane] = queries[n] . keys[lane], a chain each. keys: LANES rows. queries, out: a stride
-// apart, if they do not lie crosswise.
+// out[n][lane] = queries[n] . keys[lane]. keys: LANES rows. queries, out: `stride` apart unless
+// TRANSPOSED.
 template <int TYPE, int N>
 static void dot_keys(const char *const *keys, RowPrefetch ahead, const float *queries,
                      int64_t stride, int64_t size, float *out, int64_t out_stride) {
@@ -129,8 +127,7 @@ static void dot_keys(const char *const *keys, RowPrefetch ahead, const float *qu
   for (int n = 0; n < N; n++) store(out + n * out_stride, sums[n]);
 }
 
-// out[n][lane] = columns[:, lane] . rows[n], a chain each. V: vectors of lanes. columns:
-// (size, V * LANES). rows, out: a stride apart.
+// out[n][lane] = columns[:, lane] . rows[n]. columns: (size, V * LANES). rows: `stride` apart.
 template <int V, int N>
 static void dot_columns(const float *columns, const float *rows, int64_t stride, int64_t size,
                         float *out) {
@@ -156,7 +153,7 @@ static void dot_columns(const float *columns, const float *rows, int64_t stride,
     for (int v = 0; v < V; v++) store(out + (n * V + v) * LANES, sums[n][v]);
 }
 
-// Calls work<N>(first) for the largest N there is, from count rows on.
+// Calls work.operator()<N>(first) over `count` rows, TILE_M at a time, then 4, 2, 1.
 template <class Work>
 INLINE void by_row_tiles(int64_t count, const Work &work) {
   int64_t n = 0;
@@ -177,9 +174,8 @@ INLINE void dot_all(int vectors, const float *columns, const float *rows, int64_
   });
 }
 
-// out[m][d] += sum of weights[key][m] * values[key][d], a chain each, for M rows and V vectors of
-// numbers; the last one only in part where V is 1 and `numbers` are fewer. left: of a row, numbers
-// from the first of these to its end.
+// out[m][d] += sum over keys of weights[key][m] * values[key][d], for M rows and V registers,
+// partial if V is 1. left: elements of a row from d on.
 template <int TYPE, int M, int V>
 static void weigh_tile(const float *weights, int64_t weight_stride, int64_t key_stride,
                        const char *values, int64_t stride, int64_t left, RowPrefetch ahead,
@@ -213,8 +209,8 @@ static void weigh_tile(const float *weights, int64_t weight_stride, int64_t key_
     for (int v = 0; v < V; v++) store(out + m * out_stride + v * LANES, sums[m][v]);
 }
 
-// The same for all rows and numbers of some heads, whose values lie side by side: weights of one
-// are head_weights apart. Some keys at a time, whose values stay at hand.
+// weigh_tile for all rows and elements of adjacent heads, in blocks of keys. head_weights: weights
+// from one head to the next.
 template <int TYPE>
 static void weigh_all(const float *weights, int64_t weight_stride, int64_t key_stride,
                       int64_t head_weights, const char *values, int64_t stride, int64_t keys,
@@ -228,7 +224,7 @@ static void weigh_all(const float *weights, int64_t weight_stride, int64_t key_s
       const float *from = weights + h * head_weights + j * key_stride + m * weight_stride;
       const char *next = values + (j + some) * stride, *block = values + j * stride + h * row;
       float *to = out + (h * rows + m) * out_stride;
-      // Of the next ones, as much as these rows and numbers are of all.
+      // This tile's share of the next block.
       auto ahead = [&](int64_t d, int64_t width) {
         return RowPrefetch::of(next, h * row * some + (size * m + d * M) * SIZE * some / rows,
                                width * SIZE * M / rows, heads * row, stride);

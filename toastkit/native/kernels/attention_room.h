@@ -1,4 +1,4 @@
-// Where attention's code finds rows, and the memory that a thread has for a span.
+// Row addresses, and a thread's workspace for a span.
 #pragma once
 
 #include "attention.h"
@@ -7,15 +7,15 @@
 
 namespace {
 
-constexpr int TILE_QUERIES = 4 * LANES;         // queries side by side
-constexpr int64_t SCORES_STRIDE = toast::SPAN;  // of a query, where queries are few
+constexpr int TILE_QUERIES = 4 * LANES;         // queries of a tile, one per lane
+constexpr int64_t SCORES_STRIDE = toast::SPAN;  // floats per query, if few
 
 INLINE int64_t type_bytes(int type) {
   return type == TOAST_F32 ? 4 : type == TOAST_I8 ? 1 : 2;
 }
 
-// work.operator()<TYPE>() for the type of keys or values, which become floats. Bytes do not where
-// bytes are multiplied (attention_bytes.h); code for that took a minute to compile.
+// Calls work.operator()<TYPE>() for the type of keys or values that are read as floats. int8 is not
+// where there are int8 dot products (attention_bytes.h): that code took a minute to compile.
 template <class Work>
 INLINE void dispatch_type(int type, const Work &work) {
   if (type == TOAST_F32) return work.template operator()<TOAST_F32>();
@@ -31,17 +31,17 @@ INLINE const char *row_of(const toast_rows &rows, int64_t batch, int64_t head, i
   return static_cast<const char *>(rows.data) + at * type_bytes(rows.type);
 }
 
-// So few that keys are turned for them; which costs more where vectors have few numbers.
+// So few queries that keys are transposed for them; transposing costs more with narrow registers.
 INLINE bool are_few(int64_t rows) { return rows <= (LANES > 4 ? LANES : 2); }
 
-// As many queries as are computed for so few.
+// Computed rows: the next power of two.
 INLINE int64_t padded_rows(int64_t rows) {
   int64_t n = 1;
   while (n < rows) n *= 2;
   return n;
 }
 
-// work.operator()<N>() for that number.
+// Calls work.operator()<N>() for N = padded_rows(rows).
 template <class Work>
 INLINE void dispatch_rows(int64_t rows, const Work &work) {
   const int64_t n = padded_rows(rows);
@@ -56,8 +56,8 @@ INLINE void dispatch_rows(int64_t rows, const Work &work) {
 
 INLINE int64_t value_floats(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
-// A thread's memory for a span. queries: rows where they are few, else columns. keys: TILE_M,
-// widened. scores: (rows, SPAN) where rows are few, else (SPAN, lanes).
+// Workspace of a span. queries: rows if few, else columns. keys: TILE_M, as float32. scores: (rows,
+// SPAN) if few, else (SPAN, lanes).
 struct Workspace {
   float *queries, *scores, *keys;
 };
@@ -74,14 +74,13 @@ INLINE bool make_workspace(const toast::Attention &a, Workspace *space) {
 
 #if defined(__AVX512VNNI__)
 constexpr int64_t REGISTER = 4 * LANES;          // bytes of one
-constexpr int64_t SPAN_WORDS = toast::SPAN / 4;  // words of a span's weights
+constexpr int64_t SPAN_WORDS = toast::SPAN / 4;  // 4-byte words of a span's weights
 
-// A thread's memory for a span in bytes. queries, where they are many: (WIDE, stride) bytes, upper
-// digits and then lower ones, with zeros behind a row. columns: the same crosswise, (stride / 4,
-// lanes) words. offsets: 128 times the sums of a query's digits. weights: words of four keys, upper
-// and then lower. keys: plus 128, (TILE_M, stride) or, turned for few queries, (LANES, stride).
-// values: two registers of fours, of every four keys. weighted: registers, of each half of the
-// numbers that a register of a value's bytes has four for each row.
+// int8 workspace of a span; [2]: upper and lower digits. queries, if many: (TILE_QUERIES, stride)
+// bytes, zero-padded. columns: the same transposed, (stride / 4, lanes) words. offsets: 128 * sum
+// of a query's digits. weights: words of four keys. keys: plus 128, (TILE_M, stride) or, transposed
+// for few queries, (LANES, stride). values: two registers per four keys, interleaved. weighted:
+// int32 accumulators, for each half of a register of value bytes four registers per row.
 struct Int8Workspace {
   int64_t stride;
   int8_t *queries[2];
@@ -90,7 +89,7 @@ struct Int8Workspace {
   float *query_steps, *weight_steps, *scales;
 };
 
-// The next so many numbers of a thread's memory are a place's.
+// Gives the next `numbers` elements of `memory` to `place`.
 template <class Number>
 INLINE void carve(char *&memory, Number *&place, int64_t numbers) {
   place = reinterpret_cast<Number *>(memory);
@@ -133,8 +132,8 @@ INLINE const char *query_of(const toast::Attention &a, const toast::Tile &tile, 
   return row_of(a.call->queries, tile.batch, head, row / a.repeats);
 }
 
-// A tile's rows of keys or values from `first` up to `end`. Of heads that lie side by side it is a
-// part of the memory of all, which neighbouring tiles come to.
+// Prefetch of a tile's keys or values [first, end) in `times` steps. If heads are adjacent it is a
+// share of the memory of all; neighbouring tiles take the rest.
 INLINE PacedPrefetch prefetch_of(const toast::Attention &a, const toast_rows &rows,
                                  const toast::Tile &tile, int64_t first, int64_t end,
                                  int64_t times) {
@@ -146,7 +145,7 @@ INLINE PacedPrefetch prefetch_of(const toast::Attention &a, const toast_rows &ro
       bytes * tile.heads / a.call->key_heads, times);
 }
 
-// Those keys that the thread probably comes to next: of the next span, or of the next heads.
+// Of the keys that the thread probably reads next: the next span's, or the next heads'.
 INLINE PacedPrefetch prefetch_next_keys(const toast::Attention &a, const toast::Tile &tile,
                                         int64_t first, int64_t times) {
   const toast_attention &call = *a.call;
@@ -157,7 +156,7 @@ INLINE PacedPrefetch prefetch_next_keys(const toast::Attention &a, const toast::
   return prefetch_of(a, call.keys, next, first, next.head < call.key_heads ? end : first, times);
 }
 
-// Numbers d and following of query r of a tile, scaled, with zeros after its last; or zeros.
+// Elements d and following of query r of a tile, times `scale`; zeros beyond the last.
 INLINE F32 query_floats(const toast::Attention &a, const toast::Tile &tile, int64_t r, int64_t d) {
   const toast_attention &call = *a.call;
   if (r >= tile.rows || d >= call.key_size) return F32{};

@@ -1,5 +1,5 @@
-// Attention of some queries over a span of keys, in float32. Lanes are queries where there are
-// many, keys where there are few: which changes no bit.
+// Attention of a tile over a span of keys, in float32. Lanes are queries if they are many, keys if
+// few, with the same bits.
 #pragma once
 
 #include <string.h>
@@ -9,7 +9,7 @@
 
 namespace {
 
-// What `weights_of_row` does, of LANES rows side by side, (keys, LANES), a stride apart.
+// weights_of_row for LANES rows side by side: scores (keys, LANES), `stride` apart.
 static void weights_of_lanes(float *scores, int64_t keys, int64_t stride, float *max,
                              float *total, int64_t total_stride, int rows) {
   F32 peaks = splat(-FLT_MAX);
@@ -29,7 +29,7 @@ static void weights_of_lanes(float *scores, int64_t keys, int64_t stride, float 
   for (int r = 0; r < rows; r++) max[r] = peaks[r], total[r * total_stride] = sums[0][r];
 }
 
-// N: queries of a head, of which those after the tile's are zeros.
+// Few queries; N: padded_rows of a head.
 template <int TYPE, int N>
 static void scores_of_few(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                           int64_t end, const Workspace &space) {
@@ -47,23 +47,23 @@ static void scores_of_few(const toast::Attention &a, const toast::Tile &tile, in
   const int64_t stride = call.keys.strides[2] * Dtype<TYPE>::SIZE, bytes = row_bytes<TYPE>(size);
   const char *keys = row_of(call.keys, tile.batch, tile.head, begin);
   const char *values = row_of(call.values, tile.batch, tile.head, begin);
-  const int64_t soon = keys_ahead(tile.heads), count = end - begin;
-  // Behind the last keys of all come the span's values.
-  const int64_t before = end == call.key_positions ? count - soon : count;
+  const int64_t distance = keys_ahead(tile.heads), count = end - begin;
+  // After the last keys of all, prefetch the span's values.
+  const int64_t before = end == call.key_positions ? count - distance : count;
   const int64_t tail = before > 0 ? (before + LANES - 1) / LANES * LANES : 0;
   const int64_t value_size = type_bytes(call.values.type);
   const int64_t value_bytes = call.value_size * value_size;
   const int64_t value_stride = call.values.strides[2] * value_size;
-  if (begin == a.origin[tile.batch])  // of later spans, who came before has asked for them
-    RowPrefetch::of(keys, 0, (count < soon ? count : soon) * tile.heads * bytes, tile.heads * bytes,
-                    stride).fetch();
+  if (begin == a.origin[tile.batch])  // later spans have been prefetched by the one before
+    RowPrefetch::of(keys, 0, (count < distance ? count : distance) * tile.heads * bytes,
+                    tile.heads * bytes, stride).fetch();
   for (int64_t j = 0; j < end - begin; j += LANES)
     for (int64_t h = 0; h < tile.heads; h++) {
-      const char *rows[LANES];  // the last one again after it
+      const char *rows[LANES];  // missing ones repeat the last
       for (int i = 0; i < LANES; i++)
         rows[i] = keys + (j + i < end - begin ? j + i : end - begin - 1) * stride + h * bytes;
       const RowPrefetch ahead =
-          j < tail ? RowPrefetch::of(keys + (j + soon) * stride, h * LANES * bytes,
+          j < tail ? RowPrefetch::of(keys + (j + distance) * stride, h * LANES * bytes,
                                      LANES * 4 * LANES, tile.heads * bytes, stride)
                    : RowPrefetch::of(values + (j - tail) * value_stride, h * LANES * value_bytes,
                                      LANES * 4 * LANES, tile.heads * value_bytes, value_stride);
@@ -72,7 +72,7 @@ static void scores_of_few(const toast::Attention &a, const toast::Tile &tile, in
     }
 }
 
-// The queries of a tile as columns, scaled.
+// A tile's queries transposed to columns, times `scale`.
 template <int TYPE>
 static void transpose_queries(const toast::Attention &a, const toast::Tile &tile, int vectors,
                               float *columns) {
@@ -94,10 +94,10 @@ static void scores_of_many(const toast::Attention &a, const toast::Tile &tile, i
   const toast_attention &call = *a.call;
   const int64_t size = call.key_size, row = value_floats(size) + LANES;
   const int64_t number = type_bytes(call.keys.type), stride = call.keys.strides[2] * number;
-  auto of = call.queries.type == TOAST_F32   ? transpose_queries<TOAST_F32>
-            : call.queries.type == TOAST_F16 ? transpose_queries<TOAST_F16>
-                                             : transpose_queries<TOAST_BF16>;
-  of(a, tile, vectors, space.queries);
+  auto transpose_all = call.queries.type == TOAST_F32   ? transpose_queries<TOAST_F32>
+                       : call.queries.type == TOAST_F16 ? transpose_queries<TOAST_F16>
+                                                        : transpose_queries<TOAST_BF16>;
+  transpose_all(a, tile, vectors, space.queries);
   for (int64_t j = begin; j < end; j += TILE_M) {
     const int64_t count = end - j < TILE_M ? end - j : TILE_M;
     const char *keys = row_of(call.keys, tile.batch, tile.head, j);
@@ -141,9 +141,9 @@ static bool attend_span(const toast::Attention &a, const toast::Tile &tile, int6
   if (!make_workspace(a, &space)) return false;
   const bool int8_keys = is_int8(call.keys), int8_values = is_int8(call.values);
   if ((int8_keys || int8_values) && !make_int8_workspace(a, &digits)) return false;
-  const int64_t sums = tile.rows * a.row_floats;  // of a head
+  const int64_t sums = tile.rows * a.row_floats;  // per head
   memset(out.sums, 0, tile.heads * sums * sizeof(float));
-  // From one row's score to the next, from one key's, and from one head's.
+  // Strides of scores by row, key and head.
   const int64_t row_stride = few ? SCORES_STRIDE : 1, stride = few ? 1 : vectors * LANES;
   const int64_t head_stride = few ? padded_rows(tile.rows) * SCORES_STRIDE : 0;
   if (int8_keys) {

@@ -1,4 +1,4 @@
-// Values in 8 bits, weighted, for processors that multiply bytes: see attention_digits.h.
+// Softmax weights times int8 values, on int8 dot products: see attention_digits.h.
 #pragma once
 
 #include "attention_bytes.h"
@@ -6,8 +6,8 @@
 namespace {
 
 #if defined(__AVX512VNNI__)
-// What `put_weights_of_row` does, of LANES rows from r on, (keys, lanes): to words of four keys,
-// (FOURS, lanes).
+// quantise_weights for LANES rows from r on, (keys, lanes): to words of four keys, (SPAN_WORDS,
+// lanes).
 static void quantise_weights_of_lanes(const Int8Workspace &to, int64_t r, float *weights,
                                       int64_t lanes, int64_t keys) {
   F32 max = {}, nan = {}, inverse_step;
@@ -32,9 +32,10 @@ static void quantise_weights_of_lanes(const Int8Workspace &to, int64_t r, float 
   }
 }
 
-// Adds to `all` what weights * values add up to, of M rows and of the numbers that `turn_values`
-// turns: registers (M, two digits, two fours). values: at the first of all; left: of a row, from
-// there on. Words of weights: row_words from row to row, key_words from four keys to the next.
+// Adds weights * values to `all`, for M rows and one half of each 16 elements (interleave_values):
+// int32 registers (M, two digits, two). values: at their first element; left: elements in the row
+// from there on. row_words, key_words: weight words from row to row, and from four keys to the
+// next.
 template <int M, bool HIGH, bool FETCHES, Source SOURCE>
 static void weigh_int8(const int32_t *upper, const int32_t *lower, int64_t row_words,
                        int64_t key_words, const char *values, int64_t stride, int64_t left,
@@ -51,7 +52,7 @@ static void weigh_int8(const int32_t *upper, const int32_t *lower, int64_t row_w
     if (SOURCE == REUSE) {
       fours[0] = load<I32>(cached), fours[1] = load<I32>(cached + REGISTER);
     } else {
-      if (keys - j < 4)  // the last one again after it: its weight is 0 there
+      if (keys - j < 4)  // repeat the last, with weights of 0
         for (int64_t i = keys - j; i < 4; i++) at[i] = (keys - j - 1) * stride;
       interleave_values<HIGH>(values, at, some, fours);
       if (SOURCE == LOAD_AND_KEEP) store(cached, fours[0]), store(cached + REGISTER, fours[1]);
@@ -72,8 +73,8 @@ static void weigh_int8(const int32_t *upper, const int32_t *lower, int64_t row_w
   for (int i = 0; i < 4 * M; i++) store(all + i * LANES, sums[i / 4][i / 2 % 2][i % 2]);
 }
 
-// The values of a span, weighted, of all heads of a tile; which are not yet where out is. weights:
-// as of `weigh_values`. FEW queries wait for memory: the next span's keys are fetched meanwhile.
+// Weighted values of a span, for all heads of a tile; sets `out`. weights: as in weigh_values. FEW
+// queries are memory-bound: the next span's keys are prefetched meanwhile.
 template <bool FEW>
 static void weigh_values_int8(const toast::Attention &a, const toast::Tile &tile,
                               int64_t begin, int64_t keys, float *weights, int64_t lanes,
@@ -83,10 +84,10 @@ static void weigh_values_int8(const toast::Attention &a, const toast::Tile &tile
   const int64_t row_words = FEW ? SPAN_WORDS : 1, key_words = FEW ? 1 : lanes;
   const int64_t halves = 2 * padded_row(size) / REGISTER;
   const int64_t block = rows <= TILE_M ? BLOCK_VALUES : toast::SPAN;
-  int64_t goes = 0;
-  by_row_tiles(rows, [&]<int M>(int64_t) { goes += halves; });
+  int64_t passes = 0;
+  by_row_tiles(rows, [&]<int M>(int64_t) { passes += halves; });
   PacedPrefetch prefetch = prefetch_next_keys(a, tile, begin + keys,
-                                              tile.heads * goes * ((keys + 3) / 4));
+                                              tile.heads * passes * ((keys + 3) / 4));
   for (int64_t h = 0; h < tile.heads; h++) {
     const char *from = row_of(values, tile.batch, tile.head + h, begin);
     load_scales(from, stride, size, keys, digits.scales);

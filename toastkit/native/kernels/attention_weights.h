@@ -1,4 +1,4 @@
-// Scores to weights, and what comes of some spans put together, in float32.
+// Scores to softmax weights, and merging partial results, in float32.
 #pragma once
 
 #include <float.h>
@@ -13,7 +13,7 @@ constexpr int SUM_CHAINS = toast::SUM_CHAINS;  // on every processor
 
 INLINE float exponential(float x) { return exponential(splat(x))[0]; }
 
-// cap * tanh(score / cap), in place. Where keys are apart, rows are side by side.
+// Logit soft-cap cap * tanh(score / cap), in place. If keys have a stride, rows are contiguous.
 static void cap_scores(float cap, int64_t rows, int64_t keys, float *scores, int64_t row_stride,
                        int64_t stride) {
   const int64_t lines = stride == 1 ? rows : keys, count = stride == 1 ? keys : rows;
@@ -27,7 +27,7 @@ static void cap_scores(float cap, int64_t rows, int64_t keys, float *scores, int
   }
 }
 
-// The scores of rows, capped; where they hide or change keys of a span. stride: from one key's
+// Soft-caps a tile's scores of keys [begin, end), then applies the mask. stride: from one key's
 // score to the next.
 static void mask_scores(const toast::Attention &a, const toast::Tile &tile, int64_t begin,
                         int64_t end, float *scores, int64_t row_stride, int64_t stride) {
@@ -37,12 +37,12 @@ static void mask_scores(const toast::Attention &a, const toast::Tile &tile, int6
     const int64_t row = tile.first + r, position = row / a.repeats;
     const int64_t head = tile.head * a.repeats + row % a.repeats;
     const toast::Range range = a.range(tile.batch, head, position);
-    float *of = scores + r * row_stride;
+    float *row_scores = scores + r * row_stride;
     const int64_t first = range.first > begin ? range.first : begin;
     const int64_t after = range.last + 1 < end ? range.last + 1 : end;
-    for (int64_t j = begin; j < end && j < first; j++) of[(j - begin) * stride] = -INFINITY;
+    for (int64_t j = begin; j < end && j < first; j++) row_scores[(j - begin) * stride] = -INFINITY;
     for (int64_t j = after > begin ? after : begin; j < end; j++)
-      of[(j - begin) * stride] = -INFINITY;
+      row_scores[(j - begin) * stride] = -INFINITY;
     if (call.masking < TOAST_VISIBLE) continue;
     const int64_t at = tile.batch * call.mask_strides[0] + head * call.mask_strides[1] +
                        position * call.mask_strides[2];
@@ -50,26 +50,26 @@ static void mask_scores(const toast::Attention &a, const toast::Tile &tile, int6
       const bool wide = call.mask_type == TOAST_F32;
       const char *added = static_cast<const char *>(call.mask) + at * (wide ? 4 : 2);
       for (int64_t j = first; j < after; j++)
-        of[(j - begin) * stride] += some_floats_at(call.mask_type, added, j, 1)[0];
+        row_scores[(j - begin) * stride] += some_floats_at(call.mask_type, added, j, 1)[0];
     } else if (range.kind == toast::Range::EMPTY) {
-      for (int64_t j = begin; j < end; j++) of[(j - begin) * stride] = -FLT_MAX;
+      for (int64_t j = begin; j < end; j++) row_scores[(j - begin) * stride] = -FLT_MAX;
     } else if (range.kind == toast::Range::HOLES) {
       auto visible = static_cast<const uint8_t *>(call.mask) + at;
       for (int64_t j = first; j < after; j++)
-        if (!visible[j]) of[(j - begin) * stride] = -INFINITY;
+        if (!visible[j]) row_scores[(j - begin) * stride] = -INFINITY;
     }
   }
 }
 
-// Sixteen sums of every sixteenth weight, in their order.
+// Adds up the chains, in order.
 INLINE float sum_chains(const float *sums) {
   float sum = sums[0];
   for (int i = 1; i < SUM_CHAINS; i++) sum += sums[i];
   return sum;
 }
 
-// Scores of one row to weights, (keys,); the largest score, and the sum of the weights. between()
-// is called for every SUMMED keys.
+// Turns a row's scores, (keys), into weights exp(score - max), in place; *max, and *total, the sum
+// of weights. between() is called once per SUM_CHAINS keys.
 template <class Between>
 INLINE void weights_of_row(float *scores, int64_t keys, float *max, float *total,
                            const Between &between) {
@@ -103,17 +103,18 @@ INLINE void weights_of_row(float *scores, int64_t keys, float *max, float *total
 
 static int64_t row_floats(int64_t value_size) { return value_floats(value_size) + LANES; }
 
-// In two loops, so that there is one way to round it.
+// Two loops, as one could be contracted to FMAs in two ways.
 static void merge_partials(const toast::Attention &a, int64_t rows, toast::Partial to,
                            toast::Partial from) {
   for (int64_t r = 0; r < rows; r++) {
     const float max = to.max[r] < from.max[r] ? from.max[r] : to.max[r];
     const F32 before = splat(exponential(to.max[r] - max));
     const F32 after = splat(exponential(from.max[r] - max));
-    float *sums = to.sums + r * a.row_floats, *more = from.sums + r * a.row_floats;
-    for (int64_t d = 0; d < a.row_floats; d += LANES) store(more + d, load<F32>(more + d) * after);
+    float *sums = to.sums + r * a.row_floats, *later = from.sums + r * a.row_floats;
     for (int64_t d = 0; d < a.row_floats; d += LANES)
-      store(sums + d, multiply_add(load<F32>(sums + d), before, load<F32>(more + d)));
+      store(later + d, load<F32>(later + d) * after);
+    for (int64_t d = 0; d < a.row_floats; d += LANES)
+      store(sums + d, multiply_add(load<F32>(sums + d), before, load<F32>(later + d)));
     to.max[r] = max;
   }
 }
@@ -124,8 +125,8 @@ static void finish_rows(const toast::Attention &a, const toast::Tile &tile, toas
   for (int64_t i = 0; i < tile.heads * tile.rows; i++) {
     const int64_t row = tile.first + i % tile.rows;
     const int64_t head = (tile.head + i / tile.rows) * a.repeats + row % a.repeats;
-    float *of = sums.sums + i * a.row_floats;
-    float weight = of[total], factor = 1;
+    float *row_sums = sums.sums + i * a.row_floats;
+    float weight = row_sums[total], factor = 1;
     if (call.sinks) {
       const float sink = call.sinks[head], max = sums.max[i] < sink ? sink : sums.max[i];
       factor = exponential(sums.max[i] - max);
@@ -134,7 +135,7 @@ static void finish_rows(const toast::Attention &a, const toast::Tile &tile, toas
     const int64_t at = tile.batch * a.out_strides[0] + head * a.out_strides[1] +
                        row / a.repeats * a.out_strides[2];
     for (int64_t d = 0; d < call.value_size; d += LANES)
-      put_some(a.out_type, a.out, at + d, load<F32>(of + d) * factor / weight,
+      put_some(a.out_type, a.out, at + d, load<F32>(row_sums + d) * factor / weight,
                int(call.value_size - d < LANES ? call.value_size - d : LANES));
   }
 }
