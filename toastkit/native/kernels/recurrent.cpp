@@ -1,5 +1,4 @@
-// The C interface of recurrent.h, and how heads and rows of states are shared out among the
-// threads.
+// The C interface of recurrent.h, and how heads and rows of states are split among threads.
 #include "recurrent.h"
 
 #include <math.h>
@@ -13,13 +12,11 @@
 namespace toast {
 namespace {
 
-constexpr int64_t ROWS_PER_TASK = 16;      // rows at a time: what they give at a step is a line of
-                                           // a cache
-constexpr int64_t MIN_STREAMED = 1 << 18;  // numbers of a state that no cache holds until the next
-                                           // step
+constexpr int64_t ROWS_PER_TASK = 16;      // a cache line of y
+constexpr int64_t MIN_STREAMED = 1 << 18;  // elements; more than caches hold until the next step
 
-// Whether what a state of so many numbers is after some steps is written past the caches: where it
-// lies apart, each line would be read to be written.
+// Whether to write the new state by non-temporal stores: elsewhere than the old one, each line
+// would first be read.
 bool should_stream(int64_t length, int64_t numbers, const float *state, const float *after) {
   return length == 1 && numbers >= MIN_STREAMED && state && state != after;
 }
@@ -30,8 +27,8 @@ float decay_of(float a_log, float bias, float a) { return expf(-expf(a_log) * so
 
 float rate_of(float factor, float b) { return factor / (1 + expf(-b)); }
 
-// work(head, first, end) of all rows of all heads, some of one head at a time. size: numbers that a
-// row takes. False where any gives false.
+// Calls work(head, first, end) for all rows of all heads. size: elements touched per row. False if
+// any call is.
 template <class Work>
 bool share_rows(int64_t heads, int64_t rows, int64_t size, const Work &work) {
   std::atomic<bool> failed{false};
@@ -87,7 +84,7 @@ int gated_delta(const toast_delta &d, float *y, float *after) {
   return all ? 0 : 2;
 }
 
-// A key head of a batch of a layer, with its value heads.
+// A key head of a layer and its value heads, in one batch.
 class LayerHead {
  public:
   LayerHead(const toast_delta_layer &layer, int64_t b, int64_t h)
@@ -95,7 +92,7 @@ class LayerHead {
         channels_(2 * l.key_heads * l.key_size + l.value_heads * l.value_size),
         width_(2 * l.key_size + each_ * l.value_size) {}
 
-  // False for no memory.
+  // False if out of memory.
   bool steps(float *y, float *last, float *after) {
     const int64_t count = l.length * (width_ + 2) + 1;
     buffer_ = static_cast<float *>(scratch(HEADS, count * int64_t(sizeof(float))));
@@ -114,7 +111,8 @@ class LayerHead {
   }
 
  private:
-  // Some channels, from `channel` of all on, to `at` of each row; and what they leave.
+  // Convolves `count` channels, from `channel` of all on, into column `at` of the buffer, and saves
+  // their last positions.
   void convolve(const toast_projection &x, int64_t count, int64_t channel, int64_t at,
                 float *last) {
     const int64_t kept = l.kernel - 1, earlier = (b_ * kept) * channels_ + channel;
@@ -134,7 +132,7 @@ class LayerHead {
     }
   }
 
-  // Keys or queries, in their places.
+  // Normalises queries or keys in place.
   void normalise(int64_t at, float factor, float eps) {
     float *rows = buffer_ + at;
     const toast_vectors x = {rows, l.length, width_, TOAST_F32};
@@ -143,7 +141,7 @@ class LayerHead {
                   TOAST_F32, false, nullptr}, t);
   }
 
-  // One of the value heads.
+  // One value head.
   bool apply(int64_t i, float *y, float *after) {
     const int64_t head = h_ * each_ + i, size = l.value_size, y_step = l.value_heads * size;
     const int64_t state = (b_ * l.value_heads + head) * size * l.key_size;
@@ -175,7 +173,7 @@ class LayerHead {
   const toast_delta_layer &l;
   const RowInstructions &code_ = *instructions().rows;
   const int64_t b_, h_, each_, channels_, width_;
-  float *buffer_ = nullptr;  // queries, keys, values of each step; then decays and rates of a head
+  float *buffer_ = nullptr;  // (length, width_): q, k, v; then a head's decays, rates
 };
 
 int layer_steps(const toast_delta_layer &l, float *y, float *last, float *after) {

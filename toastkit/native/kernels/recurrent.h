@@ -1,14 +1,14 @@
-// Recurrent layers, step by step, in float32: rows of a state do not know of each other, and a step
-// not of how many there are: a chunk gives, to the bit, what its steps give.
+// Recurrent layers, step by step, in float32. Rows of a state are independent, and a step does not
+// know the length: a chunk gives, to the bit, what its steps give.
 //
 // The gated delta rule (arXiv 2412.06464). For each value head and row of its state S (value_size,
-// key_size), with key k, query q, value v of a step:
+// key_size), with a step's key k, query q and value v:
 //
 //   S <- decay S;  S <- S + rate (v - S k) k;  y = S q
 //
-// decay = exp(-exp(a_log) softplus(a + bias)), rate = rate_factor / (1 + exp(-b)). A key head
-// serves value_heads / key_heads value heads, one after another. Or each column of S has a decay of
-// its own, of an a and a bias of its own (Kimi Delta Attention, arXiv 2510.26692), or is given it.
+// decay = exp(-exp(a_log) softplus(a + bias)), rate = rate_factor * sigmoid(b). A key head serves
+// value_heads / key_heads adjacent value heads. With `columns`, each column of S has its own decay
+// (Kimi Delta Attention, arXiv 2510.26692), from its own a and bias, or given.
 #pragma once
 
 #include <stdint.h>
@@ -25,73 +25,70 @@ typedef struct {
   const float *q, *k;         // (batch, length, key_heads, key_size)
   const float *v;             // (batch, length, value_heads, value_size)
   const float *a, *b;         // (batch, length, value_heads)
-  const float *a_log, *bias;  // (value_heads); NULL where a has decays
+  const float *a_log, *bias;  // (value_heads); both NULL if `a` holds decays
   float rate_factor;
-  int32_t columns;      // a and bias, and decays always, have an axis key_size more
-  const uint8_t *mask;  // (batch, length): steps that change the state; NULL for all
+  int32_t columns;      // a and bias have a last axis of key_size; required if `a` holds decays
+  const uint8_t *mask;  // (batch, length): steps with 0 leave the state; NULL for none
   const float *state;   // (batch, value_heads, value_size, key_size); NULL for zeros
 } toast_delta;
 
-// y: (batch, length, value_heads, value_size). after: of the shape of the state; may lie there.
-// Returns 0; 1 for heads that do not fit, 2 for no memory.
+// y: (batch, length, value_heads, value_size). after: the new state; may alias `state`. Returns 0;
+// 1 for head counts that do not fit, 2 if out of memory.
 TOAST_API int toast_gated_delta(const toast_delta *delta, float *y, float *after);
 
-// What a layer projects its steps to, (batch, length, key_heads, n): numbers from one step, and
-// from one key head, to the next.
+// A projection of a layer's input, (batch, length, key_heads, n); step, head: strides in elements.
 typedef struct {
   const float *data;
   int64_t step, head;
 } toast_projection;
 
-// All of a layer of gated delta rules (Qwen3-Next's) but its products, float32. Queries, keys and
-// values are convolved and go through SiLU (toast_convolution, rows.h); queries and keys are
-// brought to length key_size^-1/2 and 1 (1e-6 under the root), the rule is applied; what it gives
-// is normalised head by head (toast_rms_norm), times SiLU of z.
+// A gated delta layer (Qwen3-Next) without its matrix products, float32: convolution and SiLU of q,
+// k, v (toast_convolution in rows.h); q and k normalised to length key_size^-1/2 and 1 (eps of 1e-6
+// under the root); the delta rule; RMSNorm of each head; times SiLU(z).
 typedef struct {
   int64_t batch, length, key_heads, value_heads, key_size, value_size;
   toast_projection q, k;  // n: key_size
-  toast_projection v, z;  // value_heads / key_heads * value_size
-  toast_projection a, b;  // value_heads / key_heads
-  int64_t kernel;         // positions of the convolution
-  const float *weight;    // (channels, kernel): of all queries, keys, values
-  const float *before;    // (batch, kernel - 1, channels): what came before; NULL for zeros
+  toast_projection v, z;  // n: value_heads / key_heads * value_size
+  toast_projection a, b;  // n: value_heads / key_heads
+  int64_t kernel;         // of the convolution
+  const float *weight;    // (channels, kernel); channels: all of q, k, v
+  const float *before;    // (batch, kernel - 1, channels): previous positions; NULL for zeros
   const float *a_log, *bias;
   const float *norm;  // (value_size)
   float eps;
   const float *state;  // as in toast_delta
 } toast_delta_layer;
 
-// y: (batch, length, value_heads, value_size). last: as `before`, for the next steps; may not lie
-// there. after: as above. Returns as toast_gated_delta.
+// y: (batch, length, value_heads, value_size). last: `before` of the next call, not aliasing
+// `before`. after: as above. Returns as toast_gated_delta.
 TOAST_API int toast_delta_layer_steps(const toast_delta_layer *layer, float *y, float *last,
                                       float *after);
 
 // Mamba-2's scan (arXiv 2405.21060). For each head and row of its state S (size, state_size), with
-// x (size), and B and C of the head's group, of a step:
+// a step's x (size), and B and C of the head's group:
 //
 //   S <- exp(-exp(a_log) dt) S + dt x B;  y = S C + d x
 //
-// dt = softplus(dt + bias), no less than `least` and no more than `most`. A group serves heads /
-// groups heads, one after another. Or the selective scan of Mamba (arXiv 2312.00752, algorithm 2):
-// each row has its dt and d, each number of a state its a_log. All contiguous, float32.
+// dt = softplus(dt + bias), clamped to [least, most]. A group serves heads / groups adjacent heads.
+// selective: Mamba's scan (arXiv 2312.00752, algorithm 2), where each row has its own dt and d, and
+// each element of a state its own a_log. All contiguous, float32.
 typedef struct {
   int64_t batch, length, heads, size, groups, state_size;
   const float *x;                 // (batch, length, heads, size)
   const float *b, *c;             // (batch, length, groups, state_size)
-  const float *dt;                // (batch, length, heads); selective: with an axis `size` more
-  const float *a_log, *d, *bias;  // (heads); selective: (heads, size), a_log with state_size more
+  const float *dt;                // (batch, length, heads); selective: (..., size)
+  const float *a_log, *d, *bias;  // (heads); selective: (heads, size), a_log (..., state_size)
   float least, most;
   int32_t selective;
   const uint8_t *mask;  // as in toast_delta
   const float *state;   // (batch, heads, size, state_size); NULL for zeros
 } toast_scan;
 
-// y: of the shape of x. after: of the shape of the state; may lie there. Returns as
-// toast_gated_delta.
+// y: shaped as x. after: the new state; may alias `state`. Returns as toast_gated_delta.
 TOAST_API int toast_scan_steps(const toast_scan *scan, float *y, float *after);
 
-// The generalised delta rule of RWKV-7 (arXiv 2503.14456, equation 17). For each head, its state S
-// (size, size), and r, w, k, v, a, b (size) of a step:
+// RWKV-7's generalised delta rule (arXiv 2503.14456, equation 17). For each head and its state S
+// (size, size), with a step's r, w, k, v, a, b (size):
 //
 //   S <- S diag(w) + (S a) b' + v k';  y = S r
 //
@@ -105,15 +102,15 @@ typedef struct {
 // As toast_scan_steps.
 TOAST_API int toast_wkv_steps(const toast_wkv *wkv, float *y, float *after);
 
-// The linear recurrence of Griffin's RG-LRU (arXiv 2402.19427, equation 4), its gates multiplied
-// out: h <- decay h + x, for each channel. All contiguous, float32.
+// The linear recurrence of Griffin's RG-LRU (arXiv 2402.19427, equation 4), with its gates applied:
+// h <- decay h + x, per channel. All contiguous, float32.
 typedef struct {
   int64_t batch, length, channels;
   const float *decays, *x;  // (batch, length, channels)
   const float *state;       // (batch, channels); NULL for zeros
 } toast_linear;
 
-// h: of the shape of x, after each step.
+// h: shaped as x, after each step.
 TOAST_API void toast_linear_steps(const toast_linear *linear, float *h);
 
 #ifdef __cplusplus
@@ -121,8 +118,8 @@ TOAST_API void toast_linear_steps(const toast_linear *linear, float *h);
 
 namespace toast {
 
-// Steps of one head; `step`s are numbers from one to the next. past: `after` is written past the
-// caches, and does not lie where the state does.
+// One head; `..._step`: elements from step to step. streaming: write `after` by non-temporal
+// stores; it does not alias the state.
 struct DeltaHead {
   int64_t length, key_size;
   bool streaming;
@@ -132,7 +129,7 @@ struct DeltaHead {
   int64_t value_step;
   const float *decays, *rates;
   int64_t gate_step;
-  bool columns;  // have decays of their own: a step has key_size of them, not one
+  bool columns;  // key_size decays per step, not one
   const uint8_t *mask;
   const float *state;  // NULL for zeros
   float *y;
@@ -151,25 +148,26 @@ struct ScanHead {
   const uint8_t *mask;
   const float *state;
   float *y, *after;
-  // Where it is selective, and has no decays: dt as it is given.
+  // Selective, instead of decays: dt is as given.
   const float *a_log = nullptr, *bias = nullptr;
   float least = 0, most = 0;
 };
 
 struct WkvHead {
-  int64_t length, size, step;  // of all that it is given and gives
+  int64_t length, size, step;  // of all inputs and y
   bool streaming;
   const float *r, *w, *k, *v, *a, *b, *state;
   float *y, *after;
 };
 
-// One instruction set's code: rows of the head's state, from first to end. False for no memory.
+// The recurrent kernels of one instruction set: rows [first, end) of a head's state. False if out
+// of memory.
 struct RecurrentCode {
   bool (*delta)(const DeltaHead &, int64_t first, int64_t end);
   bool (*scan)(const ScanHead &, int64_t first, int64_t end);
   bool (*wkv)(const WkvHead &, int64_t first, int64_t end);
   void (*linear)(const toast_linear &, int64_t batch, int64_t first, int64_t end, float *h);
-  // exp(-exp(a_log) softplus(a + bias)) of so many columns.
+  // exp(-exp(a_log) softplus(a + bias)), (count).
   void (*decays)(const float *a, const float *bias, float a_log, int64_t count, float *out);
 };
 

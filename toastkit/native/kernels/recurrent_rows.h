@@ -1,4 +1,4 @@
-// The code of recurrent.h for one instruction set.
+// The kernels of recurrent.h for one instruction set.
 #pragma once
 
 #if defined(__x86_64__)
@@ -11,21 +11,21 @@
 
 namespace {
 
-constexpr int STATE_ROWS = 16;    // at a time: what they are given and give at a step is a line
+constexpr int STATE_ROWS = 16;    // per block: a cache line of inputs and outputs per step
 constexpr int REGISTER_ROWS = 4;  // of these
-constexpr int SCRATCH_ROWS = 5;   // rows beside them that a step copies, where they are not whole
+constexpr int SCRATCH_ROWS = 5;   // padded copies of a step's vectors
 
-// One step of some rows, `stride` numbers apart, from s to `to`, which may be the same. k, q: zeros
-// from their size on. decay: of columns from i on.
+// A delta step of ROWS rows, `stride` apart, from s to `to` (may alias). k, q: zero-padded.
+// decay(i): of columns from i on.
 template <int ROWS, class Decay>
 INLINE void delta_step(const float *s, float *to, int64_t stride, const float *k, const float *q,
                        const float *v, const Decay &decay, float rate, float *y) {
   F32 sums[ROWS] = {};
   for (int64_t i = 0; i < stride; i += LANES) {
-    const F32 key = load<F32>(k + i), kept = decay(i);
+    const F32 key = load<F32>(k + i), factor = decay(i);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
-      sums[r] = multiply_add(load<F32>(s + r * stride + i) * kept, key, sums[r]);
+      sums[r] = multiply_add(load<F32>(s + r * stride + i) * factor, key, sums[r]);
   }
   F32 change[ROWS];
 #pragma GCC unroll 4
@@ -34,10 +34,10 @@ INLINE void delta_step(const float *s, float *to, int64_t stride, const float *k
     sums[r] = F32{};
   }
   for (int64_t i = 0; i < stride; i += LANES) {
-    const F32 key = load<F32>(k + i), query = load<F32>(q + i), kept = decay(i);
+    const F32 key = load<F32>(k + i), query = load<F32>(q + i), factor = decay(i);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) {
-      F32 now = multiply_add(key, change[r], load<F32>(s + r * stride + i) * kept);
+      F32 now = multiply_add(key, change[r], load<F32>(s + r * stride + i) * factor);
       store(to + r * stride + i, now);
       sums[r] = multiply_add(now, query, sums[r]);
     }
@@ -46,8 +46,8 @@ INLINE void delta_step(const float *s, float *to, int64_t stride, const float *k
   for (int r = 0; r < ROWS; r++) y[r] = horizontal_sum(sums[r]);
 }
 
-// Likewise; b, c: zeros from their size on. x, y: of the rows. decay(r, i), dt(r), d(r): of row r,
-// and columns from i on.
+// A scan step, likewise. b, c: zero-padded. x, y: per row. decay(r, i), dt(r), d(r): of row r and
+// columns from i on.
 template <int ROWS, class Decay, class Each, class Through>
 INLINE void scan_step(const float *s, float *to, int64_t stride, const float *b, const float *c,
                       const float *x, const Decay &decay, const Each &dt, const Through &d,
@@ -68,12 +68,12 @@ INLINE void scan_step(const float *s, float *to, int64_t stride, const float *b,
   for (int r = 0; r < ROWS; r++) y[r] = horizontal_sum(sums[r]) + d(r) * x[r];
 }
 
-// Likewise, of RWKV-7. v, y: of the rows; the rest: zeros from their size on.
+// An RWKV-7 step, likewise. v, y: per row; r, w, k, a, b: zero-padded.
 template <int ROWS>
-INLINE void wkv_step(const float *s, float *to, int64_t stride, const float *const (&of)[5],
+INLINE void wkv_step(const float *s, float *to, int64_t stride, const float *const (&vectors)[5],
                      const float *v, float *y) {
-  const float *const r_ = of[0], *const w = of[1], *const k = of[2], *const a = of[3];
-  const float *const b = of[4];
+  const float *const r_ = vectors[0], *const w = vectors[1], *const k = vectors[2];
+  const float *const a = vectors[3], *const b = vectors[4];
   F32 sums[ROWS] = {};
   for (int64_t i = 0; i < stride; i += LANES) {
     const F32 read = load<F32>(a + i);
@@ -88,11 +88,11 @@ INLINE void wkv_step(const float *s, float *to, int64_t stride, const float *con
     sums[r] = F32{};
   }
   for (int64_t i = 0; i < stride; i += LANES) {
-    const F32 kept = load<F32>(w + i), key = load<F32>(k + i), back = load<F32>(b + i);
+    const F32 factor = load<F32>(w + i), key = load<F32>(k + i), back = load<F32>(b + i);
     const F32 out = load<F32>(r_ + i);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) {
-      F32 now = multiply_add(key, added[r], load<F32>(s + r * stride + i) * kept);
+      F32 now = multiply_add(key, added[r], load<F32>(s + r * stride + i) * factor);
       now = multiply_add(back, found[r], now);
       store(to + r * stride + i, now);
       sums[r] = multiply_add(now, out, sums[r]);
@@ -105,9 +105,9 @@ INLINE void wkv_step(const float *s, float *to, int64_t stride, const float *con
 template <int ROWS>
 constexpr int BLOCK_ROWS = ROWS < REGISTER_ROWS ? ROWS : REGISTER_ROWS;
 
-// work(r, x, y) for all rows, from r on as many as registers hold. What is read from x, and
-// what goes to y, lies between by itself: a processor takes memory that lies alike in pages for the
-// same, and would have each step wait for the one before.
+// Calls work(r, x, y) for all rows, a register tile at a time. Inputs and outputs go through local
+// copies: memory that aliases modulo the page size (4K aliasing) would make each step wait for the
+// one before.
 template <int ROWS, class Work>
 INLINE void by_register_tiles(const float *x, float *y, const Work &work) {
   float in[ROWS], out[ROWS];
@@ -118,7 +118,7 @@ INLINE void by_register_tiles(const float *x, float *y, const Work &work) {
 
 INLINE int64_t state_stride(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
-// A row as it lies, or copied to where zeros are behind it, up to whole registers.
+// The row itself if it is whole registers, else a zero-padded copy.
 INLINE const float *zero_padded(float *buffer, const float *from, int64_t size, int64_t stride) {
   if (size == stride) return from;
   for (int64_t i = 0; i < size; i += LANES)
@@ -126,7 +126,7 @@ INLINE const float *zero_padded(float *buffer, const float *from, int64_t size, 
   return buffer;
 }
 
-// Numbers to memory, past the caches where the processor can; to be seen after wrote_past.
+// Non-temporal stores where the processor has them; visible after stream_fence.
 INLINE void stream_row(float *to, const float *from, int64_t count) {
 #if defined(__x86_64__)
   int64_t i = 0;
@@ -154,8 +154,8 @@ INLINE void stream_fence() {
 #endif
 }
 
-// Steps of some rows: step(t, the rows before it, and after it, from one to the next, room for two
-// more and the rows). Where rows are whole registers they are worked on where they lie.
+// Runs step(t, old rows, new rows, stride, scratch of SCRATCH_ROWS rows) for all steps. Rows of
+// whole registers are updated in place.
 template <int ROWS, class Step>
 INLINE void run_steps(const float *state, float *after, int64_t size, int64_t length,
                       bool streaming, const uint8_t *mask, float *buffer, const Step &step) {
@@ -188,9 +188,9 @@ static void delta_block(const toast::DeltaHead &h, int64_t row, float *buffer) {
   run_steps<ROWS>(
       h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.streaming,
       h.mask, buffer,
-      [&](int64_t t, const float *s, float *to, int64_t stride, float *more) {
-        const float *k = zero_padded(more, h.k + t * h.key_step, size, stride);
-        const float *q = zero_padded(more + stride, h.q + t * h.key_step, size, stride);
+      [&](int64_t t, const float *s, float *to, int64_t stride, float *copies) {
+        const float *k = zero_padded(copies, h.k + t * h.key_step, size, stride);
+        const float *q = zero_padded(copies + stride, h.q + t * h.key_step, size, stride);
         const float *const decays = h.decays + t * h.gate_step * (h.columns ? size : 1);
         const float rate = h.rates[t * h.gate_step], *v = h.v + t * h.value_step + row;
         float *const out = h.y + t * h.y_step + row;
@@ -201,7 +201,7 @@ static void delta_block(const toast::DeltaHead &h, int64_t row, float *buffer) {
           });
         };
         if (h.columns) {
-          const float *own = zero_padded(more + 2 * stride, decays, size, stride);
+          const float *own = zero_padded(copies + 2 * stride, decays, size, stride);
           with([&](int64_t i) { return load<F32>(own + i); });
         } else {
           with([&](int64_t) { return splat(*decays); });
@@ -209,7 +209,7 @@ static void delta_block(const toast::DeltaHead &h, int64_t row, float *buffer) {
       });
 }
 
-// Of rows of a selective scan: how fast each number decays.
+// Decay rates -exp(a_log) of each element, for rows of a selective scan.
 INLINE void decay_rates(const float *a_log, int64_t size, int64_t stride, int rows, float *rates) {
   for (int r = 0; r < rows; r++)
     for (int64_t i = 0; i < stride; i += LANES) {
@@ -218,7 +218,7 @@ INLINE void decay_rates(const float *a_log, int64_t size, int64_t stride, int ro
     }
 }
 
-// And dt of `rows` of them, no more than STATE_ROWS.
+// dt of `rows` <= STATE_ROWS rows.
 INLINE void time_steps(const toast::ScanHead &h, const float *dt, int64_t row, int rows,
                        float *to) {
   for (int i = 0; i < rows; i += LANES) {
@@ -236,9 +236,9 @@ static void scan_block(const toast::ScanHead &h, int64_t row, float *buffer) {
   run_steps<ROWS>(
       h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.streaming,
       h.mask, buffer,
-      [&](int64_t t, const float *s, float *to, int64_t stride, float *more) {
-        const float *b = zero_padded(more, h.b + t * h.group_step, size, stride);
-        const float *c = zero_padded(more + stride, h.c + t * h.group_step, size, stride);
+      [&](int64_t t, const float *s, float *to, int64_t stride, float *copies) {
+        const float *b = zero_padded(copies, h.b + t * h.group_step, size, stride);
+        const float *c = zero_padded(copies + stride, h.c + t * h.group_step, size, stride);
         const int64_t at = t * h.x_step + row;
         auto with = [&](const auto &decay, const auto &dt, const auto &d) {
           by_register_tiles<ROWS>(h.x + at, h.y + at, [&](int r, const float *x, float *y) {
@@ -256,8 +256,8 @@ static void scan_block(const toast::ScanHead &h, int64_t row, float *buffer) {
                },
                [&](int r) { return dts[r]; }, [&](int r) { return h.d[row + r]; });
         } else {
-          const float kept = h.decays[t * h.gate_step], each = h.dt[t * h.gate_step];
-          with([&](int, int64_t) { return splat(kept); }, [&](int) { return each; },
+          const float factor = h.decays[t * h.gate_step], each = h.dt[t * h.gate_step];
+          with([&](int, int64_t) { return splat(factor); }, [&](int) { return each; },
                [&](int) { return *h.d; });
         }
       });
@@ -269,13 +269,13 @@ static void wkv_block(const toast::WkvHead &h, int64_t row, float *buffer) {
   run_steps<ROWS>(
       h.state ? h.state + row * size : nullptr, h.after + row * size, size, h.length, h.streaming,
       nullptr, buffer,
-      [&](int64_t t, const float *s, float *to, int64_t stride, float *more) {
-        const float *of[] = {h.r, h.w, h.k, h.a, h.b};
+      [&](int64_t t, const float *s, float *to, int64_t stride, float *copies) {
+        const float *vectors[] = {h.r, h.w, h.k, h.a, h.b};
         for (int i = 0; i < 5; i++)
-          of[i] = zero_padded(more + i * stride, of[i] + t * h.step, size, stride);
+          vectors[i] = zero_padded(copies + i * stride, vectors[i] + t * h.step, size, stride);
         const int64_t at = t * h.step + row;
         by_register_tiles<ROWS>(h.v + at, h.y + at, [&](int r, const float *v, float *y) {
-          wkv_step<BLOCK_ROWS<ROWS>>(s + r * stride, to + r * stride, stride, of, v, y);
+          wkv_step<BLOCK_ROWS<ROWS>>(s + r * stride, to + r * stride, stride, vectors, v, y);
         });
       });
 }
@@ -319,25 +319,25 @@ static void column_decays(const float *a, const float *bias, float a_log, int64_
                           float *out) {
   const F32 rate = -exponential(splat(a_log));
   for (int64_t i = 0; i < count; i += LANES) {
-    const int there = int(count - i < LANES ? count - i : LANES);
-    const F32 x = some_floats_at(TOAST_F32, a, i, there) +
-                  some_floats_at(TOAST_F32, bias, i, there);
-    put_some(TOAST_F32, out, i, exponential(rate * softplus(x)), there);
+    const int lanes = int(count - i < LANES ? count - i : LANES);
+    const F32 x = some_floats_at(TOAST_F32, a, i, lanes) +
+                  some_floats_at(TOAST_F32, bias, i, lanes);
+    put_some(TOAST_F32, out, i, exponential(rate * softplus(x)), lanes);
   }
 }
 
-// Channels of one of a batch, from first to end.
+// Channels [first, end) of one batch.
 static void linear_rows(const toast_linear &l, int64_t batch, int64_t first, int64_t end,
                         float *h) {
   for (int64_t i = first; i < end; i += LANES) {
-    const int there = int(end - i < LANES ? end - i : LANES);
+    const int lanes = int(end - i < LANES ? end - i : LANES);
     F32 now = {};
-    if (l.state) now = some_floats_at(TOAST_F32, l.state + batch * l.channels, i, there);
+    if (l.state) now = some_floats_at(TOAST_F32, l.state + batch * l.channels, i, lanes);
     for (int64_t t = 0; t < l.length; t++) {
       const int64_t at = (batch * l.length + t) * l.channels;
-      const F32 kept = some_floats_at(TOAST_F32, l.decays + at, i, there);
-      now = multiply_add(kept, now, some_floats_at(TOAST_F32, l.x + at, i, there));
-      put_some(TOAST_F32, h + at, i, now, there);
+      const F32 factor = some_floats_at(TOAST_F32, l.decays + at, i, lanes);
+      now = multiply_add(factor, now, some_floats_at(TOAST_F32, l.x + at, i, lanes));
+      put_some(TOAST_F32, h + at, i, now, lanes);
     }
   }
 }

@@ -1,4 +1,4 @@
-// The code of rows.h for one instruction set.
+// The row kernels of rows.h for one instruction set.
 #pragma once
 
 #include <math.h>
@@ -9,8 +9,8 @@
 
 namespace {
 
-// The mean of add(x, 0), a vector of numbers at a time; add(x, so far). x: numbers of a row less
-// `mean`; 0 behind its end.
+// Sums add(x, accumulator) over a row, divided by columns. x: elements minus `mean` if centred, 0
+// beyond the end.
 template <class Add>
 INLINE float mean_over(const toast::Norm &n, int64_t start, F32 mean, const Add &add) {
   constexpr int CHAINS = 4;
@@ -51,7 +51,7 @@ static void rotation_at(const toast_rotation &r, float position, float *cos, flo
   for (int64_t i = 0; i < half; i += LANES) {
     const int some = int(half - i < LANES ? half - i : LANES);
     F32 angle = some_floats_at(TOAST_F32, r.frequencies, i, some);
-    angle = (r.inverse ? 1.0f / angle : angle) * scaled;  // not contracted: MLX's angles
+    angle = (r.inverse ? 1.0f / angle : angle) * scaled;  // not contracted, to get MLX's angles
     float c[LANES], s[LANES];
     if (horizontal_max((F32)((U32)angle & 0x7fffffff)) < MAX_ANGLE) {
       SinCos t = sin_cos(angle);
@@ -69,7 +69,7 @@ static void rotation_at(const toast_rotation &r, float position, float *cos, flo
   }
 }
 
-INLINE F32 swapped(F32 v) {  // the numbers of each pair
+INLINE F32 swapped(F32 v) {  // swaps each pair
   typedef uint64_t U64 __attribute__((vector_size(4 * LANES)));
   return (F32)((U64)v << 32 | (U64)v >> 32);
 }
@@ -97,7 +97,7 @@ static void rotate_head(const toast_heads &x, const toast_rotation &r, const flo
          static_cast<const char *>(x.data) + (from + r.dims) * size, (x.size - r.dims) * size);
 }
 
-// x times the share of the normal distribution below it (Abramowitz and Stegun 7.1.26, to 1e-7).
+// x * Phi(x), the normal CDF by Abramowitz and Stegun 7.1.26, to 1e-7.
 INLINE F32 erf_gelu(F32 x) {
   F32 size = (F32)((U32)x & 0x7fffffff);
   F32 t = 1.0f / multiply_add(size, splat(0.23164189f), splat(1.0f));
@@ -119,7 +119,7 @@ INLINE F32 activated(int activation, F32 x) {
   if (activation == TOAST_RELU2) return x > 0 || x != x ? x * x : F32{};
   F32 y = x;
   if (activation == TOAST_OAI) x = minimum(splat(7.0f), x), y = x * 1.702f;
-  if (activation == TOAST_GELU)  // (1 + tanh(z)) / 2 is 1 / (1 + exp(-2 z))
+  if (activation == TOAST_GELU)  // (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z))
     y = multiply_add(x * x * x, splat(0.044715f), x) * 1.5957691216057308f;
   return (activation == TOAST_SIGMOID ? splat(1.0f) : x) / (exponential(-y) + 1.0f);
 }
@@ -136,7 +136,7 @@ static void gate_numbers(const toast::Gate &g, int64_t first, int64_t end) {
   }
 }
 
-// Lanes of the last ones that are not there: so low that exp of it is 0.
+// Fills missing lanes with -inf, whose exp is 0.
 INLINE F32 some_or_least(int type, const void *x, int64_t at, int some) {
   F32 v = some_floats_at(type, x, at, some);
   for (int i = some; i < LANES; i++) v[i] = -INFINITY;
@@ -166,20 +166,20 @@ static int64_t find_value(int type, const void *x, int64_t first, int64_t count,
 static toast::Exponentials exponentials(int type, const void *x, int64_t first, int64_t count) {
   F32 totals = {}, products = {};
   const float top = row_max(type, x, first, count);
-  if (top == -INFINITY) {  // all of them, or NaN
+  if (top == -INFINITY) {  // all -inf, or NaN
     float total = 0;
     for (int64_t k = 0; k < count; k += LANES)
       total += horizontal_sum(some_floats_at(type, x, first + k, int(count - k)));
     return {top, total == total ? 0 : total, 0};
   }
-  constexpr int64_t BLOCK = 512;  // added up by themselves: fewer roundings one after another
+  constexpr int64_t BLOCK = 512;  // summed separately, for less rounding error
   for (int64_t start = 0; start < count; start += BLOCK) {
     F32 part = {}, product = {};
     for (int64_t k = start; k < count && k < start + BLOCK; k += LANES) {
       const int some = int(count - k < LANES ? count - k : LANES);
-      F32 apart = some_or_least(type, x, first + k, some) - top, of = exponential(apart);
-      part += of;
-      product = multiply_add(of, maximum(apart, splat(toast::MIN_EXPONENT)), product);
+      F32 d = some_or_least(type, x, first + k, some) - top, power = exponential(d);
+      part += power;
+      product = multiply_add(power, maximum(d, splat(toast::MIN_EXPONENT)), product);
     }
     totals += part;
     products += product;
@@ -188,10 +188,10 @@ static toast::Exponentials exponentials(int type, const void *x, int64_t first, 
 }
 
 static void softmax_part(int type, const void *x, int64_t first, int64_t count,
-                         toast::Exponentials of, void *out, int out_type, int64_t to) {
+                         toast::Exponentials sums, void *out, int out_type, int64_t to) {
   for (int64_t k = 0; k < count; k += LANES) {
     const int some = int(count - k < LANES ? count - k : LANES);
-    F32 y = exponential(some_floats_at(type, x, first + k, some) - of.max) / of.sum;
+    F32 y = exponential(some_floats_at(type, x, first + k, some) - sums.max) / sums.sum;
     put_some(out_type, out, to + k, y, some);
   }
 }
@@ -208,9 +208,9 @@ static void weighted_sum(const toast::WeightedSum &w, int64_t row) {
   }
 }
 
-constexpr float MAX_QUANTISED = 3e38f;  // 127 scales of it are finite
+constexpr float MAX_QUANTISED = 3e38f;  // 127 * (MAX_QUANTISED / 127) stays finite
 
-// Divided by the scale and rounded to the nearest, ties to even, as MLX's operations would.
+// x / scale, rounded to nearest even, as MLX's operations would.
 static void quantise_row(int type, const void *x, int64_t from, int64_t count, void *row) {
   auto numbers = [&](int64_t k) __attribute__((always_inline)) {
     F32 v = some_floats_at(type, x, from + k, int(count - k < LANES ? count - k : LANES));
@@ -222,14 +222,14 @@ static void quantise_row(int type, const void *x, int64_t from, int64_t count, v
   for (int64_t k = 0; k < count; k += LANES) {
     F32 v = numbers(k);
     max = maximum((F32)((U32)v & 0x7fffffff), max);
-    nan += v * 0.0f;  // NaN where one is
+    nan += v * 0.0f;  // NaN if any is
   }
   const float scale = horizontal_max(max) / 127.0f + horizontal_sum(nan);
   auto out = static_cast<int8_t *>(row);
   for (int64_t k = 0; k < count; k += LANES) {
     F32 v = scale > 0 ? numbers(k) / scale : F32{};
     v = minimum(splat(127.0f), maximum(splat(-127.0f), v));
-    constexpr float MAGIC = 0x1.8p23f;  // above it numbers are whole
+    constexpr float MAGIC = 0x1.8p23f;  // adding it rounds to an integer
     const I8 bytes = __builtin_convertvector(v + MAGIC - MAGIC, I8);
     memcpy(out + k, &bytes, count - k < LANES ? count - k : LANES);
   }
@@ -249,7 +249,7 @@ static void store_row(int type, const void *x, int64_t from, int64_t count, void
   const F32 max = splat(out_type == TOAST_F16 ? 65504.0f : INFINITY);
   for (int64_t k = 0; k < count; k += LANES) {
     const int some = int(count - k < LANES ? count - k : LANES);
-    F32 v = minimum(max, some_floats_at(type, x, from + k, some));  // NaN stays
+    F32 v = minimum(max, some_floats_at(type, x, from + k, some));  // keeps NaN
     put_some(out_type, out, to + k, maximum(-max, v), some);
   }
 }
@@ -259,7 +259,7 @@ INLINE float float_at(int type, const void *p, int64_t i) {
   return some_floats_at(type, p, i, 1)[0];
 }
 
-// Rows before there are any have zeros.
+// x at position t < length; before 0 those of `before`, or zeros.
 INLINE F32 position_at(const toast_convolution &c, int64_t batch, int64_t t, int64_t channel,
                        int some) {
   if (t >= 0)
@@ -270,14 +270,13 @@ INLINE F32 position_at(const toast_convolution &c, int64_t batch, int64_t t, int
 
 static void convolve_channels(const toast_convolution &c, int64_t batch, int64_t first,
                               int64_t end, void *out, int out_type) {
-  float weights[toast::MOST_KERNEL + 1][toast::CHANNEL_BLOCK];  // position by position; then the
-                                                                // bias
+  float weights[toast::MOST_KERNEL + 1][toast::CHANNEL_BLOCK];  // by position, then the bias
   for (int64_t i = 0; i < end - first; i++) {
     for (int64_t j = 0; j < c.kernel; j++)
       weights[j][i] = float_at(c.weight_type, c.weight, (first + i) * c.kernel + j);
     weights[c.kernel][i] = c.bias ? float_at(c.weight_type, c.bias, first + i) : 0;
   }
-  const float *x = static_cast<const float *>(c.x) + batch * c.strides[0];  // if it is of floats
+  const float *x = static_cast<const float *>(c.x) + batch * c.strides[0];  // if float32
   for (int64_t t = 0; t < c.length; t++) {
     const int64_t from = t - c.kernel + 1;
     const bool plain = c.type == TOAST_F32 && out_type == TOAST_F32 && from >= 0;

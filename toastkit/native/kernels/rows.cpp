@@ -1,4 +1,4 @@
-// The C interface of rows.h, and how rows are shared out among the threads.
+// The C interface of rows.h, and how rows are split among threads.
 #include "rows.h"
 
 #include <math.h>
@@ -39,21 +39,21 @@ int rotate(const toast_heads &x, const toast_rotation &r, void *out) {
   return 0;
 }
 
-// Of parts of a row, in their order. All threads cut rows alike.
+// Merges parts of a row, in order; the split does not depend on the number of threads.
 Exponentials combine(const Exponentials *parts, int64_t count) {
   Exponentials all = {-INFINITY, 0, 0};
   for (int64_t i = 0; i < count; i++)
     if (parts[i].max > all.max) all.max = parts[i].max;
   for (int64_t i = 0; i < count; i++) {
-    const bool none = parts[i].max == all.max;  // both may be infinite
-    const float apart = none ? 0 : fmaxf(parts[i].max - all.max, MIN_EXPONENT), scale = expf(apart);
+    const bool is_max = parts[i].max == all.max;  // both may be infinite
+    const float d = is_max ? 0 : fmaxf(parts[i].max - all.max, MIN_EXPONENT), scale = expf(d);
     all.sum += parts[i].sum * scale;
-    all.weighted += (parts[i].weighted + parts[i].sum * apart) * scale;
+    all.weighted += (parts[i].weighted + parts[i].sum * d) * scale;
   }
   return all;
 }
 
-// done(row, the exponentials of it) for all rows; false for no memory.
+// Calls done(row, Exponentials) for each row, in order; false if out of memory.
 template <class Done>
 bool reduce_rows(const toast_vectors &x, int64_t columns, const Done &done) {
   const RowInstructions &code = *instructions().rows;
@@ -75,7 +75,7 @@ int softmax(const toast_vectors &x, int64_t columns, void *out, int out_type) {
   const RowInstructions &code = *instructions().rows;
   auto rows = memory<Exponentials>(x.count);
   if (!rows) return 2;
-  if (!reduce_rows(x, columns, [&](int64_t row, Exponentials of) { rows[row] = of; })) return 2;
+  if (!reduce_rows(x, columns, [&](int64_t row, Exponentials sums) { rows[row] = sums; })) return 2;
   const int64_t parts = (columns + CHUNK - 1) / CHUNK;
   share(x.count * parts, columns < CHUNK ? columns : CHUNK, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i++) {
@@ -105,7 +105,7 @@ int largest(const toast_vectors &x, int64_t columns, uint32_t *out) {
     const float *own = &max[row * parts], number = *std::max_element(own, own + parts);
     int64_t found = -1;
     for (int64_t part = 0; part < parts && found < 0; part++) {
-      if (own[part] != number) continue;  // NaN hides what is -inf only
+      if (own[part] != number) continue;  // a part of NaN only has -inf too
       found = in_part(row * parts + part, [&](int64_t at, int64_t n) {
         return code.find(x.type, x.data, at, n, number);
       });
@@ -116,7 +116,7 @@ int largest(const toast_vectors &x, int64_t columns, uint32_t *out) {
   return 0;
 }
 
-// Numbers of a type in their order as whole numbers: both zeros are one, NaN is above all.
+// Monotone map to uint32: zeros are equal, NaN is above all.
 uint32_t rank(int type, const void *x, int64_t at) {
   const bool wide = type == TOAST_F32;
   const uint32_t bits = wide ? static_cast<const uint32_t *>(x)[at]
@@ -126,7 +126,7 @@ uint32_t rank(int type, const void *x, int64_t at) {
   return size > infinity ? UINT32_MAX : bits & sign ? sign - size : sign + size;
 }
 
-// Rank and place are one number: what is compared lies side by side, and no two are equal.
+// Sorts rank and index as one integer: contiguous, and without ties.
 int partition(const toast_vectors &x, int64_t columns, int64_t kth, uint32_t *out) {
   auto ranks = memory<uint64_t>(x.count * columns);
   if (!ranks) return 2;
@@ -142,28 +142,28 @@ int partition(const toast_vectors &x, int64_t columns, int64_t kth, uint32_t *ou
   return 0;
 }
 
-// What experts are chosen by, without bias, float32 (count, columns): see toast_choice.
+// Scores for choosing, without bias, float32 (count, columns): see toast_choice.
 int scores_of(const toast_vectors &x, int64_t columns, int32_t how, float *out) {
   if (!(how & (TOAST_CHOSEN | TOAST_SCORED))) return softmax(x, columns, out, TOAST_F32);
   const RowInstructions &code = *instructions().rows;
-  for (int64_t row = 0; row < x.count; row++)  // to float32: nothing is beyond it
+  for (int64_t row = 0; row < x.count; row++)  // exact in float32
     code.store(x.type, x.data, row * x.stride, columns, out, TOAST_F32, row * columns);
   if (how & TOAST_SCORED)
     code.gate({out, nullptr, TOAST_F32, TOAST_SIGMOID, out}, 0, x.count * columns);
   return 0;
 }
 
-// 0 for the numbers of groups that are not kept; of equal ones the first goes.
+// Zeros the elements of groups that are not kept; of equal groups the first goes.
 void drop_groups(const toast_choice &choice, int64_t columns, float *numbers) {
   const int64_t size = columns / choice.groups;
   auto score = [&](int64_t group) {
-    const float *of = numbers + group * size;
+    const float *scores = numbers + group * size;
     float best = -INFINITY, next = -INFINITY;
     for (int64_t i = 0; i < size; i++) {
-      if (of[i] > best) {
-        next = best, best = of[i];
-      } else if (of[i] > next) {
-        next = of[i];
+      if (scores[i] > best) {
+        next = best, best = scores[i];
+      } else if (scores[i] > next) {
+        next = scores[i];
       }
     }
     const float two = best + next;
@@ -277,19 +277,19 @@ int toast_softmax(const toast_vectors *x, int64_t columns, void *out, int32_t ou
 
 int toast_log_sum_exp(const toast_vectors *x, int64_t columns, float *out) {
   if (!toast::is_type(x->type)) return 1;
-  return toast::reduce_rows(*x, columns, [&](int64_t row, toast::Exponentials of) {
-    const bool ends = of.max == INFINITY || !of.sum;
-    out[row] = ends ? of.max : of.max + logf(of.sum);
+  return toast::reduce_rows(*x, columns, [&](int64_t row, toast::Exponentials sums) {
+    const bool ends = sums.max == INFINITY || !sums.sum;
+    out[row] = ends ? sums.max : sums.max + logf(sums.sum);
   }) ? 0 : 2;
 }
 
 int toast_distribution(const toast_vectors *x, int64_t columns, float *out) {
   if (!toast::is_type(x->type)) return 1;
-  return toast::reduce_rows(*x, columns, [&](int64_t row, toast::Exponentials of) {
-    const float log_sum = of.sum ? logf(of.sum) : NAN;
-    out[3 * row] = of.max;
+  return toast::reduce_rows(*x, columns, [&](int64_t row, toast::Exponentials sums) {
+    const float log_sum = sums.sum ? logf(sums.sum) : NAN;
+    out[3 * row] = sums.max;
     out[3 * row + 1] = log_sum;
-    out[3 * row + 2] = log_sum - of.weighted / of.sum;
+    out[3 * row + 2] = log_sum - sums.weighted / sums.sum;
   }) ? 0 : 2;
 }
 
