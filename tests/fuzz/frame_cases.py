@@ -24,7 +24,6 @@ from tests.conftest import SCRIPTS
 from tests.fuzz import CODES, check_error, harm
 from tests.hostile import run_hostile
 from toastkit.commands.engines import load, open_unloaded
-from toastkit.commands.frames import ArrayReader
 from toastkit.errors import ToastError, from_os_error
 from toastkit.frames import (
     End,
@@ -52,6 +51,7 @@ from toastkit.session.names import resolve, sessions_root
 from toastkit.session.ring import RingWriter
 from toastkit.session.run import RunDirectory, feed_of, ring_of
 from toastkit.stages.answer import AnswerOptions, answer
+from toastkit.stages.arrays import LogitsReader
 from toastkit.stages.decode import decode
 from toastkit.stages.detokenize import TextOptions, detokenize
 from toastkit.stages.feed import feed_tokens
@@ -235,7 +235,7 @@ class Frames:
 
     def through_json(self, rng: random.Random, frames: list[Frame], exact: bool) -> None:
         """To lines and back, which changes nothing; then lines that are harmed."""
-        arrays, lines = ArrayReader(), []
+        arrays, lines = LogitsReader(), []
         for frame in arrays.listen(frames):
             how, count = rng.choice(("topk", "base64", "none")), rng.randint(1, 20)
             with shown():

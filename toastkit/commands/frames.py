@@ -60,7 +60,7 @@ def frames(context: click.Context, **flags) -> int:
     def chosen(source: Iterable[Frame]) -> Iterator[Frame]:
         from toastkit.stages.inspect import choose, make_inline
 
-        source = _listened(source, reader)
+        source = reader.listen(source)
         if flags["inline"]:
             source = make_inline(source)
         return choose(source, kinds, start, stop)
@@ -92,14 +92,6 @@ def _span(text: str | None) -> tuple[int, int | None]:
     if not match:
         raise UsageError(f"--slice takes A:B, not {text[:40]!r}")
     return int(match[1] or 0), int(match[2]) if match[2] else None
-
-
-def _listened(frames: Iterable[Frame], reader: LogitsReader) -> Iterator[Frame]:
-    """The frames, after the reader's look at their heads, which say where the arrays are."""
-    for frame in frames:
-        if isinstance(frame, Head):
-            reader.begin(frame)
-        yield frame
 
 
 def _copy(flags: dict[str, Any], chosen: Callable, reader: LogitsReader) -> int:

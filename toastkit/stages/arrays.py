@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from toastkit.errors import DataError
-from toastkit.frames import Array, Head, Reference
+from toastkit.frames import Array, Frame, Head, Reference
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,6 +58,13 @@ class LogitsReader:
         """Takes the next run. The ring is opened when the first reference comes."""
         self.close()
         self._vocab, self._run, self._meter = head.vocab, head.run, None
+
+    def listen(self, frames: Iterable[Frame]) -> Iterator[Frame]:
+        """The frames, after a look at their heads, which say where the arrays are."""
+        for frame in frames:
+            if isinstance(frame, Head):
+                self.begin(frame)
+            yield frame
 
     def read(self, logits: Any) -> np.ndarray:
         """The logits of a frame, inline, by reference or a device array: float32 (vocab,), until

@@ -47,10 +47,8 @@ def make_inline(frames: Iterable[Frame]) -> Iterator[Frame]:
     from toastkit.stages.arrays import LogitsReader, from_numpy
 
     reader = LogitsReader()
-    for frame in frames:
-        if isinstance(frame, Head):
-            reader.begin(frame)
-        elif isinstance(frame, (Logits, Prefilled)) and isinstance(frame.logits, Reference):
+    for frame in reader.listen(frames):
+        if isinstance(frame, (Logits, Prefilled)) and isinstance(frame.logits, Reference):
             frame.logits = from_numpy(reader.read(frame.logits))
         yield frame
 
